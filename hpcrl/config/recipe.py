@@ -85,6 +85,9 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     """Function that scores a finished trajectory; the default is the sum of the environment's rewards."""
     reward_options: dict[str, Any] = {}
     """Keyword arguments of the reward function."""
+    reward_unit: Literal["episode", "turn", "token"] = "episode"
+    """What the reward function gives a number for: the episode (or named parts of its reward), each turn, or each entry
+    of `token_ids`. Advantages "trloo" and "gae" use those of turns, "gae" those of tokens."""
     judges: list[Name] = []
     """The judges ([judge.NAME]) that its reward function or environment calls: rewards wait while one is not up."""
     options: dict[str, Any] = {}

@@ -10,6 +10,7 @@
     divide_rewards       the same, where a row's critic is to see the rewards of the whole episode
     spread_credit        give a turn's credit to all its tokens
     credit_last_token    give it to the last one
+    move_to_tokens       give tokens their own rewards instead
     compute_row_lengths  the lengths of a trajectory's rows, without making them
     count_row_tokens     the numbers of their model tokens, without making them
     make_micro_batches   rows -> padded micro-batches of similar length
@@ -177,6 +178,7 @@ def make_chosen_rows(
             ],
             credit_K=np.asarray(credit, dtype=np.float32),
             place_credit=place_credit,
+            token_rewards=[trajectory.turns[turn].token_rewards for turn in turns[number]],
         )
         for number, credit in chosen
     ]
@@ -262,18 +264,41 @@ def _find_trained(trajectory: Trajectory, turn: EpisodeTurn, *, first: int = 0) 
     return [start + int(position) for position in np.flatnonzero(trajectory.loss_mask[start : turn.end])]
 
 
+def move_to_tokens(
+    credit_N: NDArray[Any], turns_N: NDArray[np.intp], offsets_N: NDArray[np.intp], token_rewards: Sequence[list[float]]
+) -> None:
+    """Move the rewards of tokens from the last token of their turn to where they were earned; sums stay the same.
+
+    `offsets_N` is the place of each token in its turn. What a token earned that is not trained stays at the last one.
+    """
+    for turn in sorted(set(turns_N.tolist())):
+        if rewards := token_rewards[turn]:
+            of_turn = np.flatnonzero(turns_N == turn)
+            earned = np.asarray(rewards, dtype=credit_N.dtype)[offsets_N[of_turn]]
+            credit_N[of_turn] += earned
+            credit_N[of_turn[-1]] -= earned.sum()
+
+
 def _make_row(
-    row: RowColumns, *, starts: Sequence[int], credit_K: NDArray[Any], place_credit: CreditPlacer
+    row: RowColumns,
+    *,
+    starts: Sequence[int],
+    credit_K: NDArray[Any],
+    place_credit: CreditPlacer,
+    token_rewards: Sequence[list[float]],
 ) -> TrainingRow:
     model_positions = np.flatnonzero(row.loss_mask[1:])
     end = int(model_positions[-1]) + 1 if len(model_positions) else 0
     turns_N = (np.searchsorted(starts or [0], model_positions + 1, side="right") - 1).clip(min=0)
+    credit_N = place_credit(credit_K, turns_N)
+    if place_credit is credit_last_token and any(token_rewards):
+        move_to_tokens(credit_N, turns_N, model_positions + 1 - np.asarray(starts)[turns_N], token_rewards)
     return TrainingRow(
         inputs=row.token_ids[:end],
         mask=row.loss_mask[1 : end + 1],
         targets=row.token_ids[1:][model_positions],
         behaviour=row.logprobs[1:][model_positions],
-        credit=place_credit(credit_K, turns_N),
+        credit=credit_N,
     )
 
 

@@ -98,10 +98,30 @@ def _check_algorithm(recipe: Recipe) -> None:
     for problem in problems:
         if problem is not None:
             raise PlanError(problem)
+    _check_reward_units(recipe)
     for domain in train.response_budget:
         if domain not in recipe.domains:
             raise PlanError(
                 f"train.response_budget.{domain}: unknown domain: {_suggest_known(domain, sorted(recipe.domains))}"
+            )
+
+
+def _check_reward_units(recipe: Recipe) -> None:
+    """Check that the advantage uses the rewards of turns or tokens that a domain's function gives."""
+    train = recipe.train
+    users = {"turn": ("trloo", "gae"), "token": ("gae",)}
+    for name, domain in recipe.domains.items():
+        unit = domain.reward_unit
+        if unit != "episode" and train.advantage not in users[unit]:
+            known = " or ".join(f'"{one}"' for one in users[unit])
+            raise PlanError(
+                f'domains.{name}.reward_unit = "{unit}" with train.advantage = "{train.advantage}", which sees only '
+                f"their sum: set train.advantage = {known}, or let the function return one number"
+            )
+        if unit == "token" and train.reward_scale == "domain":
+            raise PlanError(
+                f'domains.{name}.reward_unit = "token" with train.reward_scale = "domain", which scales the rewards of '
+                'turns: set train.reward_scale = "none", and scale them in the function'
             )
 
 

@@ -435,11 +435,11 @@ def _receive_calls(connection: Connection) -> Iterator[_CallRequest]:
 
 
 def _answer_call(caller: RewardCaller, request: _CallRequest) -> _CallAnswer:
-    num = len(request.call.indices)
     try:
         segment = _open_segment(request.call.segment)
-        value = caller.call([segment[index] for index in request.call.indices])
-        return _CallAnswer(number=request.number, scores=caller.read_scores(value, num=num))
+        trajectories = [segment[index] for index in request.call.indices]
+        scores = caller.read_scores(caller.call(trajectories), trajectories)
+        return _CallAnswer(number=request.number, scores=scores)
     except BaseException as error:  # noqa: BLE001 - a user's reward may raise anything; one episode must not end a run
         return _fail_call(request, describe_reward_error(error))
 
@@ -462,13 +462,13 @@ async def _serve_async_calls(lane: RewardLane, connection: Connection) -> None:
 
 
 async def _answer_async_call(lane: RewardLane, request: _CallRequest, connection: Connection) -> None:
-    num = len(request.call.indices)
     limit = asyncio.timeout(lane.timeout_s)
     try:
         segment = _open_segment(request.call.segment)
+        trajectories = [segment[index] for index in request.call.indices]
         async with limit:
-            value = await lane.caller.call([segment[index] for index in request.call.indices])
-        answer = _CallAnswer(number=request.number, scores=lane.caller.read_scores(value, num=num))
+            value = await lane.caller.call(trajectories)
+        answer = _CallAnswer(number=request.number, scores=lane.caller.read_scores(value, trajectories))
     except BaseException as error:  # noqa: BLE001 - a user's reward may raise anything; one episode must not end a run
         failure = describe_timeout(lane.timeout_s) if limit.expired() else describe_reward_error(error)
         answer = _fail_call(request, failure)

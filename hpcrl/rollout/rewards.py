@@ -8,6 +8,7 @@ compute_score    calls a function in this process, for evaluations
 apply_score      returns a trajectory with its reward, or as a fault of the infrastructure
 list_fault_outcomes  the outcomes that a domain treats as faults
 to_reward_parts  converts what a function returned to named numbers
+to_reward_list  the same for a number for each turn or token
 is_infrastructure_error  whether an error of user code is never the policy's doing
 
 A function whose first parameter is called `trajectories` takes a list and returns one reward for each, in that order.
@@ -22,7 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -37,12 +38,15 @@ from hpcrl.spool.record import TRAINABLE, Trajectory, TrajectoryFacts
 from hpcrl.spool.rows import list_spans
 
 MAX_REWARD_PARTS, MAX_PART_NAME_CHARS = 64, 128
+RewardUnit = Literal["episode", "turn", "token"]
 
 
 class RewardScore(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a reward function gave a trajectory."""
 
     parts: dict[str, float] = {}
+    each: list[float] = []
+    """The reward of each turn or entry of `token_ids`, if that is its domain's `reward_unit`."""
     error: str = ""
     """The reason why it gave no reward; empty if it did."""
     is_infrastructure: bool = False
@@ -58,6 +62,7 @@ class RewardCaller:
     is_async: bool
     decode: Callable[[list[int]], str] | None = None
     takes_judges: bool = False
+    unit: RewardUnit = "episode"
 
     def call(self, trajectories: Sequence[Trajectory]) -> Any:
         """Call the function, with one trajectory unless it takes a list; returns what it returned."""
@@ -68,16 +73,26 @@ class RewardCaller:
         (trajectory,) = trajectories
         return self.function(trajectory, **more, **({} if texts is None else {"text": texts[0]}))
 
-    def read_scores(self, value: Any, *, num: int) -> list[RewardScore]:
-        """Return the score of each trajectory from what the function returned; raise ValueError if they are not `num`.
+    def read_scores(self, value: Any, trajectories: Sequence[Trajectory]) -> list[RewardScore]:
+        """Return the score of each trajectory from what the function returned; raise ValueError if they are too many.
 
         A value that is no reward is the error of its trajectory only.
         """
+        num = len(trajectories)
         if not self.takes_list:
-            return [_read_score(value)]
+            return [self._read_score(value, trajectories[0])]
         if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__") or len(value) != num:
             raise ValueError(f"it returned {value!r:.200} for {num} trajectories: return a list, a reward for each")
-        return [_read_score(one) for one in value]
+        return [self._read_score(one, trajectory) for one, trajectory in zip(value, trajectories, strict=True)]
+
+    def _read_score(self, value: Any, trajectory: Trajectory) -> RewardScore:
+        try:
+            if self.unit == "episode":
+                return RewardScore(parts=to_reward_parts(value))
+            each = to_reward_list(value, trajectory, unit=self.unit)
+        except ValueError as error:
+            return RewardScore(error=str(error))
+        return RewardScore(parts={"reward": math.fsum(each)}, each=each)
 
 
 def load_reward(name: str, domain: DomainConfig, *, model: Path) -> RewardCaller:
@@ -91,6 +106,7 @@ def load_reward(name: str, domain: DomainConfig, *, model: Path) -> RewardCaller
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         decode=_load_decoder(model) if ("texts" if takes_list else "text") in parameters else None,
         takes_judges="judges" in parameters,
+        unit=domain.reward_unit,
     )
 
 
@@ -112,7 +128,7 @@ def apply_score(trajectory: Trajectory, domain: DomainConfig, score: RewardScore
         return _with_reward(trajectory, {"reward": float(chosen)})
     assert score is not None
     if not score.error:
-        return _with_reward(trajectory, score.parts)
+        return _with_reward(_with_unit_rewards(trajectory, score.each, domain.reward_unit), score.parts)
     reason = f"{domain.reward}: {score.error}"
     if score.is_infrastructure or isinstance(domain.on_reward_error, str):
         return _as_fault(trajectory, reason)
@@ -127,7 +143,7 @@ async def compute_score(caller: RewardCaller, trajectory: Trajectory, *, timeout
     try:
         async with asyncio.timeout(timeout_s) as limit:
             call = caller.call if caller.is_async else functools.partial(OwnThread().call, caller.call)
-            (score,) = caller.read_scores(await call([trajectory]), num=1)
+            (score,) = caller.read_scores(await call([trajectory]), [trajectory])
             return score
     except Exception as error:  # noqa: BLE001 - a user's reward may raise anything; one episode must not end a run
         return describe_timeout(timeout_s) if limit.expired() else describe_reward_error(error)
@@ -174,11 +190,58 @@ def to_reward_parts(value: Any) -> dict[str, float]:
     return numbers
 
 
-def _read_score(value: Any) -> RewardScore:
-    try:
-        return RewardScore(parts=to_reward_parts(value))
-    except ValueError as error:
-        return RewardScore(error=str(error))
+def to_reward_list(value: Any, trajectory: Trajectory, *, unit: RewardUnit) -> list[float]:
+    """Return a reward for each turn or entry of `token_ids` as finite numbers; raise ValueError if that cannot be."""
+    num = len(trajectory.turns) if unit == "turn" else len(trajectory)
+    what = "turn" if unit == "turn" else "entry of token_ids"
+    wanted = f'reward_unit = "{unit}" is a list of {num} numbers, one for each {what}'
+    if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__"):
+        raise ValueError(f"it returned {value!r:.200}: {wanted}")
+    if len(value) != num:
+        raise ValueError(f"it returned {len(value)} numbers: {wanted}")
+    numbers = []
+    for index, one in enumerate(value):
+        try:
+            number = math.nan if isinstance(one, str | bytes) else float(one)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"it returned {one!r:.200} for {unit} {index}: {wanted}, each finite")
+        numbers.append(number)
+    if not math.isfinite(sum(numbers)):
+        raise ValueError(f"it returned numbers whose sum is not finite: {wanted}")
+    if unit == "token":
+        _check_generated(numbers, trajectory)
+    return numbers
+
+
+def _check_generated(numbers: Sequence[float], trajectory: Trajectory) -> None:
+    """Raise ValueError if a token has a reward that the model did not generate."""
+    left = {index for index, number in enumerate(numbers) if number}
+    for turn in trajectory.turns:
+        left.difference_update(range(turn.start, turn.end))
+    if left:
+        index = min(left)
+        raise ValueError(f"it returned {numbers[index]:g} for token {index}, which no turn generated: return 0 there")
+
+
+def _with_unit_rewards(trajectory: Trajectory, each: Sequence[float], unit: RewardUnit) -> Trajectory:
+    """Return a trajectory whose turns have these rewards, in place of the environment's."""
+    match unit:
+        case "episode":
+            return trajectory
+        case "turn":
+            turns = [
+                msgspec.structs.replace(turn, reward=reward)
+                for turn, reward in zip(trajectory.turns, each, strict=True)
+            ]
+        case "token":
+            slices = [list(each[turn.start : turn.end]) for turn in trajectory.turns]
+            turns = [
+                msgspec.structs.replace(turn, reward=math.fsum(own), token_rewards=own if any(own) else [])
+                for turn, own in zip(trajectory.turns, slices, strict=True)
+            ]
+    return msgspec.structs.replace(trajectory, turns=turns)
 
 
 def _find_setting(domain: DomainConfig, outcome: str) -> float | str | None:

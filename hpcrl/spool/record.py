@@ -35,7 +35,7 @@ from hpcrl.spool.status import TRAINABLE as TRAINABLE
 from hpcrl.spool.status import EpisodeStatus
 
 SCHEMA_MAJOR = 2
-SCHEMA_MINOR = 2
+SCHEMA_MINOR = 3
 
 MASK_REASONS = {
     "choice": "the environment trains another conversation (`trains`)",
@@ -59,6 +59,8 @@ class EpisodeTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """The index in `rows` of the conversation that has it among its own tokens."""
     masked: str = ""
     """The reason why its tokens are not trained, one of `MASK_REASONS`; empty if they are."""
+    token_rewards: list[float] = []
+    """The reward of each of its tokens, whose sum is `reward`; empty if these have none."""
     num_forced: int = 0
     """The tokens of a turn that is trained which are not: the required form of the answer allowed no other."""
     extra: dict[str, Any] = {}
@@ -155,7 +157,14 @@ def pack_trajectory(trajectory: Trajectory) -> PackedTrajectory:
         raise SpoolError(f"trajectory {trajectory.id!r} has columns of unequal length {lengths}: one entry per token")
     if trajectory.rows:
         _check_rows(trajectory)
-    return PackedTrajectory(id=trajectory.id, facts=_encode_facts(trajectory), columns=columns)
+    facts = _encode_facts(trajectory)
+    for turn in trajectory.turns:
+        if turn.token_rewards and len(turn.token_rewards) != turn.end - turn.start:
+            raise SpoolError(
+                f"trajectory {trajectory.id!r}: a turn from {turn.start} to {turn.end} has {len(turn.token_rewards)} "
+                "token_rewards: one for each of its tokens, or none"
+            )
+    return PackedTrajectory(id=trajectory.id, facts=facts, columns=columns)
 
 
 def parse_facts(data: bytes) -> TrajectoryFacts:
@@ -235,7 +244,7 @@ def _encode_facts(trajectory: Trajectory) -> bytes:
 def _should_encode_carefully(trajectory: Trajectory) -> bool:
     """Return whether a plain JSON encoder would lose something: non-finite numbers, unknown facts."""
     total = trajectory.created + trajectory.reset_s + (trajectory.reward or 0.0) + sum(trajectory.reward_parts.values())
-    total += sum(turn.reward + turn.generate_s + turn.step_s for turn in trajectory.turns)
+    total += sum(turn.reward + turn.generate_s + turn.step_s + sum(turn.token_rewards) for turn in trajectory.turns)
     return not math.isfinite(total) or bool(trajectory.extra) or any(turn.extra for turn in trajectory.turns)
 
 

@@ -34,6 +34,7 @@ _TURN_TYPE = pa.struct(
         ("remote_prefill", pa.bool_()),
         ("row", pa.int32()),
         ("masked", pa.string()),
+        ("token_rewards", pa.list_(pa.float64())),
         ("num_forced", pa.int32()),
     ]
 )

@@ -436,3 +436,22 @@ def test_a_model_of_unknown_size_gets_one_worker_of_each() -> None:
 )
 def test_a_simulated_engine_with_conflicting_settings_is_refused(settings: tuple[str, ...], message: str) -> None:
     assert message in refused(*settings)
+
+
+@pytest.mark.parametrize(
+    ("unit", "settings", "complaint"),
+    [
+        ("turn", (), 'which sees only their sum: set train.advantage = "trloo" or "gae"'),
+        ("token", ("train.advantage=trloo",), 'set train.advantage = "gae"'),
+        ("token", ("train.advantage=gae", "train.reward_scale=domain"), 'set train.reward_scale = "none"'),
+    ],
+)
+def test_rewards_that_the_advantage_cannot_use_are_refused(
+    unit: str, settings: tuple[str, ...], complaint: str
+) -> None:
+    assert complaint in refused(f"domains.lake.reward_unit={unit}", *settings)
+
+
+@pytest.mark.parametrize(("unit", "advantage"), [("turn", "trloo"), ("turn", "gae"), ("token", "gae")])
+def test_rewards_that_the_advantage_uses_are_planned(unit: str, advantage: str) -> None:
+    assert plan(f"domains.lake.reward_unit={unit}", f"train.advantage={advantage}")

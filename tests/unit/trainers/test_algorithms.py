@@ -13,7 +13,9 @@ import torch
 import hpcrl.trainers.critic
 import hpcrl.trainers.torch
 from hpcrl.config.pipeline import make_pipeline
+from hpcrl.config.recipe import load_recipe
 from hpcrl.learn.distribute import split_minibatches
+from hpcrl.rollout.rewards import RewardCaller, apply_score
 from hpcrl.testing.ranks import run_ranks
 from tests.support.table_policy import (
     ALGORITHMS,
@@ -147,7 +149,10 @@ def set_critic_advantages(slow, rewards, kl_costs, values, train):
         value = [float(values[s]) for s in one.states] + [0.0]
         paid = [-cost for cost in costs]
         for k, reward in enumerate(slow_turn_rewards(one.episode)):
-            paid[max(t for t in range(num) if one.turn[t] == k)] += reward
+            turn = one.episode.turns[k]
+            for offset, earned in enumerate(turn.token_rewards):
+                paid[one.positions.index(turn.start + offset)] += earned
+            paid[max(t for t in range(num) if one.turn[t] == k)] += reward - sum(turn.token_rewards)
         surprise = [paid[t] + train.gamma * value[t + 1] - value[t] for t in range(num)]
         decay = train.gamma * train.gae_lambda
         one.advantages = [sum(decay ** (u - t) * surprise[u] for u in range(t, num)) for t in range(num)]
@@ -244,6 +249,30 @@ def test_every_gradient_of_a_step_equals_the_slow_reference(name, rows):
         assert slow.abs().max() > 1e-3
         torch.testing.assert_close(found, slow, rtol=1e-5, atol=1e-6)
     assert metrics.clip_fraction == pytest.approx(clip_share, abs=1e-9)
+
+
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+def test_rewards_of_tokens_reach_the_critic_where_they_were_earned(rows):
+    rng, domain = np.random.default_rng(5), load_recipe("quickstart").domains["lake"]
+    domain = msgspec.structs.replace(domain, reward_unit="token", on_reward_error="fault")
+    episodes = []
+    for one in played():
+        caller = RewardCaller(
+            function=lambda given: np.where(given.loss_mask, rng.normal(size=len(given)), 0.0),
+            takes_list=False,
+            is_async=False,
+            unit="token",
+        )
+        (score,) = caller.read_scores(caller.call([one]), [one])
+        scored = apply_score(one, domain, score)
+        assert [len(turn.token_rewards) for turn in scored.turns] == [turn.end - turn.start for turn in one.turns]
+        episodes.append(scored)
+    train = settings_of("PPO with a critic", rows=rows, tokens_per_micro_batch=40)
+    trainer, gradients = make_table_trainer(train)
+    trainer.train_step(episodes, step=1, version=1)
+    for found, slow in zip(gradients, slow_step(train, episodes)[0], strict=True):
+        assert slow.abs().max() > 1e-3
+        torch.testing.assert_close(found, slow, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.timeout(900)  # ranks are processes that import torch and transformers
