@@ -9,19 +9,13 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.recipe import load_recipe
-from hpcrl.config.site import load_site
 from hpcrl.config.toml import shipped_folder
-from hpcrl.plan.plan import make_plan
 from hpcrl.slurm.script import make_batch_script
+from tests.support.plans import plan_recipe
 
 GOLDEN = Path(__file__).parent / "files"
 RECIPES = sorted(path.stem for path in shipped_folder("recipes").glob("*.toml"))
 SITES = sorted(path.stem for path in shipped_folder("sites").glob("*.toml"))
-ACCOUNTS = {
-    "perlmutter": ("account=m1234",),
-    "leonardo": ("partitions.booster.account=IscrC_x", "partitions.dcgp.account=IscrC_x_dcgp"),
-}
 
 
 def test_there_are_recipes_and_sites() -> None:
@@ -32,7 +26,7 @@ def test_there_are_recipes_and_sites() -> None:
 @pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_plan_and_script_are_as_recorded(recipe: str, site: str) -> None:
-    plan = make_plan(load_recipe(recipe), load_site(site, settings=ACCOUNTS.get(site, ())))
+    plan = plan_recipe(recipe=recipe, site=site)
     run = CampaignDir(Path(f"/scratch/someone/hpcrl/{recipe}-1"))
     script = make_batch_script(plan, job=run.job(0), python="/opt/hpcrl/bin/python")
     made = {f"{recipe}.{site}.json": plan.to_json().decode(), f"{recipe}.{site}.sh": script}

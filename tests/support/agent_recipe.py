@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.recipe import load_recipe
 from hpcrl.envs.examples.repositories import write_repository
+from tests.support.plans import make_recipe
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "agent_programs"
@@ -88,7 +88,7 @@ def _make_domain(name: str, *, sandbox: str, folder: Path) -> dict[str, Any]:
     }
     domain = {"env": "hpcrl.envs.agent:AgentProgram", "max_turns": 6, "episode_timeout_s": 3600.0, "options": options}
     if name == CODE_REPAIR:
-        shipped = load_recipe("code-repair").domains["repair"].options
+        shipped = make_recipe(name="code-repair").domains["repair"].options
         rows = [write_repository(folder / "repositories", number) for number in range(2)]
         (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         path = f"{AGENTS_DIR / 'bin'}:{os.defpath}"

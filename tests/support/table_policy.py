@@ -14,11 +14,11 @@ import torch
 
 import hpcrl.trainers.critic
 import hpcrl.trainers.torch
-from hpcrl.config.recipe import load_recipe
 from hpcrl.plan.checks import check_recipe
 from hpcrl.spool.record import EpisodeTurn, Trajectory
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import SINGLE_RANK
+from tests.support.plans import make_recipe
 
 VOCABULARY, CONTEXT, GROUP, RATE = 5, 64, 4, 12.0
 BUDGET = 12
@@ -122,7 +122,7 @@ def settings_of(name, **more):
     """Return [train] of a recipe with a row's settings, as `hpcrl plan` accepts it."""
     given = {**ALL[name], **more, "learning_rate": RATE, "groups_per_step": 8, "max_grad_norm": 1e9}
     given |= {"kl_coef": 0.2} if "kl" in given else {}
-    recipe = load_recipe("quickstart", settings=tuple(f"train.{key}={value}" for key, value in given.items()))
+    recipe = make_recipe(*tuple(f"train.{key}={value}" for key, value in given.items()))
     check_recipe(recipe)
     return msgspec.structs.replace(recipe.train, response_budget={"lake": BUDGET, "sums": BUDGET})
 

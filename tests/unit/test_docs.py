@@ -127,7 +127,9 @@ def test_every_walk_gives_its_number_of_files_and_names_real_classes() -> None:
         if isinstance(node, ast.ClassDef)
     }
     for walk in walks:
-        assert f"\n{len({path for path, _ in STATION.findall(walk)})} files." in walk
+        num_files = len({path for path, _ in STATION.findall(walk)})
+        assert f"\n{num_files} files." in walk
+        assert re.search(rf"^\| {walk[0]} \| \d+ \| {num_files} \|", WALKS.read_text(), flags=re.MULTILINE)
         _, _, names = walk.partition("Names of what")
         assert set(re.findall(r"`(\w+)`", names)) <= classes
 

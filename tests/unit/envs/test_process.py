@@ -13,13 +13,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcrl.config.recipe import DomainConfig, load_recipe
+from hpcrl.config.recipe import DomainConfig
 from hpcrl.envs.base import Step
 from hpcrl.envs.check import _check_environment
 from hpcrl.envs.process import ProcessEnv, ProcessLimits
 from hpcrl.envs.program_files import ProblemJudge
 from hpcrl.errors import ConfigError, EnvFault, PlanError
 from hpcrl.plan.checks import check_recipe
+from tests.support.plans import make_recipe
 
 LONG_S = 60.0
 SMALL = ProcessLimits(memory_bytes=512 << 20)
@@ -247,4 +248,4 @@ def test_an_interpreter_without_msgspec_is_named(other_python):
 def test_an_interpreter_needs_a_process():
     settings = ("domains.lake.python='/usr/bin/python3'",)
     with pytest.raises(PlanError, match="needs isolation"):
-        check_recipe(load_recipe("quickstart", settings=settings))
+        check_recipe(make_recipe(*settings))

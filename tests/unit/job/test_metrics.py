@@ -12,11 +12,12 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import EpisodesCounted, EvaluationFinished, StepFinished, TrainingResumed
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
-from hpcrl.config.recipe import MetricsConfig, load_recipe
+from hpcrl.config.recipe import MetricsConfig
 from hpcrl.job.metrics_export import MetricsFeeder, extract_figures
 from hpcrl.job.metrics_process import MAX_RESTARTS, MetricsProcess
 from hpcrl.system.files import make_private_dir, publish_json, read_json
 from tests.support.campaigns import until
+from tests.support.plans import make_recipe
 
 STEP = {
     "reward_mean": 0.5,
@@ -58,7 +59,7 @@ def run(tmp_path: Path) -> CampaignDir:
     for directory in (run.events, run.metrics, run.job(0).logs):
         make_private_dir(directory)
     publish_json(run.manifest, {"name": "c", "created": 1.0})
-    recipe = load_recipe("quickstart", settings=("metrics.tensorboard=true", "metrics.wandb=offline"))
+    recipe = make_recipe("metrics.tensorboard=true", "metrics.wandb=offline")
     run.recipe.write_bytes(msgspec.json.encode(recipe))
     return run
 
@@ -219,7 +220,7 @@ def test_a_reader_that_always_fails_is_restarted_a_few_times_only(run):
     [("metrics.tensorboard=true", "tensorboard", "tensorboard"), ("train.lora_rank=8", "peft", "lora")],
 )
 def test_a_package_that_is_missing_is_refused_before_anything_is_queued(setting, package, extra):
-    recipe = load_recipe("quickstart", settings=(setting,))
+    recipe = make_recipe(setting)
     code = (
         "import sys, importlib.util as u; real = u.find_spec; "
         f"u.find_spec = lambda name, *more: None if name == '{package}' else real(name, *more); "

@@ -6,12 +6,11 @@ import pytest
 
 from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.recipe import RewardConfig, load_recipe
-from hpcrl.config.site import load_site
+from hpcrl.config.recipe import RewardConfig
 from hpcrl.job.reward_tasks import SEGMENTS_PER_JOB, RewardJobScaler, RewardScoring
-from hpcrl.plan.plan import make_plan
 from hpcrl.slurm.script import make_reward_script
 from hpcrl.spool.listing import find_shard
+from tests.support.plans import plan_recipe
 
 
 def scale(**changed):
@@ -162,19 +161,19 @@ ELASTIC = ("reward.placement=elastic",)
 
 
 def test_reward_jobs_go_to_the_preemptible_partition():
-    plan = make_plan(load_recipe("quickstart", settings=ELASTIC), load_site("lab"))
+    plan = plan_recipe(*ELASTIC)
     assert plan.reward_jobs.partition == "preempt"
     assert "--partition=preempt" in plan.reward_jobs.slurm_flags
 
 
 def test_a_site_without_one_falls_back_to_spare_cores_and_reports_it():
-    plan = make_plan(load_recipe("quickstart", settings=ELASTIC), load_site("perlmutter", settings=("account=m1",)))
+    plan = plan_recipe(*ELASTIC, site="perlmutter")
     assert plan.reward_jobs is None
     assert any("no preemptible CPU partition" in fallback for fallback in plan.fallbacks)
 
 
 def test_a_reward_job_is_one_node_and_is_not_requeued(tmp_path):
-    plan = make_plan(load_recipe("quickstart", settings=ELASTIC), load_site("lab"))
+    plan = plan_recipe(*ELASTIC)
     text = make_reward_script(plan, job=CampaignDir(tmp_path / "c").job(0), name="r", command=["python", "-m", "a b"])
     assert "#SBATCH --no-requeue\n" in text
     assert "#SBATCH --nodes=1\n" in text

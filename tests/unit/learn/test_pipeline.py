@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpcrl.config.pipeline import check_user_nodes, make_pipeline, order_nodes
-from hpcrl.config.recipe import TrainConfig, load_recipe
+from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import PlanError, TrainError
 from hpcrl.learn.distribute import DealWork, distribute_step, load_share_rows
 from hpcrl.learn.pipeline import PipelineExecutor, check_credits
@@ -18,6 +18,7 @@ from hpcrl.plan.checks import check_recipe
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import CONTEXT, batch, make_model, settings
 from tests.support.nodes import against_the_best, shaped
+from tests.support.plans import make_recipe
 
 SHAPE = {
     "shape": {"function": "tests.support.nodes:shaped", "inputs": ["score"], "role": "policy"},
@@ -158,7 +159,7 @@ REFUSED = {
 @pytest.mark.parametrize(("nodes", "message"), REFUSED.values(), ids=REFUSED)
 def test_an_invalid_pipeline_is_refused_with_the_reason(nodes, message):
     assert message in "; ".join(check_user_nodes(train_of(nodes)))
-    recipe = load_recipe("quickstart")
+    recipe = make_recipe()
     with pytest.raises(PlanError):
         check_recipe(msgspec.structs.replace(recipe, train=train_of(nodes)))
 
@@ -308,7 +309,7 @@ def test_a_node_on_rows_that_forgets_to_return_is_named():
      ("tests.support.nodes:NO_FUNCTION", "is not a function")],
 )  # fmt: skip
 def test_a_missing_function_is_refused_before_anything_is_queued(function, message):
-    recipe = load_recipe("quickstart")
+    recipe = make_recipe()
     train = msgspec.structs.replace(recipe.train, pipeline=train_of({**SHAPE, "shape": own(function)}).pipeline)
     done = subprocess.run(
         [sys.executable, "-m", "hpcrl.envs.check"],

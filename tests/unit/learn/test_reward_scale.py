@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from hpcrl.config.recipe import TrainConfig, load_recipe
+from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.rewards import compute_length_cost, find_overlong, shape_rewards
 from hpcrl.spool.record import EpisodeTurn, Trajectory
+from tests.support.plans import make_recipe
 
 
 def settings(**changed):
@@ -77,6 +78,6 @@ def test_a_reward_that_is_not_a_number_stays_visible():
 
 def test_the_response_budget_is_by_default_what_a_domain_may_generate():
     settings = ("domains.lake.max_turns=6", "domains.lake.max_new_tokens=50")
-    assert load_recipe("quickstart", settings=settings).train.response_budget == {"lake": 300}
+    assert make_recipe(*settings).train.response_budget == {"lake": 300}
     own = (*settings, "train.response_budget.lake=120")
-    assert load_recipe("quickstart", settings=own).train.response_budget == {"lake": 120}
+    assert make_recipe(*own).train.response_budget == {"lake": 120}

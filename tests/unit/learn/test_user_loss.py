@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from hpcrl.config.pipeline import check_user_nodes, make_pipeline
-from hpcrl.config.recipe import TrainConfig, load_recipe
+from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.learn.user_loss import arrange_by_row, mark_tokens
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import batch, make_model, settings, trained
+from tests.support.plans import make_recipe
 
 NO_CLIP = {"clip_low": 0.99, "clip_high": 1e6, "correction": "none", "proximal": "behaviour", "num_minibatches": 2}
 TEACHER_INPUTS = ["batches", "teacher"]
@@ -117,7 +118,7 @@ def test_a_teacher_with_another_vocabulary_or_no_model_is_refused(model, tmp_pat
 
 
 def test_a_loss_with_other_arguments_is_refused_before_anything_is_queued():
-    recipe = load_recipe("quickstart")
+    recipe = make_recipe()
     recipe = msgspec.structs.replace(recipe, train=train_of(own_loss("distilled_loss")))
     command = [sys.executable, "-m", "hpcrl.envs.check"]
     done = subprocess.run(command, input=msgspec.json.encode(recipe), capture_output=True, check=False)

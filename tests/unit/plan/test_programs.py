@@ -2,17 +2,14 @@
 
 import pytest
 
-from hpcrl.config.recipe import load_recipe
-from hpcrl.config.site import load_site
 from hpcrl.errors import PlanError
-from hpcrl.plan.plan import make_plan
+from tests.support.plans import plan_recipe
 
 PLENTY = ("domains.sums.options.max_memory_mb=2048", "domains.sums.options.max_disk_mb=512")
 
 
-def warnings(*settings: str, site: str = "lab", of_site: tuple[str, ...] = ()) -> list[str]:
-    plan = make_plan(load_recipe("agent", settings=settings), load_site(site, settings=of_site))
-    return [line for line in plan.warnings if "programs" in line]
+def warnings(*settings: str, site: str = "lab") -> list[str]:
+    return [line for line in plan_recipe(*settings, recipe="agent", site=site).warnings if "programs" in line]
 
 
 def test_the_shipped_limits_are_what_is_reserved() -> None:
@@ -46,7 +43,7 @@ def test_the_number_of_running_episodes_that_fits_is_named() -> None:
 
 def test_a_machine_without_a_scheduler_has_all_its_memory() -> None:
     assert warnings(*PLENTY, site="local") == []
-    (line,) = warnings(*PLENTY, site="local", of_site=("partitions.host.mem_gib_per_node=32",))
+    (line,) = warnings(*PLENTY, "site.partitions.host.mem_gib_per_node=32", site="local")
     assert "20 GiB, and the node has" in line
 
 
@@ -64,7 +61,7 @@ def test_one_program_that_no_node_holds_is_refused() -> None:
 def test_files_of_programs_in_images_are_compared_with_the_scratch_of_a_node() -> None:
     image = ('domains.sums.options.image="/a.sif"', "domains.sums.options.max_disk_mb=2048")
     assert warnings(*image) == []
-    (line,) = warnings(*image, of_site=("partitions.env.scratch_gib_per_node=10",))
+    (line,) = warnings(*image, "site.partitions.env.scratch_gib_per_node=10")
     assert "each may write 2 GiB (max_disk_mb = 2048): 16 GiB, and the node has 10 GiB of scratch" in line
 
 

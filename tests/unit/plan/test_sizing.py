@@ -2,11 +2,10 @@
 
 import pytest
 
-from hpcrl.config.recipe import load_recipe
-from hpcrl.config.site import load_site
 from hpcrl.errors import ConfigError, PlanError
 from hpcrl.hardware.cost_model import guess_model_shape
-from hpcrl.plan.plan import Plan, make_plan
+from hpcrl.plan.plan import Plan
+from tests.support.plans import make_recipe, plan_recipe
 
 SETTINGS = (
     "model.num_params=8000000000",
@@ -20,8 +19,7 @@ SETTINGS = (
 
 
 def planned(*settings: str, site: tuple[str, ...] = ()) -> Plan:
-    recipe = load_recipe("quickstart", settings=(*SETTINGS, *settings))
-    return make_plan(recipe, load_site("perlmutter", settings=("account=m1", *site)))
+    return plan_recipe(*SETTINGS, *settings, *(f"site.{setting}" for setting in site), site="perlmutter")
 
 
 def workers(plan: Plan) -> tuple[int, int]:
@@ -65,7 +63,7 @@ def test_estimated_conversations_are_limited_to_the_model_length() -> None:
 @pytest.mark.parametrize("num_params", [8, 70_000, 10**14])
 def test_an_unrealistic_number_of_weights_is_refused(num_params: int) -> None:
     with pytest.raises(ConfigError, match=r"model\.num_params"):
-        load_recipe("quickstart", settings=(f"model.num_params={num_params}",))
+        make_recipe(f"model.num_params={num_params}")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.recipe import load_recipe
 from hpcrl.config.site import load_site
 from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
@@ -29,6 +28,7 @@ from hpcrl.spool.writer import BatchLimits
 from hpcrl.system.files import publish_json
 from hpcrl.testing.memory import MemorySpool, MemorySpoolWriter
 from hpcrl.weights.versions import WeightVersion, announce_version
+from tests.support.plans import make_recipe
 
 SHAPE = ModelShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
 SPEED = estimate_speed(GPU_CATALOGUE["h100"], shape=SHAPE)
@@ -80,7 +80,7 @@ class WorkerStage:
         publish_json(campaign.model / "config.json", {"max_position_embeddings": 1024})
         announce_version(campaign.weights, WeightVersion(version=version, step=version))
         small = ("rollout.group_size=2", "train.groups_per_step=2", "rollout.groups_ahead=0", "rollout.max_running=64")
-        recipe, site = load_recipe("quickstart", settings=(*small, *settings)), load_site("local")
+        recipe, site = make_recipe(*small, *settings), load_site("local")
         self.context = WorkerContext(
             campaign=campaign,
             job=campaign.job(0),

@@ -9,7 +9,6 @@ import pytest
 
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.recipe import load_recipe
 from hpcrl.config.site import load_site
 from hpcrl.plan.plan import make_plan
 from hpcrl.roles.context import WorkerContext
@@ -20,6 +19,7 @@ from hpcrl.system.files import make_private_dir, publish_json
 from hpcrl.system.processes import list_descendants
 from hpcrl.testing.event_lines import read_events
 from tests.support.campaign_spools import trajectory, unscored
+from tests.support.plans import make_recipe
 
 NUM = 4
 
@@ -35,7 +35,7 @@ class RewardStage:
 
     def open(self, function, *, settings=(), **options):
         recipe, site = (
-            load_recipe("quickstart", settings=("domains.lake.reward_timeout_s=0.5", *settings)),
+            make_recipe("domains.lake.reward_timeout_s=0.5", *settings),
             load_site("local"),
         )
         lake = msgspec.structs.replace(

@@ -7,7 +7,7 @@ import pytest
 
 from hpcrl.campaign_dir.events import FaultReported, SegmentsRetired
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
-from hpcrl.config.recipe import SpoolConfig, load_recipe
+from hpcrl.config.recipe import SpoolConfig
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.roles.train_queue import TrainQueue
 from hpcrl.rollout.flow_control import HoldWriter
@@ -15,6 +15,7 @@ from hpcrl.spool import retention
 from hpcrl.spool.listing import announce_changes, count_spool_trajectories, list_segments
 from hpcrl.spool.writer import DiskSpoolWriter, derive_segment
 from hpcrl.system.files import make_private_dir, read_json
+from tests.support.plans import make_recipe
 from tests.support.trajectories import make_trajectory
 
 GROUP = 4
@@ -34,7 +35,7 @@ def context(tmp_path, monkeypatch):
     run = CampaignDir(tmp_path / "campaign")
     for name in SPOOLS:
         make_private_dir(run.spool(name))
-    recipe = load_recipe("quickstart", settings=(f"rollout.group_size={GROUP}", "train.groups_per_step=1"))
+    recipe = make_recipe(f"rollout.group_size={GROUP}", "train.groups_per_step=1")
     recipe = msgspec.structs.replace(recipe, spool=SpoolConfig(retire_after_s=0.0))
     return SimpleNamespace(campaign=run, recipe=recipe, events=Events())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.recipe import TeacherConfig, WarmupConfig, load_recipe
+from hpcrl.config.recipe import TeacherConfig, WarmupConfig
 from hpcrl.envs.task_set import check_conversations, import_conversations
 from hpcrl.errors import ConfigError, PlanError
 from hpcrl.learn.consumed import ConsumedTrajectories
@@ -20,6 +20,7 @@ from hpcrl.plan.checks import check_recipe
 from hpcrl.roles.warmup import WarmupData
 from hpcrl.trainers.checkpoint import load_checkpoint, save_checkpoint
 from hpcrl.trainers.torch import TorchTrainer
+from tests.support.plans import make_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def write_rows(path, rows):
 def prepare(tmp_path, rows, *, settings=(), **warmup):
     """Return a recipe, its model directory, and the data of its warm-up."""
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    recipe = load_recipe("quickstart", settings=("train.num_steps=1000", *settings))
+    recipe = make_recipe("train.num_steps=1000", *settings)
     recipe = msgspec.structs.replace(recipe, warmup=WarmupConfig(path=path, **{"steps": 900, **warmup}))
     campaign = CampaignDir(tmp_path / "campaign")
     campaign.warmup.mkdir(parents=True)
@@ -158,18 +159,18 @@ def test_parquet_is_read_like_lines(tmp_path):
 )
 def test_a_warm_up_that_does_not_fit_is_refused(warmup, message):
     settings = ("train.num_steps=30", "resources.train.num_workers=2")
-    recipe = load_recipe("quickstart", settings=settings)
+    recipe = make_recipe(*settings)
     with pytest.raises(PlanError, match=message):
         check_recipe(msgspec.structs.replace(recipe, warmup=WarmupConfig(path="x.jsonl", **warmup)))
 
 
 def test_a_teacher_without_a_kl_is_refused():
-    recipe = msgspec.structs.replace(load_recipe("quickstart"), teacher=TeacherConfig(path="/models/teacher"))
+    recipe = msgspec.structs.replace(make_recipe(), teacher=TeacherConfig(path="/models/teacher"))
     with pytest.raises(PlanError, match=r'teacher is set and train\.kl is "none"'):
         check_recipe(recipe)
 
 
 def test_a_teacher_and_another_model_of_the_reference_are_refused():
-    recipe = load_recipe("quickstart", settings=("train.kl=k3", "train.pipeline.reference.model=/models/first"))
+    recipe = make_recipe("train.kl=k3", "train.pipeline.reference.model=/models/first")
     with pytest.raises(PlanError, match=r"teacher\.path and train\.pipeline\.reference\.model both set the model"):
         check_recipe(msgspec.structs.replace(recipe, teacher=TeacherConfig(path="/models/teacher")))

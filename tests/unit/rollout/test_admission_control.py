@@ -3,9 +3,9 @@
 import pytest
 
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.config.recipe import load_recipe
 from hpcrl.rollout.admission import AdmissionControl
 from hpcrl.rollout.groups import EpisodeGroups
+from tests.support.plans import make_recipe
 from tests.support.trajectories import make_trajectory
 
 
@@ -18,7 +18,7 @@ def gate_of(mode, *, spare=0, max_running=100, host=0, num_hosts=1):
         "rollout.max_running": max_running,
         "train.groups_per_step": 4,
     }
-    recipe = load_recipe("quickstart", settings=tuple(f"{name}={value}" for name, value in settings.items()))
+    recipe = make_recipe(*tuple(f"{name}={value}" for name, value in settings.items()))
     return AdmissionControl(recipe, EnvWorkerId(host, num_hosts))
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from hpcrl.campaign_dir.events import EvaluationFinished, FaultReported
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.config.recipe import load_recipe
 from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.errors import EnvFault, PlanError
 from hpcrl.learn.evaluations import (
@@ -31,6 +30,7 @@ from hpcrl.rollout.routing.trajectories import NUM_LEVELS, TrajectoryState, Traj
 from hpcrl.rollout.tasks import NUM_SEEDS, TaskStream, make_held_out_task
 from hpcrl.spool.ids import is_held_out
 from hpcrl.trainers import checkpoint
+from tests.support.plans import make_recipe
 from tests.support.trajectories import make_trajectory
 
 EVERY = 10
@@ -69,7 +69,7 @@ class EnvWorkers:
     """The evaluation runners of one campaign, with the episodes they started and the events they emitted."""
 
     def __init__(self, directory, *, num=1, job=0, settings=BASE, status="done", score=1.0):
-        self.recipe = load_recipe("quickstart", settings=settings)
+        self.recipe = make_recipe(*settings)
         self.record = EvaluationStore(directory)
         self.events, self.started, self.max_running, self.running = [], [], 0, 0
         self.served, self.status, self.score, self.go = 0, status, score, asyncio.Event()
@@ -329,7 +329,7 @@ def test_a_damaged_file_is_measured_again_under_another_number(tmp_path):
 
 
 def test_domains_and_options_of_evaluations_are_the_recipes_choice():
-    recipe = load_recipe("multitask", settings=BASE)
+    recipe = make_recipe(*BASE, name="multitask")
     assert set(list_evaluated_domains(recipe)) == set(recipe.domains)
     name = next(iter(recipe.domains))
     asked = msgspec.structs.replace(recipe.evaluation, domains=[name], options={name: {"split": "test"}})
@@ -339,7 +339,7 @@ def test_domains_and_options_of_evaluations_are_the_recipes_choice():
 
 
 def test_a_held_out_domain_is_not_in_the_curriculum(tmp_path):
-    recipe = load_recipe("multitask", settings=("rollout.curriculum=tests.support.curricula:weakest_first",))
+    recipe = make_recipe("rollout.curriculum=tests.support.curricula:weakest_first", name="multitask")
     name = next(iter(recipe.domains))
     domains = {**recipe.domains, name: msgspec.structs.replace(recipe.domains[name], held_out=True)}
     curriculum = Curriculum.from_recipe(msgspec.structs.replace(recipe, domains=domains), events=tmp_path)
@@ -365,17 +365,17 @@ def test_a_held_out_turn_does_not_keep_training_domains_without_credit(tmp_path)
 )
 def test_a_recipe_whose_evaluation_makes_no_sense_is_refused(settings, message):
     with pytest.raises(PlanError, match=message):
-        check_recipe(load_recipe("quickstart", settings=settings))
+        check_recipe(make_recipe(*settings))
 
 
 def test_a_held_out_domain_that_is_never_evaluated_is_refused():
-    recipe = load_recipe("multitask")
+    recipe = make_recipe(name="multitask")
     name = next(iter(recipe.domains))
     held_out, other = f"domains.{name}.held_out=true", next(one for one in recipe.domains if one != name)
-    check_recipe(load_recipe("multitask", settings=(held_out, *BASE)))
+    check_recipe(make_recipe(held_out, *BASE, name="multitask"))
     for settings in ((held_out,), (held_out, *BASE, f"evaluation.domains=['{other}']")):
         with pytest.raises(PlanError, match="held out and never evaluated"):
-            check_recipe(load_recipe("multitask", settings=settings))
+            check_recipe(make_recipe(*settings, name="multitask"))
 
 
 def turn(domain):

@@ -5,11 +5,12 @@ import math
 
 import pytest
 
-from hpcrl.config.recipe import DomainConfig, load_recipe
+from hpcrl.config.recipe import DomainConfig
 from hpcrl.errors import ConfigError, EnvFault, PolicyFailure
 from hpcrl.rollout.rewards import RewardCaller, apply_score, compute_score, list_fault_outcomes, needs_score
 from hpcrl.spool.outcome import OUTCOME_SETTINGS, OUTCOMES, measure_failures, measure_outcomes, name_outcome
 from hpcrl.spool.status import STATUSES
+from tests.support.plans import make_recipe
 from tests.support.trajectories import make_trajectory
 
 
@@ -84,7 +85,7 @@ def test_the_recipe_names_the_outcomes_that_are_faults():
 @pytest.mark.parametrize("value", ["'zero'", "nan", "inf", "1e9", "true"])
 def test_a_setting_that_is_no_reward_is_refused(value):
     with pytest.raises(ConfigError, match="on_exit"):
-        load_recipe("quickstart", settings=(f"domains.lake.on_exit={value}",))
+        make_recipe(f"domains.lake.on_exit={value}")
 
 
 def test_every_status_and_every_setting_has_an_outcome():

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import RewardError
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.rollout.judge_outages import JudgeOutages
@@ -19,6 +18,7 @@ from hpcrl.spool.segment import write_segment
 from hpcrl.system.files import publish_file
 from hpcrl.system.processes import list_descendants
 from tests.support.campaign_spools import trajectory
+from tests.support.plans import make_recipe
 from tests.support.served_judges import judge_host
 
 NUM = 8
@@ -34,7 +34,7 @@ class Scoring:
         """Processes of other tests, such as a fork server."""
 
     def start(self, function, *, timeout_s=30.0, concurrency=NUM, domain=None, **options):
-        recipe = load_recipe("quickstart")
+        recipe = make_recipe()
         lake = msgspec.structs.replace(
             recipe.domains["lake"],
             reward=f"tests.support.many_rewards:{function}",
@@ -218,5 +218,5 @@ def test_no_process_is_left_when_the_worker_closes_it(scoring):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny_model(directory, load_recipe("quickstart").model.tiny, seed=0)
+    make_tiny_model(directory, make_recipe().model.tiny, seed=0)
     return directory

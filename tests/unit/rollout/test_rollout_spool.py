@@ -4,12 +4,12 @@ import asyncio
 import threading
 
 from hpcrl.campaign_dir.events import FaultReported
-from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import SpoolError
 from hpcrl.rollout.rollout_spool import RolloutSpool, open_rollout_spool
 from hpcrl.spool.record import pack_trajectory
 from hpcrl.spool.writer import BatchLimits, BatchWriter
 from tests.support.campaign_spools import trajectory
+from tests.support.plans import make_recipe
 
 
 def open_spool(draft, emitted=(), **limits):
@@ -77,7 +77,7 @@ def test_an_episode_waits_while_memory_is_full_and_the_disk_slow():
 
 def test_trajectories_of_all_producers_are_counted(tmp_path):
     async def run():
-        recipe = load_recipe("quickstart")
+        recipe = make_recipe()
         spools = [
             open_rollout_spool(tmp_path, recipe=recipe, producer=f"000-env-{index}", emit=print) for index in range(2)
         ]

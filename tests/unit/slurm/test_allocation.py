@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hpcrl.config.recipe import load_recipe
-from hpcrl.config.site import load_site
 from hpcrl.errors import SlurmError
-from hpcrl.plan.plan import Plan, make_plan
+from hpcrl.plan.plan import Plan
 from hpcrl.slurm import allocation as module
 from hpcrl.slurm.allocation import JobAllocation, read_allocation, scrub_environment
+from tests.support.plans import plan_recipe
 
 COMMAND = ["python", "courier.py"]
 
@@ -26,7 +25,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def planned(site: str) -> Plan:
-    return make_plan(load_recipe("quickstart"), load_site(site))
+    return plan_recipe(site=site)
 
 
 def option(command: list[str], name: str) -> str | None:

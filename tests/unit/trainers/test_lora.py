@@ -7,7 +7,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.recipe import load_recipe
 from hpcrl.envs import check
 from hpcrl.errors import ConfigError, PlanError, TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
@@ -20,6 +19,7 @@ from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.torch_model import ADAPTER_PREFIX
 from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.learners import batch, make_model, settings, train_torch
+from tests.support.plans import make_recipe
 
 pytest.importorskip("peft", reason="needs peft")
 
@@ -111,17 +111,17 @@ def test_two_ranks_give_the_numbers_of_one(run):
 
 
 def test_a_recipe_with_adapters_is_refused_before_submission_without_peft(monkeypatch):
-    recipe = load_recipe("quickstart", settings=("train.lora_rank=8",))
+    recipe = make_recipe("train.lora_rank=8")
     monkeypatch.setattr(check, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"lora_rank = 8 needs the package peft, which .* does not have"):
         check.check_packages(recipe)
-    check.check_packages(load_recipe("quickstart"))
+    check.check_packages(make_recipe())
 
 
 @pytest.mark.parametrize("other", ["train.sharding=full", "train.trainer=megatron"])
 def test_settings_that_adapters_do_not_support_are_refused(other):
     with pytest.raises(PlanError, match="lora_rank = 8"):
-        check_recipe(load_recipe("quickstart", settings=("train.lora_rank=8", other)))
+        check_recipe(make_recipe("train.lora_rank=8", other))
 
 
 def test_without_peft_the_error_names_the_fix(run, monkeypatch):

@@ -7,8 +7,8 @@ import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
-from hpcrl.config.recipe import EngineConfig, load_recipe
-from hpcrl.config.site import InferenceConfig, load_site
+from hpcrl.config.recipe import EngineConfig
+from hpcrl.config.site import InferenceConfig
 from hpcrl.engines.vllm.kv_connectors import (
     OUR_CONNECTOR,
     build_connector_env,
@@ -17,8 +17,8 @@ from hpcrl.engines.vllm.kv_connectors import (
     read_transfer_params,
 )
 from hpcrl.engines.vllm.server import VllmLaunch, build_command
-from hpcrl.plan.plan import make_plan
 from hpcrl.roles.serve import make_vllm_launch
+from tests.support.plans import plan_recipe
 
 HERE, ADDRESS = Path("/scratch"), ("10.0.0.7", 6001)
 NIXL_SAYS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "10.0.0.7", "remote_block_ids": [1]}
@@ -90,7 +90,7 @@ def test_kv_that_was_not_left_has_no_handle(answer: dict[str, object]) -> None:
 
 def launched(connector: str | None, root: Path) -> VllmLaunch:
     run = CampaignDir(root)
-    role = make_plan(load_recipe("quickstart-vllm"), load_site("lab")).role("decode")
+    role = plan_recipe(recipe="quickstart-vllm").role("decode")
     inference = InferenceConfig(kv_connector=connector)
     place = WorkerPlace(run.job(0), "here")
     return make_vllm_launch(EngineConfig(), role=role, inference=inference, place=place, log=HERE, host="127.0.0.1")

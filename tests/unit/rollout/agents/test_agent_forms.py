@@ -472,18 +472,23 @@ BAD_BODIES = {
 }
 
 
+async def post_raw(client, path, data):
+    async with (
+        aiohttp.ClientSession(headers={"x-api-key": client.api_key, "content-type": "application/json"}) as raw,
+        raw.post(f"{client.proxy.url}/{path}", data=data) as http,
+    ):
+        return http.status, await http.text()
+
+
 @pytest.mark.parametrize("name", BAD_BODIES)
 def test_a_bad_body_is_refused_in_one_line_in_the_form_of_its_api(template, name):
     path, data = BAD_BODIES[name]
 
     async def body(client):
-        async with (
-            aiohttp.ClientSession(headers={"x-api-key": client.api_key}) as raw,
-            raw.post(f"{client.proxy.url}/{path}", data=data) as http,
-        ):
-            return http.status, await http.json()
+        return await post_raw(client, path, data)
 
-    status, refused = on(template, body)
+    status, text = on(template, body)
+    refused = json.loads(text)
     assert status == 400
     assert (refused.get("type") == "error") == (path == "messages")
     message = refused["error"]["message"]
@@ -498,11 +503,8 @@ async def post_long(client, form, *, role, num_words):
     asked = {"model": "hpcrl", "max_tokens": 9, "messages": messages, "input": messages}
     if form == "completions":
         asked["prompt"] = text
-    async with (
-        aiohttp.ClientSession(headers={"x-api-key": client.api_key}) as raw,
-        raw.post(f"{client.proxy.url}/{form}", json=asked) as http,
-    ):
-        return http.status, (await http.json()).get("error", {}).get("message")
+    status, text = await post_raw(client, form, json.dumps(asked).encode())
+    return status, json.loads(text).get("error", {}).get("message")
 
 
 @pytest.mark.parametrize("form", ["chat/completions", "responses", "messages"])
@@ -572,11 +574,7 @@ def test_more_messages_than_the_context_has_tokens_are_refused_before_they_are_r
     data = b'{"model": "hpcrl", "max_tokens": 9, "messages": [' + messages + b"]}"
 
     async def body(client):
-        async with (
-            aiohttp.ClientSession(headers={"x-api-key": client.api_key}) as raw,
-            raw.post(f"{client.proxy.url}/{path}", data=data) as http,
-        ):
-            return http.status, await http.text()
+        return await post_raw(client, path, data)
 
     status, text = on(template, body)
     assert status == 400

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcrl.config.recipe import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, EngineConfig, ModelConfig, load_recipe
+from hpcrl.config.recipe import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, EngineConfig, ModelConfig
 from hpcrl.engines.vllm import parsers
 from hpcrl.envs import check
 from hpcrl.errors import ConfigError
@@ -20,6 +20,7 @@ from hpcrl.rollout.agents.tool_families import TOOL_PARSERS
 from hpcrl.rollout.agents.tool_parsers import parse_answer
 from hpcrl.rollout.episode import EpisodeLimits
 from hpcrl.testing.model_templates import FAMILIES, save_family
+from tests.support.plans import make_recipe
 from tests.support.scripted import Scripted
 from tests.support.sessions import session_of
 
@@ -162,7 +163,7 @@ def test_a_parser_of_vllm_is_refused_where_vllm_is_not_installed(tmp_path, monke
     for module in (check, parsers):
         monkeypatch.setattr(module, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=f"engine.{setting} = 'vllm:hermes' needs the package vllm"):
-        check.check_packages(load_recipe("quickstart", settings=(f'engine.{setting}="vllm:hermes"',)))
+        check.check_packages(make_recipe(f'engine.{setting}="vllm:hermes"'))
     template = load_chat_template(save_family(tmp_path, FAMILIES["Qwen3"]))
     choice = choose_parsers(template.text, EngineConfig(**{setting: "vllm:hermes"}))
     with pytest.raises(ConfigError, match=f"engine.{setting} = 'vllm:hermes' needs the package vllm"):
@@ -175,7 +176,7 @@ def test_one_env_worker_reports_the_parsers_that_it_chose(tmp_path):
     for index in (0, 1):
         context = SimpleNamespace(
             index=index,
-            recipe=load_recipe("quickstart"),
+            recipe=make_recipe(),
             events=SimpleNamespace(emit=events.append),
             campaign=SimpleNamespace(model=tmp_path),
         )

@@ -6,21 +6,11 @@ from hpcrl.engines.base import Completion
 from hpcrl.errors import EngineError
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents import shared_sequence
-from hpcrl.rollout.agents.episode_record import EpisodeFacts, build_record
+from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.rollout.agents.recording import ConversationRecording
 from hpcrl.spool.rows import expand_row
+from tests.support.conversations import FACTS
 
-FACTS = EpisodeFacts(
-    id="sums/1/0",
-    group="sums/1",
-    domain="sums",
-    seed=1,
-    status="done",
-    producer="000-env-0",
-    start_version=4,
-    started_at=10.0,
-    ended_at=20.0,
-)
 THINKING = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<agent>"
     "{{ m['content'].split('</think>')[-1] if not loop.last else m['content'] }}<eos>"

@@ -7,7 +7,6 @@ import pytest
 from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.recipe import load_recipe
 from hpcrl.config.site import load_site
 from hpcrl.engines.base import Completion, GenerateRequest, LoadFigures
 from hpcrl.engines.sim.clock import run_virtual
@@ -15,6 +14,7 @@ from hpcrl.errors import PlanError
 from hpcrl.plan.plan import make_plan
 from hpcrl.rollout.routing.factory import make_router
 from hpcrl.testing.event_lines import read_events
+from tests.support.plans import make_recipe, plan_recipe
 
 CONFIG = {
     "hidden_size": 4096,
@@ -30,14 +30,14 @@ REQUEST = GenerateRequest(
 
 
 def test_an_affinity_for_a_domain_that_is_not_there_is_refused_with_the_nearest_name():
-    recipe = load_recipe("quickstart", settings=('router.affinity={lakes="compute"}',))
+    recipe = make_recipe('router.affinity={lakes="compute"}')
     with pytest.raises(PlanError, match=r"unknown domain 'lakes': did you mean 'lake'\?"):
         make_plan(recipe, load_site("lab"))
 
 
 def test_affinities_for_a_domain_and_for_the_rest_are_fine():
     settings = ('router.affinity={lake="compute", default="bandwidth"}',)
-    assert make_plan(load_recipe("quickstart", settings=settings), load_site("lab")).roles
+    assert plan_recipe(*settings).roles
 
 
 class FixedEngine:
@@ -58,7 +58,7 @@ def routed(tmp_path, config):
     (run.model / "config.json").write_text(json.dumps(config))
     endpoint = EngineEndpoint(role="decode", worker="000-decode-0", node="n", url="u", token="t", gpu="h20", num_gpus=1)
     announce_endpoint(run.endpoints, endpoint)
-    recipe = load_recipe("quickstart", settings=("router.log_share=1.0",))
+    recipe = make_recipe("router.log_share=1.0")
 
     async def turn():
         log = EventLog(run.events / "env.jsonl", role="env")

@@ -1,0 +1,32 @@
+"""Recipes and plans as tests need them: what ships, with a few settings changed.
+
+make_recipe  a shipped recipe
+make_site    a shipped site, with an account where jobs need one
+plan_recipe  the plan of a recipe for a site
+"""
+
+from hpcrl.config.recipe import Recipe, load_recipe
+from hpcrl.config.site import Site, load_site
+from hpcrl.plan.plan import Plan, make_plan
+
+ACCOUNTS = {
+    "perlmutter": ("account=m1234",),
+    "leonardo": ("partitions.booster.account=IscrC_x", "partitions.dcgp.account=IscrC_x_dcgp"),
+}
+
+
+def make_recipe(*settings: str, name: str = "quickstart") -> Recipe:
+    """Return a shipped recipe with some settings: `make_recipe("rollout.group_size=4")`."""
+    return load_recipe(name, settings=settings)
+
+
+def make_site(name: str = "lab", *settings: str) -> Site:
+    """Return a shipped site with some settings."""
+    return load_site(name, settings=(*ACCOUNTS.get(name, ()), *settings))
+
+
+def plan_recipe(*settings: str, recipe: str = "quickstart", site: str = "lab") -> Plan:
+    """Return the plan of a shipped recipe; settings that start with `site.` change the site."""
+    of_site = [setting.removeprefix("site.") for setting in settings if setting.startswith("site.")]
+    of_recipe = [setting for setting in settings if not setting.startswith("site.")]
+    return make_plan(make_recipe(*of_recipe, name=recipe), make_site(site, *of_site))
