@@ -3,17 +3,17 @@
 import msgspec
 import pytest
 
-from hpcrl.config.recipe import load_recipe
 from hpcrl.config.site import load_site
 from hpcrl.errors import ConfigError, PlanError
 from hpcrl.plan.demand import compute_node_needs
 from hpcrl.plan.plan import make_plan
+from tests.support.plans import make_recipe
 
 JUDGE = ("judge.grader.path=/models/judge", 'domains.lake.judges=["grader"]')
 
 
 def plan(*settings, site="lab"):
-    return make_plan(load_recipe("quickstart", settings=(*JUDGE, *settings)), load_site(site))
+    return make_plan(make_recipe(*JUDGE, *settings), load_site(site))
 
 
 def refused(*settings, site="lab"):
@@ -41,14 +41,14 @@ def test_a_judge_without_gpus_goes_to_cpu_nodes():
     [("local", (), "local"), ("perlmutter", ("job.layout=hetstep", "job.walltime_min=20"), "hetstep")],
 )
 def test_a_judge_is_part_of_every_layout(site, settings, layout):
-    recipe = load_recipe("quickstart", settings=(*JUDGE, *settings))
+    recipe = make_recipe(*JUDGE, *settings)
     made = make_plan(recipe, load_site(site, settings=("account=m1",)))
     assert made.layout == layout
     assert "judge-grader" in made.components[made.role("judge-grader").component].roles
 
 
 def test_the_window_of_weights_is_not_reserved_on_nodes_of_judges():
-    recipe = load_recipe("quickstart", settings=(*JUDGE, "model.num_params=1000000000"))
+    recipe = make_recipe(*JUDGE, "model.num_params=1000000000")
     needs = {
         role: compute_node_needs(role, recipe, workers_per_node=1)[1] - recipe.role_resources(role).mem_gib_per_worker
         for role in ("decode", "judge-grader")
