@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from hpcrl.campaign_dir.events import TaskFailed, TasksRestarted
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.config.recipe import load_recipe
 from hpcrl.envs.task_set import import_task_set
 from hpcrl.rollout.episode_accounts import MAX_TASK_STARTS, EpisodeAccounts
 from hpcrl.rollout.groups import EpisodeGroups
@@ -19,6 +18,7 @@ from hpcrl.rollout.task_sets import TaskSets
 from hpcrl.rollout.tasks import TaskStream
 from hpcrl.spool.ids import get_index
 from tests.support.campaign_spools import trajectory
+from tests.support.plans import make_recipe
 
 WORKER = EnvWorkerId(0, 1)
 
@@ -27,7 +27,7 @@ class WorkerRun:
     """The accounts of one run of a worker: groups of 2 of 3 episodes, whose tasks are the 4 rows of a file."""
 
     def __init__(self, directory, *, replacements=0, durable=()):
-        recipe = load_recipe("quickstart", settings=(f'domains.lake.tasks="{directory}/rows.jsonl"',))
+        recipe = make_recipe(f'domains.lake.tasks="{directory}/rows.jsonl"')
         self.journal = TaskJournal(directory / "journal.jsonl")
         draws = self.journal.state.draws
         self.task_sets = TaskSets(recipe, WORKER, directory=directory, num_drawn=draws.rows)
@@ -68,7 +68,7 @@ class WorkerRun:
 def write_rows(directory):
     path = directory / "rows.jsonl"
     path.write_text("".join(json.dumps({"n": number}) + "\n" for number in range(4)))
-    recipe = load_recipe("quickstart", settings=(f'domains.lake.tasks="{path}"',))
+    recipe = make_recipe(f'domains.lake.tasks="{path}"')
     import_task_set(recipe.domains["lake"].task_set, domain="lake", directory=directory)
     return directory
 
