@@ -177,9 +177,7 @@ def test_settings_of_a_function_that_the_users_replaces_are_refused(name, change
 
 
 def test_a_degree_that_does_not_divide_the_ranks_is_refused():
-    recipe = load_recipe(
-        "quickstart", settings=("resources.train.num_workers=4", "train.groups_per_step=8", "train.kl=k3")
-    )
+    recipe = make_recipe("resources.train.num_workers=4", "train.groups_per_step=8", "train.kl=k3")
     for degree, refused in ((3, True), (8, True), (2, False), (1, False)):
         train = msgspec.structs.replace(
             recipe.train, pipeline=train_of({"reference": {"data_parallel": degree}}).pipeline

@@ -440,4 +440,4 @@ def test_rewards_that_the_advantage_cannot_use_are_refused(
 
 @pytest.mark.parametrize(("unit", "advantage"), [("turn", "trloo"), ("turn", "gae"), ("token", "gae")])
 def test_rewards_that_the_advantage_uses_are_planned(unit: str, advantage: str) -> None:
-    assert plan(f"domains.lake.reward_unit={unit}", f"train.advantage={advantage}")
+    assert plan_recipe(f"domains.lake.reward_unit={unit}", f"train.advantage={advantage}")
