@@ -207,7 +207,8 @@ def _watch_campaign(name: str) -> int:
     campaign_dir = directory.find_campaign(name)
     collector = SnapshotCollector(campaign_dir, query=make_slurm_query(lifecycle.read_site(campaign_dir)))
     snapshot = watch_campaign(collector, console=Console(highlight=False), until_done=True)
-    for line in lifecycle.final_summary(campaign_dir, state=snapshot.state, rewards=snapshot.reward_mean):
+    rewards, losses = snapshot.reward_mean, snapshot.detail.losses
+    for line in lifecycle.final_summary(campaign_dir, state=snapshot.state, rewards=rewards, losses=losses):
         _print_line(line)
     return 0 if snapshot.state in ("done", "stopped", "queued", "running", "draining") else EXIT_FAILED
 

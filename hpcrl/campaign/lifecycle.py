@@ -27,7 +27,7 @@ from hpcrl.campaign import directory
 from hpcrl.campaign.model_check import MISSING_PACKAGE
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
 from hpcrl.config.program import resolve_options
-from hpcrl.config.recipe import ModelConfig, Recipe, TeacherConfig, load_recipe
+from hpcrl.config.recipe import ModelConfig, Recipe, TeacherConfig, fill_warmup_steps, load_recipe
 from hpcrl.config.site import Site, load_site
 from hpcrl.config.toml import LayeredTable, find_toml, to_struct
 from hpcrl.envs.program_files import ProblemJudge
@@ -74,8 +74,8 @@ def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> C
         load_recipe(recipe, settings=recipe_settings), beside=find_toml("recipes", recipe).parent
     )
     loaded_site = load_site(site, settings=site_settings)
-    if loaded_recipe.warmup is not None:
-        check_conversations(loaded_recipe.warmup)
+    if (warmup := loaded_recipe.warmup) is not None:
+        loaded_recipe = fill_warmup_steps(loaded_recipe, warmup, num_conversations=check_conversations(warmup))
     return CampaignRequest(recipe=loaded_recipe, site=loaded_site, plan=make_plan(loaded_recipe, loaded_site))
 
 
@@ -379,15 +379,19 @@ def _end_job(job: JobDir, site: Site) -> str:
     return f"campaign {campaign.name}: job {read_submission(job).id} is cancelled; {resumable}"
 
 
-def final_summary(campaign: CampaignDir, *, state: str, rewards: Sequence[float | None]) -> list[str]:
-    """Return the final lines of a campaign: what was done, where the results are, and what to try next."""
+def final_summary(
+    campaign: CampaignDir, *, state: str, rewards: Sequence[float | None], losses: Sequence[float | None] = ()
+) -> list[str]:
+    """Return the final lines of a campaign: what was done, where the results are, and what to try next.
+
+    The losses are named where no step has a reward: conversations were imitated.
+    """
     hpcrl = _command_name()
     known_rewards = [reward for reward in rewards if reward is not None]
-    learned = (
-        f": mean reward {known_rewards[0]:.2f} -> {known_rewards[-1]:.2f} in {len(rewards)} steps"
-        if known_rewards
-        else ""
+    what, values = (
+        ("mean reward", known_rewards) if known_rewards else ("loss", [loss for loss in losses if loss is not None])
     )
+    learned = f": {what} {values[0]:.2f} -> {values[-1]:.2f} in {len(rewards)} steps" if values else ""
     if state in ("queued", "running", "draining"):
         return [f"campaign {campaign.name} continues; `{hpcrl} monitor {campaign.name}` shows it again"]
     if state != "done":
@@ -399,16 +403,18 @@ def final_summary(campaign: CampaignDir, *, state: str, rewards: Sequence[float 
         elsewhere = ("plan quickstart --site perlmutter -s site.account=m1234", "the same on a large machine")
     commands = [
         (f"monitor {campaign.name} --once", "how it went"),
-        (f"traj show {campaign.name} --best", "what the model has learned to generate"),
+        (f"traj show {campaign.name} --best", "what the model has learned to generate")
+        if known_rewards
+        else (f"export {campaign.name} --hf DIR", "the model, as a directory for transformers and vLLM"),
         elsewhere,
     ]
     width = max(len(command) for command, _ in commands)
     return [
         f"campaign {campaign.name} is done{learned}",
         f"  in            {campaign.root}",
-        f"  weights       {campaign.weights}",
+        *([f"  weights       {campaign.weights}"] if known_rewards else []),
         f"  checkpoints   {campaign.checkpoints}",
-        f"  trajectories  {campaign.spool('scored')}",
+        *([f"  trajectories  {campaign.spool('scored')}"] if known_rewards else []),
         "next:",
         *(f"  {hpcrl} {command:<{width}}   # {why}" for command, why in commands),
     ]

@@ -3,6 +3,7 @@
 Each table is one struct, with the meaning under each field; a field without a default is required.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -314,7 +315,8 @@ class PipelineNode(ConfigTable, frozen=True, kw_only=True):
 class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """The training algorithm; docs/learning.md names the paper of every choice."""
 
-    num_steps: Count
+    num_steps: CountOrZero
+    """The steps of the campaign; a recipe without domains has those of its warm-up if this is left out."""
     groups_per_step: Count
     trainer: Literal["torch", "megatron"] = "torch"
     sharding: Literal["none", "full"] = "none"
@@ -419,13 +421,18 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
 
 
 class WarmupConfig(ConfigTable, frozen=True, kw_only=True):
-    """Conversations that the first training steps imitate (SFT), before reinforcement learning or in its place."""
+    """Conversations that the first training steps imitate (SFT), before reinforcement learning or in its place.
+
+    A recipe with this table and without domains only imitates: its job has the trainer and nothing else.
+    """
 
     path: str | Annotated[list[str], Meta(min_length=1)]
     """JSON lines (.jsonl) or Parquet (.parquet), or several such files, found like those of `domains.NAME.tasks`; a
     row has `messages`, and `tools` where the model is given any."""
-    steps: Count
+    steps: CountOrZero = 0
     """The steps of `train.num_steps` that are the warm-up; if all are, nothing is played."""
+    epochs: CountOrZero = 0
+    """The number of times that each conversation is used, in place of `steps`."""
     conversations_per_step: Count = 32
     learning_rate: Annotated[float, Meta(gt=0)] | None = None
     """The learning rate of these steps in place of `train.learning_rate`."""
@@ -574,7 +581,7 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
     seed: CountOrZero = 0
     description: str = ""
     model: ModelConfig
-    domains: Annotated[dict[Name, DomainConfig], Meta(min_length=1)]
+    domains: dict[Name, DomainConfig] = {}
     rollout: RolloutConfig
     train: TrainConfig
     warmup: WarmupConfig | None = None
@@ -594,6 +601,14 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
         """The model directories that the trainer needs beside that of the policy, by their settings."""
         found = {f"train.pipeline.{name}.model": node.model for name, node in self.train.pipeline.items() if node.model}
         return found if self.teacher is None else {"teacher.path": self.teacher.path, **found}
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Return whether episodes are played: not if every step is one of the warm-up and nothing is evaluated."""
+        if not self.domains or self.warmup is None:
+            return bool(self.domains)
+        is_all = 0 < self.train.num_steps <= self.warmup.steps
+        return not is_all or self.evaluation.every_versions > 0
 
     @property
     def judge_roles(self) -> list[RoleName]:
@@ -617,13 +632,43 @@ def name_role_resources(role: RoleName) -> str:
 def load_recipe(name: str, *, settings: tuple[str, ...] = ()) -> Recipe:
     """Load the recipe with this name or path, with `-s key=value` settings applied."""
     layered = load_table("recipes", name, settings=settings)
+    if "warmup" in layered.table and not layered.table.get("domains"):
+        layered = replace(layered, table=_fill_group_settings(layered.table))
     recipe = to_struct(layered, Recipe)
     for table, model in (("model", recipe.model), *((f"judge.{name}", one) for name, one in recipe.judge.items())):
         if (model.path is None) == (model.tiny is None):
             raise ConfigError(
                 f"{layered.file}: [{table}] needs either `path` (a model directory) or [{table}.tiny], and not both"
             )
+    if not recipe.domains and recipe.warmup is None:
+        raise ConfigError(f"{layered.file}: [domains] is missing: name what to learn, or what to imitate ([warmup])")
+    if recipe.domains and not recipe.train.num_steps:
+        raise ConfigError(f"{layered.file}: train.num_steps = 0: give the number of steps, 1 or more")
     return _fill_response_budgets(recipe)
+
+
+def _fill_group_settings(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of a recipe without domains with what only groups of episodes need; what is given stays."""
+    unused = {"rollout": {"group_size": 2}, "train": {"num_steps": 0, "groups_per_step": 1}}
+    given = {name: table.get(name, {}) for name in unused}
+    return table | {name: unused[name] | own for name, own in given.items() if isinstance(own, dict)}
+
+
+def fill_warmup_steps(recipe: Recipe, warmup: WarmupConfig, *, num_conversations: int) -> Recipe:
+    """Return the recipe with the steps of its warm-up, and those of training in a recipe without domains."""
+    if warmup.steps and warmup.epochs:
+        raise ConfigError(
+            f"warmup.steps = {warmup.steps} and warmup.epochs = {warmup.epochs} are two lengths of it: remove one"
+        )
+    per_step, num_steps = warmup.conversations_per_step, 0 if recipe.domains else recipe.train.num_steps
+    steps = warmup.steps or -(-warmup.epochs * num_conversations // per_step) or num_steps
+    if not steps:
+        raise ConfigError("warmup has neither `steps` nor `epochs`: give one of them")
+    return msgspec.structs.replace(
+        recipe,
+        warmup=msgspec.structs.replace(warmup, steps=steps, epochs=0),
+        train=msgspec.structs.replace(recipe.train, num_steps=recipe.train.num_steps or steps),
+    )
 
 
 def _fill_response_budgets(recipe: Recipe) -> Recipe:

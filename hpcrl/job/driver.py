@@ -162,7 +162,8 @@ class JobDriver:
         )
         try:
             runtime.start_trainer()  # first: all others wait for its weights
-            self.weight_plane.start(self.site.mpi)
+            if self.plan.has_role("decode"):
+                self.weight_plane.start(self.site.mpi)
             runtime.start()
             self._start_workers(runtime)
             self._queue_next()
@@ -178,7 +179,7 @@ class JobDriver:
         next_job.try_follow(self.place, plan=self.plan, site=self.site, slurm_id=self.slurm_id, emit=self.events.emit)
 
     def _start_workers(self, runtime: "JobRuntime") -> None:
-        for role in (*LONG_LIVED_ROLES, *self.plan.judge_roles):
+        for role in filter(self.plan.has_role, (*LONG_LIVED_ROLES, *self.plan.judge_roles)):
             for index in range(self.plan.role(role).num_workers):
                 self.workers.append(LongLivedWorker(role=role, index=index, future=runtime.start_worker(role, index)))
 

@@ -105,7 +105,7 @@ class JobRuntime:
     def start(self) -> None:
         """Start the executors; workers connect while the caller continues."""
         logging.getLogger("parsl").setLevel(logging.WARNING)
-        for role in (*PARSL_ROLES, *self._plan.judge_roles):
+        for role in filter(self._plan.has_role, (*PARSL_ROLES, *self._plan.judge_roles)):
             self._executors[role] = self._role_executor(self._plan.role(role))
         if self._plan.reward_jobs is not None:
             self._reward_jobs = self._elastic_provider(self._plan.reward_jobs)
@@ -113,6 +113,8 @@ class JobRuntime:
             self._executors[ELASTIC_EXECUTOR] = self._executor(
                 ELASTIC_EXECUTOR, self._reward_jobs, workers_per_node=num
             )
+        if not self._executors:
+            return
         self._kernel = parsl.DataFlowKernel(
             Config(
                 executors=list(self._executors.values()),

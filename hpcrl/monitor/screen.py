@@ -95,6 +95,11 @@ def _render_curves(snapshot: CampaignSnapshot) -> RenderableType:
     grid.add_row(
         "steps", ProgressBar(total=snapshot.num_steps or 1, completed=snapshot.step), format_step_count(snapshot)
     )
+    if not snapshot.has_rollouts:
+        losses = finite_values(snapshot.detail.losses)
+        ends = f"{losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no step yet"
+        grid.add_row("loss", Sparkline(losses), ends)
+        return grid
     rewards = finite_values(snapshot.reward_mean)
     ends = f"{rewards[0]:.3f} -> {rewards[-1]:.3f}" if rewards else "no step yet"
     grid.add_row("reward", Sparkline(rewards), ends)
@@ -160,7 +165,14 @@ def _count_figures(snapshot: CampaignSnapshot) -> int:
 
 
 def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
-    detail, episodes = snapshot.detail, snapshot.episodes
+    if snapshot.has_rollouts:
+        yield from _iter_rollout_rows(snapshot)
+    if snapshot.detail.last_step is not None:
+        yield "learning", "   ".join(_format_learning(snapshot))
+
+
+def _iter_rollout_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
+    episodes = snapshot.episodes
     ended = f"{episodes.done:,} done   {episodes.aborted:,} aborted   {episodes.faulted:,} faulted"
     yield "episodes", f"{episodes.running:,} running   {ended}"
     if len(snapshot.domains) > 1:
@@ -177,8 +189,6 @@ def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
         yield "trained", "   ".join(trained)
     yield "waiting", "   ".join(f"{spool.depth:,} in {spool.name}" for spool in snapshot.spools)
     yield "weights", "   ".join(_format_weights(snapshot))
-    if detail.last_step is not None:
-        yield "learning", "   ".join(_format_learning(snapshot))
 
 
 def _format_lengths(snapshot: CampaignSnapshot) -> Iterator[str]:

@@ -105,6 +105,8 @@ class SnapshotDetail(msgspec.Struct, frozen=True, kw_only=True):
     start_estimate: float | None = None
     """Slurm's estimate of the start of a queued job."""
     last_step: StepFinished | None = None
+    losses: list[float | None] = []
+    """One per step."""
     engine_versions: list[int] = []
     """Versions that the engine workers serve now: oldest and newest."""
     num_tokens: int = 0
@@ -160,6 +162,11 @@ class CampaignSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Generated tokens: over the last minute while a job runs, else over all the time that jobs ran."""
     spools: list[SpoolView]
     detail: SnapshotDetail
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Return whether episodes are played; false for a campaign with nothing but a trainer."""
+        return list(self.roles) != ["train"]
 
 
 def encode_snapshot(snapshot: CampaignSnapshot) -> bytes:
@@ -393,6 +400,7 @@ def _build_detail(
         left_s=left_s,
         start_estimate=current.slurm.start if current and current.slurm and current.state == "queued" else None,
         last_step=next(reversed(progress.steps.values()), None),
+        losses=[step.loss for step in progress.steps.values()],
         engine_versions=[min(versions), max(versions)] if versions else [],
         num_tokens=progress.totals.num_tokens,
         remote_prefill_share=progress.totals.remote_prefills / turns if turns else None,

@@ -209,8 +209,12 @@ def _format_summary_line(snapshot: CampaignSnapshot) -> str:
     rewards = finite_values(snapshot.reward_mean)
     if rewards:
         parts.append(f"reward {rewards[-1]:.3f}")
-    episodes = snapshot.episodes
-    parts += [f"version {snapshot.version}", f"{episodes.done:,} episodes", f"{snapshot.tokens_per_s:,.0f} tokens/s"]
+    episodes, losses = snapshot.episodes, finite_values(snapshot.detail.losses)
+    if snapshot.has_rollouts:
+        speed = f"{snapshot.tokens_per_s:,.0f} tokens/s"
+        parts += [f"version {snapshot.version}", f"{episodes.done:,} episodes", speed]
+    elif losses:
+        parts.append(f"loss {losses[-1]:.3f}")
     if episodes.faulted:
         parts.append(f"{episodes.faulted:,} faulted")
     parts += [f"trained: {text}" for text in find_low_shares(snapshot)]

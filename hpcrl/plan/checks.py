@@ -79,7 +79,7 @@ def _check_trainer(recipe: Recipe) -> None:
             'set sharding = "none"'
         )
     batch = train.groups_per_step * recipe.rollout.group_size
-    if batch < (ranks // shared) * train.num_minibatches:
+    if recipe.has_rollouts and batch < (ranks // shared) * train.num_minibatches:
         raise PlanError(
             f"a step has {batch} trajectories for {ranks // shared} ranks x train.num_minibatches = "
             f"{train.num_minibatches}: raise train.groups_per_step or lower the others"
@@ -204,7 +204,7 @@ def find_megatron_conflict(train: TrainConfig) -> str | None:
 def _check_rollout(recipe: Recipe) -> None:
     rollout, num_env_workers = recipe.rollout, recipe.resources.env.num_workers
     least = rollout.episodes_per_group * num_env_workers
-    if rollout.max_running < least:
+    if recipe.has_rollouts and rollout.max_running < least:
         raise PlanError(
             f"rollout.max_running = {rollout.max_running} cannot hold one group of {rollout.group_size} (and "
             f"{rollout.redundancy} extra) episodes on each of {num_env_workers} env workers: set it to {least} or more"
@@ -249,7 +249,12 @@ def _check_isolation(recipe: Recipe) -> None:
 def _check_evaluation(recipe: Recipe) -> None:
     """Check that a domain is trained on, held-out ones are evaluated, and the final wait is shorter than a stall."""
     evaluation, held_out = recipe.evaluation, [name for name, domain in recipe.domains.items() if domain.held_out]
-    if len(held_out) == len(recipe.domains):
+    if not recipe.domains and evaluation.every_versions:
+        raise PlanError(
+            f"evaluation.every_versions = {evaluation.every_versions}, and the recipe has no [domains] to evaluate: "
+            "add them, or remove the setting"
+        )
+    if recipe.domains and len(held_out) == len(recipe.domains):
         raise PlanError(f"every domain is held out ({', '.join(held_out)}): there is nothing left to train on")
     for where, names in (("domains", evaluation.domains), ("options", evaluation.options)):
         for name in names:
@@ -275,7 +280,7 @@ def _check_evaluation(recipe: Recipe) -> None:
 def _check_tasks(recipe: Recipe) -> None:
     """Check that some domain never ends, and that evaluations of a domain with tasks have separate rows."""
     trained = {name: domain for name, domain in recipe.domains.items() if not domain.held_out}
-    if all(domain.task_set is not None and domain.task_set.epochs for domain in trained.values()):
+    if trained and all(domain.task_set is not None and domain.task_set.epochs for domain in trained.values()):
         raise PlanError(
             f"domains.{next(iter(trained))}.tasks.epochs is set, and so every domain ends before the campaign does: "
             "remove it from one domain, and end the campaign by train.num_steps "
@@ -297,10 +302,15 @@ def _check_warmup(recipe: Recipe) -> None:
     warmup, train = recipe.warmup, recipe.train
     if warmup is None:
         return
-    if warmup.steps > train.num_steps:
+    if recipe.domains and warmup.steps > train.num_steps:
         raise PlanError(
             f"warmup.steps = {warmup.steps} are more than train.num_steps = {train.num_steps}, which includes them: "
             "lower the first or raise the second"
+        )
+    if not recipe.domains and train.num_steps and warmup.steps not in (0, train.num_steps):
+        raise PlanError(
+            f"train.num_steps = {train.num_steps} and warmup.steps = {warmup.steps}: without [domains] every step is "
+            "one of the warm-up, so leave train.num_steps out"
         )
     num_shares = recipe.resources.train.num_workers // (train.tensor_parallel * train.pipeline_parallel)
     if warmup.conversations_per_step < num_shares:
@@ -316,6 +326,11 @@ def _check_teacher(recipe: Recipe) -> None:
     reference = recipe.train.pipeline.get("reference")
     if reference is not None and reference.model is not None:
         raise PlanError("teacher.path and train.pipeline.reference.model both set the model of the KL: remove one")
+    if not recipe.has_rollouts:
+        raise PlanError(
+            "teacher is set, and every step is one of the warm-up: a teacher scores what the model itself generates in "
+            "[domains], so add them and more steps, or remove [teacher]"
+        )
     if recipe.train.kl == "none":
         raise PlanError(
             'teacher is set and train.kl is "none", so nothing would use it: set train.kl = "k1" and kl_in = "reward", '

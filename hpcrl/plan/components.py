@@ -6,7 +6,8 @@ make_local_component      all roles on one machine
 plan_reward_jobs          separate jobs for rewards
 find_account              the account that a partition is charged to
 JobComponent, PerNode, RewardJobPlan    the results
-PLACED_ROLES, list_placed_roles   the roles with a component, without and with those of judges
+PLACED_ROLES              the roles with a component
+list_placed_roles, list_planned_roles   the same of a recipe, and those that share a component
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,13 @@ PLACED_ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "train")
 
 
 def list_placed_roles(recipe: Recipe) -> list[RoleName]:
-    """Return the roles with their own component, those of the judges last."""
-    return [*PLACED_ROLES, *recipe.judge_roles]
+    """Return the roles with their own component, those of the judges last: the trainer alone if nothing is played."""
+    return [*PLACED_ROLES, *recipe.judge_roles] if recipe.has_rollouts else ["train"]
+
+
+def list_planned_roles(recipe: Recipe) -> list[RoleName]:
+    """Return all roles that have workers."""
+    return [*PLACED_ROLES, "reward", *recipe.judge_roles] if recipe.has_rollouts else ["train"]
 
 
 class PerNode(NamedTuple):
@@ -131,8 +137,8 @@ def make_local_component(recipe: Recipe, site: Site, choices: dict[RoleName, Par
     needs = [compute_node_needs(role, recipe, workers_per_node=choices[role].workers_per_node) for role in placed]
     return JobComponent(
         index=0,
-        partition=choices["env"].partition,
-        roles=[*PLACED_ROLES, "reward", *recipe.judge_roles],
+        partition=choices[placed[0]].partition,
+        roles=list_planned_roles(recipe),
         nodes=1,
         cpus_per_node=sum(cpus for cpus, _ in needs),
         mem_gib_per_node=sum(mem for _, mem in needs),
@@ -141,7 +147,7 @@ def make_local_component(recipe: Recipe, site: Site, choices: dict[RoleName, Par
 
 def plan_reward_jobs(recipe: Recipe, site: Site) -> tuple[RewardJobPlan | None, list[str]]:
     """Choose the preemptible partition for reward jobs, or return a fallback message where there is none."""
-    if recipe.reward.placement != "elastic":
+    if recipe.reward.placement != "elastic" or not recipe.has_rollouts:
         return None, []
     resources = recipe.resources.reward
     local = site.scheduler == "local"

@@ -28,14 +28,15 @@ class RoleDemand:
 
 
 def compute_role_demand(role: RoleName, recipe: Recipe, *, one_machine: bool) -> RoleDemand:
-    """Return the demand of a role; env's nodes also hold the driver and the rewards."""
+    """Return the demand of a role; env's nodes also hold the driver and the rewards, the trainer's only the driver."""
     reward = recipe.resources.reward
-    hosts_driver = role == "env"
+    num_rewards = reward.num_workers if role == "env" else 0
+    hosts_driver = role == ("env" if recipe.has_rollouts else "train")
     return RoleDemand(
         role=role,
         resources=recipe.role_resources(role),
-        reserved_cpus=DRIVER_CPUS + reward.num_workers * reward.cpus_per_worker if hosts_driver else 0,
-        reserved_mem_gib=DRIVER_MEM_GIB + reward.num_workers * reward.mem_gib_per_worker if hosts_driver else 0.0,
+        reserved_cpus=DRIVER_CPUS * hosts_driver + num_rewards * reward.cpus_per_worker,
+        reserved_mem_gib=DRIVER_MEM_GIB * hosts_driver + num_rewards * reward.mem_gib_per_worker,
         min_nodes=2 if recipe.job.survive_node_loss and not one_machine else 1,
     )
 
@@ -44,7 +45,7 @@ def compute_node_needs(role: RoleName, recipe: Recipe, *, workers_per_node: int)
     """Return the cores and GiB that a node needs for this many workers of a role and for what is reserved."""
     demand = compute_role_demand(role, recipe, one_machine=False)
     cpus = demand.reserved_cpus + workers_per_node * demand.resources.cpus_per_worker
-    loads_weights = role != "env" and role not in recipe.judge_roles
+    loads_weights = role != "env" and role not in recipe.judge_roles and recipe.has_rollouts
     window_gib = memory_model.window_memory_gib(recipe.model.num_params or 0) if loads_weights else 0.0
     mem_gib = demand.reserved_mem_gib + window_gib + workers_per_node * demand.resources.mem_gib_per_worker
     return cpus, int(-(-mem_gib // 1))

@@ -48,7 +48,7 @@ class JobPlacement:
 def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
     """Choose the layout that the site and the recipe allow, and a partition for every role."""
     layout, reason = _choose_layout(recipe, site)
-    if layout == "hetstep":
+    if layout == "hetstep" and recipe.has_rollouts:
         return _one_partition_for_all(recipe, site, reason=reason)
     placement = _best_partition_each(recipe, site, layout=layout, reason=reason)
     return replace(placement, warnings=_find_warnings(recipe, site)) if layout == "hetjob" else placement
@@ -57,6 +57,8 @@ def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
 def _choose_layout(recipe: Recipe, site: Site) -> tuple[JobLayout, str]:
     if site.scheduler == "local":
         return "local", f"site {site.name} has no scheduler: every role is a process of this machine"
+    if not recipe.has_rollouts:
+        return "hetstep", "nothing is played: the trainer is the only component, in a plain allocation"
     match recipe.job.layout, site.het_jobs:
         case "hetstep", _:
             return "hetstep", 'the recipe asks for one allocation (job.layout = "hetstep")'
@@ -206,12 +208,15 @@ def _find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> d
     return {
         role: site.partitions[choices[role].partition].gpu if choices[role].gpus_per_worker else None
         for role in engines
+        if role in choices
     }
 
 
 def _explain_memory_refusal(recipe: Recipe, choices: dict[RoleName, PartitionChoice], site: Site) -> str | None:
     """Return why a model and its KV do not fit into a worker or node; None if they do or the size is unknown."""
     for role, num_params, needed_gib in _list_memory_needs(recipe):
+        if role not in choices:
+            continue
         choice, resources = choices[role], recipe.role_resources(role)
         table = name_role_resources(role)
         gpu = site.partitions[choice.partition].gpu

@@ -15,11 +15,11 @@ from hpcrl.errors import PlanError
 from hpcrl.hardware import cost_model, memory_model
 from hpcrl.plan.checks import check_recipe
 from hpcrl.plan.components import (
-    PLACED_ROLES,
     JobComponent,
     RewardJobPlan,
     find_account,
     list_placed_roles,
+    list_planned_roles,
     make_component,
     make_local_component,
     make_shared_components,
@@ -76,6 +76,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Return the plan of one role."""
         return next(role for role in self.roles if role.role == name)
 
+    def has_role(self, name: RoleName) -> bool:
+        """Return whether the job has workers of a role: only the trainer is in every job."""
+        return any(role.role == name for role in self.roles)
+
     @property
     def judge_roles(self) -> list[RoleName]:
         """The roles of the judges' engines."""
@@ -85,6 +89,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def num_reward_shards(self) -> int:
         """Return the number of reward workers at a time, among which segments are divided."""
         jobs = self.reward_jobs
+        if not self.has_role("reward"):
+            return 0
         return jobs.max_jobs * jobs.workers_per_job if jobs is not None else self.role("reward").num_workers
 
     def to_json(self) -> bytes:
@@ -101,8 +107,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
     component_indices = {role: component.index for component in components for role in component.roles}
     _check_walltime(recipe, site, components)
     reward_jobs, shortfall = plan_reward_jobs(recipe, site)
-    role_names = [*PLACED_ROLES, "reward", *recipe.judge_roles]
-    roles = [_make_role_plan(role, recipe, choices, component_indices) for role in role_names]
+    roles = [_make_role_plan(role, recipe, choices, component_indices) for role in list_planned_roles(recipe)]
     return Plan(
         recipe=recipe.name,
         site=site.name,
@@ -117,7 +122,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_warn_unverified(site, components),
             *_warn_idle_gpus(components, roles),
             *_warn_few_places(recipe),
-            *check_programs(recipe, site, components[0], workers_per_node=choices["env"].workers_per_node),
+            *_check_env_programs(recipe, site, components[0], choices.get("env")),
             *_warn_idle_judges(recipe),
             *_warn_length_bias(recipe),
             *_warn_no_scheduler(recipe, placement.layout),
@@ -138,7 +143,7 @@ def _make_components(placement: JobPlacement, site: Site) -> list[JobComponent]:
         case "local":
             return [make_local_component(recipe, site, choices)]
         case "hetstep":
-            return make_shared_components(choices, recipe, site, account=account["env"])
+            return make_shared_components(choices, recipe, site, account=next(iter(account.values())))
         case "hetjob":
             return [
                 make_component(index, role, choices[role], recipe, site, account=account[role])
@@ -205,7 +210,7 @@ def _warn_unverified(site: Site, components: list[JobComponent]) -> list[str]:
 def _warn_few_places(recipe: Recipe) -> list[str]:
     """Warn if memory limits isolated environments below `max_running`; admitted episodes then wait for a place."""
     isolated = [domain.env_memory_gib for domain in recipe.domains.values() if reserves_place(domain)]
-    if not isolated:
+    if not isolated or not recipe.has_rollouts:
         return []
     env, most = recipe.resources.env, recipe.rollout.max_running
     places = env.num_workers * memory_model.num_env_places(env.mem_gib_per_worker, each_gib=max(isolated))
@@ -213,6 +218,14 @@ def _warn_few_places(recipe: Recipe) -> list[str]:
         return []
     memory = f"resources.env.mem_gib_per_worker = {env.mem_gib_per_worker:g}, env_memory_gib = {max(isolated):g}"
     return [f"{places} isolated environments or programs run at once, not rollout.max_running = {most}: {memory}"]
+
+
+def _check_env_programs(
+    recipe: Recipe, site: Site, component: JobComponent, choice: PartitionChoice | None
+) -> list[str]:
+    if choice is None:  # nothing is played
+        return []
+    return check_programs(recipe, site, component, workers_per_node=choice.workers_per_node)
 
 
 def _warn_idle_judges(recipe: Recipe) -> list[str]:

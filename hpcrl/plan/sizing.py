@@ -96,6 +96,8 @@ def compute_average_turn(recipe: Recipe) -> AverageTurn:
 
 def _find_worker_demands(recipe: Recipe, gpus: dict[RoleName, str | None]) -> list[_WorkerDemand]:
     """Return the demands of the roles whose number is open; empty if the model's size or the hardware is unknown."""
+    if not recipe.has_rollouts:
+        return []
     asked = recipe.resources
     prefill, decode = _estimate_role_speed(recipe, "prefill", gpus), _estimate_role_speed(recipe, "decode", gpus)
     if prefill is None or decode is None or (asked.prefill.num_workers and asked.decode.num_workers):

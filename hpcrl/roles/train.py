@@ -35,7 +35,7 @@ from hpcrl.learn.evaluations import EvaluationStore, find_version_score, is_roun
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.train_queue import TrainQueue
-from hpcrl.roles.warmup import WarmupData
+from hpcrl.roles.warmup import WarmupData, make_warmup_settings
 from hpcrl.spool.episode_lengths import LengthCounts, add_length
 from hpcrl.spool.ids import make_episode_id
 from hpcrl.spool.rows import TRAINED, count_by_fate
@@ -73,7 +73,9 @@ def run(context: WorkerContext) -> int:
         rank_trainer = _make_trainer(context, world)
         warmup = _open_warmup(context)
         if world.rank:
-            store = open_shard_store(rank_trainer, _find_window_key(context), job=context.job)
+            key = _find_window_key(context)
+            publishes = context.recipe.has_rollouts
+            store = open_shard_store(rank_trainer, key, job=context.job) if publishes else None
             spool = context.campaign.spool("scored")
             follow_orders(rank_trainer, train=context.recipe.train, spool=spool, store=store, warmup=warmup)
             return EXIT_DONE
@@ -119,17 +121,17 @@ def _make_rank_environment(context: WorkerContext) -> Mapping[str, str]:
 def _make_trainer(context: WorkerContext, world: World) -> RankTrainer:
     """Make this rank's part of the trainer that the recipe names."""
     recipe, model = context.recipe, context.campaign.model
-    temperature = recipe.rollout.temperature
+    temperature, train = recipe.rollout.temperature, recipe.train
+    if recipe.warmup is not None and not recipe.has_rollouts:
+        train = make_warmup_settings(train, recipe.warmup)  # no critic and no reference are loaded
     reference = None if recipe.teacher is None else Path(recipe.teacher.path)
-    if recipe.train.trainer == "megatron":
+    if train.trainer == "megatron":
         from hpcrl.trainers.megatron.trainer import MegatronTrainer  # needs a package that not every site has
 
         return MegatronTrainer(
-            model, recipe.train, seed=recipe.seed, temperature=temperature, world=world, reference_dir=reference
+            model, train, seed=recipe.seed, temperature=temperature, world=world, reference_dir=reference
         )
-    return TorchTrainer(
-        model, recipe.train, seed=recipe.seed, temperature=temperature, world=world, reference_dir=reference
-    )
+    return TorchTrainer(model, train, seed=recipe.seed, temperature=temperature, world=world, reference_dir=reference)
 
 
 def _make_model(context: WorkerContext) -> None:
@@ -152,7 +154,8 @@ class TrainingLoop:
     trainer: Trainer
     leader: RankLeader | None
     """The trainer itself if other ranks wait for its orders; else None."""
-    publisher: WeightPublisher
+    publisher: WeightPublisher | None
+    """None where nothing is played: the checkpoints have the weights."""
     num_params: int
     """The number of the model's parameters."""
     train_queue: TrainQueue
@@ -195,7 +198,7 @@ class TrainingLoop:
             step, version = manifest.step, manifest.version
         train_queue = TrainQueue(context, consumed=consumed)
         leader = _make_leader(context, rank_trainer, train_queue, warmup) if rank_trainer.world.size > 1 else None
-        publisher = _make_publisher(context, leader)
+        publisher = _make_publisher(context, leader) if context.recipe.has_rollouts else None
         trainer: Trainer = leader or rank_trainer
         if found is not None:
             trainer.load(found)
@@ -214,7 +217,7 @@ class TrainingLoop:
             warmup=warmup,
         )
         training_loop.train_queue.recover()
-        if training_loop.is_warming_up:
+        if training_loop.is_warming_up or publisher is None:
             return training_loop
         newest = publisher.newest_version()
         if newest != version or publisher.newest_readable() != version:
@@ -239,10 +242,11 @@ class TrainingLoop:
         metrics = msgspec.structs.replace(metrics, **no_rewards, lags={})
         self.context.events.emit(StepFinished(**msgspec.structs.asdict(metrics), mfu=self.compute_mfu(metrics)))
         self.check_skipped(metrics)
-        if not self.is_warming_up:
+        if not self.is_warming_up and self.publisher is not None:
             newest = self.publisher.newest_version()
             self.version = self.version if newest is None else max(self.version, newest + 1)
             self.publish()
+            self.trainer.restart_optimizer()  # its moments are those of another loss: rewards would move it too far
         if not self.is_warming_up or self.step % self.context.recipe.train.checkpoint_every_steps == 0:
             self.start_checkpoint()
         self.waiting_since = time.monotonic()
@@ -332,7 +336,8 @@ class TrainingLoop:
 
     def poll(self) -> None:
         """Do background work while there is nothing to train on."""
-        self.publisher.poll()
+        if self.publisher is not None:
+            self.publisher.poll()
         if self.saving is not None and self.saving.done():
             self.await_checkpoint()
         if self.leader is not None:
@@ -355,6 +360,7 @@ class TrainingLoop:
 
     def publish(self) -> None:
         """Publish the weights for every engine."""
+        assert self.publisher is not None, "episodes are played, or nothing is published"
         weight_version = WeightVersion(version=self.version, step=self.step)
         if self.leader is not None:
             shards, whole = self.leader.weight_shards(), self.trainer.tensors
@@ -370,7 +376,8 @@ class TrainingLoop:
         self.reading.shutdown()
         if self.leader is not None:
             self.leader.close()
-        self.publisher.close()
+        if self.publisher is not None:
+            self.publisher.close()
         self.train_queue.close()
 
     def start_checkpoint(self) -> None:
@@ -387,7 +394,8 @@ class TrainingLoop:
             extra={"reward": self.reward},
         )
         self.train_queue.note_settled()
-        self.publisher.persist()
+        if self.publisher is not None:
+            self.publisher.persist()
         self.saved_step = self.step
         self.saving = self.background.submit(self._commit_checkpoint, moment, started, time.monotonic() - started)
 

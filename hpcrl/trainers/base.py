@@ -125,6 +125,9 @@ class Trainer(Protocol):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the weights by their names in the model directory; they may change with the next step."""
 
+    def restart_optimizer(self) -> None:
+        """Forget the optimizer's moments, as before the first step; the weights stay."""
+
     def snapshot(self) -> WritableState:
         """Return all that the next step depends on, copied so that the next step does not change it."""
 

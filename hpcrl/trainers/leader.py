@@ -117,7 +117,7 @@ KEEPALIVE_INTERVAL_S = 10.0
 class RankOrder(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An order of rank 0 to all ranks."""
 
-    do: Literal["learn", "tensors", "stage", "leave", "snapshot", "load", "wait", "end"]
+    do: Literal["learn", "tensors", "stage", "leave", "snapshot", "load", "restart", "wait", "end"]
     step: int = 0
     version: int = 0
     skipped: str | None = None
@@ -259,6 +259,10 @@ class RankLeader:
         self._send_order(RankOrder(do="load", directory=str(directory)))
         self._trainer.load(directory)
 
+    def restart_optimizer(self) -> None:
+        self._send_order(RankOrder(do="restart"))
+        self._trainer.restart_optimizer()
+
     def keep_ranks_alive(self) -> None:
         """Send a keep-alive now and then while there is nothing to train on: a rank without orders would time out."""
         if time.monotonic() - self._last_order_s > KEEPALIVE_INTERVAL_S:
@@ -305,8 +309,6 @@ def follow_orders(
                     skipped=order.skipped,
                     watch=Stopwatch(),
                 )
-            case "tensors":
-                trainer.tensors()
             case "stage" | "leave":
                 assert store is not None, "all ranks have a store, or none"
                 _publish_part(trainer, order, store=store)
@@ -316,8 +318,8 @@ def follow_orders(
                 pending_write = executor.submit(
                     leave_state, trainer.snapshot(), Path(order.directory), rank=trainer.world.rank
                 )
-            case "load":
-                trainer.load(Path(order.directory))
+            case "tensors" | "load" | "restart":
+                _follow_trainer_order(trainer, order)
             case "end":
                 executor.shutdown()
                 prefetcher.close()
@@ -325,6 +327,17 @@ def follow_orders(
                     store.unlink()
                     store.close()
                 return
+
+
+def _follow_trainer_order(trainer: RankTrainer, order: RankOrder) -> None:
+    """Make the call that rank 0 makes on its own trainer too."""
+    match order.do:
+        case "tensors":
+            trainer.tensors()
+        case "load":
+            trainer.load(Path(order.directory))
+        case "restart":
+            trainer.restart_optimizer()
 
 
 def _publish_part(trainer: RankTrainer, order: RankOrder, *, store: ShardStore) -> None:

@@ -116,6 +116,11 @@ class TorchTrainer:
         """Use the settings of the step that starts."""
         self._train = train
 
+    def restart_optimizer(self) -> None:
+        """Forget the moments of the policy and the critic."""
+        for model in self._models():
+            model.optimizer.state.clear()
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the whole weights on every rank; where they are sharded, all ranks must call this together."""
         return {

@@ -139,6 +139,22 @@ def test_a_loaded_trainer_continues_like_the_saved_one(make, tmp_path):
     assert same(saved.tensors(), loaded.tensors())
 
 
+def test_a_restarted_optimizer_makes_its_first_step_again(make, tmp_path):
+    old, new = make(learning_rate=1e-3), make(learning_rate=1e-3)
+    for step in range(5):  # without a gradient: the moments stay zero while their steps are counted
+        old.train_step([trajectory("a", index, reward=1.0) for index in range(2)], step=step, version=step)
+    old.restart_optimizer()
+    old.snapshot().write(tmp_path)
+    new.load(tmp_path)
+    before = copied(old)
+    for trainer in (old, new):
+        trainer.train_step(batch(0), step=5, version=5)
+    after = old.tensors()
+    moved = max((after[name] - before[name]).abs().max().item() for name in before)
+    assert moved == pytest.approx(1e-3, rel=1e-2)  # AdamW's first step, however large the gradient is
+    assert same(after, new.tensors())
+
+
 def test_an_untrained_trainer_can_be_saved_and_loaded(make, tmp_path):
     saved, loaded = make(), make()
     saved.snapshot().write(tmp_path)

@@ -149,3 +149,24 @@ def test_a_trainer_that_cannot_start_ends_the_job_with_the_reason(
     assert "hpcrl logs b" in watched.stdout
     assert "header too small" in hpcrl("logs", "b", "train").stdout
     until(lambda: not processes_of(home), what="no process is left", timeout_s=30)
+
+
+def test_a_recipe_that_only_imitates_has_only_a_trainer_and_continues_after_a_signal(
+    campaigns: Path, tmp_path: Path
+) -> None:
+    hpcrl("submit", "sft", "--site", "local", "--name", "i")
+    run = CampaignDir(campaigns / "i")
+    until(lambda: len(steps(run)) >= 1, what="a step was made")
+    os.kill(read_json(run.job(0).submission)["pid"], signal.SIGTERM)
+    assert outcome(run)["outcome"] == "drained"
+    hpcrl("resume", "i")
+    assert outcome(run, job=1)["outcome"] == "done"
+    made = steps(run)
+    assert [step["step"] for step in made] == list(range(1, 60 * 28 // 16 + 1)), "no step was lost or made twice"
+    assert made[-1]["loss"] < made[0]["loss"] / 4
+    assert list(snapshot("i")["roles"]) == ["train"]
+    assert {event["worker"] for event in events_of(run, "worker-started")} == {"000-train-0", "001-train-0"}
+    assert events_of(run, "published") == []
+    assert events_of(run, "fault") == []
+    hpcrl("export", "i", "--hf", str(tmp_path / "exported"))
+    assert (tmp_path / "exported" / "model.safetensors").exists()

@@ -122,6 +122,10 @@ class MegatronTrainer:
         """Use the settings of the step that starts."""
         self._train = train
 
+    def restart_optimizer(self) -> None:
+        """Forget the moments."""
+        self._optimizer.state.clear()
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the whole weights on every rank; all ranks must call this together."""
         found: dict[str, Tensor] = {}

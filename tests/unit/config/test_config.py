@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign.lifecycle import check_request, load_request
-from hpcrl.config.recipe import load_recipe
+from hpcrl.config.recipe import fill_warmup_steps, load_recipe
 from hpcrl.config.site import load_site
 from hpcrl.config.toml import MAX_BYTES, RENAMED_KEYS, find_toml, list_known_names, load_table
 from hpcrl.errors import ConfigError
@@ -330,3 +330,39 @@ def test_a_long_chain_of_extends_is_refused(recipe: Path) -> None:
     for number in range(1200):
         recipe.with_name(f"r{number}.toml").write_text(f'extends = "r{number + 1}.toml"\n')
     assert "more than 16 files extend each other" in refused(recipe.with_name("r0.toml"))
+
+
+def test_a_recipe_without_domains_has_the_steps_of_its_warm_up() -> None:
+    recipe = load_recipe("sft", settings=("warmup.epochs=3", "warmup.conversations_per_step=8"))
+    assert recipe.warmup is not None
+    filled = fill_warmup_steps(recipe, recipe.warmup, num_conversations=28)
+    assert filled.warmup is not None
+    assert (filled.warmup.steps, filled.train.num_steps) == (11, 11)  # the last step begins a fourth epoch
+    given = load_recipe("sft", settings=("warmup.epochs=0", "train.num_steps=7"))
+    assert given.warmup is not None
+    assert fill_warmup_steps(given, given.warmup, num_conversations=28).warmup.steps == 7  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("warmup.steps=4",), "warmup.steps = 4 and warmup.epochs = 60 are two"),
+        (("warmup.epochs=0",), "warmup has neither `steps` nor `epochs`"),
+    ],
+)
+def test_a_warm_up_with_two_lengths_or_none_is_refused(settings: tuple[str, ...], message: str) -> None:
+    recipe = load_recipe("sft", settings=settings)
+    assert recipe.warmup is not None
+    with pytest.raises(ConfigError, match=message):
+        fill_warmup_steps(recipe, recipe.warmup, num_conversations=28)
+
+
+def test_a_recipe_with_neither_domains_nor_a_warm_up_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('name = "r"\n[model.tiny]\n[rollout]\ngroup_size = 2\n[train]\nnum_steps = 1\n')
+    with path.open("a") as file:
+        file.write("groups_per_step = 1\nlearning_rate = 1e-3\n")
+    with pytest.raises(ConfigError, match=r"\[domains\] is missing"):
+        load_recipe(str(path))
+    with pytest.raises(ConfigError, match=r"train\.num_steps = 0: give the number of steps"):
+        load_recipe("quickstart", settings=("train.num_steps=0",))

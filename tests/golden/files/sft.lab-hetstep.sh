@@ -1,0 +1,18 @@
+#!/bin/bash
+#SBATCH --job-name=hpcrl-sft-1
+#SBATCH --time=00:20:00
+#SBATCH --export=ALL
+#SBATCH --signal=B:USR2@60
+#SBATCH --output=/scratch/someone/hpcrl/sft-1/jobs/000/logs/batch.log
+#SBATCH --open-mode=append
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=2
+#SBATCH --partition=prefill
+#SBATCH --mem=6G
+#SBATCH --gres=gpu:h100:1
+
+set -eu
+umask 077
+
+exec /opt/hpcrl/bin/python -m hpcrl.job.driver /scratch/someone/hpcrl/sft-1 0

@@ -1,0 +1,24 @@
+#!/bin/bash
+#SBATCH --job-name=hpcrl-sft-1
+#SBATCH --time=00:20:00
+#SBATCH --export=ALL
+#SBATCH --signal=B:USR2@60
+#SBATCH --output=/scratch/someone/hpcrl/sft-1/jobs/000/logs/batch.log
+#SBATCH --open-mode=append
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=2
+#SBATCH --partition=boost_usr_prod
+#SBATCH --account=IscrC_x
+#SBATCH --mem=6G
+#SBATCH --gres=gpu:1
+
+set -eu
+umask 077
+
+# shellcheck shell=bash
+# Included by batch scripts on Leonardo, before Python starts.
+# Compute nodes have no internet: models must be in the local cache.
+export HF_HUB_OFFLINE=1
+
+exec /opt/hpcrl/bin/python -m hpcrl.job.driver /scratch/someone/hpcrl/sft-1 0

@@ -1,0 +1,26 @@
+#!/bin/bash
+#SBATCH --job-name=hpcrl-sft-1
+#SBATCH --time=00:20:00
+#SBATCH --export=ALL
+#SBATCH --signal=B:USR2@60
+#SBATCH --output=/scratch/someone/hpcrl/sft-1/jobs/000/logs/batch.log
+#SBATCH --open-mode=append
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=64
+#SBATCH --constraint=gpu
+#SBATCH --qos=regular
+#SBATCH --account=m1234_g
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=4
+#SBATCH --network=job_vni,single_node_vni
+#SBATCH --gpu-bind=none
+
+set -eu
+umask 077
+
+# shellcheck shell=bash
+# Included by batch scripts on Perlmutter, before Python starts.
+export MPICH_OFI_NIC_POLICY=GPU
+
+exec /opt/hpcrl/bin/python -m hpcrl.job.driver /scratch/someone/hpcrl/sft-1 0
