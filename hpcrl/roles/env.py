@@ -38,13 +38,14 @@ from hpcrl.rollout.groups import EpisodeGroups, GroupOutcome
 from hpcrl.rollout.journal import TaskJournal
 from hpcrl.rollout.judges.proxy import open_judge_proxy
 from hpcrl.rollout.reporting import CountingPolicy, EpisodeReporter
-from hpcrl.rollout.rewards import load_reward
+from hpcrl.rollout.reward_process import RewardProcess
 from hpcrl.rollout.rollout_spool import RolloutSpool, open_rollout_spool
 from hpcrl.rollout.routing.factory import make_router
 from hpcrl.rollout.routing.router import Router
 from hpcrl.rollout.task_queue import TaskQueue
 from hpcrl.rollout.task_sets import TaskSets
 from hpcrl.rollout.tasks import AgentTask, TaskStream, stable_hash
+from hpcrl.rollout.trajectory_scorer import TrajectoryScorer
 from hpcrl.spool.reader import list_last_groups
 from hpcrl.spool.record import Trajectory
 from hpcrl.weights.versions import find_newest_version
@@ -151,6 +152,11 @@ class EnvWorker:
             policy=self.policy,
             agenda=self.task_queue,
             emit=context.events.emit,
+        )
+        self.scorer = TrajectoryScorer(
+            RewardProcess(
+                campaign.root, concurrency=recipe.reward.concurrency, num_cpus=context.role_plan.cpus_per_worker
+            )
         )
         self.evaluator = _make_evaluator(self) if recipe.evaluation.every_versions else None
 
@@ -293,6 +299,7 @@ class EnvWorker:
         await asyncio.gather(*self.episodes.values(), return_exceptions=True)
         if self.evaluator is not None:
             await self.evaluator.close()
+        await self.scorer.close()
         await self.task_queue.close()
         self.accounts.record_sealed(await self.rollouts.close())
         self.accounts.close()
@@ -332,11 +339,10 @@ def _find_durable(context: WorkerContext, groups: Collection[str]) -> set[str]:
 
 def _make_evaluator(env_worker: EnvWorker) -> EvaluationRunner:
     context, router = env_worker.context, env_worker.router
-    model, domains = context.campaign.model, context.recipe.domains
     held_out = HeldOutPlayer(
         player=env_worker.player,
         open_env=env_worker.open_env,
-        rewards={name: load_reward(name, domain, model=model) for name, domain in domains.items()},
+        scorer=env_worker.scorer,
         forget=router.forget,
     )
     return EvaluationRunner(

@@ -6,7 +6,7 @@ HeldOutPlayer   plays and scores episodes of evaluations
 
 import contextlib
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -17,10 +17,11 @@ from hpcrl.errors import EnvFault
 from hpcrl.rollout.agents.program import run_program
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.episode import ConversationLayout, EpisodeLimits, run_episode
-from hpcrl.rollout.rewards import RewardCaller, apply_score, compute_score, list_fault_outcomes, needs_score
+from hpcrl.rollout.rewards import apply_score, list_fault_outcomes, needs_score
 from hpcrl.rollout.task_queue import ReadFields, TaskQueue
 from hpcrl.rollout.tasks import AgentTask
 from hpcrl.rollout.thoughts import AnswerReader
+from hpcrl.rollout.trajectory_scorer import TrajectoryScorer
 from hpcrl.rollout.turn import StreamingGenerator
 from hpcrl.spool.record import Trajectory
 
@@ -110,11 +111,11 @@ class EpisodePlayer:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutPlayer:
-    """Plays the episodes of evaluations, and computes their scores here: there are few of them."""
+    """Plays the episodes of evaluations, and scores them: there are few of them, and no spool has them."""
 
     player: EpisodePlayer
     open_env: Callable[[str, DomainConfig], Awaitable[Env]]
-    rewards: Mapping[str, RewardCaller]
+    scorer: TrajectoryScorer
     forget: Callable[[str], None]
     """Called with each episode that has ended."""
 
@@ -137,8 +138,7 @@ class HeldOutPlayer:
         domain = self.player.recipe.domains[name]
         if not needs_score(trajectory, domain):
             return apply_score(trajectory, domain, None)
-        score = await compute_score(self.rewards[name], trajectory, timeout_s=domain.reward_timeout_s)
-        return apply_score(trajectory, domain, score)
+        return apply_score(trajectory, domain, await self.scorer.score(trajectory))
 
     async def _open_env(self, task: AgentTask, name: str, domain: DomainConfig) -> Env:
         fields = self.player.read_fields(task)

@@ -18,6 +18,7 @@ reporting         counters and events of the worker
 evaluation        rounds of evaluation
 rewards           a domain's reward function, and the score of an episode
 reward_process    the process that computes the rewards of a worker
+trajectory_scorer  the same for single trajectories, of evaluations
 reward_calls      that process: calls in children, which are killed when they hang
 judge_outages     which judges are gone, or were
 judges            second models that rewards and environments call

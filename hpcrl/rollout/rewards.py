@@ -4,7 +4,6 @@ load_reward      loads a domain's function with its options
 RewardCaller     a loaded function: plain or async, of one trajectory or of a list
 RewardScore      what a function gave a trajectory; describe_reward_error, describe_timeout if it failed
 needs_score      whether a trajectory's function is asked
-compute_score    calls a function in this process, for evaluations
 apply_score      returns a trajectory with its reward, or as a fault of the infrastructure
 list_fault_outcomes  the outcomes that a domain treats as faults
 to_reward_parts  converts what a function returned to named numbers
@@ -16,7 +15,6 @@ One that has a parameter `text` (`texts`, with a list) is given the decoded toke
 judges of the campaign by name (`hpcrl.envs.judge_access`).
 """
 
-import asyncio
 import functools
 import inspect
 import math
@@ -29,7 +27,6 @@ import msgspec
 
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.config.user_code import load_code
-from hpcrl.envs.base import OwnThread
 from hpcrl.envs.judge_access import find_judges
 from hpcrl.errors import EnvFault, PolicyFailure
 from hpcrl.models.chat_layout import load_text_decoder
@@ -136,17 +133,6 @@ def apply_score(trajectory: Trajectory, domain: DomainConfig, score: RewardScore
         trajectory, outcome=OUTCOME_REWARD_ERROR, extra={**trajectory.extra, "reason": reason}
     )
     return _with_reward(failed, {"reward": float(domain.on_reward_error)})
-
-
-async def compute_score(caller: RewardCaller, trajectory: Trajectory, *, timeout_s: float) -> RewardScore:
-    """Call the function here, a plain one in a thread of its own; a call that takes longer is left behind."""
-    try:
-        async with asyncio.timeout(timeout_s) as limit:
-            call = caller.call if caller.is_async else functools.partial(OwnThread().call, caller.call)
-            (score,) = caller.read_scores(await call([trajectory]), [trajectory])
-            return score
-    except Exception as error:  # noqa: BLE001 - a user's reward may raise anything; one episode must not end a run
-        return describe_timeout(timeout_s) if limit.expired() else describe_reward_error(error)
 
 
 def describe_timeout(timeout_s: float) -> RewardScore:

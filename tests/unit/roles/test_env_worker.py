@@ -5,6 +5,7 @@ import contextlib
 import json
 from collections import Counter
 
+import msgspec
 import pytest
 
 from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
@@ -81,6 +82,7 @@ class WorkerStage:
         announce_version(campaign.weights, WeightVersion(version=version, step=version))
         small = ("rollout.group_size=2", "train.groups_per_step=2", "rollout.groups_ahead=0", "rollout.max_running=64")
         recipe, site = make_recipe(*small, *settings), load_site("local")
+        publish_json(campaign.recipe, msgspec.to_builtins(recipe))
         self.context = WorkerContext(
             campaign=campaign,
             job=campaign.job(0),

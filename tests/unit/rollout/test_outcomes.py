@@ -1,13 +1,12 @@
 """The reward of each outcome: by the settings of the domain, or by its function."""
 
-import asyncio
 import math
 
 import pytest
 
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.errors import ConfigError, EnvFault, PolicyFailure
-from hpcrl.rollout.rewards import RewardCaller, apply_score, compute_score, list_fault_outcomes, needs_score
+from hpcrl.rollout.rewards import RewardCaller, apply_score, describe_reward_error, list_fault_outcomes, needs_score
 from hpcrl.spool.outcome import OUTCOME_SETTINGS, OUTCOMES, measure_failures, measure_outcomes, name_outcome
 from hpcrl.spool.status import STATUSES
 from tests.support.plans import make_recipe
@@ -27,8 +26,16 @@ def scored(reward, *, outcome="", status="done", **settings):
     trajectory, domain = make_trajectory(outcome=outcome, status=status), domain_of(**settings)
     caller = RewardCaller(function=give, takes_list=False, is_async=False)
     asked = needs_score(trajectory, domain)
-    score = asyncio.run(compute_score(caller, trajectory, timeout_s=60.0)) if asked else None
-    return apply_score(trajectory, domain, score)
+    return apply_score(trajectory, domain, ask(caller, trajectory) if asked else None)
+
+
+def ask(caller, trajectory):
+    """Call the function as a process of rewards does."""
+    try:
+        (score,) = caller.read_scores(caller.call([trajectory]), [trajectory])
+    except Exception as error:  # noqa: BLE001 - as the process does
+        score = describe_reward_error(error)
+    return score
 
 
 @pytest.mark.parametrize(("setting", "reward"), [(-0.5, -0.5), ("score", 1.0)])
