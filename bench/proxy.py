@@ -6,10 +6,13 @@
     CPU        of the bare server per request : of the proxy; the same as the rate if no other process uses the cores
     turns      CPU of a call with 200 turns of history : that of one with 10, over an engine that answers at once; and
                the same for a bare server that only parses the body, which holds the whole history
+    processes  calls/s that two proxies in two processes answer, with 200 turns of history : that one answers
     stream     tokens/s that one event loop sends as server-sent events, one by one, per second of CPU
 
-Turns are measured with the tiny model's template and with those of two families. They and streams are CPU times of the
-server, so that other processes do not count. Calls through the proxy and direct ones take turns, one at a time.
+Turns are measured with the tiny model's template and with those of three families. The model of one thinks, and its
+template leaves old thoughts out: there the user asks again after each answer, or after every ten tool calls. Turns and
+streams are CPU times of the server, so that other processes do not count. Calls through the proxy and direct ones take
+turns, one at a time. The clients of the two processes are threads that send and receive bytes, on the same two cores.
 `--engine vllm` measures latency on a real vLLM engine, for which the bar is meant; without it the embedded engine is
 used. Both servers of the rate run in separate processes, apart from the client.
 """
@@ -17,12 +20,15 @@ used. Both servers of the rate run in separate processes, apart from the client.
 import asyncio
 import json
 import multiprocessing
+import socket
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,10 +41,11 @@ from aiohttp import web
 from bench.figures import Figure, main
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
-from hpcrl.config.recipe import TinyModel
+from hpcrl.config.recipe import EngineConfig, TinyModel
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, convert_to_chunk
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.models.chat_template import ChatTemplate
+from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers
 from hpcrl.rollout.agents.recording import ConversationRecording
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.agents.session import ProgramSession
@@ -49,9 +56,55 @@ from hpcrl.testing.model_templates import FAMILIES, save_family
 BAR_LATENCY = 1.10
 BAR_RATE = 0.4
 BAR_TURNS = 3.0
+BAR_PROCESSES = 1.6
+"""Below 2, as clients use the two cores too."""
 SHORT, LONG, ROUNDS = 10, 200, 8
 """The turns of the two conversations that are compared, and the calls around each of which the CPU is taken."""
-TURN_FAMILIES = ("tiny", "Qwen2.5", "Llama-3.1, 3.3")
+MAX_TURNS = 50 * LONG
+"""The turns after which a server starts another episode."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnCase:
+    """A model, and what it generates in each turn."""
+
+    name: str
+    family: str = ""
+    """Whose template it has; "": the tiny model's."""
+    answer_text: str = ""
+    """What it generates; "": some tokens."""
+    has_tools: bool = False
+
+    def save_model(self, tiny: Path) -> Path:
+        """Save the model beside the tiny one, or return that."""
+        return save_family(tiny.parent / self.name, FAMILIES[self.family]) if self.family else tiny
+
+    def list_new(self, turn: int) -> list[dict[str, Any]]:
+        """Return the messages that follow the answer of a turn."""
+        question = {"role": "user", "content": "a line of output\n" * 20}
+        if not self.has_tools:
+            return [question]
+        return [{**question, "role": "tool"}, *([question] if turn % 10 == 0 else [])]
+
+
+THOUGHT = "a thought of a model, " * 10
+TURN_CASES = (
+    TurnCase(name="tiny"),
+    TurnCase(name="Qwen2.5", family="Qwen2.5"),
+    TurnCase(name="Llama-3.1, 3.3", family="Llama-3.1, 3.3"),
+    TurnCase(
+        name="Qwen3, questions",
+        family="Qwen3",
+        answer_text=FAMILIES["Qwen3"].write_answer("an answer of a model", thought=THOUGHT),
+    ),
+    TurnCase(
+        name="Qwen3, tools",
+        family="Qwen3",
+        answer_text=FAMILIES["Qwen3"].write_call("look", {"x": 1}, thought=THOUGHT),
+        has_tools=True,
+    ),
+)
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}]
 NUM_TOKENS = 64
 ASKED = {"model": "hpcrl", "messages": [{"role": "user", "content": "what is 17+25? " * 8}], "max_tokens": NUM_TOKENS}
 CONCURRENT = 32
@@ -62,9 +115,11 @@ INSTANT_TOKENS = 16
 class Instant:
     """An engine that returns the same completion at once."""
 
-    def __init__(self) -> None:
-        ids, num = [20 + n for n in range(INSTANT_TOKENS)], INSTANT_TOKENS
-        self._completion = Completion(token_ids=ids, logprobs=[-1.0] * num, versions=[0] * num, finish_reason="length")
+    def __init__(self, ids: Sequence[int] = range(20, 20 + INSTANT_TOKENS)) -> None:
+        num = len(ids)
+        self._completion = Completion(
+            token_ids=list(ids), logprobs=[-1.0] * num, versions=[0] * num, finish_reason="stop"
+        )
 
     async def generate(self, request: GenerateRequest) -> Completion:
         return self._completion
@@ -84,9 +139,8 @@ def _measure(full: bool, *, engine: str) -> list[Figure]:
         model = _model(Path(root))
         overhead, straight_ms = asyncio.run(_latency(model, engine=engine, rounds=200 if full else 40))
         through, bare, cpu = _rates(model, seconds=20.0 if full else 8.0)
-        turns = [
-            figure for name in TURN_FAMILIES for figure in _turn_figures(name, model, conversations=8 if full else 3)
-        ]
+        turns = [figure for case in TURN_CASES for figure in _turn_figures(case, model, conversations=8 if full else 3)]
+        one, two = _process_rates(model, seconds=4.0 if full else 2.0)
         streamed = _streamed(model, seconds=8.0 if full else 3.0)
     return [
         Figure(name=f"p50 latency, {engine}: proxy / straight", value=overhead, bar=BAR_LATENCY, better="lower"),
@@ -95,6 +149,8 @@ def _measure(full: bool, *, engine: str) -> list[Figure]:
         Figure(name="requests/s through the proxy", value=through, unit="/s"),
         Figure(name="CPU per request: bare aiohttp / proxy", value=cpu),
         *turns,
+        Figure(name=f"calls/s, {LONG} turns: two processes / one", value=two / one, bar=BAR_PROCESSES),
+        Figure(name=f"calls/s, {LONG} turns: one process", value=one, unit="/s"),
         Figure(name="streamed tokens per second of CPU", value=streamed, unit="/s"),
     ]
 
@@ -179,22 +235,23 @@ async def _timed(call: Callable[[], Awaitable[None]]) -> float:
 # Turns
 
 
-def _turn_figures(name: str, model: Path, *, conversations: int) -> list[Figure]:
+def _turn_figures(case: TurnCase, model: Path, *, conversations: int) -> list[Figure]:
     """Return the CPU of a call in a long and in a short conversation, and that of a server that only parses bodies."""
-    directory = model if name == "tiny" else save_family(model.parent / name, FAMILIES[name])
+    directory = case.save_model(model)
     found: dict[str, dict[int, float]] = {}
+    answer = b""
     for kind in ("proxy", "bare"):
-        server = _Server(kind, directory)
+        server = _Server(kind, directory, answer_text=case.answer_text)
         try:
             if kind == "bare":
-                server.pipe.send(
-                    b'{"choices": [{"message": {"role": "assistant", "content": "an answer of a model"}}]}'
-                )
-            found[kind] = asyncio.run(_turn_cpu_s(server, conversations=conversations))
+                server.pipe.send(answer)
+            else:
+                answer = asyncio.run(_one(server))
+            found[kind] = asyncio.run(_turn_cpu_s(server, case, conversations=conversations))
         finally:
             server.end()
     ratios = {kind: seconds[LONG] / seconds[SHORT] for kind, seconds in found.items()}
-    what = f"CPU of a call, {name}: {LONG} turns"
+    what = f"CPU of a call, {case.name}: {LONG} turns"
     return [
         Figure(name=f"{what} / {SHORT} turns", value=ratios["proxy"], bar=BAR_TURNS, better="lower"),
         Figure(name=f"{what} / {SHORT} turns, bare server that parses", value=ratios["bare"]),
@@ -203,7 +260,7 @@ def _turn_figures(name: str, model: Path, *, conversations: int) -> list[Figure]
     ]
 
 
-async def _turn_cpu_s(server: "_Server", *, conversations: int) -> dict[int, float]:
+async def _turn_cpu_s(server: "_Server", case: TurnCase, *, conversations: int) -> dict[int, float]:
     """Return the server's CPU time of a call by the turns of the conversation: the median over the conversations."""
     found: dict[int, list[float]] = {SHORT: [], LONG: []}
     async with aiohttp.ClientSession(headers=_headers(server)) as client:
@@ -216,11 +273,80 @@ async def _turn_cpu_s(server: "_Server", *, conversations: int) -> dict[int, flo
                         started_at = server.cpu_s()
                     if turn == middle + ROUNDS // 2:
                         taken.append((server.cpu_s() - started_at) / ROUNDS)
-                body = json.dumps({"model": "hpcrl", "messages": messages}).encode()
-                async with client.post(server.url, data=body) as http:
+                async with client.post(server.url, data=_encode_call(messages, case)) as http:
                     answer = await http.json()
-                messages += [answer["choices"][0]["message"], {"role": "user", "content": "a line of output\n" * 20}]
+                messages += [answer["choices"][0]["message"], *case.list_new(turn)]
     return {middle: statistics.median(taken) for middle, taken in found.items()}
+
+
+def _encode_call(messages: list[dict[str, Any]], case: TurnCase) -> bytes:
+    tools = {"tools": TOOLS} if case.has_tools else {}
+    return json.dumps({"model": "hpcrl", "messages": messages, **tools}).encode()
+
+
+# Processes
+
+
+def _process_rates(model: Path, *, seconds: float) -> tuple[float, float]:
+    """Return the calls/s in long conversations of one proxy and of two together, medians of rounds that take turns."""
+    servers = [_Server("proxy", model) for _ in range(2)]
+    rates: dict[int, list[float]] = {1: [], 2: []}
+    try:
+        request = asyncio.run(_prepare_long_call(servers))
+        for _ in range(5):
+            for num, found in rates.items():
+                found.append(_call_rate(servers[:num], request, seconds=seconds))
+    finally:
+        for server in servers:
+            server.end()
+    return statistics.median(rates[1]), statistics.median(rates[2])
+
+
+async def _prepare_long_call(servers: list["_Server"]) -> bytes:
+    """Play a long conversation on each server; return the body of its last call, to be sent again and again."""
+    case = TURN_CASES[0]
+    for server in servers:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "what is 17+25? " * 8}]
+        async with aiohttp.ClientSession(headers=_headers(server)) as client:
+            for turn in range(1, LONG):
+                async with client.post(server.url, data=_encode_call(messages, case)) as http:
+                    answer = await http.json()
+                messages += [answer["choices"][0]["message"], *case.list_new(turn)]
+    return _encode_call(messages, case)
+
+
+def _call_rate(servers: list["_Server"], body: bytes, *, seconds: float) -> float:
+    """Return how many calls the servers answer in a second, each to four clients in threads."""
+    end, counts = time.perf_counter() + seconds, list[int]()
+    threads = [
+        threading.Thread(target=_send_calls, args=(server, body, end, counts)) for server in servers for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / seconds
+
+
+def _send_calls(server: "_Server", body: bytes, end: float, counts: list[int]) -> None:
+    """Send the same call until `end`, on one connection: a client of a few system calls leaves the cores to servers."""
+    host, _, path = server.url.removeprefix("http://").partition("/")
+    head = f"POST /{path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
+    request = (head + f"Authorization: Bearer {server.key}\r\n\r\n").encode() + body
+    num = 0
+    with socket.create_connection((host.partition(":")[0], int(host.partition(":")[2]))) as connection:
+        while time.perf_counter() < end:
+            connection.sendall(request)
+            received = b""
+            while b"\r\n\r\n" not in received:
+                received += connection.recv(1 << 16)
+            assert received.startswith(b"HTTP/1.1 200"), received
+            header, _, rest = received.partition(b"\r\n\r\n")
+            length = int(header.lower().partition(b"content-length: ")[2].split()[0])
+            while len(rest) < length:
+                rest += connection.recv(1 << 16)
+            num += 1
+    counts.append(num)
 
 
 # Streams
@@ -270,10 +396,12 @@ def _rates(model: Path, *, seconds: float) -> tuple[float, float, float]:
 class _Server:
     """A server process."""
 
-    def __init__(self, name: str, model: Path) -> None:
+    def __init__(self, name: str, model: Path, *, answer_text: str = "") -> None:
         self.pipe, theirs = multiprocessing.get_context("spawn").Pipe()
         target = _serve_proxy if name == "proxy" else _serve_bare
-        self.process = multiprocessing.get_context("spawn").Process(target=target, args=(str(model), theirs))
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=target, args=(str(model), theirs, answer_text)
+        )
         self.process.start()
         self.url, self.key = self.pipe.recv()
 
@@ -287,21 +415,23 @@ class _Server:
         self.process.join()
 
 
-def _serve_proxy(model: str, pipe: Connection) -> None:
+def _serve_proxy(model: str, pipe: Connection, answer_text: str) -> None:
     async def serve() -> None:
         template = load_chat_template(Path(model))
-        async with ModelProxy(Instant(), template=template) as proxy:
+        parser = AnswerParser.from_choice(choose_parsers(template.text, EngineConfig()), template, Path(model))
+        engine = Instant(template.encode(answer_text)) if answer_text else Instant()
+        async with ModelProxy(engine, template=template, parser=parser) as proxy:
             session = _session(template, context_length=1 << 30)
             pipe.send((f"{proxy.url}/chat/completions", proxy.open(session)))
             while True:
                 await asyncio.sleep(0.05)
-                if len(session.recording.turns) > 2 * LONG:  # more than any episode here
+                if len(session.recording.turns) > MAX_TURNS:
                     session.recording = ConversationRecording(template)
 
     asyncio.run(serve())
 
 
-def _serve_bare(_: str, pipe: Connection) -> None:
+def _serve_bare(_: str, pipe: Connection, __: str) -> None:
     answers: list[bytes] = []
 
     async def answer(http: web.Request) -> web.Response:

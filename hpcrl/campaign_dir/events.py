@@ -108,6 +108,10 @@ class EpisodesCounted(CampaignEvent, frozen=True, kw_only=True, tag="episodes"):
     else the reason: a status (`aborted-stale`, ...), or why a turn is masked (`spool.record.MASK_REASONS`)."""
     lengths: dict[str, dict[str, int]] = {}
     """The lengths of ended episodes by status (`spool.episode_lengths.LengthCounts`)."""
+    loop_share: float = 0.0
+    """The share of a core that the worker's event loop has used since the counts before."""
+    loop_delay_s: float = 0.0
+    """The longest that anything waited for the loop in this time."""
 
 
 class TasksRestarted(CampaignEvent, frozen=True, kw_only=True, tag="tasks-restarted"):
@@ -335,6 +339,7 @@ FaultSubject = Literal[
     "checkpoint",
     "courier",
     "env-fault",
+    "env-loop",
     "env-paused",
     "evaluation",
     "judge",

@@ -2,5 +2,6 @@
 
 gpus          the catalogue of GPUs
 cost_model    time of a turn and cost of a plan
+loop_model    calls that the event loop of an env worker bears
 memory_model  memory of engines, trainers, windows and environments
 """

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hpcrl.hardware.loop_model import BUSY_LOOP_SHARE
 from hpcrl.monitor.snapshot import CampaignSnapshot, JobView
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, measure_failures, measure_outcomes
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
@@ -155,7 +156,11 @@ def _render_figures(snapshot: CampaignSnapshot) -> RenderableType:
     grid.add_column(style="dim", width=8)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     for label, text in _iter_figure_rows(snapshot):
-        warned = (label == "trained" and find_low_shares(snapshot)) or (label == "outcomes" and find_failing(snapshot))
+        warned = (
+            label == "env loop"
+            or (label == "trained" and find_low_shares(snapshot))
+            or (label == "outcomes" and find_failing(snapshot))
+        )
         grid.add_row(label, Text(text, style="yellow" if warned else ""))
     return grid
 
@@ -175,6 +180,9 @@ def _iter_rollout_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
     episodes = snapshot.episodes
     ended = f"{episodes.done:,} done   {episodes.aborted:,} aborted   {episodes.faulted:,} faulted"
     yield "episodes", f"{episodes.running:,} running   {ended}"
+    if episodes.loop_share >= BUSY_LOOP_SHARE:
+        busy = f"{episodes.loop_share:.0%} of a core, calls wait up to {episodes.loop_delay_s:.2g} s"
+        yield "env loop", f"{busy}: raise resources.env.num_workers"
     if len(snapshot.domains) > 1:
         yield "domains", "   ".join(_format_domains(snapshot))
     if outcomes := list(_iter_outcomes(snapshot)):

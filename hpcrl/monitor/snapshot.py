@@ -52,6 +52,10 @@ class EpisodesView(msgspec.Struct, frozen=True, kw_only=True):
     aborted: int
     faulted: int
     running: int
+    loop_share: float
+    """The share of a core that the busiest event loop of an env worker uses."""
+    loop_delay_s: float
+    """The longest that calls waited for one."""
 
 
 class DomainView(msgspec.Struct, frozen=True, kw_only=True):
@@ -352,11 +356,14 @@ def _group_by_role(workers: Sequence[WorkerProgress]) -> dict[str, list[WorkerPr
 
 def _build_episodes_view(progress: CampaignProgress, live_workers: Sequence[WorkerProgress]) -> EpisodesView:
     totals = progress.totals
+    counts = [worker.episodes for worker in live_workers if worker.episodes]
     return EpisodesView(
         done=totals.done + totals.truncated,
         aborted=totals.aborted_stale + totals.aborted_redundant,
         faulted=totals.env_fault + totals.policy_fault,
-        running=sum(worker.episodes.running for worker in live_workers if worker.episodes),
+        running=sum(one.running for one in counts),
+        loop_share=max((one.loop_share for one in counts), default=0.0),
+        loop_delay_s=max((one.loop_delay_s for one in counts), default=0.0),
     )
 
 

@@ -2,6 +2,7 @@
 
 place_roles   choose both for a recipe on a site
 JobPlacement  the result
+find_engine_gpus  the GPUs of its engines
 JobLayout     one of:
 
 hetjob        a heterogeneous job: a component for each role, on the kind of node that fits it; the first choice
@@ -108,11 +109,11 @@ def _fits_one_partition(recipe: Recipe, site: Site) -> bool:
 def _best_partition_each(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str) -> JobPlacement:
     """Place every role on the partition that suits it best; roles choose in the order of `list_placed_roles`."""
     on_one_machine = layout == "local"
-    gpus = _find_engine_gpus(_choose_partitions(with_single_workers(recipe), site, one_machine=on_one_machine), site)
+    gpus = find_engine_gpus(_choose_partitions(with_single_workers(recipe), site, one_machine=on_one_machine), site)
 
     def fits(smaller: Recipe) -> bool:
         try:
-            return _find_engine_gpus(_choose_partitions(smaller, site, one_machine=on_one_machine), site) == gpus
+            return find_engine_gpus(_choose_partitions(smaller, site, one_machine=on_one_machine), site) == gpus
         except PlanError:
             return False
 
@@ -177,7 +178,7 @@ def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> Job
         return not isinstance(_choose_nodes_in(label, smaller, site), str)
 
     try:
-        numbers = find_worker_numbers(recipe, gpus=_find_engine_gpus(one_each, site))
+        numbers = find_worker_numbers(recipe, gpus=find_engine_gpus(one_each, site))
     except PlanError as error:  # only about this partition: another may fit
         return f"{label}: {error}"
     recipe, sizes = _find_most_workers(numbers, fits)
@@ -202,7 +203,7 @@ def _choose_nodes_in(label: str, recipe: Recipe, site: Site) -> dict[RoleName, P
     return choices
 
 
-def _find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> dict[RoleName, str | None]:
+def find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> dict[RoleName, str | None]:
     """Return the GPU type that workers of prefill and decode get."""
     engines: tuple[RoleName, ...] = ("prefill", "decode")
     return {

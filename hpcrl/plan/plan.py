@@ -25,9 +25,10 @@ from hpcrl.plan.components import (
     make_shared_components,
     plan_reward_jobs,
 )
-from hpcrl.plan.layout import JobLayout, JobPlacement, place_roles
+from hpcrl.plan.layout import JobLayout, JobPlacement, find_engine_gpus, place_roles
 from hpcrl.plan.partitions import PartitionChoice
 from hpcrl.plan.programs import check_programs
+from hpcrl.plan.sizing import warn_busy_loops
 
 
 class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +126,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_check_env_programs(recipe, site, components[0], choices.get("env")),
             *_warn_idle_judges(recipe),
             *_warn_length_bias(recipe),
+            *warn_busy_loops(recipe, gpus=find_engine_gpus(choices, site)),
             *_warn_no_scheduler(recipe, placement.layout),
         ],
         cost=_compute_cost(recipe, site, components),

@@ -3,6 +3,7 @@
     find_worker_numbers, WorkerNumbers   both numbers as far as they could be used, and the recipe with fewer of each
     with_single_workers                  the recipe with one worker of each
     compute_average_turn, AverageTurn    the average turn of the recipe's domains
+    warn_busy_loops                      whether the env workers bear the calls
 
 Both numbers follow from one signal, the tokens that can be decoded in a second, as HeteroScale sizes its pools: enough
 decode workers to hold all running episodes, and enough prefill workers to compute the prompts of their turns.
@@ -17,6 +18,7 @@ from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.errors import PlanError
 from hpcrl.hardware.cost_model import WorkerSpeed, estimate_speed, guess_model_shape
 from hpcrl.hardware.gpus import GPU_CATALOGUE, GpuModel
+from hpcrl.hardware.loop_model import estimate_call_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +107,7 @@ def _find_worker_demands(recipe: Recipe, gpus: dict[RoleName, str | None]) -> li
     turn, running = compute_average_turn(recipe), recipe.rollout.max_running
     most = min(recipe.engine.max_batch, _count_held_episodes(decode, turn, gpus["decode"]))
     num_decode = asked.decode.num_workers or ceil(running / most)
-    batch = min(most, running / num_decode)
-    tokens_per_s = num_decode * batch / decode.decode_s(batch, num_kv=batch * turn.num_context)
+    tokens_per_s = _estimate_token_rate(decode, turn, most=most, num_decode=num_decode, running=running)
     busy = tokens_per_s / turn.num_reply * prefill.prefill_s(turn.num_new, num_known=turn.num_context)
     open_ones = []
     if not asked.decode.num_workers:
@@ -119,6 +120,36 @@ def _find_worker_demands(recipe: Recipe, gpus: dict[RoleName, str | None]) -> li
         )
         open_ones.append(_WorkerDemand(role="prefill", num=ceil(busy), why=why))
     return open_ones
+
+
+def _estimate_token_rate(decode: WorkerSpeed, turn: AverageTurn, *, most: int, num_decode: int, running: int) -> float:
+    """Return the tokens/s of all decode workers, each of which holds `most` episodes."""
+    batch = min(most, running / num_decode)
+    return num_decode * batch / decode.decode_s(batch, num_kv=batch * turn.num_context)
+
+
+def warn_busy_loops(recipe: Recipe, *, gpus: dict[RoleName, str | None]) -> list[str]:
+    """Warn if the calls of the model at the engines' pace are more than the env workers' event loops bear.
+
+    Nothing is known of engines on hardware that is not in the catalogue, or of a model without `model.num_params`.
+    """
+    decode = _estimate_role_speed(recipe, "decode", gpus)
+    if decode is None:
+        return []
+    turn, num_env, num_decode = compute_average_turn(recipe), recipe.resources.env.num_workers, recipe.resources.decode
+    most = max(1, min(recipe.engine.max_batch, int(decode.kv_tokens / turn.num_context)))
+    tokens_per_s = _estimate_token_rate(
+        decode, turn, most=most, num_decode=max(1, num_decode.num_workers), running=recipe.rollout.max_running
+    )
+    num_calls, borne = tokens_per_s / turn.num_reply, estimate_call_rate(num_context=turn.num_context)
+    if num_calls <= num_env * borne:
+        return []
+    return [
+        f"engines answer about {num_calls:.0f} calls of the model in a second, {turn.num_reply:.0f} tokens each, and "
+        f"the event loop of an env worker bears about {borne:.0f} with {turn.num_context:.0f} tokens of conversation: "
+        f"set resources.env.num_workers = {ceil(num_calls / borne)} (now {num_env}), or correct usual_prompt_tokens, "
+        "usual_reply_tokens and max_turns of the domains"
+    ]
 
 
 def _count_held_episodes(decode: WorkerSpeed, turn: AverageTurn, gpu: str | None) -> int:

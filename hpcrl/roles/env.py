@@ -152,6 +152,7 @@ class EnvWorker:
             policy=self.policy,
             agenda=self.task_queue,
             emit=context.events.emit,
+            num_workers=self.worker.count,
         )
         self.scorer = TrajectoryScorer(
             RewardProcess(
@@ -174,7 +175,9 @@ class EnvWorker:
             self._write_hold()
             self.accounts.record_sealed(await self.rollouts.seal_due())
             self.reporter.report_due(now=loop_time())
+            due = loop_time() + POLL_INTERVAL_S
             await asyncio.sleep(POLL_INTERVAL_S)
+            self.reporter.note_delay(loop_time() - due)
         await self._drain()
 
     def _follow_curriculum(self) -> None:

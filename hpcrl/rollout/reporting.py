@@ -1,16 +1,22 @@
 """Reporting of an env worker's episodes: events with counts about once a second, and each fault when it happens.
 
 CountingPolicy     a router that counts turns and tokens of training; those of evaluations are not counted
+LoopMeter          measures how busy the event loop is, and how long things wait for it
 EpisodeReporter    counts endings, and emits counts, faults and pauses of domains
 """
 
 import contextlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from time import monotonic, thread_time
+from typing import NamedTuple
+
+import msgspec
 
 from hpcrl.campaign_dir.events import CampaignEvent, EpisodesCounted, FaultReported, FaultSubject
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, join_chunks
+from hpcrl.hardware.loop_model import BUSY_LOOP_SHARE
 from hpcrl.rollout.groups import EpisodeGroups
 from hpcrl.rollout.routing.trajectories import with_ids
 from hpcrl.rollout.task_queue import TaskQueue
@@ -23,6 +29,40 @@ from hpcrl.spool.rows import count_by_fate
 from hpcrl.spool.status import EpisodeStatus
 
 REPORT_INTERVAL_S = 1.0
+LOOP_WINDOW_S = 60.0
+"""The time over which a loop has to be busy to be the limit."""
+
+
+class LoopFigures(NamedTuple):
+    """How busy an event loop was."""
+
+    share: float
+    """The share of a core that its thread used."""
+    delay_s: float
+    """The longest that a timer waited for it."""
+
+
+class LoopMeter:
+    """Measures the event loop of the thread that calls it, between two calls of `read`."""
+
+    def __init__(self, *, clock: Callable[[], float] = monotonic, cpu_clock: Callable[[], float] = thread_time) -> None:
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._started_at, self._cpu_s, self._delay_s = clock(), cpu_clock(), 0.0
+
+    def note_delay(self, delay_s: float) -> None:
+        """Note how late a timer was."""
+        self._delay_s = max(self._delay_s, delay_s)
+
+    def elapsed_s(self) -> float:
+        """Return the time since the figures were last read."""
+        return self._clock() - self._started_at
+
+    def read(self) -> LoopFigures:
+        """Return the figures since they were last read."""
+        now, cpu_s = self._clock(), self._cpu_clock()
+        figures = LoopFigures((cpu_s - self._cpu_s) / max(now - self._started_at, 1e-9), self._delay_s)
+        self._started_at, self._cpu_s, self._delay_s = now, cpu_s, 0.0
+        return figures
 
 
 class CountingPolicy:
@@ -77,7 +117,9 @@ class EpisodeReporter:
         policy: CountingPolicy,
         agenda: TaskQueue,
         emit: Callable[[CampaignEvent], None],
+        num_workers: int = 1,
     ) -> None:
+        """Report what `emit` is called with; `num_workers` is the number of env workers."""
         self._domains = domains
         self._groups = groups
         self._policy = policy
@@ -91,6 +133,9 @@ class EpisodeReporter:
         """Tokens by running episode."""
         self._reported: EpisodesCounted | None = None
         self._reported_at = 0.0
+        self._num_workers = num_workers
+        self._meter, self._window = LoopMeter(), LoopMeter()
+        self._is_limit_reported = False
 
     def record_turn(self, episode: str, num_tokens: int) -> None:
         """Count the tokens of a turn, for the length of an episode that is cancelled."""
@@ -127,6 +172,17 @@ class EpisodeReporter:
             )
             add_length(self._lengths.setdefault(status, {}), fates.total())
 
+    def note_delay(self, delay_s: float) -> None:
+        """Note how late the event loop was, and report a loop that is the limit, once."""
+        self._meter.note_delay(delay_s)
+        self._window.note_delay(delay_s)
+        if self._is_limit_reported or self._window.elapsed_s() < LOOP_WINDOW_S:
+            return
+        found = self._window.read()
+        if found.share >= BUSY_LOOP_SHARE:
+            self._is_limit_reported = True
+            self._emit(FaultReported(what="env-loop", detail=describe_busy_loop(found, num_workers=self._num_workers)))
+
     def report_due(self, *, now: float) -> None:
         """Emit the counts if they have changed, about once a second."""
         if now - self._reported_at >= REPORT_INTERVAL_S:
@@ -137,7 +193,9 @@ class EpisodeReporter:
         """Emit the counts if they have changed."""
         counts = self._count()
         if counts != self._reported:
-            self._emit(counts)
+            loop = self._meter.read()
+            share, delay_s = round(loop.share, 3), round(loop.delay_s, 3)
+            self._emit(msgspec.structs.replace(counts, loop_share=share, loop_delay_s=delay_s))
             self._reported = counts
 
     def _count(self) -> EpisodesCounted:
@@ -161,3 +219,11 @@ class EpisodeReporter:
             token_fates={name: dict(counter) for name, counter in self._token_fates.items()},
             lengths={status: {**counts} for status, counts in self._lengths.items()},
         )
+
+
+def describe_busy_loop(figures: LoopFigures, *, num_workers: int) -> str:
+    """Return what a loop that is the limit means, and what helps."""
+    return (
+        f"the event loop of this env worker uses {figures.share:.0%} of a core, and calls wait up to "
+        f"{figures.delay_s:.2g} s for it: set resources.env.num_workers = {2 * num_workers} or more (now {num_workers})"
+    )

@@ -232,11 +232,7 @@ class ConversationRecording:
     def _find_keys(self, messages: Sequence[ChatMessage]) -> list[bytes]:
         """Return the hash of the conversation up to each message; most are known from the request before."""
         last = self._last
-        pairs = enumerate(zip(messages, last.messages, strict=False))
-        num_known = next(
-            (n for n, (now, before) in pairs if now is not before and now != before),
-            min(len(messages), len(last.keys)),
-        )
+        num_known = count_equal(list(messages), last.messages)
         known = last.keys[:num_known]
         keys = [*known, *_chain_keys(messages[num_known:], key=known[-1] if known else b"")]
         self._last = _LastRequest(list(messages), keys)

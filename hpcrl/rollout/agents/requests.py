@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from hpcrl.engines.base import MAX_TOP_LOGPROBS
+from hpcrl.rollout.agents.shared_sequence import count_equal
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -110,7 +111,9 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.text is not None:
             return len(self.text) // longest_token + 1 if isinstance(self.text, str) else len(self.text)
-        num_chars = sum(len(message["content"].rpartition("</think>")[2]) for message in self.messages)
+        texts: list[str] = [message["content"] for message in self.messages]
+        thoughts = (text.rfind("</think>") + len("</think>") for text in texts if "</think>" in text)
+        num_chars = sum(map(len, texts)) - sum(thoughts)
         if self.tools:
             num_chars += len(msgspec.json.encode(self.tools)) // 8
         return max(num_chars // longest_token + 1, len(self.messages))
@@ -167,25 +170,30 @@ class MessageMemory:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, bytes], Any] = {}
+        self._known: dict[Callable[[JsonObject, str], Any], dict[bytes, Any]] = {}
+        """The messages by what translated them and by what was sent."""
+        self._last: tuple[Callable[[JsonObject, str], Any] | None, list[bytes], list[Any]] = (None, [], [])
+        """The messages of the last request: most of the next one are these, which is seen without looking them up."""
         self._num_bytes = 0
 
     def read(
         self, sent: Sequence[msgspec.Raw], translate: Callable[[JsonObject, str], T], *, name: str = "messages"
     ) -> list[T]:
         """Return the messages as `translate` makes them of an object and its place; they are never changed."""
-        keys = [(translate, bytes(message)) for message in sent]
-        known = self._known
-        read: list[T] = []
-        for index, key in enumerate(keys):
-            message = known.get(key)
-            if message is None:
+        keys = list(map(bytes, sent))
+        kind, last_keys, last_read = self._last
+        num_same = count_equal(keys, last_keys) if kind is translate else 0
+        keys[:num_same] = last_keys[:num_same]  # stored once
+        known = self._known.setdefault(translate, {})
+        read = [*last_read[:num_same], *map(known.get, keys[num_same:])]
+        for index, key in enumerate(keys[num_same:], num_same):
+            if read[index] is None:
                 place = f"{name}[{index}]"
-                message = known[key] = translate(_decode_object(sent[index], place=place), place)
-                self._num_bytes += len(key[1])
-            read.append(message)
+                read[index] = known[key] = translate(_decode_object(sent[index], place=place), place)
+                self._num_bytes += len(key)
+        self._last = (translate, keys, read)
         if self._num_bytes > MAX_REMEMBERED_BYTES:
-            self._known, self._num_bytes = dict(zip(keys, read, strict=True)), 0
+            self._known, self._num_bytes = {translate: dict(zip(keys, read, strict=True))}, 0
         return read
 
 

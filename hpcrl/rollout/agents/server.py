@@ -44,6 +44,7 @@ from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ApiError, JsonObject, ModelCall, parse_body
 from hpcrl.rollout.agents.responses_form import ResponsesForm
 from hpcrl.rollout.agents.session import ProgramSession
+from hpcrl.rollout.agents.shared_sequence import IdListCache
 from hpcrl.rollout.agents.structures import make_structure
 from hpcrl.rollout.agents.text_form import TextForm, check_count, detokenize, list_prompt_ids, tokenize
 from hpcrl.rollout.turn import StreamingGenerator
@@ -51,6 +52,8 @@ from hpcrl.rollout.turn import StreamingGenerator
 MAX_BODY_BYTES = 32 << 20
 MAX_LOOP_BYTES = 256 << 10
 """The size of a body up to which it is read, and its prompt made, in the event loop; with a larger one, in a thread."""
+MAX_LISTED_IDS = 2 << 20
+"""The ids of prompts that are kept as lists, of 36 bytes each, for the prompts that extend them."""
 DEFAULT_MODEL = "hpcrl"
 """The name of the model, unless a domain sets another."""
 ANY_MODEL = "*"
@@ -103,6 +106,7 @@ class ModelProxy:
         self._model, self._aliases = model, tuple(aliases)
         self._report = report
         self._longest_token = max(map(len, template.tokenizer.get_vocab()))
+        self._id_lists = IdListCache(max_ids=MAX_LISTED_IDS)
         self._sessions: dict[bytes, ProgramSession] = {}
         self._rewarded_sessions: dict[bytes, ProgramSession] = {}
         """By the keys that post rewards, which reach no model; those of the model post no reward."""
@@ -145,6 +149,7 @@ class ModelProxy:
     def open(self, session: ProgramSession) -> str:
         """Admit a session's program; return its API key."""
         token = secrets.token_urlsafe(32)
+        session.id_lists = self._id_lists
         self._sessions[_hash_token(token)] = session
         self._rewarded_sessions[_hash_token(session.reward_key)] = session
         return token

@@ -19,6 +19,7 @@ from hpcrl.rollout.agents.episode_record import ConversationChoice
 from hpcrl.rollout.agents.recording import ConversationRecording, TurnPrompt
 from hpcrl.rollout.agents.requests import ApiError, MessageMemory, ModelCall, SamplingFields
 from hpcrl.rollout.agents.responses_form import ResponseMemory
+from hpcrl.rollout.agents.shared_sequence import IdListCache
 from hpcrl.rollout.episode import EpisodeLimits
 from hpcrl.rollout.tasks import stable_hash
 from hpcrl.spool.ids import make_request_id
@@ -63,6 +64,8 @@ class ProgramSession:
     ignored_fields: list[str] = field(default_factory=list)
     """The names of fields that its requests had and that were ignored, each once."""
     memory: MessageMemory = field(default_factory=MessageMemory)
+    id_lists: IdListCache = field(default_factory=partial(IdListCache, max_ids=0))
+    """The prompts that were sent last, of all episodes of a worker."""
     large_body: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a large request is read: a program has one of them at a time."""
     responses: ResponseMemory = field(default_factory=ResponseMemory)
@@ -142,7 +145,7 @@ class ProgramSession:
         structure: OutputStructure | None,
     ) -> list[GenerateRequest]:
         """Make the engine requests, one for each choice, of the call that was admitted with this number."""
-        token_ids, limits = prompt.token_ids(), self.limits
+        token_ids, limits = self.id_lists.read(prompt.ids), self.limits
         self.check_length(len(token_ids))
         room = limits.context_length - len(token_ids)
         request = GenerateRequest(

@@ -1,6 +1,7 @@
 """Sequences that start alike, each stored as what differs: the texts, ids and messages of an episode's prompts.
 
 SharedSequence  a text, ids or messages, of which a beginning is that of another one
+IdListCache     the ids of the sequences that were read last
 SequenceIndex   finds, of many sequences, those that start like a whole one
 count_equal     the number of first items that two sequences share
 """
@@ -12,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
+MAX_UNLISTED_PARTS = 4
+"""The parts between two prompts that follow each other: an answer and what comes after it."""
 S = TypeVar("S", bound="str | array[int] | tuple[Any, ...]")
 V = TypeVar("V")
 
@@ -58,6 +61,37 @@ class SharedSequence(Generic[S]):
             end = min(end, link.num_shared)
             link = link.base
         return parts[::-1]
+
+
+class IdListCache:
+    """The ids of sequences that were read last, as lists: one that extends such a sequence reuses its list."""
+
+    def __init__(self, *, max_ids: int) -> None:
+        self._max_ids = max_ids
+        self._lists: dict[SharedSequence[array[int]], list[int]] = {}
+        self._num_ids = 0
+
+    def read(self, sequence: "SharedSequence[array[int]]") -> list[int]:
+        """Return all ids of a sequence; the list belongs to the cache, too, and is never changed."""
+        link, end = sequence, len(sequence)
+        parts: list[Any] = []
+        while link not in self._lists and link.base is not None and len(parts) < MAX_UNLISTED_PARTS:
+            parts.append(link.own[: max(0, end - link.num_shared)])
+            end = min(end, link.num_shared)
+            link = link.base
+        known = self._lists.pop(link, None)
+        if known is None:
+            ids = array("i", b"".join(sequence.list_parts())).tolist()
+        else:
+            self._num_ids -= len(known)
+            ids = known[:end]
+            for part in reversed(parts):
+                ids.extend(part)
+        self._lists[sequence] = ids
+        self._num_ids += len(ids)
+        while self._num_ids > self._max_ids:
+            self._num_ids -= len(self._lists.pop(next(iter(self._lists))))
+        return ids
 
 
 class _IndexBranch(NamedTuple):

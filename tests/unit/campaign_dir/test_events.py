@@ -83,13 +83,15 @@ LINES = [
             outcomes={"lake": {"exit": 2}},
             token_fates={"lake": {"trained": 30}},
             lengths={"done": {"4": 2, "tokens": 30}},
+            loop_share=0.25,
+            loop_delay_s=0.5,
         ),
         "episodes",
         '"running": 1, "done": 2, "truncated": 0, "aborted_stale": 0, "aborted_redundant": 0, "env_fault": 0, '
         '"policy_fault": 0, "num_tokens": 30, "turns": 4, "remote_prefills": 3, "groups_lost": 0, "replaced": 0, '
         '"evicted": 0, "by_domain": {"lake": {"done": 2}}, '
         '"outcomes": {"lake": {"exit": 2}}, "token_fates": {"lake": {"trained": 30}}, '
-        '"lengths": {"done": {"4": 2, "tokens": 30}}',
+        '"lengths": {"done": {"4": 2, "tokens": 30}}, "loop_share": 0.25, "loop_delay_s": 0.5',
     ),
     (TasksRestarted(num=2), "tasks-restarted", '"num": 2'),
     (

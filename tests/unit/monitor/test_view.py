@@ -282,3 +282,12 @@ def test_a_low_share_of_trained_tokens_is_shown_with_its_reason(tmp_path: Path) 
     low = "tools only 80.0% of tokens: 15.0% sampled otherwise than training assumes, 5.0% aborted as stale"
     assert line.split(None, 1)[1] == f"{low}   chat 100.0% of tokens"
     assert f"trained: {low}" in describe_changes(None, snapshot)[-1]
+
+
+def test_an_event_loop_that_is_the_limit_is_shown_with_what_helps(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    campaign.emit("env-0", EpisodesCounted(running=2, loop_share=0.3))
+    assert not [line for line in text_of(collector(campaign).poll()) if line.startswith("env loop")]
+    campaign.emit("env-0", EpisodesCounted(running=3, loop_share=0.93, loop_delay_s=0.4))
+    (line,) = [line for line in text_of(collector(campaign).poll(), width=120) if line.startswith("env loop")]
+    assert "93% of a core, calls wait up to 0.4 s: raise resources.env.num_workers" in line

@@ -83,3 +83,20 @@ def test_large_models_have_the_usual_shape_within_a_third(
 def test_the_smallest_models_have_no_more_kv_heads_than_heads() -> None:
     shape = guess_model_shape(10**6)
     assert 1 <= shape.num_kv_heads <= shape.num_heads
+
+
+def find_loop_warnings(*settings: str) -> list[str]:
+    return [line for line in planned(*settings).warnings if "event loop" in line]
+
+
+def test_env_workers_that_do_not_bear_the_calls_are_named_with_the_number_that_does() -> None:
+    fast = ("resources.decode.num_workers=8", "domains.lake.usual_reply_tokens=10")
+    (warning,) = find_loop_warnings(*fast, "resources.env.num_workers=1")
+    enough = int(warning.partition("resources.env.num_workers = ")[2].split()[0])
+    assert enough > 1
+    assert not find_loop_warnings(*fast, f"resources.env.num_workers={enough}")
+    assert find_loop_warnings(*fast, f"resources.env.num_workers={enough - 1}")
+
+
+def test_engines_that_are_slower_than_one_event_loop_are_not_warned_of() -> None:
+    assert not find_loop_warnings("resources.decode.num_workers=1", "domains.lake.usual_reply_tokens=2000")

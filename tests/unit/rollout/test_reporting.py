@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
@@ -10,10 +11,11 @@ import pytest
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.engines.base import CompletionChunk, GenerateRequest
+from hpcrl.rollout import reporting
 from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.rollout.fault_budget import MIN_SAMPLES, FaultBudget
 from hpcrl.rollout.groups import EpisodeGroups
-from hpcrl.rollout.reporting import CountingPolicy, EpisodeReporter
+from hpcrl.rollout.reporting import CountingPolicy, EpisodeReporter, LoopMeter
 from hpcrl.rollout.task_queue import TaskQueue
 from hpcrl.rollout.tasks import TaskStream
 from tests.support.conversations import FACTS, answer
@@ -116,3 +118,42 @@ def test_the_report_of_a_pause_names_the_domain():
     (pause,) = [event for event in emitted if event.what == "env-paused"]
     assert pause.domain == FACTS.domain
     assert f"domains.{FACTS.domain} (tests.support.bad_envs:Echo) is paused for 15 s" in pause.detail
+
+
+def test_a_loop_meter_measures_shares_and_delays_between_readings():
+    times = iter([10.0, 14.0, 16.0])
+    cpu_times = iter([1.0, 4.0, 4.5])
+    meter = LoopMeter(clock=lambda: next(times), cpu_clock=lambda: next(cpu_times))
+    for delay_s in (0.1, 0.5, 0.2):
+        meter.note_delay(delay_s)
+    assert meter.read() == (0.75, 0.5)
+    assert meter.read() == (0.25, 0.0)
+
+
+@pytest.mark.parametrize(("share", "num_faults"), [(0.95, 1), (0.5, 0)])
+def test_an_event_loop_that_is_the_limit_is_reported_once(monkeypatch, share, num_faults):
+    now = [0.0]
+    monkeypatch.setattr(
+        reporting, "LoopMeter", partial(LoopMeter, clock=lambda: now[0], cpu_clock=lambda: share * now[0])
+    )
+    emitted = []
+    reporter = make_reporter(emitted)
+    for second in range(200):
+        now[0] = float(second)
+        reporter.note_delay(0.4)
+    assert [event.what for event in emitted] == ["env-loop"] * num_faults
+    if emitted:
+        assert "95% of a core, and calls wait up to 0.4 s" in emitted[0].detail
+        assert "set resources.env.num_workers = 2 or more (now 1)" in emitted[0].detail
+
+
+def test_counts_have_the_figures_of_the_loop_and_are_emitted_only_when_they_change(monkeypatch):
+    times = iter(range(100))
+    meter = partial(LoopMeter, clock=lambda: float(next(times)), cpu_clock=lambda: 0.0)
+    monkeypatch.setattr(reporting, "LoopMeter", meter)
+    emitted = []
+    reporter = make_reporter(emitted)
+    reporter.note_delay(0.25)
+    reporter.report()
+    reporter.report()
+    assert [(event.loop_share, event.loop_delay_s) for event in emitted] == [(0.0, 0.25)]

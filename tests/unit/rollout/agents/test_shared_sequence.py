@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.rollout.agents.shared_sequence import SequenceIndex, SharedSequence, count_equal
+from hpcrl.rollout.agents.shared_sequence import IdListCache, SequenceIndex, SharedSequence, count_equal
 
 STEPS = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.text("ab", max_size=9)), max_size=12)
 TEXTS = st.lists(st.text("ab", max_size=20), min_size=1, max_size=9)
@@ -91,3 +91,17 @@ def test_a_long_chain_of_ids_does_not_recurse():
     sequence = sequences[-1]
     assert sum(map(len, sequence.list_parts())) == len(sequence) == 5001
     assert index.find_start(array("i", [0, 0, 1, 9])) == 1
+
+
+@given(STEPS, st.integers(0, 60))
+def test_a_cache_of_lists_gives_the_ids_of_each_sequence(steps, max_ids):
+    cache = IdListCache(max_ids=max_ids)
+    made = [SharedSequence(array("i", [1, 2]))]
+    for place, num, own in steps:
+        base = made[place % len(made)]
+        made.append(SharedSequence(array("i", list(own.encode())), base, num % (len(base) + 1)))
+    for sequence in [*made, *made[::-1]]:
+        ids = cache.read(sequence)
+        assert ids == [one for part in sequence.list_parts() for one in part]
+        assert cache.read(sequence) == ids
+        assert cache._num_ids == sum(map(len, cache._lists.values())) <= max_ids
