@@ -144,9 +144,9 @@ def _run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _show_dag(recipe: "Recipe", *, how: str) -> None:
-    from hpcrl.config.pipeline import RENDERERS, make_pipeline
+    from hpcrl.config.pipeline import RENDERERS, add_judges, make_pipeline
 
-    _print_line(RENDERERS[how](make_pipeline(recipe.train)))
+    _print_line(RENDERERS[how](add_judges(make_pipeline(recipe.train), recipe)))
 
 
 def _run_submit(arguments: argparse.Namespace) -> int:

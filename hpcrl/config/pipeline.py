@@ -3,6 +3,7 @@
     DagNode                                        a function, the nodes whose results it takes, its output, its role
     Pipeline, NodeRole, NodeOutput, NodeStage      types
     make_pipeline                                  the built-in pipeline of a recipe's [train], with the user's nodes
+    add_judges                                     the same with the models that rewards and environments call
     make_standard_nodes, make_nodes_for            the built-in nodes
     find_result_kinds, list_built_in_names         results that a user's node can take, and names of built-in nodes
     is_user_node, needs_critic                     whether a node is the user's own, and whether a critic trains
@@ -28,7 +29,7 @@ from typing import Literal
 
 import msgspec
 
-from hpcrl.config.recipe import PipelineNode, TrainConfig
+from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, PipelineNode, Recipe, TrainConfig
 
 NodeRole = Literal["rollout", "reward", "reference", "critic", "policy"]
 NodeOutput = Literal["step", "shares", "rows", "batches", "tokens", "loss", "weights"]
@@ -71,7 +72,7 @@ class DagNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     role: NodeRole
     output: NodeOutput
     model: str | None = None
-    """A model directory, for a node that runs a model of its own."""
+    """A model directory, for a node that runs another model than the policy."""
     data_parallel: int | None = None
     """The number of ranks that run it; None: as the trainer's other nodes."""
 
@@ -168,6 +169,23 @@ def make_pipeline(train: TrainConfig) -> dict[str, DagNode]:
         nodes.pop("proximal", None)  # only hpcrl's loss needs it
     kinds = find_result_kinds({**nodes, **{name: _make_user_node(declared) for name, declared in user_nodes.items()}})
     return nodes | {name: _make_user_node(declared, kinds.get(name)) for name, declared in user_nodes.items()}
+
+
+def add_judges(pipeline: Pipeline, recipe: Recipe) -> dict[str, DagNode]:
+    """Add the judges that domains call while their episodes are played and scored."""
+    nodes = dict(pipeline)
+    called = {name for domain in recipe.domains.values() for name in domain.judges}
+    for name in [name for name in recipe.judge if name in called]:
+        judge = JUDGE_ROLE_PREFIX + name
+        nodes[judge] = DagNode(
+            function="hpcrl.roles.serve:run",
+            inputs=["sample"],
+            role="reward",
+            output="step",
+            model=recipe.judge[name].path,
+        )
+        nodes["score"] = msgspec.structs.replace(nodes["score"], inputs=[*nodes["score"].inputs, judge])
+    return nodes
 
 
 def _make_user_node(declared: PipelineNode, output: NodeOutput | None = None) -> DagNode:
@@ -338,7 +356,7 @@ def _check_user_node(
 
 
 def _check_model_node(declared: PipelineNode, pipeline: Pipeline, kinds: Mapping[str, NodeOutput]) -> Iterator[str]:
-    """Yield the problems of a node with a model of its own."""
+    """Yield the problems of a node with a model."""
     if declared.function is not None:
         yield "it has a function and a model: a model gives the log-probs of the tokens, so remove `function`"
     if declared.role != "reference":

@@ -308,8 +308,8 @@ class PipelineNode(ConfigTable, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     """Keyword arguments of the function."""
     data_parallel: Count | None = None
-    """Ranks that have the node's model, each whole, where these are not as many as the trainer has shares: batches are
-    sent to them and log-probs back."""
+    """Ranks that have the node's model, each whole, where the trainer has another number of shares: batches are sent to
+    them and log-probs back."""
 
 
 class TrainConfig(ConfigTable, frozen=True, kw_only=True):

@@ -246,7 +246,7 @@ def find_fixed_models(
 
 
 def _check_vocabulary(setting: str, path: Path, size: int) -> Path:
-    """Refuse what is no model directory, or a model with another number of tokens than the policy."""
+    """Refuse what does not look like a model directory, or a model with another number of tokens than the policy."""
     try:
         seen = json.loads((path / "config.json").read_text())["vocab_size"]
     except (OSError, ValueError, KeyError) as error:

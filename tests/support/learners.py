@@ -13,13 +13,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import TrainConfig
+from hpcrl.learn.batch import MicroBatch, empty_micro_batch
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.spool.record import EpisodeTurn
 from hpcrl.trainers.checkpoint import find_newest, load_checkpoint, save_checkpoint
 from hpcrl.trainers.leader import RankLeader, follow_orders
 from hpcrl.trainers.publishing import open_shard_store
+from hpcrl.trainers.spread_model import SpreadModel
 from hpcrl.trainers.torch import TorchTrainer
+from hpcrl.trainers.torch_model import load_causal
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.publisher import WeightPublisher
 from hpcrl.weights.versions import Transport, WeightVersion, read_transport
@@ -169,6 +172,44 @@ def train_megatron(world, model_dir, changed, load_from=None, save_to=None, firs
     torch.set_num_threads(1)
     trainer = MegatronTrainer(Path(model_dir), settings(**changed), seed=3, world=world)
     return _train(trainer, load_from, save_to, first, last)
+
+
+def spread_logprobs(world, model_dir, degree, seed=0):
+    """Compute log-probs under a model on `degree` ranks; two ranks have the same batches, as a Megatron replica."""
+    torch.set_num_threads(1)
+    share = world.rank // 2
+    spread = SpreadModel(Path(model_dir), data_parallel=degree, share=share, world=world, temperature=0.7)
+    rng = np.random.default_rng([seed, share])
+    minibatches = [[_random_batch(rng) for _ in range(num)] for num in (3, share, 2)]
+    minibatches[2].append(empty_micro_batch())
+    found = spread.compute_logprobs(minibatches)
+    model = load_causal(Path(model_dir)).eval()
+    errors = [
+        float((column_N - _compute_alone(model, micro)).abs().sum())
+        for minibatch, columns in zip(minibatches, found, strict=True)
+        for micro, column_N in zip(minibatch, columns, strict=True)
+    ]
+    return {"errors": errors, "has_model": spread._model is not None}
+
+
+def _random_batch(rng):
+    rows, length = rng.integers(1, 4), rng.integers(3, 12)
+    mask_BT = torch.from_numpy(rng.random((rows, length)) < 0.5)
+    num = int(mask_BT.sum())
+    return MicroBatch(
+        inputs_BT=torch.from_numpy(rng.integers(0, VOCABULARY, (rows, length))),
+        mask_BT=mask_BT,
+        targets_N=torch.from_numpy(rng.integers(0, VOCABULARY, num)),
+        behaviour_N=torch.zeros(num),
+        advantages_N=torch.zeros(num),
+        rows_N=mask_BT.nonzero()[:, 0],
+    )
+
+
+def _compute_alone(model, micro):
+    with torch.no_grad():
+        logprobs_BTV = torch.log_softmax(model(micro.inputs_BT).logits / 0.7, -1)
+    return logprobs_BTV[micro.mask_BT].gather(-1, micro.targets_N[:, None])[:, 0]
 
 
 def train_counted(world, model_dir, trainer, changed):

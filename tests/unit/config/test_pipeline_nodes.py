@@ -7,14 +7,17 @@ import pytest
 
 from hpcrl.config.pipeline import (
     DagNode,
+    add_judges,
     compute_depths,
     find_problems,
+    make_pipeline,
     make_standard_nodes,
     order_nodes,
     render_dot,
     render_mermaid,
     render_text,
 )
+from hpcrl.config.recipe import load_recipe
 
 BUILT_IN = {
     "grpo": {"advantage": "grpo"},
@@ -80,6 +83,17 @@ def test_trainer_workers_run_only_the_nodes_of_the_trainer_roles():
 )
 def test_a_pipeline_that_cannot_run_gets_the_reason(pipeline, message):
     assert message in "; ".join(find_problems(pipeline))
+
+
+def test_judges_that_domains_call_are_shown_between_sample_and_score():
+    settings = ("judge.grader.path=/models/grader", "judge.idle.path=/models/idle", 'domains.lake.judges=["grader"]')
+    recipe = load_recipe("quickstart", settings=settings)
+    pipeline = add_judges(make_pipeline(recipe.train), recipe)
+    assert find_problems(pipeline) == []
+    assert pipeline["score"].inputs == ["sample", "judge-grader"]
+    assert pipeline["judge-grader"].model == "/models/grader"
+    assert "judge-idle" not in pipeline
+    assert order_nodes(pipeline) == order_nodes(make_pipeline(recipe.train))
 
 
 def test_rendered_pipelines_show_every_node_and_the_order():

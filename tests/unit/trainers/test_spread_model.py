@@ -42,6 +42,14 @@ def test_packed_inputs_are_the_same_when_unpacked(make):
     assert unpack_inputs(pack_inputs([])) == []
 
 
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_log_probs_come_back_to_every_rank_of_two_replicas(model, degree):
+    found = run_ranks(4, "tests.support.learners:spread_logprobs", str(model), degree)
+    assert [one["has_model"] for one in found] == [rank % (4 // degree) == 0 for rank in range(4)]
+    for rank, one in enumerate(found):
+        assert one["errors"] == pytest.approx([0.0] * (6 + rank // 2), abs=1e-3)
+
+
 def nodes_of(degree):
     return KL | {"pipeline": {"reference": {"data_parallel": degree}}}
 
