@@ -14,6 +14,7 @@ from hpcrl.config.recipe import (
     ROLES,
     TOOL_PARSER_NAMES,
     VLLM_PARSER_PREFIX,
+    DomainConfig,
     EngineConfig,
     ModelConfig,
     Recipe,
@@ -28,6 +29,7 @@ from hpcrl.hardware import memory_model
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 
 JUDGE_REWARD = "hpcrl.envs.judge:judge"
+DEFAULT_REWARD = DomainConfig(env="none:None").reward
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -112,6 +114,11 @@ def _check_reward_units(recipe: Recipe) -> None:
     users = {"turn": ("trloo", "gae"), "token": ("gae",)}
     for name, domain in recipe.domains.items():
         unit = domain.reward_unit
+        if unit != "episode" and domain.reward == DEFAULT_REWARD:
+            raise PlanError(
+                f'domains.{name}.reward_unit = "{unit}" with the default reward, which is one number: remove '
+                "it (rewards of steps count for their turns), or set the reward function"
+            )
         if unit != "episode" and train.advantage not in users[unit]:
             known = " or ".join(f'"{one}"' for one in users[unit])
             raise PlanError(

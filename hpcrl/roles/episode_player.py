@@ -6,6 +6,7 @@ HeldOutPlayer   plays and scores episodes of evaluations
 
 import contextlib
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from hpcrl.errors import EnvFault
 from hpcrl.rollout.agents.program import run_program
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.episode import ConversationLayout, EpisodeLimits, run_episode
-from hpcrl.rollout.rewards import apply_score, list_fault_outcomes, needs_score
+from hpcrl.rollout.rewards import apply_score, list_fault_outcomes, mark_outage, needs_score
 from hpcrl.rollout.task_queue import ReadFields, TaskQueue
 from hpcrl.rollout.tasks import AgentTask
 from hpcrl.rollout.thoughts import AnswerReader
@@ -62,6 +63,19 @@ class EpisodePlayer:
         limits: EpisodeLimits,
     ) -> Trajectory:
         """Play an episode to its end and return its trajectory, whose seed is that of the task's row if it has one."""
+        started = time.time()
+        trajectory = await self._play_to_end(task, index, domain, make_env=make_env, limits=limits)
+        return mark_outage(trajectory, domain, since=started)
+
+    async def _play_to_end(
+        self,
+        task: AgentTask,
+        index: int,
+        domain: DomainConfig,
+        *,
+        make_env: Callable[[], Awaitable[Env]],
+        limits: EpisodeLimits,
+    ) -> Trajectory:
         with contextlib.suppress(EnvFault):  # each attempt of the episode ends with this fault
             task = msgspec.structs.replace(task, seed=choose_seed(task.seed, self.read_fields(task)))
         if is_program_domain(domain):

@@ -6,6 +6,7 @@ RewardScore      what a function gave a trajectory; describe_reward_error, descr
 needs_score      whether a trajectory's function is asked
 apply_score      returns a trajectory with its reward, or as a fault of the infrastructure
 list_fault_outcomes  the outcomes that a domain treats as faults
+mark_outage      makes a fault of an episode that failed while a judge was gone
 to_reward_parts  converts what a function returned to named numbers
 to_reward_list  the same for a number for each turn or token
 is_infrastructure_error  whether an error of user code is never the policy's doing
@@ -30,12 +31,15 @@ from hpcrl.config.user_code import load_code
 from hpcrl.envs.judge_access import find_judges
 from hpcrl.errors import EnvFault, PolicyFailure
 from hpcrl.models.chat_layout import load_text_decoder
-from hpcrl.spool.outcome import OUTCOME_REWARD_ERROR, OUTCOME_SETTINGS
+from hpcrl.rollout.judge_outages import JudgeOutages
+from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_SETTINGS, OUTCOME_TIMEOUT
 from hpcrl.spool.record import TRAINABLE, Trajectory, TrajectoryFacts
 from hpcrl.spool.rows import list_spans
 
 MAX_REWARD_PARTS, MAX_PART_NAME_CHARS = 64, 128
 RewardUnit = Literal["episode", "turn", "token"]
+JUDGED_FAILURES = frozenset({OUTCOME_TIMEOUT, OUTCOME_EXIT, OUTCOME_REWARD_ERROR})
+"""The failures that an environment may have because a judge is gone."""
 
 
 class RewardScore(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -133,6 +137,20 @@ def apply_score(trajectory: Trajectory, domain: DomainConfig, score: RewardScore
         trajectory, outcome=OUTCOME_REWARD_ERROR, extra={**trajectory.extra, "reason": reason}
     )
     return _with_reward(failed, {"reward": float(domain.on_reward_error)})
+
+
+def mark_outage(trajectory: Trajectory, domain: DomainConfig, *, since: float) -> Trajectory:
+    """Return a fault for an episode that failed while a judge of its domain was gone; others are returned as they are.
+
+    `since` is the time of its start, in seconds since the epoch.
+    """
+    outages = JudgeOutages.from_environment() if domain.judges else None
+    if outages is None or trajectory.outcome not in JUDGED_FAILURES:
+        return trajectory
+    if not outages.have_failed_since(domain.judges, since):
+        return trajectory
+    reason = trajectory.extra.get("reason", trajectory.outcome)
+    return _as_fault(trajectory, f"{reason}; a judge failed or was gone meanwhile")
 
 
 def describe_timeout(timeout_s: float) -> RewardScore:

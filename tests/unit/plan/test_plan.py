@@ -430,6 +430,7 @@ def test_a_simulated_engine_with_conflicting_settings_is_refused(settings: tuple
         ("turn", (), 'which sees only their sum: set train.advantage = "trloo" or "gae"'),
         ("token", ("train.advantage=trloo",), 'set train.advantage = "gae"'),
         ("token", ("train.advantage=gae", "train.reward_scale=domain"), 'set train.reward_scale = "none"'),
+        ("turn", ("domains.lake.reward=hpcrl.envs.base:env_reward", "train.advantage=gae"), "with the default reward"),
     ],
 )
 def test_rewards_that_the_advantage_cannot_use_are_refused(

@@ -1,14 +1,24 @@
 """The reward of each outcome: by the settings of the domain, or by its function."""
 
 import math
+import time
 
 import pytest
 
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.errors import ConfigError, EnvFault, PolicyFailure
-from hpcrl.rollout.rewards import RewardCaller, apply_score, describe_reward_error, list_fault_outcomes, needs_score
+from hpcrl.rollout.judge_outages import JudgeOutages
+from hpcrl.rollout.rewards import (
+    RewardCaller,
+    apply_score,
+    describe_reward_error,
+    list_fault_outcomes,
+    mark_outage,
+    needs_score,
+)
 from hpcrl.spool.outcome import OUTCOME_SETTINGS, OUTCOMES, measure_failures, measure_outcomes, name_outcome
 from hpcrl.spool.status import STATUSES
+from hpcrl.system.variables import JUDGE_OUTAGES_VARIABLE
 from tests.support.plans import make_recipe
 from tests.support.trajectories import make_trajectory
 
@@ -104,3 +114,22 @@ def test_shares_leave_out_what_training_aborted():
     counts = {"finished": 6, "exit": 3, "env-fault": 1, "aborted-redundant": 90}
     assert measure_outcomes(counts) == {"finished": 0.6, "exit": 0.3, "env-fault": 0.1}
     assert measure_failures(counts) == 0.3
+
+
+@pytest.mark.parametrize(
+    ("outcome", "seconds_ago", "status"),
+    [
+        ("timeout", 1, "env-fault"),
+        ("exit", 1, "env-fault"),
+        ("timeout", -9, "done"),
+        ("max-turns", 1, "done"),
+        ("", 1, "done"),
+    ],
+)
+def test_an_episode_that_failed_while_a_judge_was_gone_is_a_fault(tmp_path, monkeypatch, outcome, seconds_ago, status):
+    monkeypatch.setenv(JUDGE_OUTAGES_VARIABLE, str(tmp_path))
+    JudgeOutages(tmp_path).note_failure("grader")
+    played, started = make_trajectory(outcome=outcome), time.time() - seconds_ago
+    assert mark_outage(played, domain_of(judges=["grader"]), since=started).status == status
+    assert mark_outage(played, domain_of(judges=["other"]), since=started) is played
+    assert mark_outage(played, domain_of(), since=started) is played
