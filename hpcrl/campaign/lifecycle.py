@@ -27,11 +27,18 @@ from hpcrl.campaign import directory
 from hpcrl.campaign.model_check import MISSING_PACKAGE
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
 from hpcrl.config.program import resolve_options
-from hpcrl.config.recipe import ModelConfig, Recipe, TeacherConfig, fill_warmup_steps, load_recipe
+from hpcrl.config.recipe import ModelConfig, Recipe, TeacherConfig, WarmupConfig, fill_warmup_steps, load_recipe
 from hpcrl.config.site import Site, load_site
 from hpcrl.config.toml import LayeredTable, find_toml, to_struct
 from hpcrl.envs.program_files import ProblemJudge
-from hpcrl.envs.task_set import check_conversations, check_task_set, import_conversations, import_task_set
+from hpcrl.envs.task_set import (
+    DATA_SUFFIXES,
+    ImitationModel,
+    check_conversations,
+    check_task_set,
+    import_conversations,
+    import_task_set,
+)
 from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.monitor.job_state import FINAL_JOB_STATES, judge_jobs, read_heartbeats, read_jobs, select_slurm_ids
 from hpcrl.plan.plan import Plan, make_plan
@@ -75,8 +82,25 @@ def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> C
     )
     loaded_site = load_site(site, settings=site_settings)
     if (warmup := loaded_recipe.warmup) is not None:
-        loaded_recipe = fill_warmup_steps(loaded_recipe, warmup, num_conversations=check_conversations(warmup))
+        loaded_recipe = fill_warmup_steps(
+            loaded_recipe, warmup, num_conversations=_count_conversations(loaded_recipe, warmup, site=loaded_site)
+        )
     return CampaignRequest(recipe=loaded_recipe, site=loaded_site, plan=make_plan(loaded_recipe, loaded_site))
+
+
+def _count_conversations(recipe: Recipe, warmup: WarmupConfig, *, site: Site) -> int:
+    return check_conversations(warmup, model=_make_imitation_model(recipe, site))
+
+
+def _make_imitation_model(recipe: Recipe, site: Site) -> ImitationModel:
+    return ImitationModel(python=choose_python(site), path=recipe.model.path)
+
+
+def _resolve_warmup_path(paths: str | list[str], resolve: Callable[[str], str]) -> str | list[str]:
+    """Make the paths of files absolute, and find the directories of campaigns."""
+    if isinstance(paths, list):
+        return [str(_resolve_warmup_path(path, resolve)) for path in paths]
+    return resolve(paths) if paths.endswith(DATA_SUFFIXES) else str(directory.find_campaign(paths).root)
 
 
 def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
@@ -114,7 +138,9 @@ def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
             model, path=path and str(expand_path(path).absolute()), chat_template=template and resolve(template)
         )
 
-    warmup = recipe.warmup and msgspec.structs.replace(recipe.warmup, path=resolve_all(recipe.warmup.path))
+    warmup = recipe.warmup and msgspec.structs.replace(
+        recipe.warmup, path=_resolve_warmup_path(recipe.warmup.path, resolve)
+    )
     teacher = recipe.teacher and TeacherConfig(path=str(expand_path(recipe.teacher.path).absolute()))
     nodes = {
         name: msgspec.structs.replace(node, model=node.model and resolve(node.model))
@@ -493,16 +519,17 @@ def _write_description(campaign: CampaignDir, request: CampaignRequest) -> None:
     for path, value in ((campaign.recipe, request.recipe), (campaign.site, request.site)):
         publish_file(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
     publish_file(campaign.plan, request.plan.to_json())
-    _import_task_sets(campaign, request.recipe)
+    _import_task_sets(campaign, request.recipe, request.site)
     named = {"name": campaign.name, "recipe": request.recipe.name, "site": request.site.name}
     publish_json(campaign.manifest, {**named, "created": time.time(), "exports": _shell_exports()})
 
 
-def _import_task_sets(campaign: CampaignDir, recipe: Recipe) -> None:
+def _import_task_sets(campaign: CampaignDir, recipe: Recipe, site: Site) -> None:
     """Copy the rows of the domains' task sets, and the conversations of the warm-up, into the campaign."""
     if recipe.warmup is not None:
         make_private_dir(campaign.warmup)
-        import_conversations(recipe.warmup, directory=campaign.warmup)
+        model = _make_imitation_model(recipe, site)
+        import_conversations(recipe.warmup, directory=campaign.warmup, model=model)
     for name, domain in recipe.domains.items():
         if domain.task_set is not None:
             make_private_dir(campaign.tasks)

@@ -123,7 +123,9 @@ def _check_further_model(recipe: Recipe, setting: str, path: Path) -> None:
         raise ConfigError(f"{setting} = {str(path)!r} is not a model directory: it has no config.json")
     if recipe.model.path is None:
         return
-    taught, known = (_read_vocabulary(Path(each)) for each in (recipe.model.path, path))
+    from hpcrl.models.model_config import read_vocabulary
+
+    taught, known = (read_vocabulary(Path(each)) for each in (recipe.model.path, path))
     different = [token for token, number in taught.items() if known.get(token) != number]
     if different or len(taught) != len(known):
         example = min(different or known.keys() - taught.keys(), key=lambda token: (len(token), token))
@@ -164,17 +166,6 @@ def _check_judge(table: str, judge: JudgeConfig) -> None:
         _check_template_kwargs(
             judge.chat_template_kwargs, list_variables(template.text), source=template.source, table=table
         )
-
-
-def _read_vocabulary(model_dir: Path) -> dict[str, int]:
-    from tokenizers import Tokenizer
-
-    try:
-        return dict(Tokenizer.from_file(str(model_dir / "tokenizer.json")).get_vocab(with_added_tokens=True))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ConfigError(
-            f"{model_dir / 'tokenizer.json'} cannot be read ({error}): save the tokenizer again"
-        ) from error
 
 
 def _may_be_program(domain: DomainConfig) -> bool:

@@ -428,7 +428,10 @@ class WarmupConfig(ConfigTable, frozen=True, kw_only=True):
 
     path: str | Annotated[list[str], Meta(min_length=1)]
     """JSON lines (.jsonl) or Parquet (.parquet), or several such files, found like those of `domains.NAME.tasks`; a
-    row has `messages`, and `tools` where the model is given any."""
+    row has `messages`, and `tools` where the model is given any. Or a campaign, by name or directory: its scored
+    trajectories, with the tokens that they recorded."""
+    min_reward: float | None = None
+    """The least reward of a campaign's trajectories that are imitated; without it all of them are."""
     steps: CountOrZero = 0
     """The steps of `train.num_steps` that are the warm-up; if all are, nothing is played."""
     epochs: CountOrZero = 0

@@ -3,10 +3,12 @@
     import_task_set   copy the rows of a domain's files; refuse what is not a row
     check_task_set    only refuse, without copying
     import_conversations, check_conversations    the same for the conversations of a warm-up, and only the check
+    ImitationModel    what a campaign whose trajectories are imitated is read for
     TaskRows          the rows of one split of a domain, on disk
     TaskSplit         "train" or "held-out"
     MAX_ROW_BYTES     the limit of one row
     ROWS_PER_BATCH    rows of Parquet that are read together
+    DATA_SUFFIXES     the ends of the names of data files
     NUM_TASK_SEEDS    the bound of the seeds in rows
 
 A campaign has its own copy, DOMAIN.jsonl, so that it is not touched by what becomes of the files. The places of the
@@ -16,9 +18,13 @@ reads, and no process holds the rows or the index in memory.
 
 import os
 import struct
+import subprocess
+import sys
+import tempfile
 from array import array
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from dataclasses import dataclass
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -32,6 +38,8 @@ TaskSplit = Literal["train", "held-out"]
 MAX_ROW_BYTES = 8 << 20
 """A message to an environment in another process has at most twice this."""
 ROWS_PER_BATCH = 256
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".parquet")
+"""The names of data files end with one of these."""
 NUM_TASK_SEEDS = 1 << 63
 """Records of trajectories have signed numbers of 64 bits."""
 WARMUP_ROWS = "conversations"
@@ -120,9 +128,19 @@ def _check_seed(fields: dict[str, Any]) -> None:
         )
 
 
-def import_conversations(warmup: WarmupConfig, *, directory: Path) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ImitationModel:
+    """What reads the trajectories of a campaign, and for which model: other data needs neither."""
+
+    python: str = sys.executable
+    """An interpreter that has h5py."""
+    path: str | None = None
+    """The directory of the model to train; None for a tiny one."""
+
+
+def import_conversations(warmup: WarmupConfig, *, directory: Path, model: ImitationModel | None = None) -> None:
     """Copy the conversations of a warm-up's files to `directory`; raises ConfigError for a row that is not one."""
-    rows = _iterate_conversations(warmup)
+    rows = _iterate_conversations(warmup, model)
     with (directory / f"{WARMUP_ROWS}.jsonl").open("xb") as out:
         places = _copy_rows(rows, out, first=0, end=None)
         out.flush()
@@ -130,18 +148,54 @@ def import_conversations(warmup: WarmupConfig, *, directory: Path) -> None:
     (directory / f"{WARMUP_ROWS}.train.index").write_bytes(places.to_bytes())
 
 
-def check_conversations(warmup: WarmupConfig) -> int:
+def check_conversations(warmup: WarmupConfig, *, model: ImitationModel | None = None) -> int:
     """Return the number of conversations in a warm-up's files; raises ConfigError for a row that is not one."""
-    return sum(1 for _ in _iterate_conversations(warmup))
+    return sum(1 for _ in _iterate_conversations(warmup, model))
 
 
-def _iterate_conversations(warmup: WarmupConfig) -> Iterator[bytes]:
-    rows = _iterate_files(warmup.path, what="warmup.path", check=parse_conversation)
+def _iterate_conversations(warmup: WarmupConfig, model: ImitationModel | None) -> Iterator[bytes]:
+    paths = [warmup.path] if isinstance(warmup.path, str) else warmup.path
+    if warmup.min_reward is not None and not any(Path(path).is_dir() for path in paths):
+        raise ConfigError(
+            f"warmup.min_reward = {warmup.min_reward:g} is for the trajectories of a campaign, and warmup.path names "
+            "files, whose rows have no reward: remove it"
+        )
+    rows = chain.from_iterable(
+        _iterate_campaign(path, warmup, model or ImitationModel())
+        if Path(path).is_dir()
+        else _iterate_files(path, what="warmup.path", check=parse_conversation)
+        for path in paths
+    )
     first = next(rows, None)
     if first is None:
         raise ConfigError(f"warmup.path = {warmup.path!r} has no rows: a row is a line with a JSON object")
     yield first
     yield from rows
+
+
+def _iterate_campaign(path: str, warmup: WarmupConfig, model: ImitationModel) -> Iterator[bytes]:
+    """Yield the chosen trajectories of a campaign, read by another process, which has h5py."""
+    request = {"root": path, "model": model.path, "min_reward": warmup.min_reward}
+    command = [model.python, "-m", "hpcrl.traj.imitation", msgspec.json.encode(request).decode()]
+    with tempfile.TemporaryFile() as errors:
+        try:
+            reader = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
+        except OSError as error:
+            raise ConfigError(f"the site's python {model.python!r} cannot be run here: {error.strerror}") from error
+        with reader:
+            try:
+                assert reader.stdout is not None
+                for number, line in enumerate(reader.stdout):
+                    yield _check_row(line.rstrip(), f"warmup.path = {path!r}, trajectory {number}", bool)
+            except BaseException:
+                reader.kill()  # what takes the rows has stopped
+                raise
+        if reader.returncode:
+            errors.seek(0)
+            lines = errors.read().decode(errors="replace").strip().splitlines() or [
+                "its reader ended without a message"
+            ]
+            raise ConfigError(f"warmup.path = {path!r} is a campaign that cannot be imitated: {lines[-1]}")
 
 
 class TaskRows:
@@ -221,7 +275,7 @@ def _iterate_files(
 
 def _iterate_lines(path: str, what: str, check: Callable[[dict[str, Any]], object]) -> Iterator[bytes]:
     """Yield the lines that have a row; raises ConfigError for a line that is not a JSON object."""
-    if not path.endswith((".jsonl", ".ndjson")):
+    if not path.endswith(DATA_SUFFIXES):
         raise ConfigError(f"{what} = {path!r}: the name must end in .jsonl (a JSON object a line) or .parquet")
     with Path(path).open("rb") as lines:
         number = 0

@@ -1,7 +1,8 @@
-"""Read the config.json of a model, as transformers writes it: the one place that does.
+"""Read the config.json of a model, as transformers writes it (the one place that does), and its vocabulary.
 
 ModelDescription, read_model_config  context length, vocabulary, and the fields that give its shape
 ModelLimits, read_model_limits       the largest input of an engine of the model
+read_vocabulary                      the tokens of its tokenizer
 read_context_length                  the longest conversation in tokens
 """
 
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hpcrl.errors import EngineError
+from hpcrl.errors import ConfigError, EngineError
 from hpcrl.system.files import read_json
 
 
@@ -66,3 +67,15 @@ def _require_context(config: ModelDescription, path: Path) -> int:
     if config.context_length is None:
         raise EngineError(f"{path} has no max_position_embeddings: set engine.max_model_len")
     return config.context_length
+
+
+def read_vocabulary(model_dir: Path) -> dict[str, int]:
+    """Return the ids of the tokenizer's tokens by their text; raises ConfigError if it cannot be read."""
+    from tokenizers import Tokenizer
+
+    try:
+        return dict(Tokenizer.from_file(str(model_dir / "tokenizer.json")).get_vocab(with_added_tokens=True))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError(
+            f"{model_dir / 'tokenizer.json'} cannot be read ({error}): save the tokenizer again"
+        ) from error

@@ -3,6 +3,7 @@
     WarmupData             the conversations of each step, chosen by the step's number alone
     make_warmup_settings   the settings of [train] in these steps
     tokenize_conversation  a conversation -> a trajectory without log-probs, as the trainer reads it
+    restore_trajectory     the same of a recorded trajectory, with its tokens
 
 Every rank tokenizes the conversations of its own share; nothing else is kept, so a resumed campaign continues with the
 same conversations.
@@ -85,8 +86,11 @@ class WarmupData:
     def _tokenize(self, name: str) -> Trajectory:
         """Tokenize the conversation at the place that its id has; a row is an id's once an epoch."""
         row = self._order.find_row(int(name.partition("/")[2]))
+        fields = self._rows.read_row(row)
+        if "token_ids" in fields:
+            return restore_trajectory(fields, name=name, domain=WARMUP_DOMAIN)
         try:
-            conversation = parse_conversation(self._rows.read_row(row))
+            conversation = parse_conversation(fields)
             return tokenize_conversation(conversation, template=self._template, name=name, domain=WARMUP_DOMAIN)
         except ConfigError as error:
             raise TrainError(f"warmup.path: row {row} cannot be trained on: {error}") from error
@@ -123,9 +127,30 @@ def tokenize_conversation(
         ids += generated
         shown = prompt + answer
     rows = [*rows, ConversationRow(end=len(ids))] if rows else []
+    trained = [(turn.start, turn.end) for turn in turns if not turn.masked]
+    return _make_trajectory(ids, trained, turns=turns, rows=rows, name=name, domain=domain)
+
+
+def restore_trajectory(fields: dict[str, Any], *, name: str, domain: str) -> Trajectory:
+    """Return the trajectory of a campaign, as `hpcrl.traj.imitation` wrote its row, with reward 1 and the id `name`."""
+    turns = msgspec.convert(fields["turns"], list[EpisodeTurn])
+    rows = msgspec.convert(fields["rows"], list[ConversationRow])
+    return _make_trajectory(fields["token_ids"], fields["trained"], turns=turns, rows=rows, name=name, domain=domain)
+
+
+def _make_trajectory(
+    ids: Sequence[int],
+    trained: Sequence[Sequence[int]],
+    *,
+    turns: list[EpisodeTurn],
+    rows: list[ConversationRow],
+    name: str,
+    domain: str,
+) -> Trajectory:
+    """Make a trajectory that earned 1; the tokens of the spans `trained` are imitated."""
     loss_mask = np.zeros(len(ids), np.bool_)
-    for turn in turns:
-        loss_mask[turn.start : turn.end] = not turn.masked
+    for start, end in trained:
+        loss_mask[start:end] = True
     return Trajectory(
         id=name,
         group=name,

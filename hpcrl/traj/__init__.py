@@ -11,4 +11,5 @@ export        `export`
 parquet       its Parquet form
 inspect_log   its form for inspect-ai's viewer
 verify        `verify`
+imitation     the data of another campaign's warm-up
 """
