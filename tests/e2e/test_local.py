@@ -58,7 +58,7 @@ def test_the_quickstart_learns_and_leaves_nothing_running(campaigns: Path) -> No
 
 JUDGED = (
     *("-s", "judge.grader.tiny.hidden_size=64", "-s", 'domains.lake.judges=["grader"]'),
-    *("-s", "domains.lake.reward=tests.support.many_rewards:ask_for_goal"),
+    *("-s", "domains.lake.reward=tests.support.judged_rewards:ask_for_goal"),
 )
 
 

@@ -6,13 +6,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
-import openai
-
-from hpcrl.envs.gymnasium_text import goal_and_way
-from hpcrl.envs.judge_access import JudgeAccess
-from hpcrl.rollout.judge_outages import JudgeOutages
 from hpcrl.spool.record import Trajectory
 
 
@@ -100,38 +94,3 @@ def odd(trajectory: Trajectory, *, values: list[object]) -> object:
     return {"nan": float("nan"), "inf": float("inf"), "none": None, "huge": 10**400, "parts": {"a": 1, "b": 2.5}}.get(
         str(value), value
     )
-
-
-def ask_judge(trajectory: Trajectory, *, judges: dict[str, JudgeAccess]) -> float:
-    """Ask the judge "grader", and give the trajectory's index if it answers."""
-    url, key, model = judges["grader"]
-    messages: list[Any] = [{"role": "user", "content": "2+2?"}]
-    with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
-        client.chat.completions.create(model=model, messages=messages, max_tokens=4)
-    return float(number(trajectory))
-
-
-async def ask_impossible(trajectory: Trajectory, *, judges: dict[str, JudgeAccess]) -> float:
-    """Ask the judge "grader" for what it refuses."""
-    url, key, model = judges["grader"]
-    messages: list[Any] = [{"role": "user", "content": "2+2?"}]
-    async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
-        await client.chat.completions.create(model=model, messages=messages, max_tokens=-1)
-    return float(number(trajectory))
-
-
-def raise_after_outage(trajectory: Trajectory) -> float:
-    """Fail just after the judge "grader" did."""
-    outages = JudgeOutages.from_environment()
-    assert outages is not None
-    outages.note_failure("grader")
-    raise LookupError("not this one")
-
-
-async def ask_for_goal(trajectory: Trajectory, *, judges: dict[str, JudgeAccess]) -> float:
-    """Give the reward of quickstart once the judge "grader" has answered."""
-    url, key, model = judges["grader"]
-    messages: list[Any] = [{"role": "user", "content": "2+2?"}]
-    async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
-        await client.chat.completions.create(model=model, messages=messages, max_tokens=1)
-    return sum(goal_and_way(trajectory).values())

@@ -33,14 +33,14 @@ class Scoring:
         self._others = set(list_descendants())
         """Processes of other tests, such as a fork server."""
 
-    def start(self, function, *, timeout_s=30.0, concurrency=NUM, domain=None, **options):
+    def start(self, function, *, timeout_s=30.0, concurrency=NUM, judges=(), **options):
         recipe = make_recipe()
         lake = msgspec.structs.replace(
             recipe.domains["lake"],
-            reward=f"tests.support.many_rewards:{function}",
+            reward=f"tests.support.{'judged' if judges else 'many'}_rewards:{function}",
+            judges=list(judges),
             reward_options=options,
             reward_timeout_s=timeout_s,
-            **(domain or {}),
         )
         publish_file(self.campaign.recipe, msgspec.json.encode(msgspec.structs.replace(recipe, domains={"lake": lake})))
         self.process = RewardProcess(self.campaign.root, concurrency=concurrency, num_cpus=os.cpu_count())
@@ -138,7 +138,7 @@ def judges(scoring, tiny_model_dir, tmp_path, monkeypatch):
 
 
 def test_rewards_wait_for_a_judge_that_is_not_up_yet(scoring, judges):
-    scoring.start("ask_judge", domain={"judges": ["grader"]})
+    scoring.start("ask_judge", judges=["grader"])
     scoring.request(trajectory(0, 0), trajectory(0, 1))
     assert scoring.process.receive(0.3) is None
     judges.start()
@@ -148,7 +148,7 @@ def test_rewards_wait_for_a_judge_that_is_not_up_yet(scoring, judges):
 def test_a_reward_whose_judge_is_gone_is_computed_again_when_it_is_back(scoring, judges, monkeypatch):
     monkeypatch.setattr(proxy, "HOLD_TIMEOUT_S", 0.0)  # so that the function sees the outage, as an error
     judges.start()
-    scoring.start("ask_judge", domain={"judges": ["grader"]})
+    scoring.start("ask_judge", judges=["grader"])
     scoring.request(trajectory(0, 0))
     assert scoring.rewards() == [0.0]
     judges.end()
@@ -161,7 +161,7 @@ def test_a_reward_whose_judge_is_gone_is_computed_again_when_it_is_back(scoring,
 
 def test_a_reward_that_fails_whenever_its_judge_does_is_a_fault_in_the_end(scoring, judges, monkeypatch):
     judges.start()
-    scoring.start("raise_after_outage", domain={"judges": ["grader"]})
+    scoring.start("raise_after_outage", judges=["grader"])
     scoring.request(trajectory(0, 0))
     (score,) = scoring.process.receive(60.0).scores
     assert score.is_infrastructure
@@ -170,7 +170,7 @@ def test_a_reward_that_fails_whenever_its_judge_does_is_a_fault_in_the_end(scori
 
 def test_what_a_judge_refuses_is_the_error_of_the_reward(scoring, judges):
     judges.start()
-    scoring.start("ask_impossible", domain={"judges": ["grader"]})
+    scoring.start("ask_impossible", judges=["grader"])
     scoring.request(trajectory(0, 0))
     (score,) = scoring.process.receive(60.0).scores
     assert not score.is_infrastructure

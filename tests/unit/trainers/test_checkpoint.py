@@ -249,14 +249,12 @@ def test_pruning_removes_the_leftovers_of_killed_savers(tmp_path):
 
 # SIGKILL: a child trains a real model and commits every step; it is killed at random moments and restarted.
 
-NUM_STEPS = 120
 
-
-def train_and_save(model_dir, directory, acknowledged):
-    """Resume, then train to NUM_STEPS; after each `save_checkpoint` one byte acknowledges the commit."""
+def train_and_save(model_dir, directory, acknowledged, num_steps):
+    """Resume, then train to `num_steps`; after each `save_checkpoint` one byte acknowledges the commit."""
     trainer, consumed, step = resumed(model_dir, directory)
     with Path(acknowledged).open("ab", buffering=0) as log:
-        while step < NUM_STEPS:
+        while step < num_steps:
             episodes = trajectories_of(step)
             assert not any(episode.id in consumed for episode in episodes)
             trainer.train_step(episodes, step=step, version=step)
@@ -269,7 +267,7 @@ def train_and_save(model_dir, directory, acknowledged):
 
 def resumed(model_dir, directory):
     torch.set_num_threads(1)
-    train = TrainConfig(num_steps=NUM_STEPS, groups_per_step=1, learning_rate=1e-2, num_minibatches=2)
+    train = TrainConfig(num_steps=1000, groups_per_step=1, learning_rate=1e-2, num_minibatches=2)
     trainer = TorchTrainer(Path(model_dir), train, seed=1)
     path = find_newest(Path(directory), report=refuse_damage)
     if path is None:
@@ -322,8 +320,9 @@ def model_dir(tmp_path_factory):
 def start_child(model_dir):
     """Start a child that trains into a directory, forked from a server that has already imported torch."""
 
-    def start(directory, acknowledged):
-        child = RANK_SERVER.Process(target=train_and_save, args=(str(model_dir), str(directory), str(acknowledged)))
+    def start(directory, acknowledged, *, num_steps):
+        arguments = (str(model_dir), str(directory), str(acknowledged), num_steps)
+        child = RANK_SERVER.Process(target=train_and_save, args=arguments)
         child.start()
         return child
 
@@ -337,24 +336,28 @@ def wait_for_commits(log, child, *, more):
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("num_kills", [10, pytest.param(60, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
-def test_training_killed_at_random_moments_ends_like_an_uninterrupted_run(tmp_path, start_child, model_dir, num_kills):
+@pytest.mark.parametrize(
+    ("num_kills", "num_steps"), [(8, 40), pytest.param(60, 120, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+)
+def test_training_killed_at_random_moments_ends_like_an_uninterrupted_run(
+    tmp_path, start_child, model_dir, num_kills, num_steps
+):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    child = start_child(straight, tmp_path / "straight.log")
+    child = start_child(straight, tmp_path / "straight.log", num_steps=num_steps)
     child.join()
     assert child.exitcode == 0
     dice, log = random.Random(5), tmp_path / "killed.log"
     log.touch()
     for _ in range(num_kills):
-        child = start_child(killed, log)
-        wait_for_commits(log, child, more=dice.randint(0, 70 // num_kills))
+        child = start_child(killed, log, num_steps=num_steps)
+        wait_for_commits(log, child, more=dice.randint(0, num_steps // num_kills - 1))
         time.sleep(dice.uniform(0, 0.02))
         child.kill()
         child.join()
         assert child.exitcode == -signal.SIGKILL
         _, _, step = resumed(model_dir, killed)
         assert step >= (log.read_bytes() or b"\0")[-1], "a commit that was acknowledged is gone"
-    child = start_child(killed, log)
+    child = start_child(killed, log, num_steps=num_steps)
     child.join()
     assert child.exitcode == 0
     last, expected = found(killed)[0], found(straight)[0]
