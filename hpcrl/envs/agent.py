@@ -133,6 +133,9 @@ class AgentProgram:
         for name, given in (("command", command), ("judge", judge)):
             if isinstance(given, str) or given == [] or not all(isinstance(part, str) for part in given or ()):
                 raise ConfigError(f"AgentProgram: {name} = {given!r}: give a list, such as ['python', '{name}.py']")
+        for name, paths in (("readable", readable), ("judge_readable", judge_readable)):
+            if isinstance(paths, str):
+                raise ConfigError(f"AgentProgram: {name} = {paths!r}: give a list of paths, such as [{paths!r}]")
         check_program_choices(
             "AgentProgram",
             sandbox=(sandbox, ("auto", "apptainer", "bubblewrap", "none")),

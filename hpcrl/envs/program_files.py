@@ -27,7 +27,7 @@ from hpcrl.envs.isolation.sandbox import SYSTEM_DIRS, SYSTEM_FILES, list_readabl
 
 INSIDE_DIRS = ("/episode/", "/dev/", "/proc/")
 """Directories of a sandbox, in which a path is not one of this machine."""
-MODULE_TIMEOUT_S = 60.0
+MODULE_TIMEOUT_S = 30.0
 NETWORK_FILE_SYSTEMS = (
     *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "orangefs", "pvfs2", "afs", "cifs", "smb3"),
     *("glusterfs", "fuse.glusterfs", "fuse.ceph", "fuse.beegfs", "fuse.sshfs", "dvs", "quobyte", "fuse.quobyte"),
@@ -77,11 +77,12 @@ def list_shown_paths(*readable: str) -> tuple[str, ...]:
 
 def find_path_problem(path: str, *, what: str, kind: str = "file or directory") -> ProgramProblem | None:
     """Return the problem of a path that must be there; None if it is. `what` is the option with its value."""
+    if os.path.isdir(path) if kind == "directory" else os.path.exists(path):  # noqa: PTH110, PTH112 - long names
+        return None
     if variable := re.search(r"\$\w+|\$\{\w+\}", path):
         why = f"{variable[0]} is not set here: export it, or write the path out"
         return ProgramProblem(text=f"{what}: {why}", places=("",), depends_on_variables=True)
-    found = os.path.isdir(path) if kind == "directory" else os.path.exists(path)  # noqa: PTH110, PTH112 - long names
-    return None if found else ProgramProblem(text=f"{what}: no such {kind}", places=(path,))
+    return ProgramProblem(text=f"{what}: no such {kind}", places=(path,))
 
 
 def find_command_problems(
@@ -158,14 +159,17 @@ class _FileFinder(msgspec.Struct, frozen=True, kw_only=True):
 
     def find_module_problem(self, module: str) -> Iterator[ProgramProblem]:
         what, top = f"{self.option} with -m {module}", module.partition(".")[0]
-        done = subprocess.run(
-            [sys.executable, "-c", _FIND_MODULE, top],
-            cwd="/",
-            capture_output=True,
-            text=True,
-            timeout=MODULE_TIMEOUT_S,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", _FIND_MODULE, top],
+                cwd="/",
+                capture_output=True,
+                text=True,
+                timeout=MODULE_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:  # on a slow file system, which is not a problem of the program
+            return
         origin = done.stdout.strip()
         if done.returncode == 0 and not origin:
             why = f"{sys.executable} finds no module {top!r}: install it there, or add its directory to PYTHONPATH"
@@ -186,22 +190,21 @@ class _FileFinder(msgspec.Struct, frozen=True, kw_only=True):
                 depends_on_variables=depends_on_variables,
             )
         elif len({file for file, _ in hidden}) == len(found):
-            yield msgspec.structs.replace(hidden[0][1], depends_on_variables=depends_on_variables)
+            yield msgspec.structs.replace(hidden[0][1], places=tuple(places), depends_on_variables=depends_on_variables)
 
     def _find_hidden(self, file: str, *, what: str) -> Iterator[ProgramProblem]:
         """Yield the problem of a file, or of the interpreter that its first line names, that is not shown."""
-        if not self._is_shown(file):
-            yield ProgramProblem(
-                text=f"{what}: the sandbox does not show {_describe_file(file)}: add it to {self.readable}"
-            )
-            return
+        why = ""
         interpreter = _read_interpreter(file)
-        if interpreter and not os.path.exists(interpreter):  # noqa: PTH110 - long names
+        if not self._is_shown(file):
+            why = f"the sandbox does not show {_describe_file(file)}: add it to {self.readable}"
+        elif interpreter and not os.path.exists(interpreter):  # noqa: PTH110 - long names
             why = f"its first line names {interpreter!r}, which is not there: install the program again"
-            yield ProgramProblem(text=f"{what}: {why}", places=(interpreter,))
         elif interpreter and not self._is_shown(interpreter):
-            why = f"it is run by {_describe_file(interpreter)}, which the sandbox does not show"
-            yield ProgramProblem(text=f"{what}: {why}: add it to {self.readable}")
+            shown_by = f"which the sandbox does not show: add it to {self.readable}"
+            why = f"it is run by {_describe_file(interpreter)}, {shown_by}"
+        if why:
+            yield ProgramProblem(text=f"{what}: {why}", places=(file, interpreter) if interpreter else (file,))
 
     def _is_shown(self, file: str) -> bool:
         """Return whether the sandbox shows a file, and what it links to."""

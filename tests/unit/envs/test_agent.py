@@ -273,6 +273,7 @@ def test_a_misspelled_option_names_the_nearest():
     [
         {"command": "agent.py"},
         {"command": []},
+        {"command": ["x"], "readable": "/project/me"},  # a list of its letters would show "/"
         {"command": ["x"], "sandbox": "jail"},
         {"command": ["x"], "timeout_s": 0},
     ],

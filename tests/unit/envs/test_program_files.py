@@ -129,6 +129,12 @@ def test_a_path_is_missing_on_nodes_only_where_they_share_the_file_system(tmp_pa
     assert ProblemJudge(is_local=True).is_certain(missing)
 
 
+def test_a_program_that_is_hidden_here_may_be_found_elsewhere_on_a_node(code: Path, tmp_path: Path) -> None:
+    program = AgentProgram(command=["agent"], environment={"PATH": f"{code}:/proc"})
+    (problem,) = [problem for problem in program.find_problems() if "does not show" in problem.text]
+    assert not ProblemJudge(campaigns=str(tmp_path)).is_certain(problem)
+
+
 def test_a_prologue_may_set_the_path_that_finds_a_program(tmp_path: Path) -> None:
     missing = ProgramProblem(text="", places=(str(tmp_path),), depends_on_variables=True)
     assert ProblemJudge(campaigns=str(tmp_path)).is_certain(missing)
