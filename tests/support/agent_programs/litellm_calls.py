@@ -26,5 +26,7 @@ for call in message.tool_calls or []:
     arguments = json.loads(call.function.arguments)
     total = arguments["a"] + arguments["b"]
     messages.append({"role": "tool", "tool_call_id": call.id, "content": str(total)})
+if total is None:  # the length limit has cut the call off: a message of the user must come next
+    messages.append({"role": "user", "content": "No call."})
 litellm.completion(model=f"anthropic/{model}", messages=messages, tools=[TOOL], max_tokens=32)
 print_reward(score_sum(total, first + second))
