@@ -70,7 +70,7 @@ def read_campaign(run: CampaignDir) -> PlayedCampaign:
     (step,) = steps(run)
     faults: dict[str, list[str]] = {}
     for event in read_events(run.events):
-        if event["event"] == "fault":
+        if event["event"] == "fault" and event["what"] != "request":  # which tells how a request was served
             faults.setdefault(event.get("domain", ""), []).append(f"{event['what']}: {event.get('detail')}")
     return PlayedCampaign(
         figures={figures["domain"]: figures for figures in stats["domains"]},
