@@ -27,7 +27,8 @@ START = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 
 @cache
 def layout_of(name):
-    return load_chat_layout(save_family(Path(tempfile.mkdtemp()) / "model", FAMILIES[name]))
+    with tempfile.TemporaryDirectory() as directory:
+        return load_chat_layout(save_family(Path(directory) / "model", FAMILIES[name]))
 
 
 class Teller:
