@@ -100,7 +100,13 @@ def _resolve_warmup_path(paths: str | list[str], resolve: Callable[[str], str]) 
     """Make the paths of files absolute, and find the directories of campaigns."""
     if isinstance(paths, list):
         return [str(_resolve_warmup_path(path, resolve)) for path in paths]
-    return resolve(paths) if paths.endswith(DATA_SUFFIXES) else str(directory.find_campaign(paths).root)
+    if paths.endswith(DATA_SUFFIXES):
+        return resolve(paths)
+    try:
+        return str(directory.find_campaign(paths).root)
+    except CampaignError as error:
+        suffixes = ", ".join(DATA_SUFFIXES)
+        raise ConfigError(f"warmup.path = {paths!r} is no file of data ({suffixes}), and {error}") from error
 
 
 def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
