@@ -90,7 +90,7 @@ def _add_campaign(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     monitor.set_defaults(run=_run_monitor)
     logs = commands.add_parser("logs", help="show the logs of the last job")
     logs.add_argument("campaign", metavar="CAMPAIGN")
-    logs.add_argument("role", metavar="ROLE", nargs="?", help="env, prefill, decode, reward, train, driver")
+    logs.add_argument("role", metavar="ROLE", nargs="?", help="env, prefill, decode, reward, train, judge-NAME, driver")
     logs.add_argument("-n", "--lines", type=int, default=40, help="lines of each log (default 40)")
     logs.set_defaults(run=_run_logs)
     stop = commands.add_parser("stop", help="checkpoint and end a campaign")

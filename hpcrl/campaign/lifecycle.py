@@ -226,9 +226,9 @@ def check_plan(request: CampaignRequest) -> list[str]:
 
 def check_request(request: CampaignRequest) -> list[str]:
     """Check everything that would otherwise fail only in the queue or in the job; return what is not certain here."""
-    model = request.recipe.model.path
-    if model is not None and not is_file(Path(model) / "config.json"):
-        raise ConfigError(f"model.path = {model!r} is not a model directory: it has no config.json")
+    for table, model in _list_model_paths(request.recipe):
+        if not is_file(Path(model) / "config.json"):
+            raise ConfigError(f"{table}.path = {model!r} is not a model directory: it has no config.json")
     for name, node in request.recipe.train.pipeline.items():
         if node.model is not None and not (Path(node.model) / "config.json").is_file():
             raise ConfigError(
@@ -248,10 +248,10 @@ class PythonMissing(ConfigError):
 
 def check_model(request: CampaignRequest) -> str:
     """Check the model with the interpreter of the jobs; raise ConfigError, or return a note on what was not checked."""
-    path = request.recipe.model.path
-    if path is not None and not is_directory(Path(path)):
-        return f"model.path = {path!r} is not on this machine, so the model is not checked"
-    recipe = request.recipe
+    recipe, path = request.recipe, request.recipe.model.path
+    for table, model in _list_model_paths(recipe):
+        if not is_directory(Path(model)):
+            return f"{table}.path = {model!r} is not on this machine, so the model is not checked"
     if path is None and recipe.model.chat_template is None and not recipe.judge and not recipe.further_models:
         return ""
     command = [choose_python(request.site), "-m", "hpcrl.campaign.model_check"]
@@ -271,6 +271,12 @@ def check_model(request: CampaignRequest) -> str:
         lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["its check ended without a message"]
         raise ConfigError(f"recipe {request.recipe.name!r}: {message or lines[-1]}")
     return ""
+
+
+def _list_model_paths(recipe: Recipe) -> list[tuple[str, str]]:
+    """Return the directories of the model and of the judges, each with its table in the recipe."""
+    tables = {"model": recipe.model, **{f"judge.{name}": judge for name, judge in recipe.judge.items()}}
+    return [(table, model.path) for table, model in tables.items() if model.path is not None]
 
 
 def _run_check(

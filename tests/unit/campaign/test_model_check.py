@@ -117,6 +117,13 @@ def test_a_judge_that_a_job_could_not_serve_is_refused(
         lifecycle.check_request(request)
 
 
+def test_a_judge_on_another_machine_is_planned_with_a_note(tmp_path: Path, home: Path) -> None:
+    settings = (f'judge.grader.path="{tmp_path / "elsewhere"}"',)
+    note = lifecycle.check_model(lifecycle.load_request("quickstart", site="local", settings=settings))
+    assert "judge.grader.path = " in note
+    assert "is not on this machine" in note
+
+
 def test_a_reward_model_may_be_a_judge_of_vllm(tmp_path: Path, home: Path) -> None:
     judge = save_family(tmp_path / "judge", FAMILIES["Qwen3"])
     change_config(judge, architectures=["Qwen3ForSequenceClassification"])
