@@ -29,7 +29,7 @@ from bench.rolling.world import Lengths, Lockstep, Plays, World
 from bench.routing.fleet import MODEL_8B
 from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
 from hpcrl.campaign_dir.event_log import EventLog
-from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.paths import CampaignDir, make_worker_name
 from hpcrl.config.recipe import DomainConfig, RolloutMode, load_recipe
 from hpcrl.config.site import load_site
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, KvHandle, LoadFigures
@@ -204,17 +204,9 @@ async def opened(setting: Setting) -> AsyncIterator[Stage]:
     """Run an env worker and its engines until the end of the block."""
     async with contextlib.AsyncExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hpcrl-bench-")))
-        context = _context(root, setting)
+        context = make_context(root, setting)
         num_tokens: Counter[str] = Counter()
-        engines = [await stack.enter_async_context(_engine(setting)) for _ in range(setting.num_gpus)]
-        served = {f"000-decode-{index}": Served(engine, num_tokens) for index, engine in enumerate(engines)}
-        for name in served:
-            endpoint = EngineEndpoint(role="decode", worker=name, node="n", url=name, token="t", gpu="h800", num_gpus=1)
-            announce_endpoint(context.campaign.endpoints, endpoint)
-        one = estimate_speed(GPU_CATALOGUE["h800"], shape=MODEL_8B)
-        router = await stack.enter_async_context(
-            Router(context.campaign.endpoints, connect=lambda at: served[at.worker], seed=0, speed_of=lambda _: one)
-        )
+        engines, router = await open_engines(stack, setting, context, num_tokens=num_tokens)
         spool = MemorySpool()
         host = EnvWorker(
             context, router=router, layout=Lengths(), rollouts=_in(spool, context), open_env=_opener(setting)
@@ -225,6 +217,20 @@ async def opened(setting: Setting) -> AsyncIterator[Stage]:
         )
         context.end_requested.set()
         await living
+
+
+async def open_engines(
+    stack: contextlib.AsyncExitStack, setting: Setting, context: WorkerContext, *, num_tokens: Counter[str]
+) -> tuple[list[SimEngine], Router]:
+    """Start the engines of a setting, and the router to them; tokens are counted by episode."""
+    engines = [await stack.enter_async_context(_engine(setting)) for _ in range(setting.num_gpus)]
+    served = {f"000-decode-{index}": Served(engine, num_tokens) for index, engine in enumerate(engines)}
+    for name in served:
+        endpoint = EngineEndpoint(role="decode", worker=name, node="n", url=name, token="t", gpu="h800", num_gpus=1)
+        announce_endpoint(context.campaign.endpoints, endpoint)
+    one = estimate_speed(GPU_CATALOGUE["h800"], shape=MODEL_8B)
+    router = Router(context.campaign.endpoints, connect=lambda at: served[at.worker], seed=0, speed_of=lambda _: one)
+    return engines, await stack.enter_async_context(router)
 
 
 def _engine(setting: Setting) -> SimEngine:
@@ -350,24 +356,26 @@ class Trainer:
         self._settled_writer.write(settled)
 
 
-def _context(root: Path, setting: Setting) -> WorkerContext:
-    """Make a campaign directory with everything that an env worker reads."""
+def make_context(root: Path, setting: Setting, *, job: int = 0) -> WorkerContext:
+    """Make a campaign directory with everything that an env worker reads, or continue one in another job."""
     asked = {name: getattr(setting, name) for name in setting.__dataclass_fields__}
     late = "" if setting.late_after_s is None else f"late_after_s = {setting.late_after_s}"
     (root / "bench.toml").write_text(RECIPE.format(**asked, late=late, longest_reply=LONGEST_REPLY))
     recipe, site = load_recipe(str(root / "bench.toml")), load_site("local")
     run = CampaignDir(root / "campaign")
-    for directory in (run.events, run.endpoints, run.weights, run.model, run.env_workers, run.job(0).root):
-        directory.mkdir(parents=True)
-    publish_json(run.model / "config.json", {"max_position_embeddings": CONTEXT})
-    versions.announce_version(run.weights, versions.WeightVersion(version=0, step=0))
+    for directory in (run.events, run.endpoints, run.weights, run.model, run.env_workers, run.job(job).root):
+        directory.mkdir(parents=True, exist_ok=True)
+    if versions.find_newest_version(run.weights) is None:
+        publish_json(run.model / "config.json", {"max_position_embeddings": CONTEXT})
+        versions.announce_version(run.weights, versions.WeightVersion(version=0, step=0))
+    worker = make_worker_name(job, "env", 0)
     return WorkerContext(
         campaign=run,
-        job=run.job(0),
+        job=run.job(job),
         role="env",
         index=0,
         recipe=recipe,
         site=site,
         plan=make_plan(recipe, site),
-        events=EventLog(run.events / "000-env-0.jsonl", job=0, role="env", worker="000-env-0", node="n"),
+        events=EventLog(run.events / f"{worker}.jsonl", job=job, role="env", worker=worker, node="n"),
     )

@@ -33,6 +33,11 @@ class Play:
 
     turns: Sequence[Turn]
     reset_s: float = 0.0
+    reward: float = 1.0
+
+    @property
+    def num_generated(self) -> int:
+        return sum(turn.num_generated for turn in self.turns)
 
 
 Plays = Callable[[int, random.Random], Play]
@@ -99,18 +104,33 @@ class Lockstep:
 class World:
     """An environment that performs a play."""
 
-    def __init__(self, plays: Plays, luck: random.Random, *, last_s: float = 0.0, lockstep: Lockstep | None = None):
-        """Set the play; `last_s` is extra time of the last step, such as that of a reward computed in the episode."""
+    def __init__(
+        self,
+        plays: Plays,
+        luck: random.Random,
+        *,
+        last_s: float = 0.0,
+        lockstep: Lockstep | None = None,
+        note_start: Callable[[int, Play], None] = lambda seed, play: None,
+    ):
+        """Set the play.
+
+        `last_s` is extra time of the last step, such as that of a reward computed in the episode; `note_start` is
+        called with the task's seed and the play when it starts.
+        """
         self._plays = plays
         self._luck = luck
         self._last_s = last_s
         self._lockstep = lockstep
+        self._note_start = note_start
         self._turns: list[Turn] = []
+        self._reward = 1.0
 
     async def reset(self, seed: int) -> str:
         play = self._plays(seed, self._luck)
+        self._note_start(seed, play)
         await asyncio.sleep(play.reset_s)
-        self._turns = list(play.turns)
+        self._turns, self._reward = list(play.turns), play.reward
         return self._shown()
 
     async def step(self, _: str) -> Step:
@@ -119,7 +139,7 @@ class World:
             self._lockstep.playing.add(self)
         if not self._turns:
             await asyncio.sleep(turn.step_s + self._last_s)
-            return Step(observation="", reward=1.0, done=True)
+            return Step(observation="", reward=self._reward, done=True)
         await asyncio.sleep(turn.step_s)
         if self._lockstep is not None:
             await self._lockstep.wait(self)
