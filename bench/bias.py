@@ -2,7 +2,8 @@
 
     redundancy    groups of 4 of 6 episodes, kept by index, after a time, or the first to finish; spare groups
     staleness     asynchronous episodes up to `max_lag` versions old, while training takes no time
-    chain         eight jobs, seven of them killed with SIGKILL at random times, against one long job
+    chain         eight jobs, seven of them killed with SIGKILL at random times, against one long job; a job is about
+                  24 times as long as a group, of which four run at once
 
 The length and the reward of an episode are drawn when it starts (lognormal in length; long ones succeed less often), so
 that those of all that were started are known, also of the ones that were cut off. Each row compares the episodes that
@@ -15,13 +16,12 @@ import math
 import random
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from statistics import mean
 
 from bench.figures import Figure, main
 from bench.rolling.campaign import Setting
-from bench.rolling.chain import ChainOutcome, run_chain
+from bench.rolling.chain import ChainOutcome, run_chains
 from bench.rolling.world import Play, Turn
 
 MEDIAN_TOKENS = 600
@@ -67,19 +67,19 @@ def measure(full: bool) -> list[Figure]:
         "max_lag 2": replace(stale, max_lag=2),
         "max_lag 4": replace(stale, max_lag=4),
     }
-    with ThreadPoolExecutor(2) as pool:  # each run has a process of its own
-        long_job = pool.submit(run_chain, plain, num_tasks=num_tasks)
-        outcomes = {name: pool.submit(run_chain, setting, num_tasks=num_tasks) for name, setting in rows.items()}
-        chance, seconds = random.Random(7), long_job.result().seconds
-        kills = [seconds / NUM_JOBS * chance.uniform(0.3, 1.7) for _ in range(NUM_JOBS - 1)]
-        chain = pool.submit(run_chain, plain, num_tasks=num_tasks, kill_after_s=kills)
-        unbiased = ("redundancy 2, by index",)
-        figures = [
-            figure
-            for name, outcome in outcomes.items()
-            for figure in _compare(name, outcome.result(), has_bar=name in unbiased)
-        ]
-        return [*figures, *_compare_chain(chain.result(), long_job.result(), num_tasks=num_tasks)]
+    narrow = replace(plain, groups_per_step=4, max_running=4 * GROUP_SIZE, num_gpus=1)
+    long_job, *outcomes = run_chains(
+        [(narrow, 4 * num_tasks, ()), *((setting, num_tasks, ()) for setting in rows.values())]
+    )
+    chance = random.Random(7)
+    kills = [long_job.seconds / NUM_JOBS * chance.uniform(0.3, 1.7) for _ in range(NUM_JOBS - 1)]
+    (chain,) = run_chains([(narrow, 4 * num_tasks, kills)])
+    figures = [
+        figure
+        for name, outcome in zip(rows, outcomes, strict=True)
+        for figure in _compare(name, outcome, has_bar=rows[name] is extra)
+    ]
+    return [*figures, *_compare_chain(chain, long_job, num_tasks=4 * num_tasks)]
 
 
 def _compare(name: str, outcome: ChainOutcome, *, has_bar: bool) -> list[Figure]:
@@ -109,6 +109,7 @@ def _compare_chain(chain: ChainOutcome, long_job: ChainOutcome, *, num_tasks: in
     return [
         *_compare("one long job", long_job, has_bar=True),
         *_compare(name, chain, has_bar=True),
+        Figure(name=f"{name}: episodes started / trained", value=len(chain.started) / len(chain.trained)),
         Figure(name=f"{name}: jobs killed", value=chain.num_killed, unit="", bar=NUM_JOBS - 1),
         Figure(name=f"{name}: tasks trained", value=len(counts), unit="", bar=num_tasks),
         Figure(name=f"{name}: tasks trained otherwise than by one job", value=wrong, unit="", bar=0, better="lower"),

@@ -1,6 +1,7 @@
 """A chain of jobs of one campaign in virtual time, each but the last killed; spool and checkpoints are on disk.
 
     run_chain    runs the jobs until the first tasks are all trained on -> ChainOutcome
+    run_chains   runs several, as many at once as there are cores
     PlayedEpisode    the task, length and reward of an episode
 
 The env worker, its journal and its spool are those of a real campaign. The trainer chooses groups, drops stale ones and
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,8 +52,8 @@ from hpcrl.system.files import publish_file, publish_json
 from hpcrl.weights import versions
 
 CHECKPOINT_EVERY_STEPS = 3
-ABANDONED_INTERVAL_S = 10.0
-"""The interval at which the trainer looks for tasks that were abandoned."""
+MISSING_INTERVAL_S = 5.0
+"""The interval at which the trainer looks which tasks are missing."""
 
 
 class PlayedEpisode(NamedTuple):
@@ -109,6 +111,35 @@ def run_chain(setting: Setting, *, num_tasks: int, kill_after_s: Sequence[float]
             seconds=json.loads((root / "seconds").read_text()),
             num_killed=num_killed,
         )
+
+
+ChainPlan = tuple[Setting, int, Sequence[float]]
+"""The setting of a chain, its number of tasks, and the times after which jobs are killed."""
+
+
+def run_chains(chains: Sequence[ChainPlan]) -> list[ChainOutcome]:
+    """Run several chains."""
+    context, num_workers = multiprocessing.get_context("fork"), os.cpu_count() or 1
+    pipes = [context.Pipe(duplex=False) for _ in range(num_workers)]
+    workers = [
+        context.Process(target=_run_some, args=(chains[number::num_workers], pipe))
+        for number, (_, pipe) in enumerate(pipes)
+    ]
+    for worker in workers:
+        worker.start()
+    outcomes: dict[int, ChainOutcome] = {}
+    for number, (results, other_end) in enumerate(pipes):
+        other_end.close()
+        for index in range(number, len(chains), num_workers):
+            outcomes[index] = results.recv()
+    for worker in workers:
+        worker.join()
+    return [outcomes[index] for index in range(len(chains))]
+
+
+def _run_some(chains: Sequence[ChainPlan], pipe: Connection) -> None:
+    for setting, num_tasks, kill_after_s in chains:
+        pipe.send(run_chain(setting, num_tasks=num_tasks, kill_after_s=kill_after_s))
 
 
 def _run_job(root: Path, setting: Setting, job: int, num_tasks: int, kill_after_s: float | None) -> None:
@@ -177,7 +208,8 @@ class ChainTrainer:
         self._settled_writer = SettledWriter(self._run.settled)
         self._env_events = EventReader.for_role(self._run.events, "env")
         self._abandoned: set[int] = set()
-        self._looked_at = 0.0
+        self._looked_at = float("-inf")
+        self._missing: set[int] = set()
 
     async def resume(self) -> None:
         """Continue from the last checkpoint, with a version that is newer than all that were published."""
@@ -212,12 +244,12 @@ class ChainTrainer:
         self._save()
 
     def _has_all(self, num_tasks: int, *, now: float) -> bool:
-        if now - self._looked_at > ABANDONED_INTERVAL_S:
+        if now - self._looked_at > MISSING_INTERVAL_S:
             self._looked_at = now
             failed = [parse_group_id(event.id) for event in self._env_events.poll() if isinstance(event, TaskFailed)]
             self._abandoned.update(task[1] for task in failed if task is not None)
-        trained = {one.number for _, one in self._trained}
-        return trained | self._abandoned >= set(range(num_tasks))
+            self._missing = set(range(num_tasks)) - {one.number for _, one in self._trained} - self._abandoned
+        return not self._missing
 
     def _choose(self) -> GroupChoice:
         new = [

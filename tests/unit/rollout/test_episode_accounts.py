@@ -184,7 +184,7 @@ def test_a_task_whose_episodes_are_lost_is_started_again_and_then_abandoned(work
     assert worker.draw() != task
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_each_task_is_durable_once_however_often_the_worker_is_killed(tmp_path_factory, data):
     """The tasks of a chain of killed workers are those of one that lived on."""
