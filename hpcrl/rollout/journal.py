@@ -122,7 +122,10 @@ class TaskJournal:
     @property
     def is_replaced(self) -> bool:
         """Return whether another process continues this journal: that of this one outlived its job."""
-        return os.fstat(self._fd).st_nlink == 0
+        try:
+            return os.fstat(self._fd).st_nlink == 0
+        except OSError:  # a stale handle: of a file that another node replaced
+            return True
 
     def flush(self) -> bool:
         """Write lines that a full disk refused; return whether all are written."""
