@@ -3,7 +3,7 @@
     redundancy    groups of 4 of 6 episodes, kept by index, after a time, or the first to finish; spare groups
     staleness     asynchronous episodes up to `max_lag` versions old, while training takes no time
     chain         eight jobs, seven of them killed with SIGKILL at random times, against one long job; a job is about
-                  24 times as long as a group, of which four run at once
+                  12 times as long as a group, of which four run at once
 
 The length and the reward of an episode are drawn when it starts (lognormal in length; long ones succeed less often), so
 that those of all that were started are known, also of the ones that were cut off. Each row compares the episodes that
@@ -17,6 +17,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import mean
 
 from bench.figures import Figure, main
@@ -35,12 +36,12 @@ BAR_BIAS = 0.05
 BAR_P = 0.05
 
 
-def play_lognormal(seed: int, luck: random.Random) -> Play:
+def play_lognormal(seed: int, luck: random.Random, *, median: int = MEDIAN_TOKENS) -> Play:
     """Return a play whose length depends on its task and on chance, and that succeeds less often if it is long."""
-    scale = MEDIAN_TOKENS * math.exp(random.Random(seed).gauss(0, TASK_SIGMA) + luck.gauss(0, EPISODE_SIGMA))
+    scale = median * math.exp(random.Random(seed).gauss(0, TASK_SIGMA) + luck.gauss(0, EPISODE_SIGMA))
     each = int(min(max(scale, NUM_TURNS), MAX_TOKENS)) // NUM_TURNS
     turns = [Turn(num_shown=64, num_generated=each, step_s=0.2) for _ in range(NUM_TURNS)]
-    is_solved = luck.random() < math.exp(-each * NUM_TURNS / (3 * MEDIAN_TOKENS))
+    is_solved = luck.random() < math.exp(-each * NUM_TURNS / (3 * median))
     return Play(turns=turns, reward=float(is_solved))
 
 
@@ -67,19 +68,20 @@ def measure(full: bool) -> list[Figure]:
         "max_lag 2": replace(stale, max_lag=2),
         "max_lag 4": replace(stale, max_lag=4),
     }
-    narrow = replace(plain, groups_per_step=4, max_running=4 * GROUP_SIZE, num_gpus=1)
+    short = partial(play_lognormal, median=MEDIAN_TOKENS // 4)  # less time for as many episodes
+    narrow = replace(plain, plays=short, train_s=0.5, groups_per_step=4, max_running=4 * GROUP_SIZE, num_gpus=1)
     long_job, *outcomes = run_chains(
-        [(narrow, 4 * num_tasks, ()), *((setting, num_tasks, ()) for setting in rows.values())]
+        [(narrow, 2 * num_tasks, ()), *((setting, num_tasks, ()) for setting in rows.values())]
     )
     chance = random.Random(7)
     kills = [long_job.seconds / NUM_JOBS * chance.uniform(0.3, 1.7) for _ in range(NUM_JOBS - 1)]
-    (chain,) = run_chains([(narrow, 4 * num_tasks, kills)])
+    (chain,) = run_chains([(narrow, 2 * num_tasks, kills)])
     figures = [
         figure
         for name, outcome in zip(rows, outcomes, strict=True)
         for figure in _compare(name, outcome, has_bar=rows[name] is extra)
     ]
-    return [*figures, *_compare_chain(chain, long_job, num_tasks=4 * num_tasks)]
+    return [*figures, *_compare_chain(chain, long_job, num_tasks=2 * num_tasks)]
 
 
 def _compare(name: str, outcome: ChainOutcome, *, has_bar: bool) -> list[Figure]:
