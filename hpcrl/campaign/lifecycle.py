@@ -328,6 +328,7 @@ def resume(name: str) -> CampaignDir:
     )
     last = directory.list_jobs(campaign)[-1]
     _refuse_while_alive(last, request.site)
+    _refuse_without_journals(campaign)
     remove_path(campaign.stop)
     _start_job(campaign, request, number=last.number + 1)
     return campaign
@@ -351,6 +352,16 @@ def _refuse_while_alive(job: JobDir, site: Site) -> None:
         raise CampaignError(
             f"campaign {campaign.name!r}: Slurm does not report the state of job {read_submission(job).id}: try again "
             f"later, or, if you know that it is gone, `hpcrl stop --now {campaign.name}` first"
+        )
+
+
+def _refuse_without_journals(campaign: CampaignDir) -> None:
+    """Raise if the tasks in flight are not recorded where a job looks for them: it would number its tasks from 0."""
+    if not campaign.env_workers.is_dir():
+        raise CampaignError(
+            f"campaign {campaign.name!r} cannot be resumed: it has no {campaign.env_workers}, as a version of hpcrl "
+            f"made it that recorded its tasks elsewhere: `hpcrl export {campaign.name} --hf DIR` writes its model, for "
+            "a new campaign with `model.path = DIR`"
         )
 
 
