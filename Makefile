@@ -24,14 +24,16 @@ demo: $(VENV)/.local
 	$(BIN)/hpcrl submit recipes/quickstart.toml --site local --watch
 
 # What needs neither Slurm nor vLLM nor a campaign runs in a process per core, the rest in two series at once.
-FAST := tests/unit tests/contract tests/golden
+# Folders with long files come first: one that starts last leaves the other processes idle.
+FAST := tests/unit/trainers tests/unit/learn tests/unit/spool tests/contract tests/unit tests/golden
+FAST += --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 # A campaign starts some thirty processes: each would compile the package again.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.dev $(VENV)/.vllm
 	bash jobs/lab/packages.sh
-	$(BIN)/python -m pytest $(FAST) --numprocesses auto --dist loadfile --durations 20
+	$(BIN)/python -m pytest $(FAST) --durations 20
 	$(BIN)/python .ci/slow.py
 
 # The adapters of environment families, with the real packages, in two virtual environments.
@@ -44,7 +46,7 @@ test-agents: $(VENV)/.dev .venv-agents/.done
 	$(BIN)/python -m pytest tests/agents -o faulthandler_timeout=3600 --durations 1
 
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest $(FAST) --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest $(FAST)
 
 names:
 	@$(PYTHON) .ci/names.py
