@@ -1,9 +1,11 @@
 """Small broken Git repositories, repaired by an agent in a sandbox and judged by their own tests."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 
+from hpcrl.envs.examples import repositories
 from hpcrl.envs.examples.repositories import BUGS, PACKAGE, TESTS, run_judge, write_repository
 from hpcrl.models.chat_layout import load_chat_template
 from tests.support.programs import needs_bubblewrap, play
@@ -157,3 +159,16 @@ def test_code_that_attacks_its_judge_gets_nothing_for_it(template, tmp_path):
         judge=["python", "-m", "hpcrl.envs.examples.repositories", "--judge"],
     )
     assert (trajectory.status, trajectory.turns[-1].reward) == ("done", 0.0)
+
+
+@needs_bubblewrap
+def test_a_program_finds_neither_the_answers_nor_the_history_of_a_checkout(template):
+    examples = Path(repositories.__file__).parent
+    files = [examples / "repositories.py", *examples.glob("__pycache__/repositories.*")]
+    places = [*map(str, files), str(examples.parents[2] / ".git" / "HEAD")]
+    code = (
+        f"ask('a')\nfound = 0\nfor place in {places!r}:\n"
+        "    try: found += bool(open(place, 'rb').read())\n    except OSError: pass\n"
+        f"print(float(found) + os.path.exists({str(examples / 'sums.py')!r}) / 2)"
+    )
+    assert play(template, code, sandbox="bubblewrap").turns[-1].reward == 0.5
