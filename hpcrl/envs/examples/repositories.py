@@ -265,7 +265,7 @@ for line in requests:
         answer = {"error": type(error).__name__}
     answers.write(json.dumps(answer).encode() + bytes([10]))
 """
-"""The process with the code that is tested: it calls what it is told to call, and answers with the value."""
+"""The process with the code that is tested: it makes the calls that it is sent, and answers with the values."""
 
 
 class CallFailure(Exception):
@@ -377,7 +377,7 @@ def write_repository(directory: Path, number: int) -> dict[str, object]:
 def run_judge(workdir: Path, task: dict[str, object]) -> float:
     """Return 1 if the original tests pass on the package in `workdir`, else 0.
 
-    The tests run here, the package in another process: nothing of it is imported, and none of its files is read.
+    The tests run here, the package in another process: this process neither imports nor reads its files.
     """
     package, tests = str(task["package"]), task["tests"]
     assert isinstance(tests, dict)
