@@ -58,6 +58,7 @@ REFUSED_FIELDS = (
     "guided_choice",
     "guided_grammar",
     "structured_outputs",
+    "continue_final_message",
 )
 """Fields without which an answer would mean something else."""
 

@@ -294,7 +294,7 @@ def _evaluate_key(node: ast.expr | None) -> str:
 
 
 _BARE_KEY = re.compile(r'("(?:[^"\\]|\\.)*")|([{,]\s*)([A-Za-z_][\w.-]*)(?=\s*:)')
-"""A key without quotes, which is no text of JSON."""
+"""A key without quotes; group 1 is a string of JSON, which stays as it is."""
 
 
 def _parse_gemma(block: str, _: ToolSchemas) -> list[ToolCall] | None:

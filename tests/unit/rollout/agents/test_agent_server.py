@@ -199,6 +199,12 @@ def test_a_value_that_is_not_used_is_not_refused(template, asked, param):
         ({"model": "gpt"}, 404, "model_not_found", "model"),
         ({"messages": [{"role": "user", "content": "x" * 200}]}, 400, "context_length_exceeded", "messages"),
         ({"extra_body": {"guided_regex": "a+"}}, 400, "unsupported_parameter", "guided_regex"),
+        (
+            {"extra_body": {"continue_final_message": True}},
+            400,
+            "unsupported_parameter",
+            "continue_final_message",
+        ),
         ({"response_format": {"type": "grammar"}}, 400, "invalid_value", "response_format"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "blob"}}}},
