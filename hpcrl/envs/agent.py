@@ -34,12 +34,14 @@ from hpcrl.envs.base import SAMPLING, TRAINS, ModelAccess, TaskFields, check_pro
 from hpcrl.envs.isolation.images import ImageCache, is_remote, open_image
 from hpcrl.envs.isolation.program_launcher import ProgramLaunch, ProgramResult
 from hpcrl.envs.isolation.sandbox import (
+    SYSTEM_DIRS,
     SandboxChoice,
     SandboxKind,
     SandboxSpec,
     choose_sandbox,
     find_disk_problem,
     find_task_problem,
+    list_answer_files,
     list_readable_paths,
     wrap_command,
     wrap_with_disks,
@@ -467,11 +469,14 @@ class _SandboxFactory:
         launcher = self.resolve_python(["python", "-I", "-S", "-c", start_code])
         directories = {"HOME": home, "TMPDIR": temporary} if self.kind == "none" else {"HOME": INSIDE_HOME}
         launch = replace(launch, environment={"PYTHONUNBUFFERED": "1", **launch.environment, **directories})
+        readable = _list_image_paths(readable) if self.kind == "apptainer" else list_readable_paths(*readable)
+        shown = readable if self.kind == "apptainer" else (*SYSTEM_DIRS, *readable)
         spec = SandboxSpec(
             kind=self.kind,
             workdir=INSIDE_WORKDIR if name == "program" else INSIDE_HOME,
             writable=places,
-            readable=_list_image_paths(readable) if self.kind == "apptainer" else list_readable_paths(*readable),
+            readable=readable,
+            hidden=list_answer_files(shown) if name == "program" else (),
             image=self._image,
             is_first=True,
         )

@@ -190,7 +190,7 @@ class ChatTemplate:
         newline that the model chose.
         """
         thought = has_thought(answer_text)
-        forms = [answer, {**answer, "tool_calls": None}] if answer.get("tool_calls") else [answer]
+        forms = [*([answer] if self.form.keeps_calls(answer) else []), {**answer, "tool_calls": None}]
         excerpt = excerpt or make_excerpt(read_prompt()[1])
         if not has_same_variables:
             excerpt = replace(excerpt, rendered=None)

@@ -13,8 +13,8 @@ STUB_TEXT, STUB_THOUGHT  the placeholder's text and thought
 THOUGHT_MARKS          what generated text contains if it has a thought
 
 Templates differ in the roles that they render, in how often instructions may occur, in tool-call arguments as objects
-or text, in the length of the ids of tool calls, in where they expect a thought, and in whether they describe
-tools at all.
+or text, in the length of the ids of tool calls, in how many of them an answer may have, in where they expect a thought,
+and in whether they describe tools at all.
 """
 
 import functools
@@ -60,6 +60,8 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
     """True if arguments of tool calls are joined as text, not rendered from an object."""
     has_short_call_ids: bool = False
     """True if the ids of tool calls need a fixed length."""
+    has_single_calls: bool = False
+    """True if an answer may have one tool call only: several are written as answers with a call and its result each."""
     has_thought_fields: bool = False
     """True if a thought is a field of a message, not part of its content."""
     has_tools: bool = True
@@ -69,7 +71,15 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages as the template accepts them, with nothing left out."""
-        return [self._adapt_fields(message) for message in self._place_instructions(messages)]
+        placed = self._place_instructions(messages)
+        if self.has_single_calls:
+            placed = _split_calls(placed)
+        return [self._adapt_fields(message) for message in placed]
+
+    def keeps_calls(self, answer: Message) -> bool:
+        """Return whether the tool calls of an answer are written as the model generated them, in one answer."""
+        calls = answer.get("tool_calls") or ()
+        return bool(calls) and not (self.has_single_calls and len(calls) > 1)
 
     def stub(self, answer: Message, *, has_thought: bool) -> dict[str, Any]:
         """Return a message with the structure of `answer` and placeholders for what the model generated."""
@@ -146,6 +156,36 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
         if self.has_short_call_ids:
             return {**call, "id": _shorten_call_id(str(call.get("id", ""))), "function": function}
         return {**call, "function": function}
+
+
+def _split_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with one tool call in each answer, followed by its result."""
+    split: list[Message] = []
+    rest = list(messages)[::-1]
+    while rest:
+        message = rest.pop()
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            split.append(message)
+            continue
+        results = []
+        while rest and rest[-1].get("role") == "tool":
+            results.append(rest.pop())
+        for number, call in enumerate(calls):
+            answer = message if number == 0 else {"role": message["role"], "content": ""}
+            split.append({**answer, "tool_calls": [call]})
+            if results:
+                split.append(results.pop(_find_result(results, call)))
+        split += results
+    return split
+
+
+def _find_result(results: Sequence[Message], call: Mapping[str, Any]) -> int:
+    """Return the place of a call's result, which has its id; else that of the first one."""
+    named = (
+        place for place, result in enumerate(results) if call.get("id") and result.get("tool_call_id") == call["id"]
+    )
+    return next(named, 0)
 
 
 def has_thought(text: str) -> bool:
@@ -234,7 +274,7 @@ def find_message_form(render: RenderMessages) -> MessageForm:
     form = MessageForm(instructions=_find_instructions(render), has_developer=_has_developer(render))
     for shape in _call_shapes(form):
         if _renders(render, shape.adapt(_tool_conversation()), _PROBES[1]):
-            form = shape
+            form = msgspec.structs.replace(shape, has_single_calls=_has_single_calls(render, shape))
             break
     return msgspec.structs.replace(form, has_thought_fields=_has_thought_fields(render, form))
 
@@ -258,6 +298,18 @@ def _call_shapes(form: MessageForm) -> Iterator[MessageForm]:
     for is_short in (False, True):
         for is_text in (False, True):
             yield msgspec.structs.replace(form, has_short_call_ids=is_short, has_text_arguments=is_text)
+
+
+def _has_single_calls(render: RenderMessages, form: MessageForm) -> bool:
+    """Return whether a template refuses an answer with two calls that it accepts one after the other."""
+    user, answer, result = _tool_conversation()
+    (call,) = answer["tool_calls"]
+    ids = [f"call_of_probe_{number}" for number in range(2)]
+    several = {**answer, "tool_calls": [{**call, "id": name} for name in ids]}
+    messages = [user, several, *({**result, "tool_call_id": name} for name in ids)]
+    if _renders(render, form.adapt(messages)):
+        return False
+    return _renders(render, msgspec.structs.replace(form, has_single_calls=True).adapt(messages))
 
 
 def _has_thought_fields(render: RenderMessages, form: MessageForm) -> bool:

@@ -3,26 +3,35 @@
     main               make the repositories and tasks.jsonl, which has a row for each
     write_repository   make one
     run_judge          score a repaired one: 1 if all of the original tests pass, else 0
+    CodeProcess        the process in which the code that is tested runs, apart from its tests
+    RemoteObject       a module or an object of that code, as its tests see it
+    CallFailure        a call of that code has no value
     Bug, BUGS, PACKAGE, TESTS  what is broken, and the package before that
+    TEST_TIMEOUT_S, MAX_ANSWER_BYTES  limits of the code
 
 As the judge of an agent program, it is called as `... repositories --judge`; it finds the original tests in the task.
 """
 
 import argparse
+import builtins
+import contextlib
 import json
 import os
 import random
-import secrets
-import shutil
+import select
+import signal
 import subprocess
 import sys
-import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpcrl.system.processes import protect_memory
 
 TEST_TIMEOUT_S = 60.0
+"""The time limit of all tests together."""
+MAX_ANSWER_BYTES = 1 << 20
 _AUTHOR = ("-c", "user.name=hpcrl", "-c", "user.email=hpcrl@localhost")
 PACKAGE = {
     "text.py": '''def words(text):
@@ -215,19 +224,135 @@ BUGS = (
     Bug("store.py", "        self.items.pop(key, None)\n", ""),
     Bug("store.py", "> self.size", ">= self.size"),
 )
-_RUN_TESTS = """
-import importlib, sys
-def run_tests(proof):
-    num_passed = 0
-    for name in sys.argv[1:]:
-        module = importlib.import_module(name)
-        for test in [value for key, value in vars(module).items() if key.startswith("test_")]:
-            test()
-            num_passed += 1
-    print(proof, num_passed)
-sys.path[:0] = ["original_tests", "."]
-run_tests(sys.stdin.readline().strip())
+_ANSWER_CALLS = """
+import json, os, sys
+
+answers = os.fdopen(os.dup(1), "wb", 0)
+requests = os.fdopen(os.dup(0), "rb")
+null = os.open(os.devnull, os.O_RDWR)
+for number in range(3):
+    os.dup2(null, number)  # what the code prints is not an answer
+objects = []
+
+def encode(value):
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return ["list" if isinstance(value, list) else "tuple", *map(encode, value)]
+    if isinstance(value, dict):
+        return ["dict", *([encode(key), encode(one)] for key, one in value.items())]
+    objects.append(value)
+    return ["object", len(objects) - 1]
+
+def decode(value):
+    if not isinstance(value, list):
+        return value
+    kind, *parts = value
+    return decode_dict(parts) if kind == "dict" else (tuple if kind == "tuple" else list)(map(decode, parts))
+
+def decode_dict(parts):
+    return {decode(key): decode(one) for key, one in parts}
+
+sys.path.insert(0, os.getcwd())
+for line in requests:
+    owner, name, values = json.loads(line)
+    try:
+        if isinstance(owner, str):
+            __import__(owner)
+        target = sys.modules[owner] if isinstance(owner, str) else objects[owner]
+        answer = {"value": encode(getattr(target, name)(*map(decode, values)))}
+    except BaseException as error:
+        answer = {"error": type(error).__name__}
+    answers.write(json.dumps(answer).encode() + bytes([10]))
 """
+"""The process with the code that is tested: it makes the calls that it is sent, and answers with the values."""
+
+
+class CallFailure(Exception):
+    """A call of the code that is tested has no value."""
+
+
+class CodeProcess:
+    """The process in which the code that is tested runs; only values come back, as JSON, and nothing that has methods.
+
+    A list, a number or a text that comes back is one of this process, so that no class of the code decides what equals
+    what. An object of the code stays there: here it is a RemoteObject, whose methods are called there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._deadline = time.monotonic() + TEST_TIMEOUT_S
+        self._received = b""
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", "-X", f"pycache_prefix={os.devnull}", "-c", _ANSWER_CALLS],
+            cwd=directory,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={},
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
+
+    def call(self, owner: "str | int", name: str, values: Sequence[object]) -> object:
+        """Call a function of a module, or a method of an object; raises CallFailure."""
+        request = json.dumps([owner, name, [_encode_value(value) for value in values]]).encode() + b"\n"
+        try:
+            os.write(self._requests, request)  # shorter than the pipe's buffer
+            answer = json.loads(self._read_line())
+            if "error" not in answer:
+                return self._decode_value(answer["value"])
+        except (OSError, EOFError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise CallFailure(f"{name}: {type(error).__name__}: {error}") from None
+        raise CallFailure(f"{name}: {str(answer['error'])[:100]}")
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+    def _read_line(self) -> bytes:
+        while b"\n" not in self._received:
+            left_s = self._deadline - time.monotonic()
+            if left_s <= 0 or not select.select([self._answers], [], [], left_s)[0]:
+                raise TimeoutError("no answer in time")
+            data = os.read(self._answers, 1 << 16)
+            self._received += data
+            if not data or len(self._received) > MAX_ANSWER_BYTES:
+                raise EOFError("no answer")
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+    def _decode_value(self, value: Any) -> object:
+        if not isinstance(value, list):
+            if isinstance(value, dict):
+                raise TypeError("not a value")
+            return value
+        kind, *parts = value
+        match kind:
+            case "object":
+                return RemoteObject(self, int(parts[0]))
+            case "dict":
+                return {self._decode_value(key): self._decode_value(one) for key, one in parts}
+            case "list":
+                return [self._decode_value(part) for part in parts]
+            case "tuple":
+                return tuple(self._decode_value(part) for part in parts)
+        raise TypeError("not a value")
+
+
+class RemoteObject:
+    """A module or an object of the code that is tested, for the tests: what they call of it is called there."""
+
+    def __init__(self, process: CodeProcess, owner: "str | int") -> None:
+        self._process = process
+        self._owner = owner
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *values: self._process.call(self._owner, name, values)
 
 
 def write_repository(directory: Path, number: int) -> dict[str, object]:
@@ -252,34 +377,43 @@ def write_repository(directory: Path, number: int) -> dict[str, object]:
 def run_judge(workdir: Path, task: dict[str, object]) -> float:
     """Return 1 if the original tests pass on the package in `workdir`, else 0.
 
-    They run in another process, whose end alone proves nothing: it must print what only the runner was given, after as
-    many tests as there are. Code that searches the runner's frames could still find that.
+    The tests run here, the package in another process: this process neither imports nor reads its files.
     """
     package, tests = str(task["package"]), task["tests"]
     assert isinstance(tests, dict)
-    with tempfile.TemporaryDirectory() as place:
-        if not (workdir / package).is_dir() or (workdir / package).is_symlink():
-            return 0.0
-        shutil.copytree(workdir / package, Path(place, package), symlinks=True)
+    if not (workdir / package).is_dir() or (workdir / package).is_symlink():
+        return 0.0
+    process = CodeProcess(workdir)
+    try:
         for file, text in tests.items():
-            _write(Path(place, "original_tests", file), text)
-        proof = secrets.token_hex(16)
-        names = [Path(file).stem for file in tests]
-        try:
-            done = subprocess.run(
-                [sys.executable, "-I", "-c", _RUN_TESTS, *names],
-                input=f"{proof}\n",
-                cwd=place,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=TEST_TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return 0.0
-    num_tests = sum(text.count("\ndef test_") for text in tests.values())
-    return float(done.returncode == 0 and done.stdout.strip().rpartition("\n")[2] == f"{proof} {num_tests}")
+            _run_tests(file, text, process)
+    except (AssertionError, CallFailure):
+        return 0.0
+    finally:
+        process.close()
+    return 1.0
+
+
+def _run_tests(file: str, text: str, process: CodeProcess) -> None:
+    """Run the tests of a file, for which every module that they import is one of the code that is tested."""
+
+    def import_module(name: str, *_: object) -> RemoteObject:
+        return RemoteObject(process, name)
+
+    names: dict[str, Any] = {"__builtins__": {**vars(builtins), "__import__": import_module}, "__name__": file}
+    exec(compile(text, file, "exec"), names)  # these are of the task: no program could change them
+    for name, test in list(names.items()):
+        if name.startswith("test_"):
+            test()
+
+
+def _encode_value(value: object) -> object:
+    match value:
+        case list() | tuple():
+            return ["list" if isinstance(value, list) else "tuple", *map(_encode_value, value)]
+        case dict():
+            return ["dict", *([_encode_value(key), _encode_value(one)] for key, one in value.items())]
+    return value
 
 
 def main() -> int:
@@ -290,6 +424,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.judge:
         protect_memory()  # the code that is tested must not print in its place
+        sys.path.remove(str(Path.cwd()))  # it can write files there, and no module is to be one of them
         print(run_judge(Path(os.environ["HPCRL_WORKDIR"]), json.load(sys.stdin)))  # noqa: T201 - its output is the reward
         return 0
     if args.directory is None:

@@ -29,6 +29,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import IO
 
+from hpcrl.envs.isolation.syscall_filter import deny_hidden_memory
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, protect_memory
 
 STARTED_MARK = "started\n"
@@ -165,6 +166,7 @@ def main() -> int:
     protect_memory()
     os.nice(NICENESS)
     if os.getpid() == 1:  # all processes of the sandbox end with it; signals without a handler do not reach it
+        deny_hidden_memory()
         die_with_parent(signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     else:

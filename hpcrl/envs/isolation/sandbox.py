@@ -5,6 +5,7 @@
     wrap_command         the command line that runs a command in a sandbox
     wrap_with_disks      the command line that runs a command with disks of a fixed size, which end with it
     list_readable_paths  paths that Python and hpcrl need inside
+    list_answer_files    files of hpcrl with the answers of its example, which no program is shown
     find_disk_problem, find_task_problem  why the kernel does not limit the disk, or the tasks, of a sandbox as a whole
     SandboxSpec          the content of one sandbox
     SandboxChoice, SandboxKind, SYSTEM_DIRS, SYSTEM_FILES, PROBE_TIMEOUT_S  types and constants
@@ -64,6 +65,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     writable: tuple[tuple[str, str], ...] = ()
     """Other directories that it can write to, each with its place inside; /tmp is empty if it is not one of them."""
     readable: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    """Files and directories in them that are not to be read."""
     image: str | None = None
     """The system image, for apptainer."""
     is_first: bool = False
@@ -122,9 +125,26 @@ def list_readable_paths(*more: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(Path(place)) for place in [*places, *more] if Path(place).exists()))
 
 
+def list_answer_files(shown: Sequence[str]) -> tuple[str, ...]:
+    """Return the files with the answers of the shipped example, and the history of a checkout, as far as `shown`."""
+    package = Path(__file__).resolve().parents[2]
+    examples = package / "envs" / "examples"
+    files = [examples / "repositories.py", *examples.glob("__pycache__/repositories.*"), package.parent / ".git"]
+    places = [(Path(place), Path(place).resolve()) for place in shown]
+    found = [
+        str(place / file.relative_to(real))
+        for file in files
+        for place, real in places
+        if file.exists() and file.is_relative_to(real)
+    ]
+    return tuple(dict.fromkeys(found))
+
+
 def _build_bubblewrap_args(spec: SandboxSpec) -> list[str]:
     seen = [argument for path in SYSTEM_DIRS + SYSTEM_FILES for argument in ("--ro-bind-try", path, path)]
     own = [argument for path in spec.readable for argument in ("--ro-bind", path, path)]
+    for path in spec.hidden:
+        own += ["--tmpfs", path, "--remount-ro", path] if Path(path).is_dir() else ["--ro-bind", os.devnull, path]
     places = {inside: source for source, inside in spec.writable}
     temporary = ("--bind", places.pop("/tmp"), "/tmp") if "/tmp" in places else ("--tmpfs", "/tmp")
     shared_memory = () if "/dev/shm" in places else ("--tmpfs", "/dev/shm")
@@ -144,6 +164,7 @@ def _build_bubblewrap_args(spec: SandboxSpec) -> list[str]:
 def _build_apptainer_args(spec: SandboxSpec) -> list[str]:
     assert spec.image is not None, "chosen with an image only"
     own = [argument for path in spec.readable for argument in ("--bind", f"{path}:{path}:ro")]
+    own += [argument for path in spec.hidden for argument in ("--bind", f"{os.devnull}:{path}:ro")]
     places = {spec.workdir: spec.workdir} | {inside: source for source, inside in spec.writable}
     return [
         *(find_apptainer() or "apptainer", "--silent", "exec", "--containall", "--cleanenv", "--no-home", "--no-init"),

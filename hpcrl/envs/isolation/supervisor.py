@@ -16,6 +16,7 @@ where that is possible (hpcrl.envs.isolation.sandbox); here they are watched, wh
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ WATCH_INTERVAL_S = 0.1
 DISK_WATCH_INTERVAL_S = 1.0
 MAX_DISK_WATCH_SHARE = 0.05
 """The share of the time that counting the files of an episode may take."""
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_RESIDENT = re.compile(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ def main() -> int:
 def measure_tree(pid: int) -> tuple[int, int]:
     """Count the tasks (processes and their threads) of a process and all below it, and their bytes of memory.
 
-    Only their private memory counts, no file; what processes share after a fork counts for each.
+    Files of a disk do not count, memory that is shared does; what several processes have counts for each.
     """
     num_tasks = num_bytes = 0
     waiting = [pid]
@@ -153,20 +154,22 @@ def measure_tree(pid: int) -> tuple[int, int]:
 
 def _measure_unshared_bytes() -> int:
     """Return the memory of all processes below this one; what several share counts once, as far as that is shown."""
+    counted = ("Pss_Anon:", "Pss_Shmem:")
     total_bytes = 0
     for pid in list_descendants():
         with suppress(OSError, ValueError):
             try:
                 lines = _read_proc(f"{pid}/smaps_rollup").splitlines()
-                total_bytes += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
+                total_bytes += sum(int(line.split()[1]) << 10 for line in lines if line.startswith(counted))
             except PermissionError:  # a process that protects its memory, as the launcher does
                 total_bytes += _count_memory_bytes(pid)
     return total_bytes
 
 
 def _count_memory_bytes(pid: int) -> int:
-    resident, shared = _read_proc(f"{pid}/statm").split()[1:3]
-    return max(int(resident) - int(shared), 0) * _PAGE_BYTES
+    """Return the memory of a process, with what it shares: mappings without a file, and files in memory."""
+    found = _RESIDENT.findall(_read_proc(f"{pid}/status"))
+    return sum(int(kib) << 10 for kib in found)
 
 
 def _fill_directories(episode: EpisodeStages) -> None:

@@ -23,7 +23,7 @@ from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents.reasoning_parsers import MAX_HEADER_CHARS, REASONING_PARSERS, ReasoningParser
 from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ModelCall
-from hpcrl.rollout.agents.tool_families import CALL_BEGIN, TOOL_PARSERS
+from hpcrl.rollout.agents.tool_families import CALL_BEGIN, GEMMA_CALLS, TOOL_PARSERS
 from hpcrl.rollout.agents.tool_parsers import (
     AnswerPiece,
     ContentText,
@@ -96,6 +96,8 @@ class AnswerParser:
 
     tools: ToolParser = TOOL_PARSERS["hermes"]
     reasoning: ReasoningParser = REASONING_PARSERS["none"]
+    call_mark: str = ""
+    """The mark in the chat template by which the family of calls shows, of those in TOOL_MARKS; "" if there is none."""
 
     @classmethod
     def from_choice(cls, choice: ParserChoice, template: ChatTemplate, model: Path) -> Self:
@@ -109,7 +111,19 @@ class AnswerParser:
             reasoning=VllmReasoningParser(load_reasoning_parser(reasoning.removeprefix(prefix), model), marks)
             if reasoning.startswith(prefix)
             else REASONING_PARSERS[reasoning],
+            call_mark=next((mark for mark, _ in TOOL_MARKS if mark in template.text), ""),
         )
+
+    @property
+    def call_format(self) -> str:
+        """The name of the form in which the model is made to write a call; "none" if that is not known.
+
+        With a parser of vLLM it is that of the family which the template shows. Gemma has a form for each opening mark.
+        """
+        shown = dict(TOOL_MARKS).get(self.call_mark, "none")
+        name = next((name for name, tools in TOOL_PARSERS.items() if tools is self.tools), shown)
+        is_marked = name == "gemma" and self.call_mark in {opening for opening, _, _ in GEMMA_CALLS}
+        return f"gemma {self.call_mark}" if is_marked else name
 
     @property
     def marks(self) -> Collection[str]:

@@ -23,9 +23,9 @@ from hpcrl.rollout.agents.requests import (
     ModelCall,
     NumChoices,
     NumTops,
-    PositiveCount,
     SamplingFields,
     StopTexts,
+    TokenLimit,
     choose_tools,
     list_unknown_fields,
     make_tool,
@@ -58,6 +58,7 @@ REFUSED_FIELDS = (
     "guided_choice",
     "guided_grammar",
     "structured_outputs",
+    "continue_final_message",
 )
 """Fields without which an answer would mean something else."""
 
@@ -72,7 +73,7 @@ class CommonFields(SamplingFields, frozen=True, kw_only=True):
     """The fields that chat and plain completions share. OpenAI's clients send null for a field that is not set."""
 
     model: str
-    max_tokens: PositiveCount | None = None
+    max_tokens: TokenLimit | None = None
     n: NumChoices | None = None
     stop: StopTexts | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOPS)] | None = None
@@ -89,7 +90,7 @@ class ChatRequest(CommonFields, frozen=True, kw_only=True):
     """The body."""
 
     messages: Annotated[list[msgspec.Raw], Meta(min_length=1)]
-    max_completion_tokens: PositiveCount | None = None
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: NumTops | None = None
     tools: list[JsonObject] | None = None

@@ -20,8 +20,8 @@ from hpcrl.rollout.agents.requests import (
     JsonObject,
     MessageMemory,
     ModelCall,
-    PositiveCount,
     SamplingFields,
+    TokenLimit,
     choose_tools,
     list_unknown_fields,
     make_tool,
@@ -58,14 +58,14 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     messages: Annotated[list[msgspec.Raw], Meta(min_length=1)]
-    max_tokens: PositiveCount | None = None
+    max_tokens: TokenLimit | None = None
     system: str | list[JsonObject] | None = None
     tools: list[JsonObject] | None = None
     tool_choice: JsonObject | None = None
     stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: float | None = None
     thinking: JsonObject | None = None
     output_config: OutputConfig | None = None
     output_format: JsonObject | None = None

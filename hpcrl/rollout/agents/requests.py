@@ -27,12 +27,13 @@ from hpcrl.engines.base import MAX_TOP_LOGPROBS
 from hpcrl.rollout.agents.shared_sequence import count_equal
 
 MAX_CHOICES = 128
-MAX_STOPS = 16
+MAX_STOPS = 128
 MAX_REMEMBERED_BYTES = 1 << 20
 """The bytes of earlier messages that are remembered besides those of the last request."""
 JsonObject = dict[str, Any]
 """A decoded JSON object."""
-PositiveCount = Annotated[int, Meta(ge=1)]
+TokenLimit = int
+"""The most tokens of an answer; some clients send 0 or -1 for no limit of theirs."""
 NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 NumTops = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 StopTexts = str | Annotated[list[str], Meta(max_length=MAX_STOPS)]
@@ -58,9 +59,10 @@ class ApiError(Exception):
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """The sampling that a program asks for; a client sends null for what it does not set."""
 
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: float | None = None
+    """A whole number; some clients send it as 40.0."""
     seed: int | None = None
     min_p: float | None = None
     """Ignored with the recipe's sampling, like the fields below; engines cannot do them."""
@@ -68,6 +70,15 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+
+    def check_ranges(self) -> None:
+        """Raise an ApiError if a field has a value that no engine can sample with; ignored fields may have any."""
+        for name, (least, most) in _SAMPLING_RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not (least <= value <= most and (name != "top_k" or value == int(value))):
+                kind = "a whole number" if name == "top_k" else "a number"
+                why = f"{name} = {value}: it must be {kind} from {least} to {most}"
+                raise ApiError(400, why, code="invalid_value", param=name)
 
     def unsupported_fields(self) -> list[str]:
         """Return the names of the fields that would change the distribution in a way that engines cannot."""
@@ -119,6 +130,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
         return max(num_chars // longest_token + 1, len(self.messages))
 
 
+_SAMPLING_RANGES: Mapping[str, tuple[int, int]] = {"temperature": (0, 2), "top_p": (0, 1), "top_k": (-1, 1 << 31)}
 R = TypeVar("R", bound=msgspec.Struct)
 T = TypeVar("T")
 _INVALID_FIELD = re.compile(r"at `\$\.(?P<name>[A-Za-z_]+)")

@@ -8,10 +8,9 @@ ResponseMemory    what the earlier responses of an episode contained
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents import chat_form
@@ -23,8 +22,8 @@ from hpcrl.rollout.agents.requests import (
     MessageMemory,
     ModelCall,
     NumTops,
-    PositiveCount,
     SamplingFields,
+    TokenLimit,
     choose_tools,
     list_unknown_fields,
     make_tool,
@@ -63,9 +62,9 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     previous_response_id: str | None = None
     tools: list[JsonObject] | None = None
     tool_choice: str | JsonObject | None = None
-    max_output_tokens: PositiveCount | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    max_output_tokens: TokenLimit | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     top_logprobs: NumTops | None = None
     include: list[str] | None = None
     text: TextOptions | None = None

@@ -145,13 +145,13 @@ class ProgramSession:
         structure: OutputStructure | None,
     ) -> list[GenerateRequest]:
         """Make the engine requests, one for each choice, of the call that was admitted with this number."""
-        token_ids, limits = self.id_lists.read(prompt.ids), self.limits
+        token_ids, limits, asked = self.id_lists.read(prompt.ids), self.limits, call.max_tokens or 0
         self.check_length(len(token_ids))
         room = limits.context_length - len(token_ids)
         request = GenerateRequest(
             request_id=make_request_id(self.name, f"{number}.0"),
             token_ids=token_ids,
-            max_new_tokens=min(call.max_tokens or limits.max_new_tokens, limits.max_new_tokens, room),
+            max_new_tokens=min(asked if asked > 0 else limits.max_new_tokens, limits.max_new_tokens, room),
             temperature=limits.temperature,
             seed=self._choose_seed(call, number=number, choice=0),
             top_p=limits.top_p,
@@ -180,6 +180,7 @@ class ProgramSession:
         return stable_hash(self.seed, self.name, number, choice, asked, bits=63)
 
     def _with_program_sampling(self, request: GenerateRequest, sampling: SamplingFields) -> GenerateRequest:
+        sampling.check_ranges()
         for name in sampling.unsupported_fields():
             why = f'{name} = {getattr(sampling, name)}: engines cannot do it; leave it out, or use sampling = "recipe"'
             raise ApiError(400, why, code="unsupported_parameter", param=name)
@@ -187,7 +188,7 @@ class ProgramSession:
             request,
             temperature=self.limits.temperature if sampling.temperature is None else sampling.temperature,
             top_p=sampling.top_p or self.limits.top_p,
-            top_k=1 if sampling.top_p == 0 else max(sampling.top_k or 0, 0),
+            top_k=1 if sampling.top_p == 0 else max(int(sampling.top_k or 0), 0),
         )
 
     def can_train(self, request: GenerateRequest) -> bool:

@@ -1,7 +1,7 @@
 """The text that a model must generate for `tool_choice` and `response_format`, by family of models. Pure.
 
     make_structure  the structure of the answer to a call, or None if it is free
-    CALL_WRITERS    how each family writes a call, by the names of hpcrl.rollout.agents.tool_families
+    CALL_WRITERS    how each family writes a call, by the names of AnswerParser.call_format
 
 An answer that must be a call has one or more calls of the allowed tools and nothing else but thoughts before them. One
 that must be JSON is that, or calls if the model may choose. Where a family writes its answer in a channel, as gpt-oss
@@ -9,6 +9,7 @@ does, the value is in the final one.
 """
 
 import json
+import keyword
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,20 +19,24 @@ from hpcrl.rollout.agents.answer_parser import AnswerParser
 from hpcrl.rollout.agents.reasoning_parsers import MAX_HEADER_CHARS, HarmonyParser, ReasoningParser, ThinkParser
 from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ApiError, JsonObject, ModelCall
-from hpcrl.rollout.agents.tool_families import TOOL_PARSERS, deepseek_mark, list_types
+from hpcrl.rollout.agents.tool_families import GEMMA_CALLS, deepseek_mark, list_types
+
+CallWrite = Callable[[str, JsonObject], list[OutputPart]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallWriter:
     """The way a family writes calls."""
 
-    write: Callable[[str, JsonObject], list[OutputPart]]
+    write: CallWrite
     """Return the parts of one call, by the tool's name and the schema of its arguments."""
     before: str = ""
     """The text before the first call."""
     after: str = ""
     separator: str = ""
     may_repeat: bool = True
+    has_python_names: bool = False
+    """True if the names of tools and arguments must be names in Python."""
 
     def list_parts(self, tools: list[JsonObject], *, may_repeat: bool) -> list[OutputPart]:
         """Return the parts of an answer that calls one of these tools, or several in turn."""
@@ -47,7 +52,7 @@ def make_structure(call: ModelCall, prompt: TurnPrompt, parser: AnswerParser) ->
     schema = call.output_schema
     if schema is None and not call.must_call:
         return None
-    tool_format = next((name for name, tools in TOOL_PARSERS.items() if tools is parser.tools), "none")
+    tool_format = parser.call_format
     thoughts = _list_thoughts(prompt, parser.reasoning)
     if schema is None or call.must_call:
         return OutputStructure(parts=[*thoughts, *_list_calls(call, tool_format, names=call.must_call)])
@@ -88,13 +93,23 @@ def _list_calls(call: ModelCall, tool_format: str, *, names: tuple[str, ...]) ->
         why = f"a required call cannot be written in the form {tool_format!r} of this model, only in: {known}"
         raise ApiError(400, why, param="tool_choice", code="unsupported_parameter")
     tools = [tool["function"] for tool in call.tools or [] if tool["function"]["name"] in names]
+    if writer.has_python_names and (wrong := _find_other_name(tools)):
+        why = f"a required call in the form {tool_format!r} of this model is Python, in which {wrong!r} is not a name"
+        raise ApiError(400, why, param="tool_choice", code="unsupported_parameter")
     return writer.list_parts(tools, may_repeat=call.may_call_several)
+
+
+def _find_other_name(tools: list[JsonObject]) -> str | None:
+    """Return a name of a tool or an argument that Python does not allow."""
+    names = [part for tool in tools for part in tool["name"].split(".")]
+    names += [key for tool in tools for key in _list_properties(tool.get("parameters") or {})]
+    return next((name for name in names if not name.isidentifier() or keyword.iskeyword(name)), None)
 
 
 # ---- the families
 
 
-def _write_json(before: str, after: str) -> Callable[[str, JsonObject], list[OutputPart]]:
+def _write_json(before: str, after: str) -> CallWrite:
     """Return a writer of JSON arguments; NAME stands for the tool's name."""
 
     def write(name: str, schema: JsonObject) -> list[OutputPart]:
@@ -117,7 +132,7 @@ def _write_object(name: str, schema: JsonObject) -> list[OutputPart]:
     return [JsonValue(schema=call | shared)]
 
 
-def _write_tagged(before: str, argument: tuple[str, str], after: str) -> Callable[[str, JsonObject], list[OutputPart]]:
+def _write_tagged(before: str, argument: tuple[str, str], after: str) -> CallWrite:
     """Return a writer of arguments between tags; NAME and KEY stand for the names; optional ones may be left out."""
 
     def write(name: str, schema: JsonObject) -> list[OutputPart]:
@@ -127,6 +142,58 @@ def _write_tagged(before: str, argument: tuple[str, str], after: str) -> Callabl
             one: list[OutputPart] = [ExactText(text=argument[0].replace("KEY", key)), *_list_value(value, argument[1])]
             parts += one if key in (schema.get("required") or ()) else [PartChoice(alternatives=[one, []])]
         return [*parts, ExactText(text=after)]
+
+    return write
+
+
+WriteValue = Callable[[JsonObject], list[OutputPart]]
+
+
+def _write_listed(before: str, key: str, value: WriteValue, after: str, *, comma: str) -> CallWrite:
+    """Return a writer of arguments between commas, the required ones first; NAME and KEY stand for the names."""
+
+    def write(name: str, schema: JsonObject) -> list[OutputPart]:
+        shared = {field: schema[field] for field in ("$defs", "definitions") if field in schema}
+        wanted = schema.get("required") or ()
+        first: list[OutputPart] = []
+        others: list[list[OutputPart]] = []
+        for known, given in _list_properties(schema).items():
+            described = {**given, **shared} if isinstance(given, dict) else {}
+            one: list[OutputPart] = [ExactText(text=key.replace("KEY", known)), *value(described)]
+            if known in wanted:
+                first += [*([ExactText(text=comma)] if first else []), *one]
+            else:
+                others.append(one)
+        follow = [_make_optional([ExactText(text=comma), *one]) for one in others]
+        if first:
+            arguments = [*first, *follow]
+        else:
+            starts = [[*one, *follow[place + 1 :]] for place, one in enumerate(others)]
+            arguments = [PartChoice(alternatives=[*starts, []])] if starts else []
+        return [ExactText(text=before.replace("NAME", name)), *arguments, ExactText(text=after)]
+
+    return write
+
+
+def _make_optional(parts: list[OutputPart]) -> OutputPart:
+    return PartChoice(alternatives=[parts, []])
+
+
+def _list_properties(schema: JsonObject) -> Mapping[str, Any]:
+    return schema.get("properties") or {}
+
+
+def _write_json_value(schema: JsonObject) -> list[OutputPart]:
+    return [JsonValue(schema=schema)]
+
+
+def _write_quoted(quote: str) -> WriteValue:
+    """Return a writer of a value that is a string between these marks, or other JSON."""
+
+    def write(schema: JsonObject) -> list[OutputPart]:
+        if list_types(schema) == {"string"} and "enum" not in schema:
+            return [ExactText(text=quote), FreeText(until=quote)]
+        return [JsonValue(schema=schema)]
 
     return write
 
@@ -182,5 +249,25 @@ CALL_WRITERS: Mapping[str, CallWriter] = {
         ),
         separator="\n",
     ),
+    "pythonic": CallWriter(
+        write=_write_listed("NAME(", "KEY=", _write_json_value, ")", comma=", "),
+        before="[",
+        after="]",
+        separator=", ",
+        has_python_names=True,
+    ),
+    "gemma": CallWriter(
+        write=_write_listed("NAME(", "KEY=", _write_json_value, ")", comma=", "),
+        before="```tool_code\n",
+        after="\n```",
+        separator="\n",
+        has_python_names=True,
+    ),
+    **{
+        f"gemma {opening}": CallWriter(
+            write=_write_listed(f"{opening}call:NAME{{", "KEY:", _write_quoted(quote), f"}}{closing}", comma=",")
+        )
+        for opening, closing, quote in GEMMA_CALLS
+    },
 }
 """The way each family writes a call that it must make."""

@@ -13,6 +13,7 @@ phi           <|tool_call|>{...}<|/tool_call|>, or functools[{...}]           Ph
 none          no calls: all text is content
 
 CALL_FORMS     a call in each of them, as it is described to a model whose template does not
+GEMMA_CALLS    the marks of Gemma's newer forms
 list_types     the types that the schema of an argument allows
 deepseek_mark  a special token of DeepSeek
 
@@ -292,13 +293,14 @@ def _evaluate_key(node: ast.expr | None) -> str:
 # ---- Gemma
 
 
-_BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)(?=\s*:)")
+_BARE_KEY = re.compile(r'("(?:[^"\\]|\\.)*")|([{,]\s*)([A-Za-z_][\w.-]*)(?=\s*:)')
+"""A key without quotes; group 1 is a string of JSON, which stays as it is."""
 
 
 def _parse_gemma(block: str, _: ToolSchemas) -> list[ToolCall] | None:
     if block.startswith("```"):
         return _parse_python(block.removeprefix("```tool_code\n").removesuffix("\n```"))
-    for opening, closing, quote in _GEMMA_CALLS:
+    for opening, closing, quote in GEMMA_CALLS:
         if block.startswith(opening):
             head, mark, body = block.removeprefix(opening).removesuffix(closing).partition("{")
             return _all_calls([make_call(head.strip().removeprefix("call:"), _decode_gemma(mark + body, quote))])
@@ -308,14 +310,19 @@ def _parse_gemma(block: str, _: ToolSchemas) -> list[ToolCall] | None:
 def _decode_gemma(text: str, quote: str) -> Any:
     """Decode an object whose keys have no quotes and whose strings have `quote` on both sides."""
     between = text.split(quote)
-    parts = [json.dumps(part) if index % 2 else _BARE_KEY.sub(r'\1"\2"', part) for index, part in enumerate(between)]
+    parts = [json.dumps(part) if index % 2 else _BARE_KEY.sub(_quote_key, part) for index, part in enumerate(between)]
     return decode_json("".join(parts)) if len(between) % 2 else None
 
 
-_GEMMA_CALLS = (
+def _quote_key(found: re.Match[str]) -> str:
+    return found[1] or f'{found[2]}"{found[3]}"'
+
+
+GEMMA_CALLS = (
     ("<|tool_call>", "<tool_call|>", '<|"|>'),
     ("<start_function_call>", "<end_function_call>", "<escape>"),
 )
+"""What opens and closes a call of Gemma-4 and of FunctionGemma, and what is around a string."""
 
 
 # ---- calls without marks
@@ -551,10 +558,10 @@ TOOL_PARSERS: Mapping[str, ToolParser] = {
     "llama": LlamaParser(),
     "pythonic": PythonicParser(),
     "gemma": BlockParser(
-        openings=("```tool_code\n", *(opening for opening, _, _ in _GEMMA_CALLS)),
-        closings=("\n```", *(closing for _, closing, _ in _GEMMA_CALLS)),
+        openings=("```tool_code\n", *(opening for opening, _, _ in GEMMA_CALLS)),
+        closings=("\n```", *(closing for _, closing, _ in GEMMA_CALLS)),
         parse_block=_parse_gemma,
-        marks=tuple(mark for call in _GEMMA_CALLS for mark in call),
+        marks=tuple(mark for call in GEMMA_CALLS for mark in call),
     ),
     "phi": BlockParser(
         openings=("<|tool_call|>", "functools["),

@@ -205,6 +205,47 @@ def test_tool_calls_and_results_reach_every_model_that_has_tools(tmp_path: Path,
     assert "a wall" in rendered
 
 
+def make_calls(*names: str) -> list[dict[str, Any]]:
+    """Make tool calls with ids of these names."""
+    return [
+        {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": {"x": 1}}} for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_TOOLS])
+def test_an_answer_with_several_calls_is_rendered_with_each_result(tmp_path: Path, name: str) -> None:
+    """Llama-3.1 refuses more than one call in an answer: it reads one after the other, each with its own result."""
+    template = load(tmp_path, name)
+    results = [
+        {"role": "tool", "content": f"seen {name}", "tool_call_id": f"call_{name}"} for name in ("listen", "look")
+    ]
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": make_calls("look", "listen")}, *results]
+    rendered = template.render(messages)
+    for text in ("seen look", "seen listen"):
+        assert rendered.count(text) == 1
+    assert template.form.has_single_calls == (name == "Llama-3.1, 3.3")
+    if template.form.has_single_calls:
+        places = [rendered.index(text) for text in ('"name": "look"', "seen look", '"name": "listen"', "seen listen")]
+        assert places == sorted(places)
+
+
+@pytest.mark.parametrize("num_results", [0, 1, 3])
+def test_calls_with_fewer_or_more_results_stay_in_order(tmp_path: Path, num_results: int) -> None:
+    template = load(tmp_path, "Llama-3.1, 3.3")
+    results = [{"role": "tool", "content": f"seen {number}"} for number in range(num_results)]
+    answer = {"role": "assistant", "content": "", "tool_calls": make_calls("look", "listen")}
+    rendered = template.render([USER, answer, *results, {**USER, "content": "And?"}])
+    texts = [
+        "look",
+        *(["seen 0"] if num_results else []),
+        "listen",
+        *(f"seen {n}" for n in range(1, num_results)),
+        "And?",
+    ]
+    places = [rendered.index(text) for text in texts]
+    assert places == sorted(places)
+
+
 # ---- bad templates
 
 BAD = {

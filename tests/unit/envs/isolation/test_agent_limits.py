@@ -1,6 +1,7 @@
 """The limits of an agent program's sandbox as a whole: forks, memory, disk; what exceeds one is a fault in one line."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ FORK_WITHOUT_END = (
     "    time.sleep(0.002)\ntime.sleep(8)"
 )
 """Bounded by itself, and so are all programs here: a limit that fails must not end the machine."""
+X32_MEMFD = 0x40000000 | 319 if platform.machine() == "x86_64" else 279
 PRINT_LIMITS = """
 import asyncio, sys
 from hpcrl.envs.isolation.sandbox import find_disk_problem, find_task_problem
@@ -69,6 +71,40 @@ def test_the_memory_of_all_processes_together_is_limited(template, sandbox):
     )
     fault = fault_of(play(template, code, sandbox=sandbox, max_memory_mb=128))
     assert "MiB of memory, max_memory_mb = 128" in fault
+
+
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+def test_memory_that_no_process_has_alone_counts_too(template, sandbox):
+    code = (
+        "ask('a')\nimport mmap, time\nhoard = mmap.mmap(-1, 200 << 20)\n"
+        "for place in range(0, 200 << 20, 1 << 20): hoard[place:place + (1 << 20)] = b'x' * (1 << 20)\n"
+        "time.sleep(8)\nprint(1)"
+    )
+    fault = fault_of(play(template, code, sandbox=sandbox, max_memory_mb=96))
+    assert "MiB of memory, max_memory_mb = 96" in fault
+
+
+@needs_bubblewrap
+def test_memory_that_no_process_shows_cannot_be_had_in_a_sandbox(template):
+    code = (
+        "ask('a')\nimport ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\ndenied = 0\n"
+        "for call in [lambda: libc.memfd_create(b'x', 0), lambda: libc.shmget(0, 4096, 0o1600), "
+        f"lambda: libc.syscall(447, 0), lambda: libc.syscall({X32_MEMFD}, b'x', 0)]:\n"
+        "    denied += call() == -1 and ctypes.get_errno() == 38\n"
+        "print(float(denied))"
+    )
+    assert play(template, code, sandbox="bubblewrap").turns[-1].reward == 4.0
+
+
+@needs_bubblewrap
+def test_shared_memory_by_name_is_a_file_of_the_sandbox(template):
+    code = (
+        "ask('a')\nimport multiprocessing.shared_memory as memory\n"
+        "hoard = memory.SharedMemory(create=True, size=8 << 20)\nhoard.buf[:] = b'x' * (8 << 20)\n"
+        "facts = os.statvfs('/dev/shm')\nused = (facts.f_blocks - facts.f_bfree) * facts.f_bsize\n"
+        "hoard.close()\nhoard.unlink()\nprint(float(used >= 8 << 20))"
+    )
+    assert play(template, code, sandbox="bubblewrap", max_disk_mb=16).turns[-1].reward == 1.0
 
 
 def test_memory_that_processes_share_after_a_fork_counts_once(template):

@@ -166,11 +166,45 @@ def test_the_recipe_decides_how_training_data_is_sampled(template):
 
 
 @pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"extra_body": {"top_k": 40.0}}, None),
+        ({"extra_body": {"top_k": 0.5}}, "top_k"),
+        ({"extra_body": {"top_k": -2}}, "top_k"),
+        ({"max_tokens": -1}, None),
+        ({"max_tokens": 0}, None),
+        ({"stop": [f"stop {number}" for number in range(17)]}, None),
+    ],
+)
+def test_a_value_that_is_not_used_is_not_refused(template, asked, param):
+    """With the recipe's sampling any number is accepted; with the program's it must be one that engines can do."""
+
+    async def body(client):
+        return (await chat(client, **asked)).choices[0].message.content
+
+    assert on(template, body, "=2<eos>") == "=2"
+    if param is None:
+        assert on(template, body, "=2<eos>", sampling="program") == "=2"
+    else:
+        with pytest.raises(openai.BadRequestError, match=f"{param} = "):
+            on(template, body, "=2<eos>", sampling="program")
+
+
+@pytest.mark.parametrize(
     ("asked", "status", "code", "param"),
     [
         ({"model": "gpt"}, 404, "model_not_found", "model"),
         ({"messages": [{"role": "user", "content": "x" * 200}]}, 400, "context_length_exceeded", "messages"),
         ({"extra_body": {"guided_regex": "a+"}}, 400, "unsupported_parameter", "guided_regex"),
+        (
+            {"extra_body": {"continue_final_message": True}},
+            400,
+            "unsupported_parameter",
+            "continue_final_message",
+        ),
         ({"response_format": {"type": "grammar"}}, 400, "invalid_value", "response_format"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "blob"}}}},
@@ -179,7 +213,7 @@ def test_the_recipe_decides_how_training_data_is_sampled(template):
             "response_format",
         ),
         ({"tools": [BROKEN_TOOL], "tool_choice": "required"}, 400, "invalid_value", "tools"),
-        ({"temperature": -1}, 400, "invalid_value", "temperature"),
+        ({"temperature": "hot"}, 400, "invalid_value", "temperature"),
         ({"messages": []}, 400, "invalid_value", "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, 400, None, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "invalid_value", "messages"),

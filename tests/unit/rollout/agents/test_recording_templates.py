@@ -115,6 +115,26 @@ def test_an_answer_that_the_template_trims_is_continued(tmp_path: Path) -> None:
     assert recording.chat_prompt([QUESTION, TOLD, AGAIN], tools=None).parent is turn
 
 
+def test_an_answer_with_two_calls_of_llama_is_continued_and_may_be_edited(tmp_path: Path) -> None:
+    template = load(tmp_path, "Llama-3.1, 3.3")
+    recording = ConversationRecording(template)
+    other = {**CALL, "id": "abcdef013", "function": {"name": "listen", "arguments": {}}}
+    called = {**CALLED, "tool_calls": [CALL, other]}
+    other_result = {**RESULT, "content": "a bell", "tool_call_id": other["id"]}
+    written = '{"name": "look", "parameters": {"x": 1}}; {"name": "listen", "parameters": {}}<|eot_id|>'
+    turn = record(recording, template, [RULES, QUESTION], written, answer=called, tools=TOOLS)
+    sent = [QUESTION, called, RESULT, other_result]
+    prompt = recording.chat_prompt([RULES, *sent], tools=TOOLS)
+    assert prompt.parent is turn
+    new = template.decode_all(prompt.new_token_ids)
+    assert "listen" not in new, "the answer is in the prompt as it was generated, not once more"
+    assert "a wall" in new
+    assert "a bell" in new
+    edited = recording.chat_prompt([{**RULES, "content": "Be quick."}, *sent], tools=TOOLS)
+    assert edited.parent is None
+    assert edited.rendered.index("a wall") < edited.rendered.index('"listen"') < edited.rendered.index("a bell")
+
+
 def test_a_long_tool_loop_of_a_thinking_model_is_one_conversation(tmp_path: Path) -> None:
     family, template = FAMILIES["Qwen3"], load(tmp_path, "Qwen3")
     recording = ConversationRecording(template)
