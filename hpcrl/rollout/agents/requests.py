@@ -115,6 +115,11 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     ignored_fields: tuple[str, ...] = ()
     """The fields of the request that no form of the API here has."""
 
+    @property
+    def is_unheld_to_one(self) -> bool:
+        """Return whether at most one call was asked for, and an answer may have several none the less."""
+        return bool(self.tools) and not self.may_call_several and not self.must_call
+
     def count_tokens_at_least(self, *, longest_token: int) -> int:
         """Count tokens that the prompt will surely have, without rendering it; tools are in every prompt.
 

@@ -75,6 +75,7 @@ class RunWork(Protocol):
 ReportNotice = Callable[[ProgramSession, str], None]
 """Report what a program sends and what becomes of it, a phrase; it may be called for each request."""
 TOOLS_NOTICE = "tools, which the chat template leaves out: they are described in the system message"
+ONE_CALL_NOTICE = "parallel_tool_calls = false where no call is required: an answer may have several calls all the same"
 
 
 class RewardRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +235,8 @@ class ModelProxy:
                 self._report(session, f"{name!r}, which is not known here: it is ignored")
             if form.call.tools and not self.template.form.has_tools:
                 self._report(session, TOOLS_NOTICE)
+            if form.call.is_unheld_to_one:
+                self._report(session, ONE_CALL_NOTICE)
             session.check_length(form.call.count_tokens_at_least(longest_token=self._longest_token))
             prompt = await run(partial(_make_prompt, session, form.call))
         call = CompletionCall(

@@ -14,6 +14,7 @@ import pytest
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents import chat_form, messages_form, requests, responses_form, text_form
 from hpcrl.rollout.agents.requests import ApiError, parse_body
+from hpcrl.rollout.agents.server import ONE_CALL_NOTICE
 from hpcrl.rollout.episode import EpisodeLimits
 from tests.support.scripted import CALL, QUESTION, TOOLS, opened
 
@@ -207,6 +208,19 @@ def test_the_same_structure_is_asked_for_in_every_form(template):
     (choice,) = chat.parts
     assert choice.alternatives[0][1].schema == schema
     assert not choice.may_repeat
+
+
+def test_an_answer_that_is_not_held_to_one_call_is_reported(template):
+    reported = []
+    options = {"report": lambda session, notice: reported.append(notice)}
+
+    async def body(client):
+        asked = {"model": "hpcrl", "messages": QUESTION, "tools": TOOLS}
+        await client.chat.completions.create(**asked)
+        await client.chat.completions.create(**asked, parallel_tool_calls=False)
+
+    on(template, body, "a<eos>", "b<eos>", proxy_options=options)
+    assert reported.count(ONE_CALL_NOTICE) == 1
 
 
 def test_unknown_fields_are_ignored_and_reported_once(template):
