@@ -26,7 +26,7 @@ async def ask_impossible(trajectory: Trajectory, *, judges: dict[str, JudgeAcces
     url, key, model = judges["grader"]
     messages: list[Any] = [{"role": "user", "content": "2+2?"}]
     async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
-        await client.chat.completions.create(model=model, messages=messages, max_tokens=-1)
+        await client.chat.completions.create(model=model, messages=messages, temperature=9)
     return float(number(trajectory))
 
 

@@ -339,7 +339,12 @@ def test_a_call_in_the_form_of_a_family_may_be_an_alternative_to_json(family: st
         "parameters": {"$defs": {"a": ANY}, "type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}},
     }
     calls = CALL_WRITERS[family].list_parts([tool], may_repeat=True)
-    check_structure(structure(PartChoice(alternatives=[calls, [JsonValue(schema=ANY)]])))
+    either = structure(PartChoice(alternatives=[calls, [JsonValue(schema=ANY)]]))
+    if family == "pythonic":  # which begins as a JSON array does
+        with pytest.raises(EngineError, match=r"starts with JSON and another with the text '\['"):
+            check_structure(either)
+    else:
+        check_structure(either)
 
 
 def test_a_body_nested_deeper_than_the_stack_is_a_bad_request(model: Any) -> None:
