@@ -16,6 +16,8 @@
     ├── RewardError       the process that computes rewards ended
     └── TrainError        training cannot continue
 
+`show_error` returns the type and the message of any exception.
+
 The command line prints the message alone and exits with 2; anything else is a bug and keeps its traceback.
 """
 
@@ -82,3 +84,13 @@ class RewardError(HpcrlError):
 
 class TrainError(HpcrlError):
     """Training cannot continue."""
+
+
+def show_error(error: BaseException) -> str:
+    """Return the type and the message of an exception; the user's own may have a message that cannot be computed."""
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception as inner:  # noqa: BLE001
+        return f"{name}, whose __str__ raises {type(inner).__name__}"
+    return f"{name}: {text}" if text else name

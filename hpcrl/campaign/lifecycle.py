@@ -30,7 +30,7 @@ from hpcrl.config.program import resolve_options
 from hpcrl.config.recipe import ModelConfig, Recipe, TeacherConfig, WarmupConfig, fill_warmup_steps, load_recipe
 from hpcrl.config.site import Site, load_site
 from hpcrl.config.toml import LayeredTable, find_toml, to_struct
-from hpcrl.envs.program_files import ProblemJudge
+from hpcrl.envs.program_files import SUBJECT_END, ProblemJudge
 from hpcrl.envs.task_set import (
     DATA_SUFFIXES,
     ImitationModel,
@@ -45,6 +45,7 @@ from hpcrl.plan.plan import Plan, make_plan
 from hpcrl.slurm import submit as slurm
 from hpcrl.slurm.script import choose_python, make_batch_script, make_job_script
 from hpcrl.slurm.status import ACTIVE, UNKNOWN, WAITING, JobStatus, query_job_states
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_USAGE, describe_end
 from hpcrl.system.files import (
     expand_path,
     is_directory,
@@ -307,15 +308,19 @@ def _check_user_code(request: CampaignRequest) -> list[str]:
             f"importing the environments of recipe {request.recipe.name!r} took over {CHECK_TIMEOUT_S} s: "
             "importing must be quick; open files and start servers in reset()"
         ) from error
+    *subjects, answer = completed.stdout.decode(errors="replace").split(SUBJECT_END)
+    last = completed.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    if not subjects and last.startswith("ModuleNotFoundError"):  # no user code ran yet: hpcrl's own imports
+        raise ConfigError(f"{command[0]} lacks what a job needs ({last}): pip install 'hpcrl[local]' there")
+    if not subjects or subjects[-1] or completed.returncode not in (EXIT_DONE, EXIT_USAGE):
+        subject = next((name for name in reversed(subjects) if name), "its code cannot be checked")
+        raise ConfigError(
+            f"recipe {request.recipe.name!r}: {subject}: the process that checks it "
+            f"{describe_end(completed.returncode)}" + f", its last output: {last[-300:]}" * bool(last)
+        )
     if completed.returncode:
-        if message := "; ".join(completed.stdout.decode(errors="replace").splitlines()):
-            raise ConfigError(f"recipe {request.recipe.name!r}: {message}")
-        lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["its code cannot be checked"]
-        # Packages that user code lacks are reported on stdout; an error on stderr is about hpcrl's own imports.
-        if lines[-1].startswith("ModuleNotFoundError"):
-            raise ConfigError(f"{command[0]} lacks what a job needs ({lines[-1]}): pip install 'hpcrl[local]' there")
-        raise ConfigError(f"recipe {request.recipe.name!r}: {lines[-1]}")
-    return completed.stdout.decode(errors="replace").splitlines()
+        raise ConfigError(f"recipe {request.recipe.name!r}: {'; '.join(answer.splitlines())}")
+    return answer.splitlines()
 
 
 def resume(name: str) -> CampaignDir:

@@ -47,7 +47,8 @@ MAX_EXTENDS = 16
 """Limit of files that extend each other."""
 MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 63) - 1
 """The integers of TOML."""
-_DEEP_KEY = re.compile(rf"(?<![\w.-])(?:[\"']?[\w-]+[\"']?[ \t]*\.[ \t]*){{{MAX_DEPTH},}}")
+_KEY_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
+_DEEP_KEY = re.compile(rf"(?<![\w.\\-])(?:{_KEY_PART}[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}")
 """A dotted key that is nested too deep: tomllib takes minutes for thousands of parts."""
 RENAMED_KEYS = {
     "router.reluctance": "router.mismatch_penalty",

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, show_error
 
 
 def load_code(name: str, *, what: str) -> Any:
@@ -13,7 +13,7 @@ def load_code(name: str, *, what: str) -> Any:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise ConfigError(
-            f"{what} = {name!r}: importing {module_name} failed ({type(error).__name__}: {error}): "
+            f"{what} = {name!r}: importing {module_name} failed ({show_error(error)}): "
             "install it in the environment that runs hpcrl, or fix the name"
         ) from error
     try:

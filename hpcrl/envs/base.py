@@ -32,7 +32,7 @@ import msgspec
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.config.toml import suggest_name
 from hpcrl.config.user_code import load_code
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, show_error
 
 if TYPE_CHECKING:
     from hpcrl.spool.record import Trajectory
@@ -237,7 +237,7 @@ def construct_env(name: str, options: dict[str, Any], *, what: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{what} = {name!r} with options {options!r}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{what} = {name!r} with options {options!r}: {show_error(error)}") from error
     _check_methods(env)
     return env
 

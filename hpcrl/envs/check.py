@@ -5,8 +5,9 @@
     MAX_CHECKED_TASKS  the tasks of a domain whose images and directories are looked for
 
 It is a separate process, so that the login-node side stays light and broken user code breaks only this. Its standard
-output has only the message of the refusal, or else a line for each problem that nodes may not have; output of user code
-goes to standard error. Its argument is a ProblemJudge.
+output names each piece of user code before it runs, as this may end the process; then, after an empty name, it has the
+message of the refusal, or else a line for each problem that nodes may not have. Output of user code goes to standard
+error. Its argument is a ProblemJudge.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,9 +27,10 @@ from hpcrl.config.user_code import load_code
 from hpcrl.envs.agent import AgentProgram
 from hpcrl.envs.base import check_task_parameter, construct_env
 from hpcrl.envs.pool import start_process
-from hpcrl.envs.program_files import ProblemJudge
+from hpcrl.envs.program_files import SUBJECT_END, ProblemJudge
 from hpcrl.envs.task_set import check_task_set
-from hpcrl.errors import ConfigError, EnvFault
+from hpcrl.errors import ConfigError, EnvFault, show_error
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_USAGE
 
 MAX_CHECKED_TASKS = 20_000
 """To look for a file may take half a millisecond on a large file system."""
@@ -36,25 +39,57 @@ MAX_CHECKED_TASKS = 20_000
 def main() -> int:
     recipe = msgspec.json.decode(sys.stdin.buffer.read(), type=Recipe)
     judge = msgspec.json.decode(sys.argv[1], type=ProblemJudge) if len(sys.argv) > 1 else ProblemJudge()
-    answer, notes = _take_stdout(), []
+    answer, notes = _take_stdout(), dict[str, None]()
     try:
-        for name, domain in recipe.domains.items():
-            load_code(domain.reward, what=f"domains.{name}.reward")
-            notes += _check_environment(domain, name=name, what=f"domains.{name}.env", judge=judge)
-            if more := recipe.evaluation.options.get(name):
-                changed = msgspec.structs.replace(domain, options={**domain.options, **more})
-                notes += _check_environment(changed, name=name, what=f"evaluation.options.{name}", judge=judge)
-        _check_curriculum(recipe)
+        for subject, check in _list_checks(recipe, judge):
+            _write_answer(answer, subject + SUBJECT_END)
+            notes |= dict.fromkeys(_run_check(subject, check))
         check_packages(recipe)
-        _check_pipeline(recipe)
     except ConfigError as error:
-        os.write(answer, str(error).encode())
-        return 2
+        _write_answer(answer, SUBJECT_END + str(error).replace(SUBJECT_END, " "))
+        return EXIT_USAGE
+    _write_answer(answer, SUBJECT_END + "".join(f"{note}\n" for note in notes).replace(SUBJECT_END, " "))
+    return EXIT_DONE
+
+
+def _list_checks(recipe: Recipe, judge: ProblemJudge) -> Iterator[tuple[str, Callable[[], list[str] | None]]]:
+    """Yield each piece of user code, as its key and value in the recipe, with the function that checks it."""
+    for name, domain in recipe.domains.items():
+        what = f"domains.{name}.reward"
+        yield f"{what} = {domain.reward!r}", partial(_check_reward, domain, what=what)
+        what = f"domains.{name}.env"
+        yield f"{what} = {domain.env!r}", partial(_check_environment, domain, name=name, what=what, judge=judge)
+        if more := recipe.evaluation.options.get(name):
+            changed = msgspec.structs.replace(domain, options={**domain.options, **more})
+            what = f"evaluation.options.{name}"
+            yield what, partial(_check_environment, changed, name=name, what=what, judge=judge)
+    if recipe.rollout.curriculum is not None:
+        subject = f"rollout.curriculum = {recipe.rollout.curriculum!r}"
+        yield subject, partial(_check_curriculum, recipe)
+    for name, node in recipe.train.pipeline.items():
+        if node.function is not None:
+            subject = f"train.pipeline.{name}.function = {node.function!r}"
+            yield subject, partial(_check_function, name, node, recipe.train)
+
+
+def _check_reward(domain: DomainConfig, *, what: str) -> None:
+    load_code(domain.reward, what=what)
+
+
+def _run_check(subject: str, check: Callable[[], list[str] | None]) -> list[str]:
+    """Check a piece of user code; whatever it raises names it."""
+    try:
+        return check() or []
+    except ConfigError:
+        raise
     except SystemExit as error:
-        os.write(answer, f"its code ends the program with sys.exit({error.code!r}): remove that call".encode())
-        return 2
-    os.write(answer, "".join(f"{note}\n" for note in dict.fromkeys(notes)).encode())
-    return 0
+        raise ConfigError(f"{subject}: its code ends the program with sys.exit({error.code!r}): remove it") from error
+    except BaseException as error:
+        raise ConfigError(f"{subject}: {show_error(error)}") from error
+
+
+def _write_answer(answer: int, text: str) -> None:
+    os.write(answer, text.encode(errors="replace"))
 
 
 def _check_environment(domain: DomainConfig, *, name: str, what: str, judge: ProblemJudge) -> list[str]:
@@ -135,14 +170,13 @@ def _take_stdout() -> int:
 def _check_curriculum(recipe: Recipe) -> None:
     """Call the curriculum without rewards, since it is also called before there are any."""
     name = recipe.rollout.curriculum
-    if name is None:
-        return
+    assert name is not None
     hook = load_code(name, what="rollout.curriculum")
     try:
         dict(hook({name: [] for name, domain in recipe.domains.items() if not domain.held_out}))
     except Exception as error:
         hint = "it is called with the recent rewards of each domain, none at first, and must return weights by domain"
-        raise ConfigError(f"rollout.curriculum = {name!r}: {type(error).__name__}: {error}: {hint}") from error
+        raise ConfigError(f"rollout.curriculum = {name!r}: {show_error(error)}: {hint}") from error
 
 
 def check_packages(recipe: Recipe) -> None:
@@ -170,16 +204,13 @@ def check_packages(recipe: Recipe) -> None:
         )
 
 
-def _check_pipeline(recipe: Recipe) -> None:
-    for name, node in recipe.train.pipeline.items():
-        what = f"train.pipeline.{name}.function"
-        if node.function is None:
-            continue
-        function = load_code(node.function, what=what)
-        if not callable(function):
-            raise ConfigError(f"{what} = {node.function!r} is not a function")
-        if (names := _list_arguments(name, node, recipe.train)) is not None:
-            _check_signature(name, function, node, names)
+def _check_function(name: str, node: PipelineNode, train: TrainConfig) -> None:
+    what = f"train.pipeline.{name}.function"
+    function = load_code(node.function or "", what=what)
+    if not callable(function):
+        raise ConfigError(f"{what} = {node.function!r} is not a function")
+    if (names := _list_arguments(name, node, train)) is not None:
+        _check_signature(name, function, node, names)
 
 
 def _list_arguments(name: str, node: PipelineNode, train: TrainConfig) -> list[str] | None:

@@ -38,6 +38,7 @@ from hpcrl.envs.process_wire import (
     read_size,
 )
 from hpcrl.errors import EnvFault
+from hpcrl.system.exit_codes import describe_end
 
 MAX_OUTPUT_BYTES = 4 << 20
 """The most bytes that an environment may print; one that prints more is killed."""
@@ -182,7 +183,7 @@ class ProcessEnv:
         self._kill()
         await asyncio.to_thread(self._reap)
         code = self._process.returncode
-        how = f"was killed by {_name_signal(code - 128)}" if code > 128 else f"ended with code {code}"
+        how = describe_end(128 - code if code > 128 else code)
         last = self._last_printed.decode(errors="replace").strip().rpartition("\n")[2]
         return f"{self._name}: its process {how}" + f", its last output: {last[-300:]}" * bool(last)
 
@@ -254,10 +255,3 @@ def _start_keeper(sandbox: SandboxChoice, python: str) -> tuple["subprocess.Pope
         )
     parent_end.setblocking(False)
     return process, parent_end, workdir
-
-
-def _name_signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -6,7 +6,7 @@
     ProblemJudge           whether a problem that is found here is one of the nodes too
     list_shown_paths       what a sandbox without an image shows
     is_shared_path         whether nodes see what is at a path
-    INSIDE_DIRS, NETWORK_FILE_SYSTEMS, MODULE_TIMEOUT_S  constants
+    INSIDE_DIRS, NETWORK_FILE_SYSTEMS, MODULE_TIMEOUT_S, SUBJECT_END  constants
 
 On the login node it is known that nodes lack a file only if they share its file system; PATH and other variables are
 those of the job only if its site has no prologue that sets them.
@@ -33,6 +33,8 @@ NETWORK_FILE_SYSTEMS = (
     *("glusterfs", "fuse.glusterfs", "fuse.ceph", "fuse.beegfs", "fuse.sshfs", "dvs", "quobyte", "fuse.quobyte"),
 )
 """Types of file systems that the nodes of a cluster share."""
+SUBJECT_END = "\0"
+"""Ends the name of each piece of user code that hpcrl.envs.check runs, in its output."""
 _FIND_MODULE = """
 import importlib.util, sys
 spec = importlib.util.find_spec(sys.argv[1])

@@ -1,5 +1,7 @@
 """The exit codes of hpcrl's processes, and how the return code of a child becomes one."""
 
+import signal
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 """The command ran and found a problem: a failed campaign, a damaged or an incomplete record."""
@@ -13,3 +15,13 @@ EXIT_INTERRUPTED = 130
 def encode_exit_code(return_code: int) -> int:
     """Return the exit code for a child that ended with `return_code`: 128 + N if signal N killed it."""
     return return_code if return_code >= 0 else 128 - return_code
+
+
+def describe_end(return_code: int) -> str:
+    """Return how a child ended, such as "was killed by SIGSEGV"."""
+    if return_code >= 0:
+        return f"ended with code {return_code}"
+    try:
+        return f"was killed by {signal.Signals(-return_code).name}"
+    except ValueError:
+        return f"was killed by signal {-return_code}"

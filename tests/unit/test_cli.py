@@ -103,8 +103,33 @@ def test_an_env_that_kills_the_interpreter_is_refused(
     (tmp_path / "breaking.py").write_text("import os\nos._exit(7)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     message = refused("submit", "quickstart", "--site", "local", "-s", "domains.lake.env=breaking:Env")
-    assert "cannot be checked" in message
+    assert "domains.lake.env = 'breaking:Env': the process that checks it ended with code 7" in message
     assert nothing_left(home)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import ctypes\nprint('prints last', flush=True)\nctypes.string_at(0)", "was killed by SIGSEGV"),
+        ("sys.stderr.write('Killed: all good\\n')\nos.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("os.write(2, b'ValueError: fake\\n')\nos._exit(3)", "ended with code 3, its last output: ValueError: fake"),
+        ("os.write(2, b'ModuleNotFoundError: fake\\n')\nos._exit(1)", "ended with code 1, its last output: Module"),
+        ("os._exit(0)", "ended with code 0"),
+        ("class Odd(BaseException): pass\nraise Odd('license')", "'dying:Env': Odd: license"),
+        ("raise KeyboardInterrupt", "'dying:Env': KeyboardInterrupt"),
+        ("class Mute(Exception):\n    def __str__(self): raise RuntimeError('x')\nraise Mute", "Mute, whose __str__"),
+        ("class Odd(BaseException): pass\ndef Env(): raise Odd('license')", "'dying:Env': Odd: license"),
+    ],
+)
+def test_an_env_whose_code_ends_its_check_is_named_with_what_ended_it(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, expected: str
+) -> None:
+    (tmp_path / "dying.py").write_text(f"import os, sys\n{code}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    message = refused("submit", "quickstart", "--site", "local", "-s", 'domains.lake={env="dying:Env"}')
+    assert "domains.lake.env = 'dying:Env'" in message
+    assert expected in message
+    assert len(message.splitlines()) == 1
 
 
 NOISE = """

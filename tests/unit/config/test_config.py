@@ -1,6 +1,7 @@
 """Recipes and sites as TOML: found, extended, overridden, refused with a fix."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -159,11 +160,28 @@ DEEP = {
     "tables": f"[{'.'.join('a' * 2000)}]",
     "inline": "x = " + "{a = " * 2000,
 }
+DEEP_KEYS = {
+    "bare": ".".join(["a-1"] * 65),
+    "quoted": ".".join(['"a b"'] * 65),
+    "empty": ".".join(['""', "''"] * 33),
+    "mixed": " .\t".join(["a", r'"a\" . b"', "'a \".\\'"] * 22),
+}
 
 
 @pytest.mark.parametrize("text", DEEP.values(), ids=DEEP)
 def test_a_file_that_is_nested_too_deep_is_refused(recipe: Path, text: str) -> None:
     recipe.write_text(text)
+    assert "nested" in refused(recipe)
+
+
+@pytest.mark.parametrize("form", ["{} = 1", "[{}]", "x = {{ {} = 1 }}"])
+@pytest.mark.parametrize("key", DEEP_KEYS.values(), ids=DEEP_KEYS)
+def test_a_key_that_is_nested_too_deep_is_refused_before_it_is_parsed(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, key: str, form: str
+) -> None:
+    # tomllib takes minutes for the parts that fit in a file
+    monkeypatch.setattr(tomllib, "loads", lambda text: pytest.fail("it was parsed"))
+    recipe.write_text(form.format(key))
     assert "nested" in refused(recipe)
 
 
