@@ -70,7 +70,7 @@ def write_recipe(path: Path, names: Collection[str], *, sandbox: str) -> None:
         "name": "agents",
         "model": {"tiny": {"hidden_size": 32, "context_length": 16384}},  # a token a character: CodeAgent sends 9,000
         "domains": domains,
-        "rollout": {"group_size": 2, "max_lag": 0, "max_running": 4, "max_new_tokens": 96},
+        "rollout": {"group_size": 2, "max_lag": 0, "max_running": 4, "max_new_tokens": 160},
         "spool": {"seal_after_s": 0.5},
         "train": {"num_steps": 1, "groups_per_step": len(domains), "learning_rate": 1e-3},
         "resources": {"env": {"mem_gib_per_worker": 8}},

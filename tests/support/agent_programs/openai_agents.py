@@ -18,7 +18,7 @@ agent = Agent(
     instructions="Answer with the number alone.",
     tools=[add],
     model=os.environ["OPENAI_MODEL"],
-    model_settings=ModelSettings(tool_choice="required"),
+    model_settings=ModelSettings(tool_choice="required", parallel_tool_calls=False),
 )
 try:
     reward = score_sum(Runner.run_sync(agent, QUESTION.format(first, second), max_turns=3).final_output, first + second)
