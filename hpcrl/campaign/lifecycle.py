@@ -227,14 +227,9 @@ def check_plan(request: CampaignRequest) -> list[str]:
 
 def check_request(request: CampaignRequest) -> list[str]:
     """Check everything that would otherwise fail only in the queue or in the job; return what is not certain here."""
-    for table, model in _list_model_paths(request.recipe):
+    for setting, model in (_list_model_paths(request.recipe) | request.recipe.further_models).items():
         if not is_file(Path(model) / "config.json"):
-            raise ConfigError(f"{table}.path = {model!r} is not a model directory: it has no config.json")
-    for name, node in request.recipe.train.pipeline.items():
-        if node.model is not None and not (Path(node.model) / "config.json").is_file():
-            raise ConfigError(
-                f"train.pipeline.{name}.model = {node.model!r} is not a model directory: it has no config.json"
-            )
+            raise ConfigError(f"{setting} = {model!r} is not a model directory: it has no config.json")
     if request.site.scheduler == "slurm":
         slurm.require_slurm(request.site)
         slurm.make_site_environment(request.site)
@@ -250,9 +245,9 @@ class PythonMissing(ConfigError):
 def check_model(request: CampaignRequest) -> str:
     """Check the model with the interpreter of the jobs; raise ConfigError, or return a note on what was not checked."""
     recipe, path = request.recipe, request.recipe.model.path
-    for table, model in _list_model_paths(recipe):
+    for setting, model in _list_model_paths(recipe).items():
         if not is_directory(Path(model)):
-            return f"{table}.path = {model!r} is not on this machine, so the model is not checked"
+            return f"{setting} = {model!r} is not on this machine, so the model is not checked"
     if path is None and recipe.model.chat_template is None and not recipe.judge and not recipe.further_models:
         return ""
     command = [choose_python(request.site), "-m", "hpcrl.campaign.model_check"]
@@ -274,10 +269,10 @@ def check_model(request: CampaignRequest) -> str:
     return ""
 
 
-def _list_model_paths(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return the directories of the model and of the judges, each with its table in the recipe."""
+def _list_model_paths(recipe: Recipe) -> dict[str, str]:
+    """Return the directories of the model and of the judges by their settings in the recipe."""
     tables = {"model": recipe.model, **{f"judge.{name}": judge for name, judge in recipe.judge.items()}}
-    return [(table, model.path) for table, model in tables.items() if model.path is not None]
+    return {f"{table}.path": model.path for table, model in tables.items() if model.path is not None}
 
 
 def _run_check(

@@ -195,10 +195,9 @@ class AgentProgram:
     def find_problems(self) -> Iterator[ProgramProblem]:
         """Yield what this machine shows of what cannot work, but for what a row of a task set names."""
         if self._sandbox != "none":
-            for option, paths in (("readable", self._readable), ("judge_readable", self._judge_readable)):
-                for path in paths:
-                    if problem := find_path_problem(path, what=f"{option} has {path!r}"):
-                        yield problem
+            for option, path in self._list_given_paths():
+                if problem := find_path_problem(path, what=f"{option} has {path!r}"):
+                    yield problem
             try:
                 choose_sandbox(self._sandbox, image=self._image)
             except EnvFault as fault:
@@ -404,10 +403,14 @@ class AgentProgram:
 
     def _check_readable(self) -> None:
         """Raise EnvFault for a path that this node does not have: without it the program would fail in its own way."""
-        for option, paths in (("readable", self._readable), ("judge_readable", self._judge_readable)):
-            for path in paths:
-                if not Path(path).exists():
-                    raise EnvFault(f"{option} has {path!r}, which is not on this node")
+        for option, path in self._list_given_paths():
+            if not Path(path).exists():
+                raise EnvFault(f"{option} has {path!r}, which is not on this node")
+
+    def _list_given_paths(self) -> list[tuple[str, str]]:
+        """Return the paths that sandboxes show besides their own, each with the option that names it."""
+        given = {"readable": self._readable, "judge_readable": self._judge_readable}
+        return [(option, path) for option, paths in given.items() for path in paths]
 
     def _check_judge_files(self) -> None:
         """Raise ConfigError for files of the judge that the program could read too."""

@@ -22,8 +22,9 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.campaign_dir.workers import WorkerPlace
-from hpcrl.config.recipe import Recipe, RoleName
+from hpcrl.config.recipe import EngineConfig, Recipe, RoleName
 from hpcrl.config.site import Site
+from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.system.network import current_node
 from hpcrl.system.variables import PARTITION_VARIABLE
@@ -57,6 +58,14 @@ class WorkerContext:
     @property
     def role_plan(self) -> RolePlan:
         return self.plan.role(self.role)
+
+    def choose_gpu(self, engine: EngineConfig) -> str | None:
+        """Return the GPU that this worker uses for an engine, or that the engine simulates."""
+        role, simulated = self.role_plan, engine.sim.gpus
+        real = self.plan.components[role.component].gpu if role.gpus_per_worker else None
+        if engine.backend != "sim":
+            return real
+        return simulated[self.index % len(simulated)] if simulated else real or DEFAULT_SIMULATED_GPU
 
     @property
     def draining(self) -> bool:

@@ -9,6 +9,7 @@ MODEL_TIMEOUT_S  the time that worker 0 may take to make a tiny model
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -18,8 +19,6 @@ from hpcrl.campaign_dir import endpoints
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, JudgeConfig
 from hpcrl.errors import EngineError
-from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU
-from hpcrl.models.tiny import make_tiny_model
 from hpcrl.roles.context import WorkerContext
 from hpcrl.rollout.judges.server import EngineApi, ModelApi, VllmApi, serve_judge
 from hpcrl.system import network
@@ -84,6 +83,8 @@ async def _find_model(context: WorkerContext, judge: JudgeConfig, directory: Pat
         return Path(judge.path)
     assert judge.tiny is not None  # load_recipe checks it
     if context.index == 0 and not directory.exists():
+        from hpcrl.models.tiny import make_tiny_model  # imports torch, which a vLLM server's worker does not need
+
         make_private_dir(directory.parent)
         make_tiny_model(directory, judge.tiny, seed=context.recipe.seed)
     deadline = time.monotonic() + MODEL_TIMEOUT_S
@@ -99,8 +100,7 @@ async def open_judge_api(
     context: WorkerContext, name: str, judge: JudgeConfig, model_dir: Path
 ) -> AsyncIterator[OpenedApi]:
     """Open the engine that the judge's table names; only the packages of that engine are imported."""
-    role, engine = context.role_plan, judge.engine
-    match engine.backend:
+    match judge.engine.backend:
         case "vllm":
             from hpcrl.engines.vllm.server import VllmServer
 
@@ -111,24 +111,15 @@ async def open_judge_api(
 
             model = await asyncio.to_thread(load_model, model_dir)
             async with (
-                EmbeddedEngine(model, store=None, max_batch=engine.max_batch) as embedded,
+                EmbeddedEngine(model, store=None, max_batch=judge.engine.max_batch) as embedded,
                 EngineApi(embedded, name=name, judge=judge, model_dir=model_dir) as api,
             ):
                 yield OpenedApi(api, embedded.wait_until_failed)
         case "sim":
             from hpcrl.engines.sim.engine import make_sim_engine
 
-            gpus = engine.sim.gpus
-            real_gpu = context.plan.components[role.component].gpu if role.gpus_per_worker else None
-            simulated = make_sim_engine(
-                model_dir,
-                gpu=gpus[context.index % len(gpus)] if gpus else real_gpu or DEFAULT_SIMULATED_GPU,
-                num_gpus=role.gpus_per_worker,
-                config=Path(engine.sim.config) if engine.sim.config else None,
-                speed=engine.sim.speed,
-                max_batch=engine.max_batch,
-                max_model_len=engine.max_model_len,
-            )
+            gpu, num_gpus = context.choose_gpu(judge.engine) or "", context.role_plan.gpus_per_worker
+            simulated = make_sim_engine(model_dir, judge.engine, gpu=gpu, num_gpus=num_gpus)
             async with simulated, EngineApi(simulated, name=name, judge=judge, model_dir=model_dir) as api:
                 yield OpenedApi(api, simulated.wait_until_failed)
 
@@ -137,19 +128,7 @@ def make_judge_launch(context: WorkerContext, name: str, judge: JudgeConfig, mod
     """Return the options of a judge's vLLM server."""
     from hpcrl.engines.vllm.server import VllmLaunch
 
-    role, engine = context.role_plan, judge.engine
     template = () if judge.chat_template is None else ("--chat-template", judge.chat_template)
-    return VllmLaunch(
-        model=model_dir,
-        judge=name,
-        log=context.job.log(f"{context.role}-{context.index}-vllm"),
-        dtype=engine.dtype,
-        max_model_len=engine.max_model_len,
-        max_batch=engine.max_batch,
-        tensor_parallel=max(role.gpus_per_worker // engine.pipeline_parallel, 1),
-        pipeline_parallel=engine.pipeline_parallel,
-        num_cpus=role.cpus_per_worker,
-        cpu_kv_gib=engine.cpu_kv_gib,
-        start_timeout_s=engine.start_timeout_s,
-        extra_args=(*template, *engine.vllm_args),
-    )
+    log = context.job.log(f"{context.role}-{context.index}-vllm")
+    launch = VllmLaunch.from_config(judge.engine, role=context.role_plan, model=model_dir, log=log)
+    return dataclasses.replace(launch, judge=name, extra_args=(*template, *launch.extra_args))

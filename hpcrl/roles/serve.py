@@ -13,6 +13,7 @@ KV or from its own prefill.
 """
 
 import asyncio
+import dataclasses
 import time
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -29,7 +30,6 @@ from hpcrl.config.site import InferenceConfig
 from hpcrl.engines.base import UpdatableEngine
 from hpcrl.engines.http import ServedEngine, make_client_session, make_kv_fetcher, serve_over_http
 from hpcrl.errors import WeightsError
-from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU
 from hpcrl.plan.plan import RolePlan
 from hpcrl.roles.context import WorkerContext
 from hpcrl.system import network
@@ -106,26 +106,12 @@ def _open_simulated_engine(
     engine = context.recipe.engine
     return make_sim_engine(
         context.campaign.model,
-        gpu=_choose_gpu(context) or "",
+        engine,
+        gpu=context.choose_gpu(engine) or "",
         num_gpus=context.role_plan.gpus_per_worker,
-        config=Path(engine.sim.config) if engine.sim.config else None,
-        speed=engine.sim.speed,
-        max_batch=engine.max_batch,
-        max_model_len=engine.max_model_len,
         store=source,
         fetch_kv=make_kv_fetcher(session),
     )
-
-
-def _choose_gpu(context: WorkerContext) -> str | None:
-    """Return the GPU that the worker uses or simulates."""
-    engine = context.recipe.engine
-    role = context.role_plan
-    real_gpu = context.plan.components[role.component].gpu if role.gpus_per_worker else None
-    if engine.backend != "sim":
-        return real_gpu
-    simulated_gpus = engine.sim.gpus
-    return simulated_gpus[context.index % len(simulated_gpus)] if simulated_gpus else real_gpu or DEFAULT_SIMULATED_GPU
 
 
 def _open_vllm_engine(context: WorkerContext) -> AbstractAsyncContextManager[WorkerEngine]:
@@ -152,22 +138,12 @@ def make_vllm_launch(
 
     is_own_connector = inference.kv_connector == OUR_CONNECTOR
     is_foreign = inference.kv_connector is not None and not is_own_connector
-    return VllmLaunch(
-        model=place.campaign.model,
-        log=log,
-        dtype=engine.dtype,
-        max_model_len=engine.max_model_len,
-        max_batch=engine.max_batch,
-        tensor_parallel=max(role.gpus_per_worker // engine.pipeline_parallel, 1),
-        pipeline_parallel=engine.pipeline_parallel,
-        num_cpus=role.cpus_per_worker,
-        cpu_kv_gib=engine.cpu_kv_gib,
+    return dataclasses.replace(
+        VllmLaunch.from_config(engine, role=role, model=place.campaign.model, log=log),
         kv_connector=inference.kv_connector,
         kv_options=inference.kv_options,
         kv_dir=place.job.kv if is_own_connector else None,
         kv_address=network.find_free_address(host) if is_foreign else None,
-        start_timeout_s=engine.start_timeout_s,
-        extra_args=tuple(engine.vllm_args),
     )
 
 
@@ -185,7 +161,7 @@ async def _announce_and_follow(engine: WorkerEngine, follower: "WeightFollower",
         url=url,
         token=token,
         job=context.job.number,
-        gpu=_choose_gpu(context),
+        gpu=context.choose_gpu(context.recipe.engine),
         num_gpus=role.gpus_per_worker,
     )
     endpoints.announce_endpoint(context.campaign.endpoints, endpoint)

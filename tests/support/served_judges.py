@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint, withdraw_endpoint
-from hpcrl.config.recipe import EngineConfig, JudgeConfig
+from hpcrl.config.recipe import EngineConfig, JudgeConfig, SimulatedEngineConfig
 from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.engines.sim.engine import make_sim_engine
 from hpcrl.rollout.judges.server import EngineApi, serve_judge
@@ -22,11 +22,12 @@ async def open_judge(
     model_dir: Path, directory: Path, *, backend: str = "embedded", worker: str = "000-judge-grader-0", job: int = 0
 ) -> AsyncIterator[str]:
     """Serve the model as the judge "grader", and announce it; yields its URL."""
-    judge = JudgeConfig(path=str(model_dir), engine=EngineConfig(backend=backend))  # type: ignore[arg-type]
+    config = EngineConfig(backend=backend, sim=SimulatedEngineConfig(speed=100.0))  # type: ignore[arg-type]
+    judge = JudgeConfig(path=str(model_dir), engine=config)
     engine: Any = (
         EmbeddedEngine(load_model(model_dir, device="cpu"), store=None)
         if backend == "embedded"
-        else make_sim_engine(model_dir, gpu="h100", num_gpus=1, speed=100.0)
+        else make_sim_engine(model_dir, config, gpu="h100", num_gpus=1)
     )
     async with (
         engine,

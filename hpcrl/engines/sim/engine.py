@@ -23,6 +23,7 @@ from typing import Self
 import msgspec
 import xxhash
 
+from hpcrl.config.recipe import EngineConfig
 from hpcrl.engines.base import (
     LOCAL_URL_PREFIX,
     Completion,
@@ -68,20 +69,17 @@ class SimSettings:
 
 def make_sim_engine(
     model: Path,
+    engine: EngineConfig,
     *,
     gpu: str,
     num_gpus: int,
-    config: Path | None = None,
-    speed: float = 1.0,
-    max_batch: int = 64,
-    max_model_len: int | None = None,
     store: WeightSource | None = None,
     fetch_kv: FetchKv | None = None,
 ) -> "SimEngine":
-    """Return an engine for prompts of the model in `model`, with the speed of `config` (default: `model`'s) on GPUs."""
+    """Return an engine for prompts of the model in `model`, which `engine.sim` may give another model's speed."""
     check_tokenizer_fits(model)
-    limits = read_model_limits(model, max_model_len=max_model_len)
-    path = config or model / "config.json"
+    limits = read_model_limits(model, max_model_len=engine.max_model_len)
+    path = Path(engine.sim.config) if engine.sim.config else model / "config.json"
     try:
         worker_speed = estimate_speed(
             GPU_CATALOGUE[gpu], shape=read_model_shape(read_model_config(path).fields), tp=max(1, num_gpus)
@@ -95,8 +93,8 @@ def make_sim_engine(
     settings = SimSettings(
         vocabulary=limits.vocabulary_size,
         context_length=limits.context_length,
-        max_batch=max_batch,
-        time_scale=1 / speed,
+        max_batch=engine.max_batch,
+        time_scale=1 / engine.sim.speed,
     )
     return SimEngine(worker_speed, settings=settings, store=store, fetch_kv=fetch_kv)
 

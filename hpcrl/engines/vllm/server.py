@@ -25,11 +25,13 @@ from typing import Any, Self
 
 import aiohttp
 
+from hpcrl.config.recipe import EngineConfig
 from hpcrl.engines.base import MAX_TOP_LOGPROBS
 from hpcrl.engines.request_checks import check_tokenizer_fits
 from hpcrl.engines.vllm import kv_connectors
 from hpcrl.engines.vllm.protocol import read_events
 from hpcrl.errors import EngineError
+from hpcrl.plan.plan import RolePlan
 from hpcrl.system.files import make_private_dir, read_last_line
 from hpcrl.system.processes import end_group
 
@@ -76,6 +78,23 @@ class VllmLaunch:
     extra_args: tuple[str, ...] = ()
     judge: str | None = None
     """The name of a judge, whose weights never change and whose server has only vLLM's own routes; None: the policy."""
+
+    @classmethod
+    def from_config(cls, engine: EngineConfig, *, role: RolePlan, model: Path, log: Path) -> Self:
+        """Return the options of a worker's server by its table in the recipe and the resources of its role."""
+        return cls(
+            model=model,
+            log=log,
+            dtype=engine.dtype,
+            max_model_len=engine.max_model_len,
+            max_batch=engine.max_batch,
+            tensor_parallel=max(role.gpus_per_worker // engine.pipeline_parallel, 1),
+            pipeline_parallel=engine.pipeline_parallel,
+            num_cpus=role.cpus_per_worker,
+            cpu_kv_gib=engine.cpu_kv_gib,
+            start_timeout_s=engine.start_timeout_s,
+            extra_args=tuple(engine.vllm_args),
+        )
 
 
 def build_command(launch: VllmLaunch, *, scratch: Path) -> list[str]:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from hpcrl.config.recipe import EngineConfig, SimulatedEngineConfig
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.engines.sim.engine import SimEngine, SimSettings, make_sim_engine
@@ -150,12 +151,16 @@ def test_no_token_is_generated_while_the_engine_is_paused():
     assert on(body) == (0, 20)
 
 
+def imitate(config, *, speed=1.0):
+    return EngineConfig(sim=SimulatedEngineConfig(config=str(config), speed=speed))
+
+
 def test_an_engine_of_a_campaign_takes_the_models_words_and_the_pace_of_the_hardware(tiny_model_dir, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LARGE | {"num_hidden_layers": 8}))
 
     async def last_token_at(gpu, speed):
-        async with make_sim_engine(tiny_model_dir, gpu=gpu, num_gpus=1, config=config, speed=speed) as engine:
+        async with make_sim_engine(tiny_model_dir, imitate(config, speed=speed), gpu=gpu, num_gpus=1) as engine:
             answer = await engine.generate(ask(num_prompt=300, num_new=100))
             assert set(answer.token_ids) <= set(range(100))
             with pytest.raises(EngineError, match="context is 512"):
@@ -173,11 +178,11 @@ def test_a_model_of_unknown_size_is_refused_with_a_hint(tiny_model_dir, tmp_path
     config = tmp_path / "config.json"
     config.write_text("{}")
     with pytest.raises(EngineError, match=r"config.json cannot be estimated .* set engine.sim.config"):
-        make_sim_engine(tiny_model_dir, gpu="h100", num_gpus=1, config=config)
+        make_sim_engine(tiny_model_dir, imitate(config), gpu="h100", num_gpus=1)
 
 
 def test_a_model_that_does_not_fit_its_gpus_is_refused(tiny_model_dir, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LARGE))
     with pytest.raises(EngineError, match="does not fit into 1 h100"):
-        make_sim_engine(tiny_model_dir, gpu="h100", num_gpus=1, config=config)
+        make_sim_engine(tiny_model_dir, imitate(config), gpu="h100", num_gpus=1)

@@ -18,6 +18,7 @@ import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.config.recipe import EngineConfig
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.embedded.engine import load_model
 from hpcrl.engines.sim.engine import make_sim_engine
@@ -178,7 +179,7 @@ def test_a_tokenizer_that_does_not_fit_its_model_is_refused_by_name_before_anyth
     with pytest.raises(EngineError, match="has ids up to 99"):
         load_model(model)
     with pytest.raises(EngineError, match="has ids up to 99"):
-        make_sim_engine(model, gpu="h100", num_gpus=1)
+        make_sim_engine(model, EngineConfig(), gpu="h100", num_gpus=1)
 
 
 def test_a_temporary_directory_too_deep_for_sockets_is_refused(
