@@ -273,10 +273,17 @@ async def _turn_cpu_s(server: "_Server", case: TurnCase, *, conversations: int) 
                         started_at = server.cpu_s()
                     if turn == middle + ROUNDS // 2:
                         taken.append((server.cpu_s() - started_at) / ROUNDS)
-                async with client.post(server.url, data=_encode_call(messages, case)) as http:
-                    answer = await http.json()
-                messages += [answer["choices"][0]["message"], *case.list_new(turn)]
+                await _take_turn(client, server, messages, case, turn)
     return {middle: statistics.median(taken) for middle, taken in found.items()}
+
+
+async def _take_turn(
+    client: aiohttp.ClientSession, server: "_Server", messages: list[dict[str, Any]], case: TurnCase, turn: int
+) -> None:
+    """Let the model answer the conversation, and add its answer and what follows."""
+    async with client.post(server.url, data=_encode_call(messages, case)) as http:
+        answer = await http.json()
+    messages += [answer["choices"][0]["message"], *case.list_new(turn)]
 
 
 def _encode_call(messages: list[dict[str, Any]], case: TurnCase) -> bytes:
@@ -309,9 +316,7 @@ async def _prepare_long_call(servers: list["_Server"]) -> bytes:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "what is 17+25? " * 8}]
         async with aiohttp.ClientSession(headers=_headers(server)) as client:
             for turn in range(1, LONG):
-                async with client.post(server.url, data=_encode_call(messages, case)) as http:
-                    answer = await http.json()
-                messages += [answer["choices"][0]["message"], *case.list_new(turn)]
+                await _take_turn(client, server, messages, case, turn)
     return _encode_call(messages, case)
 
 

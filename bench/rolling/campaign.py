@@ -17,11 +17,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import mean
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -51,6 +53,8 @@ from hpcrl.spool.writer import BatchLimits
 from hpcrl.system.files import publish_json
 from hpcrl.testing.memory import MemorySpool, MemorySpoolReader, MemorySpoolWriter
 from hpcrl.weights import versions
+
+T = TypeVar("T")
 
 LOOK_S = 0.1
 """The interval at which the trainer looks for a batch."""
@@ -154,17 +158,23 @@ def run(setting: Setting) -> Outcome:
 
 def run_all(settings: Sequence[Setting]) -> list[Outcome]:
     """Run several side by side; in virtual time that slows none of them down."""
-    global _settings
-    _settings = settings
-    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:  # forked: plays are functions in functions
-        return pool.map(_run_number, range(len(settings)), chunksize=1)
+    return run_side_by_side([partial(run, setting) for setting in settings])
 
 
-_settings: Sequence[Setting] = ()
+def run_side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Run calls in processes, as many at once as there are cores; the processes may start others."""
+    global _calls
+    _calls = calls
+    context = multiprocessing.get_context("fork")  # forked: plays are functions in functions
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        return list(pool.map(_run_number, range(len(calls))))
 
 
-def _run_number(number: int) -> Outcome:
-    return run(_settings[number])
+_calls: Sequence[Callable[[], Any]] = ()
+
+
+def _run_number(number: int) -> Any:
+    return _calls[number]()
 
 
 async def _steps(setting: Setting) -> Outcome:

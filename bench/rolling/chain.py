@@ -19,15 +19,15 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
 
-from bench.rolling.campaign import LOOK_S, Setting, make_context, open_engines
+from bench.rolling.campaign import LOOK_S, Setting, make_context, open_engines, run_side_by_side
 from bench.rolling.world import Lengths, Play, World
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved, StaleDropped, TaskFailed
@@ -119,27 +119,12 @@ ChainPlan = tuple[Setting, int, Sequence[float]]
 
 def run_chains(chains: Sequence[ChainPlan]) -> list[ChainOutcome]:
     """Run several chains."""
-    context, num_workers = multiprocessing.get_context("fork"), os.cpu_count() or 1
-    pipes = [context.Pipe(duplex=False) for _ in range(num_workers)]
-    workers = [
-        context.Process(target=_run_some, args=(chains[number::num_workers], pipe))
-        for number, (_, pipe) in enumerate(pipes)
-    ]
-    for worker in workers:
-        worker.start()
-    outcomes: dict[int, ChainOutcome] = {}
-    for number, (results, other_end) in enumerate(pipes):
-        other_end.close()
-        for index in range(number, len(chains), num_workers):
-            outcomes[index] = results.recv()
-    for worker in workers:
-        worker.join()
-    return [outcomes[index] for index in range(len(chains))]
-
-
-def _run_some(chains: Sequence[ChainPlan], pipe: Connection) -> None:
-    for setting, num_tasks, kill_after_s in chains:
-        pipe.send(run_chain(setting, num_tasks=num_tasks, kill_after_s=kill_after_s))
+    return run_side_by_side(
+        [
+            partial(run_chain, setting, num_tasks=num_tasks, kill_after_s=kill_after_s)
+            for setting, num_tasks, kill_after_s in chains
+        ]
+    )
 
 
 def _run_job(root: Path, setting: Setting, job: int, num_tasks: int, kill_after_s: float | None) -> None:

@@ -21,9 +21,11 @@ and these are the values they exchange:
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 FinishReason = Literal["stop", "length", "aborted"]
 
@@ -157,25 +159,19 @@ def convert_to_chunk(completion: Completion) -> CompletionChunk:
 
 def join_chunks(chunks: Sequence[CompletionChunk]) -> Completion:
     """Join chunks to a completion; one without a finish reason is `aborted`."""
-    if len(chunks) == 1:
-        (chunk,) = chunks
-        finish_reason = chunk.finish_reason or "aborted"
-        return Completion(
-            token_ids=chunk.token_ids,
-            logprobs=chunk.logprobs,
-            versions=chunk.versions,
-            finish_reason=finish_reason,
-            remote_prefill=chunk.remote_prefill,
-            top=chunk.top,
-        )
     return Completion(
-        token_ids=[token for chunk in chunks for token in chunk.token_ids],
-        logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
-        versions=[version for chunk in chunks for version in chunk.versions],
+        token_ids=_join_lists([chunk.token_ids for chunk in chunks]),
+        logprobs=_join_lists([chunk.logprobs for chunk in chunks]),
+        versions=_join_lists([chunk.versions for chunk in chunks]),
         finish_reason=(chunks[-1].finish_reason if chunks else None) or "aborted",
         remote_prefill=any(chunk.remote_prefill for chunk in chunks),
-        top=[top for chunk in chunks for top in chunk.top],
+        top=_join_lists([chunk.top for chunk in chunks]),
     )
+
+
+def _join_lists(parts: Sequence[list[T]]) -> list[T]:
+    """Join lists; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else [one for part in parts for one in part]
 
 
 class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,6 +55,7 @@ from hpcrl.envs.program_files import (
 )
 from hpcrl.errors import ConfigError, EnvFault, PolicyFailure
 from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
+from hpcrl.system.exit_codes import describe_end
 from hpcrl.system.files import expand_path
 
 INSIDE_PORT = 8000
@@ -539,15 +540,7 @@ def _describe_end(result: ProgramResult, name: str) -> str:
     """Return how a stage failed; "" if it did not."""
     if result.exit_code == 0:
         return ""
-    how = f"ended with code {result.exit_code}" if result.exit_code > 0 else _describe_signal(-result.exit_code)
-    return f"the {name} {how}: {' '.join(result.errors.split())[-300:]}"
-
-
-def _describe_signal(number: int) -> str:
-    try:
-        return f"was killed by {signal.Signals(number).name}"
-    except ValueError:
-        return f"was killed by signal {number}"
+    return f"the {name} {describe_end(result.exit_code)}: {' '.join(result.errors.split())[-300:]}"
 
 
 @cache

@@ -37,20 +37,23 @@ def check_programs(recipe: Recipe, site: Site, component: JobComponent, *, worke
             f"domains.{name}.options: one program may use {_describe_memory(limits[name])}, and a node of partition "
             f"{component.partition!r} has {whole_gib:.3g} GiB for programs: lower these limits"
         )
-    at_once = workers_per_node * _count_at_once(recipe)
-    found = [*_warn_memory(recipe, name, limits[name], at_once=at_once, given_gib=given_gib)]
+    found = _warn_memory(recipe, name, limits[name], workers_per_node=workers_per_node, given_gib=given_gib)
     name = max(limits, key=lambda name: limits[name].scratch_gib)
+    at_once = workers_per_node * _count_at_once(recipe)
     return [*found, *_warn_scratch(name, limits[name], partition, at_once=at_once)]
 
 
-def _warn_memory(recipe: Recipe, name: str, limits: ProgramLimits, *, at_once: int, given_gib: float) -> list[str]:
-    each_gib, env = limits.memory_gib, recipe.resources.env
+def _warn_memory(
+    recipe: Recipe, name: str, limits: ProgramLimits, *, workers_per_node: int, given_gib: float
+) -> list[str]:
+    each_gib, env, num_each = limits.memory_gib, recipe.resources.env, _count_at_once(recipe)
+    at_once = workers_per_node * num_each
     if at_once * each_gib <= given_gib:
         return []
-    num_held = int(given_gib / each_gib * env.num_workers / at_once * _count_at_once(recipe))
+    num_held = int(given_gib / each_gib * env.num_workers / workers_per_node)
     least = recipe.rollout.episodes_per_group * env.num_workers
     fewer = f"set rollout.max_running = {num_held}, or " if num_held >= least else ""
-    all_gib = ceil(memory_model.ENV_WORKER_GIB + _count_at_once(recipe) * each_gib)
+    all_gib = ceil(memory_model.ENV_WORKER_GIB + num_each * each_gib)
     way_out = f"{fewer}set env_memory_gib = {each_gib:.3g} and resources.env.mem_gib_per_worker = {all_gib}"
     return [
         f"domains.{name}.options: {at_once} programs may run at once on a node, and each may use "

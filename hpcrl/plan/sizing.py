@@ -98,8 +98,6 @@ def compute_average_turn(recipe: Recipe) -> AverageTurn:
 
 def _find_worker_demands(recipe: Recipe, gpus: dict[RoleName, str | None]) -> list[_WorkerDemand]:
     """Return the demands of the roles whose number is open; empty if the model's size or the hardware is unknown."""
-    if not recipe.has_rollouts:
-        return []
     asked = recipe.resources
     prefill, decode = _estimate_role_speed(recipe, "prefill", gpus), _estimate_role_speed(recipe, "decode", gpus)
     if prefill is None or decode is None or (asked.prefill.num_workers and asked.decode.num_workers):
@@ -136,10 +134,10 @@ def warn_busy_loops(recipe: Recipe, *, gpus: dict[RoleName, str | None]) -> list
     decode = _estimate_role_speed(recipe, "decode", gpus)
     if decode is None:
         return []
-    turn, num_env, num_decode = compute_average_turn(recipe), recipe.resources.env.num_workers, recipe.resources.decode
+    turn, num_env = compute_average_turn(recipe), recipe.resources.env.num_workers
     most = max(1, min(recipe.engine.max_batch, int(decode.kv_tokens / turn.num_context)))
     tokens_per_s = _estimate_token_rate(
-        decode, turn, most=most, num_decode=max(1, num_decode.num_workers), running=recipe.rollout.max_running
+        decode, turn, most=most, num_decode=recipe.resources.decode.num_workers, running=recipe.rollout.max_running
     )
     num_calls, borne = tokens_per_s / turn.num_reply, estimate_call_rate(num_context=turn.num_context)
     if num_calls <= num_env * borne:

@@ -43,6 +43,7 @@ from hpcrl.rollout.rewards import (
     needs_score,
 )
 from hpcrl.spool.segment import Segment, read_segment
+from hpcrl.system.exit_codes import describe_end
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants
 
 GROWTH_INTERVAL_S, BUSY_INTERVAL_S = 0.02, 0.25
@@ -363,7 +364,7 @@ class _RewardServer:
         for _ in range(50):
             self._reap_children()
             if (code := self._ended.get(pid)) is not None:
-                return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+                return describe_end(code)
             time.sleep(0.01)
         return "closed its connection"
 

@@ -175,9 +175,11 @@ class VllmServer:
             if launch.kv_dir is not None:
                 make_private_dir(launch.kv_dir)
             self._process = self._spawn(self._scratch)
-            connector = aiohttp.UnixConnector(path=str(self._scratch / "s"), limit=0)
+            connector = aiohttp.UnixConnector(path=str(self.socket_path), limit=0)
             self._http = aiohttp.ClientSession(connector=connector, base_url="http://vllm")
-            await self._wait_until_generating()
+            await self._wait_until_well()
+            if launch.judge is None:  # a reward model generates nothing
+                await self._generate_first_token()
         except BaseException:
             await self._shut_down()
             raise
@@ -304,11 +306,8 @@ class VllmServer:
         finally:
             os.close(fd)
 
-    async def _wait_until_generating(self) -> None:
-        """Wait until the server has generated a token: a server that passes health checks may fail at its first.
-
-        A judge that passes them is up: a reward model generates nothing.
-        """
+    async def _wait_until_well(self) -> None:
+        """Wait until the server passes a health check."""
         deadline = time.monotonic() + self.launch.start_timeout_s
         while True:
             self._check_alive()
@@ -320,8 +319,9 @@ class VllmServer:
                     late = f"vLLM was not up after {self.launch.start_timeout_s:g} s"
                     raise EngineError(f"{late}: {error}; see {self.launch.log}") from error
             await asyncio.sleep(POLL_INTERVAL_S)
-        if self.launch.judge is not None:
-            return
+
+    async def _generate_first_token(self) -> None:
+        """Generate a token with the first weights: a server that passes health checks may fail at its first."""
         await self.post("/update_weight_version", {"new_version": str(self.launch.version)}, limit_s=HEALTH_TIMEOUT_S)
         sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_eos": True}
         body = {"token_ids": [0], "sampling_params": sampling}
