@@ -26,7 +26,7 @@ from hpcrl.config import pipeline
 from hpcrl.config.pipeline import DagNode, NodeStage
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.config.user_code import load_code
-from hpcrl.errors import TrainError
+from hpcrl.errors import TrainError, show_error
 from hpcrl.learn.advantage import FloatArray, NormalizationScope, compute_advantages, compute_turn_rewards
 from hpcrl.learn.batch import MicroBatch, TrainingRow, count_row_tokens
 from hpcrl.learn.loss import PolicyLoss
@@ -64,7 +64,6 @@ class PipelineExecutor:
     def __init__(self, train: TrainConfig) -> None:
         self.nodes = pipeline.make_pipeline(train)
         self._order = pipeline.order_nodes(self.nodes)
-        self._train = train
         self._user_functions = load_functions(train)
 
     def run(self, stage: NodeStage, *, work: NodeWork, results: dict[str, Any]) -> None:
@@ -74,7 +73,7 @@ class PipelineExecutor:
             if node.stage != stage or work.skipped is not None:
                 continue
             arguments = [results[source] for source in node.inputs]
-            if pipeline.is_user_node(name, self._train) and name not in RUNNERS:
+            if self.is_users(name) and name not in RUNNERS:
                 results[name] = self._run_user_node(name, arguments)
             else:
                 work.name = name
@@ -82,7 +81,7 @@ class PipelineExecutor:
 
     def is_users(self, name: str) -> bool:
         """Return whether the function of a node is the user's."""
-        return pipeline.is_user_node(name, self._train)
+        return name in self._user_functions
 
     def takes_column(self, name: str) -> bool:
         """Return whether a function of the user's takes what this node found for each token."""
@@ -108,7 +107,7 @@ class PipelineExecutor:
 
     def make_loss(self) -> PolicyLoss:
         """Return the loss of a micro-batch: hpcrl's, or the user's."""
-        if pipeline.is_user_node("loss", self._train):
+        if self.is_users("loss"):
             return adapt_loss(lambda *given: _call_node("loss", self._user_functions["loss"], given))
         loss: PolicyLoss = _load_own(self.nodes["loss"].function)
         return loss
@@ -157,9 +156,8 @@ def load_functions(train: TrainConfig) -> dict[str, Callable[..., Any]]:
 
 def load_update(train: TrainConfig) -> Callable[..., Any] | None:
     """Load the user's function that changes a weight; None where the recipe has none."""
-    if not pipeline.is_user_node("update", train):
+    if (function := load_functions(train).get("update")) is None:
         return None
-    function = load_functions(train)["update"]
     return lambda *given: _call_node("update", function, given)
 
 
@@ -171,7 +169,7 @@ def _call_node(name: str, function: Callable[..., Any], arguments: Sequence[Any]
     try:
         return function(*arguments)
     except Exception as error:
-        raise TrainError(f"train.pipeline.{name} failed: {type(error).__name__}: {error}") from error
+        raise TrainError(f"train.pipeline.{name} failed: {show_error(error)}") from error
 
 
 def check_trajectories(result: Any, trajectories: Sequence[Trajectory], name: str) -> Sequence[Trajectory]:

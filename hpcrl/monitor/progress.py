@@ -6,7 +6,7 @@ EPISODE_COUNTERS, RATE_WINDOW_S, MAX_NOTES, MAX_RECENT_REWARDS    what is counte
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -287,20 +287,11 @@ class CampaignProgress:
             if increment:
                 setattr(self.totals, name, getattr(self.totals, name) + increment)
         for domain, fates in counts.token_fates.items():
-            known = previous.token_fates.get(domain, {})
-            self._find_domain(domain).token_fates.update(
-                {name: max(0, num - known.get(name, 0)) for name, num in fates.items()}
-            )
+            self._find_domain(domain).token_fates.update(_subtract(fates, previous.token_fates.get(domain, {})))
         for domain, outcomes in counts.outcomes.items():
-            before = previous.outcomes.get(domain, {})
-            self._find_domain(domain).outcomes.update(
-                {name: max(0, num - before.get(name, 0)) for name, num in outcomes.items()}
-            )
+            self._find_domain(domain).outcomes.update(_subtract(outcomes, previous.outcomes.get(domain, {})))
         for status, lengths in counts.lengths.items():
-            earlier = previous.lengths.get(status, {})
-            self.lengths.setdefault(status, Counter()).update(
-                {name: max(0, num - earlier.get(name, 0)) for name, num in lengths.items()}
-            )
+            self.lengths.setdefault(status, Counter()).update(_subtract(lengths, previous.lengths.get(status, {})))
         self.token_rate.add(counts.time, counts.num_tokens - previous.num_tokens)
         worker.episodes = counts
 
@@ -329,3 +320,7 @@ class CampaignProgress:
         """Remove the steps from `first_dropped` on, which a resume repeats; usually there are none."""
         if first_dropped <= next(reversed(self.steps), -1):
             self.steps = {number: old for number, old in self.steps.items() if number < first_dropped}
+
+
+def _subtract(counts: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    return {name: max(0, num - before.get(name, 0)) for name, num in counts.items()}

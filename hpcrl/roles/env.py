@@ -197,7 +197,7 @@ class EnvWorker:
                 case StaleDropped():
                     self.accounts.record_dropped(event.groups, at=event.time)
                 case FlatGroupsDropped():
-                    self.accounts.record_trained(event.groups)
+                    self.accounts.record_trained(set(event.groups))
                 case CheckpointSaved():
                     has_checkpoint = True
         if has_checkpoint:

@@ -16,7 +16,6 @@ line. Those that a full disk refuses are kept in memory, and no group is started
 import contextlib
 import os
 import time
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,7 @@ class TaskJournal:
         self._size = 0
         self._unwritten = b""
         self.state = _read_state(path)
-        self._durable = deque(known.task for known in self.state.open.values() if known.is_durable)
+        self._durable = {group: known.task for group, known in self.state.open.items() if known.is_durable}
         self._rewrite()
 
     def record_draw(self, task: AgentTask, weights: Mapping[str, float]) -> None:
@@ -100,20 +99,22 @@ class TaskJournal:
     def record_durable(self, task: AgentTask) -> None:
         """Record that the group of a task is in the spool; the oldest of too many such tasks ends."""
         self._record({"durable": task.group})
-        self._durable.append(task)
+        self._durable[task.group] = task
         if len(self._durable) > MAX_DURABLE_TASKS:
-            self.record_end(self._durable.popleft())
+            self.record_end(next(iter(self._durable.values())))
 
     def record_return(self, task: AgentTask, *, counts: bool) -> int:
         """Record that a group has ended without its trajectories; return how often it was started.
 
         `counts` is False if that was only because it was not needed: this start is not counted.
         """
+        self._durable.pop(task.group, None)
         self._record({"return": task.group, "counts": counts})
         return self.state.open[task.group].num_starts
 
     def record_end(self, task: AgentTask) -> None:
         """Record that a group is durable, or abandoned."""
+        self._durable.pop(task.group, None)
         self._record({"end": task.group})
         if self._size > MAX_JOURNAL_BYTES and not self._unwritten:
             with contextlib.suppress(OSError):  # a full disk: the journal grows until there is room for a new one

@@ -127,8 +127,9 @@ class TaskStream:
 
     def is_ended(self, domain: str) -> bool:
         """Return whether a domain has no more tasks."""
-        is_returned = any(task.domain == domain for task in self._returned)
-        return self._rows is not None and not is_returned and self._rows.is_ended(domain)
+        if self._rows is None or not self._rows.is_ended(domain):
+            return False
+        return not any(task.domain == domain for task in self._returned)
 
 
 def make_held_out_task(domain: str, *, recipe_seed: int, round: int, index: int) -> AgentTask:

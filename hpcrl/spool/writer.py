@@ -78,8 +78,8 @@ class BatchWriter:
         """Hold trajectories in memory; they get into one segment. After an error none is held."""
         packed = [pack_trajectory(trajectory) for trajectory in trajectories]
         with self._state_lock:
-            for one in packed[:1]:  # there is room for all or for none: a group that has ended must not be divided
-                self._check_room(one)
+            if packed:  # there is room for all or for none: a group that has ended must not be divided
+                self._check_room(packed[0])
             self._open.extend((self._clock(), one) for one in packed)
             self._num_bytes += sum(one.num_bytes for one in packed)
 

@@ -13,7 +13,6 @@
 All ranks of a trainer make every call together.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +24,10 @@ from torch import Tensor
 
 from hpcrl.config.pipeline import is_user_node, make_pipeline
 from hpcrl.config.recipe import TrainConfig
-from hpcrl.errors import TrainError
+from hpcrl.errors import TrainError, show_error
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import LossSums, PolicyLoss
+from hpcrl.models.model_config import read_model_config
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs
 from hpcrl.trainers.spread_model import SpreadModel
@@ -248,11 +248,11 @@ def find_fixed_models(
 def _check_vocabulary(setting: str, path: Path, size: int) -> Path:
     """Refuse what does not look like a model directory, or a model with another number of tokens than the policy."""
     try:
-        seen = json.loads((path / "config.json").read_text())["vocab_size"]
+        seen = read_model_config(path / "config.json").fields["vocab_size"]
     except (OSError, ValueError, KeyError) as error:
         raise TrainError(
             f"{setting} = {str(path)!r} is not a model directory: its config.json gives no vocab_size "
-            f"({type(error).__name__}: {error})"
+            f"({show_error(error)})"
         ) from error
     if seen != size:
         raise TrainError(

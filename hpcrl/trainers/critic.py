@@ -2,7 +2,6 @@
 
     Critic                the model, in training
     estimate_advantages   generalised advantage estimation, from values of a critic or of the user's function
-    AdvantageEstimates    its result
 
 Legend: B rows of a micro-batch, N model tokens of a micro-batch (row by row), T model tokens of one row
 """
@@ -10,7 +9,6 @@ Legend: B rows of a micro-batch, N model tokens of a micro-batch (row by row), T
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpcrl.config.recipe import TrainConfig
-from hpcrl.learn.advantage import STD_EPSILON, gae
+from hpcrl.learn.advantage import gae
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import compute_token_shares, compute_value_loss
-from hpcrl.trainers.micro_batch_loss import compute_mean_and_std
+from hpcrl.trainers.micro_batch_loss import normalize_advantages
 from hpcrl.trainers.torch_model import TrainedModel, load_critic
 from hpcrl.trainers.world import World
 
@@ -45,12 +43,12 @@ class Critic:
         """Replace rewards by advantages, with mean 0 and variance 1 over all tokens of the step."""
         with torch.no_grad():
             values = [[self._predict_values(micro) for micro in minibatch] for minibatch in minibatches]
-        found = estimate_advantages(minibatches, values, train=self._train, world=self._world)
+        estimated = estimate_advantages(minibatches, values, train=self._train)
         self._evaluated = [
-            list(zip(minibatch, values_N, returns_N, strict=True))
-            for minibatch, values_N, returns_N in zip(minibatches, values, found.returns, strict=True)
+            [(micro, values_N, micro.advantages_N + values_N) for micro, values_N in zip(*each, strict=True)]
+            for each in zip(estimated, values, strict=True)
         ]
-        return found.minibatches
+        return normalize_advantages(estimated, world=self._world)
 
     def learn(self, number: int, *, num_tokens: float, rate: float) -> float:
         """Make an optimizer step on minibatch `number` of those evaluated; return the loss over all ranks."""
@@ -81,55 +79,21 @@ class Critic:
         return values_BT[micro.mask_BT]  # type: ignore[no-any-return]
 
 
-class AdvantageEstimates(NamedTuple):
-    """Micro-batches with advantages in place of rewards, and the return at each of their model tokens."""
-
-    minibatches: list[list[MicroBatch]]
-    returns: list[list[Tensor]]
-
-
 def estimate_advantages(
-    minibatches: Sequence[Sequence[MicroBatch]],
-    values: Sequence[Sequence[Tensor | None]],
-    *,
-    train: TrainConfig,
-    world: World,
-) -> AdvantageEstimates:
-    """Turn rewards into advantages with mean 0 and variance 1 over all tokens of the step.
-
-    A micro-batch without values, on a rank that does not know them, stays as it is and counts nowhere.
-    """
-    found = [
+    minibatches: Sequence[Sequence[MicroBatch]], values: Sequence[Sequence[Tensor | None]], *, train: TrainConfig
+) -> list[list[MicroBatch]]:
+    """Turn rewards into advantages, not yet normalised."""
+    return [
         [
-            None if values_N is None else _estimate_row_advantages(micro, values_N, train=train)
+            replace(micro, advantages_N=_estimate_row_advantages(micro, values_N, train=train))
             for micro, values_N in zip(*each, strict=True)
         ]
         for each in zip(minibatches, values, strict=True)
     ]
-    columns = [advantages_N for minibatch in found for advantages_N in minibatch if advantages_N is not None]
-    mean, std = compute_mean_and_std(columns, world=world)
-    result = AdvantageEstimates([], [])
-    for minibatch, minibatch_values, estimates in zip(minibatches, values, found, strict=True):
-        known = list(zip(minibatch, minibatch_values, estimates, strict=True))
-        result.minibatches.append(
-            [
-                micro
-                if advantages_N is None
-                else replace(micro, advantages_N=(advantages_N - mean) / (std + STD_EPSILON))
-                for micro, _, advantages_N in known
-            ]
-        )
-        result.returns.append(
-            [
-                advantages_N + values_N
-                for _, values_N, advantages_N in known
-                if values_N is not None and advantages_N is not None
-            ]
-        )
-    return result
 
 
-def _estimate_row_advantages(micro: MicroBatch, values_N: Tensor, *, train: TrainConfig) -> Tensor:
+def _estimate_row_advantages(micro: MicroBatch, values_N: Tensor | None, *, train: TrainConfig) -> Tensor:
+    assert values_N is not None, "a rank with log-probs has the values of its tokens"
     rows = micro.rows_N.cpu().numpy()
     lengths_B = np.bincount(rows, minlength=1)  # by trajectory, padded or packed
     advantages_BT = gae(

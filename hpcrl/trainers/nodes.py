@@ -104,10 +104,10 @@ def subtract_costs(work: StepWork, minibatches: list[Minibatch], *columns: list[
 def estimate_values(work: StepWork, minibatches: list[Minibatch], *columns: list[TokenColumns]) -> list[Minibatch]:
     """Turn rewards into advantages, with the values of the critic or of the user's function."""
     if work.executor.is_users(work.name):
-        values = work.executor.compute_columns(work.name, minibatches, *columns)
-        if not work.trainer.has_logprobs:  # nor advantages that count
-            values = [[None] * len(minibatch) for minibatch in minibatches]
-        return estimate_advantages(minibatches, values, train=work.train, world=work.trainer.world).minibatches
+        if work.trainer.has_logprobs:  # else it has no advantages that count either
+            values = work.executor.compute_columns(work.name, minibatches, *columns)
+            minibatches = estimate_advantages(minibatches, values, train=work.train)
+        return normalize_advantages(minibatches, world=work.trainer.world, counts=work.trainer.has_logprobs)
     assert work.trainer.critic is not None, "a pipeline with values has a critic"
     return work.trainer.critic.add_advantages(minibatches)
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from hpcrl.config.pipeline import make_pipeline
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.batch import MicroBatch
-from hpcrl.learn.loss import compute_log_distribution, gather_logprobs
-from hpcrl.trainers.torch_model import compute_token_logits, load_causal
+from hpcrl.trainers.torch_model import compute_token_logprobs, load_causal
 from hpcrl.trainers.world import World
 
 
@@ -86,9 +85,7 @@ class SpreadModel:
         with torch.no_grad():
             for micro in unpack_inputs(packed):
                 assert self._model is not None, "only ranks with the model are asked"
-                logits_NV = compute_token_logits(self._model, micro)
-                logprobs_NV = compute_log_distribution(logits_NV, temperature=self._temperature)
-                found.append(gather_logprobs(logprobs_NV, micro.targets_N))
+                found.append(compute_token_logprobs(self._model, micro, temperature=self._temperature))
         return torch.cat(found)
 
 

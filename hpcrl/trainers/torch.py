@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from hpcrl.config.pipeline import needs_critic
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.batch import MicroBatch, empty_micro_batch
-from hpcrl.learn.loss import LossSums, PolicyLoss, compute_log_distribution, gather_logprobs
+from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import load_update
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import torch_model
@@ -29,7 +29,7 @@ from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs, comp
 from hpcrl.trainers.spread_model import load_spread_models
 from hpcrl.trainers.state import StateShard, check_same_shapes, fill_shards, read_whole_shapes
 from hpcrl.trainers.step import make_row_reader, train_step
-from hpcrl.trainers.torch_model import TrainedModel, compute_token_logits, load_causal
+from hpcrl.trainers.torch_model import TrainedModel, compute_token_logits, compute_token_logprobs, load_causal
 from hpcrl.trainers.world import SINGLE_RANK, World
 
 
@@ -219,6 +219,4 @@ class TorchTrainer:
 
     def _logprobs(self, micro: MicroBatch, *, model: torch.nn.Module | TrainedModel | None = None) -> Tensor:
         """Compute the log-probs of the micro-batch's model tokens."""
-        logits_NV = compute_token_logits(model or self._policy, micro)
-        logprobs_NV = compute_log_distribution(logits_NV, temperature=self._temperature)
-        return gather_logprobs(logprobs_NV, micro.targets_N)
+        return compute_token_logprobs(model or self._policy, micro, temperature=self._temperature)

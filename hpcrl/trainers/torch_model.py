@@ -3,6 +3,7 @@
     TrainedModel               a policy or a critic
     load_causal, load_critic   load one from a model directory
     compute_token_logits       the logits at the model tokens of a micro-batch
+    compute_token_logprobs     the log-probs of these tokens
     add_adapters               freeze a model and add to each linear layer an adapter that at first changes nothing
     has_adapters               whether a model has adapters
     merge_adapters             the weights with their adapters, by the names of the model directory
@@ -35,6 +36,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import MicroBatch
+from hpcrl.learn.loss import compute_log_distribution, gather_logprobs
 from hpcrl.trainers.optimizer import MOMENT_PARTS, WeightUpdate, make_optimizer
 from hpcrl.trainers.state import StateShard, make_whole_shard
 from hpcrl.trainers.world import World
@@ -214,6 +216,12 @@ def compute_token_logits(model: Callable[..., Any], micro: MicroBatch) -> Tensor
     # No attention mask: the padding is on the right of a causal model, and without a mask attention is fastest.
     logits_BKV = model(micro.inputs_BT, position_ids=micro.positions_BT, logits_to_keep=kept_K, use_cache=False).logits
     return logits_BKV[micro.mask_BT[:, kept_K]]  # type: ignore[no-any-return]
+
+
+def compute_token_logprobs(model: Callable[..., Any], micro: MicroBatch, *, temperature: float) -> Tensor:
+    """Compute the log-probs of the micro-batch's model tokens."""
+    logprobs_NV = compute_log_distribution(compute_token_logits(model, micro), temperature=temperature)
+    return gather_logprobs(logprobs_NV, micro.targets_N)
 
 
 def load_causal(model_dir: Path) -> Any:

@@ -26,7 +26,7 @@ from hpcrl.engines.base import Completion
 from hpcrl.errors import EngineAnswerError
 from hpcrl.models.chat_template import ChatTemplate, MarkPlace
 from hpcrl.models.message_form import ConversationExcerpt, make_excerpt
-from hpcrl.rollout.agents.shared_sequence import SequenceIndex, SharedSequence, count_equal
+from hpcrl.rollout.agents.shared_sequence import SequenceIndex, SharedSequence, count_equal, join_ids
 
 ChatMessage = dict[str, Any]
 _NO_MESSAGES: SharedSequence[tuple[ChatMessage, ...]] = SharedSequence(())
@@ -64,16 +64,16 @@ class TurnPrompt:
 
     def read_end(self, num_chars: int) -> str:
         """Return the end of the prompt as text, with at most this number of characters."""
-        return "".join(self.text.list_last_parts(num_chars))[-num_chars:]
+        return "".join(self.text.list_parts(max(len(self.text) - num_chars, 0)))[-num_chars:]
 
     @property
     def new_token_ids(self) -> "array[int]":
         """The ids that follow the parent's; all of them if there is none."""
-        return _join_ids(self.ids) if self.parent is None else self.ids.own
+        return join_ids(self.ids) if self.parent is None else self.ids.own
 
     def token_ids(self) -> list[int]:
         """Return the ids of the whole prompt."""
-        return _join_ids(self.ids).tolist()
+        return join_ids(self.ids).tolist()
 
     def list_messages(self) -> list[ChatMessage]:
         """Return the messages as rendered."""
@@ -129,7 +129,7 @@ class RecordedTurn:
 
     def token_ids(self) -> list[int]:
         """Return the ids of the prompt and the answer."""
-        return _join_ids(self.ids).tolist()
+        return join_ids(self.ids).tolist()
 
     def path(self) -> "list[RecordedTurn]":
         """Return the turns from the first one to this."""
@@ -370,10 +370,6 @@ class ConversationRecording:
         if answer is not None:
             self._answers.setdefault(_extend_key(prompt.key, answer), []).append(turn)
         return turn
-
-
-def _join_ids(ids: "SharedSequence[array[int]]") -> "array[int]":
-    return array("i", b"".join(ids.list_parts()))
 
 
 def _find_mark(prompt: TurnPrompt | None, end: int) -> tuple[int, int]:

@@ -18,7 +18,6 @@ import hashlib
 import math
 import secrets
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
@@ -47,6 +46,7 @@ from hpcrl.rollout.agents.session import ProgramSession
 from hpcrl.rollout.agents.shared_sequence import IdListCache
 from hpcrl.rollout.agents.structures import make_structure
 from hpcrl.rollout.agents.text_form import TextForm, check_count, detokenize, list_prompt_ids, tokenize
+from hpcrl.rollout.judges.relay import start_server
 from hpcrl.rollout.turn import StreamingGenerator
 
 MAX_BODY_BYTES = 32 << 20
@@ -129,17 +129,12 @@ class ModelProxy:
 
     async def __aenter__(self) -> Self:
         # A handful of fixed routes does not need an Application, whose routing and middleware cost time on every call.
-        make_request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=MAX_BODY_BYTES)
-        server = web.Server(self._handle, request_factory=make_request, handler_cancellation=True, access_log=None)
-        self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
-        await self._runner.setup()
+        url, self._runner = await start_server(self._handle, host="127.0.0.1", max_body_bytes=MAX_BODY_BYTES)
+        self.url = f"{url}/v1"
         self.socket_path = (
             Path(tempfile.mkdtemp(prefix="hpcrl-")) / "openai.sock"
         )  # 0700, and short enough for a socket
         await web.UnixSite(self._runner, str(self.socket_path)).start()
-        listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        await web.SockSite(self._runner, listening).start()
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
         return self
 
     async def __aexit__(self, *_: object) -> None:

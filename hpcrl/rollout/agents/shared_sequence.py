@@ -1,6 +1,7 @@
 """Sequences that start alike, each stored as what differs: the texts, ids and messages of an episode's prompts.
 
 SharedSequence  a text, ids or messages, of which a beginning is that of another one
+join_ids        all ids of one
 IdListCache     the ids of the sequences that were read last
 SequenceIndex   finds, of many sequences, those that start like a whole one
 count_equal     the number of first items that two sequences share
@@ -36,12 +37,12 @@ class SharedSequence(Generic[S]):
         """Return a sequence of all items of this one and some more."""
         return SharedSequence(own, self, len(self))
 
-    def list_parts(self) -> list[S]:
-        """Return the parts that make up the whole, in order."""
+    def list_parts(self, start: int = 0) -> list[S]:
+        """Return the parts that make up the whole, in order; those that end before the item `start` are left out."""
         parts: list[Any] = []
         link: SharedSequence[S] | None = self
         end = len(self)
-        while link is not None and end:
+        while link is not None and end > start:
             if (num := end - link.num_shared) > 0:  # no calls here: a conversation may have thousands of links
                 own = link.own
                 parts.append(own if num == len(own) else own[:num])
@@ -49,18 +50,10 @@ class SharedSequence(Generic[S]):
             link = link.base
         return parts[::-1]
 
-    def list_last_parts(self, num: int) -> list[S]:
-        """Return the last parts of the whole, in order, with `num` items or more unless it is shorter."""
-        parts: list[Any] = []
-        link: SharedSequence[S] | None = self
-        end = len(self)
-        while link is not None and num > 0:
-            part = link.own[: end - link.num_shared] if end > link.num_shared else link.own[:0]
-            parts.append(part)
-            num -= len(part)
-            end = min(end, link.num_shared)
-            link = link.base
-        return parts[::-1]
+
+def join_ids(sequence: "SharedSequence[array[int]]") -> "array[int]":
+    """Return all ids of a sequence."""
+    return array("i", b"".join(sequence.list_parts()))
 
 
 class IdListCache:
@@ -81,7 +74,7 @@ class IdListCache:
             link = link.base
         known = self._lists.pop(link, None)
         if known is None:
-            ids = array("i", b"".join(sequence.list_parts())).tolist()
+            ids = join_ids(sequence).tolist()
         else:
             self._num_ids -= len(known)
             ids = known[:end]

@@ -121,7 +121,7 @@ def _write_json(before: str, after: str) -> CallWrite:
 
 def _write_object(name: str, schema: JsonObject) -> list[OutputPart]:
     """Write a call that is JSON as a whole: an answer that is other JSON may be an alternative to it."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared = _pick_definitions(schema)
     arguments = {key: value for key, value in schema.items() if key not in shared}
     call = {
         "type": "object",
@@ -137,8 +137,7 @@ def _write_tagged(before: str, argument: tuple[str, str], after: str) -> CallWri
 
     def write(name: str, schema: JsonObject) -> list[OutputPart]:
         parts: list[OutputPart] = [ExactText(text=before.replace("NAME", name))]
-        properties: Mapping[str, Any] = schema.get("properties") or {}
-        for key, value in properties.items():
+        for key, value in _list_properties(schema).items():
             one: list[OutputPart] = [ExactText(text=argument[0].replace("KEY", key)), *_list_value(value, argument[1])]
             parts += one if key in (schema.get("required") or ()) else [PartChoice(alternatives=[one, []])]
         return [*parts, ExactText(text=after)]
@@ -153,12 +152,10 @@ def _write_listed(before: str, key: str, value: WriteValue, after: str, *, comma
     """Return a writer of arguments between commas, the required ones first; NAME and KEY stand for the names."""
 
     def write(name: str, schema: JsonObject) -> list[OutputPart]:
-        shared = {field: schema[field] for field in ("$defs", "definitions") if field in schema}
         wanted = schema.get("required") or ()
         first: list[OutputPart] = []
         others: list[list[OutputPart]] = []
-        for known, given in _list_properties(schema).items():
-            described = {**given, **shared} if isinstance(given, dict) else {}
+        for known, described in _list_properties(schema).items():
             one: list[OutputPart] = [ExactText(text=key.replace("KEY", known)), *value(described)]
             if known in wanted:
                 first += [*([ExactText(text=comma)] if first else []), *one]
@@ -179,8 +176,14 @@ def _make_optional(parts: list[OutputPart]) -> OutputPart:
     return PartChoice(alternatives=[parts, []])
 
 
-def _list_properties(schema: JsonObject) -> Mapping[str, Any]:
-    return schema.get("properties") or {}
+def _list_properties(schema: JsonObject) -> dict[str, JsonObject]:
+    """Return the schema of each argument, with the definitions that it may refer to."""
+    shared, properties = _pick_definitions(schema), schema.get("properties") or {}
+    return {key: {**given, **shared} if isinstance(given, dict) else {} for key, given in properties.items()}
+
+
+def _pick_definitions(schema: JsonObject) -> JsonObject:
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
 def _write_json_value(schema: JsonObject) -> list[OutputPart]:

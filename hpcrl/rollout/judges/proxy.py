@@ -28,6 +28,7 @@ from aiohttp import web
 from hpcrl.campaign_dir.endpoints import EngineEndpoint, list_endpoints
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import Recipe
+from hpcrl.engines.http import make_client_session
 from hpcrl.envs.judge_access import JudgeAccess, write_variables
 from hpcrl.errors import EngineError
 from hpcrl.rollout.judge_outages import JudgeOutages
@@ -114,8 +115,7 @@ class JudgeProxy:
             self._ready.set()
 
     async def _serve(self) -> None:
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector) as self._session:
+        async with make_client_session() as self._session:
             self._url, runner = await start_server(self._handle, host="127.0.0.1")
             self._ready.set()
             try:
@@ -148,7 +148,7 @@ class JudgeProxy:
             self._outages.mark_gone(judge.name)
 
     async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
-        name, _, path = http.path.removeprefix("/").partition("/")
+        name, _, path = http.path_qs.removeprefix("/").partition("/")
         if not is_allowed(http, self._token):
             return make_error(401, f"use the key in HPCRL_JUDGE_{name.upper()}_KEY", code="invalid_api_key")
         judge = self._judges.get(name)
@@ -165,12 +165,11 @@ class JudgeProxy:
 
     async def _ask(self, judge: _JudgeState, http: web.BaseRequest, path: str) -> web.StreamResponse:
         """Send a request to an engine of the judge, and to another one if that is gone."""
-        query = f"?{http.query_string}" if http.query_string else ""
         for attempt in range(MAX_ATTEMPTS):
             engine = await self._await_engine(judge)
             engine.num_requests += 1
             try:
-                url = engine.endpoint.url + path + query
+                url = engine.endpoint.url + path
                 response = await relay_request(http, self._session, url=url, headers=_authorize(engine))
                 if response.status == STATUS_GONE:
                     raise EngineError(f"the engine {engine.endpoint.worker} is gone")

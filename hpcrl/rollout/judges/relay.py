@@ -15,6 +15,7 @@ from functools import partial
 
 import aiohttp
 import msgspec
+import yarl
 from aiohttp import web
 
 from hpcrl.errors import EngineError
@@ -43,7 +44,12 @@ async def relay_request(
     kept = {name: value for name, value in http.headers.items() if name.lower() in _REQUEST_HEADERS}
     try:
         async with session.request(
-            http.method, url, data=body or None, headers={**kept, **headers}, timeout=timeout, allow_redirects=False
+            http.method,
+            yarl.URL(url, encoded=True),  # the path as it was checked
+            data=body or None,
+            headers={**kept, **headers},
+            timeout=timeout,
+            allow_redirects=False,
         ) as answer:
             known = {name: value for name, value in answer.headers.items() if name.lower() in _RESPONSE_HEADERS}
             if not answer.headers.get("Content-Type", "").startswith(EVENT_STREAM):
@@ -70,13 +76,15 @@ async def _relay_events(
     return response
 
 
-async def start_server(handle: RequestHandler, *, host: str, port: int = 0) -> tuple[str, web.ServerRunner]:
+async def start_server(
+    handle: RequestHandler, *, host: str, max_body_bytes: int = MAX_BODY_BYTES
+) -> tuple[str, web.ServerRunner]:
     """Serve on `host` until the runner's cleanup(); return the URL. A client that leaves cancels its request."""
-    make_request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=MAX_BODY_BYTES)
+    make_request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=max_body_bytes)
     server = web.Server(handle, request_factory=make_request, handler_cancellation=True, access_log=None)
     runner = web.ServerRunner(server, shutdown_timeout=1.0)
     await runner.setup()
-    listening = socket.create_server((host, port), backlog=1024)
+    listening = socket.create_server((host, 0), backlog=1024)
     await web.SockSite(runner, listening).start()
     return f"http://{host}:{listening.getsockname()[1]}", runner
 

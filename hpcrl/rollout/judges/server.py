@@ -147,9 +147,8 @@ async def serve_judge(api: ModelApi, *, host: str, token: str) -> AsyncIterator[
 
 
 async def _relay_to_api(http: web.BaseRequest, session: aiohttp.ClientSession, *, key: str) -> web.StreamResponse:
-    query = f"?{http.query_string}" if http.query_string else ""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        return await relay_request(http, session, url=f"http://judge{http.path}{query}", headers=headers)
+        return await relay_request(http, session, url=f"http://judge{http.path_qs}", headers=headers)
     except EngineError as error:
         return make_error(STATUS_GONE, str(error), code="judge_gone")

@@ -347,6 +347,13 @@ def test_a_call_in_the_form_of_a_family_may_be_an_alternative_to_json(family: st
         check_structure(either)
 
 
+@pytest.mark.parametrize("family", CALL_WRITERS)
+def test_the_arguments_of_a_call_may_refer_to_definitions_inside_a_list(family: str) -> None:
+    items = {"type": "array", "items": {"$ref": "#/$defs/a"}}
+    tool = {"name": "f", "parameters": {"$defs": {"a": ANY}, "type": "object", "properties": {"x": items}}}
+    check_structure(structure(*CALL_WRITERS[family].list_parts([tool], may_repeat=False)))
+
+
 def test_a_body_nested_deeper_than_the_stack_is_a_bad_request(model: Any) -> None:
     engine = EmbeddedEngine(model, store=MemoryStore())
     schema = '{"a":' * 50_000 + "1" + "}" * 50_000

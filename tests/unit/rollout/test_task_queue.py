@@ -360,6 +360,19 @@ def test_a_journal_keeps_a_bounded_number_of_tasks_that_wait_for_a_checkpoint(tm
     assert list(TaskJournal(tmp_path / "j").state.open) == ["a/2", "a/3"]
 
 
+def test_a_task_that_runs_again_no_longer_waits_for_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpcrl.rollout.journal.MAX_DURABLE_TASKS", 2)
+    journal = TaskJournal(tmp_path / "j")
+    for number in range(3):
+        journal.record_draw(make_task(number), {"a": 1.0})
+    journal.record_durable(make_task(0))
+    journal.record_return(make_task(0), counts=True)  # it was dropped as too old
+    for number in (1, 2):
+        journal.record_durable(make_task(number))
+    assert journal.record_start(make_task(0)) == 1
+    assert list(TaskJournal(tmp_path / "j").state.open) == ["a/0", "a/1", "a/2"]
+
+
 def test_a_process_that_outlived_its_job_sees_that_another_continues_its_journal(tmp_path):
     leftover = TaskJournal(tmp_path / "j")
     assert not leftover.is_replaced

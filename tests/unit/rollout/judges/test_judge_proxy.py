@@ -1,14 +1,18 @@
 """Judges: engines behind OpenAI's API, and the proxy at which reward functions call them, also while one is gone."""
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
 
+import aiohttp
 import httpx
 import msgspec
 import openai
 import pytest
+import yarl
+from aiohttp import web
 
 from hpcrl.campaign_dir.endpoints import announce_endpoint, list_endpoints
 from hpcrl.envs.judge import judge as ask_judge
@@ -17,6 +21,7 @@ from hpcrl.errors import ConfigError, EnvFault
 from hpcrl.rollout.judge_outages import JudgeOutages
 from hpcrl.rollout.judges import proxy as proxy_module
 from hpcrl.rollout.judges.proxy import JudgeProxy
+from hpcrl.rollout.judges.server import serve_judge
 from tests.support.campaign_spools import trajectory
 from tests.support.served_judges import judge_host
 
@@ -80,6 +85,32 @@ def test_a_wrong_key_and_an_unknown_judge_are_refused(host, client):
         chat(client.with_options(api_key="other"))
     with pytest.raises(openai.NotFoundError, match="the recipe has grader"):
         chat(client.with_options(base_url=str(client.base_url).replace("grader", "other")))
+
+
+@pytest.mark.parametrize("path", ["/v1/../pause", "/v1/models?q=%C3%A9%23", "/v1/a%2Fb"])
+def test_a_server_of_a_judge_is_sent_the_path_that_was_checked(tmp_path, path):
+    class RecordingApi:
+        socket_path = tmp_path / "s"
+
+        @contextlib.asynccontextmanager
+        async def open_key(self):
+            yield ""
+
+    async def body():
+        async def answer(http):
+            return web.Response(text=http.path_qs)
+
+        runner = web.ServerRunner(web.Server(answer))
+        await runner.setup()
+        await web.UnixSite(runner, str(RecordingApi.socket_path)).start()
+        async with serve_judge(RecordingApi(), host="127.0.0.1", token="t") as url, aiohttp.ClientSession() as client:
+            headers = {"Authorization": "Bearer t"}
+            async with client.get(yarl.URL(url + path, encoded=True), headers=headers) as answered:
+                seen = answered.status, await answered.text()
+        await runner.cleanup()
+        return seen
+
+    assert asyncio.run(body()) == (200, path)
 
 
 def test_an_address_of_a_judge_refuses_others_and_hides_other_routes(host):
