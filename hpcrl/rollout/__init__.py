@@ -20,6 +20,7 @@ rewards           a domain's reward function, and the score of an episode
 reward_process    the process that computes the rewards of a worker
 trajectory_scorer  the same for single trajectories, of evaluations
 reward_calls      that process: calls in children, which are killed when they hang
+http_server       serves a handler on a port
 judge_outages     which judges are gone, or were
 judges            second models that rewards and environments call
 routing           which engine serves a turn

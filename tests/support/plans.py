@@ -1,9 +1,18 @@
 """Recipes and plans as tests need them: what ships, with a few settings changed.
 
-make_recipe  a shipped recipe
-make_site    a shipped site, with an account where jobs need one
-plan_recipe  the plan of a recipe for a site
+make_recipe         a shipped recipe
+make_reward_recipe  the quickstart with a reward function of the tests
+make_site           a shipped site, with an account where jobs need one
+plan_recipe         the plan of a recipe for a site
+refuse_recipe       why a recipe's code is refused before submission
 """
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.site import Site, load_site
@@ -20,6 +29,14 @@ def make_recipe(*settings: str, name: str = "quickstart") -> Recipe:
     return load_recipe(name, settings=settings)
 
 
+def make_reward_recipe(reward: str, *settings: str, judges: Sequence[str] = (), **options: Any) -> Recipe:
+    """Return the quickstart with a reward of `tests/support`, `many_rewards:note`, and nothing but these options."""
+    recipe = make_recipe(*settings)
+    changed = {"reward": f"tests.support.{reward}", "judges": list(judges), "reward_options": options}
+    lake = msgspec.structs.replace(recipe.domains["lake"], **changed)
+    return msgspec.structs.replace(recipe, domains={"lake": lake})
+
+
 def make_site(name: str = "lab", *settings: str) -> Site:
     """Return a shipped site with some settings."""
     return load_site(name, settings=(*ACCOUNTS.get(name, ()), *settings))
@@ -30,3 +47,11 @@ def plan_recipe(*settings: str, recipe: str = "quickstart", site: str = "lab") -
     of_site = [setting.removeprefix("site.") for setting in settings if setting.startswith("site.")]
     of_recipe = [setting for setting in settings if not setting.startswith("site.")]
     return make_plan(make_recipe(*of_recipe, name=recipe), make_site(site, *of_site))
+
+
+def refuse_recipe(recipe: Recipe) -> str:
+    """Return what the process that checks a recipe's code prints when it refuses it."""
+    command = [sys.executable, "-m", "hpcrl.envs.check"]
+    done = subprocess.run(command, input=msgspec.json.encode(recipe), capture_output=True, check=False)
+    assert done.returncode == 2
+    return done.stdout.decode()

@@ -122,7 +122,7 @@ def settings_of(name, **more):
     """Return [train] of a recipe with a row's settings, as `hpcrl plan` accepts it."""
     given = {**ALL[name], **more, "learning_rate": RATE, "groups_per_step": 8, "max_grad_norm": 1e9}
     given |= {"kl_coef": 0.2} if "kl" in given else {}
-    recipe = make_recipe(*tuple(f"train.{key}={value}" for key, value in given.items()))
+    recipe = make_recipe(*(f"train.{key}={value}" for key, value in given.items()))
     check_recipe(recipe)
     return msgspec.structs.replace(recipe.train, response_budget={"lake": BUDGET, "sums": BUDGET})
 

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field
 from typing import IO
 
 from hpcrl.envs.isolation.syscall_filter import deny_hidden_memory
-from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, protect_memory
+from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants, protect_memory
 
 STARTED_MARK = "started\n"
 """Printed once the program has been started, before its result."""
@@ -73,6 +73,8 @@ class ProgramResult:
     """The end of its standard output."""
     errors: str
     num_output_bytes: int
+    num_left_tasks: int = 0
+    """The processes and threads that it left running; all are ended."""
     was_started: bool = True
 
 
@@ -147,10 +149,23 @@ def finish_program(process: "subprocess.Popen[bytes]", launch: ProgramLaunch) ->
         process.stdin.close()
     exit_code = process.wait()
     result = ProgramResult(
-        exit_code=exit_code, output=output.close(), errors=errors.close(), num_output_bytes=output.num_bytes
+        exit_code=exit_code,
+        output=output.close(),
+        errors=errors.close(),
+        num_output_bytes=output.num_bytes,
+        num_left_tasks=_count_tasks(),
     )
     end_descendants(grace_s=END_GRACE_S)
     return result
+
+
+def _count_tasks() -> int:
+    """Count the processes and threads below this one."""
+    num_tasks = 0
+    for pid in list_descendants():
+        with suppress(OSError):  # it may have ended
+            num_tasks += len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 - as few imports as possible
+    return num_tasks
 
 
 def _open_key(key: str) -> int:

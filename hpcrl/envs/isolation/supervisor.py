@@ -214,6 +214,7 @@ def _run_stage(stage: Stage, episode: EpisodeStages) -> dict[str, Any]:
         why = printed[1].decode(errors="replace").strip()[-300:]
         fault = StageEnded if mark else StageFault
         raise fault(f"the sandbox of the {stage.name} ended with code {process.returncode}: {why}") from None
+    _check_tasks(stage, episode, result["num_left_tasks"])  # it may have ended between two watches
     return result
 
 
@@ -226,11 +227,7 @@ def _watch_stage(stage: Stage, episode: EpisodeStages, pid: int, reader: threadi
         if time.monotonic() > deadline:
             raise StageLate(f"the {stage.name} was still running after {stage.timeout_name} = {stage.timeout_s:g} s")
         num_tasks, num_bytes = measure_tree(pid)
-        if num_tasks > episode.max_processes:
-            raise StageEnded(
-                f"the {stage.name} was ended: it had {num_tasks} processes and threads, "
-                f"max_processes = {episode.max_processes}"
-            )
+        _check_tasks(stage, episode, num_tasks)
         max_bytes = episode.max_memory_mb << 20
         if num_bytes > max_bytes and (num_bytes := _measure_unshared_bytes()) > max_bytes:
             raise StageEnded(
@@ -247,6 +244,14 @@ def _watch_stage(stage: Stage, episode: EpisodeStages, pid: int, reader: threadi
                 )
             took_s = time.monotonic() - started
             next_disk_watch = time.monotonic() + max(DISK_WATCH_INTERVAL_S, took_s / MAX_DISK_WATCH_SHARE)
+
+
+def _check_tasks(stage: Stage, episode: EpisodeStages, num_tasks: int) -> None:
+    if num_tasks > episode.max_processes:
+        raise StageEnded(
+            f"the {stage.name} was ended: it had {num_tasks} processes and threads, "
+            f"max_processes = {episode.max_processes}"
+        )
 
 
 def _count_disk_bytes(directory: str) -> int:

@@ -46,7 +46,7 @@ from hpcrl.rollout.agents.session import ProgramSession
 from hpcrl.rollout.agents.shared_sequence import IdListCache
 from hpcrl.rollout.agents.structures import make_structure
 from hpcrl.rollout.agents.text_form import TextForm, check_count, detokenize, list_prompt_ids, tokenize
-from hpcrl.rollout.judges.relay import start_server
+from hpcrl.rollout.http_server import start_server
 from hpcrl.rollout.turn import StreamingGenerator
 
 MAX_BODY_BYTES = 32 << 20

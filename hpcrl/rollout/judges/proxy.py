@@ -31,8 +31,9 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.engines.http import make_client_session
 from hpcrl.envs.judge_access import JudgeAccess, write_variables
 from hpcrl.errors import EngineError
+from hpcrl.rollout.http_server import start_server
 from hpcrl.rollout.judge_outages import JudgeOutages
-from hpcrl.rollout.judges.relay import STATUS_GONE, is_allowed, make_error, relay_request, start_server
+from hpcrl.rollout.judges.relay import STATUS_GONE, is_allowed, make_error, relay_request
 from hpcrl.system.variables import JUDGE_OUTAGES_VARIABLE
 
 HOLD_TIMEOUT_S = 300.0

@@ -1,17 +1,14 @@
 """Send a request on to another server, and its response back, as it is received.
 
 relay_request      sends one on; raises EngineError if there is no response
-start_server       serves a handler over HTTP, without a framework's routing
 make_error         a response with an error in the form of OpenAI's API
 is_allowed         whether a request has the bearer token
-MAX_BODY_BYTES, CONNECT_TIMEOUT_S, STATUS_GONE, EVENT_STREAM   limits, a status and a type
+CONNECT_TIMEOUT_S, STATUS_GONE, EVENT_STREAM   a limit, a status and a type
 """
 
 import asyncio
 import hmac
-import socket
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 
 import aiohttp
 import msgspec
@@ -20,15 +17,12 @@ from aiohttp import web
 
 from hpcrl.errors import EngineError
 
-MAX_BODY_BYTES = 64 << 20
 CONNECT_TIMEOUT_S = 10.0
 STATUS_GONE = 502
 """The status of a judge's address whose engine does not respond."""
 EVENT_STREAM = "text/event-stream"
 _REQUEST_HEADERS = frozenset({"accept", "content-type", "user-agent"})
 _RESPONSE_HEADERS = frozenset({"content-type", "cache-control", "retry-after", "x-request-id"})
-
-RequestHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 async def relay_request(
@@ -74,19 +68,6 @@ async def _relay_events(
         raise asyncio.CancelledError from None
     await response.write_eof()
     return response
-
-
-async def start_server(
-    handle: RequestHandler, *, host: str, max_body_bytes: int = MAX_BODY_BYTES
-) -> tuple[str, web.ServerRunner]:
-    """Serve on `host` until the runner's cleanup(); return the URL. A client that leaves cancels its request."""
-    make_request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=max_body_bytes)
-    server = web.Server(handle, request_factory=make_request, handler_cancellation=True, access_log=None)
-    runner = web.ServerRunner(server, shutdown_timeout=1.0)
-    await runner.setup()
-    listening = socket.create_server((host, 0), backlog=1024)
-    await web.SockSite(runner, listening).start()
-    return f"http://{host}:{listening.getsockname()[1]}", runner
 
 
 def make_error(status: int, message: str, *, code: str) -> web.Response:

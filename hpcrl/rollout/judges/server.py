@@ -29,7 +29,8 @@ from hpcrl.rollout.agents.recording import ConversationRecording
 from hpcrl.rollout.agents.server import ANY_MODEL, ModelProxy
 from hpcrl.rollout.agents.session import ProgramSession
 from hpcrl.rollout.episode import EpisodeLimits
-from hpcrl.rollout.judges.relay import STATUS_GONE, is_allowed, make_error, relay_request, start_server
+from hpcrl.rollout.http_server import start_server
+from hpcrl.rollout.judges.relay import STATUS_GONE, is_allowed, make_error, relay_request
 from hpcrl.rollout.turn import StreamingGenerator
 
 PUBLIC_PATHS = ("/v1/", "/tokenize", "/detokenize", "/pooling", "/classify", "/score", "/rerank")

@@ -17,7 +17,7 @@ from hpcrl.config.pipeline import (
     render_mermaid,
     render_text,
 )
-from hpcrl.config.recipe import load_recipe
+from tests.support.plans import make_recipe
 
 BUILT_IN = {
     "grpo": {"advantage": "grpo"},
@@ -87,7 +87,7 @@ def test_a_pipeline_that_cannot_run_gets_the_reason(pipeline, message):
 
 def test_judges_that_domains_call_are_shown_between_sample_and_score():
     settings = ("judge.grader.path=/models/grader", "judge.idle.path=/models/idle", 'domains.lake.judges=["grader"]')
-    recipe = load_recipe("quickstart", settings=settings)
+    recipe = make_recipe(*settings)
     pipeline = add_judges(make_pipeline(recipe.train), recipe)
     assert find_problems(pipeline) == []
     assert pipeline["score"].inputs == ["sample", "judge-grader"]

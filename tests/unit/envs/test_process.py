@@ -221,21 +221,16 @@ def test_an_environment_runs_in_the_interpreter_of_its_domain(other_python, sand
 
 def test_the_interpreter_of_a_domain_is_used_when_a_recipe_is_checked(other_python, capfd):
     table = {"env": "where:Where", "isolation": "process", "python": other_python}
-    _check_environment(msgspec.convert(table, DomainConfig), name="a", what="domains.a.env", judge=ProblemJudge())
+
+    def check(**changed):
+        domain = msgspec.convert(table | changed, DomainConfig)
+        _check_environment(domain, name="a", what="domains.a.env", judge=ProblemJudge())
+
+    check()
     with pytest.raises(ConfigError, match=r"domains\.a\.env, with python = .*/none.*: No such file"):
-        _check_environment(
-            msgspec.convert(table | {"python": "/none"}, DomainConfig),
-            name="a",
-            what="domains.a.env",
-            judge=ProblemJudge(),
-        )
+        check(python="/none")
     with pytest.raises(ConfigError, match="No module named 'nowhere'"):
-        _check_environment(
-            msgspec.convert(table | {"env": "nowhere:Env"}, DomainConfig),
-            name="a",
-            what="domains.a.env",
-            judge=ProblemJudge(),
-        )
+        check(env="nowhere:Env")
 
 
 def test_an_interpreter_without_msgspec_is_named(other_python):

@@ -3,22 +3,20 @@
 import msgspec
 import pytest
 
-from hpcrl.config.site import load_site
 from hpcrl.errors import ConfigError, PlanError
 from hpcrl.plan.demand import compute_node_needs
-from hpcrl.plan.plan import make_plan
-from tests.support.plans import make_recipe
+from tests.support.plans import make_recipe, plan_recipe
 
 JUDGE = ("judge.grader.path=/models/judge", 'domains.lake.judges=["grader"]')
 
 
 def plan(*settings, site="lab"):
-    return make_plan(make_recipe(*JUDGE, *settings), load_site(site))
+    return plan_recipe(*JUDGE, *settings, site=site)
 
 
-def refused(*settings, site="lab"):
+def refused(*settings):
     with pytest.raises((PlanError, ConfigError)) as caught:
-        plan(*settings, site=site)
+        plan(*settings)
     return str(caught.value)
 
 
@@ -41,8 +39,7 @@ def test_a_judge_without_gpus_goes_to_cpu_nodes():
     [("local", (), "local"), ("perlmutter", ("job.layout=hetstep", "job.walltime_min=20"), "hetstep")],
 )
 def test_a_judge_is_part_of_every_layout(site, settings, layout):
-    recipe = make_recipe(*JUDGE, *settings)
-    made = make_plan(recipe, load_site(site, settings=("account=m1",)))
+    made = plan(*settings, site=site)
     assert made.layout == layout
     assert "judge-grader" in made.components[made.role("judge-grader").component].roles
 

@@ -1,20 +1,17 @@
 """The plan of a recipe that only imitates: the trainer and nothing else."""
 
-import msgspec
 import pytest
 
-from hpcrl.config.recipe import WarmupConfig, load_recipe
-from hpcrl.config.site import load_site
 from hpcrl.errors import PlanError
 from hpcrl.plan.demand import compute_node_needs
-from hpcrl.plan.plan import Plan, make_plan
+from hpcrl.plan.plan import Plan
+from tests.support.plans import make_recipe, plan_recipe
 
 
 def imitation(*settings: str, steps: int, site: str = "lab") -> Plan:
     """Plan the quickstart with a warm-up of some of its 40 steps."""
-    loaded = load_recipe("quickstart", settings=("train.num_steps=40", *settings))
-    warmup = WarmupConfig(path="x.jsonl", steps=steps)
-    return make_plan(msgspec.structs.replace(loaded, warmup=warmup), load_site(site))
+    warmup = (f"warmup.steps={steps}", "warmup.path=x.jsonl")
+    return plan_recipe("train.num_steps=40", *warmup, *settings, site=site)
 
 
 @pytest.mark.parametrize("site", ["lab", "lab-hetstep", "local"])
@@ -33,9 +30,7 @@ def test_a_recipe_with_other_steps_or_evaluations_has_every_role(steps: int, set
 
 def test_the_node_of_a_trainer_alone_also_holds_the_driver_and_no_second_copy_of_the_weights() -> None:
     alone, among = (
-        compute_node_needs(
-            "train", load_recipe(name, settings=("model.num_params=10_000_000_000",)), workers_per_node=1
-        )
+        compute_node_needs("train", make_recipe("model.num_params=10_000_000_000", name=name), workers_per_node=1)
         for name in ("sft", "quickstart")
     )
     assert alone == (2, 6)  # with a core and 2 GiB for the driver
@@ -52,4 +47,4 @@ def test_the_node_of_a_trainer_alone_also_holds_the_driver_and_no_second_copy_of
 )
 def test_settings_that_cannot_act_without_domains_are_refused(settings: tuple[str, ...], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        make_plan(load_recipe("sft", settings=settings), load_site("lab"))
+        plan_recipe(*settings, recipe="sft")

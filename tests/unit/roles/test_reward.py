@@ -19,7 +19,7 @@ from hpcrl.system.files import make_private_dir, publish_json
 from hpcrl.system.processes import list_descendants
 from hpcrl.testing.event_lines import read_events
 from tests.support.campaign_spools import trajectory, unscored
-from tests.support.plans import make_recipe
+from tests.support.plans import make_reward_recipe
 
 NUM = 4
 
@@ -34,14 +34,8 @@ class RewardStage:
         self.process = RewardProcess(root, concurrency=8, num_cpus=os.cpu_count())
 
     def open(self, function, *, settings=(), **options):
-        recipe, site = (
-            make_recipe("domains.lake.reward_timeout_s=0.5", *settings),
-            load_site("local"),
-        )
-        lake = msgspec.structs.replace(
-            recipe.domains["lake"], reward=f"tests.support.many_rewards:{function}", reward_options=options
-        )
-        recipe = msgspec.structs.replace(recipe, domains={"lake": lake})
+        timeout, site = "domains.lake.reward_timeout_s=0.5", load_site("local")
+        recipe = make_reward_recipe(f"many_rewards:{function}", timeout, *settings, **options)
         publish_json(self.run.recipe, msgspec.to_builtins(recipe))
         context = WorkerContext(
             campaign=self.run,

@@ -18,7 +18,7 @@ def gate_of(mode, *, spare=0, max_running=100, host=0, num_hosts=1):
         "rollout.max_running": max_running,
         "train.groups_per_step": 4,
     }
-    recipe = make_recipe(*tuple(f"{name}={value}" for name, value in settings.items()))
+    recipe = make_recipe(*(f"{name}={value}" for name, value in settings.items()))
     return AdmissionControl(recipe, EnvWorkerId(host, num_hosts))
 
 

@@ -56,6 +56,18 @@ class WorkerRun:
         ended = trajectory(task.number, index, status=status, start_version=0)
         return self.accounts.end_episode(task, ended, newest=newest)
 
+    def find_first(self, task):
+        """Return the index of the first episode of a group that runs."""
+        return min(get_index(one) for one in self.accounts.groups.ledger.running if one.startswith(f"{task.group}/"))
+
+    def release(self, task):
+        """End two episodes of a group and abort the third; return those that are released."""
+        first = self.find_first(task)
+        for index in (first, first + 1):
+            self.end(task, index)
+        self.abort_all(task)
+        return [task.episode(first), task.episode(first + 1)]
+
     def abort_all(self, task):
         for episode in sorted(self.accounts.groups.ledger.running):
             if episode.startswith(f"{task.group}/"):
@@ -119,19 +131,11 @@ def test_a_group_that_became_durable_just_before_a_kill_is_not_started_again(wor
     assert after_kill.draw() != task
 
 
-def release(worker, task):
-    first = min(get_index(one) for one in worker.accounts.groups.ledger.running if one.startswith(f"{task.group}/"))
-    worker.end(task, first)
-    worker.end(task, first + 1)
-    worker.abort_all(task)
-    worker.accounts.record_sealed([task.episode(first), task.episode(first + 1)])
-
-
 def test_a_group_that_the_trainer_dropped_as_too_old_is_started_again(worker, tmp_path):
     """A crash of the trainer takes it back by some steps, and then most of what waits is too old."""
     dropped, trained = worker.start(), worker.start()
-    release(worker, dropped)
-    release(worker, trained)
+    for task in (dropped, trained):
+        worker.accounts.record_sealed(worker.release(task))
     next_job = WorkerRun(tmp_path)
     next_job.accounts.record_trained({trained.group})
     next_job.accounts.record_dropped([dropped.group, trained.group, "lake/99"], at=time.time() + 1)
@@ -143,7 +147,7 @@ def test_a_group_that_the_trainer_dropped_as_too_old_is_started_again(worker, tm
 def test_an_old_report_of_the_trainer_does_not_start_a_group_again(worker, tmp_path):
     task = worker.start()
     dropped_at = time.time() - 1
-    release(worker, task)
+    worker.accounts.record_sealed(worker.release(task))
     next_job = WorkerRun(tmp_path)
     next_job.accounts.record_dropped([task.group], at=dropped_at)
     assert next_job.draw() != task
@@ -175,7 +179,7 @@ def test_a_task_that_never_finishes_is_abandoned_and_reported_once(tmp_path):
 def test_a_task_whose_episodes_are_lost_is_started_again_and_then_abandoned(worker):
     for _ in range(MAX_TASK_STARTS):
         task = worker.start()
-        first = min(map(get_index, worker.accounts.groups.ledger.running))
+        first = worker.find_first(task)
         worker.end(task, first, "env-fault")
         assert worker.end(task, first + 1, "env-fault").is_lost
         worker.abort_all(task)
@@ -196,13 +200,9 @@ def test_each_task_is_durable_once_however_often_the_worker_is_killed(tmp_path_f
             task = worker.start()
             seen[task.number] = task
             fate = data.draw(st.sampled_from(["durable", "released", "running", "unneeded"]), label="fate")
-            first = min(get_index(one) for one in worker.accounts.groups.ledger.running if one.startswith(task.group))
-            if fate in ("durable", "released"):
-                worker.end(task, first)
-                worker.end(task, first + 1)
-                worker.abort_all(task)
+            released = worker.release(task) if fate in ("durable", "released") else []
             if fate == "durable":
-                worker.accounts.record_sealed([task.episode(first), task.episode(first + 1)])
+                worker.accounts.record_sealed(released)
                 durable[task.group] += 1
     last = WorkerRun(directory)
     while len(durable) < 12:

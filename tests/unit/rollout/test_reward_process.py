@@ -18,7 +18,7 @@ from hpcrl.spool.segment import write_segment
 from hpcrl.system.files import publish_file
 from hpcrl.system.processes import list_descendants
 from tests.support.campaign_spools import trajectory
-from tests.support.plans import make_recipe
+from tests.support.plans import make_recipe, make_reward_recipe
 from tests.support.served_judges import judge_host
 
 NUM = 8
@@ -34,15 +34,9 @@ class Scoring:
         """Processes of other tests, such as a fork server."""
 
     def start(self, function, *, timeout_s=30.0, concurrency=NUM, judges=(), **options):
-        recipe = make_recipe()
-        lake = msgspec.structs.replace(
-            recipe.domains["lake"],
-            reward=f"tests.support.{'judged' if judges else 'many'}_rewards:{function}",
-            judges=list(judges),
-            reward_options=options,
-            reward_timeout_s=timeout_s,
-        )
-        publish_file(self.campaign.recipe, msgspec.json.encode(msgspec.structs.replace(recipe, domains={"lake": lake})))
+        reward = f"{'judged' if judges else 'many'}_rewards:{function}"
+        recipe = make_reward_recipe(reward, f"domains.lake.reward_timeout_s={timeout_s}", judges=judges, **options)
+        publish_file(self.campaign.recipe, msgspec.json.encode(recipe))
         self.process = RewardProcess(self.campaign.root, concurrency=concurrency, num_cpus=os.cpu_count())
 
     def request(self, *trajectories, name="a.h5"):

@@ -7,26 +7,21 @@ import signal
 import msgspec
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import EnvFault
 from hpcrl.rollout.reward_process import RewardProcess
 from hpcrl.rollout.trajectory_scorer import TrajectoryScorer
 from hpcrl.system.files import publish_file
 from hpcrl.system.processes import list_descendants
 from tests.support.campaign_spools import trajectory
+from tests.support.plans import make_recipe, make_reward_recipe
 
 
 def score_all(root, function, act=lambda scorer: None, *, count=3, timeout_s=30.0, **options):
     """Score trajectories at the same time; return what each gave, or raised, and the processes left at the end."""
-    recipe, before = load_recipe("quickstart"), set(list_descendants())
-    lake = msgspec.structs.replace(
-        recipe.domains["lake"],
-        reward=f"tests.support.many_rewards:{function}",
-        reward_options=options,
-        reward_timeout_s=timeout_s,
-    )
-    campaign = CampaignDir(root)
-    publish_file(campaign.recipe, msgspec.json.encode(msgspec.structs.replace(recipe, domains={"lake": lake})))
+    before = set(list_descendants())
+    timeout = f"domains.lake.reward_timeout_s={timeout_s}"
+    recipe = make_reward_recipe(f"many_rewards:{function}", timeout, **options)
+    publish_file(CampaignDir(root).recipe, msgspec.json.encode(recipe))
 
     async def run():
         scorer = TrajectoryScorer(RewardProcess(root, concurrency=8, num_cpus=2))
@@ -65,7 +60,7 @@ def test_without_a_score_no_process_is_started(tmp_path):
 
 
 def test_what_cannot_be_trained_has_no_score(tmp_path):
-    publish_file(CampaignDir(tmp_path).recipe, msgspec.json.encode(load_recipe("quickstart")))
+    publish_file(CampaignDir(tmp_path).recipe, msgspec.json.encode(make_recipe()))
 
     async def run():
         scorer = TrajectoryScorer(RewardProcess(tmp_path, concurrency=1, num_cpus=1))

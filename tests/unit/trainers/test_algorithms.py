@@ -13,10 +13,10 @@ import torch
 import hpcrl.trainers.critic
 import hpcrl.trainers.torch
 from hpcrl.config.pipeline import make_pipeline
-from hpcrl.config.recipe import load_recipe
 from hpcrl.learn.distribute import split_minibatches
 from hpcrl.rollout.rewards import RewardCaller, apply_score
 from hpcrl.testing.ranks import run_ranks
+from tests.support.plans import make_recipe
 from tests.support.table_policy import (
     ALGORITHMS,
     ALL,
@@ -253,7 +253,7 @@ def test_every_gradient_of_a_step_equals_the_slow_reference(name, rows):
 
 @pytest.mark.parametrize("rows", ["padded", "packed"])
 def test_rewards_of_tokens_reach_the_critic_where_they_were_earned(rows):
-    rng, domain = np.random.default_rng(5), load_recipe("quickstart").domains["lake"]
+    rng, domain = np.random.default_rng(5), make_recipe().domains["lake"]
     domain = msgspec.structs.replace(domain, reward_unit="token", on_reward_error="fault")
     episodes = []
     for one in played():

@@ -1,20 +1,17 @@
 """Functions of the user's in place of hpcrl's nodes on micro-batches, and of its optimizer."""
 
-import subprocess
-import sys
-
 import msgspec
 import pytest
 import torch
 
 from hpcrl.config.pipeline import check_user_nodes, make_pipeline, order_nodes
-from hpcrl.config.recipe import TrainConfig, load_recipe
 from hpcrl.errors import TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.checkpoint import load_checkpoint, save_checkpoint
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import batch, make_model, settings, trained
+from tests.support.plans import make_recipe, refuse_recipe
 
 ADAM = {"update": {"function": "tests.support.nodes:adam_update"}}
 
@@ -25,7 +22,7 @@ def function_node(function, *inputs, role=None, **options):
 
 
 def train_of(nodes, **changed):
-    train = msgspec.convert({**msgspec.to_builtins(settings(**changed)), "pipeline": nodes}, TrainConfig)
+    train = settings(**changed, pipeline=nodes)
     assert check_user_nodes(train) == []
     return train
 
@@ -168,9 +165,6 @@ def test_a_function_with_a_result_that_cannot_be_used_is_named(model, nodes, adv
 
 
 def test_an_update_with_other_arguments_is_refused_before_anything_is_queued():
-    recipe = load_recipe("quickstart")
-    recipe = msgspec.structs.replace(recipe, train=train_of({"update": function_node("zero_values")}))
-    command = [sys.executable, "-m", "hpcrl.envs.check"]
-    done = subprocess.run(command, input=msgspec.json.encode(recipe), capture_output=True, check=False)
-    assert done.returncode == 2
-    assert "zero_values(weight, gradient, state, rate): too many positional" in done.stdout.decode()
+    train = train_of({"update": function_node("zero_values")})
+    refusal = refuse_recipe(msgspec.structs.replace(make_recipe(), train=train))
+    assert "zero_values(weight, gradient, state, rate): too many positional" in refusal

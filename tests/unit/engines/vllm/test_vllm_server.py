@@ -82,7 +82,7 @@ def test_a_server_that_never_passes_a_health_check_is_an_engine_error(
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", "unwell")
     with pytest.raises(EngineError, match="vLLM was not up after 3 s"):
-        with_engine(_changed(launch, start_timeout_s=3.0), lambda engine: engine.generate(REQUEST))
+        with_engine(dataclasses.replace(launch, start_timeout_s=3.0), lambda engine: engine.generate(REQUEST))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_the_server_listens_in_a_directory_that_no_other_user_can_enter(launch: 
 
 def test_a_directory_without_a_model_is_refused_before_anything_is_started(launch: VllmLaunch, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="holds no model"):
-        with_engine(_changed(launch, model=tmp_path / "nothing"), lambda engine: engine.generate(REQUEST))
+        with_engine(dataclasses.replace(launch, model=tmp_path / "nothing"), lambda engine: engine.generate(REQUEST))
     assert not (tmp_path / "asked").exists()
 
 
@@ -174,7 +174,7 @@ def test_a_tokenizer_that_does_not_fit_its_model_is_refused_by_name_before_anyth
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
     with pytest.raises(EngineError, match=r"odd/tokenizer.json has ids up to 99, but the model .* has only 0\.\.49"):
-        with_engine(_changed(launch, model=model), lambda engine: engine.generate(REQUEST))
+        with_engine(dataclasses.replace(launch, model=model), lambda engine: engine.generate(REQUEST))
     assert not (tmp_path / "asked").exists()
     with pytest.raises(EngineError, match="has ids up to 99"):
         load_model(model)
@@ -230,7 +230,9 @@ def test_prefill_without_a_connector_is_refused(launch: VllmLaunch) -> None:
 
 
 def test_sizes_of_the_plan_become_arguments(launch: VllmLaunch, tmp_path: Path) -> None:
-    given = build_command(_changed(launch, tensor_parallel=4, pipeline_parallel=2, max_model_len=99), scratch=tmp_path)
+    given = build_command(
+        dataclasses.replace(launch, tensor_parallel=4, pipeline_parallel=2, max_model_len=99), scratch=tmp_path
+    )
     pairs = dict(itertools.pairwise(given))
     assert pairs["--tensor-parallel-size"] == "4"
     assert pairs["--pipeline-parallel-size"] == "2"
@@ -239,7 +241,7 @@ def test_sizes_of_the_plan_become_arguments(launch: VllmLaunch, tmp_path: Path) 
 
 
 def test_another_connector_is_named_to_vllm_with_its_options(launch: VllmLaunch, tmp_path: Path) -> None:
-    nixl = _changed(launch, kv_connector="NixlConnector", kv_options={"backends": ["UCX"]})
+    nixl = dataclasses.replace(launch, kv_connector="NixlConnector", kv_options={"backends": ["UCX"]})
     given = build_command(nixl, scratch=tmp_path)
     config = given[given.index("--kv-transfer-config") + 1]
     assert '"kv_connector": "NixlConnector"' in config
@@ -248,16 +250,12 @@ def test_another_connector_is_named_to_vllm_with_its_options(launch: VllmLaunch,
 
 
 def test_only_our_plugin_is_loaded_and_threads_are_those_of_the_plan(launch: VllmLaunch, tmp_path: Path) -> None:
-    given = build_environment(_changed(launch, num_cpus=7), scratch=tmp_path, inherited={"HOME": "/h"})
+    given = build_environment(dataclasses.replace(launch, num_cpus=7), scratch=tmp_path, inherited={"HOME": "/h"})
     assert (given["VLLM_PLUGINS"], given["OMP_NUM_THREADS"], given["HOME"]) == ("hpcrl", "7", "/h")
 
 
 def test_figures_are_read_from_the_metrics() -> None:
     assert parse_metrics(METRICS) == (3, 100, 0.25, 2000)
-
-
-def _changed(launch: VllmLaunch, **changes: Any) -> VllmLaunch:
-    return VllmLaunch(**{**vars(launch), **changes})
 
 
 def test_the_server_of_a_judge_has_its_name_and_no_routes_that_change_it(launch: VllmLaunch, scratch: Path) -> None:

@@ -7,11 +7,9 @@ import pytest
 from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.site import load_site
 from hpcrl.engines.base import Completion, GenerateRequest, LoadFigures
 from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.errors import PlanError
-from hpcrl.plan.plan import make_plan
 from hpcrl.rollout.routing.factory import make_router
 from hpcrl.testing.event_lines import read_events
 from tests.support.plans import make_recipe, plan_recipe
@@ -30,14 +28,12 @@ REQUEST = GenerateRequest(
 
 
 def test_an_affinity_for_a_domain_that_is_not_there_is_refused_with_the_nearest_name():
-    recipe = make_recipe('router.affinity={lakes="compute"}')
     with pytest.raises(PlanError, match=r"unknown domain 'lakes': did you mean 'lake'\?"):
-        make_plan(recipe, load_site("lab"))
+        plan_recipe('router.affinity={lakes="compute"}')
 
 
 def test_affinities_for_a_domain_and_for_the_rest_are_fine():
-    settings = ('router.affinity={lake="compute", default="bandwidth"}',)
-    assert plan_recipe(*settings).roles
+    assert plan_recipe('router.affinity={lake="compute", default="bandwidth"}').roles
 
 
 class FixedEngine:

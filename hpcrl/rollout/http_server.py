@@ -1,0 +1,30 @@
+"""Serve a handler over HTTP on a port of its own, without a framework's routing.
+
+start_server     serves until its runner's cleanup()
+RequestHandler   what is served
+MAX_BODY_BYTES   the limit of a request's body
+"""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from aiohttp import web
+
+MAX_BODY_BYTES = 64 << 20
+
+RequestHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+async def start_server(
+    handle: RequestHandler, *, host: str, max_body_bytes: int = MAX_BODY_BYTES
+) -> tuple[str, web.ServerRunner]:
+    """Serve on `host` until the runner's cleanup(); return the URL. A client that leaves cancels its request."""
+    make_request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=max_body_bytes)
+    server = web.Server(handle, request_factory=make_request, handler_cancellation=True, access_log=None)
+    runner = web.ServerRunner(server, shutdown_timeout=1.0)
+    await runner.setup()
+    listening = socket.create_server((host, 0), backlog=1024)
+    await web.SockSite(runner, listening).start()
+    return f"http://{host}:{listening.getsockname()[1]}", runner
