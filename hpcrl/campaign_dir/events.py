@@ -11,7 +11,7 @@ out; unknown keys are skipped.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -334,25 +334,28 @@ class LayoutChosen(CampaignEvent, frozen=True, kw_only=True, tag="layout"):
     """Nodes of each component."""
 
 
-FaultSubject = Literal[
-    "chain",
-    "checkpoint",
-    "courier",
-    "env-fault",
-    "env-loop",
-    "env-paused",
-    "evaluation",
-    "judge",
-    "metrics",
-    "node",
-    "policy-fault",
-    "request",
-    "reward",
-    "spool",
-    "step",
-    "weights",
-    "worker-pool",
-]
+if TYPE_CHECKING:
+    FaultSubject = Literal[
+        "chain",
+        "checkpoint",
+        "courier",
+        "env-fault",
+        "env-loop",
+        "env-paused",
+        "evaluation",
+        "judge",
+        "metrics",
+        "node",
+        "policy-fault",
+        "request",
+        "reward",
+        "spool",
+        "step",
+        "weights",
+        "worker-pool",
+    ]
+else:
+    FaultSubject = str  # emitters use those above; readers also accept those of newer versions
 
 
 class FaultReported(CampaignEvent, frozen=True, kw_only=True, tag="fault"):

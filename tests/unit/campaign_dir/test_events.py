@@ -41,6 +41,7 @@ from hpcrl.campaign_dir.events import (
     WorkerFailed,
     WorkerRestarted,
     WorkerStarted,
+    describe_event,
     parse_event,
 )
 from hpcrl.trainers.base import StepMetrics
@@ -288,6 +289,13 @@ def test_an_unknown_event_and_an_unknown_field_are_skipped():
     assert parse_event({"event": "started-dreaming", "time": 1.0, "job": 0}) is None
     line = {"event": "transport", "time": 1.0, "job": 0, "transport": "files", "reason": "why", "speed": [1]}
     assert parse_event(line) == TransportChanged(time=1.0, transport="files", reason="why")
+
+
+def test_a_fault_of_a_newer_version_is_read_and_described():
+    line = {"event": "fault", "time": 1.0, "job": 0, "what": "disk", "detail": "it is full"}
+    event = parse_event(line)
+    assert event == FaultReported(time=1.0, what="disk", detail="it is full")
+    assert describe_event(event) == "disk: it is full"
 
 
 def test_a_line_without_a_time_is_skipped():
