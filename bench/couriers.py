@@ -22,7 +22,8 @@ from bench.figures import Figure, main
 from bench.weights import NUM_READERS, SPAWN, qwen2_shapes, random_bfloat16, readers, scratch_run
 from hpcrl.errors import WeightsError
 from hpcrl.testing.nodes import MPIEXEC, Fleet, fleet, publish, until
-from hpcrl.weights.layout import PartAssignment, TensorLayout, split_tensor
+from hpcrl.testing.shards import split_tensor
+from hpcrl.weights.layout import PartAssignment, TensorLayout
 from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import WindowKey

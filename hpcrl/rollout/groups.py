@@ -39,11 +39,6 @@ class EpisodeLedger:
         """Ended episodes by status."""
         self.num_started = 0
 
-    @property
-    def is_balanced(self) -> bool:
-        """The ledger's invariant: every started episode runs, is held, or has ended once."""
-        return self.num_started == len(self.running) + len(self.held) + self.endings.total()
-
     def record_start(self, episodes: Iterable[str]) -> None:
         """Record the start of episodes."""
         new = set(episodes)

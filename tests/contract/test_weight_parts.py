@@ -11,20 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.errors import WeightsError
+from hpcrl.testing.shards import split_tensor
 from hpcrl.weights.couriers import receiver as intake_module
 from hpcrl.weights.couriers import spans as messages_module
 from hpcrl.weights.couriers.protocol import NodePart
 from hpcrl.weights.couriers.receiver import IncomingVersion
 from hpcrl.weights.couriers.spans import split_into_spans
-from hpcrl.weights.layout import (
-    PartAssignment,
-    TensorLayout,
-    TensorShard,
-    join_layouts,
-    make_whole_shard,
-    split_tensor,
-    view_values,
-)
+from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard, join_layouts, make_whole_shard, view_values
 from hpcrl.weights.window.file import compute_checksum
 
 Held = list[list[TensorShard]]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from hpcrl.testing.nodes import Fleet, fleet, publish, until
-from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard, make_whole_shard, split_tensor
+from hpcrl.testing.shards import split_tensor
+from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard, make_whole_shard
 from hpcrl.weights.window.window import Window
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]

@@ -109,6 +109,47 @@ def test_every_import_of_our_own_code_resolves(folder):
     assert broken == []
 
 
+def used_names(path: Path) -> set[str]:
+    """Return every name that a module uses; strings may name what is loaded by name."""
+    names = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.keyword):
+            names.add(node.arg or "")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
+            names.update(re.findall(r"\w+", node.value))
+    return names
+
+
+def own_definitions(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield functions, classes, and methods of classes without bases: no other package calls those by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module) or (isinstance(node, ast.ClassDef) and not node.bases):
+            yield from (b for b in node.body if isinstance(b, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+CALLED_BY_OTHERS = {"attach_router", "init_state"}  # of vLLM's server, on a plugin without a base
+
+
+def test_what_the_package_defines_is_used_there_or_described_for_users():
+    """What only tests and benches use belongs into hpcrl/testing."""
+    modules = [path for path in MODULES if PACKAGE / "testing" not in path.parents]
+    texts = [path for folder in ("docs", "recipes", "sites", "jobs") for path in (ROOT / folder).rglob("*.*")]
+    texts += [ROOT / "README.md", ROOT / "pyproject.toml"]
+    used = {word for path in texts if path.is_file() for word in re.findall(r"\w+", path.read_text())}
+    used |= CALLED_BY_OTHERS.union(*map(used_names, modules))
+    unused = [
+        f"{label(path)}:{node.lineno}: {node.name}"
+        for path in modules
+        for node in own_definitions(parse(path))
+        if node.name not in used and not node.name.startswith("__")
+    ]
+    assert unused == []
+
+
 @pytest.mark.parametrize(("folder", "other"), [("bench", "tests"), ("tests", "bench"), ("hpcrl", "tests")])
 def test_folders_do_not_import_each_other(folder, other):
     found = [

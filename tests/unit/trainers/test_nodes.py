@@ -11,8 +11,8 @@ from hpcrl.config.pipeline import check_user_nodes, make_pipeline, order_nodes
 from hpcrl.config.recipe import TrainConfig, load_recipe
 from hpcrl.errors import TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.testing.learning import load_checkpoint, save_checkpoint
 from hpcrl.testing.ranks import run_ranks
-from hpcrl.trainers.checkpoint import load_checkpoint, save_checkpoint
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import batch, make_model, settings, trained
 
