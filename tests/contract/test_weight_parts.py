@@ -94,7 +94,7 @@ def receive_parts(
             assert piece.source == source
             piece.data[:] = data
             intake.add_chunk(piece.data)
-        for future in intake.pending():
+        for future in intake.list_pending():
             future.result()
         wanted, sums = intake.verify_checksums()
     return target, wanted, sums
@@ -234,6 +234,6 @@ def test_chunks_that_wait_to_be_scattered_are_few(monkeypatch: pytest.MonkeyPatc
                 break
         assert QUERY.nbytes // 2 // 64 < num <= QUERY.nbytes // 2 // 64 + intake_module.MAX_PRIVATE_PER_LANE + 1
         may_continue.set()
-        for future in intake.pending():
+        for future in intake.list_pending():
             future.result()
         assert intake.has_room()

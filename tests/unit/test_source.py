@@ -161,6 +161,50 @@ def test_folders_do_not_import_each_other(folder, other):
     assert found == []
 
 
+OWNERS = {
+    "parsl": {"job/interchange.py", "job/parsl_providers.py", "job/runtime.py"},
+    "mpi4py": {"weights/couriers/wire_mpi.py"},
+    "rich": {"cli.py", "monitor", "system/terminal.py", "traj"},
+    "vllm": {"engines/vllm"},
+    "megatron": {"trainers/megatron"},
+    "h5py": {"spool/hdf5.py"},
+    "hdf5plugin": {"spool/hdf5.py"},
+    "submitit": {"slurm/submit.py"},
+    "pyarrow": {"envs/task_set.py", "traj/parquet.py"},
+    "peft": {"trainers/torch_model.py"},
+    "tensorboard": {"job/metrics_export.py"},
+    "wandb": {"job/metrics_export.py"},
+}
+"""The modules or packages of hpcrl that may import a package; the checks of ruff end at a noqa or an ignored file."""
+RUN_MODULE = {"import_module", "run_module", "__import__"}
+
+
+def imported_packages(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield every package that is imported, also by its name in a string, and the line."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in RUN_MODULE:
+            names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        yield from ((name.split(".")[0], node.lineno) for name in names)
+
+
+def test_every_owned_package_is_imported_by_its_owners_and_nowhere_else():
+    found, used = [], set()
+    for path in MODULES:
+        places = {label(path), *(label(parent) for parent in path.parents if parent.is_relative_to(PACKAGE))}
+        for package, line in imported_packages(parse(path)):
+            owners = OWNERS.get(package, places) & places
+            used |= {(package, owner) for owner in owners}
+            if not owners:
+                found.append(f"{label(path)}:{line}: {package}")
+    assert found == []
+    assert {(package, owner) for package in OWNERS for owner in OWNERS[package]} - used == set()
+
+
 @functools.cache
 def imported_folders(path: Path) -> set[Path]:
     """Return the folders of hpcrl whose modules a file imports, relative to hpcrl."""
@@ -196,6 +240,21 @@ def test_the_docstring_of_a_function_starts_with_an_imperative_verb():
                 decorators = {getattr(call, "id", getattr(call, "attr", "")) for call in node.decorator_list}
                 if not decorators & PROPERTIES and not starts_with_verb(docstring):
                     wrong.append(f"{label(path)}:{node.lineno}: {docstring.splitlines()[0]}")
+    assert wrong == []
+
+
+NO_FUNCTIONS = re.compile(r"_*(?!(?:feed|seed|embed|meeting)$)(?:[a-z]+(?:ed|ing)|fits|gone|marks|until)")
+
+
+def test_the_name_of_a_function_is_no_participle():
+    """A word alone: `finished_segments` returns segments, and `arrived` may do anything."""
+    wrong = []
+    for path in MODULES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and NO_FUNCTIONS.fullmatch(node.name):
+                decorators = {getattr(call, "id", getattr(call, "attr", "")) for call in node.decorator_list}
+                if not decorators & PROPERTIES:
+                    wrong.append(f"{label(path)}:{node.lineno}: {node.name}")
     assert wrong == []
 
 
