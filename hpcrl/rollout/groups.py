@@ -63,7 +63,7 @@ class EpisodeLedger:
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """What follows for a group."""
+    """The consequences for a group."""
 
     is_kept: bool = False
     """The episode that ended waits for others of its group, or is released with them."""

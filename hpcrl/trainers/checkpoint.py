@@ -42,7 +42,7 @@ class CheckpointFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds, by which it is found intact and resumed; written last."""
+    """The contents of a checkpoint, by which it is found intact and resumed; written last."""
 
     format: int = FORMAT_VERSION
     step: int

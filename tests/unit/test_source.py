@@ -243,6 +243,20 @@ def test_the_docstring_of_a_function_starts_with_an_imperative_verb():
     assert wrong == []
 
 
+CLAUSES = {"By", "From", "How", "That", "Those", "To", "What", "Whether", "Why"}
+CLAUSES_LEFT = {"models/chat_template.py", "rollout/agents/chat_form.py"}
+
+
+def test_the_docstring_of_a_module_or_class_starts_with_a_noun_or_a_verb():
+    wrong = []
+    for path in MODULES:
+        for node in ast.walk(parse(path)):
+            docstring = ast.get_docstring(node) if isinstance(node, ast.Module | ast.ClassDef) else None
+            if docstring and docstring.split()[0] in CLAUSES and label(path) not in CLAUSES_LEFT:
+                wrong.append(f"{label(path)}: {docstring.splitlines()[0]}")
+    assert wrong == []
+
+
 NO_FUNCTIONS = re.compile(r"_*(?!(?:feed|seed|embed|meeting)$)(?:[a-z]+(?:ed|ing)|fits|gone|marks|until)")
 
 

@@ -38,7 +38,7 @@ HEALTH_PATH = "/health"
 
 
 class ModelApi(Protocol):
-    """What answers the requests to a judge, on a socket file."""
+    """The server that answers the requests to a judge, on a socket file."""
 
     @property
     def socket_path(self) -> Path: ...
