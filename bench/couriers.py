@@ -21,8 +21,9 @@ from typing import Any
 from bench.figures import Figure, main
 from bench.weights import NUM_READERS, SPAWN, qwen2_shapes, random_bfloat16, readers, scratch_run
 from hpcrl.errors import WeightsError
-from hpcrl.testing.nodes import MPIEXEC, Fleet, fleet, publish, until
-from hpcrl.weights.layout import PartAssignment, TensorLayout, split_tensor
+from hpcrl.testing.nodes import MPIEXEC, Fleet, fleet, publish, wait_until
+from hpcrl.testing.shards import split_tensor
+from hpcrl.weights.layout import PartAssignment, TensorLayout
 from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import WindowKey
@@ -130,7 +131,7 @@ def carry(couriers: Fleet, windows: list[Window], *, num_versions: int) -> list[
             there = there or Window.open(key, job=0)
             time.sleep(0.0005)
         took.append(time.perf_counter() - start)
-    until(lambda: carried(couriers) == version, what="every transfer was logged")
+    wait_until(lambda: carried(couriers) == version, what="every transfer was logged")
     if there is not None:
         there.close()
     return took
@@ -223,7 +224,7 @@ def random_kills() -> list[Figure]:
             if chance.random() < KILL_SHARE:
                 couriers.signal(chance.choice(nodes), 9)
                 num_kills += 1
-                couriers.ended()
+                couriers.wait_for_end()
                 couriers.start()
         couriers.wait_for(NUM_VERSIONS)
         seen = [engine.end(last=NUM_VERSIONS) for engine in engines]

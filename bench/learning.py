@@ -23,11 +23,12 @@ import torch
 from bench import data_path, figures
 from bench.figures import Figure
 from hpcrl.config.recipe import TinyModel, TrainConfig
-from hpcrl.learn.batch import MicroBatch, make_micro_batches, make_rows
+from hpcrl.learn.batch import MicroBatch, make_micro_batches
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.learn.distribute import balance_parts, compute_imbalance
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.spool.record import Trajectory
+from hpcrl.testing.learning import make_rows
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.torch_model import load_causal

@@ -71,7 +71,7 @@ class EnvFault(HpcrlError):
 
 
 class PolicyFailure(EnvFault):
-    """What the policy did made its episode fail: an outcome (hpcrl.spool.outcome), unless nothing was generated yet."""
+    """An episode failed by what the policy did: an outcome (hpcrl.spool.outcome), unless nothing was generated yet."""
 
     def __init__(self, outcome: str, message: str) -> None:
         super().__init__(message)

@@ -28,6 +28,7 @@ from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import COLUMNS, Trajectory
 from hpcrl.spool.retention import SettledSegments, SpoolDirs, choose_retirable, recover_retirement, retire_segments
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter, derive_segment
+from hpcrl.testing.learning import load_checkpoint, save_checkpoint
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.base import Trainer
 
@@ -135,7 +136,7 @@ class Consumer:
 
         found = checkpoint.find_newest(self._checkpoints, report=report)
         if found is not None:
-            manifest, self._consumed = checkpoint.load_checkpoint(found, trainer=self._trainer())
+            manifest, self._consumed = load_checkpoint(found, trainer=self._trainer())
             self._step = self._saved = manifest.step
         recover_retirement(self._shelves, lower_settled=_nobody_counts)
         self._reader = DiskSpoolReader(self._shelves.scored, on_damage=report, consumed=self._consumed)
@@ -163,7 +164,7 @@ class Consumer:
 
     def commit(self) -> None:
         self._settled.note(self._reader.finished_segments(self._waiting))
-        saved = checkpoint.save_checkpoint(
+        saved = save_checkpoint(
             self._checkpoints, step=self._step, version=self._step, trainer=self._trainer(), consumed=self._consumed
         )
         checkpoint.prune_checkpoints(self._checkpoints, keep=KEEP_CHECKPOINTS)

@@ -35,7 +35,6 @@ from hpcrl.campaign_dir.paths import CampaignDir, make_worker_name
 from hpcrl.config.recipe import DomainConfig, RolloutMode, load_recipe
 from hpcrl.config.site import load_site
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, KvHandle, LoadFigures
-from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.envs.base import Env
 from hpcrl.hardware.cost_model import estimate_speed
@@ -52,6 +51,7 @@ from hpcrl.spool.status import EpisodeStatus
 from hpcrl.spool.writer import BatchLimits
 from hpcrl.system.files import publish_json
 from hpcrl.testing.memory import MemorySpool, MemorySpoolReader, MemorySpoolWriter
+from hpcrl.testing.virtual_time import run_virtual
 from hpcrl.weights import versions
 
 T = TypeVar("T")

@@ -33,7 +33,6 @@ from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved, StaleDropped, TaskFailed
 from hpcrl.campaign_dir.paths import CampaignDir, make_worker_name
 from hpcrl.config.recipe import DomainConfig
-from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.engines.sim.engine import SimEngine
 from hpcrl.envs.base import Env
 from hpcrl.learn.batch import GroupChoice, choose_groups
@@ -49,6 +48,7 @@ from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
 from hpcrl.system.files import publish_file, publish_json
+from hpcrl.testing.virtual_time import run_virtual
 from hpcrl.weights import versions
 
 CHECKPOINT_EVERY_STEPS = 3

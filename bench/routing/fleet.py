@@ -23,12 +23,12 @@ from bench.routing.workload import Script
 from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
 from hpcrl.config.recipe import RouterConfig
 from hpcrl.engines.base import GenerateRequest
-from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.rollout.routing.decision import sample_two
 from hpcrl.rollout.routing.router import Router
+from hpcrl.testing.virtual_time import run_virtual
 
 PolicyName = Literal["router", "round-robin", "least-loaded", "power of two", "sticky"]
 MODEL_8B = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_190_000_000)

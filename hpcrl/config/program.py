@@ -1,4 +1,4 @@
-"""What is known of the environment AgentProgram without importing it: its limits, and the paths that it names.
+"""The environment AgentProgram as far as it is known without an import: its limits, and the paths that it names.
 
 ProgramLimits, read_program_limits  the memory and disk of one program, for the planner
 reserves_place                      whether memory is reserved for each episode of a domain
@@ -30,7 +30,7 @@ _MB_PER_GIB = 1024
 
 
 class ProgramLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one program of a domain may use, at most."""
+    """The most that one program of a domain may use."""
 
     max_memory_mb: float
     max_disk_mb: float

@@ -1,4 +1,4 @@
-"""How user code calls the judges of its campaign, the models of [judge.NAME]: by the variables of its process.
+"""The judges of a campaign, the models of [judge.NAME], for user code: by the variables of its process.
 
     JudgeAccess       the address, key and name of a judge, as every client of OpenAI's API takes them
     find_judges       the judges of the campaign, by name
@@ -20,7 +20,7 @@ URL_SUFFIX, KEY_SUFFIX = "_URL", "_KEY"
 
 
 class JudgeAccess(NamedTuple):
-    """How a judge is called."""
+    """The address, key and name of a judge."""
 
     url: str
     """The base of OpenAI's API, up to and including /v1."""

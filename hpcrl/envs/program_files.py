@@ -1,4 +1,4 @@
-"""What the command of an agent program needs and does not find, or not in its sandbox.
+"""The files that the command of an agent program needs and does not find, or not in its sandbox.
 
     find_command_problems  the program, its interpreter, and the script or module that Python is given
     find_path_problem      a path that must be there
@@ -43,7 +43,7 @@ print("" if spec is None else spec.origin or next(iter(spec.submodule_search_loc
 
 
 class ProgramProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a program cannot work, as far as this machine shows."""
+    """The reason why a program cannot work, as far as this machine shows."""
 
     text: str
     """Starts with the option and its value."""
@@ -55,7 +55,7 @@ class ProgramProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProblemJudge(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a problem that is found here is one of the nodes too."""
+    """The facts that decide whether a problem found here is one of the nodes too."""
 
     is_local: bool = False
     """True without a scheduler: this machine is the node."""

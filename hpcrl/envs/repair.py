@@ -1,7 +1,7 @@
 """Fix a small Python function, with a tool that really runs code; the reward is a real test run.
 
     Repair         shows a broken function; `run CODE` runs Python with it, `fix CODE` submits a fixed one
-    mended         a reward function: run the tests again on the last submission, apart from the episode
+    rerun_tests    a reward function: run the tests again on the last submission, apart from the episode
     run_python     the tool: a separate process with limits, in a sandbox
     BrokenFunction, BROKEN_FUNCTIONS, draw_broken_function  the tasks
     RUN_TIMEOUT_S, MAX_SHOWN_CHARS, INVALID_COST  constants
@@ -98,7 +98,7 @@ def run_python(code: str, *, sandbox: SandboxChoice = "auto") -> tuple[bool, str
     return ended and process.returncode == 0, output[-MAX_SHOWN_CHARS:] if ended else f"no end in {RUN_TIMEOUT_S:g} s"
 
 
-def mended(trajectory: "Trajectory", *, text: str, sandbox: SandboxChoice = "auto") -> float:
+def rerun_tests(trajectory: "Trajectory", *, text: str, sandbox: SandboxChoice = "auto") -> float:
     """Return 1 if the last submission passes the tests of the task, else 0."""
     fixes = [match["code"] for match in _FIX.finditer(text)]
     return float(bool(fixes) and _passes_tests(fixes[-1], draw_broken_function(trajectory.seed), sandbox=sandbox))

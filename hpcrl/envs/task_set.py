@@ -130,7 +130,7 @@ def _check_seed(fields: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ImitationModel:
-    """What reads the trajectories of a campaign, and for which model: other data needs neither."""
+    """The reader of a campaign's trajectories, and the model that they are for: other data needs neither."""
 
     python: str = sys.executable
     """An interpreter that has h5py."""

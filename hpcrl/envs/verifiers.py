@@ -1,7 +1,6 @@
 """The environments of verifiers 0.4: a task set, an agent (a harness) that calls the model itself, and its rewards.
 
     Verifiers        one environment, as an agent program
-    close_servers    end the processes that were started
     SERVER, START_TIMEOUT_S  what they run, and a limit
 
 Episodes are played by one process for each environment (hpcrl.envs.verifiers_server), in any interpreter that has
@@ -151,19 +150,6 @@ class _EpisodeServer:
         finally:
             del self._runs[run]
 
-    async def close(self) -> None:
-        """End the process, which ends what it plays."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            async with asyncio.timeout(10):
-                await self.process.wait()
-        except TimeoutError:
-            self.process.kill()
-            await self.process.wait()
-        if self._reading is not None:
-            await self._reading
-
     def _write_line(self, line: str) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(OSError, RuntimeError):  # the process has ended, and so do the runs
@@ -212,12 +198,3 @@ async def _start_server(python: str, config: str, *, name: str) -> _EpisodeServe
         await process.wait()
         raise
     return server
-
-
-async def close_servers() -> None:
-    """End the processes that this event loop has started."""
-    loop = asyncio.get_running_loop()
-    for key in [key for key in _servers if key[0] is loop]:
-        starting = _servers.pop(key)
-        with contextlib.suppress(EnvFault):
-            await (await starting).close()

@@ -1,4 +1,4 @@
-"""What the event loop of an env worker bears: all model calls of its episodes are answered in one process. Pure.
+"""The load of the event loop of an env worker: all model calls of its episodes are answered in one process. Pure.
 
     estimate_call_rate   the calls per second that one loop bears
     CALL_CPU_MS, TOKEN_CPU_US  the measured cost of a call

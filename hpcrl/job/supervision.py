@@ -1,4 +1,4 @@
-"""What the driver watches: requests to end the job, failures that repeat, and progress.
+"""The facts that the driver watches: requests to end the job, failures that repeat, and progress.
 
 EndRequests     signals, a user's stop file and the end of the walltime
 DrainRequest    the reason to drain, and the time for it
@@ -24,7 +24,7 @@ TERM_GRACE_S = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class DrainRequest:
-    """Why a job is to drain, and how long it may take."""
+    """The reason why a job is to drain, and the time that it may take."""
 
     reason: str
     grace_s: float

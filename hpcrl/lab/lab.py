@@ -123,13 +123,13 @@ def up(state_dir: Path, *, cluster: LabCluster = DEFAULT_CLUSTER) -> LabStatus:
             now = status(lab.root)
             if now.is_up:
                 return _check_same_cluster(now, record=record, cluster=cluster)
-            daemons.end_daemons(list(record.daemons), marks=record.marks(lab))
+            daemons.end_daemons(list(record.daemons), marks=record.make_marks(lab))
         _clear_directory(lab)
         start = LabStartup(lab, cluster=cluster)
         try:
             start.run()
         except BaseException:
-            daemons.end_daemons(list(start.record.daemons), marks=start.record.marks(lab))
+            daemons.end_daemons(list(start.record.daemons), marks=start.record.make_marks(lab))
             _remove_directory(lab)
             raise
         return status(lab.root)
@@ -145,7 +145,7 @@ def down(state_dir: Path) -> bool:
         record = _read_record(lab)
         if record is not None:
             _cancel_jobs(lab, record=record)
-            daemons.end_daemons(list(record.daemons), marks=record.marks(lab))
+            daemons.end_daemons(list(record.daemons), marks=record.make_marks(lab))
         _remove_directory(lab)
         return record is not None
 
@@ -240,7 +240,7 @@ def _cancel_jobs(lab: LabDir, *, record: LabRecord) -> None:
     run_slurm_command(lab, "scancel", f"--user={os.getuid()}", timeout_s=CANCEL_TIMEOUT_S)
     deadline = time.monotonic() + CANCEL_TIMEOUT_S
     daemon_pids = {daemon.pid for daemon in record.daemons}
-    while set(daemons.find_processes(record.marks(lab))) - daemon_pids and time.monotonic() < deadline:
+    while set(daemons.find_processes(record.make_marks(lab))) - daemon_pids and time.monotonic() < deadline:
         time.sleep(0.05)
 
 

@@ -43,7 +43,7 @@ class LabRecord:
     complete: bool = False
     daemons: tuple[LabDaemon, ...] = ()
 
-    def marks(self, lab: LabDir) -> ProcessMarks:
+    def make_marks(self, lab: LabDir) -> ProcessMarks:
         return ProcessMarks(token=self.token, conf=lab.conf)
 
 

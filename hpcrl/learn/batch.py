@@ -3,8 +3,7 @@
     choose_groups        the trajectories of the next step, those that are never used, and the rest
     GroupChoice          its result
     count_groups         how many groups trajectories belong to, by domain
-    make_rows            trajectories -> shifted rows, one for each conversation, cut after the last model token
-    make_chosen_rows     some of the rows of one trajectory
+    make_chosen_rows     a trajectory -> some of its shifted rows, one for each conversation
     TrainingRow          a row
     divide_credits       the credits of an episode's turns -> those of each row
     divide_rewards       the same, where a row's critic is to see the rewards of the whole episode
@@ -141,28 +140,6 @@ class TrainingRow:
 
 CreditPlacer = Callable[[NDArray[Any], NDArray[np.intp]], NDArray[Any]]
 """A function of the credits of a row's turns and the turn of each token; it returns the credit of each token."""
-
-
-def make_rows(
-    trajectories: Sequence[Trajectory],
-    *,
-    credits: Sequence[Sequence[float]],
-    max_length: int,
-    place_credit: CreditPlacer | None = None,
-) -> tuple[list[TrainingRow], int]:
-    """Make the rows that fit into the context of `max_length`; also return how many do not.
-
-    `credits` has one value per turn of each trajectory (one if it has no turns), and `place_credit` selects the
-    tokens of the turn that get it, by default all. Tokens after the last model token are cut; a conversation without
-    model tokens has no row.
-    """
-    rows: list[TrainingRow] = []
-    for trajectory, credit in zip(trajectories, credits, strict=True):
-        divided = divide_credits(trajectory, np.asarray(credit, dtype=np.float32))
-        chosen = list(enumerate(divided))
-        rows += make_chosen_rows(trajectory, chosen, place_credit=place_credit or spread_credit)
-    fitting = [row for row in rows if len(row) <= max_length]
-    return [row for row in fitting if len(row)], len(rows) - len(fitting)
 
 
 def make_chosen_rows(

@@ -111,13 +111,13 @@ def _best_partition_each(recipe: Recipe, site: Site, *, layout: JobLayout, reaso
     on_one_machine = layout == "local"
     gpus = find_engine_gpus(_choose_partitions(with_single_workers(recipe), site, one_machine=on_one_machine), site)
 
-    def fits(smaller: Recipe) -> bool:
+    def keeps_gpus(smaller: Recipe) -> bool:
         try:
             return find_engine_gpus(_choose_partitions(smaller, site, one_machine=on_one_machine), site) == gpus
         except PlanError:
             return False
 
-    recipe, sizes = _find_most_workers(find_worker_numbers(recipe, gpus=gpus), fits)
+    recipe, sizes = _find_most_workers(find_worker_numbers(recipe, gpus=gpus), keeps_gpus)
     choices = _choose_partitions(recipe, site, one_machine=on_one_machine)
     refusal = _explain_memory_refusal(recipe, choices, site)
     if refusal is not None:
@@ -174,14 +174,14 @@ def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> Job
     if isinstance(one_each, str):
         return one_each
 
-    def fits(smaller: Recipe) -> bool:
+    def keeps_gpus(smaller: Recipe) -> bool:
         return not isinstance(_choose_nodes_in(label, smaller, site), str)
 
     try:
         numbers = find_worker_numbers(recipe, gpus=find_engine_gpus(one_each, site))
     except PlanError as error:  # only about this partition: another may fit
         return f"{label}: {error}"
-    recipe, sizes = _find_most_workers(numbers, fits)
+    recipe, sizes = _find_most_workers(numbers, keeps_gpus)
     choices = _choose_nodes_in(label, recipe, site)
     if isinstance(choices, str):
         return choices

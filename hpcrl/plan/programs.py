@@ -1,4 +1,4 @@
-"""Whether the programs of agents, at their limits, fit into the nodes of the env role. Pure.
+"""The check that the programs of agents, at their limits, fit into the nodes of the env role. Pure.
 
 check_programs   refuse a program that fits no node; return warnings where those that run at once do not
 

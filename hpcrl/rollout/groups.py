@@ -39,11 +39,6 @@ class EpisodeLedger:
         """Ended episodes by status."""
         self.num_started = 0
 
-    @property
-    def is_balanced(self) -> bool:
-        """The ledger's invariant: every started episode runs, is held, or has ended once."""
-        return self.num_started == len(self.running) + len(self.held) + self.endings.total()
-
     def record_start(self, episodes: Iterable[str]) -> None:
         """Record the start of episodes."""
         new = set(episodes)
@@ -68,7 +63,7 @@ class EpisodeLedger:
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """What follows for a group."""
+    """The consequences for a group."""
 
     is_kept: bool = False
     """The episode that ended waits for others of its group, or is released with them."""

@@ -29,36 +29,36 @@ class JudgeOutages:
 
     def mark_gone(self, name: str) -> None:
         """Mark that no engine of a judge can be called."""
-        self._gone(name).touch()
+        self._gone_path(name).touch()
 
     def mark_back(self, name: str) -> None:
         """Mark that one can be called again."""
-        if self._gone(name).exists():
+        if self._gone_path(name).exists():
             self.note_failure(name)  # before: a call of just now may have failed for it
-            self._gone(name).unlink(missing_ok=True)
+            self._gone_path(name).unlink(missing_ok=True)
 
     def note_failure(self, name: str) -> None:
         """Note that a request to a judge has just failed for no fault of the request."""
-        path, now = self._failed(name), time.time_ns()
+        path, now = self._failed_path(name), time.time_ns()
         path.touch()
         os.utime(path, ns=(now, now))  # the clock of a file system is coarser
 
     def find_gone(self, names: Iterable[str]) -> list[str]:
         """Return those of the judges that are gone now."""
-        return [name for name in names if self._gone(name).exists()]
+        return [name for name in names if self._gone_path(name).exists()]
 
     def have_failed_since(self, names: Iterable[str], since: float) -> bool:
         """Return whether one of the judges is gone, or failed at this time (seconds since the epoch) or later."""
-        return any(self._gone(name).exists() or self._read_time(name) >= since - MARGIN_S for name in names)
+        return any(self._gone_path(name).exists() or self._read_time(name) >= since - MARGIN_S for name in names)
 
     def _read_time(self, name: str) -> float:
         try:
-            return self._failed(name).stat().st_mtime
+            return self._failed_path(name).stat().st_mtime
         except FileNotFoundError:
             return float("-inf")
 
-    def _gone(self, name: str) -> Path:
+    def _gone_path(self, name: str) -> Path:
         return self._directory / f"{name}.gone"
 
-    def _failed(self, name: str) -> Path:
+    def _failed_path(self, name: str) -> Path:
         return self._directory / f"{name}.failed"

@@ -34,7 +34,7 @@ LOOP_WINDOW_S = 60.0
 
 
 class LoopFigures(NamedTuple):
-    """How busy an event loop was."""
+    """The load of an event loop."""
 
     share: float
     """The share of a core that its thread used."""

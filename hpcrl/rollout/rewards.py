@@ -43,7 +43,7 @@ JUDGED_FAILURES = frozenset({OUTCOME_TIMEOUT, OUTCOME_EXIT, OUTCOME_REWARD_ERROR
 
 
 class RewardScore(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a reward function gave a trajectory."""
+    """The reward of a trajectory, as its function gave it."""
 
     parts: dict[str, float] = {}
     each: list[float] = []

@@ -62,7 +62,7 @@ class RowSource(Protocol):
 
 
 class DrawProgress(msgspec.Struct, kw_only=True):
-    """How far an env worker has come in its stream of tasks."""
+    """The place of an env worker in its stream of tasks."""
 
     num_drawn: int = 0
     """Tasks that were drawn, in all runs."""

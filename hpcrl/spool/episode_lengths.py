@@ -1,4 +1,4 @@
-"""How long episodes are, in generated tokens, as counts that can be added up. Pure, without numpy.
+"""The lengths of episodes, in generated tokens, as counts that can be added up. Pure, without numpy.
 
     LengthCounts       the episodes by the bits of their length ("9": 256 to 511 tokens), and TOTAL, all their tokens
     add_length         counts an episode

@@ -1,4 +1,4 @@
-"""What became of the tokens that episodes generated, by name: `trained`, or why they are not. Pure, without numpy.
+"""The fates of the tokens that episodes generated, by name: `trained`, or why they are not. Pure, without numpy.
 
 TRAINED, FORCED, STALE, TOO_LONG  names; the others are statuses of episodes and the reasons for which turns are masked
 measure_trained_share      the share that is trained

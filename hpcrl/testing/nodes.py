@@ -2,8 +2,8 @@
 
 Fleet, fleet              the couriers of some nodes - in a block, after which nothing is left of them
 courier_pids, processes   the processes of a campaign
-until                     wait for a condition
-filled, publish           the content of a test version - publish one, as a trainer does
+wait_until                wait for a condition
+make_content, publish     the content of a test version - publish one, as a trainer does
 """
 
 import contextlib
@@ -75,8 +75,8 @@ class Fleet:
     def start(self) -> None:
         """Start the couriers, and wait until they serve."""
         self.launch()
-        until(lambda: self.standing() is not None or not self.alive(), what="the couriers report their status")
-        standing = self.standing()
+        wait_until(lambda: self.read_status() is not None or not self.alive(), what="the couriers report their status")
+        standing = self.read_status()
         assert standing is not None, self.account()
         assert standing.ready, self.account()
 
@@ -102,15 +102,15 @@ class Fleet:
                 start_new_session=True,
             )
 
-    def standing(self) -> CourierStatus | None:
+    def read_status(self) -> CourierStatus | None:
         return CourierStatus.read(self.job.courier_status(str(self.num_starts)))
 
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def ended(self) -> None:
+    def wait_for_end(self) -> None:
         """Wait until the whole step has ended by itself."""
-        until(lambda: not self.alive(), what="the step has ended")
+        wait_until(lambda: not self.alive(), what="the step has ended")
 
     def stop(self) -> None:
         """End the step: mpiexec first, which then removes its files."""
@@ -153,7 +153,7 @@ class Fleet:
             window.close()
 
     @contextmanager
-    def delaying(self, node: str, version: int) -> Iterator[None]:
+    def delay_version(self, node: str, version: int) -> Iterator[None]:
         """Hold a version on a node as a slow engine does: its place is written LEASE_TIMEOUT_S later."""
         window = Window.open(self.key(node), job=0)
         assert window is not None
@@ -170,23 +170,23 @@ class Fleet:
         with contextlib.closing(window), window.read_version(version) as data:
             return bytes(data)
 
-    def arrived(self, version: int) -> bool:
+    def has_arrived(self, version: int) -> bool:
         return all(self.newest(node) == version for node in self.receivers)
 
     def wait_for(self, version: int) -> None:
         """Wait until every node has a version; fail if the couriers have ended."""
 
-        def arrived() -> bool:
+        def check_arrival() -> bool:
             alive = self.alive()
-            there = self.arrived(version)
+            there = self.has_arrived(version)
             assert there or alive, f"the couriers ended before version {version} was everywhere: {self.account()}"
             return there
 
-        until(arrived, what=lambda: f"version {version} is everywhere: {self.account()}")
+        wait_until(check_arrival, what=lambda: f"version {version} is everywhere: {self.account()}")
 
     def transfers(self, version: int) -> list[dict[str, Any]]:
         """Return the events of all transfers, once a version's is there: it arrives everywhere a moment before."""
-        until(
+        wait_until(
             lambda: any(event["version"] == version for event in self.events("courier")),
             what=lambda: f"the transfer of version {version} is logged: {self.account()}",
         )
@@ -196,7 +196,7 @@ class Fleet:
         """Describe the couriers' state, to find out why a test failed."""
         code = None if self.process is None else self.process.poll()
         newest = {node: self.newest(node) for node in self.nodes}
-        return f"code {code}, {newest}, {self.standing()}, {self.events('fault')}, log:\n{self.log()}"
+        return f"code {code}, {newest}, {self.read_status()}, {self.events('fault')}, log:\n{self.log()}"
 
 
 @contextmanager
@@ -253,7 +253,7 @@ def processes(run: CampaignDir, *program: str, by: str) -> dict[str, int]:
     return found
 
 
-def until(fact: Callable[[], bool], *, what: str | Callable[[], str], timeout_s: float = WAIT_S) -> None:
+def wait_until(fact: Callable[[], bool], *, what: str | Callable[[], str], timeout_s: float = WAIT_S) -> None:
     """Wait until a condition is true."""
     deadline = time.monotonic() + timeout_s
     while not fact():
@@ -262,12 +262,12 @@ def until(fact: Callable[[], bool], *, what: str | Callable[[], str], timeout_s:
         time.sleep(0.02)
 
 
-def filled(layout: TensorLayout, version: int) -> bytes:
+def make_content(layout: TensorLayout, version: int) -> bytes:
     """Return the content of a version: every 8 bytes are its number, so that a mixed version is detected."""
     return version.to_bytes(8, "little") * (layout.nbytes // 8)
 
 
 def publish(window: Window, version: int) -> None:
     """Publish a version, as the trainer does."""
-    window.start_version(version, step=version)[:] = filled(window.layout, version)
+    window.start_version(version, step=version)[:] = make_content(window.layout, version)
     window.commit()

@@ -24,7 +24,7 @@ import xxhash
 from hpcrl.errors import TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.system.files import make_private_dir, publish_file, remove_path, staged_path, sync_directory, sync_file
-from hpcrl.trainers.base import Trainer, WritableState
+from hpcrl.trainers.base import WritableState
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "checkpoint.json"
@@ -42,7 +42,7 @@ class CheckpointFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds, by which it is found intact and resumed; written last."""
+    """The contents of a checkpoint, by which it is found intact and resumed; written last."""
 
     format: int = FORMAT_VERSION
     step: int
@@ -55,22 +55,6 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The rest of what the role needs in order to resume; plain JSON."""
     xxh3: str = ""
     """The checksum of this manifest with this field empty."""
-
-
-def save_checkpoint(
-    directory: Path,
-    *,
-    step: int,
-    version: int,
-    trainer: Trainer,
-    consumed: ConsumedTrajectories,
-    extra: dict[str, Any] | None = None,
-) -> Path:
-    """Commit a checkpoint: durable when this returns; if it raises, the older ones are untouched."""
-    pending = PendingCheckpoint(
-        step=step, version=version, state=trainer.snapshot(), consumed=consumed.encode(), extra=extra or {}
-    )
-    return commit_checkpoint(directory, pending)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +109,6 @@ def find_newest(directory: Path, *, report: Callable[[Path, str], None]) -> Path
             "restore one from a copy, or move them away to train from the start"
         )
     return None
-
-
-def load_checkpoint(path: Path, *, trainer: Trainer) -> tuple[CheckpointManifest, ConsumedTrajectories]:
-    """Restore `trainer` to the state of the checkpoint; `find_newest` has checked the files."""
-    trainer.load(path)
-    return read_checkpoint(path)
 
 
 def read_checkpoint(path: Path) -> tuple[CheckpointManifest, ConsumedTrajectories]:

@@ -140,7 +140,7 @@ class Together:
         """Write rank 0's part, then move the other ranks' parts beside it."""
         self.own.write(directory)
         for rank in range(1, self.size):
-            part_files.awaited(self.directory, rank)
+            part_files.await_part(self.directory, rank)
             for path in part_files.part_directory(self.directory, rank).iterdir():
                 path.rename(directory / path.name)
         remove_path(self.directory)

@@ -143,7 +143,7 @@ class VerifyFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpoolTotals(msgspec.Struct, kw_only=True):
-    """What was found in one spool, in `traj verify`: how much, and how much of it is damaged."""
+    """The findings in one spool, in `traj verify`: its size, and how much of it is damaged."""
 
     num_segments: int = 0
     num_trajectories: int = 0

@@ -3,7 +3,7 @@
     TensorLayout, TensorSlot        all tensors by HF name (or, on a node with a part, shards of them), and one of them
     ShardOrigin                     the tensor that a shard was cut from
     TensorShard                     the place in a tensor of the values that one rank of a trainer holds
-    make_whole_shard, split_tensor  the usual shards: all of a tensor, and even slices along an axis
+    make_whole_shard  the shard that is all of a tensor
     check_shard, check_cover        values fit their shard - every value is held by exactly one shard
     align_nbytes                    round up to the alignment
     view_values                     a tensor in a slot as integers
@@ -18,7 +18,6 @@ Each node of a trainer may keep only its own part of a version; the whole is the
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -204,19 +203,6 @@ def _describe_shard(shard: TensorShard, tensor: TensorSlot) -> tuple[str, str, t
 def make_whole_shard(tensor: TensorSlot) -> TensorShard:
     """Return all of a tensor as one shard."""
     return TensorShard(name=tensor.name, start=(0,) * len(tensor.shape), shape=tensor.shape)
-
-
-def split_tensor(tensor: TensorSlot, *, axis: int, num_shards: int) -> list[TensorShard]:
-    """Split a tensor into `num_shards` shards along an axis, as evenly as possible, the larger ones first."""
-    edges = [-(-index * tensor.shape[axis] // num_shards) for index in range(num_shards + 1)]
-    return [
-        TensorShard(
-            name=tensor.name,
-            start=tuple(low if i == axis else 0 for i in range(len(tensor.shape))),
-            shape=tuple(high - low if i == axis else size for i, size in enumerate(tensor.shape)),
-        )
-        for low, high in pairwise(edges)
-    ]
 
 
 def check_shard(shard: TensorShard, tensors: Mapping[str, TensorSlot], *, dtype: str, shape: tuple[int, ...]) -> None:

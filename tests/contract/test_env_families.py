@@ -201,8 +201,8 @@ class TestVerifiers:
         """Return the results of runs side by side, and the requests that the model received."""
         from aiohttp import web
 
+        from hpcrl.envs import verifiers
         from hpcrl.envs.base import ModelAccess
-        from hpcrl.envs.verifiers import close_servers
 
         requests = []
 
@@ -234,7 +234,10 @@ class TestVerifiers:
                 ]
                 return await asyncio.gather(*runs, return_exceptions=True)
             finally:
-                await close_servers()
+                for server in [each.result() for each in verifiers._servers.values() if not each.exception()]:
+                    server.process.stdin.close()
+                    await server.process.wait()
+                verifiers._servers.clear()
                 await runner.cleanup()
 
         return asyncio.run(play_all()), requests

@@ -11,20 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.errors import WeightsError
+from hpcrl.testing.shards import split_tensor
 from hpcrl.weights.couriers import receiver as intake_module
 from hpcrl.weights.couriers import spans as messages_module
 from hpcrl.weights.couriers.protocol import NodePart
 from hpcrl.weights.couriers.receiver import IncomingVersion
 from hpcrl.weights.couriers.spans import split_into_spans
-from hpcrl.weights.layout import (
-    PartAssignment,
-    TensorLayout,
-    TensorShard,
-    join_layouts,
-    make_whole_shard,
-    split_tensor,
-    view_values,
-)
+from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard, join_layouts, make_whole_shard, view_values
 from hpcrl.weights.window.file import compute_checksum
 
 Held = list[list[TensorShard]]
@@ -101,7 +94,7 @@ def receive_parts(
             assert piece.source == source
             piece.data[:] = data
             intake.add_chunk(piece.data)
-        for future in intake.pending():
+        for future in intake.list_pending():
             future.result()
         wanted, sums = intake.verify_checksums()
     return target, wanted, sums
@@ -241,6 +234,6 @@ def test_chunks_that_wait_to_be_scattered_are_few(monkeypatch: pytest.MonkeyPatc
                 break
         assert QUERY.nbytes // 2 // 64 < num <= QUERY.nbytes // 2 // 64 + intake_module.MAX_PRIVATE_PER_LANE + 1
         may_continue.set()
-        for future in intake.pending():
+        for future in intake.list_pending():
             future.result()
         assert intake.has_room()

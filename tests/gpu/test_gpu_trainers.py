@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.learn.consumed import ConsumedTrajectories
-from hpcrl.trainers.checkpoint import save_checkpoint
+from hpcrl.testing.learning import save_checkpoint
 from hpcrl.trainers.export import export_model
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import SINGLE_RANK, World

@@ -80,7 +80,7 @@ def test_only_what_has_changed_is_sent_and_every_bit_arrives(three_nodes: Fleet)
 def test_a_node_that_has_missed_a_version_gets_the_next_one_in_full(three_nodes: Fleet) -> None:
     window = up_to(2, three_nodes)
     three_nodes.signal("n2", signal.SIGKILL)
-    three_nodes.ended()
+    three_nodes.wait_for_end()
     for version in (3, 4, 5):
         publish(window, version)
     three_nodes.start()
@@ -133,7 +133,7 @@ def test_no_version_is_ever_mixed_while_couriers_that_send_deltas_are_killed(thr
             with seen.read_version(manifest.version) as data:
                 assert bytes(data) == version_of(manifest.version).tobytes()
             seen.close()
-        three_nodes.ended()
+        three_nodes.wait_for_end()
         three_nodes.start()
     three_nodes.wait_for(7)
     publish(window, 8)

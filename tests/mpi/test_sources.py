@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcrl.testing.nodes import Fleet, fleet, publish, until
-from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard, make_whole_shard, split_tensor
+from hpcrl.testing.nodes import Fleet, fleet, publish, wait_until
+from hpcrl.testing.shards import split_tensor
+from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard, make_whole_shard
 from hpcrl.weights.window.window import Window
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
@@ -77,7 +78,7 @@ def check(couriers: Fleet, node: str, version: int) -> None:
 def start_third_version(couriers: Fleet, trainer: list[Window]) -> None:
     """Publish a version that n2 cannot receive yet, and wait until it is under way."""
     publish_on_all(trainer, 3)
-    until(lambda: couriers.newest("n1") == 3, what="the trainer has published")
+    wait_until(lambda: couriers.newest("n1") == 3, what="the trainer has published")
     time.sleep(0.5)
     assert couriers.newest("n2") == 2
 
@@ -112,10 +113,10 @@ def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_versio
     two_and_two: Fleet, killed: str
 ) -> None:
     trainer = up_to_two(two_and_two)
-    with two_and_two.delaying("n2", 1):
+    with two_and_two.delay_version("n2", 1):
         start_third_version(two_and_two, trainer)
         two_and_two.signal(killed, signal.SIGKILL)
-        two_and_two.ended()
+        two_and_two.wait_for_end()
         for node in two_and_two.receivers:
             check(two_and_two, node, 2)
         publish_on_all(trainer, 4)
@@ -127,10 +128,10 @@ def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_versio
 @ON_BOTH_WIRES
 def test_a_contributor_that_stops_answering_is_named_with_its_bucket(two_and_two: Fleet) -> None:
     trainer = up_to_two(two_and_two)
-    with two_and_two.delaying("n2", 1):
+    with two_and_two.delay_version("n2", 1):
         start_third_version(two_and_two, trainer)
         two_and_two.signal("n1", signal.SIGSTOP)
-        two_and_two.ended()
+        two_and_two.wait_for_end()
     fault = two_and_two.events("fault")[0]
     assert (fault["node"], fault["rank"], fault["at"]) == ("n0", 1, "n1")
     assert {"bucket", "bytes"} <= fault.keys()
@@ -146,11 +147,11 @@ def test_a_part_that_is_overwritten_while_it_is_sent_is_never_read_and_the_newes
 ) -> None:
     monkeypatch.setattr("hpcrl.weights.window.window.LEASE_TIMEOUT_S", 0.05)  # of the trainer, which is here
     trainer = up_to_two(two_and_two)
-    with two_and_two.delaying("n2", 1):
+    with two_and_two.delay_version("n2", 1):
         start_third_version(two_and_two, trainer)
         for version in (4, 5):
             publish(trainer[1], version)
-    until(
+    wait_until(
         lambda: any("was overwritten on n1" in fault["detail"] for fault in two_and_two.events("fault")),
         what="the overwritten part is reported",
     )
@@ -192,7 +193,7 @@ def test_bytes_of_a_part_that_change_on_the_way_are_never_seen(two_and_two: Flee
     slot = trainer[1].start_version(3, step=3)
     slot[:] = (3).to_bytes(8, "little") * (len(slot) // 8)
     trainer[1].commit(sums=[bytes(16)] * len(trainer[1].layout.tensors))
-    two_and_two.ended()
+    two_and_two.wait_for_end()
     assert {two_and_two.newest(node) for node in two_and_two.receivers} == {2}
     assert any("shard 'embed@524288,0' of rank 1" in fault["detail"] for fault in two_and_two.events("fault"))
 
@@ -208,7 +209,7 @@ def test_no_version_is_ever_mixed_while_couriers_are_killed_at_random(two_and_tw
         for node in two_and_two.receivers:
             if (seen := two_and_two.newest(node)) >= 0:
                 check(two_and_two, node, seen)
-        two_and_two.ended()
+        two_and_two.wait_for_end()
         two_and_two.start()
     two_and_two.wait_for(4)
     for node in two_and_two.receivers:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hpcrl.testing.nodes import Fleet, filled, publish
+from hpcrl.testing.nodes import Fleet, make_content, publish
 from hpcrl.weights.layout import TensorLayout
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
@@ -22,12 +22,12 @@ def test_versions_reach_every_node_and_another_model_does_too(over_tcp: Fleet) -
     for version in (1, 2, 3):
         publish(window, version)
         over_tcp.wait_for(version)
-        assert over_tcp.read("n2", version) == filled(LAYOUT, version)
+        assert over_tcp.read("n2", version) == make_content(LAYOUT, version)
     window.close()
     other = TensorLayout.pack([("w", "float32", (1 << 20,))])
     publish(over_tcp.trainer(other), 4)
     over_tcp.wait_for(4)
-    assert over_tcp.read("n1", 4) == filled(other, 4)
+    assert over_tcp.read("n1", 4) == make_content(other, 4)
 
 
 def test_rendezvous_files_are_readable_by_the_user_alone(over_tcp: Fleet) -> None:
@@ -47,7 +47,7 @@ def test_a_courier_that_is_killed_or_stopped_ends_the_step_and_the_next_one_cont
     publish(window, 1)
     over_tcp.wait_for(1)
     over_tcp.signal("n2", number)
-    over_tcp.ended()
+    over_tcp.wait_for_end()
     if number == signal.SIGSTOP:
         assert "rank 2 on n2 has sent nothing" in over_tcp.events("fault")[0]["detail"]
     over_tcp.start()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.testing.nodes import Fleet, filled, fleet, publish, until
+from hpcrl.testing.nodes import Fleet, fleet, make_content, publish, wait_until
 from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.window.window import Window
 
@@ -27,7 +27,7 @@ LAYOUT = TensorLayout.pack(
 def start_third_version(couriers: Fleet, window: Window) -> None:
     """Publish a version that n1 cannot receive yet, and wait until it is under way."""
     publish(window, 3)
-    until(lambda: couriers.newest("n0") == 3, what="the trainer has published")
+    wait_until(lambda: couriers.newest("n0") == 3, what="the trainer has published")
     time.sleep(0.5)
     assert couriers.newest("n1") == 2
 
@@ -45,7 +45,7 @@ def test_every_node_gets_what_the_trainer_published(four_nodes: Fleet) -> None:
     window = up_to_two(four_nodes)
     assert window.layout == LAYOUT
     for node in four_nodes.nodes[1:]:
-        assert four_nodes.read(node, 2) == filled(LAYOUT, 2)
+        assert four_nodes.read(node, 2) == make_content(LAYOUT, 2)
     [first, second] = four_nodes.transfers(2)
     assert (first["version"], second["version"]) == (1, 2)
     assert (second["bytes"], second["to"]) == (LAYOUT.nbytes, ["n1", "n2", "n3"])
@@ -63,21 +63,21 @@ def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(four_nodes: 
 
 def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_version_again(four_nodes: Fleet) -> None:
     window = up_to_two(four_nodes)
-    with four_nodes.delaying("n1", 1):
+    with four_nodes.delay_version("n1", 1):
         start_third_version(four_nodes, window)
         four_nodes.signal("n2", signal.SIGKILL)
-        four_nodes.ended()
+        four_nodes.wait_for_end()
         assert {four_nodes.newest(node) for node in ("n1", "n2", "n3")} == {2}
-        assert four_nodes.read("n2", 2) == filled(LAYOUT, 2)
+        assert four_nodes.read("n2", 2) == make_content(LAYOUT, 2)
     four_nodes.start()
     four_nodes.wait_for(3)
-    assert four_nodes.read("n3", 3) == filled(LAYOUT, 3)
+    assert four_nodes.read("n3", 3) == make_content(LAYOUT, 3)
 
 
 def test_a_node_that_has_a_version_is_not_sent_it_again(four_nodes: Fleet) -> None:
     window = up_to_two(four_nodes)
     four_nodes.signal("n3", signal.SIGKILL)
-    four_nodes.ended()
+    four_nodes.wait_for_end()
     four_nodes.start()
     publish(window, 3)
     four_nodes.wait_for(3)
@@ -88,17 +88,17 @@ def test_a_node_that_has_a_version_is_not_sent_it_again(four_nodes: Fleet) -> No
 def test_a_rank_that_stops_answering_is_named_with_its_bucket(four_nodes: Fleet, stopped: str, reporter: str) -> None:
     window = up_to_two(four_nodes)
     rank = four_nodes.nodes.index(stopped)
-    with four_nodes.delaying("n1", 1):
+    with four_nodes.delay_version("n1", 1):
         start_third_version(four_nodes, window)
         four_nodes.signal(stopped, signal.SIGSTOP)
-        four_nodes.ended()
+        four_nodes.wait_for_end()
     faults = [event for event in four_nodes.events("fault") if event["node"] == reporter or stopped == "n0"]
     fault = faults[0]
     assert (fault["rank"], fault["at"]) == (rank, stopped)
     assert {"bucket", "bytes"} <= fault.keys()
     assert f"rank {rank} on {stopped}" in fault["detail"]
     assert f"of {LAYOUT.nbytes} bytes" in fault["detail"]
-    standing = four_nodes.standing()
+    standing = four_nodes.read_status()
     assert standing is not None
     assert not standing.ready
     four_nodes.start()
@@ -108,7 +108,7 @@ def test_a_rank_that_stops_answering_is_named_with_its_bucket(four_nodes: Fleet,
 def test_a_rank_that_stops_while_nothing_is_sent_is_detected_too(four_nodes: Fleet) -> None:
     up_to_two(four_nodes)
     four_nodes.signal("n3", signal.SIGSTOP)
-    four_nodes.ended()
+    four_nodes.wait_for_end()
     assert "no transfer was under way" in four_nodes.events("fault")[0]["detail"]
 
 
@@ -157,7 +157,7 @@ def test_a_trainer_that_is_killed_while_it_writes_is_followed_by_another(four_no
     publish(four_nodes.trainer(LAYOUT), 3)
     four_nodes.wait_for(3)
     assert four_nodes.alive(), "the couriers survived it"
-    assert four_nodes.read("n1", 3) == filled(LAYOUT, 3)
+    assert four_nodes.read("n1", 3) == make_content(LAYOUT, 3)
 
 
 SENDING_TRAINER = """
@@ -179,14 +179,14 @@ time.sleep(600)
 
 def test_a_trainer_that_is_killed_while_its_version_is_on_the_way_loses_nothing(four_nodes: Fleet) -> None:
     up_to_two(four_nodes).close()
-    with four_nodes.delaying("n1", 1), program(SENDING_TRAINER, four_nodes, prints=b"published\n") as trainer:
+    with four_nodes.delay_version("n1", 1), program(SENDING_TRAINER, four_nodes, prints=b"published\n") as trainer:
         time.sleep(0.5)  # the couriers have started by then, or start after the kill: both must work
         trainer.kill()
         trainer.wait()
         assert four_nodes.newest("n1") == 2
     four_nodes.wait_for(3)
     assert four_nodes.alive(), "the couriers survived it"
-    assert four_nodes.read("n3", 3) == filled(LAYOUT, 3)
+    assert four_nodes.read("n3", 3) == make_content(LAYOUT, 3)
     publish(four_nodes.trainer(LAYOUT), 4)
     four_nodes.wait_for(4)
 
@@ -194,13 +194,13 @@ def test_a_trainer_that_is_killed_while_its_version_is_on_the_way_loses_nothing(
 def test_a_node_without_room_is_named(four_nodes: Fleet) -> None:
     up_to_two(four_nodes).close()
     four_nodes.signal("n0", signal.SIGKILL)
-    four_nodes.ended()
+    four_nodes.wait_for_end()
     larger = TensorLayout.pack([("embed", "bfloat16", (1 << 20, 64))])
     four_nodes.before["n2"] = ("prlimit", f"--fsize={LAYOUT.nbytes}")
     four_nodes.start()
     publish(four_nodes.trainer(larger), 3)
-    four_nodes.ended()
-    standing = four_nodes.standing()
+    four_nodes.wait_for_end()
+    standing = four_nodes.read_status()
     assert standing is not None
     assert standing.hopeless
     assert "node n2: no window of 256.0 MiB (two versions) in /dev/shm" in standing.reason
@@ -237,17 +237,17 @@ def test_another_model_replaces_the_windows(four_nodes: Fleet) -> None:
     other = TensorLayout.pack([("w", "float32", (1 << 20,))])
     publish(four_nodes.trainer(other), 3)
     four_nodes.wait_for(3)
-    assert four_nodes.read("n2", 3) == filled(other, 3)
+    assert four_nodes.read("n2", 3) == make_content(other, 3)
 
 
 def test_bytes_that_change_on_the_way_are_never_seen(four_nodes: Fleet) -> None:
     window = up_to_two(four_nodes)
     slot = window.start_version(3, step=3)
-    slot[:] = filled(LAYOUT, 3)
+    slot[:] = make_content(LAYOUT, 3)
     sums = {tensor.name: "00" * 16 for tensor in LAYOUT.tensors}
     wrong = [bytes.fromhex(sums[tensor.name]) for tensor in LAYOUT.tensors]
     window.commit(sums=wrong)
-    four_nodes.ended()
+    four_nodes.wait_for_end()
     assert {four_nodes.newest(node) for node in ("n1", "n2", "n3")} == {2}
     assert "tensor 'embed'" in four_nodes.events("fault")[0]["detail"]
 
@@ -260,7 +260,7 @@ def test_worlds_of_one_rank_each_report_it_at_once(needs_mpi: None, tmp_path: Pa
         )
         assert alone.returncode == 1
         assert "a world of 1 where 2 ranks were started" in alone.stderr
-        standing = couriers.standing()
+        standing = couriers.read_status()
         assert standing is not None
         assert standing.hopeless
 
@@ -272,7 +272,7 @@ def test_couriers_leave_and_remove_their_window_when_the_job_drains(needs_mpi: N
         couriers.wait_for(1)
         os.kill(couriers.pids()["n0"], signal.SIGSTOP)  # mpiexec ends all with the first that leaves
         couriers.job.drain.touch()
-        until(lambda: not couriers.key("n1").path.exists(), what="the receiver has removed its window")
+        wait_until(lambda: not couriers.key("n1").path.exists(), what="the receiver has removed its window")
         assert couriers.key("n0").path.exists(), "the trainer's window is the trainer's"
 
 
@@ -287,8 +287,8 @@ def test_no_version_is_ever_mixed_while_couriers_are_killed_at_random(four_nodes
         four_nodes.signal(victim, signal.SIGKILL)
         for node in four_nodes.nodes[1:]:
             if (seen := four_nodes.newest(node)) >= 0:
-                assert four_nodes.read(node, seen) == filled(LAYOUT, seen)
-        four_nodes.ended()
+                assert four_nodes.read(node, seen) == make_content(LAYOUT, seen)
+        four_nodes.wait_for_end()
         four_nodes.start()
     four_nodes.wait_for(8)
-    assert {four_nodes.read(node, 8) for node in four_nodes.nodes[1:]} == {filled(LAYOUT, 8)}
+    assert {four_nodes.read(node, 8) for node in four_nodes.nodes[1:]} == {make_content(LAYOUT, 8)}

@@ -1,10 +1,11 @@
-"""Episodes in one environment, played action by action."""
+"""Episodes in one environment, played action by action, and the account of those of a worker."""
 
 import asyncio
 from collections.abc import Iterable
 from typing import Any
 
 from hpcrl.envs.base import Step
+from hpcrl.rollout.groups import EpisodeLedger
 
 
 def play(env: Any, actions: Iterable[Any], *, seed: int = 0) -> tuple[Any, list[Step]]:
@@ -21,3 +22,8 @@ def play(env: Any, actions: Iterable[Any], *, seed: int = 0) -> tuple[Any, list[
         return first, steps
 
     return asyncio.run(run())
+
+
+def is_balanced(ledger: EpisodeLedger) -> bool:
+    """Return whether every started episode runs, is held, or has ended once."""
+    return ledger.num_started == len(ledger.running) + len(ledger.held) + ledger.endings.total()

@@ -17,7 +17,8 @@ from hpcrl.learn.batch import MicroBatch, empty_micro_batch
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.spool.record import EpisodeTurn
-from hpcrl.trainers.checkpoint import find_newest, load_checkpoint, save_checkpoint
+from hpcrl.testing.learning import load_checkpoint, save_checkpoint
+from hpcrl.trainers.checkpoint import find_newest
 from hpcrl.trainers.leader import RankLeader, follow_orders
 from hpcrl.trainers.publishing import open_shard_store
 from hpcrl.trainers.spread_model import SpreadModel

@@ -13,11 +13,11 @@ import torch
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import TinyModel, TrainConfig
-from hpcrl.learn.batch import make_packed_batches, make_rows
+from hpcrl.learn.batch import make_packed_batches
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.spool.record import Trajectory
-from hpcrl.trainers.checkpoint import save_checkpoint
+from hpcrl.testing.learning import make_rows, save_checkpoint
 from hpcrl.trainers.export import export_model
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.trajectories import make_trajectory

@@ -109,6 +109,47 @@ def test_every_import_of_our_own_code_resolves(folder):
     assert broken == []
 
 
+def used_names(path: Path) -> set[str]:
+    """Return every name that a module uses; strings may name what is loaded by name."""
+    names = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.keyword):
+            names.add(node.arg or "")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
+            names.update(re.findall(r"\w+", node.value))
+    return names
+
+
+def own_definitions(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield functions, classes, and methods of classes without bases: no other package calls those by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module) or (isinstance(node, ast.ClassDef) and not node.bases):
+            yield from (b for b in node.body if isinstance(b, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+CALLED_BY_OTHERS = {"attach_router", "init_state"}  # of vLLM's server, on a plugin without a base
+
+
+def test_what_the_package_defines_is_used_there_or_described_for_users():
+    """What only tests and benches use belongs into hpcrl/testing."""
+    modules = [path for path in MODULES if PACKAGE / "testing" not in path.parents]
+    texts = [path for folder in ("docs", "recipes", "sites", "jobs") for path in (ROOT / folder).rglob("*.*")]
+    texts += [ROOT / "README.md", ROOT / "pyproject.toml"]
+    used = {word for path in texts if path.is_file() for word in re.findall(r"\w+", path.read_text())}
+    used |= CALLED_BY_OTHERS.union(*map(used_names, modules))
+    unused = [
+        f"{label(path)}:{node.lineno}: {node.name}"
+        for path in modules
+        for node in own_definitions(parse(path))
+        if node.name not in used and not node.name.startswith("__")
+    ]
+    assert unused == []
+
+
 @pytest.mark.parametrize(("folder", "other"), [("bench", "tests"), ("tests", "bench"), ("hpcrl", "tests")])
 def test_folders_do_not_import_each_other(folder, other):
     found = [
@@ -118,6 +159,50 @@ def test_folders_do_not_import_each_other(folder, other):
         if module.split(".")[0] == other
     ]
     assert found == []
+
+
+OWNERS = {
+    "parsl": {"job/interchange.py", "job/parsl_providers.py", "job/runtime.py"},
+    "mpi4py": {"weights/couriers/wire_mpi.py"},
+    "rich": {"cli.py", "monitor", "system/terminal.py", "traj"},
+    "vllm": {"engines/vllm"},
+    "megatron": {"trainers/megatron"},
+    "h5py": {"spool/hdf5.py"},
+    "hdf5plugin": {"spool/hdf5.py"},
+    "submitit": {"slurm/submit.py"},
+    "pyarrow": {"envs/task_set.py", "traj/parquet.py"},
+    "peft": {"trainers/torch_model.py"},
+    "tensorboard": {"job/metrics_export.py"},
+    "wandb": {"job/metrics_export.py"},
+}
+"""The modules or packages of hpcrl that may import a package; the checks of ruff end at a noqa or an ignored file."""
+RUN_MODULE = {"import_module", "run_module", "__import__"}
+
+
+def imported_packages(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield every package that is imported, also by its name in a string, and the line."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in RUN_MODULE:
+            names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        yield from ((name.split(".")[0], node.lineno) for name in names)
+
+
+def test_every_owned_package_is_imported_by_its_owners_and_nowhere_else():
+    found, used = [], set()
+    for path in MODULES:
+        places = {label(path), *(label(parent) for parent in path.parents if parent.is_relative_to(PACKAGE))}
+        for package, line in imported_packages(parse(path)):
+            owners = OWNERS.get(package, places) & places
+            used |= {(package, owner) for owner in owners}
+            if not owners:
+                found.append(f"{label(path)}:{line}: {package}")
+    assert found == []
+    assert {(package, owner) for package in OWNERS for owner in OWNERS[package]} - used == set()
 
 
 @functools.cache
@@ -155,6 +240,35 @@ def test_the_docstring_of_a_function_starts_with_an_imperative_verb():
                 decorators = {getattr(call, "id", getattr(call, "attr", "")) for call in node.decorator_list}
                 if not decorators & PROPERTIES and not starts_with_verb(docstring):
                     wrong.append(f"{label(path)}:{node.lineno}: {docstring.splitlines()[0]}")
+    assert wrong == []
+
+
+CLAUSES = {"By", "From", "How", "That", "Those", "To", "What", "Whether", "Why"}
+CLAUSES_LEFT = {"models/chat_template.py", "rollout/agents/chat_form.py"}
+
+
+def test_the_docstring_of_a_module_or_class_starts_with_a_noun_or_a_verb():
+    wrong = []
+    for path in MODULES:
+        for node in ast.walk(parse(path)):
+            docstring = ast.get_docstring(node) if isinstance(node, ast.Module | ast.ClassDef) else None
+            if docstring and docstring.split()[0] in CLAUSES and label(path) not in CLAUSES_LEFT:
+                wrong.append(f"{label(path)}: {docstring.splitlines()[0]}")
+    assert wrong == []
+
+
+NO_FUNCTIONS = re.compile(r"_*(?!(?:feed|seed|embed|meeting)$)(?:[a-z]+(?:ed|ing)|fits|gone|marks|until)")
+
+
+def test_the_name_of_a_function_is_no_participle():
+    """A word alone: `finished_segments` returns segments, and `arrived` may do anything."""
+    wrong = []
+    for path in MODULES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and NO_FUNCTIONS.fullmatch(node.name):
+                decorators = {getattr(call, "id", getattr(call, "attr", "")) for call in node.decorator_list}
+                if not decorators & PROPERTIES:
+                    wrong.append(f"{label(path)}:{node.lineno}: {node.name}")
     assert wrong == []
 
 

@@ -187,7 +187,7 @@ class RunningBatch:
 
     def _is_usable_kv(self, row: RunningRequest, kv: RowKv) -> bool:
         same = kv.version == self.version and kv.token_ids == row.token_ids[:-1]
-        return same and self._slots.shape.fits(kv.kv_KHTD)
+        return same and self._slots.shape.has_shape_of(kv.kv_KHTD)
 
     def _prefill(self, first: int, new_ids: list[list[int]], starts: dict[RunningRequest, int]) -> Any:
         """Compute the KV of `new_ids`, the missing tokens of the rows from slot `first`."""

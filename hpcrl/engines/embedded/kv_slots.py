@@ -28,7 +28,7 @@ class KvShape(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    def fits(self, kv_KHTD: torch.Tensor) -> bool:
+    def has_shape_of(self, kv_KHTD: torch.Tensor) -> bool:
         K, H, _, D = kv_KHTD.shape
         return (K, H, D, kv_KHTD.dtype) == (2 * self.num_layers, self.num_heads, self.head_dim, self.dtype)
 

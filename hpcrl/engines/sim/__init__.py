@@ -2,5 +2,4 @@
 
 engine  the engine
 batch   continuous batching, step by step
-clock   an event loop with virtual time
 """

@@ -7,7 +7,7 @@
 
 It has continuous batching with chunked prefill, a bounded KV cache, KV kept between the turns of a trajectory, and a
 queue by priority. The structure of an answer is checked, but its tokens are as random as all others. The time is that
-of its event loop: on the loop of hpcrl.engines.sim.clock, an hour of a fleet takes seconds.
+of its event loop: on the loop of hpcrl.testing.virtual_time, an hour of a fleet takes seconds.
 """
 
 import asyncio

@@ -39,7 +39,7 @@ HEALTH_PATH = "/health"
 
 
 class ModelApi(Protocol):
-    """What answers the requests to a judge, on a socket file."""
+    """The server that answers the requests to a judge, on a socket file."""
 
     @property
     def socket_path(self) -> Path: ...

@@ -41,7 +41,7 @@ DEFAULT_TIMEOUTS = RouterTimeouts()
 DEFAULT_RULES = RouterConfig()
 
 
-def _unknown_speed(_: EngineEndpoint) -> WorkerSpeed | None:
+def _return_no_speed(_: EngineEndpoint) -> WorkerSpeed | None:
     return None
 
 
@@ -61,7 +61,7 @@ class Router:
         timeouts: RouterTimeouts = DEFAULT_TIMEOUTS,
         rules: RouterConfig = DEFAULT_RULES,
         weights: dict[str, float] | None = None,
-        speed_of: Callable[[EngineEndpoint], WorkerSpeed | None] = _unknown_speed,
+        speed_of: Callable[[EngineEndpoint], WorkerSpeed | None] = _return_no_speed,
         switcher: RoleSwitcher | None = None,
         on_route: Callable[[TurnRouted], None] | None = None,
     ) -> None:

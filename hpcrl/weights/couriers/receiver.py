@@ -123,7 +123,7 @@ class IncomingVersion:
             self._private_work.popleft()
         return len(self._private_work) <= MAX_PRIVATE_PER_LANE * len(self._lanes)
 
-    def pending(self) -> list["Future[None]"]:
+    def list_pending(self) -> list["Future[None]"]:
         """Return the work that must end before `verify_checksums`."""
         return self._pending
 
@@ -263,7 +263,7 @@ class VersionReceiver:
             connection.wait_until(incoming.has_room)
 
         self._stream_chunks(incoming.chunks(source=self._previous_rank(announcement)), announcement, on_moved)
-        for future in incoming.pending():
+        for future in incoming.list_pending():
             connection.wait_for_result(future)
 
         def finish() -> VersionManifest:

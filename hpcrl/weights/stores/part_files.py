@@ -2,7 +2,7 @@
 
     make_parts_directory  rank 0: make the directory for the parts
     write_part, PartMark  another rank: write a part, and then a mark that it is complete, or why it is not
-    awaited               rank 0: wait for that mark
+    await_part            rank 0: wait for that mark
     part_directory        the files of one rank's part
     leave_window          another node: write its window's part of a version
     iterate_tensors       rank 0: yield all tensors of the version, one by one, from its window and the parts
@@ -68,7 +68,7 @@ def write_part(write: Callable[[Path], Mapping[str, str]], directory: Path, *, r
     publish_file(_mark_path(directory, rank), msgspec.json.encode(mark))
 
 
-def awaited(directory: Path, rank: int) -> PartMark:
+def await_part(directory: Path, rank: int) -> PartMark:
     """Wait until a rank has written its part; OSError, naming the rank, if it could not or takes too long."""
     path, deadline = _mark_path(directory, rank), time.monotonic() + PART_TIMEOUT_S
     while not path.exists():
@@ -128,7 +128,7 @@ def _assemble_tensor(tensor: TensorSlot, shard_slots: list[tuple[memoryview, Ten
 
 def _map_part(directory: Path, writer: int, part: TensorLayout) -> memoryview:
     """Map the part that another node has written, and check it."""
-    mark, path = awaited(directory, writer), part_directory(directory, writer) / WINDOW_FILE
+    mark, path = await_part(directory, writer), part_directory(directory, writer) / WINDOW_FILE
     if path.stat().st_size != part.nbytes:
         raise WeightsError(f"{path} has {path.stat().st_size} bytes and not {part.nbytes}: it is truncated")
     data = np.memmap(path, np.uint8, "r").data if part.nbytes else memoryview(b"")

@@ -33,7 +33,7 @@ from hpcrl.system.files import remove_path
 from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard, TensorSlot, check_cover, check_shard
 from hpcrl.weights.stores import part_files
 from hpcrl.weights.stores.file_store import FileStore
-from hpcrl.weights.stores.store import view_tensors
+from hpcrl.weights.stores.store import WeightStore, view_tensors
 from hpcrl.weights.versions import VersionManifest, WeightVersion
 from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window, WriteTicket
@@ -227,7 +227,7 @@ class ShardStore:
     def _writers(self) -> list[int]:
         return [0] if self._parts is None else list(self._parts.writers().values())
 
-    def _save(self, files: FileStore, weight_version: WeightVersion) -> None:
+    def _save(self, files: WeightStore, weight_version: WeightVersion) -> None:
         assert self._window is not None, "there is a version to read"
         with self._window.read_version(weight_version.version) as slot:
             files.publish(view_tensors(slot, self._layout), weight_version)

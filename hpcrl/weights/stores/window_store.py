@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
 from hpcrl.weights.layout import TensorLayout
-from hpcrl.weights.stores.file_store import FileStore
-from hpcrl.weights.stores.store import Tensors, _copy_tensors, view_tensors
+from hpcrl.weights.stores.store import Tensors, WeightStore, _copy_tensors, view_tensors
 from hpcrl.weights.versions import VersionManifest, WeightVersion
 from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window
@@ -47,7 +46,7 @@ class WindowStore:
         manifest = self.newest()
         return None if manifest is None else manifest.version
 
-    def make_saver(self, files: FileStore, weight_version: WeightVersion) -> Callable[[], object]:
+    def make_saver(self, files: WeightStore, weight_version: WeightVersion) -> Callable[[], object]:
         """Return what writes a version to files once it is committed."""
 
         def save() -> None:

@@ -84,7 +84,7 @@ def remove_orphan_mpi(directory: Path = SHARED_MEMORY) -> list[str]:
 
 
 class SegmentLedger:
-    """What this process removes at its end, or other processes after it was killed."""
+    """The files that this process removes at its end, or other processes after it was killed."""
 
     def __init__(self, directory: Path = SHARED_MEMORY, *, scratch: Path | None = None) -> None:
         """Record a directory for temporary files, if there is one, at once."""

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from hpcrl.envs.judge import judge, read_score
-from hpcrl.envs.repair import BROKEN_FUNCTIONS, Repair, draw_broken_function, mended, run_python
+from hpcrl.envs.repair import BROKEN_FUNCTIONS, Repair, draw_broken_function, rerun_tests, run_python
 from hpcrl.errors import ConfigError, EnvFault
 from tests.support.campaign_spools import trajectory
 
@@ -101,8 +101,8 @@ class TestRepair:
     def test_the_reward_function_runs_the_tests_on_the_last_submission(self):
         played = trajectory()
         right = draw_broken_function(played.seed).right
-        assert mended(played, text=f"fix nonsense<|x|> fix {right}<|end|>", sandbox="auto") == 1
-        assert mended(played, text="I cannot do it", sandbox="auto") == 0
+        assert rerun_tests(played, text=f"fix nonsense<|x|> fix {right}<|end|>", sandbox="auto") == 1
+        assert rerun_tests(played, text="I cannot do it", sandbox="auto") == 0
 
     def test_code_does_not_reach_the_network_or_our_files(self, tmp_path):
         (tmp_path / "secret").write_text("x")

@@ -14,9 +14,9 @@ from hpcrl.learn.batch import (
     credit_last_token,
     empty_micro_batch,
     make_micro_batches,
-    make_rows,
 )
 from hpcrl.spool.record import EpisodeTurn
+from hpcrl.testing.learning import make_rows
 from tests.support.trajectories import make_trajectory
 
 

@@ -14,10 +14,10 @@ from hpcrl.learn.batch import (
     divide_rewards,
     make_chosen_rows,
     make_micro_batches,
-    make_rows,
 )
 from hpcrl.learn.distribute import distribute_step, load_share_rows
 from hpcrl.rollout.agents.episode_record import build_record
+from hpcrl.testing.learning import make_rows
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.conversations import FACTS, answer, call_trees
 from tests.support.learners import CONTEXT, make_model, settings

@@ -12,7 +12,6 @@ from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.site import load_site
-from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.envs.base import Step
 from hpcrl.envs.task_set import import_task_set
@@ -28,7 +27,9 @@ from hpcrl.rollout.routing.router import Router
 from hpcrl.spool.writer import BatchLimits
 from hpcrl.system.files import publish_json
 from hpcrl.testing.memory import MemorySpool, MemorySpoolWriter
+from hpcrl.testing.virtual_time import run_virtual
 from hpcrl.weights.versions import WeightVersion, announce_version
+from tests.support.episodes import is_balanced
 from tests.support.plans import make_recipe
 
 SHAPE = ModelShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
@@ -152,7 +153,7 @@ def test_whole_groups_are_sealed_up_to_what_may_wait_for_training(tmp_path, mode
     worker = run_virtual(run())
     assert set(stage.sealed_groups().values()) == {2}
     assert len(stage.sealed_groups()) == (2 if mode == "sync" else 4)  # of 2 groups a step
-    assert worker.accounts.groups.ledger.is_balanced
+    assert is_balanced(worker.accounts.groups.ledger)
     assert worker.accounts.groups.num_running == worker.rollouts.num_unsealed == len(worker.episodes) == 0
 
 

@@ -18,7 +18,7 @@ from hpcrl.learn.distribute import ShareItem
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.plan.checks import check_recipe
 from hpcrl.roles.warmup import WarmupData
-from hpcrl.trainers.checkpoint import load_checkpoint, save_checkpoint
+from hpcrl.testing.learning import load_checkpoint, save_checkpoint
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.plans import make_recipe
 

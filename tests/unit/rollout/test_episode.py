@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from hpcrl.engines.base import Completion
-from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.envs.base import Step, TaskPrompt, adapt_env
 from hpcrl.errors import EngineError
 from hpcrl.rollout.episode import EpisodeLimits, retry_pause_s, run_episode
 from hpcrl.rollout.tasks import AgentTask
 from hpcrl.rollout.turn import MAX_INTERRUPTIONS
+from hpcrl.testing.virtual_time import run_virtual
 
 TASK = AgentTask(domain="lake", number=3, seed=11)
 END = 0

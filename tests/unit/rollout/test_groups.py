@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hpcrl.rollout.groups import EpisodeGroups
 from hpcrl.spool.record import TRAINABLE
 from hpcrl.spool.status import STATUSES
+from tests.support.episodes import is_balanced
 from tests.support.trajectories import make_trajectory
 
 
@@ -277,7 +278,7 @@ class GroupMachine(RuleBasedStateMachine):
     @invariant()
     def every_episode_is_running_or_ended_exactly_once(self):
         ledger = self.groups.ledger
-        assert ledger.is_balanced
+        assert is_balanced(ledger)
         assert len(set(self.ended)) == len(self.ended) == ledger.endings.total() + len(ledger.held)
         assert self.num_booked == ledger.endings.total()
         assert ledger.num_started == len(self.started)

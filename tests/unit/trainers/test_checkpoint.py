@@ -18,6 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.testing.learning import load_checkpoint, save_checkpoint
 from hpcrl.testing.ranks import RANK_SERVER
 from hpcrl.trainers.checkpoint import (
     PendingCheckpoint,
@@ -25,9 +26,7 @@ from hpcrl.trainers.checkpoint import (
     find_damage,
     find_newest,
     find_oldest_number,
-    load_checkpoint,
     prune_checkpoints,
-    save_checkpoint,
 )
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.disks import largest_file

@@ -12,7 +12,7 @@ from hpcrl.errors import ConfigError, PlanError, TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.plan.checks import check_recipe
 from hpcrl.testing import ranks
-from hpcrl.trainers.checkpoint import save_checkpoint
+from hpcrl.testing.learning import save_checkpoint
 from hpcrl.trainers.export import export_model
 from hpcrl.trainers.state import read_whole_shapes
 from hpcrl.trainers.torch import TorchTrainer

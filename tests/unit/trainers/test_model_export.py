@@ -6,9 +6,9 @@ from transformers import AutoModelForCausalLM
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import TrainError
-from hpcrl.learn.batch import make_micro_batches, make_rows
+from hpcrl.learn.batch import make_micro_batches
 from hpcrl.learn.consumed import ConsumedTrajectories
-from hpcrl.trainers.checkpoint import save_checkpoint
+from hpcrl.testing.learning import make_rows, save_checkpoint
 from hpcrl.trainers.export import export_model
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import CONTEXT, batch, make_model, settings

@@ -7,8 +7,8 @@ import torch
 from hpcrl.config.pipeline import check_user_nodes, make_pipeline, order_nodes
 from hpcrl.errors import TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.testing.learning import load_checkpoint, save_checkpoint
 from hpcrl.testing.ranks import run_ranks
-from hpcrl.trainers.checkpoint import load_checkpoint, save_checkpoint
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import batch, make_model, settings, trained
 from tests.support.plans import make_recipe, refuse_recipe

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.learn.batch import make_micro_batches, make_packed_batches, make_rows
+from hpcrl.learn.batch import make_micro_batches, make_packed_batches
+from hpcrl.testing.learning import make_rows
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.learners import CONTEXT, FAMILIES, batch, make_model, settings, train_torch

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.errors import WeightsError
+from hpcrl.testing.shards import split_tensor
 from hpcrl.weights.layout import (
     ALIGNMENT,
     ITEM_SIZES,
@@ -18,7 +19,6 @@ from hpcrl.weights.layout import (
     check_cover,
     check_shard,
     make_whole_shard,
-    split_tensor,
 )
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -7,12 +7,12 @@ import pytest
 
 from hpcrl.config.recipe import EngineConfig, SimulatedEngineConfig
 from hpcrl.engines.base import GenerateRequest
-from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.engines.sim.engine import SimEngine, SimSettings, make_sim_engine
 from hpcrl.errors import EngineError, EngineRefusedError, WeightsError
 from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.testing.engines import pause_steps
+from hpcrl.testing.virtual_time import run_virtual
 
 SHAPE = ModelShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
 PACE = estimate_speed(GPU_CATALOGUE["h100"], shape=SHAPE)

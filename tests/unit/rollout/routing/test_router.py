@@ -9,13 +9,13 @@ import pytest
 from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint, withdraw_endpoint
 from hpcrl.config.recipe import RouterConfig
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, KvHandle, LoadFigures
-from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.errors import EngineError, EngineRefusedError
 from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.rollout.routing.engines import RouterTimeouts
 from hpcrl.rollout.routing.role_switch import MIN_OVERLOAD_S, RoleSwitcher, read_switched_roles
 from hpcrl.rollout.routing.router import Router
+from hpcrl.testing.virtual_time import run_virtual
 
 FAST = RouterTimeouts(
     refresh_interval_s=0.01,

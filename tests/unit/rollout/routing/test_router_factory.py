@@ -8,10 +8,10 @@ from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.engines.base import Completion, GenerateRequest, LoadFigures
-from hpcrl.engines.sim.clock import run_virtual
 from hpcrl.errors import PlanError
 from hpcrl.rollout.routing.factory import make_router
 from hpcrl.testing.event_lines import read_events
+from hpcrl.testing.virtual_time import run_virtual
 from tests.support.plans import make_recipe, plan_recipe
 
 CONFIG = {

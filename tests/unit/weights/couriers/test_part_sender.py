@@ -8,6 +8,7 @@ import pytest
 
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.testing.shards import split_tensor
 from hpcrl.weights.couriers.link import CourierConnection, DoneCheck, MessageTag
 from hpcrl.weights.couriers.part_sender import PartSender
 from hpcrl.weights.couriers.protocol import (
@@ -18,7 +19,7 @@ from hpcrl.weights.couriers.protocol import (
     PeerWatch,
     VersionAnnouncement,
 )
-from hpcrl.weights.layout import PartAssignment, TensorLayout, split_tensor
+from hpcrl.weights.layout import PartAssignment, TensorLayout
 from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window
 

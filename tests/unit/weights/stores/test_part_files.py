@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import WeightsError
+from hpcrl.testing.shards import split_tensor
 from hpcrl.weights import tensor_file
-from hpcrl.weights.layout import ITEM_SIZES, PartAssignment, TensorLayout, TensorShard, make_whole_shard, split_tensor
+from hpcrl.weights.layout import ITEM_SIZES, PartAssignment, TensorLayout, TensorShard, make_whole_shard
 from hpcrl.weights.stores import part_files
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.sharded_store import LocalShards, ShardStore

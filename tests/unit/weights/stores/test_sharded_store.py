@@ -15,7 +15,8 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import WeightsError
 from hpcrl.testing.ranks import RANK_SERVER
-from hpcrl.weights.layout import TensorLayout, TensorShard, make_whole_shard, split_tensor
+from hpcrl.testing.shards import split_tensor
+from hpcrl.weights.layout import TensorLayout, TensorShard, make_whole_shard
 from hpcrl.weights.stores import sharded_store as shards_module
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.publisher import WeightPublisher

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hpcrl.engines.sim.clock import StuckLoopError, run_virtual
+from hpcrl.testing.virtual_time import StuckLoopError, run_virtual
 
 
 def test_sleeping_moves_the_clock_by_that_time():
