@@ -5,13 +5,15 @@ RECEIVE_TIMEOUT_S    the interval at which new requests are sent
 """
 
 import asyncio
+import contextlib
 import itertools
 import shutil
 import tempfile
+import threading
 from collections import deque
 from pathlib import Path
 
-from hpcrl.errors import EnvFault, RewardError
+from hpcrl.errors import EnvFault, RewardError, SpoolError
 from hpcrl.rollout.reward_process import RewardProcess, SegmentScores
 from hpcrl.rollout.rewards import RewardScore
 from hpcrl.spool.record import Trajectory
@@ -26,15 +28,15 @@ class TrajectoryScorer:
     def __init__(self, process: RewardProcess) -> None:
         self._process = process
         self._directory: Path | None = None
+        self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._unsent: deque[Path] = deque()
         self._waiting: dict[str, asyncio.Future[SegmentScores]] = {}
         self._exchange: asyncio.Task[None] | None = None
 
     async def score(self, trajectory: Trajectory) -> RewardScore | None:
-        """Return the score of a trajectory, None if none is asked for; raise EnvFault if the process has ended."""
-        path = self._make_path()
-        await asyncio.to_thread(write_segment, path, [trajectory])
+        """Return the score of a trajectory, None if none is asked for; EnvFault if the disk or the process fails."""
+        path = await asyncio.to_thread(self._write_request, trajectory)
         answer: asyncio.Future[SegmentScores] = asyncio.get_running_loop().create_future()
         self._waiting[str(path)] = answer
         self._unsent.append(path)
@@ -44,7 +46,8 @@ class TrajectoryScorer:
             found = await answer
         finally:
             self._waiting.pop(str(path), None)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the directory is removed at the end
+                path.unlink()
         if found.error:
             raise EnvFault(f"the reward of {trajectory.id} was not computed: {found.error}")
         return found.scores[0]
@@ -58,10 +61,16 @@ class TrajectoryScorer:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _make_path(self) -> Path:
-        if self._directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="hpcrl-scores-"))
-        return self._directory / f"{next(self._numbers)}.h5"
+    def _write_request(self, trajectory: Trajectory) -> Path:
+        try:
+            with self._lock:
+                if self._directory is None:
+                    self._directory = Path(tempfile.mkdtemp(prefix="hpcrl-scores-"))
+            path = self._directory / f"{next(self._numbers)}.h5"
+            write_segment(path, [trajectory])
+        except (OSError, SpoolError) as error:
+            raise EnvFault(f"the reward of {trajectory.id} was not computed: {error}") from error
+        return path
 
     async def _exchange_until_answered(self) -> None:
         """Send requests and receive answers, in a thread, until all have one; a process that ends fails them all."""
@@ -73,6 +82,7 @@ class TrajectoryScorer:
                     if not future.done():
                         future.set_exception(EnvFault(str(error)))
                 self._waiting.clear()
+                self._unsent.clear()
                 return
             if answer is None:
                 continue

@@ -12,6 +12,7 @@ leaves the block before HDF5's first byte to the user: a segment keeps its index
 """
 
 import functools
+import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -39,6 +40,7 @@ _END_OFFSET = 40
 # Lengths that stand in for the real ones; they occur nowhere else in the file.
 _STAND_INS = {name: 0x0123_4567_8900 + 0x1001 * index for index, name in enumerate(ARRAYS)}
 _STAND_IN_TEXT = 0x5A17_B3C1
+_FILE_NUMBERS = itertools.count()
 
 
 def make_file_head(lengths: Mapping[str, int]) -> tuple[bytes, dict[str, int]]:
@@ -105,7 +107,7 @@ def _make_template() -> bytes:
 def _create_memory_file() -> Any:
     """Create a file that never touches a disk, with the attributes of every segment."""
     file = h5py.File(
-        "segment",
+        f"segment {next(_FILE_NUMBERS)}",  # HDF5 refuses a name that another thread has open
         "w",
         driver="core",
         backing_store=False,

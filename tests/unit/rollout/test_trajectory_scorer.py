@@ -3,8 +3,10 @@
 import asyncio
 import os
 import signal
+import tempfile
 
 import msgspec
+import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import EnvFault
@@ -13,6 +15,7 @@ from hpcrl.rollout.trajectory_scorer import TrajectoryScorer
 from hpcrl.system.files import publish_file
 from hpcrl.system.processes import list_descendants
 from tests.support.campaign_spools import trajectory
+from tests.support.disks import largest_file
 from tests.support.plans import make_recipe, make_reward_recipe
 
 
@@ -70,3 +73,33 @@ def test_what_cannot_be_trained_has_no_score(tmp_path):
             await scorer.close()
 
     assert asyncio.run(run()) is None
+
+
+def test_a_full_disk_is_a_fault_of_the_episode(tmp_path):
+    with largest_file(1000):
+        fault, left = score_one(tmp_path)
+    assert "File too large" in str(fault)
+    assert left == []
+
+
+def test_a_directory_for_temporary_files_that_is_gone_is_a_fault_of_the_episode(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    fault, left = score_one(tmp_path)
+    assert str(tmp_path / "gone") in str(fault)
+    assert left == []
+
+
+def score_one(root):
+    """Score a trajectory, which must be a fault; return it, and the processes left at the end."""
+    before = set(list_descendants())
+
+    async def run():
+        scorer = TrajectoryScorer(RewardProcess(root, concurrency=1, num_cpus=1))
+        try:
+            with pytest.raises(EnvFault) as caught:
+                await scorer.score(trajectory(0, 0))
+        finally:
+            await scorer.close()
+        return caught.value
+
+    return asyncio.run(run()), [pid for pid in list_descendants() if pid not in before]

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import h5py  # noqa: TID251
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from hpcrl.errors import SpoolError
+from hpcrl.spool import hdf5
 from hpcrl.spool import segment as segment_module
 from hpcrl.spool.record import COLUMNS, EpisodeTurn, pack_trajectory
 from hpcrl.spool.segment import read_segment, write_segment
@@ -214,6 +217,22 @@ def test_more_trajectories_than_one_system_call_takes(tmp_path):
     batch = [trajectory(number, 1) for number in range(1500)]
     write_segment(tmp_path / "a.h5", batch)
     assert exact(read_segment(tmp_path / "a.h5")) == exact(batch)
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_threads_write_segments_at_the_same_time(tmp_path, compression):
+    hdf5._make_template.cache_clear()  # the first segments of a process are written at the same time too
+    start = threading.Barrier(8)
+
+    def write(number):
+        start.wait()
+        write_segment(tmp_path / f"{number}.h5", [trajectory(number, 50)], compression=compression)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(8)))
+    assert [exact(read_segment(tmp_path / f"{number}.h5")) for number in range(8)] == [
+        exact([trajectory(number, 50)]) for number in range(8)
+    ]
 
 
 def test_a_segment_can_be_empty(tmp_path):
