@@ -171,7 +171,7 @@ class SegmentScored(CampaignEvent, frozen=True, kw_only=True, tag="scored"):
     rewards: dict[str, list[float]] = {}
     """Rewards by domain."""
     reward_errors: dict[str, int] = {}
-    """How many of them are `on_reward_error`, since the reward function failed, by domain."""
+    """The number of them that are `on_reward_error`, since the reward function failed, by domain."""
 
 
 class VersionPublished(CampaignEvent, frozen=True, kw_only=True, tag="published"):
@@ -278,7 +278,7 @@ class FlatGroupsDropped(CampaignEvent, frozen=True, kw_only=True, tag="flat"):
     """Groups dropped since the last such event."""
     version: NonNegativeCount = 0
     domains: dict[str, int] = {}
-    """Those groups, by domain."""
+    """Their number by domain."""
     groups: list[str] = []
     shares: dict[str, float] = {}
     """The share of flat groups among all that the trainer has seen of these domains since it started."""
@@ -370,7 +370,7 @@ class FaultReported(CampaignEvent, frozen=True, kw_only=True, tag="fault"):
     rank: int | UnsetType = UNSET
     """The courier that holds up the others."""
     at: str | UnsetType = UNSET
-    """That courier's node."""
+    """The node of that courier."""
     bucket: int | UnsetType = UNSET
     """The part of the version that it has reached."""
     bytes: int | UnsetType = UNSET

@@ -415,7 +415,7 @@ REPLACEABLE_NODES = ("advantage", "rewards", "reference", "values", "loss", "upd
 """Built-in nodes whose function can be replaced; `rewards` exists with a critic, `advantage` without."""
 _REPLACEABLE = f"{', '.join(REPLACEABLE_NODES[:-1])} and {REPLACEABLE_NODES[-1]}"
 _TOKEN_NODES = ("reference", "values")
-"""Those whose function sees micro-batches and gives a number for each token."""
+"""The nodes whose function sees micro-batches and gives a number for each token."""
 _CHANGEABLE_INPUTS: dict[str, tuple[NodeOutput, int]] = {
     "advantage": ("step", 0),
     "rewards": ("step", 0),

@@ -87,8 +87,8 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     reward_options: dict[str, Any] = {}
     """Keyword arguments of the reward function."""
     reward_unit: Literal["episode", "turn", "token"] = "episode"
-    """What the reward function gives a number for: the episode (or named parts of its reward), each turn, or each entry
-    of `token_ids`. Advantages "trloo" and "gae" use those of turns, "gae" those of tokens."""
+    """The unit that gets a number from the reward function: the episode (or named parts of its reward), each turn, or
+    each entry of `token_ids`. Advantages "trloo" and "gae" use those of turns, "gae" those of tokens."""
     judges: list[Name] = []
     """The judges ([judge.NAME]) that its reward function or environment calls: rewards wait while one is not up."""
     options: dict[str, Any] = {}
@@ -460,7 +460,7 @@ class EvaluationConfig(ConfigTable, frozen=True, kw_only=True):
     domains: list[Name] = []
     """Domains to evaluate; empty: all."""
     options: dict[Name, dict[str, Any]] = {}
-    """By domain, environment options that are added or replaced, such as a test split."""
+    """Environment options that are added or replaced, by domain, such as a test split."""
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     """0: always the most likely token."""
     patience_s: Seconds = 600.0

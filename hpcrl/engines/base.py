@@ -34,7 +34,7 @@ class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
     """A pointer to the KV of a prompt after a remote prefill: all of it but the last token's."""
 
     url: str
-    """To be fetched with the bearer token, once: the engine then deletes the KV."""
+    """The KV can be fetched there once, with the bearer token: the engine then deletes it."""
     token: str
     version: int
     """The version of the weights that computed it; KV of another version is never used."""

@@ -115,12 +115,12 @@ class TaskPrompt(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] = []
     """Tools that the chat template describes to the model; the environment reads the calls in its answers."""
     keep_thoughts: bool = True
-    """Whether the thoughts in an answer stay in the prompts of later turns. If not, an answer that had one is shown to
+    """True if the thoughts in an answer stay in the prompts of later turns. If not, an answer that had one is shown to
     the model by the chat template without it, and the turn after it starts another training row."""
 
 
 TaskStart = str | TaskPrompt | Step
-"""What reset returns: an observation, a task prompt, or a Step that is done if the task ended before the first turn."""
+"""The result of `reset`: an observation, a task prompt, or a Step that is done if the task ended before any turn."""
 
 
 class Env(Protocol):

@@ -33,7 +33,7 @@ from hpcrl.errors import ConfigError, EnvFault, show_error
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_USAGE
 
 MAX_CHECKED_TASKS = 20_000
-"""To look for a file may take half a millisecond on a large file system."""
+"""A look for one file may take half a millisecond on a large file system."""
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ The costs are those of `python -m bench.proxy`, which also shows how many calls 
 CALL_CPU_MS = 0.8
 """The CPU of a call of an agent program in a short conversation."""
 TOKEN_CPU_US = 0.06
-"""What each token of the conversation adds, as a client sends all of it with each call."""
+"""The CPU that each token of the conversation adds, as a client sends all of it with each call."""
 PLANNED_LOOP_SHARE = 0.5
 """The share of a core that calls may use in a plan; routing, requests to engines and records need the rest."""
 BUSY_LOOP_SHARE = 0.8

@@ -45,7 +45,7 @@ class GroupChoice(NamedTuple):
     chosen: list[Trajectory]
     """The members of exactly `groups_per_step` whole groups, group by group, or nothing."""
     stale: list[Trajectory]
-    """Those never trained on: too far behind, not trainable, or more than the chosen group needs."""
+    """The members never trained on: too far behind, not trainable, or more than the chosen group needs."""
     flat: list[Trajectory]
     """The members of whole groups that have nothing to learn from; others take their place."""
     rest: list[Trajectory]

@@ -56,12 +56,12 @@ def tokenize_text(tokenizer: Any, text: str) -> list[int]:
 
 
 class RenderedTurn(NamedTuple):
-    """What follows a prompt: an answer of the model, and new messages."""
+    """The parts after a prompt: an answer of the model, and new messages."""
 
     stub: dict[str, Any]
     """The placeholder of the answer, as rendered."""
     excerpt: ConversationExcerpt
-    """That of the whole conversation."""
+    """The excerpt of the whole conversation."""
     text: str
     """The text after the prompt, with the placeholder."""
     end: int
@@ -69,13 +69,13 @@ class RenderedTurn(NamedTuple):
 
 
 class RenderedOpening(NamedTuple):
-    """What a longer conversation has after a part of the text of a shorter one."""
+    """The text of a longer conversation after a part of the text of a shorter one."""
 
     excerpt: ConversationExcerpt
     num_dropped: int
     """The characters at the end of the shorter one's text that it does not have."""
     text: str
-    """What follows in their place."""
+    """The text in their place."""
 
 
 class MarkPlace(NamedTuple):
@@ -113,9 +113,9 @@ class ChatTemplate:
     system: str | None = None
     """The system message of conversations that have none."""
     call_form: str = ""
-    """How the model writes a call, for a template that does not describe tools; "" if that is unknown."""
+    """The form in which the model writes a call, for a template that does not describe tools; "" if unknown."""
     known_excerpts: dict[Hashable, bool] = field(default_factory=dict)
-    """Whether a short conversation of this structure had the text of the whole one after an answer, if it was kept."""
+    """True if a short conversation of this structure had the text of the whole one; not tried: no entry."""
     remembered_ids: dict[str, list[int]] = field(default_factory=dict)
     """The ids of the short texts that the template writes between marks: every conversation has them."""
 

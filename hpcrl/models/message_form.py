@@ -194,7 +194,7 @@ def has_thought(text: str) -> bool:
 
 
 ConversationStructure = tuple[tuple[Hashable, ...], ...]
-"""What templates ask about the messages of a conversation besides their texts."""
+"""The facts that templates use about the messages of a conversation, besides their texts."""
 
 
 @dataclass(eq=False)

@@ -110,11 +110,11 @@ class DomainProgress:
     total: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_REWARDS))
     token_fates: Counter[str] = field(default_factory=Counter)
-    """What became of the tokens of ended episodes, as far as reported by env workers; some are dropped later."""
+    """The fate of the tokens of ended episodes, as far as reported by env workers; some are dropped later."""
     outcomes: Counter[str] = field(default_factory=Counter)
     """Ended episodes by outcome."""
     stale_tokens: int = 0
-    """Those that were dropped because they had become too old."""
+    """The tokens that were dropped because they had become too old."""
 
     def add(self, rewards: Sequence[float]) -> None:
         self.num += len(rewards)

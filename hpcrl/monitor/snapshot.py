@@ -69,7 +69,7 @@ class DomainView(msgspec.Struct, frozen=True, kw_only=True):
     trained_share: float | None
     """The share of the tokens of ended episodes that is trained; None if no event counts them."""
     token_fates: dict[str, int]
-    """What became of those tokens: `trained`, or why they are not."""
+    """The fate of those tokens: `trained`, or why they are not."""
     outcomes: dict[str, int]
     """Ended episodes by outcome; one whose reward function failed counts a second time, as `reward-error`."""
 

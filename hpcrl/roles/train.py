@@ -169,7 +169,7 @@ class TrainingLoop:
     num_flat_groups: Counter[str] = field(default_factory=Counter)
     """The groups dropped as flat, by domain."""
     num_seen_groups: Counter[str] = field(default_factory=Counter)
-    """Those, and the groups trained on, by domain."""
+    """The groups dropped as flat or trained on, by domain."""
     reward: float | None = None
     """The mean reward of the last step."""
     saving: "Future[None] | None" = None

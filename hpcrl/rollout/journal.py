@@ -36,7 +36,7 @@ class OpenTask(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     task: AgentTask
     num_starts: int = 0
-    """How often its group was started; starts that were cancelled because it was not needed do not count."""
+    """The starts of its group; those that were cancelled because it was not needed do not count."""
     released_at: float = 0.0
     """The time at which its group was full, in seconds since the epoch; 0 if it is not."""
     is_durable: bool = False

@@ -12,7 +12,7 @@ from typing import Self
 from hpcrl.system.variables import JUDGE_OUTAGES_VARIABLE
 
 MARGIN_S = 0.1
-"""How much earlier than a call a failure may be marked that belongs to it."""
+"""A failure that is marked this much earlier than a call may still belong to it."""
 
 
 class JudgeOutages:

@@ -31,7 +31,7 @@ class ModelFamily:
     """The stop tokens of generation_config.json."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     thought: str = ""
-    """What comes before an answer, with {} for the thought; empty for a model that does not think."""
+    """The text before an answer, with {} for the thought; empty for a model that does not think."""
     text: str = "{}"
     """An answer in text, with {} for the text, up to its stop token."""
     call: str = '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'

@@ -58,7 +58,7 @@ class ChatExchange(msgspec.Struct, frozen=True, kw_only=True):
     number: int | None = None
     """The index of the turn in the record."""
     is_closed: bool = False
-    """Whether a special token ends the output, so that the model itself ended its turn."""
+    """True if a special token ends the output, so that the model itself ended its turn."""
     messages: list[dict[str, str]] = []
     """The input as messages; what the template writes before the answer is `opening`."""
     opening: str = ""

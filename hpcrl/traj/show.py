@@ -66,7 +66,7 @@ MAX_SHOWN_TURNS = 12
 """The turns that are shown of one conversation: those at both ends, and those at which a shown conversation starts."""
 
 IsClosed = Callable[[int], bool]
-"""Whether a token ends a turn of the model."""
+"""True of a token that ends a turn of the model."""
 
 
 def find_trajectory(

@@ -71,7 +71,7 @@ class DomainFigures(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_generated_tokens: int
     token_fates: dict[str, int]
-    """What became of the generated tokens: `trained`, or why they are not."""
+    """The fate of the generated tokens: `trained`, or why they are not."""
     trained_share: float | None
     """The share that is trained, without the extra episodes of groups."""
     num_conversations: int

@@ -1,10 +1,12 @@
-"""What a test session leaves in /dev/shm and in the folder of temporary files.
+"""Files that a test session leaves in /dev/shm and in the folder of temporary files.
 
 LeftoverCheck  compares what is there before the first of the sessions that run beside each other and after the last
+Leftovers      its result
+start_check    start it for this machine's folders, and mark what this session starts
 
 Sessions share a lock file: the one that starts alone notes what is there, the one that ends last compares. So none is
-blamed for what another still uses, and what any of them left is found. What a killed keeper recorded is removed first,
-as the next step on that node would.
+blamed for what another still uses, and what any of them left is found. A file belongs to something else on this
+machine, such as a developer's campaign, if a process uses it that no test session has started.
 """
 
 import fcntl
@@ -12,11 +14,33 @@ import json
 import os
 import re
 import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from hpcrl.weights.window.shm_cleanup import remove_orphans
 
 OURS = re.compile(r"psm_|sem\.mp-|hydra_hwloc_xmlfile_|hpcrl-|vllm-|pymp-")
+LEDGER = re.compile(r"hpcrl-\d+-ledger-")
+MARK = "HPCRL_TEST_SESSION"
+"""Every program that a test session starts inherits this variable."""
+END_TIMEOUT_S = 10.0
+"""Processes that are about to end remove their files within this time."""
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """The paths that were left."""
+
+    lasting: tuple[str, ...] = ()
+    """They stay until somebody removes them."""
+    orphans: tuple[str, ...] = ()
+    """The next step of a campaign on this node would have removed them: their owners were killed."""
+    may_be_of_killed: bool = False
+    """True if another session ran meanwhile, which may have killed the owners of the orphans on purpose."""
 
 
 class LeftoverCheck:
@@ -25,22 +49,42 @@ class LeftoverCheck:
     def __init__(self, folders: tuple[Path, ...], *, lock: Path) -> None:
         self._folders = folders
         self._path = lock
-        self._fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND, 0o600)
         if self._is_alone():
             os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, json.dumps(sorted(self._names())).encode(), 0)
+            os.write(self._fd, json.dumps(sorted(self._find_files())).encode())
+        else:
+            os.write(self._fd, b"\n")
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
-    def end(self) -> list[str]:
+    def end(self) -> Leftovers:
         """Return what was left since the first session started; nothing while another session is running."""
         try:
             if not self._is_alone():
-                return []
-            remove_orphans()
-            before = json.loads(os.pread(self._fd, os.fstat(self._fd).st_size, 0) or b"[]")
-            return sorted(self._names().difference(before))
+                return Leftovers()
+            before, *others = os.pread(self._fd, os.fstat(self._fd).st_size, 0).split(b"\n")
+            left = self._wait_for_owners(set(json.loads(before)))
+            if left:
+                for folder in self._folders:
+                    remove_orphans(folder)
+            lasting = left & self._find_files().keys()
+            return Leftovers(tuple(sorted(lasting)), tuple(sorted(left - lasting)), bool(others))
         finally:
             os.close(self._fd)
+
+    def _wait_for_owners(self, before: set[str]) -> set[str]:
+        """Return what is left once no process of a test session, except this one, uses any of it, or after a while."""
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while True:
+            files = self._find_files()
+            left = files.keys() - before
+            if not left:
+                return left
+            of_sessions, of_others = _find_used(files)
+            left -= of_others
+            if not left & of_sessions or time.monotonic() > deadline:
+                return left
+            time.sleep(0.2)
 
     def _is_alone(self) -> bool:
         try:
@@ -49,32 +93,67 @@ class LeftoverCheck:
             return False
         return True
 
-    def _names(self) -> set[str]:
-        """Return the paths of this user's files that hpcrl, or a library for it, makes."""
+    def _find_files(self) -> dict[str, tuple[int, int]]:
+        """Return the paths of this user's files that hpcrl, or a library for it, makes; with their device and inode."""
         found = (Path(entry) for folder in self._folders if folder.is_dir() for entry in os.scandir(folder))
-        return {str(path) for path in found if OURS.match(path.name) and path != self._path and _is_mine(path)}
+        files = {}
+        for path in found:
+            if OURS.match(path.name) and path != self._path:
+                try:
+                    facts = path.lstat()
+                except OSError:
+                    continue  # gone meanwhile
+                if facts.st_uid == os.getuid():
+                    files[str(path)] = (facts.st_dev, facts.st_ino)
+        return files
 
 
 def start_check() -> LeftoverCheck:
-    """Start the check of this machine's folders."""
+    """Start the check of this machine's folders; what this session starts from now on is marked as its own."""
+    os.environ[MARK] = str(os.getpid())
     temporary = Path(tempfile.gettempdir())
     return LeftoverCheck((Path("/dev/shm"), temporary), lock=temporary / f"hpcrl-tests-{os.getuid()}.lock")
 
 
-def campaigns_are_running() -> bool:
-    """Return whether any process of hpcrl is alive, whose files are in use."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
+def _find_used(files: dict[str, tuple[int, int]]) -> tuple[set[str], set[str]]:
+    """Return which files are used by processes that test sessions have started, this one apart, and by others."""
+    below = {process.pid for process in psutil.Process().children(recursive=True)}
+    of_sessions: set[str] = set()
+    of_others: set[str] = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        if int(path.name) == os.getpid():
             continue
-        if any(word.startswith(b"hpcrl.") for word in words):
-            return True
-    return False
+        try:
+            environment = (path / "environ").read_bytes()
+            used = _list_used(path, environment, files)
+        except OSError:
+            continue  # it has ended, or is another user's
+        is_of_session = int(path.name) in below or f"{MARK}=".encode() in environment
+        (of_sessions if is_of_session else of_others).update(used)
+    recorded = {path for ledger in of_others if LEDGER.match(Path(ledger).name) for path in _read_ledger(Path(ledger))}
+    return of_sessions, of_others | recorded
 
 
-def _is_mine(path: Path) -> bool:
+def _list_used(process: Path, environment: bytes, files: dict[str, tuple[int, int]]) -> list[str]:
+    """Return the files that a process has open or mapped, and the directories that it works in or was started with."""
+    links = [link.readlink() for link in (process / "cwd", *(process / "fd").iterdir())]
+    words = b"\0".join([environment, (process / "cmdline").read_bytes(), *map(os.fsencode, links)])
+    inodes = set(_list_inodes(process))
+    return [path for path, inode in files.items() if inode in inodes or os.fsencode(path) in words]
+
+
+def _list_inodes(process: Path) -> Iterator[tuple[int, int]]:
+    """Yield device and inode of what a process has mapped; a semaphore's name in the list may be another one."""
+    for line in (process / "maps").read_text(errors="replace").splitlines():
+        device, inode = line.split(maxsplit=5)[3:5]
+        major, minor = device.split(":")
+        yield os.makedev(int(major, 16), int(minor, 16)), int(inode)
+
+
+def _read_ledger(path: Path) -> list[str]:
+    """Return the files and directories that a running step has recorded as its own."""
     try:
-        return path.lstat().st_uid == os.getuid()
+        lines = path.read_text(errors="replace").splitlines()[1:]
     except OSError:
-        return False  # gone meanwhile
+        return []
+    return [str(path.parent / line.rpartition(" ")[0]) for line in lines]

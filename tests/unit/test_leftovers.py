@@ -1,10 +1,26 @@
 """The check that a test session leaves nothing behind."""
 
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.leftovers import LeftoverCheck
+from hpcrl.weights.window.shm_cleanup import LEDGER_MAGIC, SegmentLedger
+from tests.support import leftovers
+from tests.support.leftovers import MARK, LeftoverCheck, Leftovers
+
+USE = """
+import mmap, sys
+file = open(sys.argv[1], "r+b")
+mapped = mmap.mmap(file.fileno(), 0)
+file.close()
+print("mapped", flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture
@@ -19,24 +35,75 @@ def start(folder: Path) -> LeftoverCheck:
     return LeftoverCheck((folder,), lock=folder.parent / "lock")
 
 
+@contextlib.contextmanager
+def process_that_maps(path: Path, *, is_of_session: bool) -> Iterator[None]:
+    """Run a process that has mapped a file; its parent has ended, so that only its environment shows whose it is."""
+    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    environment |= {MARK: "1"} if is_of_session else {}
+    command = ["bash", "-c", '"$@" <&0 &', "bash", sys.executable, "-c", USE, str(path)]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"mapped\n"
+        process.wait()
+        yield  # the process ends with its input, which is closed here
+
+
 def test_what_a_session_leaves_is_named_and_what_was_there_is_not(folder: Path) -> None:
     check = start(folder)
     for name in ("sem.mp-1", "hpcrl-0-ledger-1", "of-another-program"):
         (folder / name).touch()
-    assert check.end() == [str(folder / "hpcrl-0-ledger-1"), str(folder / "sem.mp-1")]
+    assert check.end() == Leftovers((str(folder / "hpcrl-0-ledger-1"), str(folder / "sem.mp-1")))
 
 
 def test_sessions_that_overlap_do_not_blame_each_other_and_the_last_finds_what_they_left(folder: Path) -> None:
     first, second = start(folder), start(folder)
     (folder / "psm_in_use").touch()
-    assert first.end() == []
+    assert first.end() == Leftovers()
     (folder / "psm_in_use").unlink()
     (folder / "psm_left").touch()
-    assert second.end() == [str(folder / "psm_left")]
+    assert second.end() == Leftovers((str(folder / "psm_left"),), may_be_of_killed=True)
 
 
 def test_a_session_that_starts_later_takes_what_is_there_for_given(folder: Path) -> None:
     first = start(folder)
     (folder / "psm_left").touch()
-    assert first.end() == [str(folder / "psm_left")]
-    assert start(folder).end() == []
+    assert first.end().lasting == (str(folder / "psm_left"),)
+    assert start(folder).end() == Leftovers()
+
+
+def test_what_a_campaign_beside_the_session_uses_is_not_left_by_the_session(folder: Path) -> None:
+    check = start(folder)
+    used = folder / "psm_used"
+    used.write_bytes(b"x")
+    with process_that_maps(used, is_of_session=False):
+        assert check.end() == Leftovers()
+
+
+def test_what_a_process_of_the_session_still_uses_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "END_TIMEOUT_S", 0.0)
+    check = start(folder)
+    used = folder / "psm_used"
+    used.write_bytes(b"x")
+    with process_that_maps(used, is_of_session=True):
+        assert check.end().lasting == (str(used),)
+
+
+def test_what_the_ledger_of_a_campaign_beside_the_session_lists_is_not_left_by_the_session(folder: Path) -> None:
+    check = start(folder)
+    listed, ledger = folder / "sem.mp-listed", folder / f"hpcrl-{os.getuid()}-ledger-1-1"
+    listed.touch()
+    ledger.write_bytes(LEDGER_MAGIC + f"\n{listed.name} {listed.stat().st_ino}\n".encode())
+    with process_that_maps(ledger, is_of_session=False):
+        assert check.end() == Leftovers()
+
+
+def test_what_a_killed_step_left_is_named_though_the_next_step_removes_it(folder: Path) -> None:
+    check = start(folder)
+    scratch = folder / "hpcrl-scratch"
+    scratch.mkdir()
+    ledger = SegmentLedger(folder, scratch=scratch)
+    assert ledger._fd is not None
+    os.close(ledger._fd)  # as its process ends: the lock is gone
+    left = check.end()
+    assert left.lasting == ()
+    assert left.orphans == (str(ledger._path), str(scratch))

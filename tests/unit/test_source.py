@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -244,16 +245,27 @@ def test_the_docstring_of_a_function_starts_with_an_imperative_verb():
 
 
 CLAUSES = {"By", "From", "How", "That", "Those", "To", "What", "Whether", "Why"}
-CLAUSES_LEFT = {"models/chat_template.py", "rollout/agents/chat_form.py"}
 
 
-def test_the_docstring_of_a_module_or_class_starts_with_a_noun_or_a_verb():
-    wrong = []
-    for path in MODULES:
-        for node in ast.walk(parse(path)):
-            docstring = ast.get_docstring(node) if isinstance(node, ast.Module | ast.ClassDef) else None
-            if docstring and docstring.split()[0] in CLAUSES and label(path) not in CLAUSES_LEFT:
-                wrong.append(f"{label(path)}: {docstring.splitlines()[0]}")
+def described_nodes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the docstrings of a module, of its classes, and of fields and constants; with their lines."""
+    for node in ast.walk(tree):
+        body = node.body if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) else []
+        if not isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node) if body else None):
+            yield body[0].lineno, docstring
+        for field, text in itertools.pairwise(body):
+            value = getattr(text, "value", None) if isinstance(field, ast.Assign | ast.AnnAssign) else None
+            if isinstance(value, ast.Constant) and isinstance(text, ast.Expr) and isinstance(value.value, str):
+                yield text.lineno, value.value
+
+
+def test_the_docstring_of_a_module_class_field_or_constant_starts_with_a_noun_or_a_verb():
+    wrong = [
+        f"{label(path)}:{line}: {docstring.splitlines()[0]}"
+        for path in MODULES
+        for line, docstring in described_nodes(parse(path))
+        if docstring.split()[0].strip(":,") in CLAUSES
+    ]
     assert wrong == []
 
 
@@ -293,6 +305,42 @@ def find_misplacement(path: Path) -> str:
 def test_unit_tests_are_in_the_folder_of_the_package_that_they_test():
     found = {str(path.relative_to(ROOT)): find_misplacement(path) for path in UNIT_TESTS}
     assert {path: why for path, why in found.items() if why} == {}
+
+
+ACROSS_MODULES = {
+    "campaign/test_damaged_campaigns.py",
+    "campaign_dir/test_old_campaign.py",
+    "learn/test_conversations.py",
+    "rollout/agents/test_agent_forms.py",
+    "rollout/agents/test_node_clients.py",
+    "spool/test_faults.py",
+    "spool/test_power_loss.py",
+    "spool/test_state_machine.py",
+    "test_docs.py",
+    "test_leftovers.py",
+    "test_source.py",
+    "trainers/test_algorithms.py",
+    "trainers/test_distillation.py",
+    "trainers/test_lora.py",
+    "trainers/test_packing.py",
+    "trainers/test_teacher.py",
+}
+"""The files in tests/unit that test what several modules do together, and those about the repository."""
+
+
+def is_named_after_module(path: Path) -> bool:
+    """Whether a test file's name begins or ends with a module of its package, or with the package or one in it."""
+    folder = PACKAGE / path.parent.relative_to(ROOT / "tests" / "unit")
+    homes = {module.stem for module in folder.glob("*.py")} | {folder.name}
+    homes |= {package.parent.name for package in folder.glob("*/__init__.py")}
+    subject = path.stem.removeprefix("test_")
+    return any(subject == home or subject.startswith(f"{home}_") or subject.endswith(f"_{home}") for home in homes)
+
+
+def test_unit_tests_are_named_after_the_module_that_they_test():
+    unit = ROOT / "tests" / "unit"
+    unnamed = {str(path.relative_to(unit)) for path in UNIT_TESTS if not is_named_after_module(path)}
+    assert unnamed == ACROSS_MODULES
 
 
 def test_no_two_test_files_have_one_name():

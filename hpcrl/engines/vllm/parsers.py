@@ -15,9 +15,9 @@ from typing import Any
 from hpcrl.errors import ConfigError
 
 ExtractCalls = Callable[[str, Sequence[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]
-"""From a text and the request's tools to the content and to the names of calls with their arguments in JSON."""
+"""A text and the request's tools give the content, and the names of calls with their arguments in JSON."""
 ExtractThoughts = Callable[[str], tuple[str, str]]
-"""From a text to its thoughts and its content."""
+"""A text gives its thoughts and its content."""
 
 
 def load_tool_parser(name: str, model: Path) -> ExtractCalls:

@@ -80,7 +80,7 @@ class EpisodeOutcome:
     results: list[dict[str, Any]] = field(default_factory=list)
     """A ProgramResult for each stage that ended by itself."""
     fault: str = ""
-    """Why a stage did not."""
+    """The reason why a stage did not."""
     full_disks: list[str] = field(default_factory=list)
     """The names of the stages that left no disk space, whether they failed or not."""
     was_ended: bool = False

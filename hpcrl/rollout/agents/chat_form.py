@@ -64,7 +64,7 @@ REFUSED_FIELDS = (
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a request may ask of a stream besides its chunks."""
+    """The options of a request about its stream."""
 
     include_usage: bool | None = None
 

@@ -110,7 +110,7 @@ class ModelProxy:
         self._id_lists = IdListCache(max_ids=MAX_LISTED_IDS)
         self._sessions: dict[bytes, ProgramSession] = {}
         self._rewarded_sessions: dict[bytes, ProgramSession] = {}
-        """By the keys that post rewards, which reach no model; those of the model post no reward."""
+        """The sessions by the keys that post rewards, which reach no model; those of the model post no reward."""
         self._routes: dict[tuple[str, str], RouteHandler] = {
             ("POST", "/v1/chat/completions"): self._chat,
             ("POST", "/v1/completions"): self._text,

@@ -105,7 +105,7 @@ class _IndexNode:
     last_value: Any = None
     """The value of the last one that ends here."""
     branches: dict[Any, _IndexBranch] = field(default_factory=dict)
-    """What follows, by its first item."""
+    """The continuations, by their first items."""
 
 
 class SequenceIndex(Generic[S, V]):

@@ -322,7 +322,7 @@ GEMMA_CALLS = (
     ("<|tool_call>", "<tool_call|>", '<|"|>'),
     ("<start_function_call>", "<end_function_call>", "<escape>"),
 )
-"""What opens and closes a call of Gemma-4 and of FunctionGemma, and what is around a string."""
+"""The marks that open and close a call of Gemma-4 and of FunctionGemma, and the one around a string."""
 
 
 # ---- calls without marks

@@ -62,7 +62,7 @@ class _JudgeState:
     directory: Path
     """The directory of its endpoints."""
     engines: dict[str, _JudgeEngine] = field(default_factory=dict)
-    """By token, which is another one after each start."""
+    """The engines by token, which is another one after each start."""
 
     def list_up(self) -> list[_JudgeEngine]:
         return [engine for engine in self.engines.values() if engine.is_up]

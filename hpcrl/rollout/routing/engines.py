@@ -23,7 +23,7 @@ MAX_KV_SHARE = 0.9
 RECENT_WEIGHT = 0.1
 """The weight of the newest refresh in running means."""
 MAX_PACE_RATIO = 4.0
-"""How much longer than the mean pace of a worker allows a turn may take there."""
+"""A turn may take this much longer on a worker than its mean pace allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
