@@ -4,7 +4,7 @@ watch_campaign      show a campaign until it ends
 show_snapshot       print one frame
 describe_changes    the plain lines between two snapshots: pure
 print_campaigns, survey_campaigns, CampaignLine    all campaigns, from their jobs' files and one query per Slurm
-FINAL_STATES, MAX_STEPS_PER_LINE, LINES_PER_CAMPAIGN    when watching ends, and how often lines are printed
+FINAL_STATES, MAX_STEPS_PER_LINE, LINES_PER_CAMPAIGN, LINES_PER_START    its end, and how much is printed
 """
 
 import io
@@ -108,6 +108,7 @@ def _query_statuses(
 FINAL_STATES = frozenset({"done", "failed", "stopped"})
 MAX_STEPS_PER_LINE = 25
 LINES_PER_CAMPAIGN = 20
+LINES_PER_START = 8
 
 
 def watch_campaign(
@@ -133,7 +134,12 @@ def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> lis
     for note in new.detail.notes[-num_new:] if num_new else []:
         lines.append(f"{format_clock_time(note.time)} {note.text}")
     steps_per_line = max(1, min((new.num_steps or 1) // LINES_PER_CAMPAIGN, MAX_STEPS_PER_LINE))
-    if old is None or old.state != new.state or old.step // steps_per_line != new.step // steps_per_line:
+    if (
+        old is None
+        or old.state != new.state
+        or old.step // steps_per_line != new.step // steps_per_line
+        or _is_far_from(old, new)
+    ):
         lines.append(f"{format_clock_time(new.detail.now)} {_format_summary_line(new)}")
     return lines
 
@@ -210,7 +216,9 @@ def _format_summary_line(snapshot: CampaignSnapshot) -> str:
     if rewards:
         parts.append(f"reward {rewards[-1]:.3f}")
     episodes, losses = snapshot.episodes, finite_values(snapshot.detail.losses)
-    if snapshot.has_rollouts:
+    if starting := _count_starting(snapshot):
+        parts.append(f"{starting[0]} of {starting[1]} workers have started")
+    elif snapshot.has_rollouts:
         speed = f"{snapshot.tokens_per_s:,.0f} tokens/s"
         parts += [f"version {snapshot.version}", f"{episodes.done:,} episodes", speed]
     elif losses:
@@ -222,6 +230,22 @@ def _format_summary_line(snapshot: CampaignSnapshot) -> str:
     if snapshot.detail.reason:
         parts.append(snapshot.detail.reason)
     return "  ".join(parts)
+
+
+def _count_starting(snapshot: CampaignSnapshot) -> tuple[int, int] | None:
+    """Count the workers that have started, and all; None once all have, or a step was made."""
+    roles = [view for role, view in snapshot.roles.items() if role != "reward"]  # these start when there is work
+    started, planned = sum(view.alive for view in roles), sum(view.workers for view in roles)
+    is_starting = snapshot.state == "running" and not snapshot.step and started < planned
+    return (started, planned) if is_starting else None
+
+
+def _is_far_from(old: CampaignSnapshot, new: CampaignSnapshot) -> bool:
+    """Return whether a line of its own shows that more workers have started: a few lines for any number of them."""
+    before, after = _count_starting(old), _count_starting(new)
+    if before is None or after is None:
+        return before != after
+    return before[0] * LINES_PER_START // before[1] != after[0] * LINES_PER_START // after[1]
 
 
 def _build_campaign_table(lines: Sequence[CampaignLine]) -> RenderableType:

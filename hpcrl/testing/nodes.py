@@ -81,7 +81,7 @@ class Fleet:
         assert standing.ready, self.account()
 
     def launch(self) -> None:
-        """Start one run of the step; like one of srun's, it ends when one of its ranks does."""
+        """Start one run of the step; like one of srun's, it ends when one of its ranks fails."""
         self.num_starts += 1
         arguments = [str(self.run.root), "0", ",".join(self.nodes), ",".join(self.sources)]
         arguments.append(f"--silent-s={self.silent_s:g}")
@@ -229,7 +229,8 @@ def _by_mpiexec(commands: dict[str, list[str]]) -> list[str]:
 def _by_shell(commands: dict[str, list[str]]) -> list[str]:
     """Build a shell command: mpiexec does not end the others when one ends that never called MPI."""
     lines = [f"{shlex.join(['env', f'SLURMD_NODENAME={node}', *courier])} &" for node, courier in commands.items()]
-    return ["bash", "-c", "\n".join([*lines, "wait -n", "sleep 0.2", "kill -KILL 0"])]
+    waiting = ["wait -n || { sleep 0.2; kill -KILL 0; }"] * len(lines)
+    return ["bash", "-c", "\n".join([*lines, *waiting])]
 
 
 def courier_pids(run: CampaignDir) -> dict[str, int]:

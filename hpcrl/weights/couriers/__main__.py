@@ -41,6 +41,7 @@ from hpcrl.weights.couriers.protocol import (
     NoRoomError,
     NoWorldError,
     PeerWatch,
+    RankLostError,
     RankStuckError,
 )
 from hpcrl.weights.couriers.receiver import VersionReceiver
@@ -81,6 +82,8 @@ def main() -> NoReturn:
     try:
         _run_courier(settings, events)
     except WeightsError as error:
+        if isinstance(error, RankLostError) and here.job.drain.exists():
+            os._exit(0)  # all couriers end now, one of them first
         fault = FaultReported(what="courier", detail=str(error))
         if isinstance(error, RankStuckError):
             fault = msgspec.structs.replace(
@@ -105,7 +108,13 @@ def _run_courier(settings: CourierSettings, events: EventLog) -> NoReturn:
     run, node = settings.here.campaign, settings.here.node
     key = make_window_key(run, node=node, part=node in settings.sources and len(settings.sources) > 1)
     if node not in settings.sources:
-        VersionReceiver(key, connection, job=settings.here.job, events=events).serve()
+        receiver = VersionReceiver(key, connection, job=settings.here.job, events=events)
+        try:
+            receiver.serve()
+        except RankLostError:
+            if settings.here.job.drain.exists():
+                receiver.exit_process()
+            raise
     if node != settings.sources[0]:
         PartSender(key, connection, job=settings.here.job, events=events).serve()
     ranks = {peer.node: rank for rank, peer in connection.watch.peers.items()}

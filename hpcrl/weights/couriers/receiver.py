@@ -329,11 +329,11 @@ class VersionReceiver:
 
     def _send_pulse(self) -> None:
         if self._job.drain.exists():
-            self._exit_process()
+            self.exit_process()
         self._events.beat()
         self._connection.send_update(self._source.rank, MessageTag.REPORT, self._encode_report())
 
-    def _exit_process(self) -> NoReturn:
+    def exit_process(self) -> NoReturn:
         """Remove the window, which is not needed any more, and exit."""
         for thread in self._threads:
             thread.shutdown(cancel_futures=True)

@@ -39,11 +39,13 @@ from hpcrl.weights.couriers.spans import split_into_spans
 from hpcrl.weights.layout import join_layouts
 from hpcrl.weights.versions import VersionManifest
 from hpcrl.weights.window.file import WindowKey
-from hpcrl.weights.window.window import Window
+from hpcrl.weights.window.window import VersionGoneError, Window
 
 IDLE_INTERVAL_S = 0.002
 RETRY_INTERVAL_S = 0.2
 """The wait before a version that could not be sent is tried again."""
+MAX_SKIPPED = 5
+"""Versions in a row that the trainer may overwrite before they are sent, until it is reported."""
 MAX_OFFERS = 2
 """Offers kept of each contributor: a window holds two versions."""
 
@@ -86,6 +88,7 @@ class VersionSender:
         self._codec_chooser = CodecChooser(setting=codec)
         self._window: Window | None = None
         self._num_transfers = 0
+        self._num_skipped = 0
         self._failed_delta: int | None = None
         connection.send_pulse, connection.read_messages = self._send_pulse, self._read_messages
 
@@ -139,6 +142,8 @@ class VersionSender:
             self._check_arrived(announcement)  # it was not overwritten, so it must have arrived intact
         except RankLostError:
             raise
+        except VersionGoneError as error:
+            return self._skip_version(manifest, error)
         except WeightsError as error:
             self._events.emit(FaultReported(what="courier", detail=str(error), version=manifest.version))
             retry_at = time.monotonic() + RETRY_INTERVAL_S
@@ -146,8 +151,17 @@ class VersionSender:
             return False
         finally:
             self._connection.watch.end_transfer()
+        self._num_skipped = 0
         self._record_transfer(announcement, payload, wall_s=time.monotonic() - start)
         return True
+
+    def _skip_version(self, manifest: VersionManifest, error: VersionGoneError) -> bool:
+        """Leave a version to which the trainer has preferred a newer one; report it if that happens again and again."""
+        self._num_skipped += 1
+        if self._num_skipped % MAX_SKIPPED == 0:
+            detail = f"{MAX_SKIPPED} versions in a row were overwritten before they were sent, the last: {error}"
+            self._events.emit(FaultReported(what="courier", detail=detail, version=manifest.version))
+        return False
 
     def _list_parts(self, manifest: VersionManifest) -> tuple[NodePart, ...]:
         """List the parts of a version and their sources; empty if all of it is here."""

@@ -9,6 +9,7 @@ checksums in its announcement; still, anyone who can reach a job's ports on that
 """
 
 import os
+import re
 import time
 import warnings
 from collections import defaultdict, deque
@@ -35,6 +36,7 @@ MAX_WAIT = timedelta(days=30)
 """Stuck ranks are found by PeerWatch, not by gloo, which would close its connections."""
 POLL_INTERVAL_S = 0.02
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_SOURCE_PLACE = re.compile(r"^\[[^\]]*:\d+\] ")
 
 
 def join_ranks(
@@ -162,7 +164,8 @@ class TcpTransport:
 
 
 def _make_lost_error(peer: int, error: BaseException) -> RankLostError:
-    return RankLostError(f"rank {peer} can no longer be reached: {str(error)[:300]}; the couriers are restarted")
+    why = _SOURCE_PLACE.sub("", str(error).partition(". This is")[0])[:300]  # gloo adds its file, and advice
+    return RankLostError(f"rank {peer} can no longer be reached: {why}; the couriers are restarted")
 
 
 def _wrap_bytes(data: bytearray | memoryview) -> torch.Tensor:

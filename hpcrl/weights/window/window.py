@@ -5,6 +5,7 @@
     Window.open     a reader's end
     WriteTicket     a version that the writer has started, for processes that join
     WindowRole      writer, part, reader
+    VersionGoneError  a version is not there, or no longer
 
 The writer fills the slot that does not hold the newest version, so that this one stays whole if the writer fails:
 
@@ -42,6 +43,10 @@ LEASE_TIMEOUT_S = 10.0
 LEASE_POLL_INTERVAL_S = 0.001
 TOUCH_CHUNK_NBYTES = 64 << 20
 WindowRole = Literal["writer", "part", "reader"]
+
+
+class VersionGoneError(WeightsError):
+    """A version is not in a window, or is being overwritten; a newer one is or will be."""
 
 
 class WriteTicket(NamedTuple):
@@ -264,11 +269,11 @@ class Window:
         lease = self._lease(file.SLOT_LOCKS[state.slot], exclusive=False, wait_s=0.0)
         if lease is None or self._heads.read(state.slot) != state:
             self._release(lease)
-            raise WeightsError(f"version {version} in {self.path} is being overwritten: read the newest")
+            raise VersionGoneError(f"version {version} in {self.path} is being overwritten: read the newest")
         try:
             yield self._bytes_of(state.slot).toreadonly()
             if self._heads.generation(state.slot) != state.generation:
-                raise WeightsError(
+                raise VersionGoneError(
                     f"version {version} in {self.path} was overwritten while it was read "
                     f"(the writer waits {LEASE_TIMEOUT_S:g} s for a reader): read the newest"
                 )
@@ -284,7 +289,9 @@ class Window:
         state = self._state_of(version)
         yield self._bytes_of(state.slot).toreadonly()
         if self._heads.generation(state.slot) != state.generation:
-            raise WeightsError(f"version {version} in {self.path} was overwritten while it was read: read the newest")
+            raise VersionGoneError(
+                f"version {version} in {self.path} was overwritten while it was read: read the newest"
+            )
 
     def is_intact(self, version: int) -> bool:
         """Return True if this version is there, whole, at this moment."""
@@ -328,7 +335,7 @@ class Window:
             if (state := self._heads.read(slot)) is not None and state.version == version:
                 return state
         available = ", ".join(map(str, self.versions())) or "none"
-        raise WeightsError(f"version {version} is not in {self.path} (available: {available}): read the newest")
+        raise VersionGoneError(f"version {version} is not in {self.path} (available: {available}): read the newest")
 
     def _manifest_of(self, state: SlotState) -> VersionManifest:
         known = self._manifest

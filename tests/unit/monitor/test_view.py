@@ -13,6 +13,7 @@ from hpcrl.campaign_dir.events import (
     EpisodesCounted,
     EvaluationFinished,
     FaultReported,
+    JobStarted,
     SegmentScored,
     VersionLoaded,
     WorkerStarted,
@@ -179,6 +180,24 @@ def test_plain_lines_are_printed_only_for_changes(tmp_path: Path) -> None:
     assert [line.split(maxsplit=1)[1] for line in describe_changes(fourth, reading.poll())] == [
         "checkpoint at step 22 (version 22)"
     ]
+
+
+def test_a_start_is_shown_worker_by_worker(tmp_path: Path) -> None:
+    campaign = planned(tmp_path)
+    campaign.submit()
+    campaign.emit("driver", JobStarted(slurm_id="123", end_time=campaign.now + 3600))
+    reading = collector(campaign)
+    seen, shown = None, []
+    for worker in ("driver", "train-0", "prefill-0", "decode-0", "env-0"):
+        if worker != "driver":
+            campaign.emit(worker, WorkerStarted(pid=1, gpus=[]))
+        campaign.beat_all()
+        snapshot = reading.poll()
+        shown += [line.split("  ")[-1] for line in describe_changes(seen, snapshot)]
+        seen = snapshot
+
+    assert shown[1:4] == [f"{num} of 4 workers have started" for num in (0, 1, 2)]
+    assert "started" not in shown[-1]
 
 
 def test_lines_contain_only_notes_that_are_still_kept(tmp_path: Path) -> None:

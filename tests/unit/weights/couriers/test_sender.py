@@ -1,0 +1,43 @@
+"""The courier beside the trainer: versions that the trainer overwrites before they are sent."""
+
+from pathlib import Path
+
+from hpcrl.campaign_dir.event_log import EventLog, EventReader
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.weights.couriers.link import CourierConnection
+from hpcrl.weights.couriers.protocol import CourierPeer, PeerWatch
+from hpcrl.weights.couriers.sender import MAX_SKIPPED, VersionSender
+from hpcrl.weights.layout import TensorLayout
+from hpcrl.weights.window.file import WindowKey
+from hpcrl.weights.window.window import Window
+from tests.unit.weights.couriers.test_part_sender import Listening
+
+LAYOUT = TensorLayout.pack([("w", "uint8", (1 << 12,))])
+
+
+def test_an_overwritten_version_is_left_silently_but_not_for_ever(tmp_path: Path) -> None:
+    job = CampaignDir(tmp_path / "campaign").job(0)
+    key = WindowKey(campaign=tmp_path / "campaign", node="n0", directory=tmp_path, part=False)
+    window = Window.create(key, LAYOUT, job=job)
+    watch = PeerWatch(peers={2: CourierPeer(rank=2, node="n2", last_received=0.0)}, silence_timeout_s=float("inf"))
+    log = tmp_path / "courier.jsonl"
+    connection = CourierConnection(Listening(), watch=watch)
+    status = tmp_path / "status.json"
+    sender = VersionSender(
+        key, connection, job=job, events=EventLog(log, role="courier"), status_path=status, codec="auto"
+    )
+    window.start_version(1, step=1)[:] = bytes(LAYOUT.nbytes)
+    window.commit()
+    found = sender._newest_complete()
+    assert found is not None
+    assert found.version == 1
+    for version in (2, 3):  # before it is read
+        window.start_version(version, step=version)[:] = bytes(LAYOUT.nbytes)
+        window.commit()
+    reports = []
+    for _ in range(MAX_SKIPPED):
+        assert not sender._send_version(found, chain=(2,))
+        reports.append([event.detail for event in EventReader(tmp_path).poll()] if log.exists() else [])
+    window.close()
+    assert reports[:-1] == [[]] * (MAX_SKIPPED - 1)
+    assert "5 versions in a row were overwritten before they were sent" in reports[-1][0]
