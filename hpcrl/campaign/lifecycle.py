@@ -27,7 +27,7 @@ from hpcrl.campaign import directory
 from hpcrl.campaign.model_check import MISSING_PACKAGE
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
 from hpcrl.config.program import resolve_options
-from hpcrl.config.recipe import ModelConfig, Recipe, TeacherConfig, WarmupConfig, fill_warmup_steps, load_recipe
+from hpcrl.config.recipe import MIN_PARAMS, ModelConfig, Recipe, WarmupConfig, fill_warmup_steps, load_recipe
 from hpcrl.config.site import Site, load_site
 from hpcrl.config.toml import LayeredTable, find_toml, to_struct
 from hpcrl.envs.program_files import SUBJECT_END, ProblemJudge
@@ -40,6 +40,8 @@ from hpcrl.envs.task_set import (
     import_task_set,
 )
 from hpcrl.errors import CampaignError, ConfigError
+from hpcrl.hardware.cost_model import read_model_shape
+from hpcrl.models.model_config import read_model_config
 from hpcrl.monitor.job_state import FINAL_JOB_STATES, judge_jobs, read_heartbeats, read_jobs, select_slurm_ids
 from hpcrl.plan.plan import Plan, make_plan
 from hpcrl.slurm import submit as slurm
@@ -148,11 +150,15 @@ def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
     warmup = recipe.warmup and msgspec.structs.replace(
         recipe.warmup, path=_resolve_warmup_path(recipe.warmup.path, resolve)
     )
-    teacher = recipe.teacher and TeacherConfig(path=str(expand_path(recipe.teacher.path).absolute()))
-    nodes = {
-        name: msgspec.structs.replace(node, model=node.model and resolve(node.model))
-        for name, node in recipe.train.pipeline.items()
-    }
+    teacher = recipe.teacher
+    if teacher is not None:
+        path = str(expand_path(teacher.path).absolute())
+        teacher = msgspec.structs.replace(teacher, path=path, num_params=_find_size(path, teacher.num_params))
+    nodes = dict(recipe.train.pipeline)
+    for name, node in nodes.items():
+        if node.model is not None:
+            path = resolve(node.model)
+            nodes[name] = msgspec.structs.replace(node, model=path, num_params=_find_size(path, node.num_params))
     train = msgspec.structs.replace(recipe.train, pipeline=nodes)
     judges = {name: resolve_model(judge) for name, judge in recipe.judge.items()}
     return msgspec.structs.replace(
@@ -165,6 +171,17 @@ def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
         teacher=teacher,
         judge=judges,
     )
+
+
+def _find_size(model: str, num_params: int | None) -> int | None:
+    """Return the number of weights of a model, by default by its config.json; None if that is not here."""
+    if num_params is not None:
+        return num_params
+    try:
+        num_params = read_model_shape(read_model_config(Path(model) / "config.json").fields).num_params
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return num_params if num_params >= MIN_PARAMS else None
 
 
 def preview_script(request: CampaignRequest, *, name: str) -> str:

@@ -118,21 +118,32 @@ def _check_lengths(recipe: Recipe, context_length: float) -> None:
 
 
 def _check_further_model(recipe: Recipe, setting: str, path: Path) -> None:
-    """Check that a teacher has the tokens of the model; the trainer of a tiny model checks their number."""
+    """Check that a teacher, or the model of a node, has the tokens of the policy, and as many rows for them."""
+    from hpcrl.models.model_config import read_model_config, read_vocabulary
+    from hpcrl.models.tiny_vocabulary import make_tiny_vocabulary
+
     if not (path / "config.json").is_file():
         raise ConfigError(f"{setting} = {str(path)!r} is not a model directory: it has no config.json")
-    if recipe.model.path is None:
-        return
-    from hpcrl.models.model_config import read_vocabulary
-
-    taught, known = (read_vocabulary(Path(each)) for each in (recipe.model.path, path))
+    policy = Path(recipe.model.path) if recipe.model.path is not None else None
+    table = "model.tiny" if policy is None else "model.path"
+    taught, known = make_tiny_vocabulary() if policy is None else read_vocabulary(policy), read_vocabulary(path)
     different = [token for token, number in taught.items() if known.get(token) != number]
     if different or len(taught) != len(known):
         example = min(different or known.keys() - taught.keys(), key=lambda token: (len(token), token))
         raise ConfigError(
-            f"{setting} = {str(path)!r} has another vocabulary than model.path ({len(known)} and {len(taught)} "
+            f"{setting} = {str(path)!r} has another vocabulary than {table} ({len(known)} and {len(taught)} "
             f"tokens; {example!r} is {known.get(example)} and {taught.get(example)}): it scores the model's tokens, "
             "so choose one of the same family"
+        )
+    try:
+        size = read_model_config(path / "config.json").vocabulary_size
+        wanted = len(taught) if policy is None else read_model_config(policy / "config.json").vocabulary_size
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path / 'config.json'} is not a model's configuration: {error}") from error
+    if size != wanted:
+        raise ConfigError(
+            f"{setting} = {str(path)!r} has the tokens of {table} and vocab_size = {size} in its config.json, the "
+            f"policy's is {wanted}: the trainer compares distributions, so choose a model with the same vocab_size"
         )
 
 

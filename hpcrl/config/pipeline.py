@@ -7,6 +7,7 @@
     make_standard_nodes, make_nodes_for            the built-in nodes
     find_result_kinds, list_built_in_names         results that a user's node can take, and names of built-in nodes
     is_user_node, needs_critic                     whether a node is the user's own, and whether a critic trains
+    list_fixed_nodes                               nodes with a model that never trains
     check_user_nodes, find_problems                problems of a recipe's nodes: cycles, missing inputs, wrong roles
     compute_depths, order_nodes                    the order in which every worker runs the nodes, one after the other
     render_text, render_dot, render_mermaid, RENDERERS    a pipeline for people
@@ -210,6 +211,12 @@ def _make_user_node(declared: PipelineNode, output: NodeOutput | None = None) ->
 def is_user_node(name: str, train: TrainConfig) -> bool:
     """Return whether the function of a node is the user's own, to be called with its inputs alone."""
     return name in train.pipeline and train.pipeline[name].function is not None
+
+
+def list_fixed_nodes(train: TrainConfig) -> dict[str, DagNode]:
+    """Return the nodes with a model that never trains: its own, or the reference of the KL."""
+    nodes = make_pipeline(train)
+    return {name: node for name, node in nodes.items() if node.role == "reference" and not is_user_node(name, train)}
 
 
 def needs_critic(train: TrainConfig) -> bool:

@@ -35,6 +35,10 @@ class ConfigTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The base of all tables: frozen, keyword-only, no unknown keys."""
 
 
+MIN_PARAMS = 10**6
+NumParams = Annotated[int, Meta(ge=MIN_PARAMS, le=10**13)]
+
+
 class TinyModel(ConfigTable, frozen=True, kw_only=True):
     """A seeded Qwen2 with a character tokenizer, created at start, for demos and tests."""
 
@@ -50,7 +54,7 @@ class ModelConfig(ConfigTable, frozen=True, kw_only=True):
 
     path: str | None = None
     tiny: TinyModel | None = None
-    num_params: Annotated[int, Meta(ge=10**6, le=10**13)] | None = None
+    num_params: NumParams | None = None
     """Number of weights (not in billions), from which a plan estimates memory and workers; it does not read `path`."""
     chat_template: str | None = None
     """A file with a Jinja template that is used in place of the model's own chat template."""
@@ -303,6 +307,8 @@ class PipelineNode(ConfigTable, frozen=True, kw_only=True):
     """Names of other nodes."""
     model: str | None = None
     """A model directory, of a node with role "reference": it gives the log-probs of the tokens under this model."""
+    num_params: NumParams | None = None
+    """Number of weights of `model`, from which a plan estimates memory; by default that of its config.json."""
     role: Literal["policy", "reference", "critic", "reward", "rollout"] | None = None
     """The role that runs it; user nodes are the policy's, which the trainer runs."""
     options: dict[str, Any] = {}
@@ -448,6 +454,8 @@ class TeacherConfig(ConfigTable, frozen=True, kw_only=True):
 
     path: str
     """A directory that transformers can load; every rank of the trainer holds the model."""
+    num_params: NumParams | None = None
+    """Number of its weights, from which a plan estimates memory; by default that of its config.json."""
 
 
 class EvaluationConfig(ConfigTable, frozen=True, kw_only=True):

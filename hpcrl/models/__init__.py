@@ -7,4 +7,5 @@ conversation_data  conversations to train on, checked without a model
 message_form    what a template accepts of messages, found out by rendering
 model_config    config.json: context, vocabulary, shape
 tiny            a tiny model that learns in seconds
+tiny_vocabulary  its tokens, without torch
 """

@@ -12,10 +12,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config.recipe import TinyModel
 from hpcrl.errors import ConfigError
+from hpcrl.models.tiny_vocabulary import CHARACTERS, MARKS, make_tiny_vocabulary
 from hpcrl.system.files import staged_path, sync_file
 
-MARKS = ("<pad>", "<eos>", "<user>", "<agent>")
-CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}<agent>{{ message['content'] }}<eos>"
@@ -67,9 +66,7 @@ def _make_config(spec: TinyModel) -> Qwen2Config:
 def _make_tokenizer(spec: TinyModel) -> PreTrainedTokenizerFast:
     """Make byte-level BPE without merges: transformers reads the tokenizer of any Qwen2 as byte-level BPE."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    symbols = [byte_level.pre_tokenize_str(character)[0][0] for character in CHARACTERS]
-    vocabulary = {token: number for number, token in enumerate([*MARKS, *symbols])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer = Tokenizer(models.BPE(make_tiny_vocabulary(), []))
     tokenizer.normalizer = normalizers.Replace(Regex(r"[^\n -~]"), "?")
     tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()

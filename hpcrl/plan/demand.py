@@ -3,11 +3,13 @@
 RoleDemand                   workers, and what is reserved beside them
 compute_role_demand          the demand of one role
 compute_node_needs           cores and GiB of one node
+MemoryNeed, list_memory_needs  the GiB that the models of a role's worker take
 DRIVER_CPUS, DRIVER_MEM_GIB  reserved for the driver
 """
 
 from dataclasses import dataclass
 
+from hpcrl.config.pipeline import list_fixed_nodes, needs_critic
 from hpcrl.config.recipe import Recipe, RoleName, WorkerResources
 from hpcrl.hardware import memory_model
 
@@ -49,3 +51,68 @@ def compute_node_needs(role: RoleName, recipe: Recipe, *, workers_per_node: int)
     window_gib = memory_model.window_memory_gib(recipe.model.num_params or 0) if loads_weights else 0.0
     mem_gib = demand.reserved_mem_gib + window_gib + workers_per_node * demand.resources.mem_gib_per_worker
     return cpus, int(-(-mem_gib // 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeed:
+    """The memory that a worker of a role needs for its models."""
+
+    role: RoleName
+    gib: float
+    what: str
+    """The models, for a message."""
+    hint: str = ""
+    """Further ways to need less."""
+
+
+def list_memory_needs(recipe: Recipe) -> list[MemoryNeed]:
+    """Return the needs of the roles with a model of known size."""
+    found: list[MemoryNeed] = []
+    engines: list[tuple[RoleName, int | None]] = [(role, recipe.model.num_params) for role in ("prefill", "decode")]
+    engines += zip(recipe.judge_roles, (judge.num_params for judge in recipe.judge.values()), strict=True)
+    for role, num_params in engines:
+        if num_params is not None:
+            gib = memory_model.engine_memory_gib(num_params)
+            found.append(MemoryNeed(role=role, gib=gib, what=f"{_show_weights(num_params)} weights"))
+    return [*found, *_list_trainer_needs(recipe)]
+
+
+def _list_trainer_needs(recipe: Recipe) -> list[MemoryNeed]:
+    """Return the need of a worker of the trainer: what trains, and the models that it only reads."""
+    train, policy = recipe.train, recipe.model.num_params
+    num_workers = recipe.resources.train.num_workers
+    num_split = train.tensor_parallel * train.pipeline_parallel if train.trainer == "megatron" else 1
+    num_shards = num_workers if train.trainer == "torch" and train.sharding == "full" else num_split
+    gib, what = 0.0, []
+    if policy is not None:
+        whole = memory_model.train_memory_gib(policy, num_workers=num_shards)
+        frozen = memory_model.fixed_memory_gib(policy, num_shards=1)  # with adapters, which are small
+        gib = (frozen if train.lora_rank else whole) + whole * needs_critic(train)
+        what = [f"{_show_weights(policy)} weights"]
+    fixed: dict[str, str] = {}
+    for name, node in list_fixed_nodes(train).items():
+        setting, num_params = f"train.pipeline.{name}.model", _find_node_size(recipe, name)
+        if node.model is None:
+            setting = "train.kl" if recipe.teacher is None else "teacher.path"
+        if num_params is not None:
+            is_whole = node.data_parallel not in (None, num_workers // num_split)
+            each = memory_model.fixed_memory_gib(num_params, num_shards=1 if is_whole else num_split)
+            gib += each
+            fixed[setting] = f"{_show_weights(num_params)} of the model of {setting} ({each:.0f} GiB)"
+    if not gib:
+        return []
+    smaller = f", choose a smaller model for {' and '.join(fixed)}" if fixed else ""
+    split = ', or split the models: train.trainer = "megatron" with a larger train.tensor_parallel'
+    return [MemoryNeed(role="train", gib=gib, what=" and ".join([*what, *fixed.values()]), hint=smaller + split)]
+
+
+def _find_node_size(recipe: Recipe, name: str) -> int | None:
+    """Return the number of weights of the model of a node, which may be the teacher's or the policy's first one."""
+    node = recipe.train.pipeline.get(name)
+    if node is not None and node.model is not None:
+        return node.num_params
+    return recipe.model.num_params if recipe.teacher is None else recipe.teacher.num_params
+
+
+def _show_weights(num_params: int) -> str:
+    return f"{num_params / 1e9:.1f} billion"

@@ -22,7 +22,7 @@ from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.plan.components import list_placed_roles
-from hpcrl.plan.demand import compute_node_needs, compute_role_demand
+from hpcrl.plan.demand import compute_node_needs, compute_role_demand, list_memory_needs
 from hpcrl.plan.partitions import PartitionChoice, choose_partition, evaluate_partition
 from hpcrl.plan.sizing import WorkerNumbers, find_worker_numbers, with_single_workers
 
@@ -215,7 +215,8 @@ def find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> di
 
 def _explain_memory_refusal(recipe: Recipe, choices: dict[RoleName, PartitionChoice], site: Site) -> str | None:
     """Return why a model and its KV do not fit into a worker or node; None if they do or the size is unknown."""
-    for role, num_params, needed_gib in _list_memory_needs(recipe):
+    for need in list_memory_needs(recipe):
+        role = need.role
         if role not in choices:
             continue
         choice, resources = choices[role], recipe.role_resources(role)
@@ -223,32 +224,19 @@ def _explain_memory_refusal(recipe: Recipe, choices: dict[RoleName, PartitionCho
         gpu = site.partitions[choice.partition].gpu
         has = GPU_CATALOGUE[gpu].memory_gib * choice.gpus_per_worker if gpu and choice.gpus_per_worker else None
         limit = has if has is not None else resources.mem_gib_per_worker
-        if needed_gib > limit:
+        if need.gib > limit:
             hint = "gpus_per_worker" if has is not None else "mem_gib_per_worker"
             return (
-                f"a {role} worker needs {needed_gib:.0f} GiB for {num_params / 1e9:.1f} billion weights and has "
-                f"{limit:.0f} GiB ({choice.partition}): raise {table}.{hint}"
+                f"a {role} worker needs {need.gib:.0f} GiB for {need.what} and has {limit:.0f} GiB "
+                f"({choice.partition}): raise {table}.{hint}{need.hint}"
             )
         _, node_needs_gib = compute_node_needs(role, recipe, workers_per_node=choice.workers_per_node)
         node_gib = site.partitions[choice.partition].mem_gib_per_node
         if node_needs_gib > node_gib:
+            window_gib = memory_model.window_memory_gib(recipe.model.num_params or 0)
             return (
-                f"a {role} node needs {node_needs_gib} GiB, {memory_model.window_memory_gib(num_params):.0f} of them "
+                f"a {role} node needs {node_needs_gib} GiB, {window_gib:.0f} of them "
                 f"shared memory for two versions of the weights, and has {node_gib:.0f} GiB ({choice.partition}): "
                 f"lower {table}.mem_gib_per_worker"
             )
     return None
-
-
-def _list_memory_needs(recipe: Recipe) -> list[tuple[RoleName, int, float]]:
-    """Return the roles whose model has a known size, with that size and the GiB that a worker needs."""
-    found: list[tuple[RoleName, int, float]] = []
-    if (num_params := recipe.model.num_params) is not None:
-        engine_gib = memory_model.engine_memory_gib(num_params)
-        train_gib = memory_model.train_memory_gib(num_params, num_workers=recipe.resources.train.num_workers)
-        found += [("prefill", num_params, engine_gib), ("decode", num_params, engine_gib)]
-        found += [("train", num_params, train_gib)]
-    for role, judge in zip(recipe.judge_roles, recipe.judge.values(), strict=True):
-        if judge.num_params is not None:
-            found.append((role, judge.num_params, memory_model.engine_memory_gib(judge.num_params)))
-    return found

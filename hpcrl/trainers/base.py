@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from hpcrl.config.pipeline import is_user_node, make_pipeline
+from hpcrl.config.pipeline import list_fixed_nodes
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError, show_error
 from hpcrl.learn.batch import MicroBatch
@@ -233,9 +233,7 @@ def find_fixed_models(
     That of `reference` is the teacher's, or the policy's first one, where it names none.
     """
     found: dict[str, Path] = {}
-    for name, node in make_pipeline(train).items():
-        if node.role != "reference" or is_user_node(name, train):
-            continue
+    for name, node in list_fixed_nodes(train).items():
         if node.model is not None:
             found[name] = _check_vocabulary(f"train.pipeline.{name}.model", Path(node.model), vocabulary_size)
         elif teacher is not None:

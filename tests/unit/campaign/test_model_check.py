@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.campaign import lifecycle
 from hpcrl.campaign.model_check import check_model
-from hpcrl.errors import ConfigError, HpcrlError
+from hpcrl.errors import ConfigError, HpcrlError, PlanError
 from hpcrl.testing.model_templates import FAMILIES, save_family
 
 NEVER_ENDS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -187,3 +187,14 @@ def test_a_template_without_a_layout_of_turns_is_refused_only_if_an_environment_
     both = lifecycle.load_request("agent", site="local", settings=(f'model.path="{model}"', native)).recipe
     with pytest.raises(ConfigError, match="opens the first answer by"):
         check_model(both)
+
+
+def test_the_size_of_a_teacher_is_that_of_its_config(tmp_path: Path) -> None:
+    config = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8}
+    config |= {"head_dim": 128, "intermediate_size": 25600, "vocab_size": 151936}  # Qwen3-32B
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    teacher = ("train.kl=k1", "train.kl_in=reward", "train.kl_coef=1.0", f'teacher.path="{tmp_path}"')
+    with pytest.raises(
+        PlanError, match=r"a train worker needs 122 GiB for 32\.8 billion of the model of teacher\.path"
+    ):
+        lifecycle.load_request("quickstart", site="lab", settings=teacher)

@@ -4,6 +4,7 @@ import pytest
 
 from hpcrl.errors import ConfigError, PlanError
 from hpcrl.hardware.cost_model import guess_model_shape
+from hpcrl.plan.demand import list_memory_needs
 from hpcrl.plan.plan import Plan
 from tests.support.plans import make_recipe, plan_recipe
 
@@ -100,3 +101,53 @@ def test_env_workers_that_do_not_bear_the_calls_are_named_with_the_number_that_d
 
 def test_engines_that_are_slower_than_one_event_loop_are_not_warned_of() -> None:
     assert not find_loop_warnings("resources.decode.num_workers=1", "domains.lake.usual_reply_tokens=2000")
+
+
+QWEN3_8B = ("model.num_params=8_200_000_000", "train.kl=k1", "train.kl_in=reward", "train.kl_coef=1.0")
+TEACHER_32B = (*QWEN3_8B, "teacher.path=/models/Qwen3-32B", "teacher.num_params=32_800_000_000")
+FOUR_RANKS = ("resources.train.num_workers=4", "train.trainer=megatron")
+
+
+def plan_on_gpus(*settings: str) -> Plan:
+    """Plan for GPUs of 80 GB."""
+    return plan_recipe(*settings, site="perlmutter")
+
+
+def test_a_teacher_that_every_rank_has_whole_is_refused_where_it_does_not_fit() -> None:
+    sharded = (*TEACHER_32B, "resources.train.num_workers=4", "train.sharding=full")
+    with pytest.raises(PlanError) as caught:
+        plan_on_gpus(*sharded)
+    assert "a train worker needs 153 GiB for 8.2 billion weights and 32.8 billion of the model of teacher.path" in str(
+        caught.value
+    )
+    assert "train.tensor_parallel" in str(caught.value)
+
+
+def test_ranks_that_share_a_teacher_have_room_for_it() -> None:
+    assert plan_on_gpus(*TEACHER_32B, *FOUR_RANKS, "train.tensor_parallel=4").role("train").num_workers == 4
+    with pytest.raises(PlanError, match="needs 122 GiB"):
+        plan_on_gpus(*TEACHER_32B, *FOUR_RANKS, "train.tensor_parallel=2")
+
+
+def test_a_node_with_its_own_data_parallelism_has_its_model_whole_on_a_rank() -> None:
+    node = {"model": "/models/Qwen3-32B", "num_params": 32_800_000_000, "data_parallel": 2}
+    settings = [f"train.pipeline.reference.{key}={value}" for key, value in node.items()]
+    with pytest.raises(PlanError, match=r"needs 153 GiB .* of the model of train\.pipeline\.reference\.model"):
+        plan_on_gpus(*QWEN3_8B, *FOUR_RANKS, *settings, "train.tensor_parallel=4")
+
+
+@pytest.mark.parametrize(
+    ("settings", "gib"),
+    [
+        (("train.sharding=full",), 30.5),
+        (("train.sharding=none",), 122.2),
+        (("train.sharding=full", "train.kl=k3"), 61.1),
+        (("train.sharding=full", "train.advantage=gae"), 61.1),
+        (("train.lora_rank=8",), 30.5),
+        (("train.lora_rank=8", "train.kl=k3"), 61.1),
+    ],
+)
+def test_a_rank_holds_its_part_of_what_trains_and_a_whole_reference(settings: tuple[str, ...], gib: float) -> None:
+    recipe = make_recipe("model.num_params=8_200_000_000", "resources.train.num_workers=4", *settings)
+    [need] = [need for need in list_memory_needs(recipe) if need.role == "train"]
+    assert need.gib == pytest.approx(gib, abs=0.1)

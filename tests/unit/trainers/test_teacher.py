@@ -1,5 +1,8 @@
 """Distillation: a student moves to its teacher along its own samples, and another vocabulary is refused."""
 
+import json
+import shutil
+
 import msgspec
 import numpy as np
 import pytest
@@ -85,3 +88,31 @@ def test_a_teacher_with_other_tokens_is_refused_at_plan(tmp_path):
     missing = msgspec.structs.replace(recipe, teacher=TeacherConfig(path=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"is not a model directory: it has no config\.json"):
         check_model(missing)
+
+
+def distil(*, teacher, policy=None):
+    """Check the quickstart with this teacher; its policy is tiny if it has no path."""
+    recipe = msgspec.structs.replace(load_recipe("quickstart"), teacher=TeacherConfig(path=str(teacher)))
+    check_model(recipe if policy is None else msgspec.structs.replace(recipe, model=ModelConfig(path=str(policy))))
+
+
+def make_copy(model_dir, target, **fields):
+    """Copy a model's directory with other fields in its config.json."""
+    shutil.copytree(model_dir, target)
+    config = json.loads((target / "config.json").read_bytes())
+    (target / "config.json").write_text(json.dumps(config | fields))
+    return target
+
+
+def test_a_teacher_of_a_tiny_policy_needs_its_tokens(tmp_path, tiny_model_dir):
+    distil(teacher=tiny_model_dir)
+    other = save_family(tmp_path / "Qwen2.5", FAMILIES["Qwen2.5"])
+    with pytest.raises(ConfigError, match=r"has another vocabulary than model\.tiny \(\d+ and 100 tokens"):
+        distil(teacher=other)
+
+
+def test_a_teacher_with_the_same_tokens_and_more_rows_for_them_is_refused_at_plan(tmp_path, tiny_model_dir):
+    padded = make_copy(tiny_model_dir, tmp_path / "padded", vocab_size=128)
+    for policy, size in ((None, 100), (make_copy(tiny_model_dir, tmp_path / "other", vocab_size=112), 112)):
+        with pytest.raises(ConfigError, match=rf"vocab_size = 128 in its config\.json, the policy's is {size}"):
+            distil(teacher=padded, policy=policy)
