@@ -13,6 +13,7 @@ error. Its argument is a ProblemJudge.
 import asyncio
 import inspect
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +23,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.config.pipeline import make_pipeline
-from hpcrl.config.recipe import VLLM_PARSER_PREFIX, DomainConfig, PipelineNode, Recipe, TrainConfig
+from hpcrl.config.recipe import VLLM_PARSER_PREFIX, DomainConfig, EngineConfig, PipelineNode, Recipe, TrainConfig
 from hpcrl.config.user_code import load_code
 from hpcrl.envs.agent import AgentProgram
 from hpcrl.envs.base import check_task_parameter, construct_env
@@ -30,7 +31,7 @@ from hpcrl.envs.pool import start_process
 from hpcrl.envs.program_files import SUBJECT_END, ProblemJudge
 from hpcrl.envs.task_set import check_task_set
 from hpcrl.errors import ConfigError, EnvFault, show_error
-from hpcrl.system.exit_codes import EXIT_DONE, EXIT_USAGE
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_USAGE, describe_end
 
 MAX_CHECKED_TASKS = 20_000
 """A look for one file may take half a millisecond on a large file system."""
@@ -197,11 +198,25 @@ def check_packages(recipe: Recipe) -> None:
                 f"engine.{setting} = {name!r} needs the package vllm, which {sys.executable} does not have: install it "
                 "there, or name a family of models (docs/agents.md)"
             )
+    _check_vllm_parsers(recipe.engine)
     if recipe.train.lora_rank and find_spec("peft") is None:
         raise ConfigError(
             f"train.lora_rank = {recipe.train.lora_rank} needs the package peft, which {sys.executable} does not have: "
             "pip install 'hpcrl[lora]' there, or set it to 0"
         )
+
+
+def _check_vllm_parsers(engine: EngineConfig) -> None:
+    """Let vLLM look its parsers up, which takes seconds and half a gigabyte: in a process, and only if one is named."""
+    names = (engine.tool_parser, engine.reasoning_parser)
+    if any(name.startswith(VLLM_PARSER_PREFIX) for name in names):
+        command = [sys.executable, "-m", "hpcrl.engines.vllm.parsers", *names]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        last = done.stderr.strip().rpartition("\n")[2]
+        if done.returncode == EXIT_USAGE:
+            raise ConfigError(last)
+        if done.returncode:
+            raise ConfigError(f"vLLM, which has {', '.join(names)}, {describe_end(done.returncode)}: {last[-300:]}")
 
 
 def _check_function(name: str, node: PipelineNode, train: TrainConfig) -> None:

@@ -177,7 +177,8 @@ def _split_layout(template: ChatTemplate, declared: Collection[int]) -> _LayoutP
             f"{template.source}: its chat template leaves a message out ({longer!r} has to contain {_USER_1!r}, "
             f"{_AGENT_1!r} and {_USER_2!r}, in this order): set model.chat_template to another"
         )
-    if opening != tail and first == _render_contents(template, _USER_1, opens_answer=False):
+    is_unopened = opening != tail and first == _render_contents(template, _USER_1, opens_answer=False)
+    if is_unopened or not tail:
         raise ConfigError(
             f"{template.source}: its chat template does not open an answer (an answer follows {opening!r}, and a "
             f"prompt ends in {tail!r}): it needs add_generation_prompt; set model.chat_template to another"

@@ -257,6 +257,7 @@ BAD = {
     "{% for m in messages %}<|im_start|>{% endfor %}": "leaves a message out",
     "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}": "leaves a message out",
     "{% for m in messages %}<|im_start|>{{ m.role + m.content }}<|im_end|>{% endfor %}": "does not open an answer",
+    "{% for m in messages %}{{ m.content }}{% endfor %}": "does not open an answer",
     "{{ messages[0].content.__class__.__mro__ }}": "refuses this conversation",
     "{% if %}": "cannot be compiled",
 }

@@ -170,6 +170,13 @@ def test_a_parser_of_vllm_is_refused_where_vllm_is_not_installed(tmp_path, monke
         AnswerParser.from_choice(choice, template, tmp_path)
 
 
+@pytest.mark.vllm
+def test_a_parser_that_vllm_does_not_have_is_refused_with_its_list():
+    pytest.importorskip("vllm")
+    with pytest.raises(ConfigError, match=r"engine.tool_parser = 'vllm:hermez' is not known .*did you mean 'hermes'"):
+        check.check_packages(make_recipe('engine.tool_parser="vllm:hermez"', 'engine.reasoning_parser="vllm:qwen3"'))
+
+
 def test_one_env_worker_reports_the_parsers_that_it_chose(tmp_path):
     template = load_chat_template(save_family(tmp_path, FAMILIES["GLM-4.5"]))
     events = []
