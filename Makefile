@@ -33,8 +33,7 @@ test test-fast: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.dev $(VENV)/.vllm
 	bash jobs/lab/packages.sh
-	$(BIN)/python -m pytest $(FAST) --junit-xml $(VENV)/fast.xml
-	$(BIN)/python .ci/slow.py $(VENV)/fast.xml
+	$(BIN)/python .ci/suites.py $(FAST)
 
 # The adapters of environment families, with the real packages, in two virtual environments.
 test-envs: .venv-envs/.done .venv-verifiers/.done

@@ -1,9 +1,10 @@
-"""Run the slow suites in two series at once, then once more, alone, what failed; what fails twice fails the run.
+"""Run all suites: the fast ones, then the slow ones in two series at once; after each, once more what failed.
 
 Campaigns wait for processes to start and for walltimes to end: one series leaves half of two cores idle. The price is
-that a test may find the machine busy at a bad moment. Such a test gets a second run and is named at the end.
+that a test may find the machine busy at a bad moment. Such a test gets a second run, alone, and is named at the end;
+what fails twice fails the run.
 
-    slow.py [REPORT ...]  the last lines list the slowest tests, also those of these JUnit reports of earlier runs
+    suites.py ARGUMENT ...  the arguments of pytest for the fast suites
 """
 
 import json
@@ -11,10 +12,10 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-SERIES = (("tests/slurm", "tests/mpi"), ("tests/e2e", "tests/vllm", "tests/gpu", "bench"))
+SLOW = (("tests/slurm", "tests/mpi"), ("tests/e2e", "tests/vllm", "tests/gpu", "bench"))
 MAX_REPEATED = 3
 """More failures than this are not the machine's: they are not repeated."""
 
@@ -23,9 +24,9 @@ NUM_SLOWEST = 20
 TESTS_FAILED = 1
 
 
-def make_command(folders: tuple[str, ...], cache: Path) -> list[str]:
+def make_command(arguments: Sequence[str], cache: Path) -> list[str]:
     written = ("--junit-xml", str(cache.with_suffix(".xml")), "--override-ini", f"cache_dir={cache}")
-    return [sys.executable, "-m", "pytest", *folders, *written]
+    return [sys.executable, "-m", "pytest", *arguments, *written]
 
 
 def list_failures(cache: Path) -> list[str]:
@@ -46,41 +47,44 @@ def list_slowest(reports: Iterable[Path]) -> list[str]:
     return [f"{times[name]:8.1f} s  {name}" for name in slowest]
 
 
-def run_both(home: Path) -> list[int]:
-    """Run the two series at once; the second one's output follows the first one's."""
+def run_at_once(series: Sequence[Sequence[str]], home: Path) -> list[int]:
+    """Run one or two series at once; the second one's output follows the first one's."""
+    commands = [make_command(arguments, home / str(number)) for number, arguments in enumerate(series)]
     log = home / "second.log"
     with log.open("w") as output:
-        second = subprocess.Popen(make_command(SERIES[1], home / "1"), stdout=output, stderr=subprocess.STDOUT)
+        others = [subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) for command in commands[1:]]
         try:
-            first = subprocess.run(make_command(SERIES[0], home / "0"), check=False)
-            second.wait()
+            first = subprocess.run(commands[0], check=False)
+            codes = [first.returncode, *(other.wait() for other in others)]
         finally:
-            second.terminate()
+            for other in others:
+                other.terminate()
     sys.stdout.write(log.read_text())
     sys.stdout.flush()
-    return [first.returncode, second.returncode]
+    return codes
 
 
-def run_all(home: Path) -> int:
-    """Run both series, and what failed once more; return the exit code."""
-    codes = run_both(home)
+def run_series(series: Sequence[Sequence[str]], home: Path) -> int:
+    """Run series at once, and what failed once more; return the exit code."""
+    home.mkdir()
+    codes = run_at_once(series, home)
     if not any(codes):
         return 0
-    failures = [name for number in range(len(SERIES)) for name in list_failures(home / str(number))]
+    failures = [name for number in range(len(series)) for name in list_failures(home / str(number))]
     if not set(codes) <= {0, TESTS_FAILED} or not 0 < len(failures) <= MAX_REPEATED:
         return 1
     print(f"{len(failures)} failed and run once more, alone:", *failures, sep="\n  ", flush=True)
-    code = subprocess.run(make_command(tuple(failures), home / "again"), check=False).returncode
+    code = subprocess.run(make_command(failures, home / "again"), check=False).returncode
     if code == 0:
-        print("failed beside the other series and passed alone", *failures, sep="\n  ", flush=True)
+        print("failed beside others and passed alone", *failures, sep="\n  ", flush=True)
     return code
 
 
-def main(reports: list[str]) -> int:
+def main(fast: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="hpcrl-tests-") as directory:
         home = Path(directory)
-        code = run_all(home)
-        slowest = list_slowest([*map(Path, reports), *home.glob("*.xml")])
+        code = run_series([fast], home / "fast") or run_series(SLOW, home / "slow")
+        slowest = list_slowest(home.glob("*/*.xml"))
         print(f"the slowest {len(slowest)} tests of all suites, with their fixtures:", *slowest, sep="\n", flush=True)
         return code
 
