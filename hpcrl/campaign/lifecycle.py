@@ -151,7 +151,7 @@ def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
         recipe.warmup, path=_resolve_warmup_path(recipe.warmup.path, resolve)
     )
     teacher = recipe.teacher
-    if teacher is not None:
+    if teacher is not None and teacher.path is not None:
         path = str(expand_path(teacher.path).absolute())
         teacher = msgspec.structs.replace(teacher, path=path, num_params=_find_size(path, teacher.num_params))
     nodes = dict(recipe.train.pipeline)

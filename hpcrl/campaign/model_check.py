@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.config.recipe import DomainConfig, JudgeConfig, Recipe
+from hpcrl.config.recipe import DomainConfig, EngineConfig, JudgeConfig, ModelConfig, Recipe
 from hpcrl.config.toml import suggest_name
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError, HpcrlError
@@ -54,6 +54,8 @@ def check_model(recipe: Recipe) -> None:
         _check_further_model(recipe, setting, Path(directory))
     for name, judge in recipe.judge.items():
         _check_judge(f"judge.{name}", judge)
+    if recipe.teaching_judge is not None:
+        _check_teaching_judge(recipe, recipe.teaching_judge)
     if recipe.model.path is None:
         if recipe.model.chat_template is not None:
             raise ConfigError("model.chat_template needs model.path: a tiny model has a template already")
@@ -120,31 +122,71 @@ def _check_lengths(recipe: Recipe, context_length: float) -> None:
 def _check_further_model(recipe: Recipe, setting: str, path: Path) -> None:
     """Check that a teacher, or the model of a node, has the tokens of the policy, and as many rows for them."""
     from hpcrl.models.model_config import read_model_config, read_vocabulary
-    from hpcrl.models.tiny_vocabulary import make_tiny_vocabulary
 
     if not (path / "config.json").is_file():
         raise ConfigError(f"{setting} = {str(path)!r} is not a model directory: it has no config.json")
-    policy = Path(recipe.model.path) if recipe.model.path is not None else None
-    table = "model.tiny" if policy is None else "model.path"
-    taught, known = make_tiny_vocabulary() if policy is None else read_vocabulary(policy), read_vocabulary(path)
-    different = [token for token, number in taught.items() if known.get(token) != number]
-    if different or len(taught) != len(known):
-        example = min(different or known.keys() - taught.keys(), key=lambda token: (len(token), token))
-        raise ConfigError(
-            f"{setting} = {str(path)!r} has another vocabulary than {table} ({len(known)} and {len(taught)} "
-            f"tokens; {example!r} is {known.get(example)} and {taught.get(example)}): it scores the model's tokens, "
-            "so choose one of the same family"
-        )
+    what, (own, taught) = f"{setting} = {str(path)!r}", _read_tokens("model", recipe.model)
+    _check_same_tokens(what, read_vocabulary(path), own, taught)
+    if setting.startswith("judge."):
+        return  # its engines give the log-probs of sampled tokens alone
+    policy = recipe.model.path
     try:
         size = read_model_config(path / "config.json").vocabulary_size
-        wanted = len(taught) if policy is None else read_model_config(policy / "config.json").vocabulary_size
+        wanted = len(taught) if policy is None else read_model_config(Path(policy) / "config.json").vocabulary_size
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path / 'config.json'} is not a model's configuration: {error}") from error
     if size != wanted:
         raise ConfigError(
-            f"{setting} = {str(path)!r} has the tokens of {table} and vocab_size = {size} in its config.json, the "
+            f"{what} has the tokens of {own} and vocab_size = {size} in its config.json, the "
             f"policy's is {wanted}: the trainer compares distributions, so choose a model with the same vocab_size"
         )
+
+
+def _read_tokens(table: str, model: ModelConfig) -> tuple[str, dict[str, int]]:
+    """Return the setting of a model, and the ids of its tokens."""
+    from hpcrl.models.model_config import read_vocabulary
+    from hpcrl.models.tiny_vocabulary import make_tiny_vocabulary
+
+    if model.path is None:
+        return f"{table}.tiny", make_tiny_vocabulary()
+    return f"{table}.path", read_vocabulary(Path(model.path))
+
+
+def _check_same_tokens(what: str, known: dict[str, int], own: str, taught: dict[str, int]) -> None:
+    """Raise ConfigError unless a teacher has the tokens of the model with the same ids."""
+    different = [token for token, number in taught.items() if known.get(token) != number]
+    if different or len(taught) != len(known):
+        example = min(different or known.keys() - taught.keys(), key=lambda token: (len(token), token))
+        raise ConfigError(
+            f"{what} has another vocabulary than {own} ({len(known)} and {len(taught)} "
+            f"tokens; {example!r} is {known.get(example)} and {taught.get(example)}): it scores the model's tokens, "
+            "so choose one of the same family"
+        )
+
+
+def _check_teaching_judge(recipe: Recipe, judge: JudgeConfig) -> None:
+    """Check that the engines of a teacher know the tokens of a tiny model, and read all that the policy generates."""
+    table = f"judge.{recipe.teacher_name}"
+    if judge.path is None:
+        name, known = _read_tokens(table, judge)
+        _check_same_tokens(name, known, *_read_tokens("model", recipe.model))
+    limit, readable = _read_limit(recipe.model, recipe.engine), _read_limit(judge, judge.engine)
+    needed = limit + (judge.engine.backend == "vllm")  # it generates a token besides
+    if readable < needed:
+        raise ConfigError(
+            f"teacher.judge = {recipe.teacher_name!r} reads {readable} tokens ({table}), and trajectories may have "
+            f"{limit}: set engine.max_model_len to {limit - needed + readable} or less, or raise "
+            f"{table}.engine.max_model_len"
+        )
+
+
+def _read_limit(model: ModelConfig, engine: EngineConfig) -> int:
+    """Return the tokens that prompt and answer may have together."""
+    from hpcrl.models.model_config import read_context_length
+
+    if model.tiny is not None:
+        return min(model.tiny.context_length, engine.max_model_len or model.tiny.context_length)
+    return read_context_length(Path(model.path or ""), max_model_len=engine.max_model_len)
 
 
 def _check_judge(table: str, judge: JudgeConfig) -> None:

@@ -173,9 +173,9 @@ def make_pipeline(train: TrainConfig) -> dict[str, DagNode]:
 
 
 def add_judges(pipeline: Pipeline, recipe: Recipe) -> dict[str, DagNode]:
-    """Add the judges that domains call while their episodes are played and scored."""
+    """Add the judges that domains, or a teacher's part in the score, call while episodes are played and scored."""
     nodes = dict(pipeline)
-    called = {name for domain in recipe.domains.values() for name in domain.judges}
+    called = {name for domain in recipe.domains.values() for name in domain.judges} | {recipe.teacher_name}
     for name in [name for name in recipe.judge if name in called]:
         judge = JUDGE_ROLE_PREFIX + name
         nodes[judge] = DagNode(

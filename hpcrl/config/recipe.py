@@ -452,10 +452,14 @@ class WarmupConfig(ConfigTable, frozen=True, kw_only=True):
 class TeacherConfig(ConfigTable, frozen=True, kw_only=True):
     """A model with the same vocabulary that takes the place of the initial model in the KL: distillation."""
 
-    path: str
+    path: str | None = None
     """A directory that transformers can load; every rank of the trainer holds the model."""
     num_params: NumParams | None = None
     """Number of its weights, from which a plan estimates memory; by default that of its config.json."""
+    judge: JudgeName | None = None
+    """In place of `path` the name of a judge, whose engines score each trajectory when it is rewarded."""
+    timeout_s: Seconds = 600.0
+    """The time that the judge may take for one trajectory."""
 
 
 class EvaluationConfig(ConfigTable, frozen=True, kw_only=True):
@@ -609,9 +613,24 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
 
     @property
     def further_models(self) -> dict[str, str]:
-        """The model directories that the trainer needs beside that of the policy, by their settings."""
+        """The model directories that must have the tokens of the policy, by their settings."""
         found = {f"train.pipeline.{name}.model": node.model for name, node in self.train.pipeline.items() if node.model}
-        return found if self.teacher is None else {"teacher.path": self.teacher.path, **found}
+        if self.teacher is not None and self.teacher.path is not None:
+            found = {"teacher.path": self.teacher.path, **found}
+        judge = self.teaching_judge
+        return (
+            found if judge is None or judge.path is None else {f"judge.{self.teacher_name}.path": judge.path, **found}
+        )
+
+    @property
+    def teacher_name(self) -> str:
+        """Return the name of the judge that is the teacher; empty if none is."""
+        return "" if self.teacher is None else self.teacher.judge or ""
+
+    @property
+    def teaching_judge(self) -> JudgeConfig | None:
+        """Return the judge that is the teacher, if one is."""
+        return self.judge.get(self.teacher_name)
 
     @property
     def has_rollouts(self) -> bool:
@@ -651,6 +670,11 @@ def load_recipe(name: str, *, settings: tuple[str, ...] = ()) -> Recipe:
             raise ConfigError(
                 f"{layered.file}: [{table}] needs either `path` (a model directory) or [{table}.tiny], and not both"
             )
+    if recipe.teacher is not None and (recipe.teacher.path is None) == (recipe.teacher.judge is None):
+        raise ConfigError(
+            f"{layered.file}: [teacher] needs either `path` (a model directory, which the trainer holds) or `judge` "
+            "(the name of a [judge.NAME], whose engines score the tokens), and not both"
+        )
     if not recipe.domains and recipe.warmup is None:
         raise ConfigError(f"{layered.file}: [domains] is missing: name what to learn, or what to imitate ([warmup])")
     if recipe.domains and not recipe.train.num_steps:

@@ -6,6 +6,7 @@ The protocols are small, so that a caller depends only on what it uses:
     TokenStreamer    stream: a turn is sent while it is generated
     InferenceEngine  both of them, as a router needs it
     UpdatableEngine  load_version: for the worker that watches the weights
+    TokenScorer      compute_logprobs: of tokens that it did not generate
 
 and these are the values they exchange:
 
@@ -21,7 +22,7 @@ and these are the values they exchange:
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -208,6 +209,14 @@ class TokenStreamer(Protocol):
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         """Yield the chunks of a turn as they are generated; closing the generator early ends the request."""
+
+
+@runtime_checkable
+class TokenScorer(Protocol):
+    """An engine that scores tokens which it did not generate."""
+
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the log-prob of each token after the first, at temperature 1; EngineError if there is none."""
 
 
 class InferenceEngine(TokenGenerator, TokenStreamer, Protocol):

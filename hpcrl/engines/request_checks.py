@@ -2,9 +2,11 @@
 
 check_request           a request against the context and vocabulary of a model
 check_asks_for_tokens   a request that must generate, not only prefill
+check_scored_tokens     tokens to be scored
 check_tokenizer_fits    a model directory: no id of its tokenizer is beyond the model's vocabulary
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -48,6 +50,14 @@ def check_asks_for_tokens(request: GenerateRequest) -> None:
     """Raise EngineError if no token may be generated."""
     if request.max_new_tokens < 1:
         raise EngineError(f"max_new_tokens is {request.max_new_tokens}: ask for at least 1")
+
+
+def check_scored_tokens(token_ids: Sequence[int], *, context_length: int, vocabulary: int) -> None:
+    """Raise EngineError unless a model with this context and vocabulary can score the tokens."""
+    if len(token_ids) > context_length:
+        raise EngineError(f"{len(token_ids)} tokens are to be scored, the model's context is {context_length}")
+    if len(token_ids) and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
+        raise EngineError(f"token ids must be in 0..{vocabulary - 1}: was the text made with another tokenizer?")
 
 
 def check_tokenizer_fits(model: Path) -> None:

@@ -4,6 +4,7 @@
     find_judges       the judges of the campaign, by name
     find_judge        one of them
     write_variables   the variables that they are read from
+    LOGPROBS_PATH     what a judge has besides OpenAI's API
 
 The variables of a judge are JUDGE_VARIABLE_PREFIX, its name in capitals, and _URL or _KEY. A judge that is gone for a
 while keeps its address: requests wait there until it is back.
@@ -17,6 +18,8 @@ from hpcrl.errors import ConfigError
 from hpcrl.system.variables import JUDGE_VARIABLE_PREFIX
 
 URL_SUFFIX, KEY_SUFFIX = "_URL", "_KEY"
+LOGPROBS_PATH = "/hpcrl/logprobs"
+"""Below the address of a judge: the log-probs of tokens that are sent, which a teacher gives."""
 
 
 class JudgeAccess(NamedTuple):

@@ -133,6 +133,8 @@ class TrainingRow:
     behaviour: NDArray[np.float32]
     credit: NDArray[np.float32]
     """The advantage of each predicted token, or its reward if a critic will turn rewards into advantages."""
+    teacher: NDArray[np.float32] | None = None
+    """The log-probs under a teacher whose engine was asked."""
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -276,6 +278,7 @@ def _make_row(
         targets=row.token_ids[1:][model_positions],
         behaviour=row.logprobs[1:][model_positions],
         credit=credit_N,
+        teacher=None if row.teacher_logprobs is None else row.teacher_logprobs[1:][model_positions],
     )
 
 
@@ -292,6 +295,8 @@ class MicroBatch:
     """The training row of each token, the sequence of sequence-level losses; where rows are padded, its index."""
     positions_BT: Tensor | None = None
     """The position within its own row where rows are packed; they do not attend to each other."""
+    teacher_N: Tensor | None = None
+    """The log-probs under a teacher whose engine was asked; None unless all rows have them."""
 
     @property
     def num_sequences(self) -> int:
@@ -380,7 +385,10 @@ def _pack_rows(rows: Sequence[TrainingRow]) -> MicroBatch:
 def _concatenate_columns(rows: Sequence[TrainingRow]) -> dict[str, Tensor]:
     """Concatenate the columns over N."""
     counts = [len(row.targets) for row in rows]
+    taught = [row.teacher for row in rows if row.teacher is not None]
+    teacher = {"teacher_N": torch.from_numpy(np.concatenate(taught))} if len(taught) == len(rows) else {}
     return {
+        **teacher,
         "targets_N": torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64)),
         "behaviour_N": torch.from_numpy(np.concatenate([row.behaviour for row in rows]).astype(np.float32)),
         "advantages_N": torch.from_numpy(np.concatenate([row.credit for row in rows]).astype(np.float32)),

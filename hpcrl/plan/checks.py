@@ -330,9 +330,10 @@ def _check_warmup(recipe: Recipe) -> None:
 def _check_teacher(recipe: Recipe) -> None:
     if recipe.teacher is None:
         return
-    reference = recipe.train.pipeline.get("reference")
-    if reference is not None and reference.model is not None:
-        raise PlanError("teacher.path and train.pipeline.reference.model both set the model of the KL: remove one")
+    reference, own = recipe.train.pipeline.get("reference"), "judge" if recipe.teacher.path is None else "path"
+    if reference is not None and (reference.model or reference.function):
+        what = "model" if reference.model else "function"
+        raise PlanError(f"teacher.{own} and train.pipeline.reference.{what} both set the model of the KL: remove one")
     if not recipe.has_rollouts:
         raise PlanError(
             "teacher is set, and every step is one of the warm-up: a teacher scores what the model itself generates in "
@@ -343,6 +344,8 @@ def _check_teacher(recipe: Recipe) -> None:
             'teacher is set and train.kl is "none", so nothing would use it: set train.kl = "k1" and kl_in = "reward", '
             "and train.kl_coef, its weight beside the reward"
         )
+    if recipe.teacher.judge is not None:
+        _check_teaching_judge(recipe)
 
 
 def _check_pipeline(recipe: Recipe) -> None:
@@ -361,6 +364,29 @@ def _check_pipeline(recipe: Recipe) -> None:
 def _check_engine(recipe: Recipe) -> None:
     """Check that the GPUs of an engine worker divide into stages, and the model's heads among a stage's GPUs."""
     _check_engine_of(("prefill", "decode"), recipe.engine, recipe.model, recipe=recipe, prefix="")
+
+
+def _check_teaching_judge(recipe: Recipe) -> None:
+    """Check that the judge of a teacher exists, and computes what the trainer would with its model."""
+    name, judge = recipe.teacher_name, recipe.teaching_judge
+    if judge is None:
+        known = _suggest_known(name, sorted(recipe.judge)) if recipe.judge else "the recipe has no [judge.NAME]"
+        raise PlanError(f"teacher.judge = {name!r}: {known}")
+    if judge.engine.backend == "sim":
+        raise PlanError(
+            f'teacher.judge = {name!r}, whose engine.backend = "sim" has no probabilities: choose "vllm" or "embedded"'
+        )
+    if recipe.rollout.temperature != 1.0:
+        raise PlanError(
+            f"rollout.temperature = {recipe.rollout.temperature:g} with teacher.judge: engines give log-probs at "
+            "temperature 1: set it to 1, or teacher.path in place of teacher.judge"
+        )
+    reference = recipe.train.pipeline.get("reference")
+    if reference is not None and reference.data_parallel is not None:
+        raise PlanError(
+            f"train.pipeline.reference.data_parallel = {reference.data_parallel}: the engines of teacher.judge run its "
+            "model, and no rank does: remove it"
+        )
 
 
 def _check_judges(recipe: Recipe) -> None:

@@ -231,7 +231,7 @@ def _check_env_programs(
 
 
 def _warn_idle_judges(recipe: Recipe) -> list[str]:
-    used = {name for domain in recipe.domains.values() for name in domain.judges}
+    used = {name for domain in recipe.domains.values() for name in domain.judges} | {recipe.teacher_name}
     return [
         f"judge.{name} is in no domain's `judges`: its engines would idle" for name in recipe.judge if name not in used
     ]

@@ -26,6 +26,7 @@ from hpcrl.roles.context import WorkerContext, make_judge_report, open_context, 
 from hpcrl.rollout.judges.proxy import open_judge_proxy
 from hpcrl.rollout.reward_process import RewardProcess, SegmentScores
 from hpcrl.rollout.rewards import RewardScore, apply_score
+from hpcrl.rollout.teacher_scores import apply_teacher_score
 from hpcrl.spool.listing import SegmentListing, find_shard, quarantine_segment
 from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.segment import is_out_of_reach, read_segment
@@ -112,7 +113,8 @@ class ScoringSession:
         pause_s = MIN_PAUSE_S
         while source.exists() and not (self._scored / name).exists():
             counts = _ScoredCounts()
-            apply_next = functools.partial(self._apply_next, iter(answer.scores), counts)
+            scores = zip(answer.scores, answer.teacher or [None] * len(answer.scores), strict=True)
+            apply_next = functools.partial(self._apply_next, scores, counts)
             try:
                 derive_segment(source, self._scored, apply_next, compression=context.recipe.spool.compression)
             except SpoolError as error:
@@ -121,14 +123,24 @@ class ScoringSession:
             context.events.emit(counts.summarise(name))
 
     def _apply_next(
-        self, scores: Iterator[RewardScore | None], counts: "_ScoredCounts", trajectory: Trajectory
+        self,
+        scores: Iterator[tuple[RewardScore | None, RewardScore | None]],
+        counts: "_ScoredCounts",
+        trajectory: Trajectory,
     ) -> Trajectory:
-        """Return the trajectory with the next score, and report it if its function failed."""
-        score = next(scores)
+        """Return the trajectory with the next score, and that of the teacher; report those that failed."""
+        score, taught = next(scores)
         domain = self._context.recipe.domains.get(trajectory.domain)
         if trajectory.status not in TRAINABLE or domain is None:
             return trajectory
         scored = apply_score(trajectory, domain, score)
+        if taught is not None and scored.status in TRAINABLE:
+            scored = apply_teacher_score(scored, taught, judge=self._context.recipe.teacher_name)
+            if taught.error:
+                self._context.events.emit(
+                    FaultReported(what="judge", detail=f"{trajectory.id}: {scored.extra['fault']}", id=trajectory.id)
+                )
+                return scored
         has_failed = score is not None and bool(score.error)
         if scored.reward is not None:
             counts.add(scored, has_failed=has_failed)
@@ -202,4 +214,6 @@ def _open_reward_process(campaign: str, job_number: int) -> RewardProcess:
     recipe = context.recipe
     open_judge_proxy(recipe, context.campaign, job=job_number, report=make_judge_report(context)).__enter__()
     num_cpus = recipe.resources.reward.cpus_per_worker
-    return RewardProcess(Path(campaign), concurrency=recipe.reward.concurrency, num_cpus=num_cpus)
+    return RewardProcess(
+        Path(campaign), concurrency=recipe.reward.concurrency, num_cpus=num_cpus, teacher=recipe.teacher_name
+    )

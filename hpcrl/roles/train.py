@@ -124,14 +124,29 @@ def _make_trainer(context: WorkerContext, world: World) -> RankTrainer:
     temperature, train = recipe.rollout.temperature, recipe.train
     if recipe.warmup is not None and not recipe.has_rollouts:
         train = make_warmup_settings(train, recipe.warmup)  # no critic and no reference are loaded
-    reference = None if recipe.teacher is None else Path(recipe.teacher.path)
+    reference = None if recipe.teacher is None or recipe.teacher.path is None else Path(recipe.teacher.path)
+    is_scored = bool(recipe.teacher_name)
     if train.trainer == "megatron":
         from hpcrl.trainers.megatron.trainer import MegatronTrainer  # needs a package that not every site has
 
         return MegatronTrainer(
-            model, train, seed=recipe.seed, temperature=temperature, world=world, reference_dir=reference
+            model,
+            train,
+            seed=recipe.seed,
+            temperature=temperature,
+            world=world,
+            reference_dir=reference,
+            has_scored_reference=is_scored,
         )
-    return TorchTrainer(model, train, seed=recipe.seed, temperature=temperature, world=world, reference_dir=reference)
+    return TorchTrainer(
+        model,
+        train,
+        seed=recipe.seed,
+        temperature=temperature,
+        world=world,
+        reference_dir=reference,
+        has_scored_reference=is_scored,
+    )
 
 
 def _make_model(context: WorkerContext) -> None:

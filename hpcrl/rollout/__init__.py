@@ -17,6 +17,7 @@ journal           the running episodes, on disk
 reporting         counters and events of the worker
 evaluation        rounds of evaluation
 rewards           a domain's reward function, and the score of an episode
+teacher_scores    the log-probs of a judge that is the teacher
 reward_process    the process that computes the rewards of a worker
 trajectory_scorer  the same for single trajectories, of evaluations
 reward_calls      that process: calls in children, which are killed when they hang

@@ -1,7 +1,7 @@
 """Compute the scores of segments, in children that are killed when a call hangs; `reward_process` starts it.
 
     main          serve a worker: paths of segments come in, a score for each of their trajectories goes out
-    RewardLane    the calls of one domain, and the children that run them
+    RewardLane    the calls of one domain, or of the teacher, and the children that run them
     RewardChild   a forked process that runs reward calls
     GROWTH_INTERVAL_S, BUSY_INTERVAL_S, MAX_USUAL_S, IDLE_S, ASYNC_GRACE_S, MAX_OUTAGES  limits
 
@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing.connection import Connection, Pipe, wait
@@ -42,6 +42,7 @@ from hpcrl.rollout.rewards import (
     load_reward,
     needs_score,
 )
+from hpcrl.rollout.teacher_scores import make_teacher_caller, needs_teacher
 from hpcrl.spool.segment import Segment, read_segment
 from hpcrl.system.exit_codes import describe_end
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants
@@ -56,6 +57,8 @@ MAX_OUTAGES = 3
 """The times that a call is repeated which failed while a judge was gone; it may be what ends the judge."""
 OUTAGE_INTERVAL_S = 0.2
 MAX_OPEN_SEGMENTS = 8
+TEACHER_LANE = "[teacher]"
+"""The name of the lane whose calls ask a teacher's engine; no domain can have it."""
 OOM_SCORE_ADJUSTMENT = 500
 """Under memory pressure the kernel ends these children before their worker."""
 
@@ -96,11 +99,14 @@ class RewardChild:
 
 @dataclass
 class RewardLane:
-    """The calls of one domain, and the children that run them."""
+    """The calls of one domain or of the teacher, and the children that run them."""
 
     name: str
-    domain: DomainConfig
     caller: RewardCaller
+    judges: Sequence[str]
+    """The judges that its calls need."""
+    timeout_s: float
+    timeout_setting: str = "reward_timeout_s"
     queue: "deque[RewardCall]" = field(default_factory=deque)
     children: list[RewardChild] = field(default_factory=list)
     max_children: int = 1
@@ -110,10 +116,6 @@ class RewardLane:
     num_answers: int = 0
     answered_s: float = 0.0
     """The time that all answered calls took together."""
-
-    @property
-    def timeout_s(self) -> float:
-        return self.domain.reward_timeout_s
 
     @property
     def limit_s(self) -> float:
@@ -128,6 +130,11 @@ class RewardLane:
         return min(max(1.0, 10 * self.answered_s / self.num_answers), self.timeout_s / 4)
 
     @property
+    def timeout_score(self) -> RewardScore:
+        """Return the score of a call that took too long."""
+        return describe_timeout(self.timeout_s, setting=self.timeout_setting)
+
+    @property
     def num_running(self) -> int:
         return sum(len(child.calls) for child in self.children)
 
@@ -136,21 +143,39 @@ class RewardLane:
 class _SegmentWork:
     """A segment that is being scored."""
 
-    scores: list[RewardScore | None]
+    scores: dict[str, list[RewardScore | None]]
+    """The scores of the teacher, by TEACHER_LANE, and of reward functions, by ""."""
     num_left: int
 
 
-def main(campaign: Path, *, concurrency: int, num_cpus: int, fd: int) -> int:
+def main(campaign: Path, *, concurrency: int, num_cpus: int, teacher: str, fd: int) -> int:
     """Serve the worker until it closes the connection."""
     adopt_orphans()
     campaign_dir = CampaignDir(campaign)
     recipe = msgspec.json.decode(campaign_dir.recipe.read_bytes(), type=Recipe)
     lanes = {
-        name: RewardLane(name, domain, load_reward(name, domain, model=campaign_dir.model))
+        name: RewardLane(
+            name,
+            caller=load_reward(name, domain, model=campaign_dir.model),
+            judges=domain.judges,
+            timeout_s=domain.reward_timeout_s,
+        )
         for name, domain in recipe.domains.items()
     }
+    if teacher:
+        assert recipe.teacher is not None
+        lanes[TEACHER_LANE] = RewardLane(
+            TEACHER_LANE,
+            caller=make_teacher_caller(teacher),
+            judges=[teacher],
+            timeout_s=recipe.teacher.timeout_s,
+            timeout_setting="teacher.timeout_s",
+        )
+    server = _RewardServer(
+        socket.socket(fileno=fd), lanes, domains=recipe.domains, concurrency=concurrency, num_cpus=num_cpus
+    )
     try:
-        _RewardServer(socket.socket(fileno=fd), lanes, concurrency=concurrency, num_cpus=num_cpus).run()
+        server.run()
     finally:
         end_descendants(grace_s=0.0)
     return 0
@@ -160,11 +185,18 @@ class _RewardServer:
     """The loop of the process: calls to children, answers to the worker."""
 
     def __init__(
-        self, connection: socket.socket, lanes: dict[str, RewardLane], *, concurrency: int, num_cpus: int
+        self,
+        connection: socket.socket,
+        lanes: dict[str, RewardLane],
+        *,
+        domains: Mapping[str, DomainConfig],
+        concurrency: int,
+        num_cpus: int,
     ) -> None:
         self._outages = JudgeOutages.from_environment()
         self._connection = connection
         self._lanes = lanes
+        self._domains = domains
         self._concurrency = concurrency
         self._num_cpus = num_cpus
         self._received = b""
@@ -203,27 +235,35 @@ class _RewardServer:
         except SpoolError as error:
             self._send(SegmentScores(segment=path, error=str(error)))
             return
-        by_domain: dict[str, list[int]] = {}
+        by_lane: dict[str, list[int]] = {}
         for index, one in enumerate(facts):
-            if one.domain in self._lanes and needs_score(one, self._lanes[one.domain].domain):
-                by_domain.setdefault(one.domain, []).append(index)
-        self._segments[path] = _SegmentWork([None] * len(facts), sum(map(len, by_domain.values())))
-        for name, indices in by_domain.items():
+            if one.domain in self._domains and needs_score(one, self._domains[one.domain]):
+                by_lane.setdefault(one.domain, []).append(index)
+            if one.domain in self._domains and TEACHER_LANE in self._lanes and needs_teacher(one):
+                by_lane.setdefault(TEACHER_LANE, []).append(index)
+        scores: dict[str, list[RewardScore | None]] = {kind: [None] * len(facts) for kind in ("", TEACHER_LANE)}
+        self._segments[path] = _SegmentWork(scores, sum(map(len, by_lane.values())))
+        for name, indices in by_lane.items():
             lane = self._lanes[name]
             parts = [indices] if lane.caller.takes_list else [[index] for index in indices]
             lane.queue.extend(RewardCall(segment=path, indices=part) for part in parts)
-        if not by_domain:
-            self._settle(path, [], [])
+        if not by_lane:
+            self._send_scores(path)
 
-    def _settle(self, path: str, indices: list[int], scores: list[RewardScore]) -> None:
-        """Keep these scores, and send those of the segment once they are complete."""
-        work = self._segments[path]
-        for index, score in zip(indices, scores, strict=True):
-            work.scores[index] = score
-        work.num_left -= len(indices)
+    def _settle(self, lane: RewardLane, call: RewardCall, scores: list[RewardScore]) -> None:
+        """Keep the scores of a call, and send those of its segment once they are complete."""
+        work = self._segments[call.segment]
+        kept = work.scores[TEACHER_LANE if lane.name == TEACHER_LANE else ""]
+        for index, score in zip(call.indices, scores, strict=True):
+            kept[index] = score
+        work.num_left -= len(call.indices)
         if not work.num_left:
-            del self._segments[path]
-            self._send(SegmentScores(segment=path, scores=work.scores))
+            self._send_scores(call.segment)
+
+    def _send_scores(self, path: str) -> None:
+        scores = self._segments.pop(path).scores
+        teacher = scores[TEACHER_LANE] if TEACHER_LANE in self._lanes else []
+        self._send(SegmentScores(segment=path, scores=scores[""], teacher=teacher))
 
     def _send(self, answer: SegmentScores) -> None:
         with contextlib.suppress(OSError):  # the worker has ended: the next read ends this process
@@ -242,7 +282,7 @@ class _RewardServer:
 
     def _must_wait(self, lane: RewardLane) -> bool:
         """Return whether a judge that a lane's calls need is gone."""
-        return self._outages is not None and bool(self._outages.find_gone(lane.domain.judges))
+        return self._outages is not None and bool(self._outages.find_gone(lane.judges))
 
     def _find_child(self, lane: RewardLane, call: RewardCall) -> RewardChild | None:
         """Return a child for a call, a new one if need be; None if it must wait."""
@@ -281,7 +321,7 @@ class _RewardServer:
         if answer.has_failed and len(call.indices) > 1:
             self._repeat(lane, [call])
         else:
-            self._settle(call.segment, call.indices, answer.scores)
+            self._settle(lane, call, answer.scores)
 
     def _drop_child(self, lane: RewardLane, child: RewardChild, failure: RewardScore) -> None:
         """Kill a child; a call with one trajectory that it had alone has failed, others are repeated."""
@@ -293,14 +333,14 @@ class _RewardServer:
             if not self._repeat_after_outage(lane, call, started, failure)
         ]
         if len(calls) == 1 and len(calls[0].indices) == 1:
-            self._settle(calls[0].segment, calls[0].indices, [failure])
+            self._settle(lane, calls[0], [failure])
         else:
             self._repeat(lane, calls)
 
     def _repeat_after_outage(self, lane: RewardLane, call: RewardCall, started: float, failure: RewardScore) -> bool:
         """Repeat a call that failed while a judge was gone, or give it up as a fault; return False if none was."""
         since = time.time() - (time.monotonic() - started)
-        if self._outages is None or not self._outages.have_failed_since(lane.domain.judges, since):
+        if self._outages is None or not self._outages.have_failed_since(lane.judges, since):
             return False
         if call.num_outages < MAX_OUTAGES:
             lane.queue.appendleft(msgspec.structs.replace(call, num_outages=call.num_outages + 1))
@@ -308,7 +348,7 @@ class _RewardServer:
             self._repeat(lane, [call])
         else:
             reason = f"{failure.error}; a judge failed or was gone, {MAX_OUTAGES + 1} times"
-            self._settle(call.segment, call.indices, [RewardScore(error=reason, is_infrastructure=True)])
+            self._settle(lane, call, [RewardScore(error=reason, is_infrastructure=True)])
         return True
 
     def _repeat(self, lane: RewardLane, calls: list[RewardCall]) -> None:
@@ -323,7 +363,7 @@ class _RewardServer:
         for lane in self._lanes.values():
             for child in list(lane.children):
                 if any(started + lane.limit_s < now for _, started in child.calls.values()):
-                    self._drop_child(lane, child, describe_timeout(lane.timeout_s))
+                    self._drop_child(lane, child, lane.timeout_score)
 
     def _adapt_children(self) -> None:
         """Let lanes that wait for slow answers have more children; end those of lanes without calls."""
@@ -471,7 +511,7 @@ async def _answer_async_call(lane: RewardLane, request: _CallRequest, connection
             value = await lane.caller.call(trajectories)
         answer = _CallAnswer(number=request.number, scores=lane.caller.read_scores(value, trajectories))
     except BaseException as error:  # noqa: BLE001 - a user's reward may raise anything; one episode must not end a run
-        failure = describe_timeout(lane.timeout_s) if limit.expired() else describe_reward_error(error)
+        failure = lane.timeout_score if limit.expired() else describe_reward_error(error)
         answer = _fail_call(request, failure)
     connection.send_bytes(msgspec.json.encode(answer))
 
@@ -493,4 +533,5 @@ def _kill_child(child: RewardChild) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), concurrency=int(sys.argv[2]), num_cpus=int(sys.argv[3]), fd=int(sys.argv[4])))
+    path, concurrency, num_cpus, teacher, fd = sys.argv[1:]
+    sys.exit(main(Path(path), concurrency=int(concurrency), num_cpus=int(num_cpus), teacher=teacher, fd=int(fd)))

@@ -34,6 +34,8 @@ class SegmentScores(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The path of the segment, as it was requested."""
     scores: list[RewardScore | None] = []
     """None for a trajectory that cannot be trained on."""
+    teacher: list[RewardScore | None] = []
+    """The log-probs by a teacher's engine, for each trajectory that can be trained on; empty if none is asked."""
     error: str = ""
     """The reason why the segment could not be read."""
 
@@ -41,10 +43,11 @@ class SegmentScores(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class RewardProcess:
     """The process that scores segments for one worker; it is started by the first request, and again if it ended."""
 
-    def __init__(self, campaign: Path, *, concurrency: int, num_cpus: int) -> None:
+    def __init__(self, campaign: Path, *, concurrency: int, num_cpus: int, teacher: str = "") -> None:
+        """`teacher`: the name of the judge that also scores the tokens of each trajectory."""
         self._command = [
             *(sys.executable, "-m", "hpcrl.rollout.reward_calls"),
-            *(str(campaign), str(concurrency), str(num_cpus)),
+            *(str(campaign), str(concurrency), str(num_cpus), teacher),
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None

@@ -5,6 +5,7 @@ RewardCaller     a loaded function: plain or async, of one trajectory or of a li
 RewardScore      what a function gave a trajectory; describe_reward_error, describe_timeout if it failed
 needs_score      whether a trajectory's function is asked
 apply_score      returns a trajectory with its reward, or as a fault of the infrastructure
+as_fault         returns a trajectory as a fault of the infrastructure
 list_fault_outcomes  the outcomes that a domain treats as faults
 mark_outage      makes a fault of an episode that failed while a judge was gone
 to_reward_parts  converts what a function returned to named numbers
@@ -132,7 +133,7 @@ def apply_score(trajectory: Trajectory, domain: DomainConfig, score: RewardScore
         return _with_reward(_with_unit_rewards(trajectory, score.each, domain.reward_unit), score.parts)
     reason = f"{domain.reward}: {score.error}"
     if score.is_infrastructure or isinstance(domain.on_reward_error, str):
-        return _as_fault(trajectory, reason)
+        return as_fault(trajectory, reason)
     failed = msgspec.structs.replace(
         trajectory, outcome=OUTCOME_REWARD_ERROR, extra={**trajectory.extra, "reason": reason}
     )
@@ -150,12 +151,12 @@ def mark_outage(trajectory: Trajectory, domain: DomainConfig, *, since: float) -
     if not outages.have_failed_since(domain.judges, since):
         return trajectory
     reason = trajectory.extra.get("reason", trajectory.outcome)
-    return _as_fault(trajectory, f"{reason}; a judge failed or was gone meanwhile")
+    return as_fault(trajectory, f"{reason}; a judge failed or was gone meanwhile")
 
 
-def describe_timeout(timeout_s: float) -> RewardScore:
+def describe_timeout(timeout_s: float, *, setting: str = "reward_timeout_s") -> RewardScore:
     """Return the score of a trajectory whose function took too long."""
-    return RewardScore(error=f"it took longer than reward_timeout_s = {timeout_s:g} s: make it faster, or set more")
+    return RewardScore(error=f"it took longer than {setting} = {timeout_s:g} s: make it faster, or set more")
 
 
 def describe_reward_error(error: BaseException) -> RewardScore:
@@ -257,7 +258,8 @@ def _with_reward(trajectory: Trajectory, parts: dict[str, float]) -> Trajectory:
     return msgspec.structs.replace(trajectory, reward=math.fsum(parts.values()), reward_parts=parts)
 
 
-def _as_fault(trajectory: Trajectory, reason: str) -> Trajectory:
+def as_fault(trajectory: Trajectory, reason: str) -> Trajectory:
+    """Return a trajectory that is never trained on, for this reason."""
     return msgspec.structs.replace(trajectory, status="env-fault", extra={**trajectory.extra, "fault": reason})
 
 

@@ -4,7 +4,7 @@
     compress_columns    a whole file with compressed columns
     decompress_columns  the bytes of the columns of such a file
 
-HDF5 takes milliseconds to arrange a file, as long as writing it takes. All files of one schema have the same
+HDF5 takes milliseconds to arrange a file, as long as writing it takes. All files with the same columns have the same
 structures and differ only in numbers, so HDF5 lays out one empty file per process, and its numbers are filled in:
 lengths, addresses and the end of the file. The oldest file format is used: every HDF5 tool reads it, and it holds no
 checksums that would have to be recomputed (a checksum in the segment's index covers these bytes). The HDF5 standard
@@ -22,7 +22,7 @@ import h5py  # noqa: TID251
 import numpy as np
 
 from hpcrl.errors import SpoolError
-from hpcrl.spool.record import COLUMNS, SCHEMA_MAJOR, SCHEMA_MINOR
+from hpcrl.spool.record import COLUMNS, OPTIONAL_COLUMNS, SCHEMA_MAJOR, SCHEMA_MINOR
 
 Compression = Literal["none", "zstd", "lz4", "blosc"]
 FORMAT = "hpcrl trajectories"
@@ -31,7 +31,7 @@ USER_BLOCK = 2048
 ALIGNMENT = 8
 """The alignment of every column in bytes, so that a mapped column is an aligned array."""
 METADATA_NAME = "metadata"
-ARRAYS: Mapping[str, np.dtype[Any]] = MappingProxyType({**COLUMNS, "offsets": np.dtype(np.int64)})
+ARRAYS: Mapping[str, np.dtype[Any]] = MappingProxyType({**COLUMNS, **OPTIONAL_COLUMNS, "offsets": np.dtype(np.int64)})
 CHUNK_BYTES = 1 << 20
 
 _NO_ADDRESS = b"\xff" * 8
@@ -46,14 +46,15 @@ _FILE_NUMBERS = itertools.count()
 def make_file_head(lengths: Mapping[str, int]) -> tuple[bytes, dict[str, int]]:
     """Return HDF5's own bytes of a file with columns of these lengths, and the offset of each column in the file.
 
-    `lengths`: the number of entries of every array, and of bytes of the metadata.
+    `lengths`: the number of entries of every array that the file has, and of bytes of the metadata.
     """
-    image = _make_template()
+    names = tuple(name for name in ARRAYS if name in lengths)
+    image = _make_template(names)
     places, end = {}, _align_offset(USER_BLOCK + len(image))
-    for name, dtype in ARRAYS.items():
-        places[name], num_bytes = end, lengths[name] * dtype.itemsize
+    for name in names:
+        places[name], num_bytes = end, lengths[name] * ARRAYS[name].itemsize
         stand_in = _STAND_INS[name]
-        image = image.replace(_encode_layout(stand_in * dtype.itemsize), _encode_layout(num_bytes, at=end))
+        image = image.replace(_encode_layout(stand_in * ARRAYS[name].itemsize), _encode_layout(num_bytes, at=end))
         image = image.replace(struct.pack("<Q", stand_in), struct.pack("<Q", lengths[name]))
         end = _align_offset(end + num_bytes)
     places[METADATA_NAME] = end
@@ -85,16 +86,16 @@ def decompress_columns(source: BinaryIO, names: Sequence[str]) -> dict[str, memo
 
 
 @functools.cache
-def _make_template() -> bytes:
-    """Make the file that all others are made from: it has every dataset, none with a place yet."""
+def _make_template(names: tuple[str, ...]) -> bytes:
+    """Make the file that all others with these arrays are made from: it has every dataset, none with a place yet."""
     how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     how.set_layout(h5py.h5d.CONTIGUOUS)
     how.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
     how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     how.set_obj_track_times(False)
     with _create_memory_file() as file:
-        for name, dtype in ARRAYS.items():
-            kind, space = h5py.h5t.py_create(dtype, logical=True), h5py.h5s.create_simple((_STAND_INS[name],))
+        for name in names:
+            kind, space = h5py.h5t.py_create(ARRAYS[name], logical=True), h5py.h5s.create_simple((_STAND_INS[name],))
             h5py.h5d.create(file.id, name.encode(), kind, space, how)
         text = h5py.h5t.C_S1.copy()
         text.set_size(_STAND_IN_TEXT)

@@ -8,13 +8,15 @@
     pack_trajectory              checks and packs a trajectory
     parse_facts, attach_columns    make a trajectory from stored data
     COLUMNS                      the per-token columns and their types
+    OPTIONAL_COLUMNS             those that a trajectory may lack
     TRAINABLE                    the statuses of episodes that can be trained on (of hpcrl.spool.status)
     SCHEMA_MAJOR, SCHEMA_MINOR    the version of the schema
 
 Shape: `token_ids` is the input and the output of the model, in order; the other per-token columns have the same
 length. `loss_mask` is True for tokens that the model generated and that are trained; `logprobs` and `versions` are 0
-where the model generated nothing. An episode with several conversations has `rows`, whose tokens are stored one after
-another without what a row shares with an earlier one: `hpcrl.spool.rows` puts them together.
+where the model generated nothing. `teacher_logprobs` are NaN where no teacher's engine was asked. An episode with
+several conversations has `rows`, whose tokens are stored one after another without what a row shares with an earlier
+one: `hpcrl.spool.rows` puts them together.
 
 Schema: a newer minor version may add facts (of the episode or of a turn); a reader without them keeps
 them in `extra` and writes them back. A new column or a new status needs a new major version.
@@ -34,8 +36,8 @@ from hpcrl.errors import SpoolError
 from hpcrl.spool.status import TRAINABLE as TRAINABLE
 from hpcrl.spool.status import EpisodeStatus
 
-SCHEMA_MAJOR = 2
-SCHEMA_MINOR = 3
+SCHEMA_MAJOR = 3
+SCHEMA_MINOR = 0
 
 MASK_REASONS = {
     "choice": "the environment trains another conversation (`trains`)",
@@ -116,6 +118,8 @@ class Trajectory(TrajectoryFacts, frozen=True, kw_only=True, eq=False):
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """The log-probs of the trained tokens under the model of a teacher's engine; NaN elsewhere."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -127,6 +131,7 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "versions": np.dtype(np.int32),
     "loss_mask": np.dtype(np.bool_),
 }
+OPTIONAL_COLUMNS: dict[str, np.dtype[Any]] = {"teacher_logprobs": np.dtype(np.float32)}
 _FACT_NAMES = tuple(name for name in TrajectoryFacts.__struct_fields__ if name != "extra")
 _TURN_FACT_NAMES = frozenset(EpisodeTurn.__struct_fields__) - {"extra"}
 _FACTS_DECODER = msgspec.json.Decoder(TrajectoryFacts, strict=False)
@@ -151,7 +156,8 @@ def pack_trajectory(trajectory: Trajectory) -> PackedTrajectory:
 
     The columns are not copied: they must not change afterwards.
     """
-    columns = {name: _check_column(trajectory, name) for name in COLUMNS}
+    names = (*COLUMNS, *(name for name in OPTIONAL_COLUMNS if getattr(trajectory, name) is not None))
+    columns = {name: _check_column(trajectory, name) for name in names}
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise SpoolError(f"trajectory {trajectory.id!r} has columns of unequal length {lengths}: one entry per token")
@@ -216,7 +222,7 @@ def _check_rows(trajectory: Trajectory) -> None:
 
 def _check_column(trajectory: Trajectory, name: str) -> NDArray[Any]:
     column = getattr(trajectory, name)
-    dtype = COLUMNS[name]
+    dtype = {**COLUMNS, **OPTIONAL_COLUMNS}[name]
     if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype != dtype:
         seen = f"{column.dtype} {column.shape}" if isinstance(column, np.ndarray) else type(column).__name__
         raise SpoolError(

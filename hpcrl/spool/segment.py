@@ -10,6 +10,7 @@ The layout of a file, in order:
     bytes 0 to 2047: the index: a line of text, a line of JSON, its checksum
     bytes of HDF5: the structures that every HDF5 tool needs to find the datasets by name
     /token_ids, /logprobs, /versions, /loss_mask: per-token columns of all trajectories, one after another
+    /teacher_logprobs: another, if any of them has it
     /offsets: trajectory i has the tokens offsets[i] to offsets[i+1]
     /metadata: the facts: one JSON array, an object per trajectory and line
 
@@ -37,6 +38,7 @@ from hpcrl.spool import hdf5
 from hpcrl.spool.hdf5 import ARRAYS, FORMAT, METADATA_NAME, USER_BLOCK, Compression
 from hpcrl.spool.record import (
     COLUMNS,
+    OPTIONAL_COLUMNS,
     SCHEMA_MAJOR,
     SCHEMA_MINOR,
     PackedTrajectory,
@@ -198,7 +200,17 @@ ByteBuffers = Sequence[memoryview]
 
 
 def _collect_columns(batch: Sequence[PackedTrajectory]) -> dict[str, ByteBuffers]:
-    return {name: _view_bytes(packed.columns[name] for packed in batch) for name in COLUMNS}
+    columns = {name: _view_bytes(packed.columns[name] for packed in batch) for name in COLUMNS}
+    for name, dtype in OPTIONAL_COLUMNS.items():
+        if any(name in packed.columns for packed in batch):
+            columns[name] = _view_bytes(_get_optional_column(packed, name, dtype) for packed in batch)
+    return columns
+
+
+def _get_optional_column(packed: PackedTrajectory, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return a column that others of the segment have; it is NaN where this trajectory lacks it."""
+    column = packed.columns.get(name)
+    return np.full(len(packed.columns["token_ids"]), np.nan, dtype) if column is None else column
 
 
 def _make_offsets(batch: Sequence[PackedTrajectory]) -> ByteBuffers:
@@ -296,7 +308,7 @@ def _decode_segment(path: Path, file: BinaryIO, *, verify: bool) -> Segment:
     if verify:
         _verify_checksums(mapped, index, raw)
     offsets = np.frombuffer(raw["offsets"], ARRAYS["offsets"])
-    columns = {name: np.frombuffer(raw[name], dtype) for name, dtype in COLUMNS.items()}
+    columns = {name: np.frombuffer(raw[name], ARRAYS[name]) for name in (*COLUMNS, *OPTIONAL_COLUMNS) if name in raw}
     facts = _LazyFacts(path, raw[METADATA_NAME])
     _check_shapes(index, facts, offsets, columns)
     return Segment(path, facts, offsets, columns)
@@ -325,10 +337,15 @@ def _is_compressed(index: _SegmentIndex) -> bool:
     return any(column.at is None for column in index.columns.values())
 
 
+def _list_stored(index: _SegmentIndex) -> list[str]:
+    """Return the datasets of a segment; only optional ones may be absent."""
+    return [name for name in (*ARRAYS, METADATA_NAME) if name in index.columns or name not in OPTIONAL_COLUMNS]
+
+
 def _map_columns(mapped: memoryview, index: _SegmentIndex) -> dict[str, memoryview]:
     """Return the bytes of every column, in place."""
     raw = {}
-    for name in (*ARRAYS, METADATA_NAME):
+    for name in _list_stored(index):
         column = index.columns[name]
         assert column.at is not None
         raw[name] = mapped[column.at : column.at + column.num_bytes]
@@ -338,7 +355,7 @@ def _map_columns(mapped: memoryview, index: _SegmentIndex) -> dict[str, memoryvi
 
 
 def _read_compressed_columns(file: BinaryIO, index: _SegmentIndex) -> dict[str, memoryview]:
-    raw = hdf5.decompress_columns(file, (*ARRAYS, METADATA_NAME))
+    raw = hdf5.decompress_columns(file, _list_stored(index))
     for name, column in index.columns.items():
         if len(raw[name]) != column.num_bytes:
             raise ValueError(f"{name} has {len(raw[name])} bytes, not {column.num_bytes}")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -175,6 +176,9 @@ class RankTrainer(Trainer, Protocol):
     @property
     def vocabulary_size(self) -> int: ...
 
+    has_scored_reference: bool
+    """True if the log-probs of the reference come with the trajectories, from a teacher's engine."""
+
     def use_settings(self, train: TrainConfig) -> None:
         """Use the settings of the step that starts; a warm-up has others than reinforcement learning."""
 
@@ -212,9 +216,13 @@ class RankTrainer(Trainer, Protocol):
         """Yield this rank's shards of the weights; over all ranks, each value comes once."""
 
 
-def check_trainable(trajectories: Sequence[Trajectory], *, vocabulary_size: int) -> None:
+def check_trainable(
+    trajectories: Sequence[Trajectory], *, vocabulary_size: int, has_scored_reference: bool = False
+) -> None:
     """Raise TrainError for a trajectory that no step of this model can use."""
     for trajectory in trajectories:
+        if has_scored_reference:
+            _check_taught(trajectory)
         if trajectory.reward is None:
             raise TrainError(f"trajectory {trajectory.id!r} has no reward: train on the spool `scored`, not `rollouts`")
         ids = trajectory.token_ids
@@ -225,15 +233,33 @@ def check_trainable(trajectories: Sequence[Trajectory], *, vocabulary_size: int)
             )
 
 
+def _check_taught(trajectory: Trajectory) -> None:
+    """Raise TrainError unless a teacher's engine has scored all trained tokens."""
+    column = trajectory.teacher_logprobs
+    if column is None or not np.isfinite(column[trajectory.loss_mask]).all():
+        raise TrainError(
+            f"trajectory {trajectory.id!r} has no log-probs of teacher.judge for some trained tokens: it was scored "
+            "without the teacher, so remove its segment from the spools, or its campaign's spools"
+        )
+
+
 def find_fixed_models(
-    train: TrainConfig, model_dir: Path, *, teacher: Path | None, vocabulary_size: int
+    train: TrainConfig,
+    model_dir: Path,
+    *,
+    teacher: Path | None,
+    vocabulary_size: int,
+    has_scored_reference: bool = False,
 ) -> dict[str, Path]:
     """Return the model directory of each node with a model that does not train.
 
-    That of `reference` is the teacher's, or the policy's first one, where it names none.
+    That of `reference` is the teacher's, or the policy's first one, where it names none; it has none if an engine
+    scored the tokens.
     """
     found: dict[str, Path] = {}
     for name, node in list_fixed_nodes(train).items():
+        if name == "reference" and has_scored_reference:
+            continue
         if node.model is not None:
             found[name] = _check_vocabulary(f"train.pipeline.{name}.model", Path(node.model), vocabulary_size)
         elif teacher is not None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.advantage import STEP_ESTIMATORS
-from hpcrl.learn.batch import TrainingRow, make_micro_batches, make_packed_batches
+from hpcrl.learn.batch import MicroBatch, TrainingRow, make_micro_batches, make_packed_batches
 from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import NodeWork
 from hpcrl.trainers.base import Minibatch, RankTrainer, TokenColumns
@@ -76,15 +76,28 @@ def make_batches(work: StepWork, minibatch_rows: list[list[TrainingRow]]) -> lis
 def compute_logprobs(work: StepWork, minibatches: list[Minibatch]) -> list[TokenColumns]:
     """Compute the log-probs of all tokens before the first optimizer step, under the node's model or the policy.
 
-    Those of a policy that does not change before they are used are the current ones: then there is nothing to compute.
+    Those of a teacher's engine are in the batches. Those of a policy that does not change before they are used are
+    the current ones: then there is nothing to compute.
     """
     if work.name in work.trainer.spread_models:
         return work.trainer.spread_models[work.name].compute_logprobs(minibatches)
+    if work.name == "reference" and work.trainer.has_scored_reference:
+        return [[_find_taught(micro, work.trainer) for micro in minibatch] for minibatch in minibatches]
     is_policy = work.node.role == "policy"
     is_current = len(minibatches) * work.train.epochs == 1 and not work.train.has_kl_reward
     if is_policy and is_current and not work.executor.takes_column(work.name):
         return [[None] * len(minibatch) for minibatch in minibatches]
     return work.trainer.compute_logprobs(minibatches, model=None if is_policy else work.name)
+
+
+def _find_taught(micro: MicroBatch, trainer: RankTrainer) -> Tensor | None:
+    """Return the log-probs by the teacher's engine; a micro-batch without model tokens has none."""
+    if not trainer.has_logprobs:
+        return None
+    if not micro.num_tokens:
+        return micro.behaviour_N
+    assert micro.teacher_N is not None, "check_trainable refuses trajectories without"
+    return micro.teacher_N
 
 
 def subtract_costs(work: StepWork, minibatches: list[Minibatch], *columns: list[TokenColumns]) -> list[Minibatch]:

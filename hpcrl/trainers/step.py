@@ -34,7 +34,8 @@ def train_step(
 ) -> StepMetrics:
     """Make one training step; `read_rows` returns this rank's rows of its share."""
     stopwatch = Stopwatch()
-    check_trainable(trajectories, vocabulary_size=trainer.vocabulary_size)
+    needs_teacher = trainer.has_scored_reference and train.kl != "none"  # a warm-up's steps have no KL
+    check_trainable(trajectories, vocabulary_size=trainer.vocabulary_size, has_scored_reference=needs_teacher)
     step_shares = distribute_step(
         trajectories,
         train=train,

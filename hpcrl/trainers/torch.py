@@ -45,14 +45,17 @@ class TorchTrainer:
         temperature: float = 1.0,
         world: World = SINGLE_RANK,
         reference_dir: Path | None = None,
+        has_scored_reference: bool = False,
     ) -> None:
         """Load the model; `temperature` is the rollout's: the stored log-probs were computed under it.
 
-        The reference of the KL is the model in `reference_dir` if there is one, else the initial model.
+        The reference of the KL is the model in `reference_dir` if there is one, else the initial model, unless a
+        teacher's engine has scored the tokens of the trajectories.
         """
         self._recipe_train = self._train = train
         self._seed = seed
         self._temperature = temperature
+        self.has_scored_reference = has_scored_reference
         self.world = world
         module, prefix = load_causal(model_dir), ""
         self._config = module.config
@@ -68,7 +71,13 @@ class TorchTrainer:
             update=load_update(train),
         )
         self.critic = Critic(model_dir, train=train, world=world) if needs_critic(train) else None
-        paths = find_fixed_models(train, model_dir, teacher=reference_dir, vocabulary_size=self.vocabulary_size)
+        paths = find_fixed_models(
+            train,
+            model_dir,
+            teacher=reference_dir,
+            vocabulary_size=self.vocabulary_size,
+            has_scored_reference=has_scored_reference,
+        )
         self.spread_models = load_spread_models(
             train, paths, num_shares=self.num_shares, share=self.share, world=world, temperature=temperature
         )

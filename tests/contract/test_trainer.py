@@ -53,9 +53,10 @@ def model_dir(request, tmp_path_factory):
 
 @pytest.fixture(params=MAKERS.values(), ids=MAKERS)
 def make(request, model_dir):
-    def made(*, temperature=1.0, **changed):
+    def made(*, temperature=1.0, has_scored_reference=False, **changed):
         settings = {"num_steps": 9, "groups_per_step": 2, "learning_rate": 1e-2, "tokens_per_micro_batch": 128}
-        return request.param(model_dir, TrainConfig(**{**settings, **changed}), seed=3, temperature=temperature)
+        more = {"temperature": temperature, "has_scored_reference": has_scored_reference}
+        return request.param(model_dir, TrainConfig(**{**settings, **changed}), seed=3, **more)
 
     return made
 
@@ -298,3 +299,28 @@ def test_a_checkpoint_of_another_model_is_refused(make, tmp_path):
 def test_a_directory_without_a_model_is_refused(tmp_path):
     with pytest.raises(TrainError, match="cannot be loaded"):
         TorchTrainer(tmp_path, TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0))
+
+
+@pytest.mark.parametrize("changed", [{"kl": "k1", "kl_in": "reward"}, {"kl": "k2", "num_minibatches": 2}])
+def test_scored_log_probs_take_the_place_of_the_models_of_the_reference(make, model_dir, changed):
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+    def score(episode):
+        ids_1T = torch.from_numpy(episode.token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(ids_1T, use_cache=False).logits[0, :-1], -1)
+        column = np.full(len(episode), np.nan, np.float32)
+        column[1:] = logprobs.gather(1, ids_1T[0, 1:, None])[:, 0].numpy()
+        return msgspec.structs.replace(
+            episode, teacher_logprobs=np.where(episode.loss_mask, column, np.float32(np.nan))
+        )
+
+    settings = {"kl_coef": 1.0, "adam_eps": 1.0, "learning_rate": 1.0, **changed}
+    first, second = make(**settings), make(**settings, has_scored_reference=True)
+    for step in (1, 2):
+        found = first.train_step(batch(), step=step, version=1)
+        scored = second.train_step([score(episode) for episode in batch()], step=step, version=1)
+        assert scored.kl_reference == pytest.approx(found.kl_reference, abs=1e-5)
+    assert found.kl_reference != 0
+    for name, weight in first.tensors().items():
+        torch.testing.assert_close(second.tensors()[name], weight, atol=1e-5, rtol=0)

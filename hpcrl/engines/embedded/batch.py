@@ -2,7 +2,7 @@
 
     RunningRequest      one row
     RunningBatch        the rows that run together
-    MAX_PREFILL_TOKENS  the size of one prefill pass
+    MAX_PREFILL_TOKENS, MAX_SCORED_TOKENS  the sizes of passes
 
 The KV of a row covers all its tokens but the last; a step runs the model on the last token of every row, samples, and
 appends. After an update the next step recomputes the KV of the running rows, in the pass that also yields their next
@@ -12,7 +12,7 @@ Legend: B rows, Q new tokens of a row, W columns, E hidden values, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ from hpcrl.weights.model_update import BorrowedWeights, borrow_weights
 
 MAX_PREFILL_TOKENS = 8192
 """Padded tokens in one forward pass over joining rows; more tokens take several passes."""
+MAX_SCORED_TOKENS = 1024
+"""Tokens in one pass of `compute_logprobs`, which has the logits of all of them."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -125,6 +127,19 @@ class RunningBatch:
             if not row.is_done:
                 row.finish_reason = "aborted"
         self._release()
+
+    @torch.inference_mode()
+    def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Compute the log-prob of each token after the first, at temperature 1, in passes of limited size."""
+        ids_1T = torch.tensor([token_ids], device=self.model.device)
+        cache, found = None, [torch.zeros(0)]
+        for start in range(0, len(token_ids) - 1, MAX_SCORED_TOKENS):
+            end = min(start + MAX_SCORED_TOKENS, len(token_ids) - 1)
+            result = self.model(ids_1T[:, start:end], past_key_values=cache, use_cache=True)
+            cache = result.past_key_values
+            logprobs_TV = torch.log_softmax(result.logits[0].float(), dim=-1)
+            found.append(logprobs_TV.gather(1, ids_1T[0, start + 1 : end + 1, None])[:, 0].cpu())
+        return torch.cat(found).tolist()
 
     def load(self, tensors: dict[str, torch.Tensor], *, version: int, is_intact: Callable[[], bool]) -> BorrowedWeights:
         """Use new weights from now on, where they are stored; `finish_load` makes them the model's own.

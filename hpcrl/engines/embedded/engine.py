@@ -8,7 +8,7 @@ Requests are queued in hpcrl.engines.request_loop; the batch is in hpcrl.engines
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -32,7 +32,7 @@ from hpcrl.engines.base import (
 from hpcrl.engines.embedded.batch import RunningBatch, RunningRequest
 from hpcrl.engines.embedded.grammar import GrammarCompiler
 from hpcrl.engines.embedded.kv_cache import HandoverStore, RowKv, pack_kv, unpack_kv
-from hpcrl.engines.request_checks import check_asks_for_tokens, check_tokenizer_fits
+from hpcrl.engines.request_checks import check_asks_for_tokens, check_scored_tokens, check_tokenizer_fits
 from hpcrl.engines.request_loop import LoopHooks, RequestLoop
 from hpcrl.errors import EngineError, WeightsError
 from hpcrl.weights.stores.store import WeightSource
@@ -101,7 +101,7 @@ class EmbeddedEngine:
         """Wait until the engine fails, and raise the error; its worker exits with it and is restarted."""
         await self._request_loop.wait_until_failed()
 
-    # ---- TokenGenerator and TokenStreamer
+    # ---- TokenGenerator, TokenStreamer and TokenScorer
 
     async def generate(self, request: GenerateRequest) -> Completion:
         check_asks_for_tokens(request)
@@ -125,6 +125,13 @@ class EmbeddedEngine:
             raise EngineError(f"prefill of request {request.request_id!r} was aborted")
         name = self._handover_store.put(row.kv)
         return KvHandle(url=LOCAL_URL_PREFIX + name, token="", version=row.kv.version, num_tokens=len(row.kv.token_ids))
+
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the log-prob of each token after the first, computed between two steps of generation."""
+        batch = self._batch
+        check_scored_tokens(token_ids, context_length=batch.context_length, vocabulary=batch.vocabulary_size)
+        async with self._request_loop.between_steps:
+            return await self._in_thread(lambda: batch.compute_logprobs(token_ids))
 
     async def take_kv(self, name: str) -> bytes | None:
         """Return the KV of a handle of this engine, once."""

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -79,6 +79,11 @@ class VllmLaunch:
     judge: str | None = None
     """The name of a judge, whose weights never change and whose server has only vLLM's own routes; None: the policy."""
 
+    @property
+    def served_name(self) -> str:
+        """The name of the model in requests."""
+        return self.judge or "policy"
+
     @classmethod
     def from_config(cls, engine: EngineConfig, *, role: RolePlan, model: Path, log: Path) -> Self:
         """Return the options of a worker's server by its table in the recipe and the resources of its role."""
@@ -99,7 +104,7 @@ class VllmLaunch:
 
 def build_command(launch: VllmLaunch, *, scratch: Path) -> list[str]:
     """Return the server's command line."""
-    args = [*launch.program, "--model", str(launch.model), "--served-model-name", launch.judge or "policy"]
+    args = [*launch.program, "--model", str(launch.model), "--served-model-name", launch.served_name]
     args += ["--uds", str(scratch / "s"), "--dtype", launch.dtype, "--max-num-seqs", str(launch.max_batch)]
     args += ["--tensor-parallel-size", str(launch.tensor_parallel)]
     args += ["--pipeline-parallel-size", str(launch.pipeline_parallel), "--disable-uvicorn-access-log"]
@@ -257,6 +262,24 @@ class VllmServer:
                     yield event
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise EngineError(f"vLLM did not answer {path}: {error!r}") from error
+
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the log-prob of each token after the first, as vLLM scores a prompt: at temperature 1."""
+        if len(token_ids) < 2:
+            return []
+        body = {
+            "model": self.launch.served_name,
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
+        answer = await self.post("/v1/completions", body)
+        try:
+            scored = zip(token_ids, answer["choices"][0]["prompt_logprobs"], strict=True)
+            return [float(entry[str(token)]["logprob"]) for token, entry in scored if entry is not None]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineError(f"vLLM scored {len(token_ids)} tokens with an invalid answer: {error!r}") from error
 
     async def wait_until_failed(self) -> None:
         """Wait until the server has ended or fails its health checks, and raise the reason."""

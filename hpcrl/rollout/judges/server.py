@@ -5,22 +5,27 @@
     EngineApi           an engine of ours, behind the API of agent programs
     VllmApi             vLLM's own server
     PUBLIC_PATHS        what can be reached
+    ScoreRequest, ScoreAnswer   its bodies
 
 Nothing of a judge's requests is recorded or kept: each has a session of its own.
 """
 
 import contextlib
 import itertools
+import math
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from hpcrl.config.recipe import JudgeConfig
+from hpcrl.engines.base import TokenScorer
 from hpcrl.engines.vllm.server import VllmServer
+from hpcrl.envs.judge_access import LOGPROBS_PATH
 from hpcrl.errors import EngineError
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.models.model_config import read_context_length
@@ -38,6 +43,18 @@ PUBLIC_PATHS = ("/v1/", "/tokenize", "/detokenize", "/pooling", "/classify", "/s
 HEALTH_PATH = "/health"
 
 
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of one conversation."""
+
+    token_ids: list[int]
+
+
+class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The log-prob of each token after the first, at temperature 1."""
+
+    logprobs: list[float]
+
+
 class ModelApi(Protocol):
     """The server that answers the requests to a judge, on a socket file."""
 
@@ -50,12 +67,15 @@ class ModelApi(Protocol):
     async def is_well(self) -> bool:
         """Return whether it can answer."""
 
+    async def compute_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Return the log-prob of each token after the first; raise EngineError if they cannot be computed."""
+
 
 class EngineApi:
     """An engine of ours, behind the API of agent programs; `async with` starts and ends the API, not the engine."""
 
     def __init__(self, engine: StreamingGenerator, *, name: str, judge: JudgeConfig, model_dir: Path) -> None:
-        self._name = name
+        self._name, self._engine = name, engine
         self._template = load_chat_template(model_dir, judge)
         parser = choose_parsers(self._template.text, judge.engine)
         self._proxy = ModelProxy(
@@ -105,6 +125,11 @@ class EngineApi:
     async def is_well(self) -> bool:
         return True  # an engine that fails ends its worker
 
+    async def compute_logprobs(self, token_ids: list[int]) -> list[float]:
+        if not isinstance(self._engine, TokenScorer):
+            raise EngineError("a simulated engine has no probabilities")
+        return await self._engine.compute_logprobs(token_ids)
+
 
 class VllmApi:
     """vLLM's own server, with all of its routes that answer requests."""
@@ -123,6 +148,9 @@ class VllmApi:
     async def is_well(self) -> bool:
         return await self._server.is_well()
 
+    async def compute_logprobs(self, token_ids: list[int]) -> list[float]:
+        return await self._server.compute_logprobs(token_ids)
+
 
 @contextlib.asynccontextmanager
 async def serve_judge(api: ModelApi, *, host: str, token: str) -> AsyncIterator[str]:
@@ -135,6 +163,8 @@ async def serve_judge(api: ModelApi, *, host: str, token: str) -> AsyncIterator[
                 return make_error(401, "send the header `Authorization: Bearer` with the key", code="invalid_api_key")
             if http.path == HEALTH_PATH:
                 return web.Response(status=200 if await api.is_well() else 503)
+            if http.path == "/v1" + LOGPROBS_PATH:
+                return await _answer_logprobs(http, api)
             if not http.path.startswith(PUBLIC_PATHS):
                 return make_error(404, f"{http.method} {http.path} is not served: see OpenAI's API", code="not_found")
             async with api.open_key() as key:
@@ -145,6 +175,24 @@ async def serve_judge(api: ModelApi, *, host: str, token: str) -> AsyncIterator[
             yield url
         finally:
             await runner.cleanup()
+
+
+async def _answer_logprobs(http: web.BaseRequest, api: ModelApi) -> web.StreamResponse:
+    """Answer with the log-probs of the tokens; what the engine refuses is told apart from an engine that is gone."""
+    try:
+        token_ids = msgspec.json.decode(await http.read(), type=ScoreRequest).token_ids
+    except msgspec.MsgspecError as error:
+        return make_error(400, f"the body is not {{token_ids: [...]}}: {error}", code="invalid_body")
+    try:
+        logprobs = await api.compute_logprobs(token_ids)
+    except EngineError as error:
+        if not await api.is_well():
+            return make_error(STATUS_GONE, str(error), code="judge_gone")
+        return make_error(400, str(error), code="not_scored")
+    if not all(map(math.isfinite, logprobs)):
+        return make_error(400, "a log-probability is not finite: the model is damaged", code="not_finite")
+    body = msgspec.json.encode(ScoreAnswer(logprobs=logprobs))
+    return web.Response(body=body, headers={"Content-Type": "application/json"})
 
 
 async def _relay_to_api(http: web.BaseRequest, session: aiohttp.ClientSession, *, key: str) -> web.StreamResponse:

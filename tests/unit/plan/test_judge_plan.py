@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from hpcrl.config.pipeline import add_judges, make_pipeline
 from hpcrl.errors import ConfigError, PlanError
 from hpcrl.plan.demand import compute_node_needs
 from tests.support.plans import make_recipe, plan_recipe
@@ -85,3 +86,28 @@ def test_the_built_in_reward_names_a_judge_of_its_domain():
 def test_a_plan_with_judges_survives_json():
     made = plan()
     assert msgspec.json.decode(made.to_json(), type=type(made)) == made
+
+
+TEACHER = ("teacher.judge=grader", "train.kl=k1", "train.kl_in=reward")
+
+
+def test_a_judge_that_is_the_teacher_is_planned_and_does_not_idle():
+    made = plan_recipe("judge.grader.path=/models/judge", *TEACHER)
+    assert made.judge_roles == ["judge-grader"]
+    assert not any("judge.grader" in warning for warning in made.warnings)
+    assert "judge-grader" in add_judges(make_pipeline(make_recipe(*TEACHER).train), make_recipe(*JUDGE, *TEACHER))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("teacher.judge=grade", "teacher.judge = 'grade': did you mean 'grader'?"),
+        ("teacher.path=/models/teacher", "[teacher] needs either `path`"),
+        ("judge.grader.engine.backend=sim", 'whose engine.backend = "sim" has no probabilities'),
+        ("rollout.temperature=0.7", "rollout.temperature = 0.7 with teacher.judge"),
+        ("train.pipeline.reference.data_parallel=1", "train.pipeline.reference.data_parallel = 1: the engines of"),
+        ("train.pipeline.reference.model=/m", "teacher.judge and train.pipeline.reference.model both set"),
+    ],
+)
+def test_a_teaching_judge_that_cannot_work_is_refused_with_the_reason(setting, message):
+    assert message in refused(*TEACHER, setting)

@@ -5,6 +5,7 @@ import signal
 import time
 
 import msgspec
+import numpy as np
 import pytest
 
 from hpcrl.campaign_dir.event_log import EventLog
@@ -13,6 +14,7 @@ from hpcrl.config.site import load_site
 from hpcrl.plan.plan import make_plan
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.reward import ScoringSession
+from hpcrl.rollout.judges.proxy import JudgeProxy
 from hpcrl.rollout.reward_process import RewardProcess
 from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.system.files import make_private_dir, publish_json
@@ -20,6 +22,7 @@ from hpcrl.system.processes import list_descendants
 from hpcrl.testing.event_lines import read_events
 from tests.support.campaign_spools import trajectory, unscored
 from tests.support.plans import make_reward_recipe
+from tests.support.served_judges import judge_host
 
 NUM = 4
 
@@ -27,11 +30,11 @@ NUM = 4
 class RewardStage:
     """A reward worker in a campaign, and the sessions that it runs."""
 
-    def __init__(self, root):
+    def __init__(self, root, *, teacher=""):
         self.run = CampaignDir(root)
         for directory in (self.run.spool("rollouts"), self.run.spool("scored"), self.run.events):
             make_private_dir(directory)
-        self.process = RewardProcess(root, concurrency=8, num_cpus=os.cpu_count())
+        self.process = RewardProcess(root, concurrency=8, num_cpus=os.cpu_count(), teacher=teacher)
 
     def open(self, function, *, settings=(), **options):
         timeout, site = "domains.lake.reward_timeout_s=0.5", load_site("local")
@@ -113,3 +116,24 @@ def test_a_process_that_is_killed_is_started_again_for_what_is_left(stage):
     os.kill(min(below), signal.SIGKILL)
     finish(session)
     assert [one.reward for one in stage.twin("a.h5")] == [0.0, 1.0, 0.0, 3.0]
+
+
+def test_a_twin_has_the_log_probs_of_the_teacher_and_a_fault_where_it_gave_none(tmp_path, tiny_model_dir):
+    stage = RewardStage(tmp_path, teacher="grader")
+    odd = unscored(trajectory(0, 1, token_ids=[500] * 11))
+    write_segment(stage.run.spool("rollouts") / "a.h5", [unscored(trajectory()), odd])
+    with judge_host(tiny_model_dir, tmp_path / "endpoints") as host, JudgeProxy({"grader": host.directory}, job=0):
+        host.start()
+        session = stage.open(
+            "die_for", settings=("judge.grader.tiny={}", "teacher.judge=grader", "train.kl=k2"), index=9
+        )
+        session.start(["a.h5"])
+        finish(session)
+        stage.process.close()
+    scored, failed = stage.twin("a.h5")
+    assert scored.reward == 0.0
+    assert (scored.teacher_logprobs[scored.loss_mask] < 0).all()
+    assert (failed.status, failed.reward) == ("env-fault", None)
+    assert np.isnan(failed.teacher_logprobs).all()
+    (fault,) = [event for event in read_events(stage.run.events) if event["event"] == "fault"]
+    assert "lake/0/1: teacher.judge = 'grader'" in fault["detail"]

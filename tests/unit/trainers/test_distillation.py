@@ -1,20 +1,29 @@
 """On-policy distillation: the student samples, a larger teacher judges each token, and no reward is given."""
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
 
 from hpcrl.config.recipe import TinyModel, TrainConfig
+from hpcrl.engines.embedded.batch import RunningBatch
+from hpcrl.engines.embedded.engine import load_model
 from hpcrl.errors import TrainError
 from hpcrl.models.tiny import make_tiny_model
+from hpcrl.rollout.judges.proxy import JudgeProxy
+from hpcrl.rollout.rewards import RewardScore
+from hpcrl.rollout.teacher_scores import apply_teacher_score, score_tokens
 from hpcrl.spool.record import EpisodeTurn
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.torch_model import load_causal
+from tests.support.served_judges import judge_host
 from tests.support.trajectories import make_trajectory
 
 LESSONS = torch.tensor([[10, 50, 60], [11, 51, 60]])
 """A prompt of one token, and the two that the teacher answers."""
 SETTINGS = {"kl": "k1", "kl_in": "reward", "kl_coef": 1.0, "learning_rate": 2e-2}
+SCORED = {"has_scored_reference": True}
 
 
 @pytest.fixture(autouse=True)
@@ -73,15 +82,18 @@ def sample_episodes(model, *, step, generator):
     ]
 
 
-def distil(student, teacher, *, num_steps, **changed):
-    """Train the student on its own samples; return its agreement with the lessons before and after."""
+def distil(student, teacher, *, num_steps, score=None, **changed):
+    """Train the student on its own samples; return its agreement with the lessons before and after.
+
+    `score` has an engine score them, in place of the model in `teacher`.
+    """
     train = TrainConfig(num_steps=num_steps, groups_per_step=2, **{**SETTINGS, **changed})
-    trainer = TorchTrainer(student, train, reference_dir=teacher)
+    trainer = TorchTrainer(student, train, reference_dir=teacher, has_scored_reference=score is not None)
     generator = torch.Generator().manual_seed(0)
     before = compute_agreement(trainer._policy)
     for step in range(1, num_steps + 1):
         episodes = sample_episodes(trainer._policy, step=step, generator=generator)
-        metrics = trainer.train_step(episodes, step=step, version=step)
+        metrics = trainer.train_step(episodes if score is None else score(episodes), step=step, version=step)
         assert metrics.skipped is None
     return before, compute_agreement(trainer._policy)
 
@@ -93,6 +105,62 @@ def test_a_student_reaches_a_larger_teacher_without_any_reward(tmp_path):
     assert taught > 0.95
     assert before < 0.01
     assert after > taught - 0.05
+
+
+@pytest.fixture
+def taught_engine(tmp_path):
+    """Return the directory of a teacher, and a function that scores trajectories by its engine."""
+    teacher = make_teacher(tmp_path / "teacher")
+
+    async def score_together(episodes):
+        return await asyncio.gather(*(score_tokens(one, judge="grader") for one in episodes))
+
+    def score(episodes):
+        found = zip(episodes, asyncio.run(score_together(episodes)), strict=True)
+        return [apply_teacher_score(one, RewardScore(each=each), judge="grader") for one, each in found]
+
+    with judge_host(teacher, tmp_path / "endpoints") as host, JudgeProxy({"grader": host.directory}, job=0):
+        host.start()
+        yield teacher, score
+
+
+def test_a_student_reaches_a_teacher_that_an_engine_scores(tmp_path):
+    model = load_model(make_teacher(tmp_path / "teacher"), device="cpu")
+    batch = RunningBatch(model, version=0, prefix_bytes=0)
+
+    def score(episodes):
+        each = (RewardScore(each=[0.0, *batch.compute_logprobs(one.token_ids.tolist())]) for one in episodes)
+        return [apply_teacher_score(*pair, judge="grader") for pair in zip(episodes, each, strict=True)]
+
+    before, after = distil(make_student(tmp_path / "student"), None, num_steps=60, score=score)
+    assert before < 0.01
+    assert after > compute_agreement(model) - 0.05
+
+
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+@pytest.mark.parametrize("kl", [{}, {"kl": "k2", "kl_in": "loss", "num_minibatches": 2}])
+def test_a_step_with_a_teachers_engine_is_that_with_its_model(tmp_path, taught_engine, rows, kl):
+    teacher, score = taught_engine
+    student = make_student(tmp_path / "student")
+    episodes = sample_episodes(load_model(student, device="cpu"), step=1, generator=torch.Generator().manual_seed(0))
+    plain = {"adam_eps": 1.0, "learning_rate": 1.0}  # near enough to the gradient itself
+    train = TrainConfig(num_steps=1, groups_per_step=2, **{**SETTINGS, "rows": rows, **plain, **kl})
+    node, engine = (TorchTrainer(student, train, reference_dir=teacher), TorchTrainer(student, train, **SCORED))
+    found = [
+        trainer.train_step(given, step=1, version=1) for trainer, given in ((node, episodes), (engine, score(episodes)))
+    ]
+    assert found[0].kl_reference == pytest.approx(found[1].kl_reference, rel=1e-5)
+    assert abs(found[0].kl_reference) > 0.1
+    for name, weight in node.tensors().items():
+        torch.testing.assert_close(engine.tensors()[name], weight, atol=1e-5, rtol=0)
+
+
+def test_trajectories_that_no_teacher_scored_are_refused(tmp_path):
+    student = make_student(tmp_path / "student")
+    trainer = TorchTrainer(student, TrainConfig(num_steps=1, groups_per_step=2, **SETTINGS), **SCORED)
+    episodes = sample_episodes(trainer._policy, step=1, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(TrainError, match=r"trajectory '1-0/0' has no log-probs of teacher\.judge"):
+        trainer.train_step(episodes, step=1, version=1)
 
 
 def test_a_student_without_a_teacher_stays_where_it_was(tmp_path):

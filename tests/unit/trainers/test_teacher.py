@@ -116,3 +116,30 @@ def test_a_teacher_with_the_same_tokens_and_more_rows_for_them_is_refused_at_pla
     for policy, size in ((None, 100), (make_copy(tiny_model_dir, tmp_path / "other", vocab_size=112), 112)):
         with pytest.raises(ConfigError, match=rf"vocab_size = 128 in its config\.json, the policy's is {size}"):
             distil(teacher=padded, policy=policy)
+
+
+def refuse_judge(*settings):
+    with pytest.raises(ConfigError) as caught:
+        check_model(load_recipe("quickstart", settings=("teacher.judge=grader", *settings)))
+    return str(caught.value)
+
+
+def test_a_teaching_judge_with_other_tokens_is_refused_at_plan_for_tiny_models_too(tmp_path):
+    other = save_family(tmp_path / "other", FAMILIES["Qwen2.5"])
+    refused = refuse_judge(f"judge.grader.path={other}")
+    assert "has another vocabulary than model.tiny (" in refused
+    assert "and 100 tokens" in refused
+    refused = refuse_judge("judge.grader.tiny={}", f"model.path={other}")
+    assert "judge.grader.tiny has another vocabulary than model.path (100 and" in refused
+    make_tiny_model(tmp_path / "same", TinyModel(), seed=0)
+    check_model(load_recipe("quickstart", settings=("teacher.judge=grader", f"judge.grader.path={tmp_path / 'same'}")))
+
+
+def test_a_teaching_judge_that_reads_fewer_tokens_than_the_policy_generates_is_refused():
+    tiny = ("model.tiny.context_length=128", "judge.grader.tiny.context_length=64")
+    assert "teacher.judge = 'grader' reads 64 tokens (judge.grader), and trajectories may have 128" in refuse_judge(
+        *tiny
+    )
+    same = ("model.tiny.context_length=128", "judge.grader.tiny.context_length=128")
+    assert "set engine.max_model_len to 127 or less" in refuse_judge(*same, "judge.grader.engine.backend=vllm")
+    check_model(load_recipe("quickstart", settings=("teacher.judge=grader", *same)))
