@@ -15,6 +15,7 @@ import torch
 import hpcrl.trainers.critic
 import hpcrl.trainers.torch
 from hpcrl.plan.checks import check_recipe
+from hpcrl.rollout.rewards import RewardCaller, apply_score
 from hpcrl.spool.record import EpisodeTurn, Trajectory
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import SINGLE_RANK
@@ -46,6 +47,8 @@ MORE = {
     "overlong episodes filtered": {"overlong": "filter"},
 }
 ALL = {**ALGORITHMS, **MORE}
+EARNING = [("TRLOO", "turn"), ("PPO with a critic", "turn"), ("PPO with a critic", "token")]
+"""Algorithms with what each number of the reward function is for."""
 
 
 class TableModel(torch.nn.Module):
@@ -93,6 +96,28 @@ def played():
                     mask.append(False)
             episodes.append(make_episode(number, index, tokens, logprobs, mask, turns))
     return episodes
+
+
+def play_earning(unit):
+    """Play the same groups; a reward function gives each turn, or each token, a number of its own."""
+    rng, domain = np.random.default_rng(5), make_recipe().domains["lake"]
+    domain = msgspec.structs.replace(domain, reward_unit=unit, on_reward_error="fault")
+    earn = {
+        "turn": lambda given: rng.normal(size=len(given.turns)),
+        "token": lambda given: np.where(given.loss_mask, rng.normal(size=len(given)), 0.0),
+    }[unit]
+    caller = RewardCaller(function=earn, takes_list=False, is_async=False, unit=unit)
+    episodes = []
+    for one in played():
+        (score,) = caller.read_scores(caller.call([one]), [one])
+        episodes.append(apply_score(one, domain, score))
+    return episodes
+
+
+def play_all():
+    """Return the episodes of every step that is compared, with the algorithm of each."""
+    earning = {f"{name}, rewards of {unit}s": (name, play_earning(unit)) for name, unit in EARNING}
+    return {**{name: (name, played()) for name in ALL}, **earning}
 
 
 def make_episode(number, index, tokens, logprobs, mask, turns):
@@ -146,11 +171,12 @@ def make_table_trainer(train, *, world=SINGLE_RANK):
 
 
 def compute_gradients(world, rows):
-    """Return the gradients and the clip share of a step of every algorithm, on one rank of several."""
+    """Return the gradients and the clip share of every step that is compared, on one rank of several."""
     results = {}
-    for name in ALL:
-        trainer, gradients = make_table_trainer(settings_of(name, rows=rows, tokens_per_micro_batch=40), world=world)
-        metrics = trainer.train_step(played(), step=1, version=1)
+    for name, (algorithm, episodes) in play_all().items():
+        train = settings_of(algorithm, rows=rows, tokens_per_micro_batch=40)
+        trainer, gradients = make_table_trainer(train, world=world)
+        metrics = trainer.train_step(episodes, step=1, version=1)
         results[name] = [[gradient.tolist() for gradient in gradients], metrics.clip_fraction]
     return results
 

@@ -14,16 +14,17 @@ import hpcrl.trainers.critic
 import hpcrl.trainers.torch
 from hpcrl.config.pipeline import make_pipeline
 from hpcrl.learn.distribute import split_minibatches
-from hpcrl.rollout.rewards import RewardCaller, apply_score
 from hpcrl.testing.ranks import run_ranks
-from tests.support.plans import make_recipe
 from tests.support.table_policy import (
     ALGORITHMS,
     ALL,
     BUDGET,
+    EARNING,
     RATE,
     make_table_trainer,
+    play_all,
     play_chain,
+    play_earning,
     played,
     settings_of,
     tables,
@@ -252,22 +253,11 @@ def test_every_gradient_of_a_step_equals_the_slow_reference(name, rows):
 
 
 @pytest.mark.parametrize("rows", ["padded", "packed"])
-def test_rewards_of_tokens_reach_the_critic_where_they_were_earned(rows):
-    rng, domain = np.random.default_rng(5), make_recipe().domains["lake"]
-    domain = msgspec.structs.replace(domain, reward_unit="token", on_reward_error="fault")
-    episodes = []
-    for one in played():
-        caller = RewardCaller(
-            function=lambda given: np.where(given.loss_mask, rng.normal(size=len(given)), 0.0),
-            takes_list=False,
-            is_async=False,
-            unit="token",
-        )
-        (score,) = caller.read_scores(caller.call([one]), [one])
-        scored = apply_score(one, domain, score)
-        assert [len(turn.token_rewards) for turn in scored.turns] == [turn.end - turn.start for turn in one.turns]
-        episodes.append(scored)
-    train = settings_of("PPO with a critic", rows=rows, tokens_per_micro_batch=40)
+@pytest.mark.parametrize(("name", "unit"), EARNING)
+def test_rewards_of_turns_and_tokens_count_where_they_were_earned(name, unit, rows):
+    episodes, train = play_earning(unit), settings_of(name, rows=rows, tokens_per_micro_batch=40)
+    for turn in (turn for one in episodes for turn in one.turns):
+        assert len(turn.token_rewards) == (turn.end - turn.start if unit == "token" else 0)
     trainer, gradients = make_table_trainer(train)
     trainer.train_step(episodes, step=1, version=1)
     for found, slow in zip(gradients, slow_step(train, episodes)[0], strict=True):
@@ -277,7 +267,8 @@ def test_rewards_of_tokens_reach_the_critic_where_they_were_earned(rows):
 
 @pytest.mark.timeout(900)  # ranks are processes that import torch and transformers
 def test_four_ranks_have_the_gradients_of_the_slow_reference():
-    slow_steps = {name: slow_step(settings_of(name), played()) for name in ALL}
+    steps = play_all().items()
+    slow_steps = {name: slow_step(settings_of(algorithm), episodes) for name, (algorithm, episodes) in steps}
     for rank in run_ranks(4, "tests.support.table_policy:compute_gradients", "packed"):
         assert rank.keys() == slow_steps.keys()
         for name, (gradients, clip_fraction) in rank.items():
