@@ -53,9 +53,14 @@ def slow(trajectory: Trajectory) -> float:
 
 
 def hanging(trajectory: Trajectory) -> float:
-    while int(trajectory.id.split("/")[1]) % 100 == 99:
+    while hangs(int(trajectory.id.split("/")[1])):
         time.sleep(1.0)
     return 1.0
+
+
+def hangs(number: int) -> bool:
+    """Return whether the reward of a trajectory never returns: one in a hundred."""
+    return number % 100 == 99
 
 
 def measure(full: bool) -> list[Figure]:
@@ -63,16 +68,18 @@ def measure(full: bool) -> list[Figure]:
     base, _ = _run(instant.__name__, step_s=step_s)
     found = [Figure(name="instant: step", value=base, unit="s")]
     for function, bar in ((judged.__name__, BAR_WAIT), (slow.__name__, None), (hanging.__name__, None)):
-        mean, num_failed = _run(function, step_s=step_s)
+        mean, failed = _run(function, step_s=step_s)
         found.append(Figure(name=f"{function}: step / instant", value=mean / base, bar=bar, better="lower"))
         if function == hanging.__name__:
-            share = num_failed / (NUM_STEPS * PER_STEP)
-            found.append(Figure(name=f"{function}: trajectories lost", value=share, unit="share"))
+            wrong = failed ^ {number for number in range(NUM_STEPS * PER_STEP) if hangs(number)}
+            found.append(Figure(name=f"{function}: trajectories without a reward", value=len(failed), unit=""))
+            name = f"{function}: others without one, or that hang and have one"
+            found.append(Figure(name=name, value=len(wrong), unit="", bar=0, better="lower"))
     return found
 
 
-def _run(function: str, *, step_s: float) -> tuple[float, int]:
-    """Return the mean time of a step, and the number of trajectories without a reward."""
+def _run(function: str, *, step_s: float) -> tuple[float, set[int]]:
+    """Return the mean time of a step, and the trajectories without a reward."""
     root = Path(tempfile.mkdtemp(prefix="hpcrl-bench-"))
     recipe = load_recipe("quickstart")
     lake = msgspec.structs.replace(
@@ -87,8 +94,9 @@ def _run(function: str, *, step_s: float) -> tuple[float, int]:
         shutil.rmtree(root)
 
 
-def _feed(process: RewardProcess, root: Path, *, pace_s: float) -> tuple[float, int]:
-    num_written = num_scored = num_failed = 0
+def _feed(process: RewardProcess, root: Path, *, pace_s: float) -> tuple[float, set[int]]:
+    num_written = num_scored = 0
+    failed: set[int] = set()
     completed: list[float] = []
     _request(process, root, PER_STEP * NUM_STEPS)  # imports are no part of a step
     while process.receive(60.0) is None:
@@ -105,10 +113,11 @@ def _feed(process: RewardProcess, root: Path, *, pace_s: float) -> tuple[float, 
         )
         if answer is not None:
             num_scored += len(answer.scores)
-            num_failed += sum(bool(score and score.error) for score in answer.scores)
+            first = int(Path(answer.segment).stem)
+            failed |= {first + index for index, score in enumerate(answer.scores) if score and score.error}
             if num_scored >= PER_STEP * (len(completed) + 1):
                 completed.append(time.monotonic())
-    return fmean(after - before for before, after in pairwise(completed)), num_failed
+    return fmean(after - before for before, after in pairwise(completed)), failed
 
 
 def _request(process: RewardProcess, root: Path, first: int) -> None:

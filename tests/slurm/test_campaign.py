@@ -44,6 +44,18 @@ def test_the_quickstart_learns_on_separate_partitions_with_weights_by_mpi(lab: L
     assert not [path for path in Path("/dev/shm").iterdir() if f"-{run.name}-" in path.name]
 
 
+def test_a_model_that_was_warmed_up_on_a_file_learns_by_reward_in_the_same_campaign(lab: Lab, campaigns: Path) -> None:
+    hpcrl("submit", "warmup", "--site", "lab", "--watch", "--name", "u", "-s", "train.num_steps=84")
+    steps = events_of(CampaignDir(campaigns / "u"), "step")
+    assert [step["step"] for step in steps] == list(range(1, 85))
+    warmed, learned = steps[:60], [step["reward_mean"] for step in steps[60:]]
+    assert all(step["version"] == 0 for step in warmed[:-1]), "nothing is published before the warm-up is over"
+    assert warmed[-1]["loss"] < warmed[0]["loss"] / 4
+    first, last = sum(learned[:4]) / 4, sum(learned[-8:]) / 8  # every sum about once, and twice
+    assert first > 0.2, "a model without the warm-up answers no sum"
+    assert last > first
+
+
 def test_a_waiting_job_is_queued_and_can_be_cancelled(lab: Lab, campaigns: Path) -> None:
     lab.run("scontrol", "update", "PartitionName=decode", "State=DOWN")
     try:
