@@ -91,7 +91,10 @@ MODELS = {
         known_as="meta-llama/Llama-3.2-3B-Instruct",
         kwargs={"date_string": "26 Jul 2024"},
     ),
+    "Gemma-2": RealModel(family="Gemma-2", template="gemma"),
     "Gemma-3": RealModel(family="Gemma-3", template="gemma3"),
+    "Aya Expanse": RealModel(family="Aya Expanse", template="cohere"),
+    "Tiny Aya": RealModel(family="Tiny Aya", template="cohere2"),
     "DeepSeek-R1": RealModel(
         family="DeepSeek-R1", template="deepseekv3", tokenizer=read_deepseek, known_as="deepseek-ai/DeepSeek-R1"
     ),

@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 from hpcrl.config.program import DEFAULT_MAX_DISK_MB, DEFAULT_MAX_MEMORY_MB, INTERPRETERS
 from hpcrl.envs.base import SAMPLING, TRAINS, ModelAccess, TaskFields, check_program_choices
+from hpcrl.envs.examples.answer_files import list_answer_files
 from hpcrl.envs.isolation.images import ImageCache, is_remote, open_image
 from hpcrl.envs.isolation.program_launcher import ProgramLaunch, ProgramResult
 from hpcrl.envs.isolation.sandbox import (
@@ -41,7 +42,6 @@ from hpcrl.envs.isolation.sandbox import (
     choose_sandbox,
     find_disk_problem,
     find_task_problem,
-    list_answer_files,
     list_readable_paths,
     wrap_command,
     wrap_with_disks,

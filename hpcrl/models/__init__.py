@@ -4,6 +4,7 @@ chat_layout     turns as tokens, derived from the chat template
 chat_template   renders and tokenizes conversations
 jinja_template  compiles templates in transformers' dialect of Jinja
 conversation_data  conversations to train on, checked without a model
+call_form       a tool call as text
 message_form    what a template accepts of messages, found out by rendering
 model_config    config.json: context, vocabulary, shape
 tiny            a tiny model that learns in seconds

@@ -112,8 +112,6 @@ class ChatTemplate:
     """Variables of the template that the recipe sets."""
     system: str | None = None
     """The system message of conversations that have none."""
-    call_form: str = ""
-    """The form in which the model writes a call, for a template that does not describe tools; "" if unknown."""
     known_excerpts: dict[Hashable, bool] = field(default_factory=dict)
     """True if a short conversation of this structure had the text of the whole one; not tried: no entry."""
     remembered_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -136,10 +134,7 @@ class ChatTemplate:
         if self.system is not None and not any(m.get("role") in ("system", "developer") for m in messages):
             messages = [{"role": "system", "content": self.system}, *messages]
         if tools and not self.form.has_tools:
-            messages, tools = (
-                self.form.add_tools(messages, self._guard_all(list(tools)), call_form=self.call_form),
-                None,
-            )
+            messages, tools = self.form.add_tools(messages, self._guard_all(list(tools))), None
         elif tools:
             tools = self.form.adapt_tools(tools)
         return self.render_adapted(
@@ -189,6 +184,8 @@ class ChatTemplate:
         the answer is what counts: the answer is rendered as a placeholder, so that the result never depends on a
         newline that the model chose.
         """
+        if self.form.alternates and new and new[0].get("role") == "assistant":
+            return None  # it is joined with the answer
         thought = has_thought(answer_text)
         forms = [*([answer] if self.form.keeps_calls(answer) else []), {**answer, "tool_calls": None}]
         excerpt = excerpt or make_excerpt(read_prompt()[1])
@@ -313,10 +310,6 @@ class ChatTemplate:
     def _stop_marks(self) -> tuple[str, ...]:
         return tuple(text for text, number in self.mark_ids.items() if number in self.stop_token_ids)
 
-    @cached_property
-    def _special_ids(self) -> frozenset[int]:
-        return frozenset(self.mark_ids.values())
-
     def guard(self, text: str) -> str:
         """Return the text as `render` puts it into a conversation."""
         return self.mark_pattern.sub(_insert_guard, text)
@@ -348,9 +341,14 @@ class ChatTemplate:
                 self.remembered_ids[piece] = known
         return known
 
+    def keeps_stop(self, generated: Sequence[int]) -> bool:
+        """Return whether the history has the token at which the model stopped: that of gpt-oss has another."""
+        return not generated or generated[-1] not in self.close_ids or generated[-1] == self.close_id
+
     def drop_closing(self, after: Sequence[int], generated: Sequence[int]) -> list[int]:
         """Return the ids that follow an answer without those that close it, if its last generated token did."""
-        place = next((place for place, token in enumerate(after) if token in self._special_ids), None)
+        ends = {*self.stop_token_ids, self.close_id}
+        place = next((place for place, token in enumerate(after) if token in ends), None)
         if place is None or not generated or generated[-1] not in self.stop_token_ids:
             return list(after)
         is_closed = after[place] == generated[-1] or (after[place] == self.close_id and generated[-1] in self.close_ids)

@@ -12,9 +12,9 @@ describe_message        the structure of a message
 STUB_TEXT, STUB_THOUGHT  the placeholder's text and thought
 THOUGHT_MARKS          what generated text contains if it has a thought
 
-Templates differ in the roles that they render, in how often instructions may occur, in tool-call arguments as objects
-or text, in the length of the ids of tool calls, in how many of them an answer may have, in where they expect a thought,
-and in whether they describe tools at all.
+Templates differ in the roles that they render and the order of them that they accept, in how often instructions may
+occur, in tool-call arguments as objects or text, in the length of the ids of tool calls, in how many of them an answer
+may have, in where they expect a thought, and in whether they describe tools, and write calls and results, at all.
 """
 
 import functools
@@ -28,6 +28,7 @@ from typing import Any, Literal
 import msgspec
 
 from hpcrl.errors import ConfigError
+from hpcrl.models.call_form import PLAIN_CALL, CallForm
 
 Message = Mapping[str, Any]
 RenderMessages = Callable[[Sequence[Message]], str]
@@ -46,7 +47,7 @@ THOUGHT_MARKS = (
 )
 CALL_ID_LENGTH = 9
 """The length of the ids of tool calls that Mistral's templates require."""
-_PROBES = ("First-probe", "Second-probe")
+_PROBES = ("First-probe", "Second-probe", "Third-probe")
 
 
 class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,22 +65,36 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
     """True if an answer may have one tool call only: several are written as answers with a call and its result each."""
     has_thought_fields: bool = False
     """True if a thought is a field of a message, not part of its content."""
+    alternates: bool = False
+    """True if the user and the model must take turns: neighbours of one role are joined."""
+    has_calls: bool = True
+    """True if the template writes tool calls; else they are part of the answer's text."""
+    has_results: bool = True
+    """True if it writes the results of tools; else they are the user's text."""
     has_tools: bool = True
     """True if the template describes the tools of a conversation to the model."""
+    call_form: CallForm | None = None
+    """The form in which the model writes a call, for a template that leaves tools or calls out; None if unknown."""
     needs_tool_descriptions: bool = False
     """True if the template refuses a tool without a description, which OpenAI's API allows."""
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages as the template accepts them, with nothing left out."""
         placed = self._place_instructions(messages)
-        if self.has_single_calls:
+        if not self.has_calls:
+            placed = [self._write_calls(message) for message in placed]
+        elif self.has_single_calls:
             placed = _split_calls(placed)
+        if not self.has_results:
+            placed = [_write_result(message) for message in placed]
+        if self.alternates:
+            placed = _join_neighbours(placed)
         return [self._adapt_fields(message) for message in placed]
 
     def keeps_calls(self, answer: Message) -> bool:
         """Return whether the tool calls of an answer are written as the model generated them, in one answer."""
         calls = answer.get("tool_calls") or ()
-        return bool(calls) and not (self.has_single_calls and len(calls) > 1)
+        return bool(calls) and self.has_calls and not (self.has_single_calls and len(calls) > 1)
 
     def stub(self, answer: Message, *, has_thought: bool) -> dict[str, Any]:
         """Return a message with the structure of `answer` and placeholders for what the model generated."""
@@ -107,15 +122,12 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
             for tool in tools
         ]
 
-    def add_tools(self, messages: Sequence[Message], tools: Sequence[Any], *, call_form: str) -> list[Message]:
-        """Return the messages with a description of the tools in the first system message.
-
-        `call_form` is how the model writes a call; it may be unknown, "".
-        """
+    def add_tools(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[Message]:
+        """Return the messages with a description of the tools in the first system message."""
         lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
         text = "\n".join(["You can call these functions, described in JSON:", *lines])
-        if call_form:
-            text += f"\nWrite a call in this form, with nothing else in its place:\n{call_form}"
+        if self.call_form:
+            text += f"\nWrite a call in this form, with nothing else in its place:\n{self.call_form.text}"
         if messages and messages[0].get("role") in ("system", "developer"):
             first, *others = messages
             return [{**first, "content": f"{first.get('content') or ''}\n\n{text}"}, *others]
@@ -131,11 +143,19 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
         others = [m for m in messages if m.get("role") not in ("system", "developer")]
         if self.instructions == "first":
             return [{"role": "system", "content": text}, *others]
-        asked = next((place for place, m in enumerate(others) if m.get("role") == "user"), None)
-        if asked is None:
+        if not others or others[0].get("role") != "user":
             return [{"role": "user", "content": text}, *others]
-        joined = f"{text}\n\n{others[asked].get('content') or ''}"
-        return [*others[:asked], {**others[asked], "content": joined}, *others[asked + 1 :]]
+        return [{**others[0], "content": f"{text}\n\n{others[0].get('content') or ''}"}, *others[1:]]
+
+    def _write_calls(self, message: Message) -> Message:
+        """Return a message with its tool calls in its text."""
+        if not message.get("tool_calls"):
+            return message
+        form = self.call_form or PLAIN_CALL
+        functions = [call["function"] for call in message["tool_calls"]]
+        calls = [form.write(function["name"], function.get("arguments")) for function in functions]
+        plain = {name: value for name, value in message.items() if name != "tool_calls"}
+        return {**plain, "content": "\n".join(filter(None, [message.get("content"), *calls]))}
 
     def _adapt_fields(self, message: Message) -> Message:
         changes: dict[str, Any] = {}
@@ -156,6 +176,35 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
         if self.has_short_call_ids:
             return {**call, "id": _shorten_call_id(str(call.get("id", ""))), "function": function}
         return {**call, "function": function}
+
+
+def _write_result(message: Message) -> Message:
+    """Return the result of a tool as the user's text."""
+    if message.get("role") != "tool":
+        return message
+    return {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
+
+
+def _join_neighbours(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages in turns of the user and the model, the user first: what is missing between them is empty."""
+    turns: list[Message] = []
+    for message in messages:
+        role = message.get("role")
+        before = turns[-1].get("role") if turns else None
+        if (
+            role == before
+            and role in ("user", "assistant")
+            and not (turns[-1].get("tool_calls") or message.get("tool_calls"))
+        ):
+            texts = (str(one.get("content") or "") for one in (turns[-1], message))
+            turns[-1] = {**turns[-1], **message, "content": "\n\n".join(filter(None, texts))}
+            continue
+        if before in (None, "system", "developer") and role in ("assistant", "tool"):
+            turns.append({"role": "user", "content": ""})
+        elif before == "tool" and role == "user":
+            turns.append({"role": "assistant", "content": ""})
+        turns.append(message)
+    return turns if any(turn.get("role") == "user" for turn in turns) else [*turns, {"role": "user", "content": ""}]
 
 
 def _split_calls(messages: Sequence[Message]) -> list[Message]:
@@ -271,45 +320,67 @@ def _renders_tool(render: RenderTools, described: Message) -> bool:
 
 def find_message_form(render: RenderMessages) -> MessageForm:
     """Find out by rendering what a template accepts; where nothing works, the form is the plain one."""
-    form = MessageForm(instructions=_find_instructions(render), has_developer=_has_developer(render))
+    instructions, alternates = _find_instructions(render), _alternates(render)
+    form = MessageForm(
+        instructions="first" if alternates and instructions == "anywhere" else instructions,
+        has_developer=_has_developer(render),
+        alternates=alternates,
+    )
     for shape in _call_shapes(form):
-        if _renders(render, shape.adapt(_tool_conversation()), _PROBES[1]):
-            form = msgspec.structs.replace(shape, has_single_calls=_has_single_calls(render, shape))
+        if _renders(render, shape.adapt([*_tool_conversation(), _ANSWER, _QUESTION]), *_PROBES[1:]):
+            form = msgspec.structs.replace(shape, has_single_calls=shape.has_calls and _has_single_calls(render, shape))
             break
     return msgspec.structs.replace(form, has_thought_fields=_has_thought_fields(render, form))
 
 
+def _alternates(render: RenderMessages) -> bool:
+    first, second = ({"role": "user", "content": text} for text in _PROBES[:2])
+    return not _renders(render, [first, second], *_PROBES[:2]) and _renders(
+        render, [first, _ANSWER, second], *_PROBES[:2]
+    )
+
+
 def _find_instructions(render: RenderMessages) -> Literal["anywhere", "first", "in-user"]:
-    first, second = ({"role": "system", "content": text} for text in _PROBES)
-    user, answer = {"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}
-    if not _renders(render, [first, user], _PROBES[0]):
+    first, second = ({"role": "system", "content": text} for text in _PROBES[:2])
+    if not _renders(render, [first, _QUESTION], _PROBES[0]):
         return "in-user"
-    several = _renders(render, [first, second, user], *_PROBES)
-    return "anywhere" if several and _renders(render, [first, user, answer, second, user], *_PROBES) else "first"
+    orders = ([first, second, _QUESTION], [first, _QUESTION, _ANSWER, second, _QUESTION])
+    return "anywhere" if all(_renders(render, order, *_PROBES[:2]) for order in orders) else "first"
 
 
 def _has_developer(render: RenderMessages) -> bool:
     system, developer = {"role": "system", "content": _PROBES[0]}, {"role": "developer", "content": _PROBES[1]}
-    user = {"role": "user", "content": "A question."}
-    return _renders(render, [developer, user], _PROBES[1]) and _renders(render, [system, developer, user], *_PROBES)
+    return all(
+        _renders(render, [*before, developer, _QUESTION], *texts)
+        for before, texts in (([], _PROBES[1:2]), ([system], _PROBES[:2]))
+    )
 
 
 def _call_shapes(form: MessageForm) -> Iterator[MessageForm]:
-    for is_short in (False, True):
-        for is_text in (False, True):
-            yield msgspec.structs.replace(form, has_short_call_ids=is_short, has_text_arguments=is_text)
+    """Yield the forms of tool calls and results, what is written as text last."""
+    for has_results, has_calls, is_short, is_text in itertools.product(
+        (True, False), (True, False), *[(False, True)] * 2
+    ):
+        yield msgspec.structs.replace(
+            form,
+            has_results=has_results,
+            has_calls=has_calls,
+            has_short_call_ids=is_short,
+            has_text_arguments=is_text,
+        )
 
 
 def _has_single_calls(render: RenderMessages, form: MessageForm) -> bool:
-    """Return whether a template refuses an answer with two calls that it accepts one after the other."""
+    """Return whether a template writes two calls only if one comes after the other, not in one answer."""
     user, answer, result = _tool_conversation()
-    (call,) = answer["tool_calls"]
-    ids = [f"call_of_probe_{number}" for number in range(2)]
-    several = {**answer, "tool_calls": [{**call, "id": name} for name in ids]}
-    messages = [user, several, *({**result, "tool_call_id": name} for name in ids)]
-    if _renders(render, form.adapt(messages)):
+    texts = [f"{_PROBES[2]}-{number}" for number in range(2)]
+    calls = [
+        {"id": text, "type": "function", "function": {"name": _PROBES[0], "arguments": {"x": text}}} for text in texts
+    ]
+    messages = [user, {**answer, "tool_calls": calls}, *({**result, "tool_call_id": text} for text in texts)]
+    if _renders(render, form.adapt(messages), *texts):
         return False
-    return _renders(render, msgspec.structs.replace(form, has_single_calls=True).adapt(messages))
+    return _renders(render, msgspec.structs.replace(form, has_single_calls=True).adapt(messages), *texts)
 
 
 def _has_thought_fields(render: RenderMessages, form: MessageForm) -> bool:
@@ -321,13 +392,15 @@ def _has_thought_fields(render: RenderMessages, form: MessageForm) -> bool:
     )
 
 
-_ANSWER = {"role": "assistant", "content": "An answer."}
+_QUESTION, _ANSWER = {"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}
 
 
 def _tool_conversation() -> list[Message]:
-    call = {"id": "call_of_a_probe", "type": "function", "function": {"name": _PROBES[0], "arguments": {"x": 1}}}
+    """Return a conversation that has the second probe in the result of a tool, the third in its arguments."""
+    function = {"name": _PROBES[0], "arguments": {"x": _PROBES[2]}}
+    call = {"id": "call_of_a_probe", "type": "function", "function": function}
     return [
-        {"role": "user", "content": "A question."},
+        _QUESTION,
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": _PROBES[1], "name": _PROBES[0], "tool_call_id": "call_of_a_probe"},
     ]

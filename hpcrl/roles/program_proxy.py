@@ -8,17 +8,15 @@ MAX_REPORTED_NOTICES  a limit
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, ParsersChosen
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.roles.context import WorkerContext
-from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers, make_answer_reader
+from hpcrl.rollout.agents.answer_parser import AnswerParser, add_call_form, choose_parsers, make_answer_reader
 from hpcrl.rollout.agents.reasoning_parsers import ReasoningParser
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.agents.session import ProgramSession
-from hpcrl.rollout.agents.tool_families import find_call_form
 from hpcrl.rollout.thoughts import AnswerReader
 from hpcrl.rollout.turn import StreamingGenerator
 
@@ -31,7 +29,7 @@ def make_proxy(context: WorkerContext, policy: StreamingGenerator, *, template: 
     parser = choose_parser(context, template)
     return ModelProxy(
         policy,
-        template=replace(template, call_form=find_call_form(parser.tools)),
+        template=add_call_form(template, context.recipe.engine),
         parser=parser,
         aliases=context.recipe.rollout.model_aliases,
         report=RequestReport(context.events.emit).report,

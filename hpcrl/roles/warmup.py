@@ -29,6 +29,7 @@ from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.models.conversation_data import TrainingConversation, parse_conversation
 from hpcrl.models.message_form import Message
+from hpcrl.rollout.agents.answer_parser import add_call_form
 from hpcrl.rollout.tasks import RowOrder
 from hpcrl.spool.record import ConversationRow, EpisodeTurn, Trajectory
 
@@ -67,7 +68,7 @@ class WarmupData:
         self._rows = TaskRows(campaign.warmup, domain=WARMUP_ROWS, split="train")
         key = f"{recipe.seed}/{WARMUP_DOMAIN}" if warmup.shuffle else None
         self._order = RowOrder(num_rows=len(self._rows), shuffle_key=key)
-        self._template = load_chat_template(campaign.model, recipe.model)
+        self._template = add_call_form(load_chat_template(campaign.model, recipe.model), recipe.engine)
 
     def covers(self, step: int) -> bool:
         """Return whether a step, counted from 1, is one of the warm-up."""

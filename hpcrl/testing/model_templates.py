@@ -232,6 +232,40 @@ _GEMMA = """\
 {{- m['content']|trim + '<end_of_turn>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
 
+_GEMMA_2 = (
+    "{%- if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + _GEMMA
+)
+
+_COHERE = """\
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}{% set rules = messages[0]['content'] %}{% set turns = messages[1:] %}
+{%- else %}{% set rules = false %}{% set turns = messages %}{% endif %}
+{%- if rules %}{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + rules + '<|END_OF_TURN_TOKEN|>' }}{% endif %}
+{%- for m in turns %}
+{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- if m['role'] == 'user' %}{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + m['content'].strip() }}
+{%- elif m['role'] == 'assistant' %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' + m['content'].strip() }}{% endif %}
+{{- '<|END_OF_TURN_TOKEN|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"""
+
+_COHERE_2 = """\
+{{- bos_token }}{% set ns = namespace(rules=false, asks=true) %}
+{%- for m in messages %}{% if m['role']|lower == 'system' %}{% set ns.rules = m['content'] %}{% break %}{% endif %}
+{%- endfor %}
+{{- '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|># Preamble' + ('\n' + ns.rules if ns.rules else '') }}
+{{- '<|END_OF_TURN_TOKEN|>' }}
+{%- for m in messages %}{% set role = m['role']|lower %}
+{%- if role == 'system' and m['content'] == ns.rules %}{% continue %}{% endif %}
+{%- if role in ('user', 'assistant') %}
+{%- if (role == 'user') != ns.asks %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- set ns.asks = role != 'user' %}{% endif %}
+{{- '<|START_OF_TURN_TOKEN|>' }}
+{%- if role == 'user' %}{{ '<|USER_TOKEN|>' + m['content'] }}
+{%- elif role == 'assistant' %}{{ '<|CHATBOT_TOKEN|><|START_RESPONSE|>' + m['content'] + '<|END_RESPONSE|>' }}
+{%- elif role == 'system' %}{{ '<|SYSTEM_TOKEN|>' + m['content'] }}{% endif %}
+{{- '<|END_OF_TURN_TOKEN|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' }}{% endif %}"""
+
 
 def _with_bars(text: str) -> str:
     """Return the text with DeepSeek's marks: their bars and spaces are other characters."""
@@ -347,6 +381,27 @@ _DEEPSEEK_MARKS: dict[str, Any] = {
         "<|tool_calls_end|>"
     ),
 }
+_GEMMA_MARKS: dict[str, Any] = {
+    "special": ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+    "plain": (),
+    "bos": "<bos>",
+    "eos": "<eos>",
+    "stops": ("<eos>", "<end_of_turn>"),
+    "call": "```tool_code\n{name}(x={x})\n```",
+    "end": "<end_of_turn>",
+}
+_COHERE_MARKS: dict[str, Any] = {
+    "special": tuple(
+        f"<{name}>"
+        for name in (
+            *("BOS_TOKEN", "|START_OF_TURN_TOKEN|", "|END_OF_TURN_TOKEN|", "|USER_TOKEN|", "|CHATBOT_TOKEN|"),
+            *("|SYSTEM_TOKEN|", "|START_RESPONSE|", "|END_RESPONSE|"),
+        )
+    ),
+    "plain": (),
+    "bos": "<BOS_TOKEN>",
+    "eos": "<|END_OF_TURN_TOKEN|>",
+}
 _LLAMA_MARKS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>")
 _MISTRAL_MARKS = ("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]")
 _GPT_OSS_MARKS = ("<|endoftext|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
@@ -384,15 +439,10 @@ FAMILIES: dict[str, ModelFamily] = {
         call='[TOOL_CALLS][{{"name": "{name}", "arguments": {arguments}, "id": "abcdef012"}}]',
         end="</s>",
     ),
-    "Gemma-3": ModelFamily(
-        template=_GEMMA,
-        special=("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
-        plain=(),
-        bos="<bos>",
-        eos="<eos>",
-        stops=("<eos>", "<end_of_turn>"),
-        end="<end_of_turn>",
-    ),
+    "Gemma-2": ModelFamily(template=_GEMMA_2, **_GEMMA_MARKS),
+    "Gemma-3": ModelFamily(template=_GEMMA, **_GEMMA_MARKS),
+    "Aya Expanse": ModelFamily(template=_COHERE, end="<|END_OF_TURN_TOKEN|>", **_COHERE_MARKS),
+    "Tiny Aya": ModelFamily(template=_COHERE_2, end="<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", **_COHERE_MARKS),
     "DeepSeek-V3": ModelFamily(
         template="{%- set opening = '' %}{% set drops_thoughts = false %}" + _DEEPSEEK, **_DEEPSEEK_MARKS
     ),

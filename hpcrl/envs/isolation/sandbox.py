@@ -5,7 +5,6 @@
     wrap_command         the command line that runs a command in a sandbox
     wrap_with_disks      the command line that runs a command with disks of a fixed size, which end with it
     list_readable_paths  paths that Python and hpcrl need inside
-    list_answer_files    files of hpcrl with the answers of its example, which no program is shown
     find_disk_problem, find_task_problem  why the kernel does not limit the disk, or the tasks, of a sandbox as a whole
     SandboxSpec          the content of one sandbox
     SandboxChoice, SandboxKind, SYSTEM_DIRS, SYSTEM_FILES, PROBE_TIMEOUT_S  types and constants
@@ -123,21 +122,6 @@ def list_readable_paths(*more: str) -> tuple[str, ...]:
     places = [sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages(), str(package)]
     places += [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
     return tuple(dict.fromkeys(str(Path(place)) for place in [*places, *more] if Path(place).exists()))
-
-
-def list_answer_files(shown: Sequence[str]) -> tuple[str, ...]:
-    """Return the files with the answers of the shipped example, and the history of a checkout, as far as `shown`."""
-    package = Path(__file__).resolve().parents[2]
-    examples = package / "envs" / "examples"
-    files = [examples / "repositories.py", *examples.glob("__pycache__/repositories.*"), package.parent / ".git"]
-    places = [(Path(place), Path(place).resolve()) for place in shown]
-    found = [
-        str(place / file.relative_to(real))
-        for file in files
-        for place, real in places
-        if file.exists() and file.is_relative_to(real)
-    ]
-    return tuple(dict.fromkeys(found))
 
 
 def _build_bubblewrap_args(spec: SandboxSpec) -> list[str]:

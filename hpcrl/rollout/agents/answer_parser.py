@@ -3,6 +3,7 @@
 AnswerParser    the parsers of a model: makes a reader for each answer
 VllmToolParser, VllmReasoningParser  parsers of vLLM, which read an answer once it is whole
 choose_parsers  the names of the parsers, by the chat template, unless the recipe names them
+add_call_form   a chat template with the form of calls that the chosen parser reads
 find_mark_texts  the special tokens that parsers must see
 make_answer_reader  a reader that only finds thoughts, for answers to environments
 
@@ -12,9 +13,11 @@ The marks that a template writes are those that its model generates, by which fa
 import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Self
+
+import msgspec
 
 from hpcrl.config.recipe import AUTO_PARSER, VLLM_PARSER_PREFIX, EngineConfig
 from hpcrl.engines.base import Completion
@@ -23,7 +26,7 @@ from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents.reasoning_parsers import MAX_HEADER_CHARS, REASONING_PARSERS, ReasoningParser
 from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ModelCall
-from hpcrl.rollout.agents.tool_families import CALL_BEGIN, GEMMA_CALLS, TOOL_PARSERS
+from hpcrl.rollout.agents.tool_families import CALL_BEGIN, CALL_FORMS, GEMMA_CALLS, TOOL_PARSERS
 from hpcrl.rollout.agents.tool_parsers import (
     AnswerPiece,
     ContentText,
@@ -79,6 +82,12 @@ def choose_parsers(template: str, engine: EngineConfig) -> ParserChoice:
     tool, tool_reason = _choose(engine.tool_parser, template, TOOL_MARKS, default=DEFAULT_TOOL_PARSER)
     reasoning, reasoning_reason = _choose(engine.reasoning_parser, template, REASONING_MARKS, default="none")
     return ParserChoice(tool, reasoning, f"tool calls by {tool_reason}, thoughts by {reasoning_reason}")
+
+
+def add_call_form(template: ChatTemplate, engine: EngineConfig) -> ChatTemplate:
+    """Return the template with the form in which its model writes calls, where that is known."""
+    call_form = CALL_FORMS.get(choose_parsers(template.text, engine).tool_parser)
+    return replace(template, form=msgspec.structs.replace(template.form, call_form=call_form))
 
 
 def _choose(name: str, template: str, marks: tuple[tuple[str, str], ...], *, default: str) -> tuple[str, str]:

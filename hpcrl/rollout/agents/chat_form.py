@@ -32,6 +32,7 @@ from hpcrl.rollout.agents.requests import (
     normalise_message,
     parse_body,
     refuse_fields,
+    split_tools,
 )
 from hpcrl.rollout.agents.tool_parsers import ContentText, ReasoningText
 
@@ -197,7 +198,8 @@ class ChatForm:
 def _make_call(request: ChatRequest, messages: list[JsonObject], *, ignored: tuple[str, ...]) -> ModelCall:
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs = true", param="top_logprobs", code="invalid_value")
-    tools, must_call = _read_tools(request)
+    given, left_out = split_tools(request.tools, known=("function",))
+    tools, must_call = _read_tools(request, given)
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
@@ -216,14 +218,14 @@ def _make_call(request: ChatRequest, messages: list[JsonObject], *, ignored: tup
         stop_token_ids=tuple(request.stop_token_ids or ()),
         top_logprobs=request.top_logprobs or 0,
         stream=bool(request.stream),
-        ignored_fields=ignored,
+        ignored_fields=(*ignored, *left_out),
     )
 
 
-def _read_tools(request: ChatRequest) -> tuple[list[JsonObject] | None, tuple[str, ...]]:
+def _read_tools(request: ChatRequest, given: Sequence[JsonObject]) -> tuple[list[JsonObject] | None, tuple[str, ...]]:
     """Return the tools that the model sees, and those of which it must call one."""
     choice = request.tool_choice if request.functions is None else request.function_call
-    tools = [make_tool(tool.get("function"), place="tools") for tool in request.tools or []]
+    tools = [make_tool(tool.get("function"), place="tools") for tool in given]
     tools += [make_tool(function, place="functions") for function in request.functions or []]
     match choice:
         case None | "auto":

@@ -7,7 +7,7 @@ encode_error         an error in this form
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -28,11 +28,15 @@ from hpcrl.rollout.agents.requests import (
     parse_body,
     read_call,
     read_text,
+    read_thought,
+    split_tools,
 )
 from hpcrl.rollout.agents.tool_parsers import ContentText, ReasoningText
 
 IGNORED_FIELDS = frozenset({"metadata", "service_tier", "container", "inference_geo", "cache_control", "speed"})
 """Fields that programs may send and that change no answer here."""
+_READ_BLOCKS = ("image", "document", "search_result")
+"""Blocks of an answer that are read or refused; others come from a provider's tools and are left out."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 _ERROR_KINDS = {
     401: "authentication_error",
@@ -80,8 +84,9 @@ class MessagesForm:
 
     def __init__(self, body: bytes, *, memory: MessageMemory) -> None:
         request, sent = parse_body(body, MessagesRequest)
-        ignored = list_unknown_fields(sent, known=IGNORED_FIELDS)
-        self.call = _make_call(request, read_conversation(request, memory), ignored=ignored)
+        messages, left_out = read_conversation(request, memory)
+        ignored = (*list_unknown_fields(sent, known=IGNORED_FIELDS), *left_out)
+        self.call = _make_call(request, messages, ignored=ignored)
         self._shows_reasoning = (request.thinking or {}).get("type") in ("enabled", "adaptive")
         self._header = {"id": make_id("msg_"), "type": "message", "role": "assistant", "model": request.model}
         self._block: type[ModelPiece] | None = None
@@ -185,7 +190,8 @@ def encode_error(error: ApiError) -> JsonObject:
 
 
 def _make_call(request: MessagesRequest, messages: list[JsonObject], *, ignored: tuple[str, ...]) -> ModelCall:
-    tools, must_call = _read_tools(request)
+    given, left_out = split_tools(request.tools, known=("custom",))
+    tools, must_call = _read_tools(request, given)
     config, choice = request.output_config or OutputConfig(), request.tool_choice or {}
     kwargs = dict(request.chat_template_kwargs or {})
     if config.effort is not None:
@@ -202,13 +208,15 @@ def _make_call(request: MessagesRequest, messages: list[JsonObject], *, ignored:
         sampling=SamplingFields(temperature=request.temperature, top_p=request.top_p, top_k=request.top_k),
         stops=tuple(text for text in request.stop_sequences or () if text),
         stream=bool(request.stream),
-        ignored_fields=ignored,
+        ignored_fields=(*ignored, *left_out),
     )
 
 
-def _read_tools(request: MessagesRequest) -> tuple[list[JsonObject] | None, tuple[str, ...]]:
+def _read_tools(
+    request: MessagesRequest, given: Sequence[JsonObject]
+) -> tuple[list[JsonObject] | None, tuple[str, ...]]:
     """Return the tools that the model sees, and those of which it must call one."""
-    tools = [_read_tool(tool) for tool in request.tools or []]
+    tools = [_read_tool(tool) for tool in given]
     match request.tool_choice:
         case None | {"type": "auto"}:
             return choose_tools(tools, "auto")
@@ -223,9 +231,6 @@ def _read_tools(request: MessagesRequest) -> tuple[list[JsonObject] | None, tupl
 
 
 def _read_tool(tool: JsonObject) -> JsonObject:
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
-        raise ApiError(400, f"tools has one of type {kind!r}: only tools of the program can be called", param="tools")
     function = {
         "name": tool.get("name"),
         "description": tool.get("description"),
@@ -234,30 +239,38 @@ def _read_tool(tool: JsonObject) -> JsonObject:
     return make_tool(function, place="tools")
 
 
-def read_conversation(request: MessagesRequest, memory: MessageMemory) -> list[JsonObject]:
-    """Return the messages in the internal form."""
+class TranslatedMessage(NamedTuple):
+    """A message in the internal form, in which each tool result is a message, and the kinds of what is left out."""
+
+    messages: Sequence[JsonObject]
+    left_out: Sequence[str] = ()
+
+
+def read_conversation(request: MessagesRequest, memory: MessageMemory) -> tuple[list[JsonObject], tuple[str, ...]]:
+    """Return the messages in the internal form, and the kinds of blocks that are left out of them."""
     messages: list[JsonObject] = []
+    left_out: dict[str, None] = {}
     if request.system:
         messages.append({"role": "system", "content": _read_system(request.system)})
     for read in memory.read(request.messages, _read_message):
-        messages += read
+        messages += read.messages
+        left_out |= dict.fromkeys(read.left_out)
     if messages[-1]["role"] == "assistant":
         why = "the last message is the assistant's: this model does not continue an answer"
         raise ApiError(400, why, param="messages")
-    return messages
+    return messages, tuple(left_out)
 
 
-def _read_message(message: JsonObject, place: str) -> list[JsonObject]:
-    """Return what a message is in the internal form: each tool result is one message."""
+def _read_message(message: JsonObject, place: str) -> TranslatedMessage:
     role, content = message.get("role"), message.get("content")
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     match role:
         case "user":
-            return list(_read_user_blocks(blocks, place=place))
+            return TranslatedMessage(list(_read_user_blocks(blocks, place=place)))
         case "assistant":
-            return [_read_answer_blocks(blocks, place=place)]
+            return _read_answer_blocks(blocks, place=place)
         case "system":
-            return [{"role": "system", "content": read_text(content, place=place)}]
+            return TranslatedMessage([{"role": "system", "content": read_text(content, place=place)}])
     raise ApiError(400, f"{place}.role is {role!r}: it must be user or assistant", param="messages")
 
 
@@ -284,23 +297,24 @@ def _read_user_blocks(blocks: Sequence[Any], *, place: str) -> Iterator[JsonObje
         yield {"role": "user", "content": "".join(texts)}
 
 
-def _read_answer_blocks(blocks: Sequence[Any], *, place: str) -> JsonObject:
+def _read_answer_blocks(blocks: Sequence[Any], *, place: str) -> TranslatedMessage:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[JsonObject] = []
+    left_out: list[str] = []
     for block in blocks:
         match block:
-            case {"type": "thinking", "thinking": str(thought)}:
-                thoughts.append(thought)
-            case {"type": "redacted_thinking"}:
-                pass
+            case {"type": "thinking" | "redacted_thinking"}:
+                thoughts.append(read_thought(block, place=place))
             case {"type": "tool_use"}:
                 calls.append(read_call(block.get("name"), block.get("input"), call_id=block.get("id"), place=place))
+            case {"type": str(kind)} if kind not in _READ_BLOCKS and "text" not in block:
+                left_out.append(f"blocks of type {kind}")
             case _:
                 texts.append(read_text([block], place=place))
     message: JsonObject = {"role": "assistant", "content": "".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
+    if thought := "".join(thoughts):
+        message["reasoning_content"] = thought
     if calls:
         message["tool_calls"] = calls
-    return message
+    return TranslatedMessage([message], left_out)

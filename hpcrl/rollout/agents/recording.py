@@ -299,6 +299,8 @@ class ConversationRecording:
         """Return the prompt that continues a turn, or None if the template renders that turn differently."""
         assert turn.answer is not None, "it was found by its answer"
         generated, prompt = turn.completion.token_ids, turn.prompt
+        if not self._template.keeps_stop(generated):
+            return None
         has_same_variables = prompt.has_variables(tools, template_kwargs)
         if has_same_variables:
             tools, template_kwargs = prompt.tools, prompt.template_kwargs  # they are stored once

@@ -8,7 +8,9 @@ list_unknown_fields   the names in a body that a form does not have
 refuse_fields         refuses the fields that this model cannot obey
 normalise_message     a message as a chat template needs it
 read_text             the text of a content, given as text or as parts
+read_thought          the text of a part that is a thought
 read_call             one tool call in that form
+split_tools           the program's own tools, and those of a provider, which are left out
 choose_tools          the tools that may be called, and those of which one must be
 ApiError              an error with its status; each form of API has its own body for it
 """
@@ -113,7 +115,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     stream: bool = False
     ignored_fields: tuple[str, ...] = ()
-    """The fields of the request that no form of the API here has."""
+    """The fields of the request, and the kinds of its tools and items, that no form of the API here has."""
 
     @property
     def is_unheld_to_one(self) -> bool:
@@ -243,7 +245,7 @@ def refuse_fields(sent: SentFields, names: Collection[str]) -> None:
 # ---- messages
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_PART_TEXTS = ("text", "refusal")
+_THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
 
 
 def normalise_message(message: JsonObject, place: str) -> JsonObject:
@@ -252,11 +254,25 @@ def normalise_message(message: JsonObject, place: str) -> JsonObject:
     if role not in _ROLES:
         raise ApiError(400, f"{place}.role is {role!r}: it must be one of {', '.join(_ROLES)}", param="messages")
     content = message.get("content")
+    thoughts: list[Any] = []
+    if role == "assistant" and isinstance(content, list):
+        thoughts = [part for part in content if isinstance(part, Mapping) and part.get("type") in _THOUGHT_PARTS]
+        content = [part for part in content if part not in thoughts]
     plain: JsonObject = {"role": "tool" if role == "function" else role, "content": read_text(content, place=place)}
+    if thought := "".join(read_thought(part, place=place) for part in thoughts):
+        plain["reasoning_content"] = thought
     if role == "assistant":
         plain |= _normalise_answer(message, place=place)
     plain |= {name: str(message[name]) for name in ("name", "tool_call_id") if message.get(name) is not None}
     return plain
+
+
+def read_thought(part: Mapping[str, Any], *, place: str) -> str:
+    """Return the text of a part that is a thought of the model; one that is encrypted has none."""
+    given = next(
+        (part[name] for name in ("thinking", "reasoning", "text", "content", "summary") if part.get(name)), None
+    )
+    return read_text(given, place=place)
 
 
 def _normalise_answer(message: JsonObject, *, place: str) -> JsonObject:
@@ -285,15 +301,21 @@ def read_text(content: Any, *, place: str) -> str:
 
 
 def _read_part(part: Any, *, place: str) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping):
-        for name in _PART_TEXTS:
-            if isinstance(text := part.get(name), str):
-                return text
+    match part:
+        case str(text) | {"text": str(text)} | {"refusal": str(text)}:
+            return text
+        case {"type": "search_result"}:
+            return _join_document(part.get("title"), part.get("source"), read_text(part.get("content"), place=place))
+        case {"type": "document", "source": {"type": "text", "data": str(text)} | {"type": "content", "content": text}}:
+            return _join_document(part.get("title"), part.get("context"), read_text(text, place=place))
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     why = f"{place}.content has a part of type {kind!r}: this model reads text"
     raise ApiError(400, why, param=place.partition("[")[0], code="invalid_value")
+
+
+def _join_document(*texts: Any) -> str:
+    """Return a document after its title and the like; an empty line separates it from what follows."""
+    return "".join(f"{text}\n\n" for text in texts if isinstance(text, str) and text)
 
 
 def _normalise_call(call: Any, *, place: str) -> JsonObject:
@@ -318,6 +340,20 @@ def read_call(name: Any, arguments: Any, *, call_id: Any, place: str) -> JsonObj
 # ---- tools
 
 ToolMode = Literal["auto", "none", "required"]
+
+
+def split_tools(
+    tools: Sequence[JsonObject] | None, *, known: Collection[str]
+) -> tuple[list[JsonObject], tuple[str, ...]]:
+    """Return the tools of the program, of these types, and what the others are called: a provider would run them."""
+    kept, others = [], []
+    for tool in tools or ():
+        kind = tool.get("type")
+        if isinstance(kind, str) and kind not in known:
+            others.append(f"tools of type {kind}")
+        else:
+            kept.append(tool)
+    return kept, tuple(others)
 
 
 def choose_tools(

@@ -11,16 +11,27 @@ from hpcrl.rollout.agents.answers import ModelPiece, NamedCall, make_id
 from hpcrl.rollout.agents.requests import ApiError, JsonObject, normalise_message, read_call, read_text
 from hpcrl.rollout.agents.tool_parsers import ContentText, ReasoningText
 
+_NEEDED_KINDS = ("message", "image", "audio", "input_file", "computer_call_output")
+"""Words in the kinds of items without which a conversation would mean something else."""
 
-def read_items(items: Sequence[JsonObject], *, known: Mapping[str, JsonObject]) -> list[JsonObject]:
-    """Return the messages that the items stand for; an item may be a reference to one of the known ones."""
+
+def read_items(
+    items: Sequence[JsonObject], *, known: Mapping[str, JsonObject]
+) -> tuple[list[JsonObject], tuple[str, ...]]:
+    """Return the messages that the items stand for, and the kinds of those that are left out.
+
+    An item may be a reference to one of the known ones.
+    """
     messages: list[JsonObject] = []
+    left_out: dict[str, None] = {}
     answer: JsonObject | None = None
     for index, given in enumerate(items):
         place = f"input[{index}]"
         item = _resolve_item(given, known=known, place=place)
         part = _read_model_item(item, place=place)
-        if part is None:
+        if part is None and _is_left_out(item):
+            left_out[f"items of type {item['type']}"] = None
+        elif part is None:
             answer = None
             messages.append(_read_other_item(item, place=place))
         elif answer is None or (part.get("content") and answer["content"] and "tool_calls" not in answer):
@@ -29,7 +40,17 @@ def read_items(items: Sequence[JsonObject], *, known: Mapping[str, JsonObject]) 
         else:
             for name, value in part.items():
                 answer[name] = answer[name] + value if name in answer else value
-    return messages
+    return messages, tuple(left_out)
+
+
+def _is_left_out(item: JsonObject) -> bool:
+    """Return whether an item is of a provider's tools, or of a kind that is not known, and can be missed."""
+    match item:
+        case {"role": str()} | {"type": "function_call_output" | "custom_tool_call_output"}:
+            return False
+        case {"type": str(kind)}:
+            return not any(word in kind for word in _NEEDED_KINDS)
+    return False
 
 
 def _resolve_item(item: JsonObject, *, known: Mapping[str, JsonObject], place: str) -> JsonObject:
@@ -50,6 +71,9 @@ def _read_model_item(item: JsonObject, *, place: str) -> JsonObject | None:
         case {"type": "function_call"}:
             call = read_call(item.get("name"), item.get("arguments"), call_id=item.get("call_id"), place=place)
             return {"tool_calls": [call]}
+        case {"type": "custom_tool_call"}:
+            arguments = {"input": item.get("input")}
+            return {"tool_calls": [read_call(item.get("name"), arguments, call_id=item.get("call_id"), place=place)]}
         case {"role": "assistant"}:
             return {"content": read_text(item.get("content"), place=place)}
     return None
@@ -57,10 +81,10 @@ def _read_model_item(item: JsonObject, *, place: str) -> JsonObject | None:
 
 def _read_other_item(item: JsonObject, *, place: str) -> JsonObject:
     match item:
-        case {"type": "function_call_output"}:
+        case {"type": "function_call_output" | "custom_tool_call_output"}:
             result = read_text(item.get("output"), place=place)
             return {"role": "tool", "content": result, "tool_call_id": str(item.get("call_id", ""))}
-        case {"role": str(), "type": "message"} | {"role": str()}:
+        case {"role": str()}:
             return normalise_message({"role": item["role"], "content": item.get("content")}, place)
     why = f"{place} has the type {item.get('type')!r}: this model reads messages, reasoning and function calls"
     raise ApiError(400, why, param="input", code="invalid_value")

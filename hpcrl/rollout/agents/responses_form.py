@@ -29,6 +29,7 @@ from hpcrl.rollout.agents.requests import (
     make_tool,
     parse_body,
     refuse_fields,
+    split_tools,
 )
 from hpcrl.rollout.agents.response_items import OutputItems, read_items
 from hpcrl.rollout.agents.tool_parsers import ContentText
@@ -95,8 +96,9 @@ class ResponsesForm:
         request, sent = parse_body(body, ResponsesRequest)
         refuse_fields(sent, REFUSED_FIELDS)
         self._request, self._memory = request, memory
-        self._messages = _read_conversation(request, memory)
-        self.call = _make_call(request, self._messages, ignored=list_unknown_fields(sent, known=_KNOWN_FIELDS))
+        self._messages, left_out = _read_conversation(request, memory)
+        ignored = (*list_unknown_fields(sent, known=_KNOWN_FIELDS), *left_out)
+        self.call = _make_call(request, self._messages, ignored=ignored)
         self._entries = LogprobEntries(template) if _LOGPROBS in (request.include or ()) else None
         self._id = make_id("resp_")
         self._created_at = int(time.time())
@@ -170,8 +172,8 @@ class ResponsesForm:
         }
 
 
-def _read_conversation(request: ResponsesRequest, memory: ResponseMemory) -> list[JsonObject]:
-    """Return the messages of the request and of the response that it continues."""
+def _read_conversation(request: ResponsesRequest, memory: ResponseMemory) -> tuple[list[JsonObject], tuple[str, ...]]:
+    """Return the messages of the request and of the response that it continues, and what is left out of them."""
     before: list[JsonObject] = []
     if (name := request.previous_response_id) is not None:
         if name not in memory.conversations:
@@ -179,12 +181,13 @@ def _read_conversation(request: ResponsesRequest, memory: ResponseMemory) -> lis
             raise ApiError(400, why, param="previous_response_id", code="previous_response_not_found")
         before = memory.conversations[name]
     if isinstance(request.input, str):
-        return [*before, {"role": "user", "content": request.input}]
+        return [*before, {"role": "user", "content": request.input}], ()
     items = memory.sent.read(request.input or (), _take_item, name="input")
-    messages = [*before, *read_items(items, known=memory.items)]
+    new, left_out = read_items(items, known=memory.items)
+    messages = [*before, *new]
     if not messages:
         raise ApiError(400, "input is missing: give a text or items", param="input", code="invalid_value")
-    return messages
+    return messages, left_out
 
 
 def _take_item(item: JsonObject, _: str) -> JsonObject:
@@ -192,7 +195,8 @@ def _take_item(item: JsonObject, _: str) -> JsonObject:
 
 
 def _make_call(request: ResponsesRequest, messages: list[JsonObject], *, ignored: tuple[str, ...]) -> ModelCall:
-    tools, must_call = _read_tools(request)
+    given, left_out = split_tools(request.tools, known=("function",))
+    tools, must_call = _read_tools(request, given)
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning is not None and request.reasoning.effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning.effort)
@@ -209,13 +213,15 @@ def _make_call(request: ResponsesRequest, messages: list[JsonObject], *, ignored
         sampling=SamplingFields(temperature=request.temperature, top_p=request.top_p),
         top_logprobs=request.top_logprobs or 0,
         stream=bool(request.stream),
-        ignored_fields=ignored,
+        ignored_fields=(*ignored, *left_out),
     )
 
 
-def _read_tools(request: ResponsesRequest) -> tuple[list[JsonObject] | None, tuple[str, ...]]:
+def _read_tools(
+    request: ResponsesRequest, given: Sequence[JsonObject]
+) -> tuple[list[JsonObject] | None, tuple[str, ...]]:
     """Return the tools that the model sees, and those of which it must call one."""
-    tools = [_read_tool(tool) for tool in request.tools or []]
+    tools = [_read_tool(tool) for tool in given]
     match request.tool_choice:
         case None | "auto":
             return choose_tools(tools, "auto")
@@ -230,9 +236,6 @@ def _read_tools(request: ResponsesRequest) -> tuple[list[JsonObject] | None, tup
 
 
 def _read_tool(tool: JsonObject) -> JsonObject:
-    if tool.get("type") != "function":
-        why = f"tools has one of type {tool.get('type')!r}: only functions of the program can be called"
-        raise ApiError(400, why, param="tools", code="invalid_value")
     function: Any = {name: tool.get(name) for name in ("name", "description", "parameters", "strict")}
     return make_tool(function, place="tools")
 

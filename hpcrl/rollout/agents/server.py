@@ -15,12 +15,13 @@ ends its request in the engine. Every error has the form of the API that was cal
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import math
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -33,6 +34,7 @@ from hpcrl.engines.structure import check_structure, relax_structure
 from hpcrl.envs.base import ModelAccess
 from hpcrl.errors import ConfigError, EngineAnswerError, EngineError
 from hpcrl.models.chat_template import ChatTemplate
+from hpcrl.models.message_form import MessageForm
 from hpcrl.rollout.agents import messages_form
 from hpcrl.rollout.agents.answer_parser import AnswerParser, find_mark_texts
 from hpcrl.rollout.agents.answers import AnswerForm, ModelAnswer, encode_event
@@ -75,6 +77,9 @@ class RunWork(Protocol):
 ReportNotice = Callable[[ProgramSession, str], None]
 """Report what a program sends and what becomes of it, a phrase; it may be called for each request."""
 TOOLS_NOTICE = "tools, which the chat template leaves out: they are described in the system message"
+CALLS_NOTICE = "tool calls or results, which the chat template leaves out: they are written as text"
+NEIGHBOURS_NOTICE = "messages of one role in a row, which the chat template refuses: they are joined"
+LAST_ANSWER_NOTICE = "the model's message as the last one: it is not continued, another follows it"
 ONE_CALL_NOTICE = "parallel_tool_calls = false where no call is required: an answer may have several calls all the same"
 
 
@@ -228,10 +233,8 @@ class ModelProxy:
             number = session.admit()
             for name in session.note_ignored_fields(form.call.ignored_fields):
                 self._report(session, f"{name!r}, which is not known here: it is ignored")
-            if form.call.tools and not self.template.form.has_tools:
-                self._report(session, TOOLS_NOTICE)
-            if form.call.is_unheld_to_one:
-                self._report(session, ONE_CALL_NOTICE)
+            for notice in _list_notices(form.call, self.template.form):
+                self._report(session, notice)
             session.check_length(form.call.count_tokens_at_least(longest_token=self._longest_token))
             prompt = await run(partial(_make_prompt, session, form.call))
         call = CompletionCall(
@@ -365,6 +368,22 @@ class ModelProxy:
 
 async def _run_here(work: Callable[[], T]) -> T:
     return work()
+
+
+def _list_notices(call: ModelCall, form: MessageForm) -> Iterator[str]:
+    """Yield what is not done as the request asks."""
+    if call.tools and not form.has_tools:
+        yield TOOLS_NOTICE
+    if not (form.has_calls and form.has_results) and any(message["role"] == "tool" for message in call.messages):
+        yield CALLS_NOTICE
+    if form.alternates:
+        pairs = itertools.pairwise(message["role"] for message in call.messages)
+        if any(one == other != "tool" for one, other in pairs):
+            yield NEIGHBOURS_NOTICE
+    if call.messages and call.messages[-1]["role"] == "assistant":
+        yield LAST_ANSWER_NOTICE
+    if call.is_unheld_to_one:
+        yield ONE_CALL_NOTICE
 
 
 def _make_prompt(session: ProgramSession, call: ModelCall) -> TurnPrompt:

@@ -29,6 +29,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpcrl.models.call_form import PLAIN_CALL, CallForm
 from hpcrl.rollout.agents.tool_parsers import (
     AnswerPiece,
     BlockParser,
@@ -572,21 +573,20 @@ TOOL_PARSERS: Mapping[str, ToolParser] = {
     "none": TextParser(),
 }
 
-CALL_FORMS: Mapping[str, str] = {
-    "hermes": '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
-    "qwen3-coder": "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>",
-    "glm": "<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
-    "deepseek": f"{_DEEPSEEK_FRAMES[0]}{CALL_BEGIN}NAME{_CALL_SEPARATOR}ARGUMENTS{_CALL_END}{_DEEPSEEK_FRAMES[1]}",
-    "mistral": '[TOOL_CALLS][{"name": "NAME", "arguments": ARGUMENTS}]',
-    "gpt-oss": "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
-    "llama": '{"name": "NAME", "parameters": ARGUMENTS}',
-    "pythonic": "[NAME(KEY=VALUE)]",
-    "gemma": "```tool_code\nNAME(KEY=VALUE)\n```",
-    "phi": '<|tool_call|>[{"name": "NAME", "arguments": ARGUMENTS}]<|/tool_call|>',
+CALL_FORMS: Mapping[str, CallForm] = {
+    "hermes": PLAIN_CALL,
+    "qwen3-coder": CallForm(
+        "<tool_call>\n<function=NAME>\n", "<parameter=KEY>\nVALUE\n</parameter>\n", "</function>\n</tool_call>"
+    ),
+    "glm": CallForm("<tool_call>NAME\n", "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n", "</tool_call>"),
+    "deepseek": CallForm(
+        f"{_DEEPSEEK_FRAMES[0]}{CALL_BEGIN}NAME{_CALL_SEPARATOR}", after=_CALL_END + _DEEPSEEK_FRAMES[1]
+    ),
+    "mistral": CallForm('[TOOL_CALLS][{"name": "NAME", "arguments": ', after="}]"),
+    "gpt-oss": CallForm("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"),
+    "llama": CallForm('{"name": "NAME", "parameters": ', after="}"),
+    "pythonic": CallForm("[NAME(", "KEY=VALUE", ")]", ", ", is_python=True),
+    "gemma": CallForm("```tool_code\nNAME(", "KEY=VALUE", ")\n```", ", ", is_python=True),
+    "phi": CallForm('<|tool_call|>[{"name": "NAME", "arguments": ', after="}]<|/tool_call|>"),
 }
-"""A call as each family writes it; ARGUMENTS is a JSON object."""
-
-
-def find_call_form(parser: ToolParser) -> str:
-    """Return how a call that this parser reads is written; "" for one without a known form."""
-    return next((CALL_FORMS.get(name, "") for name, known in TOOL_PARSERS.items() if known is parser), "")
+"""A call as each family writes it."""

@@ -14,8 +14,9 @@ import pytest
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents import chat_form, messages_form, requests, responses_form, text_form
 from hpcrl.rollout.agents.requests import ApiError, parse_body
-from hpcrl.rollout.agents.server import ONE_CALL_NOTICE
+from hpcrl.rollout.agents.server import CALLS_NOTICE, LAST_ANSWER_NOTICE, NEIGHBOURS_NOTICE, ONE_CALL_NOTICE
 from hpcrl.rollout.episode import EpisodeLimits
+from hpcrl.testing.model_templates import FAMILIES, save_family
 from tests.support.scripted import CALL, QUESTION, TOOLS, opened
 
 LIMITS = EpisodeLimits(max_turns=8, max_new_tokens=256, context_length=4096, max_lag=1)
@@ -467,7 +468,32 @@ BAD_BODIES = {
     ),
     "responses-summary": ("responses", b'{"model": "hpcrl", "input": [{"type": "reasoning", "summary": true}]}'),
     "responses-earlier": ("responses", b'{"model": "hpcrl", "input": "a", "previous_response_id": "resp_1"}'),
-    "responses-hosted": ("responses", b'{"model": "hpcrl", "input": "a", "tools": [{"type": "web_search"}]}'),
+    "responses-role": ("responses", b'{"model": "hpcrl", "input": [{"type": "message", "content": "a"}]}'),
+    "responses-screen": ("responses", b'{"model": "hpcrl", "input": [{"type": "computer_call_output"}]}'),
+    "responses-hosted": (
+        "responses",
+        b'{"model": "hpcrl", "input": "a", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}',
+    ),
+    "responses-allowed": (
+        "responses",
+        b'{"model": "hpcrl", "input": "a", "tools": [{"type": "mcp"}, {"type": "function", "name": "f"}], '
+        b'"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "f"}, {"type": "mcp"}]}}',
+    ),
+    "chat-custom": (
+        "chat/completions",
+        b'{"model": "hpcrl", "messages": [{"role": "user"}], "tools": [{"type": "custom", "custom": {"name": "f"}}], '
+        b'"tool_choice": {"type": "custom", "custom": {"name": "f"}}}',
+    ),
+    "messages-pdf": (
+        "messages",
+        b'{"model": "hpcrl", "max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "document", "source": '
+        b'{"type": "base64", "media_type": "application/pdf", "data": "eA=="}}]}]}',
+    ),
+    "messages-hosted": (
+        "messages",
+        b'{"model": "hpcrl", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}], "tools": [{"type": '
+        b'"bash_20250124", "name": "bash"}], "tool_choice": {"type": "tool", "name": "bash"}}',
+    ),
     "messages-empty": ("messages", b'{"model": "hpcrl", "max_tokens": 9, "messages": []}'),
     "messages-json": ("messages", b"{nonsense"),
     "messages-role": ("messages", b'{"model": "hpcrl", "max_tokens": 9, "messages": [{"role": "king"}]}'),
@@ -484,6 +510,164 @@ BAD_BODIES = {
     "tokenize-none": ("tokenize", b"{}"),
     "detokenize-outside": ("detokenize", b'{"tokens": [100000000]}'),
 }
+
+
+_ASKED = {"role": "user", "content": "Hm?"}
+_FOUND = {"title": "Town", "source": "map", "content": [{"type": "text", "text": "It is small."}]}
+_PAGE = {"title": "Note", "context": "old", "source": {"type": "text", "media_type": "text/plain", "data": "Go left."}}
+_PARTS = {"source": {"type": "content", "content": [{"type": "text", "text": "Go on."}]}}
+_THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "Which?"}]}
+READ = {
+    "responses-tools": (
+        "responses",
+        {"input": "Hm?", "tools": [{"type": "web_search"}, {"type": "mcp"}, {"type": "web_search"}, FLAT_TOOL]},
+        ["add"],
+        ["tools of type web_search", "tools of type mcp"],
+    ),
+    "responses-items": (
+        "responses",
+        {
+            "input": [
+                {"type": "web_search_call", "id": "ws_1"},
+                {"type": "compaction", "encrypted_content": "x"},
+                _ASKED,
+            ]
+        },
+        ["Hm?"],
+        ["items of type web_search_call", "items of type compaction"],
+    ),
+    "responses-custom": (
+        "responses",
+        {
+            "input": [
+                {"type": "custom_tool_call", "name": "sh", "input": "ls", "call_id": "c"},
+                {"type": "custom_tool_call_output", "call_id": "c", "output": "a.txt"},
+            ]
+        },
+        ['"sh"', "ls", "a.txt"],
+        [],
+    ),
+    "chat-tools": (
+        "chat/completions",
+        {"messages": [_ASKED], "tools": [{"type": "custom", "custom": {"name": "f"}}, *TOOLS]},
+        ["add"],
+        ["tools of type custom"],
+    ),
+    "messages-tools": (
+        "messages",
+        {"messages": [_ASKED], "tools": [{"type": "bash_20250124", "name": "bash"}, {"type": "web_search_20250305"}]},
+        ["Hm?"],
+        ["tools of type bash_20250124", "tools of type web_search_20250305"],
+    ),
+    "messages-texts": (
+        "messages",
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "document", **_PAGE},
+                        {"type": "document", **_PARTS},
+                        {"type": "search_result", **_FOUND},
+                        {"type": "text", "text": "Where?"},
+                    ],
+                }
+            ]
+        },
+        ["Note\n\nold\n\nGo left.\n\nGo on.\n\nTown\n\nmap\n\nIt is small.\n\nWhere?"],
+        [],
+    ),
+    "messages-blocks": (
+        "messages",
+        {
+            "messages": [
+                _ASKED,
+                {"role": "assistant", "content": [{"type": "server_tool_use"}, {"type": "text", "text": "Left."}]},
+                _ASKED,
+            ]
+        },
+        ["Left."],
+        ["blocks of type server_tool_use"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_a_model_can_do_without_is_left_out_and_texts_are_read(template, name):
+    path, asked, texts, ignored = READ[name]
+
+    async def body(client):
+        sent = json.dumps({"model": "hpcrl", **asked}).encode()
+        for _ in range(2):
+            status, text = await post_raw(client, path, sent)
+            assert status == 200, text
+        return client.session
+
+    reported = []
+    options = {"report": lambda session, notice: reported.append(notice)}
+    session = on(template, body, "a<eos>", "b<eos>", proxy_options=options)
+    for text in texts:
+        assert text in session.recording.turns[0].prompt.rendered
+    assert session.ignored_fields == ignored
+    assert [notice for notice in reported if "ignored" in notice] == [
+        f"{one!r}, which is not known here: it is ignored" for one in ignored
+    ]
+
+
+@pytest.mark.parametrize("kind", ["thinking", "reasoning", "plain"])
+def test_a_thought_among_the_parts_of_an_answer_is_a_thought(kind):
+    parts = {
+        "thinking": _THOUGHT,
+        "reasoning": {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Which?"}]},
+        "plain": {"type": "thinking", "thinking": "Which?"},
+    }
+    message = {"role": "assistant", "content": [parts[kind], {"type": "text", "text": "Left."}]}
+    read = requests.normalise_message(message, "messages[0]")
+    assert (read["reasoning_content"], read["content"]) == ("Which?", "Left.")
+
+
+@pytest.mark.parametrize("form", ["chat", "responses"])
+def test_an_answer_that_is_sent_as_the_last_message_is_followed_by_another_and_reported(template, form):
+    reported, sent = [], [*QUESTION, {"role": "assistant", "content": "Left."}]
+
+    async def body(client):
+        if form == "chat":
+            await client.chat.completions.create(model="hpcrl", messages=sent)
+        else:
+            await client.responses.create(model="hpcrl", input=sent)
+        return client.session.recording.turns[0].prompt
+
+    options = {"report": lambda session, notice: reported.append(notice)}
+    prompt = on(template, body, "a<eos>", proxy_options=options)
+    assert prompt.rendered == template.render(sent)
+    assert reported == [LAST_ANSWER_NOTICE]
+
+
+@pytest.fixture(scope="module")
+def taking_turns(tmp_path_factory):
+    return load_chat_template(save_family(tmp_path_factory.mktemp("gemma"), FAMILIES["Gemma-3"]))
+
+
+def test_what_is_joined_or_written_as_text_is_reported(taking_turns):
+    reported = []
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    sent = [
+        *(QUESTION * 2),
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "a wall", "tool_call_id": "c"},
+    ]
+
+    async def body(client):
+        await client.chat.completions.create(model="hpcrl", messages=QUESTION)
+        assert reported == []
+        await client.chat.completions.create(model="hpcrl", messages=sent)
+        return client.session.recording.turns[1].prompt.rendered
+
+    options = {"report": lambda session, notice: reported.append(notice)}
+    rendered = on(taking_turns, body, "a<end_of_turn>", "b<end_of_turn>", proxy_options=options)
+    assert '"look"' in rendered
+    assert "a wall" in rendered
+    assert reported == [CALLS_NOTICE, NEIGHBOURS_NOTICE]
 
 
 async def post_raw(client, path, data):

@@ -13,10 +13,10 @@ from hpcrl.envs import check
 from hpcrl.errors import ConfigError
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.roles.program_proxy import choose_parser
-from hpcrl.rollout.agents.answer_parser import AnswerParser, WholeReader, choose_parsers
+from hpcrl.rollout.agents.answer_parser import AnswerParser, WholeReader, add_call_form, choose_parsers
 from hpcrl.rollout.agents.reasoning_parsers import REASONING_PARSERS
 from hpcrl.rollout.agents.server import ModelProxy
-from hpcrl.rollout.agents.tool_families import TOOL_PARSERS
+from hpcrl.rollout.agents.tool_families import CALL_FORMS, TOOL_PARSERS
 from hpcrl.rollout.agents.tool_parsers import parse_answer
 from hpcrl.rollout.episode import EpisodeLimits
 from hpcrl.testing.model_templates import FAMILIES, save_family
@@ -35,12 +35,15 @@ CHOICES = {
     "Qwen3.5, no thinking": ("qwen3-coder", "think"),
     "Llama-3.1, 3.3": ("llama", "none"),
     "Mistral-Small": ("mistral", "none"),
+    "Gemma-2": ("gemma", "none"),
     "Gemma-3": ("gemma", "none"),
+    "Aya Expanse": ("hermes", "none"),  # whose templates write no calls, like that of Phi-4
+    "Tiny Aya": ("hermes", "none"),
     "DeepSeek-V3": ("deepseek", "think"),  # the template of the tests is one for V3 and R1
     "DeepSeek-R1": ("deepseek", "think"),
     "GLM-4.5": ("glm", "think"),
     "gpt-oss": ("gpt-oss", "gpt-oss"),
-    "Phi-4": ("hermes", "none"),  # whose template writes no calls
+    "Phi-4": ("hermes", "none"),
 }
 TOOLS = [
     {
@@ -56,6 +59,16 @@ LIMITS = EpisodeLimits(max_turns=8, max_new_tokens=64, context_length=4096, max_
 def test_the_template_of_a_family_decides_its_parsers(name, parsers):
     choice = choose_parsers(FAMILIES[name].template, EngineConfig())
     assert (choice.tool_parser, choice.reasoning_parser) == parsers
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "form"), [("Gemma-3", {}, "gemma"), ("Phi-4", {"tool_parser": "phi"}, "phi")]
+)
+def test_calls_are_written_in_the_form_that_is_read(tmp_path, name, engine, form):
+    template = add_call_form(load_chat_template(save_family(tmp_path, FAMILIES[name])), EngineConfig(**engine))
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
+    rendered = template.render([*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, *QUESTION])
+    assert CALL_FORMS[form].write("look", {"x": 1}) in rendered
 
 
 def test_the_recipe_overrides_the_template():
@@ -75,15 +88,13 @@ def test_the_names_that_a_recipe_may_give_are_those_of_the_parsers():
     assert set(REASONING_PARSER_NAMES) == set(REASONING_PARSERS)
 
 
-WITHOUT_CALLS = {"Gemma-3", "Phi-4"}
-"""Families whose templates write no calls."""
 WITHOUT_EMPTY_THOUGHTS = {"Qwen3, no thinking"}
 """Families whose prompts end with empty thoughts that the history leaves out: every turn starts a conversation."""
 UNOPENED_THOUGHTS = {"DeepSeek-R1"}
 """Families whose prompts open no thoughts after a tool's result."""
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_CALLS])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_tool_loop_of_a_family_continues_the_recorded_turns(tmp_path, name):
     family = FAMILIES[name]
     later = replace(family, thought="") if name in UNOPENED_THOUGHTS else family
@@ -95,7 +106,7 @@ def test_a_tool_loop_of_a_family_continues_the_recorded_turns(tmp_path, name):
     assert parents == ([None] * 3 if name in WITHOUT_EMPTY_THOUGHTS else [None, *recording.turns[:2]])
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_CALLS])
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_the_length_limit_cut_off_is_content(tmp_path, name, stream):
     family = FAMILIES[name]

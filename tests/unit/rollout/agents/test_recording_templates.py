@@ -1,10 +1,12 @@
 """Recording with the templates of current families: which turns are continued, and that all prompts are exact."""
 
 import statistics
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpcrl.config.recipe import ModelConfig
@@ -12,13 +14,14 @@ from hpcrl.engines.base import Completion
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents.recording import ConversationRecording, RecordedTurn
+from hpcrl.rollout.agents.tool_families import CALL_FORMS
 from hpcrl.testing.model_templates import FAMILIES, save_family
 
 RULES, QUESTION = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Where to?"}
 AGAIN = {"role": "user", "content": "And now?"}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 CALL = {"id": "abcdef012", "type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
-CALLED, TOLD = {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "assistant", "content": "Left."}
+CALLED, ANSWERED = {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "assistant", "content": "Left."}
 RESULT = {"role": "tool", "content": "a wall", "tool_call_id": CALL["id"]}
 CONTINUES = {  # after a tool's result, after the user's next question
     "Qwen2.5": (True, True),
@@ -30,6 +33,11 @@ CONTINUES = {  # after a tool's result, after the user's next question
     "Qwen3.5, no thinking": (True, False),
     "Llama-3.1, 3.3": (True, True),
     "Mistral-Small": (True, False),
+    "Gemma-2": (True, True),
+    "Gemma-3": (True, True),
+    "Aya Expanse": (True, True),
+    "Tiny Aya": (True, True),
+    "Phi-4": (True, True),
     "DeepSeek-V3": (True, True),
     "DeepSeek-R1": (True, False),
     "GLM-4.5": (True, False),
@@ -39,7 +47,9 @@ CONTINUES = {  # after a tool's result, after the user's next question
 
 def load(tmp_path: Path, name: str) -> ChatTemplate:
     config = ModelConfig(chat_template_kwargs=dict(FAMILIES[name].kwargs))
-    return load_chat_template(save_family(tmp_path, FAMILIES[name]), config)
+    template = load_chat_template(save_family(tmp_path, FAMILIES[name]), config)
+    call_form = CALL_FORMS["gemma" if name.startswith("Gemma") else "hermes"]
+    return replace(template, form=msgspec.structs.replace(template.form, call_form=call_form))
 
 
 def record(
@@ -75,9 +85,9 @@ def test_each_prompt_of_a_tool_conversation_is_what_a_server_would_render(tmp_pa
     messages = [RULES, QUESTION]
     first = record(recording, template, messages, family.write_call("look", {"x": 1}), answer=CALLED, tools=TOOLS)
     messages = [*messages, CALLED, RESULT]
-    second = record(recording, template, messages, family.write_answer("Left."), answer=TOLD, tools=TOOLS)
-    third = recording.chat_prompt([*messages, TOLD, AGAIN], tools=TOOLS)
-    wanted = [[RULES, QUESTION], [RULES, QUESTION, CALLED, RESULT], [RULES, QUESTION, CALLED, RESULT, TOLD, AGAIN]]
+    second = record(recording, template, messages, family.write_answer("Left."), answer=ANSWERED, tools=TOOLS)
+    third = recording.chat_prompt([*messages, ANSWERED, AGAIN], tools=TOOLS)
+    wanted = [[RULES, QUESTION], [RULES, QUESTION, CALLED, RESULT], [RULES, QUESTION, CALLED, RESULT, ANSWERED, AGAIN]]
     for prompt, sent in zip((first.prompt, second.prompt, third), wanted, strict=True):
         conversation = sent if prompt.parent is None else [thinking(template, name, message) for message in sent]
         expected = template.encode(template.render(conversation, tools=TOOLS))
@@ -108,11 +118,34 @@ def test_a_newline_that_the_model_chose_does_not_start_a_branch(tmp_path: Path, 
     assert added.count("<|im_end|>") == (1 if said.endswith("<|im_end|>") else 2), added
 
 
+def test_the_history_of_gpt_oss_has_no_token_that_is_only_generated(tmp_path: Path) -> None:
+    """Its template writes <|end|> where the model generated <|return|>, also after an answer without a thought."""
+    template = load(tmp_path, "gpt-oss")
+    recording = ConversationRecording(template)
+    turn = record(recording, template, [QUESTION], "<|channel|>final<|message|>Left.<|return|>", answer=ANSWERED)
+    prompt = recording.chat_prompt([QUESTION, ANSWERED, AGAIN], tools=None)
+    assert turn.completion.token_ids[-1] == template.mark_ids["<|return|>"]
+    assert template.mark_ids["<|return|>"] not in prompt.token_ids()
+    assert prompt.token_ids() == template.encode(template.render([QUESTION, ANSWERED, AGAIN]))
+
+
+@pytest.mark.parametrize("name", ["Gemma-3", "Tiny Aya", "Qwen2.5"])
+def test_another_message_of_the_model_after_its_answer_reaches_the_prompt(tmp_path: Path, name: str) -> None:
+    family, template = FAMILIES[name], load(tmp_path, name)
+    recording = ConversationRecording(template)
+    record(recording, template, [QUESTION], family.write_answer("Left."), answer=ANSWERED)
+    sent = [QUESTION, ANSWERED, {**ANSWERED, "content": "No, right."}]
+    for messages in (sent, [*sent, AGAIN]):
+        prompt = recording.chat_prompt(messages, tools=None)
+        assert prompt.token_ids() == template.encode(template.render(messages))
+        assert "No, right." in template.decode_all(prompt.token_ids())
+
+
 def test_an_answer_that_the_template_trims_is_continued(tmp_path: Path) -> None:
     template = load(tmp_path, "Llama-3.1, 3.3")
     recording = ConversationRecording(template)
-    turn = record(recording, template, [QUESTION], "Left.\n\n<|eot_id|>", answer={**TOLD, "content": "Left.\n\n"})
-    assert recording.chat_prompt([QUESTION, TOLD, AGAIN], tools=None).parent is turn
+    turn = record(recording, template, [QUESTION], "Left.\n\n<|eot_id|>", answer={**ANSWERED, "content": "Left.\n\n"})
+    assert recording.chat_prompt([QUESTION, ANSWERED, AGAIN], tools=None).parent is turn
 
 
 def test_an_answer_with_two_calls_of_llama_is_continued_and_may_be_edited(tmp_path: Path) -> None:
@@ -157,11 +190,11 @@ def test_a_huge_message_is_tokenised_once(tmp_path: Path, monkeypatch: pytest.Mo
     template = load(tmp_path, "Qwen2.5")
     recording = ConversationRecording(template)
     huge = {"role": "user", "content": "a word <|im_end|> and another " * 10_000}
-    turn = record(recording, template, [huge], "Left.<|im_end|>", answer=TOLD)
+    turn = record(recording, template, [huge], "Left.<|im_end|>", answer=ANSWERED)
     encoded: list[str] = []
     encode = ChatTemplate.encode_marks
     monkeypatch.setattr(ChatTemplate, "encode_marks", lambda self, text: [encoded.append(text), encode(self, text)][1])
-    assert recording.chat_prompt([huge, TOLD, AGAIN], tools=None).parent is turn
+    assert recording.chat_prompt([huge, ANSWERED, AGAIN], tools=None).parent is turn
     assert max(map(len, encoded)) < 200
 
 
@@ -176,7 +209,11 @@ def play_long(template: ChatTemplate, name: str, *, tools: Any) -> list[Recorded
         if tools and number % 7 < 5:
             said, answer, new = family.write_call("look", {"x": 1}), CALLED, {**RESULT, "content": f"wall {number}"}
         else:
-            said, answer, new = family.write_answer(f"Left {number}."), {**TOLD, "content": f"Left {number}."}, AGAIN
+            said, answer, new = (
+                family.write_answer(f"Left {number}."),
+                {**ANSWERED, "content": f"Left {number}."},
+                AGAIN,
+            )
         record(recording, template, messages, said, answer=answer, tools=tools)
         messages = [*messages, answer, new]
     return recording.turns
@@ -225,7 +262,7 @@ def test_a_call_renders_no_more_messages_in_a_long_conversation(
             called = thinking(template, name, CALLED)
             record(recording, template, messages, family.write_call("look", {"x": 1}), answer=called, tools=TOOLS)
             messages = [*messages, called, {**RESULT, "content": f"wall {number}"}]
-        told = {**TOLD, "content": f"Left {number}."}
+        told = {**ANSWERED, "content": f"Left {number}."}
         turn = record(recording, template, messages, family.write_answer(f"Left {number}."), answer=told, tools=TOOLS)
         num_rendered.append(sum(sizes))
         messages = [*messages, told, AGAIN]
@@ -292,8 +329,8 @@ def test_what_an_episode_stores_grows_with_its_new_tokens(tmp_path: Path, name: 
     stored: list[int] = []
     for number in range(24):
         messages.append({"role": "user", "content": f"{number} {'a word ' * 50}"})
-        turn = record(recording, template, list(messages), f"{said}Left.<|im_end|>", answer=TOLD)
-        messages.append(TOLD)
+        turn = record(recording, template, list(messages), f"{said}Left.<|im_end|>", answer=ANSWERED)
+        messages.append(ANSWERED)
         if turn.prompt.parent is None:
             assert turn.prompt.token_ids() == template.encode(turn.prompt.rendered)
         stored.append(len(turn.prompt.ids.own) + len(turn.prompt.text.own) + len(turn.prompt.messages.own))

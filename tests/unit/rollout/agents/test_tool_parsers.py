@@ -142,10 +142,12 @@ def test_an_answer_is_read_the_same_character_by_character(family, text, content
 
 @pytest.mark.parametrize("family", CALL_FORMS)
 def test_a_call_in_the_form_that_models_are_given_is_read(family):
-    text = CALL_FORMS[family].replace("ARGUMENTS", '{"x": 1}').replace("NAME", "add").replace("KEY", "x")
-    tool = {"function": {"name": "add", "parameters": {"properties": {"x": {"type": "integer"}}}}}
+    types = {"x": "integer", "text": "string", "deep": "object", "no": "boolean"}
+    tool = {"function": {"name": "add", "parameters": {"properties": {key: {"type": types[key]} for key in types}}}}
     reader, start = TOOL_PARSERS[family].make_reader([tool]), "<|start|>assistant" * (family == "gpt-oss")
-    assert parse_answer(reader, start + text.replace("VALUE", "1")) == ("", "", [ToolCall("add", {"x": 1})])
+    arguments = {"x": 1, "text": 'NAME "KEY" = VALUE, \u00e9', "deep": {"ARGUMENTS": [None]}, "no": False}
+    text = CALL_FORMS[family].write("add", arguments)
+    assert parse_answer(reader, start + text) == ("", "", [ToolCall("add", arguments)])
 
 
 def test_every_family_has_a_form_of_calls_to_describe():
