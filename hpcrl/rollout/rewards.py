@@ -49,6 +49,8 @@ class RewardScore(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     parts: dict[str, float] = {}
     each: list[float] = []
     """The reward of each turn or entry of `token_ids`, if that is its domain's `reward_unit`."""
+    column: bytes = b""
+    """The log-probs that a teacher gave, in place of a reward: a float32 for each entry of `token_ids`."""
     error: str = ""
     """The reason why it gave no reward; empty if it did."""
     is_infrastructure: bool = False

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from hpcrl.envs.judge_access import LOGPROBS_PATH, JudgeAccess, find_judge
 from hpcrl.errors import EngineError
@@ -27,7 +28,7 @@ class TeacherCaller(RewardCaller):
     """A caller whose scores are the log-probs of a trajectory's tokens."""
 
     def read_scores(self, value: Any, trajectories: Sequence[Trajectory]) -> list[RewardScore]:
-        return [RewardScore(each=value) for _ in trajectories]
+        return [RewardScore(column=value.tobytes()) for _ in trajectories]
 
 
 def make_teacher_caller(judge: str) -> TeacherCaller:
@@ -40,17 +41,19 @@ def needs_teacher(facts: TrajectoryFacts) -> bool:
     return facts.status in TRAINABLE
 
 
-async def score_tokens(trajectory: Trajectory, *, judge: str) -> list[float]:
-    """Return a number for each entry of `token_ids`: the log-prob of a trained token, else 0."""
-    access, found = find_judge(judge), np.zeros(len(trajectory))
+async def score_tokens(trajectory: Trajectory, *, judge: str) -> NDArray[np.float32]:
+    """Return the log-prob of each entry of `token_ids` that is trained; NaN for others."""
+    access, found = find_judge(judge), np.full(len(trajectory), np.nan, np.float32)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         for number, span in enumerate(list_spans(trajectory)):
             row = expand_row(trajectory, number)
-            trained = np.flatnonzero(row.loss_mask[1:]) + 1  # the first token of a row is not predicted
+            if row.loss_mask[:1].any():
+                found[span.start] = 0.0  # no step trains it: nothing is before it
+            trained = np.flatnonzero(row.loss_mask[1:]) + 1
             if len(trained):
                 logprobs = await _request_logprobs(session, access, row.token_ids[: trained[-1] + 1].tolist())
                 found[span.start - span.shares + trained] = np.asarray(logprobs)[trained - 1]
-    return list(found.tolist())
+    return found
 
 
 async def _request_logprobs(session: aiohttp.ClientSession, access: JudgeAccess, token_ids: list[int]) -> list[float]:
@@ -73,5 +76,4 @@ def apply_teacher_score(trajectory: Trajectory, score: RewardScore, *, judge: st
         return trajectory
     if score.error:
         return as_fault(msgspec.structs.replace(trajectory, reward=None), f"teacher.judge = {judge!r}: {score.error}")
-    column = np.where(trajectory.loss_mask, np.asarray(score.each, np.float32), np.float32(np.nan))
-    return msgspec.structs.replace(trajectory, teacher_logprobs=column.astype(np.float32))
+    return msgspec.structs.replace(trajectory, teacher_logprobs=np.frombuffer(score.column, np.float32))

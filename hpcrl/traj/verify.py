@@ -60,6 +60,9 @@ def record_error(trajectory: Trajectory, *, is_scored: bool) -> str | None:
         return error
     if not np.isfinite(trajectory.logprobs[trajectory.loss_mask]).all():
         return "has log-probabilities that are not finite numbers"
+    taught = trajectory.teacher_logprobs
+    if taught is not None and trajectory.status in TRAINABLE and not np.isfinite(taught[trajectory.loss_mask]).all():
+        return "has trained tokens without a log-probability of the teacher"
     if is_scored and trajectory.status in TRAINABLE and trajectory.reward is None:
         return "has no reward, though it can be trained on"
     return None

@@ -58,11 +58,11 @@ def compute_directly(model, token_ids):
 
 def test_a_judge_scores_the_trained_tokens_of_every_conversation(tiny_model_dir, host, proxy):
     host.start()
-    found = np.array(asyncio.run(score_tokens(FORKED, judge="grader")))
+    found = asyncio.run(score_tokens(FORKED, judge="grader"))
     model = load_model(tiny_model_dir, device="cpu")
     first, second = (compute_directly(model, expand_row(FORKED, number).token_ids.tolist()) for number in (0, 1))
     np.testing.assert_allclose(found[[3, 4, 7]], [first[2], first[3], second[-1]], atol=1e-5)
-    assert not found[~FORKED.loss_mask].any()
+    assert np.isnan(found[~FORKED.loss_mask]).all()
 
 
 def test_log_probs_do_not_depend_on_the_size_of_passes(tiny_model_dir, monkeypatch):
@@ -108,7 +108,7 @@ def test_a_teacher_that_is_gone_is_waited_for(host, scores):
     host.start()
     answer = receive()
     assert [one and one.error for one in answer.teacher] == ["", None, ""]
-    assert all(value < 0 for value in np.array(answer.teacher[2].each)[FORKED.loss_mask])
+    assert (np.frombuffer(answer.teacher[2].column, np.float32)[FORKED.loss_mask] < 0).all()
 
 
 def test_what_a_teacher_refuses_is_a_fault_and_not_a_zero(host, scores):
@@ -123,11 +123,12 @@ def test_what_a_teacher_refuses_is_a_fault_and_not_a_zero(host, scores):
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_log_probs_of_a_teacher_come_back_from_a_segment_and_are_nan_where_there_are_none(tmp_path, compression):
-    scored = apply_teacher_score(FORKED, RewardScore(each=[0, 0, 0, -1, -2, 0, 0, -3]), judge="grader")
+    column = np.where(FORKED.loss_mask, -np.arange(8), np.nan).astype(np.float32)
+    scored = apply_teacher_score(FORKED, RewardScore(column=column.tobytes()), judge="grader")
     write_segment(tmp_path / "a.h5", [scored, trajectory()], compression=compression)
     found, other = read_segment(tmp_path / "a.h5")
-    np.testing.assert_array_equal(found.teacher_logprobs, [np.nan] * 3 + [-1, -2] + [np.nan] * 2 + [-3])
+    np.testing.assert_array_equal(found.teacher_logprobs, column)
     assert np.isnan(other.teacher_logprobs).all()
-    assert expand_row(found, 1).teacher_logprobs[-1] == -3
+    assert expand_row(found, 1).teacher_logprobs[-1] == -7
     write_segment(tmp_path / "b.h5", [trajectory()], compression=compression)
     assert read_segment(tmp_path / "b.h5")[0].teacher_logprobs is None

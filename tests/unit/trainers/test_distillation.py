@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,8 +13,7 @@ from hpcrl.engines.embedded.engine import load_model
 from hpcrl.errors import TrainError
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.rollout.judges.proxy import JudgeProxy
-from hpcrl.rollout.rewards import RewardScore
-from hpcrl.rollout.teacher_scores import apply_teacher_score, score_tokens
+from hpcrl.rollout.teacher_scores import score_tokens
 from hpcrl.spool.record import EpisodeTurn
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.torch_model import load_causal
@@ -107,6 +107,10 @@ def test_a_student_reaches_a_larger_teacher_without_any_reward(tmp_path):
     assert after > taught - 0.05
 
 
+def add_column(episode, column):
+    return msgspec.structs.replace(episode, teacher_logprobs=np.array(column, np.float32))
+
+
 @pytest.fixture
 def taught_engine(tmp_path):
     """Return the directory of a teacher, and a function that scores trajectories by its engine."""
@@ -116,8 +120,8 @@ def taught_engine(tmp_path):
         return await asyncio.gather(*(score_tokens(one, judge="grader") for one in episodes))
 
     def score(episodes):
-        found = zip(episodes, asyncio.run(score_together(episodes)), strict=True)
-        return [apply_teacher_score(one, RewardScore(each=each), judge="grader") for one, each in found]
+        columns = asyncio.run(score_together(episodes))
+        return [add_column(one, column) for one, column in zip(episodes, columns, strict=True)]
 
     with judge_host(teacher, tmp_path / "endpoints") as host, JudgeProxy({"grader": host.directory}, job=0):
         host.start()
@@ -129,8 +133,8 @@ def test_a_student_reaches_a_teacher_that_an_engine_scores(tmp_path):
     batch = RunningBatch(model, version=0, prefix_bytes=0)
 
     def score(episodes):
-        each = (RewardScore(each=[0.0, *batch.compute_logprobs(one.token_ids.tolist())]) for one in episodes)
-        return [apply_teacher_score(*pair, judge="grader") for pair in zip(episodes, each, strict=True)]
+        columns = ([np.nan, *batch.compute_logprobs(one.token_ids.tolist())] for one in episodes)
+        return [add_column(one, column) for one, column in zip(episodes, columns, strict=True)]
 
     before, after = distil(make_student(tmp_path / "student"), None, num_steps=60, score=score)
     assert before < 0.01

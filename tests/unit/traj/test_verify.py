@@ -115,6 +115,7 @@ def test_a_directory_with_the_name_of_a_segment_is_damage(spools):
         ({"turns": [EpisodeTurn(start=4, end=7, row=1)]}, "in conversation 2 of 1"),
         ({"turns": [EpisodeTurn(start=4, end=7), EpisodeTurn(start=5, end=7)]}, "which are not its alone"),
         ({"logprobs": np.full(11, np.nan, np.float32)}, "not finite numbers"),
+        ({"teacher_logprobs": np.full(11, np.nan, np.float32)}, "without a log-probability of the teacher"),
         ({"reward": None}, "has no reward"),
     ],
 )
