@@ -179,7 +179,7 @@ def add_judges(pipeline: Pipeline, recipe: Recipe) -> dict[str, DagNode]:
     for name in [name for name in recipe.judge if name in called]:
         judge = JUDGE_ROLE_PREFIX + name
         nodes[judge] = DagNode(
-            function="hpcrl.roles.serve:run",
+            function="hpcrl.roles.judge:run",
             inputs=["sample"],
             role="reward",
             output="step",
