@@ -61,8 +61,10 @@ class MemoryNeed:
     gib: float
     what: str
     """The models, for a message."""
-    hint: str = ""
-    """Further ways to need less."""
+    num_gpus: int | None = None
+    """The GPUs that it uses of those it has; None: all."""
+    cure: str = ""
+    """The advice where its GPUs have less memory, in place of more GPUs."""
 
 
 def list_memory_needs(recipe: Recipe) -> list[MemoryNeed]:
@@ -101,9 +103,22 @@ def _list_trainer_needs(recipe: Recipe) -> list[MemoryNeed]:
             fixed[setting] = f"{_show_weights(num_params)} of the model of {setting} ({each:.0f} GiB)"
     if not gib:
         return []
-    smaller = f", choose a smaller model for {' and '.join(fixed)}" if fixed else ""
-    split = ', or split the models: train.trainer = "megatron" with a larger train.tensor_parallel'
-    return [MemoryNeed(role="train", gib=gib, what=" and ".join([*what, *fixed.values()]), hint=smaller + split)]
+    cure = _advise_trainer(recipe, list(fixed))
+    return [MemoryNeed(role="train", gib=gib, what=" and ".join([*what, *fixed.values()]), num_gpus=1, cure=cure)]
+
+
+def _advise_trainer(recipe: Recipe, fixed: list[str]) -> str:
+    """Return how a rank of the trainer would need less memory; `fixed` are settings of models that it only reads."""
+    train, more = recipe.train, "raise resources.train.num_workers"
+    if train.trainer == "megatron":
+        found = [f"{more} and train.tensor_parallel"]
+    elif train.lora_rank:
+        found = ["choose a partition whose GPUs have more memory"]
+    else:
+        found = [f'set train.sharding = "full" and {more}' if train.sharding == "none" else more]
+        found += ['train.trainer = "megatron" with train.tensor_parallel, which splits all models'] * bool(fixed)
+    found += [f"a smaller model for {setting}" for setting in fixed if setting != "train.kl"]
+    return ", or ".join([*found, *["teacher.judge in place of teacher.path"] * ("teacher.path" in fixed)])
 
 
 def _find_node_size(recipe: Recipe, name: str) -> int | None:
@@ -111,7 +126,9 @@ def _find_node_size(recipe: Recipe, name: str) -> int | None:
     node = recipe.train.pipeline.get(name)
     if node is not None and node.model is not None:
         return node.num_params
-    return recipe.model.num_params if recipe.teacher is None else recipe.teacher.num_params
+    if recipe.teacher is None:
+        return recipe.model.num_params
+    return recipe.teacher.num_params if recipe.teacher.path is not None else None  # a judge's engines hold theirs
 
 
 def _show_weights(num_params: int) -> str:

@@ -222,13 +222,15 @@ def _explain_memory_refusal(recipe: Recipe, choices: dict[RoleName, PartitionCho
         choice, resources = choices[role], recipe.role_resources(role)
         table = name_role_resources(role)
         gpu = site.partitions[choice.partition].gpu
-        has = GPU_CATALOGUE[gpu].memory_gib * choice.gpus_per_worker if gpu and choice.gpus_per_worker else None
-        limit = has if has is not None else resources.mem_gib_per_worker
+        num_gpus = min(need.num_gpus or choice.gpus_per_worker, choice.gpus_per_worker)
+        limit = GPU_CATALOGUE[gpu].memory_gib * num_gpus if gpu and num_gpus else resources.mem_gib_per_worker
         if need.gib > limit:
-            hint = "gpus_per_worker" if has is not None else "mem_gib_per_worker"
+            cure = f"raise {table}.mem_gib_per_worker"
+            if gpu and num_gpus:
+                cure = need.cure or f"raise {table}.gpus_per_worker"
             return (
                 f"a {role} worker needs {need.gib:.0f} GiB for {need.what} and has {limit:.0f} GiB "
-                f"({choice.partition}): raise {table}.{hint}{need.hint}"
+                f"({choice.partition}): {cure}"
             )
         _, node_needs_gib = compute_node_needs(role, recipe, workers_per_node=choice.workers_per_node)
         node_gib = site.partitions[choice.partition].mem_gib_per_node

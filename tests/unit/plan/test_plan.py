@@ -367,7 +367,8 @@ def test_gpus_of_an_engine_that_cannot_be_divided_are_refused(settings: tuple[st
 
 LARGE = (
     "model.num_params=8000000000",
-    "resources.train.gpus_per_worker=4",
+    "resources.train.num_workers=4",
+    "train.sharding=full",
     "rollout.max_running=512",
     "domains.lake.max_turns=40",
     "domains.lake.usual_prompt_tokens=500",

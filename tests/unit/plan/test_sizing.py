@@ -10,7 +10,8 @@ from tests.support.plans import make_recipe, plan_recipe
 
 SETTINGS = (
     "model.num_params=8000000000",
-    "resources.train.gpus_per_worker=4",
+    "resources.train.num_workers=4",
+    "train.sharding=full",
     "rollout.max_running=4096",
     "engine.max_model_len=32768",
     "domains.lake.max_turns=40",
@@ -121,6 +122,9 @@ def test_a_teacher_that_every_rank_has_whole_is_refused_where_it_does_not_fit() 
         caught.value
     )
     assert "train.tensor_parallel" in str(caught.value)
+    assert "teacher.judge" in str(caught.value)
+    with pytest.raises(PlanError, match="needs 153 GiB"):
+        plan_on_gpus(*sharded, "resources.train.gpus_per_worker=4")  # a rank uses one
 
 
 def test_ranks_that_share_a_teacher_have_room_for_it() -> None:
