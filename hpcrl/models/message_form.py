@@ -59,6 +59,8 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
     """True if the role developer is rendered; else it becomes a system message."""
     has_text_arguments: bool = False
     """True if arguments of tool calls are joined as text, not rendered from an object."""
+    has_null_content: bool = False
+    """True if calls are written only where an answer's content is none, not where it is an empty text."""
     has_short_call_ids: bool = False
     """True if the ids of tool calls need a fixed length."""
     has_single_calls: bool = False
@@ -161,6 +163,8 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
         changes: dict[str, Any] = {}
         if message.get("tool_calls"):
             changes["tool_calls"] = [self._adapt_call(call) for call in message["tool_calls"]]
+            if self.has_null_content and not message.get("content"):
+                changes["content"] = None
         if self.has_short_call_ids and message.get("tool_call_id") is not None:
             changes["tool_call_id"] = _shorten_call_id(str(message["tool_call_id"]))
         if self.has_thought_fields:
@@ -358,13 +362,14 @@ def _has_developer(render: RenderMessages) -> bool:
 
 def _call_shapes(form: MessageForm) -> Iterator[MessageForm]:
     """Yield the forms of tool calls and results, what is written as text last."""
-    for has_results, has_calls, is_short, is_text in itertools.product(
-        (True, False), (True, False), *[(False, True)] * 2
+    for has_results, has_calls, is_null, is_short, is_text in itertools.product(
+        *[(True, False)] * 2, *[(False, True)] * 3
     ):
         yield msgspec.structs.replace(
             form,
             has_results=has_results,
             has_calls=has_calls,
+            has_null_content=is_null,
             has_short_call_ids=is_short,
             has_text_arguments=is_text,
         )

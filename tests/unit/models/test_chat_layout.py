@@ -304,6 +304,17 @@ def test_the_order_of_roles_and_what_is_written_as_text_is_found_out(tmp_path: P
     assert form.has_calls == (name not in (*WITHOUT_RESULTS, "Phi-4"))
 
 
+def test_calls_are_written_by_a_template_that_wants_no_content_beside_them(tmp_path: Path) -> None:
+    """The first templates of DeepSeek-R1 have calls only in an answer whose content is none."""
+    directory = save_family(tmp_path, FAMILIES["DeepSeek-R1"])
+    path = directory / "chat_template.jinja"
+    path.write_text(path.read_text().replace("and m.tool_calls %}", "and m.content is none %}"))
+    template = load_chat_template(directory)
+    assert (template.form.has_calls, template.form.has_null_content) == (True, True)
+    messages = [USER, {**ANSWER, "content": "", "tool_calls": make_calls("look")}, RESULT]
+    assert "<\uff5ctool\u2581sep\uff5c>look" in template.render(messages)
+
+
 def test_neighbours_are_joined_into_one_turn(tmp_path: Path) -> None:
     results = [RESULT, {**RESULT, "content": "a cat"}]
     messages = [USER, {**ANSWER, "tool_calls": make_calls("look", "look")}, *results, {**USER, "content": "So?"}]
