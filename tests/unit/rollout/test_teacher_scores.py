@@ -1,6 +1,7 @@
 """A teacher as an engine: a judge scores the tokens of trajectories, also when it is gone for a while."""
 
 import asyncio
+import threading
 
 import msgspec
 import numpy as np
@@ -109,6 +110,25 @@ def test_a_teacher_that_is_gone_is_waited_for(host, scores):
     answer = receive()
     assert [one and one.error for one in answer.teacher] == ["", None, ""]
     assert (np.frombuffer(answer.teacher[2].column, np.float32)[FORKED.loss_mask] < 0).all()
+
+
+def test_tokens_are_scored_by_another_engine_when_the_one_that_had_them_ends(host, scores, monkeypatch):
+    asked, compute = threading.Event(), EmbeddedEngine.compute_logprobs
+
+    async def hang(self, token_ids):
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(EmbeddedEngine, "compute_logprobs", hang)
+    host.start()
+    receive = scores(FORKED)
+    assert asked.wait(60)
+    monkeypatch.setattr(EmbeddedEngine, "compute_logprobs", compute)
+    host.end()
+    host.start(worker="000-judge-grader-1")
+    (score,) = receive().teacher
+    assert score.error == ""
+    assert (np.frombuffer(score.column, np.float32)[FORKED.loss_mask] < 0).all()
 
 
 def test_what_a_teacher_refuses_is_a_fault_and_not_a_zero(host, scores):
