@@ -63,7 +63,7 @@ class MemoryNeed:
     """The models, for a message."""
     num_gpus: int | None = None
     """The GPUs that it uses of those it has; None: all."""
-    cure: str = ""
+    advice: str = ""
     """The advice where its GPUs have less memory, in place of more GPUs."""
 
 
@@ -103,8 +103,8 @@ def _list_trainer_needs(recipe: Recipe) -> list[MemoryNeed]:
             fixed[setting] = f"{_show_weights(num_params)} of the model of {setting} ({each:.0f} GiB)"
     if not gib:
         return []
-    cure = _advise_trainer(recipe, list(fixed))
-    return [MemoryNeed(role="train", gib=gib, what=" and ".join([*what, *fixed.values()]), num_gpus=1, cure=cure)]
+    advice = _advise_trainer(recipe, list(fixed))
+    return [MemoryNeed(role="train", gib=gib, what=" and ".join([*what, *fixed.values()]), num_gpus=1, advice=advice)]
 
 
 def _advise_trainer(recipe: Recipe, fixed: list[str]) -> str:

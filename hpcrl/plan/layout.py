@@ -225,12 +225,12 @@ def _explain_memory_refusal(recipe: Recipe, choices: dict[RoleName, PartitionCho
         num_gpus = min(need.num_gpus or choice.gpus_per_worker, choice.gpus_per_worker)
         limit = GPU_CATALOGUE[gpu].memory_gib * num_gpus if gpu and num_gpus else resources.mem_gib_per_worker
         if need.gib > limit:
-            cure = f"raise {table}.mem_gib_per_worker"
+            advice = f"raise {table}.mem_gib_per_worker"
             if gpu and num_gpus:
-                cure = need.cure or f"raise {table}.gpus_per_worker"
+                advice = need.advice or f"raise {table}.gpus_per_worker"
             return (
                 f"a {role} worker needs {need.gib:.0f} GiB for {need.what} and has {limit:.0f} GiB "
-                f"({choice.partition}): {cure}"
+                f"({choice.partition}): {advice}"
             )
         _, node_needs_gib = compute_node_needs(role, recipe, workers_per_node=choice.workers_per_node)
         node_gib = site.partitions[choice.partition].mem_gib_per_node
