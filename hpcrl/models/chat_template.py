@@ -310,6 +310,10 @@ class ChatTemplate:
     def _stop_marks(self) -> tuple[str, ...]:
         return tuple(text for text, number in self.mark_ids.items() if number in self.stop_token_ids)
 
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self.mark_ids.values())
+
     def guard(self, text: str) -> str:
         """Return the text as `render` puts it into a conversation."""
         return self.mark_pattern.sub(_insert_guard, text)

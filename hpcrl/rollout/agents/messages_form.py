@@ -29,12 +29,16 @@ from hpcrl.rollout.agents.requests import (
     read_call,
     read_text,
     read_thought,
+    refuse_fields,
     split_tools,
 )
 from hpcrl.rollout.agents.tool_parsers import ContentText, ReasoningText
 
-IGNORED_FIELDS = frozenset({"metadata", "service_tier", "container", "inference_geo", "cache_control", "speed"})
+IGNORED_FIELDS = frozenset({"metadata", "service_tier", "inference_geo", "cache_control", "speed"})
 """Fields that programs may send and that change no answer here."""
+REFUSED_FIELDS = ("mcp_servers", "container")
+"""Fields that give the model tools which a provider runs."""
+_KNOWN_FIELDS = IGNORED_FIELDS | set(REFUSED_FIELDS)
 _READ_BLOCKS = ("image", "document", "search_result")
 """Blocks of an answer that are read or refused; others come from a provider's tools and are left out."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
@@ -84,8 +88,9 @@ class MessagesForm:
 
     def __init__(self, body: bytes, *, memory: MessageMemory) -> None:
         request, sent = parse_body(body, MessagesRequest)
+        refuse_fields(sent, REFUSED_FIELDS)
         messages, left_out = read_conversation(request, memory)
-        ignored = (*list_unknown_fields(sent, known=IGNORED_FIELDS), *left_out)
+        ignored = (*list_unknown_fields(sent, known=_KNOWN_FIELDS), *left_out)
         self.call = _make_call(request, messages, ignored=ignored)
         self._shows_reasoning = (request.thinking or {}).get("type") in ("enabled", "adaptive")
         self._header = {"id": make_id("msg_"), "type": "message", "role": "assistant", "model": request.model}

@@ -155,7 +155,7 @@ class ConversationRecording:
         self._openings_by_key: dict[bytes, TurnPrompt] = {}
         self._id_openings: SequenceIndex[array[int], TurnPrompt] = SequenceIndex(lambda prompt: prompt.ids)
         self._text_turns: SequenceIndex[str, RecordedTurn] = SequenceIndex(lambda turn: turn.whole_text)
-        """The turns of plain texts, by prompt and answer."""
+        """The turns of plain texts that are not empty, by prompt and answer."""
         self._id_turns: SequenceIndex[array[int], RecordedTurn] = SequenceIndex(lambda turn: turn.ids)
         self._last = _LastRequest([], [])
 
@@ -248,7 +248,7 @@ class ConversationRecording:
         return self._share_start(base, mark, rendered[mark[0] :], messages=sequence, **more)
 
     def _share_start(self, base: TurnPrompt | None, mark: tuple[int, int], text: str, **more: Any) -> TurnPrompt:
-        """Make a prompt that continues no turn, with the text of `base` before a mark, and this text from there."""
+        """Make a prompt that continues no turn, with the text of `base` before a place, and this text from there."""
         start, num_ids = mark
         ids, marks = self._template.encode_marks(text)
         return TurnPrompt(
@@ -265,18 +265,27 @@ class ConversationRecording:
         if not isinstance(prompt, str):
             return self._prompt_from_ids(array("i", prompt))
         turn = self._text_turns.find_start(prompt)
-        if turn is None:
+        return self._open_text(prompt) if turn is None else self._continue_text(turn, prompt)
+
+    def _continue_text(self, turn: RecordedTurn, prompt: str) -> TurnPrompt:
+        """Make a prompt that starts with a turn's text.
+
+        The program saw no special tokens. A last one, at which most answers end, stays if it sends that mark. Else the
+        prompt shares the ids before, and the turn ends another conversation, in which that token is trained.
+        """
+        generated, text = turn.completion.token_ids, turn.whole_text
+        after, _ = self._template.encode_marks(prompt[len(text) :])
+        num_shown = next((place for place, token in enumerate(generated) if token in self._template.special_ids), None)
+        if num_shown is not None and list(after[:1]) == list(generated[num_shown:]):
+            after, num_shown = after[1:], None
+        if num_shown is None:
+            return TurnPrompt(parent=turn, ids=turn.ids.extend(after), text=text.extend(prompt[len(text) :]))
+        shown = self._template.decode(generated[:num_shown])
+        if not turn.text.startswith(shown):
             return self._open_text(prompt)
-        end = len(turn.whole_text)
-        new_token_ids, _ = self._template.encode_marks(prompt[end:])
-        if self._template.mark_pattern.match(prompt, end):
-            generated = turn.completion.token_ids
-            new_token_ids = array("i", self._template.drop_closing(new_token_ids, generated))
-        return TurnPrompt(
-            parent=turn,
-            ids=turn.ids.extend(new_token_ids),
-            text=turn.whole_text.extend(prompt[end:]),
-        )
+        mark = len(turn.prompt.text) + len(shown), len(turn.prompt.ids) + num_shown
+        base = TurnPrompt(parent=None, ids=turn.ids, text=text, base=turn.prompt)
+        return self._share_start(base, mark, prompt[mark[0] :])
 
     def _prompt_from_ids(self, prompt: "array[int]") -> TurnPrompt:
         turn = self._id_turns.find_start(prompt)
@@ -362,7 +371,7 @@ class ConversationRecording:
         )
         self.turns.append(turn)
         self._id_turns.add(turn)
-        if not len(prompt.messages) and len(prompt.text):
+        if turn.text and len(prompt.text):
             self._text_turns.add(turn)
         if prompt.parent is None:
             self._openings.add(prompt)

@@ -238,7 +238,7 @@ def list_unknown_fields(sent: SentFields, *, known: Collection[str]) -> tuple[st
 def refuse_fields(sent: SentFields, names: Collection[str]) -> None:
     """Refuse a request in which one of these fields has a value: without it, the answer would mean something else."""
     for name in names:
-        if name in sent and bytes(sent[name]) not in (b"null", b"false"):
+        if name in sent and bytes(sent[name]) not in (b"null", b"false", b"[]"):
             raise ApiError(400, f"{name!r} is not supported: leave it out", code="unsupported_parameter", param=name)
 
 

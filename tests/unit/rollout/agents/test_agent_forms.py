@@ -248,6 +248,18 @@ def test_a_response_that_need_not_be_in_the_background_is_nothing_to_report(temp
     assert reported == []
 
 
+def test_no_tools_of_a_provider_are_nothing_to_report(template):
+    asked = b'{"model": "hpcrl", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}], "mcp_servers": [], '
+    reported = []
+
+    async def body(client):
+        return await post_raw(client, "messages", asked + b'"container": null}')
+
+    options = {"report": lambda session, notice: reported.append(notice)}
+    assert on(template, body, "a<eos>", proxy_options=options)[0] == 200
+    assert reported == []
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_message_that_was_cut_is_incomplete(template, stream):
     async def body(client):
@@ -504,6 +516,15 @@ BAD_BODIES = {
     "messages-begun": (
         "messages",
         b'{"model": "hpcrl", "max_tokens": 9, "messages": [{"role": "assistant", "content": "I"}]}',
+    ),
+    "messages-servers": (
+        "messages",
+        b'{"model": "hpcrl", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}], '
+        b'"mcp_servers": [{"type": "url", "url": "https://example.com", "name": "x"}]}',
+    ),
+    "messages-container": (
+        "messages",
+        b'{"model": "hpcrl", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}], "container": "c_1"}',
     ),
     "text-prompts": ("completions", b'{"model": "hpcrl", "prompt": ["a", "b"]}'),
     "text-suffix": ("completions", b'{"model": "hpcrl", "prompt": "a", "suffix": "b"}'),

@@ -1,6 +1,8 @@
 """The tree of turns: which are continued, which branch, and that no token id is made from text again."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpcrl.engines.base import Completion
 from hpcrl.errors import EngineError
@@ -18,7 +20,7 @@ THINKING = (
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def template(tiny_model_dir):
     return load_chat_template(tiny_model_dir)
 
@@ -234,8 +236,50 @@ def test_marks_in_a_plain_completion_count(recording, template):
     following = recording.text_prompt(rendered + "x<eos><user>b<agent>")
     assert following.parent is turn
     assert following.token_ids() == template.encode(rendered + "x<eos><user>b<agent>")
-    assert recording.text_prompt(rendered + "x<user>b").token_ids() == template.encode(rendered + "x<eos><user>b")
-    assert recording.text_prompt(rendered + "xy<eos>").new_token_ids.tolist() == template.encode("y<eos>")
+    unclosed = recording.text_prompt(rendered + "x<user>b")
+    assert (unclosed.parent, unclosed.token_ids()) == (None, template.encode(rendered + "x<user>b"))
+    assert recording.text_prompt(rendered + "xy<eos>").token_ids() == template.encode(rendered + "xy<eos>")
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 9),
+            st.sampled_from(["", "<eos>", "<pad>", "\n2+2=", "<eos><user>b<agent>", "<user>b<agent>"]),
+            st.sampled_from([" 4<eos>", " 4", "<eos>", "<pad><eos>", " <pad>4", "4<user>", "<eos><eos>"]),
+        ),
+        max_size=8,
+    )
+)
+def test_the_prompt_of_a_plain_completion_is_the_text_that_was_sent(template, calls):
+    """A program gets texts without special tokens, and sends any of them again, with or without a mark after it."""
+    recording, known, num_generated = ConversationRecording(template), ["1+1="], 0
+    for choice, added, generated in calls:
+        sent = known[choice % len(known)] + added
+        prompt = recording.text_prompt(sent)
+        assert template.decode_all(prompt.token_ids()) == prompt.rendered == sent
+        ids = template.encode(generated)
+        made = Completion(token_ids=ids, logprobs=[-1.0] * len(ids), versions=[4] * len(ids), finish_reason="stop")
+        recording.record_answer(prompt, made, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
+        num_generated += len(ids)
+        known += [sent, sent + template.decode(ids)]
+    trajectory = trajectory_of(recording)
+    rows = rows_of(trajectory)
+    assert sum(int(row.loss_mask.sum()) for row in rows) == num_generated
+    stored = [row.token_ids.tolist() for row in rows]
+    assert all(any(turn.token_ids() == row[: len(turn.ids)] for row in stored) for turn in recording.turns)
+
+
+def test_the_text_before_an_unsent_stop_token_is_stored_once(recording, template):
+    sent = "1+1="
+    for _ in range(5):
+        ids = template.encode(" 4<eos>")
+        prompt = recording.text_prompt(sent)
+        made = Completion(token_ids=ids, logprobs=[-1.0] * len(ids), versions=[4] * len(ids), finish_reason="stop")
+        recording.record_answer(prompt, made, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
+        sent += " 4\n2+2="
+    assert len(trajectory_of(recording)) == len(template.encode("1+1= 4")) + 4 * len(template.encode("\n2+2= 4")) + 5
+    assert sum(len(turn.prompt.ids.own) for turn in recording.turns) == len(template.encode("1+1=" + "\n2+2=" * 4))
 
 
 def test_ids_that_many_turns_share_are_compared_once(recording, monkeypatch):
