@@ -7,6 +7,7 @@
     PackedTrajectory             a trajectory in the form that is stored
     pack_trajectory              checks and packs a trajectory
     parse_facts, attach_columns    make a trajectory from stored data
+    sum_phase_times              the times of an episode by phase
     COLUMNS                      the per-token columns and their types
     OPTIONAL_COLUMNS             those that a trajectory may lack
     TRAINABLE                    the statuses of episodes that can be trained on (of hpcrl.spool.status)
@@ -55,7 +56,11 @@ class EpisodeTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """Index after the last one that it generated."""
     reward: float = 0.0
     generate_s: float = 0.0
+    """The time from its request to its answer."""
+    overlap_s: float = 0.0
+    """The part of `generate_s` in which an earlier request had no answer yet either."""
     step_s: float = 0.0
+    """The time after its answer in which no request was being answered."""
     remote_prefill: bool = False
     row: int = 0
     """The index in `rows` of the conversation that has it among its own tokens."""
@@ -196,6 +201,15 @@ def attach_columns(facts: TrajectoryFacts, columns: Mapping[str, NDArray[Any]]) 
     return Trajectory(**fields)
 
 
+def sum_phase_times(facts: TrajectoryFacts) -> dict[str, float]:
+    """Return the seconds of each phase; what happened at the same time counts once."""
+    return {
+        "generate": sum(turn.generate_s - turn.overlap_s for turn in facts.turns),
+        "step": sum(turn.step_s for turn in facts.turns),
+        "reset": facts.reset_s,
+    }
+
+
 def _check_rows(trajectory: Trajectory) -> None:
     """Refuse rows that do not divide the columns, or share what is not there, and turns across their borders."""
     lengths: list[int] = []
@@ -250,7 +264,10 @@ def _encode_facts(trajectory: Trajectory) -> bytes:
 def _should_encode_carefully(trajectory: Trajectory) -> bool:
     """Return whether a plain JSON encoder would lose something: non-finite numbers, unknown facts."""
     total = trajectory.created + trajectory.reset_s + (trajectory.reward or 0.0) + sum(trajectory.reward_parts.values())
-    total += sum(turn.reward + turn.generate_s + turn.step_s + sum(turn.token_rewards) for turn in trajectory.turns)
+    total += sum(
+        turn.reward + turn.generate_s + turn.overlap_s + turn.step_s + sum(turn.token_rewards)
+        for turn in trajectory.turns
+    )
     return not math.isfinite(total) or bool(trajectory.extra) or any(turn.extra for turn in trajectory.turns)
 
 

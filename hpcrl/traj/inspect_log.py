@@ -32,7 +32,7 @@ from hpcrl.config.recipe import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, Engin
 from hpcrl.rollout.agents.answer_parser import AnswerParser, choose_parsers
 from hpcrl.rollout.agents.tool_parsers import TextReader, parse_answer
 from hpcrl.spool.ids import parse_episode_id
-from hpcrl.spool.record import MASK_REASONS, TRAINABLE, Trajectory
+from hpcrl.spool.record import MASK_REASONS, TRAINABLE, Trajectory, sum_phase_times
 from hpcrl.spool.rows import RowSpan, count_by_fate, list_placed_turns, list_spans
 from hpcrl.system.files import publish_json, read_json, sync_directory
 from hpcrl.traj.conversation import ChatExchange, TokenDecoder, build_conversation, find_main_row
@@ -120,7 +120,7 @@ def build_inspect_sample(
         "started_at": _format_time(started_at),
         "completed_at": _format_time(trajectory.created),
         "total_time": _finite(_episode_s(trajectory)),
-        "working_time": _finite(math.fsum(turn.generate_s for turn in trajectory.turns)),
+        "working_time": _finite(sum_phase_times(trajectory)["generate"]),
         "uuid": _make_id(labels.name, trajectory.id, trajectory.status),
         "turn_count": len(trajectory.turns),
         "attachments": {},
@@ -214,7 +214,7 @@ class _SampleStory:
         answer |= {"source": "generate", "model": self._labels.model}
         turn = exchange.turn
         num_generated = exchange.end - exchange.output_start
-        generate_s = turn.generate_s if turn is not None else 0.0
+        generate_s, overlap_s = (turn.generate_s, turn.overlap_s) if turn is not None else (0.0, 0.0)
         usage = _make_usage(exchange.output_start, num_generated)
         self.total_usage = {name: self.total_usage[name] + usage[name] for name in usage}
         output = {
@@ -233,7 +233,7 @@ class _SampleStory:
             "tool_choice": "auto",
             "config": {},
             "output": output,
-            "completed": _format_time(self._clock + generate_s),
+            "completed": _format_time(self._clock + generate_s - overlap_s),
             "working_time": _finite(generate_s),
             "metadata": self._turn_metadata(exchange),
         }
@@ -242,7 +242,7 @@ class _SampleStory:
         if turn is None:
             event["error"] = "the episode ended before this turn did"
         self._add_event(event)
-        self._clock += generate_s + (turn.step_s if turn is not None else 0.0)
+        self._clock += generate_s - overlap_s + (turn.step_s if turn is not None else 0.0)
         self.last_output = output
         if exchange.number is not None:
             self._pooled_turns[exchange.number] = end_path
@@ -357,7 +357,7 @@ def _build_closing_events(trajectory: Trajectory, scores: Mapping[str, Any]) -> 
 
 
 def _episode_s(trajectory: Trajectory) -> float:
-    total = trajectory.reset_s + math.fsum(turn.generate_s + turn.step_s for turn in trajectory.turns)
+    total = sum(sum_phase_times(trajectory).values())
     return total if math.isfinite(total) else 0.0
 
 

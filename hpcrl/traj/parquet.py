@@ -30,6 +30,7 @@ _TURN_TYPE = pa.struct(
         ("end", pa.int32()),
         ("reward", pa.float64()),
         ("generate_s", pa.float64()),
+        ("overlap_s", pa.float64()),
         ("step_s", pa.float64()),
         ("remote_prefill", pa.bool_()),
         ("row", pa.int32()),

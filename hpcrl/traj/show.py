@@ -4,7 +4,6 @@ find_trajectory, find_latest, find_reward_extreme, find_by_id   find it
 FoundTrajectory     it and its location
 show_trajectory     prints it
 build_conversation_tree    draws its conversations, each from the last turn that it shares
-sum_phase_times     the times of an episode by phase
 """
 
 import heapq
@@ -21,7 +20,7 @@ from rich.tree import Tree
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import SpoolError
-from hpcrl.spool.record import MASK_REASONS, TRAINABLE, EpisodeTurn, Trajectory
+from hpcrl.spool.record import MASK_REASONS, TRAINABLE, EpisodeTurn, Trajectory, sum_phase_times
 from hpcrl.spool.rows import (
     PlacedTurn,
     RowColumns,
@@ -274,22 +273,12 @@ def _print_foot(console: Console, trajectory: Trajectory, decoder: TokenDecoder)
         )
         total = f" = {format_number(trajectory.reward)}" if len(trajectory.reward_parts) != 1 else ""
         parts.append((Text("reward", style="dim"), Text(f"{terms}{total}".removeprefix(" = "))))
-    bar = draw_time_bar(sum_phase_times(trajectory), width=20, ascii_only=console.options.ascii_only)
-    parts.append(
-        (Text("time", style="dim"), Text(f"{format_duration(sum(s for _, s in sum_phase_times(trajectory)))} ") + bar)
-    )
+    times = sum_phase_times(trajectory)
+    bar = draw_time_bar(list(times.items()), width=20, ascii_only=console.options.ascii_only)
+    parts.append((Text("time", style="dim"), Text(f"{format_duration(sum(times.values()))} ") + bar))
     console.print(_build_label_grid(parts))
     if decoder.missing_reason:
         console.print(f"token ids stand for the text: {escape_to_one_line(decoder.missing_reason)}", style="yellow")
-
-
-def sum_phase_times(trajectory: Trajectory) -> list[tuple[str, float]]:
-    """Return the seconds that were spent on each phase."""
-    return [
-        ("generate", math.fsum(turn.generate_s for turn in trajectory.turns)),
-        ("step", math.fsum(turn.step_s for turn in trajectory.turns)),
-        ("reset", trajectory.reset_s),
-    ]
 
 
 def _build_token_table(columns: RowColumns, exchange: ChatExchange, decoder: TokenDecoder) -> Table:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcrl.spool.outcome import name_outcome
-from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.record import TRAINABLE, Trajectory, sum_phase_times
 from hpcrl.spool.rows import count_by_fate
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, TRAINED, explain_untrained, measure_trained_share
 from hpcrl.system.terminal import (
@@ -111,9 +111,8 @@ class DomainTally:
         self.turns.append(len(trajectory.turns))
         self.token_fates.update(count_fates(trajectory))
         self.num_conversations += len(trajectory.rows) or 1
-        self.seconds["generate"] += sum(turn.generate_s for turn in trajectory.turns)
-        self.seconds["step"] += sum(turn.step_s for turn in trajectory.turns)
-        self.seconds["reset"] += trajectory.reset_s
+        for phase, seconds in sum_phase_times(trajectory).items():
+            self.seconds[phase] += seconds
         if trajectory.reward is not None and math.isfinite(trajectory.reward):
             self.rewards.append(trajectory.reward)
             num, total = self.versions.get(trajectory.start_version, (0, 0.0))

@@ -9,7 +9,6 @@ prefix that an earlier row has, token by token: so a template that renders the w
 its old thoughts, stores what changed and no more. What is shared ends before the first turn that no earlier row holds.
 """
 
-import bisect
 import itertools
 import math
 import time
@@ -66,6 +65,7 @@ def build_record(
     trained = [turn for turn in turns if not masks[turn]] or list(turns)
     versions = [version for turn in trained for version in turn.completion.versions]
     rewarded = trained[-1] if trained else None
+    times = _TurnTimes(turns, ended_at=facts.ended_at)
     return Trajectory(
         id=facts.id,
         group=facts.group,
@@ -83,13 +83,14 @@ def build_record(
                 end=builder.starts[turn] + len(turn.completion.token_ids),
                 reward=reward if turn is rewarded else 0.0,
                 generate_s=turn.generate_s,
-                step_s=step_s,
+                overlap_s=times.overlap_s[turn],
+                step_s=times.step_s[turn],
                 remote_prefill=turn.completion.remote_prefill,
                 row=builder.row_of[turn],
                 masked=masks[turn],
                 num_forced=0 if masks[turn] else int(_find_forced(turn).sum()),
             )
-            for turn, step_s in zip(turns, _measure_steps(turns, ended_at=facts.ended_at), strict=True)
+            for turn in turns
         ],
         rows=builder.rows if len(builder.rows) > 1 else [],
         reset_s=max(0.0, min(turn.started_at for turn in turns) - facts.started_at) if turns else 0.0,
@@ -206,19 +207,23 @@ def _count_trained_tokens(leaf: RecordedTurn) -> int:
     return sum(int((~_find_forced(turn)).sum()) for turn in leaf.path() if turn.is_trained)
 
 
-def _measure_steps(turns: Sequence[RecordedTurn], *, ended_at: float) -> Iterator[float]:
-    """Yield the time of each turn's step: from its answer to the request that continues it, else to any other."""
-    next_start: dict[RecordedTurn, float] = {}
-    for turn in turns:
-        if turn.prompt.parent is not None:
-            known = next_start.get(turn.prompt.parent, math.inf)
-            next_start[turn.prompt.parent] = min(known, turn.started_at)
-    starts = sorted(turn.started_at for turn in turns)
-    for turn in turns:
-        answered_at = turn.started_at + turn.generate_s
-        later = bisect.bisect_left(starts, answered_at)
-        following = starts[later] if later < len(starts) else ended_at
-        yield max(0.0, next_start.get(turn, following) - answered_at)
+class _TurnTimes:
+    """The times of turns that may overlap: each moment counts once, as one of a request or as one of a step."""
+
+    def __init__(self, turns: Sequence[RecordedTurn], *, ended_at: float) -> None:
+        self.overlap_s: dict[RecordedTurn, float] = {}
+        self.step_s = dict.fromkeys(turns, 0.0)
+        """The time after the answer of a turn until the next request, if no other was being answered then."""
+        latest: RecordedTurn | None = None
+        answered_at = -math.inf
+        for turn in sorted(turns, key=lambda turn: turn.started_at):
+            self.overlap_s[turn] = min(turn.generate_s, max(0.0, answered_at - turn.started_at))
+            if latest is not None and turn.started_at > answered_at:
+                self.step_s[latest] = turn.started_at - answered_at
+            if turn.started_at + turn.generate_s >= answered_at:
+                latest, answered_at = turn, turn.started_at + turn.generate_s
+        if latest is not None:
+            self.step_s[latest] = max(0.0, ended_at - answered_at)
 
 
 def _list_parts(turn: RecordedTurn) -> tuple[Sequence[int], Sequence[int]]:

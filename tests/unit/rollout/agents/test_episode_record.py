@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpcrl.learn.batch import compute_row_lengths, count_row_tokens
 from hpcrl.rollout.agents.episode_record import build_record
-from hpcrl.spool.record import attach_columns, pack_trajectory, parse_facts
+from hpcrl.spool.record import attach_columns, pack_trajectory, parse_facts, sum_phase_times
 from hpcrl.spool.rows import count_by_fate, expand_row, list_placed_turns, list_row_turns
 from hpcrl.spool.token_fates import measure_trained_share
 from hpcrl.traj.verify import record_error
@@ -105,13 +105,33 @@ def test_the_reward_is_that_of_the_last_turn_that_is_trained(choice, rewards):
     assert [turn.reward for turn in build_record(turns, FACTS, reward=1.0, choice=choice).turns] == rewards
 
 
-def test_a_step_lasts_until_the_request_that_continues_it():
+def test_a_step_lasts_until_the_next_request():
     first = answer(0, None, [1], [2], started_at=11.0, generate_s=1.0)
     aside = answer(1, None, [5], [6], started_at=12.5, generate_s=1.0)
     last = answer(2, first, [3], [4], started_at=15.0, generate_s=1.0)
     record = build_record([first, aside, last], FACTS, reward=1.0, choice="all")
-    assert [turn.step_s for turn in record.turns] == [3.0, 1.5, 4.0]
+    assert [turn.step_s for turn in record.turns] == [0.5, 1.5, 4.0]
     assert record.reset_s == 1.0
+
+
+def test_calls_at_the_same_time_and_the_step_after_them_count_once():
+    """Seven calls of two seconds each, then six seconds without a call."""
+    turns = [answer(number, None, [1], [2], started_at=12.0, generate_s=2.0) for number in range(7)]
+    record = build_record(turns, FACTS, reward=1.0, choice="all")
+    assert [turn.generate_s for turn in record.turns] == [2.0] * 7
+    assert sum_phase_times(record) == {"generate": 2.0, "step": 6.0, "reset": 2.0}
+
+
+@given(st.lists(st.tuples(st.integers(10, 20), st.integers(0, 10), st.booleans()), min_size=1, max_size=8))
+def test_the_times_of_an_episode_add_up_to_the_time_that_it_took(calls):
+    turns = []
+    for number, (started_at, seconds, continues) in enumerate(calls):
+        parent = turns[-1] if turns and continues else None
+        generate_s = float(min(seconds, 20 - started_at))
+        turns.append(answer(number, parent, [1], [2], started_at=float(started_at), generate_s=generate_s))
+    record = build_record(turns, FACTS, reward=1.0, choice="all")
+    assert sum(sum_phase_times(record).values()) == 10
+    assert all(0 <= turn.overlap_s <= turn.generate_s and turn.step_s >= 0 for turn in record.turns)
 
 
 def test_versions_are_those_of_what_is_trained():
