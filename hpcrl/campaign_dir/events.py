@@ -6,8 +6,8 @@ parse_event     read a line of an event file; None for torn, foreign or newer li
 describe_event  describe the event to a person, if it is worth a line
 NonNegativeCount, UnixTime    field types
 
-A struct's tag is the kind's name on disk, its fields are the keys of the line, in order. A field that is UNSET is left
-out; unknown keys are skipped.
+The structs below the base are the kinds, such as StepFinished. A struct's tag is the kind's name on disk, its fields
+are the keys of the line, in order. A field that is UNSET is left out; unknown keys are skipped.
 """
 
 from collections.abc import Mapping

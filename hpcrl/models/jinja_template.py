@@ -2,6 +2,7 @@
 
 compile_template    a template that renders messages, or ConfigError
 list_variables      the names of the variables that a template reads
+GenerationTag       a block that transformers has for training
 read_template_text  the template of a model directory, from any of the places where transformers saves it
 """
 

@@ -6,11 +6,12 @@ MessageForm.stub       a placeholder with the structure of an answer
 MessageForm.adapt_tools  the same of its tools
 MessageForm.add_tools   a conversation with a text about tools that the template does not render
 find_message_form      try out what a template renders
+renders_tools, renders_bare_tools  whether it describes tools, also those without a description
 ConversationExcerpt     a short conversation with the structure of a long one
 make_excerpt, extend_excerpt  how it is made, and what it becomes with more messages
 describe_message        the structure of a message
 STUB_TEXT, STUB_THOUGHT  the placeholder's text and thought
-THOUGHT_MARKS          what generated text contains if it has a thought
+has_thought, THOUGHT_MARKS  whether generated text has a thought, and by which marks
 
 Templates differ in the roles that they render and the order of them that they accept, in how often instructions may
 occur, in tool-call arguments as objects or text, in the length of the ids of tool calls, in how many of them an answer

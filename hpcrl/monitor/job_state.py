@@ -9,10 +9,10 @@
     FINAL_JOB_STATES             the states of a job that has ended
     RESUME_HINT, ALIVE_WITHIN_S  the hint for users, and the age of a heartbeat
 
-    planned   no job yet                      done      every step was trained
-    queued    waits in Slurm's queue          stopped   stopped by a user, or its time was up; resume continues it
-    running   its driver works                failed    it ended by itself, with an error
-    draining  completes what is started       unknown   cannot be determined now; unknown is not failed
+    "planned"   no job yet                    "done"      every step was trained
+    "queued"    waits in Slurm's queue        "stopped"   stopped by a user, or its time was up; resume continues it
+    "running"   its driver works              "failed"    it ended by itself, with an error
+    "draining"  completes what is started     "unknown"   cannot be determined now; unknown is not failed
 
 A job has one more state: drained, which counts as stopped in a campaign that has no next job.
 """

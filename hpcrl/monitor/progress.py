@@ -1,6 +1,7 @@
 """Fold events into the progress of a campaign: no I/O, and constant cost per event.
 
-CampaignProgress    all figures; JobProgress, WorkerProgress, EpisodeTotals, DomainProgress and TokenRate are parts
+CampaignProgress    all figures
+JobProgress, WorkerProgress, EpisodeTotals, DomainProgress, TokenRate    its parts
 MonitorNote         a line for a person
 EPISODE_COUNTERS, RATE_WINDOW_S, MAX_NOTES, MAX_RECENT_REWARDS    what is counted, and limits
 """

@@ -1,7 +1,8 @@
 """Render one screen of a campaign, from 80x24 up.
 
 render_screen                       the screen of a snapshot
-finite_values, format_step_count, format_clock_time, format_date, find_low_shares    parts that plain lines share
+finite_values, format_step_count, format_clock_time, format_date, format_shares    parts that plain lines share
+find_low_shares, find_failing       the domains that need a look
 DEFAULT_HEIGHT, STATE_STYLES        height and colours
 """
 

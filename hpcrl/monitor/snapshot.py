@@ -1,7 +1,7 @@
 """A campaign at one moment. Pure.
 
 CampaignSnapshot    the contract of `hpcrl monitor --json`
-ComponentView, JobView, RoleView, EpisodesView, DomainView, EvaluationView, SpoolView    its parts
+ComponentView, JobView, RoleView, EpisodesView, DomainView, EvaluationView, SpoolView, FailedTask    its parts
 SnapshotDetail, RoleDetail          what the screen shows besides the contract
 encode_snapshot                     the contract as JSON
 build_snapshot, SnapshotInputs      the snapshot from what was read

@@ -1,14 +1,14 @@
 """Choose the layout of a job, and a partition for every role. Pure.
 
-place_roles   choose both for a recipe on a site
-JobPlacement  the result
+place_roles       choose both for a recipe on a site
+JobPlacement      the result
 find_engine_gpus  the GPUs of its engines
-JobLayout     one of:
+JobLayout         one of:
 
-hetjob        a heterogeneous job: a component for each role, on the kind of node that fits it; the first choice
-hetstep       one allocation on one partition, its nodes split among the roles: for sites without heterogeneous
+"hetjob"      a heterogeneous job: a component for each role, on the kind of node that fits it; the first choice
+"hetstep"     one allocation on one partition, its nodes split among the roles: for sites without heterogeneous
               jobs, and for an MPI that cannot span components
-local         one machine without a scheduler
+"local"       one machine without a scheduler
 """
 
 from bisect import bisect_left

@@ -1,7 +1,8 @@
 """The plan of a job. Pure: the same recipe and site give the same bytes.
 
     make_plan   map the roles of a recipe to the partitions of a site, and check them against each other
-    Plan        the result; RolePlan and JobCost are parts of it
+    Plan        the result
+    RolePlan, JobCost    parts of it
 
 The consistency of a recipe alone is checked in `hpcrl.plan.checks`.
 """

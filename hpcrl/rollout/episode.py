@@ -2,7 +2,8 @@
 
     ConversationLayout        what an episode needs of the chat layout
     EpisodeLimits             how long, how far and how stale an episode may be
-    EpisodeEnding             how it ended; of a failure of the policy made by failure_ending, checked by refuse_faults
+    EpisodeEnding             how it ended
+    failure_ending, refuse_faults    make that of a failure of the policy, and check who failed
     run_episode               runs it; an error in its environment or its engines is a status, not an exception
     loop_time, retry_pause_s  the event loop's time, and the pause before a new attempt
 

@@ -2,6 +2,7 @@
 
 CountingPolicy     a router that counts turns and tokens of training; those of evaluations are not counted
 LoopMeter          measures how busy the event loop is, and how long things wait for it
+LoopFigures, describe_busy_loop    its figures, and what they mean
 EpisodeReporter    counts endings, and emits counts, faults and pauses of domains
 """
 

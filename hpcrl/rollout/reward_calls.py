@@ -3,6 +3,7 @@
     main          serve a worker: paths of segments come in, a score for each of their trajectories goes out
     RewardLane    the calls of one domain, or of the teacher, and the children that run them
     RewardChild   a forked process that runs reward calls
+    RewardCall    a call, with one trajectory or several
     GROWTH_INTERVAL_S, BUSY_INTERVAL_S, MAX_USUAL_S, IDLE_S, ASYNC_GRACE_S, MAX_OUTAGES  limits
 
 A plain function has a child for each call under way: there are few at first, and twice as many whenever none has

@@ -2,7 +2,8 @@
 
 load_reward      loads a domain's function with its options
 RewardCaller     a loaded function: plain or async, of one trajectory or of a list
-RewardScore      what a function gave a trajectory; describe_reward_error, describe_timeout if it failed
+RewardScore      what a function gave a trajectory
+describe_reward_error, describe_timeout  why it gave none
 needs_score      whether a trajectory's function is asked
 apply_score      returns a trajectory with its reward, or as a fault of the infrastructure
 as_fault         returns a trajectory as a fault of the infrastructure

@@ -1,6 +1,7 @@
 """Leave the model's thoughts out of the prompts of later turns, where an environment asks for that.
 
     ShortHistory     a conversation whose earlier answers have no thoughts
+    AnswerText       the text of an answer without its thought
     AnswerReader     the protocol of a function that finds the thought in an answer
 
 Only an answer that has a thought is rendered again, by the chat template from the text that follows the thought. All

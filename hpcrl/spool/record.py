@@ -10,7 +10,6 @@
     sum_phase_times              the times of an episode by phase
     COLUMNS                      the per-token columns and their types
     OPTIONAL_COLUMNS             those that a trajectory may lack
-    TRAINABLE                    the statuses of episodes that can be trained on (of hpcrl.spool.status)
     SCHEMA_MAJOR, SCHEMA_MINOR    the version of the schema
 
 Shape: `token_ids` is the input and the output of the model, in order; the other per-token columns have the same

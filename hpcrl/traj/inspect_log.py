@@ -2,6 +2,7 @@
 
 write_inspect_logs    fills a directory: a log per domain
 build_inspect_sample  the log's sample of one episode
+read_labels, CampaignLabels    the names of a campaign that its logs show
 load_answer_parser    the parsers of thoughts and tool calls, as the campaign's agent programs had them
 build_summary         the line of a sample in the viewer's list
 

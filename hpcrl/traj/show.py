@@ -4,6 +4,7 @@ find_trajectory, find_latest, find_reward_extreme, find_by_id   find it
 FoundTrajectory     it and its location
 show_trajectory     prints it
 build_conversation_tree    draws its conversations, each from the last turn that it shares
+describe_fate       whether a turn is trained, or why not
 """
 
 import heapq

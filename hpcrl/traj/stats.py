@@ -2,6 +2,7 @@
 
 show_stats               prints them
 count_by_domain          counts the trajectories of each domain
+count_fates              counts the tokens of one by what became of them
 DomainTally              the running counts of a domain
 DomainFigures            its figures; they consist of
 ValueSpread, measure_spread    the distribution of a quantity

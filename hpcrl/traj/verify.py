@@ -7,8 +7,8 @@
 
 The severities of findings:
 
-    damage    bytes, names or contents are not as they were written, or something is missing: exit code 1
-    note      worth knowing, but fine: duplicates that readers drop, files that are not segments
+    "damage"  bytes, names or contents are not as they were written, or something is missing: exit code 1
+    "note"    worth knowing, but fine: duplicates that readers drop, files that are not segments
 """
 
 import time

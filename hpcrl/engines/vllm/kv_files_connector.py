@@ -7,8 +7,8 @@
 vLLM makes one connector in its scheduler, which decides, and one in every worker process, which reads and writes. As
 with vLLM's own connectors, the `kv_transfer_params` of a request are:
 
-    do_remote_decode     store the KV of the prompt under `name`; the answer reports whether it is stored
-    do_remote_prefill    start with the KV of that name; the answer reports how many tokens of it were used
+    "do_remote_decode"     store the KV of the prompt under `name`; the answer reports whether it is stored
+    "do_remote_prefill"    start with the KV of that name; the answer reports how many tokens of it were used
 
 Unlike in a cache, KV is requested by name and KV of old weights is never used: both ends compare the version of the
 weights, which the connector reads again, from a file, whenever vLLM's caches are reset after an update. If anything

@@ -1,9 +1,9 @@
 """A twin of a vLLM model: new weights are loaded and packed into it while the model is in use, then swapped in.
 
-    ModelTwin       layers that share everything but weights with those of the model
-    fill            load a version into it with vLLM's loaders; slow
-    take_over       swap the weights of the model and the twin; fast
-    release_memory  release the old weights, little by little
+    ModelTwin               layers that share everything but weights with those of the model
+    ModelTwin.fill          load a version into it with vLLM's loaders; slow
+    ModelTwin.take_over     swap the weights of the model and the twin; fast
+    ModelTwin.release_memory  release the old weights, little by little
     OWN_ATTRIBUTES, WRAPPED_LOADER_NAME, RELEASE_INTERVAL_S  constants
 
 It is used for models on CPUs: there is memory for two copies of the weights, and packing them for the processor's

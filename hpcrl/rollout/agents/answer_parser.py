@@ -2,7 +2,8 @@
 
 AnswerParser    the parsers of a model: makes a reader for each answer
 VllmToolParser, VllmReasoningParser  parsers of vLLM, which read an answer once it is whole
-choose_parsers  the names of the parsers, by the chat template, unless the recipe names them
+ChainedReader, WholeReader  their readers: piece by piece, or all at once
+choose_parsers, ParserChoice  the names of the parsers, by the chat template, unless the recipe names them
 add_call_form   a chat template with the form of calls that the chosen parser reads
 find_mark_texts  the special tokens that parsers must see
 make_answer_reader  a reader that only finds thoughts, for answers to environments

@@ -6,6 +6,7 @@ TokenUsage                the token counts of a call
 AnswerForm                the protocol of a form: events of a stream, and a whole response
 join_pieces               neighbours of one kind become one piece
 make_id, make_call_id     names of responses, and of tool calls
+name_calls                gives each call of some pieces its id
 encode_event              one server-sent event
 LogprobEntries            the log-probabilities of tokens, in the form of OpenAI's chat API
 """

@@ -1,6 +1,7 @@
 """Translate POST /v1/chat/completions, OpenAI's form that most agents use. Pure.
 
 ChatRequest     the body
+StreamOptions   its part about the stream
 ChatForm        one request, and the responses to it
 CommonFields    the fields that it shares with plain completions
 read_stops, read_schema, is_named, make_usage  how they are translated

@@ -1,13 +1,16 @@
 """Separate the model's thoughts from the rest of a generated text, whole or while it grows: REASONING_PARSERS, by name.
 
-think      <think>...</think>, also if the prompt opened it   Qwen3, QwQ, DeepSeek-R1, GLM-4.5, Phi-4-reasoning
-magistral  [THINK]...[/THINK]                                 Magistral
-gemma      <|channel>thought ...<channel|>                    Gemma-4
-gpt-oss    messages of the channel analysis                   gpt-oss
-none       no thoughts: all text is content
+"think"      <think>...</think>, also if the prompt opened it   Qwen3, QwQ, DeepSeek-R1, GLM-4.5, Phi-4-reasoning
+"magistral"  [THINK]...[/THINK]                                 Magistral
+"gemma"      <|channel>thought ...<channel|>                    Gemma-4
+"gpt-oss"    messages of the channel analysis                   gpt-oss
+"none"       no thoughts: all text is content
 
 ReasoningParser  the protocol of a family: makes a reader for each answer
 ThinkParser      the families that write their thoughts between two marks, before anything else
+HarmonyParser    the thoughts of gpt-oss
+PlainParser      no thoughts
+count_held       counts the characters at the end of a text that may begin a mark
 
 Readers are those of hpcrl.rollout.agents.tool_parsers; what they return as content may still contain tool calls.
 Thoughts that were cut off at the length limit are thoughts.

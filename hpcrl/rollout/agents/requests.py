@@ -10,6 +10,7 @@ normalise_message     a message as a chat template needs it
 read_text             the text of a content, given as text or as parts
 read_thought          the text of a part that is a thought
 read_call             one tool call in that form
+make_tool             a tool as a chat template needs it
 split_tools           the program's own tools, and those of a provider, which are left out
 choose_tools          the tools that may be called, and those of which one must be
 ApiError              an error with its status; each form of API has its own body for it

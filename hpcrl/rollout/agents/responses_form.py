@@ -1,6 +1,7 @@
 """Translate POST /v1/responses, OpenAI's newer form, in which a program may refer to earlier responses. Pure.
 
 ResponsesRequest  the body
+TextOptions, ReasoningOptions  its parts
 ResponsesForm     one request, and the responses to it
 ResponseMemory    what the earlier responses of an episode contained
 """

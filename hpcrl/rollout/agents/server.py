@@ -3,6 +3,7 @@
     ModelProxy        POST /v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/messages/count_tokens
                       /tokenize /detokenize /v1/hpcrl/reward, GET /v1/models
     ModelProxy.open   opens a session; its token is the program's API key, which identifies its calls
+    RewardRequest     the body of a posted reward
     DEFAULT_MODEL     the name of the model
     ANY_MODEL         the alias that stands for every name
 

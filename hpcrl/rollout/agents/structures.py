@@ -1,7 +1,7 @@
 """The text that a model must generate for `tool_choice` and `response_format`, by family of models. Pure.
 
     make_structure  the structure of the answer to a call, or None if it is free
-    CALL_WRITERS    how each family writes a call, by the names of AnswerParser.call_format
+    CALL_WRITERS    how each family writes a call (CallWriter), by the names of AnswerParser.call_format
 
 An answer that must be a call has one or more calls of the allowed tools and nothing else but thoughts before them. One
 that must be JSON is that, or calls if the model may choose. Where a family writes its answer in a channel, as gpt-oss

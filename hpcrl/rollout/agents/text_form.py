@@ -3,6 +3,7 @@
 TextRequest      the body of a completion
 TextForm         one request, and the responses to it
 tokenize, detokenize  a text or a conversation to ids, and back
+TokenizeRequest, DetokenizeRequest  their bodies
 list_prompt_ids  the ids of a call's prompt, which is not recorded
 check_count      refuses more messages than the context has tokens
 """

@@ -1,21 +1,24 @@
 """The forms in which families of models write tool calls, by name: TOOL_PARSERS.
 
-hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>        Hermes, Qwen2.5, Qwen3
-qwen3-coder   <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...   Qwen3-Coder, Qwen3.5
-glm           <tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...  GLM-4.5 and later
-deepseek      special tokens around NAME and JSON                             DeepSeek-V3, R1, V3.1
-mistral       [TOOL_CALLS][{...}], or [TOOL_CALLS]NAME[ARGS]{...}             Mistral, Magistral
-gpt-oss       a message to functions.NAME                                     gpt-oss
-llama         {"name": ..., "parameters": {...}}, or <|python_tag|>           Llama-3.1, 3.2, 3.3
-pythonic      [NAME(key=value), ...]                                          Llama-4
-gemma         ```tool_code with Python calls; call:NAME{key:value}            Gemma-3, FunctionGemma, Gemma-4
-phi           <|tool_call|>{...}<|/tool_call|>, or functools[{...}]           Phi-4-mini
-none          no calls: all text is content
+"hermes"       <tool_call>{"name": ..., "arguments": {...}}</tool_call>        Hermes, Qwen2.5, Qwen3
+"qwen3-coder"  <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...   Qwen3-Coder, Qwen3.5
+"glm"          <tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...  GLM-4.5 and later
+"deepseek"     special tokens around NAME and JSON                             DeepSeek-V3, R1, V3.1
+"mistral"      [TOOL_CALLS][{...}], or [TOOL_CALLS]NAME[ARGS]{...}             Mistral, Magistral
+"gpt-oss"      a message to functions.NAME                                     gpt-oss
+"llama"        {"name": ..., "parameters": {...}}, or <|python_tag|>           Llama-3.1, 3.2, 3.3
+"pythonic"     [NAME(key=value), ...]                                          Llama-4
+"gemma"        ```tool_code with Python calls; call:NAME{key:value}            Gemma-3, FunctionGemma, Gemma-4
+"phi"          <|tool_call|>{...}<|/tool_call|>, or functools[{...}]           Phi-4-mini
+"none"         no calls: all text is content
 
 CALL_FORMS     a call in each of them, as it is described to a model whose template does not
 GEMMA_CALLS    the marks of Gemma's newer forms
 list_types     the types that the schema of an argument allows
 deepseek_mark  a special token of DeepSeek
+JsonScanner    finds values of JSON in a text that grows
+TextParser, LlamaParser, PythonicParser  the families that no pair of marks describes
+find_call_form  the family in whose form a call can be described to a model
 
 These are facts of the models' own templates and documents. Arguments that are written without quotes are converted to
 the types that the tool's schema names.

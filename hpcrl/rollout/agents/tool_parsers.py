@@ -9,7 +9,8 @@
     BlockParser      the families that write each call between two marks
     PlainReader      all text is content
     ContentSpacer    content without the space around calls
-    make_call        a call of decoded values, if it is one; decode_json decodes them
+    make_call, make_json_call  a call of decoded values, or of JSON, if it is one
+    decode_json      decodes JSON that a model wrote
 
 A malformed call is content, exactly as it was generated; other calls of the same answer are still calls. Reading is
 linear in the text, and never raises.

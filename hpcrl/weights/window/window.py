@@ -9,9 +9,9 @@
 
 The writer fills the slot that does not hold the newest version, so that this one stays whole if the writer fails:
 
-    writer  slot = window.start_version(version, step=step); fill it; window.commit()
-    part    with window.joint_write(ticket) as slot: ...             # `ticket` is from the writer's window.ticket()
-    reader  manifest = window.newest()
+    writer: slot = window.start_version(version, step=step); fill it; window.commit()
+    part:   with window.joint_write(ticket) as slot: ...             # `ticket` is from the writer's window.ticket()
+    reader: manifest = window.newest()
             with window.read_version(manifest.version) as slot: ...  # checked, and not overwritten meanwhile
 
 A reader holds a lock on its slot, which ends with the process; the writer waits for it LEASE_TIMEOUT_S at most, and
