@@ -198,7 +198,7 @@ class RankLeader:
             seed=self._seed,
             step=step,
             version=version,
-            read_rows=lambda dealt: self._distribute_rows(dealt, step=step, version=version),
+            read_share=lambda dealt: self._distribute_rows(dealt, step=step, version=version),
             segment_of=self._segment_of if source is None else lambda _: "",
         )
 

@@ -1,10 +1,26 @@
 """A training step, the same for every trainer, from trajectories to metrics: the nodes of the pipeline, in their order.
 
-    train_step         the nodes of rank 0 (deal), then those of every rank
-    learn_rows         the nodes of every rank: rows, what is computed once, and for each minibatch loss and update
+    train_step         the step of rank 0: distribute_step, learn_rows, metrics
+    learn_rows         the part of every rank; ranks other than 0 do nothing else (`follow_orders` in leader.py)
     make_row_reader    rows for a rank that has all trajectories itself
 
-The nodes are in `hpcrl/learn/distribute.py` and `nodes.py`; `hpcrl/learn/pipeline.py` runs them.
+A node is a function that is called with the results of other nodes. These are all of hpcrl's, in the order in which
+`PipelineExecutor.run` of `hpcrl/learn/pipeline.py` calls them; a recipe has those that its settings need, and may add
+its own (`hpcrl plan --dag` shows them). The functions are in `hpcrl/learn/distribute.py` and `hpcrl/trainers/nodes.py`:
+
+    distribute_step: rank 0 alone
+        advantage, rewards     distribute.py assign_credits     what every turn, or its tokens, is worth
+        deal                   distribute.py distribute_rows    which rank trains which rows in which minibatch
+    learn_rows: every rank, once in a step
+        rows                   nodes.py read_rows               its rows, from the spool or from memory
+        batches                nodes.py make_batches            the rows as tensors, in micro-batches
+        reference, proximal    nodes.py compute_logprobs        of other models, and of the policy before it changes
+        costs                  nodes.py subtract_costs          the KL as a part of the rewards
+        values                 nodes.py estimate_values         the critic's, for "gae"
+    learn_rows: every rank, once for every minibatch
+        loss                   nodes.py compute_gradient        with the loss function of `hpcrl/learn/loss.py`
+        update                 nodes.py update_policy           a step of the optimizer
+        update-critic          nodes.py update_critic
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +45,10 @@ def train_step(
     seed: int,
     step: int,
     version: int,
-    read_rows: Callable[[StepShares], list[list[TrainingRow]]],
+    read_share: Callable[[StepShares], list[list[TrainingRow]]],
     segment_of: Callable[[Trajectory], str] = lambda _: "",
 ) -> StepMetrics:
-    """Make one training step; `read_rows` returns this rank's rows of its share."""
+    """Make one training step; `read_share` returns this rank's rows of its share."""
     stopwatch = Stopwatch()
     needs_teacher = trainer.has_scored_reference and train.kl != "none"  # a warm-up's steps have no KL
     check_trainable(trajectories, vocabulary_size=trainer.vocabulary_size, has_scored_reference=needs_teacher)
@@ -47,7 +63,13 @@ def train_step(
     )
     stopwatch.record_lap("deal")
     learn_result = learn_rows(
-        trainer, step_shares, train=train, step=step, read_share=read_rows, skipped=step_shares.skipped, watch=stopwatch
+        trainer,
+        step_shares,
+        train=train,
+        step=step,
+        read_share=read_share,
+        skipped=step_shares.skipped,
+        watch=stopwatch,
     )
     return build_step_metrics(
         trajectories,
@@ -102,7 +124,7 @@ def learn_rows(
 def make_row_reader(
     trajectories: Sequence[Trajectory], *, share: int, train: TrainConfig
 ) -> Callable[[StepShares], list[list[TrainingRow]]]:
-    """Make a `read_rows` for a rank that has all trajectories of the step itself."""
+    """Make a `read_share` for a rank that has all trajectories of the step itself."""
     by_id = {trajectory.id: trajectory for trajectory in trajectories}
     return lambda dealt: load_share_rows(
         dealt.shares[share],

@@ -116,9 +116,9 @@ class TorchTrainer:
         self, trajectories: Sequence[Trajectory], *, step: int, version: int, train: TrainConfig | None = None
     ) -> StepMetrics:
         train = train or self._recipe_train
-        read_rows = make_row_reader(trajectories, share=self.share, train=train)
+        read_share = make_row_reader(trajectories, share=self.share, train=train)
         return train_step(
-            self, trajectories, train=train, seed=self._seed, step=step, version=version, read_rows=read_rows
+            self, trajectories, train=train, seed=self._seed, step=step, version=version, read_share=read_share
         )
 
     def use_settings(self, train: TrainConfig) -> None:

@@ -1,10 +1,14 @@
-"""The learning rate over the steps of a campaign."""
+"""A training step: the order of its nodes as it is described, and the learning rate over the steps of a campaign."""
 
 import math
+import re
 
 import pytest
 
+from hpcrl.config.pipeline import STAGES, TRAINER_ROLES, make_standard_nodes, order_nodes
 from hpcrl.config.recipe import TrainConfig
+from hpcrl.learn.pipeline import RUNNERS
+from hpcrl.trainers import step as step_module
 from hpcrl.trainers.nodes import compute_learning_rate
 
 
@@ -31,3 +35,28 @@ def test_the_rate_falls_to_its_final_value_at_the_last_step(schedule):
 
 def test_a_cosine_is_half_way_at_half_time():
     assert rates(schedule="cosine")[4] == pytest.approx((1 + math.cos(math.pi / 2)) / 2)
+
+
+@pytest.mark.parametrize("has_kl_reward", [False, True])
+@pytest.mark.parametrize("advantage", ["grpo", "gae", "sft"])
+def test_the_module_lists_the_nodes_of_a_step_in_the_order_in_which_they_run(advantage, has_kl_reward):
+    lines = re.findall(r"^ {8}([\w, -]+?) {2,}(\w+)\.py (\w+)", step_module.__doc__, re.MULTILINE)
+    listed = {name: f"{module}:{function}" for names, module, function in lines for name in names.split(", ")}
+    nodes = make_standard_nodes(advantage=advantage, kl="k3", has_kl_reward=has_kl_reward, policy_moves=True)
+    stages = list(dict.fromkeys(STAGES.values()))
+    run = sorted(order_nodes(nodes), key=lambda name: stages.index(nodes[name].stage))
+    assert run == [name for name in listed if name in nodes]
+    for name in run:
+        assert RUNNERS.get(name, nodes[name].function).endswith(f".{listed[name]}")
+
+
+def test_the_module_lists_no_node_that_no_recipe_has():
+    listed = re.findall(r"^ {8}([\w, -]+?) {2,}\w+\.py", step_module.__doc__, re.MULTILINE)
+    settings = {"kl": "k3", "has_kl_reward": True, "policy_moves": True}
+    known = {
+        name
+        for advantage in ("grpo", "gae")
+        for name, node in make_standard_nodes(advantage=advantage, **settings).items()
+        if node.role in TRAINER_ROLES
+    }
+    assert {name for names in listed for name in names.split(", ")} == known
