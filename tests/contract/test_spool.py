@@ -14,26 +14,13 @@ import pytest
 from hpcrl.errors import SpoolError
 from hpcrl.spool.listing import announce_changes, count_spool_trajectories, list_segments
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.record import COLUMNS, EpisodeTurn, pack_trajectory
+from hpcrl.spool.record import COLUMNS, pack_trajectory
 from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter, derive_segment
 from hpcrl.testing.memory import MemorySpool, MemorySpoolReader, MemorySpoolWriter
-from tests.support.trajectories import make_trajectory
+from tests.support.trajectories import make_odd_trajectory
 
 FORK = multiprocessing.get_context("fork")
-
-
-def trajectory(name="math/0/0", num_tokens=6, **changed):
-    odd = {
-        "domain": "math",
-        "created": 1.5,
-        "start_version": 2,
-        "end_version": 3,
-        "turns": [EpisodeTurn(start=2, end=num_tokens, reward=0.5, generate_s=0.25)],
-        "logprobs": [0, np.nan, -np.inf, -1.5, *[0.0] * num_tokens][:num_tokens],
-        "loss_mask": np.arange(num_tokens) > 1,
-    }
-    return make_trajectory(name, num_tokens, version=2, **{**odd, **changed})
 
 
 def exact(record):
@@ -101,9 +88,9 @@ class Clock:
 
 def test_a_flushed_trajectory_is_read_to_the_bit(spool):
     sent = [
-        trajectory("math/0/0"),
-        trajectory("größe \u2028 \U0001f600/1/0", num_tokens=0, turns=[]),
-        trajectory("math/2/0", reward=float("nan"), reward_parts={"a": float("inf")}, status="truncated"),
+        make_odd_trajectory("math/0/0"),
+        make_odd_trajectory("größe \u2028 \U0001f600/1/0", num_tokens=0, turns=[]),
+        make_odd_trajectory("math/2/0", reward=float("nan"), reward_parts={"a": float("inf")}, status="truncated"),
     ]
     writer, reader = spool.writer(), spool.reader()
     for one in sent:
@@ -114,7 +101,7 @@ def test_a_flushed_trajectory_is_read_to_the_bit(spool):
 
 def test_nothing_is_found_before_it_is_acknowledged(spool):
     writer, reader = spool.writer(), spool.reader()
-    writer.append(trajectory())
+    writer.append(make_odd_trajectory())
     assert reader.poll() == []
     assert writer.flush() == ["math/0/0"]
     assert ids(reader.poll()) == ["math/0/0"]
@@ -122,10 +109,10 @@ def test_nothing_is_found_before_it_is_acknowledged(spool):
 
 def test_every_reader_has_its_own_cursor_and_gets_each_trajectory_once(spool):
     writer, first = spool.writer(), spool.reader()
-    writer.append(trajectory("math/0/0"))
+    writer.append(make_odd_trajectory("math/0/0"))
     writer.flush()
     assert ids(first.poll()) == ["math/0/0"]
-    writer.append(trajectory("math/0/1"))
+    writer.append(make_odd_trajectory("math/0/1"))
     writer.flush()
     assert ids(first.poll()) == ["math/0/1"]
     assert first.poll() == []
@@ -141,26 +128,26 @@ def test_a_flush_of_nothing_acknowledges_nothing(spool):
 
 def test_a_batch_is_due_by_count(spool):
     writer = spool.writer(batching=BatchLimits(max_count=2, max_age_s=1e9))
-    writer.append(trajectory("math/0/0"))
+    writer.append(make_odd_trajectory("math/0/0"))
     assert writer.flush_due() == []
-    writer.append(trajectory("math/0/1"))
+    writer.append(make_odd_trajectory("math/0/1"))
     assert written(writer) == ["math/0/0", "math/0/1"]
 
 
 def test_a_batch_is_due_by_bytes(spool):
     writer = spool.writer(batching=BatchLimits(max_bytes=20_000, max_age_s=1e9))
-    writer.append(trajectory("math/0/0", num_tokens=1000))
+    writer.append(make_odd_trajectory("math/0/0", num_tokens=1000))
     assert writer.flush_due() == []
-    writer.append(trajectory("math/0/1", num_tokens=1000))
+    writer.append(make_odd_trajectory("math/0/1", num_tokens=1000))
     assert written(writer) == ["math/0/0", "math/0/1"]
 
 
 def test_a_batch_is_due_by_the_age_of_its_oldest(spool):
     clock = Clock()
     writer = spool.writer(batching=BatchLimits(max_age_s=2.0), clock=clock)
-    writer.append(trajectory("math/0/0"))
+    writer.append(make_odd_trajectory("math/0/0"))
     clock.now += 1.9
-    writer.append(trajectory("math/0/1"))
+    writer.append(make_odd_trajectory("math/0/1"))
     assert writer.flush_due() == []
     clock.now += 0.2
     assert written(writer) == ["math/0/0", "math/0/1"]
@@ -171,26 +158,26 @@ def test_a_batch_is_due_by_the_age_of_its_oldest(spool):
 def test_a_writer_that_holds_too_much_refuses_more_and_keeps_what_it_has(spool):
     writer = spool.writer(batching=BatchLimits(max_bytes=30_000))
     for index in range(4):
-        writer.append(trajectory(f"math/0/{index}", num_tokens=1000))
+        writer.append(make_odd_trajectory(f"math/0/{index}", num_tokens=1000))
     with pytest.raises(SpoolError, match=r"'math/0/4' was refused: others .*flush before"):
-        writer.append(trajectory("math/0/4", num_tokens=1000))
+        writer.append(make_odd_trajectory("math/0/4", num_tokens=1000))
     assert writer.flush() == [f"math/0/{index}" for index in range(4)]
-    writer.append(trajectory("math/0/4", num_tokens=1000))
+    writer.append(make_odd_trajectory("math/0/4", num_tokens=1000))
     assert writer.flush() == ["math/0/4"]
 
 
 def test_a_trajectory_larger_than_the_batch_is_taken(spool):
     writer = spool.writer(batching=BatchLimits(max_bytes=1000))
-    writer.append(trajectory(num_tokens=100_000))
+    writer.append(make_odd_trajectory(num_tokens=100_000))
     assert written(writer) == ["math/0/0"]
 
 
 def test_a_closed_writer_has_flushed_and_refuses_more(spool):
     writer = spool.writer()
-    writer.append(trajectory("math/0/0"))
+    writer.append(make_odd_trajectory("math/0/0"))
     assert writer.close() == ["math/0/0"]
     with pytest.raises(SpoolError, match="'math/0/1' comes after the writer was closed"):
-        writer.append(trajectory("math/0/1"))
+        writer.append(make_odd_trajectory("math/0/1"))
     assert writer.close() == []
 
 
@@ -198,7 +185,7 @@ def test_a_late_duplicate_is_dropped_and_counted(spool):
     reader = spool.reader()
     for producer in ("000-env-0", "001-env-0"):
         writer = spool.writer(producer)
-        writer.append(trajectory("math/0/0", producer=producer))
+        writer.append(make_odd_trajectory("math/0/0", producer=producer))
         writer.close()
     assert [one.producer for one in reader.poll()] == ["000-env-0"]
     assert reader.num_duplicates == 1
@@ -207,7 +194,7 @@ def test_a_late_duplicate_is_dropped_and_counted(spool):
 def test_the_retry_of_a_failed_episode_is_not_a_duplicate(spool):
     writer, reader = spool.writer(), spool.reader()
     for status in ("env-fault", "env-fault", "done", "done"):
-        writer.append(trajectory(status=status))
+        writer.append(make_odd_trajectory(status=status))
     writer.flush()
     assert [one.status for one in reader.poll()] == ["env-fault", "done"]
     assert reader.num_duplicates == 2
@@ -216,7 +203,7 @@ def test_the_retry_of_a_failed_episode_is_not_a_duplicate(spool):
 def test_a_trajectory_in_the_checkpoint_is_not_delivered_again(spool):
     writer = spool.writer()
     for index in range(3):
-        writer.append(trajectory(f"math/0/{index}"))
+        writer.append(make_odd_trajectory(f"math/0/{index}"))
     writer.flush()
     reader = spool.reader(consumed={"math/0/0", "math/0/2"})
     assert ids(reader.poll()) == ["math/0/1"]
@@ -225,9 +212,9 @@ def test_a_trajectory_in_the_checkpoint_is_not_delivered_again(spool):
 
 def test_a_trajectory_that_cannot_be_stored_is_refused_alone(spool):
     writer = spool.writer()
-    writer.append(trajectory("math/0/0"))
+    writer.append(make_odd_trajectory("math/0/0"))
     with pytest.raises(SpoolError, match="'math/0/1'"):
-        writer.append(trajectory("math/0/1", logprobs=np.zeros(1, np.float32)))
+        writer.append(make_odd_trajectory("math/0/1", logprobs=np.zeros(1, np.float32)))
     assert writer.flush() == ["math/0/0"]
 
 
@@ -237,7 +224,7 @@ def test_threads_may_append_while_another_flushes(spool):
 
     def append(thread):
         for index in range(100):
-            writer.append(trajectory(f"math/{thread}/{index}"))
+            writer.append(make_odd_trajectory(f"math/{thread}/{index}"))
             acknowledged.extend(writer.flush_due())
 
     threads = [threading.Thread(target=append, args=(number,)) for number in range(4)]
@@ -255,7 +242,7 @@ def test_threads_may_append_while_another_flushes(spool):
 def test_a_full_writer_has_no_room(spool):
     writer = spool.writer(batching=BatchLimits(max_bytes=5_000))
     assert writer.has_room
-    writer.append(trajectory(num_tokens=1000))
+    writer.append(make_odd_trajectory(num_tokens=1000))
     assert not writer.has_room
     writer.flush()
     assert writer.has_room
@@ -267,7 +254,7 @@ def test_a_full_writer_has_no_room(spool):
 def test_a_restarted_producer_continues_after_its_segments(disk):
     for index in range(3):
         writer = disk.writer()
-        writer.append(trajectory(f"math/0/{index}"))
+        writer.append(make_odd_trajectory(f"math/0/{index}"))
         writer.close()
     assert ids(disk.reader().poll()) == ["math/0/0", "math/0/1", "math/0/2"]
     assert count_spool_trajectories(disk.directory) == 3
@@ -276,7 +263,7 @@ def test_a_restarted_producer_continues_after_its_segments(disk):
 def test_two_processes_with_one_producer_name_lose_nothing(disk):
     first, second = disk.writer(), disk.writer()
     for index, writer in enumerate((first, second, first, second)):  # both use number 1
-        writer.append(trajectory(f"math/0/{index}"))
+        writer.append(make_odd_trajectory(f"math/0/{index}"))
         assert writer.flush() == [f"math/0/{index}"]
     assert sorted(ids(disk.reader().poll())) == [f"math/0/{index}" for index in range(4)]
 
@@ -284,10 +271,10 @@ def test_two_processes_with_one_producer_name_lose_nothing(disk):
 def test_a_batch_that_could_not_be_written_is_kept_and_written_later(disk):
     disk.directory.write_text("in the way")
     writer = disk.writer()
-    writer.append(trajectory("math/0/0"))
+    writer.append(make_odd_trajectory("math/0/0"))
     with pytest.raises(SpoolError, match="1 trajectories of '000-env-0' are kept in memory"):
         writer.flush()
-    writer.append(trajectory("math/0/1"))
+    writer.append(make_odd_trajectory("math/0/1"))
     disk.directory.unlink()
     assert writer.flush() == ["math/0/0", "math/0/1"]
     assert ids(disk.reader().poll()) == ["math/0/0", "math/0/1"]
@@ -295,12 +282,12 @@ def test_a_batch_that_could_not_be_written_is_kept_and_written_later(disk):
 
 def test_a_directory_that_vanishes_is_reported_by_writer_and_reader(disk):
     writer, reader = disk.writer(), disk.reader()
-    writer.append(trajectory("math/0/0"))
+    writer.append(make_odd_trajectory("math/0/0"))
     writer.flush()
     assert ids(reader.poll()) == ["math/0/0"]
     aside = disk.directory.with_name("aside")
     disk.directory.rename(aside)
-    writer.append(trajectory("math/0/1"))
+    writer.append(make_odd_trajectory("math/0/1"))
     with pytest.raises(SpoolError, match=r"No such file or directory.*kept in memory"):
         writer.flush()
     with pytest.raises(SpoolError, match="is gone"):
@@ -323,7 +310,7 @@ def test_a_path_that_is_not_a_directory_is_reported(disk):
 def test_a_damaged_segment_is_reported_once_and_the_others_are_delivered(disk):
     writer = disk.writer(batching=BatchLimits(max_count=1))
     for index in range(3):
-        writer.append(trajectory(f"math/0/{index}"))
+        writer.append(make_odd_trajectory(f"math/0/{index}"))
         writer.flush()
     damaged = disk.directory / list_segments(disk.directory)[1]
     raw = bytearray(damaged.read_bytes())
@@ -345,7 +332,7 @@ def test_a_damaged_segment_is_reported_once_and_the_others_are_delivered(disk):
 
 def test_a_segment_that_is_made_again_after_its_quarantine_is_read(disk):
     writer, reader = disk.writer(), disk.reader()
-    writer.append(trajectory())
+    writer.append(make_odd_trajectory())
     writer.flush()
     (name,) = list_segments(disk.directory)
     whole = (disk.directory / name).read_bytes()
@@ -360,7 +347,7 @@ def test_a_segment_that_is_made_again_after_its_quarantine_is_read(disk):
 
 def test_a_segment_out_of_reach_is_reported_once_and_read_when_it_is_back(disk):
     writer, reader = disk.writer(), disk.reader()
-    writer.append(trajectory())
+    writer.append(make_odd_trajectory())
     writer.flush()
     (name,) = list_segments(disk.directory)
     away = disk.directory.with_name("away.h5")
@@ -375,7 +362,7 @@ def test_a_segment_out_of_reach_is_reported_once_and_read_when_it_is_back(disk):
 
 def test_temporary_files_of_a_killed_writer_are_not_read(disk):
     writer = disk.writer()
-    writer.append(trajectory())
+    writer.append(make_odd_trajectory())
     writer.flush()
     (name,) = list_segments(disk.directory)
     shutil.copy(disk.directory / name, disk.directory / f".{name}.0123456789ab.tmp")
@@ -390,8 +377,8 @@ def scored(record):
 
 def test_a_derived_segment_has_the_same_name_and_the_new_facts(disk):
     writer = disk.writer()
-    writer.append(trajectory("math/0/0", num_tokens=3))
-    writer.append(trajectory("math/0/1", num_tokens=4))
+    writer.append(make_odd_trajectory("math/0/0", num_tokens=3))
+    writer.append(make_odd_trajectory("math/0/1", num_tokens=4))
     writer.flush()
     (name,) = list_segments(disk.directory)
     target = derive_segment(disk.directory / name, disk.directory.with_name("scored"), scored)
@@ -402,14 +389,14 @@ def test_a_derived_segment_has_the_same_name_and_the_new_facts(disk):
 def test_a_segment_that_is_derived_already_is_left_alone(disk):
     source, target_dir = disk.directory / "a.h5", disk.directory / "scored"
     disk.directory.mkdir()
-    write_segment(source, [trajectory()])
+    write_segment(source, [make_odd_trajectory()])
     before = derive_segment(source, target_dir, scored).read_bytes()
     assert derive_segment(source, target_dir, pytest.fail).read_bytes() == before
 
 
 def test_a_transformation_that_fails_leaves_nothing(disk):
     disk.directory.mkdir()
-    write_segment(disk.directory / "a.h5", [trajectory()])
+    write_segment(disk.directory / "a.h5", [make_odd_trajectory()])
     with pytest.raises(ZeroDivisionError):
         derive_segment(disk.directory / "a.h5", disk.directory / "scored", lambda _: 1 / 0)
     assert not (disk.directory / "scored").exists()
@@ -417,11 +404,11 @@ def test_a_transformation_that_fails_leaves_nothing(disk):
 
 def test_a_segment_that_is_removed_before_it_is_read_is_forgotten(disk):
     writer, reader = disk.writer(), disk.reader()
-    writer.append(trajectory("math/0/0"))
+    writer.append(make_odd_trajectory("math/0/0"))
     writer.flush()
     assert ids(reader.poll()) == ["math/0/0"]
     for index in (1, 2):
-        writer.append(trajectory(f"math/0/{index}"))
+        writer.append(make_odd_trajectory(f"math/0/{index}"))
         writer.flush()
     first, second, third = list_segments(disk.directory)
     (disk.directory / second).unlink()
@@ -457,7 +444,7 @@ def derive_when_all_are_ready(barrier, source, target_dir):
 def test_racing_derivations_leave_one_complete_segment(disk):
     disk.directory.mkdir()
     source, target_dir = disk.directory / "a.h5", disk.directory / "scored"
-    write_segment(source, [trajectory()])
+    write_segment(source, [make_odd_trajectory()])
     barrier = FORK.Barrier(4)
     run_all([(derive_when_all_are_ready, barrier, source, target_dir)] * 4)
     assert {path.name for path in target_dir.iterdir()} == {"a.h5", ".news"}
@@ -468,7 +455,7 @@ def produce(disk, producer, num):
     writer = disk.writer(producer, batching=BatchLimits(max_count=7))
     acknowledged = []
     for index in range(num):
-        writer.append(trajectory(f"{producer}/{index}", num_tokens=index % 50))
+        writer.append(make_odd_trajectory(f"{producer}/{index}", num_tokens=index % 50))
         acknowledged += writer.flush_due()
     acknowledged += writer.close()
     assert acknowledged == [f"{producer}/{index}" for index in range(num)]

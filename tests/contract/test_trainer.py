@@ -13,7 +13,7 @@ from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import SINGLE_RANK
-from tests.support.trajectories import make_trajectory
+from tests.support.trajectories import make_random_trajectory
 
 
 def packed(model_dir, train, **options):
@@ -61,19 +61,8 @@ def make(request, model_dir):
     return made
 
 
-def trajectory(group, index, *, reward, seed=0, length=20, **changed):
-    """Make two turns of random tokens, with log-probs of a nearly uniform policy."""
-    rng = np.random.default_rng([seed, index, length])
-    generated = np.zeros(length, dtype=np.bool_)
-    generated[length // 4 : length // 2] = generated[length * 3 // 4 :] = True
-    random = {
-        "token_ids": rng.integers(0, VOCABULARY, length, dtype=np.int32),
-        "logprobs": np.where(generated, -np.log(VOCABULARY) + 0.1 * rng.normal(size=length), 0),
-        "loss_mask": generated,
-        "turns": [],
-        "reward": reward,
-    }
-    return make_trajectory(f"{group}/{index}", version=1, **{**random, **changed})
+def trajectory(group, index, **given):
+    return make_random_trajectory(f"{group}/{index}", vocabulary=VOCABULARY, **{"turns": [], **given})
 
 
 def batch(seed=0):

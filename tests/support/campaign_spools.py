@@ -1,45 +1,15 @@
 """Campaign directories with spools, for the tests of `hpcrl traj`."""
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 import xxhash
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.learn.consumed import ConsumedTrajectories
-from hpcrl.spool.record import EpisodeTurn, Trajectory
+from hpcrl.spool.record import Trajectory
 from hpcrl.spool.segment import write_segment
 from hpcrl.system.files import make_private_dir, publish_file, publish_json
-from tests.support.trajectories import make_trajectory
-
-# Ids of the tiny tokenizer: <user> h i <agent> a b <eos> <user> ? <agent> c
-TOKENS = (2, 77, 78, 3, 70, 71, 1, 2, 36, 3, 72)
-GENERATED = (0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1)
-
-
-def trajectory(number: int = 0, index: int = 0, *, domain: str = "lake", **changed: Any) -> Trajectory:
-    """Make a trajectory of two turns: input "hi", output "ab", input "?", output "c"."""
-    fields: dict[str, Any] = {
-        "domain": domain,
-        "seed": 7 + number,
-        "created": 1_800_000_000.0 + number + index / 100,
-        "start_version": number,
-        "end_version": number + 1,
-        "turns": [
-            EpisodeTurn(start=4, end=7, reward=0.25, generate_s=0.4, step_s=0.05, remote_prefill=True),
-            EpisodeTurn(start=10, end=11, reward=0.5, generate_s=0.2, step_s=0.05),
-        ],
-        "reset_s": 0.1,
-        "reward": number / 10,
-        "reward_parts": {"goal": number / 10},
-        "token_ids": TOKENS,
-        "logprobs": np.where(GENERATED, -0.5, 0.0),
-        "versions": np.where(GENERATED, number, 0),
-        "loss_mask": GENERATED,
-    }
-    return make_trajectory(f"{domain}/{number}/{index}", **{**fields, **changed})
 
 
 def unscored(one: Trajectory) -> Trajectory:

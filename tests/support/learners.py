@@ -16,7 +16,6 @@ from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.batch import MicroBatch, empty_micro_batch
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.rollout.agents.episode_record import build_record
-from hpcrl.spool.record import EpisodeTurn
 from hpcrl.testing.learning import load_checkpoint, save_checkpoint
 from hpcrl.trainers.checkpoint import find_newest
 from hpcrl.trainers.leader import RankLeader, follow_orders
@@ -29,7 +28,7 @@ from hpcrl.weights.stores.publisher import WeightPublisher
 from hpcrl.weights.versions import Transport, WeightVersion, read_transport
 from hpcrl.weights.window.file import WindowKey
 from tests.support.conversations import FACTS, answer
-from tests.support.trajectories import make_trajectory
+from tests.support.trajectories import make_random_trajectory
 
 VOCABULARY = 32
 CONTEXT = 64
@@ -62,24 +61,6 @@ def make_model(directory, *, family="qwen2", tied=False, seed=0):
                 parameter.add_(0.1 * torch.randn_like(parameter))
     made.save_pretrained(directory)
     return directory
-
-
-def trajectory(group, index, *, reward, length, seed=0):
-    """Make two turns of random tokens, with log-probs of a nearly uniform policy."""
-    rng = np.random.default_rng([seed, index, length])
-    spans = [(length // 4, length // 2), (length * 3 // 4, length)]
-    generated = np.zeros(length, dtype=np.bool_)
-    for start, end in spans:
-        generated[start:end] = True
-    return make_trajectory(
-        f"{group}/{index}",
-        version=1,
-        token_ids=rng.integers(0, VOCABULARY, length, dtype=np.int32),
-        logprobs=np.where(generated, -np.log(VOCABULARY) + 0.1 * rng.normal(size=length), 0),
-        loss_mask=generated,
-        turns=[EpisodeTurn(start=start, end=end, reward=reward / 2) for start, end in spans],
-        reward=reward,
-    )
 
 
 def forked_turns(seed):
@@ -118,12 +99,12 @@ def batch(step=0, *, num_groups=3, size=4):
     """Make groups of episodes of different lengths and rewards."""
     rng = np.random.default_rng(step)
     return [
-        trajectory(
-            f"math/{step * num_groups + number}",
-            index,
+        make_random_trajectory(
+            f"math/{step * num_groups + number}/{index}",
             reward=float(rng.integers(0, 3)),
             seed=step * num_groups + number,
             length=int(rng.integers(8, 60)),
+            vocabulary=VOCABULARY,
         )
         for number in range(num_groups)
         for index in range(size)

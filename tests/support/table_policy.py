@@ -16,10 +16,11 @@ import hpcrl.trainers.critic
 import hpcrl.trainers.torch
 from hpcrl.plan.checks import check_recipe
 from hpcrl.rollout.rewards import RewardCaller, apply_score
-from hpcrl.spool.record import EpisodeTurn, Trajectory
+from hpcrl.spool.record import EpisodeTurn
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.plans import make_recipe
+from tests.support.trajectories import make_trajectory
 
 VOCABULARY, CONTEXT, GROUP, RATE = 5, 64, 4, 12.0
 BUDGET = 12
@@ -124,20 +125,13 @@ def make_episode(number, index, tokens, logprobs, mask, turns):
     domain = "lake" if number % 2 else "sums"
     scale = 10.0 if domain == "sums" else 1.0
     turns = [EpisodeTurn(start=turn.start, end=turn.end, reward=scale * turn.reward) for turn in turns]
-    return Trajectory(
-        id=f"{domain}/{number}/{index}",
-        group=f"{domain}/{number}",
-        domain=domain,
+    return make_trajectory(
+        f"{domain}/{number}/{index}",
         seed=number,
-        status="done",
-        producer="000-env-0",
-        created=0.0,
-        start_version=0,
         end_version=1,
-        token_ids=np.array(tokens, dtype=np.int32),
-        logprobs=np.array(logprobs, dtype=np.float32),
-        versions=np.zeros(len(tokens), dtype=np.int32),
-        loss_mask=np.array(mask, dtype=np.bool_),
+        token_ids=tokens,
+        logprobs=logprobs,
+        loss_mask=mask,
         turns=turns,
         reward=sum(turn.reward for turn in turns) + scale * (index == number % GROUP),
     )

@@ -11,7 +11,7 @@ import pytest
 from hpcrl.envs.judge import judge, read_score
 from hpcrl.envs.repair import BROKEN_FUNCTIONS, Repair, draw_broken_function, rerun_tests, run_python
 from hpcrl.errors import ConfigError, EnvFault
-from tests.support.campaign_spools import trajectory
+from tests.support.trajectories import make_lake_trajectory
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
@@ -45,7 +45,7 @@ def endpoint():
 def test_a_judge_is_shown_the_conversation_and_asked_for_a_number(endpoint):
     url, answers, asked = endpoint
     answers.append("My score is 7.5")
-    assert asyncio.run(judge(trajectory(), text="hello there", url=url, model="m")) == 0.75
+    assert asyncio.run(judge(make_lake_trajectory(), text="hello there", url=url, model="m")) == 0.75
     assert asked[0]["model"] == "m"
     assert "hello there" in asked[0]["messages"][0]["content"]
 
@@ -53,7 +53,7 @@ def test_a_judge_is_shown_the_conversation_and_asked_for_a_number(endpoint):
 def test_a_judge_that_fails_is_asked_again(endpoint):
     url, answers, asked = endpoint
     answers.extend([None, "no idea", "10"])
-    assert asyncio.run(judge(trajectory(), text="", url=url, model="m")) == 1.0
+    assert asyncio.run(judge(make_lake_trajectory(), text="", url=url, model="m")) == 1.0
     assert len(asked) == 3
 
 
@@ -61,12 +61,12 @@ def test_a_judge_that_never_gives_a_score_fails_and_gives_no_zero(endpoint):
     url, answers, _ = endpoint
     answers.extend(["", "11"])
     with pytest.raises(EnvFault, match="returned no score in 2 attempts"):
-        asyncio.run(judge(trajectory(), text="", url=url, model="m", attempts=2))
+        asyncio.run(judge(make_lake_trajectory(), text="", url=url, model="m", attempts=2))
 
 
 def test_a_judge_without_an_address_is_refused():
     with pytest.raises(ConfigError, match="must start with http"):
-        asyncio.run(judge(trajectory(), text="", url="file:///etc/passwd", model="m"))
+        asyncio.run(judge(make_lake_trajectory(), text="", url="file:///etc/passwd", model="m"))
 
 
 @pytest.mark.parametrize(("answer", "score"), [("0", 0.0), ("3 of 10: no, 4", 0.4), ("10.0", 1.0)])
@@ -99,7 +99,7 @@ class TestRepair:
         assert (step.reward, step.done) == (-0.05, False)
 
     def test_the_reward_function_runs_the_tests_on_the_last_submission(self):
-        played = trajectory()
+        played = make_lake_trajectory()
         right = draw_broken_function(played.seed).right
         assert rerun_tests(played, text=f"fix nonsense<|x|> fix {right}<|end|>", sandbox="auto") == 1
         assert rerun_tests(played, text="I cannot do it", sandbox="auto") == 0

@@ -7,32 +7,19 @@ import pytest
 
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.rewards import compute_length_cost, find_overlong, shape_rewards
-from hpcrl.spool.record import EpisodeTurn, Trajectory
+from hpcrl.spool.record import EpisodeTurn
 from tests.support.plans import make_recipe
+from tests.support.trajectories import make_trajectory
 
 
 def settings(**changed):
     return TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0, **changed)
 
 
-def episode(index, *, length=4, reward=1.0, domain="math", status="done", turns=True):
-    return Trajectory(
-        id=f"{domain}/0/{index}",
-        group=f"{domain}/0",
-        domain=domain,
-        seed=0,
-        status=status,
-        producer="000-env-0",
-        created=0.0,
-        start_version=0,
-        end_version=0,
-        turns=[EpisodeTurn(start=1, end=length + 1, reward=0.5)] if turns else [],
-        reward=reward,
-        token_ids=np.zeros(length + 1, np.int32),
-        logprobs=np.zeros(length + 1, np.float32),
-        versions=np.zeros(length + 1, np.int32),
-        loss_mask=np.arange(length + 1) > 0,
-    )
+def episode(index, *, length=4, domain="math", **changed):
+    turns = [EpisodeTurn(start=1, end=length + 1, reward=0.5)]
+    facts = {"turns": turns, "reward": 1.0, "loss_mask": np.arange(length + 1) > 0, **changed}
+    return make_trajectory(f"{domain}/0/{index}", **facts)
 
 
 @pytest.mark.parametrize(("num_tokens", "cost"), [(0, 0.0), (16384, 0.0), (18432, 0.5), (20480, 1.0), (30000, 1.0)])

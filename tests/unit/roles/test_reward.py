@@ -20,9 +20,10 @@ from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.system.files import make_private_dir, publish_json
 from hpcrl.system.processes import list_descendants
 from hpcrl.testing.event_lines import read_events
-from tests.support.campaign_spools import trajectory, unscored
+from tests.support.campaign_spools import unscored
 from tests.support.plans import make_reward_recipe
 from tests.support.served_judges import judge_host
+from tests.support.trajectories import make_lake_trajectory
 
 NUM = 4
 
@@ -55,7 +56,9 @@ class RewardStage:
         return ScoringSession(context, self.process)
 
     def add(self, name):
-        write_segment(self.run.spool("rollouts") / name, [unscored(trajectory(0, index)) for index in range(NUM)])
+        write_segment(
+            self.run.spool("rollouts") / name, [unscored(make_lake_trajectory(0, index)) for index in range(NUM)]
+        )
 
     def twin(self, name):
         return list(read_segment(self.run.spool("scored") / name))

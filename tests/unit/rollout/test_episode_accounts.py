@@ -17,9 +17,9 @@ from hpcrl.rollout.journal import TaskJournal
 from hpcrl.rollout.task_sets import TaskSets
 from hpcrl.rollout.tasks import TaskStream
 from hpcrl.spool.ids import get_index
-from tests.support.campaign_spools import trajectory
 from tests.support.episodes import is_balanced
 from tests.support.plans import make_recipe
+from tests.support.trajectories import make_lake_trajectory
 
 WORKER = EnvWorkerId(0, 1)
 
@@ -54,7 +54,7 @@ class WorkerRun:
         return task
 
     def end(self, task, index, status="done", *, newest=0):
-        ended = trajectory(task.number, index, status=status, start_version=0)
+        ended = make_lake_trajectory(task.number, index, status=status, start_version=0)
         return self.accounts.end_episode(task, ended, newest=newest)
 
     def find_first(self, task):

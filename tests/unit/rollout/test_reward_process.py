@@ -17,9 +17,9 @@ from hpcrl.rollout.reward_process import RewardProcess
 from hpcrl.spool.segment import write_segment
 from hpcrl.system.files import publish_file
 from hpcrl.system.processes import list_descendants
-from tests.support.campaign_spools import trajectory
 from tests.support.plans import make_recipe, make_reward_recipe
 from tests.support.served_judges import judge_host
+from tests.support.trajectories import make_lake_trajectory
 
 NUM = 8
 
@@ -41,7 +41,7 @@ class Scoring:
 
     def request(self, *trajectories, name="a.h5"):
         path = self.campaign.root / name
-        write_segment(path, trajectories or [trajectory(0, index) for index in range(NUM)])
+        write_segment(path, trajectories or [make_lake_trajectory(0, index) for index in range(NUM)])
         self.process.request(path)
 
     def pids(self):
@@ -74,8 +74,8 @@ def test_rewards_of_a_segment_are_computed_at_the_same_time(scoring, tmp_path, f
 def test_rewards_of_two_segments_are_computed_at_the_same_time(scoring, tmp_path, function):
     (tmp_path / "calls").mkdir()
     scoring.start(function, directory=str(tmp_path / "calls"), num=4)
-    scoring.request(trajectory(0, 0), trajectory(0, 1), name="a.h5")
-    scoring.request(trajectory(1, 2), trajectory(1, 3), name="b.h5")
+    scoring.request(make_lake_trajectory(0, 0), make_lake_trajectory(0, 1), name="a.h5")
+    scoring.request(make_lake_trajectory(1, 2), make_lake_trajectory(1, 3), name="b.h5")
     assert sorted([scoring.rewards(), scoring.rewards()]) == [[0, 1], [2, 3]]
 
 
@@ -133,7 +133,7 @@ def judges(scoring, tiny_model_dir, tmp_path, monkeypatch):
 
 def test_rewards_wait_for_a_judge_that_is_not_up_yet(scoring, judges):
     scoring.start("ask_judge", judges=["grader"])
-    scoring.request(trajectory(0, 0), trajectory(0, 1))
+    scoring.request(make_lake_trajectory(0, 0), make_lake_trajectory(0, 1))
     assert scoring.process.receive(0.3) is None
     judges.start()
     assert scoring.rewards() == [0.0, 1.0]
@@ -143,11 +143,11 @@ def test_a_reward_whose_judge_is_gone_is_computed_again_when_it_is_back(scoring,
     monkeypatch.setattr(proxy, "HOLD_TIMEOUT_S", 0.0)  # so that the function sees the outage, as an error
     judges.start()
     scoring.start("ask_judge", judges=["grader"])
-    scoring.request(trajectory(0, 0))
+    scoring.request(make_lake_trajectory(0, 0))
     assert scoring.rewards() == [0.0]
     judges.end()
     JudgeOutages.from_environment().mark_back("grader")  # the calls start before anyone knows that it is gone
-    scoring.request(trajectory(0, 1), name="b.h5")
+    scoring.request(make_lake_trajectory(0, 1), name="b.h5")
     assert scoring.process.receive(0.5) is None
     judges.start()
     assert scoring.rewards() == [1.0]
@@ -156,7 +156,7 @@ def test_a_reward_whose_judge_is_gone_is_computed_again_when_it_is_back(scoring,
 def test_a_reward_that_fails_whenever_its_judge_does_is_a_fault_in_the_end(scoring, judges, monkeypatch):
     judges.start()
     scoring.start("raise_after_outage", judges=["grader"])
-    scoring.request(trajectory(0, 0))
+    scoring.request(make_lake_trajectory(0, 0))
     (score,) = scoring.process.receive(60.0).scores
     assert score.is_infrastructure
     assert "not this one; a judge failed or was gone, 4 times" in score.error
@@ -165,7 +165,7 @@ def test_a_reward_that_fails_whenever_its_judge_does_is_a_fault_in_the_end(scori
 def test_what_a_judge_refuses_is_the_error_of_the_reward(scoring, judges):
     judges.start()
     scoring.start("ask_impossible", judges=["grader"])
-    scoring.request(trajectory(0, 0))
+    scoring.request(make_lake_trajectory(0, 0))
     (score,) = scoring.process.receive(60.0).scores
     assert not score.is_infrastructure
     assert "BadRequestError" in score.error
@@ -183,7 +183,7 @@ def test_what_is_no_reward_is_an_error_of_its_trajectory(scoring):
 def test_what_cannot_be_trained_is_not_scored(scoring, tmp_path):
     (tmp_path / "calls").mkdir()
     scoring.start("note", directory=str(tmp_path / "calls"))
-    scoring.request(trajectory(0, 0, status="env-fault", reward=None), trajectory(0, 1))
+    scoring.request(make_lake_trajectory(0, 0, status="env-fault", reward=None), make_lake_trajectory(0, 1))
     assert scoring.rewards() == [None, 1.0]
     assert len(list((tmp_path / "calls").iterdir())) == 1
 

@@ -8,8 +8,8 @@ from hpcrl.errors import SpoolError
 from hpcrl.rollout.rollout_spool import RolloutSpool, open_rollout_spool
 from hpcrl.spool.record import pack_trajectory
 from hpcrl.spool.writer import BatchLimits, BatchWriter
-from tests.support.campaign_spools import trajectory
 from tests.support.plans import make_recipe
+from tests.support.trajectories import make_lake_trajectory
 
 
 def open_spool(draft, emitted=(), **limits):
@@ -27,7 +27,7 @@ def test_trajectories_that_are_released_while_a_batch_is_written_stay_counted():
 
     async def run():
         spool = open_spool(draft)
-        spool.release([trajectory(0, 0), trajectory(0, 1)])
+        spool.release([make_lake_trajectory(0, 0), make_lake_trajectory(0, 1)])
         closing = asyncio.create_task(spool.close())
         await asyncio.to_thread(writing.wait, 60)
         spool.num_unsealed += 8  # a writer that closes accepts none, so they are only counted here
@@ -47,7 +47,7 @@ def test_trajectories_that_cannot_be_written_stay_unsealed_and_are_reported():
 
     async def run():
         spool = open_spool(draft, emitted)
-        spool.release([trajectory()])
+        spool.release([make_lake_trajectory()])
         assert await spool.seal_due() == []
         counts = [spool.num_unsealed]
         is_full[0] = False
@@ -59,7 +59,7 @@ def test_trajectories_that_cannot_be_written_stay_unsealed_and_are_reported():
 
 
 def test_an_episode_waits_while_memory_is_full_and_the_disk_slow():
-    one = trajectory()
+    one = make_lake_trajectory()
 
     async def run():
         spool = open_spool(lambda batch: lambda: None, max_bytes=pack_trajectory(one).num_bytes // 2)
@@ -81,8 +81,8 @@ def test_trajectories_of_all_producers_are_counted(tmp_path):
         spools = [
             open_rollout_spool(tmp_path, recipe=recipe, producer=f"000-env-{index}", emit=print) for index in range(2)
         ]
-        spools[0].release([trajectory(0, 0), trajectory(0, 1)])
-        spools[1].release([trajectory(1, 0)])
+        spools[0].release([make_lake_trajectory(0, 0), make_lake_trajectory(0, 1)])
+        spools[1].release([make_lake_trajectory(1, 0)])
         before = spools[0].count_sealed()
         for spool in spools:
             await spool.close()

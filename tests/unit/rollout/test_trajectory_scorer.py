@@ -14,9 +14,9 @@ from hpcrl.rollout.reward_process import RewardProcess
 from hpcrl.rollout.trajectory_scorer import TrajectoryScorer
 from hpcrl.system.files import publish_file
 from hpcrl.system.processes import list_descendants
-from tests.support.campaign_spools import trajectory
 from tests.support.disks import largest_file
 from tests.support.plans import make_recipe, make_reward_recipe
+from tests.support.trajectories import make_lake_trajectory
 
 
 def score_all(root, function, act=lambda scorer: None, *, count=3, timeout_s=30.0, **options):
@@ -28,7 +28,9 @@ def score_all(root, function, act=lambda scorer: None, *, count=3, timeout_s=30.
 
     async def run():
         scorer = TrajectoryScorer(RewardProcess(root, concurrency=8, num_cpus=2))
-        scores = asyncio.gather(*(scorer.score(trajectory(0, index)) for index in range(count)), return_exceptions=True)
+        scores = asyncio.gather(
+            *(scorer.score(make_lake_trajectory(0, index)) for index in range(count)), return_exceptions=True
+        )
         acting = asyncio.create_task(asyncio.to_thread(act, before))
         found = await scores
         await acting
@@ -68,7 +70,7 @@ def test_what_cannot_be_trained_has_no_score(tmp_path):
     async def run():
         scorer = TrajectoryScorer(RewardProcess(tmp_path, concurrency=1, num_cpus=1))
         try:
-            return await scorer.score(trajectory(0, 0, status="env-fault", reward=None))
+            return await scorer.score(make_lake_trajectory(0, 0, status="env-fault", reward=None))
         finally:
             await scorer.close()
 
@@ -97,7 +99,7 @@ def score_one(root):
         scorer = TrajectoryScorer(RewardProcess(root, concurrency=1, num_cpus=1))
         try:
             with pytest.raises(EnvFault) as caught:
-                await scorer.score(trajectory(0, 0))
+                await scorer.score(make_lake_trajectory(0, 0))
         finally:
             await scorer.close()
         return caught.value

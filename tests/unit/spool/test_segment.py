@@ -17,23 +17,10 @@ from hypothesis.extra import numpy as npst
 from hpcrl.errors import SpoolError
 from hpcrl.spool import hdf5
 from hpcrl.spool import segment as segment_module
-from hpcrl.spool.record import COLUMNS, EpisodeTurn, pack_trajectory
+from hpcrl.spool.record import COLUMNS, pack_trajectory
 from hpcrl.spool.segment import read_segment, write_segment
 from tests.support.disks import largest_file
-from tests.support.trajectories import make_trajectory
-
-
-def trajectory(number=0, num_tokens=5, **changed):
-    odd = {
-        "seed": number,
-        "created": 1.5,
-        "end_version": 3,
-        "turns": [EpisodeTurn(start=0, end=num_tokens, reward=0.5)],
-        "token_ids": np.arange(num_tokens) + 1000 * number,
-        "logprobs": -np.arange(num_tokens),
-        "loss_mask": np.arange(num_tokens) % 2 == 0,
-    }
-    return make_trajectory(f"math/{number}/0", num_tokens, version=2, **{**odd, **changed})
+from tests.support.trajectories import make_odd_trajectory
 
 
 def exact(trajectories):
@@ -45,7 +32,7 @@ def exact(trajectories):
 @pytest.fixture
 def written(tmp_path):
     path = tmp_path / "a.h5"
-    write_segment(path, [trajectory(number, 5 + number) for number in range(3)])
+    write_segment(path, [make_odd_trajectory(f"math/{number}/0", 5 + number, seed=number) for number in range(3)])
     return path
 
 
@@ -57,7 +44,7 @@ def trajectories(draw):
         name: draw(npst.arrays(dtype, num_tokens, elements={"allow_nan": True} if dtype.kind == "f" else None))
         for name, dtype in COLUMNS.items()
     }
-    return trajectory(
+    return make_odd_trajectory(
         num_tokens=num_tokens,
         id=draw(text),
         domain=draw(text),
@@ -79,7 +66,7 @@ def test_any_trajectories_come_back_to_the_bit(tmp_path, batch):
 
 def test_every_nan_keeps_its_payload(tmp_path):
     logprobs = np.array([0x7FC00000, 0x7FC00001, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32)
-    write_segment(tmp_path / "a.h5", [trajectory(num_tokens=4, logprobs=logprobs)])
+    write_segment(tmp_path / "a.h5", [make_odd_trajectory(num_tokens=4, logprobs=logprobs)])
     assert read_segment(tmp_path / "a.h5")[0].logprobs.tobytes() == logprobs.tobytes()
 
 
@@ -118,8 +105,8 @@ def test_a_segment_is_private_and_alone(written):
 def test_a_segment_can_have_any_path(tmp_path, name):
     directory = tmp_path / name.removesuffix(".h5")
     directory.mkdir()
-    write_segment(directory / name, [trajectory()])
-    assert exact(read_segment(directory / name)) == exact([trajectory()])
+    write_segment(directory / name, [make_odd_trajectory()])
+    assert exact(read_segment(directory / name)) == exact([make_odd_trajectory()])
 
 
 def test_no_flipped_bit_changes_what_is_read(written):
@@ -184,7 +171,7 @@ def test_foreign_files_are_refused(tmp_path):
 def test_a_newer_major_version_is_refused_with_a_hint(tmp_path, monkeypatch):
     with monkeypatch.context() as newer:
         newer.setattr(segment_module, "SCHEMA_MAJOR", 4)
-        write_segment(tmp_path / "a.h5", [trajectory()])
+        write_segment(tmp_path / "a.h5", [make_odd_trajectory()])
     with pytest.raises(SpoolError, match=r"a\.h5.*schema 4\.\d, this hpcrl reads 1\.x to 3\.x: use the version"):
         read_segment(tmp_path / "a.h5")
 
@@ -192,7 +179,7 @@ def test_a_newer_major_version_is_refused_with_a_hint(tmp_path, monkeypatch):
 def test_a_newer_minor_version_is_read_and_kept(tmp_path, monkeypatch):
     with monkeypatch.context() as newer:
         newer.setattr(segment_module, "SCHEMA_MINOR", 7)
-        write_segment(tmp_path / "a.h5", [trajectory(extra={"tool_calls": 3})])
+        write_segment(tmp_path / "a.h5", [make_odd_trajectory(extra={"tool_calls": 3})])
     write_segment(tmp_path / "b.h5", read_segment(tmp_path / "a.h5"))
     assert read_segment(tmp_path / "b.h5")[0].extra == {"tool_calls": 3}
 
@@ -200,21 +187,21 @@ def test_a_newer_minor_version_is_read_and_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize("num_bytes", [0, 100, 3000, 6000])
 def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path, num_bytes):
     with largest_file(num_bytes), pytest.raises(SpoolError, match=r"cannot write segment .*a\.h5"):
-        write_segment(tmp_path / "a.h5", [trajectory(num_tokens=2000)])
+        write_segment(tmp_path / "a.h5", [make_odd_trajectory(num_tokens=2000)])
     assert list(tmp_path.iterdir()) == []
-    write_segment(tmp_path / "a.h5", [trajectory(num_tokens=2000)])
-    assert exact(read_segment(tmp_path / "a.h5")) == exact([trajectory(num_tokens=2000)])
+    write_segment(tmp_path / "a.h5", [make_odd_trajectory(num_tokens=2000)])
+    assert exact(read_segment(tmp_path / "a.h5")) == exact([make_odd_trajectory(num_tokens=2000)])
 
 
 def test_a_system_that_writes_little_at_a_time_gets_everything(tmp_path, monkeypatch):
-    batch = [trajectory(number, 50) for number in range(40)]
+    batch = [make_odd_trajectory(f"math/{number}/0", 50, seed=number) for number in range(40)]
     monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: os.pwrite(fd, buffers[0][:37], offset))
     write_segment(tmp_path / "a.h5", batch)
     assert exact(read_segment(tmp_path / "a.h5")) == exact(batch)
 
 
 def test_more_trajectories_than_one_system_call_takes(tmp_path):
-    batch = [trajectory(number, 1) for number in range(1500)]
+    batch = [make_odd_trajectory(f"math/{number}/0", 1, seed=number) for number in range(1500)]
     write_segment(tmp_path / "a.h5", batch)
     assert exact(read_segment(tmp_path / "a.h5")) == exact(batch)
 
@@ -226,12 +213,16 @@ def test_threads_write_segments_at_the_same_time(tmp_path, compression):
 
     def write(number):
         start.wait()
-        write_segment(tmp_path / f"{number}.h5", [trajectory(number, 50)], compression=compression)
+        write_segment(
+            tmp_path / f"{number}.h5",
+            [make_odd_trajectory(f"math/{number}/0", 50, seed=number)],
+            compression=compression,
+        )
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(8)))
     assert [exact(read_segment(tmp_path / f"{number}.h5")) for number in range(8)] == [
-        exact([trajectory(number, 50)]) for number in range(8)
+        exact([make_odd_trajectory(f"math/{number}/0", 50, seed=number)]) for number in range(8)
     ]
 
 
@@ -242,5 +233,5 @@ def test_a_segment_can_be_empty(tmp_path):
 
 def test_a_trajectory_that_cannot_be_stored_writes_nothing(tmp_path):
     with pytest.raises(SpoolError, match="cannot be stored"):
-        write_segment(tmp_path / "a.h5", [trajectory(), trajectory(extra={"loss": math.nan})])
+        write_segment(tmp_path / "a.h5", [make_odd_trajectory(), make_odd_trajectory(extra={"loss": math.nan})])
     assert list(tmp_path.iterdir()) == []

@@ -14,17 +14,18 @@ import pytest
 from hpcrl.spool.record import COLUMNS, EpisodeTurn
 from hpcrl.traj import parquet
 from hpcrl.traj.__main__ import main
-from tests.support.campaign_spools import Spools, trajectory, unscored
+from tests.support.campaign_spools import Spools, unscored
 from tests.support.disks import largest_file
+from tests.support.trajectories import make_lake_trajectory
 
 
 @pytest.fixture
 def filled(tmp_path, tiny_model_dir):
     spools = Spools(tmp_path / "campaign")
     spools.run.model.symlink_to(tiny_model_dir)
-    spools.scored(*(trajectory(group) for group in range(3)))
-    spools.scored(trajectory(3, domain="taxi"))
-    spools.add("rollouts", unscored(trajectory(4)))
+    spools.scored(*(make_lake_trajectory(group) for group in range(3)))
+    spools.scored(make_lake_trajectory(3, domain="taxi"))
+    spools.add("rollouts", unscored(make_lake_trajectory(4)))
     return spools
 
 
@@ -50,7 +51,7 @@ def test_json_lines_hold_messages_and_exact_token_columns(filled, tmp_path):
     assert rows[2]["reward_parts"] == [{"name": "goal", "value": 0.2}]
     assert rows[4]["reward"] is None
     for name, dtype in COLUMNS.items():
-        assert np.array_equal(np.array(rows[2][name], dtype), getattr(trajectory(2), name))
+        assert np.array_equal(np.array(rows[2][name], dtype), getattr(make_lake_trajectory(2), name))
 
 
 def test_parquet_holds_the_same_as_json_lines(filled, tmp_path):
@@ -63,9 +64,9 @@ def test_parquet_holds_the_same_as_json_lines(filled, tmp_path):
 
 def test_numbers_that_are_not_finite_stay_so_in_parquet_and_are_null_in_json(tmp_path):
     spools = Spools(tmp_path / "campaign")
-    logprobs = trajectory().logprobs.copy()
+    logprobs = make_lake_trajectory().logprobs.copy()
     logprobs[4] = np.nan
-    spools.add("scored", trajectory(reward=math.inf, logprobs=logprobs))
+    spools.add("scored", make_lake_trajectory(reward=math.inf, logprobs=logprobs))
     export(spools, tmp_path / "a.jsonl")
     export(spools, tmp_path / "a.parquet")
     (row,), (typed,) = lines(tmp_path / "a.jsonl"), pq.read_table(tmp_path / "a.parquet").to_pylist()
@@ -77,14 +78,14 @@ def test_numbers_that_are_not_finite_stay_so_in_parquet_and_are_null_in_json(tmp
 def test_facts_of_a_newer_schema_are_kept_as_json_text(tmp_path):
     spools = Spools(tmp_path / "campaign")
     turns = [EpisodeTurn(start=4, end=7, extra={"tool": "ls"}), EpisodeTurn(start=10, end=11)]
-    spools.add("scored", trajectory(turns=turns, extra={"cost": 3}))
+    spools.add("scored", make_lake_trajectory(turns=turns, extra={"cost": 3}))
     export(spools, tmp_path / "a.jsonl")
     assert json.loads(lines(tmp_path / "a.jsonl")[0]["extra"]) == {"cost": 3, "turns": [{"tool": "ls"}, {}]}
 
 
 def test_rows_are_written_in_groups_and_files_without_losing_any(filled, tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "MAX_ROW_GROUP_ROWS", 1)
-    monkeypatch.setattr("hpcrl.traj.export.MAX_SHARD_TOKENS", 2 * len(trajectory()))
+    monkeypatch.setattr("hpcrl.traj.export.MAX_SHARD_TOKENS", 2 * len(make_lake_trajectory()))
     assert export(filled, tmp_path / "exported") == 0
     files = sorted((tmp_path / "exported" / "data").glob("*.parquet"))
     found = [name for path in files for name in pq.read_table(path).column("id").to_pylist()]
@@ -172,7 +173,7 @@ def test_export_without_pyarrow_prints_a_hint(filled, tmp_path, monkeypatch, cap
 
 def test_export_without_a_tokenizer_has_empty_messages_and_reports_it(tmp_path, capsys):
     spools = Spools(tmp_path / "campaign")
-    spools.scored(trajectory())
+    spools.scored(make_lake_trajectory())
     assert export(spools, tmp_path / "a.jsonl") == 0
     assert lines(tmp_path / "a.jsonl")[0]["messages"] == []
     assert "messages are left empty" in capsys.readouterr().err
@@ -191,7 +192,7 @@ def test_a_pipe_that_is_closed_early_is_not_an_error(filled):
 
 def test_a_number_too_large_for_its_column_is_refused(tmp_path, capsys):
     spools = Spools(tmp_path / "campaign")
-    spools.add("scored", msgspec.structs.replace(trajectory(), seed=1 << 63))
+    spools.add("scored", msgspec.structs.replace(make_lake_trajectory(), seed=1 << 63))
     assert export(spools, tmp_path / "a.parquet") == 2
     assert "cannot export as parquet" in capsys.readouterr().err
     assert not (tmp_path / "a.parquet").exists()

@@ -15,7 +15,8 @@ from hpcrl.spool.record import ConversationRow, EpisodeTurn
 from hpcrl.spool.rows import expand_row
 from hpcrl.system.files import publish_json
 from hpcrl.traj import imitation
-from tests.support.campaign_spools import GENERATED, TOKENS, Spools, trajectory, unscored
+from tests.support.campaign_spools import Spools, unscored
+from tests.support.trajectories import GENERATED, TOKENS, make_lake_trajectory
 
 
 @pytest.fixture
@@ -36,9 +37,9 @@ def read_rows(run: CampaignDir, capfdbinary, monkeypatch, *, model=None, min_rew
 
 
 def test_the_scored_trajectories_with_enough_reward_are_copied_with_their_tokens(spools, tmp_path):
-    spools.scored(*(trajectory(number) for number in range(4)))  # rewards 0, 0.1, 0.2, 0.3
-    spools.add("archive", trajectory(9), trajectory(8, status="env-fault"))
-    spools.add("rollouts", unscored(trajectory(7)))
+    spools.scored(*(make_lake_trajectory(number) for number in range(4)))  # rewards 0, 0.1, 0.2, 0.3
+    spools.add("archive", make_lake_trajectory(9), make_lake_trajectory(8, status="env-fault"))
+    spools.add("rollouts", unscored(make_lake_trajectory(7)))
     warmup = WarmupConfig(path=str(spools.run.root), steps=1, min_reward=0.2)
     import_conversations(warmup, directory=tmp_path)
     shutil.rmtree(spools.run.root)  # the copy is all that training needs
@@ -54,7 +55,7 @@ def test_conversations_of_an_episode_keep_what_they_share(spools, capfdbinary, m
     branches = [ConversationRow(end=7), ConversationRow(end=11, parent=0, shares=4)]
     turns = [EpisodeTurn(start=4, end=7), EpisodeTurn(start=10, end=11, row=1, masked="choice")]
     mask = [*GENERATED[:7], 0, 0, 0, 0]
-    recorded = trajectory(1, turns=turns, rows=branches, loss_mask=mask)
+    recorded = make_lake_trajectory(1, turns=turns, rows=branches, loss_mask=mask)
     spools.scored(recorded)
     (fields,) = read_rows(spools.run, capfdbinary, monkeypatch)
     made = restore_trajectory(fields, name="warmup/0", domain="warmup")
@@ -65,7 +66,7 @@ def test_conversations_of_an_episode_keep_what_they_share(spools, capfdbinary, m
 
 
 def test_a_campaign_without_enough_reward_is_refused(spools):
-    spools.scored(trajectory(1))
+    spools.scored(make_lake_trajectory(1))
     warmup = WarmupConfig(path=str(spools.run.root), steps=1, min_reward=0.5)
     with pytest.raises(ConfigError, match=r"no trajectory with a reward of 0\.5 or more among the 1 that are scored"):
         check_conversations(warmup, model=ImitationModel())
@@ -77,7 +78,7 @@ def test_a_least_reward_of_files_is_refused(tmp_path):
 
 
 def test_a_campaign_whose_tokens_mean_something_else_is_refused(spools, tmp_path, capfdbinary, monkeypatch):
-    spools.scored(trajectory(1))
+    spools.scored(make_lake_trajectory(1))
     other = tmp_path / "other"
     make_tiny_model(other, TinyModel(), seed=0)
     refusal = read_rows(spools.run, capfdbinary, monkeypatch, model=str(other))
@@ -95,6 +96,6 @@ def test_a_campaign_whose_tokens_mean_something_else_is_refused(spools, tmp_path
 
 
 def test_a_segment_that_cannot_be_read_is_refused_and_not_left_out(spools, capfdbinary, monkeypatch):
-    path = spools.scored(trajectory(1))
+    path = spools.scored(make_lake_trajectory(1))
     path.write_bytes(path.read_bytes()[:200])
     assert "a segment cannot be read" in read_rows(spools.run, capfdbinary, monkeypatch)

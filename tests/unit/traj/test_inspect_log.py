@@ -22,7 +22,8 @@ from hpcrl.system.files import publish_json
 from hpcrl.testing.model_templates import FAMILIES, save_family
 from hpcrl.traj.__main__ import main
 from hpcrl.traj.conversation import make_message_splitter
-from tests.support.campaign_spools import Spools, trajectory, unscored
+from tests.support.campaign_spools import Spools, unscored
+from tests.support.trajectories import make_lake_trajectory
 
 QWEN = (
     "{%- if messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content }}"
@@ -142,7 +143,7 @@ class RecordBuilder:
             "versions": np.where(mask, 3, 0).astype(np.int32),
             "loss_mask": mask,
         }
-        return trajectory(5, 2, turns=self.turns, rows=self.rows, **columns, **facts)
+        return make_lake_trajectory(5, 2, turns=self.turns, rows=self.rows, **columns, **facts)
 
 
 @pytest.fixture
@@ -256,9 +257,9 @@ def test_each_turn_is_one_model_event_in_the_span_of_its_conversation(forked, tm
 def test_groups_are_samples_and_episodes_their_epochs(tmp_path, tiny_model_dir):
     spools = Spools(tmp_path / "campaign")
     spools.run.model.symlink_to(tiny_model_dir)
-    spools.scored(*(trajectory(group, index) for group in (0, 1) for index in (0, 1)))
-    spools.scored(trajectory(3, domain="taxi/../a b", reward=math.nan))
-    spools.add("rollouts", unscored(trajectory(0, status="env-fault", extra={"fault": "it broke"})))
+    spools.scored(*(make_lake_trajectory(group, index) for group in (0, 1) for index in (0, 1)))
+    spools.scored(make_lake_trajectory(3, domain="taxi/../a b", reward=math.nan))
+    spools.add("rollouts", unscored(make_lake_trajectory(0, status="env-fault", extra={"fault": "it broke"})))
     assert export(spools, tmp_path / "logs") == 0
     log = read_log(tmp_path / "logs", "lake")
     assert [(one["id"], one["epoch"], one["error"]) for one in log["summaries.json"]] == [
@@ -282,7 +283,7 @@ def test_logs_without_a_tokenizer_show_ids_and_an_export_of_nothing_is_empty(tmp
     spools = Spools(tmp_path / "campaign")
     assert export(spools, tmp_path / "none") == 0
     assert [path.name for path in (tmp_path / "none").iterdir()] == ["hpcrl-export.json"]
-    spools.scored(trajectory())
+    spools.scored(make_lake_trajectory())
     assert export(spools, tmp_path / "logs") == 0
     sample = read_log(tmp_path / "logs", "lake")["samples/lake/0_epoch_1.json"]
     assert [message["content"] for message in sample["messages"]] == ["2 77 78 3", "70 71 1", "2 36 3", "72"]

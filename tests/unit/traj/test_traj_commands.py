@@ -25,7 +25,8 @@ from hpcrl.traj.conversation import (
 )
 from hpcrl.traj.history import SeenIds, TrajectoryHistory, TrajectorySelection
 from hpcrl.traj.stats import DomainTally, count_by_domain, count_fates
-from tests.support.campaign_spools import Spools, trajectory, unscored
+from tests.support.campaign_spools import Spools, unscored
+from tests.support.trajectories import make_lake_trajectory
 
 
 @pytest.fixture
@@ -37,9 +38,13 @@ def spools(tmp_path):
 def filled(spools, tiny_model_dir):
     """Make groups 0 to 3 of two episodes in two segments; group 4 is not scored yet."""
     spools.run.model.symlink_to(tiny_model_dir)
-    spools.scored(*(trajectory(group, index) for group in (0, 1) for index in (0, 1)))
-    spools.scored(*(trajectory(group, index) for group in (2, 3) for index in (0, 1)))
-    spools.add("rollouts", unscored(trajectory(4)), unscored(trajectory(4, 1, domain="taxi", status="truncated")))
+    spools.scored(*(make_lake_trajectory(group, index) for group in (0, 1) for index in (0, 1)))
+    spools.scored(*(make_lake_trajectory(group, index) for group in (2, 3) for index in (0, 1)))
+    spools.add(
+        "rollouts",
+        unscored(make_lake_trajectory(4)),
+        unscored(make_lake_trajectory(4, 1, domain="taxi", status="truncated")),
+    )
     return spools
 
 
@@ -93,7 +98,7 @@ def test_ls_reads_no_more_segments_than_the_newest_need(spools, monkeypatch):
     monkeypatch.setattr(history, "read_segment", lambda path, *, verify: read.append(path) or _read(path))
     _read = sys.modules["hpcrl.spool.segment"].read_segment
     for group in range(50):
-        path = spools.scored(trajectory(group, created=1_800_000_000.0 + 1000 * group))
+        path = spools.scored(make_lake_trajectory(group, created=1_800_000_000.0 + 1000 * group))
         os.utime(path, (1_800_000_001 + 1000 * group,) * 2)
     found = listing.find_newest(TrajectoryHistory(spools.run), TrajectorySelection(), limit=3)
     assert [one.id for _, one in found] == ["lake/49/0", "lake/48/0", "lake/47/0"]
@@ -101,20 +106,20 @@ def test_ls_reads_no_more_segments_than_the_newest_need(spools, monkeypatch):
 
 
 def test_a_trajectory_that_is_retired_meanwhile_is_found_in_the_archive(spools):
-    first, second = spools.scored(trajectory(0)), spools.scored(trajectory(1))
+    first, second = spools.scored(make_lake_trajectory(0)), spools.scored(make_lake_trajectory(1))
     trajectories = TrajectoryHistory(spools.run).trajectories(TrajectorySelection())
     found = [next(trajectories)[1].id]
     for path in (first, second):  # retired between two reads: archived, then removed
         (spools.run.spool("rollouts") / path.name).unlink()
         path.unlink()
-    spools.add("archive", trajectory(0), trajectory(1))
+    spools.add("archive", make_lake_trajectory(0), make_lake_trajectory(1))
     found += [one.id for _, one in trajectories]
     assert found == ["lake/0/0", "lake/1/0"]
 
 
 def test_an_episode_that_failed_and_was_run_again_has_two_records(spools, capsys):
-    spools.add("scored", unscored(trajectory(0, status="env-fault")))
-    spools.add("scored", trajectory(0), trajectory(0))
+    spools.add("scored", unscored(make_lake_trajectory(0, status="env-fault")))
+    spools.add("scored", make_lake_trajectory(0), make_lake_trajectory(0))
     assert ids(spools, capsys=capsys) == ["lake/0/0", "lake/0/0"]
     _, out, _ = traj(spools, "show", "lake/0/0", "--json", capsys=capsys)
     assert json.loads(out)["status"] == "done"
@@ -127,19 +132,19 @@ def test_ids_are_new_once(names):
 
 
 def test_a_conversation_is_input_and_output_without_marks(filled):
-    exchanges = build_conversation(trajectory(), load_token_decoder(filled.run))
+    exchanges = build_conversation(make_lake_trajectory(), load_token_decoder(filled.run))
     assert [(one.input_text, one.output_text) for one in exchanges] == [("hi", "ab"), ("?", "c")]
     assert [message["role"] for message in chat_messages(exchanges)] == ["user", "assistant"] * 2
 
 
 def test_a_turn_that_was_started_and_not_completed_is_shown_too(filled):
-    unfinished = trajectory(turns=trajectory().turns[:1], status="policy-fault")
+    unfinished = make_lake_trajectory(turns=make_lake_trajectory().turns[:1], status="policy-fault")
     last = build_conversation(unfinished, load_token_decoder(filled.run))[-1]
     assert (last.input_text, last.output_text, last.turn) == ("?", "c", None)
 
 
 def test_without_a_tokenizer_the_ids_stand_for_the_text(spools, capsys):
-    spools.scored(trajectory())
+    spools.scored(make_lake_trajectory())
     code, out, _ = traj(spools, "show", capsys=capsys)
     assert code == 0
     assert "70 71 1" in out
@@ -253,7 +258,7 @@ def test_untrusted_text_is_printed_escaped(spools, monkeypatch, capsys):
 
         template = type("T", (), {"decode_token": lambda self, token_id: UNTRUSTED})()
 
-    hostile = trajectory(producer="\x1b[1m", extra={"fault\x1b": UNTRUSTED, "list": [UNTRUSTED]})
+    hostile = make_lake_trajectory(producer="\x1b[1m", extra={"fault\x1b": UNTRUSTED, "list": [UNTRUSTED]})
     spools.add("scored", msgspec.structs.replace(hostile, id="\x1b[0mlake\n/0/0"))
     monkeypatch.setattr("hpcrl.traj.show.load_token_decoder", lambda run: TokenDecoder(Chat()))
     for words in (("ls",), ("show", "--tokens"), ("show", "--json"), ("stats",), ("verify",)):
@@ -294,7 +299,9 @@ def test_durations_and_ages_have_a_unit_that_reads_well():
 
 def test_an_impossible_time_does_not_raise(spools, capsys):
     spools.scored(
-        trajectory(0, created=float("inf")), trajectory(1, created=1e300), trajectory(2, created=float("nan"))
+        make_lake_trajectory(0, created=float("inf")),
+        make_lake_trajectory(1, created=1e300),
+        make_lake_trajectory(2, created=float("nan")),
     )
     for words in (("ls",), ("show", "lake/1/0"), ("show", "lake/0/0"), ("stats",)):
         assert traj(spools, *words, capsys=capsys)[0] == 0
@@ -303,8 +310,8 @@ def test_an_impossible_time_does_not_raise(spools, capsys):
 def test_figures_are_those_of_the_trajectories():
     tally = DomainTally()
     for group in range(11):
-        tally.add(trajectory(group))
-    tally.add(unscored(trajectory(11, status="env-fault")))
+        tally.add(make_lake_trajectory(group))
+    tally.add(unscored(make_lake_trajectory(11, status="env-fault")))
     figures = tally.figures("lake")
     assert figures.by_status == {"done": 11, "env-fault": 1}
     assert (figures.reward.num, figures.reward.min, figures.reward.max) == (11, 0.0, 1.0)
@@ -328,12 +335,12 @@ def test_stats_shows_the_trend_by_version(filled, capsys):
 
 
 def test_stats_show_what_became_of_the_generated_tokens(spools, capsys):
-    first, second = trajectory().turns
+    first, second = make_lake_trajectory().turns
     masked = [first, msgspec.structs.replace(second, masked="choice")]
-    mask = trajectory().loss_mask.copy()
+    mask = make_lake_trajectory().loss_mask.copy()
     mask[10] = False
-    spools.scored(forked(0), trajectory(1, turns=masked, loss_mask=mask))
-    spools.add("scored", unscored(trajectory(2, status="aborted-redundant")))
+    spools.scored(forked(0), make_lake_trajectory(1, turns=masked, loss_mask=mask))
+    spools.add("scored", unscored(make_lake_trajectory(2, status="aborted-redundant")))
     _, out, _ = traj(spools, "stats", "--json", capsys=capsys)
     (figures,) = json.loads(out)["domains"]
     assert figures["token_fates"] == {"trained": 9, "aborted-redundant": 4, "choice": 2}
@@ -344,9 +351,9 @@ def test_stats_show_what_became_of_the_generated_tokens(spools, capsys):
 
 
 def test_an_untrained_turn_of_an_old_record_counts_as_sampled_otherwise():
-    mask = trajectory().loss_mask.copy()
+    mask = make_lake_trajectory().loss_mask.copy()
     mask[4:7] = False
-    assert count_fates(trajectory(loss_mask=mask)) == {"trained": 1, "sampling": 3}
+    assert count_fates(make_lake_trajectory(loss_mask=mask)) == {"trained": 1, "sampling": 3}
 
 
 # ---- episodes with several conversations
@@ -354,7 +361,7 @@ def test_an_untrained_turn_of_an_old_record_counts_as_sampled_otherwise():
 
 def forked(number=0, **changed):
     """Make an episode of three conversations: the second goes on from the first turn of the first, one is masked."""
-    base = trajectory(number)
+    base = make_lake_trajectory(number)
     own = np.array([2, 80, 3, 81, 1, 2, 82, 3, 83], np.int32)
     mask = np.concatenate([base.loss_mask, np.isin(np.arange(9), (3, 4))])
     fields = {
@@ -373,7 +380,7 @@ def forked(number=0, **changed):
         "logprobs": np.where(mask, -0.5, 0.0).astype(np.float32),
         "versions": np.where(mask, number, 0).astype(np.int32),
     }
-    return trajectory(number, **{**fields, **changed})
+    return make_lake_trajectory(number, **{**fields, **changed})
 
 
 def test_show_draws_the_tree_of_conversations_and_the_one_with_most_generated(filled, capsys):
@@ -412,7 +419,7 @@ def test_conversations_of_an_old_record_are_shown_and_counted(filled, capsys):
         "loss_mask": [False, False, False, True, True],
         "turns": [{"start": 10, "end": 12}],
     }
-    filled.scored(trajectory(9, extra={"branches": [branch], "note": "kept"}))
+    filled.scored(make_lake_trajectory(9, extra={"branches": [branch], "note": "kept"}))
     _, out, _ = traj(filled, "show", "lake/9/0", "--json", "--conversation", "2", capsys=capsys)
     shown = json.loads(out)
     assert shown["rows"] == [{"end": 11}, {"end": 16, "parent": 0, "shares": 7}]
@@ -428,16 +435,16 @@ def test_conversations_of_an_old_record_are_shown_and_counted(filled, capsys):
 @pytest.mark.parametrize("branches", ["many", [{"shares": 99}], [{"shares": 99, "token_ids": [], "logprobs": [],
     "versions": [], "loss_mask": [], "turns": []}]])  # fmt: skip
 def test_a_fact_that_only_looks_like_conversations_stays_a_fact(branches):
-    odd = trajectory(extra={"branches": branches})
+    odd = make_lake_trajectory(extra={"branches": branches})
     assert restore_rows(odd) is odd
 
 
 def test_a_thousand_conversations_are_drawn_on_a_page(filled, capsys):
-    base, num = trajectory(9), 1000
+    base, num = make_lake_trajectory(9), 1000
     own = np.tile(np.array([2, 80, 3, 81, 1], np.int32), num)
     mask = np.concatenate([base.loss_mask, np.tile([False, False, False, True, True], num)])
     filled.scored(
-        trajectory(
+        make_lake_trajectory(
             9,
             rows=[
                 ConversationRow(end=11),
@@ -460,7 +467,7 @@ def test_a_thousand_conversations_are_drawn_on_a_page(filled, capsys):
 def test_a_spool_that_cannot_be_listed_is_named(spools, capsys):
     spools.run.spool("scored").rmdir()
     spools.run.spool("scored").touch()
-    spools.add("rollouts", unscored(trajectory()))
+    spools.add("rollouts", unscored(make_lake_trajectory()))
     code, out, err = traj(spools, "ls", capsys=capsys)
     assert code == 0
     assert "lake/0/0" in out

@@ -16,15 +16,16 @@ from hpcrl.spool.listing import quarantine_segment
 from hpcrl.spool.record import ConversationRow, EpisodeTurn
 from hpcrl.traj.__main__ import main
 from hpcrl.traj.verify import SpoolVerifier
-from tests.support.campaign_spools import Spools, trajectory, unscored
+from tests.support.campaign_spools import Spools, unscored
 from tests.support.campaigns import hpcrl
+from tests.support.trajectories import make_lake_trajectory
 
 
 @pytest.fixture
 def spools(tmp_path):
     spools = Spools(tmp_path / "campaign 'x'")
-    spools.scored(*(trajectory(group) for group in range(3)))
-    spools.scored(trajectory(3))
+    spools.scored(*(make_lake_trajectory(group) for group in range(3)))
+    spools.scored(make_lake_trajectory(3))
     return spools
 
 
@@ -85,7 +86,7 @@ def test_any_changed_byte_or_cut_is_found(spools, seed):
 
 def test_a_segment_of_a_newer_schema_is_reported_with_a_hint(spools, monkeypatch):
     monkeypatch.setattr("hpcrl.spool.segment.SCHEMA_MAJOR", record.SCHEMA_MAJOR + 1)
-    path = spools.add("rollouts", unscored(trajectory(9)))
+    path = spools.add("rollouts", unscored(make_lake_trajectory(9)))
     monkeypatch.undo()
     where, reason = only_damage(spools)
     assert path.name in where
@@ -93,8 +94,8 @@ def test_a_segment_of_a_newer_schema_is_reported_with_a_hint(spools, monkeypatch
 
 
 def test_a_name_that_does_not_fit_is_damage(spools):
-    spools.add("archive", trajectory(5), name="000-env-0-00000009-7-0123abcd.h5")
-    spools.add("archive", trajectory(6), name="renamed.h5")
+    spools.add("archive", make_lake_trajectory(5), name="000-env-0-00000009-7-0123abcd.h5")
+    spools.add("archive", make_lake_trajectory(6), name="renamed.h5")
     reasons = [reason for _, reason in damage(spools)]
     assert any("has 1 trajectories, but 7 by its name" in reason for reason in reasons)
     assert any("restore its name" in reason for reason in reasons)
@@ -120,7 +121,7 @@ def test_a_directory_with_the_name_of_a_segment_is_damage(spools):
     ],
 )
 def test_an_impossible_trajectory_is_named(spools, changed, message):
-    path = spools.add("scored", trajectory(8, **changed))
+    path = spools.add("scored", make_lake_trajectory(8, **changed))
     where, reason = only_damage(spools)
     assert path.name in where
     assert "lake/8/0" in reason
@@ -130,22 +131,22 @@ def test_an_impossible_trajectory_is_named(spools, changed, message):
 def test_an_episode_of_several_conversations_is_clean_whatever_the_order_of_its_turns(spools):
     rows = [ConversationRow(end=7), ConversationRow(end=11, parent=0, shares=4)]
     turns = [EpisodeTurn(start=10, end=11, row=1), EpisodeTurn(start=4, end=7)]
-    spools.scored(trajectory(8, rows=rows, turns=turns))
+    spools.scored(make_lake_trajectory(8, rows=rows, turns=turns))
     assert damage(spools) == []
 
 
 def test_a_twin_of_another_segment_is_damage(spools):
-    spools.add("scored", *(trajectory(group + 10) for group in range(3)), name=first(spools).name)
+    spools.add("scored", *(make_lake_trajectory(group + 10) for group in range(3)), name=first(spools).name)
     assert "differs from its twin in rollouts: 'lake/0/0' and 'lake/10/0'" in only_damage(spools)[1]
 
 
 def test_a_segment_without_rewards_yet_is_not_damage(spools):
-    spools.add("rollouts", unscored(trajectory(9)))
+    spools.add("rollouts", unscored(make_lake_trajectory(9)))
     assert _findings(spools) == []
 
 
 def test_an_episode_that_is_stored_twice_is_a_note(spools):
-    spools.scored(trajectory(0))
+    spools.scored(make_lake_trajectory(0))
     assert damage(spools) == []
     assert [path for path, _ in notes(spools)] == ["spools/rollouts", "spools/scored"]
 
@@ -192,7 +193,7 @@ def test_a_consumed_group_that_is_nowhere_is_damage_if_the_recipe_keeps_all(spoo
 
 
 def test_a_consumed_group_may_be_in_the_archive(spools):
-    spools.add("archive", trajectory(4))
+    spools.add("archive", make_lake_trajectory(4))
     spools.consumed("lake/4")
     assert damage(spools) == []
 
@@ -212,14 +213,14 @@ def test_missing_groups_are_counted_without_walking_through_all():
 
 
 def test_a_segment_that_is_compacted_meanwhile_is_found_under_its_new_name(spools, monkeypatch):
-    old = [spools.add("archive", trajectory(group)) for group in (10, 11)]
+    old = [spools.add("archive", make_lake_trajectory(group)) for group in (10, 11)]
     spools.consumed("lake/10", "lake/11")
     verifier = SpoolVerifier(spools.run)
     verify_segment = verifier._verify_segment
 
     def compacting(spool, name, **rest):
         if spool == "archive" and old:
-            spools.add("archive", trajectory(10), trajectory(11))
+            spools.add("archive", make_lake_trajectory(10), make_lake_trajectory(11))
             while old:
                 old.pop().unlink()
         return verify_segment(spool, name, **rest)
@@ -242,19 +243,20 @@ def test_a_campaign_that_runs_meanwhile_is_clean(spools):
 _WRITER = """
 import sys
 from pathlib import Path
-from tests.support.campaign_spools import Spools, trajectory, unscored
+from tests.support.campaign_spools import Spools, unscored
+from tests.support.trajectories import make_lake_trajectory
 
 spools = Spools(Path(sys.argv[1]))
 print("ready", flush=True)
 live = []
 for number in range(100, 140):
     name = f"001-env-0-{number:08d}-1-0123abcd.h5"
-    spools.add("rollouts", unscored(trajectory(number)), name=name)
-    spools.add("scored", trajectory(number), name=name)
+    spools.add("rollouts", unscored(make_lake_trajectory(number)), name=name)
+    spools.add("scored", make_lake_trajectory(number), name=name)
     live.append((number, name))
     if len(live) == 4:
         archived = f"archive-{number:08d}-4-0123abcd.h5"
-        spools.add("archive", *(trajectory(one) for one, _ in live), name=archived)
+        spools.add("archive", *(make_lake_trajectory(one) for one, _ in live), name=archived)
         for spool in ("rollouts", "scored"):
             for _, name in live:
                 (spools.run.spool(spool) / name).unlink()

@@ -22,8 +22,8 @@ from hpcrl.rollout.judge_outages import JudgeOutages
 from hpcrl.rollout.judges import proxy as proxy_module
 from hpcrl.rollout.judges.proxy import JudgeProxy
 from hpcrl.rollout.judges.server import serve_judge
-from tests.support.campaign_spools import trajectory
 from tests.support.served_judges import judge_host
+from tests.support.trajectories import make_lake_trajectory
 
 QUESTION = [{"role": "user", "content": "2+2?"}]
 
@@ -166,4 +166,4 @@ def test_the_variables_of_judges_are_there_while_the_proxy_is_open(host):
 def test_the_built_in_reward_asks_a_judge_of_the_campaign(host, proxy):
     host.start()
     with pytest.raises(EnvFault, match="no number from 0 to 10"):  # a random model gives none
-        asyncio.run(ask_judge(trajectory(), text="hello", judge="grader", attempts=1, max_tokens=8))
+        asyncio.run(ask_judge(make_lake_trajectory(), text="hello", judge="grader", attempts=1, max_tokens=8))
