@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.process import current_process
 from pathlib import Path
 
 import psutil
@@ -77,7 +78,7 @@ class LeftoverCheck:
         deadline = time.monotonic() + END_TIMEOUT_S
         while True:
             files = self._find_files()
-            left = files.keys() - before
+            left = files.keys() - before - {current_process()._config.get("tempdir")}  # removed when this process ends
             if not left:
                 return left
             of_sessions, of_others = _find_used(files)

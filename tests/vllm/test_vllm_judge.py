@@ -21,8 +21,8 @@ from hpcrl.roles.context import WorkerContext
 from hpcrl.rollout.judges.proxy import JudgeProxy, open_judge_proxy
 from hpcrl.rollout.teacher_scores import score_tokens
 from hpcrl.system.files import make_private_dir
-from tests.support.campaign_spools import trajectory
 from tests.support.plans import make_recipe
+from tests.support.trajectories import make_lake_trajectory
 
 SETTINGS = (
     "judge.grader.engine.backend=vllm",
@@ -89,7 +89,7 @@ def test_the_openai_client_chats_with_a_vllm_judge_through_the_proxy(judge: Judg
 
 
 def test_a_vllm_teacher_scores_tokens_as_the_models_own_pass_does(judge: JudgeAccess, tiny_model_dir: Path) -> None:
-    one = trajectory()
+    one = make_lake_trajectory()
     found = asyncio.run(score_tokens(one, judge="grader"))
 
     async def score() -> list[float]:

@@ -123,8 +123,8 @@ def test_a_process_that_is_killed_is_started_again_for_what_is_left(stage):
 
 def test_a_twin_has_the_log_probs_of_the_teacher_and_a_fault_where_it_gave_none(tmp_path, tiny_model_dir):
     stage = RewardStage(tmp_path, teacher="grader")
-    odd = unscored(trajectory(0, 1, token_ids=[500] * 11))
-    write_segment(stage.run.spool("rollouts") / "a.h5", [unscored(trajectory()), odd])
+    odd = unscored(make_lake_trajectory(0, 1, token_ids=[500] * 11))
+    write_segment(stage.run.spool("rollouts") / "a.h5", [unscored(make_lake_trajectory()), odd])
     with judge_host(tiny_model_dir, tmp_path / "endpoints") as host, JudgeProxy({"grader": host.directory}, job=0):
         host.start()
         session = stage.open(

@@ -22,10 +22,9 @@ from hpcrl.spool.record import ConversationRow, EpisodeTurn
 from hpcrl.spool.rows import expand_row
 from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.system.files import publish_file
-from tests.support.campaign_spools import trajectory
 from tests.support.plans import make_reward_recipe
 from tests.support.served_judges import judge_host
-from tests.support.trajectories import make_trajectory
+from tests.support.trajectories import make_lake_trajectory, make_trajectory
 
 FORKED = make_trajectory(
     "lake/0/9",
@@ -104,7 +103,7 @@ def scores(tmp_path, proxy):
 
 
 def test_a_teacher_that_is_gone_is_waited_for(host, scores):
-    receive = scores(trajectory(0, 0), trajectory(0, 1, status="env-fault"), FORKED)
+    receive = scores(make_lake_trajectory(0, 0), make_lake_trajectory(0, 1, status="env-fault"), FORKED)
     assert receive(0.5) is None
     host.start()
     answer = receive()
@@ -133,7 +132,7 @@ def test_tokens_are_scored_by_another_engine_when_the_one_that_had_them_ends(hos
 
 def test_what_a_teacher_refuses_is_a_fault_and_not_a_zero(host, scores):
     host.start()
-    odd = trajectory(0, 0, token_ids=[500] * 11)
+    odd = make_lake_trajectory(0, 0, token_ids=[500] * 11)
     (score,) = scores(odd)().teacher
     failed = apply_teacher_score(odd, score, judge="grader")
     assert (failed.status, failed.reward, failed.teacher_logprobs) == ("env-fault", None, None)
@@ -145,10 +144,10 @@ def test_what_a_teacher_refuses_is_a_fault_and_not_a_zero(host, scores):
 def test_log_probs_of_a_teacher_come_back_from_a_segment_and_are_nan_where_there_are_none(tmp_path, compression):
     column = np.where(FORKED.loss_mask, -np.arange(8), np.nan).astype(np.float32)
     scored = apply_teacher_score(FORKED, RewardScore(column=column.tobytes()), judge="grader")
-    write_segment(tmp_path / "a.h5", [scored, trajectory()], compression=compression)
+    write_segment(tmp_path / "a.h5", [scored, make_lake_trajectory()], compression=compression)
     found, other = read_segment(tmp_path / "a.h5")
     np.testing.assert_array_equal(found.teacher_logprobs, column)
     assert np.isnan(other.teacher_logprobs).all()
     assert expand_row(found, 1).teacher_logprobs[-1] == -7
-    write_segment(tmp_path / "b.h5", [trajectory()], compression=compression)
+    write_segment(tmp_path / "b.h5", [make_lake_trajectory()], compression=compression)
     assert read_segment(tmp_path / "b.h5")[0].teacher_logprobs is None
