@@ -121,7 +121,7 @@ def needs_score(facts: TrajectoryFacts, domain: DomainConfig) -> bool:
 
 
 def apply_score(trajectory: Trajectory, domain: DomainConfig, score: RewardScore | None) -> Trajectory:
-    """Return a trajectory that can be trained on with its reward; what fails is said in `extra`.
+    """Return a trajectory that can be trained on with its reward; what fails is recorded in `extra`.
 
     The settings of its domain score what the policy failed at. An error of the function is such a failure too, unless
     the infrastructure caused it: that is never scored, and the trajectory is a fault.

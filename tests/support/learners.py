@@ -68,11 +68,11 @@ def forked_turns(seed):
     rng = np.random.default_rng(seed)
 
     def turn(number, parent, num_prompt, num_answer):
-        prompt, said = (
+        prompt, output = (
             rng.integers(0, VOCABULARY, int(rng.integers(1, most))).tolist() for most in (num_prompt, num_answer)
         )
-        logprobs = (-np.log(VOCABULARY) + 0.1 * rng.normal(size=len(said))).tolist()
-        return answer(number, parent, prompt, said, logprobs=logprobs)
+        logprobs = (-np.log(VOCABULARY) + 0.1 * rng.normal(size=len(output))).tolist()
+        return answer(number, parent, prompt, output, logprobs=logprobs)
 
     first = turn(0, None, 14, 9)
     one = turn(2, first, 6, 9)

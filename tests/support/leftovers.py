@@ -37,7 +37,7 @@ class Leftovers:
     """The paths that were left."""
 
     lasting: tuple[str, ...] = ()
-    """They stay until somebody removes them."""
+    """They stay until a person removes them."""
     orphans: tuple[str, ...] = ()
     """The next step of a campaign on this node would have removed them: their owners were killed."""
     may_be_of_killed: bool = False

@@ -354,7 +354,7 @@ ACROSS_MODULES = {
 
 
 def is_named_after_module(path: Path) -> bool:
-    """Whether a test file's name begins or ends with a module of its package, or with the package or one in it."""
+    """Whether a test file's name starts or ends with a module of its package, or with the package or one in it."""
     folder = PACKAGE / path.parent.relative_to(ROOT / "tests" / "unit")
     homes = {module.stem.strip("_") for module in folder.glob("*.py")} | {folder.name}
     homes |= {package.parent.name for package in folder.glob("*/__init__.py")}

@@ -10,7 +10,7 @@ ReasoningParser  the protocol of a family: makes a reader for each answer
 ThinkParser      the families that write their thoughts between two marks, before anything else
 HarmonyParser    the thoughts of gpt-oss
 PlainParser      no thoughts
-count_held       counts the characters at the end of a text that may begin a mark
+count_held       counts the characters at the end of a text that may start a mark
 
 Readers are those of hpcrl.rollout.agents.tool_parsers; what they return as content may still contain tool calls.
 Thoughts that were cut off at the length limit are thoughts.
