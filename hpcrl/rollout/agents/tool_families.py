@@ -18,7 +18,6 @@ list_types     the types that the schema of an argument allows
 deepseek_mark  a special token of DeepSeek
 JsonScanner    finds values of JSON in a text that grows
 TextParser, LlamaParser, PythonicParser  the families that no pair of marks describes
-find_call_form  the family in whose form a call can be described to a model
 
 These are facts of the models' own templates and documents. Arguments that are written without quotes are converted to
 the types that the tool's schema names.
