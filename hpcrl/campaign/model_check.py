@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,6 +21,9 @@ from hpcrl.config.recipe import DomainConfig, EngineConfig, JudgeConfig, ModelCo
 from hpcrl.config.toml import suggest_name
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError, HpcrlError
+
+if TYPE_CHECKING:
+    from hpcrl.models.model_config import ModelDescription
 
 MISSING_PACKAGE = 3
 MAX_MEMORY_BYTES = 4 << 30
@@ -48,7 +51,7 @@ def check_model(recipe: Recipe) -> None:
     """Check architecture, context length and chat template; those of a tiny model are known to be good."""
     from hpcrl.models.chat_layout import load_chat_layout, load_chat_template
     from hpcrl.models.jinja_template import list_variables
-    from hpcrl.models.model_config import read_context_length, read_model_config
+    from hpcrl.models.model_config import read_context_length
 
     for setting, directory in recipe.further_models.items():
         _check_further_model(recipe, setting, Path(directory))
@@ -61,10 +64,7 @@ def check_model(recipe: Recipe) -> None:
             raise ConfigError("model.chat_template needs model.path: a tiny model has a template already")
         return
     path, max_model_len = Path(recipe.model.path), recipe.engine.max_model_len
-    try:
-        fields = read_model_config(path / "config.json").fields
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path / 'config.json'} is not a model's configuration: {error}") from error
+    fields = _read_config("model.path", path).fields
     context_length = read_context_length(path, max_model_len=None if _knows_context(fields) else max_model_len)
     _check_lengths(recipe, context_length * _read_rope_factor(fields))
     _check_architecture(recipe, fields)
@@ -75,6 +75,17 @@ def check_model(recipe: Recipe) -> None:
     except ConfigError:
         if not all(map(_may_be_program, recipe.domains.values())):
             raise
+
+
+def _read_config(setting: str, path: Path) -> "ModelDescription":
+    from hpcrl.models.model_config import read_model_config
+
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{setting} = {str(path)!r} is not a model directory: it has no config.json")
+    try:
+        return read_model_config(path / "config.json")
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{setting}: {path / 'config.json'} is not a model's configuration: {error}") from error
 
 
 def _check_template_kwargs(
@@ -121,20 +132,16 @@ def _check_lengths(recipe: Recipe, context_length: float) -> None:
 
 def _check_further_model(recipe: Recipe, setting: str, path: Path) -> None:
     """Check that a teacher, or the model of a node, has the tokens of the policy, and as many rows for them."""
-    from hpcrl.models.model_config import read_model_config, read_vocabulary
+    from hpcrl.models.model_config import read_vocabulary
 
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{setting} = {str(path)!r} is not a model directory: it has no config.json")
+    description = _read_config(setting, path)
     what, (own, taught) = f"{setting} = {str(path)!r}", _read_tokens("model", recipe.model)
     _check_same_tokens(what, read_vocabulary(path), own, taught)
     if setting.startswith("judge."):
         return  # its engines give the log-probs of sampled tokens alone
     policy = recipe.model.path
-    try:
-        size = read_model_config(path / "config.json").vocabulary_size
-        wanted = len(taught) if policy is None else read_model_config(Path(policy) / "config.json").vocabulary_size
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path / 'config.json'} is not a model's configuration: {error}") from error
+    size = description.vocabulary_size
+    wanted = len(taught) if policy is None else _read_config("model.path", Path(policy)).vocabulary_size
     if size != wanted:
         raise ConfigError(
             f"{what} has the tokens of {own} and vocab_size = {size} in its config.json, the "
@@ -193,19 +200,13 @@ def _check_judge(table: str, judge: JudgeConfig) -> None:
     """Check a judge's model; a reward model, which generates nothing, is for vLLM only."""
     from hpcrl.models.chat_layout import load_chat_template
     from hpcrl.models.jinja_template import list_variables
-    from hpcrl.models.model_config import read_model_config
 
     if judge.path is None:
         if judge.chat_template is not None:
             raise ConfigError(f"{table}.chat_template needs {table}.path: a tiny model has a template already")
         return
     path = Path(judge.path)
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{table}.path = {str(path)!r} is not a model directory: it has no config.json")
-    try:
-        fields = read_model_config(path / "config.json").fields
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path / 'config.json'} is not a model's configuration: {error}") from error
+    fields = _read_config(f"{table}.path", path).fields
     names = fields.get("architectures") or []
     generates = not names or any(str(name).endswith(GENERATING_MODELS) for name in names)
     if not generates and judge.engine.backend != "vllm":

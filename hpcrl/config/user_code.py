@@ -1,9 +1,13 @@
 """Load the user's code, which a recipe names as `package.module:name`."""
 
 import importlib
+from types import ModuleType
 from typing import Any
 
+from hpcrl.config.toml import suggest_name
 from hpcrl.errors import ConfigError, show_error
+
+MAX_LISTED = 12
 
 
 def load_code(name: str, *, what: str) -> Any:
@@ -19,5 +23,16 @@ def load_code(name: str, *, what: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError:
-        public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))[:12])
-        raise ConfigError(f"{what} = {name!r}: {module_name} has no {attribute!r}; it has {public}") from None
+        own = _list_own(module, attribute)
+        raise ConfigError(f"{what} = {name!r}: {module_name} has no {attribute!r}: {own}") from None
+
+
+def _list_own(module: ModuleType, attribute: str) -> str:
+    """List the classes and functions that a module defines, with the one that may be meant."""
+    names = sorted(
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", None) == module.__name__
+    )
+    shown = ", ".join(names[:MAX_LISTED]) + ", ..." * (len(names) > MAX_LISTED)
+    return f"{suggest_name(attribute, names)}it defines {shown or 'no class and no function'}"

@@ -32,8 +32,10 @@ class ModelLimits(NamedTuple):
 
 
 def read_model_config(path: Path) -> ModelDescription:
-    """Read one config.json."""
+    """Read one config.json; ValueError if it has no JSON object."""
     config = read_json(path)
+    if not isinstance(config, dict):
+        raise ValueError(f"it has a JSON {type(config).__name__}, no object")
     fields = config | (config.get("text_config") or {})
     context_length, vocabulary_size = fields.get("max_position_embeddings"), fields.get("vocab_size")
     return ModelDescription(

@@ -75,6 +75,30 @@ def test_a_model_that_a_job_would_refuse_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ("[]", "config.json is not a model's configuration: it has a JSON list, no object"),
+        ("{", "config.json is not a model's configuration: "),
+        (None, "is not a model directory: it has no config.json"),
+    ],
+)
+@pytest.mark.parametrize("setting", ["model.path", "teacher.path", "judge.a.path"])
+def test_a_directory_without_a_model_is_refused_in_one_line(
+    tmp_path: Path, home: Path, setting: str, config: str | None, problem: str
+) -> None:
+    folder = save_family(tmp_path / "bad", FAMILIES["Qwen3"])
+    if config is None:
+        (folder / "config.json").unlink()
+        (folder / "config.json").mkdir()
+    else:
+        (folder / "config.json").write_text(config)
+    settings = (f'{setting}="{folder}"', 'train.kl="k1"', 'train.kl_in="reward"')  # a teacher needs these
+    request = lifecycle.load_request("quickstart", site="local", settings=settings)
+    with pytest.raises(ConfigError, match=rf"^{setting}.*{problem}"):
+        check_model(request.recipe)
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"max_position_embeddings": None},

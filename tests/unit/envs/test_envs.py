@@ -195,7 +195,12 @@ class TestMaking:
         ("name", "options", "message"),
         [
             ("no_such_module:Env", {}, "importing no_such_module failed"),
-            ("hpcrl.envs.arithmetic:Arithmetics", {}, "has no 'Arithmetics'; it has .*Arithmetic"),
+            ("hpcrl.envs.arithmetic:Arithmetics", {}, "did you mean 'Arithmetic'. it defines .*Arithmetic"),
+            (
+                "hpcrl.envs.repair:NamedTuple_",
+                {},
+                "it defines BrokenFunction, Repair, draw_broken_function, rerun_tests",
+            ),
             ("hpcrl.envs.arithmetic:Arithmetic", {"terms": 3}, "has no option 'terms': did you mean 'num_terms'"),
             ("hpcrl.envs.arithmetic:Arithmetic", {"num_terms": 1}, "num_terms = 1"),
             ("builtins:dict", {}, "builtins:dict has no reset and no step and no close"),
