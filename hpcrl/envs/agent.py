@@ -19,15 +19,17 @@ import logging
 import math
 import os
 import re
-import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin, get_type_hints
+
+import msgspec
 
 from hpcrl.config.program import DEFAULT_MAX_DISK_MB, DEFAULT_MAX_MEMORY_MB, INTERPRETERS
 from hpcrl.envs.base import SAMPLING, TRAINS, ModelAccess, TaskFields, check_program_choices
@@ -78,6 +80,16 @@ _START_CODE = (
 )
 _ROOT = Path(__file__).resolve().parents[2]
 _PASSED_PREFIXES = ("APPTAINERENV_", "SINGULARITYENV_")
+_TYPE_WORDS: tuple[tuple[Any, str], ...] = (
+    (bool, "true or false"),
+    (int, "a whole number"),
+    (float, "a number"),
+    (str, "a text"),
+    (Sequence[str], "a list of texts, such as ['a', 'b']"),
+    (dict[str, Any], "a table"),
+    (dict[str, str | int | float], "a table of texts and numbers, such as {PORT = 8080}"),
+)
+"""The types of options, as they are described to users."""
 _FIELD = re.compile(r"\{(\w+)\}")
 _log = logging.getLogger(__name__)
 
@@ -87,7 +99,7 @@ class AgentProgram:
 
     command       a list; `python` is the one that runs hpcrl, or that of the image
     task          added to the task, beside the seed, which only a row of the domain's `tasks` replaces
-    environment   variables to set
+    environment   variables to set; numbers become texts
     sandbox       auto (apptainer if there is an image, else bubblewrap), apptainer, bubblewrap (no image), or none
     image         the image for apptainer: a file, or one of a registry such as docker://name; {field} is a task's field
     image_cache, image_cache_gib  the directory of a node for images of registries, and its size
@@ -112,7 +124,7 @@ class AgentProgram:
         *,
         command: Sequence[str],
         task: dict[str, Any] | None = None,
-        environment: dict[str, str] | None = None,
+        environment: dict[str, str | int | float] | None = None,
         sandbox: SandboxChoice = "auto",
         image: str | None = None,
         image_cache: str | None = None,
@@ -133,12 +145,11 @@ class AgentProgram:
         sampling: Literal["recipe", "program"] = "recipe",
         trains: Literal["all", "longest", "last"] = "all",
     ) -> None:
+        _check_option_types(locals())
         for name, given in (("command", command), ("judge", judge)):
-            if isinstance(given, str) or given == [] or not all(isinstance(part, str) for part in given or ()):
-                raise ConfigError(f"AgentProgram: {name} = {given!r}: give a list, such as ['python', '{name}.py']")
-        for name, paths in (("readable", readable), ("judge_readable", judge_readable)):
-            if isinstance(paths, str):
-                raise ConfigError(f"AgentProgram: {name} = {paths!r}: give a list of paths, such as [{paths!r}]")
+            if given is not None and not given:
+                raise ConfigError(f"AgentProgram: {name} = []: give a list, such as ['python', '{name}.py']")
+        _check_variables(environment or {})
         check_program_choices(
             "AgentProgram",
             sandbox=(sandbox, ("auto", "apptainer", "bubblewrap", "none")),
@@ -169,7 +180,7 @@ class AgentProgram:
         """The way the program ended, if it failed; with a judge that alone is not a fault."""
         self._command = _expand_command(command)
         self._task = task or {}
-        self._environment = environment or {}
+        self._environment = {name: str(value) for name, value in (environment or {}).items()}
         self._sandbox: SandboxChoice = sandbox
         self._image = image if image is None else _expand_text(image)
         self._images = ImageCache(directory=image_cache and _expand_text(image_cache), max_gib=image_cache_gib)
@@ -186,7 +197,8 @@ class AgentProgram:
         self._max_processes = int(max_processes)
         self._max_memory_mb = int(max_memory_mb)
         self._max_disk_mb = int(max_disk_mb)
-        self._check_judge_files()
+        if problem := self._find_judge_problem():
+            raise ConfigError(f"AgentProgram: {problem}")
 
     @property
     def names_task_files(self) -> bool:
@@ -403,25 +415,34 @@ class AgentProgram:
         return reward
 
     def _check_readable(self) -> None:
-        """Raise EnvFault for a path that this node does not have: without it the program would fail in its own way."""
+        """Raise EnvFault for a path that this node does not have, or that is a link to what the program can read."""
         for option, path in self._list_given_paths():
             if not Path(path).exists():
                 raise EnvFault(f"{option} has {path!r}, which is not on this node")
+        if problem := self._find_judge_problem():
+            raise EnvFault(problem)
 
     def _list_given_paths(self) -> list[tuple[str, str]]:
         """Return the paths that sandboxes show besides their own, each with the option that names it."""
         given = {"readable": self._readable, "judge_readable": self._judge_readable}
         return [(option, path) for option, paths in given.items() for path in paths]
 
-    def _check_judge_files(self) -> None:
-        """Raise ConfigError for files of the judge that the program could read too."""
+    def _find_judge_problem(self) -> str:
+        """Return which file of the judge the program can read too, links followed; "" if it can read none."""
+        if not self._judge_readable:
+            return ""
+        in_image = _list_image_paths(self._readable)
+        shown = [
+            (path, _list_names(path)) for path in (in_image if self._is_in_image else list_shown_paths(*self._readable))
+        ]
         for path in self._judge_readable:
-            for shown in (*list_readable_paths(), *self._readable):
-                if Path(path).is_relative_to(shown):
-                    raise ConfigError(
-                        f"AgentProgram: judge_readable has {path!r}, which the program can read too, as part of "
-                        f"{shown!r}: move it elsewhere"
+            for place, places in shown:
+                if any(name.is_relative_to(above) for name in _list_names(path) for above in places):
+                    return (
+                        f"judge_readable has {path!r}, which the program can read too, as part of {place!r}: "
+                        "move it elsewhere"
                     )
+        return ""
 
     @property
     def _name(self) -> str:
@@ -552,6 +573,12 @@ def _warn_of_full_disk(command: tuple[str, ...], stage: str, max_disk_mb: int) -
 
 
 @cache
+def _warn_of_remains(directory: Path, problem: str) -> None:
+    """Report once for each reason that files of an episode could not be removed: its result stays as it is."""
+    _log.warning("%s/hpcrl-agent-*: files of ended episodes cannot be removed: %s (reported once)", directory, problem)
+
+
+@cache
 def _warn_of_limits(kind: SandboxKind) -> None:
     """Report once which limits of this kind of sandbox are watched and not enforced by the kernel."""
     if kind == "bubblewrap":
@@ -596,19 +623,56 @@ def _expand_text(path: str) -> str:
     return path if "$" not in path and not path.startswith("~") else str(expand_path(path))
 
 
+def _list_names(path: str) -> tuple[Path, Path]:
+    """Return a path as it is given, and as it is with all links followed."""
+    return Path(os.path.abspath(path)), Path(os.path.realpath(path))  # noqa: PTH100 - without "..", which Path keeps
+
+
+@cache
+def _list_option_types() -> dict[str, Any]:
+    hints = get_type_hints(AgentProgram.__init__)
+    return {name: kind for name, kind in hints.items() if name != "return" and get_origin(kind) is not Literal}
+
+
+def _check_option_types(options: dict[str, Any]) -> None:
+    """Raise ConfigError for an option whose value does not have the type of its parameter."""
+    for name, kind in _list_option_types().items():
+        try:
+            msgspec.convert(options[name], kind)
+        except msgspec.ValidationError:
+            needed = next(words for known, words in _TYPE_WORDS if kind in (known, known | None))
+            raise ConfigError(f"AgentProgram: {name} = {options[name]!r:.200}: give {needed}") from None
+
+
+def _check_variables(environment: dict[str, Any]) -> None:
+    """Raise ConfigError for what no process can be given as a variable."""
+    for name, value in environment.items():
+        if not name or "=" in name or "\0" in f"{name}{value}":
+            raise ConfigError(
+                f"AgentProgram: environment has {name!r} = {value!r:.100}: the name of a variable is not empty and "
+                "has no '=', and neither it nor its value has a zero byte"
+            )
+
+
 def _find_directory_problem(directory: str) -> str:
     return "" if Path(directory).is_dir() else f"directory = {directory!r}: no such directory"
 
 
 def _remove_tree(root: Path) -> None:
-    """Remove a directory, with folders that a program made unreadable."""
-    shutil.rmtree(root, ignore_errors=True)
-    if root.exists():
-        for folder, names, _ in os.walk(root):
-            for name in names:
-                if not (path := Path(folder, name)).is_symlink():
-                    path.chmod(0o700)
-        shutil.rmtree(root, ignore_errors=True)
+    """Remove a directory, however deep it is, with folders that a program made unreadable; what remains is reported."""
+    try:
+        if _run_silently("rm", "-rf", "--", str(root)):
+            _run_silently("chmod", "-R", "u+rwX", "--", str(root))
+            if problem := _run_silently("rm", "-rf", "--", str(root)):
+                _warn_of_remains(root.parent, problem.rpartition(": ")[2])
+    except OSError as error:
+        _warn_of_remains(root.parent, str(error))
+
+
+def _run_silently(*command: str) -> str:
+    """Run a command and return why it failed; "" if it did not."""
+    done = subprocess.run(command, capture_output=True, errors="replace", check=False)
+    return done.stderr.strip() or f"code {done.returncode}" if done.returncode else ""
 
 
 async def _end_supervisor(process: asyncio.subprocess.Process) -> None:

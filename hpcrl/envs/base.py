@@ -8,7 +8,8 @@
     RewardFunction, env_reward   the score of a trajectory, and the default one
     make_env, make_env_in_thread, make_program, construct_env  make one by its name in a recipe
     adapt_env, is_program_domain  its async form, and its kind
-    check_task_parameter         refuse an environment that cannot be given a row of a task set
+    check_signatures             refuse an environment whose methods cannot be called as they will be
+    accepts                      whether a function can be called with given arguments
     check_program_choices        refuse options of a program that have other values than those known
     SAMPLING, TRAINS             the values of two options that every agent program has
     OwnThread                    a thread for code that blocks
@@ -282,18 +283,44 @@ def is_program_domain(domain: DomainConfig) -> bool:
         return False
 
 
-def check_task_parameter(env: Any) -> None:
-    """Raise ConfigError for an environment or program that does not accept the fields of a row."""
-    is_run = callable(getattr(env, "run", None))
-    method = env.run if is_run else env.reset
-    try:
-        inspect.signature(method).bind(*[None] * (2 if is_run else 1), task={})
-    except TypeError:
-        needed = "run(seed, access, task)" if is_run else "reset(seed, task)"
+def check_signatures(env: Any, *, has_tasks: bool) -> None:
+    """Raise ConfigError for an environment or program with a method that cannot be called as it will be."""
+    name = f"{type(env).__module__}:{type(env).__qualname__}"
+    is_program = inspect.iscoroutinefunction(getattr(env, "run", None))
+    start, num_given = (env.run, 2) if is_program else (env.reset, 1)
+    plain, with_row = (
+        ("run(seed, access)", "run(seed, access, task)") if is_program else ("reset(seed)", "reset(seed, task)")
+    )
+    if has_tasks and not accepts(start, *[None] * num_given, task={}):
         raise ConfigError(
-            f"{type(env).__module__}:{type(env).__qualname__} cannot be given the rows of a task set: it needs "
-            f"{needed}, where `task` is a dict with the fields of a row; or remove the domain's `tasks`"
-        ) from None
+            f"{name} cannot be given the rows of a task set: it needs {with_row}, where `task` is a dict with the "
+            "fields of a row; or remove the domain's `tasks`"
+        )
+    if not has_tasks and not accepts(start, *[None] * num_given):
+        hint = f", or set the domain's `tasks` for {with_row}" if accepts(start, *[None] * num_given, task={}) else ""
+        raise ConfigError(f"{name} has {_show_method(start)}, which is called as {plain}: change it{hint}")
+    if is_program:
+        return
+    for method, called, given in ((env.step, "step(action)", ("",)), (env.close, "close()", ())):
+        if not accepts(method, *given):
+            raise ConfigError(f"{name} has {_show_method(method)}, which is called as {called}: change it")
+
+
+def accepts(function: Callable[..., Any], *given: Any, **named: Any) -> bool:
+    """Return whether a function can be called with these arguments; True for one of C that does not show it."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*given, **named)
+    except TypeError:
+        return False
+    return True
+
+
+def _show_method(method: Any) -> str:
+    return f"{getattr(method, '__name__', type(method).__name__)}{inspect.signature(method)}"
 
 
 def _check_methods(env: Any) -> bool:

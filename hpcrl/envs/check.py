@@ -26,7 +26,7 @@ from hpcrl.config.pipeline import make_pipeline
 from hpcrl.config.recipe import VLLM_PARSER_PREFIX, DomainConfig, EngineConfig, PipelineNode, Recipe, TrainConfig
 from hpcrl.config.user_code import load_code
 from hpcrl.envs.agent import AgentProgram
-from hpcrl.envs.base import check_task_parameter, construct_env
+from hpcrl.envs.base import accepts, check_signatures, construct_env
 from hpcrl.envs.pool import start_process
 from hpcrl.envs.program_files import SUBJECT_END, ProblemJudge
 from hpcrl.envs.task_set import check_task_set
@@ -74,7 +74,21 @@ def _list_checks(recipe: Recipe, judge: ProblemJudge) -> Iterator[tuple[str, Cal
 
 
 def _check_reward(domain: DomainConfig, *, what: str) -> None:
-    load_code(domain.reward, what=what)
+    """Load a reward function and check that it can be called as it will be, with its options."""
+    function = load_code(domain.reward, what=what)
+    if not callable(function):
+        raise ConfigError(f"{what} = {domain.reward!r} is not a function")
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function of C
+        return
+    more = {name: None for name in ("judges", "text", "texts") if name in parameters}
+    if not accepts(function, None, **{**domain.reward_options, **more}):
+        options = "".join(f", {name}=..." for name in domain.reward_options)
+        raise ConfigError(
+            f"{what} = {domain.reward!r} takes {inspect.signature(function)}, and is called with "
+            f"(trajectory{options}): change it, or the domain's reward_options"
+        )
 
 
 def _run_check(subject: str, check: Callable[[], list[str] | None]) -> list[str]:
@@ -100,8 +114,7 @@ def _check_environment(domain: DomainConfig, *, name: str, what: str, judge: Pro
         return []
     try:
         env = construct_env(domain.env, domain.options, what=what)
-        if domain.tasks is not None:
-            check_task_parameter(env)
+        check_signatures(env, has_tasks=domain.tasks is not None)
         if callable(check := getattr(env, "check", None)):
             check()
         if callable(check_task := getattr(env, "check_task", None)):

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpcrl.envs.base import Step, TaskPrompt, check_task_parameter, construct_env
+from hpcrl.envs.base import Step, TaskPrompt, check_signatures, construct_env
 from hpcrl.envs.process_wire import Act, Close, EnvAnswer, EnvRequest, Make, Reset, encode_message, receive_request
 from hpcrl.errors import HpcrlError
 from hpcrl.system.exit_codes import encode_exit_code
@@ -79,8 +79,7 @@ def _make_limited_env(request: Make) -> Any:
     with contextlib.suppress(OSError):  # some sandboxes do not allow it
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT))
     env = construct_env(request.env, request.options, what="env")
-    if request.has_tasks:
-        check_task_parameter(env)
+    check_signatures(env, has_tasks=request.has_tasks)
     return env
 
 

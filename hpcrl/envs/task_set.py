@@ -31,7 +31,7 @@ from typing import Any, BinaryIO, Literal
 import msgspec
 
 from hpcrl.config.recipe import TaskSetConfig, WarmupConfig
-from hpcrl.errors import ConfigError, EnvFault
+from hpcrl.errors import ConfigError, EnvFault, show_error
 from hpcrl.models.conversation_data import parse_conversation
 
 TaskSplit = Literal["train", "held-out"]
@@ -317,6 +317,8 @@ def _check_row(row: bytes, where: str, check: Callable[[dict[str, Any]], object]
         check(fields)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:  # of a check_task of the user's
+        raise ConfigError(f"{where}: {show_error(error)}") from error
     return row
 
 

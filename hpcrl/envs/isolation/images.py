@@ -6,7 +6,8 @@
     ImageCache        the directory of a node's images, and how large it may become
     PULL_TIMEOUT_S, LOCK_POLL_S  constants
 
-A lock makes the others that want an image wait for the one that pulls it. The image that was not used for the longest
+One task of each process pulls an image for all its episodes, whichever of them end meanwhile; a lock makes other
+processes wait for it. The image that was not used for the longest
 time is removed first; one that an episode uses is not removed.
 """
 
@@ -27,6 +28,8 @@ from hpcrl.errors import EnvFault
 
 PULL_TIMEOUT_S = 3600.0
 LOCK_POLL_S = 0.2
+_pulls: "dict[tuple[asyncio.AbstractEventLoop, Path], asyncio.Task[None]]" = {}
+"""The pulls of this process that have not ended."""
 
 
 class ImageCache(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,17 +73,36 @@ async def open_image(image: str, cache: ImageCache) -> AsyncIterator[str]:
         return
     directory = await asyncio.to_thread(cache.open_directory)
     path = directory / f"{hashlib.sha256(image.encode()).hexdigest()[:32]}.sif"
-    while True:
-        if (descriptor := _hold_image(path)) is not None:
-            break
-        async with _lock(path.with_suffix(".lock")):
-            if not path.exists():
-                await _pull_image(image, path)
-                await asyncio.to_thread(_evict_images, directory, max_bytes=int(cache.max_gib * 2**30), kept=path)
+    while (descriptor := _hold_image(path)) is None:
+        await asyncio.shield(_join_pull(image, path, max_bytes=int(cache.max_gib * 2**30)))
     try:
         yield str(path)
     finally:
         os.close(descriptor)
+
+
+def _join_pull(image: str, path: Path, *, max_bytes: int) -> "asyncio.Task[None]":
+    """Return the task that pulls an image: the one that runs, else a new one, which ends with the event loop."""
+    key = (asyncio.get_running_loop(), path)
+    if (pull := _pulls.get(key)) is None:
+        pull = _pulls[key] = asyncio.create_task(_add_image(image, path, max_bytes=max_bytes))
+        pull.add_done_callback(lambda task: _forget_pull(key, task))
+    return pull
+
+
+def _forget_pull(key: tuple[asyncio.AbstractEventLoop, Path], pull: "asyncio.Task[None]") -> None:
+    """Let the next episode pull again; a failure is that of those that wait, of whom none may be left."""
+    del _pulls[key]
+    if not pull.cancelled():
+        pull.exception()
+
+
+async def _add_image(image: str, path: Path, *, max_bytes: int) -> None:
+    """Pull an image unless another process has, and make room for it."""
+    async with _lock(path.with_suffix(".lock")):
+        if not path.exists():
+            await _pull_image(image, path)
+            await asyncio.to_thread(_evict_images, path.parent, max_bytes=max_bytes, kept=path)
 
 
 def _hold_image(path: Path) -> int | None:
@@ -120,6 +142,7 @@ async def _pull_image(image: str, path: Path) -> None:
         if process.returncode is None:
             process.kill()
             await process.wait()
+            part.unlink(missing_ok=True)
     if process.returncode != 0 or not part.exists():
         part.unlink(missing_ok=True)
         last = errors.decode(errors="replace").strip().rpartition("\n")[2][-300:]

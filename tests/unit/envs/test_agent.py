@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hpcrl.config.recipe import DomainConfig
-from hpcrl.envs.agent import AgentProgram, find_reward
+from hpcrl.envs.agent import _TYPE_WORDS, AgentProgram, _list_option_types, find_reward
 from hpcrl.envs.base import is_program_domain, make_program
 from hpcrl.envs.isolation.sandbox import SandboxSpec, choose_sandbox, wrap_command
 from hpcrl.errors import ConfigError, EngineError, EnvFault, PolicyFailure
@@ -281,6 +281,36 @@ def test_a_misspelled_option_names_the_nearest():
 def test_bad_options_are_refused(options):
     with pytest.raises(ConfigError):
         make_program("hpcrl.envs.agent:AgentProgram", options, what="domains.x.env")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"environment": {"A": True}}, "environment = {'A': True}: give a table of texts and numbers"),
+        ({"environment": {"A=B": "1"}}, "environment has 'A=B' = '1': the name of a variable"),
+        ({"posts_reward": "false"}, "posts_reward = 'false': give true or false"),
+        ({"task": "x"}, "task = 'x': give a table"),
+        ({"timeout_s": "abc"}, "timeout_s = 'abc': give a number"),
+        ({"judge": ["x"], "judge_timeout_s": "5"}, "judge_timeout_s = '5': give a number"),
+        ({"max_processes": "x"}, "max_processes = 'x': give a whole number"),
+        ({"max_disk_mb": True}, "max_disk_mb = True: give a whole number"),
+        ({"judge_fields": "x"}, "judge_fields = 'x': give a list of texts"),
+        ({"image": 3}, "image = 3: give a text"),
+    ],
+)
+def test_an_option_of_a_wrong_type_is_refused_in_one_line(options, why):
+    with pytest.raises(ConfigError, match=f"^AgentProgram: {re.escape(why)}[^\n]*$"):
+        make_program("hpcrl.envs.agent:AgentProgram", {"command": ["x"], **options}, what="domains.x.env")
+
+
+def test_a_number_is_a_variable_of_the_program(template):
+    code = "ask('a')\nprint(float([os.environ['PORT'], os.environ['RATE']] == ['8080', '0.5']))"
+    trajectory = play(template, code, environment={"PORT": 8080, "RATE": 0.5})
+    assert (trajectory.extra, trajectory.turns[-1].reward) == ({}, 1.0)
+
+
+def test_every_option_has_a_type_that_can_be_described():
+    assert all(any(kind in (known, known | None) for known, _ in _TYPE_WORDS) for kind in _list_option_types().values())
 
 
 def test_a_program_is_distinguished_from_other_environments():

@@ -1,5 +1,6 @@
 """The judge of an agent program: a second sandbox after the program's end, whose reward no program can forge."""
 
+import asyncio
 import os
 import re
 import time
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.envs.base import make_program
-from hpcrl.errors import ConfigError
+from hpcrl.envs.agent import AgentProgram
+from hpcrl.envs.base import ModelAccess, make_program
+from hpcrl.errors import ConfigError, EnvFault
 from hpcrl.models.chat_layout import load_chat_template
 from tests.support.programs import needs_bubblewrap, play
 
@@ -256,3 +258,32 @@ def test_what_is_not_there_is_a_fault_of_the_episode(template, options, why, mon
 def test_options_that_cannot_be_right_are_refused(options, why):
     with pytest.raises(ConfigError, match=why):
         make_program("hpcrl.envs.agent:AgentProgram", {"command": ["x"], **options}, what="domains.x.env")
+
+
+@pytest.mark.parametrize("linked", ["judge_readable", "readable"])
+def test_a_file_of_the_judge_that_the_program_can_read_by_a_link_is_refused(tmp_path, linked):
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "agent/hidden").write_text("42")
+    (tmp_path / "link").symlink_to(tmp_path / "agent")
+    options = {"readable": [str(tmp_path / "agent")], "judge_readable": [str(tmp_path / "agent/hidden")]}
+    options[linked] = [option.replace("/agent", "/link") for option in options[linked]]
+    with pytest.raises(ConfigError, match=r"judge_readable has .* which the program can read too"):
+        AgentProgram(command=["x"], judge=["x"], **options)
+
+
+def test_a_file_of_the_system_is_no_secret_of_the_judge_but_with_an_image(tmp_path):
+    options = {"command": ["x"], "judge": ["x"], "judge_readable": ["/usr/share"]}
+    with pytest.raises(ConfigError, match="'/usr/share', which the program can read too, as part of '/usr'"):
+        AgentProgram(**options)
+    AgentProgram(**options, image="a.sif")
+
+
+@needs_bubblewrap
+def test_a_link_that_appears_on_the_node_is_checked_there(template, tmp_path):
+    (tmp_path / "agent").mkdir()
+    options = {"judge": ["true"], "readable": [str(tmp_path / "agent")], "judge_readable": [str(tmp_path / "hidden")]}
+    program = AgentProgram(command=["true"], sandbox="bubblewrap", **options)
+    (tmp_path / "hidden").symlink_to(tmp_path / "agent")
+    access = ModelAccess(url="", socket=str(tmp_path / "socket"), api_key="key", model="m")
+    with pytest.raises(EnvFault, match="hidden', which the program can read too"):
+        asyncio.run(program.run(1, access))

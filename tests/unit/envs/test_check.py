@@ -58,3 +58,120 @@ def test_a_program_that_nodes_may_have_is_a_note() -> None:
     assert note.startswith("domains.a.options.command = ['/none/agent', ...]: no such file or directory (here; a node")
     with pytest.raises(ConfigError, match=r"domains\.a\.options\.command = \['/none/agent', \.\.\.\]"):
         find_notes(HERE, command=["/none/agent"])
+
+
+CODE = """
+import functools
+
+class Plain:
+    def reset(self, seed): return ""
+    def step(self, action): return None
+    def close(self): pass
+
+class NoSeed(Plain):
+    def reset(self): return ""
+
+class OnlyRows(Plain):
+    def reset(self, seed, task): return ""
+
+class TwoActions(Plain):
+    def step(self, action, more): return None
+
+class LateClose(Plain):
+    def close(self, seconds): pass
+
+class AnyArguments(Plain):
+    def reset(self, *args, **kwargs): return ""
+    def step(self, *args): return None
+
+class Partial(Plain):
+    def __init__(self):
+        self.reset = functools.partial(OnlyRows().reset, task={})
+        self.step = len
+
+class NoSeedProgram:
+    sampling, trains = "recipe", "all"
+    async def run(self, access): return 1.0
+
+class BadRow(OnlyRows):
+    def check_task(self, task):
+        if task["n"] == 2: raise ValueError("n is even")
+
+def no_trajectory(): return 0.0
+def scored(trajectory, scale=1.0, *, judges, text): return scale
+async def scored_later(*args, **kwargs): return 0.0
+scored_by_part = functools.partial(scored, scale=2.0)
+class Scorer:
+    def __call__(self, trajectory): return 0.0
+scorer = Scorer()
+"""
+
+
+@pytest.fixture
+def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"user_code_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def check_domain(**table: Any) -> None:
+    domain = msgspec.convert({"env": "hpcrl.envs.arithmetic:Arithmetic", **table}, DomainConfig)
+    check._check_reward(domain, what="domains.a.reward")
+    check._check_environment(domain, name="a", what="domains.a.env", judge=HERE)
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        ("NoSeed", r"NoSeed has reset\(\), which is called as reset\(seed\): change it$"),
+        ("OnlyRows", r"has reset\(seed, task\), which is called as reset\(seed\): .* `tasks` for reset\(seed, task\)$"),
+        ("TwoActions", r"has step\(action, more\), which is called as step\(action\)"),
+        ("LateClose", r"has close\(seconds\), which is called as close\(\)"),
+        ("NoSeedProgram", r"has run\(access\), which is called as run\(seed, access\)"),
+    ],
+)
+def test_an_environment_that_cannot_be_called_is_refused(user_code: str, env: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^domains\.a: .*{why}"):
+        check_domain(env=f"{user_code}:{env}")
+
+
+@pytest.mark.parametrize("env", ["Plain", "Partial", "AnyArguments"])
+def test_an_environment_that_can_be_called_is_accepted(user_code: str, env: str) -> None:
+    check_domain(env=f"{user_code}:{env}")
+
+
+def test_an_environment_of_rows_is_accepted_with_them(user_code: str, rows: Path) -> None:
+    check_domain(env=f"{user_code}:OnlyRows", tasks=str(rows))
+
+
+def test_a_check_of_a_task_that_raises_anything_is_shown_with_the_line(user_code: str, rows: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^domains\.a\.tasks\.path = .*rows\.jsonl', line 3: ValueError: n is even$"):
+        check_domain(env=f"{user_code}:BadRow", tasks=str(rows))
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "why"),
+    [
+        ("no_trajectory", {}, r"takes \(\), and is called with \(trajectory\): change it"),
+        (
+            "scored",
+            {"scales": 2},
+            r"takes \(trajectory, scale=1\.0, .*\), and is called with \(trajectory, scales=\.\.\.\)",
+        ),
+        ("CODE", {}, "has no 'CODE'"),
+        ("__name__", {}, "is not a function"),
+    ],
+)
+def test_a_reward_that_cannot_be_called_is_refused(user_code: str, reward: str, options: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^domains\.a\.reward = .*{why}"):
+        check_domain(reward=f"{user_code}:{reward}", reward_options=options)
+
+
+@pytest.mark.parametrize("reward", ["scored", "scored_later", "scored_by_part", "scorer"])
+def test_a_reward_that_can_be_called_is_accepted(user_code: str, reward: str) -> None:
+    check_domain(reward=f"{user_code}:{reward}")
+
+
+def test_a_function_of_c_without_a_signature_is_accepted() -> None:
+    check_domain(reward="builtins:max")

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq  # noqa: TID251
 import pytest
 
 from hpcrl.config.recipe import DomainConfig, TaskSetConfig
-from hpcrl.envs.base import adapt_env, check_task_parameter
+from hpcrl.envs.base import adapt_env, check_signatures
 from hpcrl.envs.pool import EnvPool
 from hpcrl.envs.process import ProcessEnv, ProcessLimits
 from hpcrl.envs.question import Question as AnsweredQuestion
@@ -258,7 +258,7 @@ def test_a_prepared_environment_was_reset_to_its_row():
 @pytest.mark.parametrize("env", [OnlySeeds(), AskingProgram()])
 def test_an_environment_that_takes_no_row_is_refused(env):
     with pytest.raises(ConfigError, match=r"needs (reset\(seed, task\)|run\(seed, access, task\))"):
-        check_task_parameter(env)
+        check_signatures(env, has_tasks=True)
 
 
 def test_an_environment_in_a_process_that_takes_no_row_is_refused():

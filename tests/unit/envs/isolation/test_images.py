@@ -13,6 +13,7 @@ from hpcrl.envs.base import ModelAccess
 from hpcrl.envs.isolation.images import ImageCache, open_image
 from hpcrl.envs.isolation.sandbox import SandboxSpec, choose_sandbox, wrap_command
 from hpcrl.errors import EnvFault
+from hpcrl.system.processes import list_descendants
 
 FAKES = Path(__file__).parents[3] / "support/fakes"
 PULL_IN_ANOTHER_PROCESS = """
@@ -90,17 +91,65 @@ def test_an_image_that_cannot_be_pulled_is_a_fault_in_one_line_and_leaves_nothin
     assert [path.suffix for path in Path(cache.directory).iterdir()] == [".lock"]
 
 
-def test_a_pull_that_is_cancelled_leaves_the_lock_to_others(apptainer_log, cache):
+async def start_use(image, cache, log):
+    """Return an episode whose pull has started."""
+    using, num_before = asyncio.create_task(use(image, cache)), count_pulls(log)
+    while count_pulls(log) == num_before:
+        await asyncio.sleep(0.01)
+    return using
+
+
+def test_a_pull_goes_on_when_the_episode_that_began_it_is_cancelled(apptainer_log, cache):
     async def run():
-        pulling = asyncio.create_task(use("docker://a", cache))
-        while not count_pulls(apptainer_log):
-            await asyncio.sleep(0.01)
-        pulling.cancel()
-        await asyncio.gather(pulling, return_exceptions=True)
-        return await use("docker://a", cache)
+        first = await start_use("docker://a", cache, apptainer_log)
+        second = asyncio.create_task(use("docker://a", cache))
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        return await second, await use("docker://a", cache)
+
+    assert len(set(asyncio.run(run()))) == 1
+    assert count_pulls(apptainer_log) == 1
+
+
+def test_a_pull_that_takes_longer_than_any_episode_may_ends_with_an_image(apptainer_log, cache, monkeypatch):
+    monkeypatch.setenv("FAKE_APPTAINER_PULL_S", "0.5")
+
+    async def run():
+        await start_use("docker://a", cache, apptainer_log)
+        num_late = 0
+        while True:
+            try:
+                async with asyncio.timeout(0.05):
+                    return num_late, await use("docker://a", cache)
+            except TimeoutError:
+                num_late += 1
+
+    num_late, _ = asyncio.run(run())
+    assert num_late > 0
+    assert count_pulls(apptainer_log) == 1
+
+
+def test_a_pull_that_failed_is_tried_again_by_the_next_episode(apptainer_log, cache):
+    async def run():
+        for _ in range(2):
+            ends = await asyncio.gather(*[use("docker://missing", cache) for _ in range(3)], return_exceptions=True)
+            assert [type(end) for end in ends] == [EnvFault] * 3
 
     asyncio.run(run())
-    assert not list(Path(cache.directory).glob("*.part"))
+    assert count_pulls(apptainer_log) == 2
+
+
+def test_a_pull_ends_with_its_worker_and_leaves_nothing(apptainer_log, cache, monkeypatch):
+    monkeypatch.setenv("FAKE_APPTAINER_PULL_S", "60")
+
+    async def run():
+        (await start_use("docker://a", cache, apptainer_log)).cancel()
+
+    before = set(list_descendants())
+    asyncio.run(run())
+    assert set(list_descendants()) <= before
+    assert [path.suffix for path in Path(cache.directory).iterdir()] == [".lock"]
 
 
 def test_a_cache_that_others_can_write_to_is_refused(apptainer_log, cache):

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from hpcrl.envs.agent import _remove_tree
 from hpcrl.envs.isolation.sandbox import find_disk_problem
 from hpcrl.envs.isolation.supervisor import measure_tree
 from hpcrl.models.chat_layout import load_chat_template
@@ -188,6 +189,26 @@ def test_a_directory_that_the_program_locked_is_removed(template, tmp_path, monk
     code = "ask('a')\nos.makedirs('a/b')\nos.chmod('a/b', 0)\nos.chmod('a', 0)\nprint(1)"
     assert play(template, code).status == "done"
     assert not list(tmp_path.glob("hpcrl-agent-*"))
+
+
+def test_a_deep_directory_is_removed_and_the_reward_stays(template, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = "ask('a')\nfor _ in range(3000):\n    os.mkdir('deep')\n    os.chdir('deep')\nprint(0.75)"
+    trajectory = play(template, code)
+    assert (trajectory.status, trajectory.extra, trajectory.turns[-1].reward) == ("done", {}, 0.75)
+    assert not list(tmp_path.glob("hpcrl-agent-*"))
+
+
+def test_files_that_cannot_be_removed_are_reported_once(tmp_path, monkeypatch, caplog):
+    (tmp_path / "rm").write_text("#!/bin/sh\necho \"rm: cannot remove '$3': Device or resource busy\" >&2\nexit 1\n")
+    (tmp_path / "rm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for number in range(2):
+        _remove_tree(tmp_path / f"hpcrl-agent-{number}")
+    (line,) = [record.getMessage() for record in caplog.records if "removed" in record.getMessage()]
+    assert line.startswith(
+        f"{tmp_path}/hpcrl-agent-*: files of ended episodes cannot be removed: Device or resource busy"
+    )
 
 
 def test_a_tree_of_processes_is_measured_with_its_threads():
