@@ -573,7 +573,7 @@ def _warn_of_full_disk(command: tuple[str, ...], stage: str, max_disk_mb: int) -
 
 
 @cache
-def _warn_of_remains(directory: Path, problem: str) -> None:
+def _warn_of_leftovers(directory: Path, problem: str) -> None:
     """Report once for each reason that files of an episode could not be removed: its result stays as it is."""
     _log.warning("%s/hpcrl-agent-*: files of ended episodes cannot be removed: %s (reported once)", directory, problem)
 
@@ -659,14 +659,14 @@ def _find_directory_problem(directory: str) -> str:
 
 
 def _remove_tree(root: Path) -> None:
-    """Remove a directory, however deep it is, with folders that a program made unreadable; what remains is reported."""
+    """Remove a directory, however deep it is, with folders that a program made unreadable; what is left is reported."""
     try:
         if _run_silently("rm", "-rf", "--", str(root)):
             _run_silently("chmod", "-R", "u+rwX", "--", str(root))
             if problem := _run_silently("rm", "-rf", "--", str(root)):
-                _warn_of_remains(root.parent, problem.rpartition(": ")[2])
+                _warn_of_leftovers(root.parent, problem.rpartition(": ")[2])
     except OSError as error:
-        _warn_of_remains(root.parent, str(error))
+        _warn_of_leftovers(root.parent, str(error))
 
 
 def _run_silently(*command: str) -> str:

@@ -99,7 +99,7 @@ async def start_use(image, cache, log):
     return using
 
 
-def test_a_pull_goes_on_when_the_episode_that_began_it_is_cancelled(apptainer_log, cache):
+def test_a_pull_continues_when_the_episode_that_started_it_is_cancelled(apptainer_log, cache):
     async def run():
         first = await start_use("docker://a", cache, apptainer_log)
         second = asyncio.create_task(use("docker://a", cache))
