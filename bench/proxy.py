@@ -9,12 +9,12 @@
     processes  calls/s that two proxies in two processes answer, with 200 turns of history : that one answers
     stream     tokens/s that one event loop sends as server-sent events, one by one, per second of CPU
 
-Turns are measured with the tiny model's template and with those of three families. The model of one thinks, and its
-template leaves old thoughts out: there the user asks again after each answer, or after every ten tool calls. Turns and
-streams are CPU times of the server, so that other processes do not count. Calls through the proxy and direct ones take
-turns, one at a time. The clients of the two processes are threads that send and receive bytes, on the same two cores.
-`--engine vllm` measures latency on a real vLLM engine, for which the bar is meant; without it the embedded engine is
-used. Both servers of the rate run in separate processes, apart from the client.
+Turns are measured with the tiny model's template, by each API, and with the templates of three families. The model of
+one thinks, and its template leaves old thoughts out: there the user asks again after each answer, or after every ten
+tool calls. Turns and streams are CPU times of the server, so that other processes do not count. Calls through the proxy
+and direct ones take turns, one at a time. The clients of the two processes are threads that send and receive bytes, on
+the same two cores. `--engine vllm` measures latency on a real vLLM engine, for which the bar is meant; without it the
+embedded engine is used. Both servers of the rate run in separate processes, apart from the client.
 """
 
 import asyncio
@@ -64,6 +64,9 @@ MAX_TURNS = 50 * LONG
 """The turns after which a server starts another episode."""
 
 
+CHAT = "chat/completions"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TurnCase:
     """A model, and what it generates in each turn."""
@@ -74,6 +77,8 @@ class TurnCase:
     answer_text: str = ""
     """What it generates; "": some tokens."""
     has_tools: bool = False
+    path: str = CHAT
+    """The API that it is called by."""
 
     def save_model(self, tiny: Path) -> Path:
         """Save the model beside the tiny one, or return that."""
@@ -86,10 +91,21 @@ class TurnCase:
             return [question]
         return [{**question, "role": "tool"}, *([question] if turn % 10 == 0 else [])]
 
+    def list_answer(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what a program sends again of an answer."""
+        match self.path:
+            case "responses":
+                return list(answer["output"])
+            case "messages":
+                return [{"role": "assistant", "content": answer["content"]}]
+        return [answer["choices"][0]["message"]]
+
 
 THOUGHT = "a thought of a model, " * 10
 TURN_CASES = (
     TurnCase(name="tiny"),
+    TurnCase(name="tiny, responses", path="responses"),
+    TurnCase(name="tiny, messages", path="messages"),
     TurnCase(name="Qwen2.5", family="Qwen2.5"),
     TurnCase(name="Llama-3.1, 3.3", family="Llama-3.1, 3.3"),
     TurnCase(
@@ -246,7 +262,7 @@ def _turn_figures(case: TurnCase, model: Path, *, conversations: int) -> list[Fi
             if kind == "bare":
                 server.pipe.send(answer)
             else:
-                answer = asyncio.run(_one(server))
+                answer = asyncio.run(_one(server, case))
             found[kind] = asyncio.run(_turn_cpu_s(server, case, conversations=conversations))
         finally:
             server.end()
@@ -281,14 +297,16 @@ async def _take_turn(
     client: aiohttp.ClientSession, server: "_Server", messages: list[dict[str, Any]], case: TurnCase, turn: int
 ) -> None:
     """Let the model answer the conversation, and add its answer and what follows."""
-    async with client.post(server.url, data=_encode_call(messages, case)) as http:
+    async with client.post(f"{server.url}/{case.path}", data=_encode_call(messages, case)) as http:
         answer = await http.json()
-    messages += [answer["choices"][0]["message"], *case.list_new(turn)]
+    messages += [*case.list_answer(answer), *case.list_new(turn)]
 
 
 def _encode_call(messages: list[dict[str, Any]], case: TurnCase) -> bytes:
     tools = {"tools": TOOLS} if case.has_tools else {}
-    return json.dumps({"model": "hpcrl", "messages": messages, **tools}).encode()
+    return json.dumps(
+        {"model": "hpcrl", "input" if case.path == "responses" else "messages": messages, **tools}
+    ).encode()
 
 
 # Processes
@@ -336,7 +354,7 @@ def _call_rate(servers: list["_Server"], body: bytes, *, seconds: float) -> floa
 def _send_calls(server: "_Server", body: bytes, end: float, counts: list[int]) -> None:
     """Send the same call until `end`, on one connection: a client of a few system calls leaves the cores to servers."""
     host, _, path = server.url.removeprefix("http://").partition("/")
-    head = f"POST /{path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST /{path}/{CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
     request = (head + f"Authorization: Bearer {server.key}\r\n\r\n").encode() + body
     num = 0
     with socket.create_connection((host.partition(":")[0], int(host.partition(":")[2]))) as connection:
@@ -427,7 +445,7 @@ def _serve_proxy(model: str, pipe: Connection, answer_text: str) -> None:
         engine = Instant(template.encode(answer_text)) if answer_text else Instant()
         async with ModelProxy(engine, template=template, parser=parser) as proxy:
             session = _session(template, context_length=1 << 30)
-            pipe.send((f"{proxy.url}/chat/completions", proxy.open(session)))
+            pipe.send((proxy.url, proxy.open(session)))
             while True:
                 await asyncio.sleep(0.05)
                 if len(session.recording.turns) > MAX_TURNS:
@@ -447,18 +465,19 @@ def _serve_bare(_: str, pipe: Connection, __: str) -> None:
 
     async def serve() -> None:
         app = web.Application()
-        app.router.add_post("/v1/chat/completions", answer)
+        app.router.add_post("/v1/{path:.+}", answer)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        pipe.send((f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions", "none"))
+        pipe.send((f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "none"))
         await asyncio.Event().wait()
 
     asyncio.run(serve())
 
 
-async def _one(server: _Server) -> bytes:
-    async with aiohttp.ClientSession() as client, client.post(server.url, json=ASKED, headers=_headers(server)) as http:
+async def _one(server: _Server, case: TurnCase = TURN_CASES[0]) -> bytes:
+    url, body = f"{server.url}/{case.path}", _encode_call(ASKED["messages"], case)  # type: ignore[arg-type]
+    async with aiohttp.ClientSession() as client, client.post(url, data=body, headers=_headers(server)) as http:
         answer: bytes = await http.read()
         assert http.status == 200, answer
         return answer
@@ -472,7 +491,7 @@ async def _rate(server: _Server, *, seconds: float, asked: dict[str, Any] = ASKE
         async def ask() -> None:
             nonlocal num
             while time.perf_counter() < end:
-                async with client.post(server.url, data=body) as http:
+                async with client.post(f"{server.url}/{CHAT}", data=body) as http:
                     await http.read()
                     num += 1
 

@@ -1,10 +1,14 @@
 """Translate the items of OpenAI's responses: those that a program sends, and those that it receives. Pure.
 
-read_items   the messages that items stand for; the model's neighbouring items are one message
+ReadItem     an item as it was read, once
+read_item    reads one
+join_items   the messages that items stand for; the model's neighbouring items are one message
 OutputItems  the items of one response, made piece by piece with the events of a stream
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpcrl.rollout.agents.answers import ModelPiece, NamedCall, make_id
@@ -15,32 +19,62 @@ _NEEDED_KINDS = ("message", "image", "audio", "input_file", "computer_call_outpu
 """Words in the kinds of items without which a conversation would mean something else."""
 
 
-def read_items(
-    items: Sequence[JsonObject], *, known: Mapping[str, JsonObject]
-) -> tuple[list[JsonObject], tuple[str, ...]]:
-    """Return the messages that the items stand for, and the kinds of those that are left out.
+@dataclass(eq=False, slots=True)
+class ReadItem:
+    """An item as it was read: a part of the model's message, or another message, or one that is left out."""
 
-    An item may be a reference to one of the known ones.
-    """
+    part: JsonObject | None = None
+    message: JsonObject | None = None
+    left_out: str = ""
+    """The name of what is left out."""
+    joined: tuple[list["ReadItem"], JsonObject] | None = None
+    """The items of the model after this one, and the message of all of them, which a program sends again and again."""
+
+
+def read_item(item: JsonObject, place: str, *, known: Mapping[str, JsonObject]) -> ReadItem:
+    """Read an item, which may be a reference to one of the known ones."""
+    item = _resolve_item(item, known=known, place=place)
+    part = _read_model_item(item, place=place)
+    if part is not None:
+        return ReadItem(part=part)
+    if _is_left_out(item):
+        return ReadItem(left_out=f"items of type {item['type']}")
+    return ReadItem(message=_read_other_item(item, place=place))
+
+
+def join_items(items: Sequence[ReadItem]) -> tuple[list[JsonObject], tuple[str, ...]]:
+    """Return the messages that the items stand for, and the names of what is left out; messages are never changed."""
     messages: list[JsonObject] = []
-    left_out: dict[str, None] = {}
-    answer: JsonObject | None = None
-    for index, given in enumerate(items):
-        place = f"input[{index}]"
-        item = _resolve_item(given, known=known, place=place)
-        part = _read_model_item(item, place=place)
-        if part is None and _is_left_out(item):
-            left_out[f"items of type {item['type']}"] = None
-        elif part is None:
-            answer = None
-            messages.append(_read_other_item(item, place=place))
-        elif answer is None or (part.get("content") and answer["content"] and "tool_calls" not in answer):
-            answer = {"role": "assistant", "content": "", **part}
-            messages.append(answer)
+    group: list[ReadItem] = []
+    has_text = has_call = False
+    for item in items:
+        if item.left_out:
+            continue
+        part = item.part
+        if part is None or (part.get("content") and has_text and not has_call):
+            messages += _join_group(group)
+            group, has_text, has_call = [], False, False
+        if part is None:
+            messages += [item.message] if item.message is not None else []
         else:
-            for name, value in part.items():
-                answer[name] = answer[name] + value if name in answer else value
-    return messages, tuple(left_out)
+            group.append(item)
+            has_text, has_call = has_text or bool(part.get("content")), has_call or "tool_calls" in part
+    messages += _join_group(group)
+    return messages, tuple(dict.fromkeys(item.left_out for item in items if item.left_out))
+
+
+def _join_group(group: list[ReadItem]) -> list[JsonObject]:
+    """Return the message of the model that neighbouring items are, if there are any."""
+    if not group:
+        return []
+    first, *others = group
+    joined = first.joined
+    if joined is None or joined[0] != others:
+        answer: JsonObject = {"role": "assistant", "content": ""}
+        for name, value in itertools.chain.from_iterable((item.part or {}).items() for item in group):
+            answer[name] = answer[name] + value if name in answer else value
+        first.joined = joined = others, answer  # several threads may do so: each returns its own
+    return [joined[1]]
 
 
 def _is_left_out(item: JsonObject) -> bool:

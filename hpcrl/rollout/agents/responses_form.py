@@ -6,9 +6,11 @@ ResponsesForm     one request, and the responses to it
 ResponseMemory    what the earlier responses of an episode contained
 """
 
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,7 +34,8 @@ from hpcrl.rollout.agents.requests import (
     refuse_fields,
     split_tools,
 )
-from hpcrl.rollout.agents.response_items import OutputItems, read_items
+from hpcrl.rollout.agents.response_items import OutputItems, join_items, read_item
+from hpcrl.rollout.agents.shared_sequence import SharedSequence, count_equal
 from hpcrl.rollout.agents.tool_parsers import ContentText
 
 IGNORED_FIELDS = chat_form.IGNORED_FIELDS | {"truncation", "max_tool_calls", "stream_options", "context_management"}
@@ -81,11 +84,34 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ResponseMemory:
     """The contents of the earlier responses of an episode."""
 
-    conversations: dict[str, list[JsonObject]] = field(default_factory=dict)
+    conversations: dict[str, SharedSequence[tuple[JsonObject, ...]]] = field(default_factory=dict)
     """The messages up to and including each response, by its id; instructions hold for one call only."""
     items: dict[str, JsonObject] = field(default_factory=dict)
     """The items of all responses, by their ids."""
     sent: MessageMemory = field(default_factory=MessageMemory)
+    _requests: dict[tuple[int, int], SharedSequence[tuple[JsonObject, ...]]] = field(default_factory=dict)
+    """The messages of each request, by their number and the identity of the last one."""
+
+    def __post_init__(self) -> None:
+        self._read_item = partial(read_item, known=self.items)  # one function: what it made is found by it
+
+    def read_items(self, items: Sequence[msgspec.Raw]) -> tuple[list[JsonObject], tuple[str, ...]]:
+        """Return the messages that items stand for, and the names of what is left out."""
+        return join_items(self.sent.read(items, self._read_item, name="input"))
+
+    def add_response(self, name: str, messages: Sequence[JsonObject], answer: JsonObject) -> None:
+        """Store the messages up to a response, as what follows those of an earlier request."""
+        places = ((num, id(messages[num - 1])) for num in range(len(messages), 0, -1))
+        base = next((self._requests[place] for place in places if place in self._requests), None)
+        num_shared = 0 if base is None else count_equal(_list_messages(base), messages)
+        sent = SharedSequence(tuple(messages[num_shared:]), base, num_shared)
+        if sent.own:
+            self._requests[len(messages), id(messages[-1])] = sent
+        self.conversations[name] = sent.extend((answer,))
+
+
+def _list_messages(sequence: SharedSequence[tuple[JsonObject, ...]]) -> list[JsonObject]:
+    return list(itertools.chain.from_iterable(sequence.list_parts()))
 
 
 class ResponsesForm:
@@ -126,7 +152,7 @@ class ResponsesForm:
         yield from self._number(self._output.close("incomplete" if answer.finish_reason == "length" else "completed"))
         if self._entries is not None:
             self._output.set_logprobs(self._entries.list_entries(answer.parts))
-        self._memory.conversations[self._id] = [*self._messages, answer.message]
+        self._memory.add_response(self._id, self._messages, answer.message)
         self._memory.items |= {item["id"]: item for item in self._output.items}
 
     def close_events(self, answers: Sequence[ModelAnswer], usage: TokenUsage) -> Iterable[JsonObject]:
@@ -180,19 +206,14 @@ def _read_conversation(request: ResponsesRequest, memory: ResponseMemory) -> tup
         if name not in memory.conversations:
             why = f"previous_response_id is {name!r}: this episode has had no such response"
             raise ApiError(400, why, param="previous_response_id", code="previous_response_not_found")
-        before = memory.conversations[name]
+        before = _list_messages(memory.conversations[name])
     if isinstance(request.input, str):
         return [*before, {"role": "user", "content": request.input}], ()
-    items = memory.sent.read(request.input or (), _take_item, name="input")
-    new, left_out = read_items(items, known=memory.items)
+    new, left_out = memory.read_items(request.input or ())
     messages = [*before, *new]
     if not messages:
         raise ApiError(400, "input is missing: give a text or items", param="input", code="invalid_value")
     return messages, left_out
-
-
-def _take_item(item: JsonObject, _: str) -> JsonObject:
-    return item
 
 
 def _make_call(request: ResponsesRequest, messages: list[JsonObject], *, ignored: tuple[str, ...]) -> ModelCall:
