@@ -22,6 +22,6 @@ openenv         OpenEnv
 reasoning_gym   Reasoning Gym
 textarena       TextArena
 verifiers       verifiers, played in separate processes
-verifiers_server  such a process
+verifiers_server  a process that plays verifiers' environments
 examples        environments to copy from
 """

@@ -150,7 +150,7 @@ class EnvWorker:
             recipe.domains,
             groups=self.accounts.groups,
             policy=self.policy,
-            agenda=self.task_queue,
+            task_queue=self.task_queue,
             emit=context.events.emit,
             num_workers=self.worker.count,
         )

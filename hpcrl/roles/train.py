@@ -447,7 +447,7 @@ def _make_checkpoint_score(context: WorkerContext) -> Callable[[checkpoint.Check
 
 
 def _make_leader(
-    context: WorkerContext, rank_trainer: RankTrainer, stock: TrainQueue, warmup: WarmupData | None
+    context: WorkerContext, rank_trainer: RankTrainer, train_queue: TrainQueue, warmup: WarmupData | None
 ) -> RankLeader:
     return RankLeader(
         rank_trainer,
@@ -455,8 +455,8 @@ def _make_leader(
         seed=context.recipe.seed,
         spool=context.campaign.spool("scored"),
         checkpoints=context.campaign.checkpoints,
-        segment_of=stock.segment_of,
-        upcoming=stock.preview_choice,
+        segment_of=train_queue.segment_of,
+        upcoming=train_queue.preview_choice,
         warmup=warmup,
     )
 

@@ -19,8 +19,8 @@ evaluation        rounds of evaluation
 rewards           a domain's reward function, and the score of an episode
 teacher_scores    the log-probs of a judge that is the teacher
 reward_process    the process that computes the rewards of a worker
-trajectory_scorer  the same for single trajectories, of evaluations
-reward_calls      that process: calls in children, which are killed when they hang
+trajectory_scorer  the rewards of single trajectories, of evaluations
+reward_calls      the calls of reward functions in children, which are killed when they hang
 http_server       serves a handler on a port
 judge_outages     which judges are gone, or were
 judges            second models that rewards and environments call

@@ -116,7 +116,7 @@ class EpisodeReporter:
         *,
         groups: EpisodeGroups,
         policy: CountingPolicy,
-        agenda: TaskQueue,
+        task_queue: TaskQueue,
         emit: Callable[[CampaignEvent], None],
         num_workers: int = 1,
     ) -> None:
@@ -124,7 +124,7 @@ class EpisodeReporter:
         self._domains = domains
         self._groups = groups
         self._policy = policy
-        self._agenda = agenda
+        self._task_queue = task_queue
         self._emit = emit
         self._by_domain: dict[str, Counter[str]] = {}
         self._outcomes: dict[str, Counter[str]] = {}
@@ -150,7 +150,7 @@ class EpisodeReporter:
             what: FaultSubject = "policy-fault" if trajectory.status == "policy-fault" else "env-fault"
             self._emit(FaultReported(what=what, detail=fault, id=trajectory.id))
         failed = trajectory.status == "env-fault"
-        pause_s = self._agenda.record_end(trajectory.domain, fault=failed, now=now)
+        pause_s = self._task_queue.record_end(trajectory.domain, fault=failed, now=now)
         if pause_s is not None:
             name = trajectory.domain
             why = f"too many faults (rollout.max_env_faults), the last: {fault}"

@@ -7,7 +7,6 @@
     add_adapters               freeze a model and add to each linear layer an adapter that at first changes nothing
     has_adapters               whether a model has adapters
     merge_adapters             the weights with their adapters, by the names of the model directory
-    STATE_PARTS                the names of the optimizer's state
     ADAPTER_PREFIX             the prefix of adapters in checkpoints
 
 On many ranks a network is replicated (DDP) or sharded (FSDP2), as `train.sharding` selects; both average gradients,
@@ -75,9 +74,6 @@ def merge_adapters(module: Any) -> Iterator[tuple[str, Tensor]]:
             yield f"{layer_name}.{parameter_name}", parameter.detach() + delta
         elif ".lora_" not in name:
             yield name, parameter.detach()
-
-
-STATE_PARTS = ("step", *MOMENT_PARTS)
 
 
 class TrainedModel:

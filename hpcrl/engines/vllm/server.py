@@ -315,11 +315,11 @@ class VllmServer:
             raise EngineError(f"vLLM sent an invalid answer to {path}: {error}") from error
 
     def _spawn(self, scratch: Path) -> subprocess.Popen[bytes]:
-        keeper = [sys.executable, "-m", "hpcrl.engines.vllm.supervisor", str(os.getpid())]
+        supervisor = [sys.executable, "-m", "hpcrl.engines.vllm.supervisor", str(os.getpid())]
         fd = os.open(self.launch.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             return subprocess.Popen(
-                [*keeper, *build_command(self.launch, scratch=scratch)],
+                [*supervisor, *build_command(self.launch, scratch=scratch)],
                 env=build_environment(self.launch, scratch=scratch, inherited=os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=fd,

@@ -27,7 +27,7 @@ def make_reporter(emitted):
         domains,
         groups=EpisodeGroups(group_size=2, episodes_per_group=2),
         policy=CountingPolicy(None, on_turn=lambda *_: None),
-        agenda=TaskQueue(
+        task_queue=TaskQueue(
             domains,
             tasks=TaskStream(EnvWorkerId(0, 1), recipe_seed=0),
             budget=FaultBudget(max_fault_share=0.5),

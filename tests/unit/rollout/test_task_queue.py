@@ -186,7 +186,7 @@ def test_a_constructor_that_hangs_costs_only_its_taker():
 AGENT_ENV = "hpcrl.envs.agent:AgentProgram"
 
 
-def agenda(*, domain=None, **changed):
+def make_queue(*, domain=None, **changed):
     domains = {
         name: DomainConfig(**({"env": f"tests.support.bad_envs:{env}"} | (domain or {})))
         for name, env in (("a", "Echo"), ("b", "AsyncEcho"))
@@ -203,7 +203,7 @@ def agenda(*, domain=None, **changed):
 
 def test_isolated_environments_run_at_once_only_as_far_as_they_fit_into_memory():
     async def run():
-        plans = agenda(domain={"isolation": "process", "env_memory_gib": 0.5}, mem_gib=3.0, groups_ahead=0)
+        plans = make_queue(domain={"isolation": "process", "env_memory_gib": 0.5}, mem_gib=3.0, groups_ahead=0)
         task = plans.take_task(now=0.0)
         running, most = 0, 0
 
@@ -223,7 +223,7 @@ def test_isolated_environments_run_at_once_only_as_far_as_they_fit_into_memory()
 
 def test_environments_without_separate_processes_need_no_slot():
     async def run():
-        plans = agenda(mem_gib=1.0, groups_ahead=0)
+        plans = make_queue(mem_gib=1.0, groups_ahead=0)
         task = plans.take_task(now=0.0)
         async with plans.reserve_slot(task), plans.reserve_slot(task), plans.reserve_slot(task):
             pass
@@ -233,7 +233,7 @@ def test_environments_without_separate_processes_need_no_slot():
 
 def test_domains_take_turns_and_their_environments_are_ready():
     async def run():
-        plans = agenda()
+        plans = make_queue()
         tasks = [plans.take_task(now=0.0) for _ in range(4)]
         assert [task.domain for task in tasks] == ["a", "b", "a", "b"]
         env = await plans.take_env(tasks[0])
@@ -246,7 +246,7 @@ def test_domains_take_turns_and_their_environments_are_ready():
 
 def test_a_domain_whose_environment_fails_is_skipped_and_the_others_continue():
     async def run():
-        plans = agenda(groups_ahead=0)
+        plans = make_queue(groups_ahead=0)
         pauses = [plans.record_end("a", fault=True, now=0.0) for _ in range(MIN_SAMPLES)]
         assert pauses[-1]
         assert {plans.take_task(now=0.0).domain for _ in range(6)} == {"b"}
@@ -258,7 +258,7 @@ def test_a_domain_whose_environment_fails_is_skipped_and_the_others_continue():
 
 def test_a_domain_on_trial_is_tried_again_after_its_group_was_cancelled():
     async def run():
-        plans = agenda(groups_ahead=0)
+        plans = make_queue(groups_ahead=0)
         pauses = [plans.record_end("a", fault=True, now=0.0) for _ in range(MIN_SAMPLES)]
         for _ in range(3):
             tasks = [plans.take_task(now=pauses[-1]) for _ in range(4)]
@@ -270,7 +270,7 @@ def test_a_domain_on_trial_is_tried_again_after_its_group_was_cancelled():
 
 def test_a_domain_that_fails_does_not_pause_another_of_the_same_environment():
     """All agent programs are one environment with different options, of which only one domain's may be wrong."""
-    plans = agenda(groups_ahead=0, domain={"env": AGENT_ENV})
+    plans = make_queue(groups_ahead=0, domain={"env": AGENT_ENV})
     for _ in range(MIN_SAMPLES):
         plans.record_end("a", fault=True, now=0.0)
     assert {plans.take_task(now=0.0).domain for _ in range(6)} == {"b"}
@@ -278,7 +278,7 @@ def test_a_domain_that_fails_does_not_pause_another_of_the_same_environment():
 
 def test_with_every_environment_paused_nothing_starts():
     async def run():
-        plans = agenda(groups_ahead=0)
+        plans = make_queue(groups_ahead=0)
         for domain in "ab":
             for _ in range(MIN_SAMPLES):
                 plans.record_end(domain, fault=True, now=0.0)
@@ -289,7 +289,7 @@ def test_with_every_environment_paused_nothing_starts():
 
 def test_a_domain_of_weight_zero_is_not_asked():
     async def run():
-        plans = agenda(groups_ahead=0)
+        plans = make_queue(groups_ahead=0)
         plans.set_weights({"a": 0.0, "b": 1.0})
         assert {plans.take_task(now=0.0).domain for _ in range(6)} == {"b"}
 

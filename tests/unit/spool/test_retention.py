@@ -29,7 +29,7 @@ def trajectory(name, version=0):
     return make_trajectory(name, 3, version=version, turns=turns, extra={"newer": [1, 2]})
 
 
-class Books:
+class SettledCounts:
     """The number of settled trajectories in "rollouts" that the trainer reports to env workers."""
 
     def __init__(self, num):
@@ -65,7 +65,7 @@ IDS = [f"math/{number}/{index}" for number in range(3) for index in range(2)]
 
 def test_retired_segments_are_one_segment_of_the_archive(tmp_path):
     dirs = campaign(tmp_path)
-    retire_segments(dirs, list_segments(dirs.scored), keep=True, lower_settled=Books(6).lower)
+    retire_segments(dirs, list_segments(dirs.scored), keep=True, lower_settled=SettledCounts(6).lower)
     assert list_segments(dirs.rollouts) == list_segments(dirs.scored) == []
     (name,) = list_segments(dirs.archive)
     assert name.startswith("versions-000000-000002-")
@@ -78,7 +78,7 @@ def test_retired_segments_are_one_segment_of_the_archive(tmp_path):
 
 def test_segments_that_are_not_kept_are_removed(tmp_path):
     dirs = campaign(tmp_path)
-    retire_segments(dirs, list_segments(dirs.scored)[:2], keep=False, lower_settled=Books(4).lower)
+    retire_segments(dirs, list_segments(dirs.scored)[:2], keep=False, lower_settled=SettledCounts(4).lower)
     assert list_segments(dirs.archive) == []
     assert len(list_segments(dirs.rollouts)) == len(list_segments(dirs.scored)) == 1
 
@@ -86,7 +86,7 @@ def test_segments_that_are_not_kept_are_removed(tmp_path):
 def test_an_archive_limited_to_some_versions_drops_older_ones(tmp_path):
     dirs = campaign(tmp_path)
     for name in list_segments(dirs.scored):
-        retire_segments(dirs, [name], keep=True, lower_settled=Books(6).lower)
+        retire_segments(dirs, [name], keep=True, lower_settled=SettledCounts(6).lower)
     assert len(prune_archive(dirs.archive, oldest_version=2)) == 2
     assert archived(dirs) == ["math/2/0", "math/2/1"]
 
@@ -99,7 +99,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("nth", range(14))
 def test_a_crash_between_any_two_steps_does_no_harm(tmp_path, monkeypatch, nth, keep):
     dirs = campaign(tmp_path)
-    books = Books(6)
+    books = SettledCounts(6)
     seen = 0
 
     def dying(call):
@@ -139,7 +139,7 @@ def test_a_damaged_segment_is_quarantined_and_its_twin_is_scored_again(tmp_path)
     dirs = campaign(tmp_path)
     first, *_ = names = list_segments(dirs.scored)
     (dirs.scored / first).write_bytes(b"rot")
-    intent = retire_segments(dirs, names, keep=True, lower_settled=Books(6).lower)
+    intent = retire_segments(dirs, names, keep=True, lower_settled=SettledCounts(6).lower)
     assert intent.segments == names[1:]
     assert list_segments(dirs.rollouts) == [first]
     assert list_segments(dirs.scored) == []
@@ -151,7 +151,7 @@ def test_an_unreadable_intent_is_reported_with_a_hint(tmp_path):
     dirs.archive.mkdir()
     (dirs.archive / INTENT_FILE).write_text("{")
     with pytest.raises(SpoolError, match=r"\.retiring\.json.*remove it"):
-        recover_retirement(dirs, lower_settled=Books(0).lower)
+        recover_retirement(dirs, lower_settled=SettledCounts(0).lower)
 
 
 def test_a_reader_forgets_retired_segments_and_its_counts_stay_right(tmp_path):
@@ -176,7 +176,7 @@ def test_a_segment_with_a_trajectory_that_waits_is_not_finished(tmp_path):
 def test_a_trajectory_outlives_the_retirement_of_its_segment(tmp_path):
     dirs = campaign(tmp_path)
     held = DiskSpoolReader(dirs.scored, on_damage=pytest.fail).poll()
-    retire_segments(dirs, list_segments(dirs.scored), keep=False, lower_settled=Books(6).lower)
+    retire_segments(dirs, list_segments(dirs.scored), keep=False, lower_settled=SettledCounts(6).lower)
     assert [one.token_ids.tolist() for one in held] == [[0, 1, 2]] * 6
 
 
@@ -213,8 +213,8 @@ def test_a_failed_retirement_is_completed_by_the_next(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(retention, "sync_directory", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         with pytest.raises(OSError, match="Input/output"):
-            retire_segments(dirs, [first], keep=True, lower_settled=Books(6).lower)
-    retire_segments(dirs, [second, third], keep=True, lower_settled=Books(4).lower)
+            retire_segments(dirs, [first], keep=True, lower_settled=SettledCounts(6).lower)
+    retire_segments(dirs, [second, third], keep=True, lower_settled=SettledCounts(4).lower)
     assert archived(dirs) == IDS
     assert list_segments(dirs.rollouts) == list_segments(dirs.scored) == []
     announce_changes(dirs.scored)
