@@ -10,6 +10,7 @@
     ├── WeightsError      a version of the weights could not be published or loaded
     ├── EngineError       an engine could not serve a request
     │   ├── EngineRefusedError  the engine is full: the request is offered to the next one
+    │   ├── EngineRequestError  no engine can serve the request: it is not sent again
     │   └── EngineAnswerError   the response of the engine is not valid
     ├── EnvFault          the environment's infrastructure failed: retried, never scored
     │   └── PolicyFailure  what the policy did made its episode fail: an outcome with a reward
@@ -60,6 +61,10 @@ class EngineError(HpcrlError):
 
 class EngineRefusedError(EngineError):
     """An engine has no room for a request now; the engine and the request are both fine."""
+
+
+class EngineRequestError(EngineError):
+    """The request is one that no engine with this model can serve; the engine is fine."""
 
 
 class EngineAnswerError(EngineError):

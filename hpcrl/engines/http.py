@@ -5,11 +5,12 @@
     RemoteEngine         the client: a TokenGenerator and TokenStreamer
     make_client_session  its connections
     make_kv_fetcher      fetch handed-over KV for an engine that decodes
-    MAX_BODY_BYTES, SHORT_TIMEOUT_S, KV_FETCH_TIMEOUT_S, STATUS_FULL  limits and a status
+    MAX_BODY_BYTES, SHORT_TIMEOUT_S, KV_FETCH_TIMEOUT_S, STATUS_FULL, STATUS_UNFIT  limits and statuses
 
 Bodies are JSON of the structs in hpcrl.engines.base (a stream has one chunk per line); KV is sent as safetensors. A
-request that cannot be parsed is answered with 400 and one that the engine refuses with 422, each with
-{"error": "one line"}. A request whose client disconnects is cancelled.
+request that cannot be parsed is answered with 400, one that no engine can serve with 422, one that this engine has no
+room for with 503, one that it failed to serve with 500, each with {"error": "one line"}. A request whose client
+disconnects is cancelled.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ from hpcrl.engines.base import (
     TokenGenerator,
     TokenStreamer,
 )
-from hpcrl.errors import EngineError, EngineRefusedError
+from hpcrl.errors import EngineError, EngineRefusedError, EngineRequestError
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 64 << 20
@@ -44,6 +45,8 @@ SHORT_TIMEOUT_S = 30.0
 """The time limit of every request but a generation."""
 STATUS_FULL = 503
 """The status of a request that may be sent to another engine."""
+STATUS_UNFIT = 422
+"""The status of a request that no engine can serve."""
 KV_FETCH_TIMEOUT_S = 20.0
 """The time limit of a fetch; the engine that decodes then computes the prompt itself."""
 
@@ -62,8 +65,10 @@ class _EmptyAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a request that returns nothing."""
 
 
-class _ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class _ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str
+    status: int = 500
+    """The status that an error in a stream would have before it started."""
 
 
 # ---- server
@@ -141,7 +146,7 @@ async def _append_error(chunks: AsyncIterator[CompletionChunk]) -> AsyncIterator
     except EngineError as error:
         if not has_started:
             raise
-        yield _ErrorAnswer(error=str(error))
+        yield _ErrorAnswer(error=str(error), status=_choose_status(error))
 
 
 async def _decode_body(http: web.Request, kind: type[T]) -> T:
@@ -173,12 +178,19 @@ def _require_token(token: str) -> Middleware:
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except EngineRefusedError as error:
-        return _make_error_response(STATUS_FULL, str(error))
     except EngineError as error:
-        return _make_error_response(422, str(error))
+        return _make_error_response(_choose_status(error), str(error))
     except web.HTTPClientError as error:
         return _make_error_response(error.status, error.text or error.reason)
+
+
+def _choose_status(error: EngineError) -> int:
+    match error:
+        case EngineRefusedError():
+            return STATUS_FULL
+        case EngineRequestError():
+            return STATUS_UNFIT
+    return 500
 
 
 def _make_error_response(status: int, why: str) -> web.Response:
@@ -257,16 +269,19 @@ class RemoteEngine:
         return self._decode_answer(answer, kind=kind, url=url)
 
     def _make_error(self, url: str, status: int, answer: bytes) -> EngineError:
-        kind = EngineRefusedError if status in (STATUS_FULL, 429) else EngineError
-        return kind(f"worker {self.endpoint.worker} at {url} answered {status}: {_read_error(answer)}")
+        kinds = {STATUS_FULL: EngineRefusedError, 429: EngineRefusedError, STATUS_UNFIT: EngineRequestError}
+        why = f"worker {self.endpoint.worker} at {url} answered {status}: {_read_error(answer).error}"
+        return kinds.get(status, EngineError)(why)
 
     def _decode_answer(self, answer: bytes, *, kind: type[T], url: str) -> T:
         try:
             return msgspec.json.decode(answer, type=kind)
         except msgspec.DecodeError as error:
-            why = _read_error(answer)
+            found = _read_error(answer)
+            if found.status == STATUS_UNFIT:
+                raise self._make_error(url, found.status, answer) from None
             raise EngineError(
-                f"worker {self.endpoint.worker} at {url} sent an invalid answer: {error}: {why}"
+                f"worker {self.endpoint.worker} at {url} sent an invalid answer: {error}: {found.error}"
             ) from error
 
 
@@ -279,11 +294,11 @@ async def _read_lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             yield line
 
 
-def _read_error(answer: bytes) -> str:
+def _read_error(answer: bytes) -> _ErrorAnswer:
     try:
-        return msgspec.json.decode(answer, type=_ErrorAnswer).error
+        return msgspec.json.decode(answer, type=_ErrorAnswer)
     except msgspec.DecodeError:
-        return answer[:200].decode(errors="replace")
+        return _ErrorAnswer(error=answer[:200].decode(errors="replace"))
 
 
 def make_kv_fetcher(session: aiohttp.ClientSession, *, max_bytes: int = 1 << 30) -> FetchKv:

@@ -12,12 +12,12 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from hpcrl.engines.base import MAX_TOP_LOGPROBS, GenerateRequest
-from hpcrl.errors import EngineError
+from hpcrl.errors import EngineError, EngineRequestError
 from hpcrl.models.model_config import read_model_config
 
 
 def check_request(request: GenerateRequest, *, max_new_tokens: int, context_length: int, vocabulary: int) -> None:
-    """Raise EngineError unless a model with this context and vocabulary can serve the request."""
+    """Raise EngineRequestError unless a model with this context and vocabulary can serve the request."""
     num_prompt = len(request.token_ids)
     wrong = None
     if not request.token_ids:
@@ -43,13 +43,13 @@ def check_request(request: GenerateRequest, *, max_new_tokens: int, context_leng
     elif request.structure is not None and not request.stop_token_ids:
         wrong = "it has a structure and no stop_token_ids: name the token that ends a structured answer"
     if wrong is not None:
-        raise EngineError(f"request {request.request_id!r}: {wrong}")
+        raise EngineRequestError(f"request {request.request_id!r}: {wrong}")
 
 
 def check_asks_for_tokens(request: GenerateRequest) -> None:
-    """Raise EngineError if no token may be generated."""
+    """Raise EngineRequestError if no token may be generated."""
     if request.max_new_tokens < 1:
-        raise EngineError(f"max_new_tokens is {request.max_new_tokens}: ask for at least 1")
+        raise EngineRequestError(f"max_new_tokens is {request.max_new_tokens}: ask for at least 1")
 
 
 def check_scored_tokens(token_ids: Sequence[int], *, context_length: int, vocabulary: int) -> None:

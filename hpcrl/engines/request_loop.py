@@ -25,7 +25,8 @@ from hpcrl.errors import EngineError
 class LoopRequest(Protocol):
     """A row, as far as the loop uses it."""
 
-    failure: str
+    failure: EngineError | None
+    """The reason why it ended without an answer."""
 
     @property
     def is_done(self) -> bool: ...
@@ -105,8 +106,8 @@ class RequestLoop(Generic[R]):
             del self._rows[request.request_id], self._futures[row]
             if not row.is_done:
                 self._drop_soon(row)
-        if row.failure:
-            raise EngineError(f"request {request.request_id!r}: {row.failure}")
+        if row.failure is not None:
+            raise type(row.failure)(f"request {request.request_id!r}: {row.failure}")
 
     async def stream(
         self,
@@ -200,5 +201,5 @@ class RequestLoop(Generic[R]):
 
     def _fail_all(self, why: str) -> None:
         for row in self._futures:
-            row.failure = row.failure or why
+            row.failure = row.failure or EngineError(why)
         self._resolve_futures(list(self._futures))

@@ -6,11 +6,13 @@ MAX_BODY_BYTES   the limit of a request's body
 """
 
 import asyncio
+import logging
 import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 MAX_BODY_BYTES = 64 << 20
 
@@ -22,9 +24,23 @@ async def start_server(
 ) -> tuple[str, web.ServerRunner]:
     """Serve on `host` until the runner's cleanup(); return the URL. A client that leaves cancels its request."""
     make_request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=max_body_bytes)
-    server = web.Server(handle, request_factory=make_request, handler_cancellation=True, access_log=None)
+    server = web.Server(
+        handle, request_factory=make_request, handler_cancellation=True, access_log=None, logger=_make_quiet_logger()
+    )
     runner = web.ServerRunner(server, shutdown_timeout=1.0)
     await runner.setup()
     listening = socket.create_server((host, 0), backlog=1024)
     await web.SockSite(runner, listening).start()
     return f"http://{host}:{listening.getsockname()[1]}", runner
+
+
+def _make_quiet_logger() -> logging.Logger:
+    """Return the logger of a server: requests that are not HTTP, answered 400, are not logged; bugs in handlers are."""
+    logger = logging.getLogger("hpcrl.http")
+    logger.addFilter(_is_no_bad_request)
+    return logger
+
+
+def _is_no_bad_request(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, convert_to_chunk, join_chunks
-from hpcrl.errors import EngineError
+from hpcrl.errors import EngineError, EngineRequestError
 from hpcrl.rollout.tasks import stable_hash
 from hpcrl.spool.ids import make_request_id
 
@@ -63,6 +63,8 @@ async def stream_turn(policy: StreamingGenerator, request: GenerateRequest) -> A
                     yield chunk if is_last else msgspec.structs.replace(chunk, finish_reason=None)
                     if is_last:
                         return
+        except EngineRequestError:
+            raise
         except EngineError:
             if len(chunks) == num_before:
                 raise

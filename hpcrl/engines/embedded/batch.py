@@ -23,6 +23,7 @@ from hpcrl.engines.embedded.grammar import AnswerMatcher, mask_logits
 from hpcrl.engines.embedded.kv_cache import PrefixCache, RowKv
 from hpcrl.engines.embedded.kv_slots import KvSlots, probe_kv_shape
 from hpcrl.engines.embedded.sampling import compute_logprobs, find_likeliest, sample_tokens
+from hpcrl.errors import EngineError
 from hpcrl.weights.model_update import BorrowedWeights, borrow_weights
 
 MAX_PREFILL_TOKENS = 8192
@@ -56,16 +57,17 @@ class RunningRequest:
     versions: list[int] = field(default_factory=list)
     remote_prefill: bool = False
     finish_reason: FinishReason | None = None
-    failure: str = ""
+    failure: EngineError | None = None
 
     @property
     def is_done(self) -> bool:
-        return self.finish_reason is not None or bool(self.failure)
+        return self.finish_reason is not None or self.failure is not None
 
     def accept(self, token_id: int, *, logprob: float, version: int, top: dict[int, float]) -> None:
         """Append a generated token; the row is done at a stop token or at its limit."""
         if not math.isfinite(logprob):
-            self.failure = f"version {version} of the weights gives log-probability {logprob}: it is damaged"
+            why = f"version {version} of the weights gives log-probability {logprob}: it is damaged"
+            self.failure = EngineError(why)
             return
         self.token_ids.append(token_id)
         if self.matcher is not None:
@@ -239,7 +241,7 @@ class RunningBatch:
         tops = find_likeliest(logprobs_BV, [row.top_logprobs for row in rows])
         for row, token_id, logprob, top, problem in zip(rows, token_ids, logprobs, tops, problems, strict=True):
             row.failure = problem
-            if not problem:
+            if problem is None:
                 row.accept(token_id, logprob=logprob, version=self.version, top=top)
         self.num_generated += len(rows)
 
@@ -275,7 +277,7 @@ class RunningBatch:
 
     def _keep_kv(self, slot: int) -> None:
         row = self.rows[slot]
-        if row.failure or self._is_stale:
+        if row.failure is not None or self._is_stale:
             return
         token_ids = row.token_ids[:-1]
         kv = RowKv(token_ids=token_ids, kv_KHTD=self._slots.copy_slot(slot, len(token_ids)), version=self.version)

@@ -31,7 +31,7 @@ class AnswerMatcher:
         self._matcher.consume_token(token_id)
 
     def find_allowed(self) -> torch.Tensor:
-        """Return which tokens may be next, one truth value each; raises EngineError if none may be."""
+        """Return which tokens may be next, one truth value each; raises EngineRequestError if none may be."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         raise_matcher_error(self._matcher)
         return torch.from_numpy(np.unpackbits(bits, count=self._vocabulary, bitorder="little").astype(bool))
@@ -65,16 +65,16 @@ class GrammarCompiler:
             raise EngineError(f"a structured answer needs the tokenizer {self._path}: {error}") from error
 
 
-def mask_logits(logits_BV: torch.Tensor, matchers: Sequence[AnswerMatcher | None]) -> list[str]:
-    """Exclude, in place, the tokens that a row's grammar does not allow; returns why a row can have none, or ""."""
-    problems = []
+def mask_logits(logits_BV: torch.Tensor, matchers: Sequence[AnswerMatcher | None]) -> list[EngineError | None]:
+    """Exclude, in place, the tokens that a row's grammar does not allow; returns why a row can have none, or None."""
+    problems: list[EngineError | None] = []
     for row, matcher in enumerate(matchers):
-        problems.append("")
+        problems.append(None)
         if matcher is not None:
             try:
                 allowed_V = matcher.find_allowed()
             except EngineError as error:
-                problems[-1] = str(error)
+                problems[-1] = error
             else:
                 logits_BV[row].masked_fill_(~allowed_V.to(logits_BV.device), -torch.inf)
     return problems

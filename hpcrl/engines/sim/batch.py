@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpcrl.engines.base import FinishReason
+from hpcrl.errors import EngineError
 from hpcrl.hardware.cost_model import WorkerSpeed
 
 
@@ -43,11 +44,11 @@ class SimRequest:
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     """(tokens generated before, version of those that follow)."""
     finish_reason: FinishReason | None = None
-    failure: str = ""
+    failure: EngineError | None = None
 
     @property
     def is_done(self) -> bool:
-        return self.finish_reason is not None or bool(self.failure)
+        return self.finish_reason is not None or self.failure is not None
 
     @property
     def num_reserved(self) -> int:

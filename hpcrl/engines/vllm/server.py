@@ -30,7 +30,7 @@ from hpcrl.engines.base import MAX_TOP_LOGPROBS
 from hpcrl.engines.request_checks import check_tokenizer_fits
 from hpcrl.engines.vllm import kv_connectors
 from hpcrl.engines.vllm.protocol import read_events
-from hpcrl.errors import EngineError
+from hpcrl.errors import EngineError, EngineRequestError
 from hpcrl.plan.plan import RolePlan
 from hpcrl.system.files import make_private_dir, read_last_line
 from hpcrl.system.processes import end_group
@@ -255,7 +255,7 @@ class VllmServer:
         try:
             async with self._http.post(path, json=body, timeout=aiohttp.ClientTimeout(total=None)) as answer:
                 if answer.status >= 400:
-                    raise EngineError(f"vLLM answered {path} with {answer.status}: {_read_error(await answer.read())}")
+                    raise _make_error(path, answer.status, await answer.read())
                 async for event in read_events(answer.content.iter_any()):
                     if "error" in event:
                         raise EngineError(f"vLLM answered {path} with {event['error']}")
@@ -308,7 +308,7 @@ class VllmServer:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineError(f"vLLM did not answer {path}: {error!r}") from error
         if answer.status >= 400:
-            raise EngineError(f"vLLM answered {path} with {answer.status}: {_read_error(data)}")
+            raise _make_error(path, answer.status, data)
         try:
             return json.loads(data) if answer.content_type == "application/json" else data.decode()
         except ValueError as error:
@@ -367,6 +367,11 @@ class VllmServer:
             await asyncio.shield(asyncio.to_thread(end_group, self._process, grace_s=END_GRACE_S))
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _make_error(path: str, status: int, data: bytes) -> EngineError:
+    kind = EngineRequestError if status in (400, 422) else EngineError
+    return kind(f"vLLM answered {path} with {status}: {_read_error(data)}")
 
 
 def _read_error(data: bytes) -> str:

@@ -172,7 +172,6 @@ class CompletionCall:
         *,
         session: ProgramSession,
         call: ModelCall,
-        number: int,
         prompt: TurnPrompt,
         structure: OutputStructure | None,
         policy: StreamingGenerator,
@@ -186,7 +185,6 @@ class CompletionCall:
         self._requests = session.make_requests(
             call,
             prompt,
-            number=number,
             stop_token_ids=template.stop_token_ids,
             structure=structure,
         )
@@ -262,7 +260,7 @@ class CompletionCall:
             started_at=started_at,
             generate_s=loop_time() - started_at,
         )
-        self.session.fault = ""
+        self.session.note_answer()
         self._num_generated += len(completion.token_ids)
 
     def _new_reader(self) -> TextReader:

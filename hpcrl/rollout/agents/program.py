@@ -116,14 +116,20 @@ async def _run_attempt(
     finally:
         await proxy.close(token)
     if not session.recording.turns:
-        why = f", {problem}" if problem else ""
-        return EnvFault(f"{session.name}: the program never called the model{why}")
+        return EnvFault(f"{session.name}: {_describe_silence(session)}{f', {problem}' if problem else ''}")
     if problem and session.fault:  # it ended because no engine answered: what it left is not judged
         return EngineError(session.fault)
     reward = printed_reward if session.reward is None else session.reward
     if reward is None:
         return PolicyFailure(OUTCOME_EXIT, f"{session.name}: the program neither printed nor posted a reward")
     return _check_reward(reward, session.name)
+
+
+def _describe_silence(session: ProgramSession) -> str:
+    """Return why the model has answered nothing."""
+    if not session.refusal:
+        return "the program never called the model"
+    return f"the model answered no call of the program; the last was refused: {session.refusal}"
 
 
 def _check_reward(reward: object, name: str) -> float | PolicyFailure:

@@ -123,6 +123,11 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether at most one call was asked for, and an answer may have several none the less."""
         return bool(self.tools) and not self.may_call_several and not self.must_call
 
+    @property
+    def prompt_field(self) -> str:
+        """The name of the field that the prompt is in; the Responses API has another for a conversation."""
+        return "messages" if self.text is None else "prompt"
+
     def count_tokens_at_least(self, *, longest_token: int) -> int:
         """Count tokens that the prompt will surely have, without rendering it; tools are in every prompt.
 
@@ -377,7 +382,8 @@ def choose_tools(
 
 def make_tool(function: Any, *, place: str) -> JsonObject:
     """Return a function tool as chat templates expect it."""
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
         raise ApiError(400, f"{place} has one without a name: only function tools can be called", param="tools")
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None):

@@ -1,5 +1,6 @@
 """Serve the model to the agent programs of an env worker, on loopback and on a socket file, by the APIs that they use.
 
+    WorkThread        the thread in which the work on large requests is done
     ModelProxy        POST /v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/messages/count_tokens
                       /tokenize /detokenize /v1/hpcrl/reward, GET /v1/models
     ModelProxy.open   opens a session; its token is the program's API key, which identifies its calls
@@ -23,6 +24,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -33,7 +35,7 @@ from aiohttp import web
 from hpcrl.engines.base import OutputStructure
 from hpcrl.engines.structure import check_structure, relax_structure
 from hpcrl.envs.base import ModelAccess
-from hpcrl.errors import ConfigError, EngineAnswerError, EngineError
+from hpcrl.errors import ConfigError, EngineAnswerError, EngineError, EngineRequestError
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.models.message_form import MessageForm
 from hpcrl.rollout.agents import messages_form
@@ -55,6 +57,8 @@ from hpcrl.rollout.turn import StreamingGenerator
 MAX_BODY_BYTES = 32 << 20
 MAX_LOOP_BYTES = 256 << 10
 """The size of a body up to which it is read, and its prompt made, in the event loop; with a larger one, in a thread."""
+MAX_REFUSAL_CHARS = 500
+"""What is kept of the reason why a call was refused."""
 MAX_LISTED_IDS = 2 << 20
 """The ids of prompts that are kept as lists, of 36 bytes each, for the prompts that extend them."""
 DEFAULT_MODEL = "hpcrl"
@@ -63,6 +67,7 @@ ANY_MODEL = "*"
 """The alias that stands for every name."""
 MODELS_PATH = "/v1/models"
 MESSAGES_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
 REWARD_PATH = "/v1/hpcrl/reward"
 JSON_HEADERS = {"Content-Type": "application/json"}
 RouteHandler = Callable[[web.BaseRequest, ProgramSession], Awaitable[web.StreamResponse]]
@@ -82,6 +87,47 @@ CALLS_NOTICE = "tool calls or results, which the chat template leaves out: they 
 NEIGHBOURS_NOTICE = "messages of one role in a row, which the chat template refuses: they are joined"
 LAST_ANSWER_NOTICE = "the model's message as the last one: it is not continued, another follows it"
 ONE_CALL_NOTICE = "parallel_tool_calls = false where no call is required: an answer may have several calls all the same"
+
+
+class WorkThread:
+    """A thread that does one work at a time, to its end: the turn of a client that leaves ends when its work does."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="proxy")
+        self._turns = asyncio.Semaphore(1)
+        """What waits for it is not in the thread's queue, which would keep the bodies of clients that have left."""
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return what the work returns; if the caller is cancelled, the work that has started continues."""
+        return await asyncio.shield(await self._start(work))
+
+    @contextlib.asynccontextmanager
+    async def hold(self, lock: asyncio.Lock) -> AsyncIterator[RunWork]:
+        """Yield what runs works while a lock is held, which is released when the last of them has ended."""
+        await lock.acquire()
+        started: list[asyncio.Future[Any]] = []
+
+        async def run(work: Callable[[], T]) -> T:
+            future = await self._start(work)
+            started.append(future)
+            return await asyncio.shield(future)
+
+        try:
+            yield run
+        finally:
+            if started and not started[-1].done():
+                started[-1].add_done_callback(lambda _: lock.release())
+            else:
+                lock.release()
+
+    async def _start(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        await self._turns.acquire()
+        future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        future.add_done_callback(lambda _: self._turns.release())
+        return future
 
 
 class RewardRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +166,7 @@ class ModelProxy:
         self._routes: dict[tuple[str, str], RouteHandler] = {
             ("POST", "/v1/chat/completions"): self._chat,
             ("POST", "/v1/completions"): self._text,
-            ("POST", "/v1/responses"): self._responses,
+            ("POST", RESPONSES_PATH): self._responses,
             ("POST", MESSAGES_PATH): self._messages,
             ("POST", f"{MESSAGES_PATH}/count_tokens"): self._count_tokens,
             ("POST", "/tokenize"): self._tokenize,
@@ -130,7 +176,7 @@ class ModelProxy:
             ("GET", MODELS_PATH): self._models,
             ("POST", REWARD_PATH): self._reward,
         }
-        self._thread_turns = asyncio.Semaphore(1)
+        self._large_works, self._structure_works = WorkThread(), WorkThread()
         self._runner: web.ServerRunner | None = None
 
     async def __aenter__(self) -> Self:
@@ -146,6 +192,8 @@ class ModelProxy:
     async def __aexit__(self, *_: object) -> None:
         assert self._runner is not None
         await self._runner.cleanup()
+        self._large_works.close()
+        self._structure_works.close()
         shutil.rmtree(self.socket_path.parent, ignore_errors=True)
 
     def open(self, session: ProgramSession) -> str:
@@ -185,14 +233,23 @@ class ModelProxy:
     async def _count_tokens(self, http: web.BaseRequest, session: ProgramSession) -> web.Response:
         def count(body: bytes) -> JsonObject:
             call = MessagesForm(body, memory=session.memory).call
-            check_count(len(call.messages), context_length=session.limits.context_length)
-            return {"input_tokens": len(list_prompt_ids(call, self.template))}
+            return {"input_tokens": len(self._list_prompt_ids(session, call))}
 
         return _json_response(await self._read(http, session, count))
 
     async def _tokenize(self, http: web.BaseRequest, session: ProgramSession) -> web.Response:
-        read = partial(tokenize, template=self.template, context_length=session.limits.context_length)
+        read = partial(
+            tokenize,
+            template=self.template,
+            list_ids=partial(self._list_prompt_ids, session),
+            context_length=session.limits.context_length,
+        )
         return _json_response(await self._read(http, session, read))
+
+    def _list_prompt_ids(self, session: ProgramSession, call: ModelCall) -> list[int]:
+        """Return the ids of a prompt that is only counted, unless it surely has more than the context."""
+        check_count(self._count_tokens_at_least(call), call, context_length=session.limits.context_length)
+        return list_prompt_ids(call, self.template)
 
     async def _detokenize(self, http: web.BaseRequest, session: ProgramSession) -> web.Response:
         return _json_response(await self._read(http, session, partial(detokenize, template=self.template)))
@@ -231,17 +288,15 @@ class ModelProxy:
             session.check_admission()
             form = await run(partial(make_form, body))
             self._check_model(form.call.model)
-            number = session.admit()
             for name in session.note_ignored_fields(form.call.ignored_fields):
                 self._report(session, f"{name!r}, which is not known here: it is ignored")
             for notice in _list_notices(form.call, self.template.form):
                 self._report(session, notice)
-            session.check_length(form.call.count_tokens_at_least(longest_token=self._longest_token))
+            session.check_length(self._count_tokens_at_least(form.call), param=form.call.prompt_field)
             prompt = await run(partial(_make_prompt, session, form.call))
         call = CompletionCall(
             session=session,
             call=form.call,
-            number=number,
             prompt=prompt,
             structure=await self._make_structure(session, form.call, prompt),
             policy=self._policy,
@@ -249,11 +304,19 @@ class ModelProxy:
             parser=self._parser,
             mark_texts=self._mark_texts,
         )
-        if form.call.stream:
-            return await self._stream_call(http, form, call)
-        answers = await gather_or_cancel([call.complete(index) for index in range(call.num_choices)])
+        try:
+            if form.call.stream:
+                return await self._stream_call(http, form, call)
+            answers = await gather_or_cancel([call.complete(index) for index in range(call.num_choices)])
+        except EngineError:
+            if not call.usage.num_generated:
+                session.num_calls -= 1
+            raise
         session.check_staleness()
         return _json_response(form.make_response(answers, call.usage))
+
+    def _count_tokens_at_least(self, call: ModelCall) -> int:
+        return call.count_tokens_at_least(longest_token=self._longest_token)
 
     async def _make_structure(
         self, session: ProgramSession, call: ModelCall, prompt: TurnPrompt
@@ -263,8 +326,8 @@ class ModelProxy:
         if asked is None:
             return None
         try:
-            structure, dropped = await asyncio.to_thread(relax_structure, asked)
-            await asyncio.to_thread(check_structure, structure)
+            structure, dropped = await self._structure_works.run(partial(relax_structure, asked))
+            await self._structure_works.run(partial(check_structure, structure))
         except EngineError as error:
             param = "tools" if call.output_schema is None else "response_format"
             raise ApiError(400, str(error), param=param, code="invalid_value") from None
@@ -282,17 +345,13 @@ class ModelProxy:
         """Yield what runs the work on a request: here, or in a thread if it is so large that others would wait for it.
 
         A program has one large request in work and no body of another in memory, and one thread serves all programs,
-        each in its turn: so none of them stops the rest, whatever it sends.
+        each in its turn: so none of them stops the rest, whatever it sends, and however early it leaves.
         """
         if http.content_length is not None and http.content_length <= MAX_LOOP_BYTES:
             yield _run_here
         else:
-            async with session.large_body:
-                yield self._run_in_thread
-
-    async def _run_in_thread(self, work: Callable[[], T]) -> T:
-        async with self._thread_turns:
-            return await asyncio.to_thread(work)
+            async with self._large_works.hold(session.large_body) as run:
+                yield run
 
     async def _stream_call(self, http: web.BaseRequest, form: AnswerForm, call: CompletionCall) -> web.StreamResponse:
         """Send server-sent events; the status is sent with the first, so that a failure before it has its own."""
@@ -312,7 +371,7 @@ class ModelProxy:
         except EngineError as error:
             if not response.prepared:
                 raise
-            await _send_events(response, [form.error_event(_record_engine_failure(call.session, error))])
+            await _send_events(response, [form.error_event(_read_engine_error(call.session, error))])
         else:
             call.session.check_staleness()
             await _send_events(response, form.close_events(answers, call.usage))
@@ -325,21 +384,26 @@ class ModelProxy:
         """Dispatch a request with a valid token; every response, errors included, has the form of its API."""
         try:
             session = self._find_session(http)
+        except ApiError as wrong_key:
+            return _error_response(http, wrong_key)
+        try:
             with session.note_call():
                 await _request_body(http)
                 return await self._find_route(http)(http, session)
-        except EngineError as error:
-            return _error_response(http, _record_engine_failure(session, error))
-        except ApiError as error:
-            return _error_response(http, error)
+        except EngineError as engine_error:
+            error = _read_engine_error(session, engine_error)
+        except ApiError as api_error:
+            error = api_error
         except RecursionError:
-            return _error_response(http, ApiError(400, "the request body is nested too deeply", code="invalid_value"))
+            error = ApiError(400, "the request body is nested too deeply", code="invalid_value")
         except web.HTTPRequestEntityTooLarge:
             notice = f"a body of more than {MAX_BODY_BYTES} bytes: it is refused"
             self._report(session, notice)
-            return _error_response(http, ApiError(413, f"the request has {notice}: send less", code="invalid_value"))
-        except web.HTTPException as error:
-            return _error_response(http, ApiError(error.status, error.text or error.reason))
+            error = ApiError(413, f"the request has {notice}: send less", code="invalid_value")
+        except web.HTTPException as http_error:
+            error = ApiError(http_error.status, http_error.text or http_error.reason)
+        session.refusal = f"{http.method} {http.path}: {error}"[:MAX_REFUSAL_CHARS]
+        return _error_response(http, error)
 
     def _find_route(self, http: web.BaseRequest) -> RouteHandler:
         path = http.path
@@ -348,7 +412,11 @@ class ModelProxy:
         if http.method == "GET" and path.startswith(MODELS_PATH + "/"):
             return self._one_model
         status = 405 if any(path == known for _, known in self._routes) else 404
-        raise ApiError(status, f"{http.method} {path} is not supported: see OpenAI's API, under /v1")
+        if path.startswith(f"{RESPONSES_PATH}/"):
+            why = f"POST {RESPONSES_PATH}, whose responses cannot be read, cancelled or deleted later, is"
+            raise ApiError(404, f"{http.method} {path} is not supported: {why}")
+        known_paths = ", ".join(dict.fromkeys(known for _, known in self._routes))
+        raise ApiError(status, f"{http.method} {path} is not supported: the paths are {known_paths}")
 
     def _find_session(self, http: web.BaseRequest) -> ProgramSession:
         """Return the session that the request's API key belongs to."""
@@ -402,7 +470,10 @@ def _make_card(name: str) -> JsonObject:
     return {"id": name, "object": "model", "type": "model", "display_name": name, "owned_by": "hpcrl", **made}
 
 
-def _record_engine_failure(session: ProgramSession, error: EngineError) -> ApiError:
+def _read_engine_error(session: ProgramSession, error: EngineError) -> ApiError:
+    """Return the error response; it is remembered if engines failed, not if the request is one that none can serve."""
+    if isinstance(error, EngineRequestError):
+        return ApiError(400, str(error), code="invalid_value")
     session.fault = str(error)
     if isinstance(error, EngineAnswerError):
         return ApiError(502, str(error), code="engine_answer", kind="server_error")
@@ -435,7 +506,7 @@ _RESPONSES_PARAMS = {"messages": "input", "response_format": "text.format"}
 
 def _name_param(path: str, param: str | None) -> str | None:
     """Return the name that a form of API has for a field, which is that of the chat API elsewhere."""
-    return _RESPONSES_PARAMS.get(param or "", param) if path == "/v1/responses" else param
+    return _RESPONSES_PARAMS.get(param or "", param) if path == RESPONSES_PATH else param
 
 
 def _error_response(http: web.BaseRequest, error: ApiError) -> web.Response:

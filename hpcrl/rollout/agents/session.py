@@ -54,13 +54,17 @@ class ProgramSession:
     """The reward posted by the program."""
     is_stale: bool = False
     limit: str = ""
-    """The outcome of an episode that ends after a call was refused for lack of turns or context."""
+    """The outcome of an episode that ends after a call was refused for lack of turns or context. A later answer clears
+    the latter: the program has shortened its conversation."""
+    refusal: str = ""
+    """The reason why the last call was refused, if one was."""
     fault: str = ""
     """The reason why no engine answered the last call; an answered call clears it."""
     stop_event: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the program is to be ended early."""
     calls: "set[asyncio.Task[Any]]" = field(default_factory=set)
     num_calls: int = 0
+    """The calls that the model answers or has answered; one that is refused, or that no engine answers, is not one."""
     ignored_fields: list[str] = field(default_factory=list)
     """The names of fields that its requests had and that were ignored, each once."""
     memory: MessageMemory = field(default_factory=MessageMemory)
@@ -70,6 +74,7 @@ class ProgramSession:
     """Held while a large request is read: a program has one of them at a time."""
     responses: ResponseMemory = field(default_factory=ResponseMemory)
 
+    _num_admitted: int = field(default=0, init=False)
     _num_checked: int = field(default=0, init=False)
     """The turns whose versions are in `start_version`."""
 
@@ -77,7 +82,14 @@ class ProgramSession:
         """Admit a call and return its number, from 1 on, or raise an ApiError."""
         self.check_admission()
         self.num_calls += 1
-        return self.num_calls
+        self._num_admitted += 1
+        return self._num_admitted
+
+    def note_answer(self) -> None:
+        """Note that a call was answered, at least in part."""
+        self.fault = ""
+        if self.limit == OUTCOME_OVERFLOW:
+            self.limit = ""
 
     def check_admission(self) -> None:
         """Raise an ApiError if the episode may not call the model again."""
@@ -127,26 +139,28 @@ class ProgramSession:
         self.ignored_fields += new[:room]
         return new[:room]
 
-    def check_length(self, num_tokens: int) -> None:
+    def check_length(self, num_tokens: int, *, param: str) -> None:
         """Refuse a prompt that surely has this number of tokens, if that leaves no room for an answer."""
         most = self.limits.context_length
         if num_tokens >= most:
             self.limit = OUTCOME_OVERFLOW
             why = f"the prompt has at least {num_tokens} tokens, the maximum context length is {most}: shorten it"
-            raise ApiError(400, why, code="context_length_exceeded", param="messages")
+            raise ApiError(400, why, code="context_length_exceeded", param=param)
 
     def make_requests(
         self,
         call: ModelCall,
         prompt: TurnPrompt,
         *,
-        number: int,
         stop_token_ids: Sequence[int],
         structure: OutputStructure | None,
     ) -> list[GenerateRequest]:
-        """Make the engine requests, one for each choice, of the call that was admitted with this number."""
+        """Make the engine requests, one for each choice, of a call, and admit it, or raise an ApiError."""
         token_ids, limits, asked = self.id_lists.read(prompt.ids), self.limits, call.max_tokens or 0
-        self.check_length(len(token_ids))
+        self.check_length(len(token_ids), param=call.prompt_field)
+        if self.sampling == "program":
+            self._check_program_sampling(call.sampling)
+        number = self.admit()
         room = limits.context_length - len(token_ids)
         request = GenerateRequest(
             request_id=make_request_id(self.name, f"{number}.0"),
@@ -179,11 +193,13 @@ class ProgramSession:
             return stable_hash(asked, choice, bits=63)
         return stable_hash(self.seed, self.name, number, choice, asked, bits=63)
 
-    def _with_program_sampling(self, request: GenerateRequest, sampling: SamplingFields) -> GenerateRequest:
+    def _check_program_sampling(self, sampling: SamplingFields) -> None:
         sampling.check_ranges()
         for name in sampling.unsupported_fields():
             why = f'{name} = {getattr(sampling, name)}: engines cannot do it; leave it out, or use sampling = "recipe"'
             raise ApiError(400, why, code="unsupported_parameter", param=name)
+
+    def _with_program_sampling(self, request: GenerateRequest, sampling: SamplingFields) -> GenerateRequest:
         return msgspec.structs.replace(
             request,
             temperature=self.limits.temperature if sampling.temperature is None else sampling.temperature,

@@ -5,12 +5,12 @@ TextForm         one request, and the responses to it
 tokenize, detokenize  a text or a conversation to ids, and back
 TokenizeRequest, DetokenizeRequest  their bodies
 list_prompt_ids  the ids of a call's prompt, which is not recorded
-check_count      refuses more messages than the context has tokens
+check_count      refuses a prompt that has surely more tokens than the context
 """
 
 import time
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -44,7 +44,6 @@ class TextRequest(CommonFields, frozen=True, kw_only=True):
 
     prompt: str | list[Any]
     logprobs: NumTops | None = None
-    echo: Literal[False] | None = None
     best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
 
 
@@ -55,7 +54,7 @@ class TextForm:
 
     def __init__(self, body: bytes, *, template: ChatTemplate) -> None:
         request, sent = parse_body(body, TextRequest)
-        refuse_fields(sent, [*REFUSED_FIELDS, "suffix", "response_format"])
+        refuse_fields(sent, [*REFUSED_FIELDS, "suffix", "response_format", "echo"])
         self.call = ModelCall(
             model=request.model,
             text=_read_prompt(request.prompt, vocabulary_size=template.vocabulary_size),
@@ -66,7 +65,7 @@ class TextForm:
             stop_token_ids=tuple(request.stop_token_ids or ()),
             top_logprobs=request.logprobs or 0,
             stream=bool(request.stream),
-            ignored_fields=list_unknown_fields(sent, known=IGNORED_FIELDS),
+            ignored_fields=list_unknown_fields(sent, known=[*IGNORED_FIELDS, "echo"]),
         )
         self._sends_logprobs = request.logprobs is not None
         self._sends_usage = request.sends_usage
@@ -163,23 +162,25 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def list_prompt_ids(call: ModelCall, template: ChatTemplate) -> list[int]:
     """Return the ids of a call's prompt."""
+    if call.text is not None:
+        return template.encode(call.text) if isinstance(call.text, str) else call.text
     try:
         return template.encode(template.render(call.messages, tools=call.tools, template_kwargs=call.template_kwargs))
     except ConfigError as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from None
 
 
-def tokenize(body: bytes, template: ChatTemplate, *, context_length: int) -> JsonObject:
-    """Return the ids of a text or of a conversation."""
+def tokenize(
+    body: bytes, template: ChatTemplate, *, list_ids: Callable[[ModelCall], list[int]], context_length: int
+) -> JsonObject:
+    """Return the ids of a text or of a conversation, which `list_ids` makes."""
     request, _ = parse_body(body, TokenizeRequest)
     if request.messages:
         tools = [make_tool(tool.get("function"), place="tools") for tool in request.tools or []]
         messages = [normalise_message(one, f"messages[{index}]") for index, one in enumerate(request.messages)]
-        check_count(len(messages), context_length=context_length)
-        call = ModelCall(model="", messages=messages, tools=tools or None)
-        ids = list_prompt_ids(call, template)
+        ids = list_ids(ModelCall(model="", messages=messages, tools=tools or None))
     elif request.prompt is not None:
-        ids = template.encode(request.prompt)
+        ids = list_ids(ModelCall(model="", text=request.prompt))
     else:
         raise ApiError(400, "prompt is missing: give a text, or messages", param="prompt", code="invalid_value")
     found: dict[str, Any] = {"count": len(ids), "max_model_len": context_length, "tokens": ids}
@@ -188,11 +189,11 @@ def tokenize(body: bytes, template: ChatTemplate, *, context_length: int) -> Jso
     return found
 
 
-def check_count(num_messages: int, *, context_length: int) -> None:
-    """Refuse to render messages that cannot fit, as each is at least a token."""
-    if num_messages > context_length:
-        why = f"{num_messages} messages are more than this model's context has tokens, {context_length}: send fewer"
-        raise ApiError(400, why, param="messages", code="context_length_exceeded")
+def check_count(num_tokens: int, call: ModelCall, *, context_length: int) -> None:
+    """Refuse to count the tokens of a prompt that surely has this number of them, if that cannot fit."""
+    if num_tokens > context_length:
+        why = f"the prompt has at least {num_tokens} tokens, the maximum context length is {context_length}: send less"
+        raise ApiError(400, why, param=call.prompt_field, code="context_length_exceeded")
 
 
 def detokenize(body: bytes, template: ChatTemplate) -> JsonObject:

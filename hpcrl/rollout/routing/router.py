@@ -7,7 +7,7 @@
 The choice itself is in hpcrl.rollout.routing.decision. Loads are requested every `refresh_interval_s` and corrected by
 what was sent since. A worker is chosen only after it has reported its load; one that fails is left out for a pause that
 doubles with each failure, and then until it reports its load again. One that refuses a turn is full, not broken: the
-turn is offered to the next.
+turn is offered to the next. A turn that no engine can serve is refused at once, and counts against no worker.
 Remote prefill is optional: if it is absent, late, full or failing, the decode worker computes the prompt itself.
 """
 
@@ -26,7 +26,7 @@ from hpcrl.campaign_dir.endpoints import EngineEndpoint, list_endpoints
 from hpcrl.campaign_dir.events import TurnRouted
 from hpcrl.config.recipe import RouterConfig
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, InferenceEngine, KvHandle, join_chunks
-from hpcrl.errors import EngineError, EngineRefusedError
+from hpcrl.errors import EngineError, EngineRefusedError, EngineRequestError
 from hpcrl.hardware.cost_model import WorkerSpeed
 from hpcrl.rollout.routing.decision import RoutingDecision, RoutingView, TurnFacts, choose_workers, should_release_kv
 from hpcrl.rollout.routing.engines import EngineState, RouterTimeouts, build_pools, estimate_foreign_kv
@@ -218,6 +218,9 @@ class Router:
             except EngineRefusedError:
                 refused.add(worker.name)
                 self.reasons["decode refused"] += 1
+            except EngineRequestError:
+                self.reasons["request refused"] += 1
+                raise
             except EngineError as error:
                 failures.append(str(error))
             else:
@@ -294,6 +297,8 @@ class Router:
         except EngineRefusedError:
             self.reasons["prefill refused"] += 1
             return None
+        except EngineRequestError:  # the decode worker refuses it too, with the reason
+            return None
         except (EngineError, TimeoutError):
             self._record_failure(worker)
             return None
@@ -318,7 +323,7 @@ class Router:
                 f"{_loop_time() - started_at:.0f} s, and generated its last token of any turn "
                 f"{_loop_time() - max(started_at, worker.progressed_at):.0f} s ago"
             ) from None
-        except EngineRefusedError:
+        except (EngineRefusedError, EngineRequestError):
             raise
         except EngineError:
             self._record_failure(worker)
@@ -357,6 +362,8 @@ class Router:
                 async for chunk in stream:
                     chunks.append(chunk)
                     on_chunk(chunk)
+        except EngineRequestError:
+            raise
         except EngineError:
             if not chunks:
                 raise

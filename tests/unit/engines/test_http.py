@@ -22,7 +22,7 @@ from hpcrl.engines.base import (
     convert_to_chunk,
 )
 from hpcrl.engines.http import RemoteEngine, make_client_session, make_kv_fetcher, serve_over_http
-from hpcrl.errors import EngineError, EngineRefusedError
+from hpcrl.errors import EngineError, EngineRefusedError, EngineRequestError
 from hpcrl.rollout.routing.router import Router
 
 REQUEST = GenerateRequest(request_id="r", token_ids=[1, 2], max_new_tokens=1)
@@ -38,7 +38,7 @@ class Scripted:
     async def generate(self, request: GenerateRequest) -> Completion:
         match request.request_id:
             case "refuse":
-                raise EngineError("too long:\n513 tokens")
+                raise EngineRequestError("too long:\n513 tokens")
             case "bug":
                 raise ZeroDivisionError("secret path /home/me")
             case "hang":
@@ -124,7 +124,7 @@ def test_a_refusal_of_the_engine_is_an_engine_error_with_its_message() -> None:
     async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> None:
         await remote(url, session).generate(msgspec.structs.replace(REQUEST, request_id="refuse"))
 
-    with pytest.raises(EngineError, match=r"000-decode-1 .* answered 422: too long: 513 tokens"):
+    with pytest.raises(EngineRequestError, match=r"000-decode-1 .* answered 422: too long: 513 tokens"):
         on_server(body)
 
 

@@ -5,6 +5,7 @@ import datetime
 import json
 import pathlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pydantic
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
 from hpcrl.engines.base import (
     Completion,
     CompletionChunk,
@@ -29,11 +31,12 @@ from hpcrl.engines.base import (
 )
 from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.engines.embedded.grammar import AnswerMatcher, GrammarCompiler
-from hpcrl.engines.http import serve_over_http
+from hpcrl.engines.http import RemoteEngine, make_client_session, serve_over_http
 from hpcrl.engines.structure import check_structure, read_answered, read_token_names, relax_structure, write_grammar
-from hpcrl.errors import EngineError
+from hpcrl.errors import EngineError, EngineRequestError
 from hpcrl.models.tiny import CHARACTERS, MARKS
 from hpcrl.rollout.agents.structures import CALL_WRITERS
+from hpcrl.rollout.routing.router import Router
 from hpcrl.rollout.turn import generate_turn, stream_turn
 from hpcrl.testing.memory import MemoryStore
 from hpcrl.weights.model_update import collect_parameters
@@ -172,10 +175,45 @@ def test_a_structure_that_the_tokenizer_cannot_write_fails_alone(model: Any) -> 
         return await asyncio.gather(bad, engine.generate(ask("good")), return_exceptions=True)
 
     error, answer = on(engine, body)
-    assert isinstance(error, EngineError)
+    assert isinstance(error, EngineRequestError)
     assert "the structure of the answer cannot be held to" in str(error)
     assert "\n" not in str(error)
     assert answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("schema", [{"const": "\u00fc"}, {"type": "object", "required": ["a\u00e9\U0001f600"]}])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_structure_that_the_tokenizer_cannot_write_is_no_failure_of_the_worker(
+    model: Any, tmp_path: Path, schema: dict[str, Any], streams: bool
+) -> None:
+    """The router refuses the turn at once, over HTTP too, also where its first tokens can be written."""
+    wanted = structure(JsonValue(schema=schema | {"properties": {key: {} for key in schema.get("required", [])}}))
+
+    async def run() -> tuple[int, dict[str, int]]:
+        async with AsyncExitStack() as stack:
+            engine = await stack.enter_async_context(EmbeddedEngine(model, store=MemoryStore()))
+            url, runner = await serve_over_http(engine, host="127.0.0.1", token="t")
+            stack.push_async_callback(runner.cleanup)
+            announce_endpoint(tmp_path, EngineEndpoint(role="decode", worker="000-d-0", node="n", url=url, token="t"))
+            session = await stack.enter_async_context(make_client_session())
+            router = Router(tmp_path, connect=lambda endpoint: RemoteEngine(endpoint, session), seed=0)
+            await stack.enter_async_context(router)
+            chunks = []
+
+            async def generate() -> None:
+                if not streams:
+                    await generate_turn(router, ask(wanted=wanted))
+                async for chunk in stream_turn(router, ask(wanted=wanted)):
+                    chunks.append(chunk)
+
+            with pytest.raises(EngineRequestError, match="the structure of the answer cannot be held to"):
+                await generate()
+            return len(chunks), dict(router.reasons)
+
+    num_chunks, reasons = asyncio.run(run())
+    assert (num_chunks > 0) == streams
+    assert reasons["request refused"] == 1
+    assert "decode failed" not in reasons
 
 
 # ---- tokens

@@ -100,6 +100,29 @@ def test_a_program_that_fails_when_it_is_told_to_end_has_reached_that_limit(temp
     assert (trajectory.status, trajectory.outcome, len(trajectory.turns)) == ("truncated", outcome, 1)
 
 
+REFUSED = """
+def ask_in_vain(text):
+    try:
+        ask(text)
+    except urllib.error.HTTPError as error:
+        assert error.code == 400
+"""
+
+
+def test_a_program_that_shortens_its_conversation_keeps_its_reward(template):
+    trajectory = play(template, f"{REFUSED}ask('a')\nask_in_vain('{'b' * 80}')\nask('b')\nprint(0.5)")
+    assert (trajectory.status, trajectory.outcome, trajectory.extra) == ("done", "", {})
+    assert trajectory.turns[-1].reward == 0.5
+
+
+def test_a_program_whose_calls_were_all_refused_is_a_fault_that_says_why(template):
+    code = f"{REFUSED}for _ in range(9):\n    ask_in_vain('{'b' * 80}')\nprint(0.5)"
+    trajectory = play(template, code, limits={"max_turns": 1})
+    assert (trajectory.status, trajectory.outcome) == ("env-fault", "")
+    assert "the model answered no call of the program" in trajectory.extra["fault"]
+    assert "maximum context length is 64" in trajectory.extra["fault"]
+
+
 def test_a_program_that_cannot_be_found_is_a_fault(template):
     async def run():
         program = AgentProgram(command=["no-such-program"], sandbox="none")

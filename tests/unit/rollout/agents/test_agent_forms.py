@@ -828,7 +828,8 @@ def test_a_program_has_one_large_request_read_at_a_time(template, monkeypatch):
             go_on.set()
             return small, num_before, await asyncio.gather(*calls)
 
-    small, num_before, counts = on(template, body)
+    limits = msgspec.structs.replace(LIMITS, context_length=1 << 20)
+    small, num_before, counts = on(template, body, limits=limits)
     assert (small, num_before, counts) == (1, 1, [300_000] * 3)
 
 

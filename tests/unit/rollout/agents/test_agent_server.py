@@ -3,15 +3,17 @@
 import asyncio
 import itertools
 import json
+import threading
 
 import aiohttp
 import msgspec
 import openai
 import pytest
 
-from hpcrl.errors import EngineAnswerError, EngineError
+from hpcrl.errors import EngineAnswerError, EngineError, EngineRequestError
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents import server as proxy_module
+from hpcrl.rollout.agents import text_form
 from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.rollout.episode import EpisodeLimits
 from tests.support.conversations import FACTS
@@ -236,6 +238,21 @@ def test_engines_that_fail_are_a_server_error_and_remembered(template):
     assert on(template, body, EngineError("no decode worker")) == "no decode worker"
 
 
+@pytest.mark.parametrize("words", [[], ["{"]], ids=["at once", "after a token"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_no_engine_can_serve_is_a_400_sent_once_and_no_fault(template, stream, words):
+    async def body(client):
+        async def ask():
+            return await chunks_of(await chat(client, stream=stream))
+
+        with pytest.raises(openai.APIError, match="cannot be held to") as caught:
+            await ask()
+        return caught.value.code, client.session.fault, len(client.policy.requests)
+
+    error = EngineRequestError("the structure of the answer cannot be held to")
+    assert on(template, body, [*words, error]) == ("invalid_value", "", 1)
+
+
 def test_an_engine_that_fails_before_the_first_piece_of_a_stream_has_a_status(template):
     assert refused(template, EngineError("gone"), stream=True)[0] == 503
 
@@ -344,6 +361,39 @@ def test_a_closed_session_ends_its_running_calls(template):
     on(template, body, None)
 
 
+def test_an_answer_after_an_overflow_clears_it(template):
+    """A program that shortens its conversation continues; one that has used up its turns does not."""
+
+    async def body(client):
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await chat(client, messages=[{"role": "user", "content": "x" * 200}])
+        before = client.session.limit
+        await chat(client)
+        return before, client.session.limit
+
+    assert on(template, body, "a<eos>") == ("overflow", "")
+
+
+def test_only_answered_calls_use_up_turns(template):
+    limits = msgspec.structs.replace(LIMITS, max_turns=1)
+    too_long = [{"role": "user", "content": "x" * 126}]  # counted as more than the context only when it is rendered
+    bad_calls = [{"messages": too_long}, {"response_format": {"type": "grammar"}}, {}, {}]
+
+    async def body(client):
+        for asked in bad_calls:
+            with pytest.raises(openai.APIStatusError):
+                await chat(client, **asked)
+        refusal = client.session.refusal
+        await chat(client)
+        with pytest.raises(openai.BadRequestError, match="1 times"):
+            await chat(client)
+        return refusal, len({request.request_id for request in client.policy.requests})
+
+    failures = [EngineError("gone"), EngineRequestError("no token of it exists")]
+    refusal, num_ids = on(template, body, *failures, "a<eos>", limits=limits)
+    assert (refusal, num_ids) == ("POST /v1/chat/completions: no token of it exists", 3)
+
+
 def test_a_stale_episode_is_refused_and_over(template):
     newest = itertools.chain([0, 0], itertools.repeat(2))
 
@@ -395,6 +445,85 @@ def test_nonsense_is_refused_in_openais_form(template, path, data, status, code)
     seen, error = on(template, body)
     assert (seen, error["code"]) == (status, code)
     assert error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "sent", "status", "param", "why"),
+    [
+        ("POST", "completions", {"prompt": "a", "echo": True}, 400, "echo", "'echo' is not supported: leave it out"),
+        ("POST", "completions", {"prompt": "x" * 200}, 400, "prompt", "maximum context length"),
+        ("POST", "tokenize", {"prompt": "x" * 5000}, 400, "prompt", "maximum context length is 128"),
+        ("GET", "responses/resp_1", None, 404, None, "cannot be read"),
+        (
+            "POST",
+            "chat/completions",
+            {"messages": QUESTION, "tools": [{"type": "function", "function": {"name": ""}}]},
+            400,
+            "tools",
+            "without a name",
+        ),
+    ],
+)
+def test_a_refusal_names_the_field_and_the_reason(template, method, path, sent, status, param, why):
+    async def body(client):
+        async with (
+            aiohttp.ClientSession(headers={"x-api-key": client.api_key}) as raw,
+            raw.request(method, f"{client.proxy.url}/{path}", json=sent and {"model": "hpcrl", **sent}) as http,
+        ):
+            return http.status, (await http.json())["error"]
+
+    seen, error = on(template, body)
+    assert (seen, error["param"]) == (status, param)
+    assert why in error["message"]
+
+
+@pytest.mark.parametrize("sent", [b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\xff\xfe\r\n\r\n"])
+def test_a_request_that_is_no_http_is_refused_and_not_logged(template, sent, caplog):
+    async def body(client):
+        port = int(client.proxy.url.split(":")[2].split("/")[0])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    assert b" 400 " in on(template, body).splitlines()[0]
+    assert caplog.text == ""
+
+
+def test_clients_that_leave_have_one_work_in_the_thread_at_a_time(template, monkeypatch):
+    """The others wait until it has ended; what they sent is then forgotten."""
+    started, go_on, running, most = threading.Event(), threading.Event(), [], []
+
+    def parse(body, *given, parse=text_form.parse_body, **named):
+        running.append(body)
+        most.append(len(running))
+        started.set()
+        assert go_on.wait(20)
+        running.remove(body)
+        return parse(body, *given, **named)
+
+    monkeypatch.setattr(text_form, "parse_body", parse)
+
+    async def body(client):
+        data = json.dumps({"model": "hpcrl", "prompt": "x" * (300 << 10)}).encode()
+        async with aiohttp.ClientSession(headers={"x-api-key": client.api_key}) as raw:
+
+            async def leave():
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.05), raw.post(f"{client.proxy.url}/completions", data=data):
+                        pass
+
+            await asyncio.gather(*(leave() for _ in range(3)))
+            await asyncio.to_thread(started.wait, 20)
+            await asyncio.gather(*(leave() for _ in range(3)))
+            is_held = client.session.large_body.locked()
+            go_on.set()
+            async with raw.post(f"{client.proxy.url}/completions", data=data) as http:
+                return is_held, http.status
+
+    assert on(template, body) == (True, 400)
+    assert (max(most), len(most)) == (1, 2)
 
 
 def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(template):
