@@ -58,7 +58,7 @@ MAX_BODY_BYTES = 32 << 20
 MAX_LOOP_BYTES = 256 << 10
 """The size of a body up to which it is read, and its prompt made, in the event loop; with a larger one, in a thread."""
 MAX_REFUSAL_CHARS = 500
-"""What is kept of the reason why a call was refused."""
+"""The length of a refusal's reason that is kept."""
 MAX_LISTED_IDS = 2 << 20
 """The ids of prompts that are kept as lists, of 36 bytes each, for the prompts that extend them."""
 DEFAULT_MODEL = "hpcrl"
@@ -95,7 +95,7 @@ class WorkThread:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="proxy")
         self._turns = asyncio.Semaphore(1)
-        """What waits for it is not in the thread's queue, which would keep the bodies of clients that have left."""
+        """The works that wait for it are not in the thread's queue, which would keep those of clients that have left."""
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
