@@ -37,10 +37,10 @@ async def start_server(
 def _make_quiet_logger() -> logging.Logger:
     """Return the logger of a server: requests that are not HTTP, answered 400, are not logged; bugs in handlers are."""
     logger = logging.getLogger("hpcrl.http")
-    logger.addFilter(_is_no_bad_request)
+    logger.addFilter(_may_be_logged)
     return logger
 
 
-def _is_no_bad_request(record: logging.LogRecord) -> bool:
+def _may_be_logged(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)

@@ -95,7 +95,7 @@ class WorkThread:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="proxy")
         self._turns = asyncio.Semaphore(1)
-        """The works that wait for it are not in the thread's queue, which would keep those of clients that have left."""
+        """Works that wait for it are not in the thread's queue, which would keep those of clients that left."""
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
