@@ -533,24 +533,27 @@ def fill_template(template: str, fields: TaskFields, *, what: str) -> str:
 
 
 def find_reward(output: str) -> float | None:
-    """Find the reward in the last line that has one: a finite number, or an object with one; None if there is none."""
-    for line in reversed(output.splitlines()):
-        if line.strip().lower().lstrip("+-") in ("inf", "infinity", "nan"):  # as Python prints them
-            raise PolicyFailure(
-                OUTCOME_REWARD_ERROR, f"the reported reward is {line.strip()}: it must be a finite number"
-            )
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            value = json.loads(line)
-            reward = value["reward"] if isinstance(value, dict) else value
-            if isinstance(reward, bool) or not isinstance(reward, int | float):
-                continue
-            with contextlib.suppress(OverflowError):
-                if math.isfinite(reward):
-                    return float(reward)
-            raise PolicyFailure(
-                OUTCOME_REWARD_ERROR, f"the reported reward is {value!r:.100}: it must be a finite number"
-            )
-    return None
+    """Find the reward in the last line that is not empty, a number or an object with one; None if there is none.
+
+    No earlier line counts: a program may print what the model wrote, which would be a reward that the model chose.
+    """
+    line = output.strip().rpartition("\n")[2].strip()
+    if line.lower().lstrip("+-") in ("inf", "infinity", "nan"):  # as Python prints them
+        raise PolicyFailure(OUTCOME_REWARD_ERROR, f"the reported reward is {line}: it must be a finite number")
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_named = isinstance(value, dict) and "reward" in value
+    reward = value["reward"] if is_named else value
+    if isinstance(reward, int | float) and not isinstance(reward, bool):
+        with contextlib.suppress(OverflowError):
+            if math.isfinite(reward):
+                return float(reward)
+    elif not is_named:
+        return None
+    shown = json.dumps(reward)
+    raise PolicyFailure(OUTCOME_REWARD_ERROR, f"the reported reward is {shown:.100}: it must be a finite number")
 
 
 def _describe_command(command: Sequence[str]) -> str:

@@ -253,14 +253,16 @@ def test_apptainer_is_preferred_where_there_is_an_image(monkeypatch):
     ("output", "reward"),
     [
         ("1\n", 1.0),
-        ('x\n{"reward": -0.5}\nbye\n', -0.5),
+        ('x\n{"reward": -0.5}\n \n', -0.5),
+        ("The model's answer:\n42\nit is wrong\n", None),
+        ('{"reward": 1}\nbye\n', None),
         ("true\n", None),
         ("", None),
         ("{}\n[1]\n", None),
         ("2\n1", 1.0),
     ],
 )
-def test_the_reward_is_the_last_line_that_is_one(output, reward):
+def test_the_reward_is_the_last_line(output, reward):
     assert find_reward(output) == reward
 
 
@@ -269,6 +271,12 @@ def test_a_path_that_this_node_lacks_is_a_fault_that_names_it(template):
     trajectory = play(template, "ask('a')\nprint(1)", sandbox="bubblewrap", readable=["/none/agents"])
     assert trajectory.status == "env-fault"
     assert trajectory.extra["fault"].endswith("readable has '/none/agents', which is not on this node")
+
+
+@pytest.mark.parametrize("reward", ["true", '"0.5"', "null", "[1]"])
+def test_a_reward_that_is_not_a_number_is_named(reward):
+    with pytest.raises(PolicyFailure, match=re.escape(f"the reported reward is {reward}: it must be a finite number")):
+        find_reward(f'{{"reward": {reward}}}')
 
 
 @pytest.mark.parametrize("printed", ["inf", "-inf", "nan", "+Infinity"])
