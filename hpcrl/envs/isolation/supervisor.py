@@ -7,7 +7,7 @@
     EpisodeOutcome   the results of the stages, or the fault that ended one
     StageFault, StageLate, StageEnded  why a stage has no result
     measure_tree     count the tasks and the memory of a process and all below it
-    WATCH_INTERVAL_S, DISK_WATCH_INTERVAL_S, MAX_DISK_WATCH_SHARE  constants
+    WATCH_INTERVAL_S, DISK_WATCH_INTERVAL_S, MAX_DISK_WATCH_SHARE, FILES_PER_MB, MIN_FILES  constants
 
 The supervisor is outside the sandboxes, so that no program can end or deceive it, and imports little, since it starts
 with every episode. A stage starts when all processes of the one before have ended. Limits are enforced by the kernel
@@ -34,6 +34,11 @@ WATCH_INTERVAL_S = 0.1
 DISK_WATCH_INTERVAL_S = 1.0
 MAX_DISK_WATCH_SHARE = 0.05
 """The share of the time that counting the files of an episode may take."""
+FILES_PER_MB = 256
+"""Files and directories for each MB of max_disk_mb: as many as there are blocks of 4 KiB. A file that is not empty has
+one at least; each needs a kilobyte of the kernel's memory beside it, also if it is empty."""
+MIN_FILES = 10_000
+"""The same for small disks."""
 _RESIDENT = re.compile(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -70,7 +75,7 @@ class EpisodeStages:
     disks: list[str]
     """The directories whose files count."""
     has_fixed_disks: bool
-    """True if each is a file system of max_disk_mb, so that nothing is left to watch."""
+    """True if each is a file system of max_disk_mb, so that only the number of its files is left to watch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +220,8 @@ def _run_stage(stage: Stage, episode: EpisodeStages) -> dict[str, Any]:
         fault = StageEnded if mark else StageFault
         raise fault(f"the sandbox of the {stage.name} ended with code {process.returncode}: {why}") from None
     _check_tasks(stage, episode, result["num_left_tasks"])  # it may have ended between two watches
+    if episode.has_fixed_disks:
+        _check_disks(stage, episode)
     return result
 
 
@@ -234,14 +241,11 @@ def _watch_stage(stage: Stage, episode: EpisodeStages, pid: int, reader: threadi
                 f"the {stage.name} was ended: its processes used {num_bytes >> 20} MiB of memory, "
                 f"max_memory_mb = {episode.max_memory_mb}"
             )
-        if not episode.has_fixed_disks and time.monotonic() > next_disk_watch:
+        if episode.has_fixed_disks:
+            _check_disks(stage, episode)
+        elif time.monotonic() > next_disk_watch:
             started = time.monotonic()
-            num_bytes = sum(map(_count_disk_bytes, episode.disks))
-            if num_bytes > episode.max_disk_mb << 20:
-                raise StageEnded(
-                    f"the {stage.name} was ended: its files had {num_bytes >> 20} MiB, "
-                    f"max_disk_mb = {episode.max_disk_mb}"
-                )
+            _check_disks(stage, episode)
             took_s = time.monotonic() - started
             next_disk_watch = time.monotonic() + max(DISK_WATCH_INTERVAL_S, took_s / MAX_DISK_WATCH_SHARE)
 
@@ -254,16 +258,29 @@ def _check_tasks(stage: Stage, episode: EpisodeStages, num_tasks: int) -> None:
         )
 
 
-def _count_disk_bytes(directory: str) -> int:
-    num_bytes, seen = 0, set()
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with suppress(OSError):
-                facts = os.lstat(f"{folder}/{name}")
-                if (key := (facts.st_dev, facts.st_ino)) not in seen:
-                    seen.add(key)
-                    num_bytes += facts.st_blocks * 512
-    return num_bytes
+def _check_disks(stage: Stage, episode: EpisodeStages) -> None:
+    """Raise StageEnded for more files than max_disk_mb allows, or for more bytes where no file system limits them."""
+    if episode.has_fixed_disks:
+        facts = map(os.statvfs, episode.disks)
+        num_bytes, num_files = 0, max(each.f_files - each.f_ffree for each in facts)
+    else:
+        num_bytes, num_files = _measure_files(episode.disks, "-B1"), _measure_files(episode.disks, "--inodes")
+    if num_bytes > episode.max_disk_mb << 20:
+        raise StageEnded(
+            f"the {stage.name} was ended: its files had {num_bytes >> 20} MiB, max_disk_mb = {episode.max_disk_mb}"
+        )
+    if num_files > (max_files := max(MIN_FILES, episode.max_disk_mb * FILES_PER_MB)):
+        raise StageEnded(
+            f"the {stage.name} was ended: it had {num_files} files and directories, and max_disk_mb = "
+            f"{episode.max_disk_mb} allows {max_files}"
+        )
+
+
+def _measure_files(directories: list[str], unit: str) -> int:
+    """Return the bytes or the number of all files, by a program that follows directories of any depth."""
+    done = subprocess.run(["du", "-sc", unit, "--", *directories], capture_output=True, text=True, check=False)
+    last = done.stdout.strip().rpartition("\n")[2].split()[:1]
+    return int(last[0]) if last else 0
 
 
 def _find_full_disk(episode: EpisodeStages) -> str:

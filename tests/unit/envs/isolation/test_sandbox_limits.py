@@ -144,6 +144,13 @@ def test_a_program_without_a_sandbox_that_fills_the_disk_is_ended(template):
     assert re.search(r"its files had \d+ MiB, max_disk_mb = 16", fault_of(play(template, code, max_disk_mb=16)))
 
 
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+def test_a_program_that_makes_files_without_end_is_ended(template, sandbox):
+    code = "ask('a')\nimport time\nfor n in range(12_000): os.close(os.open(str(n), os.O_CREAT))\ntime.sleep(8)"
+    fault = fault_of(play(template, code, sandbox=sandbox, max_disk_mb=8))
+    assert re.search(r"it had \d{5} files and directories, and max_disk_mb = 8 allows 10000$", fault)
+
+
 @needs_bubblewrap
 def test_a_judge_has_space_that_the_program_did_not_fill_which_is_reported_once(template, caplog):
     fill = (
