@@ -90,7 +90,7 @@ async def at_rest(behind: "Behind") -> bool:
         ({"body": UNREADABLE}, 400, "invalid_json"),
         ({"model": "another"}, 404, "model_not_found"),
         ({"messages": [{"role": "user", "content": "x" * CONTEXT}]}, 400, "context_length_exceeded"),
-        ({"max_tokens": -1}, 400, "invalid_value"),
+        ({"n": -1}, 400, "invalid_value"),
     ],
     ids=["wrong-token", "malformed-json", "unknown-model", "prompt-too-long", "nonsense"],
 )
