@@ -126,19 +126,12 @@ def _make_trainer(context: WorkerContext, world: World) -> RankTrainer:
         train = make_warmup_settings(train, recipe.warmup)  # no critic and no reference are loaded
     reference = None if recipe.teacher is None or recipe.teacher.path is None else Path(recipe.teacher.path)
     is_scored = bool(recipe.teacher_name)
+    make_trainer: Callable[..., RankTrainer] = TorchTrainer
     if train.trainer == "megatron":
         from hpcrl.trainers.megatron.trainer import MegatronTrainer  # needs a package that not every site has
 
-        return MegatronTrainer(
-            model,
-            train,
-            seed=recipe.seed,
-            temperature=temperature,
-            world=world,
-            reference_dir=reference,
-            has_scored_reference=is_scored,
-        )
-    return TorchTrainer(
+        make_trainer = MegatronTrainer
+    return make_trainer(
         model,
         train,
         seed=recipe.seed,

@@ -13,8 +13,6 @@ from hpcrl.config.recipe import TeacherConfig
 from hpcrl.engines.embedded import batch
 from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.errors import EngineError
-from hpcrl.rollout.judges import proxy as proxy_module
-from hpcrl.rollout.judges.proxy import JudgeProxy
 from hpcrl.rollout.reward_process import RewardProcess
 from hpcrl.rollout.rewards import RewardScore
 from hpcrl.rollout.teacher_scores import apply_teacher_score, score_tokens
@@ -23,7 +21,6 @@ from hpcrl.spool.rows import expand_row
 from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.system.files import publish_file
 from tests.support.plans import make_reward_recipe
-from tests.support.served_judges import judge_host
 from tests.support.trajectories import make_lake_trajectory, make_trajectory
 
 FORKED = make_trajectory(
@@ -33,19 +30,6 @@ FORKED = make_trajectory(
     rows=[ConversationRow(end=5), ConversationRow(end=8, parent=0, shares=4)],
     turns=[EpisodeTurn(start=3, end=5), EpisodeTurn(start=7, end=8, row=1)],
 )
-
-
-@pytest.fixture
-def host(tiny_model_dir, tmp_path):
-    with judge_host(tiny_model_dir, tmp_path / "endpoints") as host:
-        yield host
-
-
-@pytest.fixture
-def proxy(host, monkeypatch):
-    monkeypatch.setattr(proxy_module, "POLL_INTERVAL_S", 0.02)
-    with JudgeProxy({"grader": host.directory}, job=0) as proxy:
-        yield proxy
 
 
 def compute_directly(model, token_ids):

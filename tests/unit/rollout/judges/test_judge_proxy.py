@@ -22,23 +22,9 @@ from hpcrl.rollout.judge_outages import JudgeOutages
 from hpcrl.rollout.judges import proxy as proxy_module
 from hpcrl.rollout.judges.proxy import JudgeProxy
 from hpcrl.rollout.judges.server import serve_judge
-from tests.support.served_judges import judge_host
 from tests.support.trajectories import make_lake_trajectory
 
 QUESTION = [{"role": "user", "content": "2+2?"}]
-
-
-@pytest.fixture
-def host(tiny_model_dir, tmp_path):
-    with judge_host(tiny_model_dir, tmp_path / "endpoints") as host:
-        yield host
-
-
-@pytest.fixture
-def proxy(host, monkeypatch):
-    monkeypatch.setattr(proxy_module, "POLL_INTERVAL_S", 0.02)
-    with JudgeProxy({"grader": host.directory}, job=0) as proxy:
-        yield proxy
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from hpcrl.weights.couriers.protocol import (
 from hpcrl.weights.layout import PartAssignment, TensorLayout
 from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window
+from tests.support.listening_transport import ListeningTransport
 
 WHOLE = TensorLayout.pack([("w", "uint8", (1 << 12, 3)), ("columns", "uint8", (7, 10))])
 ROWS, COLUMNS = (
@@ -33,34 +34,9 @@ FIRST, SECOND = PartAssignment.from_shards(
 ).layouts.values()
 
 
-class Listening:
-    """A transport to peers that only receive."""
-
-    rank = 1
-
-    def __init__(self) -> None:
-        self.messages: list[tuple[MessageTag, bytes]] = []
-        self.sent: list[bytes] = []
-
-    def send_message(self, message: bytes, *, to: int, tag: MessageTag) -> DoneCheck:
-        self.messages.append((tag, message))
-        return lambda: True
-
-    def poll_messages(self, tag: MessageTag) -> Iterator[tuple[int, bytes]]:
-        return iter(())
-
-    def send(self, chunk: memoryview, *, to: int) -> DoneCheck:
-        assert to == 2
-        self.sent.append(bytes(chunk))
-        return lambda: True
-
-    def receive(self, chunk: memoryview, *, source: int) -> DoneCheck:
-        raise AssertionError("no peer sends to it")
-
-
 @pytest.fixture
-def wire() -> Listening:
-    return Listening()
+def wire() -> ListeningTransport:
+    return ListeningTransport()
 
 
 @pytest.fixture
@@ -69,7 +45,7 @@ def key(tmp_path: Path) -> WindowKey:
 
 
 @pytest.fixture
-def contributor(tmp_path: Path, wire: Listening, key: WindowKey) -> PartSender:
+def contributor(tmp_path: Path, wire: ListeningTransport, key: WindowKey) -> PartSender:
     watch = PeerWatch(peers={0: CourierPeer(rank=0, node="n0", last_received=0.0)}, silence_timeout_s=float("inf"))
     events = EventLog(tmp_path / "courier.jsonl", role="courier")
     return PartSender(key, CourierConnection(wire, watch=watch), job=JobDir(tmp_path / "000"), events=events)
@@ -98,14 +74,14 @@ def announced(version: int) -> VersionAnnouncement:
     )
 
 
-def last_report(wire: Listening) -> CourierReport:
+def last_report(wire: ListeningTransport) -> CourierReport:
     tag, message = wire.messages[-1]
     assert tag is MessageTag.REPORT
     return msgspec.json.decode(message, type=CourierReport)
 
 
 def test_every_version_is_offered_once(
-    contributor: PartSender, wire: Listening, publish: Callable[[int], bytes]
+    contributor: PartSender, wire: ListeningTransport, publish: Callable[[int], bytes]
 ) -> None:
     assert not contributor._offer_newest()
     for version in (1, 2):
@@ -119,7 +95,7 @@ def test_every_version_is_offered_once(
 
 
 def test_its_part_is_sent_to_the_first_receiver(
-    contributor: PartSender, wire: Listening, publish: Callable[[int], bytes]
+    contributor: PartSender, wire: ListeningTransport, publish: Callable[[int], bytes]
 ) -> None:
     data = publish(1)
     contributor._send_part(announced(1))
@@ -131,7 +107,7 @@ def test_its_part_is_sent_to_the_first_receiver(
 
 
 def test_a_lost_part_is_replaced_by_the_same_number_of_bytes_and_reported(
-    contributor: PartSender, wire: Listening, publish: Callable[[int], bytes]
+    contributor: PartSender, wire: ListeningTransport, publish: Callable[[int], bytes]
 ) -> None:
     for version in (1, 2, 3):
         publish(version)
@@ -140,14 +116,14 @@ def test_a_lost_part_is_replaced_by_the_same_number_of_bytes_and_reported(
     assert last_report(wire) == CourierReport(nbytes=SECOND.nbytes, ended=9, damaged=9)
 
 
-def test_a_missing_window_is_reported_too(contributor: PartSender, wire: Listening) -> None:
+def test_a_missing_window_is_reported_too(contributor: PartSender, wire: ListeningTransport) -> None:
     contributor._send_part(announced(1))
     assert [len(piece) for piece in wire.sent] == [shard_slot.nbytes for shard_slot in SECOND.tensors]
     assert last_report(wire).damaged == 9
 
 
 def test_a_part_that_is_overwritten_while_it_is_sent_is_reported(
-    contributor: PartSender, wire: Listening, publish: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch
+    contributor: PartSender, wire: ListeningTransport, publish: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpcrl.weights.window.window.LEASE_TIMEOUT_S", 0.05)
     publish(1)

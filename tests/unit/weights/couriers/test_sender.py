@@ -10,7 +10,7 @@ from hpcrl.weights.couriers.sender import MAX_SKIPPED, VersionSender
 from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window
-from tests.unit.weights.couriers.test_part_sender import Listening
+from tests.support.listening_transport import ListeningTransport
 
 LAYOUT = TensorLayout.pack([("w", "uint8", (1 << 12,))])
 
@@ -21,7 +21,7 @@ def test_an_overwritten_version_is_left_silently_but_not_for_ever(tmp_path: Path
     window = Window.create(key, LAYOUT, job=job)
     watch = PeerWatch(peers={2: CourierPeer(rank=2, node="n2", last_received=0.0)}, silence_timeout_s=float("inf"))
     log = tmp_path / "courier.jsonl"
-    connection = CourierConnection(Listening(), watch=watch)
+    connection = CourierConnection(ListeningTransport(), watch=watch)
     status = tmp_path / "status.json"
     sender = VersionSender(
         key, connection, job=job, events=EventLog(log, role="courier"), status_path=status, codec="auto"
