@@ -20,6 +20,7 @@ MAX_REPEATED = 3
 """More failures than this are not the machine's: they are not repeated."""
 
 NUM_SLOWEST = 20
+REASON_CHARS = 300
 
 TESTS_FAILED = 1
 
@@ -45,6 +46,18 @@ def list_slowest(reports: Iterable[Path]) -> list[str]:
                 times[name] = max(times.get(name, 0.0), time_s)
     slowest = sorted(times, key=lambda name: -times[name])[:NUM_SLOWEST]
     return [f"{times[name]:8.1f} s  {name}" for name in slowest]
+
+
+def list_failed(reports: Iterable[Path]) -> list[str]:
+    """Return the tests that failed in any of these runs, each with the start of its reason."""
+    found = []
+    for report in reports:
+        if report.exists():
+            for case in ElementTree.parse(report).iter("testcase"):
+                for fault in (*case.iter("failure"), *case.iter("error")):
+                    reason = " ".join((fault.get("message") or "").split())[:REASON_CHARS]
+                    found.append(f"{report.parent.name}/{report.stem} {case.get('classname')}::{case.get('name')}: {reason}")
+    return found
 
 
 def run_at_once(series: Sequence[Sequence[str]], home: Path) -> list[int]:
@@ -86,6 +99,9 @@ def main(fast: list[str]) -> int:
         code = run_series([fast], home / "fast") or run_series(SLOW, home / "slow")
         slowest = list_slowest(home.glob("*/*.xml"))
         print(f"the slowest {len(slowest)} tests of all suites, with their fixtures:", *slowest, sep="\n", flush=True)
+        failed = list_failed(sorted(home.glob("*/*.xml")))
+        if failed:  # comes last, as a log is often kept from its end
+            print(f"{len(failed)} failures, those of second runs included (exit code {code}):", *failed, sep="\n", flush=True)
         return code
 
 
