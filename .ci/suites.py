@@ -56,7 +56,8 @@ def list_failed(reports: Iterable[Path]) -> list[str]:
             for case in ElementTree.parse(report).iter("testcase"):
                 for fault in (*case.iter("failure"), *case.iter("error")):
                     reason = " ".join((fault.get("message") or "").split())[:REASON_CHARS]
-                    found.append(f"{report.parent.name}/{report.stem} {case.get('classname')}::{case.get('name')}: {reason}")
+                    name = f"{case.get('classname')}::{case.get('name')}"
+                    found.append(f"{report.parent.name}/{report.stem} {name}: {reason}")
     return found
 
 
@@ -101,7 +102,7 @@ def main(fast: list[str]) -> int:
         print(f"the slowest {len(slowest)} tests of all suites, with their fixtures:", *slowest, sep="\n", flush=True)
         failed = list_failed(sorted(home.glob("*/*.xml")))
         if failed:  # comes last, as a log is often kept from its end
-            print(f"{len(failed)} failures, those of second runs included (exit code {code}):", *failed, sep="\n", flush=True)
+            print(f"{len(failed)} failures, second runs included (exit code {code}):", *failed, sep="\n", flush=True)
         return code
 
 
