@@ -2,13 +2,14 @@
 
 ReadItem     an item as it was read, once
 read_item    reads one
-join_items   the messages that items stand for; the model's neighbouring items are one message
+JoinedItems  items, and the messages that they stand for
+join_items   joins them; the model's neighbouring items are one message
 OutputItems  the items of one response, made piece by piece with the events of a stream
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpcrl.rollout.agents.answers import ModelPiece, NamedCall, make_id
@@ -42,12 +43,33 @@ def read_item(item: JsonObject, place: str, *, known: Mapping[str, JsonObject]) 
     return ReadItem(message=_read_other_item(item, place=place))
 
 
-def join_items(items: Sequence[ReadItem]) -> tuple[list[JsonObject], tuple[str, ...]]:
-    """Return the messages that the items stand for, and the names of what is left out; messages are never changed."""
-    messages: list[JsonObject] = []
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class JoinedItems:
+    """Items, and the messages that they stand for."""
+
+    items: list[ReadItem] = field(default_factory=list)
+    messages: list[JsonObject] = field(default_factory=list)
+    left_out: tuple[str, ...] = ()
+    """The names of what is left out."""
+    num_ended: int = 0
+    """The first items that stand for the same messages whatever follows them."""
+    num_messages: int = 0
+    """The messages of these items."""
+
+
+def join_items(items: list[ReadItem], before: JoinedItems) -> JoinedItems:
+    """Return the messages that the items stand for, which are never changed.
+
+    What was joined before, for the request before this one, is kept: a program sends its whole conversation each time.
+    """
+    num_ended = before.num_ended
+    if not num_ended or items[:num_ended] != before.items[:num_ended]:
+        before, num_ended = JoinedItems(), 0
+    messages = before.messages[: before.num_messages]
+    num_messages = len(messages)
     group: list[ReadItem] = []
     has_text = has_call = False
-    for item in items:
+    for number, item in enumerate(items[num_ended:], num_ended + 1):
         if item.left_out:
             continue
         part = item.part
@@ -56,11 +78,18 @@ def join_items(items: Sequence[ReadItem]) -> tuple[list[JsonObject], tuple[str, 
             group, has_text, has_call = [], False, False
         if part is None:
             messages += [item.message] if item.message is not None else []
+            num_ended, num_messages = number, len(messages)
         else:
             group.append(item)
             has_text, has_call = has_text or bool(part.get("content")), has_call or "tool_calls" in part
     messages += _join_group(group)
-    return messages, tuple(dict.fromkeys(item.left_out for item in items if item.left_out))
+    return JoinedItems(
+        items=items,
+        messages=messages,
+        left_out=tuple(dict.fromkeys(item.left_out for item in items if item.left_out)),
+        num_ended=num_ended,
+        num_messages=num_messages,
+    )
 
 
 def _join_group(group: list[ReadItem]) -> list[JsonObject]:

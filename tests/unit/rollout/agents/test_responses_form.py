@@ -5,7 +5,10 @@ import json
 import sys
 from types import FunctionType, MethodType, ModuleType
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents.answers import ModelAnswer, NamedCall, TokenUsage
@@ -104,3 +107,27 @@ def test_a_changed_item_changes_the_message_that_it_is_part_of(template):
     assert [one[1]["reasoning_content"] for one in (before, changed, shortened)] == ["thought 0", "other", "thought 0"]
     assert [one[1]["content"] for one in (before, changed, shortened)] == ["text 0", "text 0", "shorter"]
     assert respond(memory, template, 4, input=items)[0] == before
+
+
+def message(role):
+    return {"role": role, "content": f"a {role}"}
+
+
+KINDS = {
+    "thought": {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+    "text": {"type": "message", **message("assistant")},
+    "call": {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "1"},
+    "result": {"type": "function_call_output", "call_id": "1", "output": "seen"},
+    "question": message("user"),
+    "search": {"type": "web_search_call", "id": "ws_1"},
+}
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.sampled_from(sorted(KINDS)), max_size=5)), max_size=8))
+def test_what_was_read_before_changes_no_message(changes):
+    """Each request keeps some first items of the one before, and others follow."""
+    memory, kinds = ResponseMemory(), []
+    for num_kept, added in changes:
+        kinds = [*kinds[:num_kept], *added]
+        items = [msgspec.Raw(json.dumps(KINDS[kind]).encode()) for kind in kinds]
+        assert memory.read_items(items) == ResponseMemory().read_items(items)
