@@ -8,15 +8,15 @@
     WritableState      state that a thread can write
     RankSnapshot       one rank's state in memory
     check_trainable    refuse trajectories that no step can use
-    find_fixed_models  the models of nodes that never train, by node
+    load_fixed_models  the models of nodes that never train, by node
 
 All ranks of a trainer make every call together.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,9 +31,11 @@ from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.models.model_config import read_model_config
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs
-from hpcrl.trainers.spread_model import SpreadModel
+from hpcrl.trainers.spread_model import SpreadModel, load_spread_models
 from hpcrl.trainers.state import StateShard, state_file_name, write_state
 from hpcrl.trainers.world import World
+
+T = TypeVar("T")
 
 
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,7 +184,7 @@ class RankTrainer(Trainer, Protocol):
     def use_settings(self, train: TrainConfig) -> None:
         """Use the settings of the step that starts; a warm-up has others than reinforcement learning."""
 
-    spread_models: "dict[str, SpreadModel]"
+    spread_models: dict[str, SpreadModel]
     """The models of nodes whose data-parallel degree is not the trainer's."""
 
     @property
@@ -243,13 +245,36 @@ def _check_taught(trajectory: Trajectory) -> None:
         )
 
 
-def find_fixed_models(
+def load_fixed_models(
+    trainer: RankTrainer,
     train: TrainConfig,
     model_dir: Path,
     *,
     teacher: Path | None,
-    vocabulary_size: int,
-    has_scored_reference: bool = False,
+    temperature: float,
+    load: Callable[[Path], T],
+) -> tuple[dict[str, SpreadModel], dict[str, T]]:
+    """Load the models of nodes that never train: those of another data-parallel degree, and by `load` all others."""
+    paths = _find_fixed_models(
+        train,
+        model_dir,
+        teacher=teacher,
+        vocabulary_size=trainer.vocabulary_size,
+        has_scored_reference=trainer.has_scored_reference,
+    )
+    spread_models = load_spread_models(
+        train,
+        paths,
+        num_shares=trainer.num_shares,
+        share=trainer.share,
+        world=trainer.world,
+        temperature=temperature,
+    )
+    return spread_models, {name: load(path) for name, path in paths.items() if name not in spread_models}
+
+
+def _find_fixed_models(
+    train: TrainConfig, model_dir: Path, *, teacher: Path | None, vocabulary_size: int, has_scored_reference: bool
 ) -> dict[str, Path]:
     """Return the model directory of each node with a model that does not train.
 

@@ -2,7 +2,6 @@
 
     train_step         the step of rank 0: distribute_step, learn_rows, metrics
     learn_rows         the part of every rank; ranks other than 0 do nothing else (`follow_orders` in leader.py)
-    make_row_reader    rows for a rank that has all trajectories itself
 
 A node is a function that is called with the results of other nodes. These are all of hpcrl's, in the order in which
 `PipelineExecutor.run` of `hpcrl/learn/pipeline.py` calls them; a recipe has those that its settings need, and may add
@@ -45,10 +44,10 @@ def train_step(
     seed: int,
     step: int,
     version: int,
-    read_share: Callable[[StepShares], list[list[TrainingRow]]],
+    read_share: Callable[[StepShares], list[list[TrainingRow]]] | None = None,
     segment_of: Callable[[Trajectory], str] = lambda _: "",
 ) -> StepMetrics:
-    """Make one training step; `read_share` returns this rank's rows of its share."""
+    """Make one training step; `read_share` returns this rank's rows, without it those of `trajectories`."""
     stopwatch = Stopwatch()
     needs_teacher = trainer.has_scored_reference and train.kl != "none"  # a warm-up's steps have no KL
     check_trainable(trajectories, vocabulary_size=trainer.vocabulary_size, has_scored_reference=needs_teacher)
@@ -67,7 +66,7 @@ def train_step(
         step_shares,
         train=train,
         step=step,
-        read_share=read_share,
+        read_share=read_share or _make_row_reader(trajectories, share=trainer.share, train=train),
         skipped=step_shares.skipped,
         watch=stopwatch,
     )
@@ -121,7 +120,7 @@ def learn_rows(
     return result
 
 
-def make_row_reader(
+def _make_row_reader(
     trajectories: Sequence[Trajectory], *, share: int, train: TrainConfig
 ) -> Callable[[StepShares], list[list[TrainingRow]]]:
     """Make a `read_share` for a rank that has all trajectories of the step itself."""

@@ -23,12 +23,11 @@ from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import load_update
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import torch_model
-from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, find_fixed_models
+from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, load_fixed_models
 from hpcrl.trainers.critic import Critic
 from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs, compute_micro_batch_loss
-from hpcrl.trainers.spread_model import load_spread_models
 from hpcrl.trainers.state import StateShard, check_same_shapes, fill_shards, read_whole_shapes
-from hpcrl.trainers.step import make_row_reader, train_step
+from hpcrl.trainers.step import train_step
 from hpcrl.trainers.torch_model import TrainedModel, compute_token_logits, compute_token_logprobs, load_causal
 from hpcrl.trainers.world import SINGLE_RANK, World
 
@@ -71,22 +70,14 @@ class TorchTrainer:
             update=load_update(train),
         )
         self.critic = Critic(model_dir, train=train, world=world) if needs_critic(train) else None
-        paths = find_fixed_models(
+        self.spread_models, self._fixed_models = load_fixed_models(
+            self,
             train,
             model_dir,
             teacher=reference_dir,
-            vocabulary_size=self.vocabulary_size,
-            has_scored_reference=has_scored_reference,
+            temperature=temperature,
+            load=lambda path: load_causal(path).to(world.device).eval(),
         )
-        self.spread_models = load_spread_models(
-            train, paths, num_shares=self.num_shares, share=self.share, world=world, temperature=temperature
-        )
-        self._fixed_models = {
-            name: load_causal(path).to(world.device).eval()
-            for name, path in paths.items()
-            if name not in self.spread_models
-        }
-        """The models of nodes that never train."""
 
     @property
     def num_shares(self) -> int:
@@ -116,10 +107,7 @@ class TorchTrainer:
         self, trajectories: Sequence[Trajectory], *, step: int, version: int, train: TrainConfig | None = None
     ) -> StepMetrics:
         train = train or self._recipe_train
-        read_share = make_row_reader(trajectories, share=self.share, train=train)
-        return train_step(
-            self, trajectories, train=train, seed=self._seed, step=step, version=version, read_share=read_share
-        )
+        return train_step(self, trajectories, train=train, seed=self._seed, step=step, version=version)
 
     def use_settings(self, train: TrainConfig) -> None:
         """Use the settings of the step that starts."""

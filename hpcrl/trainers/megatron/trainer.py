@@ -28,14 +28,13 @@ from hpcrl.learn.loss import LossSums, PolicyLoss, compute_log_distribution, gat
 from hpcrl.learn.pipeline import load_update
 from hpcrl.plan.checks import find_megatron_conflict
 from hpcrl.spool.record import Trajectory
-from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, find_fixed_models
+from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, load_fixed_models
 from hpcrl.trainers.megatron.model import build_model_part, patch_for_cpu
 from hpcrl.trainers.megatron.weight_names import ParallelRank, map_shards
 from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs, compute_micro_batch_loss
 from hpcrl.trainers.optimizer import MOMENT_PARTS, make_optimizer
-from hpcrl.trainers.spread_model import load_spread_models
 from hpcrl.trainers.state import WEIGHT_PART, StateShard, check_same_shapes, fill_shards, read_whole_shapes
-from hpcrl.trainers.step import make_row_reader, train_step
+from hpcrl.trainers.step import train_step
 from hpcrl.trainers.world import World
 from hpcrl.weights.layout import TensorShard
 
@@ -73,22 +72,14 @@ class MegatronTrainer:
         self.critic = None  # `find_megatron_conflict` refuses recipes that need one
         with patch_for_cpu():
             self._model_part = build_model_part(model_dir, train=train, world=world, seed=seed)
-            paths = find_fixed_models(
+            self.spread_models, self._fixed_models = load_fixed_models(
+                self,
                 train,
                 model_dir,
                 teacher=reference_dir,
-                vocabulary_size=self.vocabulary_size,
-                has_scored_reference=has_scored_reference,
+                temperature=temperature,
+                load=lambda path: build_model_part(path, train=train, world=world, seed=seed),
             )
-            self.spread_models = load_spread_models(
-                train, paths, num_shares=self.num_shares, share=self.share, world=world, temperature=temperature
-            )
-            self._fixed_models = {
-                name: build_model_part(path, train=train, world=world, seed=seed)
-                for name, path in paths.items()
-                if name not in self.spread_models
-            }
-            """The models of nodes that never train, split over the ranks as the policy is."""
         self._parameters: dict[str, Tensor] = dict(self._model_part.module.named_parameters())
         self._optimizer = make_optimizer(
             self._parameters.values(), train=train, learning_rate=train.learning_rate, update=load_update(train)
@@ -122,10 +113,7 @@ class MegatronTrainer:
         self, trajectories: Sequence[Trajectory], *, step: int, version: int, train: TrainConfig | None = None
     ) -> StepMetrics:
         train = train or self._recipe_train
-        read_share = make_row_reader(trajectories, share=self.share, train=train)
-        return train_step(
-            self, trajectories, train=train, seed=self._seed, step=step, version=version, read_share=read_share
-        )
+        return train_step(self, trajectories, train=train, seed=self._seed, step=step, version=version)
 
     def use_settings(self, train: TrainConfig) -> None:
         """Use the settings of the step that starts."""
