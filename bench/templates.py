@@ -23,9 +23,10 @@ import numpy as np
 from bench.figures import Figure, main
 from hpcrl.config.recipe import ModelConfig
 from hpcrl.engines.base import Completion
+from hpcrl.envs.base import ConversationChoice
 from hpcrl.errors import ConfigError
 from hpcrl.models.chat_layout import load_chat_template
-from hpcrl.rollout.agents.episode_record import ConversationChoice, EpisodeFacts, build_record
+from hpcrl.rollout.agents.episode_record import EpisodeFacts, build_record
 from hpcrl.rollout.agents.recording import ConversationRecording
 from hpcrl.testing.model_templates import FAMILIES, ModelFamily, save_family
 

@@ -5,6 +5,7 @@ build_line      make the line of an event
 parse_event     read a line of an event file; None for torn, foreign or newer lines
 describe_event  describe the event to a person, if it is worth a line
 NonNegativeCount, UnixTime    field types
+JobOutcome      the ways a job ends
 
 The structs below the base are the kinds, such as StepFinished. A struct's tag is the kind's name on disk, its fields
 are the keys of the line, in order. A field that is UNSET is left out; unknown keys are skipped.
@@ -18,6 +19,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 NonNegativeCount = Annotated[int, Meta(ge=0, lt=2**53)]
 UnixTime = Annotated[float, Meta(gt=0, lt=1e11)]
+JobOutcome = Literal["done", "failed", "stopped", "drained"]
+"""The ways a job ends; only a campaign whose last job drained has more to do."""
 
 
 class CampaignEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):

@@ -1,7 +1,7 @@
 """The pipeline of a training step as a DAG: which functions run, on which data, in which order. No heavy imports.
 
     DagNode                                        a function, the nodes whose results it takes, its output, its role
-    Pipeline, NodeRole, NodeOutput, NodeStage      types
+    Pipeline, NodeOutput, NodeStage                types
     make_pipeline                                  the built-in pipeline of a recipe's [train], with the user's nodes
     add_judges                                     the same with the models that rewards and environments call
     make_standard_nodes, make_nodes_for            the built-in nodes
@@ -30,9 +30,8 @@ from typing import Literal
 
 import msgspec
 
-from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, PipelineNode, Recipe, TrainConfig
+from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, NodeRole, PipelineNode, Recipe, TrainConfig
 
-NodeRole = Literal["rollout", "reward", "reference", "critic", "policy"]
 NodeOutput = Literal["step", "shares", "rows", "batches", "tokens", "loss", "weights"]
 """The result of a node: of the whole step; which rank trains what; a rank's rows; the same as tensors; a number for
 each of their tokens; the gradient of a loss; other weights."""

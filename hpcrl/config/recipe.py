@@ -26,6 +26,10 @@ RoleName = str
 FailureReward = Annotated[float, Meta(ge=-1e6, le=1e6)] | Literal["score", "fault"]
 """A reward; "score": what the reward function says of the episode as it is; "fault": retried, and never scored."""
 Affinity = Literal["compute", "bandwidth", "cpu"]
+HardwareKind = Literal["compute", "bandwidth"]
+Compression = Literal["none", "zstd", "lz4", "blosc"]
+RewardUnit = Literal["episode", "turn", "token"]
+NodeRole = Literal["rollout", "reward", "reference", "critic", "policy"]
 RolloutMode = Literal["async", "one-step-off", "sync"]
 ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "reward", "train")
 JUDGE_ROLE_PREFIX = "judge-"
@@ -90,7 +94,7 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     """Function that scores a finished trajectory; the default is the sum of the environment's rewards."""
     reward_options: dict[str, Any] = {}
     """Keyword arguments of the reward function."""
-    reward_unit: Literal["episode", "turn", "token"] = "episode"
+    reward_unit: RewardUnit = "episode"
     """The unit that gets a number from the reward function: the episode (or named parts of its reward), each turn, or
     each entry of `token_ids`. Advantages "trloo" and "gae" use those of turns, "gae" those of tokens."""
     judges: list[Name] = []
@@ -195,7 +199,7 @@ class SpoolConfig(ConfigTable, frozen=True, kw_only=True):
     """Trajectories become durable at least this often; longer makes fewer and larger files."""
     max_segment_mib: Count = 64
     """A file of this size is sealed early; archive files are about this large."""
-    compression: Literal["none", "zstd", "lz4", "blosc"] = "none"
+    compression: Compression = "none"
     """Compressed files are smaller, but cost CPU time and are copied, not mapped; needs the package hdf5plugin."""
     keep: Literal["all", "versions", "none"] = "all"
     """After training, trajectories are archived (all), archived for a while (versions), or removed (none)."""
@@ -271,7 +275,7 @@ class EngineConfig(ConfigTable, frozen=True, kw_only=True):
 class RouterConfig(ConfigTable, frozen=True, kw_only=True):
     """The policies that choose an engine for each turn; every one can be turned off."""
 
-    affinity: Literal["auto"] | dict[Name, Literal["compute", "bandwidth"]] = "auto"
+    affinity: Literal["auto"] | dict[Name, HardwareKind] = "auto"
     """Hardware by domain ("default" for the rest): a compute domain is served entirely by prefill workers if these
     have more compute than decode workers; auto: by decode workers, chosen by the cost model where they differ."""
     mismatch_penalty: Annotated[float, Meta(ge=1)] = 2.0
@@ -309,7 +313,7 @@ class PipelineNode(ConfigTable, frozen=True, kw_only=True):
     """A model directory, of a node with role "reference": it gives the log-probs of the tokens under this model."""
     num_params: NumParams | None = None
     """Number of weights of `model`, from which a plan estimates memory; by default that of its config.json."""
-    role: Literal["policy", "reference", "critic", "reward", "rollout"] | None = None
+    role: NodeRole | None = None
     """The role that runs it; user nodes are the policy's, which the trainer runs."""
     options: dict[str, Any] = {}
     """Keyword arguments of the function."""

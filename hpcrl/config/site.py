@@ -15,6 +15,8 @@ from hpcrl.errors import ConfigError
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 
 KnownState = Literal["yes", "no", "unknown"]
+CodecSetting = Literal["auto", "full", "delta"]
+SchedulerName = Literal["slurm", "local"]
 
 
 class SitePartition(ConfigTable, frozen=True, kw_only=True):
@@ -74,7 +76,7 @@ class MpiConfig(ConfigTable, frozen=True, kw_only=True):
     """One MPI program can span the components of a heterogeneous job; inside one allocation it always can."""
     couriers: bool = True
     """Send new weights from node to node, by MPI or else by TCP; false: they go by files."""
-    codec: Literal["auto", "full", "delta"] = "auto"
+    codec: CodecSetting = "auto"
     """Couriers send whole versions (full), only the changes (delta), or whichever is faster (auto)."""
 
 
@@ -92,7 +94,7 @@ class Site(ConfigTable, frozen=True, kw_only=True):
 
     name: Name
     description: str = ""
-    scheduler: Literal["slurm", "local"]
+    scheduler: SchedulerName
     partitions: Annotated[dict[Name, SitePartition], Meta(min_length=1)]
     account: str | None = None
     account_required: bool = False

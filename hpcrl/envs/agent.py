@@ -3,7 +3,7 @@
     AgentProgram    run the command once for each episode, in a sandbox, and then its judge in another
     find_reward     find the reward in the output of a program
     fill_template   put the fields of a task into a text
-    INSIDE_PORT, INSIDE_WORKDIR, INSIDE_HOME, MAX_VARIABLE_CHARS, END_GRACE_S, INHERITED_VARIABLES,
+    INSIDE_PORT, INSIDE_WORKDIR, INSIDE_HOME, MAX_VARIABLE_CHARS, SUPERVISOR_TIMEOUT_S, INHERITED_VARIABLES,
     NUM_RESERVED_TASKS, MIN_PROCESSES  constants
 
 The program finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, and its task as one JSON object
@@ -32,7 +32,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 import msgspec
 
 from hpcrl.config.program import DEFAULT_MAX_DISK_MB, DEFAULT_MAX_MEMORY_MB, INTERPRETERS
-from hpcrl.envs.base import SAMPLING, TRAINS, ModelAccess, TaskFields, check_program_choices
+from hpcrl.envs.base import ConversationChoice, ModelAccess, SamplingSource, TaskFields, check_program_choices
 from hpcrl.envs.examples.answer_files import list_answer_files
 from hpcrl.envs.isolation.images import ImageCache, is_remote, open_image
 from hpcrl.envs.isolation.program_launcher import ProgramLaunch, ProgramResult
@@ -60,6 +60,7 @@ from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIME
 from hpcrl.system.exit_codes import describe_end
 from hpcrl.system.files import expand_path
 
+JudgeRewardSource = Literal["printed", "exit-code"]
 INSIDE_PORT = 8000
 """The port of the model on the loopback of a sandbox, which is private to it."""
 INSIDE_WORKDIR = "/episode/work"
@@ -67,7 +68,7 @@ INSIDE_HOME = "/episode/home"
 """The same in every sandbox, so that the prompts of a group's episodes are the same."""
 MAX_VARIABLE_CHARS = 100_000
 """A longer task is only on standard input: Linux allows no variable of more than 128 KiB."""
-END_GRACE_S = 5.0
+SUPERVISOR_TIMEOUT_S = 5.0
 """The time limit of a supervisor for ending all that it started, and for starting it."""
 INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 """The only variables that a program in a sandbox inherits."""
@@ -135,15 +136,15 @@ class AgentProgram:
         judge: Sequence[str] | None = None,
         judge_readable: Sequence[str] = (),
         judge_fields: Sequence[str] = (),
-        judge_reward: Literal["printed", "exit-code"] = "printed",
+        judge_reward: JudgeRewardSource = "printed",
         judge_timeout_s: float = 600.0,
         posts_reward: bool = False,
         cpu_s: int = 3600,
         max_processes: int = 1024,
         max_memory_mb: int = DEFAULT_MAX_MEMORY_MB,
         max_disk_mb: int = DEFAULT_MAX_DISK_MB,
-        sampling: Literal["recipe", "program"] = "recipe",
-        trains: Literal["all", "longest", "last"] = "all",
+        sampling: SamplingSource = "recipe",
+        trains: ConversationChoice = "all",
     ) -> None:
         _check_option_types(locals())
         for name, given in (("command", command), ("judge", judge)):
@@ -152,10 +153,10 @@ class AgentProgram:
         _check_variables(environment or {})
         check_program_choices(
             "AgentProgram",
-            sandbox=(sandbox, ("auto", "apptainer", "bubblewrap", "none")),
-            judge_reward=(judge_reward, ("printed", "exit-code")),
-            sampling=(sampling, SAMPLING),
-            trains=(trains, TRAINS),
+            sandbox=(sandbox, SandboxChoice),
+            judge_reward=(judge_reward, JudgeRewardSource),
+            sampling=(sampling, SamplingSource),
+            trains=(trains, ConversationChoice),
         )
         for name, number, least in (
             ("timeout_s", timeout_s, 1e-3),
@@ -685,7 +686,7 @@ async def _end_supervisor(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(END_GRACE_S):
+            async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
                 await process.wait()
         except TimeoutError:
             os.killpg(process.pid, signal.SIGKILL)

@@ -11,8 +11,9 @@
     check_signatures             refuse an environment whose methods cannot be called as they will be
     accepts                      whether a function can be called with given arguments
     check_program_choices        refuse options of a program that have other values than those known
-    SAMPLING, TRAINS             the values of two options that every agent program has
+    SamplingSource, ConversationChoice  two options that every agent program has
     OwnThread                    a thread for code that blocks
+    INVALID_COST                 the cost of a step that is not understood, in the environments of this package
 
 An environment is a class that the recipe names as `package.module:Name`, made with the domain's `options`. Any
 exception it raises is an infrastructure fault, which is retried and never scored: a bad action of an agent is a normal
@@ -24,9 +25,9 @@ import contextlib
 import inspect
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, cast, get_args
 
 import msgspec
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+INVALID_COST = 0.05
 TaskFields = dict[str, Any]
 """The fields of one row of a domain's task set, by name; the values are those of JSON."""
 
@@ -142,8 +144,11 @@ class Env(Protocol):
     async def close(self) -> None: ...
 
 
-SAMPLING = ("recipe", "program")
-TRAINS = ("all", "longest", "last")
+SamplingSource = Literal["recipe", "program"]
+"""The source of temperature, top_p and top_k; turns not sampled as in the recipe are recorded but not trained on."""
+ConversationChoice = Literal["all", "longest", "last"]
+"""The conversations to train on: all, the one with the most generated tokens (the later of equals), or the one
+continued last. Whatever is chosen, each turn is trained in one row, and the others are stored."""
 
 
 class ModelAccess(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,19 +171,17 @@ class ProgramEnv(Protocol):
     It is recognised by its method `run`, which in a domain with `tasks` is called as run(seed, access, task=fields).
     """
 
-    sampling: Literal["recipe", "program"]
-    """Whose temperature, top_p and top_k are used; turns not sampled with the recipe's are not trained on."""
-    trains: Literal["all", "longest", "last"]
-    """The conversations to train on: all, the one with the most generated tokens, or the one continued last."""
+    sampling: SamplingSource
+    trains: ConversationChoice
 
     async def run(self, seed: int, access: ModelAccess, **task: TaskFields) -> float | None:
         """Do the task of `seed`; returns the reward, or None if it was posted. Cancelling ends all of it."""
 
 
-def check_program_choices(kind: str, **choices: tuple[Any, Sequence[str]]) -> None:
-    """Raise ConfigError for an option, given with its value and those known, that has another value."""
-    for name, (value, known) in choices.items():
-        if value not in known:
+def check_program_choices(kind: str, **choices: tuple[Any, Any]) -> None:
+    """Raise ConfigError for an option, given with its value and a Literal of those known, that has another value."""
+    for name, (value, literal) in choices.items():
+        if value not in (known := get_args(literal)):
             raise ConfigError(f"{kind}: {name} = {value!r}: it must be one of {', '.join(known)}")
 
 

@@ -6,7 +6,7 @@
     goal_and_way   a reward function: the environment's rewards, as two parts
     success        a reward function: 1 if the task was solved, else 0
     TransitionTable, count_actions_to_goal  Gymnasium's transitions, and distances in them
-    GOAL_SHARE, INVALID_COST, MAX_LAKE_SIZE  constants
+    GOAL_SHARE, MAX_LAKE_SIZE  constants
 
 The first valid letter of the model's text is the action (either case); without one the turn is wasted and costs
 INVALID_COST. Blackjack earns what Gymnasium pays, -1 to 1. In the others a solved episode earns 1: half for progress
@@ -24,12 +24,11 @@ from gymnasium.envs.toy_text.blackjack import BlackjackEnv
 from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_random_map
 from gymnasium.envs.toy_text.taxi import TaxiEnv
 
-from hpcrl.envs.base import Step
+from hpcrl.envs.base import INVALID_COST, Step
 from hpcrl.errors import ConfigError
 from hpcrl.spool.record import Trajectory
 
 GOAL_SHARE = 0.5
-INVALID_COST = 0.05
 MAX_LAKE_SIZE = 20
 
 TransitionTable = Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bool]]]]

@@ -1,7 +1,6 @@
 """One environment in a separate process, used over a socket; `process` starts it.
 
-    main                  start both processes
-    OOM_SCORE_ADJUSTMENT  a setting of the second
+    main   start both processes
 
 The keeper, which the env worker has started, adopts orphans of the environment, and ends them all when the
 environment's process has ended or the env worker has closed our standard input. Its child, with limits on memory and
@@ -10,7 +9,6 @@ hangs, forks or leaves its session can outlive it.
 """
 
 import asyncio
-import contextlib
 import inspect
 import math
 import os
@@ -18,17 +16,13 @@ import resource
 import select
 import socket
 import sys
-from pathlib import Path
 from typing import Any
 
 from hpcrl.envs.base import Step, TaskPrompt, check_signatures, construct_env
 from hpcrl.envs.process_wire import Act, Close, EnvAnswer, EnvRequest, Make, Reset, encode_message, receive_request
 from hpcrl.errors import HpcrlError
 from hpcrl.system.exit_codes import encode_exit_code
-from hpcrl.system.processes import adopt_orphans, end_descendants
-
-OOM_SCORE_ADJUSTMENT = 500
-"""Under memory pressure the kernel ends environments before their env worker."""
+from hpcrl.system.processes import adopt_orphans, end_descendants, prefer_to_die
 
 
 def main(fd: int) -> int:
@@ -76,8 +70,7 @@ def _make_limited_env(request: Make) -> Any:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (request.cpu_s, request.cpu_s + 5))
-    with contextlib.suppress(OSError):  # some sandboxes do not allow it
-        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT))
+    prefer_to_die()
     env = construct_env(request.env, request.options, what="env")
     check_signatures(env, has_tasks=request.has_tasks)
     return env

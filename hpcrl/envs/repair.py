@@ -4,7 +4,7 @@
     rerun_tests    a reward function: run the tests again on the last submission, apart from the episode
     run_python     the tool: a separate process with limits, in a sandbox
     BrokenFunction, BROKEN_FUNCTIONS, draw_broken_function  the tasks
-    RUN_TIMEOUT_S, MAX_SHOWN_CHARS, INVALID_COST  constants
+    RUN_TIMEOUT_S, MAX_SHOWN_CHARS  constants
 
 Code of a model runs in a process with a deadline, limits on memory and output, no network, and only its own directory
 to write to (hpcrl.envs.isolation.sandbox). Without a sandbox nothing is run, unless `sandbox = "none"` allows it.
@@ -20,7 +20,7 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcrl.envs.base import Step
+from hpcrl.envs.base import INVALID_COST, Step
 from hpcrl.envs.isolation.sandbox import SandboxChoice, SandboxSpec, choose_sandbox, list_readable_paths, wrap_command
 
 if TYPE_CHECKING:  # it needs numpy
@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # it needs numpy
 RUN_TIMEOUT_S = 10.0
 MAX_SHOWN_CHARS = 400
 """The number of characters of a tool's output that the model is shown."""
-INVALID_COST = 0.05
 _FIX = re.compile(r"fix\s+(?:```(?:python)?\n)?(?P<code>.*?)(?:```|<\||\Z)", re.DOTALL | re.IGNORECASE)
 _LIMITED_PROGRAM = """import resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (512 << 20, 512 << 20))

@@ -17,9 +17,10 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcrl.envs.base import SAMPLING, TRAINS, ModelAccess, TaskFields, check_program_choices
+from hpcrl.envs.base import ConversationChoice, ModelAccess, SamplingSource, TaskFields, check_program_choices
 from hpcrl.errors import ConfigError, EnvFault
 
+_SandboxOption = Literal["auto", "none"]
 SERVER = Path(__file__).with_name("verifiers_server.py")
 START_TIMEOUT_S = 300.0
 """The time limit for importing verifiers and loading the task set."""
@@ -49,13 +50,16 @@ class Verifiers:
         harness: str = "null",
         role: str = "agent",
         agent: dict[str, Any] | None = None,
-        sandbox: Literal["auto", "none"] = "auto",
+        sandbox: _SandboxOption = "auto",
         python: str | None = None,
-        sampling: Literal["recipe", "program"] = "recipe",
-        trains: Literal["all", "longest", "last"] = "all",
+        sampling: SamplingSource = "recipe",
+        trains: ConversationChoice = "all",
     ) -> None:
         check_program_choices(
-            "Verifiers", sandbox=(sandbox, ("auto", "none")), sampling=(sampling, SAMPLING), trains=(trains, TRAINS)
+            "Verifiers",
+            sandbox=(sandbox, _SandboxOption),
+            sampling=(sampling, SamplingSource),
+            trains=(trains, ConversationChoice),
         )
         self.sampling = sampling
         self.trains = trains

@@ -5,6 +5,7 @@
     WorkerSpeed, estimate_speed                      seconds that one worker takes, by its GPUs and the model
     RooflineFit                                      coefficients of the estimate
     USABLE_SHARE                                     of a GPU's memory
+    LINK_BYTES_PER_S                                 between two workers
 
 The model is a roofline with four fitted coefficients; `python -m bench.router` reports its error on GPUs that it was
 not fitted on.
@@ -22,6 +23,8 @@ from hpcrl.hardware.memory_model import BYTES_BF16, GIB
 
 USABLE_SHARE = 0.9
 """Share of a GPU's memory for weights and KV; the rest is for activations and the driver."""
+LINK_BYTES_PER_S = 25e9
+"""The bandwidth between two workers (one 200 Gbit/s port), for handed-over KV and new weights."""
 
 
 def compute_hours(num: int, *, walltime_min: int) -> float:

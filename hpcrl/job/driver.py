@@ -23,6 +23,7 @@ from hpcrl.campaign_dir.events import (
     DrainStarted,
     FaultReported,
     JobEnded,
+    JobOutcome,
     JobStarted,
     LayoutChosen,
     WorkerFailed,
@@ -37,7 +38,6 @@ from hpcrl.job import next_job
 from hpcrl.job.courier_step import WeightPlane
 from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_reward_jobs, run_guarded, send_outcome
 from hpcrl.job.metrics_process import MetricsProcess
-from hpcrl.job.next_job import JobOutcome
 from hpcrl.job.reward_tasks import RewardScoring
 from hpcrl.job.supervision import EndRequests, RestartBudget, StallDetector
 from hpcrl.plan.plan import Plan

@@ -1,7 +1,7 @@
 """Run the metrics process beside the driver; when it fails, the job continues and an event is recorded.
 
 MetricsProcess    start, restart and end it
-MAX_RESTARTS, CLOSE_TIMEOUT_S   constants
+CLOSE_TIMEOUT_S   constant
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from hpcrl.campaign_dir.events import CampaignEvent, FaultReported
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import MetricsConfig
 from hpcrl.system.files import read_last_line
+from hpcrl.system.processes import MAX_RESTARTS
 
-MAX_RESTARTS = 3
 CLOSE_TIMEOUT_S = 10.0
 
 

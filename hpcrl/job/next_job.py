@@ -7,15 +7,13 @@ nodes failed. A job that is not needed is cancelled; if it starts all the same, 
     try_follow        the same for a driver: emit the result; a refusal is not an error
     cancel_next_job   remove the next job from the queue
     campaign_outcome  the outcome of a campaign, if no job is to follow this one
-    JobOutcome        how a job ends
 """
 
 import time
 from collections.abc import Callable
-from typing import Literal
 
 from hpcrl.campaign_dir.event_log import EventReader
-from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, FaultReported, NextJobQueued
+from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, FaultReported, JobOutcome, NextJobQueued
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import Site
@@ -25,9 +23,6 @@ from hpcrl.slurm import commands
 from hpcrl.slurm.script import make_job_script
 from hpcrl.slurm.submit import SubmittedJob, record_submission
 from hpcrl.system.files import make_private_dir, publish_file, read_json, remove_path
-
-JobOutcome = Literal["done", "failed", "stopped", "drained"]
-"""The ways a job ends; only a campaign whose last job drained has more to do."""
 
 
 def queue_next_job(job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> str | None:

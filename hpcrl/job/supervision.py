@@ -4,7 +4,7 @@ EndRequests     signals, a user's stop file and the end of the walltime
 DrainRequest    the reason to drain, and the time for it
 RestartBudget   the failures of each worker, pool and segment
 StallDetector   detect that nothing changes any more
-MAX_RESTARTS, TERM_GRACE_S   constants
+TERM_GRACE_S   constant
 """
 
 import signal
@@ -15,9 +15,8 @@ from pathlib import Path
 
 from hpcrl.errors import HpcrlError
 from hpcrl.job.guardian import CLOSE_GRACE_S
+from hpcrl.system.processes import MAX_RESTARTS
 
-MAX_RESTARTS = 3
-"""The most restarts in a job of one worker (or the trainer, a worker pool, the scoring of one segment)."""
 TERM_GRACE_S = 20.0
 """Time to drain after SIGTERM: Slurm kills 30 s after it."""
 

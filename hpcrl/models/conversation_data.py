@@ -2,6 +2,7 @@
 
     parse_conversation    a row -> a conversation; ConfigError if it is not one
     TrainingConversation  its messages and tools
+    MESSAGE_ROLES         the roles that a message may have
 
 A row is an object with `messages`, and `tools` where the model is given any. The content of a message is text, or a
 list of text parts. An assistant message with `weight` = 0 is shown to the model and not trained.

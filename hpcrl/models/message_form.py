@@ -49,12 +49,13 @@ THOUGHT_MARKS = (
 CALL_ID_LENGTH = 9
 """The length of the ids of tool calls that Mistral's templates require."""
 _PROBES = ("First-probe", "Second-probe", "Third-probe")
+InstructionsPlace = Literal["anywhere", "first", "in-user"]
 
 
 class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
     """The form of messages that a chat template renders."""
 
-    instructions: Literal["anywhere", "first", "in-user"] = "anywhere"
+    instructions: InstructionsPlace = "anywhere"
     """Where a system message may stand: anywhere, only once and first, or as part of the first user message."""
     has_developer: bool = False
     """True if the role developer is rendered; else it becomes a system message."""
@@ -345,7 +346,7 @@ def _alternates(render: RenderMessages) -> bool:
     )
 
 
-def _find_instructions(render: RenderMessages) -> Literal["anywhere", "first", "in-user"]:
+def _find_instructions(render: RenderMessages) -> InstructionsPlace:
     first, second = ({"role": "system", "content": text} for text in _PROBES[:2])
     if not _renders(render, [first, _QUESTION], _PROBES[0]):
         return "in-user"

@@ -5,7 +5,7 @@
     judge_jobs, JobVerdict       the states of jobs and campaign; enough for `hpcrl ls`, which reads no events
     read_heartbeats, read_json_as, DriverOutcome         files
     derive_job_state, derive_campaign_state, derive_component_state, JobFacts    the states from known facts: pure
-    CampaignState, JobState      the states, as below
+    CampaignState, JobState, UnfinishedState  the states, as below
     FINAL_JOB_STATES             the states of a job that has ended
     RESUME_HINT, ALIVE_WITHIN_S  the hint for users, and the age of a heartbeat
 
@@ -21,10 +21,11 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
+from hpcrl.campaign_dir.events import JobOutcome
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.monitor.progress import JobProgress
 from hpcrl.slurm.status import ACTIVE, ENDED, WAITING, JobStatus
@@ -32,22 +33,14 @@ from hpcrl.slurm.submit import SubmittedJob
 from hpcrl.system.processes import is_alive
 
 CampaignState = Literal["planned", "queued", "running", "draining", "done", "failed", "stopped", "unknown"]
-JobState = Literal["queued", "running", "draining", "drained", "done", "failed", "stopped", "unknown"]
+UnfinishedState = Literal["running", "draining", "queued", "unknown"]
+"""The states of a job that may still end otherwise; a campaign has the first that one of its jobs has."""
+JobState = UnfinishedState | JobOutcome
 
-FINAL_JOB_STATES = frozenset({"drained", "done", "failed", "stopped"})
+FINAL_JOB_STATES: frozenset[str] = frozenset(get_args(JobOutcome))
 RESUME_HINT = "`hpcrl resume` continues from the last checkpoint"
-_UNFINISHED_STATES: tuple[Literal["running", "draining", "queued", "unknown"], ...] = (
-    "running",
-    "draining",
-    "queued",
-    "unknown",
-)
-_STATE_BY_OUTCOME: dict[str, JobState] = {
-    "done": "done",
-    "failed": "failed",
-    "stopped": "stopped",
-    "drained": "drained",
-}
+_UNFINISHED_STATES: tuple[UnfinishedState, ...] = get_args(UnfinishedState)
+_STATE_BY_OUTCOME: dict[str, JobState] = {outcome: outcome for outcome in get_args(JobOutcome)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
     score                  one task: the segments of a shard, also those that are sealed meanwhile
     ScoringSession         the segments that a task has under way
     ELASTIC_INDEX_OFFSET   the first index of workers in reward jobs
-    MAX_SESSION_S, RECEIVE_TIMEOUT_S, MAX_RESTARTS    limits
+    MAX_SESSION_S, RECEIVE_TIMEOUT_S    limits
 
 All calls of reward functions of a worker run at the same time, also those of several segments, in processes that are
 killed when they hang (`hpcrl.rollout.reward_process`). A task may run twice (a lost worker, a preempted node): the twin
@@ -31,6 +31,7 @@ from hpcrl.spool.listing import SegmentListing, find_shard, quarantine_segment
 from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.segment import is_out_of_reach, read_segment
 from hpcrl.spool.writer import MAX_PAUSE_S, MIN_PAUSE_S, derive_segment
+from hpcrl.system.processes import MAX_RESTARTS
 from hpcrl.system.variables import PARTITION_VARIABLE
 
 ELASTIC_INDEX_OFFSET = 1_000_000
@@ -38,8 +39,6 @@ ELASTIC_INDEX_OFFSET = 1_000_000
 MAX_SESSION_S = 30.0
 """A task starts no more segments after this time, so that a worker serves every shard."""
 RECEIVE_TIMEOUT_S = 0.2
-MAX_RESTARTS = 3
-"""The restarts of the process that computes rewards, in one task."""
 
 
 def score(campaign: str, job_number: int, segments: list[str], shard: int, num_shards: int) -> None:

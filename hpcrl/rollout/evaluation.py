@@ -41,7 +41,7 @@ RETRY_INTERVAL_S = 30.0
 ENGINES_TIMEOUT_S = 30.0
 """The time a round waits for all engines to serve its version; the result records which versions were used."""
 
-MAX_ATTEMPTS = 3
+MAX_EPISODE_ATTEMPTS = 3
 """The number of times that an episode is played that ends in a fault of the infrastructure."""
 
 PlayEpisode = Callable[[AgentTask, int, str, DomainConfig], Awaitable[Trajectory]]
@@ -184,7 +184,7 @@ class EvaluationRunner:
 
     async def _play_until_scored(self, task: AgentTask, index: int, name: str) -> Trajectory | None:
         """Return the episode with its reward, or without one if it had no turn; None if every attempt was a fault."""
-        for _ in range(MAX_ATTEMPTS):
+        for _ in range(MAX_EPISODE_ATTEMPTS):
             try:
                 trajectory = await self._hooks.play(task, index, name, self._domains[name])
                 if trajectory.outcome == OUTCOME_UNPLAYED:

@@ -2,7 +2,6 @@
 
 start_server     serves until its runner's cleanup()
 RequestHandler   what is served
-MAX_BODY_BYTES   the limit of a request's body
 """
 
 import asyncio
@@ -14,7 +13,7 @@ from functools import partial
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-MAX_BODY_BYTES = 64 << 20
+from hpcrl.engines.http import MAX_BODY_BYTES
 
 RequestHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 

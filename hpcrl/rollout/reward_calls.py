@@ -46,7 +46,7 @@ from hpcrl.rollout.rewards import (
 from hpcrl.rollout.teacher_scores import make_teacher_caller, needs_teacher
 from hpcrl.spool.segment import Segment, read_segment
 from hpcrl.system.exit_codes import describe_end
-from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants
+from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants, prefer_to_die
 
 GROWTH_INTERVAL_S, BUSY_INTERVAL_S = 0.02, 0.25
 MAX_USUAL_S = 5.0
@@ -60,8 +60,6 @@ OUTAGE_INTERVAL_S = 0.2
 MAX_OPEN_SEGMENTS = 8
 TEACHER_LANE = "[teacher]"
 """The name of the lane whose calls ask a teacher's engine; no domain can have it."""
-OOM_SCORE_ADJUSTMENT = 500
-"""Under memory pressure the kernel ends these children before their worker."""
 
 
 class RewardCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -458,8 +456,7 @@ def _prepare_child() -> None:
     """Lead a session, which can be killed as a whole, and end with the process that forked this one."""
     os.setsid()
     die_with_parent(signal.SIGKILL)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT))
+    prefer_to_die()
 
 
 def _serve_calls(lane: RewardLane, connection: Connection) -> None:

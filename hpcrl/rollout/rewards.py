@@ -24,11 +24,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from hpcrl.config.recipe import DomainConfig
+from hpcrl.config.recipe import DomainConfig, RewardUnit
 from hpcrl.config.user_code import load_code
 from hpcrl.envs.judge_access import find_judges
 from hpcrl.errors import EnvFault, PolicyFailure
@@ -39,7 +39,6 @@ from hpcrl.spool.record import TRAINABLE, Trajectory, TrajectoryFacts
 from hpcrl.spool.rows import list_spans
 
 MAX_REWARD_PARTS, MAX_PART_NAME_CHARS = 64, 128
-RewardUnit = Literal["episode", "turn", "token"]
 JUDGED_FAILURES = frozenset({OUTCOME_TIMEOUT, OUTCOME_EXIT, OUTCOME_REWARD_ERROR})
 """The failures that an environment may have because a judge is gone."""
 

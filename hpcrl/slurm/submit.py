@@ -20,12 +20,11 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from hpcrl.campaign_dir.paths import JobDir
-from hpcrl.config.site import Site, default_lab_dir
+from hpcrl.config.site import SchedulerName, Site, default_lab_dir
 from hpcrl.errors import SlurmError
 from hpcrl.slurm.commands import ask_slurm, check_answer, limited_command, run_slurm
 from hpcrl.system.files import publish_file
@@ -39,7 +38,7 @@ class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     """Slurm's id of the job (of its leader), or `local-<pid>`."""
-    scheduler: Literal["slurm", "local"]
+    scheduler: SchedulerName
     time: float
     pid: int | None = None
     start_ticks: int | None = None

@@ -16,15 +16,15 @@ import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import h5py  # noqa: TID251
 import numpy as np
 
+from hpcrl.config.recipe import Compression
 from hpcrl.errors import SpoolError
 from hpcrl.spool.record import COLUMNS, OPTIONAL_COLUMNS, SCHEMA_MAJOR, SCHEMA_MINOR
 
-Compression = Literal["none", "zstd", "lz4", "blosc"]
 FORMAT = "hpcrl trajectories"
 USER_BLOCK = 2048
 """Bytes before those of HDF5: the index of a segment."""

@@ -30,8 +30,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from hpcrl.config.recipe import Compression
 from hpcrl.errors import SpoolError
-from hpcrl.spool.hdf5 import Compression
 from hpcrl.spool.listing import (
     SegmentName,
     announce_changes,

@@ -33,9 +33,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from hpcrl.config.recipe import Compression
 from hpcrl.errors import SpoolError
 from hpcrl.spool import hdf5
-from hpcrl.spool.hdf5 import ARRAYS, FORMAT, METADATA_NAME, USER_BLOCK, Compression
+from hpcrl.spool.hdf5 import ARRAYS, FORMAT, METADATA_NAME, USER_BLOCK
 from hpcrl.spool.record import (
     COLUMNS,
     OPTIONAL_COLUMNS,

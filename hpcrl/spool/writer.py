@@ -25,8 +25,8 @@ from secrets import token_hex
 
 import msgspec
 
+from hpcrl.config.recipe import Compression
 from hpcrl.errors import SpoolError
-from hpcrl.spool.hdf5 import Compression
 from hpcrl.spool.listing import SegmentName, announce_changes, check_producer, find_next_number, sweep_leftovers
 from hpcrl.spool.record import PackedTrajectory, Trajectory, pack_trajectory
 from hpcrl.spool.segment import draft_packed, read_segment, write_segment

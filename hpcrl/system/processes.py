@@ -14,6 +14,10 @@ MIN_RESTART_INTERVAL_S = 3.0
 The cause may be temporary, and restarting at once would only repeat the failure.
 """
 
+MAX_RESTARTS = 3
+"""The most restarts in a job of one worker, or another process or task of a job, that fails again and again."""
+OOM_SCORE_ADJUSTMENT = 500
+"""The addition to the score by which the kernel chooses the process that it ends when memory is short."""
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
@@ -46,6 +50,12 @@ def die_with_parent(sig: signal.Signals = signal.SIGTERM) -> None:
 def protect_memory() -> None:
     """Hide this process's memory and descriptors from other processes of the same user; not inherited by programs."""
     _prctl(PR_SET_DUMPABLE, 0)
+
+
+def prefer_to_die() -> None:
+    """Let the kernel end this process, and those that it starts, before its parent when memory is short."""
+    with suppress(OSError):  # some sandboxes do not allow it
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT))
 
 
 def list_descendants() -> list[int]:

@@ -23,6 +23,8 @@ _UNSAFE_CHARACTERS = re.compile(
     "\U000e0000-\U000e007f]"
 )
 PIPE_WIDTH = 160
+LABEL_WIDTH = 8
+"""The width of a column of labels."""
 BAR_STYLES = ("cyan", "blue", "magenta")
 _BAR_MARKS, _ASCII_BAR_MARKS = (chr(0x2588), chr(0x2593), chr(0x2591)), ("#", "=", "-")
 

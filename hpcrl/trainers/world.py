@@ -28,7 +28,7 @@ from hpcrl.errors import TrainError
 from hpcrl.system.files import publish_file
 
 JOIN_TIMEOUT_S = 300.0
-STEP_TIMEOUT_S = 1800.0
+COLLECTIVE_TIMEOUT_S = 1800.0
 """The longest time that one rank may keep the others waiting before all of them fail."""
 POLL_INTERVAL_S = 0.05
 
@@ -113,7 +113,7 @@ def join_world(meeting_file: Path, *, environ: Mapping[str, str] = os.environ) -
         store=store,
         rank=rank,
         world_size=size,
-        timeout=datetime.timedelta(seconds=STEP_TIMEOUT_S),
+        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
     cpu_group = dist.new_group(backend="gloo") if device.type == "cuda" else None
     return World(rank=rank, size=size, device=device, cpu_group=cpu_group)

@@ -34,6 +34,7 @@ from hpcrl.spool.rows import (
 )
 from hpcrl.spool.token_fates import FATE_TEXTS, FORCED
 from hpcrl.system.terminal import (
+    LABEL_WIDTH,
     STATUS_STYLES,
     draw_time_bar,
     escape_controls,
@@ -58,7 +59,6 @@ from hpcrl.traj.history import SegmentLocation, TrajectoryHistory, TrajectorySel
 
 FoundTrajectory = tuple[SegmentLocation, Trajectory]
 MAX_OFFERED_IDS = 8
-LABEL_WIDTH = 8
 MAX_SHOWN_ROWS = 24
 MAX_DEPTH = 5
 """The depth of a conversation; one that is deeper starts at the left again."""

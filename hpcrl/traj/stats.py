@@ -26,6 +26,7 @@ from hpcrl.spool.record import TRAINABLE, Trajectory, sum_phase_times
 from hpcrl.spool.rows import count_by_fate
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, TRAINED, explain_untrained, measure_trained_share
 from hpcrl.system.terminal import (
+    LABEL_WIDTH,
     STATUS_STYLES,
     Sparkline,
     draw_time_bar,
@@ -170,7 +171,6 @@ def mean_reward_by_version(sums: Mapping[int, tuple[int, float]]) -> list[Versio
     ]
 
 
-LABEL_WIDTH = 8
 SPREAD_COLUMNS = ("mean", "std", "min", "p10", "p50", "p90", "max")
 
 

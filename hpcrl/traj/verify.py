@@ -134,12 +134,13 @@ def _file_age_s(path: Path) -> float:
 
 
 T = TypeVar("T")
+FindingSeverity = Literal["damage", "note"]
 
 
 class VerifyFinding(msgspec.Struct, frozen=True, kw_only=True):
     """A finding of the verification."""
 
-    severity: Literal["damage", "note"]
+    severity: FindingSeverity
     path: str
     """The path below the campaign's directory."""
     reason: str
@@ -307,7 +308,7 @@ class SpoolVerifier:
             self._add_finding("damage", directory, f"cannot be listed: {error.strerror}")
             return []
 
-    def _add_finding(self, severity: Literal["damage", "note"], path: Path, reason: str) -> None:
+    def _add_finding(self, severity: FindingSeverity, path: Path, reason: str) -> None:
         shown = str(path.relative_to(self.campaign.root))
         reason = reason.replace(f"cannot read segment {str(path)!r}: ", "")  # the finding has the path
         self.report.findings.append(VerifyFinding(severity=severity, path=shown, reason=reason))

@@ -157,6 +157,73 @@ def own_definitions(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef
             yield from (b for b in node.body if isinstance(b, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
 
 
+def list_constants(path: Path) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the upper-case names that a module assigns, each with its value."""
+    for node in parse(path).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            value = getattr(node, "value", None)
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                named = zip(target.elts, value.elts, strict=True)
+            else:
+                named = ((name, value) for name in (target.elts if isinstance(target, ast.Tuple) else [target]))
+            yield from ((name.id, of) for name, of in named if isinstance(name, ast.Name) and name.id.isupper())
+
+
+def is_literal(node: ast.AST) -> bool:
+    """Whether a value is written out: numbers, texts, their sums and collections."""
+    shapes = (ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.BinOp, ast.UnaryOp)
+    return all(isinstance(part, (*shapes, ast.operator, ast.unaryop, ast.expr_context)) for part in ast.walk(node))
+
+
+SAME_BY_CHANCE = {
+    "POLL_INTERVAL_S": "the pause of one loop, chosen for what that loop waits for",
+    "PR_SET_CHILD_SUBREAPER": "hpcrl/lab/keeper.py runs as a file and imports nothing of hpcrl",
+    "PR_SET_PDEATHSIG": "hpcrl/lab/keeper.py runs as a file and imports nothing of hpcrl",
+}
+"""The constants that several modules may define with one value, each with the reason."""
+
+
+def test_a_constant_has_its_name_and_value_in_one_module():
+    """Else one of them is changed and the other is not; two that only happen to be equal have names that differ."""
+    places = defaultdict(list)
+    for path in MODULES:
+        for name, value in list_constants(path):
+            if is_literal(value):
+                places[name, ast.dump(value)].append(label(path))
+    found = {name: where for (name, _), where in places.items() if len(where) > 1}
+    assert found.keys() >= SAME_BY_CHANCE.keys()
+    assert {name: where for name, where in found.items() if name not in SAME_BY_CHANCE} == {}
+
+
+def test_a_literal_of_three_texts_or_more_is_written_once():
+    """Its name is used everywhere else, and `get_args` makes a tuple of it."""
+    places = defaultdict(list)
+    for path in MODULES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+                texts = frozenset(ast.literal_eval(node.slice)) if isinstance(node.slice, ast.Tuple) else ()
+                if len(texts) > 2:
+                    places[texts].append(f"{label(path)}:{node.lineno}")
+    assert [where for where in places.values() if len(where) > 1] == []
+
+
+def test_every_constant_is_used_by_its_module_or_another_of_the_package():
+    """One that only tests and benches use belongs into hpcrl/testing."""
+    modules = [path for path in MODULES if PACKAGE / "testing" not in path.parents]
+    imported = {(find_source(module), name) for path in modules for module, name in imported_names(path)}
+    attributes = {node.attr for path in modules for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)}
+    unused = []
+    for path in modules:
+        read = {
+            node.id for node in ast.walk(parse(path)) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        }
+        for name, _ in list_constants(path):
+            if name not in read | attributes and (path, name) not in imported:
+                unused.append(f"{label(path)}: {name}")
+    assert unused == []
+
+
 CALLED_BY_OTHERS = {"attach_router", "init_state"}  # of vLLM's server, on a plugin without a base
 
 

@@ -3,7 +3,7 @@
     SimEngine        an InferenceEngine and UpdatableEngine; its tokens depend on the seed and prompt of a request
     SimSettings      its size, and the speed of its time
     make_sim_engine  the engine of a campaign with engine.backend = "sim"
-    LINK_BYTES_PER_S, MIN_TOP_P, MAX_LATENESS_S  constants of the simulation
+    MIN_TOP_P, MAX_LATENESS_S  constants of the simulation
 
 It has continuous batching with chunked prefill, a bounded KV cache, KV kept between the turns of a trajectory, and a
 queue by priority. The structure of an answer is checked, but its tokens are as random as all others. The time is that
@@ -39,13 +39,11 @@ from hpcrl.engines.request_loop import LoopHooks, RequestLoop
 from hpcrl.engines.sim.batch import SimBatch, SimRequest, draw_reply
 from hpcrl.engines.structure import check_structure
 from hpcrl.errors import EngineError, EngineRefusedError, WeightsError
-from hpcrl.hardware.cost_model import WorkerSpeed, estimate_speed, read_model_shape
+from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, WorkerSpeed, estimate_speed, read_model_shape
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.models.model_config import read_model_config, read_model_limits
 from hpcrl.weights.stores.store import WeightSource
 
-LINK_BYTES_PER_S = 25e9
-"""The bandwidth between two workers (one 200 Gbit/s port), for handed-over KV and new weights."""
 MIN_TOP_P = 1e-6
 """Below this there is only one token to sample, for any vocabulary."""
 MAX_LATENESS_S = 0.1

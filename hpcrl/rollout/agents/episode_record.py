@@ -2,7 +2,6 @@
 
     build_record          turns -> a trajectory
     EpisodeFacts          the fields of the record that the episode supplies
-    ConversationChoice    which conversations are trained on
 
 A conversation is what the model saw and generated up to a turn that nothing continued. Its row shares the longest
 prefix that an earlier row has, token by token: so a template that renders the whole history for each turn, without
@@ -14,21 +13,18 @@ import math
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from hpcrl.envs.base import ConversationChoice
 from hpcrl.rollout.agents.recording import RecordedTurn
 from hpcrl.spool.record import COLUMNS, ConversationRow, EpisodeTurn, Trajectory
 from hpcrl.spool.rows import RowSpan, list_parts
 from hpcrl.spool.status import EpisodeStatus
-
-ConversationChoice = Literal["all", "longest", "last"]
-"""The conversations to train on: all, the one with the most generated tokens (the later of equals), or the one
-continued last. Whatever is chosen, each turn is trained in one row, and the others are stored."""
 
 CHUNK_TOKENS = 64
 """The tokens of a chunk: beginnings that rows share are found chunk by chunk, then to the token."""

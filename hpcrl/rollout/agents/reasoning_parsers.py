@@ -10,6 +10,7 @@ ReasoningParser  the protocol of a family: makes a reader for each answer
 ThinkParser      the families that write their thoughts between two marks, before anything else
 HarmonyParser    the thoughts of gpt-oss
 PlainParser      no thoughts
+HARMONY_ENDS, HARMONY_MARKS  the special tokens of gpt-oss that end a message, and all of them
 count_held       counts the characters at the end of a text that may start a mark
 
 Readers are those of hpcrl.rollout.agents.tool_parsers; what they return as content may still contain tool calls.
@@ -121,8 +122,8 @@ def count_held(text: str, mark: str) -> int:
     return next((size for size in sizes if mark.startswith(text[len(text) - size :])), 0)
 
 
-_HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", *_HARMONY_ENDS)
+HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", *HARMONY_ENDS)
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class HarmonyParser:
     Messages with a recipient are left as they are for the tool parser; of the others only the text is kept.
     """
 
-    marks: Collection[str] = _HARMONY_MARKS
+    marks: Collection[str] = HARMONY_MARKS
 
     def make_reader(self, _: str) -> TextReader:
         return _HarmonyReader()
@@ -141,7 +142,7 @@ class HarmonyParser:
 class _HarmonyReader:
     """The reader of HarmonyParser."""
 
-    _MARK = re.compile("|".join(map(re.escape, _HARMONY_MARKS)))
+    _MARK = re.compile("|".join(map(re.escape, HARMONY_MARKS)))
 
     def __init__(self) -> None:
         self._tail = ""
@@ -162,7 +163,7 @@ class _HarmonyReader:
             pieces += self._add_mark(found[0])
             position = found.end()
         rest = text[position:]
-        held = max(count_held(rest, mark) for mark in _HARMONY_MARKS)
+        held = max(count_held(rest, mark) for mark in HARMONY_MARKS)
         self._tail = rest[len(rest) - held :]
         return [*pieces, *self._add_text(rest[: len(rest) - held])]
 
@@ -212,8 +213,8 @@ class _HarmonyReader:
         return []
 
     def _end_message(self, mark: str) -> list[AnswerPiece]:
-        pieces = self._show(mark) if self._kind is None and mark in _HARMONY_ENDS else []
-        self._header, self._is_marked = ["<|channel|>"] if mark == "<|channel|>" else [], mark not in _HARMONY_ENDS
+        pieces = self._show(mark) if self._kind is None and mark in HARMONY_ENDS else []
+        self._header, self._is_marked = ["<|channel|>"] if mark == "<|channel|>" else [], mark not in HARMONY_ENDS
         return pieces
 
     def _drop_header(self) -> list[AnswerPiece]:

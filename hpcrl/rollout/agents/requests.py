@@ -27,6 +27,7 @@ import msgspec
 from msgspec import Meta
 
 from hpcrl.engines.base import MAX_TOP_LOGPROBS
+from hpcrl.models.conversation_data import MESSAGE_ROLES
 from hpcrl.rollout.agents.shared_sequence import count_equal
 
 MAX_CHOICES = 128
@@ -250,15 +251,14 @@ def refuse_fields(sent: SentFields, names: Collection[str]) -> None:
 
 # ---- messages
 
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
 
 
 def normalise_message(message: JsonObject, place: str) -> JsonObject:
     """Return a message in a form to render and compare: content as text, arguments as objects, no nulls."""
     role = message.get("role")
-    if role not in _ROLES:
-        raise ApiError(400, f"{place}.role is {role!r}: it must be one of {', '.join(_ROLES)}", param="messages")
+    if role not in MESSAGE_ROLES:
+        raise ApiError(400, f"{place}.role is {role!r}: it must be one of {', '.join(MESSAGE_ROLES)}", param="messages")
     content = message.get("content")
     thoughts: list[Any] = []
     if role == "assistant" and isinstance(content, list):

@@ -1,7 +1,6 @@
 """Session of one agent program: its limits, its engine requests and their recording.
 
 ProgramSession   one attempt at an episode
-SamplingSource   whose sampling parameters apply
 """
 
 import asyncio
@@ -10,12 +9,12 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from hpcrl.engines.base import GenerateRequest, OutputStructure
-from hpcrl.rollout.agents.episode_record import ConversationChoice
+from hpcrl.envs.base import ConversationChoice, SamplingSource
 from hpcrl.rollout.agents.recording import ConversationRecording, TurnPrompt
 from hpcrl.rollout.agents.requests import ApiError, MessageMemory, ModelCall, SamplingFields
 from hpcrl.rollout.agents.responses_form import ResponseMemory
@@ -27,10 +26,8 @@ from hpcrl.spool.outcome import OUTCOME_MAX_TURNS, OUTCOME_OVERFLOW
 
 MAX_IGNORED_FIELDS, MAX_FIELD_CHARS = 32, 64
 """The most names of ignored fields that an episode remembers, and how much of each."""
-CLOSE_TIMEOUT_S = 5.0
+CANCEL_TIMEOUT_S = 5.0
 """The time that cancelled calls have to end."""
-SamplingSource = Literal["recipe", "program"]
-"""The source of temperature, top_p and top_k; turns not sampled as in the recipe are recorded but not trained on."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -128,7 +125,7 @@ class ProgramSession:
         for call in calls:
             call.cancel()
         if calls:
-            await asyncio.wait(calls, timeout=CLOSE_TIMEOUT_S)
+            await asyncio.wait(calls, timeout=CANCEL_TIMEOUT_S)
 
     def note_ignored_fields(self, names: Sequence[str]) -> list[str]:
         """Remember the fields of a request that were ignored; return those that are new in this episode."""

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.models.call_form import PLAIN_CALL, CallForm
+from hpcrl.rollout.agents.reasoning_parsers import HARMONY_ENDS, HARMONY_MARKS
 from hpcrl.rollout.agents.tool_parsers import (
     AnswerPiece,
     BlockParser,
@@ -113,7 +114,7 @@ def _parse_harmony(block: str, _: ToolSchemas) -> list[ToolCall] | None:
     """Parse one message; the reasoning parser has left only those that go to a recipient."""
     header, _mark, body = block.partition("<|message|>")
     recipient = _RECIPIENT.search(header)
-    for closing in ("<|call|>", "<|end|>", "<|return|>"):
+    for closing in HARMONY_ENDS:
         body = body.removesuffix(closing)
     return None if recipient is None else _all_calls([make_call(recipient[1], decode_json(body))])
 
@@ -534,8 +535,6 @@ class TextParser:
         return PlainReader()
 
 
-_HARMONY_ENDS = ("<|call|>", "<|end|>", "<|return|>")
-
 TOOL_PARSERS: Mapping[str, ToolParser] = {
     "hermes": BlockParser(openings=("<tool_call>",), closings=("</tool_call>",), parse_block=_parse_hermes),
     "qwen3-coder": BlockParser(
@@ -554,9 +553,9 @@ TOOL_PARSERS: Mapping[str, ToolParser] = {
     ),
     "gpt-oss": BlockParser(
         openings=("<|start|>",),
-        closings=_HARMONY_ENDS,
+        closings=HARMONY_ENDS,
         parse_block=_parse_harmony,
-        marks=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", *_HARMONY_ENDS),
+        marks=HARMONY_MARKS,
     ),
     "llama": LlamaParser(),
     "pythonic": PythonicParser(),

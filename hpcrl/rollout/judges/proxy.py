@@ -2,7 +2,7 @@
 
     JudgeProxy          serves it in a thread, and sets the variables that user code reads
     open_judge_proxy    the proxy of a worker, if its recipe has judges
-    HOLD_TIMEOUT_S, POLL_INTERVAL_S, PROBE_TIMEOUT_S, MAX_ATTEMPTS   limits
+    HOLD_TIMEOUT_S, POLL_INTERVAL_S, PROBE_TIMEOUT_S, MAX_CALL_ATTEMPTS   limits
 
 A request goes to the engine of its judge with the fewest requests of this proxy. If that is gone, another engine gets
 it; if all are, it waits. What the judge responds is passed on as it is: a 4xx is the matter of the function that sent
@@ -41,7 +41,7 @@ HOLD_TIMEOUT_S = 300.0
 POLL_INTERVAL_S = 0.5
 WAIT_INTERVAL_S = 0.05
 PROBE_TIMEOUT_S = 10.0
-MAX_ATTEMPTS = 3
+MAX_CALL_ATTEMPTS = 3
 """The engines that may fail at one request."""
 
 
@@ -166,7 +166,7 @@ class JudgeProxy:
 
     async def _ask(self, judge: _JudgeState, http: web.BaseRequest, path: str) -> web.StreamResponse:
         """Send a request to an engine of the judge, and to another one if that is gone."""
-        for attempt in range(MAX_ATTEMPTS):
+        for attempt in range(MAX_CALL_ATTEMPTS):
             engine = await self._await_engine(judge)
             engine.num_requests += 1
             try:
@@ -182,7 +182,7 @@ class JudgeProxy:
                 self._outages.note_failure(judge.name)
                 self._mark(judge)
                 self._report(f"judge {judge.name}: {error}")
-                if attempt == MAX_ATTEMPTS - 1:
+                if attempt == MAX_CALL_ATTEMPTS - 1:
                     raise
             finally:
                 engine.num_requests -= 1

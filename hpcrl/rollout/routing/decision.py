@@ -27,14 +27,13 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from hpcrl.config.recipe import RouterConfig
-from hpcrl.hardware.cost_model import WorkerSpeed
+from hpcrl.config.recipe import HardwareKind, RouterConfig
+from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, WorkerSpeed
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.rollout.routing.engines import EngineState, WorkerPools
 from hpcrl.rollout.routing.trajectories import TrajectoryState
 
 T = TypeVar("T")
-HardwareKind = Literal["compute", "bandwidth"]
 ASSUMED_BATCH = 32.0
 """The number of sequences decoded together, which share the fixed cost of a step."""
 PRICE_EXPONENT = 8
@@ -42,8 +41,6 @@ PRICE_EXPONENT = 8
 at 1.2 five times that."""
 MAX_COST_RATIO = 100.0
 """The cost ratio at which a trajectory leaves its home whatever work that makes: at about 1.8 times its places."""
-LINK_BYTES_PER_S = 25e9
-"""The speed of one 200 Gbit/s port, over which KV is handed over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,10 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.config.site import CodecSetting
 from hpcrl.errors import WeightsError
 from hpcrl.system.network import current_node
 from hpcrl.system.processes import die_with_parent
-from hpcrl.weights.couriers.codec_choice import CodecSetting
 from hpcrl.weights.couriers.link import ByteTransport, CourierConnection
 from hpcrl.weights.couriers.part_sender import PartSender
 from hpcrl.weights.couriers.protocol import (

@@ -1,7 +1,6 @@
 """Choose full or delta by the site's setting, measured speeds of link and codec, and the share of changed values.
 
     CodecChooser  one for a sender: every transfer is recorded, and the codec chosen before the next
-    CodecSetting  the settings of a site
 
 A delta is worthwhile if coding is faster than the link. With "auto", the first versions are sent in full, which
 measures the link; then a sample of a version measures how much of it changes and the time for coding; then every
@@ -10,14 +9,12 @@ delta does.
 
 import time
 from dataclasses import dataclass
-from typing import Literal
 
+from hpcrl.config.site import CodecSetting
 from hpcrl.weights.couriers import delta_codec
 from hpcrl.weights.couriers.delta_codec import CodecChoice
 from hpcrl.weights.layout import TensorLayout
 
-CodecSetting = Literal["auto", "full", "delta"]
-"""The settings of a site."""
 NUM_MEASURED_VERSIONS = 2
 """Full versions that measure the link; during the first one, receivers create their windows."""
 VERSIONS_PER_SAMPLE = 16

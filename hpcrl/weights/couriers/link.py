@@ -6,6 +6,7 @@ MessageTag                          the kinds of small messages
 ByteChunk, split_into_chunks        one bucket and its source - some bytes as chunks
 ChunksInFlight                      transfers under way
 DoneCheck                           polls an operation
+IDLE_INTERVAL_S                     the pause of a courier that has nothing to do
 """
 
 import time
@@ -22,6 +23,7 @@ MAX_BUCKETS_IN_FLIGHT = 4
 MAX_CHUNKS_IN_FLIGHT = 64
 PULSE_INTERVAL_S = 0.5
 POLL_INTERVAL_S = 0.001
+IDLE_INTERVAL_S = 0.002
 NAP_RANGE_S = (1e-5, 3e-4)
 
 T = TypeVar("T")

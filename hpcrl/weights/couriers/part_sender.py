@@ -13,13 +13,11 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
-from hpcrl.weights.couriers.link import ByteChunk, CourierConnection, MessageTag
+from hpcrl.weights.couriers.link import IDLE_INTERVAL_S, ByteChunk, CourierConnection, MessageTag
 from hpcrl.weights.couriers.protocol import CourierReport, NodePart, PartOffer, RankLostError, VersionAnnouncement
 from hpcrl.weights.couriers.spans import split_into_spans
 from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window
-
-IDLE_INTERVAL_S = 0.002
 
 
 class PartSender:

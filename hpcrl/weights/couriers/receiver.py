@@ -22,7 +22,7 @@ from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
 from hpcrl.weights.checksum import start_hash
 from hpcrl.weights.couriers import delta_codec
-from hpcrl.weights.couriers.link import ByteChunk, CourierConnection, MessageTag, split_into_chunks
+from hpcrl.weights.couriers.link import IDLE_INTERVAL_S, ByteChunk, CourierConnection, MessageTag, split_into_chunks
 from hpcrl.weights.couriers.protocol import (
     CourierReport,
     NodePart,
@@ -198,7 +198,6 @@ def _check_shard(name: str, actual: str, part: NodePart) -> None:
 
 NUM_LANES = max(NUM_HASH_THREADS // 2, 1)
 """Threads that compute checksums; the transport, which copies too, keeps a core for itself."""
-IDLE_INTERVAL_S = 0.002
 FinishVersion = Callable[[], VersionManifest]
 """Makes a received version visible; WeightsError if it is not what was announced."""
 

@@ -21,11 +21,12 @@ import msgspec
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import FaultReported, VersionDelivered
 from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.config.site import CodecSetting
 from hpcrl.errors import WeightsError
 from hpcrl.weights.couriers import delta_codec
-from hpcrl.weights.couriers.codec_choice import CodecChooser, CodecSetting
+from hpcrl.weights.couriers.codec_choice import CodecChooser
 from hpcrl.weights.couriers.delta_codec import CodecName
-from hpcrl.weights.couriers.link import ByteChunk, CourierConnection, MessageTag, split_into_chunks
+from hpcrl.weights.couriers.link import IDLE_INTERVAL_S, ByteChunk, CourierConnection, MessageTag, split_into_chunks
 from hpcrl.weights.couriers.protocol import (
     CourierReport,
     CourierStatus,
@@ -41,7 +42,6 @@ from hpcrl.weights.versions import VersionManifest
 from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import VersionGoneError, Window
 
-IDLE_INTERVAL_S = 0.002
 RETRY_INTERVAL_S = 0.2
 """The wait before a version that could not be sent is tried again."""
 MAX_SKIPPED = 5

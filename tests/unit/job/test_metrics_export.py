@@ -14,8 +14,9 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import MetricsConfig
 from hpcrl.job.metrics_export import MetricsFeeder, extract_figures
-from hpcrl.job.metrics_process import MAX_RESTARTS, MetricsProcess
+from hpcrl.job.metrics_process import MetricsProcess
 from hpcrl.system.files import make_private_dir, publish_json, read_json
+from hpcrl.system.processes import MAX_RESTARTS
 from tests.support.campaigns import until
 from tests.support.plans import make_recipe
 

@@ -8,7 +8,8 @@ import pytest
 
 from hpcrl.errors import HpcrlError
 from hpcrl.job.guardian import CLOSE_GRACE_S
-from hpcrl.job.supervision import MAX_RESTARTS, TERM_GRACE_S, DrainRequest, EndRequests, RestartBudget, StallDetector
+from hpcrl.job.supervision import TERM_GRACE_S, DrainRequest, EndRequests, RestartBudget, StallDetector
+from hpcrl.system.processes import MAX_RESTARTS
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 END_TIME = 1000.0

@@ -23,7 +23,7 @@ from hpcrl.learn.evaluations import (
 )
 from hpcrl.plan.checks import check_recipe
 from hpcrl.rollout.curriculum import Curriculum
-from hpcrl.rollout.evaluation import MAX_ATTEMPTS, EvaluationHooks, EvaluationRunner, list_evaluated_domains
+from hpcrl.rollout.evaluation import MAX_EPISODE_ATTEMPTS, EvaluationHooks, EvaluationRunner, list_evaluated_domains
 from hpcrl.rollout.reporting import CountingPolicy
 from hpcrl.rollout.routing.router import Router
 from hpcrl.rollout.routing.trajectories import NUM_LEVELS, TrajectoryState, TrajectoryTable, with_ids
@@ -249,7 +249,7 @@ def test_an_episode_without_a_score_is_reported_and_counted_apart(tmp_path, stat
     assert workers.results()[0].num_faults == 4
     assert workers.results()[0].reward_mean is None
     assert workers.results()[0].outcomes == {"lake": {"env-fault": 4}}
-    assert sum(isinstance(event, FaultReported) for event in workers.events) == 4 * MAX_ATTEMPTS
+    assert sum(isinstance(event, FaultReported) for event in workers.events) == 4 * MAX_EPISODE_ATTEMPTS
 
 
 def test_an_episode_that_was_a_fault_once_is_played_again_and_counts(tmp_path):

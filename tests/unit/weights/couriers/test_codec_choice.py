@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from hpcrl.config.site import CodecSetting
 from hpcrl.weights.couriers import delta_codec as module
-from hpcrl.weights.couriers.codec_choice import NUM_MEASURED_VERSIONS, VERSIONS_PER_SAMPLE, CodecChooser, CodecSetting
+from hpcrl.weights.couriers.codec_choice import NUM_MEASURED_VERSIONS, VERSIONS_PER_SAMPLE, CodecChooser
 from hpcrl.weights.layout import TensorLayout
 
 LAYOUT = TensorLayout.pack([("w", "bfloat16", (1 << 20, 2))])
