@@ -30,9 +30,9 @@ def make_command(arguments: Sequence[str], cache: Path) -> list[str]:
     return [sys.executable, "-m", "pytest", *arguments, *written]
 
 
-def list_failures(cache: Path) -> list[str]:
-    """Return the tests that failed, from pytest's own cache."""
-    path = cache / "v/cache/lastfailed"
+def list_failures(cache: Path, *, kind: str = "cache/lastfailed") -> list[str]:
+    """Return the tests that failed, or what failed besides, from pytest's own cache."""
+    path = cache / "v" / kind
     return list(json.loads(path.read_text())) if path.exists() else []
 
 
@@ -49,9 +49,11 @@ def list_slowest(reports: Iterable[Path]) -> list[str]:
 
 
 def list_failed(reports: Iterable[Path]) -> list[str]:
-    """Return the tests that failed in any of these runs, each with the start of its reason."""
+    """Return the tests that failed in any of these runs, each with the start of its reason, and what failed besides."""
     found = []
     for report in reports:
+        besides = list_failures(report.with_suffix(""), kind="hpcrl/failures")
+        found += [f"{report.parent.name}/{report.stem}: {reason}" for reason in besides]
         if report.exists():
             for case in ElementTree.parse(report).iter("testcase"):
                 for fault in (*case.iter("failure"), *case.iter("error")):

@@ -28,7 +28,7 @@ OURS = re.compile(r"psm_|sem\.mp-|hydra_hwloc_xmlfile_|hpcrl-|vllm-|pymp-")
 LEDGER = re.compile(r"hpcrl-\d+-ledger-")
 MARK = "HPCRL_TEST_SESSION"
 """Every program that a test session starts inherits this variable."""
-END_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 60.0
 """Processes that are about to end remove their files within this time."""
 
 
