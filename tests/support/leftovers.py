@@ -54,9 +54,10 @@ class LeftoverCheck:
         if self._is_alone():
             os.ftruncate(self._fd, 0)
             os.write(self._fd, json.dumps(sorted(self._find_files())).encode())
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
         else:
+            fcntl.flock(self._fd, fcntl.LOCK_SH)  # once the first session has noted what is there
             os.write(self._fd, b"\n")
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def end(self) -> Leftovers:
         """Return what was left since the first session started; nothing while another session is running."""

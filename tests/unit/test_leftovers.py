@@ -1,10 +1,14 @@
 """The check that a test session leaves nothing behind."""
 
 import contextlib
+import fcntl
+import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -107,3 +111,18 @@ def test_what_a_killed_step_left_is_named_though_the_next_step_removes_it(folder
     left = check.end()
     assert left.lasting == ()
     assert left.orphans == (str(ledger._path), str(scratch))
+
+
+def test_a_session_waits_until_the_first_one_has_noted_what_is_there(folder: Path) -> None:
+    lock = folder.parent / "lock"
+    with lock.open("wb") as first, ThreadPoolExecutor(1) as thread:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        second = thread.submit(start, folder)
+        (folder / "hpcrl-left").touch()
+        time.sleep(0.1)
+        assert not lock.read_bytes()
+        first.write(json.dumps([str(folder / "psm_before")]).encode())
+        first.flush()
+        fcntl.flock(first, fcntl.LOCK_SH)
+        check = second.result()
+    assert check.end().lasting == (str(folder / "hpcrl-left"),)
