@@ -9,6 +9,7 @@ final_summary                                   the text at the end
 read_submission, read_site                      recorded facts of a job and a campaign
 check_model                                     the part of check_request that is about the model
 CHECK_TIMEOUT_S, MODEL_CHECK_TIMEOUT_S, STOP_TIMEOUT_S  limits of checking user code and model, of stopping a job
+POLL_INTERVAL_S                                 the time between looks at a job that ends
 """
 
 import os
@@ -25,7 +26,7 @@ import msgspec
 
 from hpcrl.campaign import directory
 from hpcrl.campaign.model_check import MISSING_PACKAGE
-from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir, make_worker_name
 from hpcrl.config.program import resolve_options
 from hpcrl.config.recipe import MIN_PARAMS, ModelConfig, Recipe, WarmupConfig, fill_warmup_steps, load_recipe
 from hpcrl.config.site import Site, load_site
@@ -42,7 +43,14 @@ from hpcrl.envs.task_set import (
 from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.hardware.cost_model import read_model_shape
 from hpcrl.models.model_config import read_model_config
-from hpcrl.monitor.job_state import FINAL_JOB_STATES, judge_jobs, read_heartbeats, read_jobs, select_slurm_ids
+from hpcrl.monitor.job_state import (
+    ALIVE_WITHIN_S,
+    FINAL_JOB_STATES,
+    judge_jobs,
+    read_heartbeats,
+    read_jobs,
+    select_slurm_ids,
+)
 from hpcrl.plan.plan import Plan, make_plan
 from hpcrl.slurm import submit as slurm
 from hpcrl.slurm.script import choose_python, make_batch_script, make_job_script
@@ -65,6 +73,7 @@ M = TypeVar("M", bound=ModelConfig)
 CHECK_TIMEOUT_S = 120
 MODEL_CHECK_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 30.0
+POLL_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,13 +363,16 @@ def resume(name: str) -> CampaignDir:
 def _refuse_while_alive(job: JobDir, site: Site) -> None:
     """Raise if the last job may still run: two jobs at once would train twice on the same trajectories."""
     campaign = job.campaign
-    outcome = read_json(job.outcome)["outcome"] if job.outcome.exists() else None
+    outcome = _read_outcome(job)
+    state = "gone" if outcome == "done" else _job_state(job, site)
+    if outcome is None and state == "gone":
+        _refuse_while_draining(job)
+        outcome = _read_outcome(job)
     if outcome == "done":
         raise CampaignError(f"campaign {campaign.name!r} is done: there is nothing to resume")
-    state = _job_state(job, site)
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while outcome is not None and state == "running" and time.monotonic() < deadline:
-        time.sleep(0.5)  # its outcome is written, so it is about to exit
+        time.sleep(POLL_INTERVAL_S)  # its outcome is written, so it is about to exit
         state = _job_state(job, site)
     if state in ("queued", "running"):
         hint = f"`hpcrl monitor {campaign.name}` shows it, `hpcrl stop {campaign.name}` ends it"
@@ -370,6 +382,33 @@ def _refuse_while_alive(job: JobDir, site: Site) -> None:
             f"campaign {campaign.name!r}: Slurm does not report the state of job {read_submission(job).id}: try again "
             f"later, or, if you know that it is gone, `hpcrl stop --now {campaign.name}` first"
         )
+
+
+def _read_outcome(job: JobDir) -> str | None:
+    return str(read_json(job.outcome)["outcome"]) if job.outcome.exists() else None
+
+
+def _refuse_while_draining(job: JobDir) -> None:
+    """Raise if processes of a job that ended without an outcome still run: its first one alone was killed.
+
+    Only a heartbeat that changes shows this, as clocks differ: a silence is waited for.
+    """
+    last = _find_last_beat(job)
+    deadline = time.monotonic() + ALIVE_WITHIN_S - max(time.time() - last, 0.0)
+    while not job.outcome.exists() and time.monotonic() < deadline:
+        if _find_last_beat(job) > last:
+            raise CampaignError(
+                f"campaign {job.campaign.name!r}: the first process of job {read_submission(job).id} was killed, and "
+                "others of it still run, to save a checkpoint: try again when they have ended, after job.drain_s at "
+                f"most ({job.outcome} is there then)"
+            )
+        time.sleep(POLL_INTERVAL_S)
+
+
+def _find_last_beat(job: JobDir) -> float:
+    """Return the time of the last heartbeat of any process of a job; 0 without one."""
+    beats = read_heartbeats(job.campaign.events)
+    return max((beat for name, beat in beats.items() if name.startswith(make_worker_name(job.number))), default=0.0)
 
 
 def _refuse_without_journals(campaign: CampaignDir) -> None:
@@ -437,7 +476,7 @@ def _end_job(job: JobDir, site: Site) -> str:
         slurm.interrupt_job(read_submission(job), site=site)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while not job.outcome.exists() and time.monotonic() < deadline:
-            time.sleep(0.2)
+            time.sleep(POLL_INTERVAL_S)
         if job.outcome.exists():
             return f"campaign {campaign.name}: job {read_submission(job).id} has ended; {resumable}"
     slurm.cancel_job(read_submission(job), site=site)

@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -49,6 +49,7 @@ from hpcrl.envs.isolation.sandbox import (
     wrap_with_disks,
 )
 from hpcrl.envs.isolation.supervisor import EpisodeOutcome, EpisodeStages, Stage
+from hpcrl.envs.judge_access import keep_judges
 from hpcrl.envs.program_files import (
     ProgramProblem,
     find_command_problems,
@@ -113,6 +114,7 @@ class AgentProgram:
     judge_reward  printed: the reward is the last line of the judge; exit-code: it is 1 if the judge ends with 0, else 0
     judge_timeout_s  for the judge
     posts_reward  allow the program to post its reward, with a separate key that it reads from a descriptor
+    calls_judges  judges of the campaign ([judge.NAME]) that the program may call, without a sandbox; none by default
     cpu_s         CPU time of each of its processes
     max_processes, max_memory_mb, max_disk_mb  limits of a sandbox as a whole: processes and threads, memory, files
     sampling      recipe: temperature and the like are the recipe's, so that every turn can be trained on; program: as
@@ -139,6 +141,7 @@ class AgentProgram:
         judge_reward: JudgeRewardSource = "printed",
         judge_timeout_s: float = 600.0,
         posts_reward: bool = False,
+        calls_judges: Sequence[str] = (),
         cpu_s: int = 3600,
         max_processes: int = 1024,
         max_memory_mb: int = DEFAULT_MAX_MEMORY_MB,
@@ -175,6 +178,11 @@ class AgentProgram:
             raise ConfigError("AgentProgram: judge_readable and judge_fields need a judge: set `judge` to its command")
         if judge is not None and posts_reward:
             raise ConfigError("AgentProgram: posts_reward = true with a judge: the reward is the judge's, remove one")
+        if calls_judges and sandbox != "none":
+            raise ConfigError(
+                f"AgentProgram: calls_judges = {list(calls_judges)!r} with sandbox = {sandbox!r}, which has no "
+                'network: remove it, or set sandbox = "none"'
+            )
         self.sampling = sampling
         self.trains = trains
         self.problem = ""
@@ -194,6 +202,7 @@ class AgentProgram:
         self._timeout_s = timeout_s
         self._judge_timeout_s = judge_timeout_s
         self._posts_reward = posts_reward
+        self._calls_judges = frozenset(calls_judges)
         self._cpu_s = int(cpu_s)
         self._max_processes = int(max_processes)
         self._max_memory_mb = int(max_memory_mb)
@@ -242,6 +251,8 @@ class AgentProgram:
                 continue
             if problem := find_path_problem(str(Path(path).absolute()), what=f"{option} = {path!r}", kind=kind):
                 yield problem
+            elif option == "directory" and (secret := self._find_copied_secret(path)):
+                yield ProgramProblem(text=secret)
 
     def _find_command_problems(
         self, option: str, command: Sequence[str], more: Sequence[str], *, has_files: bool
@@ -275,7 +286,7 @@ class AgentProgram:
             image = fill_template(self._image, fields, what="image")
         if self._directory is not None:
             directory = str(Path(fill_template(self._directory, fields, what="directory")).absolute())
-            if problem := await asyncio.to_thread(_find_directory_problem, directory):
+            if problem := await asyncio.to_thread(self._find_directory_problem, directory):
                 raise EnvFault(problem)
         kind = await asyncio.to_thread(choose_sandbox, self._sandbox, image=image)
         if kind != "none":
@@ -317,7 +328,7 @@ class AgentProgram:
             "program",
             launch,
             readable=(str(Path(access.socket).parent), *self._readable),
-            environment=_build_environment(sandboxes.kind),
+            environment=_build_environment(sandboxes.kind, judges=self._calls_judges),
             timeout_s=self._timeout_s,
             timeout_name="timeout_s",
         )
@@ -373,6 +384,7 @@ class AgentProgram:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            env=keep_judges(os.environ, ()),
             start_new_session=True,
         )
         try:
@@ -443,6 +455,24 @@ class AgentProgram:
                         f"judge_readable has {path!r}, which the program can read too, as part of {place!r}: "
                         "move it elsewhere"
                     )
+        return ""
+
+    def _find_directory_problem(self, directory: str) -> str:
+        if not Path(directory).is_dir():
+            return f"directory = {directory!r}: no such directory"
+        return self._find_copied_secret(directory)
+
+    def _find_copied_secret(self, directory: str) -> str:
+        """Return which file of the judge the program would get with its copy of a directory; "" if it gets none.
+
+        The directory may be a part of what the judge can read: what the judge reads beside it is not copied.
+        """
+        for path in self._judge_readable:
+            if any(name.is_relative_to(above) for name in _list_names(path) for above in _list_names(directory)):
+                return (
+                    f"judge_readable has {path!r}, which the program is given too, with its copy of directory = "
+                    f"{directory!r}: move it elsewhere"
+                )
         return ""
 
     @property
@@ -594,13 +624,12 @@ def _warn_of_limits(kind: SandboxKind) -> None:
             _log.warning("%s is watched and not enforced by the kernel on this node: %s", name, problem)
 
 
-def _build_environment(kind: SandboxKind) -> dict[str, str]:
-    """Return the environment of a launcher: all of ours without a sandbox, else only what it needs."""
+def _build_environment(kind: SandboxKind, *, judges: Collection[str] = ()) -> dict[str, str]:
+    """Return the environment of a launcher: ours without a sandbox, but only these judges of it; else what it needs."""
+    ours = keep_judges(os.environ, judges)
     if kind == "apptainer":  # which passes nothing on but what these prefixes ask for: inside, it is the image's
-        return {name: value for name, value in os.environ.items() if not name.startswith(_PASSED_PREFIXES)}
-    known = (
-        os.environ if kind == "none" else {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
-    )
+        return {name: value for name, value in ours.items() if not name.startswith(_PASSED_PREFIXES)}
+    known = ours if kind == "none" else {name: ours[name] for name in INHERITED_VARIABLES if name in ours}
     path = os.pathsep.join([str(Path(sys.executable).parent), known.get("PATH", os.defpath)])
     return {**known, "PATH": path}
 
@@ -656,10 +685,6 @@ def _check_variables(environment: dict[str, Any]) -> None:
                 f"AgentProgram: environment has {name!r} = {value!r:.100}: the name of a variable is not empty and "
                 "has no '=', and neither it nor its value has a zero byte"
             )
-
-
-def _find_directory_problem(directory: str) -> str:
-    return "" if Path(directory).is_dir() else f"directory = {directory!r}: no such directory"
 
 
 def _remove_tree(root: Path) -> None:

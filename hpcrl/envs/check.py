@@ -202,16 +202,9 @@ def check_packages(recipe: Recipe) -> None:
                 f"[metrics] needs the package {package}, which {sys.executable} does not have: "
                 f"pip install 'hpcrl[{package}]' there, or remove it from [metrics]"
             )
-    for setting, name in (
-        ("tool_parser", recipe.engine.tool_parser),
-        ("reasoning_parser", recipe.engine.reasoning_parser),
-    ):
-        if name.startswith(VLLM_PARSER_PREFIX) and find_spec("vllm") is None:
-            raise ConfigError(
-                f"engine.{setting} = {name!r} needs the package vllm, which {sys.executable} does not have: install it "
-                "there, or name a family of models (docs/agents.md)"
-            )
-    _check_vllm_parsers(recipe.engine)
+    engines = {"": recipe.engine, **{f"judge.{name}.": judge.engine for name, judge in recipe.judge.items()}}
+    for prefix, engine in engines.items():
+        _check_vllm_parsers(engine, prefix)
     if recipe.train.lora_rank and find_spec("peft") is None:
         raise ConfigError(
             f"train.lora_rank = {recipe.train.lora_rank} needs the package peft, which {sys.executable} does not have: "
@@ -219,17 +212,29 @@ def check_packages(recipe: Recipe) -> None:
         )
 
 
-def _check_vllm_parsers(engine: EngineConfig) -> None:
-    """Let vLLM look its parsers up, which takes seconds and half a gigabyte: in a process, and only if one is named."""
-    names = (engine.tool_parser, engine.reasoning_parser)
-    if any(name.startswith(VLLM_PARSER_PREFIX) for name in names):
-        command = [sys.executable, "-m", "hpcrl.engines.vllm.parsers", *names]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        last = done.stderr.strip().rpartition("\n")[2]
-        if done.returncode == EXIT_USAGE:
-            raise ConfigError(last)
-        if done.returncode:
-            raise ConfigError(f"vLLM, which has {', '.join(names)}, {describe_end(done.returncode)}: {last[-300:]}")
+def _check_vllm_parsers(engine: EngineConfig, prefix: str) -> None:
+    """Let vLLM look its parsers up, which takes seconds and half a gigabyte: in a process, and only if one is named.
+
+    `prefix` is that of the engine's settings in the recipe.
+    """
+    settings = {"tool_parser": engine.tool_parser, "reasoning_parser": engine.reasoning_parser}
+    of_vllm = {setting: name for setting, name in settings.items() if name.startswith(VLLM_PARSER_PREFIX)}
+    if not of_vllm:
+        return
+    if find_spec("vllm") is None:
+        setting, name = next(iter(of_vllm.items()))
+        raise ConfigError(
+            f"{prefix}engine.{setting} = {name!r} needs the package vllm, which {sys.executable} does not have: "
+            "install it there, or name a family of models (docs/agents.md)"
+        )
+    command = [sys.executable, "-m", "hpcrl.engines.vllm.parsers", *settings.values()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    last = done.stderr.strip().rpartition("\n")[2]
+    if done.returncode == EXIT_USAGE:
+        raise ConfigError(prefix + last)
+    if done.returncode:
+        names = ", ".join(f"{prefix}engine.{setting} = {name!r}" for setting, name in of_vllm.items())
+        raise ConfigError(f"vLLM, which has the parsers of {names}, {describe_end(done.returncode)}: {last[-300:]}")
 
 
 def _check_function(name: str, node: PipelineNode, train: TrainConfig) -> None:

@@ -4,6 +4,7 @@
     find_judges       the judges of the campaign, by name
     find_judge        one of them
     write_variables   the variables that they are read from
+    keep_judges       variables of which a program that is not trusted sees no judge but those that it may call
     LOGPROBS_PATH     what a judge has besides OpenAI's API
 
 The variables of a judge are JUDGE_VARIABLE_PREFIX, its name in capitals, and _URL or _KEY. A judge that is gone for a
@@ -11,11 +12,11 @@ while keeps its address: requests wait there until it is back.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from hpcrl.errors import ConfigError
-from hpcrl.system.variables import JUDGE_VARIABLE_PREFIX
+from hpcrl.system.variables import JUDGE_OUTAGES_VARIABLE, JUDGE_VARIABLE_PREFIX
 
 URL_SUFFIX, KEY_SUFFIX = "_URL", "_KEY"
 LOGPROBS_PATH = "/hpcrl/logprobs"
@@ -61,3 +62,14 @@ def write_variables(judges: Mapping[str, JudgeAccess]) -> dict[str, str]:
         stem = JUDGE_VARIABLE_PREFIX + name.upper()
         variables |= {stem + URL_SUFFIX: access.url, stem + KEY_SUFFIX: access.api_key}
     return variables
+
+
+def keep_judges(variables: Mapping[str, str], judges: Collection[str]) -> dict[str, str]:
+    """Return the variables of a process, with those of these judges alone."""
+    kept = {name: access for name, access in find_judges(variables).items() if name in judges}
+    others = {
+        name: value
+        for name, value in variables.items()
+        if not name.startswith(JUDGE_VARIABLE_PREFIX) and name != JUDGE_OUTAGES_VARIABLE
+    }
+    return others | write_variables(kept)

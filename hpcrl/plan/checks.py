@@ -4,10 +4,11 @@ check_recipe             raise a PlanError for the first conflict, with a fix
 find_megatron_conflict   the first setting that trainer "megatron" does not support
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from hpcrl.config.pipeline import check_user_nodes, needs_critic
-from hpcrl.config.program import reserves_place
+from hpcrl.config.program import AGENT_PROGRAM, reserves_place
 from hpcrl.config.recipe import (
     AUTO_PARSER,
     REASONING_PARSER_NAMES,
@@ -61,7 +62,12 @@ def _check_resources(recipe: Recipe) -> None:
 
 def _check_trainer(recipe: Recipe) -> None:
     """Check that the trainer's ranks match its parallelism, and that each rank has work."""
-    train, ranks = recipe.train, recipe.resources.train.num_workers
+    train, ranks, gpus = recipe.train, recipe.resources.train.num_workers, recipe.resources.train.gpus_per_worker
+    if gpus > 1:
+        raise PlanError(
+            f"resources.train.gpus_per_worker = {gpus}: a worker of the trainer is a rank, and a rank uses one GPU: "
+            f"set it to 1, and resources.train.num_workers = {ranks * gpus}"
+        )
     shared = train.tensor_parallel * train.pipeline_parallel
     if train.trainer == "torch" and shared > 1:
         raise PlanError(
@@ -398,11 +404,20 @@ def _check_judges(recipe: Recipe) -> None:
                     _suggest_known(named, sorted(recipe.judge)) if recipe.judge else "the recipe has no [judge.NAME]"
                 )
                 raise PlanError(f"domains.{name}.judges names {named!r}: {known}")
-        chosen = domain.reward_options.get("judge") if domain.reward == JUDGE_REWARD else None
-        if chosen is not None and chosen not in domain.judges:
-            raise PlanError(f"domains.{name}.reward_options.judge = {chosen!r}: add it to domains.{name}.judges")
+        for option, chosen in _list_chosen_judges(domain):
+            if chosen not in domain.judges:
+                raise PlanError(f"domains.{name}.{option} = {chosen!r}: add it to domains.{name}.judges")
     for role, (name, judge) in zip(recipe.judge_roles, recipe.judge.items(), strict=True):
         _check_engine_of((role,), judge.engine, judge, recipe=recipe, prefix=f"judge.{name}.")
+
+
+def _list_chosen_judges(domain: DomainConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the judges that options of a domain name, with the option."""
+    if domain.reward == JUDGE_REWARD and (judge := domain.reward_options.get("judge")) is not None:
+        yield "reward_options.judge", judge
+    called = domain.options.get("calls_judges") if domain.env == AGENT_PROGRAM else None
+    if isinstance(called, list):  # another type is refused where the environment is made
+        yield from (("options.calls_judges", name) for name in called)
 
 
 def _check_engine_of(

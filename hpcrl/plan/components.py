@@ -70,10 +70,10 @@ class RewardJobPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_account(site: Site, partition: SitePartition) -> str | None:
-    """Return the account that is charged on a partition."""
-    if partition.account is not None:
-        return partition.account
-    return site.account + partition.account_suffix if site.account is not None else None
+    """Return the account that is charged on a partition; None if none is given, or an empty one."""
+    if own := (partition.account or "").strip():
+        return own
+    return shared + partition.account_suffix if (shared := (site.account or "").strip()) else None
 
 
 def make_component(

@@ -61,8 +61,6 @@ class MemoryNeed:
     gib: float
     what: str
     """The models, for a message."""
-    num_gpus: int | None = None
-    """The GPUs that it uses of those it has; None: all."""
     advice: str = ""
     """The advice where its GPUs have less memory, in place of more GPUs."""
 
@@ -104,7 +102,7 @@ def _list_trainer_needs(recipe: Recipe) -> list[MemoryNeed]:
     if not gib:
         return []
     advice = _advise_trainer(recipe, list(fixed))
-    return [MemoryNeed(role="train", gib=gib, what=" and ".join([*what, *fixed.values()]), num_gpus=1, advice=advice)]
+    return [MemoryNeed(role="train", gib=gib, what=" and ".join([*what, *fixed.values()]), advice=advice)]
 
 
 def _advise_trainer(recipe: Recipe, fixed: list[str]) -> str:

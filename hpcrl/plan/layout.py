@@ -222,7 +222,7 @@ def _explain_memory_refusal(recipe: Recipe, choices: dict[RoleName, PartitionCho
         choice, resources = choices[role], recipe.role_resources(role)
         table = name_role_resources(role)
         gpu = site.partitions[choice.partition].gpu
-        num_gpus = min(need.num_gpus or choice.gpus_per_worker, choice.gpus_per_worker)
+        num_gpus = choice.gpus_per_worker
         limit = GPU_CATALOGUE[gpu].memory_gib * num_gpus if gpu and num_gpus else resources.mem_gib_per_worker
         if need.gib > limit:
             advice = f"raise {table}.mem_gib_per_worker"

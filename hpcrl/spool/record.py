@@ -7,9 +7,11 @@
     PackedTrajectory             a trajectory in the form that is stored
     pack_trajectory              checks and packs a trajectory
     parse_facts, attach_columns    make a trajectory from stored data
+    list_columns                 the per-token columns as lists
     sum_phase_times              the times of an episode by phase
     COLUMNS                      the per-token columns and their types
     OPTIONAL_COLUMNS             those that a trajectory may lack
+    ALL_COLUMNS                  both
     SCHEMA_MAJOR, SCHEMA_MINOR    the version of the schema
 
 Shape: `token_ids` is the input and the output of the model, in order; the other per-token columns have the same
@@ -136,6 +138,7 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "loss_mask": np.dtype(np.bool_),
 }
 OPTIONAL_COLUMNS: dict[str, np.dtype[Any]] = {"teacher_logprobs": np.dtype(np.float32)}
+ALL_COLUMNS = {**COLUMNS, **OPTIONAL_COLUMNS}
 _FACT_NAMES = tuple(name for name in TrajectoryFacts.__struct_fields__ if name != "extra")
 _TURN_FACT_NAMES = frozenset(EpisodeTurn.__struct_fields__) - {"extra"}
 _FACTS_DECODER = msgspec.json.Decoder(TrajectoryFacts, strict=False)
@@ -303,3 +306,9 @@ def _split_turn(row: dict[str, Any]) -> dict[str, Any]:
         return row
     known = {name: row[name] for name in _TURN_FACT_NAMES if name in row}
     return {**known, "extra": {name: value for name, value in row.items() if name not in known}}
+
+
+def list_columns(trajectory: Trajectory) -> dict[str, list[Any] | None]:
+    """Return the token columns as lists; None stands for one that the trajectory does not have."""
+    columns = {name: getattr(trajectory, name) for name in ALL_COLUMNS}
+    return {name: None if column is None else column.tolist() for name, column in columns.items()}

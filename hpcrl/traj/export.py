@@ -21,7 +21,7 @@ import msgspec
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import SpoolError
-from hpcrl.spool.record import COLUMNS, EpisodeTurn, Trajectory
+from hpcrl.spool.record import EpisodeTurn, Trajectory, list_columns
 from hpcrl.spool.rows import list_placed_turns, list_spans
 from hpcrl.system.exit_codes import EXIT_FAILED
 from hpcrl.system.files import remove_path, staged_path, sync_directory
@@ -65,8 +65,7 @@ def build_export_row(trajectory: Trajectory, decoder: TokenDecoder) -> dict[str,
 
 def encode_json_line(trajectory: Trajectory, decoder: TokenDecoder) -> bytes:
     """Return a trajectory as one line; null stands for NaN and infinity, which JSON lacks."""
-    columns = {name: getattr(trajectory, name).tolist() for name in COLUMNS}
-    return msgspec.json.encode({**build_export_row(trajectory, decoder), **columns}) + b"\n"
+    return msgspec.json.encode({**build_export_row(trajectory, decoder), **list_columns(trajectory)}) + b"\n"
 
 
 def _row_messages(trajectory: Trajectory, decoder: TokenDecoder) -> list[list[dict[str, str]]]:

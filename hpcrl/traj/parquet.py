@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa  # noqa: TID251
 import pyarrow.parquet as pq  # noqa: TID251
 
-from hpcrl.spool.record import COLUMNS, Trajectory
+from hpcrl.spool.record import ALL_COLUMNS, Trajectory
 from hpcrl.system.files import publish_file, publish_json, sync_directory
 from hpcrl.traj.conversation import TokenDecoder
 from hpcrl.traj.export import build_export_row
@@ -61,7 +61,7 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("created", pa.float64()),
         ("reset_s", pa.float64()),
         ("extra", pa.string()),
-        *((name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in COLUMNS.items()),
+        *((name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in ALL_COLUMNS.items()),
     ]
 )
 
@@ -128,23 +128,24 @@ def _split_row_groups(trajectories: Iterator[Trajectory]) -> Iterator[list[Traje
 
 def _build_arrow_table(group: list[Trajectory], decoder: TokenDecoder) -> pa.Table:
     rows = [build_export_row(trajectory, decoder) for trajectory in group]
-    offsets = np.zeros(len(group) + 1, np.int32)
-    np.cumsum([len(trajectory) for trajectory in group], out=offsets[1:])
     arrays = [
-        _build_token_column(group, field.name, offsets)
-        if field.name in COLUMNS
+        _build_token_column(group, field.name)
+        if field.name in ALL_COLUMNS
         else pa.array([one[field.name] for one in rows], field.type)
         for field in TRAJECTORY_SCHEMA
     ]
     return pa.Table.from_arrays(arrays, schema=TRAJECTORY_SCHEMA)
 
 
-def _build_token_column(
-    group: list[Trajectory], name: str, offsets: "np.ndarray[tuple[int], np.dtype[np.int32]]"
-) -> pa.Array:
-    """Build a column of lists, without a Python number per token."""
-    values = np.concatenate([getattr(trajectory, name) for trajectory in group])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+def _build_token_column(group: list[Trajectory], name: str) -> pa.Array:
+    """Build a column of lists, without a Python number per token; it is null for rows that do not have it."""
+    columns = [getattr(trajectory, name) for trajectory in group]
+    present = [column for column in columns if column is not None]
+    offsets = np.zeros(len(group) + 1, np.int32)
+    np.cumsum([0 if column is None else len(column) for column in columns], out=offsets[1:])
+    values = np.concatenate(present) if present else np.empty(0, ALL_COLUMNS[name])
+    missing = pa.array([column is None for column in columns])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), mask=missing)
 
 
 _README_TEXT = """---
@@ -154,4 +155,5 @@ configs:
 ---
 Trajectories of an hpcrl campaign: `messages` is the conversation, `token_ids` is the input and the output of the model,
 `loss_mask` is true for tokens that the model generated, with their `logprobs` and the `versions` of the weights.
+`teacher_logprobs` are those of a teacher's engine for the same tokens (NaN elsewhere); null if none was asked.
 """

@@ -21,7 +21,7 @@ from rich.tree import Tree
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import SpoolError
-from hpcrl.spool.record import MASK_REASONS, TRAINABLE, EpisodeTurn, Trajectory, sum_phase_times
+from hpcrl.spool.record import MASK_REASONS, TRAINABLE, EpisodeTurn, Trajectory, list_columns, sum_phase_times
 from hpcrl.spool.rows import (
     PlacedTurn,
     RowColumns,
@@ -284,7 +284,8 @@ def _print_foot(console: Console, trajectory: Trajectory, decoder: TokenDecoder)
 
 def _build_token_table(columns: RowColumns, exchange: ChatExchange, decoder: TokenDecoder) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for heading in ("", "token", "id", "log-prob", "version"):
+    teacher = [] if columns.teacher_logprobs is None else ["teacher"]
+    for heading in ("", "token", "id", "log-prob", *teacher, "version"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("text", no_wrap=True, overflow="ellipsis")
     for cells, style in _iter_token_rows(columns, exchange, decoder):
@@ -298,12 +299,18 @@ def _iter_token_rows(
     for index in range(exchange.start, exchange.end):
         is_generated = index >= exchange.output_start
         token = int(columns.token_ids[index])
-        policy_cells = [f"{columns.logprobs[index]:.4f}", f"{columns.versions[index]}"] if is_generated else ["", ""]
+        policy = [f"{one[index]:.4f}" for one in (columns.logprobs, columns.teacher_logprobs) if one is not None]
+        policy_cells = [*policy, f"{columns.versions[index]}"]
         text = escape_to_one_line(decoder.decode_token(token))
         yield (
             [
                 Text(cell)
-                for cell in ("output" if is_generated else "input", str(index), str(token), *policy_cells, text)
+                for cell in (
+                    "output" if is_generated else "input",
+                    *(str(index), str(token)),
+                    *(policy_cells if is_generated else [""] * len(policy_cells)),
+                    text,
+                )
             ],
             ("cyan" if is_generated else "dim"),
         )
@@ -325,8 +332,8 @@ def _sign_style(value: float) -> str:
 def _build_json_fields(
     location: SegmentLocation, trajectory: Trajectory, exchanges: Sequence[ChatExchange], *, row: int, tokens: bool
 ) -> dict[str, object]:
-    facts = {name: getattr(trajectory, name) for name in trajectory.__struct_fields__}
-    columns = {name: facts.pop(name).tolist() for name in ("token_ids", "logprobs", "versions", "loss_mask")}
+    columns = list_columns(trajectory)
+    facts = {name: getattr(trajectory, name) for name in trajectory.__struct_fields__ if name not in columns}
     facts["turns"] = exchanges
     facts["conversation"] = row + 1
     return {**facts, "segment": str(location.path), **(columns if tokens else {})}

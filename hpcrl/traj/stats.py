@@ -77,6 +77,8 @@ class DomainFigures(msgspec.Struct, frozen=True, kw_only=True):
     trained_share: float | None
     """The share that is trained, without the extra episodes of groups."""
     num_conversations: int
+    teacher_gap: float | None
+    """The mean of log-prob minus the teacher's, of the trained tokens that a teacher's engine has scored."""
     reward: ValueSpread | None
     """The rewards of the trajectories that have one."""
     tokens: ValueSpread | None
@@ -99,6 +101,8 @@ class DomainTally:
     by_updates: Counter[int] = field(default_factory=Counter)
     token_fates: Counter[str] = field(default_factory=Counter)
     num_conversations: int = 0
+    num_taught_tokens: int = 0
+    teacher_gap_sum: float = 0.0
     rewards: "array[float]" = field(default_factory=lambda: array("d"))
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
     turns: "array[float]" = field(default_factory=lambda: array("d"))
@@ -113,6 +117,11 @@ class DomainTally:
         self.turns.append(len(trajectory.turns))
         self.token_fates.update(count_fates(trajectory))
         self.num_conversations += len(trajectory.rows) or 1
+        if trajectory.teacher_logprobs is not None:
+            is_taught = trajectory.loss_mask & ~np.isnan(trajectory.teacher_logprobs)
+            gaps = trajectory.logprobs[is_taught].astype(np.float64) - trajectory.teacher_logprobs[is_taught]
+            self.num_taught_tokens += len(gaps)
+            self.teacher_gap_sum += float(gaps.sum())
         for phase, seconds in sum_phase_times(trajectory).items():
             self.seconds[phase] += seconds
         if trajectory.reward is not None and math.isfinite(trajectory.reward):
@@ -131,6 +140,7 @@ class DomainTally:
             token_fates=dict(self.token_fates.most_common()),
             trained_share=measure_trained_share(self.token_fates),
             num_conversations=self.num_conversations,
+            teacher_gap=self.teacher_gap_sum / self.num_taught_tokens if self.num_taught_tokens else None,
             reward=measure_spread(self.rewards),
             tokens=measure_spread(self.tokens),
             turns=measure_spread(self.turns),
@@ -223,6 +233,8 @@ def _iter_stat_lines(figures: DomainFigures, *, ascii_only: bool) -> Iterator[tu
         yield "rows", Text(f"{figures.num_conversations:,} conversations, {mean:.1f} an episode")
     if figures.trained_share is not None:
         yield "trained", _format_trained(figures.trained_share, figures.token_fates)
+    if figures.teacher_gap is not None:
+        yield "teacher", Text(f"{figures.teacher_gap:+.4f} a trained token: log-prob minus that of the teacher")
     yield "updates", _format_updates(figures)
     times = [("generate", figures.generate_s), ("step", figures.step_s), ("reset", figures.reset_s)]
     mean_episode_s = sum(seconds for _, seconds in times) / figures.num_trajectories

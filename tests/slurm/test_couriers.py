@@ -68,7 +68,7 @@ def test_couriers_are_restarted_alone(lab: Lab, campaigns: Path, home: Path) -> 
 def test_a_trainer_on_two_nodes_sends_from_both_after_one_was_killed_and_in_the_next_job(
     lab: Lab, campaigns: Path
 ) -> None:
-    ranks = ("-s", "resources.train.num_workers=2", "-s", "resources.train.gpus_per_worker=4")
+    ranks = ("-s", "resources.train.num_workers=2", "-s", "resources.train.mem_gib_per_worker=9")
     sharded = ("-s", 'train.sharding="full"', "-s", "train.checkpoint_every_steps=2", "-s", "train.num_steps=100000")
     ranks += ("-s", "job.num_jobs=2")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "s", *SMALL, *ranks, *sharded)

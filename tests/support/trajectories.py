@@ -3,6 +3,7 @@
 make_trajectory         one turn, all of it trained
 make_random_trajectory  two turns of random tokens, to train on
 make_lake_trajectory    two turns in words of the tiny tokenizer, scored, to show and to score
+make_taught_trajectory  the same with the log-probs of a teacher
 make_odd_trajectory     values of its own in every column, to store
 """
 
@@ -66,6 +67,13 @@ def make_lake_trajectory(number: int = 0, index: int = 0, *, domain: str = "lake
         "loss_mask": GENERATED,
     }
     return make_trajectory(f"{domain}/{number}/{index}", **{**fields, **changed})
+
+
+def make_taught_trajectory(number: int = 0, index: int = 0, **changed: Any) -> Trajectory:
+    """Make the trajectory of the lake, scored by a teacher whose log-probs are 0.25 below those of the model."""
+    return make_lake_trajectory(
+        number, index, teacher_logprobs=np.where(GENERATED, -0.75, np.nan).astype(np.float32), **changed
+    )
 
 
 def make_random_trajectory(

@@ -78,7 +78,7 @@ class JudgeProxy:
         """The variables of the processes that call judges; those of this process are set as well."""
         self._judges = {name: _JudgeState(name, directory) for name, directory in directories.items()}
         self._job, self._report = job, report
-        self._token = secrets.token_urlsafe(32)
+        self._tokens = {name: secrets.token_urlsafe(32) for name in directories}
         self._marks = Path()
         self._thread = threading.Thread(target=self._run, name="judge proxy", daemon=True)
         self._ready, self._stopped = threading.Event(), threading.Event()
@@ -94,7 +94,7 @@ class JudgeProxy:
         self._ready.wait()
         if self._error is not None:
             raise EngineError(f"the proxy to the judges cannot be opened: {self._error!r}")
-        accesses = {name: JudgeAccess(f"{self._url}/{name}/v1", self._token, name) for name in self._judges}
+        accesses = {name: JudgeAccess(f"{self._url}/{name}/v1", key, name) for name, key in self._tokens.items()}
         self.variables = write_variables(accesses) | {JUDGE_OUTAGES_VARIABLE: str(self._marks)}
         os.environ.update(self.variables)
         return self
@@ -150,7 +150,8 @@ class JudgeProxy:
 
     async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
         name, _, path = http.path_qs.removeprefix("/").partition("/")
-        if not is_allowed(http, self._token):
+        own = self._tokens.get(name)
+        if not any(is_allowed(http, token) for token in (self._tokens.values() if own is None else [own])):
             return make_error(401, f"use the key in HPCRL_JUDGE_{name.upper()}_KEY", code="invalid_api_key")
         judge = self._judges.get(name)
         if judge is None:

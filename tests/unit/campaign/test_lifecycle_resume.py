@@ -1,6 +1,12 @@
-"""What stops a campaign from being resumed."""
+"""What stops a campaign from being resumed, such as a job whose guardian was killed and whose driver still drains."""
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +14,41 @@ import pytest
 from hpcrl.campaign import lifecycle
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import CampaignError
-from hpcrl.system.files import make_private_dir
+from hpcrl.slurm.submit import SubmittedJob, record_submission
+from hpcrl.system.files import make_private_dir, read_json
+from hpcrl.system.processes import read_start_ticks
+from tests.support.campaigns import until
+
+FAKE = Path(__file__).parents[2] / "support" / "fakes" / "squeue"
+PROGRAM = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.job.guardian import run_guarded, send_outcome
+
+campaign = CampaignDir(Path(sys.argv[1]))
+place = WorkerPlace(campaign.job(0), "node0")
+
+def beat(log):
+    while True:
+        log.beat()
+        time.sleep(0.05)
+
+def drive(outcome_fd):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
+    log = EventLog.open(campaign, "env", 0, job=0, role="env")
+    threading.Thread(target=beat, args=(log,), daemon=True).start()
+    print("ready", flush=True)
+    signal.sigwait([signal.SIGTERM])  # the guardian has ended
+    Path(sys.argv[2]).write_text(str(os.getpid()))
+    signal.sigwait([signal.SIGUSR1])  # it has drained
+    send_outcome("drained", "it received SIGTERM", outcome_fd=outcome_fd, job=place.job)
+    return 0
+
+sys.exit(run_guarded(drive, place))
+"""
 
 
 def test_the_error_for_an_old_key_in_a_stored_recipe_names_the_new_one(tmp_path: Path) -> None:
@@ -33,3 +73,71 @@ def test_a_campaign_whose_tasks_were_recorded_elsewhere_is_refused(tmp_path: Pat
     campaign.env_workers.rmdir()
     with pytest.raises(CampaignError, match=r"cannot be resumed: it has no .*env-workers.*hpcrl export c --hf DIR"):
         lifecycle.resume(str(campaign.root))
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Fakes of Slurm's programs, for which job 7 has ended; the next one has the number 8."""
+    answers, programs = make_private_dir(tmp_path / "slurm"), make_private_dir(tmp_path / "bin")
+    for name in ("sbatch", "srun", "squeue", "sacct", "scancel"):
+        (programs / name).symlink_to(FAKE)
+    (answers / "squeue.out").write_text("7|7|FAILED|env|2026-11-20T10:00:00|2026-11-20T11:00:00||NonZeroExitCode\n")
+    (answers / "sbatch.out").write_text("Submitted batch job 8\n")
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_SLURM", str(answers))
+    return answers
+
+
+@contextlib.contextmanager
+def killed_guardian(directory: Path, *settings: str, site: str) -> Iterator[tuple[CampaignDir, int]]:
+    """Make a campaign, start the guardian of its first job, and kill it; yields the driver, which drains the job."""
+    campaign, note = CampaignDir(make_private_dir(directory / "c")), directory / "draining"
+    lifecycle._write_description(campaign, lifecycle.load_request("quickstart", site=site, settings=settings))
+    make_private_dir(campaign.job(0).root)
+    command = [sys.executable, "-c", PROGRAM, str(campaign.root), str(note)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as guardian:
+        assert guardian.stdout is not None
+        assert guardian.stdout.readline() == b"ready\n"
+        local = SubmittedJob(
+            id="local-7", scheduler="local", time=0.0, pid=guardian.pid, start_ticks=read_start_ticks(guardian.pid)
+        )
+        record = local if site == "local" else SubmittedJob(id="7", scheduler="slurm", time=0.0)
+        record_submission(record, job=campaign.job(0))
+        guardian.kill()
+    until(lambda: note.exists() and note.read_text() != "", what="the driver drains", timeout_s=30)
+    driver = int(note.read_text())
+    try:
+        yield campaign, driver
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(driver, signal.SIGKILL)
+
+
+def test_a_job_whose_driver_drains_without_its_guardian_is_not_followed_by_a_second_one(
+    tmp_path: Path, slurm: Path
+) -> None:
+    with killed_guardian(tmp_path, "site.account=m1", site="perlmutter") as (campaign, driver):
+        with pytest.raises(CampaignError, match="of job 7 was killed, and others of it still run"):
+            lifecycle.resume(str(campaign.root))
+        assert not (slurm / "sbatch.calls").exists()
+        os.kill(driver, signal.SIGUSR1)
+        until(campaign.job(0).outcome.exists, what="the driver has drained", timeout_s=30)
+        lifecycle.resume(str(campaign.root))
+        assert read_json(campaign.job(1).submission)["id"] == "8"
+
+
+def test_a_campaign_without_a_scheduler_is_not_resumed_while_a_driver_drains(tmp_path: Path) -> None:
+    with killed_guardian(tmp_path, site="local") as (campaign, _):
+        with pytest.raises(CampaignError, match="of job local-7 was killed, and others of it still run"):
+            lifecycle.resume(str(campaign.root))
+        assert campaign.job_numbers() == [0]
+
+
+def test_a_job_that_was_killed_as_a_whole_is_resumed_after_a_silence(
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "ALIVE_WITHIN_S", 1.0)
+    with killed_guardian(tmp_path, "site.account=m1", site="perlmutter") as (campaign, driver):
+        os.kill(driver, signal.SIGKILL)
+        lifecycle.resume(str(campaign.root))
+        assert len((slurm / "sbatch.calls").read_text().splitlines()) == 1

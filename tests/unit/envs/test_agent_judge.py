@@ -248,6 +248,7 @@ def test_what_is_not_there_is_a_fault_of_the_episode(template, options, why, mon
         ({"judge": ["x"], "judge_reward": "guess"}, "must be one of printed, exit-code"),
         ({"judge": ["x"], "judge_timeout_s": 0}, "judge_timeout_s = 0"),
         ({"judge": ["x"], "posts_reward": True}, "remove one"),
+        ({"calls_judges": ["user"]}, "with sandbox = 'auto', which has no network"),
         ({"judge_fields": ["x"]}, "need a judge"),
         ({"judge": ["x"], "judge_readable": [str(Path(os.__file__).parent)]}, "which the program can read too"),
         ({"max_processes": 3}, "max_processes = 3: it must be 32 or more"),
@@ -258,6 +259,56 @@ def test_what_is_not_there_is_a_fault_of_the_episode(template, options, why, mon
 def test_options_that_cannot_be_right_are_refused(options, why):
     with pytest.raises(ConfigError, match=why):
         make_program("hpcrl.envs.agent:AgentProgram", {"command": ["x"], **options}, what="domains.x.env")
+
+
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_directory_with_files_of_the_judge_is_not_given_to_the_program(template, tmp_path, sandbox, linked):
+    (tmp_path / "tasks/a/hidden").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "tasks")
+    options = {"directory": f"{tmp_path}/{'link' if linked else 'tasks'}/{{name}}", "task": {"name": "a"}}
+    secret = str(tmp_path / "tasks/a/hidden")
+    trajectory = play(template, ASK_AND_WRITE, sandbox=sandbox, judge_readable=[secret], **options, **judged_by(READ))
+    assert trajectory.status == "env-fault"
+    assert f"judge_readable has {secret!r}, which the program is given too, with its copy" in trajectory.extra["fault"]
+    program = AgentProgram(command=["true"], judge=["true"], sandbox=sandbox, judge_readable=[secret], **options)
+    (problem,) = program.find_problems()
+    assert problem.text in trajectory.extra["fault"]
+
+
+@needs_bubblewrap
+def test_what_the_judge_reads_beside_a_copied_directory_is_not_given_to_the_program(template, tmp_path):
+    (tmp_path / "tasks/a/repository").mkdir(parents=True)
+    (tmp_path / "tasks/a/hidden").write_text("42")
+    look = f"ask('a')\nassert not os.path.exists({str(tmp_path)!r})\nopen('answer', 'w').write('42')"
+    judge = READ.replace("'42'", f"open({str(tmp_path / 'tasks/a/hidden')!r}).read()")
+    options = {"directory": f"{tmp_path}/tasks/{{name}}/repository", "task": {"name": "a"}}
+    trajectory = play(
+        template, look, sandbox="bubblewrap", judge_readable=[str(tmp_path / "tasks")], **options, **judged_by(judge)
+    )
+    assert reward_of(trajectory) == 1.0
+
+
+PRINT_JUDGES = """
+ask('a')
+seen = {name for name in os.environ if 'JUDGE' in name}
+assert seen == set(task['expected']), seen
+print(0.5)
+"""
+
+
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+def test_a_program_is_given_no_judge_but_those_that_the_recipe_names(template, monkeypatch, sandbox):
+    for name in ("grader", "user"):
+        monkeypatch.setenv(f"HPCRL_JUDGE_{name.upper()}_URL", f"http://127.0.0.1:1/{name}/v1")
+        monkeypatch.setenv(f"HPCRL_JUDGE_{name.upper()}_KEY", f"key-of-{name}")
+    monkeypatch.setenv("HPCRL_OUTAGES_OF_JUDGES", "/nowhere")
+    task = {"expected": []}
+    assert reward_of(play(template, PRINT_JUDGES, sandbox=sandbox, task=task)) == 0.5
+    if sandbox == "none":
+        task["expected"] = ["HPCRL_JUDGE_USER_URL", "HPCRL_JUDGE_USER_KEY"]
+        trajectory = play(template, PRINT_JUDGES, sandbox=sandbox, task=task, calls_judges=["user"])
+        assert reward_of(trajectory) == 0.5
 
 
 @pytest.mark.parametrize("linked", ["judge_readable", "readable"])

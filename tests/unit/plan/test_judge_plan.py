@@ -83,6 +83,11 @@ def test_the_built_in_reward_names_a_judge_of_its_domain():
     assert "domains.lake.reward_options.judge = 'other': add it to domains.lake.judges" in refused(*settings)
 
 
+def test_a_program_that_calls_a_judge_names_one_of_its_domain():
+    options = ('domains.lake.env="hpcrl.envs.agent:AgentProgram"', 'domains.lake.options={calls_judges = ["other"]}')
+    assert "domains.lake.options.calls_judges = 'other': add it to domains.lake.judges" in refused(*options)
+
+
 def test_a_plan_with_judges_survives_json():
     made = plan()
     assert msgspec.json.decode(made.to_json(), type=type(made)) == made

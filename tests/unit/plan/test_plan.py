@@ -182,6 +182,23 @@ def test_a_missing_account_is_refused_where_one_is_charged() -> None:
     assert "perlmutter.toml" in str(caught.value)
 
 
+@pytest.mark.parametrize("account", ["''", "' '"])
+def test_an_empty_account_is_none(account: str) -> None:
+    message = refused(f"site.account={account}", site="perlmutter")
+    assert "charges an account, and none is known for its partitions cpu, gpu" in message
+    assert "-s site.account=..." in message
+    message = refused(f"site.partitions.booster.account={account}", site="leonardo")
+    assert "none is known for its partitions booster: " in message
+    flags = plan_recipe(f"site.account={account}").components[0].slurm_flags
+    assert not any("--account" in flag for flag in flags)
+
+
+def test_a_second_gpu_of_a_rank_is_refused_with_the_number_of_workers() -> None:
+    message = refused("resources.train.gpus_per_worker=4", "resources.train.num_workers=2")
+    assert message.startswith("resources.train.gpus_per_worker = 4: ")
+    assert message.endswith("set it to 1, and resources.train.num_workers = 8")
+
+
 def test_each_component_has_its_own_account() -> None:
     made = plan_recipe(site="perlmutter")
     flags = {component.partition: component.slurm_flags for component in made.components}
@@ -291,7 +308,7 @@ def test_to_survive_node_loss_every_role_has_two_nodes_of_one_allocation() -> No
 
 
 def test_workers_are_sized_for_the_gpus_of_the_one_partition() -> None:
-    settings = ("model.num_params=1000000000", "rollout.max_running=512", "resources.train.gpus_per_worker=4")
+    settings = ("model.num_params=1000000000", "rollout.max_running=512", "resources.train.num_workers=4")
     large = ("job.layout=hetstep", *settings)
     assert workers(plan_recipe(*large, site="perlmutter"))[1] >= 8
     assert plan_recipe(*large, site="perlmutter").sizes

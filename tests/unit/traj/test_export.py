@@ -16,7 +16,7 @@ from hpcrl.traj import parquet
 from hpcrl.traj.__main__ import main
 from tests.support.campaign_spools import Spools, unscored
 from tests.support.disks import largest_file
-from tests.support.trajectories import make_lake_trajectory
+from tests.support.trajectories import make_lake_trajectory, make_taught_trajectory
 
 
 @pytest.fixture
@@ -73,6 +73,24 @@ def test_numbers_that_are_not_finite_stay_so_in_parquet_and_are_null_in_json(tmp
     assert (row["reward"], row["logprobs"][4]) == (None, None)
     assert typed["reward"] == math.inf
     assert math.isnan(typed["logprobs"][4])
+
+
+def test_the_log_probs_of_a_teacher_are_exported_where_one_was_asked(tmp_path):
+    spools = Spools(tmp_path / "campaign")
+    taught = make_taught_trajectory(1)
+    spools.scored(make_lake_trajectory(0))
+    spools.scored(taught)
+    for name in ("a.jsonl", "a.parquet", "exported"):
+        assert export(spools, tmp_path / name) == 0
+    expected = [None, [None if math.isnan(one) else one for one in taught.teacher_logprobs.tolist()]]
+    assert [row["teacher_logprobs"] for row in lines(tmp_path / "a.jsonl")] == expected
+    (shard,) = (tmp_path / "exported" / "data").iterdir()
+    for path in (tmp_path / "a.parquet", shard):
+        column = pq.read_table(path).column("teacher_logprobs")
+        assert column.type.value_type == "float"
+        missing, found = column.to_pylist()
+        assert missing is None
+        assert np.array_equal(np.array(found, np.float32), taught.teacher_logprobs, equal_nan=True)
 
 
 def test_facts_of_a_newer_schema_are_kept_as_json_text(tmp_path):

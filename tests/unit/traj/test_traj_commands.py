@@ -26,7 +26,7 @@ from hpcrl.traj.conversation import (
 from hpcrl.traj.history import SeenIds, TrajectoryHistory, TrajectorySelection
 from hpcrl.traj.stats import DomainTally, count_by_domain, count_fates
 from tests.support.campaign_spools import Spools, unscored
-from tests.support.trajectories import make_lake_trajectory
+from tests.support.trajectories import make_lake_trajectory, make_taught_trajectory
 
 
 @pytest.fixture
@@ -176,6 +176,14 @@ def test_show_tokens_prints_each_id_and_log_probability(filled, capsys):
     _, out, _ = traj(filled, "show", "lake/3/1", "--tokens", capsys=capsys)
     assert "<user>" in out
     assert out.count("-0.5000") == 4
+
+
+def test_show_prints_the_log_probs_of_a_teacher(spools, capsys):
+    spools.scored(make_taught_trajectory())
+    _, out, _ = traj(spools, "show", "--tokens", capsys=capsys)
+    assert out.count("-0.7500") == 4
+    _, out, _ = traj(spools, "show", "--tokens", "--json", capsys=capsys)
+    assert json.loads(out)["teacher_logprobs"] == [None] * 4 + [-0.75] * 3 + [None] * 3 + [-0.75]
 
 
 @pytest.mark.parametrize(
@@ -332,6 +340,14 @@ def test_stats_json_has_every_domain(filled, capsys):
 def test_stats_shows_the_trend_by_version(filled, capsys):
     _, out, _ = traj(filled, "stats", "--domain", "lake", capsys=capsys)
     assert "mean reward 0.00 with version 0, 0.30 with version 3" in out
+
+
+def test_stats_show_how_far_the_model_is_from_its_teacher(spools, capsys):
+    spools.scored(make_taught_trajectory(), make_lake_trajectory(1))
+    _, out, _ = traj(spools, "stats", "--json", capsys=capsys)
+    assert json.loads(out)["domains"][0]["teacher_gap"] == 0.25
+    _, out, _ = traj(spools, "stats", capsys=capsys)
+    assert "+0.2500 a trained token" in out
 
 
 def test_stats_show_what_became_of_the_generated_tokens(spools, capsys):

@@ -175,6 +175,8 @@ def test_a_parser_of_vllm_is_refused_where_vllm_is_not_installed(tmp_path, monke
         monkeypatch.setattr(module, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=f"engine.{setting} = 'vllm:hermes' needs the package vllm"):
         check.check_packages(make_recipe(f'engine.{setting}="vllm:hermes"'))
+    with pytest.raises(ConfigError, match=f"^judge.grader.engine.{setting} = 'vllm:hermes' needs the package vllm"):
+        check.check_packages(make_recipe("judge.grader.path=/m", f'judge.grader.engine.{setting}="vllm:hermes"'))
     template = load_chat_template(save_family(tmp_path, FAMILIES["Qwen3"]))
     choice = choose_parsers(template.text, EngineConfig(**{setting: "vllm:hermes"}))
     with pytest.raises(ConfigError, match=f"engine.{setting} = 'vllm:hermes' needs the package vllm"):
@@ -186,6 +188,9 @@ def test_a_parser_that_vllm_does_not_have_is_refused_with_its_list():
     pytest.importorskip("vllm")
     with pytest.raises(ConfigError, match=r"engine.tool_parser = 'vllm:hermez' is not known .*did you mean 'hermes'"):
         check.check_packages(make_recipe('engine.tool_parser="vllm:hermez"', 'engine.reasoning_parser="vllm:qwen3"'))
+    judge = ("judge.grader.path=/m", 'judge.grader.engine.tool_parser="vllm:hermez"')
+    with pytest.raises(ConfigError, match=r"^judge.grader.engine.tool_parser = 'vllm:hermez' is not known"):
+        check.check_packages(make_recipe(*judge))
 
 
 def test_one_env_worker_reports_the_parsers_that_it_chose(tmp_path):

@@ -22,6 +22,7 @@ from hpcrl.rollout.judge_outages import JudgeOutages
 from hpcrl.rollout.judges import proxy as proxy_module
 from hpcrl.rollout.judges.proxy import JudgeProxy
 from hpcrl.rollout.judges.server import serve_judge
+from hpcrl.system.files import make_private_dir
 from tests.support.trajectories import make_lake_trajectory
 
 QUESTION = [{"role": "user", "content": "2+2?"}]
@@ -71,6 +72,14 @@ def test_a_wrong_key_and_an_unknown_judge_are_refused(host, client):
         chat(client.with_options(api_key="other"))
     with pytest.raises(openai.NotFoundError, match="the recipe has grader"):
         chat(client.with_options(base_url=str(client.base_url).replace("grader", "other")))
+
+
+def test_the_key_of_a_judge_opens_no_other(tmp_path):
+    with JudgeProxy({name: make_private_dir(tmp_path / name) for name in ("grader", "user")}, job=0):
+        judges = find_judges()
+        headers = {"Authorization": f"Bearer {judges['user'].api_key}"}
+        assert httpx.get(judges["grader"].url + "/models", headers=headers).status_code == 401
+        assert httpx.get(judges["user"].url.replace("user", "other"), headers=headers).status_code == 404
 
 
 @pytest.mark.parametrize("path", ["/v1/../pause", "/v1/models?q=%C3%A9%23", "/v1/a%2Fb"])
