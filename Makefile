@@ -23,7 +23,7 @@ vllm: $(VENV)/.vllm
 demo: $(VENV)/.local
 	$(BIN)/hpcrl submit recipes/quickstart.toml --site local --watch
 
-# What needs neither Slurm nor vLLM nor a campaign runs in a process per core, the rest in two series at once.
+# What needs neither Slurm nor vLLM nor a campaign runs in a process per core, the rest in series at once.
 # Folders with long files come first: one that starts last leaves the other processes idle.
 FAST := tests/unit/trainers tests/unit/learn tests/unit/spool tests/contract tests/unit tests/golden
 FAST += --numprocesses auto --dist loadfile --no-loadscope-reorder

@@ -1,6 +1,6 @@
-"""Run all suites: the fast ones, then the slow ones in two series at once; after each, once more what failed.
+"""Run all suites: the fast ones, then the slow ones in several series at once; after each, once more what failed.
 
-Campaigns wait for processes to start and for walltimes to end: one series leaves half of two cores idle. The price is
+Campaigns wait for processes to start and for walltimes to end: two series leave half of two cores idle. The price is
 that a test may find the machine busy at a bad moment. Such a test gets a second run, alone, and is named at the end;
 what fails twice fails the run.
 
@@ -15,7 +15,11 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-SLOW = (("tests/slurm", "tests/mpi"), ("tests/e2e", "tests/vllm", "tests/gpu", "bench"))
+SLOW = (
+    ("tests/slurm", "--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder"),  # each with its own lab
+    ("tests/e2e", "tests/mpi", "bench"),
+    ("tests/vllm", "tests/gpu"),
+)
 MAX_REPEATED = 3
 """More failures than this are not the machine's: they are not repeated."""
 
@@ -64,18 +68,21 @@ def list_failed(reports: Iterable[Path]) -> list[str]:
 
 
 def run_at_once(series: Sequence[Sequence[str]], home: Path) -> list[int]:
-    """Run one or two series at once; the second one's output follows the first one's."""
+    """Run series at once; the output of the others follows that of the first one."""
     commands = [make_command(arguments, home / str(number)) for number, arguments in enumerate(series)]
-    log = home / "second.log"
-    with log.open("w") as output:
-        others = [subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) for command in commands[1:]]
-        try:
-            first = subprocess.run(commands[0], check=False)
-            codes = [first.returncode, *(other.wait() for other in others)]
-        finally:
-            for other in others:
-                other.terminate()
-    sys.stdout.write(log.read_text())
+    logs = [home / f"{number}.log" for number in range(1, len(commands))]
+    others: list[subprocess.Popen[bytes]] = []
+    try:
+        for command, log in zip(commands[1:], logs, strict=True):
+            with log.open("w") as output:
+                others.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+        first = subprocess.run(commands[0], check=False)
+        codes = [first.returncode, *(other.wait() for other in others)]
+    finally:
+        for other in others:
+            other.terminate()
+    for log in logs:
+        sys.stdout.write(log.read_text())
     sys.stdout.flush()
     return codes
 

@@ -28,6 +28,8 @@ TEMPLATES = ("slurm.conf", "gres.conf", "slurmdbd.conf", "my.cnf")
 MAX_SOCKET_PATH = 107
 PORT_RANGE = range(20_000, 32_000)
 """Ports below Linux's ephemeral ports (32768 and up), so that no outgoing connection uses one of ours."""
+JOB_IDS_PER_PORT = 1_000
+"""Labs count their jobs from different numbers: MPICH names shared memory after jobs, and labs share the machine's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +208,7 @@ def _make_template_values(lab: LabDir, *, cluster: LabCluster, ports: list[int],
         "host": hostname,
         "user": user,
         "ctld_port": ports[0],
+        "first_job_id": (ports[0] - PORT_RANGE.start) * JOB_IDS_PER_PORT + 1,
         "dbd_port": ports[1],
         "num_cpus": cluster.num_cpus,
         "mem_mib": cluster.mem_mib,

@@ -80,6 +80,9 @@ class MemoryStore:
     def is_intact(self, version: int) -> bool:
         return True  # versions are never overwritten
 
+    def check_version(self, version: int) -> None:
+        self.load(version)
+
     def prune(self, *, keep: int) -> None:
         for version in sorted(self._versions)[: -max(keep, 1)]:
             del self._versions[version]

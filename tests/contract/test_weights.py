@@ -1,5 +1,7 @@
 """The contract of every WeightStore, and the faults that the file store survives."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +87,15 @@ def test_loading_an_unknown_version_lists_those_that_are_there(store: WeightStor
     store.publish(weights(), WeightVersion(version=2, step=1))
     with pytest.raises(WeightsError, match=r"version 9 .*available: 2"):
         store.load(9)
+
+
+def test_a_version_that_can_be_read_passes_the_check_and_one_that_was_removed_does_not(store: WeightStore) -> None:
+    for version in (1, 2, 3):
+        store.publish(weights(), WeightVersion(version=version, step=version))
+    store.prune(keep=1)
+    store.check_version(3)
+    with pytest.raises(WeightsError, match="version 1"):
+        store.check_version(1)
 
 
 def test_pruning_keeps_the_newest_versions(store: WeightStore) -> None:
@@ -181,11 +192,15 @@ def test_versions_are_private_to_their_owner(tmp_path: Path) -> None:
     assert [path for path in paths if path.stat().st_mode & 0o077] == []
 
 
-def test_asking_for_the_newest_version_imports_nothing_heavy() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, hpcrl.weights.versions; print(sorted({'torch', 'numpy', 'xxhash'} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        ("hpcrl.weights.versions", {"torch", "numpy", "xxhash"}),
+        ("hpcrl.roles.serve, hpcrl.engines.vllm.engine, hpcrl.engines.sim.engine", {"torch", "transformers"}),
+    ],
+)
+def test_processes_that_only_follow_versions_import_nothing_heavy(modules: str, heavy: set[str]) -> None:
+    code = f"import sys, {modules}; print(sorted({heavy} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import read_json
-from tests.support.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
+from tests.support.campaigns import SIMULATED, hpcrl, outcome, snapshot, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("own_code")]
 
@@ -49,7 +49,7 @@ def test_metrics_are_complete_though_the_exporter_was_killed(campaigns: Path, tm
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     recipe = tmp_path / "nodes.toml"
     recipe.write_text(RECIPE)
-    hpcrl("submit", str(recipe), "--site", "local", "--name", "m", *SMALL, "-s", "train.num_steps=30")
+    hpcrl("submit", str(recipe), "--site", "local", "--name", "m", *SIMULATED, "-s", "train.num_steps=30")
     run = CampaignDir(campaigns / "m")
     until((run.metrics / "read.json").exists, what="the exporter has read events")
     reader = reader_of(run)

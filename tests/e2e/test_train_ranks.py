@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.testing.event_lines import read_events
 from tests.support.campaigns import (
-    SMALL,
+    SIMULATED,
     driver_of,
     hpcrl,
     num_consumed_groups,
@@ -23,13 +23,16 @@ from tests.support.campaigns import (
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+NUM_STEPS = 20
 TWO = ("-s", "resources.train.num_workers=2", "-s", 'train.sharding="full"', "-s", "train.checkpoint_every_steps=1")
 
 
 def test_two_ranks_killed_with_their_driver_resume_train_every_group_once_and_save_one_model(
     campaigns: Path, home: Path, tmp_path: Path
 ) -> None:
-    hpcrl("submit", "quickstart", "--site", "local", "--name", "two", *SMALL, *TWO, "-s", "train.num_steps=6")
+    settings = (*SIMULATED, *TWO, "-s", f"train.num_steps={NUM_STEPS}")
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "two", *settings)
     run = CampaignDir(campaigns / "two")
     until(lambda: len(steps(run)) >= 2, what="two steps were made", timeout_s=240)
     assert windows_of(run)
@@ -40,11 +43,11 @@ def test_two_ranks_killed_with_their_driver_resume_train_every_group_once_and_sa
     assert snapshot("two")["state"] == "failed"
     hpcrl("resume", "two", "--watch")
     seen = snapshot("two")
-    assert (seen["state"], seen["step"], len(seen["jobs"])) == ("done", 6, 2)
-    assert num_consumed_groups(run) == 6 * 2  # a group that is trained on twice counts once
+    assert (seen["state"], seen["step"], len(seen["jobs"])) == ("done", NUM_STEPS, 2)
+    assert num_consumed_groups(run) == NUM_STEPS * 2  # a group that is trained on twice counts once
     events = list(read_events(run.events))
     assert [event["transport"] for event in events if event["event"] == "transport"] == ["window", "window"]
-    assert {event["version"] for event in events if event["event"] == "published"} >= set(range(7))
+    assert {event["version"] for event in events if event["event"] == "published"} >= set(range(NUM_STEPS + 1))
     newest = sorted(run.checkpoints.iterdir())[-1]
     assert len(list(newest.glob("state-*.safetensors"))) == 2
     hpcrl("export", "two", "--hf", str(tmp_path / "model"))

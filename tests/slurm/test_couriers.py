@@ -10,7 +10,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.testing.event_lines import read_events
 from hpcrl.testing.nodes import courier_pids, processes
 from hpcrl.weights.versions import list_versions, read_transport
-from tests.support.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+from tests.support.campaigns import SIMULATED, hpcrl, outcome, processes_of, snapshot, steps, until, windows_of
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -26,7 +26,7 @@ def transports(run: CampaignDir) -> list[object]:
 
 def test_a_campaign_whose_mpi_does_not_work_uses_tcp(lab: Lab, campaigns: Path) -> None:
     more = ("-s", "site.mpi.srun_type=none", "-s", "train.num_steps=100000")
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "t", *SMALL, *more)
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "t", *SIMULATED, *more)
     run = CampaignDir(campaigns / "t")
     until(lambda: len(named(run, "courier")) > 1, what="versions were carried", timeout_s=300)
     assert transports(run)[-1] == "tcp"
@@ -37,7 +37,7 @@ def test_a_campaign_whose_mpi_does_not_work_uses_tcp(lab: Lab, campaigns: Path) 
 
 
 def test_couriers_are_restarted_alone(lab: Lab, campaigns: Path, home: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "r", *SMALL, "-s", "train.num_steps=100000")
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "r", *SIMULATED, "-s", "train.num_steps=100000")
     run = CampaignDir(campaigns / "r")
     for number, node in ((signal.SIGKILL, "decode1"), (signal.SIGSTOP, "prefill1")):
         carried = len(named(run, "courier"))
@@ -71,7 +71,7 @@ def test_a_trainer_on_two_nodes_sends_from_both_after_one_was_killed_and_in_the_
     ranks = ("-s", "resources.train.num_workers=2", "-s", "resources.train.mem_gib_per_worker=9")
     sharded = ("-s", 'train.sharding="full"', "-s", "train.checkpoint_every_steps=2", "-s", "train.num_steps=100000")
     ranks += ("-s", "job.num_jobs=2")
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "s", *SMALL, *ranks, *sharded)
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "s", *SIMULATED, *ranks, *sharded)
     run = CampaignDir(campaigns / "s")
     until(lambda: len(named(run, "courier")) > 2, what="versions were carried", timeout_s=240)
     os.kill(processes(run, "hpcrl.roles", "train", by="RANK")["1"], signal.SIGKILL)
@@ -97,4 +97,4 @@ def test_a_trainer_on_two_nodes_sends_from_both_after_one_was_killed_and_in_the_
     versions = [int(str(event["version"])) for event in carried]
     assert versions == sorted(set(versions))
     assert transports(run) == ["files", "mpi"] * 2
-    assert not [path for path in Path("/dev/shm").iterdir() if f"-{run.name}-" in path.name]
+    assert windows_of(run, node="") == []

@@ -8,7 +8,7 @@ import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
+from tests.support.campaigns import SIMULATED, hpcrl, outcome, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(900)]
@@ -39,7 +39,7 @@ def kill_driver(run: CampaignDir, *, job: int) -> None:
 
 def test_a_campaign_continues_after_its_walltime_and_after_a_kill(lab: Lab, campaigns: Path) -> None:
     endless = ("-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=1", "-s", "job.num_jobs=3")
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "n", *SMALL, *endless)
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "n", *SIMULATED, *endless)
     run = CampaignDir(campaigns / "n")
     second = follower(run, job=0)
     until(lambda: has_stepped(run, job=0), what="the first job makes steps", timeout_s=240)

@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.errors import LabError
 from hpcrl.lab import lab as labs
-from hpcrl.lab.conf import LabCluster, NodeGroup
+from hpcrl.lab.conf import JOB_IDS_PER_PORT, LabCluster, NodeGroup
 from hpcrl.system.processes import is_alive, read_start_ticks
 from tests.support.lab_tools import Lab, short_dir, until
 
@@ -60,6 +60,12 @@ def test_one_of_two_ups_at_once_starts_the_lab_and_the_other_finds_it(three_ups:
 def test_two_labs_run_side_by_side(two_labs: tuple[Lab, Lab]) -> None:
     confs = [lab.run("srun", "printenv", "SLURM_CONF") for lab in two_labs]
     assert confs == [str(lab.state_dir / "slurm.conf") for lab in two_labs]
+
+
+def test_jobs_of_two_labs_have_different_numbers(two_labs: tuple[Lab, Lab]) -> None:
+    """MPI worlds of one machine that have the number of their job in common would wait for each other's memory."""
+    first, second = (int(lab.run("srun", "printenv", "SLURM_JOB_ID")) for lab in two_labs)
+    assert abs(first - second) >= JOB_IDS_PER_PORT
 
 
 def test_up_restarts_a_lab_without_its_controller(two_labs: tuple[Lab, Lab]) -> None:

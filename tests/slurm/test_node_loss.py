@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SMALL, hpcrl, outcome, steps, until
+from tests.support.campaigns import SIMULATED, hpcrl, outcome, steps, until
 from tests.support.lab_tools import Lab, running_lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -29,7 +29,7 @@ def test_a_campaign_continues_without_a_lost_node_and_its_weights_are_still_sent
 ) -> None:
     two = ("-s", "resources.decode.num_workers=2", "-s", "resources.decode.gpus_per_worker=4")
     hpcrl(
-        *("submit", "quickstart", "--site", "lab", "--name", "n", *SMALL, *two),
+        *("submit", "quickstart", "--site", "lab", "--name", "n", *SIMULATED, *two),
         *("-s", "job.survive_node_loss=true", "-s", "train.num_steps=100000"),
     )
     run = CampaignDir(campaigns / "n")

@@ -7,7 +7,7 @@ import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+from tests.support.campaigns import SIMULATED, SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -37,7 +37,7 @@ def test_a_site_without_het_jobs_trains_in_one_allocation_with_weights_by_mpi(la
 
 
 def test_one_allocation_is_stopped_resumed_and_ended_at_once(lab: Lab, campaigns: Path, home: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--name", "s", *SMALL, "-s", "train.num_steps=100000")
+    hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--name", "s", *SIMULATED, "-s", "train.num_steps=100000")
     run = CampaignDir(campaigns / "s")
     until(lambda: len(steps(run)) >= 1, what="a step was made")
     hpcrl("stop", "s")

@@ -195,8 +195,7 @@ class SimEngine:
     async def load_version(self, version: int) -> float:
         """Pause for as long as the transfer of the weights would take."""
         if self._store is not None:
-            with await asyncio.to_thread(self._store.read_version, version):
-                pass  # without a model it is enough that they can be read
+            await asyncio.to_thread(self._store.check_version, version)
         if version < self.version:
             raise WeightsError(f"version {version} is older than {self.version}, which is loaded: never go back")
         shape = self._worker_speed.shape

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from hpcrl.errors import WeightsError
 from hpcrl.system.files import make_private_dir, publish_file, remove_path, staged_path
@@ -61,6 +60,8 @@ class FileStore:
         return find_newest_manifest(self.directory)
 
     def load(self, version: int) -> Tensors:
+        from safetensors.torch import load_file
+
         manifest = read_manifest(self.directory, version)
         path = tensors_file(self.directory, version)
         try:
@@ -76,6 +77,9 @@ class FileStore:
 
     def is_intact(self, version: int) -> bool:
         return True  # the tensors were copied out of the file
+
+    def check_version(self, version: int) -> None:
+        self.load(version)
 
     def prune(self, *, keep: int) -> None:
         for version in list_versions(self.directory)[: -max(keep, 1)]:

@@ -6,19 +6,15 @@
     view_tensors  the tensors in a slot of a window
     Tensors       tensors by name
 
-The stores are `file_store`, `window_store` and `sharded_store`. To list versions only, use `hpcrl.weights.versions`,
-which imports nothing heavy.
+The stores are `file_store`, `window_store` and `sharded_store`. torch is imported with the first tensor: processes that
+only follow versions, such as those of vLLM servers and of simulated engines, do without it.
 """
 
 import time
 import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
-import torch
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcrl.errors import WeightsError
 from hpcrl.system.files import sync_file
@@ -27,7 +23,10 @@ from hpcrl.weights.layout import TensorLayout, TensorSlot
 from hpcrl.weights.versions import VersionManifest, WeightVersion
 from hpcrl.weights.window.file import process_tensors
 
-Tensors = dict[str, torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+
+Tensors = dict[str, "torch.Tensor"]
 CHUNK_BYTES = 512 << 10
 """Bytes copied, then hashed: what was written is still in a core's cache when it is read again."""
 warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nothing is written to it
@@ -50,6 +49,9 @@ class WeightSource(Protocol):
 
     def is_intact(self, version: int) -> bool:
         """Return True, inside a block of `read_version`, if the version is still whole, and what was read right."""
+
+    def check_version(self, version: int) -> None:
+        """Raise WeightsError unless the version can be read: for engines without a model."""
 
 
 class WeightStore(WeightSource, Protocol):
@@ -83,6 +85,9 @@ class NewestSource:
     def is_intact(self, version: int) -> bool:
         return self._current_source.is_intact(version)
 
+    def check_version(self, version: int) -> None:
+        self._find_source(version).check_version(version)
+
     def _find_source(self, version: int) -> WeightSource:
         for source in self._sources[:-1]:
             if (manifest := source.newest()) is not None and manifest.version == version:
@@ -92,6 +97,8 @@ class NewestSource:
 
 def view_tensors(slot: memoryview, layout: TensorLayout) -> Tensors:
     """Return the tensors in a slot without a copy; they are valid as long as the slot is."""
+    import torch
+
     flat = torch.frombuffer(slot, dtype=torch.uint8) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
     return {
         tensor.name: flat[tensor.offset : tensor.offset + tensor.nbytes]
@@ -103,6 +110,8 @@ def view_tensors(slot: memoryview, layout: TensorLayout) -> Tensors:
 
 def _copy_tensors(tensors: Tensors, slot: memoryview, layout: TensorLayout) -> list[bytes]:
     """Copy all tensors into a slot on a few threads; return the checksums of the copies."""
+    import torch
+
     sums = [b""] * len(layout.tensors)
     flat = torch.frombuffer(slot, dtype=torch.uint8) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
 
@@ -121,6 +130,8 @@ def _copy_tensors(tensors: Tensors, slot: memoryview, layout: TensorLayout) -> l
 
 def _copy_and_hash(source: Any, target: Any) -> bytes:
     """Copy bytes; return the checksum of the copy, computed chunk by chunk while the cache holds it."""
+    import numpy as np
+
     hasher = start_hash()
     for start in range(0, len(source), CHUNK_BYTES):
         chunk = target[start : start + CHUNK_BYTES]
@@ -139,12 +150,16 @@ def _checksums(tensors: Tensors) -> dict[str, str]:
     return {name: _hash_tensor(tensor) for name, tensor in tensors.items()}
 
 
-def _hash_tensor(tensor: torch.Tensor) -> str:
+def _hash_tensor(tensor: "torch.Tensor") -> str:
+    import torch
+
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return hash_bytes(flat.numpy().data).hex()
 
 
 def _save_tensors(tensors: Tensors, path: Path) -> None:
+    from safetensors.torch import save_file
+
     save_file(tensors, path)
     path.chmod(0o600)
     sync_file(path)

@@ -70,14 +70,16 @@ class WindowStore:
 
     @contextmanager
     def read_version(self, version: int) -> Iterator[Tensors]:
-        window = self._open_current()
-        if window is None:
-            raise WeightsError(f"version {version} is not available: {self._key.path} does not exist")
+        window = self._open_existing(version)
         with window.read_version(version) as slot:
             yield view_tensors(slot, window.layout)
 
     def is_intact(self, version: int) -> bool:
         return self._window is not None and self._window.is_intact(version)
+
+    def check_version(self, version: int) -> None:
+        with self._open_existing(version).read_version(version):
+            pass
 
     def close(self) -> None:
         """Close the window; its name stays."""
@@ -89,6 +91,12 @@ class WindowStore:
         """Remove the window's name, at the trainer's end."""
         if self._window is not None and self._window.role == "writer":
             self._window.unlink()
+
+    def _open_existing(self, version: int) -> Window:
+        window = self._open_current()
+        if window is None:
+            raise WeightsError(f"version {version} is not available: {self._key.path} does not exist")
+        return window
 
     def _open_current(self) -> Window | None:
         """Return the window of this name, opened again if it has been replaced."""
