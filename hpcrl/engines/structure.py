@@ -6,7 +6,7 @@
     read_answered     the tokens in its first line, which another engine has generated
     read_token_names  the tokens of a model that have a name in texts, such as <|im_end|>
     raise_matcher_error  report what is wrong with a matcher of llguidance
-    MAX_STRUCTURE_BYTES, MAX_STRUCTURE_DEPTH, MAX_ALTERNATIVES, MAX_ITEMS  bounds
+    MAX_STRUCTURE_BYTES, MAX_STRUCTURE_DEPTH, MAX_ALTERNATIVES, MAX_ITEMS, MAX_PATTERNS  bounds
 
 The grammar ends with a stop token of the request. JSON is written with any white space between its values and with
 the properties of an object in the order of the schema; `oneOf` is read as `anyOf`. A keyword that only restricts an
@@ -41,7 +41,9 @@ _MARK_PATTERN = re.compile(r"<|\[[A-Z_]+\]")
 """Texts that are most likely one token, such as [TOOL_CALLS]."""
 _JSON_STARTS = frozenset('{["-0123456789tfn')
 _JSON_OPTIONS = {"coerce_one_of": True}
-_NUM_REMEMBERED = 128
+MAX_PATTERNS = 256
+"""The different patterns and formats in a structure's schemas: checking one takes some milliseconds."""
+_NUM_REMEMBERED = 2 * MAX_PATTERNS
 _UNHELD_KEYWORDS = (
     *("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties"),
     *("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "not", "if", "then", "else"),
@@ -183,6 +185,7 @@ def _check_bounds(structure: OutputStructure) -> None:
     """Raise EngineRequestError if the structure is too large to be compiled."""
     if not structure.parts:
         raise EngineRequestError("the structure of the answer has no parts: leave it out, or give at least one")
+    patterns: set[str] = set()
     for value, depth in _walk_values(msgspec.structs.asdict(structure)):
         if depth > MAX_STRUCTURE_DEPTH:
             raise EngineRequestError(
@@ -195,6 +198,11 @@ def _check_bounds(structure: OutputStructure) -> None:
             )
         if isinstance(value, dict):
             _check_counts(value)
+            patterns.update(_list_patterns(value))
+    if len(patterns) > MAX_PATTERNS:
+        raise EngineRequestError(
+            f"the structure of the answer has {len(patterns)} different patterns: at most {MAX_PATTERNS} are compiled"
+        )
     try:
         size = len(msgspec.json.encode(structure))
     except UnicodeEncodeError as error:
@@ -210,6 +218,15 @@ def _check_counts(schema: dict[str, Any]) -> None:
         count = schema.get(keyword)
         if isinstance(count, int | float) and count > MAX_ITEMS:
             raise EngineRequestError(f"the schema asks for {keyword} {count}: at most {MAX_ITEMS} are compiled")
+
+
+def _list_patterns(schema: dict[str, Any]) -> Iterator[str]:
+    """Yield the patterns and formats of one schema, without those of the schemas in it."""
+    for keyword in ("pattern", "format"):
+        if isinstance(value := schema.get(keyword), str):
+            yield f"{keyword} {value}"
+    if isinstance(names := schema.get("patternProperties"), dict):
+        yield from (f"name {name}" for name in names)
 
 
 def _walk_values(root: Any) -> Iterator[tuple[Any, int]]:

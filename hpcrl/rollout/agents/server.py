@@ -326,8 +326,9 @@ class ModelProxy:
         if asked is None:
             return None
         try:
-            structure, dropped = await self._structure_works.run(partial(relax_structure, asked))
-            await self._structure_works.run(partial(check_structure, structure))
+            async with self._structure_works.hold(session.structure_turn) as run:
+                structure, dropped = await run(partial(relax_structure, asked))
+                await run(partial(check_structure, structure))
         except EngineError as error:
             param = "tools" if call.output_schema is None else "response_format"
             raise ApiError(400, str(error), param=param, code="invalid_value") from None
@@ -345,9 +346,11 @@ class ModelProxy:
         """Yield what runs the work on a request: here, or in a thread if it is so large that others would wait for it.
 
         A program has one large request in work and no body of another in memory, and one thread serves all programs,
-        each in its turn: so none of them stops the rest, whatever it sends, and however early it leaves.
+        each in its turn: so none of them stops the rest, whatever it sends, and however early it leaves. The size of a
+        compressed body is not known.
         """
-        if http.content_length is not None and http.content_length <= MAX_LOOP_BYTES:
+        is_compressed = "Content-Encoding" in http.headers
+        if http.content_length is not None and http.content_length <= MAX_LOOP_BYTES and not is_compressed:
             yield _run_here
         else:
             async with self._large_works.hold(session.large_body) as run:

@@ -69,6 +69,8 @@ class ProgramSession:
     """The prompts that were sent last, of all episodes of a worker."""
     large_body: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a large request is read: a program has one of them at a time."""
+    structure_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a schema is checked: one program's are checked one after the other, and others' between them."""
     responses: ResponseMemory = field(default_factory=ResponseMemory)
 
     _num_admitted: int = field(default=0, init=False)

@@ -337,6 +337,7 @@ def nest(schema: dict[str, Any], *, levels: int) -> dict[str, Any]:
         ([JsonValue(schema={"enum": ["x" * 10**6]})], "1000.* bytes of JSON: at most 262144"),
         ([JsonValue(schema=nest(ANY, levels=5000))], "more than 64 deep"),
         ([JsonValue(schema={"type": "array", "minItems": 10**9})], "minItems 1000000000: at most 10000"),
+        ([JsonValue(schema={"enum": [{"pattern": str(number)} for number in range(257)]})], "257 different patterns"),
         ([JsonValue(schema={"$ref": "#"})], "no text matches it"),
         ([JsonValue(schema={"$ref": "https://example.com/schema"})], "not present"),
         ([JsonValue(schema={"type": "array", "uniqueItems": True})], "uniqueItems"),

@@ -1,6 +1,7 @@
 """Each form of the model's API, called by its own client: a conversation with a tool is one recorded conversation."""
 
 import asyncio
+import gzip
 import json
 from pathlib import Path
 from threading import Event, get_ident
@@ -739,6 +740,23 @@ def test_a_body_of_10_mb_is_refused_before_it_is_tokenised(template, form, monke
 
 
 FORM_PATHS = ["chat/completions", "completions", "responses", "messages"]
+
+
+def test_a_compressed_body_is_read_beside_the_event_loop_however_small_it_is(template, monkeypatch):
+    threads = []
+    monkeypatch.setattr(
+        chat_form, "parse_body", lambda *given, parse=chat_form.parse_body: threads.append(get_ident()) or parse(*given)
+    )
+    sent = json.dumps({"model": "hpcrl", "messages": [{"role": "user", "content": "a"}]}).encode()
+
+    async def body(client):
+        headers = {"x-api-key": client.api_key, "Content-Encoding": "gzip"}
+        async with aiohttp.ClientSession(client.proxy.url[:-3], headers=headers) as raw:
+            async with raw.post("/v1/chat/completions", data=gzip.compress(sent)) as http:
+                return http.status
+
+    assert on(template, body, "a<eos>") == 200
+    assert threads != [get_ident()]
 
 
 @pytest.mark.parametrize("form", FORM_PATHS)
