@@ -17,8 +17,8 @@ from pathlib import Path
 
 SLOW = (
     ("tests/slurm", "--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder"),  # each with its own lab
-    ("tests/e2e", "tests/mpi", "bench"),
-    ("tests/vllm", "tests/gpu"),
+    ("tests/e2e", "bench"),
+    ("tests/mpi", "tests/vllm", "tests/gpu"),
 )
 MAX_REPEATED = 3
 """More failures than this are not the machine's: they are not repeated."""

@@ -34,7 +34,7 @@ def test_two_ranks_killed_with_their_driver_resume_train_every_group_once_and_sa
     settings = (*SIMULATED, *TWO, "-s", f"train.num_steps={NUM_STEPS}")
     hpcrl("submit", "quickstart", "--site", "local", "--name", "two", *settings)
     run = CampaignDir(campaigns / "two")
-    until(lambda: len(steps(run)) >= 2, what="two steps were made", timeout_s=240)
+    until(lambda: len(steps(run)) >= 2, what="two steps were made")
     assert windows_of(run)
     os.kill(driver_of(run), signal.SIGKILL)
     assert "killed by signal 9" in outcome(run)["reason"]

@@ -73,11 +73,11 @@ def test_a_trainer_on_two_nodes_sends_from_both_after_one_was_killed_and_in_the_
     ranks += ("-s", "job.num_jobs=2")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "s", *SIMULATED, *ranks, *sharded)
     run = CampaignDir(campaigns / "s")
-    until(lambda: len(named(run, "courier")) > 2, what="versions were carried", timeout_s=240)
+    until(lambda: len(named(run, "courier")) > 2, what="versions were carried")
     os.kill(processes(run, "hpcrl.roles", "train", by="RANK")["1"], signal.SIGKILL)
-    until(lambda: bool(named(run, "worker-restarted")), what="the trainer is started again", timeout_s=240)
+    until(lambda: bool(named(run, "worker-restarted")), what="the trainer is started again")
     before = len(named(run, "courier"))
-    until(lambda: len(named(run, "courier")) > before + 2, what="versions are carried again", timeout_s=240)
+    until(lambda: len(named(run, "courier")) > before + 2, what="versions are carried again")
     assert named(run, "follower"), "a second job waits"
     hpcrl("stop", "s")
     assert outcome(run)["outcome"] == "stopped"
@@ -86,7 +86,7 @@ def test_a_trainer_on_two_nodes_sends_from_both_after_one_was_killed_and_in_the_
     assert max(int(str(event["version"])) for event in named(run, "published")) in list_versions(run.weights)
     made, before = steps(run)[-1]["step"], len(named(run, "courier"))
     hpcrl("resume", "s")
-    until(lambda: len(named(run, "courier")) > before + 1, what="the next job carries versions", timeout_s=240)
+    until(lambda: len(named(run, "courier")) > before + 1, what="the next job carries versions")
     hpcrl("stop", "s", "--now")
     assert outcome(run, 1)["outcome"] == "stopped"
     assert next(step["step"] for step in steps(run) if step["job"] == 1) == made + 1, "no step was lost or made twice"

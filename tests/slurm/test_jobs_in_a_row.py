@@ -25,7 +25,7 @@ def follower(run: CampaignDir, *, job: int) -> str:
     def queued() -> list[str]:
         return [e["slurm_id"] for e in read_events(run.events) if e["event"] == "follower" and e["job"] == job]
 
-    until(lambda: bool(queued()), what=f"a job follows job {job}", timeout_s=240)
+    until(lambda: bool(queued()), what=f"a job follows job {job}")
     return queued()[0]
 
 
@@ -42,18 +42,18 @@ def test_a_campaign_continues_after_its_walltime_and_after_a_kill(lab: Lab, camp
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "n", *SIMULATED, *endless)
     run = CampaignDir(campaigns / "n")
     second = follower(run, job=0)
-    until(lambda: has_stepped(run, job=0), what="the first job makes steps", timeout_s=240)
+    until(lambda: has_stepped(run, job=0), what="the first job makes steps")
     seen = snapshot("n")
     assert (seen["state"], [job["state"] for job in seen["jobs"]]) == ("running", ["running", "queued"])
     assert seen["jobs"][1]["id"] == second
     lab.run("scancel", "--batch", "--signal=USR2", seen["jobs"][0]["id"])  # as Slurm does when the time is nearly over
     assert outcome(run, 0)["outcome"] == "drained"
     third = follower(run, job=1)
-    until(lambda: has_stepped(run, job=1), what="the second job makes steps", timeout_s=240)
+    until(lambda: has_stepped(run, job=1), what="the second job makes steps")
     made = [step["step"] for step in steps(run)]
     assert made == sorted(set(made)), "no step was lost or made twice"
     kill_driver(run, job=1)
-    until(lambda: has_stepped(run, job=2), what="the third job makes steps", timeout_s=240)
+    until(lambda: has_stepped(run, job=2), what="the third job makes steps")
     assert not run.job(1).outcome.exists()
     assert snapshot("n")["jobs"][2]["id"] == third
     hpcrl("stop", "n")

@@ -37,12 +37,12 @@ def test_a_campaign_continues_without_a_lost_node_and_its_weights_are_still_sent
     def carried() -> list[set[str]]:
         return [set(event["to"]) for event in read_events(run.events) if event["event"] == "courier"]
 
-    until(lambda: len(carried()) > 1, what="versions were carried", timeout_s=240)
+    until(lambda: len(carried()) > 1, what="versions were carried")
     assert LOST in carried()[-1]
     lose(lab, LOST)
-    until(lambda: bool(carried()) and LOST not in carried()[-1], what="versions go past the lost node", timeout_s=240)
+    until(lambda: bool(carried()) and LOST not in carried()[-1], what="versions go past the lost node")
     made = len(steps(run))
-    until(lambda: len(steps(run)) > made + 1, what="steps are made without it", timeout_s=240)
+    until(lambda: len(steps(run)) > made + 1, what="steps are made without it")
     faults = [event["detail"] for event in read_events(run.events) if event["event"] == "fault"]
     assert f"decode continues without {LOST}" in faults
     assert [event["transport"] for event in read_events(run.events) if event["event"] == "transport"][-1] == "mpi"

@@ -22,7 +22,7 @@ SIMULATED = (*SMALL, "-s", "engine.backend=sim")
 """The same without a model in its engines, which start in a fifth of the time: for what is not about generation."""
 
 
-def hpcrl(*arguments: str, check: bool = True, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+def hpcrl(*arguments: str, check: bool = True, timeout_s: float = 480.0) -> subprocess.CompletedProcess[str]:
     """Run one command as a user does."""
     done = subprocess.run(
         [sys.executable, "-m", "hpcrl.cli", *arguments], capture_output=True, text=True, timeout=timeout_s, check=False
@@ -40,7 +40,7 @@ def snapshot(name: str) -> dict[str, Any]:
     return value
 
 
-def until(fact: Callable[[], bool], *, what: str, timeout_s: float = 120.0) -> None:
+def until(fact: Callable[[], bool], *, what: str, timeout_s: float = 240.0) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + timeout_s
     while not fact():
