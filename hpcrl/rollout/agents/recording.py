@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -26,7 +26,7 @@ from hpcrl.engines.base import Completion
 from hpcrl.errors import EngineAnswerError
 from hpcrl.models.chat_template import ChatTemplate, MarkPlace
 from hpcrl.models.message_form import ConversationExcerpt, make_excerpt
-from hpcrl.rollout.agents.shared_sequence import SequenceIndex, SharedSequence, count_equal, join_ids
+from hpcrl.rollout.agents.shared_sequence import RecentLists, SequenceIndex, SharedSequence, count_equal, join_ids
 
 ChatMessage = dict[str, Any]
 _NO_MESSAGES: SharedSequence[tuple[ChatMessage, ...]] = SharedSequence(())
@@ -136,13 +136,6 @@ class RecordedTurn:
         return [*self.prompt.path(), self]
 
 
-class _LastRequest(NamedTuple):
-    """The messages of the last request and their keys: one pair, as requests may be read in several threads."""
-
-    messages: list[ChatMessage]
-    keys: list[bytes]
-
-
 class ConversationRecording:
     """The turns of one attempt at an episode."""
 
@@ -157,7 +150,8 @@ class ConversationRecording:
         self._text_turns: SequenceIndex[str, RecordedTurn] = SequenceIndex(lambda turn: turn.whole_text)
         """The turns of plain texts that are not empty, by prompt and answer."""
         self._id_turns: SequenceIndex[array[int], RecordedTurn] = SequenceIndex(lambda turn: turn.ids)
-        self._last = _LastRequest([], [])
+        self._requests: RecentLists[ChatMessage, list[bytes]] = RecentLists()
+        """The messages of the last requests, with their keys."""
 
     # ---- prompts
 
@@ -230,12 +224,12 @@ class ConversationRecording:
         )
 
     def _find_keys(self, messages: Sequence[ChatMessage]) -> list[bytes]:
-        """Return the hash of the conversation up to each message; most are known from the request before."""
-        last = self._last
-        num_known = count_equal(list(messages), last.messages)
-        known = last.keys[:num_known]
-        keys = [*known, *_chain_keys(messages[num_known:], key=known[-1] if known else b"")]
-        self._last = _LastRequest(list(messages), keys)
+        """Return the hash of the conversation up to each message; most are known from an earlier request."""
+        messages = list(messages)
+        last = self._requests.find(messages)
+        known = [] if last is None else last.value[: count_equal(messages, last.items)]
+        keys = [*known, *_chain_keys(messages[len(known) :], key=known[-1] if known else b"")]
+        self._requests.add(messages, keys)
         return keys
 
     def _open_text(self, rendered: str, *, messages: tuple[ChatMessage, ...] = (), **more: Any) -> TurnPrompt:

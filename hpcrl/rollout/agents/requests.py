@@ -21,6 +21,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -28,12 +29,12 @@ from msgspec import Meta
 
 from hpcrl.engines.base import MAX_TOP_LOGPROBS
 from hpcrl.models.conversation_data import MESSAGE_ROLES
-from hpcrl.rollout.agents.shared_sequence import count_equal
+from hpcrl.rollout.agents.shared_sequence import RecentLists, count_equal
 
 MAX_CHOICES = 128
 MAX_STOPS = 128
 MAX_REMEMBERED_BYTES = 1 << 20
-"""The bytes of earlier messages that are remembered besides those of the last request."""
+"""The bytes of earlier messages that are remembered besides those of the last requests."""
 JsonObject = dict[str, Any]
 """A decoded JSON object."""
 TokenLimit = int
@@ -196,31 +197,45 @@ class MessageMemory:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Callable[[JsonObject, str], Any], dict[bytes, Any]] = {}
-        """The messages by what translated them and by what was sent."""
-        self._last: tuple[Callable[[JsonObject, str], Any] | None, list[bytes], list[Any]] = (None, [], [])
-        """The messages of the last request: most of the next one are these, which is seen without looking them up."""
-        self._num_bytes = 0
+        self._known: dict[Callable[[JsonObject, str], Any], _KnownMessages] = {}
+        """The messages by what translated them."""
 
     def read(
         self, sent: Sequence[msgspec.Raw], translate: Callable[[JsonObject, str], T], *, name: str = "messages"
     ) -> list[T]:
         """Return the messages as `translate` makes them of an object and its place; they are never changed."""
+        known = self._known.setdefault(translate, _KnownMessages())
         keys = list(map(bytes, sent))
-        kind, last_keys, last_read = self._last
-        num_same = count_equal(keys, last_keys) if kind is translate else 0
-        keys[:num_same] = last_keys[:num_same]  # stored once
-        known = self._known.setdefault(translate, {})
-        read = [*last_read[:num_same], *map(known.get, keys[num_same:])]
+        last = known.requests.find(keys)
+        num_same = 0 if last is None else count_equal(keys, last.items)
+        keys[:num_same] = last.items[:num_same] if last else []  # stored once
+        read = [*(last.value[:num_same] if last else []), *map(known.by_key.get, keys[num_same:])]
         for index, key in enumerate(keys[num_same:], num_same):
             if read[index] is None:
                 place = f"{name}[{index}]"
-                read[index] = known[key] = translate(_decode_object(sent[index], place=place), place)
-                self._num_bytes += len(key)
-        self._last = (translate, keys, read)
-        if self._num_bytes > MAX_REMEMBERED_BYTES:
-            self._known, self._num_bytes = {translate: dict(zip(keys, read, strict=True))}, 0
+                read[index] = known.by_key[key] = translate(_decode_object(sent[index], place=place), place)
+                known.num_bytes += len(key)
+        known.requests.add(keys, read, num_bytes=sum(map(len, keys)))
+        if known.num_bytes > MAX_REMEMBERED_BYTES:
+            known.forget()
         return read
+
+
+@dataclass(eq=False)
+class _KnownMessages:
+    """The messages that one function has translated."""
+
+    by_key: dict[bytes, Any] = field(default_factory=dict)
+    """The messages by what was sent."""
+    requests: RecentLists[bytes, list[Any]] = field(default_factory=RecentLists)
+    """The messages of the last requests: most of the next one are of one of these, without looking them up."""
+    num_bytes: int = 0
+    """The bytes of what was sent since the last time that something was forgotten."""
+
+    def forget(self) -> None:
+        """Forget the messages that none of the last requests had."""
+        self.by_key = {key: message for one in self.requests for key, message in zip(one.items, one.value, strict=True)}
+        self.num_bytes = 0
 
 
 def _decode_object(sent: msgspec.Raw, *, place: str) -> JsonObject:

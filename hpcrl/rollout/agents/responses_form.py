@@ -34,8 +34,8 @@ from hpcrl.rollout.agents.requests import (
     refuse_fields,
     split_tools,
 )
-from hpcrl.rollout.agents.response_items import JoinedItems, OutputItems, join_items, read_item
-from hpcrl.rollout.agents.shared_sequence import SharedSequence, count_equal
+from hpcrl.rollout.agents.response_items import JoinedItems, OutputItems, ReadItem, join_items, read_item
+from hpcrl.rollout.agents.shared_sequence import RecentLists, SharedSequence, count_equal
 from hpcrl.rollout.agents.tool_parsers import ContentText
 
 IGNORED_FIELDS = chat_form.IGNORED_FIELDS | {"truncation", "max_tool_calls", "stream_options", "context_management"}
@@ -89,19 +89,22 @@ class ResponseMemory:
     items: dict[str, JsonObject] = field(default_factory=dict)
     """The items of all responses, by their ids."""
     sent: MessageMemory = field(default_factory=MessageMemory)
-    _joined: JoinedItems = field(default_factory=JoinedItems)
-    """The items of the last request."""
+    _joined: RecentLists[ReadItem, JoinedItems] = field(default_factory=RecentLists)
+    """The items of the last requests."""
     _requests: dict[tuple[int, int], SharedSequence[tuple[JsonObject, ...]]] = field(default_factory=dict)
     """The messages of each request, by their number and the identity of the last one."""
-    _last: tuple[SharedSequence[tuple[JsonObject, ...]], list[JsonObject]] = (SharedSequence(()), [])
-    """The messages of the last request, in both forms."""
+    _last: RecentLists[JsonObject, SharedSequence[tuple[JsonObject, ...]]] = field(default_factory=RecentLists)
+    """The messages of the last requests, in both forms."""
 
     def __post_init__(self) -> None:
         self._read_item = partial(read_item, known=self.items)  # one function: what it made is found by it
 
     def read_items(self, items: Sequence[msgspec.Raw]) -> tuple[list[JsonObject], tuple[str, ...]]:
         """Return the messages that items stand for, and the names of what is left out."""
-        self._joined = joined = join_items(self.sent.read(items, self._read_item, name="input"), self._joined)
+        read = self.sent.read(items, self._read_item, name="input")
+        before = self._joined.find(read)
+        joined = join_items(read, before.value if before else JoinedItems())
+        self._joined.add(read, joined, num_bytes=sum(map(len, items)))
         return joined.messages, joined.left_out
 
     def add_response(self, name: str, messages: list[JsonObject], answer: JsonObject) -> None:
@@ -110,14 +113,14 @@ class ResponseMemory:
         if sent is None or num_shared < len(messages):
             sent = SharedSequence(tuple(messages[num_shared:]), sent, num_shared)
             self._requests[len(messages), id(messages[-1])] = sent
-        self._last = sent, messages
+        self._last.add(messages, sent)
         self.conversations[name] = sent.extend((answer,))
 
     def _find_shared(self, messages: list[JsonObject]) -> tuple[SharedSequence[tuple[JsonObject, ...]] | None, int]:
         """Return an earlier request that starts as these messages do, mostly the last one, and how many it shares."""
-        base, known = self._last
-        if known and messages[: len(known)] == known:
-            return base, len(known)
+        last = self._last.find(messages)
+        if last is not None and (num_shared := count_equal(messages, last.items)) == len(last.items):
+            return last.value, num_shared
         places = ((num, id(messages[num - 1])) for num in range(len(messages), 0, -1))
         found = next((self._requests[place] for place in places if place in self._requests), None)
         return found, 0 if found is None else count_equal(_list_messages(found), messages)

@@ -4,19 +4,26 @@ SharedSequence  a text, ids or messages, of which a beginning is that of another
 join_ids        all ids of one
 IdListCache     the ids of the sequences that were read last
 SequenceIndex   finds, of many sequences, those that start like a whole one
+RecentLists     the lists that were seen last, each with a value
 count_equal     the number of first items that two sequences share
 """
 
+import itertools
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
+MAX_RECENT = 8
+"""The conversations that a program may continue in turn, each as fast as if it was the only one."""
+MAX_RECENT_BYTES = 8 << 20
+"""What these conversations may have together, unless one alone has more."""
 MAX_UNLISTED_PARTS = 4
 """The parts between two prompts that follow each other: an answer and what comes after it."""
 S = TypeVar("S", bound="str | array[int] | tuple[Any, ...]")
+T = TypeVar("T")
 V = TypeVar("V")
 
 
@@ -85,6 +92,46 @@ class IdListCache:
         while self._num_ids > self._max_ids:
             self._num_ids -= len(self._lists.pop(next(iter(self._lists))))
         return ids
+
+
+class RecentList(NamedTuple, Generic[T, V]):
+    """A list that was seen, with a value."""
+
+    items: list[T]
+    value: V
+    num_bytes: int
+
+
+class RecentLists(Generic[T, V]):
+    """The lists that were seen last, each with a value: with each call, a program extends one of its conversations.
+
+    Several threads may use it: what one adds, another may miss.
+    """
+
+    def __init__(self) -> None:
+        self._lists: tuple[RecentList[T, V], ...] = ()
+        """The last one first."""
+
+    def find(self, items: list[T]) -> RecentList[T, V] | None:
+        """Return the list that `items` starts with, or the last one if there is none."""
+        lists = self._lists
+        return next((one for one in lists if _starts_with(items, one.items)), lists[0] if lists else None)
+
+    def add(self, items: list[T], value: V, *, num_bytes: int = 0) -> None:
+        """Add a list, which is never changed; those that it starts with are forgotten, and old ones that are large."""
+        others = [one for one in self._lists if not _starts_with(items, one.items)]
+        sizes = itertools.accumulate((one.num_bytes for one in others), initial=num_bytes)
+        next(sizes)
+        kept = [one for one, size in zip(others, sizes, strict=True) if size <= MAX_RECENT_BYTES]
+        self._lists = (RecentList(items, value, num_bytes), *kept[: MAX_RECENT - 1])
+
+    def __iter__(self) -> Iterator[RecentList[T, V]]:
+        return iter(self._lists)
+
+
+def _starts_with(items: list[Any], start: list[Any]) -> bool:
+    num = len(start)  # most others differ in the last item already
+    return 0 < num <= len(items) and items[num - 1] == start[-1] and items[:num] == start
 
 
 class _IndexBranch(NamedTuple):

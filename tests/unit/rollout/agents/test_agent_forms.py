@@ -751,9 +751,11 @@ def test_a_compressed_body_is_read_beside_the_event_loop_however_small_it_is(tem
 
     async def body(client):
         headers = {"x-api-key": client.api_key, "Content-Encoding": "gzip"}
-        async with aiohttp.ClientSession(client.proxy.url[:-3], headers=headers) as raw:
-            async with raw.post("/v1/chat/completions", data=gzip.compress(sent)) as http:
-                return http.status
+        async with (
+            aiohttp.ClientSession(client.proxy.url[:-3], headers=headers) as raw,
+            raw.post("/v1/chat/completions", data=gzip.compress(sent)) as http,
+        ):
+            return http.status
 
     assert on(template, body, "a<eos>") == 200
     assert threads != [get_ident()]

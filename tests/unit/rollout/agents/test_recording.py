@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hpcrl.engines.base import Completion
 from hpcrl.errors import EngineError
 from hpcrl.models.chat_layout import load_chat_template
+from hpcrl.rollout.agents import recording as recording_module
 from hpcrl.rollout.agents import shared_sequence
 from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.rollout.agents.recording import ConversationRecording
@@ -211,6 +212,21 @@ def test_requests_that_are_read_at_the_same_time_do_not_mix(recording, template)
     recording.chat_prompt(first, tools=None)
     first[0] = ReadMeanwhile(first[0], read=lambda: recording.chat_prompt(second, tools=None))
     assert recording.chat_prompt(first, tools=None).parent is turns[0]
+
+
+def test_of_conversations_that_take_turns_only_new_messages_are_hashed(recording, template, monkeypatch):
+    hashed = []
+    monkeypatch.setattr(
+        recording_module,
+        "_extend_key",
+        lambda *given, extend=recording_module._extend_key: hashed.append(0) or extend(*given),
+    )
+    conversations = [[user(f"question {number}")] for number in range(4)]
+    for _ in range(5):
+        for messages in conversations:
+            record_turn(recording, template, messages, "a")
+            messages += [agent("a"), user("more")]
+    assert len(hashed) == 4 * (2 + 4 * 3)  # what is new and the answer
 
 
 def test_a_plain_completion_continues_from_its_text(recording, template):

@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.rollout.agents.shared_sequence import IdListCache, SequenceIndex, SharedSequence, count_equal
+from hpcrl.rollout.agents.shared_sequence import IdListCache, RecentLists, SequenceIndex, SharedSequence, count_equal
 
 STEPS = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.text("ab", max_size=9)), max_size=12)
 TEXTS = st.lists(st.text("ab", max_size=20), min_size=1, max_size=9)
@@ -105,3 +105,27 @@ def test_a_cache_of_lists_gives_the_ids_of_each_sequence(steps, max_ids):
         assert ids == [one for part in sequence.list_parts() for one in part]
         assert cache.read(sequence) == ids
         assert cache._num_ids == sum(map(len, cache._lists.values())) <= max_ids
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), max_size=40))
+def test_lists_that_grow_in_turn_are_each_found_again(turns):
+    recent, lists = RecentLists(), {}
+    for number, num_new in turns:
+        before = lists.get(number, [number])
+        if number in lists:
+            found = recent.find([*before, *range(num_new)])
+            assert found.items == found.value == before
+        lists[number] = [*before, *range(num_new)]
+        recent.add(lists[number], lists[number])
+    assert len(list(recent)) == len(lists)
+
+
+def test_the_last_list_is_kept_and_others_as_far_as_there_is_room():
+    recent = RecentLists()
+    for number, num_bytes in enumerate([4 << 20, 3 << 20, 2 << 20, 64 << 20, 1]):
+        recent.add([number], None, num_bytes=num_bytes)
+    assert [one.items for one in recent] == [[4]]
+    for number in range(5, 20):
+        recent.add([number], None, num_bytes=1)
+    assert [one.items for one in recent] == [[number] for number in range(19, 11, -1)]
+    assert recent.find([1, 2]).items == [19]
