@@ -39,7 +39,7 @@ test: $(VENV)/.dev $(VENV)/.vllm
 test-envs: .venv-envs/.done .venv-verifiers/.done
 	.venv-envs/bin/python -m pytest --noconftest tests/contract/test_env_families.py
 
-# Unmodified agents as episodes of one campaign on the lab: a virtual environment of their own, and npm for those in Node.
+# Unmodified agents as episodes of one campaign on the lab: a separate virtual environment, and npm for those in Node.
 test-agents: $(VENV)/.dev .venv-agents/.done
 	bash jobs/lab/packages.sh
 	$(BIN)/python -m pytest tests/agents -o faulthandler_timeout=3600 --durations 1

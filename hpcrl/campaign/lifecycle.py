@@ -25,7 +25,7 @@ from typing import TypeVar
 import msgspec
 
 from hpcrl.campaign import directory
-from hpcrl.campaign.model_check import MISSING_PACKAGE
+from hpcrl.campaign.model_check import MISSING_PACKAGE, explain_missing_config
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir, make_worker_name
 from hpcrl.config.program import resolve_options
 from hpcrl.config.recipe import MIN_PARAMS, ModelConfig, Recipe, WarmupConfig, fill_warmup_steps, load_recipe
@@ -118,7 +118,7 @@ def _resolve_warmup_path(paths: str | list[str], resolve: Callable[[str], str]) 
         return str(directory.find_campaign(paths).root)
     except CampaignError as error:
         suffixes = ", ".join(DATA_SUFFIXES)
-        raise ConfigError(f"warmup.path = {paths!r} is no file of data ({suffixes}), and {error}") from error
+        raise ConfigError(f"warmup.path = {paths!r} is not a data file ({suffixes}), and {error}") from error
 
 
 def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
@@ -255,7 +255,7 @@ def check_request(request: CampaignRequest) -> list[str]:
     """Check everything that would otherwise fail only in the queue or in the job; return what is not certain here."""
     for setting, model in (_list_model_paths(request.recipe) | request.recipe.further_models).items():
         if not is_file(Path(model) / "config.json"):
-            raise ConfigError(f"{setting} = {model!r} is not a model directory: it has no config.json")
+            raise ConfigError(explain_missing_config(setting, model))
     if request.site.scheduler == "slurm":
         slurm.require_slurm(request.site)
         slurm.make_site_environment(request.site)

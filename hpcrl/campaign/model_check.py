@@ -77,11 +77,16 @@ def check_model(recipe: Recipe) -> None:
             raise
 
 
+def explain_missing_config(setting: str, path: str) -> str:
+    """Explain that a model directory lacks its first file."""
+    return f"{setting} = {path!r} is not a model directory: it has no config.json"
+
+
 def _read_config(setting: str, path: Path) -> "ModelDescription":
     from hpcrl.models.model_config import read_model_config
 
     if not (path / "config.json").is_file():
-        raise ConfigError(f"{setting} = {str(path)!r} is not a model directory: it has no config.json")
+        raise ConfigError(explain_missing_config(setting, str(path)))
     try:
         return read_model_config(path / "config.json")
     except (ValueError, TypeError) as error:
@@ -131,7 +136,7 @@ def _check_lengths(recipe: Recipe, context_length: float) -> None:
 
 
 def _check_further_model(recipe: Recipe, setting: str, path: Path) -> None:
-    """Check that a teacher, or the model of a node, has the tokens of the policy, and as many rows for them."""
+    """Check that a teacher, or the model of a node, has the tokens of the policy, and its number of rows for them."""
     from hpcrl.models.model_config import read_vocabulary
 
     description = _read_config(setting, path)

@@ -7,6 +7,7 @@ AGENT_PROGRAM                       its name in a recipe
 PATH_OPTIONS, COMMAND_OPTIONS       options that name files, by environment; those of AgentProgram that are commands
 INTERPRETERS                        programs whose first argument is a script, unless it is an option
 DEFAULT_MAX_MEMORY_MB, DEFAULT_MAX_DISK_MB  defaults of its options
+RENAMED_OPTIONS                     old options of environments and their new names, for error messages
 """
 
 import re
@@ -23,6 +24,7 @@ PATH_OPTIONS = {
     "hpcrl.envs.verifiers:Verifiers": ("python",),
 }
 COMMAND_OPTIONS = ("command", "judge")
+RENAMED_OPTIONS = {AGENT_PROGRAM: {"memory_gib": "max_memory_mb", "file_gib": "max_disk_mb"}}
 INTERPRETERS = re.compile(r"(python|python3(\.\d+)?|node|bash|sh)")
 DEFAULT_MAX_MEMORY_MB = 4096
 DEFAULT_MAX_DISK_MB = 2048

@@ -24,7 +24,7 @@ JudgeName = Annotated[str, Meta(pattern=JUDGE_NAME_PATTERN)]
 RoleName = str
 """One of ROLES, or the role of a judge's engines: "judge-NAME"."""
 FailureReward = Annotated[float, Meta(ge=-1e6, le=1e6)] | Literal["score", "fault"]
-"""A reward; "score": what the reward function says of the episode as it is; "fault": retried, and never scored."""
+"""A reward; "score": what the reward function gives the episode as it is; "fault": retried, and never scored."""
 Affinity = Literal["compute", "bandwidth", "cpu"]
 HardwareKind = Literal["compute", "bandwidth"]
 Compression = Literal["none", "zstd", "lz4", "blosc"]

@@ -311,7 +311,7 @@ def _drop_replaced(table: TomlTable, key: tuple[str, ...]) -> None:
 
 
 def _apply_setting(table: TomlTable, key: tuple[str, ...], value: Any, *, label: str) -> TomlTable:
-    """Set one key; return the setting as a table of its own."""
+    """Set one key; return the setting as a separate table."""
     for part in key[:-1]:
         inner = table.setdefault(part, {})
         if not isinstance(inner, dict):

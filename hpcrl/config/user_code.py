@@ -8,6 +8,8 @@ from hpcrl.config.toml import suggest_name
 from hpcrl.errors import ConfigError, show_error
 
 MAX_LISTED = 12
+RENAMED_CODE = {"hpcrl.envs.repair:mended": "hpcrl.envs.repair:rerun_tests"}
+"""Old names of hpcrl's own functions and their new ones, for error messages."""
 
 
 def load_code(name: str, *, what: str) -> Any:
@@ -23,6 +25,8 @@ def load_code(name: str, *, what: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError:
+        if name in RENAMED_CODE:
+            raise ConfigError(f"{what} = {name!r} is now called {RENAMED_CODE[name]!r}: use the new name") from None
         own = _list_own(module, attribute)
         raise ConfigError(f"{what} = {name!r}: {module_name} has no {attribute!r}: {own}") from None
 

@@ -25,12 +25,13 @@ import contextlib
 import inspect
 import queue
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, cast, get_args
 
 import msgspec
 
+from hpcrl.config.program import RENAMED_OPTIONS
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.config.toml import suggest_name
 from hpcrl.config.user_code import load_code
@@ -135,7 +136,7 @@ class Env(Protocol):
     async def reset(self, seed: int) -> TaskStart:
         """Start the task of `seed` and return the first observation. The same seed is the same task.
 
-        A `Step` that is done says that the task ended before the model's first turn: no data, and no fault.
+        A `Step` that is done means that the task ended before the model's first turn: no data, and no fault.
         """
 
     async def step(self, action: str) -> Step:
@@ -235,7 +236,7 @@ async def make_env_in_thread(name: str, options: dict[str, Any], *, what: str) -
 def construct_env(name: str, options: dict[str, Any], *, what: str) -> Any:
     """Make the environment `name` with its options, without adapting it."""
     kind = load_code(name, what=what)
-    _check_option_names(kind, options, what=f"{what} = {name!r}")
+    _check_option_names(kind, options, what=f"{what} = {name!r}", renamed=RENAMED_OPTIONS.get(name, {}))
     try:
         env = kind(**options)
     except ConfigError:
@@ -246,8 +247,8 @@ def construct_env(name: str, options: dict[str, Any], *, what: str) -> Any:
     return env
 
 
-def _check_option_names(kind: Any, options: dict[str, Any], *, what: str) -> None:
-    """Raise ConfigError for an option that the environment does not have, with the nearest that it has."""
+def _check_option_names(kind: Any, options: dict[str, Any], *, what: str, renamed: Mapping[str, str]) -> None:
+    """Raise ConfigError for an option that the environment does not have, with its new name or the nearest one."""
     try:
         parameters = inspect.signature(kind).parameters.values()
     except (TypeError, ValueError):  # not of Python, such as a class of an extension
@@ -256,6 +257,8 @@ def _check_option_names(kind: Any, options: dict[str, Any], *, what: str) -> Non
         return
     known = sorted(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     for name in options:
+        if name in renamed:
+            raise ConfigError(f"{what}: the option {name!r} is now called {renamed[name]!r}: use the new name")
         if name not in known:
             raise ConfigError(
                 f"{what} has no option {name!r}: {suggest_name(name, known)}it has {', '.join(known) or 'none'}"

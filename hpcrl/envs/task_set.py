@@ -43,7 +43,7 @@ DATA_SUFFIXES = (".jsonl", ".ndjson", ".parquet")
 NUM_TASK_SEEDS = 1 << 63
 """Records of trajectories have signed numbers of 64 bits."""
 WARMUP_ROWS = "conversations"
-"""The name of a warm-up's rows, in a directory of their own."""
+"""The name of a warm-up's rows, in a separate directory."""
 _PLACE_FORMAT = struct.Struct("<QQ")
 _decoder = msgspec.json.Decoder(dict[str, Any])
 

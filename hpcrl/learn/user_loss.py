@@ -77,7 +77,7 @@ def _weigh_result(result: Tensor, token_inputs: TokenInputs) -> Tensor:
 
 
 def _check_result(result: Any, *, shape_RL: torch.Size) -> Tensor:
-    """Refuse a result that is no loss of these rows, or that does not depend on the log-probs."""
+    """Refuse a result that is not a loss of these rows, or that does not depend on the log-probs."""
     num_rows, num_columns = shape_RL
     if not isinstance(result, Tensor):
         seen = type(result).__name__

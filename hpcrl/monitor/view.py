@@ -241,7 +241,7 @@ def _count_starting(snapshot: CampaignSnapshot) -> tuple[int, int] | None:
 
 
 def _is_far_from(old: CampaignSnapshot, new: CampaignSnapshot) -> bool:
-    """Return whether a line of its own shows that more workers have started: a few lines for any number of them."""
+    """Return whether a separate line shows that more workers have started: a few lines for any number of them."""
     before, after = _count_starting(old), _count_starting(new)
     if before is None or after is None:
         return before != after

@@ -81,7 +81,7 @@ def _find_warnings(recipe: Recipe, site: Site) -> list[str]:
     found = []
     if site.het_jobs == "unknown":
         found.append(
-            f"nobody has confirmed that {site.name} runs heterogeneous jobs: try `hpcrl submit --dry-run` first"
+            f"it is not confirmed that {site.name} runs heterogeneous jobs: try `hpcrl submit --dry-run` first"
         )
     mpi = site.mpi
     carries = mpi.couriers and mpi.flavour != "none"

@@ -46,7 +46,7 @@ class EpisodePlayer:
     """The endpoint for agent programs, if there are any."""
 
     async def play_training(self, task: AgentTask, index: int) -> Trajectory:
-        """Play an episode for training; one in a process of its own waits for a slot."""
+        """Play an episode for training; one in a separate process waits for a slot."""
         domain = self.recipe.domains[task.domain]
         async with self.task_queue.reserve_slot(task):
             return await self.play(

@@ -137,10 +137,11 @@ class AdmissionControl:
         return self.is_batched and self._num_pending <= 0
 
     def _count_room(self, groups: EpisodeGroups) -> int:
-        rollout = self._rollout
-        each, num_running = rollout.episodes_per_group, groups.num_running
         return count_groups_with_room(
-            self._worker, max_running=rollout.max_running, episodes_per_group=each, running_episodes=num_running
+            self._worker,
+            max_running=self._rollout.max_running,
+            episodes_per_group=self._rollout.episodes_per_group,
+            running_episodes=groups.num_running,
         )
 
     def _own_share(self, total: int) -> int:

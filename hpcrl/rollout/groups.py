@@ -113,7 +113,7 @@ class EpisodeGroups:
         any that have finished are its members; None sets no limit.
         """
         self._group_size = group_size
-        self._num_initial = episodes_per_group
+        self._episodes_per_group = episodes_per_group
         self._replacements = replacements
         self._max_lag = max_lag
         self._late_after_s = late_after_s
@@ -131,7 +131,7 @@ class EpisodeGroups:
     @property
     def max_episodes(self) -> int:
         """The most episodes that one start of a group may have."""
-        return self._num_initial + self._replacements
+        return self._episodes_per_group + self._replacements
 
     @property
     def num_running(self) -> int:
@@ -150,7 +150,7 @@ class EpisodeGroups:
     def start(self, group: str, *, first_index: int = 0, now: float = 0.0) -> list[str]:
         """Start a group; return the ids of its episodes, whose indices start at `first_index`."""
         assert group not in self._groups, f"group {group} has been started already"
-        next_index = first_index + self._num_initial
+        next_index = first_index + self._episodes_per_group
         episodes = [make_episode_id(group, index) for index in range(first_index, next_index)]
         self._groups[group] = _GroupState(
             running=set(episodes), started_at=now, next_index=next_index, num_left=self._replacements

@@ -1,4 +1,4 @@
-"""Serve a handler over HTTP on a port of its own, without a framework's routing.
+"""Serve a handler over HTTP on a separate port, without a framework's routing.
 
 start_server     serves until its runner's cleanup()
 RequestHandler   what is served

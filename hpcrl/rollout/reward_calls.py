@@ -6,9 +6,9 @@
     RewardCall    a call, with one trajectory or several
     GROWTH_INTERVAL_S, BUSY_INTERVAL_S, MAX_USUAL_S, IDLE_S, ASYNC_GRACE_S, MAX_OUTAGES  limits
 
-A plain function has a child for each call under way: there are few at first, and twice as many whenever none has
+A plain function has a child for each call under way: there are few at first, and double that whenever none has
 answered for GROWTH_INTERVAL_S and cores are free. An async function has one child with many calls. When a child ends or
-is killed, the calls that it had are repeated, each trajectory in a child of its own: so one that hangs costs itself
+is killed, the calls that it had are repeated, each trajectory in a separate child: so one that hangs costs itself
 only. The children read the trajectories themselves; this process, which has the code, has one thread and may fork.
 Calls of a domain with judges wait while one of these is gone, and are repeated if they failed while it was.
 """
@@ -68,7 +68,7 @@ class RewardCall(msgspec.Struct, frozen=True, kw_only=True):
     segment: str
     indices: list[int]
     is_repeated: bool = False
-    """True if it must have a child of its own."""
+    """True if it must have a separate child."""
     num_outages: int = 0
     """The times that it has failed while a judge of its domain was gone."""
 

@@ -80,7 +80,7 @@ class RewardCaller:
     def read_scores(self, value: Any, trajectories: Sequence[Trajectory]) -> list[RewardScore]:
         """Return the score of each trajectory from what the function returned; raise ValueError if they are too many.
 
-        A value that is no reward is the error of its trajectory only.
+        A value that is not a reward is the error of its trajectory only.
         """
         num = len(trajectories)
         if not self.takes_list:
@@ -168,7 +168,7 @@ def describe_reward_error(error: BaseException) -> RewardScore:
 
 
 def is_infrastructure_error(error: Exception) -> bool:
-    """Return whether an error says that files, connections, packages or memory are missing, or is an EnvFault."""
+    """Return whether an error means that files, connections, packages or memory are missing, or is an EnvFault."""
     if isinstance(error, EnvFault):
         return not isinstance(error, PolicyFailure)
     return isinstance(error, OSError | ImportError | MemoryError)

@@ -35,7 +35,7 @@ DISK_WATCH_INTERVAL_S = 1.0
 MAX_DISK_WATCH_SHARE = 0.05
 """The share of the time that counting the files of an episode may take."""
 FILES_PER_MB = 256
-"""Files and directories for each MB of max_disk_mb: as many as there are blocks of 4 KiB. A file that is not empty has
+"""Files and directories for each MB of max_disk_mb: the number of blocks of 4 KiB. A file that is not empty has
 one at least; each needs a kilobyte of the kernel's memory beside it, also if it is empty."""
 MIN_FILES = 10_000
 """The same for small disks."""

@@ -177,6 +177,6 @@ def _conclude_attempt(session: ProgramSession, result: float | HpcrlError, *, is
     is_failure = isinstance(result, PolicyFailure) and session.recording.turns
     if not is_failure or (isinstance(result, _EpisodeLateError) and not is_first):
         return EpisodeEnding("env-fault", reason=str(result))
-    if session.limit:  # it was told to end, and did not end well
+    if session.limit:  # it was asked to end, and did not end well
         return EpisodeEnding("truncated", session.limit, str(result))
     return failure_ending(cast(PolicyFailure, result))

@@ -8,7 +8,7 @@ A request continues a turn if its messages start with that turn's messages and i
 template still renders that answer as generated. Then all earlier token ids are reused and only the new messages are
 tokenised. Whatever a client changed, dropped or summarised starts a branch at the last turn that it kept; so do
 several answers to one request, and templates that leave old thoughts out of the history. A prompt that continues no
-turn shares the beginning that it has in common with an earlier one: neither is that tokenised again, nor stored. The
+turn shares the start that it has in common with an earlier one: neither is that tokenised again, nor stored. The
 record that is made of the tree is built in `hpcrl.rollout.agents.episode_record`.
 """
 
@@ -44,7 +44,7 @@ class TurnPrompt:
     messages: SharedSequence[tuple[ChatMessage, ...]] = _NO_MESSAGES
     """The messages as rendered: answers of the model that are continued are placeholders."""
     base: "TurnPrompt | None" = None
-    """The earlier prompt whose beginning one without a parent shares."""
+    """The earlier prompt whose start one without a parent shares."""
     marks: Sequence[MarkPlace] = ()
     """The marks in its own text, if it has no parent."""
     excerpt: ConversationExcerpt | None = None

@@ -1,6 +1,6 @@
 """Sequences that start alike, each stored as what differs: the texts, ids and messages of an episode's prompts.
 
-SharedSequence  a text, ids or messages, of which a beginning is that of another one
+SharedSequence  a text, ids or messages, whose start is that of another one
 join_ids        all ids of one
 IdListCache     the ids of the sequences that were read last
 SequenceIndex   finds, of many sequences, those that start like a whole one

@@ -1,6 +1,6 @@
 """Send a request on to another server, and its response back, as it is received.
 
-relay_request      sends one on; raises EngineError if there is no response
+relay_request      sends one on; raises EngineError without a response
 make_error         a response with an error in the form of OpenAI's API
 is_allowed         whether a request has the bearer token
 CONNECT_TIMEOUT_S, STATUS_GONE, EVENT_STREAM   a limit, a status and a type

@@ -1,4 +1,4 @@
-"""One engine of a judge behind an address of its own, with OpenAI's API: vLLM's server, or an engine of ours.
+"""One engine of a judge behind a separate address, with OpenAI's API: vLLM's server, or an engine of ours.
 
     serve_judge         serves a judge's engine until the block ends
     ModelApi            what answers the requests, on a socket file
@@ -7,7 +7,7 @@
     PUBLIC_PATHS        what can be reached
     ScoreRequest, ScoreAnswer   its bodies
 
-Nothing of a judge's requests is recorded or kept: each has a session of its own.
+Nothing of a judge's requests is recorded or kept: each has a separate session.
 """
 
 import contextlib
@@ -178,7 +178,7 @@ async def serve_judge(api: ModelApi, *, host: str, token: str) -> AsyncIterator[
 
 
 async def _answer_logprobs(http: web.BaseRequest, api: ModelApi) -> web.StreamResponse:
-    """Answer with the log-probs of the tokens; what the engine refuses is told apart from an engine that is gone."""
+    """Answer with the log-probs of the tokens; a refusal of the engine is not the status of an engine that is gone."""
     try:
         token_ids = msgspec.json.decode(await http.read(), type=ScoreRequest).token_ids
     except msgspec.MsgspecError as error:

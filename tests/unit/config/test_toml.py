@@ -388,6 +388,6 @@ def test_a_recipe_with_neither_domains_nor_a_warm_up_is_refused(tmp_path: Path) 
 
 def test_a_warm_up_from_neither_a_file_of_data_nor_a_campaign_is_refused(home: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"warmup\.path = 'rows\.json' is no file of data \(\.jsonl, .* there are none"
+        ConfigError, match=r"warmup\.path = 'rows\.json' is not a data file \(\.jsonl, .* there are none"
     ):
         load_request("sft", site="local", settings=("warmup.path=rows.json",))

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from hpcrl.config.program import AGENT_PROGRAM, RENAMED_OPTIONS
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.envs.agent import _TYPE_WORDS, AgentProgram, _list_option_types, find_reward
 from hpcrl.envs.base import is_program_domain, make_program
@@ -297,6 +298,13 @@ def test_a_misspelled_option_names_the_nearest():
         ConfigError, match=r"domains\.x\.env = .* has no option 'commands': did you mean 'command'\? it has"
     ):
         make_program("hpcrl.envs.agent:AgentProgram", {"commands": ["x"]}, what="domains.x.env")
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_OPTIONS[AGENT_PROGRAM].items())
+def test_an_old_option_is_refused_with_its_new_name_which_exists(old, new):
+    with pytest.raises(ConfigError, match=f"the option '{old}' is now called '{new}': use the new name"):
+        make_program(AGENT_PROGRAM, {"command": ["x"], old: 4}, what="domains.x.env")
+    make_program(AGENT_PROGRAM, {"command": ["x"], new: 4096}, what="domains.x.env")
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,7 @@ class TestMaking:
                 {},
                 "it defines BrokenFunction, Repair, draw_broken_function, rerun_tests",
             ),
+            ("hpcrl.envs.repair:mended", {}, "is now called 'hpcrl.envs.repair:rerun_tests': use the new name"),
             ("hpcrl.envs.arithmetic:Arithmetic", {"terms": 3}, "has no option 'terms': did you mean 'num_terms'"),
             ("hpcrl.envs.arithmetic:Arithmetic", {"num_terms": 1}, "num_terms = 1"),
             ("builtins:dict", {}, "builtins:dict has no reset and no step and no close"),

@@ -60,17 +60,17 @@ def score(context, name, *, rewards=(1.0,) * GROUP):
     return name
 
 
-def train(context, stock, consumed, *, version=0):
+def train(context, queue, consumed, *, version=0):
     """Make one step on all that is available."""
-    choice = stock.choose(version=version)
+    choice = queue.choose(version=version)
     consumed.update(one.id for one in choice.chosen)
-    stock.mark_trained(version=1)
+    queue.mark_trained(version=1)
     return choice
 
 
-def save(context, number, *, stock):
+def save(context, number, *, queue):
     """Make a checkpoint that covers everything so far; only the newest is kept."""
-    stock.note_settled()
+    queue.note_settled()
     make_private_dir(context.campaign.checkpoints)
     for old in context.campaign.checkpoints.iterdir():
         old.rmdir()
@@ -85,34 +85,34 @@ def settled(context):
 
 def test_a_batch_is_settled_when_its_step_is_made(context):
     consumed = ConsumedTrajectories()
-    stock = TrainQueue(context, consumed=consumed)
+    queue = TrainQueue(context, consumed=consumed)
     play(context, 0)
-    assert len(stock.choose(version=0).chosen) == GROUP
+    assert len(queue.choose(version=0).chosen) == GROUP
     assert settled(context) == 0
-    stock.mark_trained(version=1)
+    queue.mark_trained(version=1)
     assert settled(context) == GROUP
 
 
 def test_the_settled_count_comes_with_its_version(context):
     consumed = ConsumedTrajectories()
-    stock = TrainQueue(context, consumed=consumed)
+    queue = TrainQueue(context, consumed=consumed)
     play(context, 0)
-    train(context, stock, consumed)
+    train(context, queue, consumed)
     assert read_json(context.campaign.settled) == {"num": GROUP, "version": 1}
 
 
 def test_a_step_waits_while_its_version_would_make_episodes_too_old_and_its_batch_stays(context):
-    stock = TrainQueue(context, consumed=ConsumedTrajectories())
+    queue = TrainQueue(context, consumed=ConsumedTrajectories())
     make_private_dir(context.campaign.env_workers)
     hold_writer = HoldWriter(context.campaign.hold(0))
     hold_writer.write(0, now=0.0)
     play(context, 0)
-    choice = stock.choose(version=0)
+    choice = queue.choose(version=0)
     assert choice.chosen == []
     assert len(choice.rest) == GROUP
     assert settled(context) == 0
     hold_writer.write(1, now=0.0)
-    assert len(stock.choose(version=0).chosen) == GROUP
+    assert len(queue.choose(version=0).chosen) == GROUP
 
 
 def test_trajectories_gathered_during_a_step_are_chosen_as_if_read_after_it(context):
@@ -123,28 +123,28 @@ def test_trajectories_gathered_during_a_step_are_chosen_as_if_read_after_it(cont
     guess = gathered.preview_choice(0)
     assert [one.id for one in guess] == [f"lake/0/{index}" for index in range(GROUP)]
     for _ in range(2):
-        mine, theirs = (stock.choose(version=0) for stock in (gathered, plain))
+        mine, theirs = (queue.choose(version=0) for queue in (gathered, plain))
         assert [one.id for one in mine.chosen] == [one.id for one in theirs.chosen]
     assert [one.id for one in mine.chosen] == [f"lake/1/{index}" for index in range(GROUP)]
 
 
 def test_gathered_and_previewed_trajectories_are_not_settled(context):
-    stock = TrainQueue(context, consumed=ConsumedTrajectories())
+    queue = TrainQueue(context, consumed=ConsumedTrajectories())
     play(context, 0)
-    stock.gather()
-    assert len(stock.preview_choice(0)) == GROUP
-    assert stock.preview_choice(99) == []
-    stock.mark_trained(version=0)
+    queue.gather()
+    assert len(queue.preview_choice(0)) == GROUP
+    assert queue.preview_choice(99) == []
+    queue.mark_trained(version=0)
     assert settled(context) == 0
-    assert stock._reader.finished_segments(stock._waiting) == []  # no checkpoint takes it for done
+    assert queue._reader.finished_segments(queue._waiting) == []  # no checkpoint takes it for done
 
 
 def test_waiting_trajectories_are_not_settled_and_stale_ones_are(context):
-    stock = TrainQueue(context, consumed=ConsumedTrajectories())
+    queue = TrainQueue(context, consumed=ConsumedTrajectories())
     play(context, 0, num=GROUP - 1)
-    stock.choose(version=0)
+    queue.choose(version=0)
     assert settled(context) == 0
-    assert len(stock.choose(version=99).stale) == GROUP - 1
+    assert len(queue.choose(version=99).stale) == GROUP - 1
     assert settled(context) == GROUP - 1
 
 
@@ -153,21 +153,21 @@ def test_a_restarted_trainer_counts_what_its_checkpoint_consumed(context):
     consumed.add("lake/0/0")
     play(context, 0)
     play(context, 1, num=1)
-    stock = TrainQueue(context, consumed=consumed)
-    assert stock.choose(version=0).chosen == []
+    queue = TrainQueue(context, consumed=consumed)
+    assert queue.choose(version=0).chosen == []
     assert settled(context) == GROUP
 
 
 def test_used_segments_leave_the_spools_and_the_counts_stay_right(context):
     consumed = ConsumedTrajectories()
-    stock = TrainQueue(context, consumed=consumed)
+    queue = TrainQueue(context, consumed=consumed)
     play(context, 0)
-    train(context, stock, consumed)
+    train(context, queue, consumed)
     play(context, 1, num=1)
-    train(context, stock, consumed)
-    stock.mark_covered(save(context, 1, stock=stock))
-    stock.retire(version=1)
-    stock.close()
+    train(context, queue, consumed)
+    queue.mark_covered(save(context, 1, queue=queue))
+    queue.retire(version=1)
+    queue.close()
     assert count_spool_trajectories(context.campaign.spool("archive")) == GROUP
     assert (
         count_spool_trajectories(context.campaign.spool("rollouts"))
@@ -181,41 +181,41 @@ def test_used_segments_leave_the_spools_and_the_counts_stay_right(context):
 
 def test_no_segment_leaves_while_an_older_checkpoint_is_kept(context):
     consumed = ConsumedTrajectories()
-    stock = TrainQueue(context, consumed=consumed)
-    save(context, 1, stock=stock)
+    queue = TrainQueue(context, consumed=consumed)
+    save(context, 1, queue=queue)
     play(context, 0)
-    train(context, stock, consumed)
+    train(context, queue, consumed)
     newest = context.campaign.checkpoints / "000002-step-000002"
     newest.mkdir()
-    stock.mark_covered(newest)
-    stock.retire(version=1)
-    stock.close()
+    queue.mark_covered(newest)
+    queue.retire(version=1)
+    queue.close()
     assert count_spool_trajectories(context.campaign.spool("scored")) == GROUP
 
 
 def test_a_retirement_that_fails_is_reported_and_training_continues(context, monkeypatch):
     consumed = ConsumedTrajectories()
-    stock = TrainQueue(context, consumed=consumed)
+    queue = TrainQueue(context, consumed=consumed)
     play(context, 0)
-    train(context, stock, consumed)
-    stock.mark_covered(save(context, 1, stock=stock))
+    train(context, queue, consumed)
+    queue.mark_covered(save(context, 1, queue=queue))
     context.campaign.spool("archive").rmdir()
     context.campaign.spool("archive").write_text("in the way")
-    stock.retire(version=1)
-    stock.close()
+    queue.retire(version=1)
+    queue.close()
     (fault,) = context.events.of(FaultReported)
     assert "could not be retired" in fault.detail
     assert count_spool_trajectories(context.campaign.spool("rollouts")) == GROUP
 
 
 def test_a_damaged_segment_is_scored_again_and_not_a_third_time(context):
-    stock = TrainQueue(context, consumed=ConsumedTrajectories())
+    queue = TrainQueue(context, consumed=ConsumedTrajectories())
     name = play(context, 0)
     place = context.campaign.spool("scored") / name
     for _ in range(2):
         place.write_bytes(b"rot")
         announce_changes(place.parent, added=[name])
-        assert stock.choose(version=0).chosen == []
+        assert queue.choose(version=0).chosen == []
         if (context.campaign.spool("rollouts") / name).exists():
             score(context, name)
     assert list_segments(context.campaign.spool("rollouts")) == []
@@ -226,11 +226,11 @@ def test_a_damaged_segment_is_scored_again_and_not_a_third_time(context):
 def test_flat_groups_are_settled_so_that_others_are_admitted_and_the_step_waits(context):
     train_config = msgspec.structs.replace(context.recipe.train, flat_groups="drop")
     context.recipe = msgspec.structs.replace(context.recipe, train=train_config)
-    stock = TrainQueue(context, consumed=ConsumedTrajectories())
+    queue = TrainQueue(context, consumed=ConsumedTrajectories())
     for number in range(7):
         play(context, number)
-        choice = stock.choose(version=0)
+        choice = queue.choose(version=0)
         assert (len(choice.flat), choice.chosen, choice.rest) == (GROUP, [], [])
         assert settled(context) == (number + 1) * GROUP
     play(context, 7, rewards=(0.0, 1.0, 1.0, 1.0))
-    assert [one.group for one in stock.choose(version=0).chosen] == ["lake/7"] * GROUP
+    assert [one.group for one in queue.choose(version=0).chosen] == ["lake/7"] * GROUP
