@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 MAX_RECENT = 8
 """The conversations that a program may continue in turn, each as fast as if it was the only one."""
 MAX_RECENT_BYTES = 8 << 20
-"""What these conversations may have together, unless one alone has more."""
+"""The bytes of these conversations together, unless one alone has more."""
 MAX_UNLISTED_PARTS = 4
 """The parts between two prompts that follow each other: an answer and what comes after it."""
 S = TypeVar("S", bound="str | array[int] | tuple[Any, ...]")
