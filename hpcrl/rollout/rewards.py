@@ -18,6 +18,7 @@ One that has a parameter `text` (`texts`, with a list) is given the decoded toke
 judges of the campaign by name (`hpcrl.envs.judge_access`).
 """
 
+import errno
 import functools
 import inspect
 import math
@@ -41,6 +42,9 @@ from hpcrl.spool.rows import list_spans
 MAX_REWARD_PARTS, MAX_PART_NAME_CHARS = 64, 128
 JUDGED_FAILURES = frozenset({OUTCOME_TIMEOUT, OUTCOME_EXIT, OUTCOME_REWARD_ERROR})
 """The failures that an environment may have because a judge is gone."""
+
+_POLICY_FILE_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+_POLICY_ERROR_NUMBERS = frozenset({errno.ENAMETOOLONG, errno.E2BIG, errno.ELOOP, errno.EINVAL})
 
 
 class RewardScore(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -167,11 +171,24 @@ def describe_reward_error(error: BaseException) -> RewardScore:
     return RewardScore(error=text, is_infrastructure=isinstance(error, Exception) and is_infrastructure_error(error))
 
 
-def is_infrastructure_error(error: Exception) -> bool:
-    """Return whether an error means that files, connections, packages or memory are missing, or is an EnvFault."""
+def is_infrastructure_error(error: BaseException) -> bool:
+    """Return whether an error, or one that caused it, means that connections, disks or packages are missing.
+
+    Clients of HTTP wrap the error of a connection in their own. A file that is missing, a name that is too long and a
+    time limit of the function's own may be what the policy did; so may a lack of memory.
+    """
     if isinstance(error, EnvFault):
         return not isinstance(error, PolicyFailure)
-    return isinstance(error, OSError | ImportError | MemoryError)
+    if isinstance(error, ImportError) or (isinstance(error, OSError) and not _may_be_of_policy(error)):
+        return True
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return cause is not None and is_infrastructure_error(cause)
+
+
+def _may_be_of_policy(error: OSError) -> bool:
+    if isinstance(error, TimeoutError):
+        return error.errno is None  # with a number it is a connection's
+    return isinstance(error, _POLICY_FILE_ERRORS) or error.errno in _POLICY_ERROR_NUMBERS
 
 
 def list_fault_outcomes(domain: DomainConfig) -> frozenset[str]:

@@ -1,5 +1,6 @@
 """The reward of each outcome: by the settings of the domain, or by its function."""
 
+import errno
 import math
 import time
 
@@ -86,12 +87,45 @@ def test_a_reward_that_is_not_one_is_a_reward_error(reward):
     assert scored(reward, on_reward_error="fault").status == "env-fault"
 
 
+def wrapped(error, *, suppressed=False):
+    """Return the error of a client, as it is raised where a connection has another."""
+    outer = RuntimeError("Connection error.")
+    outer.__context__, outer.__suppress_context__ = error, suppressed
+    return outer
+
+
 @pytest.mark.parametrize(
-    "error", [OSError("no route"), TimeoutError(), ImportError("sympy"), EnvFault("judge is down")]
+    "error",
+    [
+        OSError("no route"),
+        OSError(errno.ENOSPC, "disk full"),
+        TimeoutError(errno.ETIMEDOUT, "connection timed out"),
+        ConnectionResetError(),
+        ImportError("sympy"),
+        EnvFault("judge is down"),
+        wrapped(wrapped(ConnectionRefusedError())),
+    ],
 )
 def test_infrastructure_that_fails_a_reward_function_is_never_scored(error):
     trajectory = scored(error)
     assert (trajectory.reward, trajectory.status) == (None, "env-fault")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TimeoutError(),
+        FileNotFoundError(errno.ENOENT, "answer.json"),
+        PermissionError(errno.EACCES, "answer.json"),
+        OSError(errno.ENAMETOOLONG, "File name too long"),
+        MemoryError(),
+        wrapped(FileNotFoundError()),
+        wrapped(ConnectionRefusedError(), suppressed=True),
+    ],
+)
+def test_what_the_policy_may_have_done_to_a_reward_function_is_scored(error):
+    trajectory = scored(error, on_reward_error=-1.0)
+    assert (trajectory.reward, trajectory.outcome) == (-1.0, "reward-error")
 
 
 def test_the_recipe_names_the_outcomes_that_are_faults():
