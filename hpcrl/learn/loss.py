@@ -133,13 +133,13 @@ def compute_entropies(logprobs_NV: Tensor) -> Tensor:
 
 
 def logprobs_and_entropy(
-    logits_NV: Tensor, targets_N: Tensor, *, temperature: float, train: TrainConfig
+    logits_NV: Tensor, targets_N: Tensor, *, temperature: float, has_entropy_bonus: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-prob of each generated token, and the entropy of the distribution that it came from.
 
     Without an entropy bonus the entropy needs no gradient, and then it costs a dot product.
     """
-    if train.entropy_coef:
+    if has_entropy_bonus:
         logprobs_NV = compute_log_distribution(logits_NV, temperature=temperature)
         return gather_logprobs(logprobs_NV, targets_N), compute_entropies(logprobs_NV)
     scaled_NV = logits_NV.float() if temperature == 1.0 else logits_NV.float() / temperature

@@ -1,12 +1,13 @@
-"""The loss of one micro-batch, from its logits, and what changes its advantages before.
+"""The loss of one micro-batch, from its log-probs, and what changes its advantages before.
 
     compute_micro_batch_loss    the loss, and its sums for the metrics
+    choose_temperature          the temperature of the log-probs that the loss takes
     subtract_kl_costs           a micro-batch with the costs of the KL
     normalize_advantages        micro-batches whose advantages have mean 0 and variance 1 over all ranks
     compute_mean_and_std        mean and standard deviation over all ranks
     MinibatchTotals, PriorLogprobs   what a loss needs to know beside them
 
-Legend: N model tokens of a micro-batch, V vocabulary
+Legend: N model tokens of a micro-batch
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,6 @@ from hpcrl.learn.loss import (
     TokenInputs,
     compute_kl_costs,
     compute_token_shares,
-    logprobs_and_entropy,
 )
 from hpcrl.trainers.world import World
 
@@ -53,19 +53,16 @@ class PriorLogprobs(NamedTuple):
 
 def compute_micro_batch_loss(
     micro: MicroBatch,
-    logits_NV: Tensor,
+    logprobs_N: Tensor,
     *,
+    entropy_N: Tensor,
     prior: PriorLogprobs,
     totals: MinibatchTotals,
     train: TrainConfig,
-    temperature: float,
     max_length: int,
     policy_loss: PolicyLoss,
 ) -> tuple[Tensor, LossSums]:
     """Compute the loss to differentiate; a token's share does not depend on its micro-batch or rank."""
-    if train.advantage == "sft":  # data was not sampled at the rollout's temperature
-        temperature = 1.0
-    logprobs_N, entropy_N = logprobs_and_entropy(logits_NV, micro.targets_N, temperature=temperature, train=train)
     proximal_N = micro.behaviour_N if train.proximal == "behaviour" else prior.proximal_N
     token_inputs = TokenInputs(
         behaviour_N=micro.behaviour_N,
@@ -83,6 +80,11 @@ def compute_micro_batch_loss(
         others=prior.others,
     )
     return policy_loss(logprobs_N, entropy_N=entropy_N, token_inputs=token_inputs, train=train)
+
+
+def choose_temperature(train: TrainConfig, *, rollout: float) -> float:
+    """Return the rollout's temperature, or 1 for data to imitate, which was not sampled at it."""
+    return 1.0 if train.advantage == "sft" else rollout
 
 
 def subtract_kl_costs(micro: MicroBatch, prior: PriorLogprobs, *, train: TrainConfig) -> MicroBatch:

@@ -20,7 +20,8 @@ from torch import Tensor
 from hpcrl.config.pipeline import make_pipeline
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.batch import MicroBatch
-from hpcrl.trainers.torch_model import compute_token_logprobs, load_causal
+from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
+from hpcrl.trainers.torch_model import load_causal
 from hpcrl.trainers.world import World
 
 
@@ -35,7 +36,7 @@ class SpreadModel:
         self._owners = [rank - rank % stride for rank in range(world.size)]
         """For each rank, the one that computes for it."""
         owns = self._owners[world.rank] == world.rank
-        self._model = load_causal(model_dir).to(world.device).eval() if owns else None
+        self._model = TokenModel(load_causal(model_dir)).to(world.device).eval() if owns else None
         shares = torch.zeros(world.size, dtype=torch.long, device=world.device)
         shares[world.rank] = share
         self._shares: list[int] = world.sum(shares).tolist()
@@ -85,7 +86,7 @@ class SpreadModel:
         with torch.no_grad():
             for micro in unpack_inputs(packed):
                 assert self._model is not None, "only ranks with the model are asked"
-                found.append(compute_token_logprobs(self._model, micro, temperature=self._temperature))
+                found.append(compute_token_logprobs(self._model, micro, temperature=self._temperature)[0])
         return torch.cat(found)
 
 

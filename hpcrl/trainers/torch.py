@@ -18,17 +18,23 @@ from torch.distributed.tensor import DTensor
 
 from hpcrl.config.pipeline import needs_critic
 from hpcrl.config.recipe import TrainConfig
-from hpcrl.learn.batch import MicroBatch, empty_micro_batch
+from hpcrl.learn.batch import empty_micro_batch
 from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import load_update
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import torch_model
 from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, load_fixed_models
 from hpcrl.trainers.critic import Critic
-from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs, compute_micro_batch_loss
+from hpcrl.trainers.micro_batch_loss import (
+    MinibatchTotals,
+    PriorLogprobs,
+    choose_temperature,
+    compute_micro_batch_loss,
+)
 from hpcrl.trainers.state import StateShard, check_same_shapes, fill_shards, read_whole_shapes
 from hpcrl.trainers.step import train_step
-from hpcrl.trainers.torch_model import TrainedModel, compute_token_logits, compute_token_logprobs, load_causal
+from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
+from hpcrl.trainers.torch_model import TrainedModel, load_causal
 from hpcrl.trainers.world import SINGLE_RANK, World
 
 
@@ -68,6 +74,7 @@ class TorchTrainer:
             learning_rate=train.learning_rate,
             prefix=prefix,
             update=load_update(train),
+            called=TokenModel(module),
         )
         self.critic = Critic(model_dir, train=train, world=world) if needs_critic(train) else None
         self.spread_models, self._fixed_models = load_fixed_models(
@@ -76,7 +83,7 @@ class TorchTrainer:
             model_dir,
             teacher=reference_dir,
             temperature=temperature,
-            load=lambda path: load_causal(path).to(world.device).eval(),
+            load=lambda path: TokenModel(load_causal(path)).to(world.device).eval(),
         )
 
     @property
@@ -175,9 +182,12 @@ class TorchTrainer:
 
     def compute_logprobs(self, minibatches: list[Minibatch], *, model: str | None) -> list[TokenColumns]:
         """Compute the log-probs of all tokens under the policy, or under the model of the node with this name."""
-        module = None if model is None else self._fixed_models[model]
+        module = self._policy if model is None else self._fixed_models[model]
         with torch.no_grad():
-            return [[self._logprobs(micro, model=module) for micro in part] for part in minibatches]
+            return [
+                [compute_token_logprobs(module, micro, temperature=self._temperature)[0] for micro in part]
+                for part in minibatches
+            ]
 
     def accumulate_gradient(
         self, minibatch: Minibatch, priors: list[PriorLogprobs], *, totals: MinibatchTotals, policy_loss: PolicyLoss
@@ -187,13 +197,19 @@ class TorchTrainer:
         last = len(minibatch) - 1
         for number, (micro, prior) in enumerate(zip(minibatch, priors, strict=True)):
             with self._policy.accumulation_context(last=number == last):
+                logprobs_N, entropy_N = compute_token_logprobs(
+                    self._policy,
+                    micro,
+                    temperature=choose_temperature(self._train, rollout=self._temperature),
+                    has_entropy_bonus=bool(self._train.entropy_coef),
+                )
                 loss, sums = compute_micro_batch_loss(
                     micro,
-                    compute_token_logits(self._policy, micro),
+                    logprobs_N,
+                    entropy_N=entropy_N,
                     prior=prior,
                     totals=totals,
                     train=self._train,
-                    temperature=self._temperature,
                     max_length=self.max_length,
                     policy_loss=policy_loss,
                 )
@@ -213,7 +229,3 @@ class TorchTrainer:
     def discard_gradient(self) -> None:
         """Clear the gradient and leave the weights as they are."""
         self._policy.optimizer.zero_grad()
-
-    def _logprobs(self, micro: MicroBatch, *, model: torch.nn.Module | TrainedModel | None = None) -> Tensor:
-        """Compute the log-probs of the micro-batch's model tokens."""
-        return compute_token_logprobs(model or self._policy, micro, temperature=self._temperature)

@@ -2,8 +2,6 @@
 
     TrainedModel               a policy or a critic
     load_causal, load_critic   load one from a model directory
-    compute_token_logits       the logits at the model tokens of a micro-batch
-    compute_token_logprobs     the log-probs of these tokens
     add_adapters               freeze a model and add to each linear layer an adapter that at first changes nothing
     has_adapters               whether a model has adapters
     merge_adapters             the weights with their adapters, by the names of the model directory
@@ -17,7 +15,7 @@ are merged.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -34,8 +32,6 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
-from hpcrl.learn.batch import MicroBatch
-from hpcrl.learn.loss import compute_log_distribution, gather_logprobs
 from hpcrl.trainers.optimizer import MOMENT_PARTS, WeightUpdate, make_optimizer
 from hpcrl.trainers.state import StateShard, make_whole_shard
 from hpcrl.trainers.world import World
@@ -88,14 +84,19 @@ class TrainedModel:
         learning_rate: float,
         prefix: str = "",
         update: WeightUpdate | None = None,
+        called: torch.nn.Module | None = None,
     ) -> None:
-        """Distribute the module and make its optimizer; `prefix` precedes its tensor names in checkpoints."""
+        """Distribute the module and make its optimizer; `prefix` precedes its tensor names in checkpoints.
+
+        `called` is what is called, where that is not the module itself but one around it.
+        """
         self.world = world
         self.prefix = prefix
         self._max_norm = train.max_grad_norm
         self._bf16 = train.precision == "bf16"
         self.module = module.to(world.device).eval()  # eval: no dropout; gradients still flow
-        self._distributed_module = _distribute_module(self.module, sharding=train.sharding, world=world)
+        self._called = self.module if called is None else called
+        self._distributed_module = _distribute_module(self._called, sharding=train.sharding, world=world)
         self.parameters: list[Tensor] = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(
             self.parameters, train=train, learning_rate=learning_rate, fused=True, update=update
@@ -104,7 +105,7 @@ class TrainedModel:
     def __call__(self, *inputs: Tensor, **options: Any) -> Any:
         """Run a forward pass; every rank of the world must run the same number."""
         # Without gradients DDP has nothing to do.
-        model = self._distributed_module if torch.is_grad_enabled() else self.module
+        model = self._distributed_module if torch.is_grad_enabled() else self._called
         with torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=self._bf16):
             return model(*inputs, **options)
 
@@ -198,26 +199,10 @@ def _distribute_module(module: Any, *, sharding: str, world: World) -> Any:
     if sharding == "none":
         return DistributedDataParallel(module, process_group=world.group, broadcast_buffers=False)
     mesh = init_device_mesh(world.device.type, (world.size,))
-    layers = set(module._no_split_modules or ())
+    layers = {name for submodule in module.modules() for name in getattr(submodule, "_no_split_modules", None) or ()}
     for layer in [submodule for submodule in module.modules() if type(submodule).__name__ in layers]:
         fully_shard(layer, mesh=mesh)
     return fully_shard(module, mesh=mesh)
-
-
-def compute_token_logits(model: Callable[..., Any], micro: MicroBatch) -> Tensor:
-    """Compute the logits at the micro-batch's model tokens, skipping columns without any."""
-    kept_K = micro.mask_BT.any(0).nonzero().squeeze(-1)
-    if not len(kept_K):
-        kept_K = kept_K.new_zeros(1)  # a pass without a gradient must still run every layer
-    # No attention mask: the padding is on the right of a causal model, and without a mask attention is fastest.
-    logits_BKV = model(micro.inputs_BT, position_ids=micro.positions_BT, logits_to_keep=kept_K, use_cache=False).logits
-    return logits_BKV[micro.mask_BT[:, kept_K]]  # type: ignore[no-any-return]
-
-
-def compute_token_logprobs(model: Callable[..., Any], micro: MicroBatch, *, temperature: float) -> Tensor:
-    """Compute the log-probs of the micro-batch's model tokens."""
-    logprobs_NV = compute_log_distribution(compute_token_logits(model, micro), temperature=temperature)
-    return gather_logprobs(logprobs_NV, micro.targets_N)
 
 
 def load_causal(model_dir: Path) -> Any:

@@ -24,14 +24,25 @@ from torch import Tensor
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import MicroBatch, empty_micro_batch, pad_to_shape
-from hpcrl.learn.loss import LossSums, PolicyLoss, compute_log_distribution, gather_logprobs
+from hpcrl.learn.loss import (
+    LossSums,
+    PolicyLoss,
+    compute_log_distribution,
+    gather_logprobs,
+    logprobs_and_entropy,
+)
 from hpcrl.learn.pipeline import load_update
 from hpcrl.plan.checks import find_megatron_conflict
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, load_fixed_models
 from hpcrl.trainers.megatron.model import build_model_part, patch_for_cpu
 from hpcrl.trainers.megatron.weight_names import ParallelRank, map_shards
-from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs, compute_micro_batch_loss
+from hpcrl.trainers.micro_batch_loss import (
+    MinibatchTotals,
+    PriorLogprobs,
+    choose_temperature,
+    compute_micro_batch_loss,
+)
 from hpcrl.trainers.optimizer import MOMENT_PARTS, make_optimizer
 from hpcrl.trainers.state import WEIGHT_PART, StateShard, check_same_shapes, fill_shards, read_whole_shapes
 from hpcrl.trainers.step import train_step
@@ -212,13 +223,19 @@ class MegatronTrainer:
         remaining = iter(priors)
 
         def judge(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, LossSums]:
+            logprobs_N, entropy_N = logprobs_and_entropy(
+                self._gather_token_logits(micro, logits_BTV),
+                micro.targets_N,
+                temperature=choose_temperature(self._train, rollout=self._temperature),
+                has_entropy_bonus=bool(self._train.entropy_coef),
+            )
             loss, sums = compute_micro_batch_loss(
                 micro,
-                self._gather_token_logits(micro, logits_BTV),
+                logprobs_N,
+                entropy_N=entropy_N,
                 prior=next(remaining),
                 totals=totals,
                 train=self._train,
-                temperature=self._temperature,
                 max_length=self.max_length,
                 policy_loss=policy_loss,
             )

@@ -277,7 +277,7 @@ def test_logprobs_and_entropy_in_one_pass_agree_with_autograd(temperature):
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(6, 11, generator=generator, requires_grad=True)
     targets, weights = torch.arange(6), torch.linspace(-1, 2, 6)
-    at_once, entropy = logprobs_and_entropy(logits, targets, temperature=temperature, train=settings(entropy_coef=0.0))
+    at_once, entropy = logprobs_and_entropy(logits, targets, temperature=temperature, has_entropy_bonus=False)
     (found,) = torch.autograd.grad((at_once * weights).sum(), logits)
     distribution = compute_log_distribution(logits, temperature=temperature)
     slowly = gather_logprobs(distribution, targets)
@@ -290,7 +290,7 @@ def test_logprobs_and_entropy_in_one_pass_agree_with_autograd(temperature):
 
 def test_with_an_entropy_bonus_the_entropy_is_differentiated():
     logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(5), requires_grad=True)
-    _, entropy = logprobs_and_entropy(logits, torch.arange(3), temperature=1.0, train=settings(entropy_coef=0.1))
+    _, entropy = logprobs_and_entropy(logits, torch.arange(3), temperature=1.0, has_entropy_bonus=True)
     (slope,) = torch.autograd.grad(entropy.sum(), logits)
     chances = logits.detach().softmax(-1)
     expected = -chances * (chances.log() + compute_entropies(chances.log()).unsqueeze(-1))

@@ -90,12 +90,12 @@ def distil(student, teacher, *, num_steps, score=None, **changed):
     train = TrainConfig(num_steps=num_steps, groups_per_step=2, **{**SETTINGS, **changed})
     trainer = TorchTrainer(student, train, reference_dir=teacher, has_scored_reference=score is not None)
     generator = torch.Generator().manual_seed(0)
-    before = compute_agreement(trainer._policy)
+    before = compute_agreement(trainer._policy.module)
     for step in range(1, num_steps + 1):
-        episodes = sample_episodes(trainer._policy, step=step, generator=generator)
+        episodes = sample_episodes(trainer._policy.module, step=step, generator=generator)
         metrics = trainer.train_step(episodes if score is None else score(episodes), step=step, version=step)
         assert metrics.skipped is None
-    return before, compute_agreement(trainer._policy)
+    return before, compute_agreement(trainer._policy.module)
 
 
 def test_a_student_reaches_a_larger_teacher_without_any_reward(tmp_path):
@@ -162,7 +162,7 @@ def test_a_step_with_a_teachers_engine_is_that_with_its_model(tmp_path, taught_e
 def test_trajectories_that_no_teacher_scored_are_refused(tmp_path):
     student = make_student(tmp_path / "student")
     trainer = TorchTrainer(student, TrainConfig(num_steps=1, groups_per_step=2, **SETTINGS), **SCORED)
-    episodes = sample_episodes(trainer._policy, step=1, generator=torch.Generator().manual_seed(0))
+    episodes = sample_episodes(trainer._policy.module, step=1, generator=torch.Generator().manual_seed(0))
     with pytest.raises(TrainError, match=r"trajectory '1-0/0' has no log-probs of teacher\.judge"):
         trainer.train_step(episodes, step=1, version=1)
 

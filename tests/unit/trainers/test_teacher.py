@@ -29,7 +29,7 @@ def distribution(model):
 
 def sample(trainer, generator):
     """Return a group of answers of one token; all have the same reward."""
-    chances = distribution(trainer._policy).exp()
+    chances = distribution(trainer._policy.module).exp()
     drawn = torch.multinomial(chances, 32, replacement=True, generator=generator)
     return [
         make_trajectory(
@@ -48,11 +48,11 @@ def test_a_student_reaches_its_teacher_along_its_own_samples(tmp_path):
     torch.set_num_threads(1)
     student_dir, teacher_dir = make_model(tmp_path / "student"), make_model(tmp_path / "teacher", seed=1)
     trainer = TorchTrainer(student_dir, TRAIN, reference_dir=teacher_dir)
-    teacher = distribution(trainer._fixed_models["reference"])
+    teacher = distribution(trainer._fixed_models["reference"].causal)
     generator = torch.Generator().manual_seed(0)
 
     def distance():
-        student = distribution(trainer._policy)
+        student = distribution(trainer._policy.module)
         return float((student.exp() * (student - teacher)).sum())
 
     before = distance()
