@@ -3,6 +3,7 @@
 balance       tokens of the busiest rank over the mean, Karmarkar-Karp and in turn
 loop          `TorchTrainer.train_step` beside a bare loop over the same micro-batches of the same model
 checkpoint    ten steps with a checkpoint, written behind them, beside ten without
+logits        peak memory of log-probs and their gradient by chunks, beside whole logits: counted, nothing is allocated
 data path     ranks that read their own rows beside a controller that scatters: see bench/data_path.py
 
 python -m bench.learning [--full]
@@ -16,9 +17,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from bench import data_path, figures
 from bench.figures import Figure
@@ -26,6 +30,8 @@ from hpcrl.config.recipe import TinyModel, TrainConfig
 from hpcrl.learn.batch import MicroBatch, make_micro_batches
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.learn.distribute import balance_parts, compute_imbalance
+from hpcrl.learn.loss import logprobs_and_entropy
+from hpcrl.learn.token_head import HeadForm, compute_from_hidden
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.spool.record import Trajectory
 from hpcrl.testing.learning import make_rows
@@ -37,6 +43,8 @@ NUM_RANKS = 8
 EVERY = 10
 """Steps between two checkpoints."""
 LENGTH = 256
+NUM_TOKENS, HIDDEN, VOCABULARY = 8192, 4096, 151_936
+"""Qwen3-8B's output layer."""
 
 
 def measure(full: bool) -> list[Figure]:
@@ -44,7 +52,38 @@ def measure(full: bool) -> list[Figure]:
     with tempfile.TemporaryDirectory() as scratch:
         pair = _Pair(Path(scratch))
         costs = [loop(pair, rounds=60 if full else 24), *checkpoints(pair, rounds=8 if full else 3)]
-    return [*balance(), *costs, *data_path.measure(full)]
+    return [*balance(), *costs, logits(), *data_path.measure(full)]
+
+
+def logits() -> Figure:
+    """Count the bytes that are alive at once beside the inputs, gradients included, for a head in bf16."""
+    peaks = []
+    for compute in (_compute_whole, compute_from_hidden):
+        with FakeTensorMode():
+            hidden = torch.empty(NUM_TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+            weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+            targets = torch.empty(NUM_TOKENS, dtype=torch.long)
+            tracker = MemTracker()
+            with tracker:
+                logprobs, _ = compute(
+                    hidden, weight, targets, form=HeadForm(), temperature=0.9, has_entropy_bonus=False
+                )
+                torch.autograd.grad(logprobs.sum(), (hidden, weight))
+            snapshot = tracker.get_tracker_snapshot("peak")
+        inputs = hidden.nbytes + weight.nbytes  # the tracker counts them too: both ways keep them for the gradient
+        peaks.append(sum(each["Total"] for each in snapshot.values()) - inputs)
+    return Figure(
+        name="peak memory of log-probs by chunks / of whole logits",
+        value=peaks[1] / peaks[0],
+        bar=1 / 8,
+        better="lower",
+    )
+
+
+def _compute_whole(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, form: HeadForm, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return logprobs_and_entropy(form.apply(hidden @ weight.T), targets, **options)
 
 
 def balance() -> list[Figure]:

@@ -8,7 +8,7 @@ The logits of 8,192 tokens of a vocabulary of 151,936 are 5 GB in float32, and a
 the logits of a chunk are computed, used and dropped, and for the gradient computed once more: the head's product runs
 three times in place of two, which is a few percent of a step.
 
-Legend: N model tokens of a micro-batch, C tokens of a chunk, H hidden size, V vocabulary
+Legend: N model tokens of a micro-batch, H hidden size, V vocabulary, C tokens or vocabulary entries of a chunk
 """
 
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hpcrl.learn.loss import gather_logprobs, logprobs_and_entropy
 
-MAX_CHUNK_LOGITS = 1 << 26
-"""256 MiB in float32, 441 tokens of a vocabulary of 151,936: enough to keep a GPU's matrix units busy."""
+MAX_CHUNK_LOGITS = 1 << 25
+"""128 MiB in float32, 220 tokens of a vocabulary of 151,936: about what keeps a GPU's matrix units busy."""
 
 
 class HeadForm(NamedTuple):
@@ -69,7 +69,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         num = len(hidden_NH)
         logprobs_N, entropy_N, log_sums_N = (hidden_NH.new_empty(num, dtype=torch.float32) for _ in range(3))
-        for part in _list_chunks(hidden_NH, weight_VH):
+        for part in _list_chunks(num, other=len(weight_VH)):
             logits_CV = _compute_logits(hidden_NH[part], weight_VH, form, temperature)
             log_sums_N[part] = logits_CV.logsumexp(-1)
             logits_CV -= log_sums_N[part].unsqueeze(-1)  # from here on log-probs
@@ -85,32 +85,40 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden_NH, weight_VH, targets_N, entropy_N, log_sums_N = ctx.saved_tensors
         of_logprobs_N, of_entropy_N = grads
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        of_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
-        # Chunks are added up in float32: in bfloat16 the sum of many would lose the small ones.
-        of_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
-        for part in _list_chunks(hidden_NH, weight_VH):
-            logits_CV = _compute_logits(hidden_NH[part], weight_VH, ctx.form, ctx.temperature)
-            slope_CV = _compute_slope(logits_CV, ctx.form, ctx.temperature)
-            logits_CV -= log_sums_N[part].unsqueeze(-1)
-            grad_CV = logits_CV.exp()
+        # All tokens and a part of the vocabulary at a time: each row of the weight gets its gradient at once, and what
+        # is added up, in float32, is the smaller of the two gradients.
+        of_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if needs_hidden else None
+        of_weight_VH = torch.empty_like(weight_VH) if needs_weight else None
+        for part in _list_chunks(len(weight_VH), other=len(hidden_NH)):
+            logits_NC = _compute_logits(hidden_NH, weight_VH[part], ctx.form, ctx.temperature)
+            slope_NC = _compute_slope(logits_NC, ctx.form, ctx.temperature)
+            logits_NC -= log_sums_N.unsqueeze(-1)  # from here on log-probs
+            grad_NC = logits_NC.exp()
             if of_entropy_N is None:
-                grad_CV *= 0.0 if of_logprobs_N is None else -of_logprobs_N[part].unsqueeze(-1)
+                grad_NC *= 0.0 if of_logprobs_N is None else -of_logprobs_N.unsqueeze(-1)
             else:
-                factor_CV = (logits_CV + entropy_N[part].unsqueeze(-1)).mul_(-of_entropy_N[part].unsqueeze(-1))
-                grad_CV *= factor_CV if of_logprobs_N is None else factor_CV.sub_(of_logprobs_N[part].unsqueeze(-1))
+                logits_NC.add_(entropy_N.unsqueeze(-1)).mul_(-of_entropy_N.unsqueeze(-1))
+                grad_NC *= logits_NC if of_logprobs_N is None else logits_NC.sub_(of_logprobs_N.unsqueeze(-1))
             if of_logprobs_N is not None:
-                grad_CV.scatter_add_(-1, targets_N[part].unsqueeze(-1), of_logprobs_N[part].unsqueeze(-1))
-            grad_CV = grad_CV.mul_(slope_CV).to(hidden_NH.dtype)
+                columns_N = targets_N - part.start
+                inside_N = (columns_N >= 0) & (columns_N < grad_NC.shape[1])
+                columns_N = columns_N.clamp(0, grad_NC.shape[1] - 1)
+                grad_NC.scatter_add_(-1, columns_N.unsqueeze(-1), (of_logprobs_N * inside_N).unsqueeze(-1))
+            if not (isinstance(slope_NC, float) and slope_NC == 1.0):
+                grad_NC *= slope_NC
+            del logits_NC, slope_NC
+            grad_NC = grad_NC.to(hidden_NH.dtype)
             if of_hidden_NH is not None:
-                of_hidden_NH[part] = grad_CV @ weight_VH
+                of_hidden_NH += grad_NC @ weight_VH[part]
             if of_weight_VH is not None:
-                of_weight_VH += grad_CV.T @ hidden_NH[part]
-        return of_hidden_NH, None if of_weight_VH is None else of_weight_VH.to(weight_VH.dtype), None, None, None
+                torch.mm(grad_NC.T, hidden_NH, out=of_weight_VH[part])
+        return None if of_hidden_NH is None else of_hidden_NH.to(hidden_NH.dtype), of_weight_VH, None, None, None
 
 
-def _list_chunks(hidden_NH: Tensor, weight_VH: Tensor) -> list[slice]:
-    size = max(1, MAX_CHUNK_LOGITS // weight_VH.shape[0])
-    return [slice(start, start + size) for start in range(0, hidden_NH.shape[0], size)]
+def _list_chunks(length: int, *, other: int) -> list[slice]:
+    """Divide a side of the logits so that a part of it, times the whole other side, is no more than a chunk."""
+    size = max(1, MAX_CHUNK_LOGITS // other)
+    return [slice(start, start + size) for start in range(0, length, size)]
 
 
 def _compute_logits(hidden_CH: Tensor, weight_VH: Tensor, form: HeadForm, temperature: float) -> Tensor:

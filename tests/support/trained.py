@@ -19,6 +19,7 @@ from hpcrl.models.tiny import make_tiny_model
 from hpcrl.spool.record import Trajectory
 from hpcrl.testing.learning import make_rows, save_checkpoint
 from hpcrl.trainers.export import export_model
+from hpcrl.trainers.token_model import compute_token_logprobs
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.trajectories import make_trajectory
 
@@ -66,5 +67,6 @@ def compute_logprobs(trainer: TorchTrainer, prompt: list[int], answer: list[int]
     trajectory = make_episode([*prompt, *answer], start=len(prompt))
     rows, _ = make_rows([trajectory], credits=[[0.0]], max_length=trainer.max_length)
     with torch.no_grad():
-        logprobs_N = trainer._logprobs(make_packed_batches(rows, tokens_per_micro_batch=512)[0])
+        packed = make_packed_batches(rows, tokens_per_micro_batch=512)[0]
+        logprobs_N = compute_token_logprobs(trainer._policy, packed, temperature=1.0)[0]
     return list(logprobs_N.tolist())

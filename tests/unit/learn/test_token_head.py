@@ -99,4 +99,4 @@ def test_no_tensor_has_more_logits_than_a_chunk(monkeypatch):
             hidden, weight, targets, form=HeadForm(cap=3.0), temperature=0.5, has_entropy_bonus=True
         )
         (logprobs.sum() + entropy.sum()).backward()
-    assert largest.num_values == limit < NUM * VOCABULARY
+    assert limit / 2 < largest.num_values <= limit < NUM * VOCABULARY

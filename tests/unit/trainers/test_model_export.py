@@ -10,6 +10,7 @@ from hpcrl.learn.batch import make_micro_batches
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.testing.learning import make_rows, save_checkpoint
 from hpcrl.trainers.export import export_model
+from hpcrl.trainers.token_model import compute_token_logprobs
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import CONTEXT, batch, make_model, settings
 
@@ -43,7 +44,8 @@ def test_an_exported_model_gives_the_trainers_logprobs_within_the_error_of_its_p
     rows, _ = make_rows(episodes, credits=[[0.0, 0.0]] * len(episodes), max_length=CONTEXT)
     with torch.no_grad():
         # in the order of the rows: each is a separate micro-batch
-        mine = [trainer._logprobs(make_micro_batches([row], tokens_per_micro_batch=1)[0]) for row in rows]
+        batches = [make_micro_batches([row], tokens_per_micro_batch=1)[0] for row in rows]
+        mine = [compute_token_logprobs(trainer._policy, each, temperature=1.0)[0] for each in batches]
     trained = torch.cat(mine).tolist()
     assert logprobs_of(model, rows) == pytest.approx(trained, abs=close)
     assert (

@@ -6,6 +6,7 @@ import torch
 
 from hpcrl.learn.batch import make_micro_batches, make_packed_batches
 from hpcrl.testing.learning import make_rows
+from hpcrl.trainers.token_model import compute_token_logprobs
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.learners import CONTEXT, FAMILIES, batch, make_model, settings, train_torch
@@ -63,8 +64,9 @@ def test_a_trajectory_does_not_attend_to_the_one_before_it(tmp_path, rows):
     trainer = TorchTrainer(make_model(tmp_path), settings(rows="packed"), seed=0)
     together = make_packed_batches(rows[:3], tokens_per_micro_batch=10_000)[0]
     with torch.no_grad():
-        logprobs_N = trainer._logprobs(together)
+        logprobs_N = compute_token_logprobs(trainer._policy, together, temperature=1.0)[0]
         order = np.argsort([-len(row) for row in rows[:3]], kind="stable")
         for place, number in enumerate(order):
             alone = make_packed_batches([rows[number]], tokens_per_micro_batch=10_000)[0]
-            assert torch.allclose(logprobs_N[together.rows_N == place], trainer._logprobs(alone), atol=CLOSE)
+            expected_N = compute_token_logprobs(trainer._policy, alone, temperature=1.0)[0]
+            assert torch.allclose(logprobs_N[together.rows_N == place], expected_N, atol=CLOSE)
