@@ -4,6 +4,7 @@ advantage    advantages of a group
 batch        trajectories as training rows
 rewards      rewards as training sees them
 loss         policy losses
+token_head   log-probs from hidden states, by chunks of tokens
 pipeline     the nodes of the learning pipeline, run in their order
 user_loss    a loss that a recipe brings
 evaluations  the results of evaluations on disk

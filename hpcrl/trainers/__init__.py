@@ -7,6 +7,7 @@ micro_batch_loss  the loss of a micro-batch
 step_metrics      the metrics of a step
 torch             the torch trainer
 torch_model       its model, and LoRA
+token_model       a causal model that returns log-probs
 critic            the value model
 spread_model      models of nodes whose data-parallel degree is not the trainer's
 optimizer         AdamW, as the recipe sets it, or the user's update

@@ -80,7 +80,7 @@ def test_a_family_has_the_log_probs_and_gradients_of_its_own_logits(family, monk
     for mine, theirs in zip(gradients, expected, strict=True):
         assert (mine is None) == (theirs is None)
         if mine is not None:
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * max(0.1, float(theirs.abs().max())))
 
 
 def train_in_chunks(world, model_dir, variants):
