@@ -116,7 +116,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _list_chunks(length: int, *, other: int) -> list[slice]:
-    """Divide a side of the logits so that a part of it, times the whole other side, is no more than a chunk."""
+    """Divide a side of the logits so that a part of it, times the whole other side, is at most a chunk."""
     size = max(1, MAX_CHUNK_LOGITS // other)
     return [slice(start, start + size) for start in range(0, length, size)]
 
