@@ -15,11 +15,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-SLOW = (
-    ("tests/slurm", "--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder"),  # each with its own lab
-    ("tests/e2e", "bench"),
-    ("tests/mpi", "tests/vllm", "tests/gpu"),
-)
+SLOW = (("tests/slurm",), ("tests/e2e", "bench"), ("tests/mpi", "tests/vllm", "tests/gpu"))
 MAX_REPEATED = 3
 """More failures than this are not the machine's: they are not repeated."""
 

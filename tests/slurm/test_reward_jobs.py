@@ -12,12 +12,12 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.spool.listing import SegmentListing
 from hpcrl.system.processes import read_start_ticks
 from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SIMULATED, hpcrl, outcome, processes_of, snapshot, steps, until
+from tests.support.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
-ELASTIC = (*SIMULATED, "-s", "reward.placement=elastic", "-s", "reward.idle_s=3", "-s", "reward.patience_s=300")
+ELASTIC = (*SMALL, "-s", "reward.placement=elastic", "-s", "reward.idle_s=3", "-s", "reward.patience_s=300")
 ENV_NODES = {"env1", "env2", "env3"}
 NO_MPI = ("-s", "site.mpi.flavour=none")
 
