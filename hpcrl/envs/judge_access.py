@@ -7,8 +7,8 @@
     keep_judges       variables of which a program that is not trusted sees no judge but those that it may call
     LOGPROBS_PATH     what a judge has besides OpenAI's API
 
-The variables of a judge are JUDGE_VARIABLE_PREFIX, its name in capitals, and _URL or _KEY. A judge that is gone for a
-while keeps its address: requests wait there until it is back.
+The variables of a judge are JUDGE_VARIABLE_PREFIX, its name in capitals, and _URL or _API_KEY. A judge that is gone
+for a while keeps its address: requests wait there until it is back.
 """
 
 import os
@@ -18,7 +18,8 @@ from typing import NamedTuple
 from hpcrl.errors import ConfigError
 from hpcrl.system.variables import JUDGE_OUTAGES_VARIABLE, JUDGE_VARIABLE_PREFIX
 
-URL_SUFFIX, KEY_SUFFIX = "_URL", "_KEY"
+URL_SUFFIX, KEY_SUFFIX = "_URL", "_API_KEY"
+"""verifiers passes no variable with API_KEY in its name on to the programs of its harnesses."""
 LOGPROBS_PATH = "/hpcrl/logprobs"
 """Below the address of a judge: the log-probs of tokens that are sent, which a teacher gives."""
 

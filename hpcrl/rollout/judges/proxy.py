@@ -152,7 +152,7 @@ class JudgeProxy:
         name, _, path = http.path_qs.removeprefix("/").partition("/")
         own = self._tokens.get(name)
         if not any(is_allowed(http, token) for token in (self._tokens.values() if own is None else [own])):
-            return make_error(401, f"use the key in HPCRL_JUDGE_{name.upper()}_KEY", code="invalid_api_key")
+            return make_error(401, f"use the key in HPCRL_JUDGE_{name.upper()}_API_KEY", code="invalid_api_key")
         judge = self._judges.get(name)
         if judge is None:
             known = ", ".join(self._judges)

@@ -301,12 +301,12 @@ print(0.5)
 def test_a_program_is_given_no_judge_but_those_that_the_recipe_names(template, monkeypatch, sandbox):
     for name in ("grader", "user"):
         monkeypatch.setenv(f"HPCRL_JUDGE_{name.upper()}_URL", f"http://127.0.0.1:1/{name}/v1")
-        monkeypatch.setenv(f"HPCRL_JUDGE_{name.upper()}_KEY", f"key-of-{name}")
+        monkeypatch.setenv(f"HPCRL_JUDGE_{name.upper()}_API_KEY", f"key-of-{name}")
     monkeypatch.setenv("HPCRL_OUTAGES_OF_JUDGES", "/nowhere")
     task = {"expected": []}
     assert reward_of(play(template, PRINT_JUDGES, sandbox=sandbox, task=task)) == 0.5
     if sandbox == "none":
-        task["expected"] = ["HPCRL_JUDGE_USER_URL", "HPCRL_JUDGE_USER_KEY"]
+        task["expected"] = ["HPCRL_JUDGE_USER_URL", "HPCRL_JUDGE_USER_API_KEY"]
         trajectory = play(template, PRINT_JUDGES, sandbox=sandbox, task=task, calls_judges=["user"])
         assert reward_of(trajectory) == 0.5
 

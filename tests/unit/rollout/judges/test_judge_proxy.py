@@ -68,7 +68,7 @@ def test_a_request_that_the_judge_refuses_is_the_matter_of_the_function(host, cl
 
 def test_a_wrong_key_and_an_unknown_judge_are_refused(host, client):
     host.start()
-    with pytest.raises(openai.AuthenticationError, match="HPCRL_JUDGE_GRADER_KEY"):
+    with pytest.raises(openai.AuthenticationError, match="HPCRL_JUDGE_GRADER_API_KEY"):
         chat(client.with_options(api_key="other"))
     with pytest.raises(openai.NotFoundError, match="the recipe has grader"):
         chat(client.with_options(base_url=str(client.base_url).replace("grader", "other")))
