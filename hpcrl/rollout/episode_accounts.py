@@ -187,4 +187,5 @@ class EpisodeAccounts:
 
     def _end_task(self, task: AgentTask) -> None:
         self._tasks.pop(task.group, None)
+        self._unsealed.pop(task.group, None)  # the trainer may have read a group before its batch is reported durable
         self._journal.record_end(task)

@@ -145,6 +145,17 @@ def test_a_group_that_the_trainer_dropped_as_too_old_is_started_again(worker, tm
     assert next_job.draw().number == 3
 
 
+def test_a_group_may_be_trained_on_before_its_worker_knows_that_it_is_durable(worker, tmp_path):
+    """Batches are written in the background, and a trainer that drops a group as flat is done with it at once."""
+    task, later = worker.start(), worker.start()
+    episodes = [*worker.release(task), *worker.release(later)]
+    worker.accounts.record_trained({task.group})
+    worker.accounts.record_sealed(episodes)
+    assert worker.limit(newest=0) is None
+    assert [group for group, known in worker.journal.state.open.items() if known.is_durable] == [later.group]
+    assert WorkerRun(tmp_path).start().number == 2
+
+
 def test_an_old_report_of_the_trainer_does_not_start_a_group_again(worker, tmp_path):
     task = worker.start()
     dropped_at = time.time() - 1
