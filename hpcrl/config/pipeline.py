@@ -253,7 +253,11 @@ def check_user_nodes(train: TrainConfig) -> list[str]:
 
 
 _SETTINGS_OF_NODES = {
-    "loss": ("ratio", "surrogate", "clip_low", "clip_high", "dual_clip", "correction", "kl", "entropy_coef"),
+    "loss": (
+        *("ratio", "surrogate", "clip_low", "clip_high", "dual_clip", "correction", "max_is_ratio", "min_is_ratio"),
+        *("kl", "kl_coef", "entropy_coef"),
+    ),
+    "advantage": ("gamma", "reward_scale", "overlong_margin"),
     "values": ("critic_learning_rate", "value_clip"),
     "update": ("weight_decay", "adam_betas", "adam_eps"),
 }
@@ -265,10 +269,10 @@ def _find_idle_settings(train: TrainConfig, pipeline: Pipeline) -> Iterator[str]
     plain = TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0)
     for node, names in _SETTINGS_OF_NODES.items():
         for name in names if is_user_node(node, train) else ():
-            is_taken = name == "kl" and (train.has_kl_reward or "reference" in pipeline["loss"].inputs)
+            is_taken = name in ("kl", "kl_coef") and (train.has_kl_reward or "reference" in pipeline["loss"].inputs)
             is_critics = node == "update" and needs_critic(train)
             if getattr(train, name) != getattr(plain, name) and not is_taken and not is_critics:
-                fix = "remove it" + (', or add "reference" to the inputs' if name == "kl" else "")
+                fix = "remove it" + (', or add "reference" to the inputs' if name in ("kl", "kl_coef") else "")
                 yield (
                     f"train.pipeline.{node}: train.{name} = {getattr(train, name)!r} is of hpcrl's {node}, which this "
                     f"function replaces: {fix}"

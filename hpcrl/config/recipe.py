@@ -429,6 +429,10 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     def has_kl_reward(self) -> bool:
         return self.kl != "none" and self.kl_in == "reward"
 
+    @property
+    def has_kl_loss(self) -> bool:
+        return self.kl != "none" and self.kl_in == "loss"
+
 
 class WarmupConfig(ConfigTable, frozen=True, kw_only=True):
     """Conversations that the first training steps imitate (SFT), before reinforcement learning or in its place.

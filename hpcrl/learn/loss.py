@@ -6,6 +6,7 @@
     PolicyLoss                  the protocol of a loss
     logprobs_and_entropy        log-probs and entropies from logits
     compute_correction_weights  the weight of each token for being off-policy
+    compute_kl_weights          the same for the KL
     compute_token_shares        the share of each token in the loss
     estimate_kl                 the KL term
     compute_kl_costs            the KL as a cost in the reward
@@ -33,7 +34,8 @@ The loss involves four policies:
   with CISPO clip(ratio) * A * log current, where the clipped ratio is a constant for the gradient
 - ratio: current / proximal of the token, or the geometric mean over its sequence (GSPO)
 - weight: computed from proximal / behaviour as `train.correction` selects; a constant for the gradient
-- kl_weight: the same of current / behaviour, since the samples are the behaviour policy's and the KL the current one's
+- kl_weight: current / behaviour of the token or its sequence, since the samples are the behaviour policy's and the KL
+  the current one's; it is bounded, and never zero
 - share: the token's part in the mean, as `train.aggregation` selects
 
 docs/learning.md names the paper of every choice.
@@ -50,6 +52,8 @@ from hpcrl.config.recipe import TrainConfig
 MAX_LOG_RATIO = 20.0
 """The limit of log-ratios before exp, so that one absurd token gives a large number and not infinity."""
 
+MAX_KL_RATIO = 10.0
+"""Limit of the weight of a token's KL, unless `train.max_is_ratio` is higher."""
 NUM_RATIO_BINS = 80
 MAX_BINNED_LOG_RATIO = 4.0
 """The range of the bins in which log importance ratios are counted, -4 to 4; bins add up over ranks."""
@@ -186,7 +190,7 @@ def compute_policy_loss(
         kl_N = estimate_kl(logprobs_N, token_inputs.reference_N, estimator=train.kl)
         if train.kl_in == "loss":
             log_now_N = _clamp_log_ratio(logprobs_N.detach() - token_inputs.behaviour_N)
-            kl_weights_N, _ = compute_correction_weights(log_now_N, token_inputs.rows_N, train)
+            kl_weights_N = compute_kl_weights(log_now_N, token_inputs.rows_N, train)
             terms_N = terms_N + train.kl_coef * kl_weights_N * kl_N
     if train.entropy_coef:
         terms_N = terms_N - train.entropy_coef * entropy_N
@@ -260,6 +264,16 @@ def compute_correction_weights(log_is_N: Tensor, rows_N: Tensor, train: TrainCon
         case "mask-token" | "mask-sequence" | "mask-geometric":
             outside_N = (ratio_N > train.max_is_ratio) | (ratio_N < train.min_is_ratio)
             return ratio_N.masked_fill(outside_N, 0.0), outside_N
+
+
+def compute_kl_weights(log_now_N: Tensor, rows_N: Tensor, train: TrainConfig) -> Tensor:
+    """Compute the weights of the KL for samples of another policy: never zero, and 1 where that is the current one.
+
+    What a correction does to the surrogate, to bound its variance, would leave the KL out where it is largest.
+    """
+    if train.correction in ("sequence", "mask-sequence"):
+        log_now_N = _clamp_log_ratio(sum_by_row(log_now_N, rows_N))
+    return log_now_N.exp().clamp(max=max(train.max_is_ratio, MAX_KL_RATIO))
 
 
 def estimate_kl(logprobs_N: Tensor, reference_N: Tensor, *, estimator: str) -> Tensor:

@@ -4,8 +4,8 @@ check_recipe             raise a PlanError for the first conflict, with a fix
 find_megatron_conflict   the first setting that trainer "megatron" does not support
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from hpcrl.config.pipeline import check_user_nodes, needs_critic
 from hpcrl.config.program import AGENT_PROGRAM, reserves_place
@@ -30,6 +30,8 @@ from hpcrl.hardware import memory_model
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 
 JUDGE_REWARD = "hpcrl.envs.judge:judge"
+MAX_GEOMETRIC_RATIO = 1.5
+"""The geometric mean of the ratios of a sequence has never been seen above this."""
 DEFAULT_REWARD = DomainConfig(env="none:None").reward
 
 
@@ -107,10 +109,76 @@ def _check_algorithm(recipe: Recipe) -> None:
         if problem is not None:
             raise PlanError(problem)
     _check_reward_units(recipe)
+    _check_used_settings(train)
+    _check_budgets(recipe)
     for domain in train.response_budget:
         if domain not in recipe.domains:
             raise PlanError(
                 f"train.response_budget.{domain}: unknown domain: {_suggest_known(domain, sorted(recipe.domains))}"
+            )
+
+
+class _SettingUse(NamedTuple):
+    """The condition under which a setting of [train] acts."""
+
+    acts: Callable[[TrainConfig], bool]
+    needs: str
+    """The condition, in the recipe's words."""
+
+
+_GAE = _SettingUse(lambda train: train.advantage == "gae", 'train.advantage = "gae"')
+_SETTING_USES: Mapping[str, _SettingUse] = {
+    "gamma": _SettingUse(lambda train: train.advantage in ("gae", "trloo"), 'train.advantage = "gae" or "trloo"'),
+    "gae_lambda": _GAE,
+    "critic_learning_rate": _GAE,
+    "value_clip": _SettingUse(
+        lambda train: train.advantage == "gae" and train.policy_moves,
+        'train.advantage = "gae", and train.num_minibatches or train.epochs of 2 or more',
+    ),
+    "reward_scale": _SettingUse(
+        lambda train: train.advantage != "grpo",
+        "another train.advantage than grpo, which divides by the standard deviation of each group",
+    ),
+    "overlong_margin": _SettingUse(lambda train: train.overlong == "punish", 'train.overlong = "punish"'),
+    "max_is_ratio": _SettingUse(
+        lambda train: train.correction != "none" and (train.proximal == "recomputed" or train.has_kl_loss),
+        'a train.correction, and train.proximal = "recomputed"',
+    ),
+    "min_is_ratio": _SettingUse(
+        lambda train: train.correction.startswith("mask-"), "a train.correction that masks, such as mask-token"
+    ),
+    "kl_coef": _SettingUse(lambda train: train.kl != "none", 'train.kl = "k1", "k2" or "k3"'),
+    "final_learning_rate": _SettingUse(
+        lambda train: train.schedule != "constant", 'train.schedule = "linear" or "cosine"'
+    ),
+    "warmup_steps": _SettingUse(
+        lambda train: not 0 < train.num_steps <= train.warmup_steps, "more train.num_steps than these"
+    ),
+    "lora_alpha": _SettingUse(lambda train: train.lora_rank > 0, "train.lora_rank above 0"),
+}
+"""The settings that act only with others; what clips a ratio has a check of its own."""
+
+
+def _check_used_settings(train: TrainConfig) -> None:
+    """Check that each setting which differs from its default acts."""
+    plain = TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0)
+    for name, use in _SETTING_USES.items():
+        value = getattr(train, name)
+        if value != getattr(plain, name) and not use.acts(train):
+            raise PlanError(f"train.{name} = {value!r} cannot act: it needs {use.needs}; remove it, or set that")
+
+
+def _check_budgets(recipe: Recipe) -> None:
+    """Check that an episode can reach the response budget that lowers its reward or leaves it out."""
+    train, tiny = recipe.train, recipe.model.tiny
+    longest = recipe.engine.max_model_len or (tiny.context_length if tiny else None)
+    if longest is None or train.overlong == "keep":
+        return
+    for name, budget in train.response_budget.items():
+        if budget > longest:
+            raise PlanError(
+                f"train.overlong = {train.overlong!r} cannot act on domains.{name}: its response budget is {budget} "
+                f"tokens, and a conversation has at most {longest}: set train.response_budget.{name} to less"
             )
 
 
@@ -159,6 +227,11 @@ def _find_idle_clip(train: TrainConfig) -> str | None:
             f'train.correction = {train.correction!r} cannot act: with proximal = "behaviour" its ratio is exactly 1; '
             'set proximal = "recomputed", or correction = "none"'
         )
+    if train.correction.endswith("geometric") and train.max_is_ratio > MAX_GEOMETRIC_RATIO:
+        return (
+            f"train.max_is_ratio = {train.max_is_ratio:g} with train.correction = {train.correction!r} cannot act: the "
+            "geometric mean over a sequence stays close to 1; set max_is_ratio = 1.05 and, to mask, min_is_ratio = 0.95"
+        )
     return None
 
 
@@ -170,6 +243,11 @@ def _find_idle_kl(train: TrainConfig) -> str | None:
         return f'train.kl = {train.kl!r} with kl_in = "reward": the cost in a reward is the log-ratio; set kl = "k1"'
     if train.kl == "none" and train.kl_in == "reward":
         return 'train.kl_in = "reward" with kl = "none" cannot act: set kl = "k1"'
+    if train.has_kl_reward and train.reward_scale == "domain" and train.advantage.startswith("reinforce++"):
+        return (
+            f'train.kl_in = "reward" with reward_scale = "domain" and advantage = {train.advantage!r}: rewards would '
+            'be normalised twice, before the KL and after; set reward_scale = "none"'
+        )
     return None
 
 

@@ -4,6 +4,7 @@ make_recipe         a shipped recipe
 make_reward_recipe  the quickstart with a reward function of the tests
 make_site           a shipped site, with an account where jobs need one
 plan_recipe         the plan of a recipe for a site
+refuse_plan         why the quickstart with some settings is not planned
 refuse_recipe       why a recipe's code is refused before submission
 """
 
@@ -13,9 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import pytest
 
 from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.site import Site, load_site
+from hpcrl.errors import PlanError
 from hpcrl.plan.plan import Plan, make_plan
 
 ACCOUNTS = {
@@ -47,6 +50,13 @@ def plan_recipe(*settings: str, recipe: str = "quickstart", site: str = "lab") -
     of_site = [setting.removeprefix("site.") for setting in settings if setting.startswith("site.")]
     of_recipe = [setting for setting in settings if not setting.startswith("site.")]
     return make_plan(make_recipe(*of_recipe, name=recipe), make_site(site, *of_site))
+
+
+def refuse_plan(*settings: str, site: str = "lab") -> str:
+    """Return why the quickstart with these settings is not planned."""
+    with pytest.raises(PlanError) as caught:
+        plan_recipe(*settings, site=site)
+    return str(caught.value)
 
 
 def refuse_recipe(recipe: Recipe) -> str:

@@ -71,10 +71,17 @@ def slow_kl(current, reference, estimator):
     return {"k1": -math.log(ratio), "k2": math.log(ratio) ** 2 / 2, "k3": ratio - 1 - math.log(ratio)}[estimator]
 
 
-def slow_weight(tokens, index, train, *, policy="proximal"):
+def slow_kl_weight(tokens, index, train):
+    """Return the weight of a token's KL."""
+    row = [i for i in range(N) if ROWS[i] == ROWS[index]] if train.correction.endswith("sequence") else [index]
+    ratio = math.prod(math.exp(tokens["now"][i] - tokens["behaviour"][i]) for i in row)
+    return min(ratio, max(train.max_is_ratio, 10))
+
+
+def slow_weight(tokens, index, train):
     """Return the importance weight of one token, and whether it differs from the ratio."""
     row = [index] if train.correction.endswith("token") else [i for i in range(N) if ROWS[i] == ROWS[index]]
-    ratio = math.prod(math.exp(tokens[policy][i] - tokens["behaviour"][i]) for i in row)
+    ratio = math.prod(math.exp(tokens["proximal"][i] - tokens["behaviour"][i]) for i in row)
     if train.correction.endswith("geometric"):
         ratio = ratio ** (1 / len(row))
     if train.correction == "none":
@@ -109,7 +116,7 @@ def slow_loss(tokens, train):
         weight, cut = slow_weight(tokens, index, train)
         term = -weight * surrogate - train.entropy_coef * tokens["entropy"][index]
         if train.kl != "none":
-            weight, _ = slow_weight(tokens, index, train, policy="now")
+            weight = slow_kl_weight(tokens, index, train)
             term += train.kl_coef * weight * slow_kl(tokens["current"][index], tokens["reference"][index], train.kl)
         total += slow_share(index, train) * term
         clipped += stopped

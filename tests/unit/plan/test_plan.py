@@ -11,13 +11,7 @@ from hpcrl.config.site import Site, load_site
 from hpcrl.errors import PlanError
 from hpcrl.plan.plan import Plan, make_plan
 from hpcrl.slurm.script import make_batch_script
-from tests.support.plans import make_recipe, plan_recipe
-
-
-def refused(*settings: str, site: str = "lab") -> str:
-    with pytest.raises(PlanError) as caught:
-        plan_recipe(*settings, site=site)
-    return str(caught.value)
+from tests.support.plans import make_recipe, plan_recipe, refuse_plan
 
 
 def test_each_role_goes_to_the_partition_of_its_affinity() -> None:
@@ -47,23 +41,23 @@ def test_a_plan_survives_json() -> None:
 
 
 def test_a_walltime_above_the_limit_is_refused() -> None:
-    message = refused("job.walltime_min=2000")
+    message = refuse_plan("job.walltime_min=2000")
     assert "job.walltime_min = 2000" in message
     assert "allows 1440" in message
 
 
 def test_a_drain_longer_than_the_job_is_refused() -> None:
-    assert "job.drain_s = 600" in refused("job.drain_s=600", "job.walltime_min=10")
+    assert "job.drain_s = 600" in refuse_plan("job.drain_s=600", "job.walltime_min=10")
 
 
 def test_more_gpus_than_a_node_has_are_refused() -> None:
-    message = refused("resources.decode.gpus_per_worker=8")
+    message = refuse_plan("resources.decode.gpus_per_worker=8")
     assert "resources.decode" in message
     assert "8 GPUs" in message
 
 
 def test_gpus_for_a_cpu_role_are_refused() -> None:
-    assert "affinity" in refused("resources.env.gpus_per_worker=1")
+    assert "affinity" in refuse_plan("resources.env.gpus_per_worker=1")
 
 
 def test_a_role_keeps_its_other_defaults_when_one_is_changed() -> None:
@@ -71,11 +65,11 @@ def test_a_role_keeps_its_other_defaults_when_one_is_changed() -> None:
 
 
 def test_more_workers_than_nodes_can_hold_are_refused() -> None:
-    assert "allows 2 nodes" in refused("resources.prefill.num_workers=100")
+    assert "allows 2 nodes" in refuse_plan("resources.prefill.num_workers=100")
 
 
 def test_more_memory_than_a_node_has_is_refused() -> None:
-    assert "900 GiB" in refused("resources.env.mem_gib_per_worker=900")
+    assert "900 GiB" in refuse_plan("resources.env.mem_gib_per_worker=900")
 
 
 def test_a_full_partition_falls_back_to_the_next_best_and_reports_it() -> None:
@@ -85,7 +79,7 @@ def test_a_full_partition_falls_back_to_the_next_best_and_reports_it() -> None:
 
 
 def test_too_few_episodes_at_once_for_one_group_are_refused() -> None:
-    assert "set it to 16" in refused("rollout.max_running=15", "resources.env.num_workers=2")
+    assert "set it to 16" in refuse_plan("rollout.max_running=15", "resources.env.num_workers=2")
 
 
 def test_a_chain_of_jobs_needs_a_scheduler() -> None:
@@ -105,7 +99,7 @@ def test_a_limit_of_isolated_environments_by_memory_is_a_warning() -> None:
 
 
 def test_an_isolated_environment_that_fits_nowhere_is_refused() -> None:
-    message = refused("domains.lake.isolation=sandbox", "domains.lake.env_memory_gib=4")
+    message = refuse_plan("domains.lake.isolation=sandbox", "domains.lake.env_memory_gib=4")
     assert "raise it to 5 or more" in message
 
 
@@ -123,7 +117,7 @@ def test_a_trainer_of_several_ranks_has_a_worker_for_each() -> None:
     ],
 )
 def test_a_trainer_with_conflicting_settings_is_refused(settings: tuple[str, ...], message: str) -> None:
-    assert message in refused(*settings).replace("'", '"')
+    assert message in refuse_plan(*settings).replace("'", '"')
 
 
 @pytest.mark.parametrize(
@@ -146,7 +140,7 @@ def test_a_trainer_with_conflicting_settings_is_refused(settings: tuple[str, ...
     ],
 )
 def test_settings_of_the_algorithm_that_cannot_act_are_refused(settings: tuple[str, ...], message: str) -> None:
-    assert message.lower() in refused(*settings).replace("'", '"').lower()
+    assert message.lower() in refuse_plan(*settings).replace("'", '"').lower()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +150,7 @@ def test_settings_of_the_algorithm_that_cannot_act_are_refused(settings: tuple[s
         ("train.ratio=sequence", "train.proximal=behaviour"),
         ("train.dual_clip=3", "train.epochs=2"),
         ("train.kl=k1", "train.kl_in=reward"),
-        ("rollout.top_p=0.9", "train.correction=geometric"),
+        ("rollout.top_p=0.9", "train.correction=geometric", "train.max_is_ratio=1.05"),
     ],
 )
 def test_settings_of_the_algorithm_that_act_are_planned(settings: tuple[str, ...]) -> None:
@@ -172,7 +166,7 @@ def test_a_node_has_room_for_two_versions_of_the_weights_beside_its_workers() ->
 
 
 def test_a_model_too_large_for_its_gpu_is_refused() -> None:
-    assert "70.0 billion" in refused("model.num_params=70000000000")
+    assert "70.0 billion" in refuse_plan("model.num_params=70000000000")
 
 
 def test_a_missing_account_is_refused_where_one_is_charged() -> None:
@@ -184,17 +178,17 @@ def test_a_missing_account_is_refused_where_one_is_charged() -> None:
 
 @pytest.mark.parametrize("account", ["''", "' '"])
 def test_an_empty_account_is_none(account: str) -> None:
-    message = refused(f"site.account={account}", site="perlmutter")
+    message = refuse_plan(f"site.account={account}", site="perlmutter")
     assert "charges an account, and none is known for its partitions cpu, gpu" in message
     assert "-s site.account=..." in message
-    message = refused(f"site.partitions.booster.account={account}", site="leonardo")
+    message = refuse_plan(f"site.partitions.booster.account={account}", site="leonardo")
     assert "none is known for its partitions booster: " in message
     flags = plan_recipe(f"site.account={account}").components[0].slurm_flags
     assert not any("--account" in flag for flag in flags)
 
 
 def test_a_second_gpu_of_a_rank_is_refused_with_the_number_of_workers() -> None:
-    message = refused("resources.train.gpus_per_worker=4", "resources.train.num_workers=2")
+    message = refuse_plan("resources.train.gpus_per_worker=4", "resources.train.num_workers=2")
     assert message.startswith("resources.train.gpus_per_worker = 4: ")
     assert message.endswith("set it to 1, and resources.train.num_workers = 8")
 
@@ -268,20 +262,20 @@ def test_the_next_partition_is_chosen_if_the_best_cannot_hold_all() -> None:
 
 
 def test_one_allocation_that_no_partition_can_hold_is_refused_by_role_and_partition() -> None:
-    message = refused(*ONE)
+    message = refuse_plan(*ONE)
     assert 'het_jobs = "no"' in message
     assert "decode: prefill allows 2 nodes, and 1 workers need 1 beside 2 for other roles" in message
     assert "prefill: env has no GPUs, and one worker needs 1" in message
 
 
 def test_a_model_too_large_for_the_only_partition_is_refused_with_both() -> None:
-    message = refused("model.num_params=70000000000", site="lab-hetstep")
+    message = refuse_plan("model.num_params=70000000000", site="lab-hetstep")
     assert "70.0 billion" in message
     assert "(h100)" in message
 
 
 def test_a_layout_that_the_site_cannot_run_is_refused() -> None:
-    assert 'set job.layout = "auto"' in refused("job.layout=hetjob", *ONE)
+    assert 'set job.layout = "auto"' in refuse_plan("job.layout=hetjob", *ONE)
 
 
 def test_where_mpi_cannot_span_components_the_job_stays_heterogeneous_with_a_warning() -> None:
@@ -304,7 +298,7 @@ def test_to_survive_node_loss_every_role_has_two_nodes_of_one_allocation() -> No
     assert [component.nodes for component in made.components] == [2, 2, 2, 2]
     script = make_batch_script(made, job=CampaignDir(Path("/c/x")).job(0), python="python")
     assert script.count("--no-kill") == script.count("--nodes=8") == 1
-    assert "h100 allows 4 nodes" in refused("job.survive_node_loss=true", site="lab-hetstep")
+    assert "h100 allows 4 nodes" in refuse_plan("job.survive_node_loss=true", site="lab-hetstep")
 
 
 def test_workers_are_sized_for_the_gpus_of_the_one_partition() -> None:
@@ -439,7 +433,7 @@ def test_a_model_of_unknown_size_gets_one_worker_of_each() -> None:
     ],
 )
 def test_a_simulated_engine_with_conflicting_settings_is_refused(settings: tuple[str, ...], message: str) -> None:
-    assert message in refused(*settings)
+    assert message in refuse_plan(*settings)
 
 
 @pytest.mark.parametrize(
@@ -454,7 +448,7 @@ def test_a_simulated_engine_with_conflicting_settings_is_refused(settings: tuple
 def test_rewards_that_the_advantage_cannot_use_are_refused(
     unit: str, settings: tuple[str, ...], complaint: str
 ) -> None:
-    assert complaint in refused(f"domains.lake.reward_unit={unit}", *settings)
+    assert complaint in refuse_plan(f"domains.lake.reward_unit={unit}", *settings)
 
 
 @pytest.mark.parametrize(("unit", "advantage"), [("turn", "trloo"), ("turn", "gae"), ("token", "gae")])

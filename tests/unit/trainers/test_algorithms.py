@@ -172,6 +172,14 @@ def slow_weights(one, logprobs, train):
     return [min(r, train.max_is_ratio) for r in ratios]
 
 
+def slow_kl_weights(one, logprobs, train):
+    """Return the weight of each token's KL under the policy that these log-probs are of."""
+    logs = [p - b for p, b in zip(logprobs, one.behaviour, strict=True)]
+    if "sequence" in train.correction:
+        logs = [sum(logs)] * len(logs)
+    return [min(math.exp(log), max(train.max_is_ratio, 10)) for log in logs]
+
+
 def slow_loss(minibatch, table, policy, reference, train):
     """Return the loss of a minibatch and the number of clipped tokens; `policy` is that of the start of the step."""
     num_tokens, total, clipped = sum(len(one.positions) for one in minibatch), 0.0, 0
@@ -179,7 +187,10 @@ def slow_loss(minibatch, table, policy, reference, train):
         current, started = one.logprobs(table), [float(p) for p in one.logprobs(policy)]
         if train.proximal == "behaviour":
             started = one.behaviour
-        weights, weights_now = slow_weights(one, started, train), slow_weights(one, [c.item() for c in current], train)
+        weights, kl_weights = (
+            slow_weights(one, started, train),
+            slow_kl_weights(one, [c.item() for c in current], train),
+        )
         num = len(current)
         logs = [c - s for c, s in zip(current, started, strict=True)]
         if train.ratio == "sequence":
@@ -198,7 +209,7 @@ def slow_loss(minibatch, table, policy, reference, train):
             if train.kl_in == "loss" and train.kl != "none":
                 log = one.logprobs(reference)[t] - current[t]
                 estimate = {"k2": log**2 / 2, "k3": log.exp() - 1 - log}[train.kl]
-                term = term + train.kl_coef * weights_now[t] * estimate
+                term = term + train.kl_coef * kl_weights[t] * estimate
             share = {
                 "token": 1 / num_tokens,
                 "sequence": 1 / (num * len(minibatch)),

@@ -1,0 +1,71 @@
+"""Settings of [train] that cannot act are refused."""
+
+import msgspec
+import pytest
+
+from hpcrl.config.recipe import TrainConfig
+from tests.support.plans import plan_recipe, refuse_plan
+
+ACT_ALONE = {
+    *("num_steps", "groups_per_step", "trainer", "learning_rate", "schedule", "advantage", "precision", "aggregation"),
+    *("max_grad_norm", "weight_decay", "adam_betas", "adam_eps", "entropy_coef", "tokens_per_micro_batch", "rows"),
+    *("num_minibatches", "epochs", "max_skipped_steps", "checkpoint_every_steps", "keep_checkpoints", "keep_best"),
+    *("keep_versions", "pipeline", "lora_rank", "proximal", "correction", "recompute"),
+}
+CHECKED_ELSEWHERE = {
+    *("ratio", "surrogate", "clip_low", "clip_high", "dual_clip"),  # where the clipped ratio is exactly 1
+    *("kl", "kl_in", "flat_groups", "overlong", "response_budget"),
+    *("sharding", "tensor_parallel", "pipeline_parallel"),  # by the ranks and the trainer
+}
+IDLE = {
+    "gamma": ((0.9,), 'advantage = "gae" or "trloo"', ("train.advantage=trloo",)),
+    "gae_lambda": ((0.9,), 'advantage = "gae"', ("train.advantage=gae",)),
+    "critic_learning_rate": ((1e-4,), 'advantage = "gae"', ("train.advantage=gae",)),
+    "value_clip": ((0.2,), "num_minibatches", ("train.advantage=gae", "train.epochs=2")),
+    "reward_scale": (("domain",), "another train.advantage than grpo", ("train.advantage=rloo",)),
+    "overlong_margin": (
+        (0.5,),
+        'overlong = "punish"',
+        ("train.overlong=punish", "train.response_budget.lake=100"),
+    ),
+    "max_is_ratio": ((5.0,), 'proximal = "recomputed"', ()),
+    "min_is_ratio": ((0.9,), "masks", ("train.correction=mask-token",)),
+    "kl_coef": ((0.5,), 'kl = "k1"', ("train.kl=k2",)),
+    "final_learning_rate": ((1e-7,), 'schedule = "linear"', ("train.schedule=cosine",)),
+    "warmup_steps": ((1000,), "num_steps", ("train.num_steps=1001",)),
+    "lora_alpha": ((16.0,), "lora_rank", ("train.lora_rank=8",)),
+}
+"""A value of each setting that is not the default, what the refusal names, and settings with which it acts."""
+UNLIKE = {"max_is_ratio": ("train.correction=none",)}
+"""Settings with which one does not act, where it does by default."""
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_a_setting_that_cannot_act_is_refused_with_what_it_needs(name: str) -> None:
+    (value,), needs, acting = IDLE[name]
+    setting = f"train.{name}={value}"
+    message = refuse_plan(setting, *UNLIKE.get(name, ()))
+    assert f"train.{name} = {value!r} cannot act" in message
+    assert needs in message
+    assert plan_recipe(setting, *acting)
+
+
+def test_every_setting_is_known_to_act_alone_or_is_checked() -> None:
+    known = ACT_ALONE | CHECKED_ELSEWHERE | IDLE.keys()
+    assert {field.name for field in msgspec.structs.fields(TrainConfig)} <= known
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (("train.correction=geometric",), "stays close to 1"),
+        (("train.correction=mask-geometric",), "stays close to 1"),
+        (("train.overlong=punish", "train.response_budget.lake=100000"), "a conversation has at most 512"),
+        (
+            ("train.kl=k1", "train.kl_in=reward", "train.reward_scale=domain", "train.advantage=reinforce++"),
+            "normalised twice",
+        ),
+    ],
+)
+def test_combinations_that_cannot_act_are_refused(settings: tuple[str, ...], why: str) -> None:
+    assert why in refuse_plan(*settings)
