@@ -40,7 +40,7 @@ def main() -> int:
 
 def _sections(report: str) -> dict[str, str]:
     found = re.split(f"^(?={re.escape(HEADING)})", report, flags=re.MULTILINE)[1:]
-    return {text.removeprefix(HEADING).split("`")[0]: text for text in found}
+    return {text.removeprefix(HEADING).split("`")[0]: text.rstrip() + "\n" for text in found}
 
 
 def _run(name: str, *, full: bool) -> dict[str, Any]:
