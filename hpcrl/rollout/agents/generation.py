@@ -83,6 +83,16 @@ class PartialAnswer:
             return completion
         return msgspec.structs.replace(completion, finish_reason="stop")
 
+    @property
+    def hidden_text(self) -> str:
+        """The end of the generated text that the client does not receive: a stop, and what its last token has besides.
+
+        A token at which the client asked to stop is hidden, too; special tokens have no text here.
+        """
+        last = next((chunk.token_ids[-1:] for chunk in reversed(self.chunks) if chunk.token_ids), [])
+        hidden = self._template.decode(last) if self._hidden_ids.intersection(last) else ""
+        return self._decoded[len(self.text) :] + hidden
+
     def add_completion(self, completion: Completion) -> None:
         """Add a whole answer that needs no search for stops, and decode it at once."""
         self.chunks.append(convert_to_chunk(completion))
@@ -256,6 +266,7 @@ class CompletionCall:
             completion,
             answer=answer.message if self._call.text is None else None,
             is_trained=self.session.can_train(request),
+            hidden_text=partial.hidden_text,
             has_form=request.structure is not None,
             started_at=started_at,
             generate_s=loop_time() - started_at,

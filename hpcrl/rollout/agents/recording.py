@@ -6,8 +6,9 @@
 
 A request continues a turn if its messages start with that turn's messages and its answer, unchanged, and the chat
 template still renders that answer as generated. Then all earlier token ids are reused and only the new messages are
-tokenised. Whatever a client changed, dropped or summarised starts a branch at the last turn that it kept; so do
-several answers to one request, and templates that leave old thoughts out of the history. A prompt that continues no
+tokenised. Whatever a client changed, dropped or summarised starts a branch at the last turn that it kept, and an answer
+without the stop text at which it ended one inside that turn, unless the client sends that text back. So do several
+answers to one request, and templates that leave old thoughts out of the history. A prompt that continues no
 turn shares the start that it has in common with an earlier one: neither is that tokenised again, nor stored. The
 record that is made of the tree is built in `hpcrl.rollout.agents.episode_record`.
 """
@@ -51,6 +52,8 @@ class TurnPrompt:
     """A short conversation with the structure of `messages`, once it is needed."""
     num_extended: int = 0
     """The number of openings before it that it extends, each the one before."""
+    has_placeholders: bool = False
+    """True if it has no parent, but an answer of the model, as a placeholder in the text and the messages."""
     key: bytes = b""
     """A hash of the client's messages."""
     tools: Sequence[Any] | None = None
@@ -104,6 +107,8 @@ class RecordedTurn:
     """The generated text of a plain completion, without special tokens; "" of a message."""
     answer: ChatMessage | None
     """The answer as the client received it; None for one that is not a message."""
+    hidden_text: str = ""
+    """The end of the generated text that the client did not receive."""
     is_trained: bool
     """False if it was not sampled as training assumes."""
     has_form: bool = False
@@ -173,7 +178,9 @@ class ConversationRecording:
                 turn = max(
                     reversed(turns), key=lambda turn: turn.answer == sent
                 )  # last, unless another was sent unchanged
-                prompt = self._continue_turn(turn, new, tools=tools, template_kwargs=template_kwargs, key=keys[-1])
+                prompt = self._continue_turn(
+                    turn, new, sent=sent, tools=tools, template_kwargs=template_kwargs, key=keys[-1]
+                )
                 if prompt is not None:
                     return prompt
                 break  # what the template changes of this turn it changes of earlier ones too
@@ -295,11 +302,15 @@ class ConversationRecording:
         turn: RecordedTurn,
         new: Sequence[ChatMessage],
         *,
+        sent: ChatMessage,
         tools: Sequence[Any] | None,
         template_kwargs: Mapping[str, Any] | None,
         key: bytes,
     ) -> TurnPrompt | None:
-        """Return the prompt that continues a turn, or None if the template renders that turn differently."""
+        """Return the prompt that continues a turn, or None if the template renders that turn differently.
+
+        `sent` is its answer as the client sent it, without what was hidden from it or with that.
+        """
         assert turn.answer is not None, "it was found by its answer"
         generated, prompt = turn.completion.token_ids, turn.prompt
         if not self._template.keeps_stop(generated):
@@ -321,17 +332,30 @@ class ConversationRecording:
         )
         if kept is None:
             return None
-        after, _ = self._template.encode_marks(kept.text[kept.end :])
+        is_cut = bool(turn.hidden_text.strip()) and sent["content"].strip() == turn.answer["content"].strip()
+        num_shown, rest = self._find_cut(turn) if is_cut else (len(generated), "")
+        after, _ = self._template.encode_marks(self._template.guard(rest) + kept.text[kept.end :])
+        own = after if is_cut else array("i", self._template.drop_closing(after, generated))
         return TurnPrompt(
-            parent=turn,
-            ids=turn.ids.extend(array("i", self._template.drop_closing(after, generated))),
+            parent=None if is_cut else turn,
+            ids=SharedSequence(own, turn.ids, len(prompt.ids) + num_shown),
             text=prompt.text.extend(kept.text),
             messages=prompt.messages.extend((kept.stub, *new)),
             excerpt=kept.excerpt,
+            num_extended=turn.depth if is_cut else 0,
+            has_placeholders=is_cut,
             key=key,
             tools=tools,
             template_kwargs=template_kwargs,
         )
+
+    def _find_cut(self, turn: RecordedTurn) -> tuple[int, str]:
+        """Return how many tokens of an answer the client received as a whole, and the text of the rest that it has."""
+        generated = turn.completion.token_ids
+        shown = self._template.decode_all(generated).removesuffix(turn.hidden_text)
+        starts = ((num, self._template.decode_all(generated[:num])) for num in range(len(generated), -1, -1))
+        num, start = next((num, start) for num, start in starts if shown.startswith(start))
+        return num, shown[len(start) :]
 
     # ---- answers
 
@@ -344,9 +368,10 @@ class ConversationRecording:
         is_trained: bool,
         started_at: float,
         generate_s: float,
+        hidden_text: str = "",
         has_form: bool = False,
     ) -> RecordedTurn:
-        """Record an answer, which the client received as the message `answer`."""
+        """Record an answer, which the client received as the message `answer`, without the end `hidden_text`."""
         if not len(completion.token_ids) == len(completion.logprobs) == len(completion.versions):
             raise EngineAnswerError(
                 f"the engine sent {len(completion.token_ids)} tokens, {len(completion.logprobs)} log-probabilities and "
@@ -358,6 +383,7 @@ class ConversationRecording:
             completion=msgspec.structs.replace(completion, top=[]) if completion.top else completion,
             text="" if len(prompt.messages) else self._template.decode(completion.token_ids),
             answer=answer,
+            hidden_text=hidden_text,
             is_trained=is_trained,
             has_form=has_form,
             started_at=started_at,
@@ -368,12 +394,13 @@ class ConversationRecording:
         if turn.text and len(prompt.text):
             self._text_turns.add(turn)
         if prompt.parent is None:
+            self._id_openings.add(prompt)
+        if prompt.parent is None and not prompt.has_placeholders:
             self._openings.add(prompt)
             if len(prompt.messages):
                 self._openings_by_key[prompt.key] = prompt
-            self._id_openings.add(prompt)
-        if answer is not None:
-            self._answers.setdefault(_extend_key(prompt.key, answer), []).append(turn)
+        for form in () if answer is None else _list_forms(answer, hidden_text):
+            self._answers.setdefault(_extend_key(prompt.key, form), []).append(turn)
         return turn
 
 
@@ -389,6 +416,13 @@ def _find_mark(prompt: TurnPrompt | None, end: int) -> tuple[int, int]:
         end = min(end, prompt.text.num_shared)
         prompt = prompt.base
     return 0, 0
+
+
+def _list_forms(answer: ChatMessage, hidden_text: str) -> list[ChatMessage]:
+    """Return an answer as a client may send it: without what was hidden from it, or with that."""
+    if not hidden_text.strip() or not answer["content"] or answer.get("tool_calls"):
+        return [answer]
+    return [answer, {**answer, "content": answer["content"] + hidden_text}]
 
 
 def _chain_keys(messages: Sequence[ChatMessage], *, key: bytes) -> Iterator[bytes]:

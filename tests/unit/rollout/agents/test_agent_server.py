@@ -16,6 +16,7 @@ from hpcrl.rollout.agents import server as proxy_module
 from hpcrl.rollout.agents import text_form
 from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.rollout.episode import EpisodeLimits
+from hpcrl.testing.model_templates import FAMILIES, save_family
 from tests.support.conversations import FACTS
 from tests.support.scripted import CALL, LIMITS, QUESTION, TOOLS, opened
 from tests.support.sessions import session_of
@@ -136,6 +137,56 @@ def test_a_stop_text_ends_the_answer_and_is_not_sent(template, stream):
         return text, template.decode(turn.completion.token_ids), turn.completion.finish_reason
 
     assert on(template, body, ["a E", "ND b", None]) == ("a ", "a END", "stop")
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return load_chat_template(save_family(tmp_path_factory.mktemp("qwen"), FAMILIES["Qwen2.5"]))
+
+
+def play_steps(template, words, *, stop, add=""):
+    """Answer the program after each step, which sends `add` after each answer; return the prompts and the turns."""
+
+    async def body(client):
+        messages, prompts = [{"role": "user", "content": "Go."}], []
+        for _ in words:
+            prompts.append(template.render(messages))
+            message = (await chat(client, messages=messages, **stop)).choices[0].message
+            told = {"role": "user", "content": "Observation: 42"}
+            messages = [*messages, {"role": "assistant", "content": message.content + add}, told]
+        return prompts, client.session.recording.turns
+
+    return on(template, body, *words, limits=msgspec.structs.replace(LIMITS, context_length=4096, max_turns=64))
+
+
+@pytest.mark.parametrize(
+    ("word", "stop"),
+    [
+        ("Action: f()\nObservation: 41", {"stop": ["Observation:"]}),
+        ("Act in there", {"stop": ["n t"]}),  # it starts and ends inside a token
+        ("f() and then x", {"extra_body": {"stop_token_ids": [87]}}),
+    ],
+)
+def test_no_prompt_has_a_stop_that_the_program_neither_received_nor_sent(qwen, word, stop):
+    assert qwen.decode([87]) == "x"
+    prompts, turns = play_steps(qwen, [word] * 12, stop=stop)
+    assert [qwen.decode_all(turn.prompt.token_ids()) for turn in turns] == prompts
+    assert [turn.prompt.parent for turn in turns] == [None] * len(turns)
+    trajectory = build_record(turns, FACTS, reward=1.0)
+    trained = [int(token) for token in trajectory.token_ids[trajectory.loss_mask]]
+    assert trained == [token for turn in turns for token in turn.completion.token_ids], "each is trained once"
+    assert len(trajectory.token_ids) < 2 * len(turns[-1].token_ids()), "rows share their beginnings"
+
+
+def test_a_stop_that_the_program_sends_back_is_in_the_conversation_as_it_was_generated(qwen):
+    prompts, turns = play_steps(qwen, ["<code>\nf()\n</code>"] * 3, stop={"stop": ["</code>"]}, add="</code>")
+    assert [qwen.decode_all(turn.prompt.token_ids()) for turn in turns] == prompts
+    assert [turn.prompt.parent for turn in turns] == [None, *turns[:-1]]
+
+
+def test_space_after_an_answer_at_which_it_stopped_starts_no_branch(qwen):
+    _, turns = play_steps(qwen, ["f()\n\n"] * 3, stop={"stop": ["\n"]})
+    assert [turn.prompt.parent for turn in turns] == [None, *turns[:-1]]
 
 
 def test_logprobs_are_sent_token_by_token(template):
