@@ -34,6 +34,7 @@ from hpcrl.models.message_form import (
     MessageForm,
     describe_message,
     extend_excerpt,
+    has_open_thought,
     has_thought,
     make_excerpt,
 )
@@ -186,6 +187,8 @@ class ChatTemplate:
         """
         if self.form.alternates and new and new[0].get("role") == "assistant":
             return None  # it is joined with the answer
+        if has_open_thought(answer_text):
+            return None
         thought = has_thought(answer_text)
         forms = [*([answer] if self.form.keeps_calls(answer) else []), {**answer, "tool_calls": None}]
         excerpt = excerpt or make_excerpt(read_prompt()[1])

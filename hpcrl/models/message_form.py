@@ -11,7 +11,7 @@ ConversationExcerpt     a short conversation with the structure of a long one
 make_excerpt, extend_excerpt  how it is made, and what it becomes with more messages
 describe_message        the structure of a message
 STUB_TEXT, STUB_THOUGHT  the placeholder's text and thought
-has_thought, THOUGHT_MARKS  whether generated text has a thought, and by which marks
+has_thought, has_open_thought, THOUGHT_MARKS  whether generated text has a thought, or one cut off, and by which marks
 
 Templates differ in the roles that they render and the order of them that they accept, in how often instructions may
 occur, in tool-call arguments as objects or text, in the length of the ids of tool calls, in how many of them an answer
@@ -39,13 +39,14 @@ RenderTools = Callable[[Sequence[Message], Sequence[Any]], str]
 STUB_TEXT, STUB_THOUGHT = "Stub-of-an-answer", "Stub-of-a-thought"
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 THOUGHT_MARKS = (
-    "</think>",
-    "[/THINK]",
-    "</seed:think>",
-    "\u25c1/think\u25b7",
-    "<|channel|>analysis",
-    "<|channel>thought",
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
 )
+"""The marks that open and close a thought."""
+THOUGHT_CHANNELS = ("<|channel|>analysis", "<|channel>thought")
+"""The headers of messages that are thoughts."""
 CALL_ID_LENGTH = 9
 """The length of the ids of tool calls that Mistral's templates require."""
 _PROBES = ("First-probe", "Second-probe", "Third-probe")
@@ -245,7 +246,12 @@ def _find_result(results: Sequence[Message], call: Mapping[str, Any]) -> int:
 
 def has_thought(text: str) -> bool:
     """Return whether generated text, with its special tokens, has a thought."""
-    return any(mark in text for mark in THOUGHT_MARKS)
+    return any(mark in text for mark in (*itertools.chain.from_iterable(THOUGHT_MARKS), *THOUGHT_CHANNELS))
+
+
+def has_open_thought(text: str) -> bool:
+    """Return whether a thought in generated text was cut off: templates close it in the history, or leave it out."""
+    return any(opening in text and closing not in text for opening, closing in THOUGHT_MARKS)
 
 
 ConversationStructure = tuple[tuple[Hashable, ...], ...]

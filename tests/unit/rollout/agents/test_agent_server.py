@@ -175,7 +175,7 @@ def test_no_prompt_has_a_stop_that_the_program_neither_received_nor_sent(qwen, w
     trajectory = build_record(turns, FACTS, reward=1.0)
     trained = [int(token) for token in trajectory.token_ids[trajectory.loss_mask]]
     assert trained == [token for turn in turns for token in turn.completion.token_ids], "each is trained once"
-    assert len(trajectory.token_ids) < 2 * len(turns[-1].token_ids()), "rows share their beginnings"
+    assert len(trajectory.token_ids) < 2 * len(turns[-1].token_ids()), "rows share their starts"
 
 
 def test_a_stop_that_the_program_sends_back_is_in_the_conversation_as_it_was_generated(qwen):

@@ -141,6 +141,23 @@ def test_another_message_of_the_model_after_its_answer_reaches_the_prompt(tmp_pa
         assert "No, right." in template.decode_all(prompt.token_ids())
 
 
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.thought])
+@pytest.mark.parametrize("question", ["And now?", "<tool_response>\na wall\n</tool_response>"])
+@pytest.mark.parametrize("keeps_thoughts", [False, True])
+def test_a_thought_that_was_cut_off_is_in_the_next_prompt_as_the_template_has_it(
+    tmp_path: Path, name: str, question: str, keeps_thoughts: bool
+) -> None:
+    """After what looks like a tool's result, some templates keep the thought, and close it."""
+    template = load(tmp_path, name)
+    recording = ConversationRecording(template)
+    answer = {**ANSWERED, "content": "", "reasoning_content": "so m"}
+    said = FAMILIES[name].thought.partition("{}")[0] + "so m"
+    record(recording, template, [QUESTION], said, answer=answer)
+    sent = [QUESTION, answer if keeps_thoughts else {**ANSWERED, "content": ""}, {**AGAIN, "content": question}]
+    prompt = recording.chat_prompt(sent, tools=None)
+    assert template.decode_all(prompt.token_ids()) == template.render(sent)
+
+
 def test_an_answer_that_the_template_trims_is_continued(tmp_path: Path) -> None:
     template = load(tmp_path, "Llama-3.1, 3.3")
     recording = ConversationRecording(template)
