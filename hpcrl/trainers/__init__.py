@@ -7,6 +7,7 @@ micro_batch_loss  the loss of a micro-batch
 step_metrics      the metrics of a step
 torch             the torch trainer
 torch_model       its model, and LoRA
+model_files       model directories, of which each rank reads its slices
 token_model       a causal model that returns log-probs
 critic            the value model
 spread_model      models of nodes whose data-parallel degree is not the trainer's

@@ -20,7 +20,8 @@ from hpcrl.learn.advantage import gae
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import compute_token_shares, compute_value_loss
 from hpcrl.trainers.micro_batch_loss import normalize_advantages
-from hpcrl.trainers.torch_model import TrainedModel, load_critic
+from hpcrl.trainers.model_files import open_critic
+from hpcrl.trainers.torch_model import TrainedModel
 from hpcrl.trainers.world import World
 
 CRITIC_PREFIX = "critic."
@@ -33,8 +34,9 @@ class Critic:
         self._train = train
         self._world = world
         rate = train.critic_learning_rate
+        source = open_critic(model_dir)
         self.model = TrainedModel(
-            load_critic(model_dir), train=train, world=world, learning_rate=rate, prefix=CRITIC_PREFIX
+            source.module, train=train, world=world, learning_rate=rate, prefix=CRITIC_PREFIX, fill=source.fill
         )
         self._evaluated: list[list[tuple[MicroBatch, Tensor, Tensor]]] = []
         """The micro-batches of each minibatch, with values and returns."""

@@ -2,6 +2,7 @@
 
     StateShard          one shard of one tensor: a weight, or a part of the optimizer's state
     make_whole_shard    a shard that is the whole tensor
+    list_local_shards   this rank's shard of a tensor
     write_state         write the shards of one rank to one file
     fill_shards         fill shards from the files of all ranks, however those are split
     read_whole_shapes   the names and shapes in the files
@@ -21,6 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hpcrl.errors import TrainError
 from hpcrl.weights.layout import TensorShard
@@ -60,6 +63,18 @@ def make_whole_shard(name: str, tensor: Tensor, *, part: str = WEIGHT_PART) -> S
     """Make a shard that is the whole tensor."""
     shape = tuple(tensor.shape)
     return StateShard(part, TensorShard(name=name, start=(0,) * len(shape), shape=shape), shape, tensor)
+
+
+def list_local_shards(name: str, tensor: Tensor, *, part: str) -> Iterator[StateShard]:
+    """Yield this rank's shard of a tensor, unless it is empty."""
+    if not isinstance(tensor, DTensor):
+        yield make_whole_shard(name, tensor, part=part)
+        return
+    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local()
+    if local.numel():
+        shard = TensorShard(name=name, start=tuple(map(int, start)), shape=tuple(map(int, shape)))
+        yield StateShard(part, shard, tuple(tensor.shape), local)
 
 
 def write_state(state_shards: Iterable[StateShard], path: Path) -> None:

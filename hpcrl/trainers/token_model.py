@@ -12,8 +12,10 @@ Legend: B rows of a micro-batch, T positions, K columns with a model token in an
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -21,27 +23,6 @@ from torch import Tensor
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import logprobs_and_entropy
 from hpcrl.learn.token_head import HeadForm, compute_from_hidden
-
-
-class TokenHead(torch.nn.Module):
-    """The output layer of a model, called with the targets of the hidden states."""
-
-    def __init__(self, linear: torch.nn.Linear, form: HeadForm) -> None:
-        super().__init__()
-        self.linear = linear
-        self._form = form
-
-    def forward(
-        self, hidden_NH: Tensor, targets_N: Tensor, *, temperature: float, has_entropy_bonus: bool
-    ) -> tuple[Tensor, Tensor]:
-        return compute_from_hidden(
-            hidden_NH,
-            self.linear.weight,
-            targets_N,
-            form=self._form,
-            temperature=temperature,
-            has_entropy_bonus=has_entropy_bonus,
-        )
 
 
 class TokenModel(torch.nn.Module):
@@ -52,8 +33,19 @@ class TokenModel(torch.nn.Module):
         self.causal = causal
         base = causal.get_base_model() if hasattr(causal, "peft_config") else causal
         form = find_head_form(base)
-        self.head = None if form is None else TokenHead(base.get_output_embeddings(), form)
-        self._find_decoder: Callable[[], Any] | None = getattr(base, "get_decoder", None)
+        self._base = [base]  # in a list, so that it is not a second submodule
+        self._has_chunks = form is not None
+        if form is not None:
+            head = base.get_output_embeddings()
+            # The layer itself is called, so that one that is sharded gathers its weight.
+            head.forward = partial(_call_head, head, form=form)
+
+    def list_outer_layers(self) -> list[torch.nn.Module]:
+        """Return the embeddings and the head as modules that are called; none if they share their weight."""
+        if not self._has_chunks:
+            return []
+        embeddings, head = self._base[0].get_input_embeddings(), self._base[0].get_output_embeddings()
+        return [] if embeddings.weight is head.weight else [embeddings, head]
 
     def forward(
         self,
@@ -66,10 +58,10 @@ class TokenModel(torch.nn.Module):
         has_entropy_bonus: bool,
     ) -> tuple[Tensor, Tensor]:
         # No attention mask: the padding is on the right of a causal model, and without a mask attention is fastest.
-        if self.head is not None and self._find_decoder is not None:
-            decoder = self._find_decoder()
-            hidden_BTH = decoder(inputs_BT, position_ids=positions_BT, use_cache=False).last_hidden_state
-            computed: tuple[Tensor, Tensor] = self.head(
+        if self._has_chunks:
+            base = self._base[0]
+            hidden_BTH = base.get_decoder()(inputs_BT, position_ids=positions_BT, use_cache=False).last_hidden_state
+            computed: tuple[Tensor, Tensor] = base.get_output_embeddings()(
                 hidden_BTH[mask_BT], targets_N, temperature=temperature, has_entropy_bonus=has_entropy_bonus
             )
             return computed
@@ -84,6 +76,15 @@ class TokenModel(torch.nn.Module):
                 temperature=temperature,
                 has_entropy_bonus=has_entropy_bonus,
             )
+
+
+def _call_head(
+    head: torch.nn.Linear, hidden_NH: Tensor, targets_N: Tensor | None = None, *, form: HeadForm, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Call an output layer: with targets for their log-probs, without for logits, as the model itself calls it."""
+    if targets_N is None:
+        return torch.nn.functional.linear(hidden_NH, head.weight)
+    return compute_from_hidden(hidden_NH, head.weight, targets_N, form=form, **options)
 
 
 def compute_token_logprobs(
@@ -136,12 +137,13 @@ def _run_after_decoder(causal: Any, hidden_BTH: Tensor, product_V: Tensor) -> Si
     made_up = SimpleNamespace(
         last_hidden_state=hidden_BTH, past_key_values=None, hidden_states=None, attentions=None, router_logits=None
     )
-    decoder.forward, head.forward = (lambda *_, **__: made_up), answer
     try:
-        with torch.no_grad():
+        with (
+            torch.no_grad(),
+            patch.object(decoder, "forward", lambda *_, **__: made_up),
+            patch.object(head, "forward", answer),
+        ):
             logits_BTV = causal(torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
     except (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError):
         return None
-    finally:
-        del decoder.forward, head.forward
     return SimpleNamespace(given=given[0], logits_V=logits_BTV.flatten()) if len(given) == 1 else None

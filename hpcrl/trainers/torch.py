@@ -31,10 +31,11 @@ from hpcrl.trainers.micro_batch_loss import (
     choose_temperature,
     compute_micro_batch_loss,
 )
+from hpcrl.trainers.model_files import open_causal
 from hpcrl.trainers.state import StateShard, check_same_shapes, fill_shards, read_whole_shapes
 from hpcrl.trainers.step import train_step
 from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
-from hpcrl.trainers.torch_model import TrainedModel, load_causal
+from hpcrl.trainers.torch_model import TrainedModel, load_fixed
 from hpcrl.trainers.world import SINGLE_RANK, World
 
 
@@ -62,9 +63,11 @@ class TorchTrainer:
         self._temperature = temperature
         self.has_scored_reference = has_scored_reference
         self.world = world
-        module, prefix = load_causal(model_dir), ""
+        source = open_causal(model_dir)
+        module, prefix = source.module, ""
         self._config = module.config
         if train.lora_rank:
+            source.fill(module, world.device)  # adapters take the device and dtype of what they adapt
             module = torch_model.add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
             prefix = torch_model.ADAPTER_PREFIX
         self._policy = TrainedModel(
@@ -75,6 +78,7 @@ class TorchTrainer:
             prefix=prefix,
             update=load_update(train),
             called=TokenModel(module),
+            fill=None if train.lora_rank else source.fill,
         )
         self.critic = Critic(model_dir, train=train, world=world) if needs_critic(train) else None
         self.spread_models, self._fixed_models = load_fixed_models(
@@ -83,7 +87,7 @@ class TorchTrainer:
             model_dir,
             teacher=reference_dir,
             temperature=temperature,
-            load=lambda path: TokenModel(load_causal(path)).to(world.device).eval(),
+            load=lambda path: load_fixed(path, train=train, world=world),
         )
 
     @property

@@ -15,27 +15,26 @@ are merged.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
+from hpcrl.trainers.model_files import open_causal
 from hpcrl.trainers.optimizer import MOMENT_PARTS, WeightUpdate, make_optimizer
-from hpcrl.trainers.state import StateShard, make_whole_shard
+from hpcrl.trainers.state import StateShard, list_local_shards, make_whole_shard
+from hpcrl.trainers.token_model import TokenModel
 from hpcrl.trainers.world import World
-from hpcrl.weights.layout import TensorShard
 
 ADAPTER_PREFIX = "lora."
 """The prefix of adapter names in checkpoints."""
@@ -85,18 +84,33 @@ class TrainedModel:
         prefix: str = "",
         update: WeightUpdate | None = None,
         called: torch.nn.Module | None = None,
+        fill: Callable[[torch.nn.Module, torch.device], None] | None = None,
     ) -> None:
         """Distribute the module and make its optimizer; `prefix` precedes its tensor names in checkpoints.
 
-        `called` is what is called, where that is not the module itself but one around it.
+        `called` is what is called, where that is not the module itself but one around it; `fill` gives parameters
+        without memory their values.
         """
         self.world = world
         self.prefix = prefix
         self._max_norm = train.max_grad_norm
-        self._bf16 = train.precision == "bf16"
-        self.module = module.to(world.device).eval()  # eval: no dropout; gradients still flow
+        is_sharded = _is_sharded(train, world)
+        self._has_autocast = train.precision == "bf16" and not is_sharded
+        self.module = module.eval()  # eval: no dropout; gradients still flow
         self._called = self.module if called is None else called
-        self._distributed_module = _distribute_module(self._called, sharding=train.sharding, world=world)
+        if is_sharded:
+            is_bf16 = train.precision == "bf16"
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_bf16 else MixedPrecisionPolicy()
+            _shard_module(self._called, world=world, policy=policy)
+        if fill is None:
+            self._called.to(world.device)
+        else:
+            fill(self._called, world.device)
+        self._distributed_module: Any = self._called
+        if world.size > 1 and not is_sharded:
+            self._distributed_module = DistributedDataParallel(
+                self._called, process_group=world.group, broadcast_buffers=False
+            )
         self.parameters: list[Tensor] = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(
             self.parameters, train=train, learning_rate=learning_rate, fused=True, update=update
@@ -106,7 +120,7 @@ class TrainedModel:
         """Run a forward pass; every rank of the world must run the same number."""
         # Without gradients DDP has nothing to do.
         model = self._distributed_module if torch.is_grad_enabled() else self._called
-        with torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=self._bf16):
+        with torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=self._has_autocast):
             return model(*inputs, **options)
 
     def backward(self, loss: Tensor) -> None:
@@ -114,11 +128,13 @@ class TrainedModel:
         (loss * self.world.size).backward()  # type: ignore[no-untyped-call]
 
     def accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Wrap forward and backward of a micro-batch; ranks exchange gradients in the `last` one of a step."""
+        """Wrap forward and backward of a micro-batch.
+
+        Replicas exchange gradients in the `last` one of a step. Shards do so in each, for no rank can keep the gradient
+        of the whole model until then.
+        """
         if isinstance(self._distributed_module, DistributedDataParallel):
             return contextlib.nullcontext() if last else self._distributed_module.no_sync()
-        if isinstance(self._distributed_module, FSDPModule):
-            self._distributed_module.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
 
     def clip_gradient(self) -> float:
@@ -151,7 +167,7 @@ class TrainedModel:
         """Yield this rank's shards of the weights."""
         for name, tensor in self.weights().items():
             if isinstance(tensor, DTensor) or not self.world.rank:
-                yield from _list_local_shards(name, tensor, part="weight")
+                yield from list_local_shards(name, tensor, part="weight")
 
     def state_shards(self) -> Iterator[StateShard]:
         """Yield this rank's shards of parameters and moments; rank 0 yields those that all ranks hold."""
@@ -159,10 +175,10 @@ class TrainedModel:
             sharded = isinstance(parameter, DTensor)
             if not sharded and self.world.rank:
                 continue
-            yield from _list_local_shards(name, parameter, part="weight")
+            yield from list_local_shards(name, parameter, part="weight")
             state = self.optimizer.state.get(parameter, {})
             for part in MOMENT_PARTS if state else ():
-                yield from _list_local_shards(name, state[part], part=part)
+                yield from list_local_shards(name, state[part], part=part)
             if state and not self.world.rank:
                 yield make_whole_shard(name, state["step"], part="step")
 
@@ -170,7 +186,7 @@ class TrainedModel:
         """Yield every shard that this rank needs to resume; without moments the optimizer starts again."""
         self.optimizer.state.clear()
         for name, parameter in self.trained_parameters().items():
-            yield from _list_local_shards(name, parameter.detach(), part="weight")
+            yield from list_local_shards(name, parameter.detach(), part="weight")
             if not with_moments:
                 continue
             state = self.optimizer.state[parameter]
@@ -178,50 +194,38 @@ class TrainedModel:
             yield make_whole_shard(name, state["step"], part="step")
             for part in MOMENT_PARTS:
                 state[part] = torch.zeros_like(parameter.detach())
-                yield from _list_local_shards(name, state[part], part=part)
+                yield from list_local_shards(name, state[part], part=part)
 
 
-def _list_local_shards(name: str, tensor: Tensor, *, part: str) -> Iterator[StateShard]:
-    """Yield this rank's shard of a tensor, unless it is empty."""
-    if not isinstance(tensor, DTensor):
-        yield make_whole_shard(name, tensor, part=part)
-        return
-    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.to_local()
-    if local.numel():
-        shard = TensorShard(name=name, start=tuple(map(int, start)), shape=tuple(map(int, shape)))
-        yield StateShard(part, shard, tuple(tensor.shape), local)
+def _is_sharded(train: TrainConfig, world: World) -> bool:
+    return world.size > 1 and train.sharding == "full"
 
 
-def _distribute_module(module: Any, *, sharding: str, world: World) -> Any:
-    if world.size == 1:
-        return module
-    if sharding == "none":
-        return DistributedDataParallel(module, process_group=world.group, broadcast_buffers=False)
+def _shard_module(called: torch.nn.Module, *, world: World, policy: MixedPrecisionPolicy) -> None:
+    """Shard a model over all ranks; a layer, the embeddings and the head are whole only while they compute."""
     mesh = init_device_mesh(world.device.type, (world.size,))
-    layers = {name for submodule in module.modules() for name in getattr(submodule, "_no_split_modules", None) or ()}
-    for layer in [submodule for submodule in module.modules() if type(submodule).__name__ in layers]:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(module, mesh=mesh)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    layers = {name for submodule in called.modules() for name in getattr(submodule, "_no_split_modules", None) or ()}
+    for layer in [submodule for submodule in called.modules() if type(submodule).__name__ in layers]:
+        shard(layer)
+    if isinstance(called, TokenModel):
+        for part in called.list_outer_layers():
+            shard(part)
+    shard(called)
 
 
 def load_causal(model_dir: Path) -> Any:
-    """Load the language model in a directory, in float32."""
-    return _load_pretrained(model_dir, AutoModelForCausalLM)
+    """Load the language model in a directory, whole and in float32, on the CPU."""
+    source = open_causal(model_dir)
+    source.fill(source.module, torch.device("cpu"))
+    return source.module
 
 
-def load_critic(model_dir: Path) -> Any:
-    """Load the same body with a head that gives one number per token, at first zero."""
-    with torch.random.fork_rng(devices=[]):  # the head draws random numbers before it is set to zero
-        critic = _load_pretrained(model_dir, AutoModelForTokenClassification, num_labels=1)
-    with torch.no_grad():
-        for parameter in cast(torch.nn.Module, critic.score).parameters():
-            parameter.zero_()
-    return critic
-
-
-def _load_pretrained(model_dir: Path, model_class: Any, **options: Any) -> Any:
-    try:
-        return model_class.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True, **options)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise TrainError(f"model directory {str(model_dir)!r} cannot be loaded: {error}") from error
+def load_fixed(model_dir: Path, *, train: TrainConfig, world: World) -> TokenModel:
+    """Load a model that does not train, sharded as the policy is, in bf16 if that computes in bf16."""
+    source = open_causal(model_dir, dtype=torch.bfloat16 if train.precision == "bf16" else torch.float32)
+    called = TokenModel(source.module.requires_grad_(False).eval())
+    if _is_sharded(train, world):
+        _shard_module(called, world=world, policy=MixedPrecisionPolicy())
+    source.fill(called, world.device)
+    return called

@@ -17,6 +17,8 @@ import hpcrl.trainers.torch
 from hpcrl.plan.checks import check_recipe
 from hpcrl.rollout.rewards import RewardCaller, apply_score
 from hpcrl.spool.record import EpisodeTurn
+from hpcrl.trainers.model_files import ModelSource
+from hpcrl.trainers.token_model import TokenModel
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.plans import make_recipe
@@ -150,8 +152,9 @@ def make_table_trainer(train, *, world=SINGLE_RANK):
     """Make the torch trainer of the table, with plain gradient descent; return it and the list of its gradients."""
     policy, _, reference, values = tables()
     models = [TableModel(policy), TableModel(reference)]
-    hpcrl.trainers.torch.load_causal = lambda _: models.pop(0)
-    hpcrl.trainers.critic.load_critic = lambda _: TableModel(values)
+    hpcrl.trainers.torch.open_causal = lambda _: ModelSource(models.pop(0), None)
+    hpcrl.trainers.torch.load_fixed = lambda *_, **__: TokenModel(models.pop(0))
+    hpcrl.trainers.critic.open_critic = lambda _: ModelSource(TableModel(values), None)
     trainer = TorchTrainer(Path("unused"), train, seed=3, world=world)
     trainer._policy.optimizer = torch.optim.SGD(trainer._policy.parameters, lr=1.0)
     gradients, apply_gradient = [], trainer.apply_gradient

@@ -40,8 +40,9 @@ NODES = {
 @pytest.fixture(autouse=True)
 def _restore_loaders(monkeypatch):
     """Restore the functions that `make_table_trainer` replaces."""
-    monkeypatch.setattr(hpcrl.trainers.torch, "load_causal", hpcrl.trainers.torch.load_causal)
-    monkeypatch.setattr(hpcrl.trainers.critic, "load_critic", hpcrl.trainers.critic.load_critic)
+    monkeypatch.setattr(hpcrl.trainers.torch, "open_causal", hpcrl.trainers.torch.open_causal)
+    monkeypatch.setattr(hpcrl.trainers.torch, "load_fixed", hpcrl.trainers.torch.load_fixed)
+    monkeypatch.setattr(hpcrl.trainers.critic, "open_critic", hpcrl.trainers.critic.open_critic)
 
 
 # ---- The reference: plain loops over episodes and tokens, in double precision.
