@@ -1,7 +1,8 @@
 """A network in training: its module on one rank or many, its optimizer, its state, its LoRA adapters.
 
     TrainedModel               a policy or a critic
-    load_causal, load_critic   load one from a model directory
+    load_causal                load a language model, whole
+    load_fixed                 load one that does not train, sharded as the policy is
     add_adapters               freeze a model and add to each linear layer an adapter that at first changes nothing
     has_adapters               whether a model has adapters
     merge_adapters             the weights with their adapters, by the names of the model directory
