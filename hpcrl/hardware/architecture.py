@@ -1,0 +1,255 @@
+"""The architecture of a language model: its sizes, read from a config.json, and its weights by kind. Pure.
+
+    ModelArchitecture    the sizes, with the number of weights of each kind
+    read_architecture    from the fields of a config.json
+    guess_architecture   of a dense model, from its number of weights alone
+
+The counts equal those of transformers for the families in KNOWN_FAMILIES; those of any other are an estimate.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+KNOWN_FAMILIES = frozenset(
+    {
+        *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"),
+        *("glm", "glm4", "glm4_moe", "gemma", "gemma2", "gemma3_text"),
+    }
+)
+"""Values of `model_type` whose weights are counted exactly."""
+_TEXT_PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+"""The family of the language model within a model that also reads images."""
+_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+    },
+    "qwen2_moe": {"qkv_bias": True},
+    "glm": {"attention_bias": True, "head_dim": 128},
+    "glm4": {"attention_bias": True, "head_dim": 128},
+    "glm4_moe": {"head_dim": 128},
+    "mistral": {"num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8},
+}
+"""Fields that published config.json files of a family leave out, because they have transformers' default value."""
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Fields that may hold the number of experts."""
+_GUESSED_VOCABULARY = 150_000
+
+
+class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of a causal language model. A layer's MLP is gated; experts are such MLPs too."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    vocabulary_size: int
+    is_tied: bool
+    """Whether the output layer is the embedding."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Of queries and keys."""
+    value_dim: int
+    """Of values, per head."""
+    query_rank: int = 0
+    """With compressed attention (MLA): the size of a compressed query; 0: queries are not compressed."""
+    kv_rank: int = 0
+    """With compressed attention: the size of compressed keys and values; 0: plain attention."""
+    rope_dim: int = 0
+    """With compressed attention: the size of the key's part that carries the position, shared by all heads."""
+    has_query_norm: bool = False
+    """Whether queries and keys are normalized."""
+    num_layer_norms: int = 2
+    num_biases: int = 0
+    """Biases of a layer."""
+    dense_inner: int = 0
+    """The inner size of the MLP of a layer without experts."""
+    num_dense_layers: int
+    """Layers without experts."""
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_inner: int = 0
+    shared_inner: int = 0
+    """The inner size of the part of a layer with experts that every token uses; 0: there is none."""
+    has_shared_gate: bool = False
+
+    @property
+    def num_expert_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def embedding_params(self) -> int:
+        return self.vocabulary_size * self.hidden_size
+
+    @property
+    def head_params(self) -> int:
+        """The weights of the output layer that are not the embedding's."""
+        return 0 if self.is_tied else self.embedding_params
+
+    @property
+    def attention_params(self) -> int:
+        """The weights of the attention of one layer, with its norms and biases."""
+        hidden, queries = self.hidden_size, self.num_heads * self.head_dim
+        output = self.num_heads * self.value_dim * hidden
+        if self.kv_rank:
+            query = queries * hidden
+            if self.query_rank:
+                query = self.query_rank * (hidden + queries + 1)
+            plain_dim = self.head_dim - self.rope_dim
+            keys = hidden * (self.kv_rank + self.rope_dim) + self.kv_rank
+            values = self.kv_rank * self.num_heads * (plain_dim + self.value_dim)
+            return query + keys + values + output + self.num_biases
+        keys = self.num_kv_heads * self.head_dim * hidden
+        values = self.num_kv_heads * self.value_dim * hidden
+        return queries * hidden + keys + values + output + self.num_biases + 2 * self.head_dim * self.has_query_norm
+
+    @property
+    def dense_mlp_params(self) -> int:
+        """The weights of the MLP of a layer without experts."""
+        return 3 * self.hidden_size * self.dense_inner
+
+    @property
+    def routed_params(self) -> int:
+        """The weights of all experts of a layer that has them."""
+        return 3 * self.hidden_size * self.expert_inner * self.num_experts
+
+    @property
+    def shared_params(self) -> int:
+        """The weights besides attention and experts of a layer that has experts: the router, and what all tokens use."""
+        hidden = self.hidden_size
+        return hidden * self.num_experts + 3 * hidden * self.shared_inner + hidden * self.has_shared_gate
+
+    @property
+    def norm_params(self) -> int:
+        """The weights of the norms of one layer around attention and MLP."""
+        return self.num_layer_norms * self.hidden_size
+
+    @property
+    def num_expert_params(self) -> int:
+        """The weights of all experts of all layers, of which a token uses a few."""
+        return self.num_expert_layers * self.routed_params
+
+    @property
+    def num_params(self) -> int:
+        layers = self.num_layers * (self.attention_params + self.norm_params)
+        layers += self.num_dense_layers * self.dense_mlp_params + self.num_expert_layers * self.shared_params
+        return layers + self.num_expert_params + self.embedding_params + self.head_params + self.hidden_size
+
+    @property
+    def largest_layer_params(self) -> int:
+        """The weights of the largest layer."""
+        with_experts = self.routed_params + self.shared_params if self.num_expert_layers else 0
+        dense = self.dense_mlp_params if self.num_dense_layers else 0
+        return self.attention_params + self.norm_params + max(with_experts, dense)
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """The numbers that an engine keeps of a token, over all layers."""
+        if self.kv_rank:
+            return self.num_layers * (self.kv_rank + self.rope_dim)
+        return self.num_layers * self.num_kv_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the counts are exact."""
+        return self.family in KNOWN_FAMILIES
+
+
+def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
+    """Read the sizes from the fields of a config.json; KeyError if one that cannot be left out is absent.
+
+    The fields of a nested `text_config` take precedence.
+    """
+    text = config.get("text_config") or {}
+    family = str(text.get("model_type") or config.get("model_type") or "")
+    family = _TEXT_PARTS.get(family, family)
+    given = {name: value for name, value in {**config, **text}.items() if value is not None}
+    fields = _FAMILY_DEFAULTS.get(family, {}) | given
+    hidden, layers, heads = fields["hidden_size"], fields["num_hidden_layers"], fields["num_attention_heads"]
+    experts = next((fields[key] for key in _EXPERT_COUNTS if fields.get(key)), 0)
+    kv_rank = fields.get("kv_lora_rank", 0)
+    head_dim = fields.get("head_dim") or hidden // heads
+    value_dim = head_dim
+    if kv_rank:
+        head_dim = fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]
+        value_dim = fields["v_head_dim"]
+    expert_inner = fields.get("moe_intermediate_size") or fields["intermediate_size"]
+    shared_inner = fields.get("shared_expert_intermediate_size") or fields.get("n_shared_experts", 0) * expert_inner
+    found = ModelArchitecture(
+        family=family,
+        num_layers=layers,
+        hidden_size=hidden,
+        vocabulary_size=fields["vocab_size"],
+        is_tied=bool(fields.get("tie_word_embeddings")),
+        num_heads=heads,
+        num_kv_heads=fields.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        query_rank=fields.get("q_lora_rank", 0) if kv_rank else 0,
+        kv_rank=kv_rank,
+        rope_dim=fields["qk_rope_head_dim"] if kv_rank else 0,
+        has_query_norm=family in ("qwen3", "qwen3_moe", "gemma3_text") or bool(fields.get("use_qk_norm")),
+        num_layer_norms=4 if family in ("gemma2", "gemma3_text", "glm4") else 2,
+        dense_inner=fields["intermediate_size"],
+        num_dense_layers=_count_dense_layers(fields, layers) if experts else layers,
+        num_experts=experts,
+        experts_per_token=fields.get("num_experts_per_tok", 0) if experts else 0,
+        expert_inner=expert_inner if experts else 0,
+        shared_inner=shared_inner if experts else 0,
+        has_shared_gate=family == "qwen2_moe",
+    )
+    return msgspec.structs.replace(found, num_biases=_count_biases(fields, found))
+
+
+def _count_dense_layers(fields: Mapping[str, Any], num_layers: int) -> int:
+    """Count the layers without experts: the first ones, those listed, or all but every n-th."""
+    dense = set(range(min(fields.get("first_k_dense_replace", 0), num_layers))) | set(fields.get("mlp_only_layers", ()))
+    every = fields.get("decoder_sparse_step", 1)
+    dense |= {layer for layer in range(num_layers) if (layer + 1) % every}
+    return len(dense & set(range(num_layers)))
+
+
+def _count_biases(fields: Mapping[str, Any], shape: ModelArchitecture) -> int:
+    """Count the biases of one layer, in its attention; a dense MLP with biases is counted too."""
+    found, has_bias = 0, bool(fields.get("attention_bias"))
+    if shape.kv_rank:
+        return has_bias * (shape.query_rank + shape.kv_rank + shape.rope_dim + shape.hidden_size)
+    inputs = shape.num_heads * shape.head_dim + shape.num_kv_heads * (shape.head_dim + shape.value_dim)
+    if has_bias or shape.family == "qwen2" or fields.get("qkv_bias"):
+        found += inputs
+    if has_bias and shape.family not in ("glm", "glm4", "glm4_moe"):
+        found += shape.hidden_size
+    return found + bool(fields.get("mlp_bias")) * (2 * shape.dense_inner + shape.hidden_size)
+
+
+def guess_architecture(num_params: int) -> ModelArchitecture:
+    """Guess the sizes of a dense model from its number of weights alone.
+
+    From 8 billion weights on, Qwen and Llama models have these layers and this KV within a third; smaller models may
+    have half or a fifth of this KV.
+    """
+    billions = num_params / 1e9
+    num_heads, num_layers = max(1, round(13 * billions**0.42)), max(1, round(19 * billions**0.32))
+    hidden = 128 * num_heads
+    found = ModelArchitecture(
+        family="",
+        num_layers=num_layers,
+        hidden_size=hidden,
+        vocabulary_size=min(_GUESSED_VOCABULARY, max(1, num_params // (8 * hidden))),
+        is_tied=False,
+        num_heads=num_heads,
+        num_kv_heads=min(8, num_heads),
+        head_dim=128,
+        value_dim=128,
+        num_dense_layers=num_layers,
+    )
+    inner = max(1, round((num_params - found.num_params) / (3 * hidden * num_layers)))
+    return msgspec.structs.replace(found, dense_inner=inner)
