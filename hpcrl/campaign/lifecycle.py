@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -41,7 +41,7 @@ from hpcrl.envs.task_set import (
     import_task_set,
 )
 from hpcrl.errors import CampaignError, ConfigError
-from hpcrl.hardware.cost_model import read_model_shape
+from hpcrl.hardware.architecture import read_architecture, select_fields
 from hpcrl.models.model_config import read_model_config
 from hpcrl.monitor.job_state import (
     ALIVE_WITHIN_S,
@@ -152,9 +152,9 @@ def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
 
     def resolve_model(model: M) -> M:
         path, template = model.path, model.chat_template
-        return msgspec.structs.replace(
-            model, path=path and str(expand_path(path).absolute()), chat_template=template and resolve(template)
-        )
+        path = path and str(expand_path(path).absolute())
+        config = model.config or (_find_config(path) if path else {})
+        return msgspec.structs.replace(model, path=path, config=config, chat_template=template and resolve(template))
 
     warmup = recipe.warmup and msgspec.structs.replace(
         recipe.warmup, path=_resolve_warmup_path(recipe.warmup.path, resolve)
@@ -186,11 +186,17 @@ def _find_size(model: str, num_params: int | None) -> int | None:
     """Return the number of weights of a model, by default by its config.json; None if that is not here."""
     if num_params is not None:
         return num_params
+    config = _find_config(model)
+    return read_architecture(config).num_params if config else None
+
+
+def _find_config(model: str) -> dict[str, Any]:
+    """Return what a plan needs of a model's config.json; empty if that is not here, or is of a model for tests."""
     try:
-        num_params = read_model_shape(read_model_config(Path(model) / "config.json").fields).num_params
+        config = select_fields(read_model_config(Path(model) / "config.json").fields)
+        return config if read_architecture(config).num_params >= MIN_PARAMS else {}
     except (OSError, ValueError, TypeError, KeyError):
-        return None
-    return num_params if num_params >= MIN_PARAMS else None
+        return {}
 
 
 def preview_script(request: CampaignRequest, *, name: str) -> str:

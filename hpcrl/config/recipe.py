@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from hpcrl.config.toml import JUDGE_NAME_PATTERN, NAME_PATTERN, USER_CODE_PATTERN, load_table, to_struct
 from hpcrl.errors import ConfigError
+from hpcrl.hardware.architecture import ModelArchitecture, guess_architecture, read_architecture
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
@@ -59,13 +60,27 @@ class ModelConfig(ConfigTable, frozen=True, kw_only=True):
     path: str | None = None
     tiny: TinyModel | None = None
     num_params: NumParams | None = None
-    """Number of weights (not in billions), from which a plan estimates memory and workers; it does not read `path`."""
+    """Number of weights (not in billions), from which a plan estimates memory and workers where it has no `config`."""
+    config: dict[str, Any] = {}
+    """Fields of its config.json, for a plan on a machine that cannot read `path`; the default is what `path` has."""
     chat_template: str | None = None
     """A file with a Jinja template that is used in place of the model's own chat template."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as enable_thinking = false; requests of agent programs may change them."""
     system: str | None = None
     """The system message of conversations that have none."""
+
+    @property
+    def architecture(self) -> ModelArchitecture | None:
+        """The architecture by `config`, else a guess by `num_params`; None if neither is known."""
+        if self.config:
+            return read_architecture(self.config)
+        return None if self.num_params is None else guess_architecture(self.num_params)
+
+    @property
+    def num_weights(self) -> int | None:
+        """The number of weights by `config`, else `num_params`; None if neither is known."""
+        return read_architecture(self.config).num_params if self.config else self.num_params
 
 
 class TaskSetConfig(ConfigTable, frozen=True, kw_only=True):

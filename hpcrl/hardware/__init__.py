@@ -1,6 +1,7 @@
 """The facts about hardware, and the needs of models. Pure.
 
 gpus          the catalogue of GPUs
+architecture  the sizes of a model, and its weights by kind
 cost_model    time of a turn and cost of a plan
 loop_model    calls that the event loop of an env worker bears
 memory_model  memory of engines, trainers, windows and environments

@@ -2,6 +2,7 @@
 
     ModelArchitecture    the sizes, with the number of weights of each kind
     read_architecture    from the fields of a config.json
+    select_fields        those of them that a plan needs
     guess_architecture   of a dense model, from its number of weights alone
 
 The counts equal those of transformers for the families in KNOWN_FAMILIES; those of any other are an estimate.
@@ -41,6 +42,14 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 """Fields that published config.json files of a family leave out, because they have transformers' default value."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields that may hold the number of experts."""
+_FIELDS = (
+    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "vocab_size", "tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias"),
+    *("use_qk_norm", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts", "num_experts_per_tok"),
+    *("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers", "max_position_embeddings", *_EXPERT_COUNTS),
+)
+"""The fields that a plan needs."""
 _GUESSED_VOCABULARY = 150_000
 
 
@@ -52,7 +61,7 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     vocabulary_size: int
     is_tied: bool
-    """Whether the output layer is the embedding."""
+    """True if the output layer is the embedding."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -66,7 +75,7 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     rope_dim: int = 0
     """With compressed attention: the size of the key's part that carries the position, shared by all heads."""
     has_query_norm: bool = False
-    """Whether queries and keys are normalized."""
+    """True if queries and keys are normalized."""
     num_layer_norms: int = 2
     num_biases: int = 0
     """Biases of a layer."""
@@ -123,7 +132,7 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shared_params(self) -> int:
-        """The weights besides attention and experts of a layer that has experts: the router, and what all tokens use."""
+        """The weights of a layer with experts for its router and for the MLP that all tokens use."""
         hidden = self.hidden_size
         return hidden * self.num_experts + 3 * hidden * self.shared_inner + hidden * self.has_shared_gate
 
@@ -159,19 +168,21 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether the counts are exact."""
+        """True if the counts are exact."""
         return self.family in KNOWN_FAMILIES
 
 
-def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
-    """Read the sizes from the fields of a config.json; KeyError if one that cannot be left out is absent.
+def select_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json that a plan needs; those of a nested `text_config` take precedence."""
+    fields = {**config, **(config.get("text_config") or {})}
+    return {name: fields[name] for name in _FIELDS if fields.get(name) is not None}
 
-    The fields of a nested `text_config` take precedence.
-    """
-    text = config.get("text_config") or {}
-    family = str(text.get("model_type") or config.get("model_type") or "")
+
+def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
+    """Read the sizes from the fields of a config.json; KeyError if one that cannot be left out is absent."""
+    given = select_fields(config)
+    family = str(given.get("model_type", ""))
     family = _TEXT_PARTS.get(family, family)
-    given = {name: value for name, value in {**config, **text}.items() if value is not None}
     fields = _FAMILY_DEFAULTS.get(family, {}) | given
     hidden, layers, heads = fields["hidden_size"], fields["num_hidden_layers"], fields["num_attention_heads"]
     experts = next((fields[key] for key in _EXPERT_COUNTS if fields.get(key)), 0)

@@ -1,7 +1,7 @@
 """Estimate the cost of a plan and the speed of a worker, before a node-hour is spent. Pure.
 
     compute_hours                                    node-hours and GPU-hours
-    ModelShape, read_model_shape, guess_model_shape  the sizes of a model that decide its speed, read or guessed
+    ModelShape, read_model_shape, make_model_shape   the sizes of a model that decide its speed
     WorkerSpeed, estimate_speed                      seconds that one worker takes, by its GPUs and the model
     RooflineFit                                      coefficients of the estimate
     USABLE_SHARE                                     of a GPU's memory
@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.hardware.architecture import ModelArchitecture, read_architecture
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.memory_model import BYTES_BF16, GIB
 
@@ -45,6 +46,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Weights of all experts."""
     num_experts: int = 0
     experts_per_token: int = 0
+    num_kv_values: int = 0
+    """Numbers kept of a token; 0: a key and a value of each layer's KV heads."""
     weight_bytes: float = BYTES_BF16
     kv_bytes: float = BYTES_BF16
 
@@ -59,7 +62,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes_per_token(self) -> float:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_bytes
+        values = self.num_kv_values or 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return values * self.kv_bytes
 
     def bytes_read(self, batch: float) -> float:
         """Return the bytes of weights that a step over `batch` tokens reads, without experts that no token chose."""
@@ -72,46 +76,23 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Compute the shape from the fields of a config.json: attention, gated MLP or experts, embeddings."""
-    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    experts = next((config[key] for key in _EXPERT_COUNTS if config.get(key)), 0)
-    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    mlp = 0 if experts else 3 * hidden * config["intermediate_size"]
-    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    """Compute the shape from the fields of a config.json; KeyError if one that cannot be left out is absent."""
+    return make_model_shape(read_architecture(config))
+
+
+def make_model_shape(architecture: ModelArchitecture) -> ModelShape:
+    """Return the sizes of an architecture that decide its speed."""
     return ModelShape(
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        num_dense=layers * (attention + mlp) + embeddings,
-        num_expert=layers * experts * 3 * hidden * inner,
-        num_experts=experts,
-        experts_per_token=config.get("num_experts_per_tok", 0) if experts else 0,
+        num_layers=architecture.num_layers,
+        num_heads=architecture.num_heads,
+        num_kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        num_dense=architecture.num_params - architecture.num_expert_params,
+        num_expert=architecture.num_expert_params,
+        num_experts=architecture.num_experts,
+        experts_per_token=architecture.experts_per_token,
+        num_kv_values=architecture.kv_values_per_token,
     )
-
-
-def guess_model_shape(num_params: int) -> ModelShape:
-    """Guess the shape of a dense model from its size alone.
-
-    From 8 billion weights on, Qwen and Llama models have these layers and this KV within a third; smaller models may
-    have half or a fifth of this KV.
-    """
-    billions = num_params / 1e9
-    num_heads = max(1, round(13 * billions**0.42))
-    return ModelShape(
-        num_layers=max(1, round(19 * billions**0.32)),
-        num_heads=num_heads,
-        num_kv_heads=min(8, num_heads),
-        head_dim=128,
-        num_dense=num_params,
-    )
-
-
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of a config.json that may hold the number of experts."""
 
 
 class RooflineFit(msgspec.Struct, frozen=True, kw_only=True):

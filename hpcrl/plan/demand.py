@@ -48,7 +48,7 @@ def compute_node_needs(role: RoleName, recipe: Recipe, *, workers_per_node: int)
     demand = compute_role_demand(role, recipe, one_machine=False)
     cpus = demand.reserved_cpus + workers_per_node * demand.resources.cpus_per_worker
     loads_weights = role != "env" and role not in recipe.judge_roles and recipe.has_rollouts
-    window_gib = memory_model.window_memory_gib(recipe.model.num_params or 0) if loads_weights else 0.0
+    window_gib = memory_model.window_memory_gib(recipe.model.num_weights or 0) if loads_weights else 0.0
     mem_gib = demand.reserved_mem_gib + window_gib + workers_per_node * demand.resources.mem_gib_per_worker
     return cpus, int(-(-mem_gib // 1))
 
@@ -68,8 +68,8 @@ class MemoryNeed:
 def list_memory_needs(recipe: Recipe) -> list[MemoryNeed]:
     """Return the needs of the roles with a model of known size."""
     found: list[MemoryNeed] = []
-    engines: list[tuple[RoleName, int | None]] = [(role, recipe.model.num_params) for role in ("prefill", "decode")]
-    engines += zip(recipe.judge_roles, (judge.num_params for judge in recipe.judge.values()), strict=True)
+    engines: list[tuple[RoleName, int | None]] = [(role, recipe.model.num_weights) for role in ("prefill", "decode")]
+    engines += zip(recipe.judge_roles, (judge.num_weights for judge in recipe.judge.values()), strict=True)
     for role, num_params in engines:
         if num_params is not None:
             gib = memory_model.engine_memory_gib(num_params)
@@ -79,7 +79,7 @@ def list_memory_needs(recipe: Recipe) -> list[MemoryNeed]:
 
 def _list_trainer_needs(recipe: Recipe) -> list[MemoryNeed]:
     """Return the need of a worker of the trainer: what trains, and the models that it only reads."""
-    train, policy = recipe.train, recipe.model.num_params
+    train, policy = recipe.train, recipe.model.num_weights
     num_workers = recipe.resources.train.num_workers
     num_split = train.tensor_parallel * train.pipeline_parallel if train.trainer == "megatron" else 1
     num_shards = num_workers if train.trainer == "torch" and train.sharding == "full" else num_split
@@ -125,7 +125,7 @@ def _find_node_size(recipe: Recipe, name: str) -> int | None:
     if node is not None and node.model is not None:
         return node.num_params
     if recipe.teacher is None:
-        return recipe.model.num_params
+        return recipe.model.num_weights
     return recipe.teacher.num_params if recipe.teacher.path is not None else None  # a judge's engines hold theirs
 
 

@@ -235,7 +235,7 @@ def _explain_memory_refusal(recipe: Recipe, choices: dict[RoleName, PartitionCho
         _, node_needs_gib = compute_node_needs(role, recipe, workers_per_node=choice.workers_per_node)
         node_gib = site.partitions[choice.partition].mem_gib_per_node
         if node_needs_gib > node_gib:
-            window_gib = memory_model.window_memory_gib(recipe.model.num_params or 0)
+            window_gib = memory_model.window_memory_gib(recipe.model.num_weights or 0)
             return (
                 f"a {role} node needs {node_needs_gib} GiB, {window_gib:.0f} of them "
                 f"shared memory for two versions of the weights, and has {node_gib:.0f} GiB ({choice.partition}): "

@@ -16,7 +16,7 @@ import msgspec
 
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.errors import PlanError
-from hpcrl.hardware.cost_model import WorkerSpeed, estimate_speed, guess_model_shape
+from hpcrl.hardware.cost_model import WorkerSpeed, estimate_speed, make_model_shape
 from hpcrl.hardware.gpus import GPU_CATALOGUE, GpuModel
 from hpcrl.hardware.loop_model import estimate_call_rate
 
@@ -129,7 +129,7 @@ def _estimate_token_rate(decode: WorkerSpeed, turn: AverageTurn, *, most: int, n
 def warn_busy_loops(recipe: Recipe, *, gpus: dict[RoleName, str | None]) -> list[str]:
     """Warn if the calls of the model at the engines' pace are more than the env workers' event loops bear.
 
-    Nothing is known of engines on hardware that is not in the catalogue, or of a model without `model.num_params`.
+    Nothing is known of engines on hardware that is not in the catalogue, or of a model of unknown size.
     """
     decode = _estimate_role_speed(recipe, "decode", gpus)
     if decode is None:
@@ -168,10 +168,10 @@ def _estimate_role_speed(recipe: Recipe, role: RoleName, gpus: dict[RoleName, st
     A model that does not fit is refused later.
     """
     gpu: GpuModel | None = GPU_CATALOGUE.get(gpus.get(role) or "")
-    num_params = recipe.model.num_params
-    if gpu is None or num_params is None:
+    architecture = recipe.model.architecture
+    if gpu is None or architecture is None:
         return None
     found = estimate_speed(
-        gpu, shape=guess_model_shape(num_params), tp=max(1, getattr(recipe.resources, role).gpus_per_worker)
+        gpu, shape=make_model_shape(architecture), tp=max(1, getattr(recipe.resources, role).gpus_per_worker)
     )
     return found if found.kv_tokens else None

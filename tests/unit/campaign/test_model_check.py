@@ -222,3 +222,13 @@ def test_the_size_of_a_teacher_is_that_of_its_config(tmp_path: Path) -> None:
         PlanError, match=r"a train worker needs 122 GiB for 32\.8 billion of the model of teacher\.path"
     ):
         lifecycle.load_request("quickstart", site="lab", settings=teacher)
+
+
+def test_a_plan_reads_the_size_of_the_model_from_its_config_json(tmp_path: Path) -> None:
+    config = {
+        **{"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PlanError, match="31 of them shared memory for two versions of the weights"):
+        lifecycle.load_request("quickstart", site="lab-hetstep", settings=(f'model.path="{tmp_path}"',))

@@ -3,7 +3,8 @@
 import pytest
 
 from hpcrl.errors import ConfigError, PlanError
-from hpcrl.hardware.cost_model import guess_model_shape
+from hpcrl.hardware.architecture import guess_architecture
+from hpcrl.hardware.cost_model import make_model_shape
 from hpcrl.plan.demand import list_memory_needs
 from hpcrl.plan.plan import Plan
 from tests.support.plans import make_recipe, plan_recipe
@@ -76,14 +77,26 @@ def test_an_unrealistic_number_of_weights_is_refused(num_params: int) -> None:
 def test_large_models_have_the_usual_shape_within_a_third(
     num_params: float, num_layers: int, num_kv_heads: int
 ) -> None:
-    shape = guess_model_shape(int(num_params))
+    shape = make_model_shape(guess_architecture(int(num_params)))
     kv = shape.num_layers * shape.num_kv_heads * shape.head_dim
     assert shape.num_layers == pytest.approx(num_layers, rel=1 / 3)
     assert kv == pytest.approx(num_layers * num_kv_heads * 128, rel=1 / 3)
 
 
+QWEN3_8B_CONFIG = (
+    *("model.config.model_type=qwen3", "model.config.hidden_size=4096", "model.config.intermediate_size=12288"),
+    *("model.config.num_hidden_layers=36", "model.config.num_attention_heads=32", "model.config.head_dim=128"),
+    *("model.config.num_key_value_heads=8", "model.config.vocab_size=151936"),
+)
+
+
+def test_the_fields_of_a_config_json_take_the_place_of_a_number_of_weights() -> None:
+    assert make_recipe(*QWEN3_8B_CONFIG).model.num_weights == 8_190_735_360
+    assert make_recipe(*QWEN3_8B_CONFIG, "model.num_params=1000000").model.num_weights == 8_190_735_360
+
+
 def test_the_smallest_models_have_no_more_kv_heads_than_heads() -> None:
-    shape = guess_model_shape(10**6)
+    shape = make_model_shape(guess_architecture(10**6))
     assert 1 <= shape.num_kv_heads <= shape.num_heads
 
 
