@@ -108,7 +108,7 @@ def test_a_stopped_campaign_resumes_from_a_checkpoint_and_can_be_stopped_without
 
 def test_the_end_of_the_walltime_drains_the_job(campaigns: Path) -> None:
     settings = ("-s", "job.walltime_min=1", "-s", "job.drain_s=25", "-s", "train.num_steps=1000")
-    hpcrl("submit", "quickstart", "--site", "local", "--name", "e", *SIMULATED, *settings)
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "e", *SMALL, *settings)
     run = CampaignDir(campaigns / "e")
     ended = outcome(run)
     assert ended["outcome"] == "drained"

@@ -111,9 +111,9 @@ def last_words(campaigns: Path, *, most: int = 8) -> list[tuple[str, str]]:
 
 
 def num_consumed_groups(run: CampaignDir) -> int:
-    """Count the groups that the newest checkpoint has consumed."""
-    newest = sorted(run.checkpoints.iterdir())[-1]
-    runs = read_json(newest / "consumed.json")["runs"]
+    """Count the groups that the newest checkpoint has consumed; 0 if there is none yet."""
+    found = sorted(run.checkpoints.iterdir())
+    runs = read_json(found[-1] / "consumed.json")["runs"] if found else {}
     return sum(end - start for pairs in runs.values() for start, end in pairs)
 
 
