@@ -18,8 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -48,7 +47,8 @@ Contender = Callable[[Path], None]
 
 def measure(full: bool) -> list[Figure]:
     batch = records.trajectories()
-    with _scratch() as root:
+    with tempfile.TemporaryDirectory(prefix="hpcrl-bench-", ignore_cleanup_errors=True) as scratch:
+        root = Path(scratch)
         return [
             *_append_figures(root, batch, full=full),
             *_read_figures(root, batch, full=full),
@@ -56,16 +56,6 @@ def measure(full: bool) -> list[Figure]:
             *_memory_figures(root),
             *(_transferqueue_figures(root) if full else []),
         ]
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """Make a directory on the disk that TMPDIR names."""
-    root = Path(tempfile.mkdtemp(prefix="hpcrl-bench-"))
-    try:
-        yield root
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
 
 
 # Append

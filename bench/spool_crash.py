@@ -7,8 +7,6 @@ files that a reader could not read. Everything is seeded; only the moment of a k
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from bench.crash import faults, kills, power
@@ -21,22 +19,13 @@ _SEED = 20260101
 
 
 def measure(full: bool) -> list[Figure]:
-    with _scratch() as root:
+    with tempfile.TemporaryDirectory(prefix="hpcrl-bench-", ignore_cleanup_errors=True) as scratch:
+        root = Path(scratch)
         return [
             *_kill_figures(root / "kills", num_campaigns=22 if full else 2),
             *_power_figures(root / "power", num_lives=60 if full else 10),
             *_fault_figures(root / "faults"),
         ]
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """On the disk that TMPDIR names."""
-    root = Path(tempfile.mkdtemp(prefix="hpcrl-bench-"))
-    try:
-        yield root
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
 
 
 def _kill_figures(root: Path, *, num_campaigns: int) -> list[Figure]:

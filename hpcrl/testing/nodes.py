@@ -184,6 +184,12 @@ class Fleet:
 
         wait_until(check_arrival, what=lambda: f"version {version} is everywhere: {self.account()}")
 
+    def wait_for_start(self, version: int, *, held_up: str) -> None:
+        """Wait until the couriers send a version that the node `held_up` cannot receive yet."""
+        wait_until(lambda: all(self.newest(node) == version for node in self.sources), what="the trainer has published")
+        time.sleep(0.5)
+        assert self.newest(held_up) < version
+
     def transfers(self, version: int) -> list[dict[str, Any]]:
         """Return the events of all transfers, once a version's is there: it arrives everywhere a moment before."""
         wait_until(

@@ -110,7 +110,7 @@ class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
     def from_json(cls, data: bytes) -> "TensorLayout":
         """Decode what `to_json` encoded; WeightsError if the data are damaged."""
         try:
-            layout = msgspec.json.decode(data, type=cls)
+            layout = _LAYOUT_DECODER.decode(data)
         except msgspec.DecodeError as error:
             raise WeightsError(f"the layout of the weights is damaged ({error}): publish them again") from None
         if layout != cls._lay_out((t.name, t.dtype, t.shape, t.cut) for t in layout.tensors):
@@ -149,6 +149,10 @@ class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
             raise WeightsError(
                 f"{own_name} and {other_name} hold their tensors in a different order: publish in one order"
             )
+
+
+_LAYOUT_DECODER = msgspec.json.Decoder(TensorLayout)
+"""Made at import: msgspec may crash where two threads are the first to decode a type, both at the same time."""
 
 
 class TensorShard(msgspec.Struct, frozen=True, kw_only=True):

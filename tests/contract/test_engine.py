@@ -30,8 +30,9 @@ from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.errors import EngineError
 from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
-from hpcrl.models.tiny import CHARACTERS, MARKS, make_tiny_model
+from hpcrl.models.tiny import MARKS, make_tiny_model
 from hpcrl.testing.memory import MemoryStore
+from tests.support.structures import read_text
 
 Opened = Callable[[], AbstractAsyncContextManager[InferenceEngine]]
 PROMPT = [2, 45, 78, 5, 36, 3]
@@ -447,10 +448,6 @@ CALL = {
 def structured(*parts: OutputPart, request_id: str = "r", **changes: Any) -> GenerateRequest:
     changes = {"max_new_tokens": 500, "stop_token_ids": [STOP]} | changes
     return ask(request_id, structure=OutputStructure(parts=list(parts)), **changes)
-
-
-def read_text(token_ids: list[int]) -> str:
-    return "".join([*MARKS, *CHARACTERS][token] for token in token_ids)
 
 
 def is_call(text: str) -> bool:

@@ -14,18 +14,12 @@ import pytest
 from hpcrl.errors import SpoolError
 from hpcrl.spool.listing import announce_changes, count_spool_trajectories, list_segments
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.record import COLUMNS, pack_trajectory
 from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter, derive_segment
 from hpcrl.testing.memory import MemorySpool, MemorySpoolReader, MemorySpoolWriter
-from tests.support.trajectories import make_odd_trajectory
+from tests.support.trajectories import dump_exactly, make_odd_trajectory
 
 FORK = multiprocessing.get_context("fork")
-
-
-def exact(record):
-    packed = pack_trajectory(record)
-    return packed.facts, [packed.columns[name].tobytes() for name in COLUMNS]
 
 
 def ids(trajectories):
@@ -96,7 +90,7 @@ def test_a_flushed_trajectory_is_read_to_the_bit(spool):
     for one in sent:
         writer.append(one)
     assert writer.flush() == ids(sent)
-    assert [exact(one) for one in reader.poll()] == [exact(one) for one in sent]
+    assert dump_exactly(reader.poll()) == dump_exactly(sent)
 
 
 def test_nothing_is_found_before_it_is_acknowledged(spool):

@@ -75,14 +75,6 @@ def check(couriers: Fleet, node: str, version: int) -> None:
     window.close()
 
 
-def start_third_version(couriers: Fleet, trainer: list[Window]) -> None:
-    """Publish a version that n2 cannot receive yet, and wait until it is under way."""
-    publish_on_all(trainer, 3)
-    wait_until(lambda: couriers.newest("n1") == 3, what="the trainer has published")
-    time.sleep(0.5)
-    assert couriers.newest("n2") == 2
-
-
 @ON_BOTH_WIRES
 def test_every_node_gets_the_whole_from_the_nodes_with_its_parts(two_and_two: Fleet) -> None:
     up_to_two(two_and_two)
@@ -114,7 +106,8 @@ def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_versio
 ) -> None:
     trainer = up_to_two(two_and_two)
     with two_and_two.delay_version("n2", 1):
-        start_third_version(two_and_two, trainer)
+        publish_on_all(trainer, 3)
+        two_and_two.wait_for_start(3, held_up="n2")
         two_and_two.signal(killed, signal.SIGKILL)
         two_and_two.wait_for_end()
         for node in two_and_two.receivers:
@@ -129,7 +122,8 @@ def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_versio
 def test_a_contributor_that_stops_answering_is_named_with_its_bucket(two_and_two: Fleet) -> None:
     trainer = up_to_two(two_and_two)
     with two_and_two.delay_version("n2", 1):
-        start_third_version(two_and_two, trainer)
+        publish_on_all(trainer, 3)
+        two_and_two.wait_for_start(3, held_up="n2")
         two_and_two.signal("n1", signal.SIGSTOP)
         two_and_two.wait_for_end()
     fault = two_and_two.events("fault")[0]
@@ -148,7 +142,8 @@ def test_a_part_that_is_overwritten_while_it_is_sent_is_never_read_and_the_newes
     monkeypatch.setattr("hpcrl.weights.window.window.LEASE_TIMEOUT_S", 0.05)  # of the trainer, which is here
     trainer = up_to_two(two_and_two)
     with two_and_two.delay_version("n2", 1):
-        start_third_version(two_and_two, trainer)
+        publish_on_all(trainer, 3)
+        two_and_two.wait_for_start(3, held_up="n2")
         for version in (4, 5):
             publish(trainer[1], version)
     wait_until(

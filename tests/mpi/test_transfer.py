@@ -24,14 +24,6 @@ LAYOUT = TensorLayout.pack(
 """More than two buckets; one tensor ends in the middle of one, one is not a multiple of 64 bytes."""
 
 
-def start_third_version(couriers: Fleet, window: Window) -> None:
-    """Publish a version that n1 cannot receive yet, and wait until it is under way."""
-    publish(window, 3)
-    wait_until(lambda: couriers.newest("n0") == 3, what="the trainer has published")
-    time.sleep(0.5)
-    assert couriers.newest("n1") == 2
-
-
 def up_to_two(couriers: Fleet) -> Window:
     couriers.start()
     window = couriers.trainer(LAYOUT)
@@ -64,7 +56,8 @@ def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(four_nodes: 
 def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_version_again(four_nodes: Fleet) -> None:
     window = up_to_two(four_nodes)
     with four_nodes.delay_version("n1", 1):
-        start_third_version(four_nodes, window)
+        publish(window, 3)
+        four_nodes.wait_for_start(3, held_up="n1")
         four_nodes.signal("n2", signal.SIGKILL)
         four_nodes.wait_for_end()
         assert {four_nodes.newest(node) for node in ("n1", "n2", "n3")} == {2}
@@ -89,7 +82,8 @@ def test_a_rank_that_stops_answering_is_named_with_its_bucket(four_nodes: Fleet,
     window = up_to_two(four_nodes)
     rank = four_nodes.nodes.index(stopped)
     with four_nodes.delay_version("n1", 1):
-        start_third_version(four_nodes, window)
+        publish(window, 3)
+        four_nodes.wait_for_start(3, held_up="n1")
         four_nodes.signal(stopped, signal.SIGSTOP)
         four_nodes.wait_for_end()
     faults = [event for event in four_nodes.events("fault") if event["node"] == reporter or stopped == "n0"]
@@ -224,7 +218,8 @@ def test_an_engine_that_is_killed_while_it_reads_holds_up_no_courier(four_nodes:
     engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(four_nodes.run.root)], stdout=subprocess.PIPE)
     assert engine.stdout is not None
     assert engine.stdout.readline() == b"reads\n"
-    start_third_version(four_nodes, window)
+    publish(window, 3)
+    four_nodes.wait_for_start(3, held_up="n1")
     engine.kill()
     engine.wait()
     engine.stdout.close()

@@ -33,6 +33,11 @@ def encode(text: str) -> list[int]:
     return [len(MARKS) + CHARACTERS.index(character) for character in text]
 
 
+def read_text(token_ids: list[int]) -> str:
+    """Return the text of a tiny model's tokens."""
+    return "".join([*MARKS, *CHARACTERS][token] for token in token_ids)
+
+
 @torch.inference_mode()
 def score_masked(model: Any, prompt: list[int], answer: list[int], *, stop: int, temperature: float) -> list[float]:
     """Return the log-probability of each token among those that continue one of TEXTS, from one forward pass."""

@@ -5,13 +5,15 @@ make_random_trajectory  two turns of random tokens, to train on
 make_lake_trajectory    two turns in words of the tiny tokenizer, scored, to show and to score
 make_taught_trajectory  the same with the log-probs of a teacher
 make_odd_trajectory     values of its own in every column, to store
+dump_exactly            all that trajectories contain, to compare
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from hpcrl.spool.record import EpisodeTurn, Trajectory
+from hpcrl.spool.record import COLUMNS, EpisodeTurn, Trajectory, pack_trajectory
 
 # Ids of the tiny tokenizer: <user> h i <agent> a b <eos> <user> ? <agent> c
 TOKENS = (2, 77, 78, 3, 70, 71, 1, 2, 36, 3, 72)
@@ -110,3 +112,9 @@ def make_odd_trajectory(name: str = "math/0/0", num_tokens: int = 6, *, seed: in
         "loss_mask": np.arange(num_tokens) >= start,
     }
     return make_trajectory(name, num_tokens, version=2, **{**odd, **changed})
+
+
+def dump_exactly(trajectories: Iterable[Trajectory]) -> list[tuple[bytes, list[bytes]]]:
+    """Return everything in these trajectories, to the bit."""
+    packed = [pack_trajectory(one) for one in trajectories]
+    return [(one.facts, [one.columns[name].tobytes() for name in COLUMNS]) for one in packed]

@@ -34,14 +34,14 @@ from hpcrl.engines.embedded.grammar import AnswerMatcher, GrammarCompiler
 from hpcrl.engines.http import RemoteEngine, make_client_session, serve_over_http
 from hpcrl.engines.structure import check_structure, read_answered, read_token_names, relax_structure, write_grammar
 from hpcrl.errors import EngineError, EngineRequestError
-from hpcrl.models.tiny import CHARACTERS, MARKS
+from hpcrl.models.tiny import MARKS
 from hpcrl.rollout.agents.structures import CALL_WRITERS
 from hpcrl.rollout.routing.router import Router
 from hpcrl.rollout.turn import generate_turn, stream_turn
 from hpcrl.testing.memory import MemoryStore
 from hpcrl.weights.model_update import collect_parameters
 from hpcrl.weights.versions import WeightVersion
-from tests.support.structures import SMALL, TEXTS, encode, score_masked
+from tests.support.structures import SMALL, TEXTS, encode, read_text, score_masked
 
 STOP = MARKS.index("<eos>")
 ANY = {"type": "object"}
@@ -75,10 +75,6 @@ def on(engine: EmbeddedEngine, body: Callable[[], Awaitable[Any]]) -> Any:
             return await body()
 
     return asyncio.run(run())
-
-
-def read_text(token_ids: list[int]) -> str:
-    return "".join([*MARKS, *CHARACTERS][token] for token in token_ids)
 
 
 # ---- the embedded engine

@@ -10,20 +10,14 @@ from hpcrl.errors import SpoolError
 from hpcrl.spool import hdf5
 from hpcrl.spool.listing import list_segments
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.record import COLUMNS, pack_trajectory
 from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
 from tests.support.disks import largest_file
-from tests.support.trajectories import make_trajectory
+from tests.support.trajectories import dump_exactly, make_trajectory
 
 
 def trajectory(number=0, num_tokens=500):
     return make_trajectory(f"math/{number}/0", num_tokens, seed=number)
-
-
-def exact(trajectories):
-    packed = [pack_trajectory(one) for one in trajectories]
-    return [(one.facts, [one.columns[name].tobytes() for name in COLUMNS]) for one in packed]
 
 
 class Clock:
@@ -179,13 +173,13 @@ def test_a_compressed_segment_is_smaller_and_the_same_to_the_bit(tmp_path, compr
     write_segment(tmp_path / "plain.h5", batch)
     write_segment(tmp_path / "small.h5", batch, compression=compression)
     assert (tmp_path / "small.h5").stat().st_size < (tmp_path / "plain.h5").stat().st_size / 2
-    assert exact(read_segment(tmp_path / "small.h5")) == exact(batch)
+    assert dump_exactly(read_segment(tmp_path / "small.h5")) == dump_exactly(batch)
 
 
 @pytest.mark.parametrize("batch", [[], [trajectory(0, 0)], [trajectory(0, 1)]], ids=["none", "empty", "one token"])
 def test_a_compressed_segment_with_almost_no_content_is_read(tmp_path, batch):
     write_segment(tmp_path / "a.h5", batch, compression="zstd")
-    assert exact(read_segment(tmp_path / "a.h5")) == exact(batch)
+    assert dump_exactly(read_segment(tmp_path / "a.h5")) == dump_exactly(batch)
 
 
 def test_a_damaged_compressed_segment_is_refused(tmp_path):
@@ -197,10 +191,10 @@ def test_a_damaged_compressed_segment_is_refused(tmp_path):
         flipped[place] ^= 4
         (tmp_path / "a.h5").write_bytes(flipped)
         try:
-            seen = exact(read_segment(tmp_path / "a.h5"))
+            seen = dump_exactly(read_segment(tmp_path / "a.h5"))
         except SpoolError:
             continue
-        assert seen == exact(batch), f"a flip at byte {place}"
+        assert seen == dump_exactly(batch), f"a flip at byte {place}"
 
 
 def test_a_spool_may_be_compressed(tmp_path):

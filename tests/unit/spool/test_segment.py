@@ -17,16 +17,10 @@ from hypothesis.extra import numpy as npst
 from hpcrl.errors import SpoolError
 from hpcrl.spool import hdf5
 from hpcrl.spool import segment as segment_module
-from hpcrl.spool.record import COLUMNS, pack_trajectory
+from hpcrl.spool.record import COLUMNS
 from hpcrl.spool.segment import read_segment, write_segment
 from tests.support.disks import largest_file
-from tests.support.trajectories import make_odd_trajectory
-
-
-def exact(trajectories):
-    """Return everything in these trajectories, to the bit."""
-    packed = [pack_trajectory(one) for one in trajectories]
-    return [(one.facts, [one.columns[name].tobytes() for name in COLUMNS]) for one in packed]
+from tests.support.trajectories import dump_exactly, make_odd_trajectory
 
 
 @pytest.fixture
@@ -61,7 +55,7 @@ def trajectories(draw):
 def test_any_trajectories_come_back_to_the_bit(tmp_path, batch):
     path = tmp_path / "any.h5"
     write_segment(path, batch)
-    assert exact(read_segment(path)) == exact(batch)
+    assert dump_exactly(read_segment(path)) == dump_exactly(batch)
 
 
 def test_every_nan_keeps_its_payload(tmp_path):
@@ -82,10 +76,10 @@ def test_columns_are_aligned_read_only_views_of_one_map(written):
 
 
 def test_trajectories_outlive_the_file(written):
-    before = exact(read_segment(written))
+    before = dump_exactly(read_segment(written))
     segment = read_segment(written)
     written.unlink()
-    assert exact(segment) == before
+    assert dump_exactly(segment) == before
 
 
 def test_any_hdf5_tool_reads_a_segment(written):
@@ -106,11 +100,11 @@ def test_a_segment_can_have_any_path(tmp_path, name):
     directory = tmp_path / name.removesuffix(".h5")
     directory.mkdir()
     write_segment(directory / name, [make_odd_trajectory()])
-    assert exact(read_segment(directory / name)) == exact([make_odd_trajectory()])
+    assert dump_exactly(read_segment(directory / name)) == dump_exactly([make_odd_trajectory()])
 
 
 def test_no_flipped_bit_changes_what_is_read(written):
-    raw, before = written.read_bytes(), exact(read_segment(written))
+    raw, before = written.read_bytes(), dump_exactly(read_segment(written))
     rng = random.Random(1)
     num_refused = 0
     for place in rng.sample(range(len(raw)), 600):
@@ -118,7 +112,7 @@ def test_no_flipped_bit_changes_what_is_read(written):
         flipped[place] ^= 1 << rng.randrange(8)
         written.write_bytes(flipped)
         try:
-            found = exact(read_segment(written))
+            found = dump_exactly(read_segment(written))
         except SpoolError:
             num_refused += 1
         else:
@@ -190,20 +184,20 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path, num_bytes):
         write_segment(tmp_path / "a.h5", [make_odd_trajectory(num_tokens=2000)])
     assert list(tmp_path.iterdir()) == []
     write_segment(tmp_path / "a.h5", [make_odd_trajectory(num_tokens=2000)])
-    assert exact(read_segment(tmp_path / "a.h5")) == exact([make_odd_trajectory(num_tokens=2000)])
+    assert dump_exactly(read_segment(tmp_path / "a.h5")) == dump_exactly([make_odd_trajectory(num_tokens=2000)])
 
 
 def test_a_system_that_writes_little_at_a_time_gets_everything(tmp_path, monkeypatch):
     batch = [make_odd_trajectory(f"math/{number}/0", 50, seed=number) for number in range(40)]
     monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: os.pwrite(fd, buffers[0][:37], offset))
     write_segment(tmp_path / "a.h5", batch)
-    assert exact(read_segment(tmp_path / "a.h5")) == exact(batch)
+    assert dump_exactly(read_segment(tmp_path / "a.h5")) == dump_exactly(batch)
 
 
 def test_more_trajectories_than_one_system_call_takes(tmp_path):
     batch = [make_odd_trajectory(f"math/{number}/0", 1, seed=number) for number in range(1500)]
     write_segment(tmp_path / "a.h5", batch)
-    assert exact(read_segment(tmp_path / "a.h5")) == exact(batch)
+    assert dump_exactly(read_segment(tmp_path / "a.h5")) == dump_exactly(batch)
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
@@ -221,8 +215,8 @@ def test_threads_write_segments_at_the_same_time(tmp_path, compression):
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(8)))
-    assert [exact(read_segment(tmp_path / f"{number}.h5")) for number in range(8)] == [
-        exact([make_odd_trajectory(f"math/{number}/0", 50, seed=number)]) for number in range(8)
+    assert [dump_exactly(read_segment(tmp_path / f"{number}.h5")) for number in range(8)] == [
+        dump_exactly([make_odd_trajectory(f"math/{number}/0", 50, seed=number)]) for number in range(8)
     ]
 
 

@@ -19,9 +19,10 @@ from hpcrl.weights.stores import part_files
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.sharded_store import LocalShards, ShardStore
 from hpcrl.weights.versions import WeightVersion, list_versions
-from hpcrl.weights.window.file import WindowKey, unlink_recorded_windows
+from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window
 from tests.support.disks import largest_file
+from tests.support.tensors import make_tensors
 
 LAYOUT = TensorLayout.pack(
     [("q", "float32", (800, 6)), ("o", "bfloat16", (6, 80)), ("norm", "float32", ()), ("none", "int8", (0, 3))]
@@ -34,13 +35,8 @@ HELD: list[list[TensorShard]] = [
 PARTS = PartAssignment.from_shards(LAYOUT, nodes=("a", "b"), held_by_rank=HELD)
 
 
-def full(version: int) -> dict[str, torch.Tensor]:
-    dice = torch.Generator().manual_seed(version)
-    return {t.name: torch.randn(t.shape, generator=dice).to(getattr(torch, t.dtype)) for t in LAYOUT.tensors}
-
-
 def held(rank: int, version: int) -> LocalShards:
-    return [(shard, full(version)[shard.name][shard.index]) for shard in HELD[rank]]
+    return [(shard, make_tensors(LAYOUT, version)[shard.name][shard.index]) for shard in HELD[rank]]
 
 
 class Trainer:
@@ -90,13 +86,6 @@ class Trainer:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[CampaignDir]:
-    run = CampaignDir(tmp_path / "campaign")
-    yield run
-    unlink_recorded_windows(run.job(0))
-
-
-@pytest.fixture
 def trainer(run: CampaignDir) -> Iterator[Trainer]:
     trainer = Trainer(run)
     yield trainer
@@ -121,8 +110,8 @@ def test_each_node_has_its_part_alone_and_the_file_has_everything(run: CampaignD
     assert (directory / "rank-1" / "window.bin").stat().st_size == PARTS.layouts["b"].nbytes < LAYOUT.nbytes
     gather()
     got = FileStore(run.weights).load(2)
-    assert list(got) == list(full(2))
-    assert all(torch.equal(got[name], tensor) for name, tensor in full(2).items())
+    assert list(got) == list(make_tensors(LAYOUT, 2))
+    assert all(torch.equal(got[name], tensor) for name, tensor in make_tensors(LAYOUT, 2).items())
     assert [path.name for path in run.weights.iterdir()] == ["v00000002"]
     assert {oct(path.stat().st_mode & 0o077) for path in run.weights.rglob("*")} == {"0o0"}
 

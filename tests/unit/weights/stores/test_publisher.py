@@ -1,7 +1,5 @@
 """The trainer's publisher: the window first, files in the background, files alone when the window fails."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,19 +20,10 @@ from hpcrl.weights.versions import (
     read_transport,
     write_transport,
 )
-from hpcrl.weights.window.file import WindowKey, unlink_recorded_windows
+from hpcrl.weights.window.file import WindowKey
 from tests.support.disks import largest_file
 
 WINDOW = Transport(name="window", reason="one node")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[CampaignDir]:
-    run = CampaignDir(tmp_path / "campaign")
-    run.events.mkdir(parents=True)
-    run.weights.mkdir()
-    yield run
-    unlink_recorded_windows(run.job(0))
 
 
 def key(run: CampaignDir) -> WindowKey:

@@ -3,7 +3,7 @@
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from hpcrl.weights.stores.publisher import WeightPublisher
 from hpcrl.weights.stores.sharded_store import LocalShards, ShardStore, make_all_gather
 from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion, find_newest_version, list_versions
-from hpcrl.weights.window.file import WindowKey, unlink_recorded_windows
+from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window
+from tests.support.tensors import make_tensors
 
 HIDDEN, KV = 64, 16
 LAYOUT = TensorLayout.pack(
@@ -44,15 +45,9 @@ LAYOUT = TensorLayout.pack(
 )
 
 
-def full(version: int) -> dict[str, torch.Tensor]:
-    """All tensors of a version, as one rank that held everything would have them."""
-    dice = torch.Generator().manual_seed(version)
-    return {t.name: torch.randn(t.shape, generator=dice).to(getattr(torch, t.dtype)) for t in LAYOUT.tensors}
-
-
 def held_tp_pp(rank: int, version: int) -> LocalShards:
     """TP 2 x PP 2: ranks 0 and 1 have layer 0, ranks 2 and 3 have layer 1; q, k, v are one fused tensor of a rank."""
-    place, all_of, stage, half = LAYOUT.tensors_by_name(), full(version), rank // 2, rank % 2
+    place, all_of, stage, half = LAYOUT.tensors_by_name(), make_tensors(LAYOUT, version), rank // 2, rank % 2
     qkv = [split_tensor(place[f"{stage}.{name}"], axis=0, num_shards=2)[half] for name in "qkv"]
     fused = torch.cat([all_of[shard.name][shard.index] for shard in qkv])
     held = list(zip(qkv, fused.split([shard.shape[0] for shard in qkv]), strict=True))
@@ -66,26 +61,22 @@ def held_tp_pp(rank: int, version: int) -> LocalShards:
 
 def held_dp(rank: int, version: int) -> LocalShards:
     """Replicas: one rank writes them."""
-    return [(make_whole_shard(place), full(version)[place.name]) for place in LAYOUT.tensors] if rank == 0 else []
+    return (
+        [(make_whole_shard(place), make_tensors(LAYOUT, version)[place.name]) for place in LAYOUT.tensors]
+        if rank == 0
+        else []
+    )
 
 
 def held_fsdp(rank: int, version: int) -> LocalShards:
     """Every tensor in rows over three ranks; the scalar is the first one's."""
     held = [split_tensor(place, axis=0, num_shards=3)[rank] for place in LAYOUT.tensors if place.shape]
     scalars = [make_whole_shard(place) for place in LAYOUT.tensors if not place.shape and rank == 0]
-    return [(shard, full(version)[shard.name][shard.index]) for shard in held + scalars]
+    return [(shard, make_tensors(LAYOUT, version)[shard.name][shard.index]) for shard in held + scalars]
 
 
 def key(run: CampaignDir) -> WindowKey:
     return WindowKey(campaign=run.root, node="n", directory=run.root.parent)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[CampaignDir]:
-    run = CampaignDir(tmp_path / "campaign")
-    run.events.mkdir(parents=True)
-    yield run
-    unlink_recorded_windows(run.job(0))
 
 
 Work = Callable[[ShardStore, int, CampaignDir], Any]
@@ -127,7 +118,9 @@ def ranks(work: Work, run: CampaignDir, world: int, *, num_answers: int | None =
 def seen(run: CampaignDir, version: int) -> bool:
     """Return True if this version is in the window, checked, with the expected values."""
     got = WindowStore(key(run), job=run.job(0)).load(version)
-    return list(got) == list(full(version)) and all(torch.equal(got[name], t) for name, t in full(version).items())
+    return list(got) == list(make_tensors(LAYOUT, version)) and all(
+        torch.equal(got[name], t) for name, t in make_tensors(LAYOUT, version).items()
+    )
 
 
 # ---- how ranks hold a model
@@ -196,7 +189,7 @@ def wrong_then_right(store: ShardStore, rank: int, run: CampaignDir) -> Any:
 
 def test_an_error_of_one_rank_is_raised_on_every_rank_with_the_tensor_and_the_rank(run: CampaignDir) -> None:
     before = WindowStore(key(run), job=run.job(0))
-    before.publish(full(1), WeightVersion(version=1, step=1))
+    before.publish(make_tensors(LAYOUT, 1), WeightVersion(version=1, step=1))
     before.close()
     answers = ranks(wrong_then_right, run, 4)
     assert len({tuple(complaints) for complaints in answers.values()}) == 1
@@ -320,7 +313,6 @@ def published(store: ShardStore, rank: int, run: CampaignDir) -> Any:
             store.stage(held_tp_pp(rank, version), WeightVersion(version=version, step=version))
         store.close()
         return None
-    run.weights.mkdir()
     events = EventLog(run.events / "train.jsonl", role="train")
     publisher = WeightPublisher(FileStore(run.weights), store, events=events, keep_versions=2)
     for version in (1, 2):
@@ -333,5 +325,5 @@ def published(store: ShardStore, rank: int, run: CampaignDir) -> Any:
 def test_a_publisher_takes_shards_as_it_takes_tensors(run: CampaignDir) -> None:
     assert ranks(published, run, 4)[0] == [2, [1, 2]]
     got = FileStore(run.weights).load(2)
-    assert all(torch.equal(got[name], tensor) for name, tensor in full(2).items())
+    assert all(torch.equal(got[name], tensor) for name, tensor in make_tensors(LAYOUT, 2).items())
     assert not key(run).path.exists()

@@ -8,7 +8,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,6 @@ from tests.support.disks import largest_file
 SPAWN = multiprocessing.get_context("spawn")
 LAYOUT = TensorLayout.pack([("a", "float32", (1000,)), ("b", "bfloat16", (7, 3)), ("c", "int64", ())])
 LARGE = TensorLayout.pack([("a", "uint8", (32 << 20,))])
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[CampaignDir]:
-    """A campaign whose windows are in the real shared memory; none is left behind."""
-    run = CampaignDir(tmp_path / "campaign")
-    yield run
-    for number in (0, 1):
-        unlink_recorded_windows(run.job(number))
 
 
 def key(run: CampaignDir, node: str = "node") -> WindowKey:
