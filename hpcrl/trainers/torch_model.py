@@ -1,6 +1,7 @@
 """A network in training: its module on one rank or many, its optimizer, its state, its LoRA adapters.
 
     TrainedModel               a policy or a critic
+    recompute_layers           keep only the inputs of layers for the gradient
     load_causal                load a language model, whole
     load_fixed                 load one that does not train, sharded as the policy is
     add_adapters               freeze a model and add to each linear layer an adapter that at first changes nothing
@@ -28,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
@@ -102,6 +104,7 @@ class TrainedModel:
         if is_sharded:
             is_bf16 = train.precision == "bf16"
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_bf16 else MixedPrecisionPolicy()
+            recompute_layers(self._called)
             _shard_module(self._called, world=world, policy=policy)
         if fill is None:
             self._called.to(world.device)
@@ -206,13 +209,25 @@ def _shard_module(called: torch.nn.Module, *, world: World, policy: MixedPrecisi
     """Shard a model over all ranks; a layer, the embeddings and the head are whole only while they compute."""
     mesh = init_device_mesh(world.device.type, (world.size,))
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    layers = {name for submodule in called.modules() for name in getattr(submodule, "_no_split_modules", None) or ()}
-    for layer in [submodule for submodule in called.modules() if type(submodule).__name__ in layers]:
+    for layer in _list_layers(called):
         shard(layer)
     if isinstance(called, TokenModel):
         for part in called.list_outer_layers():
             shard(part)
     shard(called)
+
+
+def recompute_layers(called: torch.nn.Module) -> None:
+    """Let every layer keep only its input for the gradient, and compute the rest of its forward pass again."""
+    for layer in _list_layers(called):
+        # Nothing is random in a layer: dropout is off.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def _list_layers(called: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers, as transformers names them for each family."""
+    names = {name for submodule in called.modules() for name in getattr(submodule, "_no_split_modules", None) or ()}
+    return [submodule for submodule in called.modules() if type(submodule).__name__ in names]
 
 
 def load_causal(model_dir: Path) -> Any:

@@ -10,6 +10,7 @@ from hpcrl.learn.loss import compute_entropies, gather_logprobs
 from hpcrl.learn.token_head import HeadForm
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs, find_head_form
+from hpcrl.trainers.torch_model import recompute_layers
 from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.learners import make_model, train_torch
 
@@ -81,6 +82,27 @@ def test_a_family_has_the_log_probs_and_gradients_of_its_own_logits(family, monk
         assert (mine is None) == (theirs is None)
         if mine is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * max(0.1, float(theirs.abs().max())))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_recomputed_layers_keep_little_and_give_the_same_gradients(family):
+    causal, micro = make_causal(family), make_micro()
+    parameters = list(causal.parameters())
+
+    def differentiate():
+        """Return the gradients, and how many values were kept for them."""
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor.numel()) or tensor, lambda x: x
+        ):
+            logprobs, _ = compute_token_logprobs(TokenModel(causal), micro, temperature=1.0)
+        return torch.autograd.grad(logprobs.sum(), parameters), sum(kept)
+
+    expected, num_all = differentiate()
+    recompute_layers(causal)
+    found, num_kept = differentiate()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    assert num_kept < num_all / 3
 
 
 def train_in_chunks(world, model_dir, variants):
