@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcrl.envs.base import ConversationChoice, ModelAccess, SamplingSource, TaskFields, check_program_choices
-from hpcrl.errors import ConfigError, EnvFault
+from hpcrl.errors import ConfigError, EnvFault, PolicyFailure
+from hpcrl.spool.outcome import OUTCOME_EXIT
 
 _SandboxOption = Literal["auto", "none"]
 SERVER = Path(__file__).with_name("verifiers_server.py")
@@ -167,7 +168,8 @@ class _EpisodeServer:
             if result is None or result.done():
                 continue
             if "error" in answer:
-                result.set_exception(EnvFault(f"{self._name}: {answer['error']}"))
+                why = f"{self._name}: {answer['error']}"
+                result.set_exception(PolicyFailure(OUTCOME_EXIT, why) if "by_policy" in answer else EnvFault(why))
             else:
                 result.set_result(answer["reward"])
         for result in self._runs.values():

@@ -3,7 +3,8 @@
 It imports nothing of hpcrl. Requests and answers are lines of JSON on standard input and output:
 
     {"config": ...}                            the environment's configuration, once; answered {"num_tasks": number}
-    {"run": id, "task": number, "url", "key", "model"}   answered {"run": id, "reward": number}, or with an "error"
+    {"run": id, "task": number, "url", "key", "model"}   answered {"run": id, "reward": number}, or with an "error";
+                                               "by_policy": true with one that its agents caused alone
     {"cancel": id}                             ends a run; not answered
 
 The task set is loaded once. A closed standard input ends the process.
@@ -15,6 +16,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +29,11 @@ from verifiers.v1.runtimes.base import Runtime
 SendAnswer = Callable[[dict[str, Any]], object]
 MAX_ENDLESS_TASKS = 1000
 """The tasks that are used of a task set without end."""
+_EXIT_PATTERN = re.compile(r"\bexited -?\d+: ")
+
+
+class AgentError(Exception):
+    """The agents of an episode failed by themselves, after what the model answered or was asked."""
 
 
 async def prepare_local_script(
@@ -54,8 +61,23 @@ async def play_task(env: vf.Env, task: vf.Task, request: dict[str, Any]) -> floa
         del os.environ[variable]
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
+        why = "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed"
+        raise AgentError(why) if is_agent_failure(episode.traces) else RuntimeError(why)
     return float(sum(trace.reward for trace in episode.traces) / len(episode.traces))
+
+
+def is_agent_failure(traces: Sequence[vf.Trace]) -> bool:
+    """Return whether agents failed, and each by a refused call of the model or a program that exited with an error."""
+    failed = [trace for trace in traces if trace.errors]
+    by_itself = (not trace.timing.finalize.start and all(map(_is_caused_by_agent, trace.errors)) for trace in failed)
+    return bool(failed) and all(by_itself)
+
+
+def _is_caused_by_agent(error: Any) -> bool:
+    """Return whether an error is of the kinds that only what an agent does leads to, not machines or task code."""
+    if error.type == "ProviderError":
+        return error.status_code is not None and 400 <= error.status_code < 500 and error.status_code not in (408, 429)
+    return error.type == "HarnessError" and bool(_EXIT_PATTERN.search(error.message))
 
 
 async def answer_run(env: vf.Env, tasks: Sequence[vf.Task], request: dict[str, Any], send: SendAnswer) -> None:
@@ -64,7 +86,8 @@ async def answer_run(env: vf.Env, tasks: Sequence[vf.Task], request: dict[str, A
         reward = await play_task(env, tasks[request["task"] % len(tasks)], request)
         send({"run": request["run"], "reward": reward})
     except Exception as error:  # noqa: BLE001 - the answer reports it
-        send({"run": request["run"], "error": f"{type(error).__name__}: {error}"[:2000]})
+        by_policy = {"by_policy": True} if isinstance(error, AgentError) else {}
+        send({"run": request["run"], "error": f"{type(error).__name__}: {error}"[:2000], **by_policy})
 
 
 async def serve_requests(lines: asyncio.StreamReader, send: SendAnswer) -> None:

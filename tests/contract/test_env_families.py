@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.envs.base import adapt_env
-from hpcrl.errors import ConfigError, EnvFault
+from hpcrl.errors import ConfigError, EnvFault, PolicyFailure
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -181,13 +181,59 @@ class WordsTaskset(vf.Taskset[WordsTask, vf.TasksetConfig]):
 
 __all__ = ["WordsTaskset"]
 """
+SEARCH = """
+import verifiers.v1 as vf
+
+
+class SearchTools(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = "search"
+
+    @vf.tool
+    async def look(self, place: str) -> str:
+        return f"nothing in {place}"
+
+
+class SearchTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [SearchTools(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def is_found(self, trace) -> float:
+        return 1.0
+
+
+class SearchTaskset(vf.Taskset[SearchTask, vf.TasksetConfig]):
+    def load(self):
+        yield SearchTask(vf.TaskData(prompt="find the key"), self.config.task)
+
+
+__all__ = ["SearchTaskset"]
+if __name__ == "__main__":
+    SearchTools.run()
+"""
+EXITING = """
+from verifiers.v1.harnesses.null.harness import NullHarness
+from verifiers.v1.runtimes import ProgramResult
+
+
+class ExitingHarness(NullHarness):
+    async def launch(self, *args, **options):
+        await super().launch(*args, **options)
+        return ProgramResult(exit_code=3, stdout="", stderr="lost")
+
+
+__all__ = ["ExitingHarness"]
+"""
+LOOK = {"name": "search_look", "arguments": '{"place": "a drawer"}'}
 
 
 @pytest.mark.skipif(not os.access(VERIFIERS_PYTHON, os.X_OK), reason="needs a venv with verifiers (make test-envs)")
 class TestVerifiers:
     @pytest.fixture(autouse=True)
     def words(self, tmp_path, monkeypatch):
-        (tmp_path / "hpcrl_words.py").write_text(WORDS)
+        for name, text in (("words", WORDS), ("search", SEARCH), ("exiting", EXITING)):
+            (tmp_path / f"hpcrl_{name}.py").write_text(text)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setenv("LOADED", str(tmp_path / "loaded"))
         monkeypatch.setenv("HOME", str(tmp_path))
@@ -197,7 +243,7 @@ class TestVerifiers:
 
         return Verifiers(**({"taskset": "hpcrl_words", "python": VERIFIERS_PYTHON} | options))
 
-    def run(self, *calls, replies="red"):
+    def run(self, *calls, max_turns=9):
         """Return the results of runs side by side, and the requests that the model received."""
         from aiohttp import web
 
@@ -209,7 +255,11 @@ class TestVerifiers:
         async def complete(request):
             body = await request.json()
             requests.append((request.headers["Authorization"], body))
-            message = {"role": "assistant", "content": replies}
+            if [key for key, _ in requests].count(requests[-1][0]) > max_turns:
+                error = {"message": f"{max_turns} times at most", "type": "invalid_request_error", "code": "max_turns"}
+                return web.json_response({"error": error}, status=400)
+            called = {"tool_calls": [{"index": 0, "id": "1", "type": "function", "function": LOOK}]}
+            message = {"role": "assistant", "content": "red", **(called if body.get("tools") else {})}
             chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": body["model"]}
             choice = {"index": 0, "delta": message, "finish_reason": "stop"}
             lines = [json.dumps({**chunk, "choices": [choice]}), "[DONE]"]
@@ -265,6 +315,19 @@ class TestVerifiers:
         (fault,), _ = self.run((self.make(taskset="no_such_taskset"), 0, {}))
         assert isinstance(fault, EnvFault)
         assert "no_such_taskset" in str(fault)
+
+    def test_a_tool_loop_that_is_told_to_end_and_a_harness_that_exits_are_failures_of_the_policy(self):
+        results, requests = self.run(
+            (self.make(taskset="hpcrl_search"), 0, {}),
+            (self.make(harness="hpcrl_exiting", sandbox="none"), 0, {}),
+            max_turns=2,
+        )
+        assert [(type(failure), failure.outcome) for failure in results] == [(PolicyFailure, "exit")] * 2
+        assert "ProviderError: upstream 400" in str(results[0])
+        assert "exited 3: lost" in str(results[1])
+        looped = [body["messages"] for key, body in requests if key == "Bearer key-0"]
+        found = [message["content"] for message in looped[-1] if message["role"] == "tool"]
+        assert found == ["nothing in a drawer"] * 2
 
 
 class TestVerifiersElsewhere:
