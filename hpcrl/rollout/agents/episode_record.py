@@ -84,7 +84,7 @@ def build_record(
                 remote_prefill=turn.completion.remote_prefill,
                 row=builder.row_of[turn],
                 masked=masks[turn],
-                num_forced=0 if masks[turn] else int(_find_forced(turn).sum()),
+                num_forced=0 if masks[turn] else sum(turn.forced),
             )
             for turn in turns
         ],
@@ -150,7 +150,7 @@ class _RowBuilder:
             answer = slice(first, first + len(completion.token_ids))
             columns["logprobs"][answer] = completion.logprobs
             columns["versions"][answer] = completion.versions
-            columns["loss_mask"][answer] = False if self._masks[turn] else ~_find_forced(turn)
+            columns["loss_mask"][answer] = False if self._masks[turn] else np.logical_not(turn.forced)
         for name, column in columns.items():
             self._columns[name].append(column)
 
@@ -172,16 +172,6 @@ class _RowBuilder:
         return int(different[0]) if len(different) else length
 
 
-def _find_forced(turn: RecordedTurn) -> NDArray[np.bool_]:
-    """Return which tokens of an answer had no alternative in its required form: their log-probability is exactly 0.
-
-    Engines report the log-probabilities of what the form allows, the trainer computes those of the whole vocabulary.
-    """
-    if not turn.has_form:
-        return np.zeros(len(turn.completion.token_ids), np.bool_)
-    return np.array([logprob == 0 for logprob in turn.completion.logprobs], np.bool_)
-
-
 def _find_leaves(turns: Sequence[RecordedTurn]) -> list[RecordedTurn]:
     """Return the last turns of all conversations."""
     continued = {turn.prompt.parent for turn in turns}
@@ -200,7 +190,7 @@ def _choose_leaf(leaves: Sequence[RecordedTurn], choice: ConversationChoice) -> 
 
 
 def _count_trained_tokens(leaf: RecordedTurn) -> int:
-    return sum(int((~_find_forced(turn)).sum()) for turn in leaf.path() if turn.is_trained)
+    return sum(turn.forced.count(False) for turn in leaf.path() if turn.is_trained)
 
 
 class _TurnTimes:

@@ -41,6 +41,7 @@ from hpcrl.rollout.agents.answers import (
 from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ModelCall
 from hpcrl.rollout.agents.session import ProgramSession
+from hpcrl.rollout.agents.structures import find_free_tokens, list_free_bounds
 from hpcrl.rollout.agents.tool_parsers import TextReader
 from hpcrl.rollout.episode import loop_time
 from hpcrl.rollout.turn import StreamingGenerator, generate_turn, stream_turn
@@ -267,12 +268,27 @@ class CompletionCall:
             answer=answer.message if self._call.text is None else None,
             is_trained=self.session.can_train(request),
             hidden_text=partial.hidden_text,
-            has_form=request.structure is not None,
+            find_free=self._make_free_finder(request.structure, completion),
             started_at=started_at,
             generate_s=loop_time() - started_at,
         )
         self.session.note_answer()
         self._num_generated += len(completion.token_ids)
+
+    def _make_free_finder(
+        self, structure: OutputStructure | None, completion: Completion
+    ) -> Callable[[], list[bool]] | None:
+        """Make what finds the tokens that the structure left free: later, as that decodes each token by itself."""
+        if structure is None:
+            return None
+        template, mark_texts, bounds = self._template, self._mark_texts, list_free_bounds(structure.parts)
+
+        def find_free() -> list[bool]:
+            decode_next = template.make_decoder()
+            texts = [mark_texts.get(token) or decode_next([token]) for token in completion.token_ids]
+            return find_free_tokens(bounds, texts)
+
+        return find_free
 
     def _new_reader(self) -> TextReader:
         return self._parser.make_reader(self._call, self._prompt)

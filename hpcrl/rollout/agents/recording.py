@@ -16,7 +16,7 @@ record that is made of the tree is built in `hpcrl.rollout.agents.episode_record
 import hashlib
 import itertools
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -111,11 +111,23 @@ class RecordedTurn:
     """The end of the generated text that the client did not receive."""
     is_trained: bool
     """False if it was not sampled as training assumes."""
-    has_form: bool = False
-    """True if the request required a form of the answer, so that some tokens had no alternative."""
+    find_free: Callable[[], Sequence[bool]] | None = None
+    """Return for each token whether the required form of the answer left it free; None if no form was required."""
     started_at: float
     """The time of the request, by the clock of the episode."""
     generate_s: float
+
+    @cached_property
+    def forced(self) -> list[bool]:
+        """True for each token that had no alternative: where the form holds, its log-probability is exactly 0.
+
+        Engines report the log-probabilities of what the form allows, the trainer computes those of the whole
+        vocabulary. A sure token of a free part, such as the thoughts, has log-probability 0 too, in both.
+        """
+        certain = [logprob == 0 for logprob in self.completion.logprobs]
+        if self.find_free is None or not any(certain):
+            return [False] * len(certain)
+        return [is_certain and not is_free for is_certain, is_free in zip(certain, self.find_free(), strict=True)]
 
     @cached_property
     def depth(self) -> int:
@@ -369,7 +381,7 @@ class ConversationRecording:
         started_at: float,
         generate_s: float,
         hidden_text: str = "",
-        has_form: bool = False,
+        find_free: Callable[[], Sequence[bool]] | None = None,
     ) -> RecordedTurn:
         """Record an answer, which the client received as the message `answer`, without the end `hidden_text`."""
         if not len(completion.token_ids) == len(completion.logprobs) == len(completion.versions):
@@ -385,7 +397,7 @@ class ConversationRecording:
             answer=answer,
             hidden_text=hidden_text,
             is_trained=is_trained,
-            has_form=has_form,
+            find_free=find_free,
             started_at=started_at,
             generate_s=generate_s,
         )

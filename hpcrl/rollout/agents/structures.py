@@ -1,6 +1,7 @@
 """The text that a model must generate for `tool_choice` and `response_format`, by family of models. Pure.
 
     make_structure  the structure of the answer to a call, or None if it is free
+    list_free_bounds, find_free_tokens  the tokens of an answer that its structure leaves free
     CALL_WRITERS    how each family writes a call (CallWriter), by the names of AnswerParser.call_format
 
 An answer that must be a call has one or more calls of the allowed tools and nothing else but thoughts before them. One
@@ -10,8 +11,11 @@ does, the value is in the final one.
 
 import json
 import keyword
-from collections.abc import Callable, Mapping
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from hpcrl.engines.base import ExactText, FreeText, JsonValue, OutputPart, OutputStructure, PartChoice
@@ -22,6 +26,7 @@ from hpcrl.rollout.agents.requests import ApiError, JsonObject, ModelCall
 from hpcrl.rollout.agents.tool_families import GEMMA_CALLS, deepseek_mark, list_types
 
 CallWrite = Callable[[str, JsonObject], list[OutputPart]]
+FreeBounds = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,39 @@ def make_structure(call: ModelCall, prompt: TurnPrompt, parser: AnswerParser) ->
     names = tuple(tool["function"]["name"] for tool in call.tools)
     choice = PartChoice(alternatives=[_list_calls(call, tool_format, names=names), value])
     return OutputStructure(parts=[*thoughts, choice])
+
+
+def find_free_tokens(bounds: FreeBounds, texts: Sequence[str]) -> list[bool]:
+    """Return for each token of an answer, given its text, whether it is in a free part.
+
+    What ends such a part is one of its tokens: the model chose to end it there.
+    """
+    free, ends = [False] * len(texts), list(accumulate(map(len, texts)))
+    if not bounds:
+        return free
+    openings = [re.escape(before) if before else r"\A" for before, _ in bounds]
+    parts = [rf"{opening}(.*?(?:{re.escape(until)}|\Z))" for opening, (_, until) in zip(openings, bounds, strict=True)]
+    for found in re.finditer("|".join(parts), "".join(texts), re.DOTALL):
+        start = found.start(found.lastindex or 0) if found.start() else 0  # to open thoughts is a choice
+        first, last = bisect_right(ends, start), bisect_left(ends, found.end())
+        free[first : last + 1] = [True] * len(free[first : last + 1])
+    return free
+
+
+def list_free_bounds(parts: Sequence[OutputPart]) -> FreeBounds:
+    """Return the texts before and after the free parts, each pair once; "" stands for the start of the answer."""
+    return sorted(set(_walk_free_bounds(parts)))
+
+
+def _walk_free_bounds(parts: Sequence[OutputPart]) -> Iterator[tuple[str, str]]:
+    before = ""
+    for part in parts:
+        if isinstance(part, FreeText):
+            yield before, part.until
+        elif isinstance(part, PartChoice):
+            for alternative in part.alternatives:
+                yield from _walk_free_bounds(alternative)
+        before = part.text if isinstance(part, ExactText) else ""
 
 
 def _list_thoughts(prompt: TurnPrompt, parser: ReasoningParser) -> list[OutputPart]:

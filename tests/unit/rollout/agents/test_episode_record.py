@@ -37,10 +37,11 @@ def in_the_loss(rows):
     )
 
 
-def with_logprobs(turn, *, logprobs, has_form):
-    """Return the turn with other log-probabilities, as an answer whose form was or was not required."""
+def with_logprobs(turn, *, logprobs, has_form, num_free=0):
+    """Return the turn with other log-probabilities, as an answer whose form was or was not required after free text."""
     completion = msgspec.structs.replace(turn.completion, logprobs=logprobs)
-    return replace(turn, completion=completion, has_form=has_form)
+    free = [place < num_free for place in range(len(logprobs))]
+    return replace(turn, completion=completion, find_free=(lambda: free) if has_form else None)
 
 
 def store(turns, *, choice):
@@ -149,6 +150,13 @@ def test_tokens_that_the_required_form_decided_are_not_trained_and_are_counted()
     assert measure_trained_share(count_by_fate(record)) == 1.0
     assert record_error(record, is_scored=False) is None
     assert (compute_row_lengths(record), count_row_tokens(record)) == ([2], [1])
+
+
+def test_a_certain_token_of_a_free_part_before_the_form_is_trained():
+    turn = with_logprobs(answer(0, None, [7], [1, 2, 3]), logprobs=[0.0, -0.5, 0.0], has_form=True, num_free=2)
+    record, (row,) = store([turn], choice="all")
+    assert row.loss_mask.tolist() == [False, True, True, False]
+    assert count_by_fate(record) == Counter(trained=2, forced=1)
 
 
 def test_a_certain_token_of_a_free_answer_is_trained():

@@ -16,7 +16,7 @@ from hpcrl.rollout.agents.reasoning_parsers import REASONING_PARSERS
 from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ApiError, ModelCall
 from hpcrl.rollout.agents.shared_sequence import SharedSequence
-from hpcrl.rollout.agents.structures import CALL_WRITERS, make_structure
+from hpcrl.rollout.agents.structures import CALL_WRITERS, find_free_tokens, list_free_bounds, make_structure
 from hpcrl.rollout.agents.tool_families import GEMMA_CALLS, TOOL_PARSERS
 from hpcrl.rollout.agents.tool_parsers import ToolCall, parse_answer
 from hpcrl.testing.model_templates import FAMILIES, save_family
@@ -206,3 +206,28 @@ def test_a_model_that_thinks_may_do_so_before_what_it_must_write(tmp_path, famil
         assert (content, calls) == (
             ("", [ToolCall("add", ARGUMENTS)]) if kind == "call" else (json.dumps(ARGUMENTS), [])
         )
+
+
+LISTED = ["<|tool_call>", "call:add{a:", "1", ",b:", '<|"|>', "x", '<|"|>', "}", "<tool_call|>"]
+TAGGED = ["<tool_call>\n<function=add>\n<parameter=b>\n", "te", "xt", "\n</parameter>\n", "</function>"]
+
+
+@pytest.mark.parametrize(
+    ("family", "prompt", "texts", "free"),
+    [
+        ("hermes", "", ["<think>", "\nHm", ".\n", "</think>", "\n\n", "<tool_call>\n", "add"], range(4)),
+        ("hermes", "", ["<tool_call>\n", "add", "<think>Hm</think>"], range(2, 3)),
+        ("hermes", "<think>\n", ["Hm", "", "</thi", "nk>\n", "<tool_call>"], range(4)),
+        ("hermes", "<think>\n", ["Hm", ", cut", " off", ""], range(3)),
+        ("qwen3-coder", "", TAGGED, range(1, 4)),
+        ("gemma <|tool_call>", "", LISTED, range(5, 7)),
+    ],
+)
+def test_thoughts_and_texts_of_arguments_are_free_and_the_rest_is_form(family, prompt, texts, free):
+    name, _, mark = family.partition(" ")
+    reasoning = REASONING_PARSERS["think" if family == "hermes" else "none"]
+    parser = AnswerParser(tools=TOOL_PARSERS[name], reasoning=reasoning, call_mark=mark)
+    call = ModelCall(model="hpcrl", tools=TOOLS, must_call=("add",))
+    structure = make_structure(call, make_prompt(prompt), parser)
+    found = find_free_tokens(list_free_bounds(structure.parts), texts)
+    assert [place for place, is_free in enumerate(found) if is_free] == list(free)
