@@ -36,7 +36,7 @@ MAX_STRUCTURE_DEPTH = 64
 MAX_ALTERNATIVES = 256
 MAX_ITEMS = 10_000
 """The largest minItems or maxItems: an array takes memory for each of its items before the first is generated."""
-_JSON, _FREE = "JSON", "free text"
+_JSON, _JSON_OBJECT, _FREE = "JSON", "JSON that is an object", "free text"
 _MARK_PATTERN = re.compile(r"<|\[[A-Z_]+\]")
 """Texts that are most likely one token, such as [TOOL_CALLS]."""
 _JSON_STARTS = frozenset('{["-0123456789tfn')
@@ -329,7 +329,8 @@ class _GrammarWriter:
             raise EngineRequestError(
                 "one alternative starts with free text, which may be any other: start it with a text"
             )
-        if _JSON in seen and (like := seen.intersection(_JSON_STARTS)):
+        json_starts = _JSON_STARTS if _JSON in seen else {"{"} if _JSON_OBJECT in seen else ()
+        if like := seen.intersection(json_starts):
             raise EngineRequestError(
                 f"one alternative starts with JSON and another with the text {min(like)!r}: write both as JSON"
             )
@@ -341,8 +342,8 @@ class _GrammarWriter:
             match part:
                 case ExactText(text=text) if pieces := self._split_text(text):
                     return starts | {pieces[0] if _MARK_PATTERN.match(text) else text[0]}, False
-                case JsonValue():
-                    return starts | {_JSON}, False
+                case JsonValue(schema=schema):
+                    return starts | {_JSON_OBJECT if schema.get("type") == "object" else _JSON}, False
                 case FreeText():
                     return starts | {_FREE}, False
                 case PartChoice(alternatives=alternatives):

@@ -7,6 +7,8 @@ CommonFields    the fields that it shares with plain completions
 read_stops, read_schema, is_named, make_usage  how they are translated
 """
 
+import contextlib
+import json
 import time
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
@@ -55,14 +57,16 @@ IGNORED_FIELDS = frozenset(
 REFUSED_FIELDS = (
     "audio",
     "web_search_options",
-    "guided_json",
     "guided_regex",
     "guided_choice",
     "guided_grammar",
-    "structured_outputs",
     "continue_final_message",
 )
 """Fields without which an answer would mean something else."""
+
+
+FORM_FIELDS = ("response_format", "structured_outputs", "guided_json")
+"""Fields that ask for a form of the answer: OpenAI's, and vLLM's names for it."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -101,6 +105,8 @@ class ChatRequest(CommonFields, frozen=True, kw_only=True):
     """The tools of an older form of the API, as is `function_call`."""
     function_call: str | JsonObject | None = None
     response_format: JsonObject | None = None
+    structured_outputs: JsonObject | None = None
+    guided_json: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -210,7 +216,7 @@ def _make_call(request: ChatRequest, messages: list[JsonObject], *, ignored: tup
         tools=tools,
         must_call=must_call,
         may_call_several=request.parallel_tool_calls is not False and not is_named(request.tool_choice),
-        output_schema=read_schema(request.response_format, param="response_format"),
+        output_schema=_read_output_schema(request),
         template_kwargs=kwargs,
         max_tokens=request.max_completion_tokens or request.max_tokens,
         sampling=request,
@@ -251,6 +257,41 @@ def _read_tool_name(tool: Any) -> str:
         case {"function": {"name": str(name)}} | {"name": str(name)}:
             return name
     raise ApiError(400, "tool_choice allows a tool without a name", param="tool_choice", code="invalid_value")
+
+
+def _read_output_schema(request: ChatRequest) -> JsonObject | None:
+    """Return the JSON schema that an answer must obey, from the one field that has it, OpenAI's or vLLM's."""
+    schemas = (
+        read_schema(request.response_format, param="response_format"),
+        _read_structured_outputs(request.structured_outputs or {}),
+        _load_schema(request.guided_json, param="guided_json"),
+    )
+    given = {param: schema for param, schema in zip(FORM_FIELDS, schemas, strict=True) if schema is not None}
+    if len(given) > 1:
+        why = f"{' and '.join(given)} each ask for a form of the answer: send one of them"
+        raise ApiError(400, why, param=next(iter(given)), code="invalid_value")
+    return next(iter(given.values()), None)
+
+
+def _read_structured_outputs(form: JsonObject) -> JsonObject | None:
+    """Return the JSON schema in vLLM's form; other forms are refused."""
+    asked = {key: value for key, value in form.items() if value is not None and value is not False}
+    if asked == {"json_object": True}:
+        return {"type": "object"}
+    if asked.keys() <= {"json"}:
+        return _load_schema(asked.get("json"), param="structured_outputs.json")
+    why = f"structured_outputs has {', '.join(asked):.200}: only json or json_object is supported"
+    raise ApiError(400, why, param="structured_outputs", code="unsupported_parameter")
+
+
+def _load_schema(schema: Any, *, param: str) -> JsonObject | None:
+    """Return a JSON schema that is an object, or one in a text."""
+    if isinstance(schema, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            schema = json.loads(schema)
+    if schema is None or isinstance(schema, dict):
+        return schema
+    raise ApiError(400, f"{param} is {schema!r:.100}: it must be a JSON schema", param=param, code="invalid_value")
 
 
 def read_schema(form: JsonObject | None, *, param: str) -> JsonObject | None:

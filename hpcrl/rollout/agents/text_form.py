@@ -20,6 +20,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents.answers import AnswerDelta, ModelAnswer, TokenUsage, make_id
 from hpcrl.rollout.agents.chat_form import (
+    FORM_FIELDS,
     IGNORED_FIELDS,
     REFUSED_FIELDS,
     CommonFields,
@@ -54,7 +55,7 @@ class TextForm:
 
     def __init__(self, body: bytes, *, template: ChatTemplate) -> None:
         request, sent = parse_body(body, TextRequest)
-        refuse_fields(sent, [*REFUSED_FIELDS, "suffix", "response_format", "echo"])
+        refuse_fields(sent, [*REFUSED_FIELDS, *FORM_FIELDS, "suffix", "echo"])
         self.call = ModelCall(
             model=request.model,
             text=_read_prompt(request.prompt, vocabulary_size=template.vocabulary_size),

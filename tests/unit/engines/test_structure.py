@@ -374,12 +374,14 @@ def test_a_call_in_the_form_of_a_family_may_be_an_alternative_to_json(family: st
         "parameters": {"$defs": {"a": ANY}, "type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}},
     }
     calls = CALL_WRITERS[family].list_parts([tool], may_repeat=True)
-    either = structure(PartChoice(alternatives=[calls, [JsonValue(schema=ANY)]]))
-    if family == "pythonic":  # which begins as a JSON array does
-        with pytest.raises(EngineError, match=r"starts with JSON and another with the text '\['"):
-            check_structure(either)
-    else:
-        check_structure(either)
+    check_structure(structure(PartChoice(alternatives=[calls, [JsonValue(schema=ANY)]])))
+
+
+@pytest.mark.parametrize(("text", "schema"), [("{", {"type": "object"}), ("[", {"type": "array"}), ("[", {})])
+def test_a_text_that_starts_as_the_json_may_is_no_alternative_to_it(text: str, schema: dict[str, Any]) -> None:
+    alternatives = [[ExactText(text=f"{text}x")], [JsonValue(schema=schema)]]
+    with pytest.raises(EngineError, match=rf"starts with JSON and another with the text '\{text}'"):
+        check_structure(structure(PartChoice(alternatives=alternatives)))
 
 
 @pytest.mark.parametrize("family", CALL_WRITERS)

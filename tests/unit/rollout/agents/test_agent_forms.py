@@ -165,6 +165,10 @@ def test_a_conversation_with_a_tool_is_one_conversation_in_every_form(template, 
         ),
         ({"response_format": {"type": "json_object"}, "tools": TOOLS}, ["choice"]),
         ({"response_format": {"type": "text"}, "tools": TOOLS, "tool_choice": "auto"}, None),
+        ({"extra_body": {"guided_json": {"type": "array"}}}, ["json"]),
+        ({"extra_body": {"structured_outputs": {"json": '{"type": "array"}', "regex": None}}}, ["json"]),
+        ({"extra_body": {"structured_outputs": {"json_object": True}}}, ["json"]),
+        ({"extra_body": {"structured_outputs": {}, "guided_json": None}}, None),
     ],
 )
 def test_what_an_answer_must_be_is_asked_of_the_engine_and_trained(template, asked, parts):

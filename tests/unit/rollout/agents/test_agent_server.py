@@ -259,6 +259,14 @@ def test_a_value_that_is_not_used_is_not_refused(template, asked, param):
             "continue_final_message",
         ),
         ({"response_format": {"type": "grammar"}}, 400, "invalid_value", "response_format"),
+        ({"extra_body": {"guided_json": "{"}}, 400, "invalid_value", "guided_json"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}}}, 400, "unsupported_parameter", "structured_outputs"),
+        (
+            {"response_format": {"type": "json_object"}, "extra_body": {"guided_json": {}}},
+            400,
+            "invalid_value",
+            "response_format",
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "blob"}}}},
             400,

@@ -209,7 +209,7 @@ def test_a_model_that_thinks_may_do_so_before_what_it_must_write(tmp_path, famil
 
 
 LISTED = ["<|tool_call>", "call:add{a:", "1", ",b:", '<|"|>', "x", '<|"|>', "}", "<tool_call|>"]
-TAGGED = ["<tool_call>\n<function=add>\n<parameter=b>\n", "te", "xt", "\n</parameter>\n", "</function>"]
+TAGGED = ["<tool_call>\n<function=add>\n<parameter=b>\n", "wo", "rd", "\n</parameter>\n", "</function>"]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ TAGGED = ["<tool_call>\n<function=add>\n<parameter=b>\n", "te", "xt", "\n</param
     [
         ("hermes", "", ["<think>", "\nHm", ".\n", "</think>", "\n\n", "<tool_call>\n", "add"], range(4)),
         ("hermes", "", ["<tool_call>\n", "add", "<think>Hm</think>"], range(2, 3)),
-        ("hermes", "<think>\n", ["Hm", "", "</thi", "nk>\n", "<tool_call>"], range(4)),
+        ("hermes", "<think>\n", ["Hm", "", "</", "think>\n", "<tool_call>"], range(4)),
         ("hermes", "<think>\n", ["Hm", ", cut", " off", ""], range(3)),
         ("qwen3-coder", "", TAGGED, range(1, 4)),
         ("gemma <|tool_call>", "", LISTED, range(5, 7)),
