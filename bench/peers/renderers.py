@@ -45,7 +45,8 @@ class RealModel:
     """The family whose answers a model writes, its template in TRL, and who else knows it."""
 
     family: str
-    template: str
+    template: str = ""
+    """Empty if TRL has none: then it is the family's own, of the tests."""
     tokenizer: Callable[[], Tokenizer] | None = None
     known_as: str = ""
     """The model's name for `renderers`; empty if it has no renderer of this family."""
@@ -77,6 +78,9 @@ MODELS = {
     "Qwen3-2507 instruct": RealModel(
         family="Qwen3-2507 instruct", template="qwen3_instruct_2507", tokenizer=read_qwen, known_as=QWEN3
     ),
+    "Qwen3-2507 thinking [s]": RealModel(
+        family="Qwen3-2507 thinking", tokenizer=read_qwen, known_as="Qwen/Qwen3-4B-Thinking-2507"
+    ),
     "Qwen3.5": RealModel(family="Qwen3.5", template="qwen3_5_think", known_as="Qwen/Qwen3.5-9B"),
     "Qwen3.5, no thinking": RealModel(
         family="Qwen3.5, no thinking", template="qwen3_5_think", known_as="Qwen/Qwen3.5-9B"
@@ -95,19 +99,22 @@ MODELS = {
     "Gemma-3": RealModel(family="Gemma-3", template="gemma3"),
     "Aya Expanse": RealModel(family="Aya Expanse", template="cohere"),
     "Tiny Aya": RealModel(family="Tiny Aya", template="cohere2"),
+    "DeepSeek-V3 [s]": RealModel(family="DeepSeek-V3", tokenizer=read_deepseek, known_as="deepseek-ai/DeepSeek-V3"),
     "DeepSeek-R1": RealModel(
         family="DeepSeek-R1", template="deepseekv3", tokenizer=read_deepseek, known_as="deepseek-ai/DeepSeek-R1"
     ),
     "DeepSeek-R1, distilled": RealModel(family="DeepSeek-R1", template="deepseek_r1_distill", tokenizer=read_qwen),
     "GLM-4.5": RealModel(family="GLM-4.5", template="glm4moe", known_as="zai-org/GLM-4.5-Air"),
-    "gpt-oss": RealModel(family="gpt-oss", template="gptoss"),
+    "gpt-oss": RealModel(family="gpt-oss", template="gptoss"),  # its renderer downloads a vocabulary
 }
 
 
 def save_model(directory: Path, model: RealModel, family: ModelFamily) -> Path:
     """Save the family's model directory with the real template, and the real tokenizer if there is one."""
     save_family(directory, family)
-    template = (files("trl") / "chat_templates" / f"{model.template}.jinja").read_text()
+    template = family.template
+    if model.template:
+        template = (files("trl") / "chat_templates" / f"{model.template}.jinja").read_text()
     (directory / "chat_template.jinja").write_text(template)
     path = directory / "tokenizer.json"
     tokenizer = model.tokenizer() if model.tokenizer else Tokenizer.from_file(str(path))

@@ -30,10 +30,20 @@ from tokenizers import Tokenizer
 from hpcrl.config.recipe import ModelConfig
 from hpcrl.errors import ConfigError
 from hpcrl.models.chat_template import ChatTemplate
-from hpcrl.models.jinja_template import SETTINGS_FILE, compile_template, read_template_text
-from hpcrl.models.message_form import Message, find_message_form, renders_bare_tools, renders_tools
+from hpcrl.models.jinja_template import (
+    DEFAULT_TEMPLATE,
+    SETTINGS_FILE,
+    TOOLS_TEMPLATE,
+    compile_template,
+    read_template_texts,
+)
+from hpcrl.models.message_form import Message, MessageForm, find_message_form, renders_bare_tools, renders_tools
 from hpcrl.system.files import read_json
 
+_TOOL = {
+    "type": "function",
+    "function": {"name": "a_tool", "description": "A tool.", "parameters": {"type": "object", "properties": {}}},
+}
 _USER_1, _AGENT_1, _USER_2 = "Observation one.", "Answer one.", "Observation two."
 
 
@@ -124,7 +134,11 @@ def _load_template(model_dir: Path, config: ModelConfig) -> tuple[ChatTemplate, 
     tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
     settings = _load_json(model_dir / SETTINGS_FILE)
     source = Path(config.chat_template).expanduser() if config.chat_template else model_dir
-    text = _read_template_file(source) if config.chat_template else read_template_text(model_dir, settings)
+    if config.chat_template:
+        texts = {DEFAULT_TEMPLATE: _read_template_file(source)}
+    else:
+        texts = read_template_texts(model_dir, settings)
+    text, tools_text = texts[DEFAULT_TEMPLATE], texts.get(TOOLS_TEMPLATE, "")
     marks = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     names = {name: _mark_text(value) for name, value in settings.items() if name.endswith("_token")}
     eos_id = tokenizer.token_to_id(names.get("eos_token", ""))
@@ -137,7 +151,7 @@ def _load_template(model_dir: Path, config: ModelConfig) -> tuple[ChatTemplate, 
         mark_pattern=re.compile(f"({'|'.join(map(re.escape, sorted(marks, key=len, reverse=True))) or '(?!)'})"),
         mark_names=names,
         source=source,
-        text=text,
+        text="\n".join(filter(None, [text, tools_text])),
         kwargs=config.chat_template_kwargs,
     )
     pieces = _split_layout(template, declared)
@@ -146,29 +160,45 @@ def _load_template(model_dir: Path, config: ModelConfig) -> tuple[ChatTemplate, 
         raise ConfigError(
             f"{source}: no token ends an answer of this model: name one in eos_token_id of generation_config.json"
         )
-
-    def render(messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        return template.render_adapted(messages, tools=tools)
-
-    has_tools = renders_tools(render)
-    form = msgspec.structs.replace(
-        find_message_form(template.render_adapted),
-        has_tools=has_tools,
-        needs_tool_descriptions=has_tools and not renders_bare_tools(render),
-    )
-    return replace(
+    template = replace(
         template,
         close_id=marks.get(pieces.close_mark),
         close_ids=frozenset(marks[mark] for mark in (pieces.close_mark, pieces.stop_mark) if mark),
         stop_token_ids=tuple(stops),
-        form=form,
         system=config.system,
-    ), pieces
+    )
+    with_tools = _load_tools_template(template, tools_text) if tools_text else None
+    return replace(template, form=_find_form(template), with_tools=with_tools), pieces
 
 
-def _split_layout(template: ChatTemplate, declared: Collection[int]) -> _LayoutPieces:
+def _load_tools_template(template: ChatTemplate, text: str) -> ChatTemplate:
+    """Return the template with this text, which a model has for conversations with tools."""
+    source = template.source / f"the template {TOOLS_TEMPLATE!r}"
+    other = replace(template, compiled=compile_template(text, source=source), source=source, known_excerpts={})
+    _split_layout(other, template.stop_token_ids, tools=[_TOOL])
+    return replace(other, form=_find_form(other, tools=[_TOOL]))
+
+
+def _find_form(template: ChatTemplate, *, tools: Sequence[Any] = ()) -> MessageForm:
+    """Find out the form of messages in conversations with these tools."""
+
+    def render(messages: Sequence[Message], tools: Sequence[Any] = tools) -> str:
+        return template.render_adapted(messages, tools=tools or None)
+
+    has_tools = renders_tools(render)
+    return msgspec.structs.replace(
+        find_message_form(render),
+        has_tools=has_tools,
+        needs_tool_descriptions=has_tools and not renders_bare_tools(render),
+    )
+
+
+def _split_layout(
+    template: ChatTemplate, declared: Collection[int], *, tools: Sequence[Any] | None = None
+) -> _LayoutPieces:
     """Render conversations of placeholders, and cut them at their contents."""
-    first, longer = _render_contents(template, _USER_1), _render_contents(template, _USER_1, _AGENT_1, _USER_2)
+    first = _render_contents(template, _USER_1, tools=tools)
+    longer = _render_contents(template, _USER_1, _AGENT_1, _USER_2, tools=tools)
     _, found_first, tail = first.partition(_USER_1)
     opening, found_answer, rest = longer.partition(_USER_1)[2].partition(_AGENT_1)
     gap, found_next, later_tail = rest.partition(_USER_2)
@@ -177,14 +207,14 @@ def _split_layout(template: ChatTemplate, declared: Collection[int]) -> _LayoutP
             f"{template.source}: its chat template leaves a message out ({longer!r} has to contain {_USER_1!r}, "
             f"{_AGENT_1!r} and {_USER_2!r}, in this order): set model.chat_template to another"
         )
-    is_unopened = opening != tail and first == _render_contents(template, _USER_1, opens_answer=False)
+    is_unopened = opening != tail and first == _render_contents(template, _USER_1, tools=tools, opens_answer=False)
     if is_unopened or not tail:
         raise ConfigError(
             f"{template.source}: its chat template does not open an answer (an answer follows {opening!r}, and a "
             f"prompt ends in {tail!r}): it needs add_generation_prompt; set model.chat_template to another"
         )
     try:
-        final = _render_contents(template, _USER_1, _AGENT_1, opens_answer=False).partition(_AGENT_1)[2]
+        final = _render_contents(template, _USER_1, _AGENT_1, tools=tools, opens_answer=False).partition(_AGENT_1)[2]
     except ConfigError:  # some accept only conversations that end in a user's message
         final = ""
     known = [mark for mark, number in template.mark_ids.items() if number in declared]
@@ -202,10 +232,12 @@ def _split_layout(template: ChatTemplate, declared: Collection[int]) -> _LayoutP
     )
 
 
-def _render_contents(template: ChatTemplate, *contents: str, opens_answer: bool = True) -> str:
+def _render_contents(
+    template: ChatTemplate, *contents: str, tools: Sequence[Any] | None, opens_answer: bool = True
+) -> str:
     roles = ("user", "assistant") * len(contents)
     messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
-    return template.render_adapted(messages, opens_answer=opens_answer)
+    return template.render_adapted(messages, tools=tools, opens_answer=opens_answer)
 
 
 def _first_mark(text: str, marks: Iterable[str]) -> str:

@@ -102,7 +102,7 @@ class ChatTemplate:
     """The template's names of some marks, such as `eos_token`."""
     source: Path
     text: str = ""
-    """The template itself."""
+    """The template itself, and after it the one of conversations with tools."""
     close_id: int | None = None
     """The token that ends the model's turn in the history; None if it is not a special token."""
     close_ids: frozenset[int] = frozenset()
@@ -113,6 +113,8 @@ class ChatTemplate:
     """Variables of the template that the recipe sets."""
     system: str | None = None
     """The system message of conversations that have none."""
+    with_tools: "ChatTemplate | None" = None
+    """The template of conversations with tools, if the model has another for them."""
     known_excerpts: dict[Hashable, bool] = field(default_factory=dict)
     """True if a short conversation of this structure had the text of the whole one; not tried: no entry."""
     remembered_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -132,6 +134,10 @@ class ChatTemplate:
         that the template does not describe are described in the system message. Without `opens_answer` the text ends
         with the last message.
         """
+        if tools and self.with_tools:
+            return self.with_tools.render(
+                messages, tools=tools, template_kwargs=template_kwargs, opens_answer=opens_answer
+            )
         if self.system is not None and not any(m.get("role") in ("system", "developer") for m in messages):
             messages = [{"role": "system", "content": self.system}, *messages]
         if tools and not self.form.has_tools:
@@ -141,6 +147,10 @@ class ChatTemplate:
         return self.render_adapted(
             self.form.adapt(messages), tools=tools, template_kwargs=template_kwargs, opens_answer=opens_answer
         )
+
+    def choose_form(self, tools: Sequence[Any] | None) -> MessageForm:
+        """Return the form of messages in conversations with these tools."""
+        return self.with_tools.form if tools and self.with_tools else self.form
 
     def render_adapted(
         self,
@@ -185,9 +195,21 @@ class ChatTemplate:
         the answer is what counts: the answer is rendered as a placeholder, so that the result never depends on a
         newline that the model chose.
         """
-        if self.form.alternates and new and new[0].get("role") == "assistant":
-            return None  # it is joined with the answer
-        if has_open_thought(answer_text):
+        if tools and self.with_tools:
+            return self.with_tools.render_after(
+                read_prompt,
+                num_messages=num_messages,
+                answer=answer,
+                answer_text=answer_text,
+                new=new,
+                tools=tools,
+                template_kwargs=template_kwargs,
+                excerpt=excerpt,
+                has_same_variables=has_same_variables,
+                is_checked=is_checked,
+            )
+        is_joined = self.form.alternates and new and new[0].get("role") == "assistant"
+        if is_joined or has_open_thought(answer_text):
             return None
         thought = has_thought(answer_text)
         forms = [*([answer] if self.form.keeps_calls(answer) else []), {**answer, "tool_calls": None}]

@@ -3,7 +3,8 @@
 compile_template    a template that renders messages, or ConfigError
 list_variables      the names of the variables that a template reads
 GenerationTag       a block that transformers has for training
-read_template_text  the template of a model directory, from any of the places where transformers saves it
+read_template_texts  the templates of a model directory, from any of the places where transformers saves them
+DEFAULT_TEMPLATE, TOOLS_TEMPLATE  the names of those without tools, and with tools if there is one
 """
 
 import json
@@ -20,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from hpcrl.errors import ConfigError
 
 TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
+DEFAULT_TEMPLATE, TOOLS_TEMPLATE = "default", "tool_use"
 
 
 class GenerationTag(Extension):
@@ -50,25 +52,29 @@ def list_variables(template: str) -> list[str]:
     return sorted(meta.find_undeclared_variables(environment.parse(template)) - set(environment.globals))
 
 
-def read_template_text(model_dir: Path, settings: dict[str, Any]) -> str:
-    """Read the template of a model, whose tokenizer has these settings; of several it is the one named `default`."""
-    path = model_dir / TEMPLATE_FILE
-    if path.is_file():
-        return path.read_text()
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template}
-    if isinstance(template, dict):
-        template = template.get("default")
-    extra = model_dir / "additional_chat_templates" / "default.jinja"
-    if template is None and extra.is_file():
-        return extra.read_text()
-    if not isinstance(template, str):
+def read_template_texts(model_dir: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Read the templates of a model, whose tokenizer has these settings, by name; one is the default.
+
+    The settings are not read where the default is a file, as in transformers.
+    """
+    main, extra = model_dir / TEMPLATE_FILE, model_dir / "additional_chat_templates"
+    files = {
+        DEFAULT_TEMPLATE: main if main.is_file() else extra / "default.jinja",
+        TOOLS_TEMPLATE: extra / "tool_use.jinja",
+    }
+    stored = None if main.is_file() else settings.get("chat_template")
+    if isinstance(stored, list):
+        stored = {entry.get("name"): entry.get("template") for entry in stored}
+    elif not isinstance(stored, dict):
+        stored = {DEFAULT_TEMPLATE: stored}
+    texts = {name: path.read_text() for name, path in files.items() if path.is_file()}
+    texts |= {name: text for name, text in stored.items() if isinstance(text, str)}
+    if DEFAULT_TEMPLATE not in texts:
         raise ConfigError(
             f"{model_dir} has no chat template, neither in {TEMPLATE_FILE} nor in {SETTINGS_FILE}: "
             "set model.chat_template to a file with one"
         )
-    return template
+    return texts
 
 
 def _make_environment() -> ImmutableSandboxedEnvironment:

@@ -88,7 +88,12 @@ def choose_parsers(template: str, engine: EngineConfig) -> ParserChoice:
 def add_call_form(template: ChatTemplate, engine: EngineConfig) -> ChatTemplate:
     """Return the template with the form in which its model writes calls, where that is known."""
     call_form = CALL_FORMS.get(choose_parsers(template.text, engine).tool_parser)
-    return replace(template, form=msgspec.structs.replace(template.form, call_form=call_form))
+    other = template.with_tools
+
+    def add(one: ChatTemplate) -> ChatTemplate:
+        return replace(one, form=msgspec.structs.replace(one.form, call_form=call_form))
+
+    return replace(add(template), with_tools=other and add(other))
 
 
 def _choose(name: str, template: str, marks: tuple[tuple[str, str], ...], *, default: str) -> tuple[str, str]:

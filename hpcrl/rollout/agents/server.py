@@ -290,7 +290,7 @@ class ModelProxy:
             self._check_model(form.call.model)
             for name in session.note_ignored_fields(form.call.ignored_fields):
                 self._report(session, f"{name!r}, which is not known here: it is ignored")
-            for notice in _list_notices(form.call, self.template.form):
+            for notice in _list_notices(form.call, self.template.choose_form(form.call.tools)):
                 self._report(session, notice)
             session.check_length(self._count_tokens_at_least(form.call), param=form.call.prompt_field)
             prompt = await run(partial(_make_prompt, session, form.call))

@@ -154,14 +154,52 @@ def test_a_template_is_found_wherever_transformers_saves_it(tmp_path: Path, plac
     if place != "file":
         (directory / "chat_template.jinja").unlink()
     settings = json.loads((directory / "tokenizer_config.json").read_text())
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": text}]
-    stored = {"text": text, "list": named, "dict": {"tool_use": "no", "default": text}}
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": text}]
+    stored = {"text": text, "list": named, "dict": {"rag": "no", "default": text}}
     if place in stored:
         (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": stored[place]}))
     if place == "additional":
         (directory / "additional_chat_templates").mkdir()
         (directory / "additional_chat_templates" / "default.jinja").write_text(text)
     assert load_chat_template(directory).render([USER]) == expected
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"x": 1}}}]
+CALL = {"id": "abcdef012", "type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
+
+
+def save_two_templates(directory: Path, *, tool_use: str, place: str) -> Path:
+    """Save Phi-4, whose template leaves tools out, with another template for conversations with tools."""
+    family = replace(FAMILIES["Qwen2.5"], template=FAMILIES["Phi-4"].template.replace("<|im_sep|>", "\n"))
+    save_family(directory, family)
+    if place == "files":
+        (directory / "additional_chat_templates").mkdir()
+        (directory / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+        return directory
+    (directory / "chat_template.jinja").unlink()
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    named = [{"name": "default", "template": family.template}, {"name": "tool_use", "template": tool_use}]
+    (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": named}))
+    return directory
+
+
+@pytest.mark.parametrize("place", ["files", "settings"])
+def test_conversations_with_tools_have_the_template_that_the_model_has_for_them(tmp_path: Path, place: str) -> None:
+    tool_use = FAMILIES["Qwen2.5"].template
+    template = load_chat_template(save_two_templates(tmp_path / "two", tool_use=tool_use, place=place))
+    one = load_chat_template(save_family(tmp_path / "one", FAMILIES["Qwen2.5"]))
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    messages = [RULES, USER, called, {"role": "tool", "content": "a wall", "tool_call_id": CALL["id"]}]
+    assert template.render(messages, tools=TOOLS) == one.render(messages, tools=TOOLS)
+    assert "You can call" not in template.render(messages, tools=TOOLS)
+    assert not template.choose_form(None).has_tools
+    assert template.choose_form(TOOLS).has_tools
+    assert template.render([USER]).endswith("Hi<|im_end|><|im_start|>assistant\n"), "without tools it is the default"
+
+
+def test_a_template_for_tools_that_leaves_messages_out_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'tool_use'.*leaves a message out"):
+        load_chat_template(save_two_templates(tmp_path, tool_use="no", place="settings"))
 
 
 def test_the_recipe_replaces_template_variables_and_system_message(tmp_path: Path) -> None:
