@@ -23,7 +23,7 @@ from rich.text import Text
 
 from hpcrl.spool.outcome import name_outcome
 from hpcrl.spool.record import TRAINABLE, Trajectory, sum_phase_times
-from hpcrl.spool.rows import count_by_fate
+from hpcrl.spool.rows import count_by_fate, list_row_turns, list_spans
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, TRAINED, explain_untrained, measure_trained_share
 from hpcrl.system.terminal import (
     LABEL_WIDTH,
@@ -40,6 +40,8 @@ from hpcrl.system.terminal import (
 from hpcrl.traj.history import TrajectoryHistory, TrajectorySelection
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
+MAX_ROW_COST = 4.0
+"""The tokens of rows for each stored one above which the cost of many rows is shown as a warning."""
 
 
 class ValueSpread(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +79,8 @@ class DomainFigures(msgspec.Struct, frozen=True, kw_only=True):
     trained_share: float | None
     """The share that is trained, without the extra episodes of groups."""
     num_conversations: int
+    num_row_tokens: int
+    """The tokens of the conversations with a trained turn, each with what it shares: what the trainer computes."""
     teacher_gap: float | None
     """The mean of log-prob minus the teacher's, of the trained tokens that a teacher's engine has scored."""
     reward: ValueSpread | None
@@ -101,6 +105,7 @@ class DomainTally:
     by_updates: Counter[int] = field(default_factory=Counter)
     token_fates: Counter[str] = field(default_factory=Counter)
     num_conversations: int = 0
+    num_row_tokens: int = 0
     num_taught_tokens: int = 0
     teacher_gap_sum: float = 0.0
     rewards: "array[float]" = field(default_factory=lambda: array("d"))
@@ -117,6 +122,9 @@ class DomainTally:
         self.turns.append(len(trajectory.turns))
         self.token_fates.update(count_fates(trajectory))
         self.num_conversations += len(trajectory.rows) or 1
+        for span, own in zip(list_spans(trajectory), list_row_turns(trajectory), strict=True):
+            if any(not trajectory.turns[number].masked for number in own):
+                self.num_row_tokens += span.num_tokens
         if trajectory.teacher_logprobs is not None:
             is_taught = trajectory.loss_mask & ~np.isnan(trajectory.teacher_logprobs)
             gaps = trajectory.logprobs[is_taught].astype(np.float64) - trajectory.teacher_logprobs[is_taught]
@@ -140,6 +148,7 @@ class DomainTally:
             token_fates=dict(self.token_fates.most_common()),
             trained_share=measure_trained_share(self.token_fates),
             num_conversations=self.num_conversations,
+            num_row_tokens=self.num_row_tokens,
             teacher_gap=self.teacher_gap_sum / self.num_taught_tokens if self.num_taught_tokens else None,
             reward=measure_spread(self.rewards),
             tokens=measure_spread(self.tokens),
@@ -230,7 +239,10 @@ def _iter_stat_lines(figures: DomainFigures, *, ascii_only: bool) -> Iterator[tu
     yield "tokens", Text(f"{figures.num_tokens:,}, of which the model generated {format_percent(generated_share)}")
     if figures.num_conversations > figures.num_trajectories:
         mean = figures.num_conversations / figures.num_trajectories
-        yield "rows", Text(f"{figures.num_conversations:,} conversations, {mean:.1f} an episode")
+        line = Text(f"{figures.num_conversations:,} conversations, {mean:.1f} an episode")
+        cost = figures.num_row_tokens / max(figures.num_tokens, 1)
+        style = "bold yellow" if cost > MAX_ROW_COST else ""
+        yield "rows", line.append(f"; the trainer computes {cost:.1f} tokens for each that is stored", style=style)
     if figures.trained_share is not None:
         yield "trained", _format_trained(figures.trained_share, figures.token_fates)
     if figures.teacher_gap is not None:

@@ -364,6 +364,9 @@ def test_stats_show_what_became_of_the_generated_tokens(spools, capsys):
     _, out, _ = traj(spools, "stats", capsys=capsys)
     assert "81.8% of the generated tokens; 18.2% in a conversation that `trains` leaves out" in " ".join(out.split())
     assert "5 conversations, 1.7 an episode" in out
+    cost = figures["num_row_tokens"] / figures["num_tokens"]
+    assert cost > 0
+    assert f"the trainer computes {cost:.1f} tokens for each that is stored" in " ".join(out.split())
 
 
 def test_an_untrained_turn_of_an_old_record_counts_as_sampled_otherwise():
