@@ -3,7 +3,7 @@
     ConversationLayout        what an episode needs of the chat layout
     EpisodeLimits             how long, how far and how stale an episode may be
     EpisodeEnding             how it ended
-    failure_ending, refuse_faults    make that of a failure of the policy, and check who failed
+    failure_ending, late_ending, refuse_faults    make that of a failure, and check who failed
     run_episode               runs it; an error in its environment or its engines is a status, not an exception
     loop_time, retry_pause_s  the event loop's time, and the pause before a new attempt
 
@@ -148,11 +148,22 @@ async def _conclude_attempt(
         return EpisodeEnding("env-fault", reason=str(error))
     except _EpisodeTimeoutError as error:
         # Without a turn, or after a fault, it was not the policy that took the time.
-        if builder.num_turns and is_first:
-            return failure_ending(PolicyFailure(OUTCOME_TIMEOUT, str(error)))
-        return EpisodeEnding("env-fault", reason=str(error))
+        if not builder.num_turns or not is_first:
+            return EpisodeEnding("env-fault", reason=str(error))
+        return late_ending(str(error), engines_s=limits.episode_timeout_s - builder.env_s, limits=limits)
     except EngineError as error:
         return EpisodeEnding("policy-fault", reason=str(error))
+
+
+def late_ending(reason: str, *, engines_s: float, limits: EpisodeLimits) -> EpisodeEnding:
+    """Return the ending of an episode that took too long: a fault of the engines if it mostly waited for these.
+
+    Overloaded engines would else teach the policy that long episodes are worth nothing.
+    """
+    if engines_s > limits.episode_timeout_s / 2:
+        more = f"{reason}, of which {engines_s:.0f} s were spent waiting for engines: set more, or add engines"
+        return EpisodeEnding("policy-fault", reason=more)
+    return failure_ending(PolicyFailure(OUTCOME_TIMEOUT, reason))
 
 
 def refuse_faults(ending: EpisodeEnding, limits: EpisodeLimits) -> EpisodeEnding:
@@ -243,6 +254,11 @@ class _TrajectoryBuilder:
     @property
     def num_turns(self) -> int:
         return len(self._turns)
+
+    @property
+    def env_s(self) -> float:
+        """The time that the environment took."""
+        return self.reset_s + sum(turn.step_s for turn in self._turns)
 
     def add_turn(self, turn: EpisodeTurn) -> None:
         self._turns.append(turn)

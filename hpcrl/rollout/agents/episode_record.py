@@ -2,6 +2,7 @@
 
     build_record          turns -> a trajectory
     EpisodeFacts          the fields of the record that the episode supplies
+    measure_engines_s     the time that engines took
 
 A conversation is what the model saw and generated up to a turn that nothing continued. Its row shares the longest
 prefix that an earlier row has, token by token: so a template that renders the whole history for each turn, without
@@ -210,6 +211,12 @@ class _TurnTimes:
                 latest, answered_at = turn, turn.started_at + turn.generate_s
         if latest is not None:
             self.step_s[latest] = max(0.0, ended_at - answered_at)
+
+
+def measure_engines_s(turns: Sequence[RecordedTurn]) -> float:
+    """Return the time in which a request of these turns was being answered."""
+    times = _TurnTimes(turns, ended_at=-math.inf)
+    return sum(turn.generate_s - times.overlap_s[turn] for turn in turns)
 
 
 def _list_parts(turn: RecordedTurn) -> tuple[Sequence[int], Sequence[int]]:

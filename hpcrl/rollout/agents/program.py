@@ -16,11 +16,19 @@ import msgspec
 
 from hpcrl.envs.base import ModelAccess, ProgramEnv, TaskFields
 from hpcrl.errors import EngineError, EnvFault, HpcrlError, PolicyFailure
-from hpcrl.rollout.agents.episode_record import EpisodeFacts, build_record
+from hpcrl.rollout.agents.episode_record import EpisodeFacts, build_record, measure_engines_s
 from hpcrl.rollout.agents.recording import ConversationRecording
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.agents.session import ProgramSession
-from hpcrl.rollout.episode import EpisodeEnding, EpisodeLimits, failure_ending, loop_time, refuse_faults, retry_pause_s
+from hpcrl.rollout.episode import (
+    EpisodeEnding,
+    EpisodeLimits,
+    failure_ending,
+    late_ending,
+    loop_time,
+    refuse_faults,
+    retry_pause_s,
+)
 from hpcrl.rollout.rewards import is_infrastructure_error
 from hpcrl.rollout.tasks import AgentTask
 from hpcrl.spool.ids import make_attempt_id
@@ -179,4 +187,6 @@ def _conclude_attempt(session: ProgramSession, result: float | HpcrlError, *, is
         return EpisodeEnding("env-fault", reason=str(result))
     if session.limit:  # it was asked to end, and did not end well
         return EpisodeEnding("truncated", session.limit, str(result))
+    if isinstance(result, _EpisodeLateError):
+        return late_ending(str(result), engines_s=measure_engines_s(session.recording.turns), limits=session.limits)
     return failure_ending(cast(PolicyFailure, result))

@@ -378,6 +378,17 @@ def test_the_time_of_an_episode_that_was_played_is_the_policys():
     assert "episode_timeout_s = 100 s" in trajectory.extra["reason"]
 
 
+def test_an_episode_that_waited_for_engines_most_of_the_time_is_a_fault_of_theirs():
+    class Overloaded(Scripted):
+        async def generate(self, request):
+            await asyncio.sleep(40.0)
+            return await super().generate(request)
+
+    trajectory = run_virtual(run(Overloaded("a", "b", "c", "d"), make_env=Echo, episode_timeout_s=100.0))
+    assert (trajectory.status, trajectory.reward) == ("policy-fault", None)
+    assert "100 s were spent waiting for engines" in trajectory.extra["fault"]
+
+
 def test_an_environment_that_ignores_being_cancelled_is_left_behind(faulty):
     async def play():
         trajectory = await run(Scripted("done.", "done."), make_env=make_env, step_timeout_s=0.02)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.learn.batch import compute_row_lengths, count_row_tokens
-from hpcrl.rollout.agents.episode_record import build_record
+from hpcrl.rollout.agents.episode_record import build_record, measure_engines_s
 from hpcrl.spool.record import attach_columns, pack_trajectory, parse_facts, sum_phase_times
 from hpcrl.spool.rows import count_by_fate, expand_row, list_placed_turns, list_row_turns
 from hpcrl.spool.token_fates import measure_trained_share
@@ -121,6 +121,7 @@ def test_calls_at_the_same_time_and_the_step_after_them_count_once():
     record = build_record(turns, FACTS, reward=1.0, choice="all")
     assert [turn.generate_s for turn in record.turns] == [2.0] * 7
     assert sum_phase_times(record) == {"generate": 2.0, "step": 6.0, "reset": 2.0}
+    assert measure_engines_s(turns) == 2.0
 
 
 @given(st.lists(st.tuples(st.integers(10, 20), st.integers(0, 10), st.booleans()), min_size=1, max_size=8))
