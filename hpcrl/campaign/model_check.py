@@ -137,7 +137,7 @@ def _check_lengths(recipe: Recipe, context_length: float) -> None:
 
 def _check_further_model(recipe: Recipe, setting: str, path: Path) -> None:
     """Check that a teacher, or the model of a node, has the tokens of the policy, and its number of rows for them."""
-    from hpcrl.models.model_config import read_vocabulary
+    from hpcrl.models.model_config import read_context_length, read_vocabulary
 
     description = _read_config(setting, path)
     what, (own, taught) = f"{setting} = {str(path)!r}", _read_tokens("model", recipe.model)
@@ -151,6 +151,15 @@ def _check_further_model(recipe: Recipe, setting: str, path: Path) -> None:
         raise ConfigError(
             f"{what} has the tokens of {own} and vocab_size = {size} in its config.json, the "
             f"policy's is {wanted}: the trainer compares distributions, so choose a model with the same vocab_size"
+        )
+    if not _knows_context(description.fields):
+        return
+    readable = read_context_length(path, max_model_len=None) * _read_rope_factor(description.fields)
+    limit = _read_limit(recipe.model, recipe.engine)
+    if readable < limit:
+        raise ConfigError(
+            f"{what} reads {readable:.0f} tokens, by its config.json, and trajectories may have {limit}: set "
+            f"engine.max_model_len to {readable:.0f} or less, or choose a model with a longer context"
         )
 
 

@@ -41,6 +41,8 @@ class ConfigTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 MIN_PARAMS = 10**6
+MIN_TINY_CONTEXT = 32
+"""A conversation of one short message has about this many characters, which are a tiny model's tokens."""
 NumParams = Annotated[int, Meta(ge=MIN_PARAMS, le=10**13)]
 
 
@@ -51,7 +53,15 @@ class TinyModel(ConfigTable, frozen=True, kw_only=True):
     num_layers: Count = 2
     num_heads: Count = 2
     num_kv_heads: Count = 1
-    context_length: Count = 512
+    context_length: Annotated[int, Meta(ge=MIN_TINY_CONTEXT)] = 512
+
+    def __post_init__(self) -> None:
+        head_dim, odd = divmod(self.hidden_size, self.num_heads)
+        if odd or head_dim % 2 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size}, num_heads = {self.num_heads} and num_kv_heads = "
+                f"{self.num_kv_heads} do not fit: hidden_size / num_heads must be even, num_heads / num_kv_heads whole"
+            )
 
 
 class ModelConfig(ConfigTable, frozen=True, kw_only=True):

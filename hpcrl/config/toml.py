@@ -16,7 +16,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -368,7 +368,7 @@ def suggest_name(name: str, names: Sequence[str]) -> str:
 
 def _explain_error(message: str, layered: LayeredTable, kind: type[msgspec.Struct]) -> str:
     """Rewrite msgspec's "Expected `int`, got `str` - at `$.a.b`" with the key first, and add the value seen."""
-    found = re.fullmatch(r"(?P<what>.*?)(?: - at `\$\.?(?P<trail>.*)`)?", message, re.DOTALL)
+    found = re.fullmatch(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<trail>.*)`)?", message, re.DOTALL)
     assert found is not None
     what = found["what"].replace("`", "")
     for pattern, meaning in PATTERN_MEANINGS.items():
@@ -387,7 +387,36 @@ def _explain_error(message: str, layered: LayeredTable, kind: type[msgspec.Struc
             seen = seen[int(part)]
         else:
             return f"{source}: {'.'.join(trail)}: {what}"
+    if found["key"] and isinstance(seen, dict):
+        wrong = [
+            key for key in seen for pattern in PATTERN_MEANINGS if pattern in message and not re.match(pattern, key)
+        ]
+        return f"{source}: {'.'.join(trail)}: {what[:1].lower()}{what[1:]} (seen: {', '.join(map(_show_value, wrong))})"
+    if what.startswith("Invalid enum value"):
+        types = list(_find_types(msgspec.inspect.type_info(kind), trail))
+        names = [str(value) for one in types if isinstance(one, msgspec.inspect.LiteralType) for value in one.values]
+        number = ", or a number" * any(isinstance(one, msgspec.inspect.FloatType) for one in types)
+        hint = f"{suggest_name(str(seen), names)}it takes {', '.join(names)}{number}"
+        return f"{source}: {'.'.join(trail)}: unknown value {_show_value(seen)}: {hint}"
     return f"{source}: {'.'.join(trail)}: {what[:1].lower()}{what[1:]} (seen: {_show_value(seen)})"
+
+
+def _find_types(info: msgspec.inspect.Type, trail: Sequence[str]) -> Iterator[msgspec.inspect.Type]:
+    """Yield the types that the value at `trail` may have."""
+    match info:
+        case msgspec.inspect.UnionType(types=types):
+            for member in types:
+                yield from _find_types(member, trail)
+        case _ if not trail:
+            yield info
+        case msgspec.inspect.Metadata(type=inner):
+            yield from _find_types(inner, trail)
+        case msgspec.inspect.StructType(fields=fields):
+            for field in fields:
+                if field.encode_name == trail[0]:
+                    yield from _find_types(field.type, trail[1:])
+        case msgspec.inspect.DictType(value_type=inner) | msgspec.inspect.ListType(item_type=inner):
+            yield from _find_types(inner, trail[1:])
 
 
 def _resolve_wildcard(trail: list[str], message: str, table: TomlTable, kind: type[msgspec.Struct]) -> list[str]:

@@ -82,13 +82,29 @@ def _check_reward(domain: DomainConfig, *, what: str) -> None:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a function of C
         return
-    more = {name: None for name in ("judges", "text", "texts") if name in parameters}
+    _check_kind(function, f"{what} = {domain.reward!r}")
+    text = "texts" if list(parameters)[:1] == ["trajectories"] else "text"
+    more = {name: None for name in ("judges", text) if name in parameters}
     if not accepts(function, None, **{**domain.reward_options, **more}):
         options = "".join(f", {name}=..." for name in domain.reward_options)
         raise ConfigError(
             f"{what} = {domain.reward!r} takes {inspect.signature(function)}, and is called with "
             f"(trajectory{options}): change it, or the domain's reward_options"
         )
+    if "judges" in parameters and parameters["judges"].default is inspect.Parameter.empty and not domain.judges:
+        raise ConfigError(
+            f"{what} = {domain.reward!r} takes judges, and {what.removesuffix('.reward')}.judges names none: list "
+            "there those that it calls"
+        )
+
+
+def _check_kind(function: Callable[..., Any], what: str) -> None:
+    """Refuse what can be called, and never returns a reward."""
+    if inspect.isclass(function):
+        raise ConfigError(f"{what} is a class, whose call makes an object and no reward: name a function, or an object")
+    called = (function, type(function).__call__)
+    if any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in called):
+        raise ConfigError(f"{what} is a generator, which returns no reward: use `return` in place of `yield`")
 
 
 def _run_check(subject: str, check: Callable[[], list[str] | None]) -> list[str]:

@@ -36,7 +36,7 @@ from hpcrl.campaign_dir.events import (
 )
 from hpcrl.campaign_dir.paths import make_worker_name
 from hpcrl.spool.episode_lengths import LengthCounts, join_lengths
-from hpcrl.spool.outcome import OUTCOME_REWARD_ERROR
+from hpcrl.spool.outcome import OUTCOME_FINISHED, OUTCOME_MAX_TURNS, OUTCOME_OVERFLOW, OUTCOME_REWARD_ERROR
 from hpcrl.spool.token_fates import STALE, TOO_LONG, TRAINED
 
 RATE_WINDOW_S = 60.0
@@ -114,6 +114,8 @@ class DomainProgress:
     """The fate of the tokens of ended episodes, as far as reported by env workers; some are dropped later."""
     outcomes: Counter[str] = field(default_factory=Counter)
     """Ended episodes by outcome."""
+    reward_errors: int = 0
+    """Played episodes whose reward function failed; `outcomes` has them as they were played."""
     stale_tokens: int = 0
     """The tokens that were dropped because they had become too old."""
 
@@ -121,6 +123,16 @@ class DomainProgress:
         self.num += len(rewards)
         self.total += sum(rewards)
         self.recent.extend(rewards)
+
+    def settle_outcomes(self) -> Counter[str]:
+        """Return each ended episode under one outcome: that of its reward, if that could not be computed."""
+        settled, num_left = self.outcomes.copy(), self.reward_errors
+        settled[OUTCOME_REWARD_ERROR] += self.reward_errors
+        for name in (OUTCOME_FINISHED, OUTCOME_MAX_TURNS, OUTCOME_OVERFLOW, "truncated"):  # what is scored
+            num_moved = min(num_left, settled[name])
+            settled[name] -= num_moved
+            num_left -= num_moved
+        return +settled
 
 
 @dataclass
@@ -276,7 +288,7 @@ class CampaignProgress:
         for domain, rewards in event.rewards.items():
             self._find_domain(domain).add(rewards)
         for domain, num in event.reward_errors.items():
-            self._find_domain(domain).outcomes[OUTCOME_REWARD_ERROR] += num
+            self._find_domain(domain).reward_errors += num
 
     def _count_episodes(self, worker: WorkerProgress, counts: EpisodesCounted) -> None:
         previous = worker.episodes or EpisodesCounted(time=counts.time)

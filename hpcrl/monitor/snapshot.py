@@ -374,7 +374,7 @@ def _build_domain_view(rewards: DomainProgress, fates: dict[str, int]) -> Domain
         reward_recent=sum(rewards.recent) / len(rewards.recent) if rewards.recent else None,
         trained_share=measure_trained_share(fates),
         token_fates=fates,
-        outcomes=dict(rewards.outcomes.most_common()),
+        outcomes=dict(rewards.settle_outcomes().most_common()),
     )
 
 

@@ -252,6 +252,11 @@ def _find_idle_kl(train: TrainConfig) -> str | None:
 
 
 def _find_wrong_drop(train: TrainConfig) -> str | None:
+    if train.flat_groups == "drop" and train.has_kl_reward:
+        return (
+            'train.flat_groups = "drop" with kl_in = "reward": the KL is a part of the reward that differs where the '
+            'others are equal, and with a teacher perhaps the only part; set flat_groups = "keep"'
+        )
     if train.flat_groups == "drop" and train.advantage in ("gae", "reinforce++", "reinforce++-baseline"):
         return (
             f'train.flat_groups = "drop" with advantage = {train.advantage!r}, which compares more than the episodes '
@@ -482,6 +487,13 @@ def _check_judges(recipe: Recipe) -> None:
                     _suggest_known(named, sorted(recipe.judge)) if recipe.judge else "the recipe has no [judge.NAME]"
                 )
                 raise PlanError(f"domains.{name}.judges names {named!r}: {known}")
+        if domain.reward == JUDGE_REWARD and not (
+            domain.reward_options.get("judge") or domain.reward_options.get("url")
+        ):
+            raise PlanError(
+                f"domains.{name}.reward = {JUDGE_REWARD!r} asks a model, and is not told which: set "
+                f"domains.{name}.reward_options.judge to one of domains.{name}.judges, or reward_options.url"
+            )
         for option, chosen in _list_chosen_judges(domain):
             if chosen not in domain.judges:
                 raise PlanError(f"domains.{name}.{option} = {chosen!r}: add it to domains.{name}.judges")

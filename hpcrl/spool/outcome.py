@@ -19,6 +19,7 @@ from hpcrl.spool.status import EpisodeStatus
 Cause = Literal["policy", "environment", "infrastructure", "training"]
 OUTCOME_TIMEOUT, OUTCOME_EXIT, OUTCOME_REWARD_ERROR = "timeout", "exit", "reward-error"
 OUTCOME_MAX_TURNS, OUTCOME_OVERFLOW, OUTCOME_UNPLAYED = "max-turns", "overflow", "unplayed"
+OUTCOME_FINISHED = "finished"
 MAX_FAILED_SHARE = 0.5
 """The share of failures of the policy beyond which people are warned: the program itself may be broken."""
 
@@ -33,7 +34,7 @@ class OutcomeFacts(NamedTuple):
 
 
 OUTCOMES: dict[str, OutcomeFacts] = {
-    "finished": OutcomeFacts("environment", "it ended by itself"),
+    OUTCOME_FINISHED: OutcomeFacts("environment", "it ended by itself"),
     OUTCOME_MAX_TURNS: OutcomeFacts("policy", "it used up max_turns", "on_max_turns"),
     OUTCOME_OVERFLOW: OutcomeFacts("policy", "its conversation filled the context", "on_overflow"),
     OUTCOME_TIMEOUT: OutcomeFacts("policy", "a step, the program or the episode took too long", "on_timeout"),
@@ -52,7 +53,7 @@ OUTCOME_SETTINGS: dict[str, str] = {name: facts.setting for name, facts in OUTCO
 def name_outcome(status: EpisodeStatus, outcome: str) -> str:
     """Return the outcome of an episode that has this status and names this outcome in its record, if any."""
     if status in ("done", "truncated") or outcome == OUTCOME_UNPLAYED:
-        return outcome or ("finished" if status == "done" else status)
+        return outcome or (OUTCOME_FINISHED if status == "done" else status)
     return status
 
 

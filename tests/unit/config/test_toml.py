@@ -51,6 +51,12 @@ def test_a_setting_is_read_as_toml_and_else_as_text(recipe: Path) -> None:
     assert (loaded.rollout.group_size, loaded.description, loaded.seed) == (16, "a long walk", 7)
 
 
+@pytest.mark.parametrize("table", ["model.tiny", "judge.grader.tiny"])
+def test_a_tiny_model_that_cannot_be_made_is_refused(recipe: Path, table: str) -> None:
+    assert f"{table}: hidden_size = 64, num_heads = 3" in refused(recipe, f"{table}.num_heads=3")
+    assert f"{table}.context_length: expected int >= 32" in refused(recipe, f"{table}.context_length=4")
+
+
 def test_a_recipe_extends_another_beside_it(recipe: Path) -> None:
     child = recipe.with_name("child.toml")
     child.write_text('extends = "small.toml"\nname = "child"\n[rollout]\nmax_lag = 3\n')
@@ -73,6 +79,34 @@ def test_the_error_for_a_mistyped_key_suggests_the_nearest_name(recipe: Path) ->
 
 def test_a_mistyped_key_in_a_domain_is_found(recipe: Path) -> None:
     assert "did you mean 'max_turns'?" in refused(recipe, "domains.lake.max_turn=4")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train.advantage=grpoo", "unknown value 'grpoo': did you mean 'grpo'? it takes "),
+        ("domains.lake.on_timeout=faults", "did you mean 'fault'? it takes fault, score, or a number"),
+        ("domains.lake.on_reward_error=score", "unknown value 'score': it takes fault, or a number"),
+    ],
+)
+def test_the_error_for_a_mistyped_value_has_the_known_ones(recipe: Path, setting: str, message: str) -> None:
+    assert f"{setting.partition('=')[0]}: " in refused(recipe, setting)
+    assert message in refused(recipe, setting)
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value"),
+    [
+        ("domains", "my lake", 'env = "a:b"'),
+        ("judge", "My judge", 'path = "/m"'),
+        ("train.pipeline", "my node", 'function = "a:b"'),
+    ],
+)
+def test_the_error_for_a_wrong_name_has_that_name_alone(recipe: Path, table: str, key: str, value: str) -> None:
+    message = refused(child_of(recipe, f'[{table}."{key}"]\n{value}'))
+    assert message.endswith(f"(seen: {key!r})")
+    assert f": {table}: expected a name of at most" in message
+    assert " at key" not in message
 
 
 def test_the_error_for_a_mistyped_table_suggests_the_nearest_name(recipe: Path) -> None:

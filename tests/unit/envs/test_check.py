@@ -104,6 +104,16 @@ scored_by_part = functools.partial(scored, scale=2.0)
 class Scorer:
     def __call__(self, trajectory): return 0.0
 scorer = Scorer()
+class Stepwise:
+    def __call__(self, trajectory): yield 0.0
+stepwise = Stepwise()
+def several(trajectory): yield 0.0
+async def several_later(trajectory): yield 0.0
+class Taker:
+    def __init__(self, trajectory): pass
+def wrong_text(trajectories, text): return [0.0]
+def wrong_texts(trajectory, texts): return 0.0
+def right_texts(trajectories, *, texts): return [0.0]
 """
 
 
@@ -161,6 +171,12 @@ def test_a_check_of_a_task_that_raises_anything_is_shown_with_the_line(user_code
         ),
         ("CODE", {}, "has no 'CODE'"),
         ("__name__", {}, "is not a function"),
+        ("several", {}, "is a generator, which returns no reward"),
+        ("several_later", {}, "is a generator"),
+        ("stepwise", {}, "is a generator"),
+        ("Taker", {}, "is a class, whose call makes an object"),
+        ("wrong_text", {}, r"takes \(trajectories, text\), and is called with"),
+        ("wrong_texts", {}, r"takes \(trajectory, texts\), and is called with"),
     ],
 )
 def test_a_reward_that_cannot_be_called_is_refused(user_code: str, reward: str, options: Any, why: str) -> None:
@@ -168,9 +184,14 @@ def test_a_reward_that_cannot_be_called_is_refused(user_code: str, reward: str, 
         check_domain(reward=f"{user_code}:{reward}", reward_options=options)
 
 
-@pytest.mark.parametrize("reward", ["scored", "scored_later", "scored_by_part", "scorer"])
+def test_a_reward_that_needs_judges_in_a_domain_without_any_is_refused(user_code: str) -> None:
+    with pytest.raises(ConfigError, match=r"takes judges, and domains\.a\.judges names none"):
+        check_domain(reward=f"{user_code}:scored")
+
+
+@pytest.mark.parametrize("reward", ["scored", "scored_later", "scored_by_part", "scorer", "right_texts"])
 def test_a_reward_that_can_be_called_is_accepted(user_code: str, reward: str) -> None:
-    check_domain(reward=f"{user_code}:{reward}")
+    check_domain(reward=f"{user_code}:{reward}", judges=["grader"])
 
 
 def test_a_function_of_c_without_a_signature_is_accepted() -> None:

@@ -292,6 +292,16 @@ def test_evaluations_have_a_separate_line(tmp_path: Path) -> None:
     assert len(lines) <= 24
 
 
+def test_a_reward_function_that_always_fails_is_shown(tmp_path: Path) -> None:
+    """An episode whose reward failed counts once, whichever of its two events comes first."""
+    campaign = running(tmp_path)
+    campaign.emit("reward-0", SegmentScored(num=8, rewards={"sums": [0.0] * 8}, reward_errors={"sums": 8}))
+    campaign.emit("env-1", EpisodesCounted(outcomes={"sums": {"finished": 7, "max-turns": 3}}))
+    snapshot = collector(campaign).poll()
+    assert snapshot.domains["sums"].outcomes == {"reward-error": 8, "max-turns": 2}
+    assert any("80.0% reward-error" in line and "may be broken" in line for line in text_of(snapshot, width=140))
+
+
 def test_a_low_share_of_trained_tokens_is_shown_with_its_reason(tmp_path: Path) -> None:
     campaign = running(tmp_path)
     fates = {"chat": {"trained": 100}, "tools": {"trained": 80, "sampling": 15, "aborted-stale": 5}}

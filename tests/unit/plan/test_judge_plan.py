@@ -83,6 +83,13 @@ def test_the_built_in_reward_names_a_judge_of_its_domain():
     assert "domains.lake.reward_options.judge = 'other': add it to domains.lake.judges" in refused(*settings)
 
 
+@pytest.mark.parametrize("judges", ['["grader"]', "[]"])
+def test_the_built_in_reward_without_a_judge_or_an_address_is_refused(judges):
+    settings = ('domains.lake.reward="hpcrl.envs.judge:judge"', f"domains.lake.judges={judges}")
+    assert "set domains.lake.reward_options.judge to one of domains.lake.judges" in refused(*settings)
+    assert plan(*settings, 'domains.lake.reward_options.url="http://judge:1/v1"')
+
+
 def test_a_program_that_calls_a_judge_names_one_of_its_domain():
     options = ('domains.lake.env="hpcrl.envs.agent:AgentProgram"', 'domains.lake.options={calls_judges = ["other"]}')
     assert "domains.lake.options.calls_judges = 'other': add it to domains.lake.judges" in refused(*options)

@@ -134,6 +134,7 @@ def test_a_trainer_with_conflicting_settings_is_refused(settings: tuple[str, ...
         (("train.kl=k3", "train.kl_in=reward"), 'set kl = "k1"'),
         (("train.kl_in=reward",), 'set kl = "k1"'),
         (("train.flat_groups=drop", "train.advantage=reinforce++"), "equal rewards still have a gradient"),
+        (("train.flat_groups=drop", "train.kl=k1", "train.kl_in=reward"), 'set flat_groups = "keep"'),
         (("rollout.top_p=0.9", "train.proximal=behaviour"), "would not start at 1"),
         (("rollout.top_p=0.9", "train.correction=mask-sequence"), "vanishes"),
         (("train.response_budget.lakes=9",), 'Did you mean "lake"'),

@@ -135,6 +135,19 @@ def test_a_teaching_judge_with_other_tokens_is_refused_at_plan_for_tiny_models_t
     check_model(load_recipe("quickstart", settings=("teacher.judge=grader", f"judge.grader.path={tmp_path / 'same'}")))
 
 
+def test_a_teacher_whose_context_is_shorter_than_the_policys_is_refused(tmp_path):
+    make_tiny_model(tmp_path / "short", TinyModel(context_length=64), seed=0)
+
+    def load(*settings):
+        return load_recipe("quickstart", settings=("model.tiny.context_length=128", *settings))
+
+    teacher = f"teacher.path={tmp_path / 'short'}"
+    for setting in (teacher, f'train.pipeline.other={{model="{tmp_path / "short"}"}}'):
+        with pytest.raises(ConfigError, match=r"reads 64 tokens, by its config\.json, and trajectories may have 128"):
+            check_model(load(setting))
+    check_model(load(teacher, "engine.max_model_len=64"))
+
+
 def test_a_teaching_judge_that_reads_fewer_tokens_than_the_policy_generates_is_refused():
     tiny = ("model.tiny.context_length=128", "judge.grader.tiny.context_length=64")
     assert "teacher.judge = 'grader' reads 64 tokens (judge.grader), and trajectories may have 128" in refuse_judge(
