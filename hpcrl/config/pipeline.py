@@ -326,7 +326,22 @@ def _check_built_in_inputs(
     if number and len(declared.inputs) != number:
         meant = "trajectories and advantages" if name == "deal" else "the replacement of `rows`"
         yield f"it takes {number} input{'s' * (number > 1)} ({meant}), not {len(declared.inputs)}"
+    credit = "rewards" if "rewards" in pipeline else "advantage"
+    if name == credit and declared.function is None and len(declared.inputs) > 1:
+        yield (
+            f"hpcrl's own takes one input, and would ignore {' and '.join(map(repr, declared.inputs[1:]))}: remove it, "
+            "or add a function of your own that takes it"
+        )
+    if name == "deal" and len(declared.inputs) == number and (wrong := _find_wrong_deal(declared.inputs, credit)):
+        yield wrong
     yield from _check_inputs(declared.inputs, pipeline, kinds, kind=kind)
+
+
+def _find_wrong_deal(inputs: Sequence[str], credit: str) -> str | None:
+    """Return why `deal` cannot take these two inputs: the trajectories come first, then their advantages."""
+    if inputs[0] == credit or inputs[1] == "score":
+        return f'it takes trajectories and then advantages: set inputs = ["score", "{credit}"], not {list(inputs)}'
+    return None
 
 
 def _check_loss_inputs(declared: PipelineNode, pipeline: Pipeline, kinds: Mapping[str, NodeOutput]) -> Iterator[str]:

@@ -258,6 +258,8 @@ def _check_function(name: str, node: PipelineNode, train: TrainConfig) -> None:
     function = load_code(node.function or "", what=what)
     if not callable(function):
         raise ConfigError(f"{what} = {node.function!r} is not a function")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{what} = {node.function!r} is async, and the trainer awaits nothing: remove `async`")
     if (names := _list_arguments(name, node, train)) is not None:
         _check_signature(name, function, node, names)
 

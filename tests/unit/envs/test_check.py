@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcrl.config.recipe import DomainConfig
+from hpcrl.config.recipe import DomainConfig, PipelineNode, TrainConfig
 from hpcrl.envs import check
 from hpcrl.envs.agent import AgentProgram
 from hpcrl.envs.program_files import ProblemJudge
@@ -196,3 +196,10 @@ def test_a_reward_that_can_be_called_is_accepted(user_code: str, reward: str) ->
 
 def test_a_function_of_c_without_a_signature_is_accepted() -> None:
     check_domain(reward="builtins:max")
+
+
+def test_an_async_function_of_a_node_is_refused(user_code: str) -> None:
+    node = PipelineNode(function=f"{user_code}:scored_later")
+    train = TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0, pipeline={"loss": node})
+    with pytest.raises(ConfigError, match=r"train\.pipeline\.loss\.function = .* is async"):
+        check._check_function("loss", node, train)

@@ -124,6 +124,15 @@ REFUSED = {
         "add it to the inputs of loss",
     ),
     "a model of the values": ({"rows": {"model": "/m"}}, "which only `reference` and nodes of your own"),
+    "one trajectory list twice": (
+        {"deal": {"inputs": ["score", "score"]}},
+        'train.pipeline.deal: it takes trajectories and then advantages: set inputs = ["score", "advantage"]',
+    ),
+    "advantages first": ({"deal": {"inputs": ["advantage", "score"]}}, "takes trajectories and then advantages"),
+    "an input that is ignored": (
+        {"a": {"function": "a:b", "role": "policy", "inputs": ["score"]}, "advantage": {"inputs": ["score", "a"]}},
+        "train.pipeline.advantage: hpcrl's own takes one input, and would ignore 'a'",
+    ),
     "one for the deal": ({"deal": {"inputs": ["score"]}}, "it takes 2 inputs (trajectories and advantages)"),
     "our function": (
         {"deal": {"function": "a:b"}},
