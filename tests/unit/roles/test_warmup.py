@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import TeacherConfig, WarmupConfig
@@ -75,7 +76,7 @@ def test_the_first_loss_is_the_cross_entropy_of_the_answers_alone(tmp_path):
     trainer = TorchTrainer(campaign.model, recipe.train, temperature=recipe.rollout.temperature)
     (metrics,) = run_steps(trainer, data, [1])
     (one, _) = data.choose(1)
-    model = TorchTrainer(campaign.model, data.train)._policy
+    model = AutoModelForCausalLM.from_pretrained(campaign.model, dtype=torch.float32)
     ids = torch.from_numpy(one.token_ids.astype(np.int64))
     logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
     expected = -logprobs[torch.from_numpy(one.loss_mask[1:])].mean()
