@@ -1,8 +1,8 @@
-"""Run all suites: the fast ones, then the slow ones in several series at once; after each, once more what failed.
+"""Run all suites: the fast ones, then the slow ones in two series at once; after each, once more what failed.
 
-Campaigns wait for processes to start and for walltimes to end: two series leave half of two cores idle. The price is
-that a test may find the machine busy at a bad moment. Such a test gets a second run, alone, and is named at the end;
-what fails twice fails the run.
+Campaigns wait for processes to start and for walltimes to end: one series leaves half of two cores idle, and three take
+longer than two. The price is that a test may find the machine busy at a bad moment. Such a test gets a second run,
+alone, and is named at the end; what fails twice fails the run.
 
     suites.py ARGUMENT ...  the arguments of pytest for the fast suites
 """
@@ -15,7 +15,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-SLOW = (("tests/slurm",), ("tests/e2e", "bench"), ("tests/mpi", "tests/vllm", "tests/gpu"))
+SLOW = (("tests/slurm", "tests/mpi"), ("tests/e2e", "tests/vllm", "tests/gpu", "bench"))
 MAX_REPEATED = 3
 """More failures than this are not the machine's: they are not repeated."""
 

@@ -146,7 +146,7 @@ def test_a_trainer_that_cannot_start_ends_the_job_with_the_reason(
     ended = outcome(CampaignDir(campaigns / "b"))
     assert ended["outcome"] == "failed"
     assert "train-0 failed 4 times" in ended["reason"]
-    assert "cannot be loaded" in ended["reason"]
+    assert "is missing or damaged" in ended["reason"]
     assert "hpcrl logs b" in watched.stdout
     assert "header too small" in hpcrl("logs", "b", "train").stdout
     until(lambda: not processes_of(home), what="no process is left", timeout_s=30)
