@@ -80,8 +80,8 @@ def main(args: list[str]) -> int:
         ("class names in several modules", sum(len(where) > 1 for where in classes.values()), 0, ""),
         ("modules with one importer, under 120 lines", percent(len(small), len(content)), 8, "%"),
         ("modules in the root", len(list(PACKAGE.glob("*.py"))), 3, ""),
-        ("dialect words in code and docs", sum(words.values()), 79, ""),
-        ("dialect words in tests and benches", sum(test_words.values()), 299, ""),
+        ("dialect words in code and docs", sum(words.values()), 69, ""),
+        ("dialect words in tests and benches", sum(test_words.values()), 296, ""),
     ]
     missed = False
     for label, value, bar, unit in rows:
@@ -100,7 +100,7 @@ def find_classes(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
     for module, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                found[node.name].append(module)
+                found[node.name.strip("_")].append(module)
     return found
 
 
@@ -142,7 +142,7 @@ def count_words(folders: tuple[str, ...], files: tuple[str, ...] = ()) -> Counte
     for path in [*paths, *(ROOT / name for name in files)]:
         if "golden/files" in str(path) or path.name == "glossary.md" or path == Path(__file__).resolve():
             continue
-        text = re.sub(r"[_`]", " ", path.read_text(errors="replace"))
+        text = re.sub(r"<[|\uff5c][^<>]*[|\uff5c]>|[_`]", " ", path.read_text(errors="replace"))  # not models' marks
         name = str(path.relative_to(ROOT))
         for place, words in DIALECT_WORDS.items():
             if name.startswith(place) and (number := len(words.findall(text))):

@@ -7,7 +7,9 @@
 
 The length and the reward of an episode are drawn when it starts (lognormal in length; long ones succeed less often), so
 that those of all that were started are known, also of the ones that were cut off. Each row compares the episodes that
-were trained on with all that were started, of the same first tasks: every run continues until these are trained on.
+were trained on with all that were started, and with those of them that were not trained on ("dropped"), of the same
+first tasks: every run continues until these are trained on. What a killed job drops is longer than the rest, as long
+episodes are in flight more often; what is trained in its place is a new draw, which is compared with that of one job.
 Engines are simulated, time is virtual, and the env worker, its journal, its spool on disk and the choice of groups are
 those of a campaign. The p-values are of two-sample Kolmogorov-Smirnov tests of lengths.
 """
@@ -79,7 +81,10 @@ def measure(full: bool) -> list[Figure]:
     figures = [
         figure
         for name, outcome in zip(rows, outcomes, strict=True)
-        for figure in _compare(name, outcome, has_bar=rows[name] is extra)
+        for figure in (
+            *_compare(name, outcome, has_bar=rows[name] is extra),
+            *_compare_dropped(name, outcome, has_bar=rows[name] is extra),
+        )
     ]
     return [*figures, *_compare_chain(chain, long_job, num_tasks=2 * num_tasks)]
 
@@ -103,14 +108,31 @@ def _compare(name: str, outcome: ChainOutcome, *, has_bar: bool) -> list[Figure]
     ]
 
 
+def _compare_dropped(name: str, outcome: ChainOutcome, *, has_bar: bool) -> list[Figure]:
+    """Compare what was trained with what was started and not trained: two samples without a common member."""
+    trained, dropped = ([one.length for one in part] for part in (outcome.trained, outcome.dropped))
+    return [
+        Figure(name=f"{name}: episodes dropped", value=len(dropped), unit=""),
+        Figure(name=f"{name}: mean length, trained / dropped", value=mean(trained) / mean(dropped)),
+        Figure(
+            name=f"{name}: lengths trained, against dropped, p",
+            value=compare_samples(trained, dropped),
+            unit="",
+            bar=BAR_P if has_bar else None,
+        ),
+    ]
+
+
 def _compare_chain(chain: ChainOutcome, long_job: ChainOutcome, *, num_tasks: int) -> list[Figure]:
     counts = chain.count_groups(GROUP_SIZE)
     wrong = sum(counts[number] != times for number, times in long_job.count_groups(GROUP_SIZE).items())
     duplicates = len(chain.trained_ids) - len(set(chain.trained_ids)) + sum(num - 1 for num in counts.values())
     name = f"chain of {NUM_JOBS} jobs"
+    length = mean(one.length for one in chain.trained) / mean(one.length for one in long_job.trained)
     return [
         *_compare("one long job", long_job, has_bar=True),
         *_compare(name, chain, has_bar=True),
+        *_compare_dropped(name, chain, has_bar=False),
         Figure(name=f"{name}: episodes started / trained", value=len(chain.started) / len(chain.trained)),
         Figure(name=f"{name}: jobs killed", value=chain.num_killed, unit="", bar=NUM_JOBS - 1),
         Figure(name=f"{name}: tasks trained", value=len(counts), unit="", bar=num_tasks),
@@ -121,14 +143,15 @@ def _compare_chain(chain: ChainOutcome, long_job: ChainOutcome, *, num_tasks: in
             value=mean(one.reward for one in chain.trained) / mean(one.reward for one in long_job.trained),
         ),
         Figure(
-            name=f"{name}: lengths trained, against one job, p",
-            value=compare_samples([one.length for one in chain.trained], [one.length for one in long_job.trained]),
-            unit="",
-            bar=BAR_P,
+            name=f"{name}: mean length, off that of one job by",
+            value=abs(length - 1),
+            unit="share",
+            bar=BAR_BIAS,
+            better="lower",
         ),
         Figure(
-            name=f"{name}: lengths trained, against started, p",
-            value=compare_samples([one.length for one in chain.trained], [one.length for one in chain.started]),
+            name=f"{name}: lengths trained, against one job, p",
+            value=compare_samples([one.length for one in chain.trained], [one.length for one in long_job.trained]),
             unit="",
             bar=BAR_P,
         ),

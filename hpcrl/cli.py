@@ -144,9 +144,9 @@ def _run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _show_dag(recipe: "Recipe", *, how: str) -> None:
-    from hpcrl.config.pipeline import RENDERERS, add_judges, make_pipeline
+    from hpcrl.config.pipeline import RENDERERS, make_running_pipeline
 
-    _print_line(RENDERERS[how](add_judges(make_pipeline(recipe.train), recipe)))
+    _print_line(RENDERERS[how](make_running_pipeline(recipe)))
 
 
 def _run_submit(arguments: argparse.Namespace) -> int:
@@ -337,6 +337,8 @@ def _show_plan(plan: "Plan", script: str) -> None:
         each = (str(role.num_workers), gpus, str(role.cpus_per_worker), f"{role.mem_gib_per_worker:g}")
         table.add_row(role.role, *where, *each)
     console.print(table)
+    for line in plan.train_memory.describe() if plan.train_memory is not None else ():
+        console.print(f"memory    {line}", soft_wrap=True)
     for size in plan.sizes:
         console.print(f"sizes     {size}", soft_wrap=True)
     for fallback in plan.fallbacks:

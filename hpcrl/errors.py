@@ -13,7 +13,8 @@
     │   ├── EngineRequestError  no engine can serve the request: it is not sent again
     │   └── EngineAnswerError   the response of the engine is not valid
     ├── EnvFault          the environment's infrastructure failed: retried, never scored
-    │   └── PolicyFailure  what the policy did made its episode fail: an outcome with a reward
+    │   ├── PolicyFailure  what the policy did made its episode fail: an outcome with a reward
+    │   └── TemplateLimitError  the chat template takes too long, or renders too much
     ├── RewardError       the process that computes rewards ended
     └── TrainError        training cannot continue
 
@@ -81,6 +82,10 @@ class PolicyFailure(EnvFault):
     def __init__(self, outcome: str, message: str) -> None:
         super().__init__(message)
         self.outcome = outcome
+
+
+class TemplateLimitError(EnvFault):
+    """The chat template takes too long for a conversation, or renders too much."""
 
 
 class RewardError(HpcrlError):

@@ -79,6 +79,11 @@ class ChainOutcome:
     """The virtual time of the last job."""
     num_killed: int
 
+    @property
+    def dropped(self) -> list[PlayedEpisode]:
+        """Those of `started` that were not trained on."""
+        return list((Counter(self.started) - Counter(self.trained)).elements())
+
     def count_groups(self, group_size: int) -> Counter[int]:
         """Count how often each task was trained on."""
         return Counter(

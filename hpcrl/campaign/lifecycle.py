@@ -7,7 +7,7 @@ preview_script, dry_run, submit                 before and at submission
 resume, stop_gracefully, stop_now               later
 final_summary                                   the text at the end
 read_submission, read_site                      recorded facts of a job and a campaign
-check_model                                     the part of check_request that is about the model
+check_model, check_lengths                      the parts of check_request about the model and a warm-up's data
 CHECK_TIMEOUT_S, MODEL_CHECK_TIMEOUT_S, STOP_TIMEOUT_S  limits of checking user code and model, of stopping a job
 POLL_INTERVAL_S                                 the time between looks at a job that ends
 """
@@ -244,13 +244,14 @@ def dry_run(request: CampaignRequest, *, show_note: Callable[[str], object] = st
 
 def check_plan(request: CampaignRequest) -> list[str]:
     """Check what submission checks, but for Slurm; return notes on what is not certain here."""
-    notes = [unchecked] if (unchecked := check_model(request)) else []
+    notes = [*_list_idle_parts(request.recipe), *([unchecked] if (unchecked := check_model(request)) else [])]
     if request.site.scheduler == "slurm" and not slurm.has_slurm():
         why = f"this machine has no Slurm, so it is not a login node of {request.site.name}"
         return [*notes, f"the files and the code that the recipe names are not checked: {why}"]
     for name, domain in request.recipe.domains.items():
         if domain.task_set is not None:
             check_task_set(domain.task_set, domain=name, only_held_out=domain.held_out)
+    notes += [] if unchecked else check_lengths(request)
     try:
         return notes + _check_user_code(request)
     except PythonMissing as error:
@@ -267,7 +268,7 @@ def check_request(request: CampaignRequest) -> list[str]:
         slurm.make_site_environment(request.site)
     if unchecked := check_model(request):
         raise ConfigError(unchecked)
-    return _check_user_code(request)
+    return [*_list_idle_parts(request.recipe), *check_lengths(request), *_check_user_code(request)]
 
 
 class PythonMissing(ConfigError):
@@ -299,6 +300,35 @@ def check_model(request: CampaignRequest) -> str:
         lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["its check ended without a message"]
         raise ConfigError(f"recipe {request.recipe.name!r}: {message or lines[-1]}")
     return ""
+
+
+def _list_idle_parts(recipe: Recipe) -> list[str]:
+    """Return a note on what has no effect where every step is one of the warm-up, though there are domains."""
+    if not recipe.domains or recipe.has_rollouts:
+        return []
+    return [
+        f"train.num_steps = {recipe.train.num_steps} are all of the warm-up: [domains], [rollout] and train.pipeline "
+        "have no effect until it is more than warmup.steps"
+    ]
+
+
+def check_lengths(request: CampaignRequest) -> list[str]:
+    """Count the warm-up's conversations that are too long, and return notes; raise ConfigError if all are."""
+    warmup = request.recipe.warmup
+    if warmup is None or any(is_directory(Path(path)) for path in warmup.paths):
+        return []  # the trajectories of a campaign were within the context of its model
+    command = [choose_python(request.site), "-m", "hpcrl.roles.warmup_check"]
+    try:
+        completed = _run_check(command, request, timeout_s=CHECK_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"warmup.path: the lengths of its conversations are not checked: {error}"]
+    text = " ".join(completed.stdout.decode(errors="replace").splitlines())
+    if completed.returncode == EXIT_USAGE:
+        raise ConfigError(f"recipe {request.recipe.name!r}: {text}")
+    if completed.returncode:
+        last = completed.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        return [f"warmup.path: the lengths of its conversations are not checked: {last}"]
+    return [text] if text else []
 
 
 def _list_model_paths(recipe: Recipe) -> dict[str, str]:
@@ -598,7 +628,7 @@ def _make_job_dir(campaign: CampaignDir, number: int) -> JobDir:
 
 
 def _write_description(campaign: CampaignDir, request: CampaignRequest) -> None:
-    """Write the resolved recipe, site and plan; campaign.json is written last and marks a complete campaign."""
+    """Write the recipe, the site and the plan; campaign.json is written last and marks a complete campaign."""
     for folder in _campaign_folders(campaign):
         make_private_dir(folder)
     for path, value in ((campaign.recipe, request.recipe), (campaign.site, request.site)):

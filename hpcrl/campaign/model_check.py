@@ -7,10 +7,14 @@
 It is a separate process with limits on time and memory, since a chat template is a program that may run without end.
 """
 
+import ast
 import contextlib
 import resource
 import sys
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +25,7 @@ from hpcrl.config.recipe import DomainConfig, EngineConfig, JudgeConfig, ModelCo
 from hpcrl.config.toml import suggest_name
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError, HpcrlError
+from hpcrl.system.files import read_json
 
 if TYPE_CHECKING:
     from hpcrl.models.model_config import ModelDescription
@@ -29,6 +34,8 @@ MISSING_PACKAGE = 3
 MAX_MEMORY_BYTES = 4 << 30
 SET_VARIABLES = ("messages", "tools", "add_generation_prompt")
 """The variables of chat templates that no recipe sets."""
+CAUSAL_KINDS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+"""The table of transformers with the architecture of each `model_type`."""
 GENERATING_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 """The ends of the names of architectures that generate text."""
 
@@ -144,6 +151,7 @@ def _check_further_model(recipe: Recipe, setting: str, path: Path) -> None:
     _check_same_tokens(what, read_vocabulary(path), own, taught)
     if setting.startswith("judge."):
         return  # its engines give the log-probs of sampled tokens alone
+    _check_loading(setting, path)
     policy = recipe.model.path
     size = description.vocabulary_size
     wanted = len(taught) if policy is None else _read_config("model.path", Path(policy)).vocabulary_size
@@ -251,6 +259,42 @@ def _may_be_program(domain: DomainConfig) -> bool:
         return True
 
 
+def _check_loading(setting: str, path: Path) -> None:
+    """Check that transformers loads the model as a causal language model, from weights that can be trained."""
+    from hpcrl.models.model_config import QUANTISED_ADVICE
+
+    config = read_json(path / "config.json")
+    if config.get("quantization_config"):
+        method = dict(config["quantization_config"]).get("quant_method", "unknown")
+        raise ConfigError(
+            f"{setting} = {str(path)!r} has quantised weights (quantization_config in its config.json: {method}): "
+            f"{QUANTISED_ADVICE}"
+        )
+    kind, known = config.get("model_type"), _list_causal_kinds()
+    if known and kind not in known:
+        raise ConfigError(
+            f"{setting} = {str(path)!r} has model_type = {kind!r}, which transformers {version('transformers')} does "
+            "not load as a causal language model: save its language model alone, or choose another"
+        )
+
+
+@cache
+def _list_causal_kinds() -> frozenset[str]:
+    """List the values of `model_type` that transformers loads as a causal language model.
+
+    They are read from its source: the module itself imports torch. Without the source all are accepted.
+    """
+    found = find_spec("transformers")
+    source = Path(found.origin or "").parent / "models" / "auto" / "modeling_auto.py" if found else Path()
+    if not source.is_file():
+        return frozenset()
+    for statement in ast.parse(source.read_text()).body:
+        if ast.unparse(statement).startswith(CAUSAL_KINDS):
+            pairs = [node.elts for node in ast.walk(statement) if isinstance(node, ast.Tuple)]
+            return frozenset(str(ast.literal_eval(kind)) for kind, *_ in pairs)
+    return frozenset()
+
+
 def _check_architecture(recipe: Recipe, fields: dict[str, Any]) -> None:
     names = fields.get("architectures") or []
     if names and not any(str(name).endswith(GENERATING_MODELS) for name in names):
@@ -258,6 +302,7 @@ def _check_architecture(recipe: Recipe, fields: dict[str, Any]) -> None:
             f"model.path = {recipe.model.path!r} is a {', '.join(map(str, names))}, which generates no text: choose a "
             f"model whose architecture ends in {' or '.join(GENERATING_MODELS)}"
         )
+    _check_loading("model.path", Path(recipe.model.path or ""))
     if recipe.train.trainer != "megatron":
         return
     from hpcrl.trainers.megatron.weight_names import check_parallelism, read_model_dims

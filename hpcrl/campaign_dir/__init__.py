@@ -1,6 +1,7 @@
 """The files that the processes of a campaign share.
 
 paths      the path of every file of a campaign and of a job
+train_progress  the progress of the trainer, for the driver
 workers    the identity and place of a worker
 endpoints  the engine workers that serve now
 event_log  append and read events as JSON lines

@@ -346,6 +346,7 @@ if TYPE_CHECKING:
         "env-loop",
         "env-paused",
         "evaluation",
+        "groups",
         "judge",
         "metrics",
         "node",

@@ -10,9 +10,10 @@ Files below a directory of one owner (a version in weights/, a segment in spools
 
 CAMPAIGN/
     campaign.json: name, site, created; written once, last; a directory without it is not a campaign
-    recipe.json, site.json, plan.json: the request, resolved
+    recipe.json, site.json, plan.json: the request with all its settings, and the numbers chosen for it
     stop: present when the campaign has been asked to stop
     settled.json: progress of the trainer, which limits how far env workers may be ahead
+    train-progress.json: progress of the trainer in its present job, by which the driver finds a stall
     switched-roles.json: workers that do the other role's work for now
     jobs/000/: one Slurm job (or local run)
         job.sh: its script, unless submitit made one under its id (ID_submission.sh)
@@ -30,7 +31,7 @@ CAMPAIGN/
     judges/NAME/: endpoints/ of a judge's engines, as above, and its model/ if that is tiny
     model/: architecture and tokenizer, in the format of transformers
     tasks/: the rows of each domain's task set, and where each row is
-    warmup/: the conversations of the warm-up, and the number of its steps that are made
+    warmup/: the conversations of the warm-up
     env-workers/: what env workers keep from one job to the next
         0-tasks.jsonl: the tasks that env worker 0 has drawn, and those whose groups are not durable yet
         0-hold.json: the version up to which training may go without making these too old
@@ -141,9 +142,9 @@ class CampaignDir:
         return self.root / "warmup"
 
     @property
-    def warmup_progress(self) -> Path:
-        """The number of warm-up steps that the trainer has made in its present job."""
-        return self.warmup / "steps"
+    def train_progress(self) -> Path:
+        """The progress of the trainer in its present job, by which the driver finds a stall."""
+        return self.root / "train-progress.json"
 
     def journal(self, env_index: int) -> Path:
         """Return the file of the tasks of env worker `env_index`, whatever job it runs in."""

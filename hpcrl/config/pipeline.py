@@ -3,6 +3,7 @@
     DagNode                                        a function, the nodes whose results it takes, its output, its role
     Pipeline, NodeOutput, NodeStage                types
     make_pipeline                                  the built-in pipeline of a recipe's [train], with the user's nodes
+    make_running_pipeline                          that which runs, which may only imitate, for people
     add_judges                                     the same with the models that rewards and environments call
     make_standard_nodes, make_nodes_for            the built-in nodes
     find_result_kinds, list_built_in_names         results that a user's node can take, and names of built-in nodes
@@ -25,12 +26,13 @@ Nodes have the data parallelism of the trainer, unless a node with a model has i
 before it then re-shards the batches (`hpcrl/trainers/spread_model.py`), and only then.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, NodeRole, PipelineNode, Recipe, TrainConfig
+from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, NodeRole, PipelineNode, Recipe, TrainConfig, make_warmup_settings
+from hpcrl.config.toml import suggest_name
 
 NodeOutput = Literal["step", "shares", "rows", "batches", "tokens", "loss", "weights"]
 """The result of a node: of the whole step; which rank trains what; a rank's rows; the same as tensors; a number for
@@ -171,6 +173,19 @@ def make_pipeline(train: TrainConfig) -> dict[str, DagNode]:
     return nodes | {name: _make_user_node(declared, kinds.get(name)) for name, declared in user_nodes.items()}
 
 
+def make_running_pipeline(recipe: Recipe) -> dict[str, DagNode]:
+    """Return the pipeline that a recipe runs: with its judges, or that of imitation where no episode is played."""
+    if recipe.warmup is None or recipe.has_rollouts:
+        return add_judges(make_pipeline(recipe.train), recipe)
+    data = DagNode(function="hpcrl.roles.warmup:WarmupData", inputs=[], role="policy", output="step")
+    nodes = {"conversations": data}
+    for name, node in make_pipeline(make_warmup_settings(recipe.train, recipe.warmup)).items():
+        if node.role in TRAINER_ROLES:
+            inputs = ["conversations" if source == "score" else source for source in node.inputs]
+            nodes[name] = msgspec.structs.replace(node, inputs=inputs)
+    return nodes
+
+
 def add_judges(pipeline: Pipeline, recipe: Recipe) -> dict[str, DagNode]:
     """Add the judges that domains, or a teacher's part in the score, call while episodes are played and scored."""
     nodes = dict(pipeline)
@@ -247,9 +262,46 @@ def check_user_nodes(train: TrainConfig) -> list[str]:
     found: list[str] = []
     for name, declared in train.pipeline.items():
         check = _check_built_in_node if name in make_nodes_for(train) else _check_user_node
-        found += [f"train.pipeline.{name}: {wrong}" for wrong in check(name, declared, pipeline, kinds)]
+        unknown = list(_find_unknown_inputs(name, declared, train, kinds, names=pipeline))
+        problems = unknown or list(check(name, declared, pipeline, kinds))
+        if problems and name not in make_nodes_for(train) and (absent := _explain_absent_node(name, train)):
+            problems = [absent]
+        found += [f"train.pipeline.{name}: {wrong}" for wrong in problems]
     found += _find_idle_settings(train, pipeline)
     return found or find_problems(pipeline)
+
+
+def _find_unknown_inputs(
+    name: str, declared: PipelineNode, train: TrainConfig, kinds: Mapping[str, NodeOutput], *, names: Collection[str]
+) -> Iterator[str]:
+    """Yield the inputs that are not among the names of nodes, with those that this node can take."""
+    wanted: Collection[NodeOutput] = STAGES
+    if name in _CHANGEABLE_INPUTS:
+        wanted = (_CHANGEABLE_INPUTS[name][0],)
+    elif name == "loss" or name in _TOKEN_NODES:
+        wanted = ("batches", "tokens")
+    elif name in _BUILT_IN_NODES:
+        return  # its inputs are fixed
+    for source in declared.inputs:
+        if source in names or source in SPOOL_SOURCES:
+            continue
+        known = sorted(one for one, kind in kinds.items() if kind in wanted and one not in (name, *declared.inputs))
+        why = _explain_absent_node(source, train)
+        hint = f"{suggest_name(source, known)}it can take {', '.join(known) or 'nothing else'}"
+        yield f"it takes {source!r}, which is not a node here: {why or hint}"
+
+
+def _explain_absent_node(name: str, train: TrainConfig) -> str | None:
+    """Return why a built-in node is not in this pipeline, with a fix; None for other names."""
+    match name:
+        case "advantage" | "rewards":
+            other = "rewards" if name == "advantage" else "advantage"
+            return f'with train.advantage = "{train.advantage}" the node is called `{other}`'
+        case "reference":
+            return 'there is a reference only with a KL: set train.kl = "k1", "k2" or "k3"'
+        case "values" | "update-critic":
+            return 'there are values only with a critic: set train.advantage = "gae"'
+    return None
 
 
 _SETTINGS_OF_NODES = {

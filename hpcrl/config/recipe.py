@@ -362,6 +362,9 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """With trainer "megatron": ranks that share the layers in order."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the forward and backward pass; weights and optimizer are float32."""
+    recompute: Literal["auto"] | bool = "auto"
+    """With trainer "torch": layers keep only their inputs for the gradient, and compute the rest again; auto: where the
+    plan finds that the micro-batches do not fit otherwise, and with sharding = "full" where it knows no sizes."""
     learning_rate: Annotated[float, Meta(gt=0)]
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The decay of the learning rate from the end of the warm-up to the last step."""
@@ -417,6 +420,9 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     kl_in: Literal["loss", "reward"] = "loss"
     """A term of the loss (k2, k3), or a cost in each token's reward (k1)."""
     kl_coef: Annotated[float, Meta(ge=0)] = 0.001
+    kl_gamma: Share = 0.0
+    """With kl_in "reward": the discount of what later tokens of the row cost. 0: each token has its own cost alone; 1:
+    the costs of the rest of the row, whose noise grows with its length."""
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
@@ -480,6 +486,11 @@ class WarmupConfig(ConfigTable, frozen=True, kw_only=True):
     """The learning rate of these steps in place of `train.learning_rate`."""
     shuffle: bool = True
     """Another order in each epoch, by the recipe's seed; false: the order of the file."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The files or campaigns of `path`."""
+        return [self.path] if isinstance(self.path, str) else self.path
 
 
 class TeacherConfig(ConfigTable, frozen=True, kw_only=True):
@@ -645,6 +656,12 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
     job: JobConfig = JobConfig()
 
     @property
+    def max_context(self) -> int | None:
+        """The tokens that a conversation may have, with its answers; None if only the model's files say so."""
+        tiny = self.model.tiny
+        return self.engine.max_model_len or (tiny.context_length if tiny else None)
+
+    @property
     def further_models(self) -> dict[str, str]:
         """The model directories that must have the tokens of the policy, by their settings."""
         found = {f"train.pipeline.{name}.model": node.model for name, node in self.train.pipeline.items() if node.model}
@@ -736,6 +753,27 @@ def fill_warmup_steps(recipe: Recipe, warmup: WarmupConfig, *, num_conversations
         recipe,
         warmup=msgspec.structs.replace(warmup, steps=steps, epochs=0),
         train=msgspec.structs.replace(recipe.train, num_steps=recipe.train.num_steps or steps),
+    )
+
+
+def make_warmup_settings(train: TrainConfig, warmup: WarmupConfig) -> TrainConfig:
+    """Return the settings of warm-up steps: one optimizer step on the cross-entropy of every answer's tokens."""
+    return msgspec.structs.replace(
+        train,
+        advantage="sft",
+        aggregation="token",
+        proximal="recomputed",
+        correction="none",
+        flat_groups="keep",
+        kl="none",
+        entropy_coef=0.0,
+        num_minibatches=1,
+        epochs=1,
+        reward_scale="none",
+        response_budget={},
+        overlong="keep",
+        pipeline={},
+        learning_rate=warmup.learning_rate or train.learning_rate,
     )
 
 

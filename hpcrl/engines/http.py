@@ -269,8 +269,11 @@ class RemoteEngine:
         return self._decode_answer(answer, kind=kind, url=url)
 
     def _make_error(self, url: str, status: int, answer: bytes) -> EngineError:
-        kinds = {STATUS_FULL: EngineRefusedError, 429: EngineRefusedError, STATUS_UNFIT: EngineRequestError}
-        why = f"worker {self.endpoint.worker} at {url} answered {status}: {_read_error(answer).error}"
+        kinds = {STATUS_FULL: EngineRefusedError, 429: EngineRefusedError}
+        why = _read_error(answer).error
+        if status == STATUS_UNFIT:  # it is the request's fault, whichever worker answers, and programs read this
+            return EngineRequestError(why)
+        why = f"worker {self.endpoint.worker} at {url} answered {status}: {why}"
         return kinds.get(status, EngineError)(why)
 
     def _decode_answer(self, answer: bytes, *, kind: type[T], url: str) -> T:

@@ -17,6 +17,7 @@ repair          fix a Python function with a tool
 judge           a reward from a language model
 judge_access    how user code calls the judges of its campaign
 gymnasium_text  FrozenLake, Taxi and Blackjack as text
+gymnasium_env   any environment of Gymnasium, by its id
 gem             GEM
 openenv         OpenEnv
 reasoning_gym   Reasoning Gym

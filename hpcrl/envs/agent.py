@@ -595,7 +595,8 @@ def _describe_end(result: ProgramResult, name: str) -> str:
     """Return how a stage failed; "" if it did not."""
     if result.exit_code == 0:
         return ""
-    return f"the {name} {describe_end(result.exit_code)}: {' '.join(result.errors.split())[-300:]}"
+    errors = " ".join(result.errors.split())[-300:]
+    return f"the {name} {describe_end(result.exit_code)}{errors and f': {errors}'}"
 
 
 @cache

@@ -82,7 +82,7 @@ def _check_reward(domain: DomainConfig, *, what: str) -> None:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a function of C
         return
-    _check_kind(function, f"{what} = {domain.reward!r}")
+    _check_kind(function, f"{what} = {domain.reward!r}", result="reward")
     text = "texts" if list(parameters)[:1] == ["trajectories"] else "text"
     more = {name: None for name in ("judges", text) if name in parameters}
     if not accepts(function, None, **{**domain.reward_options, **more}):
@@ -98,13 +98,19 @@ def _check_reward(domain: DomainConfig, *, what: str) -> None:
         )
 
 
-def _check_kind(function: Callable[..., Any], what: str) -> None:
-    """Refuse what can be called, and never returns a reward."""
+def _check_kind(function: Callable[..., Any], what: str, *, result: str) -> None:
+    """Refuse what can be called, and never returns a result."""
     if inspect.isclass(function):
-        raise ConfigError(f"{what} is a class, whose call makes an object and no reward: name a function, or an object")
-    called = (function, type(function).__call__)
-    if any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in called):
-        raise ConfigError(f"{what} is a generator, which returns no reward: use `return` in place of `yield`")
+        raise ConfigError(
+            f"{what} is a class, whose call makes an object and no {result}: name a function, or an object"
+        )
+    if _is_any(function, inspect.isgeneratorfunction) or _is_any(function, inspect.isasyncgenfunction):
+        raise ConfigError(f"{what} is a generator, which returns no {result}: use `return` in place of `yield`")
+
+
+def _is_any(function: Callable[..., Any], is_kind: Callable[[Any], bool]) -> bool:
+    """Return whether a function, or the method by which an object is called, is of a kind."""
+    return is_kind(function) or is_kind(type(function).__call__)
 
 
 def _run_check(subject: str, check: Callable[[], list[str] | None]) -> list[str]:
@@ -258,8 +264,9 @@ def _check_function(name: str, node: PipelineNode, train: TrainConfig) -> None:
     function = load_code(node.function or "", what=what)
     if not callable(function):
         raise ConfigError(f"{what} = {node.function!r} is not a function")
-    if inspect.iscoroutinefunction(function):
+    if _is_any(function, inspect.iscoroutinefunction):
         raise ConfigError(f"{what} = {node.function!r} is async, and the trainer awaits nothing: remove `async`")
+    _check_kind(function, f"{what} = {node.function!r}", result="result")
     if (names := _list_arguments(name, node, train)) is not None:
         _check_signature(name, function, node, names)
 

@@ -3,6 +3,7 @@
     import_task_set   copy the rows of a domain's files; refuse what is not a row
     check_task_set    only refuse, without copying
     import_conversations, check_conversations    the same for the conversations of a warm-up, and only the check
+    iterate_conversations    these, one after the other
     ImitationModel    what a campaign whose trajectories are imitated is read for
     TaskRows          the rows of one split of a domain, on disk
     TaskSplit         "train" or "held-out"
@@ -140,7 +141,7 @@ class ImitationModel:
 
 def import_conversations(warmup: WarmupConfig, *, directory: Path, model: ImitationModel | None = None) -> None:
     """Copy the conversations of a warm-up's files to `directory`; raises ConfigError for a row that is not one."""
-    rows = _iterate_conversations(warmup, model)
+    rows = iterate_conversations(warmup, model)
     with (directory / f"{WARMUP_ROWS}.jsonl").open("xb") as out:
         places = _copy_rows(rows, out, first=0, end=None)
         out.flush()
@@ -150,11 +151,12 @@ def import_conversations(warmup: WarmupConfig, *, directory: Path, model: Imitat
 
 def check_conversations(warmup: WarmupConfig, *, model: ImitationModel | None = None) -> int:
     """Return the number of conversations in a warm-up's files; raises ConfigError for a row that is not one."""
-    return sum(1 for _ in _iterate_conversations(warmup, model))
+    return sum(1 for _ in iterate_conversations(warmup, model))
 
 
-def _iterate_conversations(warmup: WarmupConfig, model: ImitationModel | None) -> Iterator[bytes]:
-    paths = [warmup.path] if isinstance(warmup.path, str) else warmup.path
+def iterate_conversations(warmup: WarmupConfig, model: ImitationModel | None = None) -> Iterator[bytes]:
+    """Yield the conversations of a warm-up as lines of JSON; raises ConfigError for a row that is not one."""
+    paths = warmup.paths
     if warmup.min_reward is not None and not any(Path(path).is_dir() for path in paths):
         raise ConfigError(
             f"warmup.min_reward = {warmup.min_reward:g} is for the trajectories of a campaign, and warmup.path names "
@@ -276,7 +278,8 @@ def _iterate_files(
 def _iterate_lines(path: str, what: str, check: Callable[[dict[str, Any]], object]) -> Iterator[bytes]:
     """Yield the lines that have a row; raises ConfigError for a line that is not a JSON object."""
     if not path.endswith(DATA_SUFFIXES):
-        raise ConfigError(f"{what} = {path!r}: the name must end in .jsonl (a JSON object a line) or .parquet")
+        known = ".jsonl or .ndjson (a JSON object a line), or .parquet"
+        raise ConfigError(f"{what} = {path!r}: the name must end in {known}")
     with Path(path).open("rb") as lines:
         number = 0
         while line := lines.readline(MAX_ROW_BYTES + 1):

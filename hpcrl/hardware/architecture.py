@@ -65,9 +65,9 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Of queries and keys."""
+    """The size of a query and of a key, per head."""
     value_dim: int
-    """Of values, per head."""
+    """The size of a value, per head."""
     query_rank: int = 0
     """With compressed attention (MLA): the size of a compressed query; 0: queries are not compressed."""
     kv_rank: int = 0

@@ -30,6 +30,7 @@ from hpcrl.campaign_dir.events import (
     WorkerRestarted,
 )
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
@@ -120,7 +121,7 @@ class JobDriver:
         """Read what was submitted; remove requests left by an earlier, requeued run of this job."""
         campaign, job = place.campaign, place.job
         make_private_dir(job.parsl)
-        for path in (job.drain, job.end, job.outcome, job.dump_stacks):
+        for path in (job.drain, job.end, job.outcome, job.dump_stacks, campaign.train_progress):
             remove_path(path)
         events = EventLog.open(campaign, "driver", job=job.number, role="driver", node=place.node)
         return cls(
@@ -207,6 +208,7 @@ class JobDriver:
         self.weight_plane.tend()
         self.reporter.keep_running()
         if trainer_code is not None:
+            self._refuse_restart()
             self._worker_failed("train-0", f"exit code {trainer_code}: {read_last_line(self.job.log('train-0'))}")
             runtime.start_trainer()
         for role, node in runtime.replace_lost_blocks():
@@ -222,6 +224,11 @@ class JobDriver:
                 error = worker.future.exception()
                 self._worker_failed(f"{worker.role}-{worker.index}", str(error) if error else "it ended by itself")
                 worker.future = runtime.start_worker(worker.role, worker.index)
+
+    def _refuse_restart(self) -> None:
+        """Raise what ended the trainer if it would only fail again."""
+        if failure := read_train_progress(self.campaign.train_progress).failure:
+            raise HpcrlError(failure)
 
     def _worker_failed(self, name: str, reason: str) -> None:
         self.events.emit(WorkerFailed(of=name, reason=reason))
@@ -261,17 +268,22 @@ class JobDriver:
 
     def _check_progress(self, detector: "StallDetector") -> None:
         """If nothing changes for too long, dump all stacks to the logs and raise: nodes are never held idle."""
-        progress = self.campaign.warmup_progress
-        warmed_up = progress.read_text() if progress.exists() else ""
-        seen = (self.scoring.num_segments(), versions.find_newest_version(self.campaign.weights), warmed_up)
-        if not detector.has_stalled(seen):
+        progress = read_train_progress(self.campaign.train_progress)
+        is_idle = progress.is_idle(groups_per_step=self.recipe.train.groups_per_step)
+        trained = (progress.num_warmup_steps, progress.num_ready_groups)
+        segments = None if is_idle else self.scoring.num_segments()
+        if not detector.has_stalled((segments, versions.find_newest_version(self.campaign.weights), trained)):
             return
+        stalled = f"no progress for {detector.timeout_s / 60:g} min (job.stall_timeout_min)"
+        if is_idle and progress.is_waiting_for_others:
+            detector.last = None
+            self.events.emit(FaultReported(what="groups", detail=f"{stalled}: {progress.describe_waste()}"))
+            return
+        if is_idle:
+            raise HpcrlError(f"{stalled}: {progress.describe_waste()}")
         publish_file(self.job.dump_stacks, "")
         time.sleep(CLOSE_GRACE_S)
-        raise HpcrlError(
-            f"no progress for {detector.timeout_s / 60:g} min (job.stall_timeout_min): "
-            f"the stacks of every worker are at the end of its log in {self.job.logs}"
-        )
+        raise HpcrlError(f"{stalled}: the stacks of every worker are at the end of its log in {self.job.logs}")
 
 
 if __name__ == "__main__":

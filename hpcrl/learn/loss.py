@@ -16,7 +16,8 @@
     gather_logprobs             log-probs of the generated tokens
     compute_entropies           entropies from log-probs
     sum_by_row, average_by_row  sums and means over rows, at every token
-    sum_to_go                   sums over the rest of a row, from every token on
+    sum_to_go                   discounted sums over the rest of a row, from every token on
+    count_positions             the number of each token in its row
 
 Legend: N model tokens of a micro-batch, R its rows, V vocabulary
 
@@ -295,11 +296,12 @@ def estimate_kl(logprobs_N: Tensor, reference_N: Tensor, *, estimator: str) -> T
 def compute_kl_costs(started_N: Tensor, reference_N: Tensor, rows_N: Tensor, *, train: TrainConfig) -> Tensor:
     """Compute what the KL costs each token: k1 from the policy at the start of the step, times its coefficient.
 
-    A critic gets each token's own cost. Else a token's cost is that of the rest of its row, from itself on: the
-    gradient of the expected sum is then exactly that of KL(current || reference) over whole sequences.
+    A critic gets each token's own cost. Else a later token of its row counts, `train.kl_gamma` for each token between.
+    With 1 the gradient is exactly that of KL(current || reference) over whole sequences, with 0 that of the KL of
+    single tokens in the states that the policy visits.
     """
     costs_N = train.kl_coef * _clamp_log_ratio(started_N - reference_N)
-    return costs_N if train.advantage == "gae" else sum_to_go(costs_N, rows_N)
+    return costs_N if train.advantage == "gae" else sum_to_go(costs_N, rows_N, gamma=train.kl_gamma)
 
 
 def compute_value_loss(
@@ -339,11 +341,25 @@ def sum_by_row(values_N: Tensor, rows_N: Tensor) -> Tensor:
     return sums_R[rows_N]
 
 
-def sum_to_go(values_N: Tensor, rows_N: Tensor) -> Tensor:
-    """Return the sum from each token to the end of its row; the tokens of a row follow one another."""
-    sums_N = values_N.double().cumsum(0)
-    ends_R = torch.bincount(rows_N).cumsum(0) - 1 if len(rows_N) else rows_N
-    return (sums_N[ends_R[rows_N]] - sums_N + values_N).to(values_N.dtype)
+def sum_to_go(values_N: Tensor, rows_N: Tensor, *, gamma: float) -> Tensor:
+    """Return the discounted sum from each token to the end of its row; the tokens of a row follow one another.
+
+    In each round a token's sum reaches twice as far, so that a row of thousands of tokens takes a dozen operations.
+    """
+    sums_N, reach, weight = values_N.double(), 1, gamma
+    while weight and reach < len(rows_N):
+        same_N = rows_N[reach:] == rows_N[:-reach]
+        later_N = weight * sums_N[reach:].where(same_N, 0.0)
+        sums_N = torch.cat([sums_N[:-reach] + later_N, sums_N[-reach:]])
+        reach, weight = 2 * reach, weight * weight
+    return sums_N.to(values_N.dtype)
+
+
+def count_positions(rows_N: Tensor) -> Tensor:
+    """Return the number of each token in its row, from 0; the tokens of a row follow one another."""
+    lengths_R = torch.bincount(rows_N)
+    starts_R = lengths_R.cumsum(0) - lengths_R
+    return torch.arange(len(rows_N), device=rows_N.device) - starts_R[rows_N]
 
 
 def average_by_row(values_N: Tensor, rows_N: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
     compute_from_hidden   log-probs and entropies, without the logits of all tokens at once, forward or backward
     HeadForm              what a model does with the product of the two before it is its logits
-    MAX_CHUNK_LOGITS      the most logits that exist at once
 
 The logits of 8,192 tokens of a vocabulary of 151,936 are 5 GB in float32, and a plain loss holds several copies. Here
 the logits of a chunk are computed, used and dropped, and for the gradient computed once more: the head's product runs
@@ -16,10 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hpcrl.hardware.train_memory import MAX_CHUNK_LOGITS
 from hpcrl.learn.loss import gather_logprobs, logprobs_and_entropy
-
-MAX_CHUNK_LOGITS = 1 << 25
-"""128 MiB in float32, 220 tokens of a vocabulary of 151,936: about what keeps a GPU's matrix units busy."""
 
 
 class HeadForm(NamedTuple):

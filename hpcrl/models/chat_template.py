@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import jinja2
 from tokenizers.decoders import DecodeStream
 
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, TemplateLimitError
+from hpcrl.models.jinja_template import render_template
 from hpcrl.models.message_form import (
     STUB_TEXT,
     STUB_THOUGHT,
@@ -164,7 +165,10 @@ class ChatTemplate:
         variables = {**self.mark_names, **self.kwargs, **(template_kwargs or {})}
         variables |= {"messages": self._guard_all(list(messages)), "tools": self._guard_all(tools) or None}
         try:
-            return self.compiled.render({**variables, "add_generation_prompt": opens_answer})
+            return render_template(self.compiled, {**variables, "add_generation_prompt": opens_answer})
+        except TemplateLimitError as error:
+            why = f"{self.source}: its chat template {error}: set model.chat_template to another"
+            raise TemplateLimitError(why) from error
         except Exception as error:  # a template is a program, and may raise anything
             raise ConfigError(
                 f"{self.source}: its chat template refuses this conversation: {describe_error(error)}"

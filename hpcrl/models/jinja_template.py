@@ -1,16 +1,23 @@
 """Compile chat templates as transformers does: a sandbox of Jinja with a few functions and tags of its dialect.
 
 compile_template    a template that renders messages, or ConfigError
+render_template     a rendering that ends, whatever the template does
+MAX_RENDER_S, MAX_RENDERED_CHARS, WATCH_INTERVAL_S  limits
 list_variables      the names of the variables that a template reads
 GenerationTag       a block that transformers has for training
 read_template_texts  the templates of a model directory, from any of the places where transformers saves them
 DEFAULT_TEMPLATE, TOOLS_TEMPLATE  the names of those without tools, and with tools if there is one
 """
 
+import ctypes
+import itertools
 import json
+import threading
+import time
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
@@ -18,10 +25,14 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, TemplateLimitError
 
 TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
 DEFAULT_TEMPLATE, TOOLS_TEMPLATE = "default", "tool_use"
+MAX_RENDER_S = 3.0
+"""The most CPU time of a rendering; a conversation of 200 turns takes some milliseconds."""
+MAX_RENDERED_CHARS = 1 << 26
+WATCH_INTERVAL_S = 0.5
 
 
 class GenerationTag(Extension):
@@ -44,6 +55,69 @@ def compile_template(template: str, *, source: Path) -> jinja2.Template:
     # A plain dict: it is copied for every rendering, and jinja's ChainMap is slow.
     compiled.globals = dict(compiled.globals)
     return compiled
+
+
+def render_template(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    """Render a template; TemplateLimitError if it takes too long: other episodes of the process wait meanwhile."""
+    global _watch
+    if _watch is None or not _watch.is_alive():  # a child of a fork has none
+        _watch = threading.Thread(target=_watch_renderings, name="templates", daemon=True)
+        _watch.start()
+    number, thread = next(_numbers), threading.get_ident()
+    clock = time.pthread_getcpuclockid(thread)
+    try:
+        _renderings[number] = _Rendering(thread, clock, time.clock_gettime(clock) + MAX_RENDER_S)
+        try:
+            rendered = template.render(variables)
+        except _RenderTimeout:
+            raise
+        except BaseException:
+            _end_rendering(number)
+            raise
+        _end_rendering(number)
+        return rendered
+    except _RenderTimeout:
+        raise TemplateLimitError(f"did not render a conversation in {MAX_RENDER_S:g} s") from None
+
+
+class _RenderTimeout(BaseException):
+    """A rendering took too long; no template and no filter catches this."""
+
+
+class _Rendering(NamedTuple):
+    """A rendering in progress."""
+
+    thread: int
+    clock: int
+    """The clock of the thread's CPU time."""
+    end: float
+    """The time of that clock at which it is stopped."""
+
+
+_numbers = itertools.count()
+_renderings: dict[int, _Rendering] = {}
+"""The renderings in progress; whoever takes one out, its own thread or the watch, ends it."""
+_watch: threading.Thread | None = None
+
+
+def _end_rendering(number: int) -> None:
+    if _renderings.pop(number, None) is None:
+        while True:  # the watch has taken it out, and its exception comes at any moment
+            time.sleep(0.01)
+
+
+def _watch_renderings() -> NoReturn:
+    """Raise an exception in each thread whose rendering takes too long."""
+    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    while True:
+        time.sleep(WATCH_INTERVAL_S)
+        for number, rendering in list(_renderings.items()):
+            try:
+                is_late = time.clock_gettime(rendering.clock) > rendering.end
+            except OSError:  # the thread has ended
+                continue
+            if is_late and _renderings.pop(number, None) is not None:
+                raise_in(ctypes.c_ulong(rendering.thread), ctypes.py_object(_RenderTimeout))
 
 
 def list_variables(template: str) -> list[str]:
@@ -77,8 +151,37 @@ def read_template_texts(model_dir: Path, settings: dict[str, Any]) -> dict[str, 
     return texts
 
 
+class _LimitedSandbox(ImmutableSandboxedEnvironment):
+    """A sandbox whose texts have a limit, however a template makes them longer."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        joined, num_chars = [], 0
+        for piece in pieces:
+            num_chars += len(piece)
+            _check_size(num_chars)
+            joined.append(piece)
+        return "".join(joined)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            for one, other in ((left, right), (right, left)):
+                if isinstance(one, int) and isinstance(other, str | list | tuple):
+                    _check_size(one * len(other))
+        elif isinstance(right, int):
+            _check_size(right)
+        return super().call_binop(context, operator, left, right)
+
+
+def _check_size(num_chars: int) -> None:
+    if num_chars > MAX_RENDERED_CHARS:
+        raise TemplateLimitError(f"renders a conversation to more than {MAX_RENDERED_CHARS >> 20} Mi characters")
+
+
 def _make_environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _LimitedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
     environment.globals |= {"raise_exception": _raise_template_error, "strftime_now": _format_now}

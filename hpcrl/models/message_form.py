@@ -57,7 +57,7 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True):
     """The form of messages that a chat template renders."""
 
     instructions: InstructionsPlace = "anywhere"
-    """Where a system message may stand: anywhere, only once and first, or as part of the first user message."""
+    """The place of a system message: anywhere, only once and first, or as part of the first user message."""
     has_developer: bool = False
     """True if the role developer is rendered; else it becomes a system message."""
     has_text_arguments: bool = False

@@ -7,21 +7,12 @@ learns in seconds. Any other character in a text becomes "?".
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config.recipe import TinyModel
 from hpcrl.errors import ConfigError
-from hpcrl.models.tiny_vocabulary import CHARACTERS, MARKS, make_tiny_vocabulary
+from hpcrl.models.tiny_vocabulary import CHARACTERS, CHAT_TEMPLATE, MARKS, make_tiny_tokenizer
 from hpcrl.system.files import staged_path, sync_file
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}<agent>{{ message['content'] }}<eos>"
-    "{% else %}<user>{{ message['content'] }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<agent>{% endif %}"
-)
 
 
 def make_tiny_model(directory: Path, spec: TinyModel, *, seed: int) -> None:
@@ -58,14 +49,9 @@ def _make_config(spec: TinyModel) -> Qwen2Config:
 
 
 def _make_tokenizer(spec: TinyModel) -> PreTrainedTokenizerFast:
-    """Make byte-level BPE without merges: transformers reads the tokenizer of any Qwen2 as byte-level BPE."""
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer = Tokenizer(models.BPE(make_tiny_vocabulary(), []))
-    tokenizer.normalizer = normalizers.Replace(Regex(r"[^\n -~]"), "?")
-    tokenizer.pre_tokenizer = byte_level
-    tokenizer.decoder = decoders.ByteLevel()
+    """Make the tokenizer that transformers saves."""
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=make_tiny_tokenizer(),
         pad_token="<pad>",
         unk_token="<pad>",  # not needed, but without it transformers adds its own
         eos_token="<eos>",

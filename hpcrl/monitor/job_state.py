@@ -132,7 +132,10 @@ def _explain_slurm_end(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
 
 
 ALIVE_WITHIN_S = 30.0
-"""Age of a heartbeat up to which a worker counts as alive; workers touch their event file every 5 s."""
+"""Age of a heartbeat up to which a worker counts as alive.
+
+Workers touch their event file every 2 s, and every 10 s while the job ends.
+"""
 
 T = TypeVar("T")
 

@@ -6,6 +6,7 @@ demand      the cores and memory that a role needs on a node
 partitions  the best partition for one role
 layout      the placement of all roles: hetjob, hetstep, local
 sizing      the number of workers where the recipe leaves it open
+trainer_memory  the memory of the trainer's GPUs and nodes
 programs    the programs of agents against the memory of their nodes
 components  het groups and sbatch flags of a finished layout
 """

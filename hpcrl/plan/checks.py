@@ -7,6 +7,8 @@ find_megatron_conflict   the first setting that trainer "megatron" does not supp
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from hpcrl.config.pipeline import check_user_nodes, needs_critic
 from hpcrl.config.program import AGENT_PROGRAM, reserves_place
 from hpcrl.config.recipe import (
@@ -19,8 +21,12 @@ from hpcrl.config.recipe import (
     EngineConfig,
     ModelConfig,
     Recipe,
+    RewardConfig,
     RoleName,
+    RolloutConfig,
+    RouterConfig,
     SimulatedEngineConfig,
+    SpoolConfig,
     TrainConfig,
     name_role_resources,
 )
@@ -38,6 +44,7 @@ DEFAULT_REWARD = DomainConfig(env="none:None").reward
 def check_recipe(recipe: Recipe) -> None:
     """Run every check that needs no site."""
     _check_resources(recipe)
+    _check_imitation(recipe)
     _check_rollout(recipe)
     _check_router(recipe)
     _check_engine(recipe)
@@ -148,6 +155,10 @@ _SETTING_USES: Mapping[str, _SettingUse] = {
         lambda train: train.correction.startswith("mask-"), "a train.correction that masks, such as mask-token"
     ),
     "kl_coef": _SettingUse(lambda train: train.kl != "none", 'train.kl = "k1", "k2" or "k3"'),
+    "kl_gamma": _SettingUse(
+        lambda train: train.has_kl_reward and train.advantage != "gae",
+        'train.kl_in = "reward", and another train.advantage than gae, whose discount is gamma',
+    ),
     "final_learning_rate": _SettingUse(
         lambda train: train.schedule != "constant", 'train.schedule = "linear" or "cosine"'
     ),
@@ -170,8 +181,7 @@ def _check_used_settings(train: TrainConfig) -> None:
 
 def _check_budgets(recipe: Recipe) -> None:
     """Check that an episode can reach the response budget that lowers its reward or leaves it out."""
-    train, tiny = recipe.train, recipe.model.tiny
-    longest = recipe.engine.max_model_len or (tiny.context_length if tiny else None)
+    train, longest = recipe.train, recipe.max_context
     if longest is None or train.overlong == "keep":
         return
     for name, budget in train.response_budget.items():
@@ -285,7 +295,7 @@ def _find_top_p_conflict(recipe: Recipe) -> str | None:
 
 def find_megatron_conflict(train: TrainConfig) -> str | None:
     """Return the first setting that trainer "megatron" does not support, with a fix; None if there is none."""
-    plain = {"sharding": "none", "rows": "padded", "lora_rank": 0}
+    plain: dict[str, Any] = {"sharding": "none", "rows": "padded", "lora_rank": 0, "recompute": "auto"}
     for name, known in plain.items():
         if (seen := getattr(train, name)) != known:
             return f'train.{name} = {seen!r} is not supported by trainer "megatron": set it to {known!r}'
@@ -391,6 +401,56 @@ def _check_tasks(recipe: Recipe) -> None:
             f"domains.{name}.tasks has no rows that only evaluations use: set held_out_rows or held_out_path, "
             "or leave the domain out of evaluation.domains"
         )
+
+
+_IMITATION_SETTINGS = frozenset(
+    {
+        *("num_steps", "groups_per_step", "trainer", "sharding", "tensor_parallel", "pipeline_parallel"),
+        *(
+            "learning_rate",
+            "schedule",
+            "final_learning_rate",
+            "warmup_steps",
+            "precision",
+            "recompute",
+            "rows",
+            "adam_betas",
+        ),
+        *("adam_eps", "max_grad_norm", "weight_decay", "tokens_per_micro_batch", "lora_rank", "lora_alpha"),
+        *("max_skipped_steps", "checkpoint_every_steps", "keep_checkpoints"),
+    }
+)
+"""The settings of [train] that act where every step is one of the warm-up, or that such a recipe is given."""
+
+
+def _check_imitation(recipe: Recipe) -> None:
+    """Check that a recipe without domains, which only imitates, sets nothing that is for episodes."""
+    if recipe.domains:
+        return
+    for setting, value in _list_idle_settings(recipe):
+        raise PlanError(
+            f"{setting}{value} cannot act: without [domains] every step is one of the warm-up, which only imitates: "
+            "remove it"
+        )
+
+
+def _list_idle_settings(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield what a recipe without domains sets for episodes alone, with its value."""
+    yield from ((f"train.pipeline.{name}", "") for name in recipe.train.pipeline)
+    yield from ((f"judge.{name}", "") for name in recipe.judge)
+    plain_train = TrainConfig(num_steps=0, groups_per_step=1, learning_rate=1.0)
+    tables: tuple[tuple[str, Struct, Struct], ...] = (
+        ("train", recipe.train, plain_train),
+        ("rollout", recipe.rollout, RolloutConfig(group_size=recipe.rollout.group_size)),
+        ("router", recipe.router, RouterConfig()),
+        ("reward", recipe.reward, RewardConfig()),
+        ("spool", recipe.spool, SpoolConfig()),
+    )
+    for table, given, plain in tables:
+        for name in given.__struct_fields__:
+            value = getattr(given, name)
+            if value != getattr(plain, name) and not (table == "train" and name in _IMITATION_SETTINGS):
+                yield f"{table}.{name}", f" = {value!r}"
 
 
 def _check_warmup(recipe: Recipe) -> None:

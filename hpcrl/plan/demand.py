@@ -3,15 +3,22 @@
 RoleDemand                   workers, and what is reserved beside them
 compute_role_demand          the demand of one role
 compute_node_needs           cores and GiB of one node
+make_rank_setup              what decides the memory of a rank of trainer "torch"
+estimate_trainer_node        the host memory of a node of that trainer
 MemoryNeed, list_memory_needs  the GiB that the models of a role's worker take
+FixedModel, list_fixed_models, advise_on_fixed_models  the models that the trainer only reads
+show_weights                 a number of weights, for messages
 DRIVER_CPUS, DRIVER_MEM_GIB  reserved for the driver
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from hpcrl.config.pipeline import list_fixed_nodes, needs_critic
+from hpcrl.config.pipeline import list_fixed_nodes
 from hpcrl.config.recipe import Recipe, RoleName, WorkerResources
 from hpcrl.hardware import memory_model
+from hpcrl.hardware.train_memory import NodeMemory, RankSetup, estimate_node_memory
 
 DRIVER_CPUS = 1
 DRIVER_MEM_GIB = 2.0
@@ -48,9 +55,38 @@ def compute_node_needs(role: RoleName, recipe: Recipe, *, workers_per_node: int)
     demand = compute_role_demand(role, recipe, one_machine=False)
     cpus = demand.reserved_cpus + workers_per_node * demand.resources.cpus_per_worker
     loads_weights = role != "env" and role not in recipe.judge_roles and recipe.has_rollouts
-    window_gib = memory_model.window_memory_gib(recipe.model.num_weights or 0) if loads_weights else 0.0
-    mem_gib = demand.reserved_mem_gib + window_gib + workers_per_node * demand.resources.mem_gib_per_worker
+    workers_gib = workers_per_node * demand.resources.mem_gib_per_worker
+    held = estimate_trainer_node(recipe, num_ranks=workers_per_node) if role == "train" else None
+    if held is not None:
+        workers_gib = max(workers_gib, (held.processes + held.snapshot) / memory_model.GIB)
+        window_gib = held.window / memory_model.GIB
+    else:
+        window_gib = memory_model.compute_window_bytes(recipe.model.num_weights or 0) / memory_model.GIB * loads_weights
+    mem_gib = demand.reserved_mem_gib + window_gib + workers_gib
     return cpus, int(-(-mem_gib // 1))
+
+
+def make_rank_setup(recipe: Recipe, *, has_recompute: bool) -> RankSetup:
+    """Return the settings that decide what a rank of trainer "torch" holds."""
+    train, num_ranks = recipe.train, recipe.resources.train.num_workers
+    return RankSetup(
+        num_ranks=num_ranks,
+        is_sharded=train.sharding == "full" and num_ranks > 1,
+        is_bf16=train.precision == "bf16",
+        has_recompute=has_recompute,
+        is_packed=train.rows == "packed",
+        lora_rank=train.lora_rank,
+    )
+
+
+def estimate_trainer_node(recipe: Recipe, *, num_ranks: int) -> NodeMemory | None:
+    """Estimate the host memory of a node with this many ranks of trainer "torch"; None without GPUs or sizes."""
+    shape = recipe.model.architecture
+    if shape is None or recipe.train.trainer != "torch" or not recipe.resources.train.gpus_per_worker:
+        return None
+    return estimate_node_memory(
+        shape, make_rank_setup(recipe, has_recompute=False), num_ranks=num_ranks, has_engines=recipe.has_rollouts
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,57 +102,62 @@ class MemoryNeed:
 
 
 def list_memory_needs(recipe: Recipe) -> list[MemoryNeed]:
-    """Return the needs of the roles with a model of known size."""
+    """Return the needs of the roles with a model of known size, but not of trainer "torch" (trainer_memory.py)."""
     found: list[MemoryNeed] = []
     engines: list[tuple[RoleName, int | None]] = [(role, recipe.model.num_weights) for role in ("prefill", "decode")]
     engines += zip(recipe.judge_roles, (judge.num_weights for judge in recipe.judge.values()), strict=True)
     for role, num_params in engines:
         if num_params is not None:
             gib = memory_model.engine_memory_gib(num_params)
-            found.append(MemoryNeed(role=role, gib=gib, what=f"{_show_weights(num_params)} weights"))
-    return [*found, *_list_trainer_needs(recipe)]
+            found.append(MemoryNeed(role=role, gib=gib, what=f"{show_weights(num_params)} weights"))
+    return [*found, *(_list_megatron_needs(recipe) if recipe.train.trainer == "megatron" else [])]
 
 
-def _list_trainer_needs(recipe: Recipe) -> list[MemoryNeed]:
-    """Return the need of a worker of the trainer: what trains, and the models that it only reads."""
-    train, policy = recipe.train, recipe.model.num_weights
-    num_workers = recipe.resources.train.num_workers
-    num_split = train.tensor_parallel * train.pipeline_parallel if train.trainer == "megatron" else 1
-    num_shards = num_workers if train.trainer == "torch" and train.sharding == "full" else num_split
-    gib, what = 0.0, []
-    if policy is not None:
-        whole = memory_model.train_memory_gib(policy, num_workers=num_shards)
-        frozen = memory_model.fixed_memory_gib(policy, num_shards=1)  # with adapters, which are small
-        gib = (frozen if train.lora_rank else whole) + whole * needs_critic(train)
-        what = [f"{_show_weights(policy)} weights"]
-    fixed: dict[str, str] = {}
-    for name, node in list_fixed_nodes(train).items():
+class FixedModel(NamedTuple):
+    """A model that the trainer only reads, such as a reference or a teacher."""
+
+    setting: str
+    """The setting that names it."""
+    num_params: int
+    is_whole: bool
+    """True if the ranks that have it have all of it, because its node has its own data-parallel degree."""
+
+
+def list_fixed_models(recipe: Recipe, *, num_shares: int) -> list[FixedModel]:
+    """Return those of known size; `num_shares` is the data-parallel degree of the trainer."""
+    found = []
+    for name, node in list_fixed_nodes(recipe.train).items():
         setting, num_params = f"train.pipeline.{name}.model", _find_node_size(recipe, name)
         if node.model is None:
             setting = "train.kl" if recipe.teacher is None else "teacher.path"
         if num_params is not None:
-            is_whole = node.data_parallel not in (None, num_workers // num_split)
-            each = memory_model.fixed_memory_gib(num_params, num_shards=1 if is_whole else num_split)
-            gib += each
-            fixed[setting] = f"{_show_weights(num_params)} of the model of {setting} ({each:.0f} GiB)"
-    if not gib:
-        return []
-    advice = _advise_trainer(recipe, list(fixed))
-    return [MemoryNeed(role="train", gib=gib, what=" and ".join([*what, *fixed.values()]), advice=advice)]
+            found.append(FixedModel(setting, num_params, node.data_parallel not in (None, num_shares)))
+    return found
 
 
-def _advise_trainer(recipe: Recipe, fixed: list[str]) -> str:
-    """Return how a rank of the trainer would need less memory; `fixed` are settings of models that it only reads."""
-    train, more = recipe.train, "raise resources.train.num_workers"
-    if train.trainer == "megatron":
-        found = [f"{more} and train.tensor_parallel"]
-    elif train.lora_rank:
-        found = ["choose a partition whose GPUs have more memory"]
-    else:
-        found = [f'set train.sharding = "full" and {more}' if train.sharding == "none" else more]
-        found += ['train.trainer = "megatron" with train.tensor_parallel, which splits all models'] * bool(fixed)
-    found += [f"a smaller model for {setting}" for setting in fixed if setting != "train.kl"]
-    return ", or ".join([*found, *["teacher.judge in place of teacher.path"] * ("teacher.path" in fixed)])
+def advise_on_fixed_models(models: Sequence[FixedModel]) -> list[str]:
+    """Return how the trainer would need less memory for models that it only reads."""
+    settings = list(dict.fromkeys(model.setting for model in models))
+    found = [f"a smaller model for {setting}" for setting in settings if setting != "train.kl"]
+    return [*found, *["teacher.judge in place of teacher.path"] * ("teacher.path" in settings)]
+
+
+def _list_megatron_needs(recipe: Recipe) -> list[MemoryNeed]:
+    """Return the need of a rank of trainer "megatron": its part of what trains, and of what it only reads."""
+    train, policy = recipe.train, recipe.model.num_weights
+    num_split = train.tensor_parallel * train.pipeline_parallel
+    models = list_fixed_models(recipe, num_shares=recipe.resources.train.num_workers // num_split)
+    gib, what = 0.0, []
+    if policy is not None:
+        gib = memory_model.train_memory_gib(policy, num_workers=num_split)
+        what = [f"{show_weights(policy)} weights"]
+    for model in models:
+        each = memory_model.fixed_memory_gib(model.num_params, num_shards=1 if model.is_whole else num_split)
+        gib += each
+        what.append(f"{show_weights(model.num_params)} of the model of {model.setting} ({each:.0f} GiB)")
+    advice = ["raise resources.train.num_workers and train.tensor_parallel", *advise_on_fixed_models(models)]
+    need = MemoryNeed(role="train", gib=gib, what=" and ".join(what), advice=", or ".join(advice))
+    return [need] if gib else []
 
 
 def _find_node_size(recipe: Recipe, name: str) -> int | None:
@@ -129,5 +170,6 @@ def _find_node_size(recipe: Recipe, name: str) -> int | None:
     return recipe.teacher.num_params if recipe.teacher.path is not None else None  # a judge's engines hold theirs
 
 
-def _show_weights(num_params: int) -> str:
+def show_weights(num_params: int) -> str:
+    """Show a number of weights."""
     return f"{num_params / 1e9:.1f} billion"

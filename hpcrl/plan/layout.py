@@ -22,9 +22,10 @@ from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.plan.components import list_placed_roles
-from hpcrl.plan.demand import compute_node_needs, compute_role_demand, list_memory_needs
+from hpcrl.plan.demand import compute_node_needs, compute_role_demand, estimate_trainer_node, list_memory_needs
 from hpcrl.plan.partitions import PartitionChoice, choose_partition, evaluate_partition
 from hpcrl.plan.sizing import WorkerNumbers, find_worker_numbers, with_single_workers
+from hpcrl.plan.trainer_memory import explain_trainer_refusal
 
 JobLayout = Literal["hetjob", "hetstep", "local"]
 
@@ -215,6 +216,9 @@ def find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> di
 
 def _explain_memory_refusal(recipe: Recipe, choices: dict[RoleName, PartitionChoice], site: Site) -> str | None:
     """Return why a model and its KV do not fit into a worker or node; None if they do or the size is unknown."""
+    refusal = explain_trainer_refusal(recipe, choices.get("train"), site)
+    if refusal is not None:
+        return refusal
     for need in list_memory_needs(recipe):
         role = need.role
         if role not in choices:
@@ -232,13 +236,34 @@ def _explain_memory_refusal(recipe: Recipe, choices: dict[RoleName, PartitionCho
                 f"a {role} worker needs {need.gib:.0f} GiB for {need.what} and has {limit:.0f} GiB "
                 f"({choice.partition}): {advice}"
             )
-        _, node_needs_gib = compute_node_needs(role, recipe, workers_per_node=choice.workers_per_node)
-        node_gib = site.partitions[choice.partition].mem_gib_per_node
-        if node_needs_gib > node_gib:
-            window_gib = memory_model.window_memory_gib(recipe.model.num_weights or 0)
-            return (
-                f"a {role} node needs {node_needs_gib} GiB, {window_gib:.0f} of them "
-                f"shared memory for two versions of the weights, and has {node_gib:.0f} GiB ({choice.partition}): "
-                f"lower {table}.mem_gib_per_worker"
-            )
-    return None
+    return next(
+        (why for role, choice in choices.items() if (why := _explain_node_refusal(role, recipe, choice, site))), None
+    )
+
+
+def _explain_node_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoice, site: Site) -> str | None:
+    """Return why the workers of a role need more memory than a node has; None if they do not."""
+    _, needs_gib = compute_node_needs(role, recipe, workers_per_node=choice.workers_per_node)
+    node_gib, table = site.partitions[choice.partition].mem_gib_per_node, name_role_resources(role)
+    if needs_gib <= node_gib or recipe.model.num_weights is None:
+        return None
+    needs, has = f"a {role} node needs {needs_gib} GiB", f"has {node_gib:.0f} GiB ({choice.partition})"
+    held = estimate_trainer_node(recipe, num_ranks=choice.workers_per_node) if role == "train" else None
+    if held is None:
+        window_gib = memory_model.compute_window_bytes(recipe.model.num_weights) / memory_model.GIB
+        return (
+            f"{needs}, {window_gib:.0f} of them shared memory for two versions of the weights, and {has}: "
+            f"lower {table}.mem_gib_per_worker"
+        )
+    if held.total < node_gib * memory_model.GIB:
+        advice = f"lower {table}.mem_gib_per_worker"
+    elif recipe.train.lora_rank:
+        advice = "choose a partition whose nodes have more memory"
+    elif recipe.train.sharding == "full":
+        advice = f"raise {table}.num_workers"
+    else:
+        advice = f'set train.sharding = "full" and raise {table}.num_workers'
+    return (
+        f"{needs}, {held.window / memory_model.GIB:.0f} of them shared memory for two versions of the weights and "
+        f"{held.snapshot / memory_model.GIB:.0f} for the snapshot of a checkpoint, and {has}: {advice}"
+    )

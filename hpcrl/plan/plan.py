@@ -30,6 +30,7 @@ from hpcrl.plan.layout import JobLayout, JobPlacement, find_engine_gpus, place_r
 from hpcrl.plan.partitions import PartitionChoice
 from hpcrl.plan.programs import check_programs
 from hpcrl.plan.sizing import warn_busy_loops
+from hpcrl.plan.trainer_memory import TrainerMemory, find_trainer_memory, warn_long_trajectories
 
 
 class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +74,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prologue: str | None = None
     reward_jobs: RewardJobPlan | None = None
     """None: rewards use spare cores only."""
+    train_memory: TrainerMemory | None = None
+    """The memory of the GPUs and nodes of trainer "torch"; None where there are none, or no sizes are known."""
 
     def role(self, name: RoleName) -> RolePlan:
         """Return the plan of one role."""
@@ -109,6 +112,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
     component_indices = {role: component.index for component in components for role in component.roles}
     _check_walltime(recipe, site, components)
     reward_jobs, shortfall = plan_reward_jobs(recipe, site)
+    train_memory = find_trainer_memory(recipe, choices.get("train"), site)
     roles = [_make_role_plan(role, recipe, choices, component_indices) for role in list_planned_roles(recipe)]
     return Plan(
         recipe=recipe.name,
@@ -128,6 +132,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_warn_idle_judges(recipe),
             *_warn_length_bias(recipe),
             *warn_busy_loops(recipe, gpus=find_engine_gpus(choices, site)),
+            *warn_long_trajectories(train_memory, recipe),
             *_warn_no_scheduler(recipe, placement.layout),
         ],
         cost=_compute_cost(recipe, site, components),
@@ -136,6 +141,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         num_jobs=1 if placement.layout == "local" else recipe.job.num_jobs,
         prologue=site.prologue,
         reward_jobs=reward_jobs,
+        train_memory=train_memory,
     )
 
 

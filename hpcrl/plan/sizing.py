@@ -83,8 +83,7 @@ def find_worker_numbers(recipe: Recipe, *, gpus: dict[RoleName, str | None]) -> 
 def compute_average_turn(recipe: Recipe) -> AverageTurn:
     """Average over the domains; each domain's turn counts by its weight times its number of turns."""
     weights, news, replies, contexts = 0.0, 0.0, 0.0, 0.0
-    tiny = recipe.model.tiny
-    longest = recipe.engine.max_model_len or (tiny.context_length if tiny else None) or float("inf")
+    longest = recipe.max_context or float("inf")
     for domain in recipe.domains.values():
         weight = domain.weight * domain.max_turns
         reply = domain.usual_reply_tokens or domain.max_new_tokens or recipe.rollout.max_new_tokens

@@ -9,6 +9,8 @@ reward          score finished segments
 serve           serve an engine, for prefill or decode
 judge           serve a judge
 train           train and publish weights
+learning_evidence  the signs that anything was learned
 train_queue     trajectories that wait to be trained on
 warmup          conversations of a data file, for the first steps
+warmup_check    counts those that are too long, before submission
 """

@@ -2,8 +2,9 @@
 
     score                  one task: the segments of a shard, also those that are sealed meanwhile
     ScoringSession         the segments that a task has under way
+    RepeatedFaults         the failures of rewards, of which few are reported
     ELASTIC_INDEX_OFFSET   the first index of workers in reward jobs
-    MAX_SESSION_S, RECEIVE_TIMEOUT_S    limits
+    MAX_SESSION_S, RECEIVE_TIMEOUT_S, MAX_REASONS, MAX_SHAPE_CHARS    limits
 
 All calls of reward functions of a worker run at the same time, also those of several segments, in processes that are
 killed when they hang (`hpcrl.rollout.reward_process`). A task may run twice (a lost worker, a preempted node): the twin
@@ -12,12 +13,13 @@ has one name and is either complete or absent.
 
 import functools
 import os
+import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from hpcrl.campaign_dir.events import FaultReported, SegmentScored, WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir
@@ -39,12 +41,15 @@ ELASTIC_INDEX_OFFSET = 1_000_000
 MAX_SESSION_S = 30.0
 """A task starts no more segments after this time, so that a worker serves every shard."""
 RECEIVE_TIMEOUT_S = 0.2
+MAX_REASONS, MAX_SHAPE_CHARS = 256, 256
+_VARIABLE_TEXT = re.compile(r"'[^']*'|\"[^\"]*\"|[0-9]+")
 
 
 def score(campaign: str, job_number: int, segments: list[str], shard: int, num_shards: int) -> None:
     """Score these segments, and those of their shard that are sealed meanwhile."""
     context = _open_reward_context(campaign, job_number)
-    session = ScoringSession(context, _open_reward_process(campaign, job_number))
+    faults = _open_faults(campaign, job_number)
+    session = ScoringSession(context, _open_reward_process(campaign, job_number), faults)
     listings = [SegmentListing(context.campaign.spool(name)) for name in ("scored", "rollouts")]
     ends_at = time.monotonic() + MAX_SESSION_S
     try:
@@ -58,12 +63,36 @@ def score(campaign: str, job_number: int, segments: list[str], shard: int, num_s
         raise RuntimeError(str(error)) from None  # a plain exception reaches the driver whatever packages it has
 
 
+class RepeatedFaults:
+    """The trajectories of a worker that could not be scored: each reason is reported the 1st, 10th, 100th time.
+
+    Reasons that differ only in quoted texts and numbers are one; every trajectory's record has its own.
+    """
+
+    def __init__(self, emit: Callable[[FaultReported], None]) -> None:
+        self._emit = emit
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, what: Literal["reward", "judge"], trajectory: Trajectory, reason: str) -> None:
+        """Count a trajectory, and report it if its reason is due."""
+        key = (trajectory.domain, _VARIABLE_TEXT.sub("", reason)[:MAX_SHAPE_CHARS])
+        if key not in self._counts and len(self._counts) >= MAX_REASONS:
+            key = (trajectory.domain, "")
+        self._counts[key] += 1
+        num = self._counts[key]
+        if num == 10 ** (len(str(num)) - 1):
+            often = f"{num} such failures, the last " if num > 1 else ""
+            detail = f"{often}{trajectory.id}: {reason}"
+            self._emit(FaultReported(what=what, detail=detail, id=trajectory.id, domain=trajectory.domain))
+
+
 class ScoringSession:
     """The segments that a task has under way."""
 
-    def __init__(self, context: WorkerContext, process: RewardProcess) -> None:
+    def __init__(self, context: WorkerContext, process: RewardProcess, faults: RepeatedFaults) -> None:
         self._context = context
         self._process = process
+        self._faults = faults
         self._rollouts, self._scored = (context.campaign.spool(name) for name in ("rollouts", "scored"))
         self._seen: set[str] = set()
         self._num_restarts = 0
@@ -136,17 +165,13 @@ class ScoringSession:
         if taught is not None and scored.status in TRAINABLE:
             scored = apply_teacher_score(scored, taught, judge=self._context.recipe.teacher_name)
             if taught.error:
-                self._context.events.emit(
-                    FaultReported(what="judge", detail=f"{trajectory.id}: {scored.extra['fault']}", id=trajectory.id)
-                )
+                self._faults.add("judge", trajectory, scored.extra["fault"])
                 return scored
         has_failed = score is not None and bool(score.error)
         if scored.reward is not None:
             counts.add(scored, has_failed=has_failed)
         if has_failed:
-            reason = scored.extra["fault" if scored.reward is None else "reason"]
-            detail = f"{trajectory.id}: {reason}"
-            self._context.events.emit(FaultReported(what="reward", detail=detail, id=trajectory.id))
+            self._faults.add("reward", trajectory, scored.extra["fault" if scored.reward is None else "reason"])
         return scored
 
 
@@ -204,6 +229,11 @@ def _open_reward_context(campaign: str, job_number: int) -> WorkerContext:
     context = open_context(campaign_dir, job_number, "reward", index)
     context.events.emit(WorkerStarted(pid=os.getpid(), gpus=[]))
     return context
+
+
+@functools.cache
+def _open_faults(campaign: str, job_number: int) -> RepeatedFaults:
+    return RepeatedFaults(_open_reward_context(campaign, job_number).events.emit)
 
 
 @functools.cache

@@ -27,6 +27,8 @@ from hpcrl.campaign_dir.events import (
     StepFinished,
     TrainingResumed,
 )
+from hpcrl.campaign_dir.train_progress import TrainProgress, write_train_progress
+from hpcrl.config.recipe import make_warmup_settings
 from hpcrl.errors import TrainError
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.learn.batch import GroupChoice, count_groups
@@ -34,13 +36,13 @@ from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.learn.evaluations import EvaluationStore, find_version_score, is_round_due
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.roles.context import WorkerContext
+from hpcrl.roles.learning_evidence import LearningEvidence
 from hpcrl.roles.train_queue import TrainQueue
-from hpcrl.roles.warmup import WarmupData, make_warmup_settings
+from hpcrl.roles.warmup import WarmupData
 from hpcrl.spool.episode_lengths import LengthCounts, add_length
 from hpcrl.spool.ids import make_episode_id
 from hpcrl.spool.rows import TRAINED, count_by_fate
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
-from hpcrl.system.files import publish_file
 from hpcrl.system.network import find_bind_address
 from hpcrl.system.variables import TRAINER_START_VARIABLE
 from hpcrl.trainers import checkpoint
@@ -100,6 +102,7 @@ def _run_leader(context: WorkerContext, rank_trainer: RankTrainer, warmup: Warmu
             time.sleep(POLL_INTERVAL_S)
     training_loop.await_evaluation()
     training_loop.finish()
+    training_loop.check_evidence()
     return EXIT_DONE
 
 
@@ -124,6 +127,8 @@ def _make_trainer(context: WorkerContext, world: World) -> RankTrainer:
     temperature, train = recipe.rollout.temperature, recipe.train
     if recipe.warmup is not None and not recipe.has_rollouts:
         train = make_warmup_settings(train, recipe.warmup)  # no critic and no reference are loaded
+    if (memory := context.plan.train_memory) is not None:
+        train = msgspec.structs.replace(train, recompute=memory.recompute)
     reference = None if recipe.teacher is None or recipe.teacher.path is None else Path(recipe.teacher.path)
     is_scored = bool(recipe.teacher_name)
     make_trainer: Callable[..., RankTrainer] = TorchTrainer
@@ -174,6 +179,8 @@ class TrainingLoop:
     warmup: WarmupData | None = None
     num_skipped: int = 0
     """Steps in a row that changed nothing."""
+    progress: TrainProgress = field(default_factory=TrainProgress)
+    evidence: LearningEvidence = field(default_factory=LearningEvidence)
     num_flat_groups: Counter[str] = field(default_factory=Counter)
     """The groups dropped as flat, by domain."""
     num_seen_groups: Counter[str] = field(default_factory=Counter)
@@ -196,14 +203,14 @@ class TrainingLoop:
         The first version is of the weights after the warm-up: nothing is played before.
         """
         campaign = context.campaign
-        consumed, step, version = ConsumedTrajectories(), 0, 0
+        consumed, step, version, evidence = ConsumedTrajectories(), 0, 0, LearningEvidence()
         found = checkpoint.find_newest(
             campaign.checkpoints,
             report=lambda path, why: context.events.emit(FaultReported(what="checkpoint", detail=f"{path}: {why}")),
         )
         if found is not None:
             manifest, consumed = checkpoint.read_checkpoint(found)
-            step, version = manifest.step, manifest.version
+            step, version, evidence = manifest.step, manifest.version, LearningEvidence.from_checkpoint(manifest.extra)
         train_queue = TrainQueue(context, consumed=consumed)
         leader = _make_leader(context, rank_trainer, train_queue, warmup) if rank_trainer.world.size > 1 else None
         publisher = _make_publisher(context, leader) if context.recipe.has_rollouts else None
@@ -223,6 +230,7 @@ class TrainingLoop:
             version=version,
             saved_step=step if found is not None else -1,
             warmup=warmup,
+            evidence=evidence,
         )
         training_loop.train_queue.recover()
         if training_loop.is_warming_up or publisher is None:
@@ -245,12 +253,13 @@ class TrainingLoop:
         conversations = warmup.choose(self.step + 1)
         metrics = self.trainer.train_step(conversations, step=self.step + 1, version=self.version, train=warmup.train)
         self.step += 1
-        publish_file(self.context.campaign.warmup_progress, str(self.step))
+        self.note_progress(num_warmup_steps=self.step)
         no_rewards = {"reward_mean": None, "reward_std": None, "num_flat_groups": 0, "lag_mean": 0.0, "lag_max": 0}
         metrics = msgspec.structs.replace(metrics, **no_rewards, lags={})
         self.context.events.emit(StepFinished(**msgspec.structs.asdict(metrics), mfu=self.compute_mfu(metrics)))
         self.check_skipped(metrics)
         if not self.is_warming_up and self.publisher is not None:
+            self.check_evidence()  # nothing is played with a model that imitated nothing
             newest = self.publisher.newest_version()
             self.version = self.version if newest is None else max(self.version, newest + 1)
             self.publish()
@@ -266,20 +275,10 @@ class TrainingLoop:
             self.warm_up(self.warmup)
             return True
         choice = self.train_queue.choose(version=self.version)
-        if choice.stale:
-            lost: Counter[str] = Counter()
-            for trajectory in choice.stale:
-                lost[trajectory.domain] += count_by_fate(trajectory)[TRAINED]
-            lost_groups = {one.group for one in choice.stale} - {one.group for one in [*choice.chosen, *choice.rest]}
-            self.context.events.emit(
-                StaleDropped(
-                    num=len(choice.stale),
-                    version=self.version,
-                    token_counts=dict(lost),
-                    groups=sorted(group for group in lost_groups if make_episode_id(group, 0) not in self.consumed),
-                )
-            )
+        lost_groups = self.report_lost_groups(choice)
         self.report_flat_groups(choice)
+        self.evidence.note_rewards([*choice.flat, *choice.chosen], recipe.domains)
+        self.note_groups(choice, num_lost=len(lost_groups))
         if not choice.chosen:
             return False
         wait_s = time.monotonic() - self.waiting_since
@@ -304,6 +303,44 @@ class TrainingLoop:
             self.train_queue.retire(version=self.version)
         self.waiting_since = time.monotonic()
         return True
+
+    def report_lost_groups(self, choice: GroupChoice) -> set[str]:
+        """Report what was dropped for its age or a fault; return the groups of which nothing is left."""
+        if not choice.stale:
+            return set()
+        lost: Counter[str] = Counter()
+        for trajectory in choice.stale:
+            lost[trajectory.domain] += count_by_fate(trajectory)[TRAINED]
+        lost_groups = {one.group for one in choice.stale} - {one.group for one in [*choice.chosen, *choice.rest]}
+        self.context.events.emit(
+            StaleDropped(
+                num=len(choice.stale),
+                version=self.version,
+                token_counts=dict(lost),
+                groups=sorted(group for group in lost_groups if make_episode_id(group, 0) not in self.consumed),
+            )
+        )
+        return lost_groups
+
+    def note_groups(self, choice: GroupChoice, *, num_lost: int) -> None:
+        """Note for the driver what the choice of groups means for the next step."""
+        if choice.chosen:
+            self.note_progress(num_ready_groups=0, num_flat_groups=0, num_lost_groups=0)
+            return
+        sizes = Counter(one.group for one in choice.rest if one.reward is not None)
+        self.note_progress(
+            num_ready_groups=sum(size >= self.context.recipe.rollout.group_size for size in sizes.values()),
+            num_flat_groups=self.progress.num_flat_groups + count_groups(choice.flat).total(),
+            num_lost_groups=self.progress.num_lost_groups + num_lost,
+            reward_error="" if self.evidence.has_reward else self.evidence.reward_error,
+        )
+
+    def note_progress(self, **changes: int | str) -> None:
+        """Write the trainer's progress for the driver, if it changed."""
+        progress = msgspec.structs.replace(self.progress, **changes)
+        if progress != self.progress:
+            self.progress = progress
+            write_train_progress(self.context.campaign.train_progress, progress)
 
     def report_flat_groups(self, choice: GroupChoice) -> None:
         """Report the groups that were dropped because they are flat, and their share of all."""
@@ -331,6 +368,7 @@ class TrainingLoop:
     def check_skipped(self, metrics: StepMetrics) -> None:
         """Report a step that changed nothing; raise TrainError after too many in a row."""
         self.reward = metrics.reward_mean
+        self.evidence.note_step(metrics.skipped, num_too_long=metrics.num_too_long)
         self.num_skipped = self.num_skipped + 1 if metrics.skipped else 0
         if metrics.skipped:
             detail = f"step {metrics.step} was skipped: {metrics.skipped}"
@@ -341,6 +379,13 @@ class TrainingLoop:
                 f"{self.num_skipped} steps in a row changed nothing, the last because {metrics.skipped}: lower "
                 "train.learning_rate, fix the rewards, or raise train.max_skipped_steps"
             )
+
+    def check_evidence(self) -> None:
+        """Raise TrainError if nothing was learned so far, though all these steps were made."""
+        of_warmup = self.warmup is not None and self.warmup.covers(self.step)
+        if problem := self.evidence.find_problem(of_warmup=of_warmup):
+            self.note_progress(failure=problem)
+            raise TrainError(problem)
 
     def poll(self) -> None:
         """Do background work while there is nothing to train on."""
@@ -399,7 +444,7 @@ class TrainingLoop:
             version=self.version,
             state=self.trainer.snapshot(),
             consumed=self.consumed.encode(),
-            extra={"reward": self.reward},
+            extra={"reward": self.reward, "evidence": msgspec.to_builtins(self.evidence)},
         )
         self.train_queue.note_settled()
         if self.publisher is not None:

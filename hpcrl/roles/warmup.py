@@ -1,7 +1,6 @@
 """The warm-up of role train: conversations of the campaign's data, as the trajectories of its first steps.
 
     WarmupData             the conversations of each step, chosen by the step's number alone
-    make_warmup_settings   the settings of [train] in these steps
     tokenize_conversation  a conversation -> a trajectory without log-probs, as the trainer reads it
     restore_trajectory     the same of a recorded trajectory, with its tokens
 
@@ -15,46 +14,28 @@ continues in another row.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.recipe import Recipe, TrainConfig, WarmupConfig
+from hpcrl.config.recipe import Recipe, WarmupConfig, make_warmup_settings
 from hpcrl.envs.task_set import WARMUP_ROWS, TaskRows
 from hpcrl.errors import ConfigError, TrainError
-from hpcrl.learn.distribute import ShareItem
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.models.conversation_data import TrainingConversation, parse_conversation
 from hpcrl.models.message_form import Message
 from hpcrl.rollout.agents.answer_parser import add_call_form
 from hpcrl.rollout.tasks import RowOrder
+from hpcrl.spool.ids import get_index, make_episode_id
 from hpcrl.spool.record import ConversationRow, EpisodeTurn, Trajectory
 
+if TYPE_CHECKING:
+    from hpcrl.learn.distribute import ShareItem  # its package needs torch, and a check of the data has none
+
 WARMUP_DOMAIN = "warmup"
-
-
-def make_warmup_settings(train: TrainConfig, warmup: WarmupConfig) -> TrainConfig:
-    """Return the settings of warm-up steps: one optimizer step on the cross-entropy of every answer's tokens."""
-    return msgspec.structs.replace(
-        train,
-        advantage="sft",
-        aggregation="token",
-        proximal="recomputed",
-        correction="none",
-        flat_groups="keep",
-        kl="none",
-        entropy_coef=0.0,
-        num_minibatches=1,
-        epochs=1,
-        reward_scale="none",
-        response_budget={},
-        overlong="keep",
-        pipeline={},
-        learning_rate=warmup.learning_rate or train.learning_rate,
-    )
 
 
 class WarmupData:
@@ -77,16 +58,16 @@ class WarmupData:
     def choose(self, step: int) -> list[Trajectory]:
         """Return the conversations of a step."""
         first = (step - 1) * self._per_step
-        return [self._tokenize(f"{WARMUP_DOMAIN}/{place}") for place in range(first, first + self._per_step)]
+        return [self._tokenize(make_episode_id(WARMUP_DOMAIN, place)) for place in range(first, first + self._per_step)]
 
-    def fetch(self, items: Sequence[ShareItem]) -> list[Trajectory]:
+    def fetch(self, items: "Sequence[ShareItem]") -> list[Trajectory]:
         """Return the conversations of a share's items."""
         made = {name: self._tokenize(name) for name in {item.id for item in items}}
         return [made[item.id] for item in items]
 
     def _tokenize(self, name: str) -> Trajectory:
-        """Tokenize the conversation at the place that its id has; a row is an id's once an epoch."""
-        row = self._order.find_row(int(name.partition("/")[2]))
+        """Tokenize the conversation at the place that its id has; in every epoch, an id names another row."""
+        row = self._order.find_row(get_index(name))
         fields = self._rows.read_row(row)
         if "token_ids" in fields:
             return restore_trajectory(fields, name=name, domain=WARMUP_DOMAIN)

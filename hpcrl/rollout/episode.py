@@ -189,7 +189,7 @@ def retry_pause_s(first_s: float, *, attempt: int, episode: str) -> float:
     return float(min(first_s * 2 ** min(attempt - 1, 16), MAX_PAUSE_S) * (0.5 + spread))
 
 
-class _TurnPrompt(NamedTuple):
+class _PromptChange(NamedTuple):
     """The prompt of a turn: the first tokens of the conversation so far, and what follows them."""
 
     num_kept: int
@@ -226,7 +226,7 @@ class _TrajectoryBuilder:
         """The index of the row that new tokens belong to."""
         return len(self._rows)
 
-    def add_prompt(self, prompt: _TurnPrompt) -> None:
+    def add_prompt(self, prompt: _PromptChange) -> None:
         """Add tokens that the model was given; another row starts if it was given less than all before."""
         if prompt.num_kept < len(self.context_ids):
             self._rows.append(self._end_row())
@@ -235,11 +235,11 @@ class _TrajectoryBuilder:
         num = len(prompt.new_ids)
         self._add(prompt.new_ids, logprobs=[0.0] * num, versions=[0] * num, is_reply=False)
 
-    def change_prompt(self, prompt_ids: Sequence[int]) -> _TurnPrompt:
+    def change_prompt(self, prompt_ids: Sequence[int]) -> _PromptChange:
         """Return a prompt, given as a whole, as what it keeps of the conversation and what is new."""
         pairs = enumerate(zip(self.context_ids, prompt_ids, strict=False))
         num_kept = next((at for at, (one, other) in pairs if one != other), min(len(self.context_ids), len(prompt_ids)))
-        return _TurnPrompt(num_kept, prompt_ids[num_kept:])
+        return _PromptChange(num_kept, prompt_ids[num_kept:])
 
     def _end_row(self) -> ConversationRow:
         parent = len(self._rows) - 1 if self._shares else -1
@@ -335,7 +335,7 @@ class _EpisodeAttempt:
         builder.reset_s = loop_time() - started_at
         if isinstance(observation, Step) and observation.done:
             return EpisodeEnding("aborted-redundant", OUTCOME_UNPLAYED)
-        prompt = _TurnPrompt(0, self._open_conversation(observation))
+        prompt = _PromptChange(0, self._open_conversation(observation))
         if prompt.num_tokens >= limits.context_length:
             raise EnvFault(
                 f"{builder.id}: the first observation has {prompt.num_tokens} tokens, "
@@ -365,7 +365,7 @@ class _EpisodeAttempt:
         except ConfigError as error:
             raise EnvFault(f"{self._builder.id}: reset: {error}") from error
 
-    def _make_next_prompt(self, observation: str, completion: Completion) -> _TurnPrompt:
+    def _make_next_prompt(self, observation: str, completion: Completion) -> _PromptChange:
         """Return the prompt of the next turn: all before and the observation, unless a thought is left out."""
         context_ids, generated = self._builder.context_ids, completion.token_ids
         if self._history is not None:
@@ -376,7 +376,7 @@ class _EpisodeAttempt:
                 raise EnvFault(f"{self._builder.id}: keep_thoughts = false: {error}") from error
             if changed is not None:
                 return self._builder.change_prompt(changed)
-        return _TurnPrompt(len(context_ids), self._layout.next_turn(observation, generated=generated))
+        return _PromptChange(len(context_ids), self._layout.next_turn(observation, generated=generated))
 
     @property
     def _num_free_tokens(self) -> int:

@@ -137,14 +137,14 @@ class EpisodeAccounts:
                 self._journal.record_durable(self._tasks.pop(group))
 
     def record_dropped(self, groups: Iterable[str], *, at: float) -> None:
-        """Start groups again that the trainer dropped at this time as too old."""
+        """Start groups again that the trainer dropped at this time as too old; first their cancelled episodes end."""
         for group in groups:
             known = self._journal.state.open.get(group)
-            if known is not None and known.is_durable and known.released_at <= at:
-                if self._journal.record_return(known.task, counts=True) >= MAX_TASK_STARTS:
-                    self._abandon_task(known.task, "its trajectories were too old when they could be trained on")
-                else:
-                    self._return_task(known.task)
+            if known is None or not 0 < known.released_at <= at:
+                continue
+            self._unsealed.pop(group, None)  # it was read, so it is durable, whether that was reported or not
+            self._tasks[group] = known.task
+            self._settle(known.task, why="its trajectories were too old when they could be trained on")
 
     def record_trained(self, groups: Container[str]) -> None:
         """End the tasks whose groups are among those that were trained on."""

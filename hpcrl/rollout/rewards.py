@@ -82,15 +82,17 @@ class RewardCaller:
         return self.function(trajectory, **more, **({} if texts is None else {"text": texts[0]}))
 
     def read_scores(self, value: Any, trajectories: Sequence[Trajectory]) -> list[RewardScore]:
-        """Return the score of each trajectory from what the function returned; raise ValueError if they are too many.
+        """Return the score of each trajectory from what the function returned.
 
-        A value that is not a reward is the error of its trajectory only.
+        A value that is not a reward is the error of its trajectory only, a wrong number of them that of each: a single
+        trajectory, for which the number may be right, would only hide what the function does.
         """
         num = len(trajectories)
         if not self.takes_list:
             return [self._read_score(value, trajectories[0])]
         if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__") or len(value) != num:
-            raise ValueError(f"it returned {value!r:.200} for {num} trajectories: return a list, a reward for each")
+            error = f"it returned {value!r:.200} for {num} trajectories: return a list, a reward for each"
+            return [RewardScore(error=error)] * num
         return [self._read_score(one, trajectory) for one, trajectory in zip(value, trajectories, strict=True)]
 
     def _read_score(self, value: Any, trajectory: Trajectory) -> RewardScore:

@@ -6,6 +6,7 @@ memory  a spool and a weight store in memory
 event_lines  the events of a campaign as dicts
 engines  an engine held between two steps
 virtual_time  an event loop with virtual time
+fake_steps  passes of the torch trainer on tensors without data
 learning  rows and checkpoints
 shards  slices of tensors
 model_templates  small tokenizers with the chat templates of current families

@@ -2,6 +2,7 @@
 
     ModelSource                 a model without values, and what fills it
     open_causal, open_critic    the language model of a directory; the same body with a head for values
+    make_empty                  a model whose parameters have no memory
     open_weight_files           the safetensors files of a directory
 
 The order is: open (parameters have shapes and no memory), add adapters, shard, `fill`. No rank has the whole model at
@@ -38,6 +39,7 @@ from transformers.core_model_loading import (
 )
 
 from hpcrl.errors import TrainError
+from hpcrl.models.model_config import QUANTISED_ADVICE
 from hpcrl.trainers.state import list_local_shards
 from hpcrl.weights.layout import TensorShard
 
@@ -161,11 +163,11 @@ def _open_model(model_dir: Path, model_class: Any, *, dtype: torch.dtype, **opti
     if getattr(config, "quantization_config", None) is not None:
         raise TrainError(
             f"model directory {str(model_dir)!r} holds quantised weights (quantization_config in its config.json): "
-            "train on the model's bf16 or fp32 weights, and quantise in the engines"
+            f"{QUANTISED_ADVICE}"
         )
     files = open_weight_files(model_dir)
     if files.file_of:
-        module = _make_empty(config, model_class, dtype=dtype)
+        module = make_empty(config, model_class, dtype=dtype)
         stored = _match_tensors(module, files)
         if stored is not None:
             zeros = _check_complete(module, stored, files, model_dir)
@@ -181,7 +183,7 @@ def _load_whole(model_dir: Path, model_class: Any, **options: Any) -> Any:
         raise TrainError(f"model directory {str(model_dir)!r} cannot be loaded: {error}") from error
 
 
-def _make_empty(config: Any, model_class: Any, *, dtype: torch.dtype) -> Any:
+def make_empty(config: Any, model_class: Any, *, dtype: torch.dtype) -> Any:
     """Make a model whose parameters have no memory; its buffers are computed as usual."""
     with torch.random.fork_rng(devices=[]), _meta_parameters():
         module = model_class.from_config(config, dtype=torch.float32)

@@ -102,15 +102,18 @@ def _find_taught(micro: MicroBatch, trainer: RankTrainer) -> Tensor | None:
 
 def subtract_costs(work: StepWork, minibatches: list[Minibatch], *columns: list[TokenColumns]) -> list[Minibatch]:
     """Subtract what the KL costs from advantages, or from rewards where a critic follows."""
-    changed = [
-        [
-            subtract_kl_costs(micro, prior, train=work.train)
-            for micro, prior in zip(minibatch, _list_priors(work, minibatch, columns, number), strict=True)
-        ]
-        for number, minibatch in enumerate(minibatches)
-    ]
+    trainer = work.trainer
+    priors = [_list_priors(work, minibatch, columns, number) for number, minibatch in enumerate(minibatches)]
+    changed = subtract_kl_costs(
+        minibatches,
+        priors,
+        train=work.train,
+        world=trainer.world,
+        num_shares=trainer.num_shares,
+        counts=trainer.has_logprobs,
+    )
     if work.train.advantage in STEP_ESTIMATORS:
-        return normalize_advantages(changed, world=work.trainer.world, counts=work.trainer.has_logprobs)
+        return normalize_advantages(changed, world=trainer.world, counts=trainer.has_logprobs)
     return changed
 
 

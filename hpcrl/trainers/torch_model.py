@@ -101,10 +101,11 @@ class TrainedModel:
         self._has_autocast = train.precision == "bf16" and not is_sharded
         self.module = module.eval()  # eval: no dropout; gradients still flow
         self._called = self.module if called is None else called
+        if is_sharded if train.recompute == "auto" else train.recompute:
+            recompute_layers(self._called)
         if is_sharded:
             is_bf16 = train.precision == "bf16"
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_bf16 else MixedPrecisionPolicy()
-            recompute_layers(self._called)
             _shard_module(self._called, world=world, policy=policy)
         if fill is None:
             self._called.to(world.device)

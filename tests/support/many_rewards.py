@@ -21,6 +21,11 @@ def note(trajectory: Trajectory, *, directory: str) -> float:
     return float(number(trajectory))
 
 
+def refuse(trajectory: Trajectory) -> float:
+    """Raise an error whose text is another for each trajectory."""
+    raise ValueError(f"no {trajectory.id!r} with {time.monotonic()}")
+
+
 def hang_for(trajectory: Trajectory, *, index: int) -> float:
     """Hang for one trajectory, in a loop that ignores signals, after starting a program that hangs too."""
     if number(trajectory) == index:
@@ -81,11 +86,14 @@ def of_a_list_with(trajectories: list[Trajectory], *, index: int, fault: str) ->
                 time.sleep(86400)
             case "raise":
                 raise LookupError("not this one")
-            case "count":
-                return [1.0] * (len(trajectories) + 1)
             case "value":
                 return [float("nan") if number(one) == index else float(number(one)) for one in trajectories]
     return [float(number(one)) for one in trajectories]
+
+
+def mean_of_list(trajectories: list[Trajectory]) -> list[float]:
+    """Return one reward for all of them."""
+    return [sum(map(number, trajectories)) / len(trajectories)]
 
 
 def odd(trajectory: Trajectory, *, values: list[object]) -> object:

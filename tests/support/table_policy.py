@@ -46,8 +46,10 @@ MORE = {
     "masked sequences": {"correction": "mask-sequence", "max_is_ratio": 3.0, "min_is_ratio": 0.3},
     "GRPO with masks": {"kl": "k3", "correction": "mask-token", "max_is_ratio": 1.2, "min_is_ratio": 0.9},
     "PPO with the KL in its rewards": {"advantage": "gae", "gae_lambda": 0.9, "kl": "k1", "kl_in": "reward"},
+    "costs of later tokens": {"advantage": "rloo", "kl": "k1", "kl_in": "reward", "kl_gamma": 0.9},
     "rewards by domain": {"advantage": "reinforce++", "reward_scale": "domain"},
     "overlong episodes filtered": {"overlong": "filter"},
+    "an entropy bonus": {"entropy_coef": 0.3, "num_minibatches": 2},
 }
 ALL = {**ALGORITHMS, **MORE}
 EARNING = [("TRLOO", "turn"), ("PPO with a critic", "turn"), ("PPO with a critic", "token")]
@@ -167,14 +169,15 @@ def make_table_trainer(train, *, world=SINGLE_RANK):
     return trainer, gradients
 
 
-def compute_gradients(world, rows):
+def compute_gradients(world):
     """Return the gradients and the clip share of every step that is compared, on one rank of several."""
-    results = {}
+    results = {"padded": {}, "packed": {}}
     for name, (algorithm, episodes) in play_all().items():
-        train = settings_of(algorithm, rows=rows, tokens_per_micro_batch=40)
-        trainer, gradients = make_table_trainer(train, world=world)
-        metrics = trainer.train_step(episodes, step=1, version=1)
-        results[name] = [[gradient.tolist() for gradient in gradients], metrics.clip_fraction]
+        for rows, found in results.items():
+            train = settings_of(algorithm, rows=rows, tokens_per_micro_batch=40)
+            trainer, gradients = make_table_trainer(train, world=world)
+            metrics = trainer.train_step(episodes, step=1, version=1)
+            found[name] = [[gradient.tolist() for gradient in gradients], metrics.clip_fraction]
     return results
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign.lifecycle import load_request
+from hpcrl.campaign_dir.events import CampaignEvent
 from hpcrl.config.pipeline import make_pipeline, render_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +89,17 @@ def test_every_folder_that_a_document_names_exists(path):
 def test_every_link_to_a_file_leads_to_one(path):
     targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text())
     assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+EVENT_NAMES = re.compile(r"\bevents? ((?:`[a-z-]+`(?:, | and | or )?)+)")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_the_events_that_a_document_names_exist(path):
+    """Names stand in backticks behind the word."""
+    tags = {kind.__struct_config__.tag for kind in CampaignEvent.__subclasses__()}
+    named = {name for names in EVENT_NAMES.findall(path.read_text()) for name in BACKTICKED.findall(names)}
+    assert named <= tags
 
 
 def test_every_numbered_line_of_a_walk_is_a_station():

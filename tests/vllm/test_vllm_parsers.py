@@ -1,5 +1,8 @@
 """vLLM's own parsers of tool calls and thoughts, used in place of ours."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from hpcrl.config.recipe import EngineConfig
@@ -11,7 +14,8 @@ from hpcrl.testing.model_templates import FAMILIES, save_family
 
 pytestmark = pytest.mark.vllm
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +41,37 @@ def test_a_parser_of_vllm_reads_calls_after_our_thoughts(qwen):
 def test_thoughts_may_be_read_by_a_parser_of_vllm(qwen):
     content, reasoning, calls = read(load_parser(qwen, reasoning_parser="vllm:deepseek_r1"), f"Hm.</think>{CALL}")
     assert (content, reasoning, calls) == ("", "Hm.", [ToolCall("add", {"a": 1})])
+
+
+CHOSEN = {
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+        '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call><invoke name="add"><parameter name="a">1</parameter></invoke></minimax:tool_call>'
+    ),
+    "seed_oss": "<seed:tool_call><function=add><parameter=a>1</parameter></function></seed:tool_call>",
+    "longcat": '<longcat_tool_call>{"name": "add", "arguments": {"a": 1}}</longcat_tool_call>',
+    "lfm2": "<|tool_call_start|>[add(a=1)]<|tool_call_end|>",
+    "dots": '<dots_function_call>{"name": "add", "arguments": {"a": 1}}</dots_function_call>',
+    "apertus": '<|tools_prefix|>[{"add": {"a": 1}}]<|tools_suffix|>',
+    "step3": (
+        '<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|><steptml:invoke name="add">'
+        '<steptml:parameter name="a">1</steptml:parameter></steptml:invoke><|tool_call_end|><|tool_calls_end|>'
+    ).replace("|", "\uff5c"),
+}
+"""An answer of each family whose calls a parser of vLLM reads unless the recipe names another."""
+
+
+@pytest.mark.parametrize(("name", "call"), CHOSEN.items())
+def test_a_mark_of_the_template_chooses_a_parser_of_vllm(tmp_path, name, call):
+    marks = sorted(set(re.findall(r"<[^<>\s]+>", call)) - {"<parameter=a>", "<function=add>"})
+    base = FAMILIES["Qwen2.5"]
+    family = replace(base, template=f"{{# {call} #}}{base.template}", plain=(*base.plain, *marks))
+    assert f"vllm:{name}" == choose_parsers(family.template, EngineConfig()).tool_parser
+    content, _, calls = read(load_parser(save_family(tmp_path, family)), call)
+    assert (content.strip(), calls) == ("", [ToolCall("add", {"a": 1})])
 
 
 @pytest.mark.parametrize("setting", ["tool_parser", "reasoning_parser"])

@@ -13,8 +13,9 @@ The marks that a template writes are those that its model generates, by which fa
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -58,6 +59,17 @@ TOOL_MARKS = (
     ("<|start_header_id|>", "llama"),
 )
 """A text in a chat template, and the family of tool calls that it belongs to; the first that is found decides."""
+VLLM_TOOL_MARKS = (
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<longcat_tool_call>", "longcat"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<dots_function_call>", "dots"),
+    ("<|tools_prefix|>", "apertus"),
+    ("<\uff5ctool_calls_begin\uff5c>", "step3"),
+)
+"""Likewise, and the parser of vLLM that reads such a family: chosen where vLLM is installed."""
 REASONING_MARKS = (
     ("<|channel|>", "gpt-oss"),
     ("[THINK]", "magistral"),
@@ -66,6 +78,7 @@ REASONING_MARKS = (
     ("<think>", "think"),
 )
 """Likewise for thoughts."""
+VLLM_REASONING_MARKS = (("<seed:think>", "seed_oss"),)
 DEFAULT_TOOL_PARSER = "hermes"
 """The family where no mark is found: the form that most models were taught."""
 
@@ -80,8 +93,11 @@ class ParserChoice(NamedTuple):
 
 def choose_parsers(template: str, engine: EngineConfig) -> ParserChoice:
     """Choose the parsers of a model with this chat template."""
-    tool, tool_reason = _choose(engine.tool_parser, template, TOOL_MARKS, default=DEFAULT_TOOL_PARSER)
-    reasoning, reasoning_reason = _choose(engine.reasoning_parser, template, REASONING_MARKS, default="none")
+    tool, tool_reason = _choose(
+        engine.tool_parser, template, (*_list_vllm_marks(VLLM_TOOL_MARKS), *TOOL_MARKS), default=DEFAULT_TOOL_PARSER
+    )
+    reasoning_marks = (*_list_vllm_marks(VLLM_REASONING_MARKS), *REASONING_MARKS)
+    reasoning, reasoning_reason = _choose(engine.reasoning_parser, template, reasoning_marks, default="none")
     return ParserChoice(tool, reasoning, f"tool calls by {tool_reason}, thoughts by {reasoning_reason}")
 
 
@@ -96,7 +112,11 @@ def add_call_form(template: ChatTemplate, engine: EngineConfig) -> ChatTemplate:
     return replace(add(template), with_tools=other and add(other))
 
 
-def _choose(name: str, template: str, marks: tuple[tuple[str, str], ...], *, default: str) -> tuple[str, str]:
+def _list_vllm_marks(marks: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(mark, VLLM_PARSER_PREFIX + name) for mark, name in marks] if find_spec("vllm") else []
+
+
+def _choose(name: str, template: str, marks: Iterable[tuple[str, str]], *, default: str) -> tuple[str, str]:
     if name != AUTO_PARSER:
         return name, "the recipe"
     for mark, family in marks:

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -58,7 +58,7 @@ async def run_program(
             domain=task.domain,
             seed=task.seed,
             limits=limits,
-            recording=ConversationRecording(proxy.template),
+            recording=ConversationRecording(proxy.template, max_chars=limits.context_length * proxy.max_token_chars),
             newest_version=newest_version,
             start_version=newest_version(),
         )
@@ -67,8 +67,8 @@ async def run_program(
         ending = refuse_faults(_conclude_attempt(session, result, is_first=not fault), limits)
         if ending.status in ("env-fault", "policy-fault"):
             fault = ending.reason
-        if ending.status != "env-fault" or loop_time() >= end:
-            break
+        if ending.status != "env-fault" or session.template_fault or loop_time() >= end:
+            break  # the template would stop at the same conversation again
     facts = EpisodeFacts(
         id=task.episode(index),
         group=task.group,
@@ -180,13 +180,15 @@ def _conclude_attempt(session: ProgramSession, result: float | HpcrlError, *, is
         return EpisodeEnding("aborted-stale")
     if isinstance(result, float):
         return EpisodeEnding("truncated" if session.limit else "done", session.limit)
+    if session.template_fault:
+        return EpisodeEnding("env-fault", reason=session.template_fault)
     if session.fault:
         return EpisodeEnding("policy-fault", reason=session.fault)
-    is_failure = isinstance(result, PolicyFailure) and session.recording.turns
-    if not is_failure or (isinstance(result, _EpisodeLateError) and not is_first):
+    is_late = isinstance(result, _EpisodeLateError)
+    if not isinstance(result, PolicyFailure) or not session.recording.turns or (is_late and not is_first):
         return EpisodeEnding("env-fault", reason=str(result))
-    if session.limit:  # it was asked to end, and did not end well
+    if session.limit and result.outcome == OUTCOME_EXIT:  # it was asked to end, and did not end well
         return EpisodeEnding("truncated", session.limit, str(result))
-    if isinstance(result, _EpisodeLateError):
+    if is_late:
         return late_ending(str(result), engines_s=measure_engines_s(session.recording.turns), limits=session.limits)
-    return failure_ending(cast(PolicyFailure, result))
+    return failure_ending(result)

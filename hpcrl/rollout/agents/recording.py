@@ -3,6 +3,7 @@
     ConversationRecording               makes prompts, records answers
     TurnPrompt, RecordedTurn            the prompt of a turn, and the turn once answered
     ChatMessage                         a message as clients send it
+    PromptLengthError                   a prompt is not tokenised, as its text is too long
 
 A request continues a turn if its messages start with that turn's messages and its answer, unchanged, and the chat
 template still renders that answer as generated. Then all earlier token ids are reused and only the new messages are
@@ -153,11 +154,21 @@ class RecordedTurn:
         return [*self.prompt.path(), self]
 
 
+class PromptLengthError(Exception):
+    """The text of a prompt is so long that it cannot fit into the context."""
+
+    def __init__(self, num_chars: int) -> None:
+        super().__init__(f"the prompt has {num_chars} characters")
+        self.num_chars = num_chars
+
+
 class ConversationRecording:
     """The turns of one attempt at an episode."""
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: ChatTemplate, *, max_chars: int | None = None) -> None:
         self.turns: list[RecordedTurn] = []
+        self._max_chars = max_chars
+        """The longest text of a prompt; a longer one is not tokenised."""
         self._template = template
         self._answers: dict[bytes, list[RecordedTurn]] = {}
         self._openings: SequenceIndex[str, TurnPrompt] = SequenceIndex(lambda prompt: prompt.text)
@@ -263,6 +274,7 @@ class ConversationRecording:
     def _share_start(self, base: TurnPrompt | None, mark: tuple[int, int], text: str, **more: Any) -> TurnPrompt:
         """Make a prompt that continues no turn, with the text of `base` before a place, and this text from there."""
         start, num_ids = mark
+        self._check_chars(start + len(text))
         ids, marks = self._template.encode_marks(text)
         return TurnPrompt(
             parent=None,
@@ -272,6 +284,10 @@ class ConversationRecording:
             marks=[MarkPlace(place.start + start, place.end + start, place.num_ids + num_ids) for place in marks],
             **more,
         )
+
+    def _check_chars(self, num_chars: int) -> None:
+        if self._max_chars is not None and num_chars > self._max_chars:
+            raise PromptLengthError(num_chars)
 
     def text_prompt(self, prompt: str | list[int]) -> TurnPrompt:
         """Make the prompt of a plain completion, given as text or as ids; marks in the text count."""
@@ -287,6 +303,7 @@ class ConversationRecording:
         prompt shares the ids before, and the turn ends another conversation, in which that token is trained.
         """
         generated, text = turn.completion.token_ids, turn.whole_text
+        self._check_chars(len(prompt))
         after, _ = self._template.encode_marks(prompt[len(text) :])
         num_shown = next((place for place, token in enumerate(generated) if token in self._template.special_ids), None)
         if num_shown is not None and list(after[:1]) == list(generated[num_shown:]):
@@ -344,6 +361,7 @@ class ConversationRecording:
         )
         if kept is None:
             return None
+        self._check_chars(len(prompt.text) + len(kept.text))
         is_cut = bool(turn.hidden_text.strip()) and sent["content"].strip() == turn.answer["content"].strip()
         num_shown, rest = self._find_cut(turn) if is_cut else (len(generated), "")
         after, _ = self._template.encode_marks(self._template.guard(rest) + kept.text[kept.end :])

@@ -76,6 +76,8 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: ReasoningOptions | None = None
     stream: bool | None = None
     metadata: JsonObject | None = None
+    store: bool | None = None
+    """False if the client does not read the response again; the episode remembers it in any case."""
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: JsonObject | None = None
 
@@ -204,7 +206,7 @@ class ResponsesForm:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
-            "store": True,
+            "store": request.store is not False,
             "temperature": request.temperature,
             "text": {"format": (request.text and request.text.format) or {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",

@@ -35,7 +35,7 @@ from aiohttp import web
 from hpcrl.engines.base import OutputStructure
 from hpcrl.engines.structure import check_structure, relax_structure
 from hpcrl.envs.base import ModelAccess
-from hpcrl.errors import ConfigError, EngineAnswerError, EngineError, EngineRequestError
+from hpcrl.errors import ConfigError, EngineAnswerError, EngineError, EngineRequestError, TemplateLimitError
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.models.message_form import MessageForm
 from hpcrl.rollout.agents import messages_form
@@ -44,7 +44,7 @@ from hpcrl.rollout.agents.answers import AnswerForm, ModelAnswer, encode_event
 from hpcrl.rollout.agents.chat_form import ChatForm
 from hpcrl.rollout.agents.generation import CompletionCall, gather_or_cancel, merge_choices
 from hpcrl.rollout.agents.messages_form import MessagesForm
-from hpcrl.rollout.agents.recording import TurnPrompt
+from hpcrl.rollout.agents.recording import PromptLengthError, TurnPrompt
 from hpcrl.rollout.agents.requests import ApiError, JsonObject, ModelCall, parse_body
 from hpcrl.rollout.agents.responses_form import ResponsesForm
 from hpcrl.rollout.agents.session import ProgramSession
@@ -159,6 +159,8 @@ class ModelProxy:
         self._model, self._aliases = model, tuple(aliases)
         self._report = report
         self._longest_token = max(map(len, template.tokenizer.get_vocab()))
+        self.max_token_chars = 2 * self._longest_token
+        """The most characters that a token of a rendered prompt stands for, those that guard marks included."""
         self._id_lists = IdListCache(max_ids=MAX_LISTED_IDS)
         self._sessions: dict[bytes, ProgramSession] = {}
         self._rewarded_sessions: dict[bytes, ProgramSession] = {}
@@ -248,8 +250,11 @@ class ModelProxy:
 
     def _list_prompt_ids(self, session: ProgramSession, call: ModelCall) -> list[int]:
         """Return the ids of a prompt that is only counted, unless it surely has more than the context."""
-        check_count(self._count_tokens_at_least(call), call, context_length=session.limits.context_length)
-        return list_prompt_ids(call, self.template)
+        check = partial(check_count, call=call, context_length=session.limits.context_length)
+        check(self._count_tokens_at_least(call))
+        return list_prompt_ids(
+            call, self.template, check_chars=lambda num_chars: check(num_chars // self.max_token_chars + 1)
+        )
 
     async def _detokenize(self, http: web.BaseRequest, session: ProgramSession) -> web.Response:
         return _json_response(await self._read(http, session, partial(detokenize, template=self.template)))
@@ -293,7 +298,11 @@ class ModelProxy:
             for notice in _list_notices(form.call, self.template.choose_form(form.call.tools)):
                 self._report(session, notice)
             session.check_length(self._count_tokens_at_least(form.call), param=form.call.prompt_field)
-            prompt = await run(partial(_make_prompt, session, form.call))
+            try:
+                prompt = await run(partial(_make_prompt, session, form.call))
+            except PromptLengthError as error:
+                session.check_length(error.num_chars // self.max_token_chars + 1, param=form.call.prompt_field)
+                raise
         call = CompletionCall(
             session=session,
             call=form.call,
@@ -397,6 +406,11 @@ class ModelProxy:
             error = _read_engine_error(session, engine_error)
         except ApiError as api_error:
             error = api_error
+        except TemplateLimitError as limit_error:
+            session.end_for_template(str(limit_error))
+            error = ApiError(400, str(limit_error), code="chat_template")
+        except web.RequestPayloadError:
+            error = ApiError(400, "the request body cannot be decompressed", code="invalid_value")
         except RecursionError:
             error = ApiError(400, "the request body is nested too deeply", code="invalid_value")
         except web.HTTPRequestEntityTooLarge:

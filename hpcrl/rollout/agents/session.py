@@ -57,6 +57,8 @@ class ProgramSession:
     """The reason why the last call was refused, if one was."""
     fault: str = ""
     """The reason why no engine answered the last call; an answered call clears it."""
+    template_fault: str = ""
+    """The reason why the chat template was stopped: what this program sends would stop all episodes again."""
     stop_event: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the program is to be ended early."""
     calls: "set[asyncio.Task[Any]]" = field(default_factory=set)
@@ -90,11 +92,18 @@ class ProgramSession:
         if self.limit == OUTCOME_OVERFLOW:
             self.limit = ""
 
+    def end_for_template(self, reason: str) -> None:
+        """End the program, which sent a conversation that the chat template cannot render."""
+        self.template_fault = reason
+        self.stop_event.set()
+
     def check_admission(self) -> None:
         """Raise an ApiError if the episode may not call the model again."""
         self.check_staleness()
         if self.is_stale:
             raise ApiError(410, f"this episode is more than max_lag = {self.limits.max_lag} versions old", code="stale")
+        if self.template_fault:
+            raise ApiError(410, self.template_fault, code="chat_template")
         if self.num_calls >= self.limits.max_turns:
             self.limit = OUTCOME_MAX_TURNS
             raise ApiError(

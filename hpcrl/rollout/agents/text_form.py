@@ -161,14 +161,18 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
 
 
-def list_prompt_ids(call: ModelCall, template: ChatTemplate) -> list[int]:
-    """Return the ids of a call's prompt."""
+def list_prompt_ids(
+    call: ModelCall, template: ChatTemplate, *, check_chars: Callable[[int], None] = lambda _: None
+) -> list[int]:
+    """Return the ids of a call's prompt; `check_chars` may refuse the length of its text."""
     if call.text is not None:
         return template.encode(call.text) if isinstance(call.text, str) else call.text
     try:
-        return template.encode(template.render(call.messages, tools=call.tools, template_kwargs=call.template_kwargs))
+        rendered = template.render(call.messages, tools=call.tools, template_kwargs=call.template_kwargs)
     except ConfigError as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+    check_chars(len(rendered))
+    return template.encode(rendered)
 
 
 def tokenize(

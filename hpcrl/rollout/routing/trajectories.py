@@ -111,7 +111,7 @@ RECENT_WEIGHT = 0.05
 
 @dataclass(slots=True)
 class TrajectoryState:
-    """Where the KV of one trajectory is, how much engines have served it, and how long it waited."""
+    """The place of the KV of one trajectory, how much engines have served it, and how long it waited."""
 
     domain: str = ""
     home: str | None = None

@@ -16,7 +16,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeVar
 
-from hpcrl.weights.couriers.protocol import BUCKET_NBYTES, CourierPeer, PeerWatch, split_into_buckets
+import msgspec
+
+from hpcrl.weights.couriers.protocol import (
+    BUCKET_NBYTES,
+    CourierPeer,
+    PeerWatch,
+    VersionAnnouncement,
+    split_into_buckets,
+)
 
 MAX_BUCKETS_IN_FLIGHT = 4
 """Full buckets under way on each link; of smaller chunks there are more, up to the same number of bytes."""
@@ -98,6 +106,13 @@ class CourierConnection:
             peer = self.watch.peers[rank]
             peer.last_received = time.monotonic()
             yield peer, message
+
+    def read_announcements(self) -> list[VersionAnnouncement]:
+        """Return the announcements received; with them, the pulses received are taken."""
+        for _ in self.poll_messages(MessageTag.PULSE):
+            pass
+        messages = self.poll_messages(MessageTag.ANNOUNCE)
+        return [msgspec.json.decode(message, type=VersionAnnouncement) for _, message in messages]
 
     def poll(self) -> None:
         """Read messages, send a pulse, and detect stuck peers."""

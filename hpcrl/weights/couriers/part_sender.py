@@ -109,7 +109,4 @@ class PartSender:
         self._connection.send_update(self._sender.rank, MessageTag.REPORT, self._encode_report())
 
     def _read_messages(self) -> None:
-        for _ in self._connection.poll_messages(MessageTag.PULSE):
-            pass
-        for _, message in self._connection.poll_messages(MessageTag.ANNOUNCE):
-            self._announcements.append(msgspec.json.decode(message, type=VersionAnnouncement))
+        self._announcements.extend(self._connection.read_announcements())

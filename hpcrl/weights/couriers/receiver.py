@@ -341,7 +341,4 @@ class VersionReceiver:
         os._exit(0)
 
     def _read_messages(self) -> None:
-        for _ in self._connection.poll_messages(MessageTag.PULSE):
-            pass
-        for _, message in self._connection.poll_messages(MessageTag.ANNOUNCE):
-            self._announcements.append(msgspec.json.decode(message, type=VersionAnnouncement))
+        self._announcements.extend(self._connection.read_announcements())

@@ -157,6 +157,10 @@ class VersionSender:
 
     def _skip_version(self, manifest: VersionManifest, error: VersionGoneError) -> bool:
         """Leave a version to which the trainer has preferred a newer one; report it if that happens again and again."""
+        assert self._window is not None
+        if self._window.newest() == manifest:  # nothing is newer: its writer has not released it yet
+            time.sleep(IDLE_INTERVAL_S)
+            return False
         self._num_skipped += 1
         if self._num_skipped % MAX_SKIPPED == 0:
             detail = f"{MAX_SKIPPED} versions in a row were overwritten before they were sent, the last: {error}"

@@ -5,5 +5,6 @@ file_store     files on a shared filesystem
 window_store   a node's shared memory
 sharded_store  a window that several ranks fill together
 part_files     parts of several ranks in a directory
+background     a thread for work that training does not wait for
 publisher      publication by the trainer
 """

@@ -14,12 +14,12 @@ transfer. Where each rank of a trainer holds a part, only then does `gather_tens
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import TransportChanged, VersionPublished
 from hpcrl.errors import WeightsError
+from hpcrl.weights.stores.background import BackgroundWork
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.store import Tensors
 from hpcrl.weights.versions import (
@@ -68,8 +68,7 @@ class WeightPublisher:
         self._version: WeightVersion | None = None
         self._saved_version: WeightVersion | None = None
         """The newest version that is in files, or is being written to them."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
-        self._background: list[Future[None]] = []
+        self._background = BackgroundWork(name="publisher")
         self._last_poll = time.monotonic()
 
     def newest_version(self) -> int | None:
@@ -98,7 +97,7 @@ class WeightPublisher:
 
         `gather_tensors` returns all tensors where `weights` are a rank's shards; without it files cannot be written.
         """
-        self._wait_for_background()
+        self._background.wait()
         start = time.monotonic()
         commit = self._stage_version(weights, weight_version, can_gather=gather_tensors is not None)
         self._version = weight_version
@@ -109,10 +108,10 @@ class WeightPublisher:
             self._report_published(weight_version, start=start, stall_s=time.monotonic() - start)
         else:
             stall_s = time.monotonic() - start
-            self._run_in_background(lambda: self._commit(commit, weight_version))
+            self._background.run(lambda: self._commit(commit, weight_version))
             if self._engines_read_files():
                 self.persist()
-            self._run_in_background(lambda: self._report_published(weight_version, start=start, stall_s=stall_s))
+            self._background.run(lambda: self._report_published(weight_version, start=start, stall_s=stall_s))
 
     def persist(self) -> None:
         """Start to write the newest version to files; it is there once `close` or the next `publish` returns."""
@@ -120,7 +119,7 @@ class WeightPublisher:
             return
         save = self._window.make_saver(self._files, self._version)
         self._saved_version = self._version
-        self._run_in_background(lambda: self._save(save))
+        self._background.run(lambda: self._save(save))
 
     def poll(self) -> None:
         """Check, while the caller waits, if an engine has asked for files."""
@@ -128,13 +127,13 @@ class WeightPublisher:
             return
         self._last_poll = time.monotonic()
         if self._engines_read_files() and self._saved_version != self._version:
-            self._wait_for_background()
+            self._background.wait()
             self.persist()
 
     def close(self) -> None:
         """Wait for the background work, and remove the window: its readers keep what they have mapped."""
-        self._wait_for_background()
-        self._thread.shutdown()
+        self._background.wait()
+        self._background.close()
         if self._window is not None:
             self._window.unlink()
             self._window.close()
@@ -175,12 +174,3 @@ class WeightPublisher:
         """Return True if engines need every version in files."""
         transport = read_transport(self._files.directory)
         return transport is None or transport.name == "files"
-
-    def _run_in_background(self, work: Callable[[], None]) -> None:
-        self._background.append(self._thread.submit(work))
-
-    def _wait_for_background(self) -> None:
-        """Wait until all background work is done; its errors are raised here."""
-        background, self._background = self._background, []
-        for future in background:
-            future.result()

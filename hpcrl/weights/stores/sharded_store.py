@@ -19,9 +19,7 @@ On one node the window is the one that its engines read. On several, each node h
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -32,6 +30,7 @@ from hpcrl.errors import WeightsError
 from hpcrl.system.files import remove_path
 from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard, TensorSlot, check_cover, check_shard
 from hpcrl.weights.stores import part_files
+from hpcrl.weights.stores.background import BackgroundWork
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.store import WeightStore, view_tensors
 from hpcrl.weights.versions import VersionManifest, WeightVersion
@@ -82,8 +81,7 @@ class ShardStore:
         self._window: Window | None = None
         self._checked_shards: list[tuple[TensorShard, ...]] | None = None
         self._earlier_versions: tuple[int | None, ...] = ()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards")
-        self._background: list[Future[Any]] = []
+        self._background = BackgroundWork(name="shards")
 
     # ---- every rank
 
@@ -103,9 +101,9 @@ class ShardStore:
         self._gather_messages(RankMessage(error=error))
         self._earlier_versions = ()
         if self._rank != self._writer:
-            self._run_in_background(lambda: _share_checksums(window, ticket))
+            self._background.run(lambda: _share_checksums(window, ticket))
         elif self._rank != 0:
-            self._run_in_background(window.commit)
+            self._background.run(window.commit)
 
     def find_earlier_versions(self) -> None:
         """Find the versions that an earlier trainer has left; all ranks call it, before the first version."""
@@ -120,7 +118,7 @@ class ShardStore:
     def write_part(self, version: int, directory: Path) -> None:
         """Write the node's part of a version in the background, after other work, if this rank commits for its node."""
         if self._rank == self._writer and (window := self._window) is not None:
-            self._run_in_background(lambda: part_files.leave_window(window, version, directory, rank=self._rank))
+            self._background.run(lambda: part_files.leave_window(window, version, directory, rank=self._rank))
 
     def unlink(self) -> None:
         """Remove the name of a window that this rank created, at the trainer's end."""
@@ -129,7 +127,7 @@ class ShardStore:
 
     def close(self) -> None:
         """Close the window; its name stays."""
-        self._thread.shutdown()
+        self._background.close()
         if self._window is not None:
             self._window.close()
             self._window = None
@@ -171,7 +169,7 @@ class ShardStore:
         """Return the place to write, once all ranks have sent what they hold and it is checked."""
         error, ticket, own_shards = "", None, tuple(shard for shard, _ in shards)
         try:
-            self._wait_for_background()
+            self._background.wait()
             _check_values(shards, self._layout)
             if self._rank == self._writer:
                 ticket = self._start_version(weight_version)
@@ -240,16 +238,6 @@ class ShardStore:
             tensors = part_files.iterate_tensors(self._layout, slot, parts, directory, rank=self._rank)
             files.publish_each(self._layout, tensors, weight_version)
         remove_path(directory)
-
-    def _run_in_background(self, work: Callable[[], Any]) -> None:
-        """Run work while training continues, one item after the other."""
-        self._background.append(self._thread.submit(work))
-
-    def _wait_for_background(self) -> None:
-        """Wait until all background work is done; its errors are raised here."""
-        background, self._background = self._background, []
-        for future in background:
-            future.result()
 
     def _close_window(self) -> None:
         if self._window is not None:

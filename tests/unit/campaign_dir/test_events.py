@@ -44,6 +44,7 @@ from hpcrl.campaign_dir.events import (
     describe_event,
     parse_event,
 )
+from hpcrl.learn.evaluations import EvaluationResult
 from hpcrl.trainers.base import StepMetrics
 
 ORIGIN = {"job": 0, "role": "train", "worker": "w", "node": "n"}
@@ -305,6 +306,10 @@ def test_a_line_without_a_time_is_skipped():
 def test_a_step_event_has_all_figures_of_a_step_in_their_order():
     own = [name for name in StepFinished.__struct_fields__ if name not in CampaignEvent.__struct_fields__]
     assert own == [*StepMetrics.__struct_fields__, "mfu", "wait_s", "lengths"]
+
+
+def test_an_evaluation_event_has_all_figures_of_a_result():
+    assert set(EvaluationResult.__struct_fields__) <= set(EvaluationFinished.__struct_fields__)
 
 
 def test_no_emitter_passes_a_string():

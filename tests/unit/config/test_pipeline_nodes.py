@@ -11,6 +11,7 @@ from hpcrl.config.pipeline import (
     compute_depths,
     find_problems,
     make_pipeline,
+    make_running_pipeline,
     make_standard_nodes,
     order_nodes,
     render_dot,
@@ -94,6 +95,29 @@ def test_judges_that_domains_call_are_shown_between_sample_and_score():
     assert pipeline["judge-grader"].model == "/models/grader"
     assert "judge-idle" not in pipeline
     assert order_nodes(pipeline) == order_nodes(make_pipeline(recipe.train))
+
+
+IMITATION = ["conversations", "advantage", "deal", "rows", "batches", "loss", "update"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "nodes"),
+    [
+        ("sft", (), IMITATION),
+        ("quickstart", ("warmup.steps=9", "warmup.path=x.jsonl", "train.num_steps=9", "train.kl=k3"), IMITATION),
+        (
+            "quickstart",
+            ("warmup.steps=8", "warmup.path=x.jsonl", "train.num_steps=9"),
+            ["sample", "score", *IMITATION[1:]],
+        ),
+    ],
+    ids=["alone", "all-steps", "before-others"],
+)
+def test_what_is_shown_of_a_recipe_that_only_imitates_is_what_runs(name, settings, nodes):
+    pipeline = make_running_pipeline(make_recipe(*settings, name=name))
+    assert list(pipeline) == nodes
+    assert ("compute_imitation_loss" in pipeline["loss"].function) == (nodes == IMITATION)
+    assert all(source in pipeline for node in pipeline.values() for source in node.inputs)
 
 
 def test_rendered_pipelines_show_every_node_and_the_order():

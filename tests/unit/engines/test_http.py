@@ -124,7 +124,7 @@ def test_a_refusal_of_the_engine_is_an_engine_error_with_its_message() -> None:
     async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> None:
         await remote(url, session).generate(msgspec.structs.replace(REQUEST, request_id="refuse"))
 
-    with pytest.raises(EngineRequestError, match=r"000-decode-1 .* answered 422: too long: 513 tokens"):
+    with pytest.raises(EngineRequestError, match=r"^too long: 513 tokens"):
         on_server(body)
 
 

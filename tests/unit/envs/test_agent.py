@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,9 @@ from hpcrl.envs.agent import _TYPE_WORDS, AgentProgram, _list_option_types, find
 from hpcrl.envs.base import is_program_domain, make_program
 from hpcrl.envs.isolation.sandbox import SandboxSpec, choose_sandbox, wrap_command
 from hpcrl.errors import ConfigError, EngineError, EnvFault, PolicyFailure
+from hpcrl.models import chat_template, jinja_template
 from hpcrl.models.chat_layout import load_chat_template
+from hpcrl.models.jinja_template import compile_template
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.system.processes import is_alive, read_start_ticks
 from tests.support.programs import ASK, OneWordModel, needs_bubblewrap, play
@@ -102,7 +105,7 @@ def test_a_program_that_fails_when_it_is_told_to_end_has_reached_that_limit(temp
 
 
 REFUSED = """
-def ask_in_vain(text):
+def ask_refused(text):
     try:
         ask(text)
     except urllib.error.HTTPError as error:
@@ -110,14 +113,51 @@ def ask_in_vain(text):
 """
 
 
+def test_a_program_that_runs_too_long_after_a_refused_call_has_the_outcome_of_its_time(template):
+    code = f"{REFUSED}ask('a')\nask_refused('{'b' * 80}')\nimport time\ntime.sleep(600)"
+    trajectory = play(template, code, timeout_s=3.0)
+    assert (trajectory.status, trajectory.outcome) == ("truncated", "timeout")
+
+
+SPINS = (
+    "{% for m in messages %}{% if 'spin' in m.content %}{% for i in range(100000) %}{% for j in range(100000) %}"
+    "{% endfor %}{% endfor %}{% endif %}{% if 'grow' in m.content %}{% for i in range(90000) %}abcdefghij{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+
+
+def test_a_conversation_for_which_the_template_loops_is_a_fault_of_its_episode(template, monkeypatch):
+    monkeypatch.setattr(jinja_template, "MAX_RENDER_S", 0.2)
+    monkeypatch.setattr(jinja_template, "WATCH_INTERVAL_S", 0.02)
+    looping = replace(template, compiled=compile_template(SPINS + template.text, source=template.source))
+    trajectory = play(looping, f"{REFUSED}ask('a')\nask_refused('spin')\nprint(1)", retries=5)
+    assert (trajectory.status, trajectory.extra["attempts"]) == ("env-fault", 1)
+    assert "its chat template did not render a conversation in 0.2 s" in trajectory.extra["fault"]
+    assert play(looping, "ask('a')\nprint(1)").turns[-1].reward == 1.0
+
+
+def test_a_prompt_that_the_template_makes_too_long_is_refused_before_it_is_tokenised(template, monkeypatch):
+    growing = replace(template, compiled=compile_template(SPINS + template.text, source=template.source))
+    sizes, tokenize = [], chat_template.tokenize_text
+
+    def note_size(tokenizer, text):
+        sizes.append(len(text))
+        return tokenize(tokenizer, text)
+
+    monkeypatch.setattr(chat_template, "tokenize_text", note_size)
+    trajectory = play(growing, f"{REFUSED}ask('a')\nask_refused('grow')\nprint(1)")
+    assert (trajectory.status, trajectory.outcome) == ("truncated", "overflow")
+    assert max(sizes) < 1000
+
+
 def test_a_program_that_shortens_its_conversation_keeps_its_reward(template):
-    trajectory = play(template, f"{REFUSED}ask('a')\nask_in_vain('{'b' * 80}')\nask('b')\nprint(0.5)")
+    trajectory = play(template, f"{REFUSED}ask('a')\nask_refused('{'b' * 80}')\nask('b')\nprint(0.5)")
     assert (trajectory.status, trajectory.outcome, trajectory.extra) == ("done", "", {})
     assert trajectory.turns[-1].reward == 0.5
 
 
 def test_a_program_whose_calls_were_all_refused_is_a_fault_that_says_why(template):
-    code = f"{REFUSED}for _ in range(9):\n    ask_in_vain('{'b' * 80}')\nprint(0.5)"
+    code = f"{REFUSED}for _ in range(9):\n    ask_refused('{'b' * 80}')\nprint(0.5)"
     trajectory = play(template, code, limits={"max_turns": 1})
     assert (trajectory.status, trajectory.outcome) == ("env-fault", "")
     assert "the model answered no call of the program" in trajectory.extra["fault"]

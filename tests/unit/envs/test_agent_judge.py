@@ -148,6 +148,12 @@ def test_a_judge_that_fails_is_a_reward_error_and_not_a_reward(template, judge, 
     assert time.monotonic() - started_s < 60
 
 
+def test_a_judge_that_fails_after_the_last_turn_is_a_reward_error_too(template):
+    code = "ask('a')\ntry:\n    ask('b')\nexcept Exception:\n    print(1)"
+    trajectory = play(template, code, limits={"max_turns": 1}, **judged_by("raise ValueError('lost')"))
+    assert (trajectory.outcome, trajectory.reward) == ("reward-error", None)
+
+
 @needs_bubblewrap
 @pytest.mark.parametrize(
     ("last", "outcome"), [("print(0.5)", ""), ("os.kill(os.getpid(), signal.SIGKILL)", "reward-error")]

@@ -107,6 +107,9 @@ scorer = Scorer()
 class Stepwise:
     def __call__(self, trajectory): yield 0.0
 stepwise = Stepwise()
+class Later:
+    async def __call__(self, *args, **kwargs): return 0.0
+later = Later()
 def several(trajectory): yield 0.0
 async def several_later(trajectory): yield 0.0
 class Taker:
@@ -198,8 +201,18 @@ def test_a_function_of_c_without_a_signature_is_accepted() -> None:
     check_domain(reward="builtins:max")
 
 
-def test_an_async_function_of_a_node_is_refused(user_code: str) -> None:
-    node = PipelineNode(function=f"{user_code}:scored_later")
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("scored_later", "is async"),
+        ("later", "is async"),
+        ("several", "is a generator, which returns no result"),
+        ("stepwise", "is a generator"),
+        ("Taker", "is a class"),
+    ],
+)
+def test_a_function_of_a_node_that_returns_no_result_is_refused(user_code: str, name: str, why: str) -> None:
+    node = PipelineNode(function=f"{user_code}:{name}")
     train = TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0, pipeline={"loss": node})
-    with pytest.raises(ConfigError, match=r"train\.pipeline\.loss\.function = .* is async"):
+    with pytest.raises(ConfigError, match=r"train\.pipeline\.loss\.function = .* " + why):
         check._check_function("loss", node, train)

@@ -83,7 +83,7 @@ def distance(found, exact):
 
 
 KINDS = {
-    "whole sequences": {"kl": "k1", "kl_in": "reward"},
+    "whole sequences": {"kl": "k1", "kl_in": "reward", "kl_gamma": 1.0},
     "current to reference": {"kl": "k2"},
     "reference to current": {"kl": "k3"},
 }

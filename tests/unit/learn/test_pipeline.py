@@ -75,7 +75,14 @@ def instead_of_advantage(function):
 
 TAKEN = {"advantage": {"inputs": ["mine"]}}
 REFUSED = {
-    "a mistyped input": ({"mine": own(inputs=["scor"]), **TAKEN}, "takes 'scor', which is neither a node nor a spool"),
+    "a mistyped input": (
+        {"advantage": {"function": "a:b", "inputs": ["scor"]}},
+        "train.pipeline.advantage: it takes 'scor', which is not a node here: did you mean 'score'? it can take score",
+    ),
+    "a mistyped input of an own node": (
+        {"mine": own(inputs=["scor"]), **TAKEN},
+        "did you mean 'score'? it can take advantage, batches, rows, score",
+    ),
     "a circle": (
         {"a": own(inputs=["b"]), "b": own(inputs=["a"])},
         "a -> b -> a",
@@ -106,11 +113,27 @@ REFUSED = {
     ),
     "a loss with an unknown input": (
         {"loss": {"function": "a:b", "inputs": ["batches", "teachers"]}},
-        "node 'loss' takes 'teachers', which is neither",
+        "train.pipeline.loss: it takes 'teachers', which is not a node here: it can take nothing else",
+    ),
+    "a loss with a reference that there is not": (
+        {"loss": {"function": "a:b", "inputs": ["batches", "reference"]}},
+        "train.pipeline.loss: it takes 'reference', which is not a node here: there is a reference only with a KL",
     ),
     "a cycle through the loss": (
         {"mine": own("a:b", ["loss"]), "batches": {"inputs": ["mine"]}},
         "takes 'loss', whose result no other node",
+    ),
+    "the reference without a KL": (
+        {"reference": {"model": "/m"}},
+        'train.pipeline.reference: there is a reference only with a KL: set train.kl = "k1", "k2" or "k3"',
+    ),
+    "a critic's values without a critic": (
+        {"values": {"function": "a:b"}},
+        'train.pipeline.values: there are values only with a critic: set train.advantage = "gae"',
+    ),
+    "rewards without a critic": (
+        {"rewards": {"function": "a:b"}},
+        'train.pipeline.rewards: with train.advantage = "grpo" the node is called `advantage`',
     ),
     "inputs of our loss": ({"loss": {"inputs": ["batches"]}}, "hpcrl's loss takes what it needs"),
     "a model as policy": (

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from hpcrl.config.recipe import ModelConfig
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, TemplateLimitError
 from hpcrl.models.call_form import PLAIN_CALL
 from hpcrl.models.chat_layout import load_chat_layout, load_chat_template
 from hpcrl.models.chat_template import ChatTemplate
@@ -419,6 +419,8 @@ def test_a_described_tool_comes_with_the_form_of_a_call(tmp_path: Path) -> None:
 
 def test_a_template_that_exhausts_memory_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="refuses this conversation: MemoryError"):
+        load_chat_template(save_template(tmp_path, "{{ '{:>1000000000000000000}'.format(1) }}"))
+    with pytest.raises(TemplateLimitError, match="its chat template renders a conversation to more than 64 Mi char"):
         load_chat_template(save_template(tmp_path, "{{ 'x' * (2 ** 60) }}"))
 
 

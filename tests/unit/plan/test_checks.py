@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from hpcrl.config.recipe import TrainConfig
+from hpcrl.errors import PlanError
 from tests.support.plans import plan_recipe, refuse_plan
 
 ACT_ALONE = {
@@ -31,6 +32,7 @@ IDLE = {
     "max_is_ratio": ((5.0,), 'proximal = "recomputed"', ()),
     "min_is_ratio": ((0.9,), "masks", ("train.correction=mask-token",)),
     "kl_coef": ((0.5,), 'kl = "k1"', ("train.kl=k2",)),
+    "kl_gamma": ((0.5,), 'kl_in = "reward"', ("train.kl=k1", "train.kl_in=reward")),
     "final_learning_rate": ((1e-7,), 'schedule = "linear"', ("train.schedule=cosine",)),
     "warmup_steps": ((1000,), "num_steps", ("train.num_steps=1001",)),
     "lora_alpha": ((16.0,), "lora_rank", ("train.lora_rank=8",)),
@@ -69,3 +71,57 @@ def test_every_setting_is_known_to_act_alone_or_is_checked() -> None:
 )
 def test_combinations_that_cannot_act_are_refused(settings: tuple[str, ...], why: str) -> None:
     assert why in refuse_plan(*settings)
+
+
+IMITATION_ACTS = {
+    *("num_steps", "groups_per_step", "trainer", "sharding", "tensor_parallel", "pipeline_parallel"),
+    *(
+        "learning_rate",
+        "schedule",
+        "final_learning_rate",
+        "warmup_steps",
+        "precision",
+        "recompute",
+        "rows",
+        "tokens_per_micro_batch",
+    ),
+    *("max_grad_norm", "weight_decay", "adam_betas", "adam_eps", "lora_rank", "lora_alpha", "max_skipped_steps"),
+    *("checkpoint_every_steps", "keep_checkpoints"),
+}
+"""The settings of [train] that a recipe without domains has."""
+REINFORCEMENT_VALUES = {
+    **{"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.9, "critic_learning_rate": 1e-4, "value_clip": 0.2},
+    **{"flat_groups": "drop", "reward_scale": "domain", "response_budget.lake": 9, "overlong": "punish"},
+    **{"overlong_margin": 0.5, "ratio": "sequence", "surrogate": "cispo", "clip_low": 0.1, "clip_high": 0.3},
+    **{"dual_clip": 3.0, "aggregation": "fixed", "proximal": "behaviour", "correction": "none", "max_is_ratio": 5.0},
+    **{"min_is_ratio": 0.9, "kl": "k3", "kl_in": "reward", "kl_coef": 0.5, "kl_gamma": 0.5, "entropy_coef": 0.1},
+    **{"num_minibatches": 2, "epochs": 2, "keep_best": 1, "keep_versions": 9, "pipeline.loss.function": "m:f"},
+}
+
+
+def test_every_setting_acts_in_imitation_or_is_refused_there() -> None:
+    refused = {name.partition(".")[0] for name in REINFORCEMENT_VALUES}
+    assert {field.name for field in msgspec.structs.fields(TrainConfig)} == IMITATION_ACTS | refused
+
+
+@pytest.mark.parametrize("name", REINFORCEMENT_VALUES)
+def test_a_setting_of_reinforcement_is_refused_in_a_recipe_that_only_imitates(name: str) -> None:
+    with pytest.raises(
+        PlanError, match=rf"^train\.{name.partition('.')[0]}.* cannot act: without \[domains\] every step"
+    ) as caught:
+        plan_recipe(f"train.{name}={REINFORCEMENT_VALUES[name]}", recipe="sft")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "setting", ["rollout.temperature=0.5", "router.fair_domains=false", "reward.concurrency=3", "judge.grader.tiny={}"]
+)
+def test_tables_of_episodes_are_refused_in_a_recipe_that_only_imitates(setting: str) -> None:
+    table = setting.partition(".")[0]
+    with pytest.raises(PlanError, match=rf"^{table}\..* cannot act: without \[domains\]"):
+        plan_recipe(setting, recipe="sft")
+
+
+def test_recipes_that_only_imitate_may_have_what_the_trainer_uses() -> None:
+    settings = ("train.rows=packed", "train.lora_rank=8", "train.schedule=linear", "rollout.group_size=2")
+    assert plan_recipe(*settings, recipe="sft")

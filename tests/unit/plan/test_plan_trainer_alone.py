@@ -33,8 +33,9 @@ def test_the_node_of_a_trainer_alone_also_holds_the_driver_and_no_second_copy_of
         compute_node_needs("train", make_recipe("model.num_params=10_000_000_000", name=name), workers_per_node=1)
         for name in ("sft", "quickstart")
     )
-    assert alone == (2, 6)  # with a core and 2 GiB for the driver
-    assert among[1] > 6
+    process, snapshot, driver, window = 3, 112, 2, 75
+    assert alone == (2, process + snapshot + driver), "the driver also has a core"
+    assert among[1] == process + snapshot + window
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.site import load_site
 from hpcrl.plan.plan import make_plan
 from hpcrl.roles.context import WorkerContext
-from hpcrl.roles.reward import ScoringSession
+from hpcrl.roles.reward import RepeatedFaults, ScoringSession
 from hpcrl.rollout.judges.proxy import JudgeProxy
 from hpcrl.rollout.reward_process import RewardProcess
 from hpcrl.spool.segment import read_segment, write_segment
@@ -35,6 +35,7 @@ class RewardStage:
         self.run = CampaignDir(root)
         for directory in (self.run.spool("rollouts"), self.run.spool("scored"), self.run.events):
             make_private_dir(directory)
+        self.faults = None
         self.process = RewardProcess(root, concurrency=8, num_cpus=os.cpu_count(), teacher=teacher)
 
     def open(self, function, *, settings=(), **options):
@@ -53,7 +54,8 @@ class RewardStage:
                 self.run.events / "000-reward-0.jsonl", job=0, role="reward", worker="000-reward-0", node="n"
             ),
         )
-        return ScoringSession(context, self.process)
+        self.faults = self.faults or RepeatedFaults(context.events.emit)
+        return ScoringSession(context, self.process, self.faults)
 
     def add(self, name):
         write_segment(
@@ -93,6 +95,22 @@ def test_a_failure_is_a_fault_where_its_domain_says_so(stage):
     session.start(["a.h5"])
     finish(session)
     assert [(one.status, one.reward) for one in stage.twin("a.h5")][1:3] == [("done", 1.0), ("env-fault", None)]
+
+
+def test_a_function_that_fails_each_time_is_reported_once_for_each_reason_and_power_of_ten(stage):
+    for name in (names := [f"{letter}.h5" for letter in "abc"]):
+        stage.add(name)
+        session = stage.open("refuse")
+        session.start([name])
+        finish(session)
+    faults = [event for event in read_events(stage.run.events) if event["event"] == "fault"]
+    text = "tests.support.many_rewards:refuse: ValueError: no 'lake/0/"
+    assert [event["detail"].partition(text)[0] for event in faults] == [
+        "lake/0/0: ",
+        "10 such failures, the last lake/0/1: ",
+    ]
+    assert [event["domain"] for event in faults] == ["lake", "lake"]
+    assert all("refuse: ValueError" in one.extra["reason"] for name in names for one in stage.twin(name))
 
 
 def test_what_is_scored_already_is_not_scored_again(stage, tmp_path):

@@ -1,5 +1,6 @@
 """The trainer of the train role: the models that it holds beside the policy."""
 
+import msgspec
 import pytest
 
 from hpcrl.campaign_dir.event_log import EventLog
@@ -10,7 +11,24 @@ from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.train import _make_trainer
 from hpcrl.system.files import make_private_dir
 from hpcrl.trainers.world import SINGLE_RANK
-from tests.support.plans import make_recipe
+from tests.support.plans import make_recipe, plan_recipe
+
+
+def make_context(tmp_path, model_dir, *settings):
+    """Make the context of a rank of a campaign on this machine."""
+    run, site, recipe = CampaignDir(tmp_path), load_site("local"), make_recipe(*settings)
+    make_private_dir(run.events)
+    run.model.symlink_to(model_dir)
+    return WorkerContext(
+        campaign=run,
+        job=run.job(0),
+        role="train",
+        index=0,
+        recipe=recipe,
+        site=site,
+        plan=make_plan(recipe, site),
+        events=EventLog(run.events / "train.jsonl", job=0, role="train", worker="000-train-0", node="n"),
+    )
 
 
 @pytest.mark.parametrize("trainer", ["torch", "megatron"])
@@ -25,21 +43,19 @@ from tests.support.plans import make_recipe
 def test_a_rank_holds_a_reference_unless_a_judge_is_the_teacher(tmp_path, tiny_model_dir, trainer, settings, models):
     if trainer == "megatron":
         pytest.importorskip("megatron.core", reason="needs megatron-core")
-    run, site = CampaignDir(tmp_path), load_site("local")
-    make_private_dir(run.events)
-    run.model.symlink_to(tiny_model_dir)
     given = [setting.replace("{model}", str(tiny_model_dir)) for setting in settings]
-    recipe = make_recipe("train.kl=k2", f"train.trainer={trainer}", *given)
-    context = WorkerContext(
-        campaign=run,
-        job=run.job(0),
-        role="train",
-        index=0,
-        recipe=recipe,
-        site=site,
-        plan=make_plan(recipe, site),
-        events=EventLog(run.events / "train.jsonl", job=0, role="train", worker="000-train-0", node="n"),
-    )
+    context = make_context(tmp_path, tiny_model_dir, "train.kl=k2", f"train.trainer={trainer}", *given)
     made = _make_trainer(context, SINGLE_RANK)
     assert set(made._fixed_models) == models
     assert made.has_scored_reference == (not models)
+
+
+@pytest.mark.parametrize(("num_tokens", "is_needed"), [(2048, False), (32768, True)])
+def test_a_rank_recomputes_layers_as_the_plan_has_found(tmp_path, tiny_model_dir, num_tokens, is_needed):
+    large = ("model.num_params=8_000_000_000", "train.sharding=full", "train.precision=bf16")
+    ranks = ("resources.train.num_workers=16", f"train.tokens_per_micro_batch={num_tokens}")
+    found = plan_recipe(*large, *ranks, site="perlmutter").train_memory
+    context = make_context(tmp_path, tiny_model_dir)
+    context.plan = msgspec.structs.replace(context.plan, train_memory=found)
+    assert context.recipe.train.recompute == "auto"
+    assert _make_trainer(context, SINGLE_RANK)._train.recompute == is_needed

@@ -7,8 +7,10 @@ import pytest
 
 from hpcrl.campaign_dir.events import FaultReported, SegmentsRetired
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
+from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.config.recipe import SpoolConfig
 from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.roles.train import TrainingLoop
 from hpcrl.roles.train_queue import TrainQueue
 from hpcrl.rollout.flow_control import HoldWriter
 from hpcrl.spool import retention
@@ -234,3 +236,19 @@ def test_flat_groups_are_settled_so_that_others_are_admitted_and_the_step_waits(
         assert settled(context) == (number + 1) * GROUP
     play(context, 7, rewards=(0.0, 1.0, 1.0, 1.0))
     assert [one.group for one in queue.choose(version=0).chosen] == ["lake/7"] * GROUP
+
+
+def test_the_driver_reads_what_the_choice_of_groups_means_for_the_next_step(context):
+    train_config = msgspec.structs.replace(context.recipe.train, flat_groups="drop", groups_per_step=2)
+    context.recipe = msgspec.structs.replace(context.recipe, train=train_config)
+    consumed = ConsumedTrajectories()
+    queue = TrainQueue(context, consumed=consumed)
+    fixed = {"trainer": None, "leader": None, "publisher": None, "num_params": 0, "saved_step": -1}
+    loop = TrainingLoop(context=context, train_queue=queue, consumed=consumed, step=0, version=9, **fixed)
+    seen = []
+    for number, (version, rewards) in enumerate([(9, (1.0,) * GROUP), (0, (1.0,) * GROUP), (9, (0.0, 1.0, 1.0, 1.0))]):
+        play(context, number, version=version, rewards=rewards)
+        assert not loop.try_step()
+        progress = read_train_progress(context.campaign.train_progress)
+        seen.append((progress.num_flat_groups, progress.num_lost_groups, progress.num_ready_groups))
+    assert seen == [(1, 0, 0), (1, 1, 0), (1, 1, 1)]

@@ -156,6 +156,31 @@ def test_a_group_may_be_trained_on_before_its_worker_knows_that_it_is_durable(wo
     assert WorkerRun(tmp_path).start().number == 2
 
 
+def test_a_group_may_be_dropped_as_too_old_before_its_worker_knows_that_it_is_durable(worker, tmp_path):
+    task, later = worker.start(), worker.start()
+    first, other = worker.release(task), worker.release(later)
+    worker.accounts.record_dropped([task.group], at=time.time() + 1)
+    assert worker.start() == task
+    again = worker.release(task)
+    worker.accounts.record_sealed([*first, *other])  # of the first start: the second is not durable yet
+    assert [group for group, known in worker.journal.state.open.items() if known.is_durable] == [later.group]
+    worker.accounts.record_sealed(again)
+    assert worker.limit(newest=0) is None
+    assert not set(first) & set(again)
+    assert worker.journal.state.open[task.group].is_durable
+    assert WorkerRun(tmp_path).start().number == 2
+
+
+def test_a_group_that_was_dropped_as_too_old_starts_again_after_its_last_episode(worker):
+    task = worker.start()
+    worker.end(task, 0)
+    worker.end(task, 1)  # the group is complete: episode 2 is cancelled, which takes a while
+    worker.accounts.record_dropped([task.group], at=time.time() + 1)
+    assert worker.start() != task
+    worker.accounts.abort_episode(task, 2)
+    assert worker.start() == task
+
+
 def test_an_old_report_of_the_trainer_does_not_start_a_group_again(worker, tmp_path):
     task = worker.start()
     dropped_at = time.time() - 1

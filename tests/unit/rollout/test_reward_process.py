@@ -111,15 +111,20 @@ def test_a_list_is_scored_by_one_call_with_texts(scoring, model):
     assert scoring.rewards() == [index + NUM / 100 + 1 for index in range(NUM)]
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"), [("raise", "LookupError: not this one"), ("count", "return a list"), ("value", "finite")]
-)
+@pytest.mark.parametrize(("fault", "reason"), [("raise", "LookupError: not this one"), ("value", "finite")])
 def test_a_list_that_fails_is_repeated_one_by_one(scoring, fault, reason):
     scoring.start("of_a_list_with", index=3, fault=fault)
     scoring.request()
     rewards = scoring.rewards()
     assert reason in rewards.pop(3)
     assert rewards == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_a_wrong_number_of_rewards_is_the_error_of_each(scoring):
+    """A function that returns one number for a whole list must not pass because it would be right for a list of one."""
+    scoring.start("mean_of_list")
+    scoring.request()
+    assert all("for 8 trajectories: return a list" in reason for reason in scoring.rewards())
 
 
 @pytest.fixture

@@ -77,6 +77,19 @@ def test_an_echoed_answer_continues_from_the_generated_tokens(template):
     assert second.token_ids == [*first.token_ids, *generated, *template.encode("<user>no<agent>")]
 
 
+def test_a_body_that_cannot_be_decompressed_is_refused_in_the_form_of_the_api(template):
+    async def body(client):
+        headers = {"Authorization": f"Bearer {client.api_key}", "Content-Encoding": "gzip"}
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"{client.base_url}chat/completions", data=b"abcde", headers=headers) as answer,
+        ):
+            return answer.status, await answer.json()
+
+    status, answer = on(template, body)
+    assert (status, answer["error"]["message"]) == (400, "the request body cannot be decompressed")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_calls_are_sent_as_such_and_continued(template, stream):
     async def body(client):

@@ -137,7 +137,7 @@ def test_a_restarted_trainer_continues_above_every_version_ever_made(run: Campai
     first.persist()
     for version in range(1, 5):
         first.publish(weights(version), WeightVersion(version=version, step=version))
-    first._wait_for_background()
+    first._background.wait()
     key(run).path.unlink()  # the node is gone, and the window with it
     again = publisher_of(run)
     assert again.newest_version() == 4

@@ -1,0 +1,149 @@
+"""The memory model of the torch trainer against its steps on tensors without data: `python -m bench.memory`.
+
+    weights, gradients, optimizer    what a rank holds all the time
+    tokens                           what the tokens of the micro-batch need at the peak, by one of half the size
+    gathers                          the rest: layers of sharded weights, their gradients on the way, a chunk of logits
+    whole                            the peak of a step
+
+Each model is made at its published sizes with 4 and with 6 layers by the trainer's own code, its micro-batch goes
+forward and backward after a first optimizer step, and the peaks are extrapolated to all layers: every layer adds the
+same (hpcrl/testing/fake_steps.py). A value is model / measured, so 1 is exact; an error is the larger of it and its
+inverse.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from bench import figures
+from bench.figures import Figure
+from hpcrl.hardware.architecture import read_architecture
+from hpcrl.hardware.memory_model import GIB
+from hpcrl.hardware.train_memory import RankSetup, estimate_rank_memory
+from hpcrl.testing.fake_steps import PeakBytes, measure_passes
+
+BAR = 1.1
+FEW_LAYERS, MORE_LAYERS = 4, 6
+"""From three layers on, the last, the first, and one between them are different layers."""
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-8B": {
+        **{"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    },
+    "Qwen3-0.6B": {
+        **{"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+        **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+        "tie_word_embeddings": True,
+    },
+    "Llama-3.1-70B": {
+        **{"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
+        **{"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256},
+    },
+    "Qwen3-30B-A3B": {
+        **{"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48},
+        **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1},
+        "mlp_only_layers": [],
+    },
+}
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """A model in training, and the tokens of its micro-batch."""
+
+    model: str
+    num_tokens: int
+    setup: RankSetup
+
+    @property
+    def title(self) -> str:
+        setup = self.setup
+        kind = "sharded" if setup.is_sharded else "whole"
+        again = ("" if setup.has_recompute else ", all kept") + ", packed" * setup.is_packed
+        precision = "bf16" if setup.is_bf16 else "fp32"
+        return f"{self.model}, {setup.num_ranks} x {self.num_tokens} tokens, {kind}, {precision}{again}"
+
+
+def _shards(num_ranks: int, *, has_recompute: bool = True, is_bf16: bool = True) -> RankSetup:
+    return RankSetup(num_ranks=num_ranks, is_sharded=True, is_bf16=is_bf16, has_recompute=has_recompute)
+
+
+CASES = (
+    MemoryCase("Qwen3-8B", 32768, _shards(16)),
+    MemoryCase("Llama-3.1-70B", 32768, _shards(128)),
+    MemoryCase("Qwen3-30B-A3B", 16384, _shards(64)),
+    MemoryCase("Qwen3-8B", 4096, _shards(16, has_recompute=False)),
+    MemoryCase("Qwen3-0.6B", 16384, RankSetup(is_bf16=True, has_recompute=True)),
+)
+MORE_CASES = (
+    MemoryCase("Qwen3-8B", 2048, _shards(16)),
+    MemoryCase("Qwen3-8B", 8192, _shards(16, is_bf16=False)),
+    MemoryCase("Qwen3-8B", 8192, _shards(16, is_bf16=False, has_recompute=False)),
+    MemoryCase("Qwen3-8B", 16384, msgspec.structs.replace(_shards(16), is_packed=True)),
+    MemoryCase("Llama-3.1-70B", 4096, _shards(128)),
+    MemoryCase("Llama-3.1-70B", 8192, _shards(128, has_recompute=False)),
+    MemoryCase("Qwen3-30B-A3B", 4096, _shards(64)),
+    MemoryCase("Qwen3-30B-A3B", 4096, _shards(64, has_recompute=False)),
+    MemoryCase("Qwen3-0.6B", 16384, _shards(4)),
+    MemoryCase("Qwen3-0.6B", 4096, _shards(4, has_recompute=False)),
+    MemoryCase("Qwen3-0.6B", 4096, RankSetup(is_bf16=True)),
+    MemoryCase("Qwen3-0.6B", 4096, RankSetup()),
+    MemoryCase("Qwen3-8B", 8192, RankSetup(is_bf16=True, has_recompute=True)),
+    MemoryCase("Qwen3-8B", 8192, RankSetup(is_bf16=True)),
+)
+"""Those of --full."""
+
+
+def measure(full: bool) -> list[Figure]:
+    return [figure for case in (*CASES, *(MORE_CASES if full else ())) for figure in compare(case)]
+
+
+def compare(case: MemoryCase) -> list[Figure]:
+    """Compare the parts at the peak, and the whole, of the model with all its layers."""
+    measured = split_parts(partial(measure_whole, case), num_tokens=case.num_tokens)
+    expected = split_parts(partial(estimate_whole, case), num_tokens=case.num_tokens)
+    listed = [
+        Figure(name=f"{case.title}: {part}", value=expected[part] / size, unit=f"of {size / GIB:.1f} GiB")
+        for part, size in measured.items()
+    ]
+    ratio = sum(expected.values()) / sum(measured.values())
+    error = Figure(name=f"{case.title}: error", value=max(ratio, 1 / ratio), bar=BAR, better="lower")
+    whole = Figure(name=f"{case.title}: whole", value=ratio, unit=f"of {sum(measured.values()) / GIB:.1f} GiB")
+    return [*listed, whole, error]
+
+
+def split_parts(find: Callable[[int], PeakBytes], *, num_tokens: int) -> dict[str, float]:
+    """Split what comes and goes into what tokens need and the rest, by a micro-batch of half the size."""
+    found, half = find(num_tokens), find(num_tokens // 2)
+    tokens = (found.passing - half.passing) * num_tokens / (num_tokens - num_tokens // 2)
+    state = {"weights": found.weights, "gradients": found.gradients, "optimizer": found.optimizer}
+    return state | {"gathers": found.passing - tokens, "tokens": tokens}
+
+
+def estimate_whole(case: MemoryCase, num_tokens: int) -> PeakBytes:
+    memory = estimate_rank_memory(read_architecture(MODELS[case.model]), case.setup, num_tokens=num_tokens)
+    return PeakBytes(memory.weights, memory.gradients, memory.optimizer, memory.total - memory.state)
+
+
+def measure_whole(case: MemoryCase, num_tokens: int) -> PeakBytes:
+    """Measure with few layers and with some more, extrapolate forward and backward pass, and return the larger."""
+    fields = MODELS[case.model]
+    few, more = (
+        measure_passes(fields | {"num_hidden_layers": num}, case.setup, num_tokens=num_tokens)
+        for num in (FEW_LAYERS, MORE_LAYERS)
+    )
+    missing = (fields["num_hidden_layers"] - FEW_LAYERS) / (MORE_LAYERS - FEW_LAYERS)
+    passes = [
+        PeakBytes(*(low + missing * (high - low) for low, high in zip(first, second, strict=True)))
+        for first, second in zip(few, more, strict=True)
+    ]
+    return max(passes, key=lambda each: each.passing)
+
+
+if __name__ == "__main__":
+    sys.exit(figures.main("memory", measure))

@@ -1,0 +1,323 @@
+"""The memory of a rank of trainer "torch" and of its node, from the architecture of what it trains. Pure.
+
+    estimate_rank_memory, RankMemory    bytes on the device of a rank, by what they are for
+    find_most_tokens                    the largest micro-batch that fits
+    estimate_node_memory, NodeMemory    bytes of host memory of a node of the trainer
+    RankSetup                           the settings that decide both
+    count_adapter_params                the weights of LoRA
+    MAX_CHUNK_LOGITS                    logits that exist at once
+
+A rank holds its state all the time. What comes and goes is computed at each moment that can be the peak, and the
+largest counts: the last chunk of logits of the forward pass, the gradient of the output layer, the backward pass of the
+largest layer. `python -m bench.memory` compares this with steps of the trainer on tensors without data.
+
+The terms are those of transformers' layers under PyTorch's attention without a mask. A layer that is compiled, or has
+kernels of its own, keeps less.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from hpcrl.hardware.architecture import ModelArchitecture
+from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP32, GIB, compute_window_bytes
+
+MAX_CHUNK_LOGITS = 1 << 25
+"""The most logits that exist at once: 128 MiB in float32, 220 tokens of a vocabulary of 151,936, which is about what
+keeps a GPU's matrix units busy."""
+CHUNK_BYTES = 3 * BYTES_FP32 * MAX_CHUNK_LOGITS
+"""The logits of a chunk, and two more tensors of their size."""
+RANK_PROCESS_BYTES = 3 * GIB
+"""Host memory of the process of a rank on a GPU: libraries, the CUDA context, the rows of a step."""
+NUM_SAVED_PARTS = 3
+"""Parts of a weight in a checkpoint: its value and two moments."""
+MAX_TOKENS = 1 << 24
+"""The micro-batches that are looked at, when the largest is looked for, have fewer tokens."""
+
+
+class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of the trainer that decide what a rank holds."""
+
+    num_ranks: int = 1
+    is_sharded: bool = False
+    """True with train.sharding = "full" on several ranks."""
+    is_bf16: bool = False
+    has_recompute: bool = False
+    """True if layers keep only their inputs, and compute the rest again for the gradient."""
+    is_packed: bool = False
+    """True with train.rows = "packed": attention has a mask."""
+    lora_rank: int = 0
+
+    @property
+    def num_shards(self) -> int:
+        return self.num_ranks if self.is_sharded else 1
+
+    @property
+    def trains_norms(self) -> bool:
+        """True if the weights of norms change: adapters are beside linear layers."""
+        return not self.lora_rank
+
+    @property
+    def compute_bytes(self) -> int:
+        """The bytes of a number in a matrix product."""
+        return BYTES_BF16 if self.is_bf16 else BYTES_FP32
+
+    @property
+    def stream_bytes(self) -> int:
+        """The bytes of a number between layers: autocast leaves it in float32, sharded layers have one precision."""
+        return self.compute_bytes if self.is_sharded else BYTES_FP32
+
+
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The bytes on the device of a rank: its state, and what else it holds at the peak."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    """The moments of AdamW."""
+    buckets: float
+    """The copies of gradients that replicas exchange."""
+    gathers: float
+    """Whole layers of sharded weights with their gradients on the way, and weights in another precision."""
+    activations: float
+    """Tensors that the tokens of the micro-batch keep for the gradient, and those of one layer at a time."""
+    logits: float
+    """The chunk of logits, and the gradient of the output layer."""
+    peak: str
+    """The moment of the peak."""
+
+    @property
+    def state(self) -> float:
+        """The bytes that a rank holds all the time."""
+        return self.weights + self.gradients + self.optimizer + self.buckets
+
+    @property
+    def total(self) -> float:
+        return self.state + self.gathers + self.activations + self.logits
+
+
+class _Moment(NamedTuple):
+    """The bytes that a rank holds at one moment beside its state."""
+
+    name: str
+    gathers: float
+    activations: float
+    logits: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.gathers + self.activations + self.logits
+
+
+def estimate_rank_memory(shape: ModelArchitecture, setup: RankSetup, *, num_tokens: int) -> RankMemory:
+    """Estimate the memory of a rank with a micro-batch of this many tokens, padding included."""
+    held, trained = shape.num_params / setup.num_shards, float(shape.num_params)
+    if setup.lora_rank:
+        trained = float(count_adapter_params(shape, rank=setup.lora_rank))
+        held += trained
+    trained /= setup.num_shards
+    has_buckets = setup.num_ranks > 1 and not setup.is_sharded
+    list_moments = _list_sharded_moments if setup.is_sharded else _list_whole_moments
+    moments = list_moments(shape, setup, num_tokens)
+    peak = max(moments, key=lambda moment: moment.total)
+    return RankMemory(
+        weights=BYTES_FP32 * held,
+        gradients=BYTES_FP32 * trained,
+        optimizer=2 * BYTES_FP32 * trained,
+        buckets=BYTES_FP32 * trained * has_buckets,
+        gathers=peak.gathers,
+        activations=peak.activations,
+        logits=peak.logits,
+        peak=peak.name,
+    )
+
+
+def find_most_tokens(shape: ModelArchitecture, setup: RankSetup, *, num_bytes: float) -> int:
+    """Return the tokens of the largest micro-batch that fits into this memory; 0 if none does."""
+    low, high = 0, MAX_TOKENS
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = estimate_rank_memory(shape, setup, num_tokens=middle).total <= num_bytes
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+def count_adapter_params(shape: ModelArchitecture, *, rank: int) -> int:
+    """Count the weights of adapters on all linear layers; the experts of a layer, one tensor, have none."""
+    hidden, queries = shape.hidden_size, shape.num_heads * shape.head_dim
+    keys, values = shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.value_dim
+    outputs = shape.num_heads * shape.value_dim
+    attention = 4 * hidden + queries + keys + values + outputs
+    return rank * (
+        shape.num_layers * attention
+        + shape.num_dense_layers * 3 * (hidden + shape.dense_inner)
+        + shape.num_expert_layers * 3 * (hidden + shape.shared_inner) * bool(shape.shared_inner)
+    )
+
+
+def _list_sharded_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens: int) -> list[_Moment]:
+    """List the moments of shards (FSDP2): a layer is gathered while it computes, and the next one meanwhile."""
+    each, hidden = setup.compute_bytes, shape.hidden_size
+    layer, outer = shape.largest_layer_params, shape.head_params
+    root = hidden if outer else shape.embedding_params + hidden  # what no part gathers for itself
+    kept = each * root
+    last = _count_last_bytes(shape, setup) * num_tokens
+    inputs = _count_kept_bytes(shape, setup, num_tokens)
+    stream = each * hidden * num_tokens
+    chunk = CHUNK_BYTES
+    head_grad = each * shape.embedding_params
+    reduced = BYTES_FP32 * outer * (1 + 1 / setup.num_shards)
+    ahead = each * layer
+    tied_grad = 0 if outer else head_grad  # the embedding's gradient is exchanged after the first layer's
+    working = _count_working_bytes(shape, setup, num_tokens)
+    return [
+        _Moment("forward", kept + 2 * each * outer, inputs + last + stream, chunk),
+        _Moment(
+            "head", kept + each * outer, inputs + last + (BYTES_FP32 - each) * hidden * num_tokens, chunk + head_grad
+        ),
+        _Moment("head-exchange", kept + ahead + reduced, inputs + last, head_grad),
+        _Moment(
+            "layer",
+            kept + tied_grad + 2 * ahead + BYTES_FP32 * max(layer, outer) + _count_first_gradient(shape, setup),
+            inputs + working,
+        ),
+        _Moment("embedding", BYTES_FP32 * (shape.embedding_params + layer) + 2 * tied_grad + head_grad, stream),
+    ]
+
+
+def _list_whole_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens: int) -> list[_Moment]:
+    """List the moments of a rank with the whole model; with bf16, autocast copies each weight that multiplies."""
+    hidden, chunk = shape.hidden_size, CHUNK_BYTES
+    layer, embedding = shape.largest_layer_params, shape.embedding_params
+    last, inputs = _count_last_bytes(shape, setup) * num_tokens, _count_kept_bytes(shape, setup, num_tokens)
+    layers = shape.num_params - embedding - shape.head_params
+    casts = BYTES_BF16 * layers * setup.is_bf16
+    head = BYTES_BF16 * embedding * setup.is_bf16
+    kept, one = (0, BYTES_BF16 * layer * setup.is_bf16) if setup.has_recompute else (casts, 0)
+    trains_head = not setup.lora_rank
+    head_grad = setup.compute_bytes * embedding * trains_head
+    converted = BYTES_FP32 * embedding * trains_head * setup.is_bf16
+    gradient = 3 * _count_first_gradient(shape, setup) if setup.is_bf16 else _count_first_gradient(shape, setup)
+    working = _count_working_bytes(shape, setup, num_tokens)
+    stream = BYTES_FP32 * hidden * num_tokens
+    found = [
+        _Moment("forward", casts + head, inputs + last + stream, chunk),
+        _Moment("head", kept + head, inputs + last + stream, chunk + head_grad),
+        _Moment("head-gradient", kept, inputs + last, head_grad + converted),
+        _Moment("layer", kept + one + gradient * trains_head, inputs + working),
+    ]
+    if setup.lora_rank:  # merged into a copy of the whole model
+        found.append(_Moment("publication", BYTES_FP32 * shape.num_params, 0))
+    return found
+
+
+def _count_kept_bytes(shape: ModelArchitecture, setup: RankSetup, num_tokens: int) -> float:
+    """Count what all layers keep from the forward pass."""
+    if setup.has_recompute:
+        return float(shape.num_layers * setup.stream_bytes * shape.hidden_size * num_tokens)
+    masks = shape.num_layers * _count_mask_bytes(setup, num_tokens)
+    dense = shape.num_dense_layers * _count_saved_bytes(shape, setup, has_experts=False)
+    return masks + num_tokens * (dense + shape.num_expert_layers * _count_saved_bytes(shape, setup, has_experts=True))
+
+
+def _count_working_bytes(shape: ModelArchitecture, setup: RankSetup, num_tokens: int) -> float:
+    """Count what the backward pass of one layer needs beside what all layers keep, for the layer that needs most."""
+    each, hidden = setup.compute_bytes, shape.hidden_size
+    found = 0.0
+    for has_experts, num in ((False, shape.num_dense_layers), (True, shape.num_expert_layers)):
+        if not num:
+            continue
+        if has_experts:  # gradients of an expert's output, before and after its weight, and of its inner values
+            needed = each * shape.experts_per_token * (2 * hidden + shape.expert_inner)
+        else:  # of the output, and of both factors of the inner values
+            needed = each * (hidden + 2 * shape.dense_inner)
+        again = setup.has_recompute * _count_saved_bytes(shape, setup, has_experts=has_experts)
+        found = max(found, float(needed + again))
+    masks = _count_mask_bytes(setup, num_tokens) + num_tokens**2 * setup.is_packed  # one of layers, one of booleans
+    return found * num_tokens + masks
+
+
+def _count_mask_bytes(setup: RankSetup, num_tokens: int) -> float:
+    """Count a mask of packed rows: one entry for each pair of tokens, in the precision of attention."""
+    return float(setup.compute_bytes * num_tokens**2 * setup.is_packed)
+
+
+def _count_first_gradient(shape: ModelArchitecture, setup: RankSetup) -> float:
+    """Count the gradient of the weight that a layer's backward pass comes to first, the last of its MLP."""
+    experts = shape.routed_params if shape.num_expert_layers else 0
+    return setup.compute_bytes * max(experts, shape.dense_mlp_params * bool(shape.num_dense_layers)) / 3
+
+
+def _count_last_bytes(shape: ModelArchitecture, setup: RankSetup) -> float:
+    """Count what a token keeps behind the layers: the last norm, the input of the head, angles, and three numbers."""
+    norm = (BYTES_FP32 + setup.stream_bytes * setup.trains_norms) * shape.hidden_size
+    angles = 2 * setup.stream_bytes * (shape.rope_dim or shape.head_dim)
+    return norm + setup.compute_bytes * shape.hidden_size + angles + 3 * BYTES_FP32
+
+
+def _count_saved_bytes(shape: ModelArchitecture, setup: RankSetup, *, has_experts: bool) -> int:
+    """Count what a layer keeps of a token for the gradient, if it keeps all."""
+    each, stream, hidden = setup.compute_bytes, setup.stream_bytes, shape.hidden_size
+    # Its input in float32, and the normalized one for the gradient of its weight.
+    norms = shape.num_layer_norms * (BYTES_FP32 + stream * setup.trains_norms) * hidden
+    is_cast = each != stream
+    attention_inputs = each * hidden * (3 if is_cast else 1)  # autocast copies it for each product
+    return (
+        norms
+        + attention_inputs
+        + _count_attention_bytes(shape, setup)
+        + (
+            _count_expert_bytes(shape, setup)
+            if has_experts
+            else each * (hidden * (1 + is_cast) + 4 * shape.dense_inner)
+        )
+    )
+
+
+def _count_expert_bytes(shape: ModelArchitecture, setup: RankSetup) -> int:
+    """Count what a token keeps in a layer with experts: for each, its input, inner values and output."""
+    each, hidden = setup.compute_bytes, shape.hidden_size
+    routed = shape.experts_per_token * (2 * hidden + 4 * shape.expert_inner)
+    return each * (hidden + routed + 4 * shape.shared_inner) + BYTES_FP32 * shape.num_experts
+
+
+def _count_attention_bytes(shape: ModelArchitecture, setup: RankSetup) -> int:
+    """Count what attention keeps of a token: queries, keys, values, its output and the sums of its softmax."""
+    each, num_kv_heads = setup.compute_bytes, shape.num_heads if setup.is_packed else shape.num_kv_heads
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    norms = (BYTES_FP32 + each * setup.trains_norms) * (queries + keys) * shape.has_query_norm
+    compressed = (BYTES_FP32 + each * (1 + setup.trains_norms)) * (shape.query_rank + shape.kv_rank)
+    kept = queries + num_kv_heads * (shape.head_dim + shape.value_dim) + shape.num_heads * shape.value_dim
+    return norms + compressed + each * kept + BYTES_FP32 * shape.num_heads
+
+
+class NodeMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The bytes of host memory on a node of the trainer."""
+
+    processes: float
+    snapshot: float
+    """The copies of weights and moments that are written to a checkpoint while training continues."""
+    window: float
+    """The shared memory of the versions of the weights that engines read."""
+
+    @property
+    def total(self) -> float:
+        return self.processes + self.snapshot + self.window
+
+
+def estimate_node_memory(
+    shape: ModelArchitecture, setup: RankSetup, *, num_ranks: int, has_engines: bool = True
+) -> NodeMemory:
+    """Estimate the host memory of a node with this many of the ranks, which are on GPUs.
+
+    Each rank reads its slices of the model's files, so that loading needs less than the snapshot. A model that is not
+    sharded is saved and published by one rank, whose node this is.
+    """
+    share = num_ranks / setup.num_ranks if setup.is_sharded else 1.0
+    trained = count_adapter_params(shape, rank=setup.lora_rank) if setup.lora_rank else shape.num_params
+    saved = trained * share * NUM_SAVED_PARTS + shape.num_params * bool(setup.lora_rank)  # adapters, and merged weights
+    return NodeMemory(
+        processes=float(num_ranks * RANK_PROCESS_BYTES),
+        snapshot=BYTES_FP32 * saved,
+        window=compute_window_bytes(shape.num_params) * share * has_engines,
+    )

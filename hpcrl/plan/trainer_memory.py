@@ -1,0 +1,338 @@
+"""The memory of the GPUs and nodes of trainer "torch": whether what trains fits, and what would make it fit. Pure.
+
+find_trainer_memory      what each GPU and node holds
+explain_trainer_refusal  why it does not fit, and what to change
+warn_long_trajectories   whether a trajectory as long as the model reads would fit
+TrainerMemory            the result of the first
+
+The largest micro-batch has train.tokens_per_micro_batch tokens, or engine.max_model_len where that is larger: a
+trajectory is never divided. With train.recompute = "auto" layers are computed again where all would not fit otherwise.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hpcrl.config.pipeline import needs_critic
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.site import Site
+from hpcrl.hardware.architecture import ModelArchitecture
+from hpcrl.hardware.cost_model import USABLE_SHARE
+from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP32, GIB
+from hpcrl.hardware.train_memory import RankMemory, estimate_rank_memory, find_most_tokens
+from hpcrl.plan.demand import (
+    advise_on_fixed_models,
+    estimate_trainer_node,
+    list_fixed_models,
+    make_rank_setup,
+    show_weights,
+)
+from hpcrl.plan.partitions import PartitionChoice
+
+MAX_RANKS = 8192
+"""The largest trainer that is tried for an advice."""
+TOKEN_STEP = 256
+"""Advised numbers of tokens are multiples of this."""
+
+
+class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The GiB that each GPU and each node of the trainer holds at its peak."""
+
+    gpu: str
+    usable_gib: float
+    """The memory of the GPU, less what the driver and fragments take."""
+    num_tokens: int
+    """The tokens of the largest micro-batch, for which this is computed."""
+    recompute: bool
+    """True if layers keep only their inputs for the gradient."""
+    weights_gib: float
+    gradients_gib: float
+    optimizer_gib: float
+    buckets_gib: float
+    others_gib: float
+    """The critic, and models that the trainer only reads."""
+    gathers_gib: float
+    activations_gib: float
+    logits_gib: float
+    free_gib: float
+    most_tokens: int
+    """The tokens of the largest micro-batch, or the longest trajectory, that fits."""
+    node_processes_gib: float
+    node_snapshot_gib: float
+    node_window_gib: float
+    node_free_gib: float
+    """Host memory of the node that nothing is reserved for."""
+
+    @property
+    def gpu_gib(self) -> float:
+        """The memory that each GPU needs."""
+        return self.usable_gib - self.free_gib
+
+    @property
+    def node_gib(self) -> float:
+        """The host memory that the trainer needs on each node."""
+        return self.node_processes_gib + self.node_snapshot_gib + self.node_window_gib
+
+    def describe(self) -> list[str]:
+        """Describe what a GPU and a node hold, and what is left of them."""
+        parts = {
+            "weights": self.weights_gib,
+            "gradients": self.gradients_gib,
+            "optimizer": self.optimizer_gib,
+            "buckets of gradients": self.buckets_gib,
+            "other models": self.others_gib,
+            "gathered or copied layers": self.gathers_gib,
+            "activations": self.activations_gib,
+            "logits": self.logits_gib,
+        }
+        shown = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib >= 0.05)
+        again = "layers are recomputed" if self.recompute else "all activations are kept"
+        return [
+            f"each GPU of the trainer ({self.gpu}) holds {self.gpu_gib:.1f} of {self.usable_gib:.0f} usable GiB: "
+            f"{shown}",
+            f"that is with {self.num_tokens} tokens in a micro-batch, and {again}; {self.free_gib:.1f} GiB are left, "
+            f"and {self.most_tokens} tokens would fit",
+            f"each node of the trainer holds {self.node_gib:.0f} GiB: processes {self.node_processes_gib:.0f}, "
+            f"snapshot of a checkpoint {self.node_snapshot_gib:.0f}, weight window {self.node_window_gib:.0f}; "
+            f"{self.node_free_gib:.0f} GiB are left",
+        ]
+
+
+class _RankNeed(NamedTuple):
+    """The need of a rank, under settings that may be tried only."""
+
+    memory: RankMemory
+    others: float
+    has_recompute: bool
+
+    @property
+    def total(self) -> float:
+        return self.memory.total + self.others
+
+
+def find_trainer_memory(recipe: Recipe, choice: PartitionChoice | None, site: Site) -> TrainerMemory | None:
+    """Find what each GPU and node of the trainer holds; None without GPUs, sizes, or trainer "torch"."""
+    shape, gpu = recipe.model.architecture, _find_gpu(recipe, choice, site)
+    if shape is None or choice is None or gpu is None:
+        return None
+    usable, num_tokens = _find_usable_bytes(gpu), _find_micro_batch(recipe)
+    need = _compute_need(recipe, shape, num_bytes=usable, num_tokens=num_tokens)
+    node = estimate_trainer_node(recipe, num_ranks=choice.workers_per_node)
+    assert node is not None, "its GPU and its sizes are known"
+    memory = need.memory
+    return TrainerMemory(
+        gpu=gpu,
+        usable_gib=_to_gib(usable),
+        num_tokens=num_tokens,
+        recompute=need.has_recompute,
+        weights_gib=_to_gib(memory.weights),
+        gradients_gib=_to_gib(memory.gradients),
+        optimizer_gib=_to_gib(memory.optimizer),
+        buckets_gib=_to_gib(memory.buckets),
+        others_gib=_to_gib(need.others),
+        gathers_gib=_to_gib(memory.gathers),
+        activations_gib=_to_gib(memory.activations),
+        logits_gib=_to_gib(memory.logits),
+        free_gib=_to_gib(usable - need.total),
+        most_tokens=_find_room(recipe, shape, num_bytes=usable),
+        node_processes_gib=_to_gib(node.processes),
+        node_snapshot_gib=_to_gib(node.snapshot),
+        node_window_gib=_to_gib(node.window),
+        node_free_gib=_to_gib(site.partitions[choice.partition].mem_gib_per_node * GIB - node.total),
+    )
+
+
+def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site: Site) -> str | None:
+    """Return why a rank of trainer "torch" does not fit, and what would make it fit; None if it does.
+
+    A model that is known by its number of weights alone is refused only if its weights do not fit.
+    """
+    if choice is None or recipe.train.trainer != "torch":
+        return None
+    gpu, shape = _find_gpu(recipe, choice, site), recipe.model.architecture
+    if gpu is None or shape is None:
+        return _explain_state_refusal(recipe, choice, gpu)
+    usable, num_tokens = _find_usable_bytes(gpu), _find_micro_batch(recipe)
+    need = _compute_need(recipe, shape, num_bytes=usable, num_tokens=num_tokens)
+    if (need.total if recipe.model.config else need.memory.state + need.others) <= usable:
+        return None
+    parts = {
+        f"weights, gradients and optimizer of {show_weights(shape.num_params)} weights": need.memory.state,
+        **_list_other_parts(recipe),
+        "layers that are gathered or copied": need.memory.gathers,
+        f"activations and logits of {num_tokens} tokens": need.memory.activations + need.memory.logits,
+    }
+    advice = _list_advice(recipe, shape, num_bytes=usable, num_tokens=num_tokens)
+    return (
+        f"a train worker needs {need.total / GIB:.0f} GiB ({_show_parts(parts)}) and has {usable / GIB:.0f} GiB on a "
+        f"GPU of type {gpu} ({choice.partition}): {', or '.join(advice)}"
+    )
+
+
+def warn_long_trajectories(memory: TrainerMemory | None, recipe: Recipe) -> list[str]:
+    """Warn if the recipe lets trajectories become longer than a GPU of the trainer has room for."""
+    longest = recipe.engine.max_model_len or recipe.model.config.get("max_position_embeddings")
+    if memory is None or not recipe.has_rollouts or longest is None or memory.most_tokens >= longest:
+        return []
+    fitting = _round_tokens(memory.most_tokens)
+    more = ", or raise resources.train.num_workers" * (recipe.train.sharding == "full")
+    return [
+        f"a trajectory may have {longest} tokens, and a GPU of the trainer ({memory.gpu}) has room for {fitting}: set "
+        f"engine.max_model_len = {fitting}{more}"
+    ]
+
+
+def _explain_state_refusal(recipe: Recipe, choice: PartitionChoice, gpu: str | None) -> str | None:
+    """Return why the models do not fit into a worker without a GPU, or into a GPU with a policy of unknown size."""
+    shape, advice = recipe.model.architecture, ["raise resources.train.mem_gib_per_worker"]
+    limit = recipe.resources.train.mem_gib_per_worker * GIB
+    if gpu is not None:
+        limit = _find_usable_bytes(gpu)
+        advice = advise_on_fixed_models(list_fixed_models(recipe, num_shares=recipe.resources.train.num_workers))
+    elif choice.gpus_per_worker:
+        return None
+    parts = _list_other_parts(recipe)
+    if shape is not None:
+        setup = make_rank_setup(recipe, has_recompute=True)
+        state = estimate_rank_memory(shape, setup, num_tokens=0).state
+        parts = {f"{show_weights(shape.num_params)} weights": state} | parts
+    needed = sum(parts.values())
+    if needed <= limit:
+        return None
+    return (
+        f"a train worker needs {needed / GIB:.0f} GiB ({_show_parts(parts)}) and has {limit / GIB:.0f} GiB "
+        f"({choice.partition}): {', or '.join(advice)}"
+    )
+
+
+def _find_gpu(recipe: Recipe, choice: PartitionChoice | None, site: Site) -> str | None:
+    if choice is None or not choice.gpus_per_worker or recipe.train.trainer != "torch":
+        return None
+    gpu = site.partitions[choice.partition].gpu
+    return gpu if gpu in GPU_CATALOGUE else None
+
+
+def _find_usable_bytes(gpu: str) -> float:
+    return GPU_CATALOGUE[gpu].memory_gib * USABLE_SHARE * GIB
+
+
+def _find_micro_batch(recipe: Recipe) -> int:
+    """Return the tokens of the largest micro-batch that the recipe asks for."""
+    longest = recipe.engine.max_model_len if recipe.has_rollouts else None
+    return max(recipe.train.tokens_per_micro_batch, longest or 0)
+
+
+def _compute_need(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, num_tokens: int) -> _RankNeed:
+    """Compute what a rank needs; layers are computed again only where they must be, or where the recipe asks for it."""
+    asked, others = recipe.train.recompute, _count_other_bytes(recipe)
+    for has_recompute in (False, True) if asked == "auto" else (asked,):
+        setup = make_rank_setup(recipe, has_recompute=has_recompute)
+        need = _RankNeed(estimate_rank_memory(shape, setup, num_tokens=num_tokens), others, has_recompute)
+        if need.total <= num_bytes:
+            break
+    return need
+
+
+def _find_room(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float) -> int:
+    """Find the tokens of the largest micro-batch that fits."""
+    setup = make_rank_setup(recipe, has_recompute=recipe.train.recompute is not False)
+    return find_most_tokens(shape, setup, num_bytes=num_bytes - _count_other_bytes(recipe))
+
+
+def _list_other_parts(recipe: Recipe) -> dict[str, float]:
+    """List the bytes of the critic, and of the models that a rank only reads, which are sharded as the policy is."""
+    setup, shape = make_rank_setup(recipe, has_recompute=True), recipe.model.architecture
+    found: dict[str, float] = {}
+    if shape is not None and needs_critic(recipe.train):
+        full = msgspec.structs.replace(setup, lora_rank=0)
+        found["the critic"] = estimate_rank_memory(shape, full, num_tokens=0).state
+    each = BYTES_BF16 if setup.is_bf16 else BYTES_FP32
+    for model in list_fixed_models(recipe, num_shares=setup.num_ranks):
+        size = model.num_params * (BYTES_FP32 if model.is_whole else each / setup.num_shards)
+        name = f"{show_weights(model.num_params)} weights of the model of {model.setting}"
+        found[name] = found.get(name, 0.0) + size
+    return found
+
+
+def _count_other_bytes(recipe: Recipe) -> float:
+    return sum(_list_other_parts(recipe).values())
+
+
+def _show_parts(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{part / GIB:.0f} for {name}" for name, part in parts.items() if part > GIB / 2)
+
+
+def _list_advice(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, num_tokens: int) -> list[str]:
+    """List the changes after each of which the micro-batch fits; the fewest settings first."""
+    found = []
+    for settings in _list_changes(recipe):
+        changed = _change_recipe(recipe, settings)
+        if _compute_need(changed, shape, num_bytes=num_bytes, num_tokens=num_tokens).total <= num_bytes:
+            found.append(_show_settings(settings))
+            break
+    enough = recipe
+    if recipe.train.recompute is False:
+        enough = _change_recipe(recipe, {"train.recompute": "auto"})
+    room = _round_tokens(_find_room(enough, shape, num_bytes=num_bytes))
+    if 0 < room < num_tokens:
+        limits = {"train.tokens_per_micro_batch": recipe.train.tokens_per_micro_batch}
+        if recipe.has_rollouts:
+            limits["engine.max_model_len"] = recipe.engine.max_model_len or 0
+        shorter: dict[str, Any] = {name: room for name, now in limits.items() if now > room}
+        again = {"train.recompute": "auto"} if enough is not recipe else {}
+        found.append(_show_settings(again | shorter))
+    models = list_fixed_models(recipe, num_shares=recipe.resources.train.num_workers)
+    if models:
+        found.append('train.trainer = "megatron" with train.tensor_parallel, which splits all models')
+    found += advise_on_fixed_models(models)
+    return found or ["choose a partition whose GPUs have more memory, or a smaller model"]
+
+
+def _list_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Yield settings to try: alone, together, and with more and more ranks."""
+    train, num_ranks = recipe.train, recipe.resources.train.num_workers
+    single: dict[str, Any] = {}
+    if train.recompute is False:
+        single["train.recompute"] = "auto"
+    if train.sharding == "none" and not train.lora_rank and num_ranks > 1:
+        single["train.sharding"] = "full"
+    if train.precision == "fp32":
+        single["train.precision"] = "bf16"
+    yield from ({name: value} for name, value in single.items())
+    if len(single) > 1:
+        yield single
+    if train.lora_rank:
+        return
+    if train.sharding == "none":
+        single["train.sharding"] = "full"
+    more = num_ranks * 2
+    while more <= MAX_RANKS:
+        always = {name: value for name, value in single.items() if name != "train.precision"}
+        for settings in (always, single):
+            yield settings | {"resources.train.num_workers": more}
+        more *= 2
+
+
+def _change_recipe(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
+    replace = msgspec.structs.replace
+    train = {name.removeprefix("train."): value for name, value in settings.items() if name.startswith("train.")}
+    num_ranks = settings.get("resources.train.num_workers", recipe.resources.train.num_workers)
+    resources = replace(recipe.resources, train=replace(recipe.resources.train, num_workers=num_ranks))
+    return replace(recipe, train=replace(recipe.train, **train), resources=resources)
+
+
+def _show_settings(settings: dict[str, Any]) -> str:
+    shown = (
+        f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}" for name, value in settings.items()
+    )
+    return f"set {' and '.join(shown)}"
+
+
+def _round_tokens(num: int) -> int:
+    return num // TOKEN_STEP * TOKEN_STEP
+
+
+def _to_gib(num_bytes: float) -> float:
+    return round(num_bytes / GIB, 2)

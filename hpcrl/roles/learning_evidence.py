@@ -1,0 +1,60 @@
+"""The evidence that a campaign learned anything: its checkpoints have it, and its trainer judges by it at the end.
+
+LearningEvidence   the results of the steps so far
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from hpcrl.config.recipe import DomainConfig
+from hpcrl.rollout.rewards import needs_score
+from hpcrl.spool.outcome import OUTCOME_REWARD_ERROR
+from hpcrl.spool.record import Trajectory
+
+
+class LearningEvidence(msgspec.Struct, kw_only=True):
+    """The results of a campaign's steps, those before the last checkpoint among them."""
+
+    has_moved: bool = False
+    """A step changed the weights."""
+    has_reward: bool = False
+    """A reward function gave a reward."""
+    skip_reason: str = ""
+    """The reason of the last step that changed nothing."""
+    reward_error: str = ""
+    """The reason of the last reward that could not be computed."""
+
+    @classmethod
+    def from_checkpoint(cls, extra: Mapping[str, Any]) -> "LearningEvidence":
+        """Read what `msgspec.to_builtins` made of it; a checkpoint without it is believed to have both."""
+        saved = extra.get("evidence")
+        return cls(has_moved=True, has_reward=True) if saved is None else msgspec.convert(saved, cls)
+
+    def note_step(self, skipped: str | None, *, num_too_long: int) -> None:
+        """Note a step, and why it changed nothing if so."""
+        self.has_moved = self.has_moved or not skipped
+        if skipped:
+            rows = f" ({num_too_long} rows are longer than the model's context)" if num_too_long else ""
+            self.skip_reason = skipped + rows
+
+    def note_rewards(self, trajectories: Iterable[Trajectory], domains: Mapping[str, DomainConfig]) -> None:
+        """Note which trajectories have a reward of their function, and which have none since it failed."""
+        for one in trajectories:
+            if one.outcome == OUTCOME_REWARD_ERROR:
+                self.reward_error = str(one.extra.get("reason", "")) or "no reason was recorded"
+            elif not self.has_reward and one.domain in domains:
+                self.has_reward = needs_score(one, domains[one.domain])
+
+    def find_problem(self, *, of_warmup: bool = False) -> str | None:
+        """Return why nothing was learned, with a fix; None if something was."""
+        if not self.has_moved and self.skip_reason:
+            what, fix = ("step of the warm-up", "the rows of warmup.path") if of_warmup else ("step", "the rewards")
+            return f"no {what} changed the weights (the last: {self.skip_reason}): change {fix}, or the model"
+        if not self.has_reward and self.reward_error:
+            return (
+                f"no reward was ever computed, as the reward function failed each time, the last with: "
+                f"{self.reward_error}: correct the function, and start another campaign"
+            )
+        return None

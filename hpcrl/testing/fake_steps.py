@@ -1,0 +1,147 @@
+"""Passes of the torch trainer on tensors without data, to see what a rank holds: no GPU, and no memory, is needed.
+
+    measure_passes   the peaks of the forward and of the backward pass of a micro-batch
+    PeakBytes        the bytes of one of them
+
+The code is the trainer's. Collectives do nothing (torch's process group "fake"), and neither does arithmetic
+(FakeTensorMode); torch's trackers count what is alive. Two things are not as in a real step:
+
+- A mask selects a number of tokens that depends on data; the same selection by indices has a known size.
+- Transformers makes a mask for attention where it cannot look into the positions; the function that looks is given the
+  answer that rows have which are not packed.
+
+Moments of the optimizer are made by a first step, which is not counted: DTensor makes each whole once, for its shape.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, cast
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+
+from hpcrl.config.recipe import TrainConfig
+from hpcrl.hardware.train_memory import RankSetup
+from hpcrl.learn.batch import MicroBatch
+from hpcrl.trainers.model_files import ModelSource, make_empty
+from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
+from hpcrl.trainers.torch_model import TrainedModel
+from hpcrl.trainers.world import World
+
+PART_OF = {
+    **{"Sharded Param": "weights", "Parameter": "weights", "Sharded Grad": "gradients", "Gradient": "gradients"},
+    **{"OptState": "optimizer", "Optstate": "optimizer"},
+}
+"""The trackers' names of the parts that stay; all others come and go."""
+
+
+class PeakBytes(NamedTuple):
+    """The bytes that a rank holds at a peak."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    passing: float
+    """All that comes and goes."""
+
+
+def measure_passes(fields: dict[str, Any], setup: RankSetup, *, num_tokens: int) -> list[PeakBytes]:
+    """Measure the peaks of forward and backward pass, of a micro-batch that is not the first one of the first step."""
+    config = AutoConfig.for_model(**fields)
+    train = TrainConfig(
+        num_steps=1,
+        rows="packed" if setup.is_packed else "padded",
+        groups_per_step=1,
+        learning_rate=1e-4,
+        sharding="full" if setup.is_sharded else "none",
+        precision="bf16" if setup.is_bf16 else "fp32",
+        recompute=setup.has_recompute,
+    )
+    with _fake_ranks(setup.num_ranks), nullcontext() if setup.is_packed else _positions_in_order():
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        module = make_empty(config, AutoModelForCausalLM, dtype=torch.float32)
+        source, called = ModelSource(module, {}), TokenModel(module)
+
+        def fill(target: torch.nn.Module, device: torch.device) -> None:
+            with mode:
+                source.fill(target, device)
+
+        # The mesh of the ranks cannot be made of tensors without data.
+        model = TrainedModel(
+            module, train=train, world=World(size=setup.num_ranks), learning_rate=1e-4, called=called, fill=fill
+        )
+        with mode:
+            return _measure_micro_batch(model, called, _make_micro_batch(num_tokens, is_packed=setup.is_packed))
+
+
+@contextmanager
+def _fake_ranks(num: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _positions_in_order() -> AbstractContextManager[Any]:
+    """Answer for transformers that rows are not packed."""
+    return patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
+
+
+def _make_micro_batch(num_tokens: int, *, is_packed: bool) -> MicroBatch:
+    zeros, ids = torch.zeros(num_tokens), torch.zeros(num_tokens, dtype=torch.long)
+    # A mask selects a number of tokens that depends on data; the same selection as indices has a known size.
+    indices = cast(torch.Tensor, (ids, torch.arange(num_tokens)))
+    return MicroBatch(
+        inputs_BT=ids.unsqueeze(0),
+        mask_BT=indices,
+        targets_N=ids,
+        behaviour_N=zeros,
+        advantages_N=zeros,
+        rows_N=ids,
+        positions_BT=torch.arange(num_tokens).unsqueeze(0) if is_packed else None,
+    )
+
+
+def _measure_micro_batch(model: TrainedModel, called: torch.nn.Module, micro: MicroBatch) -> list[PeakBytes]:
+    for _ in range(2):  # the moments exist from the first step on, and other micro-batches have left their gradients
+        for _ in _learn(model, micro):
+            pass
+        if not model.optimizer.state:
+            model.optimizer.step()
+    if isinstance(called, FSDPModule):
+        tracker: MemTracker = FSDPMemTracker(called, model.optimizer)
+    else:
+        tracker = MemTracker()
+        tracker.track_external(called, model.optimizer)
+    found = []
+    with tracker:
+        for _ in _learn(model, micro):
+            found.append(_read_peak(tracker))
+            tracker._peak_mem, tracker._peak_mem_snap = {}, {}
+    return found
+
+
+def _learn(model: TrainedModel, micro: MicroBatch) -> Iterator[None]:
+    """Run both passes, with a stop after each."""
+    logprobs_N, _ = compute_token_logprobs(model, micro, temperature=1.0)
+    yield
+    model.backward(logprobs_N.sum())
+    yield
+
+
+def _read_peak(tracker: MemTracker) -> PeakBytes:
+    found = dict.fromkeys(PeakBytes._fields, 0.0)
+    for snapshot in tracker.get_tracker_snapshot("peak").values():
+        for kind, num_bytes in snapshot.items():
+            name = str(getattr(kind, "value", kind))
+            if name != "Total":
+                found[PART_OF.get(name, "passing")] += num_bytes
+    return PeakBytes(**found)

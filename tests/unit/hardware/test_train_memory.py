@@ -1,0 +1,150 @@
+"""The memory of a rank of the trainer, against numbers by hand, published totals, and the trainer's own passes."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from hpcrl.hardware.architecture import ModelArchitecture, guess_architecture, read_architecture
+from hpcrl.hardware.memory_model import GIB
+from hpcrl.hardware.train_memory import (
+    RankSetup,
+    count_adapter_params,
+    estimate_node_memory,
+    estimate_rank_memory,
+    find_most_tokens,
+)
+
+DENSE: dict[str, Any] = {
+    **{"model_type": "qwen3", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 600},
+}
+"""Small, so that 65,536 tokens have more than a chunk of logits, and one layer needs more than that."""
+EXPERTS: dict[str, Any] = {
+    **DENSE,
+    **{"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 384},
+    **{"decoder_sparse_step": 1, "mlp_only_layers": []},
+}
+QWEN3_8B = {
+    **{"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+}
+LLAMA_70B = {
+    **{"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
+    **{"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256},
+}
+SHARDED = RankSetup(num_ranks=16, is_sharded=True, is_bf16=True, has_recompute=True)
+
+
+def make_plain(**sizes: int) -> ModelArchitecture:
+    """Make a model of two layers, four heads of 2 numbers, 12 inner values and 10 words."""
+    plain = ModelArchitecture(
+        **{"family": "llama", "num_layers": 2, "hidden_size": 8, "vocabulary_size": 10, "is_tied": False},
+        **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 2, "value_dim": 2, "dense_inner": 12, "num_dense_layers": 2},
+    )
+    return msgspec.structs.replace(plain, **sizes)
+
+
+def test_the_state_of_a_small_model_is_counted_by_hand() -> None:
+    layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 12 + 2 * 8  # queries, keys and values, output, MLP, norms
+    weights = 2 * layer + 2 * 10 * 8 + 8
+    memory = estimate_rank_memory(make_plain(), RankSetup(num_ranks=2), num_tokens=1)
+    assert (memory.weights, memory.gradients, memory.optimizer, memory.buckets) == (
+        *(4 * weights, 4 * weights, 8 * weights, 4 * weights),
+    )
+    sharded = estimate_rank_memory(make_plain(), RankSetup(num_ranks=4, is_sharded=True), num_tokens=1)
+    assert (sharded.state, sharded.buckets) == (4 * weights, 0)
+
+
+def test_the_tokens_of_a_small_model_are_counted_by_hand() -> None:
+    """In bf16: two inputs of layers; one layer's norms, attention and MLP; gradients of its output and inner values."""
+    norms = 2 * (4 + 2 + 2) * 8
+    attention = 2 * (8 + 2 * 4 + 8) + 4 * 4
+    each = 2 * 2 * 8 + norms + attention + 4 * 2 * 12 + (2 * 8 + 2 * 2 * 12)
+    few, many = (estimate_rank_memory(make_plain(), SHARDED, num_tokens=num) for num in (1 << 22, 1 << 23))
+    assert (few.peak, many.peak) == ("layer", "layer")
+    assert many.total - few.total == each * (1 << 22)
+
+
+def test_half_of_all_layers_need_half_of_the_kept_activations() -> None:
+    kept = RankSetup(num_ranks=16, is_sharded=True, is_bf16=True)
+    shapes = [read_architecture(QWEN3_8B | {"num_hidden_layers": num}) for num in (18, 36)]
+    half, whole = (estimate_rank_memory(shape, kept, num_tokens=8192).activations for shape in shapes)
+    per_layer = (whole - half) / 18 / 8192
+    assert per_layer == pytest.approx(210 * 1024, rel=0.01), "8 norms' worth of 8 KiB, attention, four inner values"
+
+
+def test_a_published_total_is_met() -> None:
+    """ZeRO (arXiv 1910.02054, figure 1): 7.5 billion weights need 120 GB on a rank, and 1.9 GB when 64 share all."""
+    shape = guess_architecture(7_500_000_000)
+    whole = estimate_rank_memory(shape, RankSetup(), num_tokens=0)
+    shared = estimate_rank_memory(shape, RankSetup(num_ranks=64, is_sharded=True), num_tokens=0)
+    assert whole.state / 1e9 == pytest.approx(120, rel=0.01)
+    assert shared.state / 1e9 == pytest.approx(1.9, rel=0.02)
+
+
+def test_the_tokens_that_fit_are_the_most() -> None:
+    shape = read_architecture(QWEN3_8B)
+    most = find_most_tokens(shape, SHARDED, num_bytes=72 * GIB)
+    assert estimate_rank_memory(shape, SHARDED, num_tokens=most).total <= 72 * GIB
+    assert estimate_rank_memory(shape, SHARDED, num_tokens=most + 1).total > 72 * GIB
+    assert most > 32768
+    assert find_most_tokens(shape, RankSetup(), num_bytes=72 * GIB) == 0
+
+
+def test_recomputation_makes_room_for_more_tokens() -> None:
+    shape = read_architecture(LLAMA_70B)
+    setup = RankSetup(num_ranks=128, is_sharded=True, is_bf16=True)
+    kept, again = (
+        find_most_tokens(shape, msgspec.structs.replace(setup, has_recompute=has), num_bytes=72 * GIB)
+        for has in (False, True)
+    )
+    assert again > 10 * kept > 0
+
+
+def test_packed_rows_have_a_mask_of_all_pairs_of_tokens() -> None:
+    shape, tokens = read_architecture(QWEN3_8B), 16384
+    packed = msgspec.structs.replace(SHARDED, is_packed=True)
+    plain, masked = (estimate_rank_memory(shape, setup, num_tokens=tokens) for setup in (SHARDED, packed))
+    heads = 2 * 2 * (32 - 8) * 128 * tokens  # keys and values of all heads, which attention with a mask wants
+    assert masked.activations - plain.activations == (1 + 2) * tokens**2 + heads
+
+
+def test_adapters_keep_the_frozen_weights_and_a_merged_copy_to_publish() -> None:
+    shape = read_architecture(QWEN3_8B)
+    memory = estimate_rank_memory(shape, RankSetup(lora_rank=8), num_tokens=1)
+    adapters = count_adapter_params(shape, rank=8)
+    assert adapters == 8 * 36 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * (4096 + 12288))
+    assert memory.weights == 4 * (shape.num_params + adapters)
+    assert (memory.peak, memory.gathers) == ("publication", 4 * shape.num_params)
+
+
+def test_a_node_holds_its_share_of_a_snapshot_and_of_two_versions() -> None:
+    shape = read_architecture(QWEN3_8B)
+    sharded = estimate_node_memory(shape, SHARDED, num_ranks=4)
+    assert sharded.snapshot == 12 * shape.num_params / 4
+    assert sharded.window == 8 * shape.num_params / 4
+    whole = estimate_node_memory(shape, RankSetup(num_ranks=16), num_ranks=4, has_engines=False)
+    assert (whole.snapshot, whole.window) == (12 * shape.num_params, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "setup"),
+    [
+        (DENSE, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True)),
+        (DENSE, RankSetup(num_ranks=4, is_sharded=True)),
+        (DENSE | {"tie_word_embeddings": True}, RankSetup(is_bf16=True)),
+        (EXPERTS, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True)),
+        (DENSE, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True, is_packed=True)),
+    ],
+    ids=["recomputed", "kept, fp32", "one rank", "experts", "packed"],
+)
+def test_the_trainers_own_passes_peak_where_the_estimate_does(fields: dict[str, Any], setup: RankSetup) -> None:
+    from hpcrl.testing.fake_steps import measure_passes
+
+    num_tokens = 65_536
+    passes = measure_passes(fields, setup, num_tokens=num_tokens)
+    measured = max(sum(each) for each in passes)
+    estimated = estimate_rank_memory(read_architecture(fields), setup, num_tokens=num_tokens)
+    assert estimated.total == pytest.approx(measured, rel=0.05)
+    assert estimated.weights == pytest.approx(passes[0].weights, rel=0.01)

@@ -1,0 +1,161 @@
+"""What the plan finds of the memory of the trainer, and what it refuses, for Qwen3-8B on nodes of four A100."""
+
+import re
+
+import pytest
+
+from hpcrl.errors import PlanError
+from hpcrl.plan.demand import compute_node_needs
+from hpcrl.plan.plan import Plan
+from hpcrl.plan.trainer_memory import TrainerMemory
+from tests.support.plans import make_recipe, plan_recipe
+
+QWEN3_8B = (
+    *("model.config.model_type=qwen3", "model.config.hidden_size=4096", "model.config.intermediate_size=12288"),
+    *("model.config.num_hidden_layers=36", "model.config.num_attention_heads=32", "model.config.head_dim=128"),
+    *("model.config.num_key_value_heads=8", "model.config.vocab_size=151936"),
+    "model.config.max_position_embeddings=40960",
+)
+QWEN3_30B = (
+    *("model.config.model_type=qwen3_moe", "model.config.hidden_size=2048", "model.config.intermediate_size=6144"),
+    *("model.config.num_hidden_layers=48", "model.config.num_attention_heads=32", "model.config.head_dim=128"),
+    *("model.config.num_key_value_heads=4", "model.config.vocab_size=151936", "model.config.num_experts=128"),
+    *("model.config.num_experts_per_tok=8", "model.config.moe_intermediate_size=768"),
+)
+BF16_SHARDS = ("train.sharding=full", "train.precision=bf16")
+SIXTEEN = "resources.train.num_workers=16"
+
+
+def plan_on_a100(*settings: str) -> Plan:
+    return plan_recipe(*QWEN3_8B, *settings, site="perlmutter")
+
+
+def find_memory(*settings: str) -> TrainerMemory:
+    memory = plan_on_a100(*settings).train_memory
+    assert memory is not None
+    return memory
+
+
+def refuse(*settings: str) -> str:
+    with pytest.raises(PlanError) as caught:
+        plan_on_a100(*settings)
+    return str(caught.value)
+
+
+def test_qwen3_8b_on_four_nodes_has_room_for_trajectories_of_32k_tokens() -> None:
+    memory = find_memory(*BF16_SHARDS, SIXTEEN, "engine.max_model_len=32768")
+    assert (memory.gpu, memory.usable_gib, memory.num_tokens, memory.recompute) == ("a100-80", 72, 32768, True)
+    assert memory.gpu_gib == pytest.approx(28.1, abs=0.3), "as `python -m bench.memory` measures it"
+    assert memory.weights_gib == memory.gradients_gib == pytest.approx(4 * 8.19e9 / 16 / 2**30, abs=0.01)
+    parts = (memory.weights_gib, memory.gradients_gib, memory.optimizer_gib, memory.gathers_gib)
+    assert sum(parts) + memory.activations_gib + memory.logits_gib == pytest.approx(memory.gpu_gib, abs=0.05)
+    assert memory.node_snapshot_gib == pytest.approx(12 * 8.19e9 / 4 / 2**30, abs=0.01)
+    assert memory.node_gib + memory.node_free_gib == pytest.approx(235)
+
+
+def test_a_mixture_of_experts_of_30b_on_sixteen_nodes_has_room_for_16k_tokens() -> None:
+    engines = ("resources.prefill.gpus_per_worker=4", "resources.decode.gpus_per_worker=4")
+    steps = ("train.groups_per_step=16", "engine.max_model_len=16384", "resources.train.num_workers=64")
+    settings = (*BF16_SHARDS, *engines, *steps)
+    memory = plan_recipe(*QWEN3_30B, *settings, site="perlmutter").train_memory
+    assert memory is not None
+    assert memory.gpu_gib == pytest.approx(19.2, abs=0.3), "as `python -m bench.memory` measures it"
+
+
+def test_the_description_names_every_part_and_what_is_left() -> None:
+    text = "\n".join(find_memory(*BF16_SHARDS, SIXTEEN).describe())
+    for part in ("weights 1.9", "optimizer 3.8", "activations 8.7", "52.6 GiB are left", "checkpoint 23", "window 15"):
+        assert part in text
+    assert "other models" not in text
+
+
+def test_layers_are_recomputed_only_where_it_is_needed_or_asked_for() -> None:
+    settings = (*BF16_SHARDS, SIXTEEN, "train.tokens_per_micro_batch=2048")
+    assert not find_memory(*settings).recompute
+    assert find_memory(*settings, "train.recompute=true").recompute
+    assert find_memory(*BF16_SHARDS, SIXTEEN).recompute
+
+
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [
+        ((SIXTEEN,), "train.sharding"),
+        (("resources.train.num_workers=1",), "resources.train.num_workers"),
+        ((*BF16_SHARDS, SIXTEEN, "train.recompute=false"), "train.recompute"),
+        ((*BF16_SHARDS, SIXTEEN, "train.tokens_per_micro_batch=200000"), "train.tokens_per_micro_batch"),
+        ((*BF16_SHARDS, SIXTEEN, "engine.max_model_len=200000"), "engine.max_model_len"),
+        (("train.sharding=full", SIXTEEN, "train.tokens_per_micro_batch=65536"), "train.precision"),
+        (("train.lora_rank=8", "train.recompute=false"), "train.recompute"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_a_change_after_which_it_fits(settings: tuple[str, ...], change: str) -> None:
+    message = refuse(*settings)
+    changes = [advice for advice in message.partition("): ")[2].split(", or ") if advice.startswith("set ")]
+    assert any(change in advice for advice in changes)
+    for advice in changes:
+        changed = [setting.replace(" ", "") for setting in advice.removeprefix("set ").split(" and ")]
+        assert find_memory(*settings, *changed).free_gib >= 0
+
+
+def test_a_refusal_names_what_the_memory_would_be_for() -> None:
+    message = refuse(SIXTEEN)
+    assert "153 for weights, gradients and optimizer of 8.2 billion weights" in message
+    assert re.search(r"\d+ for activations and logits of 16384 tokens", message)
+    assert "has 72 GiB on a GPU of type a100-80" in message
+
+
+def test_a_number_of_weights_alone_decides_on_the_state_only() -> None:
+    known = ("model.num_params=8_190_735_360", *BF16_SHARDS, SIXTEEN, "train.tokens_per_micro_batch=10000000")
+    memory = plan_recipe(*known, site="perlmutter").train_memory
+    assert memory is not None
+    assert memory.free_gib < 0
+    with pytest.raises(PlanError, match="122 for weights, gradients and optimizer"):
+        plan_recipe(known[0], site="perlmutter")
+
+
+def test_trajectories_longer_than_a_gpu_has_room_for_are_warned_of() -> None:
+    settings = (*BF16_SHARDS, "resources.train.num_workers=2", "train.tokens_per_micro_batch=8192")
+    memory = find_memory(*settings)
+    assert memory.most_tokens < 40960
+    (warning,) = (line for line in plan_on_a100(*settings).warnings if "a trajectory may have 40960 tokens" in line)
+    limit = int(re.findall(r"engine\.max_model_len = (\d+)", warning)[0])
+    assert not any(
+        "a trajectory may" in line for line in plan_on_a100(*settings, f"engine.max_model_len={limit}").warnings
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "others"),
+    [
+        (("train.kl=k3",), 2 / 16),
+        (("train.advantage=gae",), 16 / 16),
+        (("train.kl=k3", "train.advantage=gae"), 18 / 16),
+    ],
+    ids=["reference", "critic", "both"],
+)
+def test_a_reference_in_bf16_and_a_critic_are_sharded_too(settings: tuple[str, ...], others: float) -> None:
+    memory = find_memory(*BF16_SHARDS, SIXTEEN, *settings)
+    assert memory.others_gib == pytest.approx(others * 8.19e9 / 2**30, abs=0.01)
+
+
+def test_a_node_reserves_what_its_ranks_and_their_snapshot_need() -> None:
+    recipe = make_recipe(*QWEN3_8B, *BF16_SHARDS, SIXTEEN)
+    _, mem_gib = compute_node_needs("train", recipe, workers_per_node=4)
+    assert mem_gib == 4 * 3 + 23 + 16, "12 bytes of a quarter of the weights for the snapshot, and 8 for two versions"
+
+
+def test_a_node_that_cannot_hold_the_snapshot_is_refused() -> None:
+    message = refuse("train.precision=bf16", "train.sharding=full", "resources.train.num_workers=4", *MEMORY_120)
+    assert "92 for the snapshot of a checkpoint" in message
+    assert "raise resources.train.num_workers" in message
+
+
+MEMORY_120 = (
+    "site.partitions.gpu.mem_gib_per_node=120",
+    "site.partitions.gpu-hbm80g.mem_gib_per_node=120",
+)
+
+
+def test_without_gpus_or_sizes_nothing_is_known() -> None:
+    assert plan_recipe(site="perlmutter").train_memory is None
+    assert plan_recipe(site="local").train_memory is None
