@@ -1,5 +1,8 @@
 """The memory of a rank of the trainer, against numbers by hand, published totals, and the trainer's own passes."""
 
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import msgspec
@@ -128,6 +131,13 @@ def test_a_node_holds_its_share_of_a_snapshot_and_of_two_versions() -> None:
     assert (whole.snapshot, whole.window) == (12 * shape.num_params, 0)
 
 
+@pytest.fixture(scope="module")
+def fresh_process() -> Iterator[ProcessPoolExecutor]:
+    """Yield a process of its own: other tests of this one may have left a process group."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize(
     ("fields", "setup"),
     [
@@ -139,11 +149,13 @@ def test_a_node_holds_its_share_of_a_snapshot_and_of_two_versions() -> None:
     ],
     ids=["recomputed", "kept, fp32", "one rank", "experts", "packed"],
 )
-def test_the_trainers_own_passes_peak_where_the_estimate_does(fields: dict[str, Any], setup: RankSetup) -> None:
+def test_the_trainers_own_passes_peak_where_the_estimate_does(
+    fields: dict[str, Any], setup: RankSetup, fresh_process: ProcessPoolExecutor
+) -> None:
     from hpcrl.testing.fake_steps import measure_passes
 
     num_tokens = 65_536
-    passes = measure_passes(fields, setup, num_tokens=num_tokens)
+    passes = fresh_process.submit(measure_passes, fields, setup, num_tokens=num_tokens).result()
     measured = max(sum(each) for each in passes)
     estimated = estimate_rank_memory(read_architecture(fields), setup, num_tokens=num_tokens)
     assert estimated.total == pytest.approx(measured, rel=0.05)
