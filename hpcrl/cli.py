@@ -180,13 +180,14 @@ def _run_ls(arguments: argparse.Namespace) -> int:
 def _run_monitor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from hpcrl.campaign import directory, lifecycle
+    from hpcrl.campaign import directory
     from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
     from hpcrl.monitor.snapshot import encode_snapshot
     from hpcrl.monitor.view import show_snapshot, watch_campaign
+    from hpcrl.plan.records import read_site
 
     campaign_dir = directory.find_campaign(arguments.campaign)
-    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(lifecycle.read_site(campaign_dir)))
+    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir)))
     if arguments.json:
         sys.stdout.write(encode_snapshot(collector.poll()).decode())
     elif arguments.once:
@@ -203,9 +204,10 @@ def _watch_campaign(name: str) -> int:
     from hpcrl.campaign import directory, lifecycle
     from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
     from hpcrl.monitor.view import watch_campaign
+    from hpcrl.plan.records import read_site
 
     campaign_dir = directory.find_campaign(name)
-    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(lifecycle.read_site(campaign_dir)))
+    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir)))
     snapshot = watch_campaign(collector, console=Console(highlight=False), until_done=True)
     rewards, losses = snapshot.reward_mean, snapshot.detail.losses
     for line in lifecycle.final_summary(campaign_dir, state=snapshot.state, rewards=rewards, losses=losses):
@@ -272,9 +274,9 @@ def _find_python_with(module: str, campaign_dir: "CampaignDir") -> str:
     """Return this interpreter if it has the module, else the interpreter of the campaign's jobs."""
     from importlib.util import find_spec
 
-    from hpcrl.campaign import lifecycle
+    from hpcrl.plan.records import read_site
 
-    return sys.executable if find_spec(module) else lifecycle.read_site(campaign_dir).python or sys.executable
+    return sys.executable if find_spec(module) else read_site(campaign_dir).python or sys.executable
 
 
 def _run_export(arguments: argparse.Namespace) -> int:

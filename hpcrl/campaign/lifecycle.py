@@ -6,7 +6,7 @@ PythonMissing                    the jobs' interpreter is not on this machine
 preview_script, dry_run, submit                 before and at submission
 resume, stop_gracefully, stop_now               later
 final_summary                                   the text at the end
-read_submission, read_site                      recorded facts of a job and a campaign
+read_submission                                 the recorded submission of a job
 check_model, check_lengths                      the parts of check_request about the model and a warm-up's data
 CHECK_TIMEOUT_S, MODEL_CHECK_TIMEOUT_S, STOP_TIMEOUT_S  limits of checking user code and model, of stopping a job
 POLL_INTERVAL_S                                 the time between looks at a job that ends
@@ -30,7 +30,7 @@ from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir, make_worker_na
 from hpcrl.config.program import resolve_options
 from hpcrl.config.recipe import MIN_PARAMS, ModelConfig, Recipe, WarmupConfig, fill_warmup_steps, load_recipe
 from hpcrl.config.site import Site, load_site
-from hpcrl.config.toml import LayeredTable, find_toml, to_struct
+from hpcrl.config.toml import find_toml
 from hpcrl.envs.program_files import SUBJECT_END, ProblemJudge
 from hpcrl.envs.task_set import (
     DATA_SUFFIXES,
@@ -52,6 +52,7 @@ from hpcrl.monitor.job_state import (
     select_slurm_ids,
 )
 from hpcrl.plan.plan import Plan, make_plan
+from hpcrl.plan.records import read_plan, read_recipe, read_record, read_site
 from hpcrl.slurm import submit as slurm
 from hpcrl.slurm.script import choose_python, make_batch_script, make_job_script
 from hpcrl.slurm.status import ACTIVE, UNKNOWN, WAITING, JobStatus, query_job_states
@@ -384,9 +385,9 @@ def resume(name: str) -> CampaignDir:
     """Continue a campaign from the last checkpoint in a new job."""
     campaign = directory.find_campaign(name)
     request = CampaignRequest(
-        recipe=_read_struct(campaign.recipe, Recipe),
-        site=_read_struct(campaign.site, Site),
-        plan=_read_struct(campaign.plan, Plan),
+        recipe=read_recipe(campaign),
+        site=read_site(campaign),
+        plan=read_plan(campaign),
     )
     last = directory.list_jobs(campaign)[-1]
     _refuse_while_alive(last, request.site)
@@ -496,7 +497,7 @@ def _request_stop(campaign: CampaignDir) -> tuple[JobDir, Site]:
     """Publish the stop request, and cancel a job that only waits for the running one. Return the job that is left."""
     publish_file(campaign.stop, "")
     *before, last = directory.list_jobs(campaign)
-    site = _read_struct(campaign.site, Site)
+    site = read_site(campaign)
     if last.chain_marker.exists() and not before[-1].outcome.exists() and _job_state(last, site) == "queued":
         slurm.cancel_job(read_submission(last), site=site)
         remove_path(last.root)
@@ -569,26 +570,7 @@ def _command_name() -> str:
 
 def read_submission(job: JobDir) -> slurm.SubmittedJob:
     """Read the recorded submission of a job."""
-    return _read_struct(job.submission, slurm.SubmittedJob)
-
-
-def read_site(campaign: CampaignDir) -> Site:
-    """Read the site of a campaign, as it was resolved at submission."""
-    return _read_struct(campaign.site, Site)
-
-
-def _read_struct(path: Path, kind: type[T]) -> T:
-    try:
-        data = path.read_bytes()
-        try:
-            return msgspec.json.decode(data, type=kind)
-        except msgspec.ValidationError:  # a key that was renamed since gets its new name in the message
-            table = msgspec.json.decode(data)
-            return to_struct(LayeredTable(table=table, layers=((path.name, table),)), kind)
-    except (OSError, msgspec.DecodeError, ConfigError) as error:
-        raise CampaignError(
-            f"{path} cannot be read ({error}): the campaign is damaged or was made by another version of hpcrl"
-        ) from error
+    return read_record(job.submission, slurm.SubmittedJob)
 
 
 def _job_state(job: JobDir, site: Site) -> str:

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import (
     DrainStarted,
@@ -42,6 +40,7 @@ from hpcrl.job.metrics_process import MetricsProcess
 from hpcrl.job.reward_tasks import RewardScoring
 from hpcrl.job.supervision import EndRequests, RestartBudget, StallDetector
 from hpcrl.plan.plan import Plan
+from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm.allocation import read_allocation, scrub_environment
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
 from hpcrl.system.files import make_private_dir, publish_file, read_last_line, remove_path
@@ -126,9 +125,9 @@ class JobDriver:
         events = EventLog.open(campaign, "driver", job=job.number, role="driver", node=place.node)
         return cls(
             place=place,
-            plan=msgspec.json.decode(campaign.plan.read_bytes(), type=Plan),
-            recipe=msgspec.json.decode(campaign.recipe.read_bytes(), type=Recipe),
-            site=msgspec.json.decode(campaign.site.read_bytes(), type=Site),
+            plan=read_plan(campaign),
+            recipe=read_recipe(campaign),
+            site=read_site(campaign),
             events=events,
         )
 

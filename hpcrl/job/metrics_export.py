@@ -29,7 +29,8 @@ import xxhash
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, EvaluationFinished, FaultReported, StepFinished, TrainingResumed
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.recipe import MetricsConfig, Recipe
+from hpcrl.config.recipe import MetricsConfig
+from hpcrl.plan.records import read_recipe
 from hpcrl.system.files import make_private_dir, publish_json, read_json
 from hpcrl.system.network import current_node
 from hpcrl.system.processes import die_with_parent
@@ -241,7 +242,7 @@ def main() -> int:
     die_with_parent()
     events = EventLog.open(campaign, "metrics", 0, job=job, role="metrics", node=current_node())
     make_private_dir(campaign.metrics)
-    recipe = msgspec.json.decode(campaign.recipe.read_bytes(), type=Recipe)
+    recipe = read_recipe(campaign)
     feeder = MetricsFeeder(campaign, make_sink_factories(recipe.metrics, campaign=campaign), emit=events.emit)
     feeder.open()
     while not stopping.wait(POLL_INTERVAL_S):

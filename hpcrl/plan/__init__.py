@@ -8,5 +8,6 @@ layout      the placement of all roles: hetjob, hetstep, local
 sizing      the number of workers where the recipe leaves it open
 trainer_memory  the memory of the trainer's GPUs and nodes
 programs    the programs of agents against the memory of their nodes
+records     recipe, site and plan of a campaign, read again
 components  het groups and sbatch flags of a finished layout
 """

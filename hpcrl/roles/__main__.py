@@ -10,12 +10,10 @@ import sys
 import traceback
 from pathlib import Path
 
-import msgspec
-
 from hpcrl.campaign_dir.events import WorkerEnded, WorkerFailed, WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, ROLES, RoleName
-from hpcrl.plan.plan import Plan
+from hpcrl.plan.records import read_plan
 from hpcrl.roles.context import open_context, pin_devices, redirect_output
 
 MODULES = {"prefill": "serve", "decode": "serve"}
@@ -26,7 +24,7 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     """Run one worker until the job ends; heavy packages are imported only after devices are pinned."""
     campaign_dir = CampaignDir(Path(campaign))
     redirect_output(campaign_dir.job(job_number), role, index)
-    plan = msgspec.json.decode(campaign_dir.plan.read_bytes(), type=Plan)
+    plan = read_plan(campaign_dir)
     devices = pin_devices(plan.role(role))
     context = open_context(campaign_dir, job_number, role, index)
     context.events.emit(WorkerStarted(pid=os.getpid(), gpus=devices))

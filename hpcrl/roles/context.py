@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
@@ -26,6 +24,7 @@ from hpcrl.config.recipe import EngineConfig, Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU
 from hpcrl.plan.plan import Plan, RolePlan
+from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.system.network import current_node
 from hpcrl.system.variables import PARTITION_VARIABLE
 
@@ -80,7 +79,7 @@ class WorkerContext:
 def open_context(campaign: CampaignDir, job_number: int, role: RoleName, index: int) -> WorkerContext:
     """Read the campaign, open this worker's event log and start its heartbeat."""
     job = campaign.job(job_number)
-    plan = msgspec.json.decode(campaign.plan.read_bytes(), type=Plan)
+    plan = read_plan(campaign)
     component = plan.components[plan.role(role).component]
     events = EventLog.open(
         campaign,
@@ -96,8 +95,8 @@ def open_context(campaign: CampaignDir, job_number: int, role: RoleName, index: 
         job=job,
         role=role,
         index=index,
-        recipe=msgspec.json.decode(campaign.recipe.read_bytes(), type=Recipe),
-        site=msgspec.json.decode(campaign.site.read_bytes(), type=Site),
+        recipe=read_recipe(campaign),
+        site=read_site(campaign),
         plan=plan,
         events=events,
     )

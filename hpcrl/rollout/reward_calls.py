@@ -31,8 +31,9 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.recipe import DomainConfig, Recipe
+from hpcrl.config.recipe import DomainConfig
 from hpcrl.errors import SpoolError
+from hpcrl.plan.records import read_recipe
 from hpcrl.rollout.judge_outages import JudgeOutages
 from hpcrl.rollout.reward_process import SegmentScores
 from hpcrl.rollout.rewards import (
@@ -151,7 +152,7 @@ def main(campaign: Path, *, concurrency: int, num_cpus: int, teacher: str, fd: i
     """Serve the worker until it closes the connection."""
     adopt_orphans()
     campaign_dir = CampaignDir(campaign)
-    recipe = msgspec.json.decode(campaign_dir.recipe.read_bytes(), type=Recipe)
+    recipe = read_recipe(campaign_dir)
     lanes = {
         name: RewardLane(
             name,

@@ -1,0 +1,49 @@
+"""The records that a campaign was submitted with, read again: by workers, next jobs and the commands of the user.
+
+read_recipe, read_site, read_plan    the recipe, site and plan, as they were resolved at submission
+read_record                          any other file of the campaign directory that holds one struct
+"""
+
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.site import Site
+from hpcrl.config.toml import LayeredTable, to_struct
+from hpcrl.errors import CampaignError, ConfigError
+from hpcrl.plan.plan import Plan
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def read_recipe(campaign: CampaignDir) -> Recipe:
+    """Read the recipe of a campaign with all its settings."""
+    return read_record(campaign.recipe, Recipe)
+
+
+def read_site(campaign: CampaignDir) -> Site:
+    """Read the site of a campaign."""
+    return read_record(campaign.site, Site)
+
+
+def read_plan(campaign: CampaignDir) -> Plan:
+    """Read the plan of a campaign."""
+    return read_record(campaign.plan, Plan)
+
+
+def read_record(path: Path, kind: type[T]) -> T:
+    """Read a file as `kind`; refuse one that is damaged or of another version, with what does not fit."""
+    try:
+        data = path.read_bytes()
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError:  # a key that was renamed since gets its new name in the message
+            table = msgspec.json.decode(data)
+            return to_struct(LayeredTable(table=table, layers=((path.name, table),)), kind)
+    except (OSError, msgspec.DecodeError, ConfigError) as error:
+        raise CampaignError(
+            f"{path} cannot be read ({error}): the campaign is damaged or was made by another version of hpcrl"
+        ) from error
