@@ -6,7 +6,6 @@ MessageTag                          the kinds of small messages
 ByteChunk, split_into_chunks        one bucket and its source - some bytes as chunks
 ChunksInFlight                      transfers under way
 DoneCheck                           polls an operation
-IDLE_INTERVAL_S                     the pause of a courier that has nothing to do
 """
 
 import time
@@ -32,6 +31,9 @@ MAX_CHUNKS_IN_FLIGHT = 64
 PULSE_INTERVAL_S = 0.5
 POLL_INTERVAL_S = 0.001
 IDLE_INTERVAL_S = 0.002
+LONG_IDLE_INTERVAL_S = 0.02
+"""The pause of a courier that has had nothing to do for `LONG_IDLE_AFTER_S`: each look costs CPU time of its node."""
+LONG_IDLE_AFTER_S = 1.0
 NAP_RANGE_S = (1e-5, 3e-4)
 
 T = TypeVar("T")
@@ -89,9 +91,11 @@ class CourierConnection:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aside")
         self._unfinished_updates: dict[tuple[int, MessageTag], DoneCheck] = {}
         self._next_poll = self._next_pulse = 0.0
+        self._last_message = time.monotonic()
 
     def send_message(self, rank: int, tag: MessageTag, message: bytes) -> None:
-        """Send a small message."""
+        """Send a small message: each piece of work starts or ends with one."""
+        self._last_message = time.monotonic()
         self.wait_until(self.transport.send_message(message, to=rank, tag=tag))
 
     def send_update(self, rank: int, tag: MessageTag, message: bytes) -> None:
@@ -132,6 +136,11 @@ class CourierConnection:
                 self.poll()
             time.sleep(nap)
             nap = min(nap * 1.5, longest)
+
+    def rest(self) -> None:
+        """Pause until the next look for work; longer if there has been none for a while."""
+        is_long = time.monotonic() - self._last_message > LONG_IDLE_AFTER_S
+        time.sleep(LONG_IDLE_INTERVAL_S if is_long else IDLE_INTERVAL_S)
 
     def run_in_thread(self, work: Callable[[], T]) -> T:
         """Run long work in a thread, so that pulses are still sent meanwhile."""

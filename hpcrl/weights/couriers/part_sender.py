@@ -1,7 +1,6 @@
 """The courier of another node of the trainer: it offers its part of every version, and sends it on request."""
 
 import os
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -13,7 +12,7 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
-from hpcrl.weights.couriers.link import IDLE_INTERVAL_S, ByteChunk, CourierConnection, MessageTag
+from hpcrl.weights.couriers.link import ByteChunk, CourierConnection, MessageTag
 from hpcrl.weights.couriers.protocol import CourierReport, NodePart, PartOffer, RankLostError, VersionAnnouncement
 from hpcrl.weights.couriers.spans import split_into_spans
 from hpcrl.weights.window.file import WindowKey
@@ -41,7 +40,7 @@ class PartSender:
             if self._announcements:
                 self._send_part(self._announcements.popleft())
             elif not self._offer_newest():
-                time.sleep(IDLE_INTERVAL_S)
+                self._connection.rest()
 
     def _offer_newest(self) -> bool:
         """Offer a new version to the sender; return False if there is none."""

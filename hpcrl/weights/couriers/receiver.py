@@ -7,7 +7,6 @@ FinishVersion     make a received version visible
 """
 
 import os
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +21,7 @@ from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
 from hpcrl.weights.checksum import start_hash
 from hpcrl.weights.couriers import delta_codec
-from hpcrl.weights.couriers.link import IDLE_INTERVAL_S, ByteChunk, CourierConnection, MessageTag, split_into_chunks
+from hpcrl.weights.couriers.link import ByteChunk, CourierConnection, MessageTag, split_into_chunks
 from hpcrl.weights.couriers.protocol import (
     CourierReport,
     NodePart,
@@ -229,7 +228,7 @@ class VersionReceiver:
             if self._announcements:
                 self._receive_version(self._announcements.popleft())
             else:
-                time.sleep(IDLE_INTERVAL_S)
+                self._connection.rest()
 
     def _receive_version(self, announcement: VersionAnnouncement) -> None:
         """Receive a version into the window and pass it on; one that is not as announced is dropped."""

@@ -26,7 +26,7 @@ from hpcrl.errors import WeightsError
 from hpcrl.weights.couriers import delta_codec
 from hpcrl.weights.couriers.codec_choice import CodecChooser
 from hpcrl.weights.couriers.delta_codec import CodecName
-from hpcrl.weights.couriers.link import IDLE_INTERVAL_S, ByteChunk, CourierConnection, MessageTag, split_into_chunks
+from hpcrl.weights.couriers.link import ByteChunk, CourierConnection, MessageTag, split_into_chunks
 from hpcrl.weights.couriers.protocol import (
     CourierReport,
     CourierStatus,
@@ -103,7 +103,7 @@ class VersionSender:
                 rank for rank, peer in self._receivers.items() if manifest and peer.held_version < manifest.version
             ]
             if manifest is None or not chain:
-                time.sleep(IDLE_INTERVAL_S)
+                self._connection.rest()
             elif self._send_version(manifest, chain=tuple(chain)):
                 self._write_status()
 
@@ -159,7 +159,7 @@ class VersionSender:
         """Leave a version to which the trainer has preferred a newer one; report it if that happens again and again."""
         assert self._window is not None
         if self._window.newest() == manifest:  # nothing is newer: its writer has not released it yet
-            time.sleep(IDLE_INTERVAL_S)
+            self._connection.rest()
             return False
         self._num_skipped += 1
         if self._num_skipped % MAX_SKIPPED == 0:
