@@ -354,14 +354,15 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """The steps of the campaign; a recipe without domains has those of its warm-up if this is left out."""
     groups_per_step: Count
     trainer: Literal["torch", "megatron"] = "torch"
-    sharding: Literal["none", "full"] = "none"
-    """With several ranks of trainer "torch": each holds the whole model (none: DDP), or a share of it (full: FSDP2)."""
+    sharding: Literal["auto", "none", "full"] = "auto"
+    """With several ranks of trainer "torch": each holds the whole model (none: DDP), or a share of it (full: FSDP2);
+    auto: a share where the plan finds that the whole does not fit."""
     tensor_parallel: Count = 1
     """With trainer "megatron": ranks that share each layer."""
     pipeline_parallel: Count = 1
     """With trainer "megatron": ranks that share the layers in order."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the forward and backward pass; weights and optimizer are float32."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of the forward and backward pass; weights and optimizer are float32. Auto: bf16 on GPUs."""
     recompute: Literal["auto"] | bool = "auto"
     """With trainer "torch": layers keep only their inputs for the gradient, and compute the rest again; auto: where the
     plan finds that the micro-batches do not fit otherwise, and with sharding = "full" where it knows no sizes."""
@@ -450,6 +451,10 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     keep_versions: Count = 4
     pipeline: dict[Name, PipelineNode] = {}
     """Nodes added to those of `advantage` and the loss, by name."""
+
+    def has_bf16(self, *, on_gpus: bool) -> bool:
+        """Return whether the trainer's passes are in bf16, on GPUs or on CPUs."""
+        return self.precision == "bf16" or (self.precision == "auto" and on_gpus)
 
     @property
     def policy_moves(self) -> bool:

@@ -295,10 +295,15 @@ def _find_top_p_conflict(recipe: Recipe) -> str | None:
 
 def find_megatron_conflict(train: TrainConfig) -> str | None:
     """Return the first setting that trainer "megatron" does not support, with a fix; None if there is none."""
-    plain: dict[str, Any] = {"sharding": "none", "rows": "padded", "lora_rank": 0, "recompute": "auto"}
+    plain: dict[str, Any] = {"rows": "padded", "lora_rank": 0, "recompute": "auto"}
     for name, known in plain.items():
         if (seen := getattr(train, name)) != known:
             return f'train.{name} = {seen!r} is not supported by trainer "megatron": set it to {known!r}'
+    if train.sharding == "full":
+        return (
+            'train.sharding = "full" is not supported by trainer "megatron", which splits a model by '
+            "train.tensor_parallel and train.pipeline_parallel: remove it"
+        )
     if needs_critic(train):
         return (
             'train.advantage = "gae" needs a critic, which trainer "megatron" does not have: use "torch", or a '

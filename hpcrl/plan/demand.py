@@ -72,7 +72,7 @@ def make_rank_setup(recipe: Recipe, *, has_recompute: bool) -> RankSetup:
     return RankSetup(
         num_ranks=num_ranks,
         is_sharded=train.sharding == "full" and num_ranks > 1,
-        is_bf16=train.precision == "bf16",
+        is_bf16=train.has_bf16(on_gpus=recipe.resources.train.gpus_per_worker > 0),
         has_recompute=has_recompute,
         is_packed=train.rows == "packed",
         lora_rank=train.lora_rank,

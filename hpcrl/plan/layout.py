@@ -14,6 +14,7 @@ JobLayout         one of:
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from hpcrl.config.recipe import Recipe, RoleName, name_role_resources
@@ -120,9 +121,6 @@ def _best_partition_each(recipe: Recipe, site: Site, *, layout: JobLayout, reaso
 
     recipe, sizes = _find_most_workers(find_worker_numbers(recipe, gpus=gpus), keeps_gpus)
     choices = _choose_partitions(recipe, site, one_machine=on_one_machine)
-    refusal = _explain_memory_refusal(recipe, choices, site)
-    if refusal is not None:
-        raise PlanError(refusal)
     return JobPlacement(layout=layout, reason=reason, recipe=recipe, sizes=sizes, choices=choices, warnings=[])
 
 
@@ -134,12 +132,15 @@ def _find_most_workers(numbers: WorkerNumbers, fits: Callable[[Recipe], bool]) -
 
 
 def _choose_partitions(recipe: Recipe, site: Site, *, one_machine: bool) -> dict[RoleName, PartitionChoice]:
-    """Choose the best partition for each role that still has room after the earlier roles."""
+    """Choose the best partition for each role that has the memory, and still has room after the earlier roles."""
     choices: dict[RoleName, PartitionChoice] = {}
     taken: dict[str, int] = {}
     for role in list_placed_roles(recipe):
         choice = choices[role] = choose_partition(
-            compute_role_demand(role, recipe, one_machine=one_machine), site, taken=taken
+            compute_role_demand(role, recipe, one_machine=one_machine),
+            site,
+            taken=taken,
+            check_memory=partial(_explain_memory_refusal, role, recipe, site=site),
         )
         if not one_machine:
             taken[choice.partition] = taken.get(choice.partition, 0) + choice.nodes
@@ -186,8 +187,9 @@ def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> Job
     choices = _choose_nodes_in(label, recipe, site)
     if isinstance(choices, str):
         return choices
-    refusal = _explain_memory_refusal(recipe, choices, site)
-    if refusal is not None:
+    trainer_first = sorted(choices, key=lambda role: role != "train")
+    refusals = (_explain_memory_refusal(role, recipe, choices[role], site=site) for role in trainer_first)
+    if (refusal := next(filter(None, refusals), None)) is not None:
         return refusal
     return JobPlacement(layout="hetstep", reason=reason, recipe=recipe, sizes=sizes, choices=choices, warnings=[])
 
@@ -214,21 +216,15 @@ def find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> di
     }
 
 
-def _explain_memory_refusal(recipe: Recipe, choices: dict[RoleName, PartitionChoice], site: Site) -> str | None:
-    """Return why a model and its KV do not fit into a worker or node; None if they do or the size is unknown."""
-    refusal = explain_trainer_refusal(recipe, choices.get("train"), site)
-    if refusal is not None:
+def _explain_memory_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoice, *, site: Site) -> str | None:
+    """Return why the models of a role and their KV do not fit into a worker or node; None if they do, or may."""
+    if role == "train" and (refusal := explain_trainer_refusal(recipe, choice, site)) is not None:
         return refusal
+    resources, table = recipe.role_resources(role), name_role_resources(role)
+    gpu, num_gpus = site.partitions[choice.partition].gpu, choice.gpus_per_worker
+    limit = GPU_CATALOGUE[gpu].memory_gib * num_gpus if gpu and num_gpus else resources.mem_gib_per_worker
     for need in list_memory_needs(recipe):
-        role = need.role
-        if role not in choices:
-            continue
-        choice, resources = choices[role], recipe.role_resources(role)
-        table = name_role_resources(role)
-        gpu = site.partitions[choice.partition].gpu
-        num_gpus = choice.gpus_per_worker
-        limit = GPU_CATALOGUE[gpu].memory_gib * num_gpus if gpu and num_gpus else resources.mem_gib_per_worker
-        if need.gib > limit:
+        if need.role == role and need.gib > limit:
             advice = f"raise {table}.mem_gib_per_worker"
             if gpu and num_gpus:
                 advice = need.advice or f"raise {table}.gpus_per_worker"
@@ -236,9 +232,7 @@ def _explain_memory_refusal(recipe: Recipe, choices: dict[RoleName, PartitionCho
                 f"a {role} worker needs {need.gib:.0f} GiB for {need.what} and has {limit:.0f} GiB "
                 f"({choice.partition}): {advice}"
             )
-    return next(
-        (why for role, choice in choices.items() if (why := _explain_node_refusal(role, recipe, choice, site))), None
-    )
+    return _explain_node_refusal(role, recipe, choice, site)
 
 
 def _explain_node_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoice, site: Site) -> str | None:
@@ -251,10 +245,10 @@ def _explain_node_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoic
     held = estimate_trainer_node(recipe, num_ranks=choice.workers_per_node) if role == "train" else None
     if held is None:
         window_gib = memory_model.compute_window_bytes(recipe.model.num_weights) / memory_model.GIB
-        return (
-            f"{needs}, {window_gib:.0f} of them shared memory for two versions of the weights, and {has}: "
-            f"lower {table}.mem_gib_per_worker"
-        )
+        advice = f"lower {table}.mem_gib_per_worker"
+        if window_gib > node_gib:
+            advice = "choose a partition whose nodes have more memory"
+        return f"{needs}, {window_gib:.0f} of them shared memory for two versions of the weights, and {has}: {advice}"
     if held.total < node_gib * memory_model.GIB:
         advice = f"lower {table}.mem_gib_per_worker"
     elif recipe.train.lora_rank:

@@ -5,8 +5,10 @@ evaluate_partition   check a given partition, for a job that is to be on one
 PartitionChoice      the result
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
+from operator import itemgetter
 
 from hpcrl.config.recipe import Affinity, name_role_resources
 from hpcrl.config.site import Site, SitePartition
@@ -27,16 +29,28 @@ class PartitionChoice:
     fallback: str | None
 
 
-def choose_partition(demand: RoleDemand, site: Site, *, taken: dict[str, int]) -> PartitionChoice:
-    """Choose the best partition that can hold `demand`; `taken` counts nodes given to other roles."""
+def choose_partition(
+    demand: RoleDemand, site: Site, *, taken: dict[str, int], check_memory: Callable[[PartitionChoice], str | None]
+) -> PartitionChoice:
+    """Choose the best partition that can hold `demand`; `taken` counts nodes given to other roles.
+
+    `check_memory` returns why the role's models do not fit; where they fit nowhere, the largest one's reason is given.
+    """
     wanted, gpus, shortfall = _match_affinity(demand, site)
     refusals: list[str] = []
+    too_small: list[tuple[float, str]] = []
     for rank, label in enumerate(_rank_partitions(site, wanted, gpus=gpus, taken=taken)):
         fit = _fit_workers(demand, label, site.partitions[label], gpus=gpus, taken=taken)
-        if isinstance(fit, PartitionChoice):
+        if isinstance(fit, str):
+            refusals.append(fit)
+        elif (why := check_memory(fit)) is not None:
+            too_small.append((_get_memory(site.partitions[label]), why))
+            refusals.append(f"the memory of {label} is too small for its models")
+        else:
             fallback = shortfall or (_describe_fallback(demand, label, refusals) if rank else None)
             return replace(fit, fallback=fallback)
-        refusals.append(fit)
+    if too_small:
+        raise PlanError(max(too_small, key=itemgetter(0))[1])
     table = name_role_resources(demand.role)
     raise PlanError(
         f"site {site.name!r} cannot hold {table}: {'; '.join(refusals)}. Lower {table} or choose another site"
@@ -77,6 +91,10 @@ def _rank_partitions(site: Site, wanted: Affinity, *, gpus: int, taken: dict[str
     """Return the candidates from best to worst; among equals the least used, then the site's order."""
     usable = [label for label, p in site.partitions.items() if not p.preemptible and (p.gpu or not gpus)]
     return sorted(usable, key=lambda label: (-_score_partition(site.partitions[label], wanted), taken.get(label, 0)))
+
+
+def _get_memory(partition: SitePartition) -> float:
+    return GPU_CATALOGUE[partition.gpu].memory_gib if partition.gpu else partition.mem_gib_per_node
 
 
 def _score_partition(partition: SitePartition, wanted: Affinity) -> float:

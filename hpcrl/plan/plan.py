@@ -7,7 +7,11 @@
 The consistency of a recipe alone is checked in `hpcrl.plan.checks`.
 """
 
+import dataclasses
+from typing import Literal
+
 import msgspec
+from msgspec.structs import replace
 
 from hpcrl.config.program import reserves_place
 from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, Recipe, RoleName
@@ -74,6 +78,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prologue: str | None = None
     reward_jobs: RewardJobPlan | None = None
     """None: rewards use spare cores only."""
+    train_sharding: Literal["none", "full"] = "none"
+    """The sharding of trainer "torch", chosen where the recipe leaves it open."""
     train_memory: TrainerMemory | None = None
     """The memory of the GPUs and nodes of trainer "torch"; None where there are none, or no sizes are known."""
 
@@ -106,7 +112,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def make_plan(recipe: Recipe, site: Site) -> Plan:
     """Map roles to partitions, and check everything that can be checked before queueing."""
     check_recipe(recipe)
-    placement = place_roles(recipe, site)
+    placement = _place_with_sharding(recipe, site)
     recipe, choices = placement.recipe, placement.choices
     components = _make_components(placement, site)
     component_indices = {role: component.index for component in components for role in component.roles}
@@ -141,8 +147,24 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         num_jobs=1 if placement.layout == "local" else recipe.job.num_jobs,
         prologue=site.prologue,
         reward_jobs=reward_jobs,
+        train_sharding="full" if recipe.train.sharding == "full" else "none",
         train_memory=train_memory,
     )
+
+
+def _place_with_sharding(recipe: Recipe, site: Site) -> JobPlacement:
+    """Place the roles; where the recipe leaves the trainer's sharding open, the model is whole if that fits."""
+    train = recipe.train
+    is_open = train.sharding == "auto" and train.trainer == "torch" and not train.lora_rank
+    if not is_open or recipe.resources.train.num_workers == 1:
+        return place_roles(recipe, site)
+    whole, sharded = (replace(recipe, train=replace(train, sharding=sharding)) for sharding in ("none", "full"))
+    try:
+        return place_roles(whole, site)
+    except PlanError:
+        placement = place_roles(sharded, site)
+        chosen = 'train.sharding = "full": the whole model does not fit on each rank'
+        return dataclasses.replace(placement, sizes=[*placement.sizes, chosen])
 
 
 def _make_components(placement: JobPlacement, site: Site) -> list[JobComponent]:

@@ -320,6 +320,8 @@ def _change_recipe(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
     train = {name.removeprefix("train."): value for name, value in settings.items() if name.startswith("train.")}
     num_ranks = settings.get("resources.train.num_workers", recipe.resources.train.num_workers)
     resources = replace(recipe.resources, train=replace(recipe.resources.train, num_workers=num_ranks))
+    if recipe.train.sharding == "auto":
+        train = {"sharding": "full"} | train
     return replace(recipe, train=replace(recipe.train, **train), resources=resources)
 
 

@@ -127,6 +127,8 @@ def _make_trainer(context: WorkerContext, world: World) -> RankTrainer:
     temperature, train = recipe.rollout.temperature, recipe.train
     if recipe.warmup is not None and not recipe.has_rollouts:
         train = make_warmup_settings(train, recipe.warmup)  # no critic and no reference are loaded
+    if train.trainer == "torch":
+        train = msgspec.structs.replace(train, sharding=context.plan.train_sharding)
     if (memory := context.plan.train_memory) is not None:
         train = msgspec.structs.replace(train, recompute=memory.recompute)
     reference = None if recipe.teacher is None or recipe.teacher.path is None else Path(recipe.teacher.path)

@@ -97,15 +97,14 @@ class TrainedModel:
         self.world = world
         self.prefix = prefix
         self._max_norm = train.max_grad_norm
-        is_sharded = _is_sharded(train, world)
-        self._has_autocast = train.precision == "bf16" and not is_sharded
+        is_sharded, has_bf16 = _is_sharded(train, world), _has_bf16(train, world)
+        self._has_autocast = has_bf16 and not is_sharded
         self.module = module.eval()  # eval: no dropout; gradients still flow
         self._called = self.module if called is None else called
         if is_sharded if train.recompute == "auto" else train.recompute:
             recompute_layers(self._called)
         if is_sharded:
-            is_bf16 = train.precision == "bf16"
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_bf16 else MixedPrecisionPolicy()
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if has_bf16 else MixedPrecisionPolicy()
             _shard_module(self._called, world=world, policy=policy)
         if fill is None:
             self._called.to(world.device)
@@ -206,6 +205,10 @@ def _is_sharded(train: TrainConfig, world: World) -> bool:
     return world.size > 1 and train.sharding == "full"
 
 
+def _has_bf16(train: TrainConfig, world: World) -> bool:
+    return train.has_bf16(on_gpus=world.device.type == "cuda")
+
+
 def _shard_module(called: torch.nn.Module, *, world: World, policy: MixedPrecisionPolicy) -> None:
     """Shard a model over all ranks; a layer, the embeddings and the head are whole only while they compute."""
     mesh = init_device_mesh(world.device.type, (world.size,))
@@ -240,7 +243,7 @@ def load_causal(model_dir: Path) -> Any:
 
 def load_fixed(model_dir: Path, *, train: TrainConfig, world: World) -> TokenModel:
     """Load a model that does not train, sharded as the policy is, in bf16 if that computes in bf16."""
-    source = open_causal(model_dir, dtype=torch.bfloat16 if train.precision == "bf16" else torch.float32)
+    source = open_causal(model_dir, dtype=torch.bfloat16 if _has_bf16(train, world) else torch.float32)
     called = TokenModel(source.module.requires_grad_(False).eval())
     if _is_sharded(train, world):
         _shard_module(called, world=world, policy=MixedPrecisionPolicy())

@@ -176,7 +176,7 @@ def _make_transformer_config(config: Any, dims: ModelDims, rank: ParallelRank, t
         tensor_model_parallel_size=rank.num_tp,
         pipeline_model_parallel_size=rank.num_pp,
         # Megatron's layers pass on the dtype of their last product, so stages must too.
-        pipeline_dtype=torch.bfloat16 if train.precision == "bf16" else torch.float32,
+        pipeline_dtype=torch.bfloat16 if train.has_bf16(on_gpus=torch.cuda.is_available()) else torch.float32,
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
         gated_linear_unit=True,

@@ -301,7 +301,7 @@ class MegatronTrainer:
 
         rows, length = minibatch[0].inputs_BT.shape
         # Autocast covers the backward pass too: there Megatron's layers multiply in the current precision.
-        with patch_for_cpu(), self._autocast(self._train.precision == "bf16"):
+        with patch_for_cpu(), self._autocast(self._train.has_bf16(on_gpus=self.world.device.type == "cuda")):
             found = get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=iter(minibatch),

@@ -94,7 +94,7 @@ class CourierConnection:
         self._last_message = time.monotonic()
 
     def send_message(self, rank: int, tag: MessageTag, message: bytes) -> None:
-        """Send a small message: each piece of work starts or ends with one."""
+        """Send a small message: all work starts or ends with one."""
         self._last_message = time.monotonic()
         self.wait_until(self.transport.send_message(message, to=rank, tag=tag))
 

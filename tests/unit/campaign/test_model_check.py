@@ -221,12 +221,12 @@ def test_a_template_without_a_layout_of_turns_is_refused_only_if_an_environment_
 
 
 def test_the_size_of_a_teacher_is_that_of_its_config(tmp_path: Path) -> None:
-    config = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8}
-    config |= {"head_dim": 128, "intermediate_size": 25600, "vocab_size": 151936}  # Qwen3-32B
+    config = {"hidden_size": 5120, "num_hidden_layers": 128, "num_attention_heads": 64, "num_key_value_heads": 8}
+    config |= {"head_dim": 128, "intermediate_size": 25600, "vocab_size": 151936}  # twice the layers of Qwen3-32B
     (tmp_path / "config.json").write_text(json.dumps(config))
     teacher = ("train.kl=k1", "train.kl_in=reward", "train.kl_coef=1.0", f'teacher.path="{tmp_path}"')
     with pytest.raises(
-        PlanError, match=r"a train worker needs 122 GiB \(122 for 32\.8 billion weights of the model of teacher\.path"
+        PlanError, match=r"a train worker needs 119 GiB \(119 for 64\.0 billion weights of the model of teacher\.path"
     ):
         lifecycle.load_request("quickstart", site="lab", settings=teacher)
 

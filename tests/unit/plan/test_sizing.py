@@ -128,7 +128,7 @@ def plan_on_gpus(*settings: str) -> Plan:
 
 def test_a_teacher_that_every_rank_has_whole_is_refused_where_it_does_not_fit() -> None:
     with pytest.raises(PlanError) as caught:
-        plan_on_gpus(*TEACHER_32B, "resources.train.num_workers=4")
+        plan_on_gpus(*TEACHER_32B, "resources.train.num_workers=4", "train.sharding=none", "train.precision=fp32")
     assert (
         "gradients and optimizer of 8.2 billion weights, 122 for 32.8 billion weights of the model of teacher.path"
         in str(caught.value)

@@ -62,6 +62,26 @@ def test_a_mixture_of_experts_of_30b_on_sixteen_nodes_has_room_for_16k_tokens() 
     assert memory.gpu_gib == pytest.approx(19.2, abs=0.3), "as `python -m bench.memory` measures it"
 
 
+def test_what_the_recipe_leaves_open_is_chosen_so_that_it_fits() -> None:
+    plan, chosen = plan_on_a100(SIXTEEN), 'train.sharding = "full": the whole model does not fit on each rank'
+    assert plan.train_sharding == "full"
+    assert chosen in plan.sizes
+    assert plan.train_memory == find_memory(*BF16_SHARDS, SIXTEEN)
+    assert chosen not in plan_on_a100(*BF16_SHARDS, SIXTEEN).sizes, "it was asked for"
+
+
+@pytest.mark.parametrize("settings", [("model.config.num_hidden_layers=2",), ("train.lora_rank=8",)])
+def test_a_model_that_fits_on_each_rank_is_not_sharded(settings: tuple[str, ...]) -> None:
+    assert plan_on_a100(SIXTEEN, *settings).train_sharding == "none"
+
+
+def test_the_refusal_of_a_model_that_does_not_fit_even_sharded_asks_for_more_ranks() -> None:
+    message = refuse("resources.train.num_workers=2")
+    assert "train.sharding" not in message
+    assert "set resources.train.num_workers = 4" in message
+    assert plan_on_a100("resources.train.num_workers=4").train_sharding == "full"
+
+
 def test_the_description_names_every_part_and_what_is_left() -> None:
     text = "\n".join(find_memory(*BF16_SHARDS, SIXTEEN).describe())
     for part in ("weights 1.9", "optimizer 3.8", "activations 8.7", "52.6 GiB are left", "checkpoint 23", "window 15"):
@@ -79,12 +99,12 @@ def test_layers_are_recomputed_only_where_it_is_needed_or_asked_for() -> None:
 @pytest.mark.parametrize(
     ("settings", "change"),
     [
-        ((SIXTEEN,), "train.sharding"),
+        ((SIXTEEN, "train.sharding=none"), "train.sharding"),
         (("resources.train.num_workers=1",), "resources.train.num_workers"),
         ((*BF16_SHARDS, SIXTEEN, "train.recompute=false"), "train.recompute"),
         ((*BF16_SHARDS, SIXTEEN, "train.tokens_per_micro_batch=200000"), "train.tokens_per_micro_batch"),
         ((*BF16_SHARDS, SIXTEEN, "engine.max_model_len=200000"), "engine.max_model_len"),
-        (("train.sharding=full", SIXTEEN, "train.tokens_per_micro_batch=65536"), "train.precision"),
+        ((SIXTEEN, "train.precision=fp32", "train.tokens_per_micro_batch=65536"), "train.precision"),
         (("train.lora_rank=8", "train.recompute=false"), "train.recompute"),
     ],
 )
@@ -98,7 +118,7 @@ def test_what_cannot_fit_is_refused_with_a_change_after_which_it_fits(settings: 
 
 
 def test_a_refusal_names_what_the_memory_would_be_for() -> None:
-    message = refuse(SIXTEEN)
+    message = refuse(SIXTEEN, "train.sharding=none")
     assert "153 for weights, gradients and optimizer of 8.2 billion weights" in message
     assert re.search(r"\d+ for activations and logits of 16384 tokens", message)
     assert "has 72 GiB on a GPU of type a100-80" in message

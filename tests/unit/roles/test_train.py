@@ -59,3 +59,11 @@ def test_a_rank_recomputes_layers_as_the_plan_has_found(tmp_path, tiny_model_dir
     context.plan = msgspec.structs.replace(context.plan, train_memory=found)
     assert context.recipe.train.recompute == "auto"
     assert _make_trainer(context, SINGLE_RANK)._train.recompute == is_needed
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_a_rank_shards_its_model_as_the_plan_has_chosen(tmp_path, tiny_model_dir, sharding):
+    context = make_context(tmp_path, tiny_model_dir)
+    context.plan = msgspec.structs.replace(context.plan, train_sharding=sharding)
+    assert context.recipe.train.sharding == "auto"
+    assert _make_trainer(context, SINGLE_RANK)._train.sharding == sharding
