@@ -5,5 +5,6 @@ recipe     the tables of a recipe
 site       one machine: partitions, network, software
 program    the limits and paths of an agent program
 pipeline   the learning DAG that a recipe asks for
+published_dtype  the dtype of the weights that engines are sent
 user_code  load functions and classes named `package.module:name`
 """

@@ -252,6 +252,8 @@ class SimulatedEngineConfig(ConfigTable, frozen=True, kw_only=True):
         return [named] if isinstance(named, str) else named
 
 
+WeightsDtype = Literal["float32", "bfloat16", "float16"]
+"""torch's names of the types of weights, without "torch."."""
 AUTO_PARSER, VLLM_PARSER_PREFIX = "auto", "vllm:"
 TOOL_PARSER_NAMES = (
     "hermes",
@@ -279,7 +281,7 @@ class EngineConfig(ConfigTable, frozen=True, kw_only=True):
     """Sequences decoded together by one decode worker."""
     max_model_len: Count | None = None
     """Limit of prompt and answer together, if below what the model allows."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: WeightsDtype | Literal["auto"] = "auto"
     """Data type of vLLM; the embedded engine always uses float32."""
     pipeline_parallel: Count = 1
     """With vLLM: stages that a worker's GPUs are divided into; within a stage they share each layer."""
@@ -449,6 +451,9 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     keep_best: CountOrZero = 0
     """Checkpoints kept besides the newest: those with the highest mean reward, of evaluations if there are any."""
     keep_versions: Count = 4
+    publish_dtype: WeightsDtype | Literal["auto"] = "auto"
+    """Data type of the weights that engines are sent, rounded from the trainer's own, which stay float32; auto: the one
+    that the engines compute in (docs/weights.md)."""
     pipeline: dict[Name, PipelineNode] = {}
     """Nodes added to those of `advantage` and the loss, by name."""
 

@@ -48,6 +48,7 @@ _FIELDS = (
     *("use_qk_norm", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts", "num_experts_per_tok"),
     *("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers", "max_position_embeddings", *_EXPERT_COUNTS),
+    *("dtype", "torch_dtype"),
 )
 """The fields that a plan needs."""
 _GUESSED_VOCABULARY = 150_000

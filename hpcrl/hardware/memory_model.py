@@ -4,12 +4,15 @@ engine_memory_gib, train_memory_gib    of one worker
 fixed_memory_gib                       of a trainer's worker for a model that does not train
 compute_window_bytes                   of a node's weight window
 num_env_places                         environments that fit into an env worker
-GIB, BYTES_BF16, BYTES_FP32, TRAIN_BYTES_PER_PARAM, FIXED_BYTES_PER_PARAM, MIN_KV_SHARE, ENV_WORKER_GIB    constants
+GIB, BYTES_BF16, BYTES_FP32, BYTES_PER_VALUE, TRAIN_BYTES_PER_PARAM, FIXED_BYTES_PER_PARAM    constants
+MIN_KV_SHARE, ENV_WORKER_GIB           more of them
 """
 
 GIB = 2**30
 BYTES_BF16 = 2
 BYTES_FP32 = 4
+BYTES_PER_VALUE = {"float32": BYTES_FP32, "bfloat16": BYTES_BF16, "float16": BYTES_BF16}
+"""Bytes of a published weight, by its dtype."""
 TRAIN_BYTES_PER_PARAM = 16
 """Bytes per weight in mixed precision training: bf16 weight and gradient, fp32 master copy, two AdamW moments."""
 FIXED_BYTES_PER_PARAM = 4
@@ -25,9 +28,9 @@ def engine_memory_gib(num_params: int) -> float:
     return num_params * BYTES_BF16 / GIB / (1 - MIN_KV_SHARE)
 
 
-def compute_window_bytes(num_params: int) -> float:
-    """Return the shared memory of a node's weight window: two versions in float32, however many workers map them."""
-    return float(2 * num_params * BYTES_FP32)
+def compute_window_bytes(num_params: int, *, dtype: str) -> float:
+    """Return the shared memory of a node's weight window: two versions, however many workers map them."""
+    return float(2 * num_params * BYTES_PER_VALUE[dtype])
 
 
 def train_memory_gib(num_params: int, *, num_workers: int) -> float:

@@ -306,9 +306,11 @@ class NodeMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def estimate_node_memory(
-    shape: ModelArchitecture, setup: RankSetup, *, num_ranks: int, has_engines: bool = True
+    shape: ModelArchitecture, setup: RankSetup, *, num_ranks: int, published_dtype: str | None
 ) -> NodeMemory:
     """Estimate the host memory of a node with this many of the ranks, which are on GPUs.
+
+    Nothing is published without a `published_dtype`.
 
     Each rank reads its slices of the model's files, so that loading needs less than the snapshot. A model that is not
     sharded is saved and published by one rank, whose node this is.
@@ -316,8 +318,9 @@ def estimate_node_memory(
     share = num_ranks / setup.num_ranks if setup.is_sharded else 1.0
     trained = count_adapter_params(shape, rank=setup.lora_rank) if setup.lora_rank else shape.num_params
     saved = trained * share * NUM_SAVED_PARTS + shape.num_params * bool(setup.lora_rank)  # adapters, and merged weights
+    window = 0.0 if published_dtype is None else compute_window_bytes(shape.num_params, dtype=published_dtype)
     return NodeMemory(
         processes=float(num_ranks * RANK_PROCESS_BYTES),
         snapshot=BYTES_FP32 * saved,
-        window=compute_window_bytes(shape.num_params) * share * has_engines,
+        window=window * share,
     )

@@ -49,6 +49,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_router(recipe)
     _check_engine(recipe)
     _check_trainer(recipe)
+    _check_published_dtype(recipe)
     _check_algorithm(recipe)
     _check_isolation(recipe)
     _check_evaluation(recipe)
@@ -100,6 +101,17 @@ def _check_trainer(recipe: Recipe) -> None:
         raise PlanError(
             f"a step has {batch} trajectories for {ranks // shared} ranks x train.num_minibatches = "
             f"{train.num_minibatches}: raise train.groups_per_step or lower the others"
+        )
+
+
+def _check_published_dtype(recipe: Recipe) -> None:
+    """Check that weights are not rounded to one dtype by the trainer and to another by the engines."""
+    asked, engine = recipe.train.publish_dtype, recipe.engine
+    exact = ("auto", "float32")
+    if engine.backend == "vllm" and asked not in exact and engine.dtype not in (*exact, asked):
+        raise PlanError(
+            f'train.publish_dtype = "{asked}" and engine.dtype = "{engine.dtype}" would round each weight twice: leave '
+            "out the first, or make them the same"
         )
 
 

@@ -3,6 +3,7 @@
 RoleDemand                   workers, and what is reserved beside them
 compute_role_demand          the demand of one role
 compute_node_needs           cores and GiB of one node
+compute_window_gib           the shared memory of weights on one node
 make_rank_setup              what decides the memory of a rank of trainer "torch"
 estimate_trainer_node        the host memory of a node of that trainer
 MemoryNeed, list_memory_needs  the GiB that the models of a role's worker take
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpcrl.config.pipeline import list_fixed_nodes
+from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import Recipe, RoleName, WorkerResources
 from hpcrl.hardware import memory_model
 from hpcrl.hardware.train_memory import NodeMemory, RankSetup, estimate_node_memory
@@ -61,9 +63,15 @@ def compute_node_needs(role: RoleName, recipe: Recipe, *, workers_per_node: int)
         workers_gib = max(workers_gib, (held.processes + held.snapshot) / memory_model.GIB)
         window_gib = held.window / memory_model.GIB
     else:
-        window_gib = memory_model.compute_window_bytes(recipe.model.num_weights or 0) / memory_model.GIB * loads_weights
+        window_gib = compute_window_gib(recipe) * loads_weights
     mem_gib = demand.reserved_mem_gib + window_gib + workers_gib
     return cpus, int(-(-mem_gib // 1))
+
+
+def compute_window_gib(recipe: Recipe) -> float:
+    """Return the shared memory of a node with engines for the weights; 0 if their size is not known."""
+    dtype = choose_published_dtype(recipe, recipe.model.config)
+    return memory_model.compute_window_bytes(recipe.model.num_weights or 0, dtype=dtype) / memory_model.GIB
 
 
 def make_rank_setup(recipe: Recipe, *, has_recompute: bool) -> RankSetup:
@@ -85,7 +93,10 @@ def estimate_trainer_node(recipe: Recipe, *, num_ranks: int) -> NodeMemory | Non
     if shape is None or recipe.train.trainer != "torch" or not recipe.resources.train.gpus_per_worker:
         return None
     return estimate_node_memory(
-        shape, make_rank_setup(recipe, has_recompute=False), num_ranks=num_ranks, has_engines=recipe.has_rollouts
+        shape,
+        make_rank_setup(recipe, has_recompute=False),
+        num_ranks=num_ranks,
+        published_dtype=choose_published_dtype(recipe, recipe.model.config) if recipe.has_rollouts else None,
     )
 
 

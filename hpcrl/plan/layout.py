@@ -23,7 +23,13 @@ from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.plan.components import list_placed_roles
-from hpcrl.plan.demand import compute_node_needs, compute_role_demand, estimate_trainer_node, list_memory_needs
+from hpcrl.plan.demand import (
+    compute_node_needs,
+    compute_role_demand,
+    compute_window_gib,
+    estimate_trainer_node,
+    list_memory_needs,
+)
 from hpcrl.plan.partitions import PartitionChoice, choose_partition, evaluate_partition
 from hpcrl.plan.sizing import WorkerNumbers, find_worker_numbers, with_single_workers
 from hpcrl.plan.trainer_memory import explain_trainer_refusal
@@ -244,7 +250,7 @@ def _explain_node_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoic
     needs, has = f"a {role} node needs {needs_gib} GiB", f"has {node_gib:.0f} GiB ({choice.partition})"
     held = estimate_trainer_node(recipe, num_ranks=choice.workers_per_node) if role == "train" else None
     if held is None:
-        window_gib = memory_model.compute_window_bytes(recipe.model.num_weights) / memory_model.GIB
+        window_gib = compute_window_gib(recipe)
         advice = f"lower {table}.mem_gib_per_worker"
         if window_gib > node_gib:
             advice = "choose a partition whose nodes have more memory"

@@ -28,12 +28,14 @@ from hpcrl.campaign_dir.events import (
     TrainingResumed,
 )
 from hpcrl.campaign_dir.train_progress import TrainProgress, write_train_progress
+from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import make_warmup_settings
 from hpcrl.errors import TrainError
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.learn.batch import GroupChoice, count_groups
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.learn.evaluations import EvaluationStore, find_version_score, is_round_due
+from hpcrl.models.model_config import read_model_config
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.learning_evidence import LearningEvidence
@@ -48,10 +50,11 @@ from hpcrl.system.variables import TRAINER_START_VARIABLE
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.base import RankTrainer, StepMetrics, Trainer
 from hpcrl.trainers.leader import RankLeader, follow_orders
-from hpcrl.trainers.publishing import open_shard_store
+from hpcrl.trainers.publishing import make_published_layout, open_shard_store
 from hpcrl.trainers.step_metrics import compute_flops_utilization
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import World, join_world, leave_world
+from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.publisher import WeightPublisher
 from hpcrl.weights.stores.window_store import WindowStore
@@ -77,7 +80,8 @@ def run(context: WorkerContext) -> int:
         if world.rank:
             key = _find_window_key(context)
             publishes = context.recipe.has_rollouts
-            store = open_shard_store(rank_trainer, key, job=context.job) if publishes else None
+            layout = _make_layout(context, rank_trainer)
+            store = open_shard_store(rank_trainer, key, job=context.job, layout=layout) if publishes else None
             spool = context.campaign.spool("scored")
             follow_orders(rank_trainer, train=context.recipe.train, spool=spool, store=store, warmup=warmup)
             return EXIT_DONE
@@ -215,7 +219,7 @@ class TrainingLoop:
             step, version, evidence = manifest.step, manifest.version, LearningEvidence.from_checkpoint(manifest.extra)
         train_queue = TrainQueue(context, consumed=consumed)
         leader = _make_leader(context, rank_trainer, train_queue, warmup) if rank_trainer.world.size > 1 else None
-        publisher = _make_publisher(context, leader) if context.recipe.has_rollouts else None
+        publisher = _make_publisher(context, rank_trainer, leader) if context.recipe.has_rollouts else None
         trainer: Trainer = leader or rank_trainer
         if found is not None:
             trainer.load(found)
@@ -513,12 +517,24 @@ def _find_window_key(context: WorkerContext) -> WindowKey:
     return make_window_key(context.campaign, node=context.place.node)
 
 
-def _make_publisher(context: WorkerContext, leader: RankLeader | None) -> WeightPublisher:
+def _make_layout(context: WorkerContext, rank_trainer: RankTrainer) -> TensorLayout:
+    """Return the layout of versions, in the dtype of this recipe and the model's config.json."""
+    config = read_model_config(context.campaign.model / "config.json")
+    return make_published_layout(rank_trainer, choose_published_dtype(context.recipe, config.fields))
+
+
+def _make_publisher(context: WorkerContext, rank_trainer: RankTrainer, leader: RankLeader | None) -> WeightPublisher:
     """Make the publisher of versions; several ranks write one part each. On one machine the window is enough."""
-    campaign, key = context.campaign, _find_window_key(context)
-    window = WindowStore(key, job=context.job) if leader is None else leader.window(key, job=context.job)
-    files = FileStore(campaign.weights)
-    publisher = WeightPublisher(files, window, events=context.events, keep_versions=context.recipe.train.keep_versions)
+    campaign, job, key = context.campaign, context.job, _find_window_key(context)
+    layout = _make_layout(context, rank_trainer)
+    window = WindowStore(key, job=job, layout=layout) if leader is None else leader.window(key, job=job, layout=layout)
+    publisher = WeightPublisher(
+        FileStore(campaign.weights),
+        window,
+        events=context.events,
+        keep_versions=context.recipe.train.keep_versions,
+        layout=layout,
+    )
     if context.plan.layout == "local":
         publisher.set_transport(Transport(name="window", reason="every worker is on this node"))
     return publisher

@@ -13,7 +13,7 @@
 All ranks of a trainer make every call together.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -213,6 +213,9 @@ class RankTrainer(Trainer, Protocol):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of the model, whichever rank holds it; the same on all ranks."""
+
+    def precise_names(self) -> Collection[str]:
+        """Return the tensors that are published in float32 where others are rounded: engines keep them so."""
 
     def shards(self) -> Iterator[StateShard]:
         """Yield this rank's shards of the weights; over all ranks, each value comes once."""

@@ -8,14 +8,18 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.published_dtype import read_stored_dtype
 from hpcrl.errors import HpcrlError, TrainError
+from hpcrl.models.model_config import read_model_config
 from hpcrl.system.files import staged_path
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.state import read_whole_shapes, read_whole_tensors
 
+WEIGHTS_FILE = "model.safetensors"
 WEIGHT_FILE_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 NON_MODEL_PREFIXES = ("critic.", "lora.")
@@ -31,11 +35,11 @@ def export_model(campaign: CampaignDir, target: Path, *, step: int | None = None
         name for part, name in read_whole_shapes(source) if part == "weight" and not name.startswith(NON_MODEL_PREFIXES)
     ]
     tensors = read_whole_tensors(source, names=names)
-    dtypes = _read_dtypes(campaign.model)
+    dtypes, usual = _read_dtypes(campaign.model), _read_usual_dtype(campaign.model)
     with staged_path(target) as temporary:
         shutil.copytree(campaign.model.resolve(), temporary, ignore=shutil.ignore_patterns(*WEIGHT_FILE_PATTERNS))
-        cast = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in tensors.items()}
-        save_file(cast, temporary / "model.safetensors", metadata={"format": "pt"})
+        cast = {name: tensor.to(dtypes.get(name, usual)) for name, tensor in tensors.items()}
+        save_file(cast, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
     return source
 
 
@@ -61,6 +65,19 @@ def _read_dtypes(model: Path) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for path in model.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
+def _read_usual_dtype(model: Path) -> torch.dtype:
+    """Read the dtype that config.json names, for tensors that the files hold in another form, as experts one by one."""
+    named = read_stored_dtype(read_model_config(model / "config.json").fields) or "float32"
+    dtype: torch.dtype = getattr(torch, named)
+    return dtype
+
+
+def list_dtypes(model: Path) -> list[str]:
+    """List the dtypes of the weights of an exported model."""
+    with safe_open(model / WEIGHTS_FILE, framework="pt") as file:
+        return sorted({str(file.get_tensor(name).dtype).removeprefix("torch.") for name in file.keys()})  # noqa: SIM118
+
+
 def main() -> int:
     campaign, target = CampaignDir(Path(sys.argv[1])), Path(sys.argv[2])
     step = int(sys.argv[3]) if len(sys.argv) > 3 else None
@@ -69,7 +86,7 @@ def main() -> int:
     except HpcrlError as error:
         print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    print(f"{source.name} is in {target}")  # noqa: T201
+    print(f"{source.name} is in {target}, in {' and '.join(list_dtypes(target))}")  # noqa: T201
     return 0
 
 

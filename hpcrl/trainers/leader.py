@@ -39,7 +39,7 @@ from hpcrl.trainers.base import RankTrainer, StepMetrics, WritableState
 from hpcrl.trainers.publishing import WindowOrders, list_weight_shards, open_shard_store
 from hpcrl.trainers.step import learn_rows, train_step
 from hpcrl.trainers.step_metrics import Stopwatch
-from hpcrl.weights.layout import TensorShard
+from hpcrl.weights.layout import TensorLayout, TensorShard
 from hpcrl.weights.stores import part_files
 from hpcrl.weights.stores.sharded_store import ShardStore
 from hpcrl.weights.versions import WeightVersion
@@ -235,7 +235,7 @@ class RankLeader:
         self._send_order(RankOrder(do="tensors"))
         return self._trainer.tensors()
 
-    def window(self, key: WindowKey, *, job: JobDir) -> ShardStore:
+    def window(self, key: WindowKey, *, job: JobDir, layout: TensorLayout) -> ShardStore:
         """Open the stores that all ranks publish through, each its part. Called once, at the start."""
         orders = WindowOrders(
             stage=lambda made: self._send_order(RankOrder(do="stage", version=made.version, step=made.step)),
@@ -243,7 +243,7 @@ class RankLeader:
                 RankOrder(do="leave", version=version, directory=str(path))
             ),
         )
-        return open_shard_store(self._trainer, key, job=job, orders=orders)
+        return open_shard_store(self._trainer, key, job=job, layout=layout, orders=orders)
 
     def weight_shards(self) -> list[tuple[TensorShard, Tensor]]:
         """Return rank 0's shards for that window."""

@@ -41,12 +41,15 @@ from transformers.core_model_loading import (
 from hpcrl.errors import TrainError
 from hpcrl.models.model_config import QUANTISED_ADVICE
 from hpcrl.trainers.state import list_local_shards
-from hpcrl.weights.layout import TensorShard
+from hpcrl.weights.layout import ROUNDED_DTYPES, TensorShard
+from hpcrl.weights.tensor_file import DTYPE_CODES
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 IGNORED_NAMES = (r"rotary_emb\.inv_freq",)
 """Tensors in files of older versions, which models compute themselves."""
+ROUNDED_CODES = tuple(DTYPE_CODES[dtype] for dtype in ROUNDED_DTYPES)
+"""safetensors' names of the types of fewer bits."""
 _LOAD_ERRORS = (OSError, ValueError, SafetensorError)
 
 
@@ -57,13 +60,17 @@ class StoredTensor(NamedTuple):
     name: str
     place: TensorShard
     """Its part of the model's tensor; one dimension more than in the file where experts are stacked."""
+    dtype: str
+    """The name of its type in safetensors."""
 
 
 class _WeightFiles(NamedTuple):
-    """The names and shapes in the files of a directory."""
+    """The names, shapes and types in the files of a directory."""
 
     file_of: dict[str, Path]
     shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+    """safetensors' names of the types."""
 
 
 @dataclass
@@ -86,6 +93,15 @@ class ModelSource:
             for path, module in self.module.named_modules()
             for name in [*module._parameters, *module._buffers]
         }
+
+    def find_precise_names(self) -> frozenset[str]:
+        """Find the tensors that stay float32 in a model of fewer bits: in its files, or by transformers' lists."""
+        names = [name for name, _ in self.module.named_parameters()]
+        kept = {name for name in names if _is_kept_precise(self.module, name)}
+        found = self.stored or {}
+        if any(each.dtype in ROUNDED_CODES for stored in found.values() for each in stored):
+            kept |= {name for name in names if any(each.dtype == "F32" for each in found.get(name, ()))}
+        return frozenset(kept)
 
     def fill(self, called: torch.nn.Module, device: torch.device) -> None:
         """Give the parameters of `called`, which contains the model, memory on the device, and the stored values."""
@@ -134,9 +150,10 @@ def open_weight_files(model_dir: Path) -> _WeightFiles:
     elif (model_dir / SINGLE_FILE).exists():
         listed = {}
     else:
-        return _WeightFiles({}, {})
+        return _WeightFiles({}, {}, {})
     file_of: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, str] = {}
     for file_name in sorted(set(listed.values())) or [SINGLE_FILE]:
         with _open_file(model_dir / file_name) as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
@@ -146,13 +163,14 @@ def open_weight_files(model_dir: Path) -> _WeightFiles:
                         "file that does not belong to the model"
                     )
                 file_of[name] = model_dir / file_name
-                shapes[name] = tuple(file.get_slice(name).get_shape())
+                stored = file.get_slice(name)
+                shapes[name], dtypes[name] = tuple(stored.get_shape()), stored.get_dtype()
     for name, file_name in listed.items():
         if name not in file_of:
             raise TrainError(
                 f"{model_dir / file_name} has no tensor {name!r}, which {INDEX_FILE} says it has: download it again"
             )
-    return _WeightFiles(file_of, shapes)
+    return _WeightFiles(file_of, shapes, dtypes)
 
 
 def _open_model(model_dir: Path, model_class: Any, *, dtype: torch.dtype, **options: Any) -> ModelSource:
@@ -187,11 +205,16 @@ def make_empty(config: Any, model_class: Any, *, dtype: torch.dtype) -> Any:
     """Make a model whose parameters have no memory; its buffers are computed as usual."""
     with torch.random.fork_rng(devices=[]), _meta_parameters():
         module = model_class.from_config(config, dtype=torch.float32)
-    kept = [*(module._keep_in_fp32_modules or ()), *(module._keep_in_fp32_modules_strict or ())]
     for name, parameter in module.named_parameters():
-        if not any(each in name for each in kept):
+        if not _is_kept_precise(module, name):
             parameter.data = parameter.data.to(dtype)
     return module
+
+
+def _is_kept_precise(module: Any, name: str) -> bool:
+    """Return whether transformers keeps a parameter in float32 in a model of fewer bits."""
+    kept = [*(module._keep_in_fp32_modules or ()), *(module._keep_in_fp32_modules_strict or ())]
+    return any(each in name for each in kept)
 
 
 @contextlib.contextmanager
@@ -241,7 +264,7 @@ def _match_tensors(module: Any, files: _WeightFiles) -> dict[str, list[StoredTen
         else:
             shape = files.shapes[name]
             place = TensorShard(name=target, start=(0,) * len(shape), shape=shape)
-            found.setdefault(target, []).append(StoredTensor(files.file_of[name], name, place))
+            found.setdefault(target, []).append(StoredTensor(files.file_of[name], name, place, files.dtypes[name]))
     for target in sorted({target for target, _ in by_pattern}):
         matching = (each for each in converters if any((target, one) in by_pattern for one in each.source_patterns))
         converter = next(matching)
@@ -270,7 +293,7 @@ def _stack_experts(target: str, name_lists: list[list[str]], files: _WeightFiles
         num_rows = files.shapes[names[0]][0] if names else 0
         for expert, name in enumerate(names):
             place = TensorShard(name=target, start=(expert, offset, 0), shape=(1, *files.shapes[name]))
-            found.append(StoredTensor(files.file_of[name], name, place))
+            found.append(StoredTensor(files.file_of[name], name, place, files.dtypes[name]))
         offset += num_rows
     return found
 

@@ -5,7 +5,7 @@
     WindowOrders        the orders by which rank 0 involves the others
     RankShards          a rank's node and shards, exchanged at the start
     list_weight_shards  the shards that a rank stages
-    WEIGHTS_DTYPE       the dtype of the published weights
+    make_published_layout  all tensors in the types in which they are published
 
 A tensor that is spread over several nodes is assembled only for files, and then one tensor at a time.
 """
@@ -19,6 +19,7 @@ import msgspec
 from torch import Tensor
 
 from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.config.recipe import WeightsDtype
 from hpcrl.system.network import current_node
 from hpcrl.trainers.base import RankTrainer
 from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard
@@ -27,9 +28,6 @@ from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.sharded_store import AllGather, LocalShards, ShardStore, make_all_gather
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import WindowKey
-
-WEIGHTS_DTYPE = "float32"
-"""The dtype of a trainer's weights, and so of what is published."""
 
 
 class WindowOrders(NamedTuple):
@@ -76,12 +74,19 @@ class LeaderShardStore(ShardStore):
         return self.make_gatherer(files, weight_version, directory=directory)
 
 
+def make_published_layout(trainer: RankTrainer, dtype: WeightsDtype) -> TensorLayout:
+    """Lay out the weights in the dtype in which they are published, except the tensors that need float32."""
+    precise = trainer.precise_names()
+    return TensorLayout.pack(
+        (name, "float32" if name in precise else dtype, shape) for name, shape in trainer.shapes().items()
+    )
+
+
 def open_shard_store(
-    trainer: RankTrainer, key: WindowKey, *, job: JobDir, orders: WindowOrders | None = None
+    trainer: RankTrainer, key: WindowKey, *, job: JobDir, layout: TensorLayout, orders: WindowOrders | None = None
 ) -> ShardStore:
     """Open this rank's store in the window of its node; rank 0 passes `orders`. All ranks call it."""
     rank, all_gather = trainer.world.rank, make_all_gather(trainer.world.cpu_group)
-    layout = TensorLayout.pack((name, WEIGHTS_DTYPE, shape) for name, shape in trainer.shapes().items())
     parts = _exchange_parts(trainer, layout, all_gather=all_gather)
     if parts is not None:
         key = replace(key, part=True)

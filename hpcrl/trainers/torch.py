@@ -9,7 +9,7 @@ minibatches are drawn from (seed, step), and no step touches torch's global gene
 generator state. Many ranks give the same numbers up to the order of sums.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -65,6 +65,7 @@ class TorchTrainer:
         self.world = world
         source = open_causal(model_dir)
         module, prefix = source.module, ""
+        self._precise_names = source.find_precise_names()
         self._config = module.config
         if train.lora_rank:
             source.fill(module, world.device)  # adapters take the device and dtype of what they adapt
@@ -139,6 +140,10 @@ class TorchTrainer:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of the model, whichever rank holds it."""
         return {name: tuple(tensor.shape) for name, tensor in self._policy.weights().items()}
+
+    def precise_names(self) -> Collection[str]:
+        """Return the tensors that the model's files, or transformers, keep in float32 in a model of fewer bits."""
+        return self._precise_names
 
     def shards(self) -> Iterator[StateShard]:
         """Yield this rank's shards of the weights; over all ranks, each value comes once."""

@@ -37,6 +37,8 @@ ITEM_SIZES = {
     **dict.fromkeys(("float64", "int64", "uint64"), 8),
 }
 """Bytes of one value, by torch's name of its type."""
+ROUNDED_DTYPES = ("bfloat16", "float16")
+"""The types to which values of a trainer, in float32, may be rounded when they are copied into a layout."""
 
 
 class ShardOrigin(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,9 +212,13 @@ def make_whole_shard(tensor: TensorSlot) -> TensorShard:
 
 
 def check_shard(shard: TensorShard, tensors: Mapping[str, TensorSlot], *, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise WeightsError unless values of this type and shape may be written as `shard` of one of `tensors`."""
+    """Raise WeightsError unless values of this type and shape may be written as `shard` of one of `tensors`.
+
+    Values in float32 may be written as fewer bits: they are rounded.
+    """
     tensor = _find_tensor(shard, tensors)
-    if (dtype, shape) != (tensor.dtype, shard.shape):
+    is_rounded = dtype == "float32" and tensor.dtype in ROUNDED_DTYPES
+    if shape != shard.shape or (dtype != tensor.dtype and not is_rounded):
         raise WeightsError(
             f"tensor {shard.name!r}: a shard of {tensor.dtype} {list(shard.shape)} at {list(shard.start)} is expected, "
             f"but {dtype} {list(shape)} was given"

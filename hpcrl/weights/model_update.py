@@ -9,6 +9,7 @@ check_fit                        compare a version with a model
 import torch
 
 from hpcrl.errors import WeightsError
+from hpcrl.weights.layout import ROUNDED_DTYPES
 
 
 def collect_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -28,12 +29,11 @@ def copy_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> No
 def borrow_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> "BorrowedWeights":
     """Let the model use all of these weights without a copy; on WeightsError it keeps the old ones.
 
-    If model and weights are on different devices, the weights are copied at once instead.
+    If model and weights are on different devices, or of different types, the weights are copied at once instead.
     """
     parameters = collect_parameters(model)
     check_fit(tensors, parameters)
-    devices = {parameter.device for parameter in parameters.values()}
-    if devices != {tensor.device for tensor in tensors.values()}:
+    if any(_get_kind(parameter) != _get_kind(tensors[name]) for name, parameter in parameters.items()):
         copy_weights(model, tensors)
         return BorrowedWeights({}, {})
     own = {name: parameter.data for name, parameter in model.named_parameters()}
@@ -61,7 +61,7 @@ class BorrowedWeights:
 
 
 def check_fit(tensors: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> None:
-    """Raise WeightsError, naming the tensor, unless `tensors` match `parameters` exactly."""
+    """Raise WeightsError, naming the tensor, unless `tensors` match `parameters`, or convert to them without a loss."""
     if missing := sorted(parameters.keys() - tensors.keys()):
         raise WeightsError(f"weights lack {_format_names(missing)}: publish every parameter of the model")
     if extra := sorted(tensors.keys() - parameters.keys()):
@@ -72,8 +72,13 @@ def check_fit(tensors: dict[str, torch.Tensor], parameters: dict[str, torch.Tens
                 f"tensor {name!r} has shape {tuple(got.shape)}, the model needs {tuple(wanted.shape)}: "
                 "is it the same model?"
             )
-        if got.dtype != wanted.dtype:
+        is_rounded = wanted.dtype == torch.float32 and str(got.dtype).removeprefix("torch.") in ROUNDED_DTYPES
+        if got.dtype != wanted.dtype and not is_rounded:
             raise WeightsError(f"tensor {name!r} is {got.dtype}, the model needs {wanted.dtype}: publish in that type")
+
+
+def _get_kind(tensor: torch.Tensor) -> tuple[torch.device, torch.dtype]:
+    return tensor.device, tensor.dtype
 
 
 def _format_names(names: list[str]) -> str:

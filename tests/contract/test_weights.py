@@ -214,7 +214,7 @@ def test_processes_that_only_follow_versions_import_nothing_heavy(modules: str, 
         (lambda w: w.pop("bias"), "lack tensor 'bias'"),
         (lambda w: w.update(more=torch.ones(1)), "hold tensor 'more'"),
         (lambda w: w.update(weight=torch.ones(3, 2)), r"'weight' has shape \(3, 2\), the model needs \(2, 3\)"),
-        (lambda w: w.update(weight=torch.ones(2, 3).half()), "'weight' is torch.float16"),
+        (lambda w: w.update(weight=torch.ones(2, 3).double()), "'weight' is torch.float64"),
     ],
 )
 def test_weights_that_do_not_fit_name_the_tensor_and_change_nothing(

@@ -5,10 +5,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.testing.event_lines import read_events
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.versions import list_versions
 from tests.support.campaigns import (
     SIMULATED,
     driver_of,
@@ -26,12 +29,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NUM_STEPS = 20
 TWO = ("-s", "resources.train.num_workers=2", "-s", 'train.sharding="full"', "-s", "train.checkpoint_every_steps=1")
+ROUNDED = ("-s", 'train.publish_dtype="bfloat16"')
 
 
 def test_two_ranks_killed_with_their_driver_resume_train_every_group_once_and_save_one_model(
     campaigns: Path, home: Path, tmp_path: Path
 ) -> None:
-    settings = (*SIMULATED, *TWO, "-s", f"train.num_steps={NUM_STEPS}")
+    settings = (*SIMULATED, *TWO, *ROUNDED, "-s", f"train.num_steps={NUM_STEPS}")
     hpcrl("submit", "quickstart", "--site", "local", "--name", "two", *settings)
     run = CampaignDir(campaigns / "two")
     until(lambda: len(steps(run)) >= 2, what="two steps were made")
@@ -51,4 +55,7 @@ def test_two_ranks_killed_with_their_driver_resume_train_every_group_once_and_sa
     newest = sorted(run.checkpoints.iterdir())[-1]
     assert len(list(newest.glob("state-*.safetensors"))) == 2
     hpcrl("export", "two", "--hf", str(tmp_path / "model"))
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.model_type == "qwen2"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert (model.config.model_type, model.dtype) == ("qwen2", torch.float32)
+    published, trained = FileStore(run.weights).load(list_versions(run.weights)[-1]), dict(model.named_parameters())
+    assert all(torch.equal(tensor, trained[name].bfloat16()) for name, tensor in published.items())

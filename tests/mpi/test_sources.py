@@ -8,10 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from hpcrl.testing.nodes import Fleet, fleet, publish, wait_until
 from hpcrl.testing.shards import split_tensor
 from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard, make_whole_shard
+from hpcrl.weights.stores.sharded_store import _fill_slot
+from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.window.window import Window
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
@@ -86,6 +89,24 @@ def test_every_node_gets_the_whole_from_the_nodes_with_its_parts(two_and_two: Fl
     assert second["to"] == ["n2", "n3"]
     assert second["bytes"] == second["sent_bytes"] == LAYOUT.nbytes
     assert (second["codec"], second["reason"]) == ("full", "the trainer's ranks are on several nodes")
+
+
+def test_parts_that_each_node_rounds_are_one_rounded_version(two_and_two: Fleet) -> None:
+    masters = {tensor.name: torch.randn(tensor.shape) for tensor in LAYOUT.tensors}
+    two_and_two.start()
+    for window, held in zip(windows(two_and_two), HELD, strict=True):
+        slot = window.start_version(1, step=1)
+        _fill_slot(slot, window.layout, [(shard, masters[shard.name][shard.index]) for shard in held])
+        slot.release()
+        window.commit()
+    two_and_two.wait_for(1)
+    assert two_and_two.transfers(1)[0]["bytes"] == LAYOUT.nbytes
+    for node in two_and_two.receivers:
+        received = WindowStore(two_and_two.key(node), job=two_and_two.job)
+        for name, tensor in received.load(1).items():
+            assert torch.equal(tensor, masters[name].to(tensor.dtype)), name
+            assert tensor.dtype == (torch.float32 if name == "norm" else torch.bfloat16)
+        received.close()
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpcrl.testing.nodes import Fleet, fleet, make_content, publish, wait_until
 from hpcrl.weights.layout import TensorLayout
+from hpcrl.weights.stores.window_store import WindowStore
+from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.window import Window
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
@@ -42,6 +45,26 @@ def test_every_node_gets_what_the_trainer_published(four_nodes: Fleet) -> None:
     assert (first["version"], second["version"]) == (1, 2)
     assert (second["bytes"], second["to"]) == (LAYOUT.nbytes, ["n1", "n2", "n3"])
     assert second["wall_s"] > 0
+
+
+def test_weights_that_the_trainer_rounds_are_the_same_bits_on_every_node(four_nodes: Fleet) -> None:
+    masters = {"embed": torch.randn(1 << 20, 16), "norm": torch.randn(7)}
+    layout = TensorLayout.pack([("embed", "bfloat16", (1 << 20, 16)), ("norm", "float32", (7,))])
+    four_nodes.start()
+    trainer = WindowStore(four_nodes.key("n0"), job=four_nodes.job, layout=layout)
+    for version in (1, 2):
+        masters["embed"] *= 1.001
+        trainer.publish(masters, WeightVersion(version=version, step=version))
+        four_nodes.wait_for(version)
+    trainer.close()
+    assert four_nodes.transfers(2)[-1]["bytes"] == layout.nbytes == masters["embed"].nbytes // 2 + 64
+    for node in four_nodes.nodes[1:]:
+        received = WindowStore(four_nodes.key(node), job=four_nodes.job)
+        with received.read_version(2) as tensors:
+            assert torch.equal(tensors["embed"], masters["embed"].bfloat16())
+            assert torch.equal(tensors["norm"], masters["norm"])
+            del tensors
+        received.close()
 
 
 def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(four_nodes: Fleet) -> None:

@@ -19,7 +19,7 @@ from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.testing.learning import load_checkpoint, save_checkpoint
 from hpcrl.trainers.checkpoint import find_newest
 from hpcrl.trainers.leader import RankLeader, follow_orders
-from hpcrl.trainers.publishing import open_shard_store
+from hpcrl.trainers.publishing import make_published_layout, open_shard_store
 from hpcrl.trainers.spread_model import SpreadModel
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.torch_model import load_causal
@@ -232,7 +232,7 @@ def _train(trainer, load_from, save_to, first, last):
     return result
 
 
-def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, transport):
+def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, transport, dtype):
     """Publish two versions from all ranks; return what rank 0 finds stored, and the number of gathers."""
     torch.set_num_threads(1)
     os.environ["SLURMD_NODENAME"] = nodes[world.rank]
@@ -240,8 +240,9 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, t
     run = CampaignDir(Path(root))
     run.weights.mkdir(exist_ok=True)
     key = WindowKey(campaign=run.root, node=nodes[world.rank], directory=Path(window_dir))
+    layout = make_published_layout(mine, dtype)
     if world.rank:
-        store = open_shard_store(mine, key, job=run.job(0))
+        store = open_shard_store(mine, key, job=run.job(0), layout=layout)
         follow_orders(mine, train=settings(), spool=run.spool("scored"), store=store)
         return len(counted)
     leader = RankLeader(
@@ -255,7 +256,11 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, t
     )
     events = EventLog(run.events / "t.jsonl", job=0, role="train", worker="train-0", node="n", partition="p")
     publisher = WeightPublisher(
-        FileStore(run.weights), leader.window(key, job=run.job(0)), events=events, keep_versions=4
+        FileStore(run.weights),
+        leader.window(key, job=run.job(0), layout=layout),
+        events=events,
+        keep_versions=4,
+        layout=layout,
     )
     publisher.set_transport(Transport(name=transport, reason="a test"))
     for version in (1, 2):
@@ -271,15 +276,18 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, t
     publisher.close()
     published = FileStore(run.weights).load(2)
     same = expected.keys() == published.keys() and all(
-        torch.equal(published[name], expected[name]) for name in expected
+        torch.equal(published[name], tensor.to(getattr(torch, dtype))) for name, tensor in expected.items()
     )
     return {
         "same": same,
+        "trained": sorted({str(tensor.dtype) for tensor in expected.values()}),
+        "rounded": any(not torch.equal(published[name].float(), tensor) for name, tensor in expected.items()),
         "num_gathered": num_gathered,
         "transport": read_transport(run.weights).name,
         "windows": windows,
         "files": sorted(path.name for path in run.weights.iterdir()),
-        "nbytes": sum(tensor.nbytes for tensor in expected.values()),
+        "nbytes": sum(tensor.nbytes for tensor in published.values()),
+        "trained_nbytes": sum(tensor.nbytes for tensor in expected.values()),
     }
 
 

@@ -9,7 +9,7 @@ its sums are shared with all ranks. The loss is a sum over the tokens of all dat
 summed, not averaged. The optimizer is plain AdamW on float32: Megatron's own optimizer and DDP need CUDA streams.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,10 @@ class MegatronTrainer:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every canonical tensor of the model, whichever rank holds it."""
         return {mapping.name: mapping.whole_shape for mapping in map_shards(self._model_part.dims, ParallelRank())}
+
+    def precise_names(self) -> Collection[str]:
+        """Return none: no model that this trainer supports has tensors that need float32."""
+        return ()
 
     def shards(self) -> Iterator[StateShard]:
         """Yield this rank's shards of the weights; over all ranks, each value comes once."""

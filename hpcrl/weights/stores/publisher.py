@@ -19,9 +19,10 @@ from typing import Any, Protocol
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import TransportChanged, VersionPublished
 from hpcrl.errors import WeightsError
+from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.stores.background import BackgroundWork
 from hpcrl.weights.stores.file_store import FileStore
-from hpcrl.weights.stores.store import Tensors
+from hpcrl.weights.stores.store import Tensors, iterate_bytes
 from hpcrl.weights.versions import (
     Transport,
     VersionManifest,
@@ -60,7 +61,17 @@ class PublishTarget(Protocol):
 class WeightPublisher:
     """The publisher of a campaign's weights."""
 
-    def __init__(self, files: FileStore, window: PublishTarget | None, *, events: EventLog, keep_versions: int) -> None:
+    def __init__(
+        self,
+        files: FileStore,
+        window: PublishTarget | None,
+        *,
+        events: EventLog,
+        keep_versions: int,
+        layout: TensorLayout | None = None,
+    ) -> None:
+        """Set `layout`, which is the window's too, to publish tensors in its types."""
+        self._layout = layout
         self._files = files
         self._window = window
         self._events = events
@@ -104,7 +115,7 @@ class WeightPublisher:
         if commit is None:
             announce_version(self._files.directory, weight_version)
             tensors = weights if gather_tensors is None else gather_tensors()
-            self._save(lambda: self._files.publish(tensors, weight_version))
+            self._save(lambda: self._write_files(tensors, weight_version))
             self._report_published(weight_version, start=start, stall_s=time.monotonic() - start)
         else:
             stall_s = time.monotonic() - start
@@ -159,6 +170,10 @@ class WeightPublisher:
     def _commit(self, commit: Callable[[], VersionManifest], weight_version: WeightVersion) -> None:
         announce_version(self._files.directory, weight_version)
         commit()
+
+    def _write_files(self, tensors: Tensors, weight_version: WeightVersion) -> None:
+        layout = self._layout or TensorLayout.from_tensors(tensors)
+        self._files.publish_each(layout, iterate_bytes(tensors, layout), weight_version)
 
     def _save(self, save: Callable[[], object]) -> None:
         """Write to files, out of the window: a slot keeps its version until the one after the next is started."""

@@ -32,7 +32,7 @@ from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard, Tens
 from hpcrl.weights.stores import part_files
 from hpcrl.weights.stores.background import BackgroundWork
 from hpcrl.weights.stores.file_store import FileStore
-from hpcrl.weights.stores.store import WeightStore, view_tensors
+from hpcrl.weights.stores.store import WeightStore, copy_values, view_tensors
 from hpcrl.weights.versions import VersionManifest, WeightVersion
 from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window, WriteTicket
@@ -267,14 +267,14 @@ def _check_values(shards: LocalShards, layout: TensorLayout) -> None:
 
 
 def _fill_slot(slot: memoryview, layout: TensorLayout, shards: LocalShards) -> None:
-    """Copy each shard, from any device, with one strided copy into the slot of the layout that holds it."""
+    """Copy each shard, from any device, into the slot of the layout that holds it, rounded to the slot's type."""
     tensors, shard_slots = view_tensors(slot, layout), defaultdict[str, list[TensorSlot]](list)
     for shard_slot in layout.tensors:
         shard_slots[shard_slot.shard.name].append(shard_slot)
     for shard, values in shards:
         for shard_slot in shard_slots[shard.name] if shard.num_values else ():
             if (index := shard.index_in(shard_slot.shard)) is not None:
-                tensors[shard_slot.name][index].copy_(values.detach())
+                copy_values(values.detach(), tensors[shard_slot.name][index])
 
 
 def _share_checksums(window: Window, ticket: WriteTicket) -> None:

@@ -4,6 +4,9 @@
     WeightStore   the interface for trainers, which also publish
     NewestSource  a source that reads from several
     view_tensors  the tensors in a slot of a window
+    copy_values   copy values into a tensor, perhaps of fewer bits
+    iterate_bytes  tensors as they are published, one by one
+    check_tensors  whether tensors fit a layout
     Tensors       tensors by name
 
 The stores are `file_store`, `window_store` and `sharded_store`. torch is imported with the first tensor: processes that
@@ -12,6 +15,7 @@ only follow versions, such as those of vLLM servers and of simulated engines, do
 
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hpcrl.errors import WeightsError
 from hpcrl.system.files import sync_file
 from hpcrl.weights.checksum import hash_bytes, start_hash
-from hpcrl.weights.layout import TensorLayout, TensorSlot
+from hpcrl.weights.layout import TensorLayout, TensorSlot, check_shard, make_whole_shard
 from hpcrl.weights.versions import VersionManifest, WeightVersion
 from hpcrl.weights.window.file import process_tensors
 
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 Tensors = dict[str, "torch.Tensor"]
 CHUNK_BYTES = 512 << 10
 """Bytes copied, then hashed: what was written is still in a core's cache when it is read again."""
+ROUNDED_PART_BYTES = 64 << 20
+"""Bytes of a tensor on a GPU that are rounded there at a time."""
 warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nothing is written to it
 
 
@@ -108,36 +114,92 @@ def view_tensors(slot: memoryview, layout: TensorLayout) -> Tensors:
     }
 
 
-def _copy_tensors(tensors: Tensors, slot: memoryview, layout: TensorLayout) -> list[bytes]:
-    """Copy all tensors into a slot on a few threads; return the checksums of the copies."""
+def check_tensors(tensors: Tensors, layout: TensorLayout) -> None:
+    """Raise WeightsError, naming the tensor, unless these are the tensors of a layout, or may be rounded to them."""
+    slots = layout.tensors_by_name()
+    if unmatched := sorted(tensors.keys() ^ slots.keys()):
+        raise WeightsError(
+            f"tensor {unmatched[0]!r} is in the trainer or in the layout of its versions, not in both: is it the same "
+            "model?"
+        )
+    for name, tensor in tensors.items():
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        check_shard(make_whole_shard(slots[name]), slots, dtype=dtype, shape=shape)
+
+
+def copy_values(source: "torch.Tensor", target: "torch.Tensor") -> None:
+    """Copy values into a tensor on the CPU; a GPU rounds them to its type itself, and transfers only what is kept."""
+    if source.dtype == target.dtype or source.device.type == "cpu":
+        target.copy_(source)
+    else:
+        _copy_rounded(source, target)
+
+
+def _copy_rounded(source: "torch.Tensor", target: "torch.Tensor") -> None:
+    """Round values on their own device, and copy them; a large tensor in parts, which need little memory there."""
+    if not source.ndim:
+        target.copy_(source.to(target.dtype))
+        return
+    num_rows = max(1, ROUNDED_PART_BYTES * len(source) // max(1, source.nbytes))
+    for start in range(0, len(source), num_rows):
+        target[start : start + num_rows].copy_(source[start : start + num_rows].to(target.dtype))
+
+
+def iterate_bytes(tensors: Tensors, layout: TensorLayout) -> Iterator[memoryview]:
+    """Yield the bytes of all tensors in a layout's order and types; at most one is copied at a time."""
     import torch
 
+    check_tensors(tensors, layout)
+    for slot in layout.tensors:
+        source = tensors[slot.name].detach()
+        dtype = getattr(torch, slot.dtype)
+        if source.dtype != dtype or source.device.type != "cpu" or not source.is_contiguous():
+            copy = torch.empty(slot.shape, dtype=dtype)
+            copy_values(source, copy)
+            source = copy
+        yield source.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _copy_tensors(tensors: Tensors, slot: memoryview, layout: TensorLayout) -> list[bytes]:
+    """Copy all tensors into a slot on a few threads; return the checksums of the copies."""
     sums = [b""] * len(layout.tensors)
-    flat = torch.frombuffer(slot, dtype=torch.uint8) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
+    targets = view_tensors(slot, layout)
 
     def copy(index: int, slot: TensorSlot) -> None:
-        target = flat[slot.offset : slot.offset + slot.nbytes]
-        source = tensors[slot.name].detach()
+        source, target = tensors[slot.name].detach(), targets[slot.name]
         if source.device.type == "cpu" and source.is_contiguous():
-            sums[index] = _copy_and_hash(source.reshape(-1).view(torch.uint8).numpy(), target.numpy())
+            sums[index] = _copy_and_hash(source.reshape(-1), target.reshape(-1))
         else:
-            target.view(source.dtype).view(source.shape).copy_(source)
-            sums[index] = hash_bytes(target.numpy().data)
+            copy_values(source, target)
+            sums[index] = hash_bytes(_view_bytes(target))
 
     process_tensors(layout, copy)
     return sums
 
 
-def _copy_and_hash(source: Any, target: Any) -> bytes:
-    """Copy bytes; return the checksum of the copy, computed chunk by chunk while the cache holds it."""
+def _copy_and_hash(source: "torch.Tensor", target: "torch.Tensor") -> bytes:
+    """Copy values; return the checksum of the copy, computed chunk by chunk while the cache holds it."""
     import numpy as np
 
-    hasher = start_hash()
-    for start in range(0, len(source), CHUNK_BYTES):
-        chunk = target[start : start + CHUNK_BYTES]
-        np.copyto(chunk, source[start : start + CHUNK_BYTES])
+    hasher, num_values, size = start_hash(), CHUNK_BYTES // source.itemsize, target.itemsize
+    copied: Any = np.asarray(_view_bytes(target))
+    given = np.asarray(_view_bytes(source)) if source.dtype == target.dtype else None
+    for start in range(0, len(source), num_values):
+        end = min(start + num_values, len(source))
+        chunk = copied[start * size : end * size]
+        if given is None:
+            target[start:end].copy_(source[start:end])
+        else:
+            np.copyto(chunk, given[start * size : end * size])
         hasher.update(chunk)
     return hasher.digest()
+
+
+def _view_bytes(tensor: "torch.Tensor") -> memoryview:
+    import torch
+
+    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return data
 
 
 def _make_manifest(weight_version: WeightVersion, checksums: dict[str, str]) -> VersionManifest:

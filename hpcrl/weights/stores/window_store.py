@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
 from hpcrl.weights.layout import TensorLayout
-from hpcrl.weights.stores.store import Tensors, WeightStore, _copy_tensors, view_tensors
+from hpcrl.weights.stores.store import Tensors, WeightStore, _copy_tensors, check_tensors, view_tensors
 from hpcrl.weights.versions import VersionManifest, WeightVersion
 from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window
@@ -15,9 +15,11 @@ from hpcrl.weights.window.window import Window
 class WindowStore:
     """The window of a node; its trainer creates it with the first version, and readers open it once it exists."""
 
-    def __init__(self, key: WindowKey, *, job: JobDir) -> None:
+    def __init__(self, key: WindowKey, *, job: JobDir, layout: TensorLayout | None = None) -> None:
+        """Set `layout` to publish tensors in its types; without it they are published as they are."""
         self._key = key
         self._job = job
+        self._layout = layout
         self._window: Window | None = None
 
     # ---- the trainer's end
@@ -27,7 +29,8 @@ class WindowStore:
 
     def stage(self, tensors: Tensors, weight_version: WeightVersion) -> list[bytes]:
         """Copy the weights into the slot and return the checksums of the copies; the tensors may change afterwards."""
-        layout = TensorLayout.from_tensors(tensors)
+        layout = self._layout or TensorLayout.from_tensors(tensors)
+        check_tensors(tensors, layout)
         if self._window is None or self._window.role != "writer":
             self.close()
             self._window = Window.create(self._key, layout, job=self._job)

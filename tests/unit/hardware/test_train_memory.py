@@ -124,10 +124,12 @@ def test_adapters_keep_the_frozen_weights_and_a_merged_copy_to_publish() -> None
 
 def test_a_node_holds_its_share_of_a_snapshot_and_of_two_versions() -> None:
     shape = read_architecture(QWEN3_8B)
-    sharded = estimate_node_memory(shape, SHARDED, num_ranks=4)
+    sharded = estimate_node_memory(shape, SHARDED, num_ranks=4, published_dtype="float32")
     assert sharded.snapshot == 12 * shape.num_params / 4
     assert sharded.window == 8 * shape.num_params / 4
-    whole = estimate_node_memory(shape, RankSetup(num_ranks=16), num_ranks=4, has_engines=False)
+    rounded = estimate_node_memory(shape, SHARDED, num_ranks=4, published_dtype="bfloat16")
+    assert (rounded.window, rounded.snapshot) == (sharded.window / 2, sharded.snapshot)
+    whole = estimate_node_memory(shape, RankSetup(num_ranks=16), num_ranks=4, published_dtype=None)
     assert (whole.snapshot, whole.window) == (12 * shape.num_params, 0)
 
 

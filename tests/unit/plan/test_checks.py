@@ -11,7 +11,7 @@ ACT_ALONE = {
     *("num_steps", "groups_per_step", "trainer", "learning_rate", "schedule", "advantage", "precision", "aggregation"),
     *("max_grad_norm", "weight_decay", "adam_betas", "adam_eps", "entropy_coef", "tokens_per_micro_batch", "rows"),
     *("num_minibatches", "epochs", "max_skipped_steps", "checkpoint_every_steps", "keep_checkpoints", "keep_best"),
-    *("keep_versions", "pipeline", "lora_rank", "proximal", "correction", "recompute"),
+    *("keep_versions", "pipeline", "lora_rank", "proximal", "correction", "recompute", "publish_dtype"),
 }
 CHECKED_ELSEWHERE = {
     *("ratio", "surrogate", "clip_low", "clip_high", "dual_clip"),  # where the clipped ratio is exactly 1
@@ -96,6 +96,7 @@ REINFORCEMENT_VALUES = {
     **{"dual_clip": 3.0, "aggregation": "fixed", "proximal": "behaviour", "correction": "none", "max_is_ratio": 5.0},
     **{"min_is_ratio": 0.9, "kl": "k3", "kl_in": "reward", "kl_coef": 0.5, "kl_gamma": 0.5, "entropy_coef": 0.1},
     **{"num_minibatches": 2, "epochs": 2, "keep_best": 1, "keep_versions": 9, "pipeline.loss.function": "m:f"},
+    **{"publish_dtype": "bfloat16"},
 }
 
 
@@ -125,3 +126,11 @@ def test_tables_of_episodes_are_refused_in_a_recipe_that_only_imitates(setting: 
 def test_recipes_that_only_imitate_may_have_what_the_trainer_uses() -> None:
     settings = ("train.rows=packed", "train.lora_rank=8", "train.schedule=linear", "rollout.group_size=2")
     assert plan_recipe(*settings, recipe="sft")
+
+
+def test_weights_that_would_be_rounded_twice_are_refused() -> None:
+    twice = ('engine.backend="vllm"', 'engine.dtype="float16"', 'train.publish_dtype="bfloat16"')
+    assert 'train.publish_dtype = "bfloat16" and engine.dtype = "float16" would round each weight twice' in refuse_plan(
+        *twice
+    )
+    assert plan_recipe(*twice[:2], 'train.publish_dtype="float16"')

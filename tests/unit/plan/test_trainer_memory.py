@@ -164,6 +164,19 @@ def test_a_node_reserves_what_its_ranks_and_their_snapshot_need() -> None:
     assert mem_gib == 4 * 3 + 23 + 16, "12 bytes of a quarter of the weights for the snapshot, and 8 for two versions"
 
 
+def test_the_window_is_counted_in_the_dtype_of_the_engines() -> None:
+    settings = (*BF16_SHARDS, SIXTEEN, 'engine.backend="vllm"')
+    whole, rounded = (find_memory(*settings, f'engine.dtype="{dtype}"') for dtype in ("float32", "bfloat16"))
+    assert rounded.node_window_gib == pytest.approx(whole.node_window_gib / 2, abs=0.01)
+    assert rounded.node_snapshot_gib == whole.node_snapshot_gib
+    decode = (
+        compute_node_needs("decode", make_recipe(*QWEN3_8B, *settings, f'engine.dtype="{dtype}"'), workers_per_node=1)
+        for dtype in ("float32", "bfloat16")
+    )
+    (_, more_gib), (_, less_gib) = decode
+    assert more_gib - less_gib == pytest.approx(4 * 8.19e9 / 2**30, abs=1)
+
+
 def test_a_node_that_cannot_hold_the_snapshot_is_refused() -> None:
     message = refuse("train.precision=bf16", "train.sharding=full", "resources.train.num_workers=4", *MEMORY_120)
     assert "92 for the snapshot of a checkpoint" in message

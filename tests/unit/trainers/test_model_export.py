@@ -9,7 +9,7 @@ from hpcrl.errors import TrainError
 from hpcrl.learn.batch import make_micro_batches
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.testing.learning import make_rows, save_checkpoint
-from hpcrl.trainers.export import export_model
+from hpcrl.trainers.export import export_model, list_dtypes
 from hpcrl.trainers.token_model import compute_token_logprobs
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import CONTEXT, batch, make_model, settings
@@ -40,6 +40,7 @@ def test_an_exported_model_gives_the_trainers_logprobs_within_the_error_of_its_p
     export_model(run, tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     assert model.dtype == dtype
+    assert list_dtypes(tmp_path / "hf") == [str(dtype).removeprefix("torch.")]
     episodes = batch(4)
     rows, _ = make_rows(episodes, credits=[[0.0, 0.0]] * len(episodes), max_length=CONTEXT)
     with torch.no_grad():

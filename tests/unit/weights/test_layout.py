@@ -193,9 +193,21 @@ def test_a_cover_that_is_not_one_names_the_tensor(change: Callable[[Any], object
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "complaint"),
-    [("float32", (4, 6), r"float32 \[4, 6\] was given"), ("bfloat16", (4, 5), r"bfloat16 \[4, 5\] was given")],
+    [
+        ("float16", (4, 6), r"float16 \[4, 6\] was given"),
+        ("float64", (4, 6), r"float64 \[4, 6\] was given"),
+        ("bfloat16", (4, 5), r"bfloat16 \[4, 5\] was given"),
+        ("float32", (4, 5), r"float32 \[4, 5\] was given"),
+    ],
 )
 def test_values_of_another_shape_or_type_are_refused(dtype: str, shape: tuple[int, ...], complaint: str) -> None:
     shard = split_tensor(QUERY, axis=0, num_shards=2)[1]
     with pytest.raises(WeightsError, match=r"'q': a shard of bfloat16 \[4, 6\] at \[4, 0\].*" + complaint):
         check_shard(shard, MODEL.tensors_by_name(), dtype=dtype, shape=shape)
+
+
+def test_values_in_float32_may_be_rounded_to_fewer_bits_and_never_the_other_way() -> None:
+    slots = TensorLayout.pack([("rounded", "float16", (2,)), ("exact", "float32", (2,))]).tensors_by_name()
+    check_shard(make_whole_shard(slots["rounded"]), slots, dtype="float32", shape=(2,))
+    with pytest.raises(WeightsError, match=r"'exact': a shard of float32 \[2\] at \[0\] is expected, but float16"):
+        check_shard(make_whole_shard(slots["exact"]), slots, dtype="float16", shape=(2,))

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.engines.base import LOCAL_URL_PREFIX, Completion, GenerateRequest, KvHandle
 from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.engines.embedded.kv_cache import HandoverStore, PrefixCache, RowKv, pack_kv, unpack_kv
@@ -22,8 +23,13 @@ from hpcrl.engines.embedded.sampling import compute_logprobs, draw_uniforms, sam
 from hpcrl.errors import EngineError, WeightsError
 from hpcrl.testing.engines import pause_steps
 from hpcrl.testing.memory import MemoryStore
-from hpcrl.weights.model_update import BorrowedWeights, collect_parameters
+from hpcrl.weights.layout import TensorLayout
+from hpcrl.weights.model_update import BorrowedWeights, collect_parameters, copy_weights
+from hpcrl.weights.stores.file_store import FileStore
+from hpcrl.weights.stores.store import WeightSource
+from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion
+from hpcrl.weights.window.file import WindowKey
 
 
 @pytest.fixture
@@ -186,6 +192,41 @@ def test_new_weights_in_mid_generation_are_recorded_per_token(model: Any, tiny_m
         assert 0 < switch < 300
         before, after = (scored(m, request.token_ids, answer.token_ids) for m in (old, model))
         assert answer.logprobs == pytest.approx(before[:switch] + after[switch:], abs=1e-4)
+
+
+@pytest.mark.parametrize("carrier", ["window", "files"])
+def test_rounded_weights_are_used_bit_for_bit_and_logprobs_are_theirs(
+    model: Any, tiny_model_dir: Path, tmp_path: Path, carrier: str
+) -> None:
+    masters = another(model, scale=1.1)
+    layout = TensorLayout.pack((name, "bfloat16", tuple(tensor.shape)) for name, tensor in masters.items())
+    run = CampaignDir(tmp_path / "campaign")
+    window = WindowStore(WindowKey(campaign=run.root, node="n", directory=tmp_path), job=run.job(0), layout=layout)
+    window.publish(masters, WeightVersion(version=1, step=1))
+    store: WeightSource = window
+    if carrier == "files":
+        store = FileStore(run.weights)
+        window.make_saver(store, WeightVersion(version=1, step=1))()
+    engine = EmbeddedEngine(model, store=store)
+
+    async def body() -> Completion:
+        answer = asyncio.create_task(engine.generate(ask(max_new_tokens=200)))
+        await until_generated(engine, 5)
+        await engine.load_version(1)
+        return await answer
+
+    answer = on(engine, body)
+    window.unlink()
+    window.close()
+    for name, tensor in collect_parameters(model).items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, masters[name].bfloat16().float()), name
+    assert not all(torch.equal(tensor, masters[name]) for name, tensor in collect_parameters(model).items())
+    trainers = load_model(tiny_model_dir, device="cpu")
+    copy_weights(trainers, {name: tensor.bfloat16() for name, tensor in masters.items()})
+    switch = answer.versions.index(1)
+    expected = scored(trainers, ask().token_ids, answer.token_ids)
+    assert answer.logprobs[switch:] == pytest.approx(expected[switch:], abs=1e-4)
 
 
 def test_weights_that_do_not_fit_are_refused_and_generation_continues_with_the_old(model: Any) -> None:

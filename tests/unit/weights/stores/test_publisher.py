@@ -1,5 +1,6 @@
 """The trainer's publisher: the window first, files in the background, files alone when the window fails."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import WeightsError
 from hpcrl.testing.event_lines import read_events
+from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.publisher import WeightPublisher
 from hpcrl.weights.stores.window_store import WindowStore
@@ -18,6 +20,7 @@ from hpcrl.weights.versions import (
     find_newest_version,
     list_versions,
     read_transport,
+    tensors_file,
     write_transport,
 )
 from hpcrl.weights.window.file import WindowKey
@@ -142,3 +145,41 @@ def test_a_restarted_trainer_continues_above_every_version_ever_made(run: Campai
     again = publisher_of(run)
     assert again.newest_version() == 4
     assert again.newest_readable() == 0
+
+
+@pytest.mark.parametrize("room", [None, 1 << 20])
+def test_rounded_versions_have_the_same_bits_in_the_window_and_in_files(run: CampaignDir, room: int | None) -> None:
+    live = {"a": torch.randn(400_000), "exact": torch.randn(7)}
+    layout = TensorLayout.pack([("a", "bfloat16", (400_000,)), ("exact", "float32", (7,))])
+    window = WindowStore(key(run), job=run.job(0), layout=layout)
+    events = EventLog(run.events / "train.jsonl", role="train")
+    publisher = WeightPublisher(FileStore(run.weights), window, events=events, keep_versions=2, layout=layout)
+    publisher.set_transport(WINDOW)
+    with nullcontext() if room is None else largest_file(room):
+        publisher.publish(live, WeightVersion(version=1, step=1))
+    publisher.persist()
+    publisher._background.wait()
+    if room is None:
+        assert key(run).path.stat().st_size < 2 * layout.nbytes + (64 << 10)
+        in_window = window_of(run).load(1)
+        assert torch.equal(in_window["a"], live["a"].bfloat16())
+        assert torch.equal(in_window["exact"], live["exact"])
+    publisher.close()
+    in_files = FileStore(run.weights).load(1)
+    assert torch.equal(in_files["a"], live["a"].bfloat16())
+    assert torch.equal(in_files["exact"], live["exact"])
+    assert tensors_file(run.weights, 1).stat().st_size < live["a"].nbytes // 2 + 1024
+    assert [event["transport"] for event in events_of(run, "transport")] == ["window"] + ["files"] * (room is not None)
+
+
+@pytest.mark.parametrize("change", [lambda live: live.pop("a"), lambda live: live.update(b=torch.ones(1))])
+def test_tensors_that_are_not_those_of_the_layout_are_never_published(run: CampaignDir, change: Any) -> None:
+    live = weights(1.0)
+    layout = TensorLayout.from_tensors(live)
+    change(live)
+    window = WindowStore(key(run), job=run.job(0), layout=layout)
+    with pytest.raises(WeightsError, match="is in the trainer or in the layout of its versions, not in both"):
+        window.stage(live, WeightVersion(version=1, step=1))
+    with pytest.raises(WeightsError, match=r"tensor 'a': a shard of float32 \[10\] at \[0\] is expected, but float16"):
+        window.stage({"a": torch.ones(10).half()}, WeightVersion(version=1, step=1))
+    assert not key(run).path.exists()

@@ -169,7 +169,7 @@ def wrong_then_right(store: ShardStore, rank: int, run: CampaignDir) -> Any:
         lambda held: held.pop(),
         lambda held: held.append(held_tp_pp(0, 2)[0]),
         lambda held: held.append(extra),
-        lambda held: held.__setitem__(0, (held[0][0], held[0][1].float())),
+        lambda held: held.__setitem__(0, (held[0][0], held[0][1].double())),
         lambda held: held.__setitem__(0, (held[0][0], held[0][1][:, :-1])),
     ):
         held = list(held_tp_pp(rank, 2))
@@ -198,7 +198,7 @@ def test_an_error_of_one_rank_is_raised_on_every_rank_with_the_tensor_and_the_ra
     assert "held by no rank" in missing
     assert "tensor '0.q': rank 0 and rank 3 both hold" in twice
     assert "rank 3: a shard belongs to tensor '0.bias'" in extra
-    assert "rank 3: tensor '1.q': a shard of bfloat16 [32, 64] at [32, 0] is expected, but float32" in dtype
+    assert "rank 3: tensor '1.q': a shard of bfloat16 [32, 64] at [32, 0] is expected, but float64" in dtype
     assert "rank 3: tensor '1.q'" in shape
     assert "bfloat16 [32, 63] was given" in shape
     assert WindowStore(key(run), job=run.job(0)).newest().version == 3  # type: ignore[union-attr]
