@@ -288,7 +288,7 @@ class EngineConfig(ConfigTable, frozen=True, kw_only=True):
     cpu_kv_gib: Count = 1
     """With vLLM on CPUs: memory for KV; on GPUs, KV gets the memory that the model leaves free."""
     start_timeout_s: Seconds = 900.0
-    """With vLLM: the time a server may take until it can generate."""
+    """With vLLM: the time a server may take until it can generate. A turn waits as long for an engine, at least 300."""
     vllm_args: list[str] = []
     """With vLLM: further arguments of its server."""
     tool_parser: str = AUTO_PARSER

@@ -113,11 +113,11 @@ class AdmissionControl:
         """Return whether the engines, which have these `versions`, have weights that a group may start with.
 
         A batch needs the newest version on all engines; otherwise one engine with a version that is not already too
-        old is enough.
+        old is enough. Without an engine that has weights there are none.
         """
         if self.is_batched:
             return min(versions, default=-1) >= newest
-        return max(versions, default=-1) >= newest - self._rollout.max_lag
+        return max(versions, default=-1) >= max(0, newest - self._rollout.max_lag)
 
     def num_to_start(self, num_groups: int, groups: EpisodeGroups) -> int:
         """Return how many groups to start, spare ones included; `record_release` reports when a batch is complete.

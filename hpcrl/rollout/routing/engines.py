@@ -43,7 +43,8 @@ class RouterTimeouts:
     min_tokens_per_s: float = 1.0
     """The pace at which a turn is generated at least, unless all turns of the worker are slower."""
     no_decode_timeout_s: float = 300.0
-    """The time that a turn waits for a decode worker to appear, or to have room."""
+    """The time that a turn waits for a decode worker to appear, or to have room; longer where engines may start longer
+    (`engine.start_timeout_s`)."""
     max_attempts: int = 4
     """The number of decode workers that may fail at one turn."""
 

@@ -1,5 +1,6 @@
 """Make the router of an env worker for a recipe and its model."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed, r
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.models.model_config import read_model_config
 from hpcrl.rollout.routing.role_switch import RoleSwitcher
-from hpcrl.rollout.routing.router import Router
+from hpcrl.rollout.routing.router import DEFAULT_TIMEOUTS, Router
 
 
 def make_router(
@@ -37,6 +38,10 @@ def make_router(
         campaign.endpoints,
         connect=connect,
         seed=seed,
+        timeouts=dataclasses.replace(
+            DEFAULT_TIMEOUTS,
+            no_decode_timeout_s=max(DEFAULT_TIMEOUTS.no_decode_timeout_s, recipe.engine.start_timeout_s),
+        ),
         rules=rules,
         weights={name: domain.weight for name, domain in recipe.domains.items()},
         speed_of=endpoint_speed,

@@ -115,3 +115,10 @@ def test_workers_share_a_batch_and_its_spare_groups():
 )
 def test_a_group_starts_once_engines_have_weights_fresh_enough_for_its_first_turn(mode, versions, may_start):
     assert gate_of(mode).has_fresh_weights(versions, newest=5) is may_start
+
+
+@pytest.mark.parametrize("mode", ["sync", "one-step-off", "async"])
+def test_no_group_of_the_first_version_starts_before_there_is_an_engine(mode):
+    assert not gate_of(mode).has_fresh_weights([], newest=0)
+    assert not gate_of(mode).has_fresh_weights([-1], newest=0)
+    assert gate_of(mode).has_fresh_weights([0], newest=0)

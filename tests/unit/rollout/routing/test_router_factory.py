@@ -1,5 +1,6 @@
 """The routing settings of a recipe: checked before queueing, and used by the router of an env worker."""
 
+import asyncio
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.engines.base import Completion, GenerateRequest, LoadFigures
-from hpcrl.errors import PlanError
+from hpcrl.errors import EngineError, PlanError
 from hpcrl.rollout.routing.factory import make_router
 from hpcrl.testing.event_lines import read_events
 from hpcrl.testing.virtual_time import run_virtual
@@ -46,23 +47,33 @@ class FixedEngine:
         return LoadFigures(version=0, num_running=0, num_waiting=0, num_generated_tokens=0)
 
 
-def routed(tmp_path, config):
-    """Return the one decision that the router of a recipe logs for a turn."""
+ENDPOINT = EngineEndpoint(role="decode", worker="000-decode-0", node="n", url="u", token="t", gpu="h20", num_gpus=1)
+
+
+def play_turn(tmp_path, config, *settings, engine_after_s=0.0):
+    """Serve a turn by the router of a recipe, whose only engine is announced later; return the campaign."""
     run = CampaignDir(tmp_path)
     for path in (run.endpoints, run.events, run.model):
         path.mkdir(parents=True)
     (run.model / "config.json").write_text(json.dumps(config))
-    endpoint = EngineEndpoint(role="decode", worker="000-decode-0", node="n", url="u", token="t", gpu="h20", num_gpus=1)
-    announce_endpoint(run.endpoints, endpoint)
-    recipe = make_recipe("router.log_share=1.0")
+    recipe = make_recipe(*settings)
 
     async def turn():
         log = EventLog(run.events / "env.jsonl", role="env")
         async with make_router(recipe, run, env_index=0, connect=lambda _: FixedEngine(), seed=0, events=log) as router:
-            await router.generate(REQUEST)
+            serving = asyncio.create_task(router.generate(REQUEST))
+            await asyncio.sleep(engine_after_s)
+            announce_endpoint(run.endpoints, ENDPOINT)
+            await serving
         log.close()
 
     run_virtual(turn())
+    return run
+
+
+def routed(tmp_path, config):
+    """Return the one decision that the router of a recipe logs for a turn."""
+    run = play_turn(tmp_path, config, "router.log_share=1.0")
     (decision,) = [event for event in read_events(run.events) if event["event"] == "route"]
     return decision
 
@@ -75,3 +86,9 @@ def test_the_router_of_a_recipe_uses_the_model_and_the_gpu(tmp_path):
 
 def test_a_model_with_other_field_names_is_routed_without_a_cost_model(tmp_path):
     assert routed(tmp_path, {"n_embd": 8})["serve_s"] == 1.0
+
+
+def test_a_turn_waits_for_an_engine_as_long_as_the_recipe_lets_one_start(tmp_path):
+    assert play_turn(tmp_path / "run", CONFIG, "engine.start_timeout_s=1000", engine_after_s=990.0)
+    with pytest.raises(EngineError, match=r"was available for 400 s"):
+        play_turn(tmp_path / "short", CONFIG, "engine.start_timeout_s=400", engine_after_s=990.0)
