@@ -25,6 +25,8 @@ class TrainProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Groups dropped as flat since the last step."""
     num_lost_groups: int = 0
     """Groups dropped for a fault, or as too old, since the last step."""
+    is_training: bool = False
+    """True during a step."""
     reward_error: str = ""
     """The reason of the last reward that could not be computed, if none ever was."""
 
@@ -34,11 +36,6 @@ class TrainProgress(msgspec.Struct, frozen=True, kw_only=True):
     def is_idle(self, *, groups_per_step: int) -> bool:
         """Return whether scored episodes are no progress: a whole step of groups was dropped, and none trained on."""
         return self.num_flat_groups + self.num_lost_groups >= max(groups_per_step, MIN_DROPPED_GROUPS)
-
-    @property
-    def is_waiting_for_others(self) -> bool:
-        """Return whether other groups than the flat ones may still come, since rewards can be computed."""
-        return self.num_flat_groups > 0 and not self.reward_error
 
     def describe_waste(self) -> str:
         """Describe the groups that were dropped, with a fix."""

@@ -640,7 +640,8 @@ class JobConfig(ConfigTable, frozen=True, kw_only=True):
     layout: Literal["auto", "hetjob", "hetstep"] = "auto"
     """hetjob: a heterogeneous job; hetstep: one allocation, its nodes split among the roles; auto: by the site."""
     stall_timeout_min: Annotated[float, Meta(gt=0)] = 15.0
-    """A job without progress for this long is ended, so that nodes are never held idle."""
+    """A job without progress for this long is ended, so that nodes are never held idle. Progress are tokens, segments,
+    groups and versions; a training step may take four times as long."""
 
 
 class Recipe(ConfigTable, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """Start, supervise and end the workers of a job. No data passes through this package.
 
 driver           supervise the workers
-supervision      requests to end, failures that repeat, progress
+supervision      requests to end, failures that repeat
+progress_watch   find out whether the job has stalled
 guardian         run the driver and clean up after it
 next_job         queue and cancel the next job of the campaign
 runtime          start workers with Parsl

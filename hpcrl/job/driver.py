@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcrl.campaign_dir.endpoints import list_endpoints
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import (
     DrainStarted,
@@ -37,8 +38,9 @@ from hpcrl.job import next_job
 from hpcrl.job.courier_step import WeightPlane
 from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_reward_jobs, run_guarded, send_outcome
 from hpcrl.job.metrics_process import MetricsProcess
+from hpcrl.job.progress_watch import ProgressWatch, count_activity
 from hpcrl.job.reward_tasks import RewardScoring
-from hpcrl.job.supervision import EndRequests, RestartBudget, StallDetector
+from hpcrl.job.supervision import EndRequests, RestartBudget
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm.allocation import read_allocation, scrub_environment
@@ -184,7 +186,7 @@ class JobDriver:
                 self.workers.append(LongLivedWorker(role=role, index=index, future=runtime.start_worker(role, index)))
 
     def _supervise(self, runtime: "JobRuntime", *, end_time: float) -> tuple[JobOutcome, str]:
-        detector = StallDetector(timeout_s=self.recipe.job.stall_timeout_min * 60)
+        watch = self._watch_progress()
         while True:
             if self.end_requests.is_cancelled:
                 return "stopped", "a user asked it to end at once (hpcrl stop --now)"
@@ -199,7 +201,7 @@ class JobDriver:
             if not self.drain_reason:
                 self._restart_failed(runtime, trainer_code=code)
                 self.scoring.poll(runtime)
-                self._check_progress(detector)
+                self._check_progress(watch)
             time.sleep(POLL_INTERVAL_S)
 
     def _restart_failed(self, runtime: "JobRuntime", *, trainer_code: int | None) -> None:
@@ -265,24 +267,32 @@ class JobDriver:
             time.sleep(POLL_INTERVAL_S)
         return outcome, reason
 
-    def _check_progress(self, detector: "StallDetector") -> None:
-        """If nothing changes for too long, dump all stacks to the logs and raise: nodes are never held idle."""
-        progress = read_train_progress(self.campaign.train_progress)
-        is_idle = progress.is_idle(groups_per_step=self.recipe.train.groups_per_step)
-        trained = (progress.num_warmup_steps, progress.num_ready_groups)
-        segments = None if is_idle else self.scoring.num_segments()
-        if not detector.has_stalled((segments, versions.find_newest_version(self.campaign.weights), trained)):
+    def _watch_progress(self) -> ProgressWatch:
+        """Return the look at the figures of this job."""
+        campaign, recipe = self.campaign, self.recipe
+        return ProgressWatch(
+            timeout_s=recipe.job.stall_timeout_min * 60,
+            start_timeout_s=recipe.engine.start_timeout_s if recipe.has_rollouts else 0.0,
+            groups_per_step=recipe.train.groups_per_step,
+            read_progress=lambda: read_train_progress(campaign.train_progress),
+            count_segments=self.scoring.num_segments,
+            find_version=lambda: versions.find_newest_version(campaign.weights),
+            count_activity=lambda: count_activity(list_endpoints(campaign.endpoints)),
+        )
+
+    def _check_progress(self, watch: ProgressWatch) -> None:
+        """Report or end a job in which nothing happens; for a hang, dump all stacks to the logs."""
+        stall = watch.look()
+        if stall is None:
             return
-        stalled = f"no progress for {detector.timeout_s / 60:g} min (job.stall_timeout_min)"
-        if is_idle and progress.is_waiting_for_others:
-            detector.last = None
-            self.events.emit(FaultReported(what="groups", detail=f"{stalled}: {progress.describe_waste()}"))
+        if not stall.is_final:
+            self.events.emit(FaultReported(what="groups", detail=stall.reason))
             return
-        if is_idle:
-            raise HpcrlError(f"{stalled}: {progress.describe_waste()}")
+        if not stall.is_hang:
+            raise HpcrlError(stall.reason)
         publish_file(self.job.dump_stacks, "")
         time.sleep(CLOSE_GRACE_S)
-        raise HpcrlError(f"{stalled}: the stacks of every worker are at the end of its log in {self.job.logs}")
+        raise HpcrlError(f"{stall.reason}: the stacks of every worker are at the end of its log in {self.job.logs}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""The facts that the driver watches: requests to end the job, failures that repeat, and progress.
+"""The facts that the driver watches: requests to end the job, and failures that repeat.
 
 EndRequests     signals, a user's stop file and the end of the walltime
 DrainRequest    the reason to drain, and the time for it
 RestartBudget   the failures of each worker, pool and segment
-StallDetector   detect that nothing changes any more
 TERM_GRACE_S   constant
 """
 
 import signal
-import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.errors import HpcrlError
@@ -86,18 +84,3 @@ class RestartBudget:
     def is_used_up(self, name: str) -> bool:
         """Return whether the next failure would be one too many."""
         return self._failures[name] >= MAX_RESTARTS
-
-
-@dataclass
-class StallDetector:
-    """A detector of progress: it remembers when the observed value last changed."""
-
-    timeout_s: float
-    last: object = None
-    since: float = field(default_factory=time.monotonic)
-
-    def has_stalled(self, seen: object) -> bool:
-        """Return whether `seen` has stayed the same for too long."""
-        if seen != self.last:
-            self.last, self.since = seen, time.monotonic()
-        return time.monotonic() - self.since > self.timeout_s

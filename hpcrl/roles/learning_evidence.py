@@ -25,6 +25,10 @@ class LearningEvidence(msgspec.Struct, kw_only=True):
     """The reason of the last step that changed nothing."""
     reward_error: str = ""
     """The reason of the last reward that could not be computed."""
+    failing_domains: dict[str, str] = {}
+    """Domains without a reward of their function so far, each with the reason of the last that failed."""
+    rewarded_domains: set[str] = set()
+    """Domains with a reward of their function."""
 
     @classmethod
     def from_checkpoint(cls, extra: Mapping[str, Any]) -> "LearningEvidence":
@@ -44,8 +48,20 @@ class LearningEvidence(msgspec.Struct, kw_only=True):
         for one in trajectories:
             if one.outcome == OUTCOME_REWARD_ERROR:
                 self.reward_error = str(one.extra.get("reason", "")) or "no reason was recorded"
-            elif not self.has_reward and one.domain in domains:
-                self.has_reward = needs_score(one, domains[one.domain])
+                if one.domain not in self.rewarded_domains:
+                    self.failing_domains[one.domain] = self.reward_error
+            elif (
+                one.domain not in self.rewarded_domains
+                and one.domain in domains
+                and needs_score(one, domains[one.domain])
+            ):
+                self.has_reward = True
+                self.rewarded_domains.add(one.domain)
+                self.failing_domains.pop(one.domain, None)
+
+    def start_rewards(self) -> None:
+        """Forget the steps of the warm-up: those that learn from rewards must change the weights too."""
+        self.has_moved, self.skip_reason = False, ""
 
     def find_problem(self, *, of_warmup: bool = False) -> str | None:
         """Return why nothing was learned, with a fix; None if something was."""
@@ -58,3 +74,10 @@ class LearningEvidence(msgspec.Struct, kw_only=True):
                 f"{self.reward_error}: correct the function, and start another campaign"
             )
         return None
+
+    def list_failing_domains(self) -> list[str]:
+        """Describe the domains of which no reward was ever computed."""
+        return [
+            f"domain {name}: no reward was ever computed, as its reward function failed each time, the last with: {why}"
+            for name, why in sorted(self.failing_domains.items())
+        ]

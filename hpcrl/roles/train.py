@@ -239,6 +239,7 @@ class TrainingLoop:
             evidence=evidence,
         )
         training_loop.train_queue.recover()
+        write_train_progress(context.campaign.train_progress, training_loop.progress)  # not that of an earlier start
         if training_loop.is_warming_up or publisher is None:
             return training_loop
         newest = publisher.newest_version()
@@ -257,15 +258,17 @@ class TrainingLoop:
     def warm_up(self, warmup: WarmupData) -> None:
         """Make one step of the warm-up; after the last one, publish the version that episodes start with."""
         conversations = warmup.choose(self.step + 1)
+        self.note_progress(is_training=True)
         metrics = self.trainer.train_step(conversations, step=self.step + 1, version=self.version, train=warmup.train)
         self.step += 1
-        self.note_progress(num_warmup_steps=self.step)
+        self.note_progress(num_warmup_steps=self.step, is_training=False)
         no_rewards = {"reward_mean": None, "reward_std": None, "num_flat_groups": 0, "lag_mean": 0.0, "lag_max": 0}
         metrics = msgspec.structs.replace(metrics, **no_rewards, lags={})
         self.context.events.emit(StepFinished(**msgspec.structs.asdict(metrics), mfu=self.compute_mfu(metrics)))
         self.check_skipped(metrics)
         if not self.is_warming_up and self.publisher is not None:
             self.check_evidence()  # nothing is played with a model that imitated nothing
+            self.evidence.start_rewards()
             newest = self.publisher.newest_version()
             self.version = self.version if newest is None else max(self.version, newest + 1)
             self.publish()
@@ -290,6 +293,7 @@ class TrainingLoop:
         wait_s = time.monotonic() - self.waiting_since
         gathering = self.reading.submit(self.train_queue.gather)
         metrics = self.trainer.train_step(choice.chosen, step=self.step + 1, version=self.version)
+        self.note_progress(is_training=False)
         gathering.result()
         self.consumed.update(trajectory.id for trajectory in choice.chosen)
         self.step += 1
@@ -331,7 +335,7 @@ class TrainingLoop:
     def note_groups(self, choice: GroupChoice, *, num_lost: int) -> None:
         """Note for the driver what the choice of groups means for the next step."""
         if choice.chosen:
-            self.note_progress(num_ready_groups=0, num_flat_groups=0, num_lost_groups=0)
+            self.note_progress(num_ready_groups=0, num_flat_groups=0, num_lost_groups=0, is_training=True)
             return
         sizes = Counter(one.group for one in choice.rest if one.reward is not None)
         self.note_progress(
@@ -392,6 +396,8 @@ class TrainingLoop:
         if problem := self.evidence.find_problem(of_warmup=of_warmup):
             self.note_progress(failure=problem)
             raise TrainError(problem)
+        for detail in self.evidence.list_failing_domains():
+            self.context.events.emit(FaultReported(what="reward", detail=detail))
 
     def poll(self) -> None:
         """Do background work while there is nothing to train on."""

@@ -8,7 +8,7 @@ import pytest
 
 from hpcrl.errors import HpcrlError
 from hpcrl.job.guardian import CLOSE_GRACE_S
-from hpcrl.job.supervision import TERM_GRACE_S, DrainRequest, EndRequests, RestartBudget, StallDetector
+from hpcrl.job.supervision import TERM_GRACE_S, DrainRequest, EndRequests, RestartBudget
 from hpcrl.system.processes import MAX_RESTARTS
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -79,10 +79,3 @@ def test_each_name_has_restarts_of_its_own(tmp_path):
     assert budget.is_used_up("env-0")
     with pytest.raises(HpcrlError, match=rf"env-0 failed {MAX_RESTARTS + 1} times.*exit code 9; .*{tmp_path}/logs"):
         budget.count_failure("env-0", "exit code 9")
-
-
-def test_progress_of_any_kind_is_no_stall():
-    detector = StallDetector(timeout_s=-1.0)  # any time at all without a change is too long
-    assert detector.has_stalled((0, 1))
-    patient = StallDetector(timeout_s=3600.0)
-    assert not any(patient.has_stalled(seen) for seen in ((0, 1), (0, 1), (1, 1)))

@@ -93,3 +93,33 @@ def test_one_reward_of_a_function_is_evidence_enough(outcome):
 
 def test_a_checkpoint_without_evidence_is_believed():
     assert LearningEvidence.from_checkpoint({"reward": 1.0}).find_problem() is None
+
+
+def test_steps_after_the_warm_up_must_change_the_weights_too():
+    evidence = LearningEvidence()
+    evidence.note_step(None, num_too_long=0)
+    assert evidence.find_problem(of_warmup=True) is None
+    evidence.start_rewards()
+    assert evidence.find_problem() is None
+    evidence.note_step("a reward is not finite", num_too_long=0)
+    assert "no step changed the weights (the last: a reward is not finite)" in evidence.find_problem()
+    evidence.note_step(None, num_too_long=0)
+    assert evidence.find_problem() is None
+
+
+def test_a_domain_whose_rewards_all_failed_is_named_though_others_have_some():
+    lake = make_recipe().domains["lake"]
+    domains, reason = {"lake": lake, "code": lake, "math": lake}, {"reason": "m:f: KeyError: 'x'"}
+    failed = [
+        make_trajectory(f"{name}/0/{index}", domain=name, outcome=OUTCOME_REWARD_ERROR, extra=reason)
+        for name in ("code", "math")
+        for index in range(9)
+    ]
+    evidence = LearningEvidence(has_moved=True)
+    evidence.note_rewards([make_trajectory("lake/0/0", domain="lake"), *failed], domains)
+    saved = LearningEvidence.from_checkpoint({"evidence": msgspec.to_builtins(evidence)})
+    saved.note_rewards([make_trajectory("math/1/0", domain="math"), failed[-1]], domains)
+    assert saved.find_problem() is None
+    (line,) = saved.list_failing_domains()
+    assert line.startswith("domain code: no reward was ever computed")
+    assert line.endswith("m:f: KeyError: 'x'")

@@ -1,0 +1,124 @@
+"""Find out whether a job has stalled, so that nodes are never held idle.
+
+ProgressWatch       the look at the figures of a job
+JobStall            what it has found
+ActivityFigures     what changes while engines work
+count_activity      count them over all engines
+
+New segments, groups, versions and steps of a warm-up are progress. Where the trainer could only drop groups, more
+segments are none. Engines that generate show that the job is alive: a group counts only when its slowest episode has
+ended, which may take longer than `job.stall_timeout_min`. A training step may take `STEP_FACTOR` times as long.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hpcrl.campaign_dir.endpoints import EngineEndpoint
+from hpcrl.campaign_dir.train_progress import TrainProgress
+from hpcrl.errors import EngineError
+
+STEP_FACTOR = 4
+
+
+class ActivityFigures(NamedTuple):
+    """The figures of engines that grow while they work."""
+
+    workers: frozenset[str] = frozenset()
+    num_tokens: int = 0
+
+
+class JobStall(NamedTuple):
+    """What is wrong with a job in which nothing happens."""
+
+    reason: str
+    is_final: bool
+    """False: it is reported, and the job continues."""
+    is_hang: bool = False
+    """True if no reason is known: the stacks of the workers are wanted."""
+
+
+@dataclass(kw_only=True)
+class ProgressWatch:
+    """Looks at the figures of a job; those of the engines only once it seems to have stalled."""
+
+    timeout_s: float
+    start_timeout_s: float
+    """The longest that an engine may take to start: before the first one is there, nothing is generated."""
+    groups_per_step: int
+    read_progress: Callable[[], TrainProgress]
+    count_segments: Callable[[], tuple[int, int]]
+    find_version: Callable[[], int | None]
+    count_activity: Callable[[], ActivityFigures]
+    clock: Callable[[], float] = time.monotonic
+    _seen: object = None
+    _since: float = field(default=float("-inf"))
+    _activity: ActivityFigures | None = None
+    """The activity of engines half a timeout after the last change; None before that."""
+    _wasted: tuple[int, int] = (0, 0)
+    """Flat and lost groups when the last period started."""
+
+    def look(self) -> JobStall | None:
+        """Return what is wrong if nothing has changed for too long."""
+        progress, now = self.read_progress(), self.clock()
+        is_idle = progress.is_idle(groups_per_step=self.groups_per_step)
+        seen = (
+            None if is_idle else self.count_segments(),
+            self.find_version(),
+            progress.num_warmup_steps,
+            progress.num_ready_groups,
+        )
+        if seen != self._seen:
+            self._seen = seen
+            self._restart(progress, now)
+            return None
+        idle_s = now - self._since
+        if self._activity is None and idle_s > self.timeout_s / 2:
+            self._activity = self.count_activity()
+        if idle_s <= self.timeout_s * (STEP_FACTOR if progress.is_training else 1):
+            return None
+        before, activity = self._activity or ActivityFigures(), self.count_activity()
+        if not activity.workers and idle_s <= self.timeout_s + self.start_timeout_s:
+            return None
+        num_flat, num_lost = (
+            max(now_ - then, 0)
+            for now_, then in zip((progress.num_flat_groups, progress.num_lost_groups), self._wasted, strict=True)
+        )
+        self._restart(progress, now)
+        stalled = f"no progress for {self.timeout_s / 60:g} min (job.stall_timeout_min)"
+        if is_idle and (num_flat or num_lost):
+            # Others than the flat groups may still come, since rewards can be computed.
+            is_final = not num_flat or bool(progress.reward_error)
+            return JobStall(f"{stalled}: {progress.describe_waste()}", is_final=is_final)
+        if activity != before:
+            return None
+        return JobStall(stalled, is_final=True, is_hang=True)
+
+    def _restart(self, progress: TrainProgress, now: float) -> None:
+        self._since, self._activity = now, None
+        self._wasted = (progress.num_flat_groups, progress.num_lost_groups)
+
+
+def count_activity(endpoints: Iterable[EngineEndpoint]) -> ActivityFigures:
+    """Ask all engines at once how much they have generated; one that does not answer counts as no engine."""
+    return asyncio.run(_count_activity(list(endpoints)))
+
+
+async def _count_activity(endpoints: list[EngineEndpoint]) -> ActivityFigures:
+    import aiohttp  # only here: a job that never seems to stall does not need it
+
+    from hpcrl.engines.http import RemoteEngine
+
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(endpoint: EngineEndpoint) -> tuple[str, int] | None:
+            try:
+                figures = await RemoteEngine(endpoint, session).load_figures()
+            except EngineError:
+                return None
+            return endpoint.worker, figures.num_generated_tokens
+
+        answers = [answer for answer in await asyncio.gather(*map(ask, endpoints)) if answer is not None]
+    return ActivityFigures(frozenset(name for name, _ in answers), sum(num for _, num in answers))
