@@ -35,7 +35,7 @@ class JobStall(NamedTuple):
 
     reason: str
     is_final: bool
-    """False: it is reported, and the job continues."""
+    """True if the job must end; otherwise this is reported, and the job continues."""
     is_hang: bool = False
     """True if no reason is known: the stacks of the workers are wanted."""
 
