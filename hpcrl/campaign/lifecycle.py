@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,9 +29,17 @@ from hpcrl.campaign import directory
 from hpcrl.campaign.model_check import MISSING_PACKAGE, explain_missing_config
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir, make_worker_name
 from hpcrl.config.program import resolve_options
-from hpcrl.config.recipe import MIN_PARAMS, ModelConfig, Recipe, WarmupConfig, fill_warmup_steps, load_recipe
+from hpcrl.config.recipe import (
+    MIN_PARAMS,
+    DomainConfig,
+    ModelConfig,
+    Recipe,
+    WarmupConfig,
+    fill_warmup_steps,
+    make_recipe,
+)
 from hpcrl.config.site import Site, load_site
-from hpcrl.config.toml import find_toml
+from hpcrl.config.toml import LayeredTable, load_table
 from hpcrl.envs.program_files import SUBJECT_END, ProblemJudge
 from hpcrl.envs.task_set import (
     DATA_SUFFIXES,
@@ -90,9 +99,8 @@ def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> C
     """Load recipe and site, and make the plan; settings are `key=value` of the recipe, `site.key=value` of the site."""
     site_settings = tuple(s.removeprefix("site.") for s in settings if s.startswith("site."))
     recipe_settings = tuple(s for s in settings if not s.startswith("site."))
-    loaded_recipe = _resolve_paths(
-        load_recipe(recipe, settings=recipe_settings), beside=find_toml("recipes", recipe).parent
-    )
+    layered = load_table("recipes", recipe, settings=recipe_settings)
+    loaded_recipe = _resolve_paths(make_recipe(layered), layered)
     loaded_site = load_site(site, settings=site_settings)
     if (warmup := loaded_recipe.warmup) is not None:
         loaded_recipe = fill_warmup_steps(
@@ -109,56 +117,19 @@ def _make_imitation_model(recipe: Recipe, site: Site) -> ImitationModel:
     return ImitationModel(python=choose_python(site), path=recipe.model.path)
 
 
-def _resolve_warmup_path(paths: str | list[str], resolve: Callable[[str], str]) -> str | list[str]:
-    """Make the paths of files absolute, and find the directories of campaigns."""
-    if isinstance(paths, list):
-        return [str(_resolve_warmup_path(path, resolve)) for path in paths]
-    if paths.endswith(DATA_SUFFIXES):
-        return resolve(paths)
-    try:
-        return str(directory.find_campaign(paths).root)
-    except CampaignError as error:
-        suffixes = ", ".join(DATA_SUFFIXES)
-        raise ConfigError(f"warmup.path = {paths!r} is not a data file ({suffixes}), and {error}") from error
-
-
-def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
+def _resolve_paths(recipe: Recipe, layered: LayeredTable) -> Recipe:
     """Make paths absolute, as a relative one would mean another directory on the workers' nodes.
 
-    A file is looked for beside the recipe, then in the current directory.
+    A file is looked for beside the TOML file that sets it, then in the current directory.
     """
-
-    def resolve(path: str) -> str:
-        near = beside / expand_path(path)
-        return str((near if is_file(near) else expand_path(path)).absolute())
-
-    def resolve_python(python: str | None) -> str | None:
-        return python if python is None or "/" not in python else str(expand_path(python).absolute())
-
-    def resolve_all(paths: str | list[str] | None) -> str | list[str] | None:
-        return [resolve(path) for path in paths] if isinstance(paths, list) else paths and resolve(paths)
-
-    domains = {}
-    for name, domain in recipe.domains.items():
-        options, python = resolve_options(domain.env, domain.options, beside=beside), resolve_python(domain.python)
-        domains[name] = msgspec.structs.replace(domain, options=options, python=python)
-        if (tasks := domain.task_set) is not None:
-            found = {"path": resolve_all(tasks.path), "held_out_path": resolve_all(tasks.held_out_path)}
-            domains[name] = msgspec.structs.replace(domains[name], tasks=msgspec.structs.replace(tasks, **found))
     evaluated = {
-        name: resolve_options(recipe.domains[name].env, options, beside=beside) if name in recipe.domains else options
+        name: _resolve_options(recipe.domains[name], options, layered, "evaluation", "options", name)
+        if name in recipe.domains
+        else options
         for name, options in recipe.evaluation.options.items()
     }
-    evaluation = msgspec.structs.replace(recipe.evaluation, options=evaluated)
-
-    def resolve_model(model: M) -> M:
-        path, template = model.path, model.chat_template
-        path = path and str(expand_path(path).absolute())
-        config = model.config or (_find_config(path) if path else {})
-        return msgspec.structs.replace(model, path=path, config=config, chat_template=template and resolve(template))
-
     warmup = recipe.warmup and msgspec.structs.replace(
-        recipe.warmup, path=_resolve_warmup_path(recipe.warmup.path, resolve)
+        recipe.warmup, path=_resolve_warmup_path(recipe.warmup.path, layered)
     )
     teacher = recipe.teacher
     if teacher is not None and teacher.path is not None:
@@ -167,20 +138,71 @@ def _resolve_paths(recipe: Recipe, *, beside: Path) -> Recipe:
     nodes = dict(recipe.train.pipeline)
     for name, node in nodes.items():
         if node.model is not None:
-            path = resolve(node.model)
+            path = str(expand_path(node.model).absolute())
             nodes[name] = msgspec.structs.replace(node, model=path, num_params=_find_size(path, node.num_params))
-    train = msgspec.structs.replace(recipe.train, pipeline=nodes)
-    judges = {name: resolve_model(judge) for name, judge in recipe.judge.items()}
     return msgspec.structs.replace(
         recipe,
-        model=resolve_model(recipe.model),
-        domains=domains,
-        evaluation=evaluation,
-        train=train,
+        model=_resolve_model(recipe.model, layered, "model"),
+        domains={name: _resolve_domain(name, domain, layered) for name, domain in recipe.domains.items()},
+        evaluation=msgspec.structs.replace(recipe.evaluation, options=evaluated),
+        train=msgspec.structs.replace(recipe.train, pipeline=nodes),
         warmup=warmup,
         teacher=teacher,
-        judge=judges,
+        judge={name: _resolve_model(judge, layered, "judge", name) for name, judge in recipe.judge.items()},
     )
+
+
+def _resolve_file(path: str, layered: LayeredTable, *trail: str) -> str:
+    """Make the path of a file absolute; `trail` is the key of the recipe that names it."""
+    near, here = layered.find_folder(*trail) / expand_path(path), expand_path(path)
+    return str((near if is_file(near) or not is_file(here) else here).absolute())
+
+
+def _resolve_files(paths: str | list[str], layered: LayeredTable, *trail: str) -> str | list[str]:
+    if isinstance(paths, str):
+        return _resolve_file(paths, layered, *trail)
+    return [_resolve_file(path, layered, *trail) for path in paths]
+
+
+def _resolve_warmup_path(paths: str | list[str], layered: LayeredTable) -> str | list[str]:
+    """Make the paths of files absolute, and find the directories of campaigns."""
+    if isinstance(paths, list):
+        return [str(_resolve_warmup_path(path, layered)) for path in paths]
+    if paths.endswith(DATA_SUFFIXES):
+        return _resolve_file(paths, layered, "warmup", "path")
+    try:
+        return str(directory.find_campaign(paths).root)
+    except CampaignError as error:
+        suffixes = ", ".join(DATA_SUFFIXES)
+        raise ConfigError(f"warmup.path = {paths!r} is not a data file ({suffixes}), and {error}") from error
+
+
+def _resolve_domain(name: str, domain: DomainConfig, layered: LayeredTable) -> DomainConfig:
+    options = _resolve_options(domain, domain.options, layered, "domains", name, "options")
+    python, tasks = domain.python, domain.tasks
+    if python is not None and "/" in python:
+        python = str(expand_path(python).absolute())
+    trail = ("domains", name, "tasks")
+    if isinstance(tasks, str):
+        tasks = _resolve_file(tasks, layered, *trail)
+    elif tasks is not None:
+        held_out = tasks.held_out_path and _resolve_files(tasks.held_out_path, layered, *trail, "held_out_path")
+        path = _resolve_files(tasks.path, layered, *trail, "path")
+        tasks = msgspec.structs.replace(tasks, path=path, held_out_path=held_out)
+    return msgspec.structs.replace(domain, options=options, python=python, tasks=tasks)
+
+
+def _resolve_options(
+    domain: DomainConfig, options: dict[str, Any], layered: LayeredTable, *trail: str
+) -> dict[str, Any]:
+    return resolve_options(domain.env, options, find_folder=partial(layered.find_folder, *trail))
+
+
+def _resolve_model(model: M, layered: LayeredTable, *trail: str) -> M:
+    path = model.path and str(expand_path(model.path).absolute())
+    config = model.config or (_find_config(path) if path else {})
+    template = model.chat_template and _resolve_file(model.chat_template, layered, *trail, "chat_template")
+    return msgspec.structs.replace(model, path=path, config=config, chat_template=template)
 
 
 def _find_size(model: str, num_params: int | None) -> int | None:

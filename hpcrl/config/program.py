@@ -11,6 +11,7 @@ RENAMED_OPTIONS                     old options of environments and their new na
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +82,16 @@ def _read_number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def resolve_options(env: str, options: dict[str, Any], *, beside: Path) -> dict[str, Any]:
+def resolve_options(env: str, options: dict[str, Any], *, find_folder: Callable[[str], Path]) -> dict[str, Any]:
     """Return the options with the paths that are known to be paths made absolute; values of a wrong type stay.
 
-    A file or directory is looked for beside the recipe, then in the current directory. In a command, the program and
-    the script of an interpreter are paths where such a file is there; with `directory` an episode starts in a copy of
-    that, where its command finds its own.
+    `find_folder` finds the folder of the TOML file that sets an option: a file or directory is looked for there, then
+    in the current directory. In a command, the program and the script of an interpreter are paths where such a file is
+    there; with `directory` an episode starts in a copy of that, where its command finds its own.
     """
     resolved = dict(options)
     for name in PATH_OPTIONS.get(env, ()):
-        value = options.get(name)
+        value, beside = options.get(name), find_folder(name)
         if isinstance(value, str):
             resolved[name] = _resolve_path(value, beside=beside)
         elif isinstance(value, list):
@@ -101,7 +102,7 @@ def resolve_options(env: str, options: dict[str, Any], *, beside: Path) -> dict[
         command = options.get(name)
         has_files = name == "command" and options.get("directory") is not None
         if isinstance(command, list) and all(isinstance(part, str) for part in command) and not has_files:
-            resolved[name] = _resolve_command(command, beside=beside)
+            resolved[name] = _resolve_command(command, beside=find_folder(name))
     return resolved
 
 

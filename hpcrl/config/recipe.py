@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from hpcrl.config.toml import JUDGE_NAME_PATTERN, NAME_PATTERN, USER_CODE_PATTERN, load_table, to_struct
+from hpcrl.config.toml import JUDGE_NAME_PATTERN, NAME_PATTERN, USER_CODE_PATTERN, LayeredTable, load_table, to_struct
 from hpcrl.errors import ConfigError
 from hpcrl.hardware.architecture import ModelArchitecture, guess_architecture, read_architecture
 
@@ -97,8 +97,8 @@ class TaskSetConfig(ConfigTable, frozen=True, kw_only=True):
     """The data files whose rows are a domain's tasks (docs/environments.md)."""
 
     path: str | Annotated[list[str], Meta(min_length=1)]
-    """JSON lines (.jsonl) or Parquet (.parquet), or several such files; beside the recipe, else in the current
-    directory. `hpcrl submit` copies the rows into the campaign."""
+    """JSON lines (.jsonl) or Parquet (.parquet), or several such files; beside the TOML file that sets it, else in
+    the current directory. `hpcrl submit` copies the rows into the campaign."""
     rows: tuple[CountOrZero, CountOrZero] | None = None
     """The first row to use, and the one after the last; the default is all of them."""
     shuffle: bool = True
@@ -722,7 +722,11 @@ def name_role_resources(role: RoleName) -> str:
 
 def load_recipe(name: str, *, settings: tuple[str, ...] = ()) -> Recipe:
     """Load the recipe with this name or path, with `-s key=value` settings applied."""
-    layered = load_table("recipes", name, settings=settings)
+    return make_recipe(load_table("recipes", name, settings=settings))
+
+
+def make_recipe(layered: LayeredTable) -> Recipe:
+    """Make the recipe of a table; raises ConfigError for what its types do not show."""
     if "warmup" in layered.table and not layered.table.get("domains"):
         layered = replace(layered, table=_fill_group_settings(layered.table))
     recipe = to_struct(layered, Recipe)

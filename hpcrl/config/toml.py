@@ -116,6 +116,11 @@ class LayeredTable:
         by_precedence = (*reversed(self.layers[num_files:]), *self.layers[:num_files])
         return next((name for name, table in by_precedence if _has_key(table, trail)), self.file)
 
+    def find_folder(self, *trail: str) -> Path:
+        """Return the folder of the file that this key comes from; that of the first file for a setting."""
+        source = self.find_source(trail)
+        return Path(self.file if source.startswith("-s ") else source).parent
+
 
 def _has_key(table: Any, trail: Sequence[str]) -> bool:
     for part in trail:

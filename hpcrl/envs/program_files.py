@@ -220,8 +220,8 @@ class _FileFinder(msgspec.Struct, frozen=True, kw_only=True):
 
 def _explain_relative(what: str, path: str) -> ProgramProblem:
     return ProgramProblem(
-        text=f"{what}: {path!r} is neither beside the recipe nor in the current directory, and an episode starts in an "
-        "empty directory: write its whole path"
+        text=f"{what}: {path!r} is neither beside the TOML file that sets it nor in the current directory, and an "
+        "episode starts in an empty directory: write its whole path"
     )
 
 

@@ -272,7 +272,11 @@ def _iterate_files(
             iterate = _iterate_parquet if path.endswith(".parquet") else _iterate_lines
             yield from iterate(path, what, check)
         except OSError as error:
-            raise ConfigError(f"{what} = {path!r} cannot be read: {error.strerror or error}") from error
+            where = (
+                " (a relative path is looked for beside the TOML file that sets it, then in the current directory, "
+                f"{Path.cwd()})"
+            ) * isinstance(error, FileNotFoundError)
+            raise ConfigError(f"{what} = {path!r} cannot be read: {error.strerror or error}{where}") from error
 
 
 def _iterate_lines(path: str, what: str, check: Callable[[dict[str, Any]], object]) -> Iterator[bytes]:

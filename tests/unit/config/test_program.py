@@ -21,7 +21,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def resolve(here: Path, **options: Any) -> dict[str, Any]:
-    return resolve_options(AGENT_PROGRAM, options, beside=here / "recipes")
+    return resolve_options(AGENT_PROGRAM, options, find_folder=lambda _: here / "recipes")
 
 
 def test_paths_are_looked_for_beside_the_recipe_first(here: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_command_finds_its_files_in_the_directory_of_the_episode_and_a_judge_d
 def test_values_of_a_wrong_type_and_other_environments_stay(here: Path) -> None:
     options: dict[str, Any] = {"readable": 5, "command": "agent.py", "judge": [], "image": ["a"]}
     assert resolve(here, **options) == {**options, "image": [f"{here}/cwd/a"]}
-    assert resolve_options("m:E", {"readable": ["x"]}, beside=here) == {"readable": ["x"]}
+    assert resolve_options("m:E", {"readable": ["x"]}, find_folder=lambda _: here) == {"readable": ["x"]}
 
 
 def test_a_loaded_recipe_has_absolute_paths_for_training_and_evaluation(here: Path, home: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_relative_program_is_one_of_the_episodes_directory() -> None:
     assert find(["python", "run.py"], has_files=True) == []
     for command in (["./run"], ["python", "run.py"]):
         (text,) = find(command)
-        assert "is neither beside the recipe nor in the current directory" in text
+        assert "is neither beside the TOML file that sets it nor in the current directory" in text
 
 
 def test_a_module_that_python_does_not_find_is_named() -> None:

@@ -188,6 +188,7 @@ def test_task_sets_that_leave_nothing_to_train_on_or_to_evaluate_are_refused(set
 def test_a_path_is_looked_for_beside_the_recipe_and_then_in_the_current_directory(tmp_path, monkeypatch):
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / "a.jsonl").touch()
+    (tmp_path / "b.jsonl").touch()
     (tmp_path / "beside" / "r.toml").write_text(
         'extends = "quickstart"\n[domains.lake.tasks]\npath = ["a.jsonl", "b.jsonl"]\n'
     )
