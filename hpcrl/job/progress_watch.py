@@ -1,7 +1,7 @@
 """Find out whether a job has stalled, so that nodes are never held idle.
 
 ProgressWatch       the look at the figures of a job
-JobStall            what it has found
+JobStall            its result
 ActivityFigures     what changes while engines work
 count_activity      count them over all engines
 
@@ -31,7 +31,7 @@ class ActivityFigures(NamedTuple):
 
 
 class JobStall(NamedTuple):
-    """What is wrong with a job in which nothing happens."""
+    """The reason why a job in which nothing happens is reported or ended."""
 
     reason: str
     is_final: bool
