@@ -113,6 +113,8 @@ class RewardLane:
     """The number of children that plain calls may have now."""
     last_change: float = 0.0
     """The time of its last answer, growth, or look at the cores."""
+    last_call: int = 0
+    """The number of the call that it started last."""
     num_answers: int = 0
     answered_s: float = 0.0
     """The time that all answered calls took together."""
@@ -270,15 +272,20 @@ class _RewardServer:
             self._connection.sendall(msgspec.json.encode(answer) + b"\n")
 
     def _dispatch(self) -> None:
-        """Give calls to children that have room, and to new ones where there may be more."""
+        """Give calls to children that have room, and to new ones where there may be more.
+
+        The lane with the fewest calls under way is first, and among those the one that has waited longest for its turn:
+        a slow domain does not keep the calls of others waiting.
+        """
         room = self._concurrency - sum(lane.num_running for lane in self._lanes.values())
-        for lane in self._lanes.values():
-            while lane.queue and room > 0 and not self._must_wait(lane):
-                child = self._find_child(lane, lane.queue[0])
-                if child is None:
-                    break
+        lanes = [lane for lane in self._lanes.values() if lane.queue and not self._must_wait(lane)]
+        while lanes and room > 0:
+            lane = min(lanes, key=lambda lane: (lane.num_running, lane.last_call))
+            if (child := self._find_child(lane, lane.queue[0])) is not None:
                 self._start_call(lane, child, lane.queue.popleft())
                 room -= 1
+            if child is None or not lane.queue:
+                lanes.remove(lane)
 
     def _must_wait(self, lane: RewardLane) -> bool:
         """Return whether a judge that a lane's calls need is gone."""
@@ -301,6 +308,7 @@ class _RewardServer:
     def _start_call(self, lane: RewardLane, child: RewardChild, call: RewardCall) -> None:
         self._num_calls += 1
         child.calls[self._num_calls] = (call, time.monotonic())
+        lane.last_call = self._num_calls
         with contextlib.suppress(OSError):  # it has ended, which is seen when it is read
             child.connection.send_bytes(msgspec.json.encode(_CallRequest(number=self._num_calls, call=call)))
 

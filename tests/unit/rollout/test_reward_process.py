@@ -36,6 +36,9 @@ class Scoring:
     def start(self, function, *, timeout_s=30.0, concurrency=NUM, judges=(), **options):
         reward = f"{'judged' if judges else 'many'}_rewards:{function}"
         recipe = make_reward_recipe(reward, f"domains.lake.reward_timeout_s={timeout_s}", judges=judges, **options)
+        self.start_recipe(recipe, concurrency)
+
+    def start_recipe(self, recipe, concurrency):
         publish_file(self.campaign.recipe, msgspec.json.encode(recipe))
         self.process = RewardProcess(self.campaign.root, concurrency=concurrency, num_cpus=os.cpu_count())
 
@@ -125,6 +128,18 @@ def test_a_wrong_number_of_rewards_is_the_error_of_each(scoring):
     scoring.start("mean_of_list")
     scoring.request()
     assert all("for 8 trajectories: return a list" in reason for reason in scoring.rewards())
+
+
+def test_domains_take_turns(scoring, tmp_path):
+    (tmp_path / "calls").mkdir()
+    recipe = make_reward_recipe("many_rewards:note", directory=str(tmp_path / "calls"))
+    scoring.start_recipe(
+        msgspec.structs.replace(recipe, domains={"a": recipe.domains["lake"], "b": recipe.domains["lake"]}), 1
+    )
+    scoring.request(*[make_lake_trajectory(0, index, domain="a" if index < 3 else "b") for index in range(6)])
+    assert scoring.rewards() == [0, 1, 2, 3, 4, 5]
+    calls = [path.name.split("-") for path in (tmp_path / "calls").iterdir()]
+    assert [int(index) for index, _ in sorted(calls, key=lambda call: int(call[1]))] == [0, 3, 1, 4, 2, 5]
 
 
 @pytest.fixture
