@@ -42,7 +42,7 @@ class _WorkerDemand:
 
     def describe(self, num: int) -> str:
         less = "" if num == self.num else f" of the {self.num} that it could use, because more do not fit"
-        return f"{self.role} has {num} workers{less}: {self.why}"
+        return f"{self.role} has {num} worker{"s" if num > 1 else ""}{less}: {self.why}"
 
 
 @dataclass(frozen=True, kw_only=True)
