@@ -42,7 +42,8 @@ class _WorkerDemand:
 
     def describe(self, num: int) -> str:
         less = "" if num == self.num else f" of the {self.num} that it could use, because more do not fit"
-        return f"{self.role} has {num} worker{"s" if num > 1 else ""}{less}: {self.why}"
+        workers = "worker" if num == 1 else "workers"
+        return f"{self.role} has {num} {workers}{less}: {self.why}"
 
 
 @dataclass(frozen=True, kw_only=True)
