@@ -1,9 +1,11 @@
 """The entry point of every worker, as a Parsl task or as a step.
 
-work  the Parsl task
-main  the step: `python -m hpcrl.roles ROLE CAMPAIGN JOB INDEX`
+work       the Parsl task
+main       the step: `python -m hpcrl.roles ROLE CAMPAIGN JOB INDEX`
+QuickExit  ends the step without the teardown of the interpreter
 """
 
+import atexit
 import importlib
 import os
 import sys
@@ -15,6 +17,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, ROLES, RoleName
 from hpcrl.plan.records import read_plan
 from hpcrl.roles.context import open_context, pin_devices, redirect_output
+from hpcrl.system.garbage import pause_collection
 
 MODULES = {"prefill": "serve", "decode": "serve"}
 """The modules of roles whose module has another name."""
@@ -30,7 +33,9 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     context.events.emit(WorkerStarted(pid=os.getpid(), gpus=devices))
     module = "judge" if role.startswith(JUDGE_ROLE_PREFIX) else MODULES.get(role, role)
     try:
-        code: int = importlib.import_module(f"hpcrl.roles.{module}").run(context) or 0
+        with pause_collection():
+            worker = importlib.import_module(f"hpcrl.roles.{module}")
+        code: int = worker.run(context) or 0
     except Exception as error:  # noqa: BLE001 - whatever it was, the driver must be able to read it
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"
@@ -38,6 +43,21 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
         raise RuntimeError(reason) from None  # a plain exception reaches the driver whatever packages it has
     context.events.emit(WorkerEnded(reason="the job is ending"))
     return code
+
+
+class QuickExit:
+    """The exit handler that runs last, if made first: it skips the teardown of the interpreter, a second with torch."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        """The exit code; None while the process may only end by an exception, which is left to the interpreter."""
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        if self.code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self.code)
 
 
 def main() -> int:
@@ -48,4 +68,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    quick_exit = QuickExit()
+    quick_exit.code = main()

@@ -23,6 +23,7 @@ from hpcrl.roles.context import WorkerContext
 from hpcrl.rollout.judges.server import EngineApi, ModelApi, VllmApi, serve_judge
 from hpcrl.system import network
 from hpcrl.system.files import make_private_dir
+from hpcrl.system.garbage import pause_collection
 
 if TYPE_CHECKING:
     from hpcrl.engines.vllm.server import VllmLaunch
@@ -83,7 +84,8 @@ async def _find_model(context: WorkerContext, judge: JudgeConfig, directory: Pat
         return Path(judge.path)
     assert judge.tiny is not None  # load_recipe checks it
     if context.index == 0 and not directory.exists():
-        from hpcrl.models.tiny import make_tiny_model  # imports torch, which a vLLM server's worker does not need
+        with pause_collection():
+            from hpcrl.models.tiny import make_tiny_model  # imports torch, which a vLLM server's worker does not need
 
         make_private_dir(directory.parent)
         make_tiny_model(directory, judge.tiny, seed=context.recipe.seed)
@@ -107,7 +109,8 @@ async def open_judge_api(
             async with VllmServer(make_judge_launch(context, name, judge, model_dir)) as server:
                 yield OpenedApi(VllmApi(server), server.wait_until_failed)
         case "embedded":
-            from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
+            with pause_collection():
+                from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 
             model = await asyncio.to_thread(load_model, model_dir)
             async with (

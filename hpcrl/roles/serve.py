@@ -33,6 +33,7 @@ from hpcrl.errors import WeightsError
 from hpcrl.plan.plan import RolePlan
 from hpcrl.roles.context import WorkerContext
 from hpcrl.system import network
+from hpcrl.system.garbage import pause_collection
 from hpcrl.system.network import current_node
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.store import NewestSource, WeightSource
@@ -88,7 +89,8 @@ def open_engine(
 def _open_embedded_engine(
     context: WorkerContext, source: WeightSource, *, session: ClientSession
 ) -> AbstractAsyncContextManager[WorkerEngine]:
-    from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
+    with pause_collection():
+        from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 
     return EmbeddedEngine(
         load_model(context.campaign.model),

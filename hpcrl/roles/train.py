@@ -45,6 +45,7 @@ from hpcrl.spool.episode_lengths import LengthCounts, add_length
 from hpcrl.spool.ids import make_episode_id
 from hpcrl.spool.rows import TRAINED, count_by_fate
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
+from hpcrl.system.garbage import pause_collection
 from hpcrl.system.network import find_bind_address
 from hpcrl.system.variables import TRAINER_START_VARIABLE
 from hpcrl.trainers import checkpoint
@@ -139,7 +140,8 @@ def _make_trainer(context: WorkerContext, world: World) -> RankTrainer:
     is_scored = bool(recipe.teacher_name)
     make_trainer: Callable[..., RankTrainer] = TorchTrainer
     if train.trainer == "megatron":
-        from hpcrl.trainers.megatron.trainer import MegatronTrainer  # needs a package that not every site has
+        with pause_collection():
+            from hpcrl.trainers.megatron.trainer import MegatronTrainer  # needs a package that not every site has
 
         make_trainer = MegatronTrainer
     return make_trainer(

@@ -4,6 +4,7 @@ files       files that are complete or absent
 processes   processes that this one started
 network     names, addresses, ports
 terminal    text that is safe to print
+garbage     the collector while a process starts
 exit_codes  why a worker ended
 variables   environment variables between processes
 """

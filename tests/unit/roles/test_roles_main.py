@@ -1,0 +1,36 @@
+"""How the process of a step ends."""
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import atexit
+import threading
+import time
+from hpcrl.roles.__main__ import QuickExit
+
+class Resource:
+    def __del__(self):
+        print("torn down")
+
+resource = Resource()
+quick_exit = QuickExit()
+atexit.register(print, "handlers ran")
+threading.Thread(target=lambda: (time.sleep(0.1), print("threads ended"))).start()
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_step_ends_with_its_code_after_its_threads_and_handlers_and_without_teardown(code: int) -> None:
+    script = f"{SCRIPT}\nquick_exit.code = {code}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "threads ended\nhandlers ran\n", "")
+
+
+def test_a_step_that_fails_ends_as_any_process_with_its_traceback() -> None:
+    script = f"{SCRIPT}\nraise RuntimeError('no such version')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "threads ended\nhandlers ran\ntorn down\n")
+    assert done.stderr.endswith("RuntimeError: no such version\n")
