@@ -1,6 +1,6 @@
 """The lengths of episodes, in generated tokens, as counts that can be added up. Pure, without numpy.
 
-    LengthCounts       the episodes by the bits of their length ("9": 256 to 511 tokens), and TOTAL, all their tokens
+    LengthCounts       episodes and tokens by the least length of a bucket ("448+": 448 to 511), and TOTAL, all tokens
     add_length         counts an episode
     join_lengths       the counts of all episodes that have ended, and of those that finished
     summarize_lengths  their number, mean, median and 90th percentile
@@ -10,7 +10,8 @@ If those that are trained are shorter than those that were started, something pr
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,10 +19,12 @@ from hpcrl.spool.status import TRAINABLE
 
 LengthCounts = dict[str, int]
 TOTAL = "tokens"
+_LEADING_BITS = 3
+"""The bits by which a length is sorted: four buckets for each power of two, and one for each length below 8."""
 
 
 class LengthSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The lengths of some episodes; quantiles are exact to their power of two, and interpolated within."""
+    """The lengths of some episodes; a quantile is the mean of the bucket it is in."""
 
     num: int
     mean: float
@@ -29,11 +32,19 @@ class LengthSummary(msgspec.Struct, frozen=True, kw_only=True):
     p90: float
 
 
+class _LengthBucket(NamedTuple):
+    """The episodes of nearly the same length."""
+
+    mean: float
+    num: int
+
+
 def add_length(counts: LengthCounts, num_tokens: int) -> None:
     """Count an episode."""
-    name = str(num_tokens.bit_length())
-    counts[name] = counts.get(name, 0) + 1
-    counts[TOTAL] = counts.get(TOTAL, 0) + num_tokens
+    shift = max(0, num_tokens.bit_length() - _LEADING_BITS)
+    bucket = f"{num_tokens >> shift << shift}+"
+    for name, increment in ((bucket, 1), (bucket + TOTAL, num_tokens), (TOTAL, num_tokens)):
+        counts[name] = counts.get(name, 0) + increment
 
 
 def join_lengths(by_status: Mapping[str, Mapping[str, int]]) -> dict[str, LengthCounts]:
@@ -48,21 +59,27 @@ def join_lengths(by_status: Mapping[str, Mapping[str, int]]) -> dict[str, Length
 
 def summarize_lengths(counts: Mapping[str, int]) -> LengthSummary | None:
     """Return the figures of these episodes; None without episodes."""
-    by_bits = sorted((int(name), num) for name, num in counts.items() if name != TOTAL and num > 0)
-    num = sum(count for _, count in by_bits)
+    buckets = sorted(_make_bucket(name, counts) for name in counts if not name.endswith(TOTAL) and counts[name] > 0)
+    num = sum(bucket.num for bucket in buckets)
     if not num:
         return None
     return LengthSummary(
-        num=num, mean=counts.get(TOTAL, 0) / num, p50=_find_quantile(by_bits, 0.5), p90=_find_quantile(by_bits, 0.9)
+        num=num, mean=counts.get(TOTAL, 0) / num, p50=_find_quantile(buckets, 0.5), p90=_find_quantile(buckets, 0.9)
     )
 
 
-def _find_quantile(by_bits: Iterable[tuple[int, int]], share: float) -> float:
-    ordered = list(by_bits)
-    left = share * sum(num for _, num in ordered)
-    for bits, num in ordered:
-        if left <= num:
-            low = 1 << bits >> 1
-            return low + left / num * low
-        left -= num
-    return 0.0
+def _make_bucket(name: str, counts: Mapping[str, int]) -> _LengthBucket:
+    """Return a bucket; older campaigns counted episodes by the bits of a length ("9": 256 to 511), and no tokens."""
+    num = counts[name]
+    if name.endswith("+"):
+        return _LengthBucket(counts.get(name + TOTAL, 0) / num, num)
+    return _LengthBucket(1.5 * (1 << int(name) >> 1), num)
+
+
+def _find_quantile(buckets: list[_LengthBucket], share: float) -> float:
+    left = share * sum(bucket.num for bucket in buckets)
+    for bucket in buckets:
+        if left <= bucket.num:
+            return bucket.mean
+        left -= bucket.num
+    return buckets[-1].mean

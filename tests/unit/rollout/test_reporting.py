@@ -104,9 +104,9 @@ def test_the_length_of_every_episode_is_counted_also_of_one_that_was_cancelled()
     reporter.abort_episode("lake/0/1")  # before its first turn
     reporter.report()
     assert emitted[0].lengths == {
-        "done": {"5": 1, "tokens": 17},
-        "aborted-stale": {"5": 1, "tokens": 17},
-        "aborted-redundant": {"8": 1, "0": 1, "tokens": 128},
+        "done": {"16+": 1, "16+tokens": 17, "tokens": 17},
+        "aborted-stale": {"16+": 1, "16+tokens": 17, "tokens": 17},
+        "aborted-redundant": {"128+": 1, "128+tokens": 128, "0+": 1, "0+tokens": 0, "tokens": 128},
     }
 
 
