@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -28,7 +28,6 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.embedded.engine import EmbeddedEngine
 from hpcrl.testing.engines import pause_steps
-from hpcrl.testing.nodes import fleet
 from hpcrl.weights.couriers import delta_codec
 from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.model_update import collect_parameters
@@ -49,7 +48,8 @@ def measure(full: bool) -> list[Figure]:
     if full:
         shapes = qwen2_shapes(hidden=1536, inner=8960, kv=256, num_layers=18)
         figures += fan_out("2 GiB", shapes, rounds=8)
-    figures += rounding(qwen2_shapes(hidden=896, inner=4864, kv=128, num_layers=9), rounds=10 if full else 6)
+    small = qwen2_shapes(hidden=896, inner=4864, kv=128, num_layers=4, vocabulary=32000)
+    figures += rounding(small, rounds=10 if full else 6)
     figures += engine_stall(rounds=4 if full else 3)
     return figures + deltas()
 
@@ -149,7 +149,7 @@ def fan_out(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
 def rounding(shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
     """Measure both ways to publish a trainer's float32 weights, in turns: the same weights and readers, the same files.
 
-    Readers map and check; the files are durable; the link is a chain of two nodes over TCP, on this machine.
+    Readers map and check; the files are durable. A link between nodes carries as many bytes as a version has.
     """
     torch.manual_seed(0)
     masters = {name: torch.randn(shape) for name, shape in shapes.items()}
@@ -157,46 +157,46 @@ def rounding(shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
         dtype: TensorLayout.pack((name, dtype, shape) for name, shape in shapes.items())
         for dtype in ("float32", "bfloat16")
     }
-    seen: dict[str, dict[str, list[float]]] = {dtype: {} for dtype in layouts}
-    for _ in range(rounds):
-        for dtype, layout in layouts.items():
-            for stage, taken in publish_once(masters, layout).items():
-                seen[dtype].setdefault(stage, []).append(taken)
-    ratio = {stage: min(seen["float32"][stage]) / min(seen["bfloat16"][stage]) for stage in seen["float32"]}
+    with ExitStack() as stack:
+        publish = {dtype: stack.enter_context(publication(layout)) for dtype, layout in layouts.items()}
+        taken = [{dtype: publish[dtype](masters, version) for dtype in layouts} for version in range(rounds + 1)]
+    ratio = {
+        stage: min(one["float32"][stage] for one in taken[1:]) / min(one["bfloat16"][stage] for one in taken[1:])
+        for stage in taken[0]["float32"]
+    }  # the first touches new memory
     sizes = [layout.nbytes for layout in layouts.values()]
     return [
         Figure(name="float32 / bfloat16: bytes of a version", value=sizes[0] / sizes[1], bar=1.99),
         Figure(name="float32 / bfloat16: trainer's stall, weights on the CPU", value=ratio["stall"]),
         Figure(name="float32 / bfloat16: until 4 readers have it, checked", value=ratio["readers"]),
         Figure(name="float32 / bfloat16: until it is in files", value=ratio["files"]),
-        Figure(name="float32 / bfloat16: until another node has it, over TCP", value=ratio["link"]),
     ]
 
 
-def publish_once(masters: dict[str, torch.Tensor], layout: TensorLayout) -> dict[str, float]:
-    """Publish two versions, and measure the second: the first touches new memory."""
-    taken: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as directory:
-        run = CampaignDir(Path(directory) / "campaign")
-        with fleet(run.root, "bench", "other", wire="tcp") as couriers, readers(run) as pipes:
-            couriers.start()
-            store = WindowStore(make_window_key(run, node="bench"), job=run.job(0), layout=layout)
-            files = FileStore(run.weights)
-            for number in (1, 2):
-                version = WeightVersion(version=number, step=number)
-                start = time.perf_counter()
-                staged = store.stage(masters, version)
-                taken["stall"] = time.perf_counter() - start
-                store.commit(staged)
-                taken["readers"] = max(pipe.recv()[0] for pipe in pipes) - start
-                couriers.wait_for(number)
-                taken["link"] = couriers.transfers(number)[-1]["wall_s"]
-                start = time.perf_counter()
-                store.make_saver(files, version)()
-                taken["files"] = time.perf_counter() - start
-            store.unlink()
-            store.close()
-    return taken
+Publish = Callable[[dict[str, torch.Tensor], int], dict[str, float]]
+"""A function that publishes a version, and returns the seconds of each stage."""
+
+
+@contextmanager
+def publication(layout: TensorLayout) -> Iterator[Publish]:
+    """Start the readers of a new campaign, whose versions have this layout."""
+    with scratch_run() as run, readers(run) as pipes:
+        store = WindowStore(make_window_key(run, node="bench"), job=run.job(0), layout=layout)
+        files = FileStore(run.weights)
+
+        def publish(masters: dict[str, torch.Tensor], number: int) -> dict[str, float]:
+            version, taken = WeightVersion(version=number, step=number), {}
+            start = time.perf_counter()
+            staged = store.stage(masters, version)
+            taken["stall"] = time.perf_counter() - start
+            store.commit(staged)
+            taken["readers"] = max(pipe.recv()[0] for pipe in pipes) - start
+            taken["files"] = seconds(store.make_saver(files, version))
+            files.prune(keep=1)
+            return taken
+
+        yield publish
+        store.close()
 
 
 def copy_all(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
