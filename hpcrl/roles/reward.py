@@ -4,14 +4,16 @@
     ScoringSession         the segments that a task has under way
     RepeatedFaults         the failures of rewards, of which few are reported
     ELASTIC_INDEX_OFFSET   the first index of workers in reward jobs
-    MAX_SESSION_S, RECEIVE_TIMEOUT_S, MAX_REASONS, MAX_SHAPE_CHARS    limits
+    MAX_SESSION_S, MAX_LINGER_S, RECEIVE_TIMEOUT_S, MAX_REASONS, MAX_SHAPE_CHARS    limits
 
 All calls of reward functions of a worker run at the same time, also those of several segments, in processes that are
-killed when they hang (`hpcrl.rollout.reward_process`). A task may run twice (a lost worker, a preempted node): the twin
-has one name and is either complete or absent.
+killed when they hang (`hpcrl.rollout.reward_process`). Where there is a worker for each shard, a task takes segments
+for as long as it has some under way; where reward jobs may be fewer, it leaves what takes long to a later task. A task
+may run twice (a lost worker, a preempted node): the twin has one name and is either complete or absent.
 """
 
 import functools
+import math
 import os
 import re
 import time
@@ -39,7 +41,10 @@ from hpcrl.system.variables import PARTITION_VARIABLE
 ELASTIC_INDEX_OFFSET = 1_000_000
 """Workers in reward jobs are numbered from here on: Parsl numbers the blocks of each pool from 0."""
 MAX_SESSION_S = 30.0
-"""A task starts no more segments after this time, so that a worker serves every shard."""
+"""A task starts no more segments after this time where there are reward jobs, so that a worker serves every shard."""
+MAX_LINGER_S = 5.0
+"""The further time that it waits for those under way. Their scores go on being computed: the next task of this worker
+writes them, unless another worker was faster."""
 RECEIVE_TIMEOUT_S = 0.2
 MAX_REASONS, MAX_SHAPE_CHARS = 256, 256
 _VARIABLE_TEXT = re.compile(r"'[^']*'|\"[^\"]*\"|[0-9]+")
@@ -51,12 +56,15 @@ def score(campaign: str, job_number: int, segments: list[str], shard: int, num_s
     faults = _open_faults(campaign, job_number)
     session = ScoringSession(context, _open_reward_process(campaign, job_number), faults)
     listings = [SegmentListing(context.campaign.spool(name)) for name in ("scored", "rollouts")]
-    ends_at = time.monotonic() + MAX_SESSION_S
+    ends_at = time.monotonic() + (math.inf if context.plan.reward_jobs is None else MAX_SESSION_S)
     try:
         session.start(segments)
         while session.under_way:
             session.receive()
-            if time.monotonic() < ends_at and not context.draining:
+            now = time.monotonic()
+            if now > ends_at + MAX_LINGER_S:
+                return
+            if now < ends_at and not context.draining:
                 scored, sealed = (listing.name_set() for listing in listings)
                 session.start([one for one in sealed - scored if find_shard(one, num_shards=num_shards) == shard])
     except HpcrlError as error:
@@ -107,15 +115,18 @@ class ScoringSession:
                 self._request([name])
 
     def receive(self) -> None:
-        """Wait a moment for the scores of a segment, and write its twin."""
+        """Wait a moment for the scores of a segment, which may be of an earlier task, and write its twin."""
         try:
             answer = self._process.receive(RECEIVE_TIMEOUT_S)
         except RewardError as error:
             self._restart(error)
             return
-        if answer is not None and (name := Path(answer.segment).name) in self.under_way:  # else of an earlier task
+        if answer is not None:
+            name = Path(answer.segment).name
             self._write_twin(name, answer)
             self.under_way.discard(name)
+            if answer.error:  # if it is neither gone nor quarantined, it is started again
+                self._seen.discard(name)
 
     def _request(self, segments: list[str]) -> None:
         try:
@@ -135,7 +146,7 @@ class ScoringSession:
     def _write_twin(self, name: str, answer: SegmentScores) -> None:
         """Write the scored twin of a segment; wait while the disk is full, quarantine the segment if it is damaged."""
         source, context = self._rollouts / name, self._context
-        if answer.error:  # if it is neither gone nor quarantined, the driver starts another task for it
+        if answer.error:
             _check_segment(source, context)
             return
         pause_s = MIN_PAUSE_S

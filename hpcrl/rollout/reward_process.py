@@ -52,12 +52,17 @@ class RewardProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._received = b""
+        self._requested: set[str] = set()
+        """The segments that it has not answered."""
 
     def request(self, segment: Path) -> None:
-        """Request the scores of a segment; raise RewardError if the process has ended."""
+        """Request the scores of a segment, unless that was done; raise RewardError if the process has ended."""
         if self._connection is None:
             self._start()
         assert self._connection is not None
+        if str(segment) in self._requested:
+            return
+        self._requested.add(str(segment))
         try:
             self._connection.sendall(msgspec.json.encode(str(segment)) + b"\n")
         except OSError:
@@ -76,7 +81,9 @@ class RewardProcess:
                     continue
             raise self._explain_end()
         line, _, self._received = self._received.partition(b"\n")
-        return msgspec.json.decode(line, type=SegmentScores)
+        answer = msgspec.json.decode(line, type=SegmentScores)
+        self._requested.discard(answer.segment)
+        return answer
 
     def close(self) -> None:
         """End the process and all its children."""
@@ -88,6 +95,7 @@ class RewardProcess:
             end_group(self._process, grace_s=0.0)
         self._connection = self._process = None
         self._received = b""
+        self._requested.clear()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""A reward task: twins are written once, what fails follows its domain, and a process that ends is started again."""
+"""A reward task: twins are written once, a hanging reward costs itself, and a process that ends is started again."""
 
 import os
 import signal
@@ -12,6 +12,7 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.site import load_site
 from hpcrl.plan.plan import make_plan
+from hpcrl.roles import reward
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.reward import RepeatedFaults, ScoringSession
 from hpcrl.rollout.judges.proxy import JudgeProxy
@@ -64,6 +65,16 @@ class RewardStage:
 
     def twin(self, name):
         return list(read_segment(self.run.spool("scored") / name))
+
+    def open_task(self, monkeypatch, function, *, placement="spare", **options):
+        """Return a function that runs tasks of one worker; each takes segments for no longer than it must."""
+        context = self.open(function, settings=(f"reward.placement={placement}",), **options)._context
+        for name, value in (("context", context), ("process", self.process)):
+            monkeypatch.setattr(reward, f"_open_reward_{name}", lambda *_, value=value: value)
+        monkeypatch.setattr(reward, "_open_faults", lambda *_: self.faults)
+        monkeypatch.setattr(reward, "MAX_SESSION_S", 0.0)
+        monkeypatch.setattr(reward, "MAX_LINGER_S", 0.0 if placement == "elastic" else reward.MAX_LINGER_S)
+        return lambda *segments: reward.score(str(self.run.root), 0, list(segments), 0, 1)
 
 
 @pytest.fixture
@@ -137,6 +148,29 @@ def test_a_process_that_is_killed_is_started_again_for_what_is_left(stage):
     os.kill(min(below), signal.SIGKILL)
     finish(session)
     assert [one.reward for one in stage.twin("a.h5")] == [0.0, 1.0, 0.0, 3.0]
+
+
+def test_a_task_takes_new_segments_while_a_reward_hangs(stage, monkeypatch):
+    stage.add("a.h5")
+    stage.add("b.h5")
+    run_task = stage.open_task(monkeypatch, "hang_for", index=2)
+    run_task("a.h5")
+    assert [one.reward for one in stage.twin("b.h5")] == [0.0, 1.0, 0.0, 3.0]
+
+
+def test_a_task_of_reward_jobs_leaves_what_takes_long_to_the_next(stage, monkeypatch, tmp_path):
+    (tmp_path / "calls").mkdir()
+    stage.add("a.h5")
+    run_task = stage.open_task(
+        monkeypatch, "block_together", placement="elastic", directory=str(tmp_path / "calls"), num=NUM + 1
+    )
+    run_task("a.h5")
+    assert not (stage.run.spool("scored") / "a.h5").exists()
+    (tmp_path / "calls" / "last").touch()
+    while not (stage.run.spool("scored") / "a.h5").exists():
+        run_task("a.h5")
+    assert [one.reward for one in stage.twin("a.h5")] == [0.0, 1.0, 2.0, 3.0]
+    assert [event["segment"] for event in read_events(stage.run.events) if event["event"] == "scored"] == ["a.h5"]
 
 
 def test_a_twin_has_the_log_probs_of_the_teacher_and_a_fault_where_it_gave_none(tmp_path, tiny_model_dir):

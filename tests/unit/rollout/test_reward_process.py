@@ -130,6 +130,16 @@ def test_a_wrong_number_of_rewards_is_the_error_of_each(scoring):
     assert all("for 8 trajectories: return a list" in reason for reason in scoring.rewards())
 
 
+def test_a_segment_that_is_requested_again_meanwhile_is_scored_once(scoring, tmp_path):
+    (tmp_path / "calls").mkdir()
+    scoring.start("note", directory=str(tmp_path / "calls"))
+    scoring.request()
+    scoring.process.request(scoring.campaign.root / "a.h5")
+    scoring.request(name="b.h5")
+    assert [scoring.rewards(), scoring.rewards()] == [list(range(NUM))] * 2
+    assert len(list((tmp_path / "calls").iterdir())) == 2 * NUM
+
+
 def test_domains_take_turns(scoring, tmp_path):
     (tmp_path / "calls").mkdir()
     recipe = make_reward_recipe("many_rewards:note", directory=str(tmp_path / "calls"))
