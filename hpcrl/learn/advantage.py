@@ -13,9 +13,10 @@
     discount_rewards                the return from each turn
     normalize_values                values with mean 0 and variance 1
     group_indices                   the members of each group
-    is_flat                         whether a group's rewards are all equal
+    is_flat                         whether a group's rewards are all equal, up to rounding
     is_flat_group                   whether a group has no advantages
     STD_EPSILON                     the term added to standard deviations
+    ROUNDING_SHARE                  the differences of rewards that count as rounding
 
 Legend: B rows, G episodes of one group, N episodes of a step, K turns of an episode, T model tokens of an episode
 
@@ -39,6 +40,8 @@ NormalizationScope = Literal["step", "domain", "nothing"]
 
 STD_EPSILON = 1e-6
 """The term added to the standard deviation, so that rewards equal up to rounding are not scaled up to size one."""
+ROUNDING_SHARE = 1e-6
+"""The share of the largest reward up to which a difference is rounding; float32 has seven digits."""
 
 
 def grpo(rewards_G: FloatArray) -> FloatArray:
@@ -178,8 +181,8 @@ def gae(
 
 
 def is_flat(rewards_G: FloatArray) -> bool:
-    """Return True for a group in which no episode was better than another."""
-    return bool(np.all(rewards_G == rewards_G[0]))
+    """Return True for a group in which no episode was better than another by more than rounding."""
+    return bool(np.ptp(rewards_G) <= ROUNDING_SHARE * np.abs(rewards_G).max())
 
 
 def is_flat_group(episodes: Sequence[TrajectoryFacts], train: TrainConfig) -> bool:

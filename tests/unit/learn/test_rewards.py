@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hpcrl.config.recipe import TrainConfig
+from hpcrl.learn.pipeline import compute_credits
 from hpcrl.learn.rewards import compute_length_cost, find_overlong, shape_rewards
 from hpcrl.spool.record import EpisodeTurn
 from tests.support.plans import make_recipe
@@ -49,6 +50,13 @@ def test_domains_of_different_scales_weigh_the_same():
     assert [one.reward for one in shaped[:4]] == pytest.approx([one.reward for one in shaped[4:]])
     assert np.std([one.reward for one in shaped[:4]]) == pytest.approx(1.0)
     assert shaped[4].turns[0].reward == pytest.approx(0.5 / np.std([0, 100, 200, 300]))
+
+
+@pytest.mark.parametrize("advantage", ["dr-grpo", "rloo", "grpo", "reinforce++-baseline", "trloo"])
+def test_rewards_that_differ_by_rounding_give_no_advantage(advantage):
+    episodes = [episode(index, reward=reward, turns=[]) for index, reward in enumerate([0.1 + 0.2, 0.3, 0.3, 0.3])]
+    credits = compute_credits(episodes, settings(advantage=advantage, reward_scale="domain"))
+    assert [credit.tolist() for credit in credits] == [[0.0]] * 4
 
 
 def test_a_domain_with_equal_rewards_keeps_them():
