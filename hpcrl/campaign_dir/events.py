@@ -175,6 +175,8 @@ class SegmentScored(CampaignEvent, frozen=True, kw_only=True, tag="scored"):
     """Rewards by domain."""
     reward_errors: dict[str, int] = {}
     """The number of them that are `on_reward_error`, since the reward function failed, by domain."""
+    replaced_outcomes: dict[str, dict[str, int]] = {}
+    """The outcomes that these had as they were played, by domain; older campaigns lack them."""
 
 
 class VersionPublished(CampaignEvent, frozen=True, kw_only=True, tag="published"):

@@ -116,6 +116,8 @@ class DomainProgress:
     """Ended episodes by outcome."""
     reward_errors: int = 0
     """Played episodes whose reward function failed; `outcomes` has them as they were played."""
+    replaced_outcomes: Counter[str] = field(default_factory=Counter)
+    """These by that outcome, as far as it was reported."""
     stale_tokens: int = 0
     """The tokens that were dropped because they had become too old."""
 
@@ -126,8 +128,10 @@ class DomainProgress:
 
     def settle_outcomes(self) -> Counter[str]:
         """Return each ended episode under one outcome: that of its reward, if that could not be computed."""
-        settled, num_left = self.outcomes.copy(), self.reward_errors
+        settled = self.outcomes.copy()
         settled[OUTCOME_REWARD_ERROR] += self.reward_errors
+        settled -= self.replaced_outcomes  # stays at zero until an env worker has reported these too
+        num_left = self.reward_errors - self.replaced_outcomes.total()  # an older campaign did not report theirs
         for name in (OUTCOME_FINISHED, OUTCOME_MAX_TURNS, OUTCOME_OVERFLOW, "truncated"):  # what is scored
             num_moved = min(num_left, settled[name])
             settled[name] -= num_moved
@@ -289,6 +293,8 @@ class CampaignProgress:
             self._find_domain(domain).add(rewards)
         for domain, num in event.reward_errors.items():
             self._find_domain(domain).reward_errors += num
+        for domain, replaced in event.replaced_outcomes.items():
+            self._find_domain(domain).replaced_outcomes.update(replaced)
 
     def _count_episodes(self, worker: WorkerProgress, counts: EpisodesCounted) -> None:
         previous = worker.episodes or EpisodesCounted(time=counts.time)

@@ -32,6 +32,7 @@ from hpcrl.rollout.reward_process import RewardProcess, SegmentScores
 from hpcrl.rollout.rewards import RewardScore, apply_score
 from hpcrl.rollout.teacher_scores import apply_teacher_score
 from hpcrl.spool.listing import SegmentListing, find_shard, quarantine_segment
+from hpcrl.spool.outcome import name_outcome
 from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.segment import is_out_of_reach, read_segment
 from hpcrl.spool.writer import MAX_PAUSE_S, MIN_PAUSE_S, derive_segment
@@ -180,7 +181,7 @@ class ScoringSession:
                 return scored
         has_failed = score is not None and bool(score.error)
         if scored.reward is not None:
-            counts.add(scored, has_failed=has_failed)
+            counts.add(scored, played=trajectory if has_failed else None)
         if has_failed:
             self._faults.add("reward", trajectory, scored.extra["fault" if scored.reward is None else "reason"])
         return scored
@@ -191,11 +192,14 @@ class _ScoredCounts:
     """The rewards of one segment, and how often its domains' functions failed."""
 
     rewards: dict[str, list[float]] = field(default_factory=dict)
-    reward_errors: Counter[str] = field(default_factory=Counter)
+    replaced_outcomes: dict[str, Counter[str]] = field(default_factory=dict)
 
-    def add(self, trajectory: Trajectory, *, has_failed: bool) -> None:
+    def add(self, trajectory: Trajectory, *, played: Trajectory | None) -> None:
+        """Count a reward; `played` is the trajectory as it was before, if its function failed."""
         self.rewards.setdefault(trajectory.domain, []).append(cast(float, trajectory.reward))
-        self.reward_errors[trajectory.domain] += has_failed
+        if played is not None:
+            replaced = self.replaced_outcomes.setdefault(trajectory.domain, Counter())
+            replaced[name_outcome(played.status, played.outcome)] += 1
 
     def summarise(self, segment: str) -> SegmentScored:
         given = [reward for domain in self.rewards.values() for reward in domain]
@@ -205,7 +209,8 @@ class _ScoredCounts:
             num=len(given),
             reward_mean=mean,
             rewards=self.rewards,
-            reward_errors={name: num for name, num in self.reward_errors.items() if num},
+            reward_errors={name: replaced.total() for name, replaced in self.replaced_outcomes.items()},
+            replaced_outcomes={name: dict(replaced) for name, replaced in self.replaced_outcomes.items()},
         )
 
 

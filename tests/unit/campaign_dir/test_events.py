@@ -116,9 +116,17 @@ LINES = [
         '"serve_s": 1.0, "is_home": true',
     ),
     (
-        SegmentScored(segment="s.h5", num=0, reward_mean=None, rewards={}, reward_errors={"lake": 1}),
+        SegmentScored(
+            segment="s.h5",
+            num=0,
+            reward_mean=None,
+            rewards={},
+            reward_errors={"lake": 1},
+            replaced_outcomes={"lake": {"finished": 1}},
+        ),
         "scored",
-        '"segment": "s.h5", "num": 0, "reward_mean": null, "rewards": {}, "reward_errors": {"lake": 1}',
+        '"segment": "s.h5", "num": 0, "reward_mean": null, "rewards": {}, "reward_errors": {"lake": 1}, '
+        '"replaced_outcomes": {"lake": {"finished": 1}}',
     ),
     (
         VersionPublished(version=1, step=1, wall_s=0.2, stall_s=0.1),

@@ -302,6 +302,20 @@ def test_a_reward_function_that_always_fails_is_shown(tmp_path: Path) -> None:
     assert any("80.0% reward-error" in line and "may be broken" in line for line in text_of(snapshot, width=140))
 
 
+def test_an_episode_whose_reward_failed_is_not_counted_under_the_outcome_that_it_had(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    campaign.emit("env-1", EpisodesCounted(outcomes={"sums": {"finished": 43, "max-turns": 533}}))
+    scored = SegmentScored(
+        num=13,
+        rewards={"sums": [0.0] * 13},
+        reward_errors={"sums": 13},
+        replaced_outcomes={"sums": {"max-turns": 13}},
+    )
+    campaign.emit("reward-0", scored)
+    snapshot = collector(campaign).poll()
+    assert snapshot.domains["sums"].outcomes == {"max-turns": 520, "finished": 43, "reward-error": 13}
+
+
 def test_a_low_share_of_trained_tokens_is_shown_with_its_reason(tmp_path: Path) -> None:
     campaign = running(tmp_path)
     fates = {"chat": {"trained": 100}, "tools": {"trained": 80, "sampling": 15, "aborted-stale": 5}}

@@ -58,10 +58,12 @@ class RewardStage:
         self.faults = self.faults or RepeatedFaults(context.events.emit)
         return ScoringSession(context, self.process, self.faults)
 
-    def add(self, name):
-        write_segment(
-            self.run.spool("rollouts") / name, [unscored(make_lake_trajectory(0, index)) for index in range(NUM)]
-        )
+    def add(self, name, *, outcomes=("",) * NUM):
+        trajectories = [
+            msgspec.structs.replace(unscored(make_lake_trajectory(0, index)), outcome=outcome)
+            for index, outcome in enumerate(outcomes)
+        ]
+        write_segment(self.run.spool("rollouts") / name, trajectories)
 
     def twin(self, name):
         return list(read_segment(self.run.spool("scored") / name))
@@ -98,6 +100,18 @@ def test_a_reward_that_hangs_costs_its_trajectory_and_not_its_segment(stage):
     assert [one.reward for one in twin] == [0.0, 1.0, 0.0, 3.0]
     assert [one.outcome == twin[0].outcome for one in twin] == [True, True, False, True]
     assert "reward_timeout_s = 0.5 s" in twin[2].extra["reason"]
+
+
+def test_an_error_of_a_reward_is_counted_by_the_outcome_that_its_episode_had(stage):
+    """The domain scores what `max_turns` cut off by its function too."""
+    outcomes = ["max-turns", "", "max-turns", "max-turns"]
+    stage.add("a.h5", outcomes=outcomes)
+    session = stage.open("hang_for", index=2)
+    session.start(["a.h5"])
+    finish(session)
+    (scored,) = [event for event in read_events(stage.run.events) if event["event"] == "scored"]
+    assert scored["reward_errors"] == {"lake": 1}
+    assert scored["replaced_outcomes"] == {"lake": {"max-turns": 1}}
 
 
 def test_a_failure_is_a_fault_where_its_domain_says_so(stage):
