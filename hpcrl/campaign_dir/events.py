@@ -264,6 +264,44 @@ class StepFinished(CampaignEvent, frozen=True, kw_only=True, tag="step"):
     """The lengths of the episodes that it trained on (`spool.episode_lengths.LengthCounts`)."""
 
 
+class MemoryRanOut(CampaignEvent, frozen=True, kw_only=True, tag="out-of-memory"):
+    """A rank of the trainer ran out of memory; all ranks start again with lower limits, from the last checkpoint."""
+
+    step: NonNegativeCount = 0
+    """0 if it is not known."""
+    rank: int | None = None
+    """None if the kernel ended it, and nothing else is known."""
+    num_rows: NonNegativeCount = 0
+    """The rows of the micro-batch that was being computed; 0 if there was none."""
+    num_tokens: NonNegativeCount = 0
+    """Its tokens, padding included."""
+    tokens_per_micro_batch: int | None = None
+    """The limit from now on, if it is lower than that of the recipe."""
+    max_row_tokens: int | None = None
+    """The limit from now on, if memory ran out with a single row."""
+    reason: str = ""
+    """What happened and what follows, for a person."""
+
+
+class RowsSkipped(CampaignEvent, frozen=True, kw_only=True, tag="rows-skipped"):
+    """A step left out the training rows that are longer than the trainer reads."""
+
+    step: NonNegativeCount
+    version: NonNegativeCount = 0
+    num: NonNegativeCount
+    """The rows."""
+    num_tokens: NonNegativeCount
+    """The tokens that they would have trained."""
+    token_counts: dict[str, int] = {}
+    """The same by domain."""
+    share: float = 0.0
+    """Their share of the tokens that the step would have trained."""
+    limit: NonNegativeCount = 0
+    """The tokens of the longest row that is trained."""
+    reason: str = ""
+    """The reason for this limit."""
+
+
 class StaleDropped(CampaignEvent, frozen=True, kw_only=True, tag="stale"):
     """The trainer dropped trajectories that were too old."""
 
@@ -355,8 +393,10 @@ if TYPE_CHECKING:
         "policy-fault",
         "request",
         "reward",
+        "rows",
         "spool",
         "step",
+        "train-limits",
         "weights",
         "worker-pool",
     ]
@@ -423,6 +463,8 @@ def describe_event(event: CampaignEvent) -> str | None:
             return f"worker {event.of or event.worker} failed" + _append_reason(event.reason)
         case WorkerRestarted():
             return f"worker {event.of or event.worker} restarted"
+        case MemoryRanOut():
+            return event.reason or "the trainer ran out of memory"
         case LayoutChosen():
             return f"layout {event.layout}" + _append_reason(event.reason)
         case TransportChanged():

@@ -14,6 +14,7 @@ CAMPAIGN/
     stop: present when the campaign has been asked to stop
     settled.json: progress of the trainer, which limits how far env workers may be ahead
     train-progress.json: progress of the trainer in its present job, by which the driver finds a stall
+    train-limits.json: lower limits of the trainer's micro-batches and rows, since memory ran out
     switched-roles.json: workers that do the other role's work for now
     jobs/000/: one Slurm job (or local run)
         job.sh: its script, unless submitit made one under its id (ID_submission.sh)
@@ -145,6 +146,11 @@ class CampaignDir:
     def train_progress(self) -> Path:
         """The progress of the trainer in its present job, by which the driver finds a stall."""
         return self.root / "train-progress.json"
+
+    @property
+    def train_limits(self) -> Path:
+        """The lower limits of a trainer that ran out of memory."""
+        return self.root / "train-limits.json"
 
     def journal(self, env_index: int) -> Path:
         """Return the file of the tasks of env worker `env_index`, whatever job it runs in."""

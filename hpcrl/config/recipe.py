@@ -434,6 +434,9 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     adam_eps: Annotated[float, Meta(gt=0)] = 1e-8
     tokens_per_micro_batch: Count = 16384
     """Padded tokens in one forward pass; a step accumulates gradients over all its passes."""
+    max_row_tokens: Literal["auto"] | Count = "auto"
+    """Longer training rows are left out of a step, and reported; auto: those for which a GPU has too little memory by
+    the plan, and none where the plan does not know."""
     rows: Literal["padded", "packed"] = "padded"
     """In a forward pass: a row for each trajectory, or all of them in one row, each attending only to itself."""
     lora_rank: CountOrZero = 0

@@ -3,6 +3,7 @@
 driver           supervise the workers
 supervision      requests to end, failures that repeat
 progress_watch   find out whether the job has stalled
+memory_watch     lower limits of a trainer that ran out of memory
 guardian         run the driver and clean up after it
 next_job         queue and cancel the next job of the campaign
 runtime          start workers with Parsl

@@ -37,6 +37,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.job import next_job
 from hpcrl.job.courier_step import WeightPlane
 from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_reward_jobs, run_guarded, send_outcome
+from hpcrl.job.memory_watch import KILLED, TrainerMemoryWatch
 from hpcrl.job.metrics_process import MetricsProcess
 from hpcrl.job.progress_watch import ProgressWatch, count_activity
 from hpcrl.job.reward_tasks import RewardScoring
@@ -44,7 +45,7 @@ from hpcrl.job.supervision import EndRequests, RestartBudget
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm.allocation import read_allocation, scrub_environment
-from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_OUT_OF_MEMORY
 from hpcrl.system.files import make_private_dir, publish_file, read_last_line, remove_path
 from hpcrl.system.network import current_node, find_bind_address
 from hpcrl.weights import versions
@@ -107,6 +108,12 @@ class JobDriver:
         self.campaign, self.job = self.place.campaign, self.place.job
         self.end_requests = EndRequests(self.campaign.stop, drain_s=self.recipe.job.drain_s)
         self.budget = RestartBudget(self.job.logs)
+        self.memory = TrainerMemoryWatch(
+            self.campaign,
+            recipe=self.recipe,
+            has_gpus=bool(self.plan.role("train").gpus_per_worker),
+            emit=self.events.emit,
+        )
         self.reporter = MetricsProcess(self.place, metrics=self.recipe.metrics, emit=self.events.emit)
         self.scoring = RewardScoring(
             campaign=self.campaign,
@@ -163,6 +170,7 @@ class JobDriver:
             emit=self.events.emit,
         )
         try:
+            self.memory.note_limits()
             runtime.start_trainer()  # first: all others wait for its weights
             if self.plan.has_role("decode"):
                 self.weight_plane.start(self.site.mpi)
@@ -210,7 +218,8 @@ class JobDriver:
         self.reporter.keep_running()
         if trainer_code is not None:
             self._refuse_restart()
-            self._worker_failed("train-0", f"exit code {trainer_code}: {read_last_line(self.job.log('train-0'))}")
+            if not self.memory.report_shortage(trainer_code):
+                self._worker_failed("train-0", self._describe_end(trainer_code))
             runtime.start_trainer()
         for role, node in runtime.replace_lost_blocks():
             self.events.emit(FaultReported(what="worker-pool", detail=f"{role} on {node} ended and was started again"))
@@ -225,6 +234,12 @@ class JobDriver:
                 error = worker.future.exception()
                 self._worker_failed(f"{worker.role}-{worker.index}", str(error) if error else "it ended by itself")
                 worker.future = runtime.start_worker(worker.role, worker.index)
+
+    def _describe_end(self, trainer_code: int) -> str:
+        """Return why the trainer ended."""
+        if trainer_code == EXIT_OUT_OF_MEMORY:
+            return f"{KILLED}: raise resources.train.mem_gib_per_worker"
+        return f"exit code {trainer_code}: {read_last_line(self.job.log('train-0'))}"
 
     def _refuse_restart(self) -> None:
         """Raise what ended the trainer if it would only fail again."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, FaultReported, JobOutcome, NextJobQueued
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
+from hpcrl.campaign_dir.train_limits import make_recipe_digest, read_train_limits
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
@@ -79,13 +80,15 @@ def campaign_outcome(job: JobDir) -> tuple[JobOutcome, str] | None:
     """Return the outcome of a campaign whose job `job` has ended; None if another job is to continue it.
 
     A job that failed or was killed is followed only if there is progress: it has made a checkpoint, or, if it could not
-    record why it ended, the job before has.
+    record why it ended, the job before has. It is not followed if its trainer has too little memory in any job.
     """
     if job.campaign.stop.exists():
         return "stopped", "a user asked for it (hpcrl stop)"
     recorded = read_json(job.outcome) if job.outcome.exists() else None
     if recorded is not None and recorded["outcome"] != "failed":
         return None if recorded["outcome"] == "drained" else (recorded["outcome"], recorded["reason"])
+    if recorded is not None and _is_out_of_memory(job.campaign, recorded["reason"]):
+        return "failed", recorded["reason"]
     if _has_checkpoint(job.campaign, job.number):
         return None
     if recorded is not None:
@@ -101,6 +104,14 @@ def _count_jobs_left(job: JobDir, plan: Plan) -> int:
         return int(job.chain_marker.read_text())
     except FileNotFoundError:
         return plan.num_jobs - 1
+
+
+def _is_out_of_memory(campaign: CampaignDir, reason: str) -> bool:
+    """Return whether this is the reason that the trainer gave when nothing was left to lower."""
+    if not campaign.train_limits.exists():
+        return False
+    limits, _ = read_train_limits(campaign.train_limits, recipe_digest=make_recipe_digest(campaign.recipe))
+    return bool(limits.failure) and limits.failure.startswith(reason)
 
 
 def _has_checkpoint(campaign: CampaignDir, number: int) -> bool:

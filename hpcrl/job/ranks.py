@@ -1,7 +1,8 @@
 """The ranks of one step on a node: `python -m hpcrl.job.ranks SIZE FIRST NUM COMMAND...` starts NUM of SIZE.
 
 Each gets RANK, WORLD_SIZE and LOCAL_RANK as from torchrun, and its rank as the last argument. When one fails the
-others are ended too: they would wait for it forever.
+others are ended too: they would wait for it forever. The exit code is special if the kernel ended a rank because the
+memory of its control group was used up.
 """
 
 import os
@@ -11,7 +12,8 @@ import sys
 import time
 from types import FrameType
 
-from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, encode_exit_code
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_OUT_OF_MEMORY, encode_exit_code
+from hpcrl.system.memory import count_oom_kills
 from hpcrl.system.processes import die_with_parent
 
 POLL_INTERVAL_S = 0.25
@@ -21,6 +23,7 @@ SUCCESS_CODES = (EXIT_DONE, EXIT_DRAINED)
 
 def main(size: int, first: int, num: int, command: list[str]) -> int:
     """Start the ranks, forward signals; return the first exit code of a failed rank, else that of the first rank."""
+    num_kills = count_oom_kills()
     ranks = [_start_rank(command, rank=first + local, local=local, size=size) for local in range(num)]
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -32,8 +35,16 @@ def main(size: int, first: int, num: int, command: list[str]) -> int:
     while any(rank.poll() is None for rank in ranks) and not any(_failure_code(rank) for rank in ranks):
         time.sleep(POLL_INTERVAL_S)
     code = next((_failure_code(rank) for rank in ranks if _failure_code(rank)), ranks[0].returncode)
+    if code == -signal.SIGKILL and _has_kernel_killed(num_kills):
+        code = EXIT_OUT_OF_MEMORY
     _end_ranks(ranks)
     return encode_exit_code(code)
+
+
+def _has_kernel_killed(num_before: int | None) -> bool:
+    """Return whether the kernel has ended a process of this control group for a lack of memory since the start."""
+    num_now = count_oom_kills()
+    return num_before is not None and num_now is not None and num_now > num_before
 
 
 def _start_rank(command: list[str], *, rank: int, local: int, size: int) -> "subprocess.Popen[bytes]":

@@ -6,6 +6,7 @@
     DealWork              what these nodes know beside their inputs
     StepShares            a distributed step
     RankShare, ShareItem  one rank's part of it; one trajectory there
+    find_row_limit        the longest row that is trained on
     load_share_rows       a rank's ids -> its rows, which it reads itself
     split_minibatches     the rows of each optimizer step
     balance_parts         parts of equal length and nearly equal weight
@@ -168,7 +169,7 @@ class StepShares(msgspec.Struct, frozen=True, kw_only=True):
     skipped: str | None
     """The reason why no rank trains, if any."""
     num_too_long: int
-    """The rows that the model cannot read."""
+    """The rows that are too long for the model, or for the trainer's memory."""
     too_long_tokens: dict[str, int]
     """The tokens that they would have trained, by domain."""
     imbalance: float
@@ -222,7 +223,7 @@ def assign_credits(work: DealWork, *inputs: Any) -> list[FloatArray]:
 def distribute_rows(work: DealWork, dealt: Any, credits_: Any) -> StepShares:
     """Divide the rows of a step over minibatches and ranks, with the credits of their turns."""
     train, num_ranks, seed, step = work.train, work.num_ranks, work.seed, work.step
-    max_length, segment_of = work.max_length, work.segment_of
+    max_length, segment_of = find_row_limit(train, max_length=work.max_length), work.segment_of
     trajectories = check_trajectories(dealt, work.trajectories, work.node.inputs[0])
     values = check_credits(credits_, trajectories, work.node.inputs[1])
     if not all(np.isfinite(credit).all() for credit in values):
@@ -264,6 +265,11 @@ def distribute_rows(work: DealWork, dealt: Any, credits_: Any) -> StepShares:
         too_long_tokens=dict(too_long),
         imbalance=round(worst, 4),
     )
+
+
+def find_row_limit(train: TrainConfig, *, max_length: int) -> int:
+    """Return the tokens of the longest row that is trained on: the model can read it, and there is memory for it."""
+    return max_length if train.max_row_tokens == "auto" else min(max_length, train.max_row_tokens)
 
 
 def split_minibatches(kept: Sequence[int], *, num: int, seed: int, step: int) -> list[list[int]]:

@@ -21,6 +21,8 @@ from hpcrl.campaign_dir.events import (
     JobEnded,
     JobStarted,
     LayoutChosen,
+    MemoryRanOut,
+    RowsSkipped,
     SegmentScored,
     StaleDropped,
     StepFinished,
@@ -181,6 +183,10 @@ class CampaignProgress:
     """The lengths of ended episodes by status."""
     failed_tasks: dict[str, TaskFailed] = field(default_factory=dict)
     """The tasks that were abandoned, by group."""
+    shortage: MemoryRanOut | None = None
+    """The last time that the trainer ran out of memory."""
+    skipped_rows: dict[int, RowsSkipped] = field(default_factory=dict)
+    """The rows that were too long for the trainer, by step."""
     notes: deque[MonitorNote] = field(default_factory=lambda: deque(maxlen=MAX_NOTES))
     num_notes: int = 0
 
@@ -201,7 +207,7 @@ class CampaignProgress:
                 self._drop_steps_from(event.step)
                 self.steps[event.step] = event
                 self.version = max(self.version, event.version)
-            case StaleDropped() | TaskFailed():
+            case StaleDropped() | TaskFailed() | MemoryRanOut() | RowsSkipped():
                 self._count_loss(event)
             case TrainingResumed():
                 self._drop_steps_from(event.step + 1)
@@ -268,19 +274,23 @@ class CampaignProgress:
             case VersionLoaded():
                 worker.version = event.version
 
-    def _count_loss(self, event: StaleDropped | TaskFailed) -> None:
+    def _count_loss(self, event: StaleDropped | TaskFailed | MemoryRanOut | RowsSkipped) -> None:
         match event:
             case StaleDropped(token_counts=counts):
                 for domain, num in counts.items():
                     self._find_domain(domain).stale_tokens += num
             case TaskFailed(id=group):
                 self.failed_tasks[group] = event
+            case MemoryRanOut():
+                self.shortage = event
+            case RowsSkipped(step=step):
+                self.skipped_rows[step] = event
 
     def _add_note(self, event: CampaignEvent) -> None:
         text = describe_event(event)
         if text:
             has_failed = isinstance(event, JobEnded) and event.outcome == "failed"
-            bad = has_failed or isinstance(event, WorkerFailed | FaultReported)
+            bad = has_failed or isinstance(event, WorkerFailed | FaultReported | MemoryRanOut)
             self.num_notes += 1
             self.notes.append(MonitorNote(time=event.time, text=" ".join(text.split()), bad=bad))
 
@@ -314,6 +324,19 @@ class CampaignProgress:
         self.token_rate.add(counts.time, counts.num_tokens - previous.num_tokens)
         worker.episodes = counts
 
+    def describe_memory(self) -> str:
+        """Describe what the trainer does for lack of memory, and the rows that it leaves out; empty if all is well."""
+        parts = []
+        if self.shortage is not None and self.shortage.tokens_per_micro_batch is not None:
+            parts.append(f"memory ran out: micro-batches of {self.shortage.tokens_per_micro_batch:,} tokens")
+        if skipped := list(self.skipped_rows.values()):
+            num_tokens = sum(event.num_tokens for event in skipped)
+            num_trained = sum(step.num_tokens or 0 for step in self.steps.values())
+            share = num_tokens / max(num_tokens + num_trained, 1)
+            rows = f"{sum(event.num for event in skipped):,} rows over {skipped[-1].limit:,} tokens left out"
+            parts.append(f"{rows}, {share:.1%} of tokens")
+        return "   ".join(parts)
+
     def join_lengths(self) -> dict[str, LengthCounts]:
         """Return the lengths of the episodes that were started, that finished, and that were trained on."""
         trained = Counter[str]()
@@ -339,6 +362,8 @@ class CampaignProgress:
         """Remove the steps from `first_dropped` on, which a resume repeats; usually there are none."""
         if first_dropped <= next(reversed(self.steps), -1):
             self.steps = {number: old for number, old in self.steps.items() if number < first_dropped}
+            kept = {number: old for number, old in self.skipped_rows.items() if number < first_dropped}
+            self.skipped_rows = kept
 
 
 def _subtract(counts: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:

@@ -158,7 +158,7 @@ def _render_figures(snapshot: CampaignSnapshot) -> RenderableType:
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     for label, text in _iter_figure_rows(snapshot):
         warned = (
-            label == "env loop"
+            label in ("env loop", "memory")
             or (label == "trained" and find_low_shares(snapshot))
             or (label == "outcomes" and find_failing(snapshot))
         )
@@ -173,6 +173,8 @@ def _count_figures(snapshot: CampaignSnapshot) -> int:
 def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
     if snapshot.has_rollouts:
         yield from _iter_rollout_rows(snapshot)
+    if snapshot.detail.memory:
+        yield "memory", snapshot.detail.memory
     if snapshot.detail.last_step is not None:
         yield "learning", "   ".join(_format_learning(snapshot))
 

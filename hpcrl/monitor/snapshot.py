@@ -111,6 +111,8 @@ class SnapshotDetail(msgspec.Struct, frozen=True, kw_only=True):
     last_step: StepFinished | None = None
     losses: list[float | None] = []
     """One per step."""
+    memory: str = ""
+    """What the trainer does for lack of memory, if anything."""
     engine_versions: list[int] = []
     """Versions that the engine workers serve now: oldest and newest."""
     num_tokens: int = 0
@@ -408,6 +410,7 @@ def _build_detail(
         start_estimate=current.slurm.start if current and current.slurm and current.state == "queued" else None,
         last_step=next(reversed(progress.steps.values()), None),
         losses=[step.loss for step in progress.steps.values()],
+        memory=progress.describe_memory(),
         engine_versions=[min(versions), max(versions)] if versions else [],
         num_tokens=progress.totals.num_tokens,
         remote_prefill_share=progress.totals.remote_prefills / turns if turns else None,

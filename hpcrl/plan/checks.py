@@ -433,7 +433,8 @@ _IMITATION_SETTINGS = frozenset(
             "rows",
             "adam_betas",
         ),
-        *("adam_eps", "max_grad_norm", "weight_decay", "tokens_per_micro_batch", "lora_rank", "lora_alpha"),
+        *("adam_eps", "max_grad_norm", "weight_decay", "tokens_per_micro_batch", "max_row_tokens"),
+        *("lora_rank", "lora_alpha"),
         *("max_skipped_steps", "checkpoint_every_steps", "keep_checkpoints"),
     }
 )

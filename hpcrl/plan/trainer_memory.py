@@ -3,6 +3,7 @@
 find_trainer_memory      what each GPU and node holds
 explain_trainer_refusal  why it does not fit, and what to change
 warn_long_trajectories   whether a trajectory as long as the model reads would fit
+advise_on_shortage       what to change after memory ran out
 TrainerMemory            the result of the first
 
 The largest micro-batch has train.tokens_per_micro_batch tokens, or engine.max_model_len where that is larger: a
@@ -59,6 +60,8 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     free_gib: float
     most_tokens: int
     """The tokens of the largest micro-batch, or the longest trajectory, that fits."""
+    row_limit: int | None = None
+    """The tokens of the longest training row that fits as layers are computed; None if only weights are known."""
     node_processes_gib: float
     node_snapshot_gib: float
     node_window_gib: float
@@ -137,6 +140,7 @@ def find_trainer_memory(recipe: Recipe, choice: PartitionChoice | None, site: Si
         logits_gib=_to_gib(memory.logits),
         free_gib=_to_gib(usable - need.total),
         most_tokens=_find_room(recipe, shape, num_bytes=usable),
+        row_limit=_find_row_limit(recipe, shape, need, num_bytes=usable),
         node_processes_gib=_to_gib(node.processes),
         node_snapshot_gib=_to_gib(node.snapshot),
         node_window_gib=_to_gib(node.window),
@@ -174,14 +178,45 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
 def warn_long_trajectories(memory: TrainerMemory | None, recipe: Recipe) -> list[str]:
     """Warn if the recipe lets trajectories become longer than a GPU of the trainer has room for."""
     longest = recipe.engine.max_model_len or recipe.model.config.get("max_position_embeddings")
-    if memory is None or not recipe.has_rollouts or longest is None or memory.most_tokens >= longest:
+    if memory is None or not recipe.has_rollouts or longest is None or recipe.train.max_row_tokens != "auto":
         return []
-    fitting = _round_tokens(memory.most_tokens)
-    more = ", or raise resources.train.num_workers" * (recipe.train.sharding == "full")
+    if memory.most_tokens < longest:
+        fitting = _round_tokens(memory.most_tokens)
+        more = ", or raise resources.train.num_workers" * (recipe.train.sharding == "full")
+        return [
+            f"a trajectory may have {longest} tokens, and a GPU of the trainer ({memory.gpu}) has room for {fitting}, "
+            f"so longer ones are not trained on: set engine.max_model_len = {fitting}{more}"
+        ]
+    if memory.row_limit is None or memory.row_limit >= longest:
+        return []
     return [
-        f"a trajectory may have {longest} tokens, and a GPU of the trainer ({memory.gpu}) has room for {fitting}: set "
-        f"engine.max_model_len = {fitting}{more}"
+        f"a trajectory may have {longest} tokens, and while layers keep all activations a GPU of the trainer "
+        f"({memory.gpu}) has room for {_round_tokens(memory.row_limit)}, so longer ones are not trained on: set "
+        f"train.recompute = true, or engine.max_model_len to the longest that you want"
     ]
+
+
+def advise_on_shortage(recipe: Recipe, *, has_gpus: bool, num_rows: int = 0, num_tokens: int = 0) -> str:
+    """Return the settings that leave a rank more memory, after it ran out with a micro-batch of this size."""
+    train = recipe.train
+    found = []
+    if num_rows > 1:
+        found.append(f"train.tokens_per_micro_batch = {num_tokens // 2} at the most")
+    if train.trainer == "torch":
+        if train.recompute is not True:
+            found.append("train.recompute = true")
+        if not train.lora_rank:
+            whole = 'train.sharding = "full" and ' * (train.sharding == "none")
+            found.append(f"{whole}more ranks (resources.train.num_workers)")
+    else:
+        found.append("a larger train.tensor_parallel")
+    if train.precision == "fp32" and has_gpus:
+        found.append('train.precision = "bf16"')
+    if recipe.has_rollouts and num_rows == 1 < num_tokens:
+        found.append(f"engine.max_model_len = {num_tokens // 2} at the most")
+    if not has_gpus:
+        found.append("more memory (resources.train.mem_gib_per_worker)")
+    return f"choose {', or '.join(found)}"
 
 
 def _explain_state_refusal(recipe: Recipe, choice: PartitionChoice, gpu: str | None) -> str | None:
@@ -220,8 +255,10 @@ def _find_usable_bytes(gpu: str) -> float:
 
 def _find_micro_batch(recipe: Recipe) -> int:
     """Return the tokens of the largest micro-batch that the recipe asks for."""
-    longest = recipe.engine.max_model_len if recipe.has_rollouts else None
-    return max(recipe.train.tokens_per_micro_batch, longest or 0)
+    longest = (recipe.engine.max_model_len if recipe.has_rollouts else None) or 0
+    if recipe.train.max_row_tokens != "auto":
+        longest = min(longest, recipe.train.max_row_tokens)
+    return max(recipe.train.tokens_per_micro_batch, longest)
 
 
 def _compute_need(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, num_tokens: int) -> _RankNeed:
@@ -233,6 +270,14 @@ def _compute_need(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float,
         if need.total <= num_bytes:
             break
     return need
+
+
+def _find_row_limit(recipe: Recipe, shape: ModelArchitecture, need: _RankNeed, *, num_bytes: float) -> int | None:
+    """Find the longest row that fits; None for a model that is known by its number of weights alone."""
+    if not recipe.model.config:
+        return None
+    setup = make_rank_setup(recipe, has_recompute=need.has_recompute)
+    return find_most_tokens(shape, setup, num_bytes=num_bytes - need.others) or None
 
 
 def _find_room(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float) -> int:

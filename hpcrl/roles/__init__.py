@@ -9,6 +9,7 @@ reward          score finished segments
 serve           serve an engine, for prefill or decode
 judge           serve a judge
 train           train and publish weights
+memory_limits   the limits of the trainer's memory, and what they leave out
 learning_evidence  the signs that anything was learned
 train_queue     trajectories that wait to be trained on
 warmup          conversations of a data file, for the first steps

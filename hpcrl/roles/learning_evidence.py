@@ -40,7 +40,8 @@ class LearningEvidence(msgspec.Struct, kw_only=True):
         """Note a step, and why it changed nothing if so."""
         self.has_moved = self.has_moved or not skipped
         if skipped:
-            rows = f" ({num_too_long} rows are longer than the model's context)" if num_too_long else ""
+            limits = "the model's context or train.max_row_tokens"
+            rows = f" ({num_too_long} rows are longer than {limits})" if num_too_long else ""
             self.skip_reason = skipped + rows
 
     def note_rewards(self, trajectories: Iterable[Trajectory], domains: Mapping[str, DomainConfig]) -> None:

@@ -4,6 +4,7 @@
     TrainingLoop                the trainer, its step and its version
     POLL_INTERVAL_S             the pause while there is nothing to train on
     EVALUATION_POLL_INTERVAL_S  the pause while the last evaluation runs
+    LAST_CHECKPOINT_TIMEOUT_S   the time that a checkpoint has to be complete after memory ran out
 
 A checkpoint records which trajectories it has consumed.
 """
@@ -13,7 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,18 +40,20 @@ from hpcrl.models.model_config import read_model_config
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.learning_evidence import LearningEvidence
+from hpcrl.roles.memory_limits import MemoryContext, SkippedRows, limit_memory, record_shortage
 from hpcrl.roles.train_queue import TrainQueue
 from hpcrl.roles.warmup import WarmupData
 from hpcrl.spool.episode_lengths import LengthCounts, add_length
 from hpcrl.spool.ids import make_episode_id
 from hpcrl.spool.rows import TRAINED, count_by_fate
-from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_OUT_OF_MEMORY
 from hpcrl.system.garbage import pause_collection
 from hpcrl.system.network import find_bind_address
 from hpcrl.system.variables import TRAINER_START_VARIABLE
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.base import RankTrainer, StepMetrics, Trainer
 from hpcrl.trainers.leader import RankLeader, follow_orders
+from hpcrl.trainers.memory_error import StepMemoryError
 from hpcrl.trainers.publishing import make_published_layout, open_shard_store
 from hpcrl.trainers.step_metrics import compute_flops_utilization
 from hpcrl.trainers.torch import TorchTrainer
@@ -64,31 +67,54 @@ from hpcrl.weights.window.file import WindowKey, make_window_key
 
 POLL_INTERVAL_S = 0.05
 EVALUATION_POLL_INTERVAL_S = 0.5
+LAST_CHECKPOINT_TIMEOUT_S = 60.0
 
 
 def run(context: WorkerContext) -> int:
     """Train until the recipe's last step, or until the job drains; return the exit code for it.
 
-    Rank 0 runs this loop; other ranks follow its orders.
+    A rank that runs out of memory during a step records that, and the driver starts all ranks again, from the last
+    checkpoint.
     """
     world = join_world(_find_meeting_path(context), environ=_make_rank_environment(context))
+    memory = limit_memory(context, world)
     try:
-        if world.rank == 0:
-            _make_model(context)
-        world.wait()
-        rank_trainer = _make_trainer(context, world)
-        warmup = _open_warmup(context)
-        if world.rank:
-            key = _find_window_key(context)
-            publishes = context.recipe.has_rollouts
-            layout = _make_layout(context, rank_trainer)
-            store = open_shard_store(rank_trainer, key, job=context.job, layout=layout) if publishes else None
-            spool = context.campaign.spool("scored")
-            follow_orders(rank_trainer, train=context.recipe.train, spool=spool, store=store, warmup=warmup)
-            return EXIT_DONE
-        return _run_leader(context, rank_trainer, warmup)
-    finally:
+        code = _run_rank(memory.worker, world)
+    except StepMemoryError as error:
+        return _end_without_memory(memory, error, world)
+    except BaseException:
         leave_world(world)
+        raise
+    leave_world(world)
+    return code
+
+
+def _run_rank(context: WorkerContext, world: World) -> int:
+    """Run the loop on rank 0; other ranks follow its orders."""
+    if world.rank == 0:
+        _make_model(context)
+    world.wait()
+    rank_trainer = _make_trainer(context, world)
+    warmup = _open_warmup(context)
+    if world.rank:
+        key = _find_window_key(context)
+        publishes = context.recipe.has_rollouts
+        layout = _make_layout(context, rank_trainer)
+        store = open_shard_store(rank_trainer, key, job=context.job, layout=layout) if publishes else None
+        spool = context.campaign.spool("scored")
+        follow_orders(rank_trainer, train=context.recipe.train, spool=spool, store=store, warmup=warmup)
+        return EXIT_DONE
+    return _run_leader(context, rank_trainer, warmup)
+
+
+def _end_without_memory(memory: MemoryContext, error: StepMemoryError, world: World) -> int:
+    """Record what ran out; return the exit code for it, or end the process where leaving the group could block."""
+    limits = record_shortage(memory, error, rank=world.rank)
+    seen = limits.failure or f"the next start has {limits.describe()}"
+    print(f"{error.detail}\nout of memory{limits.describe_shortage()}: {seen}", flush=True)  # noqa: T201 - the worker's log
+    if world.size > 1:
+        os._exit(EXIT_OUT_OF_MEMORY)  # the others wait for this rank, and it would wait for them
+    return EXIT_OUT_OF_MEMORY
 
 
 def _open_warmup(context: WorkerContext) -> WarmupData | None:
@@ -98,6 +124,15 @@ def _open_warmup(context: WorkerContext) -> WarmupData | None:
 
 def _run_leader(context: WorkerContext, rank_trainer: RankTrainer, warmup: WarmupData | None) -> int:
     training_loop = TrainingLoop.start_or_resume(context, rank_trainer, warmup=warmup)
+    try:
+        return _run_steps(context, training_loop)
+    except StepMemoryError:
+        if training_loop.saving is not None:  # it continues in the background, also on ranks that wait for this one
+            wait([training_loop.saving], timeout=LAST_CHECKPOINT_TIMEOUT_S)
+        raise
+
+
+def _run_steps(context: WorkerContext, training_loop: "TrainingLoop") -> int:
     while training_loop.step < context.recipe.train.num_steps:
         if context.draining:
             training_loop.finish()
@@ -180,6 +215,7 @@ class TrainingLoop:
     num_params: int
     """The number of the model's parameters."""
     train_queue: TrainQueue
+    skipped_rows: SkippedRows
     consumed: ConsumedTrajectories
     step: int
     version: int
@@ -233,6 +269,7 @@ class TrainingLoop:
             publisher=publisher,
             num_params=sum(math.prod(shape) for shape in rank_trainer.shapes().values()),
             train_queue=train_queue,
+            skipped_rows=SkippedRows(context, max_length=rank_trainer.max_length),
             consumed=consumed,
             step=step,
             version=version,
@@ -378,7 +415,8 @@ class TrainingLoop:
         )
 
     def check_skipped(self, metrics: StepMetrics) -> None:
-        """Report a step that changed nothing; raise TrainError after too many in a row."""
+        """Report rows that were left out, and a step that changed nothing; raise TrainError after too many in a row."""
+        self.skipped_rows.note_step(metrics)
         self.reward = metrics.reward_mean
         self.evidence.note_step(metrics.skipped, num_too_long=metrics.num_too_long)
         self.num_skipped = self.num_skipped + 1 if metrics.skipped else 0
@@ -387,9 +425,12 @@ class TrainingLoop:
             self.context.events.emit(FaultReported(what="step", detail=detail))
         if self.num_skipped > self.context.recipe.train.max_skipped_steps:
             self.await_checkpoint()
+            fix = "lower train.learning_rate, fix the rewards"
+            if metrics.num_too_long and not metrics.num_tokens:
+                fix = "let episodes be shorter (engine.max_model_len), since all rows of that step are too long"
             raise TrainError(
-                f"{self.num_skipped} steps in a row changed nothing, the last because {metrics.skipped}: lower "
-                "train.learning_rate, fix the rewards, or raise train.max_skipped_steps"
+                f"{self.num_skipped} steps in a row changed nothing, the last because {metrics.skipped}: {fix}, or "
+                "raise train.max_skipped_steps"
             )
 
     def check_evidence(self) -> None:

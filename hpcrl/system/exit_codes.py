@@ -9,6 +9,8 @@ EXIT_USAGE = 2
 """The user can fix it: one message explains how."""
 EXIT_DRAINED = 3
 """The trainer's process has saved a checkpoint, and the campaign is to continue in another job."""
+EXIT_OUT_OF_MEMORY = 4
+"""A rank of the trainer has run out of memory, or the kernel ended it for that."""
 EXIT_INTERRUPTED = 130
 
 

@@ -3,6 +3,7 @@
 base              the protocols
 step              one step, for any backend
 nodes             the nodes of the pipeline that every rank runs
+memory_error      a rank that runs out of memory during a step
 micro_batch_loss  the loss of a micro-batch
 step_metrics      the metrics of a step
 torch             the torch trainer

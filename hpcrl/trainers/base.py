@@ -51,7 +51,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     num_flat_groups: int
     """The groups whose episodes all have the same reward: they give no gradient."""
     num_too_long: int
-    """The rows longer than the model's context: they are not trained on, while their episode's reward counts."""
+    """The rows longer than the model's context or `train.max_row_tokens`: they are not trained on, while the reward of
+    their episode counts."""
     num_tokens: int
     """The tokens that the model generated: the ones trained on."""
     num_padded_tokens: int
@@ -93,7 +94,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     num_rows: int = 0
     """The training rows: a trajectory has one for each conversation."""
     too_long_tokens: dict[str, int] = {}
-    """The generated tokens in rows that the model could not read, by domain."""
+    """The generated tokens in these rows, by domain."""
 
 
 class WritableState(Protocol):
@@ -180,6 +181,9 @@ class RankTrainer(Trainer, Protocol):
 
     has_scored_reference: bool
     """True if the log-probs of the reference come with the trajectories, from a teacher's engine."""
+
+    fitting_tokens: int
+    """The tokens of the largest micro-batch of any rank so far, padding included: there was memory for it."""
 
     def use_settings(self, train: TrainConfig) -> None:
         """Use the settings of the step that starts; a warm-up has others than reinforcement learning."""

@@ -19,6 +19,7 @@ from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.advantage import gae
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import compute_token_shares, compute_value_loss
+from hpcrl.trainers.memory_error import watch_memory
 from hpcrl.trainers.micro_batch_loss import normalize_advantages
 from hpcrl.trainers.model_files import open_critic
 from hpcrl.trainers.torch_model import TrainedModel
@@ -57,7 +58,7 @@ class Critic:
         total = torch.zeros((), dtype=torch.double, device=self._world.device)
         evaluated = self._evaluated[number]
         for index, (micro, before_N, returns_N) in enumerate(evaluated):
-            with self.model.accumulation_context(last=index == len(evaluated) - 1):
+            with watch_memory(micro), self.model.accumulation_context(last=index == len(evaluated) - 1):
                 loss = compute_value_loss(
                     self._predict_values(micro),
                     before_N=before_N,
@@ -76,7 +77,8 @@ class Critic:
         return value
 
     def _predict_values(self, micro: MicroBatch) -> Tensor:
-        logits = self.model(micro.inputs_BT, position_ids=micro.positions_BT, use_cache=False).logits
+        with watch_memory(micro):
+            logits = self.model(micro.inputs_BT, position_ids=micro.positions_BT, use_cache=False).logits
         values_BT = logits.squeeze(-1).float()
         return values_BT[micro.mask_BT]  # type: ignore[no-any-return]
 

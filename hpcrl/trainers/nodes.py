@@ -70,7 +70,12 @@ def make_batches(work: StepWork, minibatch_rows: list[list[TrainingRow]]) -> lis
     result.num_tokens = int(sum(each.num_tokens for each in work.totals))
     result.num_padded_tokens = int(sum(each.num_padded_tokens for each in work.totals))
     work.skipped = find_skip_reason(work.totals)
-    return minibatches if work.skipped is not None else trainer.place_batches(minibatches)
+    if work.skipped is not None:
+        return minibatches
+    batches = trainer.place_batches(minibatches)
+    largest = max((micro.num_padded_tokens for minibatch in batches for micro in minibatch), default=0)
+    result.largest_batch = trainer.world.max(largest)
+    return batches
 
 
 def compute_logprobs(work: StepWork, minibatches: list[Minibatch]) -> list[TokenColumns]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from hpcrl.config.pipeline import make_pipeline
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.batch import MicroBatch
+from hpcrl.trainers.memory_error import watch_memory
 from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
 from hpcrl.trainers.torch_model import load_causal
 from hpcrl.trainers.world import World
@@ -86,7 +87,8 @@ class SpreadModel:
         with torch.no_grad():
             for micro in unpack_inputs(packed):
                 assert self._model is not None, "only ranks with the model are asked"
-                found.append(compute_token_logprobs(self._model, micro, temperature=self._temperature)[0])
+                with watch_memory(micro):
+                    found.append(compute_token_logprobs(self._model, micro, temperature=self._temperature)[0])
         return torch.cat(found)
 
 

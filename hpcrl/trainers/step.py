@@ -32,6 +32,7 @@ from hpcrl.learn.loss import LossSums
 from hpcrl.learn.pipeline import PipelineExecutor
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.base import RankTrainer, StepMetrics, check_trainable
+from hpcrl.trainers.memory_error import StepMemoryError, watch_memory
 from hpcrl.trainers.nodes import StepWork, compute_learning_rate
 from hpcrl.trainers.step_metrics import LearnResult, Stopwatch, build_step_metrics
 
@@ -92,7 +93,8 @@ def learn_rows(
 ) -> LearnResult:
     """Run the nodes of every rank on its share of a step; loss and update for each minibatch and epoch.
 
-    A rank that skips a step reads its rows all the same, which starts to prefetch the next.
+    A rank that skips a step reads its rows all the same, which starts to prefetch the next. One that runs out of memory
+    raises StepMemoryError; the others wait for it then, so all have to be started again.
     """
     trainer.use_settings(train)
     executor = PipelineExecutor(train)
@@ -108,13 +110,19 @@ def learn_rows(
         policy_loss=executor.make_loss(),
     )
     results: dict[str, Any] = {"deal": shares}
-    executor.run("rows", work=work, results=results)
-    watch.record_lap("rows")
-    work.skipped = skipped
-    executor.run("prepare", work=work, results=results)
-    for number in list(range(len(work.totals))) * train.epochs:
-        work.number = number
-        executor.run("learn", work=work, results=results)
+    try:
+        with watch_memory():
+            executor.run("rows", work=work, results=results)
+            watch.record_lap("rows")
+            work.skipped = skipped
+            executor.run("prepare", work=work, results=results)
+            for number in list(range(len(work.totals))) * train.epochs:
+                work.number = number
+                executor.run("learn", work=work, results=results)
+    except StepMemoryError as error:
+        error.step, error.fitting_tokens = step, trainer.fitting_tokens
+        raise
+    trainer.fitting_tokens = max(trainer.fitting_tokens, result.largest_batch)
     result.skipped = work.skipped
     watch.record_lap("learn")
     return result

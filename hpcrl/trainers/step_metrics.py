@@ -38,6 +38,8 @@ class LearnResult:
     num_summed: float = 0.0
     """The tokens that the sums are over: each epoch counts."""
     num_padded_tokens: int = 0
+    largest_batch: int = 0
+    """The tokens of the largest micro-batch of any rank, padding included."""
     learning_rate: float = 0.0
     norms: list[float] = field(default_factory=list)
     value_losses: list[float] = field(default_factory=list)

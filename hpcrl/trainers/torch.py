@@ -18,13 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from hpcrl.config.pipeline import needs_critic
 from hpcrl.config.recipe import TrainConfig
-from hpcrl.learn.batch import empty_micro_batch
+from hpcrl.learn.batch import MicroBatch, empty_micro_batch
 from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import load_update
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers import torch_model
 from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, load_fixed_models
 from hpcrl.trainers.critic import Critic
+from hpcrl.trainers.memory_error import watch_memory
 from hpcrl.trainers.micro_batch_loss import (
     MinibatchTotals,
     PriorLogprobs,
@@ -63,6 +64,7 @@ class TorchTrainer:
         self._temperature = temperature
         self.has_scored_reference = has_scored_reference
         self.world = world
+        self.fitting_tokens = 0
         source = open_causal(model_dir)
         module, prefix = source.module, ""
         self._precise_names = source.find_precise_names()
@@ -193,10 +195,11 @@ class TorchTrainer:
         """Compute the log-probs of all tokens under the policy, or under the model of the node with this name."""
         module = self._policy if model is None else self._fixed_models[model]
         with torch.no_grad():
-            return [
-                [compute_token_logprobs(module, micro, temperature=self._temperature)[0] for micro in part]
-                for part in minibatches
-            ]
+            return [[self._compute_column(module, micro) for micro in part] for part in minibatches]
+
+    def _compute_column(self, module: TrainedModel | TokenModel, micro: MicroBatch) -> Tensor:
+        with watch_memory(micro):
+            return compute_token_logprobs(module, micro, temperature=self._temperature)[0]
 
     def accumulate_gradient(
         self, minibatch: Minibatch, priors: list[PriorLogprobs], *, totals: MinibatchTotals, policy_loss: PolicyLoss
@@ -205,7 +208,7 @@ class TorchTrainer:
         total = LossSums.zero(self.world.device)
         last = len(minibatch) - 1
         for number, (micro, prior) in enumerate(zip(minibatch, priors, strict=True)):
-            with self._policy.accumulation_context(last=number == last):
+            with watch_memory(micro), self._policy.accumulation_context(last=number == last):
                 logprobs_N, entropy_N = compute_token_logprobs(
                     self._policy,
                     micro,

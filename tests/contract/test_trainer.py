@@ -9,10 +9,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from hpcrl.config.pipeline import PipelineNode
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
+from hpcrl.trainers.memory_error import StepMemoryError
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import SINGLE_RANK
+from tests.support.memory_losses import LIMIT_VARIABLE
 from tests.support.trajectories import make_random_trajectory
 
 
@@ -195,6 +198,37 @@ def test_a_trajectory_longer_than_the_context_is_left_out_and_counted(make, leng
     assert metrics.skipped is None
     assert metrics.num_too_long == num_too_long
     assert metrics.num_tokens == short.loss_mask.sum() + (0 if num_too_long else long.loss_mask.sum())
+
+
+def test_rows_longer_than_the_memory_allows_are_left_out_and_the_others_keep_their_advantages(make):
+    episodes = batch()
+    trainer, whole = make(max_row_tokens=30), make()
+    metrics = trainer.train_step(episodes, step=1, version=1)
+    long = [one for one in episodes if len(one) == 33]
+    assert (metrics.num_too_long, metrics.too_long_tokens) == (2, {"math": sum(one.loss_mask.sum() for one in long)})
+    assert metrics.num_rows == 6
+    assert metrics.reward_mean == whole.train_step(episodes, step=1, version=1).reward_mean
+    assert not same(trainer.tensors(), whole.tensors())
+
+
+def test_a_step_that_runs_out_of_memory_names_its_micro_batch_and_can_be_made_again(make, monkeypatch):
+    nodes = {"loss": PipelineNode(function="tests.support.memory_losses:raise_above")}
+    trainer, other = make(pipeline=nodes), make(pipeline=nodes)
+    monkeypatch.setenv(LIMIT_VARIABLE, "1000")
+    for one in (trainer, other):
+        one.train_step(batch(), step=1, version=1)
+    monkeypatch.setenv(LIMIT_VARIABLE, "7")
+    with pytest.raises(StepMemoryError, match="CUDA out of memory") as caught:
+        trainer.train_step(batch(1), step=2, version=2)
+    error = caught.value
+    assert error.step == 2
+    assert 1 <= error.num_rows <= 8
+    assert 12 <= error.num_tokens <= error.fitting_tokens <= 8 * 33
+    trainer.discard_gradient()
+    monkeypatch.setenv(LIMIT_VARIABLE, "1000")
+    for one in (trainer, other):
+        one.train_step(batch(1), step=2, version=2)
+    assert same(trainer.tensors(), other.tensors())
 
 
 def bare_step(model_dir, episodes, *, learning_rate, temperature):

@@ -37,6 +37,7 @@ from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, load_fixed_models
 from hpcrl.trainers.megatron.model import build_model_part, patch_for_cpu
 from hpcrl.trainers.megatron.weight_names import ParallelRank, map_shards
+from hpcrl.trainers.memory_error import watch_memory
 from hpcrl.trainers.micro_batch_loss import (
     MinibatchTotals,
     PriorLogprobs,
@@ -80,6 +81,7 @@ class MegatronTrainer:
         self._temperature = temperature
         self.has_scored_reference = has_scored_reference
         self.world = world
+        self.fitting_tokens = 0
         self.critic = None  # `find_megatron_conflict` refuses recipes that need one
         with patch_for_cpu():
             self._model_part = build_model_part(model_dir, train=train, world=world, seed=seed)
@@ -305,7 +307,8 @@ class MegatronTrainer:
 
         rows, length = minibatch[0].inputs_BT.shape
         # Autocast covers the backward pass too: there Megatron's layers multiply in the current precision.
-        with patch_for_cpu(), self._autocast(self._train.has_bf16(on_gpus=self.world.device.type == "cuda")):
+        precision = self._autocast(self._train.has_bf16(on_gpus=self.world.device.type == "cuda"))
+        with watch_memory(minibatch[0]), patch_for_cpu(), precision:  # all micro-batches have one shape
             found = get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=iter(minibatch),

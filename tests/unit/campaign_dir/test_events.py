@@ -22,9 +22,11 @@ from hpcrl.campaign_dir.events import (
     JobEnded,
     JobStarted,
     LayoutChosen,
+    MemoryRanOut,
     NextJobQueued,
     ParsersChosen,
     RewardJobsScaled,
+    RowsSkipped,
     SegmentScored,
     SegmentsRetired,
     StaleDropped,
@@ -198,6 +200,18 @@ LINES = [
         '"1": 2}, "imbalance": 1.0, "tokens_per_s": 45.0, "times": {"learn": 1.5, "publish": 0.1}, "num_rows": 9, '
         '"too_long_tokens": {"lake": 5}, "mfu": null, "wait_s": 0.4, '
         '"lengths": {"7": 8, "tokens": 900}',
+    ),
+    (
+        MemoryRanOut(step=3, rank=1, num_rows=4, num_tokens=900, tokens_per_micro_batch=450, reason="it is small"),
+        "out-of-memory",
+        '"step": 3, "rank": 1, "num_rows": 4, "num_tokens": 900, "tokens_per_micro_batch": 450, '
+        '"max_row_tokens": null, "reason": "it is small"',
+    ),
+    (
+        RowsSkipped(step=3, num=2, num_tokens=80, token_counts={"lake": 80}, share=0.1, limit=450, reason="memory"),
+        "rows-skipped",
+        '"step": 3, "version": 0, "num": 2, "num_tokens": 80, "token_counts": {"lake": 80}, "share": 0.1, '
+        '"limit": 450, "reason": "memory"',
     ),
     (
         StaleDropped(num=2, version=5, token_counts={"lake": 8}, groups=["lake/3"]),

@@ -17,6 +17,8 @@ from hpcrl.campaign_dir.events import (
     JobEnded,
     JobStarted,
     LayoutChosen,
+    MemoryRanOut,
+    RowsSkipped,
     SegmentScored,
     StaleDropped,
     StepFinished,
@@ -129,6 +131,20 @@ def test_the_json_has_the_share_of_tokens_that_is_trained(campaign: SyntheticCam
     }  # fmt: skip
     assert domains["sums"]["trained_share"] == pytest.approx(164 / 200)
     assert domains["chat"]["trained_share"] == 1.0
+
+
+def test_the_snapshot_has_what_the_trainer_leaves_out_for_lack_of_memory(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    looking = collector(campaign)
+    assert looking.poll().detail.memory == ""
+    campaign.emit("driver", MemoryRanOut(step=2, tokens_per_micro_batch=4500, max_row_tokens=9000, reason="it ran out"))
+    for _ in range(2):  # the step was repeated after a resume
+        campaign.emit("train-0", StepFinished(step=2, version=2, num_tokens=970))
+        campaign.emit("train-0", RowsSkipped(step=2, num=1, num_tokens=30, limit=9000))
+    detail = looking.poll().detail
+    left_out = "1 rows over 9,000 tokens left out, 3.0% of tokens"
+    assert detail.memory == f"memory ran out: micro-batches of 4,500 tokens   {left_out}"
+    assert [(note.text, note.bad) for note in detail.notes if "ran out" in note.text] == [("it ran out", True)]
 
 
 def test_the_json_has_the_lengths_of_episodes_started_finished_and_trained(campaign: SyntheticCampaign) -> None:

@@ -10,6 +10,7 @@ from tests.support.plans import plan_recipe, refuse_plan
 ACT_ALONE = {
     *("num_steps", "groups_per_step", "trainer", "learning_rate", "schedule", "advantage", "precision", "aggregation"),
     *("max_grad_norm", "weight_decay", "adam_betas", "adam_eps", "entropy_coef", "tokens_per_micro_batch", "rows"),
+    "max_row_tokens",
     *("num_minibatches", "epochs", "max_skipped_steps", "checkpoint_every_steps", "keep_checkpoints", "keep_best"),
     *("keep_versions", "pipeline", "lora_rank", "proximal", "correction", "recompute", "publish_dtype"),
 }
@@ -84,6 +85,7 @@ IMITATION_ACTS = {
         "recompute",
         "rows",
         "tokens_per_micro_batch",
+        "max_row_tokens",
     ),
     *("max_grad_norm", "weight_decay", "adam_betas", "adam_eps", "lora_rank", "lora_alpha", "max_skipped_steps"),
     *("checkpoint_every_steps", "keep_checkpoints"),

@@ -7,7 +7,7 @@ import pytest
 from hpcrl.errors import PlanError
 from hpcrl.plan.demand import compute_node_needs
 from hpcrl.plan.plan import Plan
-from hpcrl.plan.trainer_memory import TrainerMemory
+from hpcrl.plan.trainer_memory import TrainerMemory, advise_on_shortage
 from tests.support.plans import make_recipe, plan_recipe
 
 QWEN3_8B = (
@@ -142,6 +142,43 @@ def test_trajectories_longer_than_a_gpu_has_room_for_are_warned_of() -> None:
     assert not any(
         "a trajectory may" in line for line in plan_on_a100(*settings, f"engine.max_model_len={limit}").warnings
     )
+
+
+def test_the_longest_row_that_fits_is_that_of_layers_as_they_are_computed() -> None:
+    settings = (*BF16_SHARDS, SIXTEEN, "train.tokens_per_micro_batch=2048")
+    kept, again = find_memory(*settings), find_memory(*settings, "train.recompute=true")
+    assert kept.row_limit is not None
+    assert 2048 <= kept.row_limit < kept.most_tokens == again.row_limit
+    (warning,) = (line for line in plan_on_a100(*settings).warnings if "a trajectory may have 40960 tokens" in line)
+    assert "set train.recompute = true" in warning
+    assert not [line for line in plan_on_a100(*settings, "train.recompute=true").warnings if "a trajectory may" in line]
+
+
+def test_a_limit_of_rows_makes_room_for_what_would_not_fit() -> None:
+    settings = (*BF16_SHARDS, SIXTEEN, "engine.max_model_len=200000")
+    refuse(*settings)
+    memory = find_memory(*settings, "train.max_row_tokens=32768")
+    assert memory.num_tokens == 32768
+    assert memory.free_gib > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_rows", "changes"),
+    [
+        ((), 4, ["train.tokens_per_micro_batch = 450 at the most", "train.recompute = true", "mem_gib_per_worker"]),
+        (("train.recompute=true",), 1, ["engine.max_model_len = 450 at the most", "resources.train.num_workers"]),
+        (("train.sharding=none",), 1, ['train.sharding = "full" and more ranks (resources.train.num_workers)']),
+        (('train.trainer="megatron"',), 4, ["train.tensor_parallel"]),
+    ],
+)
+def test_the_advice_after_a_shortage_has_settings_that_need_less(
+    settings: tuple[str, ...], num_rows: int, changes: list[str]
+) -> None:
+    advice = advise_on_shortage(make_recipe(*settings), has_gpus=False, num_rows=num_rows, num_tokens=900)
+    assert all(change in advice for change in changes)
+    assert "precision" not in advice
+    single = make_recipe(*settings, "train.precision=fp32")
+    assert 'train.precision = "bf16"' in advise_on_shortage(single, has_gpus=True)
 
 
 @pytest.mark.parametrize(

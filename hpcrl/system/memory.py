@@ -1,0 +1,33 @@
+"""The memory of this process's control group, as far as the kernel shows it.
+
+count_oom_kills    how many of its processes the kernel has ended for a lack of memory
+"""
+
+from pathlib import Path
+
+
+def count_oom_kills(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Count the processes of this control group that the kernel has ended for a lack of memory; None if unknown."""
+    for file in _list_counters(membership, root):
+        try:
+            counts = dict(line.split() for line in file.read_text().splitlines())
+            return int(counts["oom_kill"])
+        except (OSError, ValueError, KeyError):
+            continue
+    return None
+
+
+def _list_counters(membership: Path, root: Path) -> list[Path]:
+    """List the files that may have the count: of cgroup v1 or v2, which a machine may both have."""
+    try:
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        return []
+    found: list[Path] = []
+    for _, controllers, group in (line for line in lines if len(line) == 3):
+        below = group.lstrip("/")
+        if "memory" in controllers.split(","):
+            found.insert(0, root / "memory" / below / "memory.oom_control")
+        elif not controllers:
+            found += [root / below / "memory.events", root / "unified" / below / "memory.events"]
+    return found
