@@ -2,6 +2,7 @@
 
 files       files that are complete or absent
 processes   processes that this one started
+memory      the processes that the kernel ended for a lack of memory
 network     names, addresses, ports
 terminal    text that is safe to print
 garbage     the collector while a process starts
