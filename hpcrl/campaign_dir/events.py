@@ -280,7 +280,7 @@ class MemoryRanOut(CampaignEvent, frozen=True, kw_only=True, tag="out-of-memory"
     max_row_tokens: int | None = None
     """The limit from now on, if memory ran out with a single row."""
     reason: str = ""
-    """What happened and what follows, for a person."""
+    """The event and its consequence, for a person."""
 
 
 class RowsSkipped(CampaignEvent, frozen=True, kw_only=True, tag="rows-skipped"):

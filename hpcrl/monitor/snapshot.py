@@ -112,7 +112,7 @@ class SnapshotDetail(msgspec.Struct, frozen=True, kw_only=True):
     losses: list[float | None] = []
     """One per step."""
     memory: str = ""
-    """What the trainer does for lack of memory, if anything."""
+    """The changes of the trainer for lack of memory, if any."""
     engine_versions: list[int] = []
     """Versions that the engine workers serve now: oldest and newest."""
     num_tokens: int = 0

@@ -31,7 +31,7 @@ from hpcrl.trainers.world import World
 MAX_SKIPPED_SHARE = 0.03
 """The share of the tokens that may be left out before a fault is reported: what is long is missing then."""
 WARN_TIMES = (1, 10, 100, 1000, 10_000)
-"""Of the steps since which the share is too large, those that report it."""
+"""The steps with too large a share that report it: the first, the tenth, and so on."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _MESSAGES = (
     "DefaultCPUAllocator: not enough memory",
     "std::bad_alloc",
 )
-"""What libraries write into a RuntimeError if memory is short."""
+"""The texts in a RuntimeError of libraries if memory is short."""
 MAX_CAUSES = 20
 
 
