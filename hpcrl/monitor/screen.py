@@ -3,11 +3,13 @@
 render_screen                       the screen of a snapshot
 finite_values, format_step_count, format_clock_time, format_date, format_shares    parts that plain lines share
 find_low_shares, find_failing       the domains that need a look
+LongLines                           what becomes of lines that are wider than the screen
 DEFAULT_HEIGHT, STATE_STYLES        height and colours
 """
 
 import datetime
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -21,6 +23,7 @@ from hpcrl.spool.outcome import MAX_FAILED_SHARE, measure_failures, measure_outc
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
 from hpcrl.system.terminal import Sparkline
 
+LongLines = Literal["cut", "wrapped"]
 DEFAULT_HEIGHT = 24
 STATE_STYLES = {
     "planned": "dim",
@@ -34,16 +37,22 @@ STATE_STYLES = {
 }
 
 
-def render_screen(snapshot: CampaignSnapshot, *, height: int = DEFAULT_HEIGHT) -> RenderableType:
+def render_screen(
+    snapshot: CampaignSnapshot, *, height: int = DEFAULT_HEIGHT, long_lines: LongLines = "cut"
+) -> RenderableType:
     """Render one screen; recent notes fill the lines that are left."""
-    parts = [_render_header(snapshot), _render_curves(snapshot), _render_roles(snapshot), _render_figures(snapshot)]
+    figures = _render_figures(snapshot, long_lines=long_lines)
+    parts = [_render_header(snapshot), _render_curves(snapshot), _render_roles(snapshot), figures]
+    is_cut = long_lines == "cut"
     problem_lines = [
-        Text(problem, style="magenta", overflow="ellipsis", no_wrap=True) for problem in snapshot.detail.problems
+        Text(problem, style="magenta", overflow="ellipsis" if is_cut else "fold", no_wrap=is_cut)
+        for problem in snapshot.detail.problems
     ]
     num_curves = 2 + bool(snapshot.evaluations)
     num_used_lines = 3 + _count_header_lines(snapshot) + num_curves + 1 + len(snapshot.roles) + _count_figures(snapshot)
     num_note_lines = max(height - num_used_lines - min(len(problem_lines), 2) - 1, 2)
-    return Group(*_insert_blank_lines([*parts, _render_notes(snapshot, max_lines=num_note_lines)]), *problem_lines[:2])
+    notes = _render_notes(snapshot, max_lines=num_note_lines, long_lines=long_lines)
+    return Group(*_insert_blank_lines([*parts, notes]), *problem_lines[:2])
 
 
 def finite_values(series: Sequence[float | None]) -> list[float]:
@@ -152,10 +161,17 @@ def _locate_role(snapshot: CampaignSnapshot, role: str) -> tuple[list[str], list
     )
 
 
-def _render_figures(snapshot: CampaignSnapshot) -> RenderableType:
+def _make_grid(*, long_lines: LongLines) -> Table:
+    """Make a grid of labels and texts."""
     grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
     grid.add_column(style="dim", width=8)
-    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    is_cut = long_lines == "cut"
+    grid.add_column(ratio=1, no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
+    return grid
+
+
+def _render_figures(snapshot: CampaignSnapshot, *, long_lines: LongLines) -> RenderableType:
+    grid = _make_grid(long_lines=long_lines)
     for label, text in _iter_figure_rows(snapshot):
         warned = (
             label in ("env loop", "memory")
@@ -192,7 +208,7 @@ def _iter_rollout_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
         yield "outcomes", "   ".join(outcomes)
     yield "tokens", "   ".join(_format_tokens(snapshot))
     if snapshot.lengths:
-        yield "lengths", "   ".join(_format_lengths(snapshot))
+        yield "lengths", "   ".join(_format_lengths(snapshot)) + " tokens"
     if snapshot.failed_tasks:
         newest = snapshot.failed_tasks[-1]
         yield "failed", f"{len(snapshot.failed_tasks):,} tasks abandoned   the last: {newest.group}: {newest.reason}"
@@ -205,7 +221,7 @@ def _iter_rollout_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
 def _format_lengths(snapshot: CampaignSnapshot) -> Iterator[str]:
     """Yield the mean length and the 90th percentile of the episodes started, finished and trained."""
     for name, lengths in snapshot.lengths.items():
-        yield f"{name} {lengths.mean:,.0f} tokens (p90 {lengths.p90:,.0f})"
+        yield f"{name} {lengths.mean:,.0f} (p90 {lengths.p90:,.0f})"
 
 
 def _format_domains(snapshot: CampaignSnapshot) -> Iterator[str]:
@@ -289,10 +305,8 @@ def _format_learning(snapshot: CampaignSnapshot) -> Iterator[str]:
         yield f"{step.step_s:.1f} s a step" + (f", {step.wait_s:.1f} s waiting" if step.wait_s is not None else "")
 
 
-def _render_notes(snapshot: CampaignSnapshot, *, max_lines: int) -> RenderableType:
-    grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
-    grid.add_column(style="dim", width=8)
-    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+def _render_notes(snapshot: CampaignSnapshot, *, max_lines: int, long_lines: LongLines) -> RenderableType:
+    grid = _make_grid(long_lines=long_lines)
     for note in snapshot.detail.notes[-max_lines:]:
         grid.add_row(format_clock_time(note.time), Text(note.text, style="red" if note.bad else ""))
     return grid

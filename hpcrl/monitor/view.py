@@ -122,9 +122,10 @@ def watch_campaign(
 
 
 def show_snapshot(snapshot: CampaignSnapshot, *, console: Console) -> None:
-    """Print one frame."""
+    """Print one frame; a line that is too long is cut on a terminal only."""
     _replace_unprintable(console)
-    console.print(render_screen(snapshot, height=max(console.height - 1, DEFAULT_HEIGHT - 1)))  # a prompt follows
+    height = max(console.height - 1, DEFAULT_HEIGHT - 1)  # a prompt follows
+    console.print(render_screen(snapshot, height=height, long_lines="cut" if console.is_terminal else "wrapped"))
 
 
 def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> list[str]:
