@@ -28,6 +28,7 @@ import msgspec
 from hpcrl.campaign import directory
 from hpcrl.campaign.model_check import MISSING_PACKAGE, explain_missing_config
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir, make_worker_name
+from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.config.program import resolve_options
 from hpcrl.config.recipe import (
     MIN_PARAMS,
@@ -414,6 +415,11 @@ def resume(name: str) -> CampaignDir:
     last = directory.list_jobs(campaign)[-1]
     _refuse_while_alive(last, request.site)
     _refuse_without_journals(campaign)
+    if failure := _find_final_failure(campaign):
+        raise CampaignError(
+            f"campaign {campaign.name!r} cannot be resumed: all {request.recipe.train.num_steps} steps were made, and "
+            f"another job would fail as the last one did: {failure}"
+        )
     remove_path(campaign.stop)
     _start_job(campaign, request, number=last.number + 1)
     return campaign
@@ -478,6 +484,14 @@ def _refuse_without_journals(campaign: CampaignDir) -> None:
             f"made it that recorded its tasks elsewhere: `hpcrl export {campaign.name} --hf DIR` writes its model, for "
             "a new campaign with `model.path = DIR`"
         )
+
+
+def _find_final_failure(campaign: CampaignDir) -> str:
+    """Return why the trainer failed though all steps were made, and would in another job; empty if it did not."""
+    steps = [int(path.name.rpartition("-")[2]) for path in campaign.checkpoints.glob("*-step-*")]
+    if max(steps, default=0) < read_recipe(campaign).train.num_steps:
+        return ""
+    return read_train_progress(campaign.train_progress).failure
 
 
 def stop_gracefully(name: str) -> str:
@@ -559,7 +573,8 @@ def final_summary(
     if state in ("queued", "running", "draining"):
         return [f"campaign {campaign.name} continues; `{hpcrl} monitor {campaign.name}` shows it again"]
     if state != "done":
-        hint = f"see `{hpcrl} logs {campaign.name}`, then `{hpcrl} resume {campaign.name}`"
+        then = "" if _find_final_failure(campaign) else f", then `{hpcrl} resume {campaign.name}`"
+        hint = f"see `{hpcrl} logs {campaign.name}`{then}"
         return [f"campaign {campaign.name} ended as {state}{learned}; {hint}"]
     if read_site(campaign).scheduler == "local":
         elsewhere = ("plan quickstart --site lab", "the same as a heterogeneous Slurm job; `lab up` makes a Slurm here")

@@ -13,6 +13,7 @@ import pytest
 
 from hpcrl.campaign import lifecycle
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.train_progress import TrainProgress, write_train_progress
 from hpcrl.errors import CampaignError
 from hpcrl.slurm.submit import SubmittedJob, record_submission
 from hpcrl.system.files import make_private_dir, read_json
@@ -73,6 +74,46 @@ def test_a_campaign_whose_tasks_were_recorded_elsewhere_is_refused(tmp_path: Pat
     campaign.env_workers.rmdir()
     with pytest.raises(CampaignError, match=r"cannot be resumed: it has no .*env-workers.*hpcrl export c --hf DIR"):
         lifecycle.resume(str(campaign.root))
+
+
+@pytest.fixture
+def failed(tmp_path: Path) -> CampaignDir:
+    """A campaign of 3 steps whose trainer failed for good."""
+    campaign = CampaignDir(make_private_dir(tmp_path / "c"))
+    lifecycle._write_description(
+        campaign, lifecycle.load_request("quickstart", site="local", settings=("train.num_steps=3",))
+    )
+    make_private_dir(campaign.job(0).root)
+    campaign.job(0).outcome.write_text(json.dumps({"outcome": "failed"}))
+    campaign.job(0).submission.write_text(
+        json.dumps({"id": "local-1", "scheduler": "local", "time": 0.0, "pid": 1, "start_ticks": 0})
+    )
+    write_train_progress(campaign.train_progress, TrainProgress(failure="no reward was ever computed: correct it"))
+    return campaign
+
+
+def test_a_campaign_that_failed_with_all_its_steps_made_is_not_resumed_nor_is_that_advised(
+    failed: CampaignDir,
+) -> None:
+    make_private_dir(failed.checkpoints / "000002-step-000003")
+    (line,) = lifecycle.final_summary(failed, state="failed", rewards=[])
+    assert "hpcrl logs c" in line
+    assert "resume" not in line
+    with pytest.raises(CampaignError, match=r"all 3 steps .* no reward was ever computed: correct it"):
+        lifecycle.resume(str(failed.root))
+    assert failed.job_numbers() == [0]
+
+
+def test_a_campaign_that_failed_before_its_last_step_is_resumed(
+    failed: CampaignDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_private_dir(failed.checkpoints / "000001-step-000002")
+    started: list[int] = []
+    monkeypatch.setattr(lifecycle, "_start_job", lambda *_, number: started.append(number))
+    (line,) = lifecycle.final_summary(failed, state="failed", rewards=[])
+    assert "hpcrl resume c" in line
+    lifecycle.resume(str(failed.root))
+    assert started == [1]
 
 
 @pytest.fixture
