@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-NO_BENCH = ("__init__", "__main__", "figures", "fleet", "data_path")  # the last is a part of learning
+NO_BENCH = ("__init__", "__main__", "figures", "fleet", "data_path", "memory_steps")  # the last two are parts of others
 NAMES = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in NO_BENCH)
 REPORT = HERE.parent / "docs" / "benchmarks.md"
 INTRODUCTION = (

@@ -1,4 +1,4 @@
-"""The memory model of the torch trainer against its steps on tensors without data: `python -m bench.memory`.
+"""The memory model of the torch trainer against its steps, with and without data: `python -m bench.memory`.
 
     weights, gradients, optimizer    what a rank holds all the time
     tokens                           what the tokens of the micro-batch need at the peak, by one of half the size
@@ -7,8 +7,8 @@
 
 Each model is made at its published sizes with 4 and with 6 layers by the trainer's own code, its micro-batch goes
 forward and backward after a first optimizer step, and the peaks are extrapolated to all layers: every layer adds the
-same (hpcrl/testing/fake_steps.py). A value is model / measured, so 1 is exact; an error is the larger of it and its
-inverse.
+same (hpcrl/testing/fake_steps.py). Smaller models make real steps on CPUs, whose resident memory is measured
+(bench/memory_steps.py). A value is model / measured, so 1 is exact; an error is the larger of it and its inverse.
 """
 
 import sys
@@ -21,6 +21,7 @@ import msgspec
 
 from bench import figures
 from bench.figures import Figure
+from bench.memory_steps import StepCase, measure_ranks
 from hpcrl.hardware.architecture import read_architecture
 from hpcrl.hardware.memory_model import GIB
 from hpcrl.hardware.train_memory import RankSetup, estimate_rank_memory
@@ -99,8 +100,31 @@ MORE_CASES = (
 """Those of --full."""
 
 
+SCALED_DOWN = MODELS["Qwen3-8B"] | {
+    **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6, "vocab_size": 32768},
+    **{"num_attention_heads": 16, "head_dim": 64},
+}
+STEPS = {
+    "all kept": StepCase(fields=SCALED_DOWN, setup=RankSetup(), num_tokens=1024),
+    "recomputed": StepCase(fields=SCALED_DOWN, setup=RankSetup(has_recompute=True), num_tokens=2048),
+    "2 ranks, sharded": StepCase(fields=SCALED_DOWN, setup=_shards(2, is_bf16=False), num_tokens=1024),
+}
+"""Steps with data, of a model of 143 million weights."""
+
+
 def measure(full: bool) -> list[Figure]:
-    return [figure for case in (*CASES, *(MORE_CASES if full else ())) for figure in compare(case)]
+    found = [figure for case in (*CASES, *(MORE_CASES if full else ())) for figure in compare(case)]
+    return [*found, *(compare_step(name, case) for name, case in STEPS.items())]
+
+
+def compare_step(name: str, case: StepCase) -> Figure:
+    """Compare the model with the resident memory that a real step takes."""
+    measured = measure_ranks(case)
+    ratio = (
+        estimate_rank_memory(read_architecture(case.fields), case.setup, num_tokens=case.num_tokens).total / measured
+    )
+    name = f"real step on a CPU, {name}: error"
+    return Figure(name=name, value=max(ratio, 1 / ratio), unit=f"of {measured / GIB:.1f} GiB", bar=BAR, better="lower")
 
 
 def compare(case: MemoryCase) -> list[Figure]:

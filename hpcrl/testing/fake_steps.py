@@ -2,6 +2,7 @@
 
     measure_passes   the peaks of the forward and of the backward pass of a micro-batch
     PeakBytes        the bytes of one of them
+    make_settings, make_micro_batch, run_passes    what it takes, for the same passes with data
 
 The code is the trainer's. Collectives do nothing (torch's process group "fake"), and neither does arithmetic
 (FakeTensorMode); torch's trackers count what is alive. Two things are not as in a real step:
@@ -55,15 +56,7 @@ class PeakBytes(NamedTuple):
 def measure_passes(fields: dict[str, Any], setup: RankSetup, *, num_tokens: int) -> list[PeakBytes]:
     """Measure the peaks of forward and backward pass, of a micro-batch that is not the first one of the first step."""
     config = AutoConfig.for_model(**fields)
-    train = TrainConfig(
-        num_steps=1,
-        rows="packed" if setup.is_packed else "padded",
-        groups_per_step=1,
-        learning_rate=1e-4,
-        sharding="full" if setup.is_sharded else "none",
-        precision="bf16" if setup.is_bf16 else "fp32",
-        recompute=setup.has_recompute,
-    )
+    train = make_settings(setup)
     with _fake_ranks(setup.num_ranks), nullcontext() if setup.is_packed else _positions_in_order():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         module = make_empty(config, AutoModelForCausalLM, dtype=torch.float32)
@@ -78,7 +71,20 @@ def measure_passes(fields: dict[str, Any], setup: RankSetup, *, num_tokens: int)
             module, train=train, world=World(size=setup.num_ranks), learning_rate=1e-4, called=called, fill=fill
         )
         with mode:
-            return _measure_micro_batch(model, called, _make_micro_batch(num_tokens, is_packed=setup.is_packed))
+            return _measure_micro_batch(model, called, make_micro_batch(num_tokens, is_packed=setup.is_packed))
+
+
+def make_settings(setup: RankSetup) -> TrainConfig:
+    """Return the settings of the trainer that has this setup."""
+    return TrainConfig(
+        num_steps=1,
+        rows="packed" if setup.is_packed else "padded",
+        groups_per_step=1,
+        learning_rate=1e-4,
+        sharding="full" if setup.is_sharded else "none",
+        precision="bf16" if setup.is_bf16 else "fp32",
+        recompute=setup.has_recompute,
+    )
 
 
 @contextmanager
@@ -95,7 +101,8 @@ def _positions_in_order() -> AbstractContextManager[Any]:
     return patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
 
 
-def _make_micro_batch(num_tokens: int, *, is_packed: bool) -> MicroBatch:
+def make_micro_batch(num_tokens: int, *, is_packed: bool) -> MicroBatch:
+    """Make one row of this many tokens, all of which are trained."""
     zeros, ids = torch.zeros(num_tokens), torch.zeros(num_tokens, dtype=torch.long)
     # A mask selects a number of tokens that depends on data; the same selection as indices has a known size.
     indices = cast(torch.Tensor, (ids, torch.arange(num_tokens)))
@@ -112,7 +119,7 @@ def _make_micro_batch(num_tokens: int, *, is_packed: bool) -> MicroBatch:
 
 def _measure_micro_batch(model: TrainedModel, called: torch.nn.Module, micro: MicroBatch) -> list[PeakBytes]:
     for _ in range(2):  # the moments exist from the first step on, and other micro-batches have left their gradients
-        for _ in _learn(model, micro):
+        for _ in run_passes(model, micro):
             pass
         if not model.optimizer.state:
             model.optimizer.step()
@@ -123,13 +130,13 @@ def _measure_micro_batch(model: TrainedModel, called: torch.nn.Module, micro: Mi
         tracker.track_external(called, model.optimizer)
     found = []
     with tracker:
-        for _ in _learn(model, micro):
+        for _ in run_passes(model, micro):
             found.append(_read_peak(tracker))
             tracker._peak_mem, tracker._peak_mem_snap = {}, {}
     return found
 
 
-def _learn(model: TrainedModel, micro: MicroBatch) -> Iterator[None]:
+def run_passes(model: TrainedModel, micro: MicroBatch) -> Iterator[None]:
     """Run both passes, with a stop after each."""
     logprobs_N, _ = compute_token_logprobs(model, micro, temperature=1.0)
     yield
