@@ -25,6 +25,7 @@ from hpcrl.config.recipe import DomainConfig, EngineConfig, JudgeConfig, ModelCo
 from hpcrl.config.toml import suggest_name
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError, HpcrlError
+from hpcrl.hardware.architecture import read_rope_factor
 from hpcrl.system.files import read_json
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def check_model(recipe: Recipe) -> None:
     path, max_model_len = Path(recipe.model.path), recipe.engine.max_model_len
     fields = _read_config("model.path", path).fields
     context_length = read_context_length(path, max_model_len=None if _knows_context(fields) else max_model_len)
-    _check_lengths(recipe, context_length * _read_rope_factor(fields))
+    _check_lengths(recipe, context_length * read_rope_factor(fields))
     _check_architecture(recipe, fields)
     template = load_chat_template(path, recipe.model)
     _check_template_kwargs(recipe.model.chat_template_kwargs, list_variables(template.text), source=template.source)
@@ -119,13 +120,6 @@ def _knows_context(fields: Mapping[str, Any]) -> bool:
     return fields.get("max_position_embeddings") is not None
 
 
-def _read_rope_factor(fields: Mapping[str, Any]) -> float:
-    """Return by how much an engine may stretch the context; only these forms do not count it in that already."""
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    stretched = (rope.get("rope_type") or rope.get("type")) in ("yarn", "linear", "dynamic")
-    return max(float(rope.get("factor") or 1.0), 1.0) if stretched else 1.0
-
-
 def _check_lengths(recipe: Recipe, context_length: float) -> None:
     """Raise ConfigError for lengths in tokens that are beyond the model's context."""
     limit = recipe.engine.max_model_len
@@ -162,7 +156,7 @@ def _check_further_model(recipe: Recipe, setting: str, path: Path) -> None:
         )
     if not _knows_context(description.fields):
         return
-    readable = read_context_length(path, max_model_len=None) * _read_rope_factor(description.fields)
+    readable = read_context_length(path, max_model_len=None) * read_rope_factor(description.fields)
     limit = _read_limit(recipe.model, recipe.engine)
     if readable < limit:
         raise ConfigError(

@@ -4,6 +4,7 @@
     read_architecture    from the fields of a config.json
     select_fields        those of them that a plan needs
     guess_architecture   of a dense model, from its number of weights alone
+    read_max_context, read_rope_factor    the tokens of its context, and by how much an engine may stretch it
 
 The counts equal those of transformers for the families in KNOWN_FAMILIES; those of any other are an estimate.
 """
@@ -48,10 +49,11 @@ _FIELDS = (
     *("use_qk_norm", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts", "num_experts_per_tok"),
     *("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers", "max_position_embeddings", *_EXPERT_COUNTS),
-    *("dtype", "torch_dtype"),
+    *("dtype", "torch_dtype", "rope_parameters", "rope_scaling"),
 )
 """The fields that a plan needs."""
 _GUESSED_VOCABULARY = 150_000
+_STRETCHED_ROPES = ("yarn", "linear", "dynamic")
 
 
 class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +179,21 @@ def select_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json that a plan needs; those of a nested `text_config` take precedence."""
     fields = {**config, **(config.get("text_config") or {})}
     return {name: fields[name] for name in _FIELDS if fields.get(name) is not None}
+
+
+def read_max_context(config: Mapping[str, Any]) -> int | None:
+    """Return the most tokens that a context may have by the fields of a config.json; None if they do not say it."""
+    length = select_fields(config).get("max_position_embeddings")
+    return int(length * read_rope_factor(config)) if isinstance(length, int) else None
+
+
+def read_rope_factor(config: Mapping[str, Any]) -> float:
+    """Return by how much an engine may stretch the context; only these forms do not count it in that already."""
+    fields = select_fields(config)
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping) or (rope.get("rope_type") or rope.get("type")) not in _STRETCHED_ROPES:
+        return 1.0
+    return max(float(rope.get("factor") or 1.0), 1.0)
 
 
 def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:

@@ -33,6 +33,7 @@ from hpcrl.config.recipe import (
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
+from hpcrl.hardware.architecture import read_max_context
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 
 JUDGE_REWARD = "hpcrl.envs.judge:judge"
@@ -193,7 +194,7 @@ def _check_used_settings(train: TrainConfig) -> None:
 
 def _check_budgets(recipe: Recipe) -> None:
     """Check that an episode can reach the response budget that lowers its reward or leaves it out."""
-    train, longest = recipe.train, recipe.max_context
+    train, longest = recipe.train, recipe.max_context or read_max_context(recipe.model.config)
     if longest is None or train.overlong == "keep":
         return
     for name, budget in train.response_budget.items():

@@ -1,11 +1,14 @@
 """Settings of [train] that cannot act are refused."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from hpcrl.config.recipe import TrainConfig
+from hpcrl.config.recipe import Recipe, TrainConfig
 from hpcrl.errors import PlanError
-from tests.support.plans import plan_recipe, refuse_plan
+from hpcrl.plan.checks import check_recipe
+from tests.support.plans import make_recipe, plan_recipe, refuse_plan
 
 ACT_ALONE = {
     *("num_steps", "groups_per_step", "trainer", "learning_rate", "schedule", "advantage", "precision", "aggregation"),
@@ -72,6 +75,42 @@ def test_every_setting_is_known_to_act_alone_or_is_checked() -> None:
 )
 def test_combinations_that_cannot_act_are_refused(settings: tuple[str, ...], why: str) -> None:
     assert why in refuse_plan(*settings)
+
+
+QWEN3_8B = {
+    **{"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    "max_position_embeddings": 40960,
+}
+STRETCHED = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+
+
+def make_long_recipe(config: dict[str, Any], *settings: str) -> Recipe:
+    """Make a recipe for a model that only its config.json describes, whose budget is 131,072 tokens by default."""
+    turns = ("domains.lake.max_turns=16", "rollout.max_new_tokens=8192")
+    recipe = make_recipe("train.overlong=punish", *turns, *settings)
+    model = msgspec.structs.replace(recipe.model, tiny=None, path="/models/qwen", config=config)
+    return msgspec.structs.replace(recipe, model=model)
+
+
+def test_a_budget_beyond_the_context_of_a_models_own_files_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"budget is 131072 tokens, and a conversation has at most 40960"):
+        check_recipe(make_long_recipe(QWEN3_8B))
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (QWEN3_8B, ("train.response_budget.lake=40960",)),
+        (QWEN3_8B, ("train.overlong=keep",)),
+        (QWEN3_8B | STRETCHED, ()),
+        ({}, ()),
+    ],
+)
+def test_a_budget_within_the_context_or_of_an_unknown_one_is_accepted(
+    config: dict[str, Any], settings: tuple[str, ...]
+) -> None:
+    check_recipe(make_long_recipe(config, *settings))
 
 
 IMITATION_ACTS = {
