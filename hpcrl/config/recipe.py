@@ -676,6 +676,12 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
         return self.engine.max_model_len or (tiny.context_length if tiny else None)
 
     @property
+    def default_budgets(self) -> dict[str, int]:
+        """The most tokens that the model may generate in an episode of each domain."""
+        longest = self.rollout.max_new_tokens
+        return {name: domain.max_turns * (domain.max_new_tokens or longest) for name, domain in self.domains.items()}
+
+    @property
     def further_models(self) -> dict[str, str]:
         """The model directories that must have the tokens of the policy, by their settings."""
         found = {f"train.pipeline.{name}.model": node.model for name, node in self.train.pipeline.items() if node.model}
@@ -797,9 +803,6 @@ def make_warmup_settings(train: TrainConfig, warmup: WarmupConfig) -> TrainConfi
 
 def _fill_response_budgets(recipe: Recipe) -> Recipe:
     """Return the recipe with a response budget for every domain."""
-    budgets = {
-        name: domain.max_turns * (domain.max_new_tokens or recipe.rollout.max_new_tokens)
-        for name, domain in recipe.domains.items()
-    }
+    budgets = recipe.default_budgets
     train = msgspec.structs.replace(recipe.train, response_budget=budgets | recipe.train.response_budget)
     return msgspec.structs.replace(recipe, train=train)

@@ -37,7 +37,7 @@ def compute_length_cost(num_tokens: int, *, budget: int, margin: float) -> float
     """
     room = margin * budget
     if room <= 0:
-        return float(num_tokens > budget)
+        return float(num_tokens >= budget)
     return min(max((num_tokens - (budget - room)) / room, 0.0), 1.0)
 
 

@@ -131,11 +131,6 @@ def _check_algorithm(recipe: Recipe) -> None:
     _check_reward_units(recipe)
     _check_used_settings(train)
     _check_budgets(recipe)
-    for domain in train.response_budget:
-        if domain not in recipe.domains:
-            raise PlanError(
-                f"train.response_budget.{domain}: unknown domain: {_suggest_known(domain, sorted(recipe.domains))}"
-            )
 
 
 class _SettingUse(NamedTuple):
@@ -193,8 +188,17 @@ def _check_used_settings(train: TrainConfig) -> None:
 
 
 def _check_budgets(recipe: Recipe) -> None:
-    """Check that an episode can reach the response budget that lowers its reward or leaves it out."""
+    """Check that response budgets are used, and can be reached where one lowers a reward or leaves an episode out."""
     train, longest = recipe.train, recipe.max_context or read_max_context(recipe.model.config)
+    for name, budget in train.response_budget.items():
+        if name not in recipe.domains:
+            known = _suggest_known(name, sorted(recipe.domains))
+            raise PlanError(f"train.response_budget.{name}: unknown domain: {known}")
+        if train.overlong == "keep" and train.aggregation != "fixed" and budget != recipe.default_budgets[name]:
+            raise PlanError(
+                f'train.response_budget.{name} = {budget} cannot act: it needs train.overlong = "filter" or "punish", '
+                'or train.aggregation = "fixed"; remove it, or set one of them'
+            )
     if longest is None or train.overlong == "keep":
         return
     for name, budget in train.response_budget.items():
@@ -326,6 +330,11 @@ def find_megatron_conflict(train: TrainConfig) -> str | None:
 
 
 def _check_rollout(recipe: Recipe) -> None:
+    if recipe.rollout.spare_groups and recipe.rollout.mode == "async":
+        raise PlanError(
+            f'rollout.spare_groups = {recipe.rollout.spare_groups} cannot act: rollout.mode = "async" has no batches; '
+            'remove it, or set rollout.mode = "one-step-off" or "sync"'
+        )
     rollout, num_env_workers = recipe.rollout, recipe.resources.env.num_workers
     least = rollout.episodes_per_group * num_env_workers
     if recipe.has_rollouts and rollout.max_running < least:

@@ -28,8 +28,8 @@ def test_the_soft_punishment_has_the_numbers_of_the_paper(num_tokens, cost):
     assert compute_length_cost(num_tokens, budget=20480, margin=0.2) == pytest.approx(cost)
 
 
-def test_without_a_margin_only_what_exceeds_the_budget_costs():
-    assert [compute_length_cost(num, budget=4, margin=0.0) for num in (4, 5)] == [0.0, 1.0]
+def test_without_a_margin_what_reaches_the_budget_costs():
+    assert [compute_length_cost(num, budget=4, margin=0.0) for num in (3, 4, 5)] == [0.0, 1.0, 1.0]
 
 
 def test_a_long_episode_is_punished_and_an_unscored_one_left_as_it_is():

@@ -66,6 +66,8 @@ def test_every_setting_is_known_to_act_alone_or_is_checked() -> None:
     [
         (("train.correction=geometric",), "stays close to 1"),
         (("train.correction=mask-geometric",), "stays close to 1"),
+        (("train.response_budget.lake=3",), 'train.aggregation = "fixed"'),
+        (("rollout.spare_groups=4",), 'rollout.mode = "async" has no batches'),
         (("train.overlong=punish", "train.response_budget.lake=100000"), "a conversation has at most 512"),
         (
             ("train.kl=k1", "train.kl_in=reward", "train.reward_scale=domain", "train.advantage=reinforce++"),
