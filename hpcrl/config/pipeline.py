@@ -365,6 +365,9 @@ def _check_built_in_inputs(
         yield from _check_loss_inputs(declared, pipeline, kinds)
         return
     if name == "update":
+        if len(declared.inputs) == 1:
+            yield "the loss is the node `loss`: give your function to [train.pipeline.loss]"
+            return
         yield f"it takes one loss, not {' and '.join(declared.inputs)}: add up terms in the function of the node `loss`"
         return
     if name in _TOKEN_NODES and declared.function is not None:

@@ -34,6 +34,8 @@ NodeRole = Literal["rollout", "reward", "reference", "critic", "policy"]
 RolloutMode = Literal["async", "one-step-off", "sync"]
 ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "reward", "train")
 JUDGE_ROLE_PREFIX = "judge-"
+UNUSED_GROUP_SETTINGS = {"rollout": {"group_size": 2}, "train": {"num_steps": 0, "groups_per_step": 1}}
+"""The settings that groups of episodes need, as a recipe without domains has them."""
 
 
 class ConfigTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -758,9 +760,8 @@ def make_recipe(layered: LayeredTable) -> Recipe:
 
 def _fill_group_settings(table: dict[str, Any]) -> dict[str, Any]:
     """Return the table of a recipe without domains with what only groups of episodes need; what is given stays."""
-    unused = {"rollout": {"group_size": 2}, "train": {"num_steps": 0, "groups_per_step": 1}}
-    given = {name: table.get(name, {}) for name in unused}
-    return table | {name: unused[name] | own for name, own in given.items() if isinstance(own, dict)}
+    given = {name: table.get(name, {}) for name in UNUSED_GROUP_SETTINGS}
+    return table | {name: UNUSED_GROUP_SETTINGS[name] | own for name, own in given.items() if isinstance(own, dict)}
 
 
 def fill_warmup_steps(recipe: Recipe, warmup: WarmupConfig, *, num_conversations: int) -> Recipe:
@@ -773,6 +774,11 @@ def fill_warmup_steps(recipe: Recipe, warmup: WarmupConfig, *, num_conversations
     steps = warmup.steps or -(-warmup.epochs * num_conversations // per_step) or num_steps
     if not steps:
         raise ConfigError("warmup has neither `steps` nor `epochs`: give one of them")
+    if recipe.domains and warmup.epochs and steps > recipe.train.num_steps:
+        raise ConfigError(
+            f"warmup.epochs = {warmup.epochs} are {steps} steps, more than train.num_steps = {recipe.train.num_steps}, "
+            "which includes them: lower the first or raise the second"
+        )
     return msgspec.structs.replace(
         recipe,
         warmup=msgspec.structs.replace(warmup, steps=steps, epochs=0),

@@ -110,13 +110,19 @@ def _check_numbers(config: TaskSetConfig, *, what: str, num_rows: int, num_held_
     """Raise ConfigError for files without rows, and where all rows are held out."""
     if not num_rows:
         chosen = "" if config.rows is None else f" in rows = {list(config.rows)}"
-        raise ConfigError(f"{what}.path = {config.path!r} has no rows{chosen}: a row is a line with a JSON object")
+        raise ConfigError(f"{what}.path = {config.path!r} has no rows{chosen}{_explain_rows(config.path)}")
     if config.held_out_path is not None and not num_held_out:
         raise ConfigError(f"{what}.held_out_path = {config.held_out_path!r} has no rows")
     if not only_held_out and config.held_out_rows >= num_rows:
         raise ConfigError(
             f"{what}.held_out_rows = {config.held_out_rows} leaves nothing to train on: there are {num_rows} rows"
         )
+
+
+def _explain_rows(paths: str | list[str]) -> str:
+    """Explain what a row is where a file has text; empty for Parquet."""
+    named = [paths] if isinstance(paths, str) else paths
+    return "" if all(path.endswith(".parquet") for path in named) else ": a row is a line with a JSON object"
 
 
 def _check_seed(fields: dict[str, Any]) -> None:
@@ -170,7 +176,7 @@ def iterate_conversations(warmup: WarmupConfig, model: ImitationModel | None = N
     )
     first = next(rows, None)
     if first is None:
-        raise ConfigError(f"warmup.path = {warmup.path!r} has no rows: a row is a line with a JSON object")
+        raise ConfigError(f"warmup.path = {warmup.path!r} has no rows{_explain_rows(warmup.path)}")
     yield first
     yield from rows
 

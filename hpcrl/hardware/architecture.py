@@ -182,7 +182,7 @@ def select_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_max_context(config: Mapping[str, Any]) -> int | None:
-    """Return the most tokens that a context may have by the fields of a config.json; None if they do not say it."""
+    """Return the most tokens that a context may have by the fields of a config.json; None if it is not there."""
     length = select_fields(config).get("max_position_embeddings")
     return int(length * read_rope_factor(config)) if isinstance(length, int) else None
 

@@ -33,6 +33,8 @@ class TrainingConversation(NamedTuple):
 def parse_conversation(row: Mapping[str, Any]) -> TrainingConversation:
     """Return the conversation of a row; raises ConfigError that names what is wrong with it."""
     messages = row.get("messages")
+    if messages is None and "messages" in row:
+        raise ConfigError("`messages` is null: remove the row")
     if messages is None:
         raise ConfigError(f"it has no `messages`, only {', '.join(sorted(row)) or 'nothing'}: rename the field")
     if not isinstance(messages, list):

@@ -16,6 +16,7 @@ from hpcrl.config.recipe import (
     REASONING_PARSER_NAMES,
     ROLES,
     TOOL_PARSER_NAMES,
+    UNUSED_GROUP_SETTINGS,
     VLLM_PARSER_PREFIX,
     DomainConfig,
     EngineConfig,
@@ -432,7 +433,7 @@ def _check_tasks(recipe: Recipe) -> None:
 
 _IMITATION_SETTINGS = frozenset(
     {
-        *("num_steps", "groups_per_step", "trainer", "sharding", "tensor_parallel", "pipeline_parallel"),
+        *("num_steps", "trainer", "sharding", "tensor_parallel", "pipeline_parallel"),
         *(
             "learning_rate",
             "schedule",
@@ -448,7 +449,7 @@ _IMITATION_SETTINGS = frozenset(
         *("max_skipped_steps", "checkpoint_every_steps", "keep_checkpoints"),
     }
 )
-"""The settings of [train] that act where every step is one of the warm-up, or that such a recipe is given."""
+"""The settings of [train] that act where every step is one of the warm-up."""
 
 
 def _check_imitation(recipe: Recipe) -> None:
@@ -466,10 +467,11 @@ def _list_idle_settings(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield what a recipe without domains sets for episodes alone, with its value."""
     yield from ((f"train.pipeline.{name}", "") for name in recipe.train.pipeline)
     yield from ((f"judge.{name}", "") for name in recipe.judge)
-    plain_train = TrainConfig(num_steps=0, groups_per_step=1, learning_rate=1.0)
+    groups = UNUSED_GROUP_SETTINGS["train"]["groups_per_step"]
+    plain_train = TrainConfig(num_steps=0, groups_per_step=groups, learning_rate=1.0)
     tables: tuple[tuple[str, Struct, Struct], ...] = (
         ("train", recipe.train, plain_train),
-        ("rollout", recipe.rollout, RolloutConfig(group_size=recipe.rollout.group_size)),
+        ("rollout", recipe.rollout, RolloutConfig(group_size=UNUSED_GROUP_SETTINGS["rollout"]["group_size"])),
         ("router", recipe.router, RouterConfig()),
         ("reward", recipe.reward, RewardConfig()),
         ("spool", recipe.spool, SpoolConfig()),
@@ -520,6 +522,11 @@ def _check_teacher(recipe: Recipe) -> None:
         raise PlanError(
             'teacher is set and train.kl is "none", so nothing would use it: set train.kl = "k1" and kl_in = "reward", '
             "and train.kl_coef, its weight beside the reward"
+        )
+    if recipe.train.has_kl_reward and not recipe.train.kl_coef:
+        raise PlanError(
+            'teacher is set, and train.kl_coef = 0 with kl_in = "reward" gives it no weight: raise kl_coef, or remove '
+            "[teacher]"
         )
     if recipe.teacher.judge is not None:
         _check_teaching_judge(recipe)

@@ -137,6 +137,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_check_env_programs(recipe, site, components[0], choices.get("env")),
             *_warn_idle_judges(recipe),
             *_warn_length_bias(recipe),
+            *_warn_stale_data(recipe),
             *warn_busy_loops(recipe, gpus=find_engine_gpus(choices, site)),
             *warn_long_trajectories(train_memory, recipe),
             *_warn_no_scheduler(recipe, placement.layout),
@@ -280,6 +281,18 @@ def _warn_length_bias(recipe: Recipe) -> list[str]:
             "others are started again (docs/learning.md)"
         )
     return found
+
+
+def _warn_stale_data(recipe: Recipe) -> list[str]:
+    """Warn of data from older weights whose loss has no importance weight for that."""
+    train, rollout = recipe.train, recipe.rollout
+    is_stale = recipe.has_rollouts and rollout.max_lag and rollout.mode != "sync"
+    if not is_stale or train.correction != "none" or train.proximal == "behaviour":
+        return []
+    return [
+        f'train.correction = "none" with rollout.max_lag = {rollout.max_lag}: the gradient is wrong for episodes that '
+        'older weights generated; set correction = "token", or max_lag = 0'
+    ]
 
 
 def _warn_no_scheduler(recipe: Recipe, layout: JobLayout) -> list[str]:

@@ -409,6 +409,13 @@ def test_a_warm_up_with_two_lengths_or_none_is_refused(settings: tuple[str, ...]
         fill_warmup_steps(recipe, recipe.warmup, num_conversations=28)
 
 
+def test_too_many_epochs_are_refused_with_the_steps_that_they_are() -> None:
+    recipe = load_recipe("warmup", settings=("warmup.steps=0", "warmup.epochs=1000", "train.num_steps=40"))
+    assert recipe.warmup is not None
+    with pytest.raises(ConfigError, match=r"warmup\.epochs = 1000 are 125 steps, more than train\.num_steps = 40"):
+        fill_warmup_steps(recipe, recipe.warmup, num_conversations=2)
+
+
 def test_a_recipe_with_neither_domains_nor_a_warm_up_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text('name = "r"\n[model.tiny]\n[rollout]\ngroup_size = 2\n[train]\nnum_steps = 1\n')

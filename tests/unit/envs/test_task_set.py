@@ -133,6 +133,13 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     assert "cannot be read: Is a directory" in refusal(tmp_path / "campaign", path=str(folder))
 
 
+def test_an_empty_parquet_file_is_refused_without_a_hint_about_lines(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"n": pa.array([], pa.int64())}), path)
+    with pytest.raises(ConfigError, match=r"rows\.parquet' has no rows$"):
+        imported(tmp_path, path=str(path))
+
+
 def test_other_kinds_of_files_and_broken_parquet_are_refused(tmp_path):
     assert "must end in .jsonl" in refusal(tmp_path, path=written(tmp_path, b"a,b\n", "rows.csv"))
     broken = written(tmp_path, b"PAR1 no", "rows.parquet")

@@ -105,6 +105,10 @@ REFUSED = {
         {"second": own("a:b", ["batches"])},
         "train.pipeline.second: no node takes it, so it would have no effect: add it to the inputs of loss (a",
     ),
+    "another loss for the update": (
+        {"update": {"inputs": ["mine"]}},
+        "give your function to [train.pipeline.loss]",
+    ),
     "two losses for the update": ({"update": {"inputs": ["loss", "mine"]}}, "train.pipeline.update: it takes one loss"),
     "a loss on rows": ({"loss": {"function": "a:b", "inputs": ["rows"]}}, "its first input is 'batches', not 'rows'"),
     "a loss that takes rows too": (

@@ -67,6 +67,7 @@ def test_every_setting_is_known_to_act_alone_or_is_checked() -> None:
         (("train.correction=geometric",), "stays close to 1"),
         (("train.correction=mask-geometric",), "stays close to 1"),
         (("train.response_budget.lake=3",), 'train.aggregation = "fixed"'),
+        (("teacher.path=/t", "train.kl=k1", "train.kl_in=reward", "train.kl_coef=0"), "gives it no weight"),
         (("rollout.spare_groups=4",), 'rollout.mode = "async" has no batches'),
         (("train.overlong=punish", "train.response_budget.lake=100000"), "a conversation has at most 512"),
         (
@@ -116,7 +117,7 @@ def test_a_budget_within_the_context_or_of_an_unknown_one_is_accepted(
 
 
 IMITATION_ACTS = {
-    *("num_steps", "groups_per_step", "trainer", "sharding", "tensor_parallel", "pipeline_parallel"),
+    *("num_steps", "trainer", "sharding", "tensor_parallel", "pipeline_parallel"),
     *(
         "learning_rate",
         "schedule",
@@ -139,7 +140,7 @@ REINFORCEMENT_VALUES = {
     **{"dual_clip": 3.0, "aggregation": "fixed", "proximal": "behaviour", "correction": "none", "max_is_ratio": 5.0},
     **{"min_is_ratio": 0.9, "kl": "k3", "kl_in": "reward", "kl_coef": 0.5, "kl_gamma": 0.5, "entropy_coef": 0.1},
     **{"num_minibatches": 2, "epochs": 2, "keep_best": 1, "keep_versions": 9, "pipeline.loss.function": "m:f"},
-    **{"publish_dtype": "bfloat16"},
+    **{"publish_dtype": "bfloat16", "groups_per_step": 8},
 }
 
 
@@ -158,7 +159,14 @@ def test_a_setting_of_reinforcement_is_refused_in_a_recipe_that_only_imitates(na
 
 
 @pytest.mark.parametrize(
-    "setting", ["rollout.temperature=0.5", "router.fair_domains=false", "reward.concurrency=3", "judge.grader.tiny={}"]
+    "setting",
+    [
+        "rollout.temperature=0.5",
+        "rollout.group_size=16",
+        "router.fair_domains=false",
+        "reward.concurrency=3",
+        "judge.grader.tiny={}",
+    ],
 )
 def test_tables_of_episodes_are_refused_in_a_recipe_that_only_imitates(setting: str) -> None:
     table = setting.partition(".")[0]

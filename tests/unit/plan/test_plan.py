@@ -203,6 +203,20 @@ def test_each_component_has_its_own_account() -> None:
     assert not any(flag.startswith("--partition") for flag in flags["gpu"])
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_warned"),
+    [
+        (("train.correction=none", "rollout.max_lag=8"), True),
+        (("train.correction=none", "rollout.max_lag=0"), False),
+        (("train.correction=none", "rollout.max_lag=8", "rollout.mode=sync"), False),
+        (("train.correction=none", "rollout.max_lag=8", "train.proximal=behaviour"), False),
+        (("rollout.max_lag=8",), False),
+    ],
+)
+def test_stale_data_without_a_correction_are_warned_of(settings: tuple[str, ...], is_warned: bool) -> None:
+    assert is_warned == any('train.correction = "none" with' in line for line in plan_recipe(*settings).warnings)
+
+
 def test_unconfirmed_facts_are_warnings() -> None:
     assert any("not confirmed for cpu" in line for line in plan_recipe(site="perlmutter").warnings)
 

@@ -126,6 +126,7 @@ def test_a_missing_thought_is_refused_where_the_prompt_opens_one(tmp_path):
     [
         ({}, "it has no `messages`, only nothing"),
         ({"message": []}, "it has no `messages`, only message: rename"),
+        ({"messages": None}, "`messages` is null: remove the row"),
         ({"messages": "hello"}, "`messages` is 'hello', not a list"),
         ({"messages": []}, "none of its 0 messages is an assistant's"),
         ({"messages": CHAT[:1]}, "none of its 1 messages is an assistant's"),
