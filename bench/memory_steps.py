@@ -22,7 +22,7 @@ from hpcrl.hardware.train_memory import RankSetup
 
 KIB = 1024
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-"""Settings under which freed tensors are no resident memory."""
+"""Settings under which freed tensors do not count as resident memory."""
 
 
 class StepCase(msgspec.Struct, frozen=True, kw_only=True):

@@ -135,7 +135,7 @@ def test_a_node_holds_its_share_of_a_snapshot_and_of_two_versions() -> None:
 
 @pytest.fixture(scope="module")
 def fresh_process() -> Iterator[ProcessPoolExecutor]:
-    """Yield a process of its own: other tests of this one may have left a process group."""
+    """Yield a fresh process: other tests of this one may have left a process group."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         yield pool
 

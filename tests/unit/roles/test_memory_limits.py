@@ -66,7 +66,7 @@ def test_a_limit_of_the_recipe_holds_where_it_is_lower(tmp_path, tiny_model_dir)
 def test_a_rank_leaves_out_rows_for_which_its_gpu_has_no_room_by_the_plan(context):
     memory = plan_recipe(*LARGE, "resources.train.num_workers=16", site="perlmutter").train_memory
     assert memory is not None
-    assert memory.row_limit is None  # the number of weights alone says little about activations
+    assert memory.row_limit is None  # the number of weights alone does not give activations
     for row_limit, limit in ((None, "auto"), (12_345, 12_345)):
         known = msgspec.structs.replace(memory, row_limit=row_limit)
         context.plan = msgspec.structs.replace(context.plan, train_memory=known)
