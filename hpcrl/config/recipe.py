@@ -24,7 +24,9 @@ Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 JudgeName = Annotated[str, Meta(pattern=JUDGE_NAME_PATTERN)]
 RoleName = str
 """One of ROLES, or the role of a judge's engines: "judge-NAME"."""
-FailureReward = Annotated[float, Meta(ge=-1e6, le=1e6)] | Literal["score", "fault"]
+MAX_REWARD = 1e6
+"""The largest size of a reward; one beyond the range of float32 would end a campaign."""
+FailureReward = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)] | Literal["score", "fault"]
 """A reward; "score": what the reward function gives the episode as it is; "fault": retried, and never scored."""
 Affinity = Literal["compute", "bandwidth", "cpu"]
 HardwareKind = Literal["compute", "bandwidth"]
@@ -167,8 +169,8 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     """Reward of an episode that used up `max_turns`."""
     on_overflow: FailureReward = "score"
     """Reward of an episode whose conversation filled the model's context."""
-    on_reward_error: Annotated[float, Meta(ge=-1e6, le=1e6)] | Literal["fault"] = 0.0
-    """Reward of an episode whose judge or reward function raised an error, or returned what is not a finite number."""
+    on_reward_error: Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)] | Literal["fault"] = 0.0
+    """Reward of an episode whose judge or reward function raised an error, or returned no number, or one above 1e6."""
 
     @property
     def task_set(self) -> TaskSetConfig | None:

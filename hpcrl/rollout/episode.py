@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from hpcrl.config.recipe import MAX_REWARD
 from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.envs.base import Env, Step, TaskPrompt
 from hpcrl.errors import ConfigError, EngineError, EnvFault, PolicyFailure
@@ -504,7 +505,8 @@ def _check_step(step: object, episode: str) -> Step:
         reward = float(step.reward)
     except (TypeError, ValueError, OverflowError):
         reward = float("nan")
-    if not np.isfinite(reward):
-        why = f"{episode}: step returned the reward {step.reward!r:.100}: a finite number is needed"
+    if not abs(reward) <= MAX_REWARD:  # nor is NaN
+        what = f"{episode}: step returned the reward {step.reward!r:.100}"
+        why = f"{what}: a finite number is needed, {MAX_REWARD:g} at most in size"
         raise PolicyFailure(OUTCOME_REWARD_ERROR, why)
     return Step(observation=step.observation, reward=reward, done=bool(step.done))

@@ -29,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.config.recipe import DomainConfig, RewardUnit
+from hpcrl.config.recipe import MAX_REWARD, DomainConfig, RewardUnit
 from hpcrl.config.user_code import load_code
 from hpcrl.envs.judge_access import find_judges
 from hpcrl.errors import EnvFault, PolicyFailure
@@ -200,7 +200,8 @@ def list_fault_outcomes(domain: DomainConfig) -> frozenset[str]:
 
 def to_reward_parts(value: Any) -> dict[str, float]:
     """Return what a reward function returned as finite numbers by name; raise ValueError if that cannot be."""
-    what = f"it returned {value!r:.200}: a reward is a finite number, or a dict of them by name"
+    wanted = f"a reward is a finite number, {MAX_REWARD:g} at most in size, or a dict of them by name"
+    what = f"it returned {value!r:.200}: {wanted}"
     parts = value if isinstance(value, dict) else {"reward": value}
     if isinstance(value, str | bytes) or any(isinstance(part, str | bytes) for part in parts.values()):
         raise ValueError(what)
@@ -209,7 +210,7 @@ def to_reward_parts(value: Any) -> dict[str, float]:
         total = math.fsum(numbers.values())
     except (TypeError, ValueError, OverflowError):
         raise ValueError(what) from None
-    if not numbers or not math.isfinite(total):
+    if not numbers or not all(abs(number) <= MAX_REWARD for number in (total, *numbers.values())):
         raise ValueError(what)
     if len(numbers) > MAX_REWARD_PARTS or max(map(len, numbers)) > MAX_PART_NAME_CHARS:
         raise ValueError(f"{what}, {MAX_REWARD_PARTS} at most, with names of {MAX_PART_NAME_CHARS} characters at most")
@@ -225,17 +226,18 @@ def to_reward_list(value: Any, trajectory: Trajectory, *, unit: RewardUnit) -> l
         raise ValueError(f"it returned {value!r:.200}: {wanted}")
     if len(value) != num:
         raise ValueError(f"it returned {len(value)} numbers: {wanted}")
+    size = f"{MAX_REWARD:g} at most in size"
     numbers = []
     for index, one in enumerate(value):
         try:
             number = math.nan if isinstance(one, str | bytes) else float(one)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if not math.isfinite(number):
-            raise ValueError(f"it returned {one!r:.200} for {unit} {index}: {wanted}, each finite")
+        if not abs(number) <= MAX_REWARD:  # nor is NaN
+            raise ValueError(f"it returned {one!r:.200} for {unit} {index}: {wanted}, each finite, {size}")
         numbers.append(number)
-    if not math.isfinite(sum(numbers)):
-        raise ValueError(f"it returned numbers whose sum is not finite: {wanted}")
+    if abs(math.fsum(numbers)) > MAX_REWARD:
+        raise ValueError(f"it returned numbers whose sum is {math.fsum(numbers):g}: {wanted}, {size} also in sum")
     if unit == "token":
         _check_generated(numbers, trajectory)
     return numbers

@@ -7,13 +7,13 @@ once. A program that fails before the model has answered it is a fault: the poli
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from hpcrl.config.recipe import MAX_REWARD
 from hpcrl.envs.base import ModelAccess, ProgramEnv, TaskFields
 from hpcrl.errors import EngineError, EnvFault, HpcrlError, PolicyFailure
 from hpcrl.rollout.agents.episode_record import EpisodeFacts, build_record, measure_engines_s
@@ -143,9 +143,10 @@ def _describe_silence(session: ProgramSession) -> str:
 def _check_reward(reward: object, name: str) -> float | PolicyFailure:
     """Return a reward as a finite number, or the failure that it is."""
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if math.isfinite(number := float(reward)):  # type: ignore[arg-type]
+        if abs(number := float(reward)) <= MAX_REWARD:  # type: ignore[arg-type]
             return number
-    return PolicyFailure(OUTCOME_REWARD_ERROR, f"{name}: the reward is {reward!r:.100}: a finite number is needed")
+    needed = f"a finite number is needed, {MAX_REWARD:g} at most in size"
+    return PolicyFailure(OUTCOME_REWARD_ERROR, f"{name}: the reward is {reward!r:.100}: {needed}")
 
 
 class _EpisodeLateError(PolicyFailure):

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
-import math
 import secrets
 import shutil
 import tempfile
@@ -32,6 +31,7 @@ from typing import Any, Protocol, Self, TypeVar
 import msgspec
 from aiohttp import web
 
+from hpcrl.config.recipe import MAX_REWARD
 from hpcrl.engines.base import OutputStructure
 from hpcrl.engines.structure import check_structure, relax_structure
 from hpcrl.envs.base import ModelAccess
@@ -272,8 +272,9 @@ class ModelProxy:
 
     async def _reward(self, http: web.BaseRequest, session: ProgramSession) -> web.Response:
         reward = (await self._read(http, session, partial(parse_body, kind=RewardRequest)))[0].reward
-        if not math.isfinite(reward):
-            raise ApiError(400, f"reward is {reward}: it must be a finite number", param="reward")
+        if not abs(reward) <= MAX_REWARD:  # nor is NaN
+            problem = f"reward is {reward}: it must be a finite number, {MAX_REWARD:g} at most in size"
+            raise ApiError(400, problem, param="reward")
         session.reward = reward
         return _json_response({"reward": reward})
 

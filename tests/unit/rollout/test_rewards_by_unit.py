@@ -74,7 +74,8 @@ def test_rewards_of_more_tokens_than_a_turn_has_are_not_stored():
         ([None] * 6, "it returned None for "),
         ([[1.0]] * 6, "it returned [1.0] for "),
         ([10**400] * 6, " for "),
-        ([0, 1e308, 1e308, 0, 0, 0], "whose sum is not finite"),
+        ([0, 6e5, 6e5, 0, 0, 0], "whose sum is 1.2e+06"),
+        ([0, 1e39, 0, 0, 0, 0], "it returned 1e+39 for "),
     ],
 )
 @pytest.mark.parametrize("unit", ["turn", "token"])
@@ -94,7 +95,7 @@ def test_a_token_that_the_model_did_not_generate_has_no_reward():
     assert "token 3, which no turn generated: return 0 there" in score([0, 0, 0, 2.0, 0, 1.0], "token").error
 
 
-@pytest.mark.parametrize("value", [math.nan, "1", [1.0, 2.0], None, {}])
+@pytest.mark.parametrize("value", [math.nan, 1e39, "1", [1.0, 2.0], None, {}, {"a": 1e39, "b": -1e39}])
 def test_what_is_no_reward_of_an_episode_is_named_in_one_line(value):
     assert score(value, "episode").error.startswith(f"it returned {value!r}: a reward is a finite number")
 
