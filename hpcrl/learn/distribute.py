@@ -56,6 +56,11 @@ from hpcrl.spool.record import Trajectory
 
 IndexLists = list[list[int]]
 
+OVERLONG_REASON = (
+    'no row has trainable tokens that train.overlong = "filter" keeps: raise train.response_budget or '
+    'rollout.max_new_tokens, or set train.flat_groups = "drop"'
+)
+"""The reason to skip a step whose episodes all ended for lack of room."""
 MAX_SWAPS = 200
 MIN_GAIN = 1e-6
 """The least share of the gap that a swap must close, so that rounding does not keep the swaps going."""
@@ -239,6 +244,8 @@ def distribute_rows(work: DealWork, dealt: Any, credits_: Any) -> StepShares:
         for position, (index, _, length) in enumerate(lengths)
         if 0 < length <= max_length and index not in dropped
     ]
+    if dropped and not kept:
+        return _skip_step(num_ranks, OVERLONG_REASON)
     divide = divide_rewards if train.advantage == "gae" else divide_credits
     credits = [divide(trajectory, value) for trajectory, value in zip(trajectories, values, strict=True)]
 

@@ -16,6 +16,7 @@ from hpcrl.errors import SpoolError
 from hpcrl.learn.advantage import is_flat_group
 from hpcrl.learn.batch import GroupChoice, choose_groups
 from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.learn.rewards import find_overlong
 from hpcrl.roles.context import WorkerContext
 from hpcrl.rollout.flow_control import SettledCount, SettledWriter, may_publish
 from hpcrl.spool.listing import count_trajectories, quarantine_segment
@@ -91,8 +92,11 @@ class TrainQueue:
         )
 
     def _is_dropped(self, members: Sequence[Trajectory]) -> bool:
+        """Return whether nothing can be learned from a group, and the recipe drops such ones."""
         train = self._context.recipe.train
-        return train.flat_groups == "drop" and is_flat_group(members, train)
+        return train.flat_groups == "drop" and (
+            is_flat_group(members, train) or len(find_overlong(members, train)) == len(members)
+        )
 
     def segment_of(self, trajectory: Trajectory) -> str:
         """Return the segment of "scored" that has a chosen trajectory."""

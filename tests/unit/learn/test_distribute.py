@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.learn.distribute import balance_parts, compute_imbalance
+from hpcrl.config.recipe import TrainConfig
+from hpcrl.learn.distribute import balance_parts, compute_imbalance, distribute_step
+from tests.support.trajectories import make_trajectory
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=80), st.integers(1, 9))
@@ -56,3 +58,11 @@ def test_weights_of_zero_are_balanced():
 def test_a_partition_into_no_parts_is_refused():
     with pytest.raises(ValueError, match="num_parts is 0"):
         balance_parts([1.0], num_parts=0)
+
+
+def test_a_step_of_which_the_filter_leaves_nothing_is_skipped_with_a_fix():
+    episodes = [make_trajectory(f"math/0/{index}", reward=float(index), status="truncated") for index in range(4)]
+    train = TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0, overlong="filter")
+    shares = distribute_step(episodes, train=train, num_ranks=2, seed=0, step=1, max_length=512)
+    assert shares.shares == [[], []]
+    assert "raise train.response_budget" in shares.skipped

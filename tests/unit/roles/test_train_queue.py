@@ -42,11 +42,11 @@ def context(tmp_path, monkeypatch):
     return SimpleNamespace(campaign=run, recipe=recipe, events=Events())
 
 
-def play(context, group, *, version=0, num=GROUP, rewards=(1.0,) * GROUP):
+def play(context, group, *, version=0, num=GROUP, num_tokens=1, rewards=(1.0,) * GROUP):
     """Play, seal and score a group; return the name of its segment."""
     writer = DiskSpoolWriter(context.campaign.spool("rollouts"), producer=f"000-env-{group}")
     for index in range(num):
-        writer.append(make_trajectory(f"lake/{group}/{index}", 1, version=version))
+        writer.append(make_trajectory(f"lake/{group}/{index}", num_tokens, version=version))
     writer.flush()
     (name,) = [
         name for name in list_segments(context.campaign.spool("rollouts")) if name.startswith(f"000-env-{group}-")
@@ -236,6 +236,16 @@ def test_flat_groups_are_settled_so_that_others_are_admitted_and_the_step_waits(
         assert settled(context) == (number + 1) * GROUP
     play(context, 7, rewards=(0.0, 1.0, 1.0, 1.0))
     assert [one.group for one in queue.choose(version=0).chosen] == ["lake/7"] * GROUP
+
+
+def test_a_group_that_the_filter_leaves_nothing_of_is_dropped_like_a_flat_one(context):
+    change = {"flat_groups": "drop", "overlong": "filter", "response_budget": {"lake": 1}}
+    context.recipe = msgspec.structs.replace(
+        context.recipe, train=msgspec.structs.replace(context.recipe.train, **change)
+    )
+    play(context, 0, num_tokens=2, rewards=(0.0, 1.0, 1.0, 1.0))
+    choice = TrainQueue(context, consumed=ConsumedTrajectories()).choose(version=0)
+    assert (len(choice.flat), choice.chosen) == (GROUP, [])
 
 
 def test_the_driver_reads_what_the_choice_of_groups_means_for_the_next_step(context):
