@@ -133,9 +133,10 @@ def compare_costs(
 ) -> list[Tensor | None]:
     """Return the costs less the mean cost of all other rows of the step at the same token, over all ranks.
 
-    The other rows were sampled independently, so that the expected gradient stays what it is. A token that no other row
-    reaches keeps its cost. The columns are the rows of the tokens and their costs, None on a rank that does not count;
-    those that count have `num_shares` different shares of the rows, each the same number of times.
+    Rows of other episodes were sampled independently, so that they leave the expected gradient as it is; where episodes
+    have several rows, the others of the same episode bias it. A token that no other row reaches keeps its cost. The
+    columns are the rows of the tokens and their costs, None on a rank that does not count; those that count have
+    `num_shares` different shares of the rows, each the same number of times.
     """
     found = [(count_positions(rows_N), costs_N) for rows_N, costs_N in columns if costs_N is not None]
     longest = world.max(max([int(places_N.max()) + 1 for places_N, _ in found if len(places_N)], default=0))
