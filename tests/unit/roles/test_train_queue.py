@@ -253,7 +253,14 @@ def test_the_driver_reads_what_the_choice_of_groups_means_for_the_next_step(cont
     context.recipe = msgspec.structs.replace(context.recipe, train=train_config)
     consumed = ConsumedTrajectories()
     queue = TrainQueue(context, consumed=consumed)
-    fixed = {"trainer": None, "leader": None, "publisher": None, "num_params": 0, "saved_step": -1}
+    fixed = {
+        "trainer": None,
+        "leader": None,
+        "publisher": None,
+        "num_params": 0,
+        "saved_step": -1,
+        "skipped_rows": None,
+    }
     loop = TrainingLoop(context=context, train_queue=queue, consumed=consumed, step=0, version=9, **fixed)
     seen = []
     for number, (version, rewards) in enumerate([(9, (1.0,) * GROUP), (0, (1.0,) * GROUP), (9, (0.0, 1.0, 1.0, 1.0))]):
