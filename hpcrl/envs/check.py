@@ -24,6 +24,7 @@ import msgspec
 
 from hpcrl.config.pipeline import make_pipeline
 from hpcrl.config.recipe import VLLM_PARSER_PREFIX, DomainConfig, EngineConfig, PipelineNode, Recipe, TrainConfig
+from hpcrl.config.toml import suggest_name
 from hpcrl.config.user_code import load_code
 from hpcrl.envs.agent import AgentProgram
 from hpcrl.envs.base import accepts, check_signatures, construct_env
@@ -85,6 +86,14 @@ def _check_reward(domain: DomainConfig, *, what: str) -> None:
     _check_kind(function, f"{what} = {domain.reward!r}", result="reward")
     text = "texts" if list(parameters)[:1] == ["trajectories"] else "text"
     more = {name: None for name in ("judges", text) if name in parameters}
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    known = [name for name in list(parameters)[1:] if name not in more]
+    for name in domain.reward_options:
+        if name not in parameters and not takes_any:
+            raise ConfigError(
+                f"{what} = {domain.reward!r} has no option {name!r}: {suggest_name(name, known)}it has "
+                f"{', '.join(known) or 'none'}"
+            )
     if not accepts(function, None, **{**domain.reward_options, **more}):
         options = "".join(f", {name}=..." for name in domain.reward_options)
         raise ConfigError(
