@@ -96,6 +96,10 @@ class TrainError(HpcrlError):
     """Training cannot continue."""
 
 
+class NodeResultError(TrainError):
+    """A user's node of the pipeline returns what the next cannot use: another start would find the same."""
+
+
 def show_error(error: BaseException) -> str:
     """Return the type and the message of an exception; the user's own may have a message that cannot be computed."""
     name = type(error).__name__

@@ -26,7 +26,7 @@ from hpcrl.config import pipeline
 from hpcrl.config.pipeline import DagNode, NodeStage
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.config.user_code import load_code
-from hpcrl.errors import TrainError, show_error
+from hpcrl.errors import NodeResultError, TrainError, show_error
 from hpcrl.learn.advantage import FloatArray, NormalizationScope, compute_advantages, compute_turn_rewards
 from hpcrl.learn.batch import MicroBatch, TrainingRow, count_row_tokens
 from hpcrl.learn.loss import PolicyLoss
@@ -176,7 +176,7 @@ def check_trajectories(result: Any, trajectories: Sequence[Trajectory], name: st
     """Check for the same trajectories in the same order; a node may change only their rewards."""
     ids = [getattr(one, "id", None) for one in result] if isinstance(result, Sequence) else None
     if ids != [trajectory.id for trajectory in trajectories]:
-        raise TrainError(
+        raise NodeResultError(
             f"train.pipeline.{name} returned {_describe_value(result)}: its result is used as trajectories, so it must "
             f"return the {len(trajectories)} that it received, in their order, perhaps with other rewards"
         )
@@ -188,7 +188,7 @@ def check_credits(result: Any, trajectories: Sequence[Trajectory], name: str) ->
     """Check for a number for each turn of each trajectory; one number counts for all turns of an episode."""
     hint = f"it must return one number, or one for each turn, for each of the {len(trajectories)} trajectories"
     if not hasattr(result, "__len__") or len(result) != len(trajectories):
-        raise TrainError(f"train.pipeline.{name} returned {_describe_value(result)}: {hint}")
+        raise NodeResultError(f"train.pipeline.{name} returned {_describe_value(result)}: {hint}")
     found = []
     for value, trajectory in zip(result, trajectories, strict=True):
         num_turns = max(len(trajectory.turns), 1)
@@ -197,7 +197,7 @@ def check_credits(result: Any, trajectories: Sequence[Trajectory], name: str) ->
             found.append(np.full(num_turns, each) if each.ndim == 0 else each.reshape(num_turns))
         except (TypeError, ValueError) as error:
             what = f"{_describe_value(value)} for {trajectory.id}, which has {num_turns} turns"
-            raise TrainError(f"train.pipeline.{name} returned {what}: {hint}") from error
+            raise NodeResultError(f"train.pipeline.{name} returned {what}: {hint}") from error
     return found
 
 
@@ -205,7 +205,7 @@ def _check_column(result: Any, micro: MicroBatch, name: str) -> Tensor:
     """Check for a finite number for each token of a micro-batch."""
     hint = f"it must return a tensor with a number for each of the micro-batch's {micro.num_tokens} tokens (targets_N)"
     if not isinstance(result, Tensor) or result.shape != micro.targets_N.shape:
-        raise TrainError(f"train.pipeline.{name} returned {_describe_value(result)}: {hint}")
+        raise NodeResultError(f"train.pipeline.{name} returned {_describe_value(result)}: {hint}")
     if not result.isfinite().all():
         raise TrainError(f"train.pipeline.{name} returned a number that is not finite: {hint}")
     return result.detach().to(micro.advantages_N)
@@ -218,7 +218,7 @@ def _check_rows(result: Any, rows: list[TrainingRow], name: str) -> list[Trainin
         not isinstance(one, TrainingRow) or len(one) != len(row) or len(one.credit) != len(row.credit)
         for one, row in zip(result, rows, strict=True)
     ):
-        raise TrainError(
+        raise NodeResultError(
             f"train.pipeline.{name} returned {_describe_value(result)}: it must return the {len(rows)} rows that it "
             "received, in their order, with the same number of tokens and of credits"
         )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.config.recipe import TrainConfig
-from hpcrl.errors import TrainError
+from hpcrl.errors import NodeResultError
 from hpcrl.learn.loss import LossSums, PolicyLoss, TokenInputs, compute_policy_loss
 
 
@@ -87,7 +87,7 @@ def _check_result(result: Any, *, shape_RL: torch.Size) -> Tensor:
         seen = "a tensor that does not depend on the log-probs, so nothing would be learned"
     else:
         return result
-    raise TrainError(
+    raise NodeResultError(
         f"train.pipeline.loss returned {seen}: it must return a tensor of one number, of one for each row "
         f"([{num_rows}]) or of one for each token ([{num_rows}, {num_columns}]), computed from the log-probs"
     )

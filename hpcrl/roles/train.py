@@ -28,10 +28,10 @@ from hpcrl.campaign_dir.events import (
     StepFinished,
     TrainingResumed,
 )
-from hpcrl.campaign_dir.train_progress import TrainProgress, write_train_progress
+from hpcrl.campaign_dir.train_progress import TrainProgress, read_train_progress, write_train_progress
 from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import make_warmup_settings
-from hpcrl.errors import TrainError
+from hpcrl.errors import NodeResultError, TrainError
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.learn.batch import GroupChoice, count_groups
 from hpcrl.learn.consumed import ConsumedTrajectories
@@ -82,6 +82,11 @@ def run(context: WorkerContext) -> int:
         code = _run_rank(memory.worker, world)
     except StepMemoryError as error:
         return _end_without_memory(memory, error, world)
+    except NodeResultError as error:  # another start would find the same
+        progress = read_train_progress(context.campaign.train_progress)
+        write_train_progress(context.campaign.train_progress, msgspec.structs.replace(progress, failure=str(error)))
+        leave_world(world)
+        raise
     except BaseException:
         leave_world(world)
         raise

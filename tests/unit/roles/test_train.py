@@ -5,8 +5,12 @@ import pytest
 
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.config.site import load_site
+from hpcrl.errors import NodeResultError
+from hpcrl.learn.pipeline import check_trajectories
 from hpcrl.plan.plan import make_plan
+from hpcrl.roles import train
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.train import _make_trainer
 from hpcrl.system.files import make_private_dir
@@ -67,3 +71,15 @@ def test_a_rank_shards_its_model_as_the_plan_has_chosen(tmp_path, tiny_model_dir
     context.plan = msgspec.structs.replace(context.plan, train_sharding=sharding)
     assert context.recipe.train.sharding == "auto"
     assert _make_trainer(context, SINGLE_RANK)._train.sharding == sharding
+
+
+def test_a_node_with_a_result_that_cannot_be_used_ends_the_campaign(tmp_path, tiny_model_dir, monkeypatch):
+    def return_something_else(context, world):
+        check_trajectories(None, [], "filter")
+
+    monkeypatch.setattr(train, "_run_rank", return_something_else)
+    context = make_context(tmp_path, tiny_model_dir)
+    context.campaign.recipe.write_bytes(msgspec.json.encode(context.recipe))
+    with pytest.raises(NodeResultError, match="returned None"):
+        train.run(context)
+    assert "train.pipeline.filter returned None" in read_train_progress(context.campaign.train_progress).failure
