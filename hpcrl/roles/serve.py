@@ -214,8 +214,9 @@ class WeightFollower:
         except WeightsError as error:
             newest = await asyncio.to_thread(self._source.newest)
             if newest is None or newest.version <= manifest.version:  # otherwise a newer one replaced it meanwhile
-                self._context.events.emit(FaultReported(what="weights", detail=str(error)))
                 await asyncio.sleep(FAULT_PAUSE_S)
+                if not self._context.draining:  # a trainer that has ended leaves no window behind
+                    self._context.events.emit(FaultReported(what="weights", detail=str(error)))
             return
         self._loaded = manifest.version
         wall_s = round(time.monotonic() - started, 4)

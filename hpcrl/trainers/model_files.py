@@ -213,7 +213,8 @@ def make_empty(config: Any, model_class: Any, *, dtype: torch.dtype) -> Any:
 
 def _is_kept_precise(module: Any, name: str) -> bool:
     """Return whether transformers keeps a parameter in float32 in a model of fewer bits."""
-    kept = [*(module._keep_in_fp32_modules or ()), *(module._keep_in_fp32_modules_strict or ())]
+    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # of transformers' models
+    kept = [part for name in names for part in getattr(module, name, None) or ()]
     return any(each in name for each in kept)
 
 
