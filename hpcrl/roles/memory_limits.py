@@ -135,5 +135,5 @@ class SkippedRows:
     def _describe(self, share: float) -> str:
         return (
             f"{self._num_rows} rows with {share:.1%} of the tokens were left out since the trainer started, as they "
-            f" are longer than {self._limit} tokens, {self._reason}: what is long is not learned; {self._fix}"
+            f"are longer than {self._limit} tokens, {self._reason}: what is long is not learned; {self._fix}"
         )

@@ -302,10 +302,9 @@ class TrainingLoop:
     def warm_up(self, warmup: WarmupData) -> None:
         """Make one step of the warm-up; after the last one, publish the version that episodes start with."""
         conversations = warmup.choose(self.step + 1)
-        self.note_progress(is_training=True)
+        self.note_progress(num_warmup_steps=self.step, is_training=True)
         metrics = self.trainer.train_step(conversations, step=self.step + 1, version=self.version, train=warmup.train)
         self.step += 1
-        self.note_progress(num_warmup_steps=self.step, is_training=False)
         no_rewards = {"reward_mean": None, "reward_std": None, "num_flat_groups": 0, "lag_mean": 0.0, "lag_max": 0}
         metrics = msgspec.structs.replace(metrics, **no_rewards, lags={})
         self.context.events.emit(StepFinished(**msgspec.structs.asdict(metrics), mfu=self.compute_mfu(metrics)))
@@ -337,7 +336,6 @@ class TrainingLoop:
         wait_s = time.monotonic() - self.waiting_since
         gathering = self.reading.submit(self.train_queue.gather)
         metrics = self.trainer.train_step(choice.chosen, step=self.step + 1, version=self.version)
-        self.note_progress(is_training=False)
         gathering.result()
         self.consumed.update(trajectory.id for trajectory in choice.chosen)
         self.step += 1
@@ -386,6 +384,7 @@ class TrainingLoop:
             num_ready_groups=sum(size >= self.context.recipe.rollout.group_size for size in sizes.values()),
             num_flat_groups=self.progress.num_flat_groups + count_groups(choice.flat).total(),
             num_lost_groups=self.progress.num_lost_groups + num_lost,
+            is_training=False,  # not noted at the end of a step: each note is a durable file
             reward_error="" if self.evidence.has_reward else self.evidence.reward_error,
         )
 
