@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import msgspec
@@ -569,7 +570,7 @@ def final_summary(
     what, values = (
         ("mean reward", known_rewards) if known_rewards else ("loss", [loss for loss in losses if loss is not None])
     )
-    learned = f": {what} {values[0]:.2f} -> {values[-1]:.2f} in {len(rewards)} steps" if values else ""
+    learned = f": {what} {_describe_change(values, num_steps=len(rewards))}" if values else ""
     if state in ("queued", "running", "draining"):
         return [f"campaign {campaign.name} continues; `{hpcrl} monitor {campaign.name}` shows it again"]
     if state != "done":
@@ -597,6 +598,14 @@ def final_summary(
         "next:",
         *(f"  {hpcrl} {command:<{width}}   # {why}" for command, why in commands),
     ]
+
+
+def _describe_change(values: Sequence[float], *, num_steps: int) -> str:
+    """Describe how a figure of steps changed, by means: the last steps get what took longest, so one alone misleads."""
+    num = max(len(values) // 10, 1)
+    first, last = fmean(values[:num]), fmean(values[-num:])
+    means = f" (means of the first and last {num})" if num > 1 else ""
+    return f"{first:.2f} -> {last:.2f} in {num_steps} steps{means}"
 
 
 def _command_name() -> str:

@@ -182,3 +182,17 @@ def test_a_job_that_was_killed_as_a_whole_is_resumed_after_a_silence(
         os.kill(driver, signal.SIGKILL)
         lifecycle.resume(str(campaign.root))
         assert len((slurm / "sbatch.calls").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("rewards", "learned"),
+    [
+        ([None, 0.25, 0.5], "mean reward 0.25 -> 0.50 in 3 steps;"),
+        ([-0.3, -0.1, *[0.5] * 16, 0.9, 0.1], "mean reward -0.20 -> 0.50 in 20 steps (means of the first and last 2);"),
+    ],
+)
+def test_the_last_line_has_the_means_of_the_first_and_last_tenth_of_the_steps(
+    failed: CampaignDir, rewards: list[float | None], learned: str
+) -> None:
+    (line,) = lifecycle.final_summary(failed, state="failed", rewards=rewards)
+    assert learned in line
