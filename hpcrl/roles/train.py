@@ -82,12 +82,10 @@ def run(context: WorkerContext) -> int:
         code = _run_rank(memory.worker, world)
     except StepMemoryError as error:
         return _end_without_memory(memory, error, world)
-    except NodeResultError as error:  # another start would find the same
-        progress = read_train_progress(context.campaign.train_progress)
-        write_train_progress(context.campaign.train_progress, msgspec.structs.replace(progress, failure=str(error)))
-        leave_world(world)
-        raise
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, NodeResultError):  # another start would find the same
+            progress = read_train_progress(context.campaign.train_progress)
+            write_train_progress(context.campaign.train_progress, msgspec.structs.replace(progress, failure=str(error)))
         leave_world(world)
         raise
     leave_world(world)

@@ -10,19 +10,16 @@ import numpy as np
 import openai
 import pytest
 
-from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.site import load_site
 from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.envs.judge_access import JudgeAccess, find_judge
-from hpcrl.plan.plan import make_plan
 from hpcrl.roles import judge as judge_role
-from hpcrl.roles.context import WorkerContext
 from hpcrl.rollout.judges.proxy import JudgeProxy, open_judge_proxy
 from hpcrl.rollout.teacher_scores import score_tokens
 from hpcrl.system.files import make_private_dir
 from tests.support.plans import make_recipe
 from tests.support.trajectories import make_lake_trajectory
+from tests.support.workers import make_worker_context
 
 SETTINGS = (
     "judge.grader.engine.backend=vllm",
@@ -37,22 +34,12 @@ SETTINGS = (
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[JudgeAccess]:
     """Run the role of a judge until the tests have ended; return how its proxy is reached."""
-    run, site = CampaignDir(tmp_path_factory.mktemp("judge")), load_site("local")
+    run = CampaignDir(tmp_path_factory.mktemp("judge"))
     recipe = make_recipe(f"judge.grader.path={tiny_model_dir}", *SETTINGS)
     job = run.job(0)
     for directory in (job.logs, run.events):
         make_private_dir(directory)
-    events = EventLog(run.events / "judge.jsonl", job=0, role="judge-grader", worker="000-judge-grader-0", node="n")
-    context = WorkerContext(
-        campaign=run,
-        job=job,
-        role="judge-grader",
-        index=0,
-        recipe=recipe,
-        site=site,
-        plan=make_plan(recipe, site),
-        events=events,
-    )
+    context = make_worker_context(run, "judge-grader", recipe)
     problems: list[BaseException] = []
 
     def serve() -> None:

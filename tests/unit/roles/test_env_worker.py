@@ -9,17 +9,13 @@ import msgspec
 import pytest
 
 from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
-from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.site import load_site
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.envs.base import Step
 from hpcrl.envs.task_set import import_task_set
 from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.learn.evaluations import EvaluationStore
-from hpcrl.plan.plan import make_plan
-from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.env import EnvWorker
 from hpcrl.rollout.journal import TaskJournal
 from hpcrl.rollout.rollout_spool import RolloutSpool
@@ -31,6 +27,7 @@ from hpcrl.testing.virtual_time import run_virtual
 from hpcrl.weights.versions import WeightVersion, announce_version
 from tests.support.episodes import is_balanced
 from tests.support.plans import make_recipe
+from tests.support.workers import make_worker_context
 
 SHAPE = ModelShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
 SPEED = estimate_speed(GPU_CATALOGUE["h100"], shape=SHAPE)
@@ -82,18 +79,9 @@ class WorkerStage:
         publish_json(campaign.model / "config.json", {"max_position_embeddings": 1024})
         announce_version(campaign.weights, WeightVersion(version=version, step=version))
         small = ("rollout.group_size=2", "train.groups_per_step=2", "rollout.groups_ahead=0", "rollout.max_running=64")
-        recipe, site = make_recipe(*small, *settings), load_site("local")
+        recipe = make_recipe(*small, *settings)
         publish_json(campaign.recipe, msgspec.to_builtins(recipe))
-        self.context = WorkerContext(
-            campaign=campaign,
-            job=campaign.job(0),
-            role="env",
-            index=0,
-            recipe=recipe,
-            site=site,
-            plan=make_plan(recipe, site),
-            events=EventLog(campaign.events / "000-env-0.jsonl", job=0, role="env", worker="000-env-0", node="n"),
-        )
+        self.context = make_worker_context(campaign, "env", recipe)
         self.spool = MemorySpool()
         self._make_env = make_env
 

@@ -3,16 +3,12 @@
 import msgspec
 import pytest
 
-from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.config.recipe import WarmupConfig
-from hpcrl.config.site import load_site
 from hpcrl.envs.task_set import import_conversations
 from hpcrl.errors import TrainError
 from hpcrl.models.tiny import make_tiny_model
-from hpcrl.plan.plan import make_plan
-from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.learning_evidence import LearningEvidence
 from hpcrl.roles.train import _open_warmup, _run_leader
 from hpcrl.spool.outcome import OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
@@ -20,6 +16,7 @@ from hpcrl.system.files import make_private_dir
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.plans import make_recipe
 from tests.support.trajectories import make_trajectory
+from tests.support.workers import make_worker_context
 
 
 def make_context(tmp_path, rows, *settings):
@@ -30,21 +27,12 @@ def make_context(tmp_path, rows, *settings):
     warmup = WarmupConfig(path=str(path), steps=3, conversations_per_step=2)
     train = msgspec.structs.replace(recipe.train, num_steps=3)
     recipe = msgspec.structs.replace(recipe, warmup=warmup, train=train)
-    campaign, site = CampaignDir(tmp_path / "campaign"), load_site("local")
+    campaign = CampaignDir(tmp_path / "campaign")
     make_private_dir(campaign.events)
     campaign.warmup.mkdir(parents=True)
     import_conversations(warmup, directory=campaign.warmup)
     make_tiny_model(campaign.model, recipe.model.tiny, seed=0)
-    return WorkerContext(
-        campaign=campaign,
-        job=campaign.job(0),
-        role="train",
-        index=0,
-        recipe=recipe,
-        site=site,
-        plan=make_plan(recipe, site),
-        events=EventLog(campaign.events / "train.jsonl", job=0, role="train", worker="000-train-0", node="n"),
-    )
+    return make_worker_context(campaign, "train", recipe)
 
 
 def imitate(context):

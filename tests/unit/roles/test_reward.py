@@ -8,12 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.site import load_site
-from hpcrl.plan.plan import make_plan
 from hpcrl.roles import reward
-from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.reward import RepeatedFaults, ScoringSession
 from hpcrl.rollout.judges.proxy import JudgeProxy
 from hpcrl.rollout.reward_process import RewardProcess
@@ -25,6 +21,7 @@ from tests.support.campaign_spools import unscored
 from tests.support.plans import make_reward_recipe
 from tests.support.served_judges import judge_host
 from tests.support.trajectories import make_lake_trajectory
+from tests.support.workers import make_worker_context
 
 NUM = 4
 
@@ -40,21 +37,10 @@ class RewardStage:
         self.process = RewardProcess(root, concurrency=8, num_cpus=os.cpu_count(), teacher=teacher)
 
     def open(self, function, *, settings=(), **options):
-        timeout, site = "domains.lake.reward_timeout_s=0.5", load_site("local")
+        timeout = "domains.lake.reward_timeout_s=0.5"
         recipe = make_reward_recipe(f"many_rewards:{function}", timeout, *settings, **options)
         publish_json(self.run.recipe, msgspec.to_builtins(recipe))
-        context = WorkerContext(
-            campaign=self.run,
-            job=self.run.job(0),
-            role="reward",
-            index=0,
-            recipe=recipe,
-            site=site,
-            plan=make_plan(recipe, site),
-            events=EventLog(
-                self.run.events / "000-reward-0.jsonl", job=0, role="reward", worker="000-reward-0", node="n"
-            ),
-        )
+        context = make_worker_context(self.run, "reward", recipe)
         self.faults = self.faults or RepeatedFaults(context.events.emit)
         return ScoringSession(context, self.process, self.faults)
 

@@ -4,17 +4,15 @@ import asyncio
 
 import pytest
 
-from hpcrl.campaign_dir.event_log import EventLog, EventReader
+from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.site import load_site
 from hpcrl.errors import WeightsError
-from hpcrl.plan.plan import make_plan
 from hpcrl.roles import serve
-from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.serve import WeightFollower
 from hpcrl.system.files import make_private_dir
 from hpcrl.weights.versions import VersionManifest
 from tests.support.plans import make_recipe
+from tests.support.workers import make_worker_context
 
 
 class BrokenEngine:
@@ -34,19 +32,10 @@ class EmptySource:
 @pytest.mark.parametrize("is_ending", [False, True])
 def test_a_version_that_cannot_be_loaded_is_a_fault_unless_the_job_ends(tmp_path, monkeypatch, is_ending):
     monkeypatch.setattr(serve, "FAULT_PAUSE_S", 0.01)
-    campaign, recipe, site = CampaignDir(tmp_path), make_recipe(), load_site("local")
+    campaign = CampaignDir(tmp_path)
     for directory in (campaign.events, campaign.job(0).root):
         make_private_dir(directory)
-    context = WorkerContext(
-        campaign=campaign,
-        job=campaign.job(0),
-        role="decode",
-        index=0,
-        recipe=recipe,
-        site=site,
-        plan=make_plan(recipe, site),
-        events=EventLog(campaign.events / "decode.jsonl", job=0, role="decode", worker="000-decode-0", node="n"),
-    )
+    context = make_worker_context(campaign, "decode", make_recipe())
     if is_ending:
         context.job.drain.write_text("every training step was made")
     follower = WeightFollower(BrokenEngine(), EmptySource(), context)

@@ -3,36 +3,24 @@
 import msgspec
 import pytest
 
-from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import read_train_progress
-from hpcrl.config.site import load_site
 from hpcrl.errors import NodeResultError
 from hpcrl.learn.pipeline import check_trajectories
-from hpcrl.plan.plan import make_plan
 from hpcrl.roles import train
-from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.train import _make_trainer
 from hpcrl.system.files import make_private_dir
 from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.plans import make_recipe, plan_recipe
+from tests.support.workers import make_worker_context
 
 
 def make_context(tmp_path, model_dir, *settings):
     """Make the context of a rank of a campaign on this machine."""
-    run, site, recipe = CampaignDir(tmp_path), load_site("local"), make_recipe(*settings)
+    run = CampaignDir(tmp_path)
     make_private_dir(run.events)
     run.model.symlink_to(model_dir)
-    return WorkerContext(
-        campaign=run,
-        job=run.job(0),
-        role="train",
-        index=0,
-        recipe=recipe,
-        site=site,
-        plan=make_plan(recipe, site),
-        events=EventLog(run.events / "train.jsonl", job=0, role="train", worker="000-train-0", node="n"),
-    )
+    return make_worker_context(run, "train", make_recipe(*settings))
 
 
 @pytest.mark.parametrize("trainer", ["torch", "megatron"])
