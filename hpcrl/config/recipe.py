@@ -295,6 +295,8 @@ class EngineConfig(ConfigTable, frozen=True, kw_only=True):
     """With vLLM: the time a server may take until it can generate. A turn waits as long for an engine, at least 300."""
     vllm_args: list[str] = []
     """With vLLM: further arguments of its server."""
+    any_vllm_version: bool = False
+    """Start also a vLLM that hpcrl is not tested with, whose private parts it uses (docs/vllm.md)."""
     tool_parser: str = AUTO_PARSER
     """The parser of tool calls in generated text: a family of models (docs/agents.md), "none", or
     "vllm:NAME" for one of vLLM's parsers; auto: by the model's chat template."""

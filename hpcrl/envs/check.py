@@ -33,6 +33,7 @@ from hpcrl.envs.program_files import SUBJECT_END, ProblemJudge
 from hpcrl.envs.task_set import check_task_set
 from hpcrl.errors import ConfigError, EnvFault, show_error
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_USAGE, describe_end
+from hpcrl.system.package_range import VLLM, find_range_problem
 
 MAX_CHECKED_TASKS = 20_000
 """A look for one file may take half a millisecond on a large file system."""
@@ -235,12 +236,22 @@ def check_packages(recipe: Recipe) -> None:
             )
     engines = {"": recipe.engine, **{f"judge.{name}.": judge.engine for name, judge in recipe.judge.items()}}
     for prefix, engine in engines.items():
+        _check_vllm_version(engine, prefix)
         _check_vllm_parsers(engine, prefix)
     if recipe.train.lora_rank and find_spec("peft") is None:
         raise ConfigError(
             f"train.lora_rank = {recipe.train.lora_rank} needs the package peft, which {sys.executable} does not have: "
             "pip install 'hpcrl[lora]' there, or set it to 0"
         )
+
+
+def _check_vllm_version(engine: EngineConfig, prefix: str) -> None:
+    """Refuse a vLLM that hpcrl is not tested with, unless the recipe wants it; `prefix` is that of its settings."""
+    if engine.backend != "vllm" or engine.any_vllm_version:
+        return
+    problem = find_range_problem(VLLM, setting=f"{prefix}engine.any_vllm_version = true")
+    if problem is not None:
+        raise ConfigError(f'{prefix}engine.backend = "vllm": {problem}')
 
 
 def _check_vllm_parsers(engine: EngineConfig, prefix: str) -> None:

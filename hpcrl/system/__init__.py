@@ -8,4 +8,5 @@ terminal    text that is safe to print
 garbage     the collector while a process starts
 exit_codes  why a worker ended
 variables   environment variables between processes
+package_range  the versions of packages that hpcrl works with
 """

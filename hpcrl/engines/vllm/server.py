@@ -33,8 +33,10 @@ from hpcrl.engines.vllm.protocol import read_events
 from hpcrl.errors import EngineError, EngineRequestError
 from hpcrl.plan.plan import RolePlan
 from hpcrl.system.files import make_private_dir, read_last_line
+from hpcrl.system.package_range import VLLM, find_range_problem
 from hpcrl.system.processes import end_group
 
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 POLL_INTERVAL_S = 0.5
 ANSWER_POLL_INTERVAL_S = 0.02
 FIRST_TOKEN_TIMEOUT_S = 300.0
@@ -54,7 +56,7 @@ class VllmLaunch:
 
     model: Path
     log: Path
-    program: tuple[str, ...] = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    program: tuple[str, ...] = (sys.executable, "-m", SERVER_MODULE)
     version: int = 0
     """The version of the weights in the model directory."""
     dtype: str = "auto"
@@ -76,6 +78,8 @@ class VllmLaunch:
     start_timeout_s: float = 900.0
     """Long enough for a large model that many engines read at once from a shared file system."""
     extra_args: tuple[str, ...] = ()
+    any_version: bool = False
+    """Start also a version of vLLM that hpcrl is not tested with."""
     judge: str | None = None
     """The name of a judge, whose weights never change and whose server has only vLLM's own routes; None: the policy."""
 
@@ -99,6 +103,7 @@ class VllmLaunch:
             cpu_kv_gib=engine.cpu_kv_gib,
             start_timeout_s=engine.start_timeout_s,
             extra_args=tuple(engine.vllm_args),
+            any_version=engine.any_vllm_version,
         )
 
 
@@ -171,6 +176,8 @@ class VllmServer:
         launch = self.launch
         if not (launch.model / "config.json").is_file():
             raise EngineError(f"{launch.model} holds no model (it has no config.json): see model.path in the recipe")
+        if SERVER_MODULE in launch.program and not launch.any_version:
+            _check_version()
         await asyncio.to_thread(check_tokenizer_fits, launch.model)
         self._scratch = Path(tempfile.mkdtemp(prefix="vllm-"))  # 0700; short, since paths of sockets must be
         try:
@@ -367,6 +374,11 @@ class VllmServer:
             await asyncio.shield(asyncio.to_thread(end_group, self._process, grace_s=END_GRACE_S))
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _check_version() -> None:
+    if (problem := find_range_problem(VLLM, setting="engine.any_vllm_version = true")) is not None:
+        raise EngineError(problem)
 
 
 def _make_error(path: str, status: int, data: bytes) -> EngineError:

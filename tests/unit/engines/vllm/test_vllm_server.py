@@ -11,6 +11,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,16 @@ def test_a_directory_without_a_model_is_refused_before_anything_is_started(launc
     with pytest.raises(EngineError, match="holds no model"):
         with_engine(dataclasses.replace(launch, model=tmp_path / "nothing"), lambda engine: engine.generate(REQUEST))
     assert not (tmp_path / "asked").exists()
+
+
+def test_a_vllm_that_hpcrl_is_not_tested_with_is_refused_before_anything_is_started(
+    launch: VllmLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: "0.1.0")
+    real = dataclasses.replace(launch, program=VllmLaunch.program)
+    with pytest.raises(EngineError, match=r"has vllm 0\.1\.0, and hpcrl is tested with vllm.*any_vllm_version = true"):
+        with_engine(real, lambda engine: engine.generate(REQUEST))
+    assert not launch.log.exists()
 
 
 def test_a_tokenizer_that_does_not_fit_its_model_is_refused_by_name_before_anything_is_started(
