@@ -14,7 +14,7 @@ INSTALL_uv = $(UV) pip install --quiet --python $(BIN)/python
 INSTALL_pip = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALL = $(INSTALL_$(INSTALLER))
 
-.PHONY: install vllm demo test test-envs test-agents test-fast check names bench clean
+.PHONY: install vllm demo test test-envs test-agents test-fast check names bench gpu-check clean
 
 install: $(VENV)/.local
 
@@ -61,6 +61,13 @@ check: $(VENV)/.dev
 
 bench: $(VENV)/.bench $(VENV)/.vllm
 	$(BIN)/python -m bench
+
+# With what is installed, in .venv or for PYTHON: a machine with GPUs has its own build of torch.
+DEVICE ?= cuda
+JSON ?= gpu-check.json
+gpu-check: export PYTHONPATH = $(CURDIR)
+gpu-check:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m bench.gpu --device $(DEVICE) --json $(JSON)
 
 clean:
 	rm -rf $(VENV) .venv-envs .venv-verifiers .venv-agents build dist *.egg-info

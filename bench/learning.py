@@ -58,7 +58,7 @@ def measure(full: bool) -> list[Figure]:
 def logits() -> Figure:
     """Count the bytes that are alive at once beside the inputs, gradients included, for a head in bf16."""
     peaks = []
-    for compute in (_compute_whole, compute_from_hidden):
+    for compute in (compute_whole, compute_from_hidden):
         with FakeTensorMode():
             hidden = torch.empty(NUM_TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
             weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
@@ -80,9 +80,10 @@ def logits() -> Figure:
     )
 
 
-def _compute_whole(
+def compute_whole(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, form: HeadForm, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute what `compute_from_hidden` does, from all logits at once."""
     return logprobs_and_entropy(form.apply(hidden @ weight.T), targets, **options)
 
 

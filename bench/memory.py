@@ -119,7 +119,7 @@ def measure(full: bool) -> list[Figure]:
 
 def compare_step(name: str, case: StepCase) -> Figure:
     """Compare the model with the resident memory that a real step takes."""
-    measured = measure_ranks(case)
+    measured = measure_ranks(case).num_bytes
     ratio = (
         estimate_rank_memory(read_architecture(case.fields), case.setup, num_tokens=case.num_tokens).total / measured
     )

@@ -101,11 +101,12 @@ def _positions_in_order() -> AbstractContextManager[Any]:
     return patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
 
 
-def make_micro_batch(num_tokens: int, *, is_packed: bool) -> MicroBatch:
+def make_micro_batch(num_tokens: int, *, is_packed: bool, device: torch.device | str = "cpu") -> MicroBatch:
     """Make one row of this many tokens, all of which are trained."""
-    zeros, ids = torch.zeros(num_tokens), torch.zeros(num_tokens, dtype=torch.long)
+    zeros, ids = torch.zeros(num_tokens, device=device), torch.zeros(num_tokens, dtype=torch.long, device=device)
+    positions = torch.arange(num_tokens, device=device)
     # A mask selects a number of tokens that depends on data; the same selection as indices has a known size.
-    indices = cast(torch.Tensor, (ids, torch.arange(num_tokens)))
+    indices = cast(torch.Tensor, (ids, positions))
     return MicroBatch(
         inputs_BT=ids.unsqueeze(0),
         mask_BT=indices,
@@ -113,7 +114,7 @@ def make_micro_batch(num_tokens: int, *, is_packed: bool) -> MicroBatch:
         behaviour_N=zeros,
         advantages_N=zeros,
         rows_N=ids,
-        positions_BT=torch.arange(num_tokens).unsqueeze(0) if is_packed else None,
+        positions_BT=positions.unsqueeze(0) if is_packed else None,
     )
 
 

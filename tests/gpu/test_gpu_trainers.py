@@ -19,19 +19,16 @@ CLOSE = 1e-3
 NUM_STEPS = 3
 
 
-def gpu() -> World:
-    return World(device=torch.device("cuda", 0))
-
-
 @pytest.fixture(params=["torch", "megatron"])
-def make(request, run):
+def make(request, run, device):
     """Return a function that makes a trainer on the GPU with some settings changed."""
+    world = World(device=device)
     if request.param == "torch":
-        return lambda **changed: TorchTrainer(run.model, settings(**changed), seed=3, world=gpu())
+        return lambda **changed: TorchTrainer(run.model, settings(**changed), seed=3, world=world)
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     from hpcrl.trainers.megatron.trainer import MegatronTrainer
 
-    return lambda **changed: MegatronTrainer(run.model, settings(trainer="megatron", **changed), seed=3, world=gpu())
+    return lambda **changed: MegatronTrainer(run.model, settings(trainer="megatron", **changed), seed=3, world=world)
 
 
 @pytest.fixture
