@@ -44,6 +44,8 @@ class ConfigTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The base of all tables: frozen, keyword-only, no unknown keys."""
 
 
+DEFAULT_MICRO_BATCH_TOKENS = 16384
+"""The tokens of a micro-batch where no recipe and no plan has chosen them."""
 MIN_PARAMS = 10**6
 MIN_TINY_CONTEXT = 32
 """A conversation of one short message has about this many characters, which are a tiny model's tokens."""
@@ -438,8 +440,9 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """AdamW's, of matrices; norms and biases are not decayed."""
     adam_betas: tuple[BetaShare, BetaShare] = (0.9, 0.999)
     adam_eps: Annotated[float, Meta(gt=0)] = 1e-8
-    tokens_per_micro_batch: Count = 16384
-    """Padded tokens in one forward pass; a step accumulates gradients over all its passes."""
+    tokens_per_micro_batch: Literal["auto"] | Count = "auto"
+    """Padded tokens in one forward pass; a step accumulates gradients over all its passes. Auto: what fits on a GPU by
+    the plan, up to 65,536 or the longest trajectory; 16,384 where the plan does not know (docs/learning.md)."""
     max_row_tokens: Literal["auto"] | Count = "auto"
     """Longer training rows are left out of a step, and reported; auto: those for which a GPU has too little memory by
     the plan, and none where the plan does not know."""
@@ -469,6 +472,12 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     def has_bf16(self, *, on_gpus: bool) -> bool:
         """Return whether the trainer's passes are in bf16, on GPUs or on CPUs."""
         return self.precision == "bf16" or (self.precision == "auto" and on_gpus)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The tokens of a micro-batch, where no plan has chosen them."""
+        tokens = self.tokens_per_micro_batch
+        return DEFAULT_MICRO_BATCH_TOKENS if tokens == "auto" else tokens
 
     @property
     def policy_moves(self) -> bool:

@@ -81,7 +81,7 @@ class TrainerMemoryWatch:
         lowered = lower_limits(
             limits,
             MemoryShortage(step=0, rank=None, detail=KILLED),
-            micro_batch=self._recipe.train.tokens_per_micro_batch,
+            micro_batch=self._recipe.train.micro_batch_tokens,
             advice=advise_on_shortage(self._recipe, has_gpus=self._has_gpus),
         )
         if lowered.failure:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from hpcrl.config.program import reserves_place
-from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, Recipe, RoleName
+from hpcrl.config.recipe import DEFAULT_MICRO_BATCH_TOKENS, JUDGE_ROLE_PREFIX, Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
 from hpcrl.hardware import cost_model, memory_model
@@ -34,7 +34,13 @@ from hpcrl.plan.layout import JobLayout, JobPlacement, find_engine_gpus, place_r
 from hpcrl.plan.partitions import PartitionChoice
 from hpcrl.plan.programs import check_programs
 from hpcrl.plan.sizing import warn_busy_loops
-from hpcrl.plan.trainer_memory import TrainerMemory, find_trainer_memory, warn_long_trajectories
+from hpcrl.plan.trainer_memory import (
+    TrainerMemory,
+    describe_micro_batch,
+    find_micro_batch,
+    find_trainer_memory,
+    warn_long_trajectories,
+)
 
 
 class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +86,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """None: rewards use spare cores only."""
     train_sharding: Literal["none", "full"] = "none"
     """The sharding of trainer "torch", chosen where the recipe leaves it open."""
+    tokens_per_micro_batch: int = DEFAULT_MICRO_BATCH_TOKENS
+    """The tokens of the trainer's micro-batches, chosen where the recipe leaves them open."""
     train_memory: TrainerMemory | None = None
     """The memory of the GPUs and nodes of trainer "torch"; None where there are none, or no sizes are known."""
 
@@ -127,7 +135,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         layout_reason=placement.reason,
         components=components,
         roles=roles,
-        sizes=placement.sizes,
+        sizes=[*placement.sizes, *describe_micro_batch(train_memory, recipe)],
         fallbacks=[*placement.fallbacks(), *shortfall],
         warnings=[
             *placement.warnings,
@@ -149,6 +157,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         prologue=site.prologue,
         reward_jobs=reward_jobs,
         train_sharding="full" if recipe.train.sharding == "full" else "none",
+        tokens_per_micro_batch=find_micro_batch(train_memory, recipe),
         train_memory=train_memory,
     )
 

@@ -3,11 +3,14 @@
 find_trainer_memory      what each GPU and node holds
 explain_trainer_refusal  why it does not fit, and what to change
 warn_long_trajectories   whether a trajectory as long as the model reads would fit
+find_micro_batch         the tokens of a micro-batch that the trainer reads
+describe_micro_batch     why it has so many
 advise_on_shortage       what to change after memory ran out
 TrainerMemory            the result of the first
 
 The largest micro-batch has train.tokens_per_micro_batch tokens, or engine.max_model_len where that is larger: a
 trajectory is never divided. With train.recompute = "auto" layers are computed again where all would not fit otherwise.
+With train.tokens_per_micro_batch = "auto" what is left of a GPU is used for tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcrl.config.pipeline import needs_critic
-from hpcrl.config.recipe import Recipe
+from hpcrl.config.recipe import DEFAULT_MICRO_BATCH_TOKENS, Recipe
 from hpcrl.config.site import Site
 from hpcrl.hardware.architecture import ModelArchitecture
 from hpcrl.hardware.cost_model import USABLE_SHARE
@@ -32,6 +35,8 @@ from hpcrl.plan.demand import (
 )
 from hpcrl.plan.partitions import PartitionChoice
 
+MAX_MICRO_BATCH_TOKENS = 1 << 16
+"""The most tokens of a micro-batch that is chosen here: with fewer already, a GPU waits for nothing."""
 MAX_RANKS = 8192
 """The largest trainer that is tried for an advice."""
 TOKEN_STEP = 256
@@ -120,7 +125,8 @@ def find_trainer_memory(recipe: Recipe, choice: PartitionChoice | None, site: Si
     shape, gpu = recipe.model.architecture, _find_gpu(recipe, choice, site)
     if shape is None or choice is None or gpu is None:
         return None
-    usable, num_tokens = _find_usable_bytes(gpu), _find_micro_batch(recipe)
+    usable = _find_usable_bytes(gpu)
+    num_tokens = _choose_micro_batch(recipe, shape, num_bytes=usable)
     need = _compute_need(recipe, shape, num_bytes=usable, num_tokens=num_tokens)
     node = estimate_trainer_node(recipe, num_ranks=choice.workers_per_node)
     assert node is not None, "its GPU and its sizes are known"
@@ -158,7 +164,8 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
     gpu, shape = _find_gpu(recipe, choice, site), recipe.model.architecture
     if gpu is None or shape is None:
         return _explain_state_refusal(recipe, choice, gpu)
-    usable, num_tokens = _find_usable_bytes(gpu), _find_micro_batch(recipe)
+    usable = _find_usable_bytes(gpu)
+    num_tokens = _choose_micro_batch(recipe, shape, num_bytes=usable)
     need = _compute_need(recipe, shape, num_bytes=usable, num_tokens=num_tokens)
     if (need.total if recipe.model.config else need.memory.state + need.others) <= usable:
         return None
@@ -194,6 +201,19 @@ def warn_long_trajectories(memory: TrainerMemory | None, recipe: Recipe) -> list
         f"({memory.gpu}) has room for {_round_tokens(memory.row_limit)}, so longer ones are not trained on: set "
         f"train.recompute = true, or engine.max_model_len to the longest that you want"
     ]
+
+
+def find_micro_batch(memory: TrainerMemory | None, recipe: Recipe) -> int:
+    """Return the tokens of a micro-batch, as the recipe asks for or as they fit on a GPU."""
+    is_open = recipe.train.tokens_per_micro_batch == "auto"
+    return memory.num_tokens if is_open and memory is not None else recipe.train.micro_batch_tokens
+
+
+def describe_micro_batch(memory: TrainerMemory | None, recipe: Recipe) -> list[str]:
+    """Describe the tokens of a micro-batch, if they were chosen by what fits."""
+    if memory is None or recipe.train.tokens_per_micro_batch != "auto":
+        return []
+    return [f"train.tokens_per_micro_batch = {memory.num_tokens}: {memory.most_tokens} would fit"]
 
 
 def advise_on_shortage(recipe: Recipe, *, has_gpus: bool, num_rows: int = 0, num_tokens: int = 0) -> str:
@@ -253,12 +273,23 @@ def _find_usable_bytes(gpu: str) -> float:
     return GPU_CATALOGUE[gpu].memory_gib * USABLE_SHARE * GIB
 
 
-def _find_micro_batch(recipe: Recipe) -> int:
-    """Return the tokens of the largest micro-batch that the recipe asks for."""
+def _choose_micro_batch(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float) -> int:
+    """Return the tokens of the largest micro-batch; where the recipe leaves it open, what fits into this memory.
+
+    More tokens than the default do not make up for layers that are computed again.
+    """
     longest = (recipe.engine.max_model_len if recipe.has_rollouts else None) or 0
     if recipe.train.max_row_tokens != "auto":
         longest = min(longest, recipe.train.max_row_tokens)
-    return max(recipe.train.tokens_per_micro_batch, longest)
+    wanted = max(recipe.train.micro_batch_tokens, longest)
+    if recipe.train.tokens_per_micro_batch != "auto" or not recipe.model.config:
+        return wanted
+    need = _compute_need(recipe, shape, num_bytes=num_bytes, num_tokens=wanted)
+    setup = make_rank_setup(recipe, has_recompute=need.has_recompute)
+    most = find_most_tokens(shape, setup, num_bytes=num_bytes - need.others)
+    # The mask of packed rows, and the time that it takes, grow with the square of their tokens.
+    limit = wanted if setup.is_packed else max(MAX_MICRO_BATCH_TOKENS, longest)
+    return max(min(_round_tokens(most), limit), longest or DEFAULT_MICRO_BATCH_TOKENS)
 
 
 def _compute_need(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, num_tokens: int) -> _RankNeed:
@@ -322,7 +353,9 @@ def _list_advice(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, 
         enough = _change_recipe(recipe, {"train.recompute": "auto"})
     room = _round_tokens(_find_room(enough, shape, num_bytes=num_bytes))
     if 0 < room < num_tokens:
-        limits = {"train.tokens_per_micro_batch": recipe.train.tokens_per_micro_batch}
+        limits = {}
+        if recipe.train.tokens_per_micro_batch != "auto" or not recipe.engine.max_model_len:
+            limits["train.tokens_per_micro_batch"] = recipe.train.micro_batch_tokens
         if recipe.has_rollouts:
             limits["engine.max_model_len"] = recipe.engine.max_model_len or 0
         shorter: dict[str, Any] = {name: room for name, now in limits.items() if now > room}

@@ -53,7 +53,7 @@ def limit_memory(context: WorkerContext, world: World) -> MemoryContext:
         record = msgspec.json.encode(limits)
     limits = msgspec.json.decode(world.broadcast(record), type=TrainLimits)
     train, memory = context.recipe.train, context.plan.train_memory
-    max_row_tokens, micro_batch = train.max_row_tokens, train.tokens_per_micro_batch
+    max_row_tokens, micro_batch = train.max_row_tokens, context.plan.tokens_per_micro_batch
     if max_row_tokens == "auto" and memory is not None and memory.row_limit is not None:
         max_row_tokens = memory.row_limit
     if limits.max_row_tokens is not None:
@@ -82,7 +82,7 @@ def record_shortage(context: MemoryContext, error: StepMemoryError, *, rank: int
         num_rows=error.num_rows,
         num_tokens=error.num_tokens,
     )
-    micro_batch = worker.recipe.train.tokens_per_micro_batch
+    micro_batch = worker.recipe.train.micro_batch_tokens
     limits = lower_limits(before, shortage, micro_batch=micro_batch, advice=advice)
     other, _ = read_train_limits(worker.campaign.train_limits, recipe_digest=before.recipe_digest)
     if other.num_changes > before.num_changes:

@@ -24,6 +24,7 @@ QWEN3_30B = (
 )
 BF16_SHARDS = ("train.sharding=full", "train.precision=bf16")
 SIXTEEN = "resources.train.num_workers=16"
+DEFAULT_TOKENS = "train.tokens_per_micro_batch=16384"
 
 
 def plan_on_a100(*settings: str) -> Plan:
@@ -43,7 +44,7 @@ def refuse(*settings: str) -> str:
 
 
 def test_qwen3_8b_on_four_nodes_has_room_for_trajectories_of_32k_tokens() -> None:
-    memory = find_memory(*BF16_SHARDS, SIXTEEN, "engine.max_model_len=32768")
+    memory = find_memory(*BF16_SHARDS, SIXTEEN, DEFAULT_TOKENS, "engine.max_model_len=32768")
     assert (memory.gpu, memory.usable_gib, memory.num_tokens, memory.recompute) == ("a100-80", 72, 32768, True)
     assert memory.gpu_gib == pytest.approx(28.1, abs=0.3), "as `python -m bench.memory` measures it"
     assert memory.weights_gib == memory.gradients_gib == pytest.approx(4 * 8.19e9 / 16 / 2**30, abs=0.01)
@@ -56,7 +57,7 @@ def test_qwen3_8b_on_four_nodes_has_room_for_trajectories_of_32k_tokens() -> Non
 def test_a_mixture_of_experts_of_30b_on_sixteen_nodes_has_room_for_16k_tokens() -> None:
     engines = ("resources.prefill.gpus_per_worker=4", "resources.decode.gpus_per_worker=4")
     steps = ("train.groups_per_step=16", "engine.max_model_len=16384", "resources.train.num_workers=64")
-    settings = (*BF16_SHARDS, *engines, *steps)
+    settings = (*BF16_SHARDS, DEFAULT_TOKENS, *engines, *steps)
     memory = plan_recipe(*QWEN3_30B, *settings, site="perlmutter").train_memory
     assert memory is not None
     assert memory.gpu_gib == pytest.approx(19.2, abs=0.3), "as `python -m bench.memory` measures it"
@@ -82,8 +83,37 @@ def test_the_refusal_of_a_model_that_does_not_fit_even_sharded_asks_for_more_ran
     assert plan_on_a100("resources.train.num_workers=4").train_sharding == "full"
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_tokens"),
+    [
+        ((), 65536),
+        (("engine.max_model_len=70000",), 70000),
+        (("resources.train.num_workers=3", "engine.max_model_len=4096"), 53248),
+        (("train.rows=packed", "engine.max_model_len=20000"), 20000),
+        (("train.tokens_per_micro_batch=8192",), 8192),
+        (("train.tokens_per_micro_batch=8192", "engine.max_model_len=20000"), 8192),
+    ],
+)
+def test_a_micro_batch_has_the_tokens_that_fit_or_those_of_the_recipe(
+    settings: tuple[str, ...], num_tokens: int
+) -> None:
+    plan = plan_on_a100(*BF16_SHARDS, SIXTEEN, *settings)
+    assert plan.tokens_per_micro_batch == num_tokens
+    assert plan.train_memory is not None
+    assert plan.train_memory.free_gib >= 0
+    asked = any("tokens_per_micro_batch" in setting for setting in settings)
+    assert any(line.startswith(f"train.tokens_per_micro_batch = {num_tokens}:") for line in plan.sizes) is not asked
+
+
+def test_layers_are_not_computed_again_for_a_larger_micro_batch() -> None:
+    plan = plan_on_a100(SIXTEEN, "model.config.num_hidden_layers=2")
+    assert plan.train_memory is not None
+    assert not plan.train_memory.recompute
+    assert plan_recipe(site="local").tokens_per_micro_batch == 16384, "no GPU limits it"
+
+
 def test_the_description_names_every_part_and_what_is_left() -> None:
-    text = "\n".join(find_memory(*BF16_SHARDS, SIXTEEN).describe())
+    text = "\n".join(find_memory(*BF16_SHARDS, SIXTEEN, DEFAULT_TOKENS).describe())
     for part in ("weights 1.9", "optimizer 3.8", "activations 8.7", "52.6 GiB are left", "checkpoint 23", "window 15"):
         assert part in text
     assert "other models" not in text
@@ -155,7 +185,7 @@ def test_the_longest_row_that_fits_is_that_of_layers_as_they_are_computed() -> N
 
 
 def test_a_limit_of_rows_makes_room_for_what_would_not_fit() -> None:
-    settings = (*BF16_SHARDS, SIXTEEN, "engine.max_model_len=200000")
+    settings = (*BF16_SHARDS, SIXTEEN, DEFAULT_TOKENS, "engine.max_model_len=200000")
     refuse(*settings)
     memory = find_memory(*settings, "train.max_row_tokens=32768")
     assert memory.num_tokens == 32768

@@ -1,5 +1,7 @@
 """The limits that a rank starts with, what it records when memory runs out, and what is reported as left out."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -55,6 +57,14 @@ def test_a_rank_has_the_limits_of_the_recipe_until_memory_runs_out(context):
     run_out(context, 3000, num_rows=1, fitting_tokens=2000)
     assert settings(context) == (450, 2000)
     assert not events_of(context, FaultReported)
+
+
+def test_a_rank_reads_the_micro_batch_that_the_plan_has_chosen(tmp_path, tiny_model_dir):
+    context = with_recipe(make_context(tmp_path, tiny_model_dir, "train.tokens_per_micro_batch=auto"))
+    assert (
+        settings(replace(context, plan=msgspec.structs.replace(context.plan, tokens_per_micro_batch=5000)))[0] == 5000
+    )
+    assert settings(context)[0] == context.plan.tokens_per_micro_batch == 16384
 
 
 def test_a_limit_of_the_recipe_holds_where_it_is_lower(tmp_path, tiny_model_dir):
