@@ -62,7 +62,7 @@ check: $(VENV)/.dev
 bench: $(VENV)/.bench $(VENV)/.vllm
 	$(BIN)/python -m bench
 
-# With what is installed, in .venv or for PYTHON: a machine with GPUs has its own build of torch.
+# With what is installed, in .venv or for PYTHON: machines with GPUs have different builds of torch.
 DEVICE ?= cuda
 JSON ?= gpu-check.json
 gpu-check: export PYTHONPATH = $(CURDIR)

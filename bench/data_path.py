@@ -140,7 +140,7 @@ def _ours(world: World, spool: Path, chosen: list[Trajectory], step: int) -> lis
         fetch=lambda items: fetch_trajectories(items, spool=spool),
         train=TRAIN,
     )
-    return make_micro_batches(parts[0], tokens_per_micro_batch=TRAIN.tokens_per_micro_batch)
+    return make_micro_batches(parts[0], tokens_per_micro_batch=TRAIN.micro_batch_tokens)
 
 
 def _controller(world: World, _: Path, chosen: list[Trajectory], step: int) -> list[MicroBatch]:
@@ -150,7 +150,7 @@ def _controller(world: World, _: Path, chosen: list[Trajectory], step: int) -> l
     packed = []
     for share in _dealt(world, chosen, step).shares:
         parts = load_share_rows(share, fetch=lambda items: [by_id[item.id] for item in items], train=TRAIN)
-        micros = make_micro_batches(parts[0], tokens_per_micro_batch=TRAIN.tokens_per_micro_batch)
+        micros = make_micro_batches(parts[0], tokens_per_micro_batch=TRAIN.micro_batch_tokens)
         if world.size == 1:
             return micros
         packed.append(_packed(micros))

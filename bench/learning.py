@@ -184,7 +184,7 @@ class _Bare:
 
 def _micros(episodes: list[Trajectory], train: TrainConfig) -> list[MicroBatch]:
     rows, _ = make_rows(episodes, credits=[[1.0]] * len(episodes), max_length=LENGTH)
-    return make_micro_batches(rows, tokens_per_micro_batch=train.tokens_per_micro_batch)
+    return make_micro_batches(rows, tokens_per_micro_batch=train.micro_batch_tokens)
 
 
 def _episodes(seed: int) -> list[Trajectory]:

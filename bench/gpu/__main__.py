@@ -82,7 +82,7 @@ def probe_devices() -> tuple[dict[str, Any], str | None]:
 
 
 def run_section(name: str, *, device: str, deadline: float) -> dict[str, Any]:
-    """Run a section in its own process; return its status, figures, what was not run, and its time."""
+    """Run a section in a separate process; return its status, figures, what was not run, and its time."""
     limit_s = deadline - time.monotonic()
     if limit_s <= 0:
         return {"status": "not run", "reason": f"the other sections took {LIMIT_S[device]} s", "seconds": 0.0}

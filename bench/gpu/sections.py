@@ -1,4 +1,4 @@
-"""The sections of the check of GPUs, each in its own process: `python -m bench.gpu.sections NAME DEVICE`.
+"""The sections of the check of GPUs, each in a separate process: `python -m bench.gpu.sections NAME DEVICE`.
 
 Each returns figures, and what it did not run. On CPUs sizes are small, and no figure has a bar.
 """
@@ -256,7 +256,7 @@ def measure_product_rate(checked: CheckedDevice) -> float:
 
 
 def check_publish(checked: CheckedDevice) -> SectionResult:
-    """Compare a publication in bfloat16 with a bare copy of as many bytes into pinned memory, in turns."""
+    """Compare a publication in bfloat16 with a bare copy of the same bytes into pinned memory."""
     free = shutil.disk_usage(SHARED_MEMORY).free * MAX_WINDOW_SHARE
     most = free / (NUM_VERSIONS * torch.bfloat16.itemsize)
     sizes = itertools.accumulate(math.prod(shape) for shape in checked.sizes.publish_shapes)
@@ -340,7 +340,7 @@ def compute_loss(fields: dict[str, Any], setup: RankSetup, micro: MicroBatch, *,
 
 
 def draw_rows(vocabulary: int, *, num_tokens: int) -> list[TrainingRow]:
-    """Draw rows of very different lengths, with as many tokens together; the model said the second half of each."""
+    """Draw rows of very different lengths, with this many tokens together; the second half of each is trained."""
     dice, rows, left = np.random.default_rng(0), [], num_tokens
     while left > 1:
         length = min(left, max(2, int(dice.lognormal(np.log(num_tokens / 16), 1.0))))

@@ -245,6 +245,7 @@ class WeightPlane:
         self._run = place.campaign
         self._job = place.job
         self._layout = plan.layout
+        self._has_couriers = plan.has_couriers
         self._ways = ways
         self._emit = emit
         self._couriers: CourierSupervisor | None = None
@@ -254,6 +255,8 @@ class WeightPlane:
         if self._layout == "local":
             return
         above, why = list_transports(mpi, layout=self._layout)
+        if above and not self._has_couriers:
+            above, why = [], "by the plan, two versions of the weights do not fit on a node with engines"
         starting = f"the couriers are being started ({above[0]})" if above else ""
         files = Transport(name="files", reason="; ".join(filter(None, (why, starting))))
         self._use_transport(files)

@@ -101,7 +101,10 @@ def _per_node(placed: Sequence[tuple[RoleName, PartitionChoice]], recipe: Recipe
     partition = site.partitions[placed[0][1].partition]
     if partition.exclusive:
         return PerNode(partition.cores_per_node, int(partition.mem_gib_per_node), partition.gpus_per_node)
-    needs = [compute_node_needs(role, recipe, workers_per_node=choice.workers_per_node) for role, choice in placed]
+    needs = [
+        compute_node_needs(role, recipe, workers_per_node=choice.workers_per_node, has_couriers=site.mpi.couriers)
+        for role, choice in placed
+    ]
     gpus = max(choice.gpus_per_worker * choice.workers_per_node for _, choice in placed)
     return PerNode(max(cpus for cpus, _ in needs), max(mem_gib for _, mem_gib in needs), gpus)
 

@@ -52,8 +52,13 @@ def compute_role_demand(role: RoleName, recipe: Recipe, *, one_machine: bool) ->
     )
 
 
-def compute_node_needs(role: RoleName, recipe: Recipe, *, workers_per_node: int) -> tuple[int, int]:
-    """Return the cores and GiB that a node needs for this many workers of a role and for what is reserved."""
+def compute_node_needs(
+    role: RoleName, recipe: Recipe, *, workers_per_node: int, has_couriers: bool = True
+) -> tuple[int, int]:
+    """Return the cores and GiB that a node needs for this many workers of a role and for what is reserved.
+
+    Only couriers fill the windows of nodes with engines: without them engines read files.
+    """
     demand = compute_role_demand(role, recipe, one_machine=False)
     cpus = demand.reserved_cpus + workers_per_node * demand.resources.cpus_per_worker
     loads_weights = role != "env" and role not in recipe.judge_roles and recipe.has_rollouts
@@ -63,7 +68,7 @@ def compute_node_needs(role: RoleName, recipe: Recipe, *, workers_per_node: int)
         workers_gib = max(workers_gib, (held.processes + held.snapshot) / memory_model.GIB)
         window_gib = held.window / memory_model.GIB
     else:
-        window_gib = compute_window_gib(recipe) * loads_weights
+        window_gib = compute_window_gib(recipe) * (loads_weights and (has_couriers or role == "train"))
     mem_gib = demand.reserved_mem_gib + window_gib + workers_gib
     return cpus, int(-(-mem_gib // 1))
 

@@ -243,7 +243,9 @@ def _explain_memory_refusal(role: RoleName, recipe: Recipe, choice: PartitionCho
 
 def _explain_node_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoice, site: Site) -> str | None:
     """Return why the workers of a role need more memory than a node has; None if they do not."""
-    _, needs_gib = compute_node_needs(role, recipe, workers_per_node=choice.workers_per_node)
+    _, needs_gib = compute_node_needs(
+        role, recipe, workers_per_node=choice.workers_per_node, has_couriers=site.mpi.couriers
+    )
     node_gib, table = site.partitions[choice.partition].mem_gib_per_node, name_role_resources(role)
     if needs_gib <= node_gib or recipe.model.num_weights is None:
         return None

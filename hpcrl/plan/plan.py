@@ -30,6 +30,7 @@ from hpcrl.plan.components import (
     make_shared_components,
     plan_reward_jobs,
 )
+from hpcrl.plan.demand import compute_window_gib
 from hpcrl.plan.layout import JobLayout, JobPlacement, find_engine_gpus, place_roles
 from hpcrl.plan.partitions import PartitionChoice
 from hpcrl.plan.programs import check_programs
@@ -84,6 +85,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prologue: str | None = None
     reward_jobs: RewardJobPlan | None = None
     """None: rewards use spare cores only."""
+    has_couriers: bool = True
+    """True if new weights may be sent from node to node; otherwise they go by files, and nodes need no window."""
     train_sharding: Literal["none", "full"] = "none"
     """The sharding of trainer "torch", chosen where the recipe leaves it open."""
     tokens_per_micro_batch: int = DEFAULT_MICRO_BATCH_TOKENS
@@ -120,7 +123,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def make_plan(recipe: Recipe, site: Site) -> Plan:
     """Map roles to partitions, and check everything that can be checked before queueing."""
     check_recipe(recipe)
-    placement = _place_with_sharding(recipe, site)
+    placement, site = _place_with_couriers(recipe, site)
     recipe, choices = placement.recipe, placement.choices
     components = _make_components(placement, site)
     component_indices = {role: component.index for component in components for role in component.roles}
@@ -156,10 +159,30 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         num_jobs=1 if placement.layout == "local" else recipe.job.num_jobs,
         prologue=site.prologue,
         reward_jobs=reward_jobs,
+        has_couriers=site.mpi.couriers,
         train_sharding="full" if recipe.train.sharding == "full" else "none",
         tokens_per_micro_batch=find_micro_batch(train_memory, recipe),
         train_memory=train_memory,
     )
+
+
+def _place_with_couriers(recipe: Recipe, site: Site) -> tuple[JobPlacement, Site]:
+    """Place the roles; where two versions of the weights are too large for a node with engines, without couriers."""
+    try:
+        return _place_with_sharding(recipe, site), site
+    except PlanError as refusal:
+        found = replace(site, mpi=replace(site.mpi, couriers=False))
+        try:
+            placement = _place_with_sharding(recipe, found)
+        except PlanError:
+            raise refusal from None
+        if placement.layout == "local" or found == site:  # engines read the window of the trainer
+            raise
+    chosen = (
+        f"weights are sent by files: two versions of them ({compute_window_gib(recipe):.0f} GiB) do not fit on a node "
+        "with engines"
+    )
+    return dataclasses.replace(placement, sizes=[*placement.sizes, chosen]), found
 
 
 def _place_with_sharding(recipe: Recipe, site: Site) -> JobPlacement:

@@ -4,7 +4,7 @@ find_trainer_memory      what each GPU and node holds
 explain_trainer_refusal  why it does not fit, and what to change
 warn_long_trajectories   whether a trajectory as long as the model reads would fit
 find_micro_batch         the tokens of a micro-batch that the trainer reads
-describe_micro_batch     why it has so many
+describe_micro_batch     why it has that number
 advise_on_shortage       what to change after memory ran out
 TrainerMemory            the result of the first
 
@@ -211,7 +211,7 @@ def find_micro_batch(memory: TrainerMemory | None, recipe: Recipe) -> int:
 
 def describe_micro_batch(memory: TrainerMemory | None, recipe: Recipe) -> list[str]:
     """Describe the tokens of a micro-batch, if they were chosen by what fits."""
-    if memory is None or recipe.train.tokens_per_micro_batch != "auto":
+    if memory is None or recipe.train.tokens_per_micro_batch != "auto" or not recipe.model.config:
         return []
     return [f"train.tokens_per_micro_batch = {memory.num_tokens}: {memory.most_tokens} would fit"]
 

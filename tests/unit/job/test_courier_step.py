@@ -5,9 +5,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.campaign_dir.events import CampaignEvent
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import MpiConfig
 from hpcrl.job import courier_step as module
 from hpcrl.job.courier_step import (
@@ -16,12 +19,21 @@ from hpcrl.job.courier_step import (
     MAX_TRIES,
     CourierSupervisor,
     TransportCommand,
+    WeightPlane,
     list_transports,
 )
 from hpcrl.system.files import make_private_dir
 from hpcrl.weights.couriers.protocol import CourierStatus
-from hpcrl.weights.versions import Transport, TransportName, WeightVersion, announce_version, write_transport
+from hpcrl.weights.versions import (
+    Transport,
+    TransportName,
+    WeightVersion,
+    announce_version,
+    read_transport,
+    write_transport,
+)
 from tests.support.campaigns import until
+from tests.support.plans import plan_recipe
 
 FILES = Transport(name="files", reason="starting")
 SAY = """
@@ -331,6 +343,20 @@ def test_the_reason_why_mpi_is_not_tried_is_reported(
     there, reason = list_transports(mpi, layout="hetjob")
     assert there == above
     assert why in reason
+
+
+def test_no_courier_is_started_where_the_plan_has_no_room_for_windows(tmp_path: Path) -> None:
+    place = WorkerPlace(job=CampaignDir(tmp_path).job(0), node="n1")
+    events: list[CampaignEvent] = []
+    plan = msgspec.structs.replace(plan_recipe(site="lab"), has_couriers=False)
+    plane = WeightPlane(place, plan=plan, ways=lambda _: pytest.fail("no command is needed"), emit=events.append)
+    plane.start(MpiConfig())
+    plane.tend()
+    transport = read_transport(place.campaign.weights)
+    assert transport is not None
+    assert transport.name == "files"
+    assert "two versions of the weights do not fit" in transport.reason
+    assert len(events) == 1
 
 
 def test_mpi_comes_before_tcp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,11 @@ QWEN3_30B = (
 )
 BF16_SHARDS = ("train.sharding=full", "train.precision=bf16")
 SIXTEEN = "resources.train.num_workers=16"
+ENGINES = (
+    *("resources.prefill.gpus_per_worker=4", "resources.prefill.mem_gib_per_worker=16"),
+    *("resources.decode.gpus_per_worker=4", "resources.decode.mem_gib_per_worker=16"),
+    *("resources.train.num_workers=128", "train.groups_per_step=64", "model.tiny.num_heads=4"),
+)
 DEFAULT_TOKENS = "train.tokens_per_micro_batch=16384"
 
 
@@ -242,6 +247,25 @@ def test_the_window_is_counted_in_the_dtype_of_the_engines() -> None:
     )
     (_, more_gib), (_, less_gib) = decode
     assert more_gib - less_gib == pytest.approx(4 * 8.19e9 / 2**30, abs=1)
+
+
+def test_engine_nodes_that_cannot_hold_two_versions_read_files() -> None:
+    sixteen_bit = (*BF16_SHARDS, SIXTEEN, "engine.backend=vllm", "engine.dtype=bfloat16")
+    fitting, large = (
+        plan_on_a100(*sixteen_bit),
+        plan_on_a100(*sixteen_bit, "model.config.num_hidden_layers=400", *ENGINES),
+    )
+    assert fitting.has_couriers
+    assert not any("files" in line for line in fitting.sizes)
+    assert not large.has_couriers
+    assert any(
+        re.match(r"weights are sent by files: two versions of them \(29\d GiB\) do not fit", line)
+        for line in large.sizes
+    )
+    recipe = make_recipe(*QWEN3_8B, *sixteen_bit)
+    for role, window in (("decode", 31), ("train", 0)):
+        needs = [compute_node_needs(role, recipe, workers_per_node=4, has_couriers=has)[1] for has in (True, False)]
+        assert needs[0] - needs[1] == window, "the trainer's node has the window of its part"
 
 
 def test_a_node_that_cannot_hold_the_snapshot_is_refused() -> None:
