@@ -297,6 +297,8 @@ class EngineConfig(ConfigTable, frozen=True, kw_only=True):
     """With vLLM: the time a server may take until it can generate. A turn waits as long for an engine, at least 300."""
     vllm_args: list[str] = []
     """With vLLM: further arguments of its server."""
+    seeds: bool = False
+    """With vLLM: sample every request by its seed, which is slower; else only those of agents that ask for a seed."""
     any_vllm_version: bool = False
     """Start also a vLLM that hpcrl is not tested with, whose private parts it uses (docs/vllm.md)."""
     tool_parser: str = AUTO_PARSER

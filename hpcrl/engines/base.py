@@ -100,7 +100,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     """0 is greedy."""
     seed: int = 0
-    """The same seed, prompt and weights give the same tokens on the same engine."""
+    """The same seed, prompt and weights give the same tokens on the same engine, if it uses the seed."""
+    needs_seed: bool = False
+    """True if an agent asked for a seed: engines use it also where seeds are slow, as with vLLM."""
     stop_token_ids: list[int] = []
     """Generation ends with the first of these, which is part of the answer."""
     top_p: float = 1.0

@@ -40,6 +40,8 @@ from hpcrl.hardware.gpus import GPU_CATALOGUE
 JUDGE_REWARD = "hpcrl.envs.judge:judge"
 MAX_GEOMETRIC_RATIO = 1.5
 """The geometric mean of the ratios of a sequence has never been seen above this."""
+VLLM_SETTINGS = ("seeds", "any_vllm_version")
+"""The settings of [engine] that only vLLM has, and that are refused elsewhere."""
 DEFAULT_REWARD = DomainConfig(env="none:None").reward
 
 
@@ -615,6 +617,13 @@ def _check_engine_of(
             f'{prefix}engine.pipeline_parallel = {engine.pipeline_parallel} with engine.backend = "{engine.backend}", '
             'which has one process: set it to 1, or choose backend = "vllm"'
         )
+    for name in VLLM_SETTINGS:
+        value = getattr(engine, name)
+        if engine.backend != "vllm" and value != getattr(EngineConfig(), name):
+            raise PlanError(
+                f'{prefix}engine.{name} = {value!r} cannot act with engine.backend = "{engine.backend}": remove it, or '
+                'choose backend = "vllm"'
+            )
     _check_simulated(engine, prefix)
     _check_parser(f"{prefix}engine.tool_parser", engine.tool_parser, TOOL_PARSER_NAMES)
     _check_parser(f"{prefix}engine.reasoning_parser", engine.reasoning_parser, REASONING_PARSER_NAMES)

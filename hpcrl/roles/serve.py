@@ -32,6 +32,7 @@ from hpcrl.engines.http import ServedEngine, make_client_session, make_kv_fetche
 from hpcrl.errors import WeightsError
 from hpcrl.plan.plan import RolePlan
 from hpcrl.roles.context import WorkerContext
+from hpcrl.rollout.tasks import stable_hash
 from hpcrl.system import network
 from hpcrl.system.garbage import pause_collection
 from hpcrl.system.network import current_node
@@ -128,7 +129,8 @@ def _open_vllm_engine(context: WorkerContext) -> AbstractAsyncContextManager[Wor
         log=context.job.log(f"{context.role}-{context.index}-vllm"),
         host=network.find_bind_address(context.site.network.interface),
     )
-    return VllmEngine(launch, place=place)
+    seed = stable_hash(context.recipe.seed, context.name, bits=31)  # engines with one seed would draw the same answers
+    return VllmEngine(dataclasses.replace(launch, seed=seed), place=place)
 
 
 def make_vllm_launch(

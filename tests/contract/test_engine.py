@@ -105,7 +105,7 @@ def honouring(request: pytest.FixtureRequest, model: Any) -> Opened:
 
 
 def ask(request_id: str = "r", **changes: Any) -> GenerateRequest:
-    request = GenerateRequest(request_id=request_id, token_ids=PROMPT, max_new_tokens=6)
+    request = GenerateRequest(request_id=request_id, token_ids=PROMPT, max_new_tokens=6, needs_seed=True)
     return msgspec.structs.replace(request, **changes)
 
 

@@ -41,6 +41,15 @@ def honouring(opened: "Opened") -> "Opened":
     return opened
 
 
+def test_a_seed_that_no_agent_asked_for_is_not_used(opened: "Opened") -> None:
+    async def body(engine: InferenceEngine) -> list[list[int]]:
+        plain = contract.ask(seed=7, needs_seed=False, max_new_tokens=30)
+        return [(await engine.generate(plain)).token_ids for _ in range(2)]
+
+    first, second = contract.on(opened, body)
+    assert first != second, "each has the next numbers of the engine"
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probabilities_are_of_the_tokens_that_a_structure_allows(
     honouring: "Opened", slow_model_dir: Path, temperature: float

@@ -136,6 +136,7 @@ class VllmEngine:
             top_logprobs=0,
             top_p=1.0,
             top_k=0,
+            needs_seed=False,
             structure=None,
         )
         with self._track_request(greedy, max_new_tokens=1) as name:
@@ -250,10 +251,13 @@ class VllmEngine:
         self, request: GenerateRequest, *, name: str, transfer: dict[str, Any] | None
     ) -> dict[str, Any]:
         grammar = await asyncio.to_thread(self._write_grammar, request) if request.structure else None
+        sampling = build_sampling_params(
+            request, max_new_tokens=request.max_new_tokens, grammar=grammar, has_seeds=self._launch.has_seeds
+        )
         body = {
             "request_id": name,
             "token_ids": request.token_ids,
-            "sampling_params": build_sampling_params(request, max_new_tokens=request.max_new_tokens, grammar=grammar),
+            "sampling_params": sampling,
             "cache_salt": f"version {self.version}",
             "priority": request.priority,
         }

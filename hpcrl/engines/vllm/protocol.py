@@ -26,21 +26,28 @@ CLAMPED_LOGPROB = -9998.0
 
 
 def build_sampling_params(
-    request: GenerateRequest, *, max_new_tokens: int, grammar: str | None = None
+    request: GenerateRequest, *, max_new_tokens: int, grammar: str | None = None, has_seeds: bool = False
 ) -> dict[str, Any]:
-    """Return the sampling parameters of a request; without the model's defaults, as the trainer assumes."""
+    """Return the sampling parameters of a request; without the model's defaults, as the trainer assumes.
+
+    A request with a seed is sampled by a generator of its own, apart from the batch, so only those that need it have one.
+    """
     structure = {} if grammar is None else {"structured_outputs": {"grammar": grammar}}
-    return structure | {
-        "max_tokens": max_new_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "seed": request.seed & MAX_SEED,
-        "stop_token_ids": request.stop_token_ids,
-        "ignore_eos": True,  # the request names its stop tokens
-        "detokenize": False,
-        "logprobs": request.top_logprobs + 1,  # the first is the sampled token, likely or not
-    }
+    seed = {"seed": request.seed & MAX_SEED} if has_seeds or request.needs_seed else {}
+    return (
+        structure
+        | seed
+        | {
+            "max_tokens": max_new_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "stop_token_ids": request.stop_token_ids,
+            "ignore_eos": True,  # the request names its stop tokens
+            "detokenize": False,
+            "logprobs": request.top_logprobs + 1,  # the first is the sampled token, likely or not
+        }
+    )
 
 
 def parse_completion(answer: Any, *, num_top: int, remote_prefill: bool) -> Completion:

@@ -75,6 +75,10 @@ class VllmLaunch:
     """The directory of our own connector."""
     kv_address: kv_connectors.Address | None = None
     """The address at which one of vLLM's connectors is reached by other engines."""
+    seed: int = 0
+    """The start of the engine's random numbers, from which tokens of requests without a seed are sampled."""
+    has_seeds: bool = False
+    """Sample every request by its seed."""
     start_timeout_s: float = 900.0
     """Long enough for a large model that many engines read at once from a shared file system."""
     extra_args: tuple[str, ...] = ()
@@ -101,6 +105,7 @@ class VllmLaunch:
             pipeline_parallel=engine.pipeline_parallel,
             num_cpus=role.cpus_per_worker,
             cpu_kv_gib=engine.cpu_kv_gib,
+            has_seeds=engine.seeds,
             start_timeout_s=engine.start_timeout_s,
             extra_args=tuple(engine.vllm_args),
             any_version=engine.any_vllm_version,
@@ -113,6 +118,7 @@ def build_command(launch: VllmLaunch, *, scratch: Path) -> list[str]:
     args += ["--uds", str(scratch / "s"), "--dtype", launch.dtype, "--max-num-seqs", str(launch.max_batch)]
     args += ["--tensor-parallel-size", str(launch.tensor_parallel)]
     args += ["--pipeline-parallel-size", str(launch.pipeline_parallel), "--disable-uvicorn-access-log"]
+    args += ["--seed", str(launch.seed)]
     if launch.max_model_len is not None:
         args += ["--max-model-len", str(launch.max_model_len)]
     if launch.judge is None:

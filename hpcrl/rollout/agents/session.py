@@ -176,6 +176,7 @@ class ProgramSession:
             max_new_tokens=min(asked if asked > 0 else limits.max_new_tokens, limits.max_new_tokens, room),
             temperature=limits.temperature,
             seed=self._choose_seed(call, number=number, choice=0),
+            needs_seed=call.sampling.seed is not None,
             top_p=limits.top_p,
             stop_token_ids=[*stop_token_ids, *call.stop_token_ids],
             top_logprobs=call.top_logprobs,

@@ -45,6 +45,8 @@ IDLE = {
 UNLIKE = {"max_is_ratio": ("train.correction=none",)}
 """Settings with which one does not act, where it does by default."""
 
+VLLM_ONLY = ("engine.seeds=true", "engine.any_vllm_version=true")
+
 
 @pytest.mark.parametrize("name", IDLE)
 def test_a_setting_that_cannot_act_is_refused_with_what_it_needs(name: str) -> None:
@@ -177,6 +179,15 @@ def test_tables_of_episodes_are_refused_in_a_recipe_that_only_imitates(setting: 
 def test_recipes_that_only_imitate_may_have_what_the_trainer_uses() -> None:
     settings = ("train.rows=packed", "train.lora_rank=8", "train.schedule=linear", "rollout.group_size=2")
     assert plan_recipe(*settings, recipe="sft")
+
+
+@pytest.mark.parametrize("setting", VLLM_ONLY)
+def test_settings_of_vllm_are_refused_where_another_engine_runs(setting: str) -> None:
+    name = setting.partition("=")[0]
+    why = r' cannot act with engine\.backend = "embedded": remove it, or choose backend = "vllm"'
+    with pytest.raises(PlanError, match=rf"^{name} = .*{why}"):
+        check_recipe(make_recipe(setting))
+    check_recipe(make_recipe(setting, "engine.backend=vllm"))
 
 
 def test_weights_that_would_be_rounded_twice_are_refused() -> None:

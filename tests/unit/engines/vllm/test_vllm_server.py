@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
@@ -24,7 +25,7 @@ from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.embedded.engine import load_model
 from hpcrl.engines.sim.engine import make_sim_engine
 from hpcrl.engines.vllm.engine import VllmEngine
-from hpcrl.engines.vllm.protocol import parse_metrics
+from hpcrl.engines.vllm.protocol import build_sampling_params, parse_metrics
 from hpcrl.engines.vllm.server import VllmLaunch, VllmServer, build_command, build_environment
 from hpcrl.errors import EngineError, WeightsError
 from hpcrl.system.processes import list_descendants
@@ -263,6 +264,13 @@ def test_another_connector_is_named_to_vllm_with_its_options(launch: VllmLaunch,
 def test_only_our_plugin_is_loaded_and_threads_are_those_of_the_plan(launch: VllmLaunch, tmp_path: Path) -> None:
     given = build_environment(dataclasses.replace(launch, num_cpus=7), scratch=tmp_path, inherited={"HOME": "/h"})
     assert (given["VLLM_PLUGINS"], given["OMP_NUM_THREADS"], given["HOME"]) == ("hpcrl", "7", "/h")
+
+
+def test_a_seed_leaves_the_batch_only_where_an_agent_or_the_recipe_wants_it(launch: VllmLaunch) -> None:
+    asked = msgspec.structs.replace(REQUEST, seed=(1 << 63) + 5, needs_seed=True)
+    assert "seed" not in build_sampling_params(REQUEST, max_new_tokens=1)
+    assert build_sampling_params(asked, max_new_tokens=1)["seed"] == 5
+    assert build_sampling_params(REQUEST, max_new_tokens=1, has_seeds=True)["seed"] == 0
 
 
 def test_figures_are_read_from_the_metrics() -> None:

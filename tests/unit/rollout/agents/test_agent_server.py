@@ -355,6 +355,15 @@ def test_calls_at_the_same_time_have_ids_and_seeds_of_their_own(template):
     assert len({request.request_id for request in requests}) == len({request.seed for request in requests}) == 4
 
 
+def test_only_a_call_with_a_seed_needs_it(template):
+    async def body(client):
+        await chat(client)
+        await chat(client, seed=3)
+        return [request.needs_seed for request in client.policy.requests]
+
+    assert on(template, body, "a<eos>", "b<eos>") == [False, True]
+
+
 def test_a_client_that_hangs_up_ends_its_request(template):
     async def body(client):
         call = asyncio.create_task(chat(client, stream=True))
