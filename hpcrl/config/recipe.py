@@ -451,7 +451,7 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     rows: Literal["padded", "packed"] = "padded"
     """In a forward pass: a row for each trajectory, or all of them in one row, each attending only to itself."""
     lora_rank: CountOrZero = 0
-    """Above 0 only adapters of this rank are trained, on all linear layers (LoRA, needs the package peft)."""
+    """Above 0 only adapters of this rank are trained, on all linear layers (LoRA)."""
     lora_alpha: Annotated[float, Meta(gt=0)] = 32.0
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
     num_minibatches: Count = 1

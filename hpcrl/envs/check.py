@@ -238,11 +238,6 @@ def check_packages(recipe: Recipe) -> None:
     for prefix, engine in engines.items():
         _check_vllm_version(engine, prefix)
         _check_vllm_parsers(engine, prefix)
-    if recipe.train.lora_rank and find_spec("peft") is None:
-        raise ConfigError(
-            f"train.lora_rank = {recipe.train.lora_rank} needs the package peft, which {sys.executable} does not have: "
-            "pip install 'hpcrl[lora]' there, or set it to 0"
-        )
 
 
 def _check_vllm_version(engine: EngineConfig, prefix: str) -> None:

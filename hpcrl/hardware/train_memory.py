@@ -4,7 +4,7 @@
     find_most_tokens                    the largest micro-batch that fits
     estimate_node_memory, NodeMemory    bytes of host memory of a node of the trainer
     RankSetup                           the settings that decide both
-    count_adapter_params                the weights of LoRA
+    count_trained_params, count_adapter_params    the weights that change, and those of LoRA
     MAX_CHUNK_LOGITS                    logits that exist at once
 
 A rank holds its state all the time. What comes and goes is computed at each moment that can be the peak, and the
@@ -53,9 +53,14 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_ranks if self.is_sharded else 1
 
     @property
-    def trains_norms(self) -> bool:
-        """True if the weights of norms change: adapters are beside linear layers."""
+    def trains_all(self) -> bool:
+        """False if only adapters change: other weights have no gradients, and the precision of the passes."""
         return not self.lora_rank
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of a weight of the model."""
+        return BYTES_FP32 if self.trains_all else self.compute_bytes
 
     @property
     def compute_bytes(self) -> int:
@@ -65,7 +70,7 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stream_bytes(self) -> int:
         """The bytes of a number between layers: autocast leaves it in float32, sharded layers have one precision."""
-        return self.compute_bytes if self.is_sharded else BYTES_FP32
+        return BYTES_FP32 if self.trains_all and not self.is_sharded else self.compute_bytes
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,17 +116,14 @@ class _Moment(NamedTuple):
 
 def estimate_rank_memory(shape: ModelArchitecture, setup: RankSetup, *, num_tokens: int) -> RankMemory:
     """Estimate the memory of a rank with a micro-batch of this many tokens, padding included."""
-    held, trained = shape.num_params / setup.num_shards, float(shape.num_params)
-    if setup.lora_rank:
-        trained = float(count_adapter_params(shape, rank=setup.lora_rank))
-        held += trained
-    trained /= setup.num_shards
+    trained = count_trained_params(shape, setup) / setup.num_shards
+    frozen = 0.0 if setup.trains_all else shape.num_params / setup.num_shards
     has_buckets = setup.num_ranks > 1 and not setup.is_sharded
     list_moments = _list_sharded_moments if setup.is_sharded else _list_whole_moments
     moments = list_moments(shape, setup, num_tokens)
     peak = max(moments, key=lambda moment: moment.total)
     return RankMemory(
-        weights=BYTES_FP32 * held,
+        weights=BYTES_FP32 * trained + setup.weight_bytes * frozen,
         gradients=BYTES_FP32 * trained,
         optimizer=2 * BYTES_FP32 * trained,
         buckets=BYTES_FP32 * trained * has_buckets,
@@ -140,6 +142,11 @@ def find_most_tokens(shape: ModelArchitecture, setup: RankSetup, *, num_bytes: f
         fits = estimate_rank_memory(shape, setup, num_tokens=middle).total <= num_bytes
         low, high = (middle, high) if fits else (low, middle)
     return low
+
+
+def count_trained_params(shape: ModelArchitecture, setup: RankSetup) -> int:
+    """Count the weights that change."""
+    return shape.num_params if setup.trains_all else count_adapter_params(shape, rank=setup.lora_rank)
 
 
 def count_adapter_params(shape: ModelArchitecture, *, rank: int) -> int:
@@ -165,9 +172,17 @@ def _list_sharded_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens
     inputs = _count_kept_bytes(shape, setup, num_tokens)
     stream = each * hidden * num_tokens
     chunk = CHUNK_BYTES
+    ahead = each * layer
+    if not setup.trains_all:  # no gradient is as large as a layer
+        head_hidden = (BYTES_FP32 - each) * hidden * num_tokens
+        working = _count_working_bytes(shape, setup, num_tokens)
+        return [
+            _Moment("forward", kept + 2 * each * outer, inputs + last + stream, chunk),
+            _Moment("head", kept + each * outer, inputs + last + head_hidden, chunk),
+            _Moment("layer", kept + 2 * ahead, inputs + working),
+        ]
     head_grad = each * shape.embedding_params
     reduced = BYTES_FP32 * outer * (1 + 1 / setup.num_shards)
-    ahead = each * layer
     tied_grad = 0 if outer else head_grad  # the embedding's gradient is exchanged after the first layer's
     working = _count_working_bytes(shape, setup, num_tokens)
     return [
@@ -191,24 +206,21 @@ def _list_whole_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens: 
     layer, embedding = shape.largest_layer_params, shape.embedding_params
     last, inputs = _count_last_bytes(shape, setup) * num_tokens, _count_kept_bytes(shape, setup, num_tokens)
     layers = shape.num_params - embedding - shape.head_params
-    casts = BYTES_BF16 * layers * setup.is_bf16
-    head = BYTES_BF16 * embedding * setup.is_bf16
-    kept, one = (0, BYTES_BF16 * layer * setup.is_bf16) if setup.has_recompute else (casts, 0)
-    trains_head = not setup.lora_rank
+    has_casts, trains_head = setup.is_bf16 and setup.trains_all, setup.trains_all
+    casts = BYTES_BF16 * layers * has_casts
+    head = BYTES_BF16 * embedding * has_casts
+    kept, one = (0, BYTES_BF16 * layer * has_casts) if setup.has_recompute else (casts, 0)
     head_grad = setup.compute_bytes * embedding * trains_head
-    converted = BYTES_FP32 * embedding * trains_head * setup.is_bf16
+    converted = BYTES_FP32 * embedding * has_casts
     gradient = 3 * _count_first_gradient(shape, setup) if setup.is_bf16 else _count_first_gradient(shape, setup)
     working = _count_working_bytes(shape, setup, num_tokens)
-    stream = BYTES_FP32 * hidden * num_tokens
-    found = [
+    stream = setup.stream_bytes * hidden * num_tokens
+    return [
         _Moment("forward", casts + head, inputs + last + stream, chunk),
         _Moment("head", kept + head, inputs + last + stream, chunk + head_grad),
         _Moment("head-gradient", kept, inputs + last, head_grad + converted),
         _Moment("layer", kept + one + gradient * trains_head, inputs + working),
     ]
-    if setup.lora_rank:  # merged into a copy of the whole model
-        found.append(_Moment("publication", BYTES_FP32 * shape.num_params, 0))
-    return found
 
 
 def _count_kept_bytes(shape: ModelArchitecture, setup: RankSetup, num_tokens: int) -> float:
@@ -250,7 +262,7 @@ def _count_first_gradient(shape: ModelArchitecture, setup: RankSetup) -> float:
 
 def _count_last_bytes(shape: ModelArchitecture, setup: RankSetup) -> float:
     """Count what a token keeps behind the layers: the last norm, the input of the head, angles, and three numbers."""
-    norm = (BYTES_FP32 + setup.stream_bytes * setup.trains_norms) * shape.hidden_size
+    norm = (BYTES_FP32 + setup.stream_bytes * setup.trains_all) * shape.hidden_size
     angles = 2 * setup.stream_bytes * (shape.rope_dim or shape.head_dim)
     return norm + setup.compute_bytes * shape.hidden_size + angles + 3 * BYTES_FP32
 
@@ -259,7 +271,7 @@ def _count_saved_bytes(shape: ModelArchitecture, setup: RankSetup, *, has_expert
     """Count what a layer keeps of a token for the gradient, if it keeps all."""
     each, stream, hidden = setup.compute_bytes, setup.stream_bytes, shape.hidden_size
     # Its input in float32, and the normalized one for the gradient of its weight.
-    norms = shape.num_layer_norms * (BYTES_FP32 + stream * setup.trains_norms) * hidden
+    norms = shape.num_layer_norms * (BYTES_FP32 + stream * setup.trains_all) * hidden
     is_cast = each != stream
     attention_inputs = each * hidden * (3 if is_cast else 1)  # autocast copies it for each product
     return (
@@ -285,8 +297,8 @@ def _count_attention_bytes(shape: ModelArchitecture, setup: RankSetup) -> int:
     """Count what attention keeps of a token: queries, keys, values, its output and the sums of its softmax."""
     each, num_kv_heads = setup.compute_bytes, shape.num_heads if setup.is_packed else shape.num_kv_heads
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    norms = (BYTES_FP32 + each * setup.trains_norms) * (queries + keys) * shape.has_query_norm
-    compressed = (BYTES_FP32 + each * (1 + setup.trains_norms)) * (shape.query_rank + shape.kv_rank)
+    norms = (BYTES_FP32 + each * setup.trains_all) * (queries + keys) * shape.has_query_norm
+    compressed = (BYTES_FP32 + each * (1 + setup.trains_all)) * (shape.query_rank + shape.kv_rank)
     kept = queries + num_kv_heads * (shape.head_dim + shape.value_dim) + shape.num_heads * shape.value_dim
     return norms + compressed + each * kept + BYTES_FP32 * shape.num_heads
 
@@ -316,8 +328,7 @@ def estimate_node_memory(
     sharded is saved and published by one rank, whose node this is.
     """
     share = num_ranks / setup.num_ranks if setup.is_sharded else 1.0
-    trained = count_adapter_params(shape, rank=setup.lora_rank) if setup.lora_rank else shape.num_params
-    saved = trained * share * NUM_SAVED_PARTS + shape.num_params * bool(setup.lora_rank)  # adapters, and merged weights
+    saved = count_trained_params(shape, setup) * share * NUM_SAVED_PARTS
     window = 0.0 if published_dtype is None else compute_window_bytes(shape.num_params, dtype=published_dtype)
     return NodeMemory(
         processes=float(num_ranks * RANK_PROCESS_BYTES),

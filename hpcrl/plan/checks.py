@@ -95,11 +95,6 @@ def _check_trainer(recipe: Recipe) -> None:
         )
     if train.trainer == "megatron" and (foreign := find_megatron_conflict(train)) is not None:
         raise PlanError(foreign)
-    if train.lora_rank and train.sharding == "full":
-        raise PlanError(
-            f'train.lora_rank = {train.lora_rank} with train.sharding = "full": adapters are small and never sharded; '
-            'set sharding = "none"'
-        )
     batch = train.groups_per_step * recipe.rollout.group_size
     if recipe.has_rollouts and batch < (ranks // shared) * train.num_minibatches:
         raise PlanError(

@@ -143,11 +143,14 @@ def list_fixed_models(recipe: Recipe, *, num_shares: int) -> list[FixedModel]:
     """Return those of known size; `num_shares` is the data-parallel degree of the trainer."""
     found = []
     for name, node in list_fixed_nodes(recipe.train).items():
+        is_whole = node.data_parallel not in (None, num_shares)
+        if recipe.train.lora_rank and node.model is None and recipe.teacher is None and not is_whole:
+            continue  # the policy without its adapters
         setting, num_params = f"train.pipeline.{name}.model", _find_node_size(recipe, name)
         if node.model is None:
             setting = "train.kl" if recipe.teacher is None else "teacher.path"
         if num_params is not None:
-            found.append(FixedModel(setting, num_params, node.data_parallel not in (None, num_shares)))
+            found.append(FixedModel(setting, num_params, is_whole))
     return found
 
 

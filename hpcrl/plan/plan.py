@@ -188,7 +188,7 @@ def _place_with_couriers(recipe: Recipe, site: Site) -> tuple[JobPlacement, Site
 def _place_with_sharding(recipe: Recipe, site: Site) -> JobPlacement:
     """Place the roles; where the recipe leaves the trainer's sharding open, the model is whole if that fits."""
     train = recipe.train
-    is_open = train.sharding == "auto" and train.trainer == "torch" and not train.lora_rank
+    is_open = train.sharding == "auto" and train.trainer == "torch"
     if not is_open or recipe.resources.train.num_workers == 1:
         return place_roles(recipe, site)
     whole, sharded = (replace(recipe, train=replace(train, sharding=sharding)) for sharding in ("none", "full"))

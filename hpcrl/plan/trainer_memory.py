@@ -225,9 +225,8 @@ def advise_on_shortage(recipe: Recipe, *, has_gpus: bool, num_rows: int = 0, num
     if train.trainer == "torch":
         if train.recompute is not True:
             found.append("train.recompute = true")
-        if not train.lora_rank:
-            whole = 'train.sharding = "full" and ' * (train.sharding == "none")
-            found.append(f"{whole}more ranks (resources.train.num_workers)")
+        whole = 'train.sharding = "full" and ' * (train.sharding == "none")
+        found.append(f"{whole}more ranks (resources.train.num_workers)")
     else:
         found.append("a larger train.tensor_parallel")
     if train.precision == "fp32" and has_gpus:
@@ -374,15 +373,13 @@ def _list_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
     single: dict[str, Any] = {}
     if train.recompute is False:
         single["train.recompute"] = "auto"
-    if train.sharding == "none" and not train.lora_rank and num_ranks > 1:
+    if train.sharding == "none" and num_ranks > 1:
         single["train.sharding"] = "full"
     if train.precision == "fp32":
         single["train.precision"] = "bf16"
     yield from ({name: value} for name, value in single.items())
     if len(single) > 1:
         yield single
-    if train.lora_rank:
-        return
     if train.sharding == "none":
         single["train.sharding"] = "full"
     more = num_ranks * 2

@@ -31,9 +31,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.hardware.train_memory import RankSetup
 from hpcrl.learn.batch import MicroBatch
+from hpcrl.trainers.adapters import add_adapters
 from hpcrl.trainers.model_files import ModelSource, make_empty
 from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
-from hpcrl.trainers.torch_model import TrainedModel
+from hpcrl.trainers.torch_model import TrainedModel, choose_frozen_dtype
 from hpcrl.trainers.world import World
 
 PART_OF = {
@@ -59,17 +60,20 @@ def measure_passes(fields: dict[str, Any], setup: RankSetup, *, num_tokens: int)
     train = make_settings(setup)
     with _fake_ranks(setup.num_ranks), nullcontext() if setup.is_packed else _positions_in_order():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        module = make_empty(config, AutoModelForCausalLM, dtype=torch.float32)
-        source, called = ModelSource(module, {}), TokenModel(module)
+        world = World(size=setup.num_ranks)
+        dtype = torch.float32 if setup.trains_all else choose_frozen_dtype(train, world)
+        module = make_empty(config, AutoModelForCausalLM, dtype=dtype)
+        source = ModelSource(module, {})
+        if not setup.trains_all:
+            add_adapters(module, rank=setup.lora_rank, alpha=train.lora_alpha)
+        called = TokenModel(module)
 
         def fill(target: torch.nn.Module, device: torch.device) -> None:
             with mode:
                 source.fill(target, device)
 
         # The mesh of the ranks cannot be made of tensors without data.
-        model = TrainedModel(
-            module, train=train, world=World(size=setup.num_ranks), learning_rate=1e-4, called=called, fill=fill
-        )
+        model = TrainedModel(module, train=train, world=world, learning_rate=1e-4, called=called, fill=fill)
         with mode:
             return _measure_micro_batch(model, called, make_micro_batch(num_tokens, is_packed=setup.is_packed))
 
@@ -84,6 +88,7 @@ def make_settings(setup: RankSetup) -> TrainConfig:
         sharding="full" if setup.is_sharded else "none",
         precision="bf16" if setup.is_bf16 else "fp32",
         recompute=setup.has_recompute,
+        lora_rank=setup.lora_rank,
     )
 
 

@@ -13,7 +13,7 @@
 All ranks of a trainer make every call together.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -34,6 +34,7 @@ from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs
 from hpcrl.trainers.spread_model import SpreadModel, load_spread_models
 from hpcrl.trainers.state import StateShard, state_file_name, write_state
 from hpcrl.trainers.world import World
+from hpcrl.weights.stores.sharded_store import LocalShards
 
 T = TypeVar("T")
 
@@ -126,7 +127,7 @@ class Trainer(Protocol):
         `train` has the settings of this step, where they differ from those of the recipe (a warm-up's).
         """
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the weights by their names in the model directory; they may change with the next step."""
 
     def restart_optimizer(self) -> None:
@@ -221,8 +222,8 @@ class RankTrainer(Trainer, Protocol):
     def precise_names(self) -> Collection[str]:
         """Return the tensors that are published in float32 where others are rounded: engines keep them so."""
 
-    def shards(self) -> Iterator[StateShard]:
-        """Yield this rank's shards of the weights; over all ranks, each value comes once."""
+    def shards(self) -> LocalShards:
+        """Return this rank's shards of the weights; over all ranks, each value comes once."""
 
 
 def check_trainable(

@@ -5,6 +5,7 @@ python -m hpcrl.trainers.export CAMPAIGN DIR [STEP]
 
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,15 +16,23 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.published_dtype import read_stored_dtype
 from hpcrl.errors import HpcrlError, TrainError
 from hpcrl.models.model_config import read_model_config
+from hpcrl.plan.records import read_recipe
 from hpcrl.system.files import staged_path
 from hpcrl.trainers import checkpoint
-from hpcrl.trainers.state import read_whole_shapes, read_whole_tensors
+from hpcrl.trainers.adapters import (
+    ADAPTER_PREFIX,
+    MergedTensors,
+    MergedWeight,
+    add_adapters,
+    find_adapters,
+    list_base_weights,
+)
+from hpcrl.trainers.critic import CRITIC_PREFIX
+from hpcrl.trainers.state import WEIGHT_PART, fill_shards, make_whole_shard, read_whole_shapes, read_whole_tensors
+from hpcrl.trainers.torch_model import load_causal
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHT_FILE_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
-
-NON_MODEL_PREFIXES = ("critic.", "lora.")
-"""The prefixes of the tensors in a checkpoint that are not the model's: see critic.py and torch_model.py."""
 
 
 def export_model(campaign: CampaignDir, target: Path, *, step: int | None = None) -> Path:
@@ -31,16 +40,29 @@ def export_model(campaign: CampaignDir, target: Path, *, step: int | None = None
     if target.exists():
         raise TrainError(f"{target} exists already: choose another directory, or remove it")
     source = _find_checkpoint(campaign, step)
-    names = [
-        name for part, name in read_whole_shapes(source) if part == "weight" and not name.startswith(NON_MODEL_PREFIXES)
-    ]
-    tensors = read_whole_tensors(source, names=names)
+    tensors = _read_weights(campaign, source)
     dtypes, usual = _read_dtypes(campaign.model), _read_usual_dtype(campaign.model)
     with staged_path(target) as temporary:
         shutil.copytree(campaign.model.resolve(), temporary, ignore=shutil.ignore_patterns(*WEIGHT_FILE_PATTERNS))
         cast = {name: tensor.to(dtypes.get(name, usual)) for name, tensor in tensors.items()}
         save_file(cast, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
     return source
+
+
+def _read_weights(campaign: CampaignDir, source: Path) -> Mapping[str, torch.Tensor]:
+    """Read the model of a checkpoint; one of adapters is the model that the campaign started from, with these."""
+    names = [name for part, name in read_whole_shapes(source) if part == WEIGHT_PART]
+    if not any(name.startswith(ADAPTER_PREFIX) for name in names):
+        return read_whole_tensors(source, names=[name for name in names if not name.startswith(CRITIC_PREFIX)])
+    train, module = read_recipe(campaign).train, load_causal(campaign.model)
+    add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
+    trained = module.named_parameters(prefix=ADAPTER_PREFIX.removesuffix("."))
+    with torch.no_grad():
+        fill_shards([make_whole_shard(name, each) for name, each in trained if each.requires_grad], source)
+        adapters = find_adapters(module)
+        return MergedTensors(
+            {name: MergedWeight(each, adapters.get(name)) for name, each in list_base_weights(module).items()}
+        )
 
 
 def _find_checkpoint(campaign: CampaignDir, step: int | None) -> Path:

@@ -16,7 +16,7 @@ read then: a prediction never changes what is trained on, nor in which order. At
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,12 +36,12 @@ from hpcrl.spool.record import Trajectory
 from hpcrl.spool.segment import read_segment
 from hpcrl.system.files import remove_path
 from hpcrl.trainers.base import RankTrainer, StepMetrics, WritableState
-from hpcrl.trainers.publishing import WindowOrders, list_weight_shards, open_shard_store
+from hpcrl.trainers.publishing import WindowOrders, open_shard_store
 from hpcrl.trainers.step import learn_rows, train_step
 from hpcrl.trainers.step_metrics import Stopwatch
-from hpcrl.weights.layout import TensorLayout, TensorShard
+from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.stores import part_files
-from hpcrl.weights.stores.sharded_store import ShardStore
+from hpcrl.weights.stores.sharded_store import LocalShards, ShardStore
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import WindowKey
 
@@ -231,7 +231,7 @@ class RankLeader:
         )
         return guess.shares
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor]:
         self._send_order(RankOrder(do="tensors"))
         return self._trainer.tensors()
 
@@ -245,9 +245,9 @@ class RankLeader:
         )
         return open_shard_store(self._trainer, key, job=job, layout=layout, orders=orders)
 
-    def weight_shards(self) -> list[tuple[TensorShard, Tensor]]:
+    def weight_shards(self) -> LocalShards:
         """Return rank 0's shards for that window."""
-        return list_weight_shards(self._trainer)
+        return self._trainer.shards()
 
     def snapshot(self) -> WritableState:
         """Copy every rank's part in memory; the ranks write in the background, and writing the result waits for all."""
@@ -346,7 +346,7 @@ def _publish_part(trainer: RankTrainer, order: RankOrder, *, store: ShardStore) 
         store.write_part(order.version, Path(order.directory))
         return
     with suppress(WeightsError):  # rank 0 meets the same error and falls back to another way of publishing
-        store.stage(list_weight_shards(trainer), WeightVersion(version=order.version, step=order.step))
+        store.stage(trainer.shards(), WeightVersion(version=order.version, step=order.step))
 
 
 def _make_prefetcher(trainer: RankTrainer, *, train: TrainConfig, spool: Path) -> RowPrefetcher:

@@ -4,7 +4,6 @@
     LeaderShardStore    rank 0's store: to stage or save through it makes all ranks do so
     WindowOrders        the orders by which rank 0 involves the others
     RankShards          a rank's node and shards, exchanged at the start
-    list_weight_shards  the shards that a rank stages
     make_published_layout  all tensors in the types in which they are published
 
 A tensor that is spread over several nodes is assembled only for files, and then one tensor at a time.
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from torch import Tensor
 
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.config.recipe import WeightsDtype
@@ -103,7 +101,7 @@ def open_shard_store(
 
 def _exchange_parts(trainer: RankTrainer, layout: TensorLayout, *, all_gather: AllGather) -> PartAssignment | None:
     """Exchange which rank holds which shards; None on all ranks if they are on one node."""
-    own = RankShards(node=current_node(), shards=tuple(state_shard.shard for state_shard in trainer.shards()))
+    own = RankShards(node=current_node(), shards=tuple(shard for shard, _ in trainer.shards()))
     rank_shards = [
         msgspec.msgpack.decode(message, type=RankShards) for message in all_gather(msgspec.msgpack.encode(own))
     ]
@@ -115,8 +113,3 @@ def _exchange_parts(trainer: RankTrainer, layout: TensorLayout, *, all_gather: A
         if len(set(nodes)) > 1
         else None
     )
-
-
-def list_weight_shards(trainer: RankTrainer) -> list[tuple[TensorShard, Tensor]]:
-    """List the shards of the weights that this rank stages."""
-    return [(state_shard.shard, state_shard.tensor) for state_shard in trainer.shards()]

@@ -31,12 +31,10 @@ class TokenModel(torch.nn.Module):
     def __init__(self, causal: Any) -> None:
         super().__init__()
         self.causal = causal
-        base = causal.get_base_model() if hasattr(causal, "peft_config") else causal
-        form = find_head_form(base)
-        self._base = [base]  # in a list, so that it is not a second submodule
+        form = find_head_form(causal)
         self._has_chunks = form is not None
         if form is not None:
-            head = base.get_output_embeddings()
+            head = causal.get_output_embeddings()
             # The layer itself is called, so that one that is sharded gathers its weight.
             head.forward = partial(_call_head, head, form=form)
 
@@ -44,7 +42,7 @@ class TokenModel(torch.nn.Module):
         """Return the embeddings and the head as modules that are called; none if they share their weight."""
         if not self._has_chunks:
             return []
-        embeddings, head = self._base[0].get_input_embeddings(), self._base[0].get_output_embeddings()
+        embeddings, head = self.causal.get_input_embeddings(), self.causal.get_output_embeddings()
         return [] if embeddings.weight is head.weight else [embeddings, head]
 
     def forward(
@@ -59,9 +57,9 @@ class TokenModel(torch.nn.Module):
     ) -> tuple[Tensor, Tensor]:
         # No attention mask: the padding is on the right of a causal model, and without a mask attention is fastest.
         if self._has_chunks:
-            base = self._base[0]
-            hidden_BTH = base.get_decoder()(inputs_BT, position_ids=positions_BT, use_cache=False).last_hidden_state
-            computed: tuple[Tensor, Tensor] = base.get_output_embeddings()(
+            decoder, head = self.causal.get_decoder(), self.causal.get_output_embeddings()
+            hidden_BTH = decoder(inputs_BT, position_ids=positions_BT, use_cache=False).last_hidden_state
+            computed: tuple[Tensor, Tensor] = head(
                 hidden_BTH[mask_BT], targets_N, temperature=temperature, has_entropy_bonus=has_entropy_bonus
             )
             return computed

@@ -9,12 +9,13 @@ minibatches are drawn from (seed, step), and no step touches torch's global gene
 generator state. Many ranks give the same numbers up to the order of sums.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hpcrl.config.pipeline import needs_critic
 from hpcrl.config.recipe import TrainConfig
@@ -22,7 +23,7 @@ from hpcrl.learn.batch import MicroBatch, empty_micro_batch
 from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import load_update
 from hpcrl.spool.record import Trajectory
-from hpcrl.trainers import torch_model
+from hpcrl.trainers.adapters import ADAPTER_PREFIX, add_adapters
 from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, load_fixed_models
 from hpcrl.trainers.critic import Critic
 from hpcrl.trainers.memory_error import watch_memory
@@ -33,11 +34,12 @@ from hpcrl.trainers.micro_batch_loss import (
     compute_micro_batch_loss,
 )
 from hpcrl.trainers.model_files import open_causal
-from hpcrl.trainers.state import StateShard, check_same_shapes, fill_shards, read_whole_shapes
+from hpcrl.trainers.state import check_same_shapes, fill_shards, read_whole_shapes
 from hpcrl.trainers.step import train_step
 from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
-from hpcrl.trainers.torch_model import TrainedModel, load_fixed
+from hpcrl.trainers.torch_model import TrainedModel, choose_frozen_dtype, load_fixed
 from hpcrl.trainers.world import SINGLE_RANK, World
+from hpcrl.weights.stores.sharded_store import LocalShards
 
 
 class TorchTrainer:
@@ -65,23 +67,21 @@ class TorchTrainer:
         self.has_scored_reference = has_scored_reference
         self.world = world
         self.fitting_tokens = 0
-        source = open_causal(model_dir)
-        module, prefix = source.module, ""
+        source = open_causal(model_dir, dtype=choose_frozen_dtype(train, world) if train.lora_rank else torch.float32)
+        module = source.module
         self._precise_names = source.find_precise_names()
         self._config = module.config
         if train.lora_rank:
-            source.fill(module, world.device)  # adapters take the device and dtype of what they adapt
-            module = torch_model.add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
-            prefix = torch_model.ADAPTER_PREFIX
+            add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
         self._policy = TrainedModel(
             module,
             train=train,
             world=world,
             learning_rate=train.learning_rate,
-            prefix=prefix,
+            prefix=ADAPTER_PREFIX if train.lora_rank else "",
             update=load_update(train),
             called=TokenModel(module),
-            fill=None if train.lora_rank else source.fill,
+            fill=source.fill,
         )
         self.critic = Critic(model_dir, train=train, world=world) if needs_critic(train) else None
         self.spread_models, self._fixed_models = load_fixed_models(
@@ -90,8 +90,14 @@ class TorchTrainer:
             model_dir,
             teacher=reference_dir,
             temperature=temperature,
-            load=lambda path: load_fixed(path, train=train, world=world),
+            load=partial(self._load_fixed, initial=model_dir),
         )
+
+    def _load_fixed(self, path: Path, *, initial: Path) -> Callable[..., Any]:
+        """Load a model that does not train; with adapters the initial model is there already."""
+        if self._recipe_train.lora_rank and path == initial:
+            return self._policy.call_without_adapters
+        return load_fixed(path, train=self._recipe_train, world=self.world)
 
     @property
     def num_shares(self) -> int:
@@ -132,12 +138,9 @@ class TorchTrainer:
         for model in self._models():
             model.optimizer.state.clear()
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor]:
         """Return the whole weights on every rank; where they are sharded, all ranks must call this together."""
-        return {
-            name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            for name, tensor in self._policy.weights().items()
-        }
+        return self._policy.tensors()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of the model, whichever rank holds it."""
@@ -147,18 +150,13 @@ class TorchTrainer:
         """Return the tensors that the model's files, or transformers, keep in float32 in a model of fewer bits."""
         return self._precise_names
 
-    def shards(self) -> Iterator[StateShard]:
-        """Yield this rank's shards of the weights; over all ranks, each value comes once."""
+    def shards(self) -> LocalShards:
+        """Return this rank's shards of the weights; over all ranks, each value comes once."""
         return self._policy.weight_shards()
 
     def snapshot(self) -> RankSnapshot:
-        """Copy this rank's part of the state, so that the next step does not change it.
-
-        With adapters the merged weights are included: a checkpoint is always a model that can be exported.
-        """
+        """Copy this rank's part of the state, so that the next step does not change it; no weights that are frozen."""
         state_shards = [state_shard.copy_to_cpu() for model in self._models() for state_shard in model.state_shards()]
-        if self._train.lora_rank:
-            state_shards += [state_shard.copy_to_cpu() for state_shard in self._policy.weight_shards()]
         return RankSnapshot(rank=self.world.rank, state_shards=state_shards)
 
     def load(self, directory: Path) -> None:
@@ -166,7 +164,7 @@ class TorchTrainer:
         own_shapes = {
             name: tuple(tensor.shape) for model in self._models() for name, tensor in model.trained_parameters().items()
         }
-        check_same_shapes(saved, self.shapes() | own_shapes, directory)
+        check_same_shapes(saved, own_shapes, directory)
         with_moments = any(part == "exp_avg" for part, _ in saved)
         with torch.no_grad():
             fill_shards(
@@ -197,7 +195,7 @@ class TorchTrainer:
         with torch.no_grad():
             return [[self._compute_column(module, micro) for micro in part] for part in minibatches]
 
-    def _compute_column(self, module: TrainedModel | TokenModel, micro: MicroBatch) -> Tensor:
+    def _compute_column(self, module: Callable[..., Any], micro: MicroBatch) -> Tensor:
         with watch_memory(micro):
             return compute_token_logprobs(module, micro, temperature=self._temperature)[0]
 

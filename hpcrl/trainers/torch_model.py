@@ -1,27 +1,23 @@
-"""A network in training: its module on one rank or many, its optimizer, its state, its LoRA adapters.
+"""A network in training: its module on one rank or many, its optimizer, its state.
 
     TrainedModel               a policy or a critic
     recompute_layers           keep only the inputs of layers for the gradient
     load_causal                load a language model, whole
     load_fixed                 load one that does not train, sharded as the policy is
-    add_adapters               freeze a model and add to each linear layer an adapter that at first changes nothing
-    has_adapters               whether a model has adapters
-    merge_adapters             the weights with their adapters, by the names of the model directory
-    ADAPTER_PREFIX             the prefix of adapters in checkpoints
+    choose_frozen_dtype        the dtype of weights that do not train
 
 On many ranks a network is replicated (DDP) or sharded (FSDP2), as `train.sharding` selects; both average gradients,
 so a loss that is this rank's part of a sum is scaled by the number of ranks.
 
-Adapters (LoRA, arXiv 2106.09685) are peft's, used only here. Engines never see them: published and exported weights
-are merged.
+A model with adapters (adapters.py) has all its other weights frozen, in the precision in which it computes.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,46 +28,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hpcrl.config.recipe import TrainConfig
-from hpcrl.errors import TrainError
+from hpcrl.trainers.adapters import (
+    MergedTensors,
+    MergedWeight,
+    fill_adapters,
+    find_adapters,
+    gather_merged,
+    list_base_weights,
+    without_adapters,
+)
 from hpcrl.trainers.model_files import open_causal
 from hpcrl.trainers.optimizer import MOMENT_PARTS, WeightUpdate, make_optimizer
-from hpcrl.trainers.state import StateShard, list_local_shards, make_whole_shard
+from hpcrl.trainers.state import WEIGHT_PART, StateShard, list_local_shards, make_whole_shard
 from hpcrl.trainers.token_model import TokenModel
 from hpcrl.trainers.world import World
-
-ADAPTER_PREFIX = "lora."
-"""The prefix of adapter names in checkpoints."""
-_ADAPTER_NAME = "default"
-
-
-def add_adapters(module: Any, *, rank: int, alpha: float) -> Any:
-    """Add the same adapters on every rank, every time; the output layer and the embeddings stay as they are."""
-    try:
-        from peft import LoraConfig, get_peft_model  # noqa: TID251 - an extra
-    except ModuleNotFoundError as error:
-        raise TrainError(
-            f'train.lora_rank = {rank} needs the package peft ({error}): pip install "hpcrl[lora]", or set it to 0'
-        ) from error
-    config = LoraConfig(r=rank, lora_alpha=cast(int, alpha), target_modules="all-linear", lora_dropout=0.0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return get_peft_model(module, config)
-
-
-def has_adapters(module: Any) -> bool:
-    return hasattr(module, "peft_config")
-
-
-def merge_adapters(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight of the model by its own name, with its adapter added."""
-    layers = dict(module.get_base_model().named_modules())
-    for name, parameter in module.get_base_model().named_parameters():
-        layer_name, _, parameter_name = name.rpartition(".base_layer.")
-        if layer_name:
-            delta = layers[layer_name].get_delta_weight(_ADAPTER_NAME) if parameter_name == "weight" else 0.0
-            yield f"{layer_name}.{parameter_name}", parameter.detach() + delta
-        elif ".lora_" not in name:
-            yield name, parameter.detach()
+from hpcrl.weights.stores.sharded_store import LocalShards
 
 
 class TrainedModel:
@@ -97,8 +68,10 @@ class TrainedModel:
         self.world = world
         self.prefix = prefix
         self._max_norm = train.max_grad_norm
-        is_sharded, has_bf16 = _is_sharded(train, world), _has_bf16(train, world)
-        self._has_autocast = has_bf16 and not is_sharded
+        self._adapters = find_adapters(module)
+        self._is_sharded = is_sharded = _is_sharded(train, world)
+        has_bf16 = _has_bf16(train, world)
+        self._has_autocast = has_bf16 and not is_sharded and not self._adapters
         self.module = module.eval()  # eval: no dropout; gradients still flow
         self._called = self.module if called is None else called
         if is_sharded if train.recompute == "auto" else train.recompute:
@@ -110,6 +83,7 @@ class TrainedModel:
             self._called.to(world.device)
         else:
             fill(self._called, world.device)
+        fill_adapters(self._adapters)
         self._distributed_module: Any = self._called
         if world.size > 1 and not is_sharded:
             self._distributed_module = DistributedDataParallel(
@@ -126,6 +100,11 @@ class TrainedModel:
         model = self._distributed_module if torch.is_grad_enabled() else self._called
         with torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=self._has_autocast):
             return model(*inputs, **options)
+
+    def call_without_adapters(self, *inputs: Tensor, **options: Any) -> Any:
+        """Run a forward pass of the model that training started from."""
+        with without_adapters(self._adapters):
+            return self(*inputs, **options)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's part of the loss."""
@@ -161,17 +140,30 @@ class TrainedModel:
         }
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights by the names of the model directory; adapters are merged into copies."""
-        if has_adapters(self.module):
-            with torch.no_grad():
-                return dict(merge_adapters(self.module))
-        return {name: parameter.detach() for name, parameter in self.trained_parameters().items()}
+        """Return the weights by the names of the model directory, without adapters."""
+        return list_base_weights(self.module)
 
-    def weight_shards(self) -> Iterator[StateShard]:
-        """Yield this rank's shards of the weights."""
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the whole weights on every rank, with adapters; sharded, all ranks must call this together."""
+        weights = self.weights()
+        if not self._adapters:
+            return {
+                name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                for name, tensor in weights.items()
+            }
+        if self._is_sharded:
+            return {name: gather_merged(tensor, self._adapters.get(name)) for name, tensor in weights.items()}
+        return MergedTensors({name: MergedWeight(tensor, self._adapters.get(name)) for name, tensor in weights.items()})
+
+    def weight_shards(self) -> LocalShards:
+        """Return this rank's shards of the weights, with adapters; all ranks must call this together."""
+        found = []
         for name, tensor in self.weights().items():
+            values = MergedWeight(tensor, self._adapters.get(name)) if self._adapters else None
             if isinstance(tensor, DTensor) or not self.world.rank:
-                yield from list_local_shards(name, tensor, part="weight")
+                shards = list_local_shards(name, tensor, part=WEIGHT_PART)
+                found += [(each.shard, each.tensor if values is None else values) for each in shards]
+        return found
 
     def state_shards(self) -> Iterator[StateShard]:
         """Yield this rank's shards of parameters and moments; rank 0 yields those that all ranks hold."""
@@ -179,7 +171,7 @@ class TrainedModel:
             sharded = isinstance(parameter, DTensor)
             if not sharded and self.world.rank:
                 continue
-            yield from list_local_shards(name, parameter, part="weight")
+            yield from list_local_shards(name, parameter, part=WEIGHT_PART)
             state = self.optimizer.state.get(parameter, {})
             for part in MOMENT_PARTS if state else ():
                 yield from list_local_shards(name, state[part], part=part)
@@ -190,7 +182,7 @@ class TrainedModel:
         """Yield every shard that this rank needs to resume; without moments the optimizer starts again."""
         self.optimizer.state.clear()
         for name, parameter in self.trained_parameters().items():
-            yield from list_local_shards(name, parameter.detach(), part="weight")
+            yield from list_local_shards(name, parameter.detach(), part=WEIGHT_PART)
             if not with_moments:
                 continue
             state = self.optimizer.state[parameter]
@@ -207,6 +199,11 @@ def _is_sharded(train: TrainConfig, world: World) -> bool:
 
 def _has_bf16(train: TrainConfig, world: World) -> bool:
     return train.has_bf16(on_gpus=world.device.type == "cuda")
+
+
+def choose_frozen_dtype(train: TrainConfig, world: World) -> torch.dtype:
+    """Return the dtype of weights that do not train: that of the passes."""
+    return torch.bfloat16 if _has_bf16(train, world) else torch.float32
 
 
 def _shard_module(called: torch.nn.Module, *, world: World, policy: MixedPrecisionPolicy) -> None:
@@ -243,7 +240,7 @@ def load_causal(model_dir: Path) -> Any:
 
 def load_fixed(model_dir: Path, *, train: TrainConfig, world: World) -> TokenModel:
     """Load a model that does not train, sharded as the policy is, in bf16 if that computes in bf16."""
-    source = open_causal(model_dir, dtype=torch.bfloat16 if _has_bf16(train, world) else torch.float32)
+    source = open_causal(model_dir, dtype=choose_frozen_dtype(train, world))
     called = TokenModel(source.module.requires_grad_(False).eval())
     if _is_sharded(train, world):
         _shard_module(called, world=world, policy=MixedPrecisionPolicy())

@@ -6,6 +6,8 @@ borrow_weights, BorrowedWeights  let a model use a version where it is stored, a
 check_fit                        compare a version with a model
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from hpcrl.errors import WeightsError
@@ -17,7 +19,7 @@ def collect_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def copy_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+def copy_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy all of these weights into the model; on WeightsError it keeps the old ones."""
     parameters = collect_parameters(model)
     check_fit(tensors, parameters)
@@ -26,7 +28,7 @@ def copy_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> No
             parameter.copy_(tensors[name])
 
 
-def borrow_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> "BorrowedWeights":
+def borrow_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> "BorrowedWeights":
     """Let the model use all of these weights without a copy; on WeightsError it keeps the old ones.
 
     If model and weights are on different devices, or of different types, the weights are copied at once instead.
@@ -60,7 +62,7 @@ class BorrowedWeights:
             self._parameters[name].data = tensor
 
 
-def check_fit(tensors: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> None:
+def check_fit(tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
     """Raise WeightsError, naming the tensor, unless `tensors` match `parameters`, or convert to them without a loss."""
     if missing := sorted(parameters.keys() - tensors.keys()):
         raise WeightsError(f"weights lack {_format_names(missing)}: publish every parameter of the model")

@@ -237,6 +237,10 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, t
     torch.set_num_threads(1)
     os.environ["SLURMD_NODENAME"] = nodes[world.rank]
     mine, counted = _counting(_kind(trainer)(Path(model_dir), settings(**changed), world=world))
+    if changed.get("lora_rank"):
+        with torch.no_grad():  # fresh adapters add nothing
+            for adapter in mine._policy._adapters.values():
+                adapter.up_OR.add_(0.1)
     run = CampaignDir(Path(root))
     run.weights.mkdir(exist_ok=True)
     key = WindowKey(campaign=run.root, node=nodes[world.rank], directory=Path(window_dir))

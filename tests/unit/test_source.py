@@ -264,7 +264,6 @@ OWNERS = {
     "hdf5plugin": {"spool/hdf5.py"},
     "submitit": {"slurm/submit.py"},
     "pyarrow": {"envs/task_set.py", "traj/parquet.py"},
-    "peft": {"trainers/torch_model.py"},
     "tensorboard": {"job/metrics_export.py"},
     "wandb": {"job/metrics_export.py"},
 }

@@ -12,7 +12,7 @@ Legend: B rows, Q new tokens of a row, W columns, E hidden values, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,7 +143,9 @@ class RunningBatch:
             found.append(logprobs_TV.gather(1, ids_1T[0, start + 1 : end + 1, None])[:, 0].cpu())
         return torch.cat(found).tolist()
 
-    def load(self, tensors: dict[str, torch.Tensor], *, version: int, is_intact: Callable[[], bool]) -> BorrowedWeights:
+    def load(
+        self, tensors: Mapping[str, torch.Tensor], *, version: int, is_intact: Callable[[], bool]
+    ) -> BorrowedWeights:
         """Use new weights from now on, where they are stored; `finish_load` makes them the model's own.
 
         `is_intact` returns whether they have not been overwritten; it is called before tokens are sampled.

@@ -49,6 +49,7 @@ from hpcrl.trainers.state import WEIGHT_PART, StateShard, check_same_shapes, fil
 from hpcrl.trainers.step import train_step
 from hpcrl.trainers.world import World
 from hpcrl.weights.layout import TensorShard
+from hpcrl.weights.stores.sharded_store import LocalShards
 
 STEP_PART = "step"
 _LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
@@ -141,8 +142,8 @@ class MegatronTrainer:
         found: dict[str, Tensor] = {}
         for name, shape in self.shapes().items():
             found[name] = torch.zeros(shape, device=self.world.device)
-        for state_shard in self.shards():
-            found[state_shard.shard.name][_shard_slices(state_shard.shard)] = state_shard.tensor
+        for shard, values in self.shards():
+            found[shard.name][_shard_slices(shard)] = values.detach()
         return {name: self.world.sum(tensor) for name, tensor in found.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -153,9 +154,9 @@ class MegatronTrainer:
         """Return none: no model that this trainer supports has tensors that need float32."""
         return ()
 
-    def shards(self) -> Iterator[StateShard]:
-        """Yield this rank's shards of the weights; over all ranks, each value comes once."""
-        return (state_shard for state_shard in self._state_shards() if state_shard.part == WEIGHT_PART)
+    def shards(self) -> LocalShards:
+        """Return this rank's shards of the weights; over all ranks, each value comes once."""
+        return [(each.shard, each.tensor) for each in self._state_shards() if each.part == WEIGHT_PART]
 
     def snapshot(self) -> RankSnapshot:
         """Copy this rank's part of the state, so that the next step does not change it."""

@@ -5,6 +5,7 @@
     AllGather        sends every rank's message to all ranks
     make_all_gather  make one over a torch.distributed group
     LocalShards      the shards of a rank
+    ShardValues      the values of one
 
     store = ShardStore(make_window_key(campaign, node=node), job=job, layout=layout, rank=rank, all_gather=all_gather)
     store.stage(shards, weight_version)         # on every rank; training continues when it returns
@@ -20,6 +21,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import torch
@@ -37,7 +39,20 @@ from hpcrl.weights.versions import VersionManifest, WeightVersion
 from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window, WriteTicket
 
-LocalShards = Sequence[tuple[TensorShard, torch.Tensor]]
+
+class ShardValues(Protocol):
+    """The values of a shard: a tensor, or what computes one when it is copied."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def detach(self) -> torch.Tensor: ...
+
+
+LocalShards = Sequence[tuple[TensorShard, ShardValues]]
 """The shards that a rank holds: where each belongs, and its values."""
 AllGather = Callable[[bytes], list[bytes]]
 """Returns the messages of all ranks, in their order, once all have sent theirs; so it is a barrier too."""

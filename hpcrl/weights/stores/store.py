@@ -15,7 +15,7 @@ only follow versions, such as those of vLLM servers and of simulated engines, do
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,7 +30,7 @@ from hpcrl.weights.window.file import process_tensors
 if TYPE_CHECKING:
     import torch
 
-Tensors = dict[str, "torch.Tensor"]
+Tensors = Mapping[str, "torch.Tensor"]
 CHUNK_BYTES = 512 << 10
 """Bytes copied, then hashed: what was written is still in a core's cache when it is read again."""
 ROUNDED_PART_BYTES = 64 << 20

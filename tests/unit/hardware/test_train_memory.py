@@ -113,13 +113,16 @@ def test_packed_rows_have_a_mask_of_all_pairs_of_tokens() -> None:
     assert masked.activations - plain.activations == (1 + 2) * tokens**2 + heads
 
 
-def test_adapters_keep_the_frozen_weights_and_a_merged_copy_to_publish() -> None:
+def test_frozen_weights_have_the_precision_of_the_passes_and_are_shared_by_the_ranks() -> None:
     shape = read_architecture(QWEN3_8B)
-    memory = estimate_rank_memory(shape, RankSetup(lora_rank=8), num_tokens=1)
     adapters = count_adapter_params(shape, rank=8)
     assert adapters == 8 * 36 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * (4096 + 12288))
-    assert memory.weights == 4 * (shape.num_params + adapters)
-    assert (memory.peak, memory.gathers) == ("publication", 4 * shape.num_params)
+    whole = estimate_rank_memory(shape, RankSetup(lora_rank=8), num_tokens=1)
+    assert whole.weights == 4 * (shape.num_params + adapters)
+    setup = msgspec.structs.replace(SHARDED, lora_rank=8)
+    shared = estimate_rank_memory(shape, setup, num_tokens=1)
+    assert shared.state * 16 == 2 * shape.num_params + (4 + 4 + 8) * adapters
+    assert estimate_node_memory(shape, setup, num_ranks=4, published_dtype=None).snapshot == 12 * adapters / 4
 
 
 def test_a_node_holds_its_share_of_a_snapshot_and_of_two_versions() -> None:
@@ -148,8 +151,9 @@ def fresh_process() -> Iterator[ProcessPoolExecutor]:
         (DENSE | {"tie_word_embeddings": True}, RankSetup(is_bf16=True)),
         (EXPERTS, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True)),
         (DENSE, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True, is_packed=True)),
+        (DENSE, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True, lora_rank=8)),
     ],
-    ids=["recomputed", "kept, fp32", "one rank", "experts", "packed"],
+    ids=["recomputed", "kept, fp32", "one rank", "experts", "packed", "adapters"],
 )
 def test_the_trainers_own_passes_peak_where_the_estimate_does(
     fields: dict[str, Any], setup: RankSetup, fresh_process: ProcessPoolExecutor

@@ -76,9 +76,17 @@ def test_what_the_recipe_leaves_open_is_chosen_so_that_it_fits() -> None:
     assert chosen not in plan_on_a100(*BF16_SHARDS, SIXTEEN).sizes, "it was asked for"
 
 
-@pytest.mark.parametrize("settings", [("model.config.num_hidden_layers=2",), ("train.lora_rank=8",)])
+@pytest.mark.parametrize("settings", [("model.config.num_hidden_layers=2",), ("train.lora_rank=8", "train.kl=k3")])
 def test_a_model_that_fits_on_each_rank_is_not_sharded(settings: tuple[str, ...]) -> None:
     assert plan_on_a100(SIXTEEN, *settings).train_sharding == "none"
+
+
+def test_adapters_are_sharded_where_the_frozen_model_does_not_fit_and_need_no_model_for_the_kl() -> None:
+    adapters = ("train.lora_rank=8", "train.kl=k3", SIXTEEN, "train.tokens_per_micro_batch=2048")
+    memory = find_memory(*adapters, "model.config.num_hidden_layers=180")
+    assert memory.weights_gib == pytest.approx(2 * 36e9 / 16 / 2**30, rel=0.05), "of bf16, over the ranks"
+    assert memory.others_gib == 0
+    assert find_memory(*adapters, "train.pipeline.reference.data_parallel=4").others_gib > 0
 
 
 def test_the_refusal_of_a_model_that_does_not_fit_even_sharded_asks_for_more_ranks() -> None:

@@ -1,59 +1,77 @@
 """LoRA adapters: only they are trained, and published or exported weights include them."""
 
-import builtins
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import finalize
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.envs import check
-from hpcrl.errors import ConfigError, PlanError, TrainError
+from hpcrl.errors import PlanError, TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.plan.checks import check_recipe
 from hpcrl.testing import ranks
 from hpcrl.testing.learning import save_checkpoint
+from hpcrl.trainers.adapters import ADAPTER_PREFIX, MergedWeight
 from hpcrl.trainers.export import export_model
+from hpcrl.trainers.publishing import make_published_layout
 from hpcrl.trainers.state import read_whole_shapes
 from hpcrl.trainers.torch import TorchTrainer
-from hpcrl.trainers.torch_model import ADAPTER_PREFIX
-from hpcrl.trainers.world import SINGLE_RANK
-from tests.support.learners import batch, make_model, settings, train_torch
+from hpcrl.weights.stores.store import iterate_bytes
+from tests.support.learners import batch, make_model, settings, trained
 from tests.support.plans import make_recipe
 
-pytest.importorskip("peft", reason="needs peft")
-
 RANK = 2
+PLAIN = {"lora_rank": RANK, "learning_rate": 1e-2, "kl": "k3", "kl_coef": 0.1}
+"""A KL, so that the model without its adapters is used too."""
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("lora") / "model", tied=True)
+
+
+def make_trainer(model_dir, **changed):
     torch.set_num_threads(1)
-    directory = CampaignDir(tmp_path / "campaign")
-    make_model(directory.model, tied=True)
-    return directory
+    return TorchTrainer(Path(model_dir), settings(**{**PLAIN, **changed}), seed=3)
 
 
-def made(run, **changed):
-    plain = {"lora_rank": RANK, "learning_rate": 1e-2}
-    return TorchTrainer(run.model, settings(**{**plain, **changed}), seed=1)
+@dataclass(frozen=True)
+class TrainedAdapters:
+    """A trainer after a step, its checkpoint and its export."""
+
+    trainer: TorchTrainer
+    checkpoint: Path
+    exported: Path
 
 
-def initial_weights(run):
-    return dict(AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32).named_parameters())
+@pytest.fixture(scope="module")
+def saved(model_dir):
+    run = CampaignDir(model_dir.parent)
+    run.recipe.write_bytes(msgspec.json.encode(make_recipe(f"train.lora_rank={RANK}")))
+    trainer = make_trainer(model_dir)
+    assert trainer.train_step(batch(1), step=1, version=0).skipped is None
+    path = save_checkpoint(run.checkpoints, step=1, version=1, trainer=trainer, consumed=ConsumedTrajectories())
+    export_model(run, run.root / "hf")
+    return TrainedAdapters(trainer, path, run.root / "hf")
 
 
-def test_fresh_adapters_add_nothing_and_tensors_have_the_names_of_the_model_directory(run):
-    fresh = initial_weights(run)
-    tensors = made(run).tensors()
+def read_weights(directory):
+    return dict(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).named_parameters())
+
+
+def test_fresh_adapters_add_nothing_and_tensors_have_the_names_of_the_model_directory(model_dir):
+    fresh, tensors = read_weights(model_dir), make_trainer(model_dir).tensors()
     assert tensors.keys() == fresh.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in fresh.items())
 
 
-def test_only_linear_layers_change_and_by_no_more_than_the_rank(run):
-    trainer, fresh = made(run), initial_weights(run)
-    assert trainer.train_step(batch(1), step=1, version=0).skipped is None
-    for name, tensor in trainer.tensors().items():
+def test_only_linear_layers_change_and_by_no_more_than_the_rank(saved, model_dir):
+    fresh = read_weights(model_dir)
+    for name, tensor in saved.trainer.tensors().items():
         moved = tensor - fresh[name]
         if name.endswith("proj.weight"):
             assert 1 <= torch.linalg.matrix_rank(moved.double(), rtol=1e-4) <= RANK, name
@@ -61,77 +79,91 @@ def test_only_linear_layers_change_and_by_no_more_than_the_rank(run):
             assert not moved.any(), name
 
 
-def test_the_merged_model_gives_the_loss_of_the_model_with_adapters(run, tmp_path):
-    trainer = made(run)
-    trainer.train_step(batch(1), step=1, version=0)
-    save_checkpoint(run.checkpoints, step=1, version=1, trainer=trainer, consumed=ConsumedTrajectories())
-    export_model(run, tmp_path / "hf")
-    merged = TorchTrainer(tmp_path / "hf", settings(), seed=1)
-    first, second = (one.train_step(batch(2), step=2, version=1) for one in (trainer, merged))
+def test_the_policy_without_its_adapters_is_the_reference(model_dir):
+    trainer = make_trainer(model_dir)
+    first, second = (trainer.train_step(batch(step), step=step, version=step).kl_reference for step in (1, 2))
+    assert first == 0
+    assert second > 1e-5
+    assert not any(isinstance(each, torch.nn.Module) for each in trainer._fixed_models.values()), "no second model"
+
+
+def test_the_merged_model_gives_the_loss_of_the_model_with_adapters(saved):
+    merged = TorchTrainer(saved.exported, settings(), seed=3)
+    first, second = (one.train_step(batch(2), step=2, version=1, train=settings()) for one in (saved.trainer, merged))
     assert (first.loss, first.entropy) == pytest.approx((second.loss, second.entropy), rel=1e-5, abs=1e-6)
 
 
-def test_a_loaded_trainer_continues_like_the_saved_one(run, tmp_path):
-    saved, loaded = made(run), made(run)
-    saved.train_step(batch(1), step=1, version=0)
-    (tmp_path / "state").mkdir()
-    saved.snapshot().write(tmp_path / "state")
-    loaded.load(tmp_path / "state")
-    for trainer in (saved, loaded):
-        trainer.train_step(batch(2), step=2, version=1)
-    mine, theirs = saved.tensors(), loaded.tensors()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+def test_a_checkpoint_has_adapters_only_and_is_exported_merged(saved, model_dir):
+    assert {name.startswith(ADAPTER_PREFIX) for _, name in read_whole_shapes(saved.checkpoint)} == {True}
+    restored = make_trainer(model_dir)
+    restored.load(saved.checkpoint)
+    exported = read_weights(saved.exported)
+    assert exported.keys() == restored.tensors().keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in restored.tensors().items())
 
 
-def test_a_checkpoint_has_moments_of_adapters_only_and_is_exported_merged(run, tmp_path):
-    trainer = made(run)
-    trainer.train_step(batch(1), step=1, version=0)
-    path = save_checkpoint(run.checkpoints, step=1, version=1, trainer=trainer, consumed=ConsumedTrajectories())
-    assert {name.startswith(ADAPTER_PREFIX) for part, name in read_whole_shapes(path) if part == "exp_avg"} == {True}
-    export_model(run, tmp_path / "hf")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    exported = dict(model.named_parameters())
-    assert exported.keys() == trainer.tensors().keys()
-    assert all(torch.equal(exported[name], tensor) for name, tensor in trainer.tensors().items())
-
-
-def test_a_checkpoint_without_adapters_is_refused(run, tmp_path):
-    made(run, lora_rank=0).snapshot().write(tmp_path)
+def test_a_checkpoint_without_adapters_is_refused(model_dir, tmp_path):
+    make_trainer(model_dir, lora_rank=0).snapshot().write(tmp_path)
     with pytest.raises(TrainError, match="is only in the model"):
-        made(run).load(tmp_path)
+        make_trainer(model_dir).load(tmp_path)
+
+
+def test_a_model_in_bf16_keeps_adapters_in_float32_and_merges_a_weight_at_a_time(model_dir, monkeypatch):
+    trainer = make_trainer(model_dir, precision="bf16")
+    assert trainer.train_step(batch(1), step=1, version=0).skipped is None
+    dtypes = {
+        kind: {parameter.dtype for parameter in trainer._policy.module.parameters() if parameter.requires_grad == kind}
+        for kind in (True, False)
+    }
+    assert dtypes == {True: {torch.float32}, False: {torch.bfloat16}}
+    merge, alive, most = MergedWeight.detach, [], []
+
+    def count(self):
+        tensor = merge(self)
+        alive.append(1)
+        most.append(len(alive))
+        finalize(tensor, alive.pop)
+        return tensor
+
+    monkeypatch.setattr(MergedWeight, "detach", count)
+    layout = make_published_layout(trainer, "bfloat16")
+    assert len([len(data) for data in iterate_bytes(trainer.tensors(), layout)]) == len(layout.tensors)
+    assert 1 <= max(most) <= 2, "the next one is made before the one before it goes"
+
+
+def train_shards(world, model_dir, state_dir):
+    """Train two steps on this rank's shards; save the state, and count the weights that it holds."""
+    torch.set_num_threads(1)
+    trainer = TorchTrainer(Path(model_dir), settings(**PLAIN, sharding="full"), seed=3, world=world)
+    parameters = list(trainer._policy.module.parameters())
+    held = sum(parameter.to_local().numel() for parameter in parameters)
+    found = trained(trainer, last=2)
+    published = sum(values.detach().numel() for _, values in trainer.shards())
+    trainer.snapshot().write(Path(state_dir))
+    return found | {"held": held / sum(parameter.numel() for parameter in parameters), "published": published}
 
 
 @pytest.mark.timeout(900)  # ranks are processes that import torch and transformers
-def test_two_ranks_give_the_numbers_of_one(run):
-    changed = {"lora_rank": RANK}
-    expected = train_torch(SINGLE_RANK, run.model, changed, last=2)
-    for mine in ranks.run_ranks(2, "tests.support.learners:train_torch", str(run.model), changed, None, None, 1, 2):
-        assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
-        assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+def test_two_ranks_that_share_the_model_give_the_numbers_of_one_and_hold_half(model_dir, tmp_path):
+    alone = make_trainer(model_dir)
+    expected = trained(alone, last=2)
+    found = ranks.run_ranks(2, "tests.unit.trainers.test_lora:train_shards", str(model_dir), str(tmp_path))
+    for mine in found:
+        for figure in ("loss", "grad_norm", "entropy"):
+            assert mine[figure] == pytest.approx(expected[figure], rel=1e-4, abs=1e-6)
+        for name, sums in expected["weights"].items():
+            assert mine["weights"][name] == pytest.approx(sums, rel=1e-4, abs=1e-4), name
+        assert mine["held"] == pytest.approx(0.5, abs=0.02)
+    whole = sum(tensor.numel() for tensor in alone.tensors().values())
+    assert sum(mine["published"] for mine in found) == whole
+    assert max(mine["published"] for mine in found) < 0.55 * whole
+    resumed = make_trainer(model_dir)
+    resumed.load(tmp_path)
+    for name, tensor in alone.tensors().items():
+        assert torch.allclose(resumed.tensors()[name], tensor, atol=1e-5), name
+    assert all(name.startswith(ADAPTER_PREFIX) for _, name in read_whole_shapes(tmp_path))
 
 
-def test_a_recipe_with_adapters_is_refused_before_submission_without_peft(monkeypatch):
-    recipe = make_recipe("train.lora_rank=8")
-    monkeypatch.setattr(check, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"lora_rank = 8 needs the package peft, which .* does not have"):
-        check.check_packages(recipe)
-    check.check_packages(make_recipe())
-
-
-@pytest.mark.parametrize("other", ["train.sharding=full", "train.trainer=megatron"])
-def test_settings_that_adapters_do_not_support_are_refused(other):
+def test_trainer_megatron_has_no_adapters():
     with pytest.raises(PlanError, match="lora_rank = 8"):
-        check_recipe(make_recipe("train.lora_rank=8", other))
-
-
-def test_without_peft_the_error_names_the_fix(run, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *rest, **named):
-        if name.partition(".")[0] == "peft":
-            raise ModuleNotFoundError("No module named 'peft'")
-        return real(name, *rest, **named)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(TrainError, match=r'pip install "hpcrl\[lora\]", or set it to 0'):
-        made(run)
+        check_recipe(make_recipe("train.lora_rank=8", "train.trainer=megatron"))

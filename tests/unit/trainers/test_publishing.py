@@ -17,6 +17,7 @@ from hpcrl.weights.window.file import WindowKey, unlink_recorded_windows
 from tests.support.learners import batch, make_model, settings
 
 pytestmark = pytest.mark.timeout(900)  # ranks are processes that import torch and transformers
+LORA = {"sharding": "full", "lora_rank": 3}
 TRAINERS = {
     "fsdp2": ("torch", {"sharding": "full"}),
     "ddp": ("torch", {"sharding": "none"}),
@@ -39,7 +40,7 @@ def run(tmp_path):
 
 
 def publish(run, model_dir, case, *, window_dir, nodes=("n", "n"), transport="window", dtype="float32"):
-    trainer, changed = TRAINERS[case]
+    trainer, changed = TRAINERS.get(case, ("torch", LORA))
     if trainer == "megatron":
         pytest.importorskip("megatron.core")
     arguments = (str(model_dir), str(run.root), trainer, changed, str(window_dir), nodes, transport, dtype)
@@ -69,7 +70,7 @@ def test_without_a_window_all_ranks_gather_and_versions_are_in_files(run, model_
     assert second == 3
 
 
-@pytest.mark.parametrize("case", TRAINERS)
+@pytest.mark.parametrize("case", [*TRAINERS, "lora"])
 def test_ranks_on_two_nodes_write_their_parts_and_none_gathers(run, model_dir, case):
     first, second = publish(run, model_dir, case, window_dir=run.root.parent, nodes=("a", "b"), dtype="bfloat16")
     assert (first["same"], first["num_gathered"], first["transport"]) == (True, 0, "window")
@@ -108,7 +109,6 @@ def test_training_continues_from_weights_that_are_not_rounded(run, model_dir):
 
 
 def test_merged_adapters_are_rounded_too(run, model_dir):
-    pytest.importorskip("peft")
     torch.set_num_threads(1)
     trainer = TorchTrainer(model_dir, settings(lora_rank=2), seed=1)
     trainer.train_step(batch(1), step=1, version=0)
