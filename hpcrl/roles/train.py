@@ -473,7 +473,7 @@ class TrainingLoop:
         assert self.publisher is not None, "episodes are played, or nothing is published"
         weight_version = WeightVersion(version=self.version, step=self.step)
         if self.leader is not None:
-            shards, whole = self.leader.weight_shards(), self.trainer.tensors
+            shards, whole = self.leader.weight_shards, self.trainer.tensors
             self.publisher.publish(shards, weight_version, gather_tensors=whole)
         else:
             self.publisher.publish(self.trainer.tensors(), weight_version)

@@ -7,7 +7,8 @@ memory_error      a rank that runs out of memory during a step
 micro_batch_loss  the loss of a micro-batch
 step_metrics      the metrics of a step
 torch             the torch trainer
-torch_model       its model, and LoRA
+torch_model       its model
+adapters          LoRA
 model_files       model directories, of which each rank reads its slices
 token_model       a causal model that returns log-probs
 critic            the value model

@@ -246,7 +246,7 @@ class RankLeader:
         return open_shard_store(self._trainer, key, job=job, layout=layout, orders=orders)
 
     def weight_shards(self) -> LocalShards:
-        """Return rank 0's shards for that window."""
+        """Return rank 0's shards for that window, while the other ranks do the same: `stage` calls this."""
         return self._trainer.shards()
 
     def snapshot(self) -> WritableState:

@@ -23,7 +23,7 @@ from hpcrl.trainers.base import RankTrainer
 from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard
 from hpcrl.weights.stores import part_files
 from hpcrl.weights.stores.file_store import FileStore
-from hpcrl.weights.stores.sharded_store import AllGather, LocalShards, ShardStore, make_all_gather
+from hpcrl.weights.stores.sharded_store import AllGather, ListShards, LocalShards, ShardStore, make_all_gather
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import WindowKey
 
@@ -59,7 +59,7 @@ class LeaderShardStore(ShardStore):
         super().__init__(key, job=job, layout=layout, rank=0, all_gather=all_gather, parts=parts)
         self._orders = orders
 
-    def stage(self, shards: LocalShards, weight_version: WeightVersion) -> None:
+    def stage(self, shards: LocalShards | ListShards, weight_version: WeightVersion) -> None:
         self._orders.stage(weight_version)
         super().stage(shards, weight_version)
 

@@ -269,7 +269,7 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, t
     publisher.set_transport(Transport(name=transport, reason="a test"))
     for version in (1, 2):
         publisher.publish(
-            leader.weight_shards(), WeightVersion(version=version, step=version), gather_tensors=leader.tensors
+            leader.weight_shards, WeightVersion(version=version, step=version), gather_tensors=leader.tensors
         )
     publisher.persist()
     windows = {path.name.rpartition("-")[2]: path.stat().st_size for path in Path(window_dir).glob("hpcrl-*")}

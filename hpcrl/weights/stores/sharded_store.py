@@ -6,6 +6,7 @@
     make_all_gather  make one over a torch.distributed group
     LocalShards      the shards of a rank
     ShardValues      the values of one
+    ListShards       a function that returns those of a rank
 
     store = ShardStore(make_window_key(campaign, node=node), job=job, layout=layout, rank=rank, all_gather=all_gather)
     store.stage(shards, weight_version)         # on every rank; training continues when it returns
@@ -54,6 +55,8 @@ class ShardValues(Protocol):
 
 LocalShards = Sequence[tuple[TensorShard, ShardValues]]
 """The shards that a rank holds: where each belongs, and its values."""
+ListShards = Callable[[], LocalShards]
+"""Returns them; all ranks must call it together."""
 AllGather = Callable[[bytes], list[bytes]]
 """Returns the messages of all ranks, in their order, once all have sent theirs; so it is a barrier too."""
 
@@ -100,12 +103,14 @@ class ShardStore:
 
     # ---- every rank
 
-    def stage(self, shards: LocalShards, weight_version: WeightVersion) -> None:
+    def stage(self, shards: LocalShards | ListShards, weight_version: WeightVersion) -> None:
         """Copy this rank's shards into the slot; all ranks call it, and the tensors may change when it returns.
 
         Raise WeightsError, on all ranks, if a tensor is missing, extra, held twice, or of a wrong shape or type, or
         if the window cannot be written to.
         """
+        if callable(shards):
+            shards = shards()
         ticket, error = self._agree_on_ticket(shards, weight_version), ""
         try:
             window = self._join_window()

@@ -82,9 +82,11 @@ def test_a_model_that_fits_on_each_rank_is_not_sharded(settings: tuple[str, ...]
 
 
 def test_adapters_are_sharded_where_the_frozen_model_does_not_fit_and_need_no_model_for_the_kl() -> None:
-    adapters = ("train.lora_rank=8", "train.kl=k3", SIXTEEN, "train.tokens_per_micro_batch=2048")
-    memory = find_memory(*adapters, "model.config.num_hidden_layers=180")
-    assert memory.weights_gib == pytest.approx(2 * 36e9 / 16 / 2**30, rel=0.05), "of bf16, over the ranks"
+    adapters = ("train.lora_rank=8", "train.kl=k3", SIXTEEN, "train.precision=fp32")
+    engines = ("resources.prefill.gpus_per_worker=4", "resources.decode.gpus_per_worker=4")
+    memory = find_memory(*adapters, *engines, "model.config.num_hidden_layers=100")
+    assert memory.weights_gib == pytest.approx(4 * 20.5e9 / 16 / 2**30, rel=0.05)
+    assert find_memory(*adapters, "train.sharding=full", "train.precision=bf16").weights_gib < 1
     assert memory.others_gib == 0
     assert find_memory(*adapters, "train.pipeline.reference.data_parallel=4").others_gib > 0
 
