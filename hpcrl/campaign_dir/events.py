@@ -162,6 +162,8 @@ class TurnRouted(CampaignEvent, frozen=True, kw_only=True, tag="route"):
     wait_s: float = 0.0
     serve_s: float = 0.0
     is_home: bool = False
+    num_cached: NonNegativeCount = 0
+    """The prompt tokens whose KV `decode` should have."""
 
 
 class SegmentScored(CampaignEvent, frozen=True, kw_only=True, tag="scored"):

@@ -24,9 +24,9 @@ CAMPAIGN/
         drain, end, dump-stacks: present to request draining, the end of every step, stack dumps of each worker
         logs/, parsl/: one log a worker; files of parsl
         windows, reward-jobs: shared memory to be removed, and reward jobs to be cancelled, after this job
+        engine-groups/: where the parts of engines over several nodes meet
         ranks-0.json: the address where the ranks of one start of the trainer meet
         couriers-INCARNATION.json, meetings/INCARNATION: status of the couriers, and their addresses for TCP
-        kv/: KV from prefill to decode engines, if they have no faster way
     events/: JSON lines, one file a process (hpcrl.campaign_dir.event_log)
     endpoints/: one file an engine worker, 0600 (it contains the token)
     judges/NAME/: endpoints/ of a judge's engines, as above, and its model/ if that is tiny
@@ -263,9 +263,9 @@ class JobDir:
         return self.root / "reward-jobs"
 
     @property
-    def kv(self) -> Path:
-        """The KV in transit from prefill to decode engines, if they have no faster way."""
-        return self.root / "kv"
+    def engine_groups(self) -> Path:
+        """The meetings of the parts of engines over several nodes, and the answers of their ranks."""
+        return self.root / "engine-groups"
 
     def ranks(self, start: int) -> Path:
         """Return the file where the ranks of one start of the trainer meet."""

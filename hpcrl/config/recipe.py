@@ -291,14 +291,21 @@ class EngineConfig(ConfigTable, frozen=True, kw_only=True):
     """Data type of vLLM; the embedded engine always uses float32."""
     pipeline_parallel: Count = 1
     """With vLLM: stages that a worker's GPUs are divided into; within a stage they share each layer."""
+    data_parallel: Count = 1
+    """With vLLM: copies of the model in a worker, among which its GPUs are divided and its requests are shared."""
     cpu_kv_gib: Count = 1
     """With vLLM on CPUs: memory for KV; on GPUs, KV gets the memory that the model leaves free."""
     start_timeout_s: Seconds = 900.0
     """With vLLM: the time a server may take until it can generate. A turn waits as long for an engine, at least 300."""
     vllm_args: list[str] = []
     """With vLLM: further arguments of its server."""
+    quantization: Literal["none", "fp8"] = "none"
+    """With vLLM on GPUs. fp8: the weights of linear layers are rounded to 8 bits, with a scale for each tensor, when
+    they are loaded; they are published as before."""
     seeds: bool = False
     """With vLLM: sample every request by its seed, which is slower; else only those of agents that ask for a seed."""
+    keep_old_kv: bool = False
+    """With vLLM: keep KV of older weights over an update, for running requests and as prefix cache (docs/vllm.md)."""
     any_vllm_version: bool = False
     """Start also a vLLM that hpcrl is not tested with, whose private parts it uses (docs/vllm.md)."""
     tool_parser: str = AUTO_PARSER

@@ -80,13 +80,23 @@ class MpiConfig(ConfigTable, frozen=True, kw_only=True):
     """Couriers send whole versions (full), only the changes (delta), or whichever is faster (auto)."""
 
 
+AUTO_CONNECTOR, OUR_CONNECTOR = "auto", "files"
+
+
 class InferenceConfig(ConfigTable, frozen=True, kw_only=True):
     """The transfer of KV from prefill to decode between vLLM engines."""
 
-    kv_connector: Name | None = "files"
-    """files: hpcrl's, through the job's directory; any other is vLLM's, such as NixlConnector; None: no transfer."""
+    kv_connector: Name | None = AUTO_CONNECTOR
+    """files: hpcrl's, on the nodes' own disks; any other is vLLM's, such as NixlConnector; auto: NixlConnector or
+    MooncakeConnector between GPUs where its package is installed and `network.fabric` is set, else files; None: no
+    transfer."""
     kv_options: dict[str, Any] = {}
     """`kv_connector_extra_config` of vLLM's own connector."""
+    kv_dir: str | None = None
+    """With files: a directory on the nodes' own disks; `~` and $NAME are expanded. None: that of temporary files, or
+    /dev/shm if the nodes share that one."""
+    kv_disk_gib: Annotated[float, Meta(gt=0)] = 4.0
+    """With files: the space that each engine may use; the oldest files go first."""
 
 
 class Site(ConfigTable, frozen=True, kw_only=True):

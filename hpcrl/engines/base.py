@@ -117,6 +117,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The last tokens of `token_ids` that are the answer so far, if another engine has made a part of it: the structure
     continues after them."""
     kv: KvHandle | None = None
+    num_held: int = 0
+    """In a request to prefill: the tokens whose KV the decode engine should have, so that only the rest is sent."""
     trajectory: str = ""
     """The same for all turns of a trajectory; engines may keep KV under it. "" belongs to none."""
     domain: str = ""

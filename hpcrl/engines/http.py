@@ -5,6 +5,7 @@
     RemoteEngine         the client: a TokenGenerator and TokenStreamer
     make_client_session  its connections
     make_kv_fetcher      fetch handed-over KV for an engine that decodes
+    fetch_kv_file        the same into a file
     MAX_BODY_BYTES, SHORT_TIMEOUT_S, KV_FETCH_TIMEOUT_S, STATUS_FULL, STATUS_UNFIT  limits and statuses
 
 Bodies are JSON of the structs in hpcrl.engines.base (a stream has one chunk per line); KV is sent as safetensors. A
@@ -13,10 +14,12 @@ room for with 503, one that it failed to serve with 500, each with {"error": "on
 disconnects is cancelled.
 """
 
+import asyncio
 import contextlib
 import hmac
 import ipaddress
 from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import aiohttp
@@ -54,7 +57,8 @@ KV_FETCH_TIMEOUT_S = 20.0
 class ServedEngine(TokenGenerator, TokenStreamer, Protocol):
     """An engine that can be served: it generates, streams, and hands over the KV it holds."""
 
-    async def take_kv(self, name: str) -> bytes | None: ...
+    async def take_kv(self, name: str) -> bytes | Path | None:
+        """Return the KV of this name, or the file that has it and is removed once it is sent."""
 
 
 class _AbortRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,11 +133,24 @@ class _EngineHandlers:
     async def load(self, _: web.Request) -> web.Response:
         return _make_json_response(await self._engine.load_figures())
 
-    async def kv(self, http: web.Request) -> web.Response:
+    async def kv(self, http: web.Request) -> web.StreamResponse:
         data = await self._engine.take_kv(http.match_info["name"])
         if data is None:
             raise web.HTTPNotFound(text="this KV has been fetched already, or has expired")
+        if isinstance(data, Path):
+            return await _send_file(http, data)
         return web.Response(body=data, content_type="application/octet-stream")
+
+
+async def _send_file(http: web.Request, path: Path) -> web.StreamResponse:
+    """Send a file and remove it."""
+    try:
+        response = web.FileResponse(path)
+        await response.prepare(http)
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return response
 
 
 async def _append_error(chunks: AsyncIterator[CompletionChunk]) -> AsyncIterator[CompletionChunk | _ErrorAnswer]:
@@ -308,25 +325,46 @@ def make_kv_fetcher(session: aiohttp.ClientSession, *, max_bytes: int = 1 << 30)
     """Return a function that fetches the KV of a handle, by HTTP(S) only and at most `max_bytes` of it."""
 
     async def fetch(handle: KvHandle) -> bytes:
-        if not handle.url.startswith(("http://", "https://")):
-            raise EngineError(f"handed-over KV has the URL {handle.url!r}: only http and https are fetched")
-        headers = {"Authorization": f"Bearer {handle.token}"}
-        timeout = aiohttp.ClientTimeout(total=KV_FETCH_TIMEOUT_S)
-        try:
-            async with session.get(handle.url, headers=headers, timeout=timeout, allow_redirects=False) as http:
-                if http.status != 200:
-                    raise EngineError(f"handed-over KV at {handle.url}: answered {http.status}")
-                return await _read_at_most(http.content, max_bytes)
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise EngineError(f"handed-over KV at {handle.url} was not received: {error!r}") from error
+        async with _open_kv(session, handle.url, token=handle.token) as content:
+            return b"".join([data async for data in _limit_content(content, max_bytes)])
 
     return fetch
 
 
-async def _read_at_most(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
-    data = bytearray()
-    async for chunk in content.iter_any():
-        data += chunk
-        if len(data) > max_bytes:
+async def fetch_kv_file(session: aiohttp.ClientSession, url: str, path: Path, *, token: str, max_bytes: int) -> None:
+    """Fetch KV into a file, which appears complete, by HTTP(S) only and at most `max_bytes` of it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        async with _open_kv(session, url, token=token) as content:
+            with temporary.open("wb") as file:
+                async for data in _limit_content(content, max_bytes):
+                    await asyncio.to_thread(file.write, data)
+        temporary.rename(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.asynccontextmanager
+async def _open_kv(session: aiohttp.ClientSession, url: str, *, token: str) -> AsyncIterator[aiohttp.StreamReader]:
+    """Yield the content at a URL; whatever fails in the block is an EngineError that names the URL."""
+    if not url.startswith(("http://", "https://")):
+        raise EngineError(f"handed-over KV has the URL {url!r}: only http and https are fetched")
+    headers, timeout = {"Authorization": f"Bearer {token}"}, aiohttp.ClientTimeout(total=KV_FETCH_TIMEOUT_S)
+    try:
+        async with session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as http:
+            if http.status != 200:
+                raise EngineError(f"handed-over KV at {url}: answered {http.status}")
+            yield http.content
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        raise EngineError(f"handed-over KV at {url} was not received: {error!r}") from error
+
+
+async def _limit_content(content: aiohttp.StreamReader, max_bytes: int) -> AsyncIterator[bytes]:
+    """Yield the content as it is received, at most `max_bytes` of it."""
+    received = 0
+    async for data in content.iter_any():
+        received += len(data)
+        if received > max_bytes:
             raise EngineError(f"handed-over KV is larger than {max_bytes} bytes")
-    return bytes(data)
+        yield data

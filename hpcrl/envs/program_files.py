@@ -5,8 +5,7 @@
     ProgramProblem         why a program cannot work
     ProblemJudge           whether a problem that is found here is one of the nodes too
     list_shown_paths       what a sandbox without an image shows
-    is_shared_path         whether nodes see what is at a path
-    INSIDE_DIRS, NETWORK_FILE_SYSTEMS, MODULE_TIMEOUT_S, SUBJECT_END  constants
+    INSIDE_DIRS, MODULE_TIMEOUT_S, SUBJECT_END  constants
 
 On the login node it is known that nodes lack a file only if they share its file system; PATH and other variables are
 those of the job only if its site has no prologue that sets them.
@@ -17,22 +16,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
 import msgspec
 
 from hpcrl.config.program import INTERPRETERS
 from hpcrl.envs.isolation.sandbox import SYSTEM_DIRS, SYSTEM_FILES, list_readable_paths
+from hpcrl.system.file_systems import is_shared_path
 
 INSIDE_DIRS = ("/episode/", "/dev/", "/proc/")
 """Directories of a sandbox, in which a path is not one of this machine."""
 MODULE_TIMEOUT_S = 30.0
-NETWORK_FILE_SYSTEMS = (
-    *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "orangefs", "pvfs2", "afs", "cifs", "smb3"),
-    *("glusterfs", "fuse.glusterfs", "fuse.ceph", "fuse.beegfs", "fuse.sshfs", "dvs", "quobyte", "fuse.quobyte"),
-)
-"""Types of file systems that the nodes of a cluster share."""
 SUBJECT_END = "\0"
 """Ends the name of each piece of user code that hpcrl.envs.check runs, in its output."""
 _FIND_MODULE = """
@@ -243,28 +237,3 @@ def _read_interpreter(file: str) -> str:
         return ""
     name = line.removeprefix(b"#!").split()[:1] if line.startswith(b"#!") else []
     return os.fsdecode(name[0]) if name and name[0].startswith(b"/") else ""
-
-
-def is_shared_path(path: str, *, beside: str) -> bool:
-    """Return whether nodes see what is at `path`, which need not exist, given that they see the path `beside`."""
-    if not path.startswith("/"):
-        return False
-    place = _find_existing(path)
-    if beside.startswith("/") and place.stat().st_dev == _find_existing(beside).stat().st_dev:
-        return True
-    return _list_mount_types().get(place.stat().st_dev) in NETWORK_FILE_SYSTEMS
-
-
-def _find_existing(path: str) -> Path:
-    """Return the nearest directory above a path, or itself, that exists."""
-    return next(place for place in (Path(path), *Path(path).parents) if os.path.exists(place))  # noqa: PTH110 - long names
-
-
-@cache
-def _list_mount_types() -> dict[int, str]:
-    """Return the types of the mounted file systems by their device numbers."""
-    found = {}
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        if match := re.match(r"\d+ \d+ (\d+):(\d+) .* - (\S+) ", line):
-            found[os.makedev(int(match[1]), int(match[2]))] = match[3]
-    return found

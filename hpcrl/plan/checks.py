@@ -40,7 +40,7 @@ from hpcrl.hardware.gpus import GPU_CATALOGUE
 JUDGE_REWARD = "hpcrl.envs.judge:judge"
 MAX_GEOMETRIC_RATIO = 1.5
 """The geometric mean of the ratios of a sequence has never been seen above this."""
-VLLM_SETTINGS = ("seeds", "any_vllm_version")
+VLLM_SETTINGS = ("data_parallel", "quantization", "seeds", "keep_old_kv", "any_vllm_version")
 """The settings of [engine] that only vLLM has, and that are refused elsewhere."""
 DEFAULT_REWARD = DomainConfig(env="none:None").reward
 
@@ -624,12 +624,23 @@ def _check_engine_of(
     _check_parser(f"{prefix}engine.reasoning_parser", engine.reasoning_parser, REASONING_PARSER_NAMES)
     for role in roles:
         gpus, table = recipe.role_resources(role).gpus_per_worker, name_role_resources(role)
+        if engine.quantization != "none" and not gpus:
+            raise PlanError(
+                f'{prefix}engine.quantization = "{engine.quantization}" needs GPUs, and {table}.gpus_per_worker = 0: '
+                "remove it"
+            )
         if gpus % engine.pipeline_parallel:
             raise PlanError(
                 f"{table}.gpus_per_worker = {gpus} cannot be divided into {prefix}engine.pipeline_parallel = "
                 f"{engine.pipeline_parallel} stages: make one a multiple of the other"
             )
-        per_stage = max(gpus // engine.pipeline_parallel, 1)
+        if gpus % (engine.pipeline_parallel * engine.data_parallel):
+            raise PlanError(
+                f"{table}.gpus_per_worker = {gpus} cannot be divided among {prefix}engine.data_parallel = "
+                f"{engine.data_parallel} copies of the model with {prefix}engine.pipeline_parallel = "
+                f"{engine.pipeline_parallel} stages each: make it a multiple of their product"
+            )
+        per_stage = max(gpus // (engine.pipeline_parallel * engine.data_parallel), 1)
         if engine.backend == "vllm" and tiny is not None and tiny.num_heads % per_stage:
             raise PlanError(
                 f"{model_table}tiny.num_heads = {tiny.num_heads} cannot be divided among the {per_stage} GPUs of a "

@@ -21,6 +21,7 @@ from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import Recipe, RoleName, WorkerResources
 from hpcrl.hardware import memory_model
 from hpcrl.hardware.train_memory import NodeMemory, RankSetup, estimate_node_memory
+from hpcrl.plan.engine_nodes import may_span_nodes
 
 DRIVER_CPUS = 1
 DRIVER_MEM_GIB = 2.0
@@ -36,6 +37,8 @@ class RoleDemand:
     """Cores reserved on every node for other processes."""
     reserved_mem_gib: float
     min_nodes: int
+    may_span: bool = False
+    """A worker with more GPUs than a node has may be on several nodes, as the parts of one engine."""
 
 
 def compute_role_demand(role: RoleName, recipe: Recipe, *, one_machine: bool) -> RoleDemand:
@@ -49,6 +52,7 @@ def compute_role_demand(role: RoleName, recipe: Recipe, *, one_machine: bool) ->
         reserved_cpus=DRIVER_CPUS * hosts_driver + num_rewards * reward.cpus_per_worker,
         reserved_mem_gib=DRIVER_MEM_GIB * hosts_driver + num_rewards * reward.mem_gib_per_worker,
         min_nodes=2 if recipe.job.survive_node_loss and not one_machine else 1,
+        may_span=may_span_nodes(role, recipe) and not one_machine,
     )
 
 

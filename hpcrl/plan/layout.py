@@ -227,7 +227,7 @@ def _explain_memory_refusal(role: RoleName, recipe: Recipe, choice: PartitionCho
     if role == "train" and (refusal := explain_trainer_refusal(recipe, choice, site)) is not None:
         return refusal
     resources, table = recipe.role_resources(role), name_role_resources(role)
-    gpu, num_gpus = site.partitions[choice.partition].gpu, choice.gpus_per_worker
+    gpu, num_gpus = site.partitions[choice.partition].gpu, choice.gpus_per_worker * choice.nodes_per_engine
     limit = GPU_CATALOGUE[gpu].memory_gib * num_gpus if gpu and num_gpus else resources.mem_gib_per_worker
     for need in list_memory_needs(recipe):
         if need.role == role and need.gib > limit:

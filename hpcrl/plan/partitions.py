@@ -27,6 +27,8 @@ class PartitionChoice:
     gpus_per_worker: int
     """0 where the role runs without GPUs."""
     fallback: str | None
+    nodes_per_engine: int = 1
+    """More than 1: workers are the parts of engines over several nodes, one on each node."""
 
 
 def choose_partition(
@@ -112,7 +114,11 @@ def _fit_workers(
     demand: RoleDemand, label: str, partition: SitePartition, *, gpus: int, taken: dict[str, int]
 ) -> PartitionChoice | str:
     """Distribute the workers over the nodes of a partition, or return why it cannot hold them."""
-    per_node = _count_workers_per_node(demand, partition, gpus=gpus)
+    span = _count_spanned_nodes(demand, partition, gpus=gpus)
+    gpus_each = gpus // span
+    per_node = _count_workers_per_node(demand, partition, gpus=gpus_each)
+    if span > 1 and per_node:
+        return _fit_spanning(demand, label, partition, gpus=gpus_each, span=span, taken=taken)
     nodes = max(ceil(demand.resources.num_workers / per_node), demand.min_nodes) if per_node else 0
     refusal = _explain_refusal(demand, label, partition, gpus=gpus, nodes=nodes, taken=taken.get(label, 0))
     if refusal is not None:
@@ -120,6 +126,25 @@ def _fit_workers(
     workers_per_node = ceil(demand.resources.num_workers / nodes)
     return PartitionChoice(
         partition=label, nodes=nodes, workers_per_node=workers_per_node, gpus_per_worker=gpus, fallback=None
+    )
+
+
+def _count_spanned_nodes(demand: RoleDemand, partition: SitePartition, *, gpus: int) -> int:
+    """Return the number of nodes of one engine: more than 1 if it has more GPUs than a node, and fills its nodes."""
+    has = partition.gpus_per_node
+    return gpus // has if demand.may_span and has and gpus > has and gpus % has == 0 else 1
+
+
+def _fit_spanning(
+    demand: RoleDemand, label: str, partition: SitePartition, *, gpus: int, span: int, taken: dict[str, int]
+) -> PartitionChoice | str:
+    """Distribute engines of several nodes, or return why the partition has too few."""
+    nodes = max(demand.resources.num_workers, ceil(demand.min_nodes / span)) * span
+    refusal = _explain_refusal(demand, label, partition, gpus=gpus, nodes=nodes, taken=taken.get(label, 0))
+    if refusal is not None:
+        return refusal
+    return PartitionChoice(
+        partition=label, nodes=nodes, workers_per_node=1, gpus_per_worker=gpus, fallback=None, nodes_per_engine=span
     )
 
 

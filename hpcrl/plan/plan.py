@@ -31,6 +31,7 @@ from hpcrl.plan.components import (
     plan_reward_jobs,
 )
 from hpcrl.plan.demand import compute_window_gib
+from hpcrl.plan.engine_nodes import check_spanning_engines
 from hpcrl.plan.layout import JobLayout, JobPlacement, find_engine_gpus, place_roles
 from hpcrl.plan.partitions import PartitionChoice
 from hpcrl.plan.programs import check_programs
@@ -44,7 +45,7 @@ from hpcrl.plan.trainer_memory import (
 )
 
 
-class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
+class RolePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The workers of one role: their component, number and resources."""
 
     role: RoleName
@@ -54,6 +55,8 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_worker: int
     cpus_per_worker: int
     mem_gib_per_worker: float
+    nodes_per_engine: int = 1
+    """More than 1: that many workers, one on each node, are the parts of one engine, and all are counted."""
 
 
 class JobCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +152,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_warn_idle_judges(recipe),
             *_warn_length_bias(recipe),
             *_warn_stale_data(recipe),
+            *check_spanning_engines({role: choice.nodes_per_engine for role, choice in choices.items()}, recipe, site),
             *warn_busy_loops(recipe, gpus=find_engine_gpus(choices, site)),
             *warn_long_trajectories(train_memory, recipe),
             *_warn_no_scheduler(recipe, placement.layout),
@@ -235,11 +239,12 @@ def _make_role_plan(
     return RolePlan(
         role=role,
         component=component_indices[role],
-        num_workers=resources.num_workers,
+        num_workers=resources.num_workers * (choice.nodes_per_engine if choice else 1),
         workers_per_node=choice.workers_per_node if choice else resources.num_workers,
         gpus_per_worker=choice.gpus_per_worker if choice else 0,
         cpus_per_worker=resources.cpus_per_worker,
         mem_gib_per_worker=resources.mem_gib_per_worker,
+        nodes_per_engine=choice.nodes_per_engine if choice else 1,
     )
 
 

@@ -16,6 +16,7 @@ import asyncio
 import dataclasses
 import time
 from contextlib import AbstractAsyncContextManager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,16 +25,19 @@ from aiohttp import ClientSession
 from hpcrl.campaign_dir import endpoints
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.campaign_dir.events import FaultReported, TransportChanged, VersionLoaded
+from hpcrl.campaign_dir.paths import make_worker_name
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import EngineConfig
-from hpcrl.config.site import InferenceConfig
+from hpcrl.config.site import OUR_CONNECTOR, Site
 from hpcrl.engines.base import UpdatableEngine
 from hpcrl.engines.http import ServedEngine, make_client_session, make_kv_fetcher, serve_over_http
 from hpcrl.errors import WeightsError
+from hpcrl.hardware.memory_model import GIB
 from hpcrl.plan.plan import RolePlan
 from hpcrl.roles.context import WorkerContext
 from hpcrl.rollout.tasks import stable_hash
 from hpcrl.system import network
+from hpcrl.system.files import expand_path
 from hpcrl.system.garbage import pause_collection
 from hpcrl.system.network import current_node
 from hpcrl.weights.stores.file_store import FileStore
@@ -60,7 +64,10 @@ class WorkerEngine(ServedEngine, UpdatableEngine, Protocol):
 
 
 async def serve_engine(context: WorkerContext) -> None:
-    """Wait for the first version, then serve until the job ends."""
+    """Wait for the first version, then serve until the job ends; further nodes of an engine only run its processes."""
+    if context.index % context.role_plan.nodes_per_engine:
+        await _run_engine_part(context)
+        return
     weights = context.campaign.weights
     place = context.place
     window = WindowStore(make_window_key(place.campaign, node=place.node), job=place.job)
@@ -82,7 +89,7 @@ def open_engine(
         case "embedded":
             return _open_embedded_engine(context, source, session=session)
         case "vllm":
-            return _open_vllm_engine(context)
+            return _open_vllm_engine(context, session=session)
         case "sim":
             return _open_simulated_engine(context, source, session=session)
 
@@ -117,37 +124,74 @@ def _open_simulated_engine(
     )
 
 
-def _open_vllm_engine(context: WorkerContext) -> AbstractAsyncContextManager[WorkerEngine]:
+async def _run_engine_part(context: WorkerContext) -> None:
+    from hpcrl.engines.vllm.engine_part import run_part
+
+    await run_part(_make_own_launch(context), is_ending=lambda: context.draining)
+
+
+def _open_vllm_engine(context: WorkerContext, *, session: ClientSession) -> AbstractAsyncContextManager[WorkerEngine]:
     from hpcrl.engines.vllm.engine import VllmEngine
 
-    place = context.place
+    return VllmEngine(_make_own_launch(context), place=context.place, session=session)
+
+
+def _make_own_launch(context: WorkerContext) -> "VllmLaunch":
+    """Return the options of this worker's vLLM server, or of its part of one."""
+    from hpcrl.engines.vllm.engine_group import EngineGroup
+
+    node_rank = context.index % context.role_plan.nodes_per_engine
+    first = make_worker_name(context.job.number, context.role, context.index - node_rank)
     launch = make_vllm_launch(
         context.recipe.engine,
         role=context.role_plan,
-        inference=context.site.inference,
-        place=place,
+        site=context.site,
+        place=context.place,
         log=context.job.log(f"{context.role}-{context.index}-vllm"),
         host=network.find_bind_address(context.site.network.interface),
     )
-    seed = stable_hash(context.recipe.seed, context.name, bits=31)  # engines with one seed would draw the same answers
-    return VllmEngine(dataclasses.replace(launch, seed=seed), place=place)
+    group = None
+    if context.role_plan.nodes_per_engine > 1:
+        num_nodes = context.role_plan.nodes_per_engine
+        group = EngineGroup(directory=context.job.engine_groups, name=first, num_nodes=num_nodes)
+    return dataclasses.replace(
+        launch,
+        seed=stable_hash(context.recipe.seed, first, bits=31),  # engines with one seed would draw the same answers
+        group=group,
+        node_rank=node_rank,
+    )
 
 
 def make_vllm_launch(
-    engine: EngineConfig, *, role: RolePlan, inference: InferenceConfig, place: WorkerPlace, log: Path, host: str
+    engine: EngineConfig, *, role: RolePlan, site: Site, place: WorkerPlace, log: Path, host: str
 ) -> "VllmLaunch":
     """Return the options of a worker's vLLM server, from the plan; other nodes reach this one at `host`."""
-    from hpcrl.engines.vllm.kv_connectors import OUR_CONNECTOR
+    from hpcrl.engines.vllm.kv_connectors import choose_connector
+    from hpcrl.engines.vllm.kv_files import choose_parent, name_job_directory
     from hpcrl.engines.vllm.server import VllmLaunch
 
-    is_own_connector = inference.kv_connector == OUR_CONNECTOR
-    is_foreign = inference.kv_connector is not None and not is_own_connector
-    return dataclasses.replace(
+    inference = site.inference
+    has_network = bool(role.gpus_per_worker and site.network.fabric)
+    connector = choose_connector(
+        inference.kv_connector, has_network=has_network, has_package=lambda name: find_spec(name) is not None
+    )
+    launch = dataclasses.replace(
         VllmLaunch.from_config(engine, role=role, model=place.campaign.model, log=log),
-        kv_connector=inference.kv_connector,
+        kv_connector=connector,
         kv_options=inference.kv_options,
-        kv_dir=place.job.kv if is_own_connector else None,
-        kv_address=network.find_free_address(host) if is_foreign else None,
+        host=host,
+        node=place.node,
+    )
+    if connector is None or (connector == OUR_CONNECTOR and role.nodes_per_engine > 1):  # its files are on one node
+        return dataclasses.replace(launch, kv_connector=None)
+    if connector != OUR_CONNECTOR:
+        return dataclasses.replace(launch, kv_address=network.find_free_address(host))
+    asked = None if inference.kv_dir is None else str(expand_path(inference.kv_dir))
+    parent = choose_parent(asked, beside="" if site.scheduler == "local" else str(place.campaign.root))
+    return dataclasses.replace(
+        launch,
+        kv_dir=parent / name_job_directory(place.job.root) / log.stem,
+        kv_disk_bytes=int(inference.kv_disk_gib * GIB),
     )
 
 
@@ -166,7 +210,7 @@ async def _announce_and_follow(engine: WorkerEngine, follower: "WeightFollower",
         token=token,
         job=context.job.number,
         gpu=context.choose_gpu(context.recipe.engine),
-        num_gpus=role.gpus_per_worker,
+        num_gpus=role.gpus_per_worker * role.nodes_per_engine,
     )
     endpoints.announce_endpoint(context.campaign.endpoints, endpoint)
     try:

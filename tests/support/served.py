@@ -15,10 +15,10 @@ import torch
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.config.site import OUR_CONNECTOR
 from hpcrl.engines.base import LoadFigures
-from hpcrl.engines.http import RemoteEngine, serve_over_http
+from hpcrl.engines.http import RemoteEngine, make_client_session, serve_over_http
 from hpcrl.engines.vllm.engine import VllmEngine
-from hpcrl.engines.vllm.kv_connectors import OUR_CONNECTOR
 from hpcrl.engines.vllm.server import VllmLaunch
 from hpcrl.system.files import make_private_dir
 from hpcrl.weights.stores.window_store import WindowStore
@@ -48,6 +48,7 @@ class Place:
     def __post_init__(self) -> None:
         self.run = CampaignDir(self.root)
         self.job = self.run.job(0)
+        self.kv = self.root / "kv"
         for directory in (self.job.logs, self.run.weights, self.run.endpoints):
             make_private_dir(directory)
         self.window = WindowStore(make_window_key(self.run, node="here"), job=self.job)
@@ -64,7 +65,7 @@ class Place:
             max_model_len=CONTEXT if name == "first" else None,  # the contract is tested on the first
             max_batch=8,
             kv_connector=OUR_CONNECTOR,
-            kv_dir=self.job.kv,
+            kv_dir=self.kv / name,
             extra_args=("--enforce-eager", "--block-size", "32"),
         )
 
@@ -79,7 +80,8 @@ class Place:
 
     async def _start(self, stack: AsyncExitStack, names: tuple[str, ...]) -> list[Behind]:
         place = WorkerPlace(self.job, "here")
-        engines = [VllmEngine(self.launch(name), place=place) for name in names]
+        session = await stack.enter_async_context(make_client_session())
+        engines = [VllmEngine(self.launch(name), place=place, session=session) for name in names]
         await asyncio.gather(*(stack.enter_async_context(engine) for engine in engines))
         found = []
         for name, engine in zip(names, engines, strict=True):

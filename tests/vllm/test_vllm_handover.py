@@ -82,10 +82,49 @@ def test_many_handovers_at_once_of_the_same_prompt_do_not_disturb_each_other(pai
 
 
 def test_fetched_kv_is_removed_from_the_directory(pair: "list[Behind]", vllm_place: "Place") -> None:
-    before = set(vllm_place.job.kv.iterdir())
+    before = list_files(vllm_place)
     prompt = [2, 90, 80, 70, 60, 3]
     assert on_both(pair, lambda prefill, decode: handed_over(prefill, decode, prompt)).remote_prefill
-    assert set(vllm_place.job.kv.iterdir()) <= before
+    assert list_files(vllm_place) <= before
+
+
+def test_kv_goes_by_http_to_an_engine_on_another_node(pair: "list[Behind]", vllm_place: "Place") -> None:
+    before, prompt = list_files(vllm_place), [2, 91, 81, 71, 61, 3]
+
+    async def body(prefill: RemoteEngine, decode: RemoteEngine) -> Any:
+        handle = await prefill.prefill(ask("prefill", prompt))
+        away = msgspec.structs.replace(handle, transfer={**(handle.transfer or {}), "node": "another"})
+        return await decode.generate(ask("decode", prompt, kv=away)), await prefill.generate(ask("alone", prompt))
+
+    decoded, alone = on_both(pair, body)
+    assert decoded.remote_prefill
+    assert decoded.token_ids == alone.token_ids
+    assert list_files(vllm_place) <= before
+
+
+@pytest.mark.parametrize("num_held", [75, 180])
+def test_only_the_blocks_that_decode_lacks_are_handed_over(
+    pair: "list[Behind]", vllm_place: "Place", num_held: int
+) -> None:
+    """It holds 75 tokens of the prompt, which are two whole blocks of 32; what it lacks cannot be left out."""
+    first = [2, *range(11 + num_held // 100, 86), 3][:75]
+    prompt = [*first, *range(20, 90), *range(30, 90)]
+
+    async def body(prefill: RemoteEngine, decode: RemoteEngine) -> Any:
+        await decode.generate(ask("earlier", first))
+        sizes = []
+        for held in (0, num_held):
+            handle = await prefill.prefill(ask(f"prefill{held}", prompt, num_held=held))
+            (path,) = (vllm_place.kv / "first").glob(f"{_name(handle)}*")
+            sizes.append(path.stat().st_size)
+        return sizes, await decode.generate(ask("decode", prompt, kv=handle)), await prefill.generate(ask("a", prompt))
+
+    (whole, part), decoded, alone = on_both(pair, body)
+    num_blocks = -(-(len(prompt) - 1) // 32)
+    assert part / whole == pytest.approx((num_blocks - num_held // 32) / num_blocks, rel=0.05)
+    assert decoded.remote_prefill == (num_held == 75)
+    assert decoded.token_ids == alone.token_ids
+    assert decoded.logprobs == pytest.approx(alone.logprobs, abs=1e-3)
 
 
 @pytest.mark.parametrize("damage", ["cut", "swapped"])
@@ -94,13 +133,13 @@ def test_damaged_kv_is_recomputed_and_not_counted(pair: "list[Behind]", vllm_pla
 
     async def body(prefill: RemoteEngine, decode: RemoteEngine) -> Any:
         handle = await prefill.prefill(ask("prefill", prompt))
-        path = next(vllm_place.job.kv.glob(f"{_name(handle)}*"))
+        path = next((vllm_place.kv / "first").glob(f"{_name(handle)}*"))
         data = bytearray(path.read_bytes())
         if damage == "cut":  # its header is still readable
             path.write_bytes(data[:-64])
         else:
             other = await prefill.prefill(ask("other", prompt[::-1]))
-            path.write_bytes(next(vllm_place.job.kv.glob(f"{_name(other)}*")).read_bytes())
+            path.write_bytes(next((vllm_place.kv / "first").glob(f"{_name(other)}*")).read_bytes())
         return await prefill.generate(ask("alone", prompt)), await decode.generate(ask("decode", prompt, kv=handle))
 
     alone, decoded = on_both(pair, body)
@@ -110,7 +149,8 @@ def test_damaged_kv_is_recomputed_and_not_counted(pair: "list[Behind]", vllm_pla
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "", "x" * 300, 5])
 def test_a_handle_that_names_a_file_elsewhere_is_not_followed(pair: "list[Behind]", name: object) -> None:
-    handle = KvHandle(url="vllm:files", token="", version=0, num_tokens=5, transfer={"name": name})
+    transfer = {"name": name, "engine": "first", "node": "here"}
+    handle = KvHandle(url="local:x", token="", version=0, num_tokens=5, transfer=transfer)
 
     async def body(_: RemoteEngine, decode: RemoteEngine) -> Completion:
         return await decode.generate(ask("decode", PROMPTS[0], kv=handle))
@@ -123,7 +163,7 @@ def test_a_handle_that_names_a_file_elsewhere_is_not_followed(pair: "list[Behind
 def test_without_a_directory_prefill_fails_and_decode_continues_alone(
     pair: "list[Behind]", vllm_place: "Place"
 ) -> None:
-    kv = vllm_place.job.kv
+    kv = vllm_place.kv / "first"
     aside = kv.rename(kv.with_name("kv-aside"))
     kv.touch()  # a file, since root could write into any directory
     try:
@@ -159,6 +199,10 @@ def test_with_a_full_directory_prefill_fails_and_decode_continues_alone(pair: "l
         for process in prefills:
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     assert on_both(pair, lambda prefill, decode: handed_over(prefill, decode, prompt)).remote_prefill
+
+
+def list_files(place: "Place") -> set[Path]:
+    return set(place.kv.glob("*/*"))
 
 
 def _name(handle: KvHandle) -> str:

@@ -1,6 +1,7 @@
 """New weights in a running vLLM engine: exact, recorded per token, and refused if they are damaged or do not fit."""
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,6 +106,23 @@ def test_a_stream_has_the_version_of_each_chunk_through_an_update(
     versions = vllm_place.do(body())
     assert len(versions) == LONG
     assert set(versions) == {old, version}
+
+
+def test_a_recipe_may_keep_kv_of_old_weights(
+    vllm_place: "Place", updated: "Behind", model: Any, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt = updated.engine, [2, *range(10, 90), 3]
+    drops = engine._launch
+    monkeypatch.setattr(engine, "_launch", dataclasses.replace(drops, keeps_old_kv=True))
+    vllm_place.do(engine.generate(ask("before", token_ids=prompt)))
+    vllm_place.window.publish(stir(model, seed=version), WeightVersion(version=version, step=version))
+    vllm_place.do(engine.load_version(version))
+    kept = vllm_place.do(engine.generate(ask("kept", token_ids=prompt)))
+    monkeypatch.setattr(engine, "_launch", drops)
+    computed = vllm_place.do(engine.generate(ask("computed", token_ids=prompt)))
+    assert set(kept.versions) == set(computed.versions) == {version}
+    assert kept.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-4)
+    assert computed.token_ids == greedy(model, prompt, computed.token_ids)
 
 
 def test_a_structured_turn_keeps_its_structure_through_an_update(

@@ -3,6 +3,9 @@
 engine              the engine, a client of the server
 server              start, call and end the server
 supervisor          the process that owns the server
+engine_group          where the parts of an engine over several nodes meet
+engine_part           a further part of such an engine
+headless            vLLM's processes of a further part
 protocol            requests to the server, and its answers
 kv_connectors       configuration of KV connectors
 kv_files            names and limits of KV files

@@ -1,17 +1,20 @@
 """The vLLM engine: an InferenceEngine and UpdatableEngine with its own vLLM server (hpcrl.engines.vllm.server).
 
     VllmEngine  the engine
-    GENERATE_ROUTE, SWITCH_ROUTE, HANDLE_URL_PREFIX  names
-    UPDATE_TIMEOUT_S, SHORT_TIMEOUT_S, ABORT_RETRY_INTERVAL_S, KV_TTL_S, MAX_KV_BYTES  limits
+    GENERATE_ROUTE, SWITCH_ROUTE, HANDLE_URL_PREFIX, ENGINE_NAME_PATTERN  names
+    UPDATE_TIMEOUT_S, SHORT_TIMEOUT_S, ABORT_RETRY_INTERVAL_S, KV_TTL_S  limits
 
 Token ids go in and token ids come out; vLLM reports which version of the weights generated each. Between pause and
 resume the caches are reset and running requests are recomputed, so no token attends to keys and values of other
-weights. KV is handed over by vLLM's connectors, or by ours (hpcrl.engines.vllm.kv_files_connector).
+weights, unless the recipe keeps these. KV is handed over by vLLM's connectors, or by ours
+(hpcrl.engines.vllm.kv_files_connector).
 """
 
 import asyncio
 import contextlib
 import itertools
+import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
@@ -20,9 +23,18 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+from aiohttp import ClientSession
 
 from hpcrl.campaign_dir.workers import WorkerPlace
-from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, KvHandle, LoadFigures
+from hpcrl.engines.base import (
+    LOCAL_URL_PREFIX,
+    Completion,
+    CompletionChunk,
+    GenerateRequest,
+    KvHandle,
+    LoadFigures,
+)
+from hpcrl.engines.http import fetch_kv_file
 from hpcrl.engines.request_checks import check_asks_for_tokens, check_request
 from hpcrl.engines.structure import check_structure, read_token_names, write_grammar
 from hpcrl.engines.vllm import kv_connectors, kv_files
@@ -40,9 +52,10 @@ SHORT_TIMEOUT_S = 60.0
 ABORT_RETRY_INTERVAL_S = 0.2
 """An abort that overtakes its request has no effect, so it is repeated until the request has ended."""
 KV_TTL_S = 120.0
-MAX_KV_BYTES = 4 << 30
 HANDLE_URL_PREFIX = "vllm:"
-"""URLs of our handles start with this; the connector's name follows."""
+"""URLs of our handles for vLLM's connectors start with this; the connector's name follows."""
+ENGINE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]+")
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -56,12 +69,13 @@ class _ServedRequest:
 class VllmEngine:
     """A vLLM server that runs during the block of `async with VllmEngine(...) as engine`."""
 
-    def __init__(self, launch: VllmLaunch, *, place: WorkerPlace) -> None:
-        """Create the engine; `place` is where vLLM's processes find versions."""
+    def __init__(self, launch: VllmLaunch, *, place: WorkerPlace, session: ClientSession | None = None) -> None:
+        """Create the engine; `place` is where vLLM's processes find versions, and `session` fetches KV files."""
         self.version = launch.version
         self.server = VllmServer(launch)
         self._launch = launch
         self._place = place
+        self._session = session
         self._served_requests: dict[str, _ServedRequest] = {}
         self._names = itertools.count()
         self._background_tasks: set[asyncio.Task[None]] = set()
@@ -86,8 +100,6 @@ class VllmEngine:
         for task in self._background_tasks:
             task.cancel()
         await self.server.__aexit__(kind, error, trace)
-        if self._launch.kv_dir is not None and self._pruned_at_s:  # an engine that needs KV left here recomputes it
-            await _prune_quietly(self._launch.kv_dir, max_bytes=0)
 
     async def wait_until_failed(self) -> None:
         """Wait until the server fails, and raise the error; its worker exits with it and is restarted."""
@@ -98,7 +110,7 @@ class VllmEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         check_asks_for_tokens(request)
         with self._track_request(request, max_new_tokens=request.max_new_tokens) as name:
-            transfer = self._read_handover(request.kv)
+            transfer = await self._receive_handover(request.kv)
             body = await self._make_body(request, name=name, transfer=transfer)
             answer = await self.server.post(GENERATE_ROUTE, body)
         used = _count_handed_over(answer, request.kv) if transfer else 0
@@ -109,7 +121,7 @@ class VllmEngine:
         check_asks_for_tokens(request)
         streamed_versions: list[int] = []
         with self._track_request(request, max_new_tokens=request.max_new_tokens) as name:
-            transfer = self._read_handover(request.kv)
+            transfer = await self._receive_handover(request.kv)
             body = await self._make_body(request, name=name, transfer=transfer) | {"stream": True}
             async with contextlib.aclosing(self.server.stream(GENERATE_ROUTE, body)) as events:
                 async for event in events:
@@ -127,7 +139,7 @@ class VllmEngine:
         if connector is None:
             raise EngineError("this engine hands over no KV: inference.kv_connector is not set")
         kv_name = kv_files.make_handover_name()
-        leave = kv_connectors.make_leave_params(kv_name)
+        leave = kv_connectors.make_leave_params(kv_name, num_held=request.num_held)
         greedy = msgspec.structs.replace(
             request,
             temperature=0.0,
@@ -149,19 +161,20 @@ class VllmEngine:
         self._prune_soon()
         if transfer is None:
             raise EngineError(f"the KV of request {request.request_id!r} was not saved: see {self._launch.log}")
-        num_tokens = len(request.token_ids) - 1
+        num_tokens, url = len(request.token_ids) - 1, HANDLE_URL_PREFIX + connector
+        if self._launch.kv_dir is not None:
+            url, transfer = LOCAL_URL_PREFIX + kv_name, self._describe_files(kv_name)
         return KvHandle(
-            url=HANDLE_URL_PREFIX + connector,
+            url=url,
             token="",
             version=done.versions[0],
             num_tokens=num_tokens,
             transfer=transfer,
         )
 
-    async def take_kv(self, name: str) -> bytes | None:
-        """Return None: KV is sent by connectors, not by HTTP."""
-        del name
-        return None
+    async def take_kv(self, name: str) -> Path | None:
+        """Return the KV file of one rank, for an engine on another node."""
+        return None if self._launch.kv_dir is None else kv_files.read_shard_name(self._launch.kv_dir, name)
 
     async def abort(self, request_id: str) -> None:
         serving = self._served_requests.get(request_id)
@@ -212,8 +225,9 @@ class VllmEngine:
     async def _switch_version(self, version: int) -> None:
         """Pause the server and switch; if that fails it stays paused."""
         self.server.write_version(version)
+        body = {"version": version, "keeps_old_kv": self._launch.keeps_old_kv}
         try:
-            await self.server.post(SWITCH_ROUTE, {"version": version}, limit_s=UPDATE_TIMEOUT_S)
+            await self.server.post(SWITCH_ROUTE, body, limit_s=UPDATE_TIMEOUT_S)
         except EngineError as error:
             raise WeightsError(
                 f"version {version} was loaded in part, the engine waits for another: {error}"
@@ -258,7 +272,7 @@ class VllmEngine:
             "request_id": name,
             "token_ids": request.token_ids,
             "sampling_params": sampling,
-            "cache_salt": f"version {self.version}",
+            "cache_salt": "any version" if self._launch.keeps_old_kv else f"version {self.version}",
             "priority": request.priority,
         }
         return body if transfer is None else body | {"kv_transfer_params": transfer}
@@ -273,15 +287,45 @@ class VllmEngine:
             answered=request.token_ids[len(request.token_ids) - request.num_answered :],
         )
 
-    def _read_handover(self, handle: KvHandle | None) -> dict[str, Any] | None:
+    async def _receive_handover(self, handle: KvHandle | None) -> dict[str, Any] | None:
         """Return vLLM's parameters for a handle; None if it is of another version or another kind of engine."""
-        if (
-            handle is None
-            or handle.version != self.version
-            or handle.url != f"{HANDLE_URL_PREFIX}{self._launch.kv_connector}"
-        ):
+        if handle is None or handle.version != self.version:
+            return None
+        if self._launch.kv_dir is not None:
+            return await self._receive_files(handle, self._launch.kv_dir)
+        if handle.url != f"{HANDLE_URL_PREFIX}{self._launch.kv_connector}":
             return None
         return kv_connectors.make_fetch_params(handle.transfer)
+
+    def _describe_files(self, kv_name: str) -> dict[str, Any]:
+        """Return what another engine needs to find the files of a handover."""
+        assert self._launch.kv_dir is not None
+        return {"name": kv_name, "engine": self._launch.kv_dir.name, "node": self._place.node}
+
+    async def _receive_files(self, handle: KvHandle, kv_dir: Path) -> dict[str, Any] | None:
+        """Bring the files of a handover into our directory; None if that fails, and the prompt is computed here."""
+        transfer = handle.transfer or {}
+        name, engine = transfer.get("name"), transfer.get("engine")
+        if not (isinstance(name, str) and kv_files.is_handover_name(name) and isinstance(engine, str)):
+            return None
+        is_near = transfer.get("node") == self._place.node and ENGINE_NAME_PATTERN.fullmatch(engine) is not None
+        for rank in range(self.server.num_ranks):
+            source, target = (kv_files.shard_path(one, name, rank=rank) for one in (kv_dir.parent / engine, kv_dir))
+            try:
+                if is_near:
+                    source.rename(target)
+                else:
+                    await self._fetch_file(f"{handle.url}.{rank}", target, token=handle.token)
+            except (OSError, EngineError) as error:
+                log.warning("handed-over KV %s is not used, the prompt is computed here: %s", name, error)
+                return None
+        self._prune_soon()
+        return kv_connectors.make_fetch_params({"name": name})
+
+    async def _fetch_file(self, url: str, path: Path, *, token: str) -> None:
+        if self._session is None:
+            raise EngineError(f"{url} cannot be fetched: this engine has no connections")
+        await fetch_kv_file(self._session, url, path, token=token, max_bytes=self._launch.kv_disk_bytes)
 
     async def _abort(self, serving: _ServedRequest) -> None:
         while not serving.ended.is_set():
@@ -303,7 +347,7 @@ class VllmEngine:
         if directory is None or now - self._pruned_at_s < 1.0:
             return
         self._pruned_at_s = now
-        task = asyncio.create_task(_prune_quietly(directory, max_bytes=MAX_KV_BYTES), name="prune")
+        task = asyncio.create_task(_prune_quietly(directory, max_bytes=self._launch.kv_disk_bytes), name="prune")
         self._background_tasks.add(task)
         task.add_done_callback(self._background_tasks.discard)
 

@@ -2,21 +2,33 @@
 
     build_connector_config, build_files_config  `--kv-transfer-config` for one of vLLM's connectors, and for ours
     build_connector_env                         the address at which one of vLLM's connectors listens
+    choose_connector                            the connector of a site that leaves it open
     make_leave_params, make_fetch_params        request parameters: store the KV of the prompt, or start with such KV
     read_transfer_params                        parameters that the fetching engine needs
     Address, format_address                     a host and port
-    OUR_CONNECTOR, MOONCAKE                     names of connectors
+    NIXL, MOONCAKE, CONNECTOR_PACKAGES          names of connectors, and their packages
 
 Written from vLLM's source; only our own connector has been run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-OUR_CONNECTOR = "files"
-MOONCAKE = "MooncakeConnector"
+from hpcrl.config.site import AUTO_CONNECTOR, OUR_CONNECTOR
+
+NIXL, MOONCAKE = "NixlConnector", "MooncakeConnector"
+CONNECTOR_PACKAGES = {NIXL: "nixl", MOONCAKE: "mooncake"}
+"""The packages that vLLM imports for its connectors between nodes, the better one first."""
 Address = tuple[str, int]
+
+
+def choose_connector(asked: str | None, *, has_network: bool, has_package: Callable[[str], bool]) -> str | None:
+    """Return the connector of a site; `has_network`: engines have GPUs, and a fabric between their nodes."""
+    if asked != AUTO_CONNECTOR:
+        return asked
+    found = (name for name, package in CONNECTOR_PACKAGES.items() if has_network and has_package(package))
+    return next(found, OUR_CONNECTOR)
 
 
 def build_connector_config(connector: str, *, options: Mapping[str, Any], address: Address | None) -> dict[str, Any]:
@@ -47,9 +59,13 @@ def build_connector_env(address: Address | None) -> dict[str, str]:
     }
 
 
-def make_leave_params(name: str) -> dict[str, Any]:
-    """Return the parameters that store the KV of the prompt under a name, which is Mooncake's transfer id."""
-    return {"do_remote_decode": True, "do_remote_prefill": False, "name": name, "transfer_id": name}
+def make_leave_params(name: str, *, num_held: int = 0) -> dict[str, Any]:
+    """Return the parameters that store the KV of the prompt under a name, which is Mooncake's transfer id.
+
+    Ours leaves out `num_held` tokens at the start, which the fetching engine has.
+    """
+    named = {"name": name, "transfer_id": name}
+    return {"do_remote_decode": True, "do_remote_prefill": False, "num_held": num_held, **named}
 
 
 def make_fetch_params(transfer: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,22 +1,31 @@
-"""KV files from a prefill engine to a decode engine, in a directory that both see: names, checks, space.
+"""KV files from a prefill engine to a decode engine, on the disks of their nodes: names, checks, space.
 
     make_handover_name, is_handover_name  names of handovers; the check keeps a request from naming other files
-    shard_path                            the file of one rank of the engine
+    shard_path, read_shard_name           the file of one rank of the engine, and the name by which it is fetched
+    choose_parent                         the directory of temporary files that no other node sees
+    name_job_directory                    the directory of a job's engines in it
     digest_tokens                         a digest of the prompt
     prune_directory                       keep the directory small
 
-A file gets its name only when it is complete. It is read once, by the engine it is meant for, which removes it; a
-file that is not fetched is removed after a while.
+Each engine has a directory on its node. The engine that a file is meant for moves it to its own, or fetches it by HTTP
+from another node. A file gets its name only when it is complete. It is read once and removed; one that is not fetched
+is removed after a while.
 """
 
 import contextlib
 import hashlib
+import os
 import re
 import secrets
+import tempfile
 import time
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+
+from hpcrl.errors import EngineError
+from hpcrl.system.file_systems import is_shared_path
+from hpcrl.weights.window.file import SHARED_MEMORY
 
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]{22}")
 
@@ -34,6 +43,34 @@ def is_handover_name(name: object) -> bool:
 def shard_path(directory: Path, name: str, *, rank: int) -> Path:
     """Return the path of one rank's share."""
     return directory / f"{name}.{rank}.safetensors"
+
+
+def read_shard_name(directory: Path, shard_name: str) -> Path | None:
+    """Return the path of "NAME.RANK" if it is there."""
+    name, _, rank = shard_name.rpartition(".")
+    if not is_handover_name(name) or not re.fullmatch(r"\d{1,4}", rank):
+        return None
+    path = shard_path(directory, name, rank=int(rank))
+    return path if path.exists() else None
+
+
+def choose_parent(asked: str | None, *, beside: str) -> Path:
+    """Return the site's directory, or one for temporary files, that other nodes do not see, as they do `beside`."""
+    if asked is not None:
+        if is_shared_path(asked, beside=beside):
+            raise EngineError(
+                f"inference.kv_dir = {asked!r} is on a file system that other nodes see, and KV would slow it down "
+                "for all: name a directory on the nodes' own disks in the site file"
+            )
+        return Path(asked)
+    temporary = tempfile.gettempdir()
+    return SHARED_MEMORY if is_shared_path(temporary, beside=beside) else Path(temporary)
+
+
+def name_job_directory(job_root: Path) -> str:
+    """Return the name of the directory of a job's engines, which is the same for all on a node."""
+    digest = hashlib.blake2b(bytes(job_root), digest_size=8).hexdigest()
+    return f"hpcrl-kv-{os.getuid()}-{digest}"
 
 
 def digest_tokens(token_ids: Sequence[int]) -> str:

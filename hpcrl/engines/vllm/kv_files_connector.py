@@ -1,4 +1,4 @@
-"""The KV connector of our vLLM engines where no faster one is available: files in a shared directory.
+"""The KV connector of our vLLM engines where no faster one is available: files in a directory of each engine.
 
     FilesConnector  the connector
     KvTransfer      KV of some tokens of one request, to be read or written
@@ -7,7 +7,8 @@
 vLLM makes one connector in its scheduler, which decides, and one in every worker process, which reads and writes. As
 with vLLM's own connectors, the `kv_transfer_params` of a request are:
 
-    "do_remote_decode"     store the KV of the prompt under `name`; the answer reports whether it is stored
+    "do_remote_decode"     store the KV of the prompt under `name`, without the blocks of its first `num_held` tokens,
+                           which the other engine has; the answer reports whether it is stored
     "do_remote_prefill"    start with the KV of that name; the answer reports how many tokens of it were used
 
 Unlike in a cache, KV is requested by name and KV of old weights is never used: both ends compare the version of the
@@ -68,12 +69,17 @@ class _LeavingPrompt:
 
     name: str
     prompt: list[int]
+    num_held: int = 0
     block_ids: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         """All but the last: the decode engine computes that one anyway, to sample."""
         return len(self.prompt) - 1
+
+    def first_token(self, block_size: int) -> int:
+        """Return the start of the first block to store; at least one is."""
+        return max(0, min(self.num_held, self.num_tokens - 1)) // block_size * block_size
 
 
 class FilesConnector(KVConnectorBase_V1):
@@ -106,7 +112,8 @@ class FilesConnector(KVConnectorBase_V1):
             return 0, False
         prompt = list(request.prompt_token_ids or [])
         stop = len(prompt) - 1
-        if stop <= num_computed_tokens or not self._is_saved(params["name"], prompt[:stop]):
+        start = None if stop <= num_computed_tokens else self._read_start(params["name"], prompt[:stop])
+        if start is None or start > num_computed_tokens:  # blocks that it should hold are gone
             return 0, False
         return stop - num_computed_tokens, False
 
@@ -125,7 +132,8 @@ class FilesConnector(KVConnectorBase_V1):
             )
             self._loading[request.request_id] = self._ordered_loads[request.request_id] = load
         if params.get("do_remote_decode") and is_handover_name(params.get("name")) and len(prompt) > 1:
-            self._leaving.setdefault(request.request_id, _LeavingPrompt(params["name"], prompt))
+            num_held = int(params.get("num_held") or 0)
+            self._leaving.setdefault(request.request_id, _LeavingPrompt(params["name"], prompt, num_held))
 
     def build_connector_meta(self, scheduler_output: Any) -> TransferOrders:
         """Return the orders of this step: all loads, and stores of the prompts that it completes."""
@@ -137,9 +145,9 @@ class FilesConnector(KVConnectorBase_V1):
             leaving.block_ids = block_ids if is_whole else leaving.block_ids + block_ids
             done = num_computed + scheduler_output.num_scheduled_tokens[request_id]
             if num_computed < len(leaving.prompt) and done >= leaving.num_tokens:
-                stop = leaving.num_tokens
-                label = self._label(leaving.prompt[:stop])
-                saves.append(KvTransfer(leaving.name, list(leaving.block_ids), 0, stop, label))
+                start, stop = leaving.first_token(self._block_size), leaving.num_tokens
+                label = self._label(leaving.prompt[:stop]) | {"start": str(start)}
+                saves.append(KvTransfer(leaving.name, list(leaving.block_ids), start, stop, label))
         loads, self._loading = list(self._loading.values()), {}
         return TransferOrders(loads=loads, saves=saves)
 
@@ -156,7 +164,8 @@ class FilesConnector(KVConnectorBase_V1):
         del block_ids
         leaving = self._leaving.pop(request.request_id, None)
         if leaving is not None:
-            return False, {"name": leaving.name, "saved": self._is_saved(leaving.name, leaving.prompt[:-1])}
+            is_saved = self._read_start(leaving.name, leaving.prompt[:-1]) is not None
+            return False, {"name": leaving.name, "saved": is_saved}
         load = self._ordered_loads.pop(request.request_id, None)
         return False, {"num_loaded": 0 if load is None else load.stop - load.start}
 
@@ -165,15 +174,15 @@ class FilesConnector(KVConnectorBase_V1):
         self._version = self._read_version()
         return True
 
-    def _is_saved(self, name: str, tokens: list[int]) -> bool:
-        """Return whether the KV of these tokens and the current weights is stored for every rank."""
+    def _read_start(self, name: str, tokens: list[int]) -> int | None:
+        """Return the token from which KV of these tokens and the current weights is stored for every rank."""
         paths = [shard_path(self._directory, name, rank=rank) for rank in range(self._num_ranks)]
         try:
             with safe_open(paths[0], framework="pt") as file:
-                label = file.metadata()
+                label, start = _split_label(file)
         except UNREADABLE_ERRORS:
-            return False
-        return bool(label == self._label(tokens)) and all(path.exists() for path in paths)
+            return None
+        return start if label == self._label(tokens) and all(path.exists() for path in paths) else None
 
     def _label(self, tokens: list[int]) -> dict[str, str]:
         shape = f"{self._num_ranks} ranks, {self._block_size} tokens a block"
@@ -202,10 +211,11 @@ class FilesConnector(KVConnectorBase_V1):
     def _fill_blocks(self, caches: dict[str, torch.Tensor], load: KvTransfer, path: Path) -> None:
         """Fill all blocks of a load; after a ValueError none has changed."""
         with safe_open(path, framework="pt") as file:
-            if file.metadata() != load.label or set(file.keys()) != caches.keys():
+            label, start = _split_label(file)
+            first = load.start // self._block_size - start // self._block_size  # it is asked for from whole blocks on
+            if label != load.label or set(file.keys()) != caches.keys() or first < 0:
                 raise ValueError("it is of another prompt, version or model")
-            first = load.start // self._block_size  # a connector is asked for whole blocks and what follows them
-            read = {layer: file.get_tensor(layer)[first:] for layer in caches}
+            read = {layer: file.get_slice(layer)[first:] for layer in caches}
         block_ids = load.blocks(self._block_size)
         for layer, kv_BHNC in read.items():
             if kv_BHNC.shape != (len(block_ids), *caches[layer].shape[1:]) or kv_BHNC.dtype != caches[layer].dtype:
@@ -246,6 +256,12 @@ class FilesConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._not_loaded = self._not_loaded, set()
         return failed
+
+
+def _split_label(file: Any) -> tuple[dict[str, str], int]:
+    """Return the label of a file without its first token, and this token."""
+    label = dict(file.metadata() or {})
+    return label, int(label.pop("start"))
 
 
 def _iterate_scheduled(scheduler_output: Any) -> Iterator[tuple[str, list[int], bool, int]]:

@@ -30,7 +30,7 @@ def build_sampling_params(
 ) -> dict[str, Any]:
     """Return the sampling parameters of a request; without the model's defaults, as the trainer assumes.
 
-    A request with a seed is sampled by a generator of its own, apart from the batch, so only those that need it have one.
+    A request with a seed is sampled by a separate generator, not with the batch: only those that need it have one.
     """
     structure = {} if grammar is None else {"structured_outputs": {"grammar": grammar}}
     seed = {"seed": request.seed & MAX_SEED} if has_seeds or request.needs_seed else {}
@@ -115,14 +115,16 @@ class ServerLoad(NamedTuple):
 
 
 def parse_metrics(metrics: str) -> ServerLoad:
-    """Read the load from the text of /metrics, summed over all engines of the server."""
+    """Read the load from the text of /metrics, over all copies of the model in the server."""
     totals = dict.fromkeys(("num_requests_waiting", "generation_tokens_total", "kv_cache_usage_perc"), 0.0)
+    num_copies = 0
     for name, value in _METRIC_PATTERN.findall(metrics):
         if name in totals:
             totals[name] += float(value)
+            num_copies += name == "kv_cache_usage_perc"
     return ServerLoad(
         num_waiting=int(totals["num_requests_waiting"]),
         num_generated_tokens=int(totals["generation_tokens_total"]),
-        kv_used_share=totals["kv_cache_usage_perc"],
+        kv_used_share=totals["kv_cache_usage_perc"] / max(num_copies, 1),
         kv_tokens=sum(map(int, _CAPACITY_PATTERN.findall(metrics))),
     )

@@ -3,12 +3,15 @@
     VllmLaunch                        the options it is started with
     build_command, build_environment  its command line and environment. Pure
     VllmServer                        `async with VllmServer(launch) as server`; it has generated a token by then
+    spawn_supervised                  start the server's processes, or those of one part of it
+    check_version                     refuse a version of vLLM that hpcrl is not tested with
 
 It listens only on a socket in a directory that no other user can enter: most of vLLM's routes for reinforcement
 learning (pause, new weights, abort) require no key.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -26,17 +29,23 @@ from typing import Any, Self
 import aiohttp
 
 from hpcrl.config.recipe import EngineConfig
+from hpcrl.config.site import OUR_CONNECTOR
 from hpcrl.engines.base import MAX_TOP_LOGPROBS
 from hpcrl.engines.request_checks import check_tokenizer_fits
 from hpcrl.engines.vllm import kv_connectors
+from hpcrl.engines.vllm.engine_group import EngineGroup, GroupMeeting, GroupWatch
 from hpcrl.engines.vllm.protocol import read_events
 from hpcrl.errors import EngineError, EngineRequestError
 from hpcrl.plan.plan import RolePlan
 from hpcrl.system.files import make_private_dir, read_last_line
 from hpcrl.system.package_range import VLLM, find_range_problem
 from hpcrl.system.processes import end_group
+from hpcrl.system.variables import NODE_VARIABLE
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+HEADLESS_MODULE = "hpcrl.engines.vllm.headless"
+QUANTIZATIONS = {"none": None, "fp8": "fp8_per_tensor"}
+"""vLLM's names of engine.quantization; its "fp8" is for checkpoints that are rounded already."""
 POLL_INTERVAL_S = 0.5
 ANSWER_POLL_INTERVAL_S = 0.02
 FIRST_TOKEN_TIMEOUT_S = 300.0
@@ -64,6 +73,17 @@ class VllmLaunch:
     max_batch: int = 64
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    quantization: str | None = None
+    """vLLM's name of a method that rounds weights when they are loaded."""
+    data_parallel: int = 1
+    """Copies of the model, among which the server shares its requests."""
+    group: EngineGroup | None = None
+    """The parts of an engine over several nodes; None: it is on one."""
+    node_rank: int = 0
+    host: str = "127.0.0.1"
+    """The address of this node for other parts."""
+    node: str = ""
+    """The name of this node, whose window has the weights."""
     num_cpus: int = 1
     cpu_kv_gib: int = 1
     """KV memory without a GPU; with one, vLLM uses the rest of its memory."""
@@ -72,13 +92,17 @@ class VllmLaunch:
     kv_options: Mapping[str, Any] = field(default_factory=dict)
     """`kv_connector_extra_config` of connectors other than ours."""
     kv_dir: Path | None = None
-    """The directory of our own connector."""
+    """This engine's directory of our own connector, beside those of the node's other engines."""
+    kv_disk_bytes: int = 4 << 30
+    """The space that it may use there."""
     kv_address: kv_connectors.Address | None = None
     """The address at which one of vLLM's connectors is reached by other engines."""
     seed: int = 0
     """The start of the engine's random numbers, from which tokens of requests without a seed are sampled."""
     has_seeds: bool = False
     """Sample every request by its seed."""
+    keeps_old_kv: bool = False
+    """KV of older weights stays in use after an update."""
     start_timeout_s: float = 900.0
     """Long enough for a large model that many engines read at once from a shared file system."""
     extra_args: tuple[str, ...] = ()
@@ -95,35 +119,55 @@ class VllmLaunch:
     @classmethod
     def from_config(cls, engine: EngineConfig, *, role: RolePlan, model: Path, log: Path) -> Self:
         """Return the options of a worker's server by its table in the recipe and the resources of its role."""
+        num_gpus = role.gpus_per_worker * role.nodes_per_engine
         return cls(
             model=model,
             log=log,
             dtype=engine.dtype,
             max_model_len=engine.max_model_len,
             max_batch=engine.max_batch,
-            tensor_parallel=max(role.gpus_per_worker // engine.pipeline_parallel, 1),
+            tensor_parallel=max(num_gpus // (engine.pipeline_parallel * engine.data_parallel), 1),
             pipeline_parallel=engine.pipeline_parallel,
+            data_parallel=engine.data_parallel,
+            quantization=QUANTIZATIONS[engine.quantization],
             num_cpus=role.cpus_per_worker,
             cpu_kv_gib=engine.cpu_kv_gib,
             has_seeds=engine.seeds,
+            keeps_old_kv=engine.keep_old_kv,
             start_timeout_s=engine.start_timeout_s,
             extra_args=tuple(engine.vllm_args),
             any_version=engine.any_vllm_version,
         )
 
 
-def build_command(launch: VllmLaunch, *, scratch: Path) -> list[str]:
-    """Return the server's command line."""
-    args = [*launch.program, "--model", str(launch.model), "--served-model-name", launch.served_name]
-    args += ["--uds", str(scratch / "s"), "--dtype", launch.dtype, "--max-num-seqs", str(launch.max_batch)]
+def build_command(launch: VllmLaunch, *, scratch: Path, meeting: GroupMeeting | None = None) -> list[str]:
+    """Return the command line of the server, or of one part of an engine over several nodes."""
+    is_first = launch.node_rank == 0
+    args = [*(launch.program if is_first else (sys.executable, "-m", HEADLESS_MODULE)), "--model", str(launch.model)]
+    args += ["--served-model-name", launch.served_name, *(("--uds", str(scratch / "s")) if is_first else ())]
+    args += ["--dtype", launch.dtype, "--max-num-seqs", str(launch.max_batch)]
     args += ["--tensor-parallel-size", str(launch.tensor_parallel)]
     args += ["--pipeline-parallel-size", str(launch.pipeline_parallel), "--disable-uvicorn-access-log"]
     args += ["--seed", str(launch.seed)]
+    args += [] if launch.quantization is None else ["--quantization", launch.quantization]
+    args += _build_group_args(launch, meeting)
     if launch.max_model_len is not None:
         args += ["--max-model-len", str(launch.max_model_len)]
     if launch.judge is None:
         args += _build_policy_args(launch, scratch=scratch)
     return [*args, *launch.extra_args]
+
+
+def _build_group_args(launch: VllmLaunch, meeting: GroupMeeting | None) -> list[str]:
+    """Return the arguments of an engine with several copies of the model, or parts on several nodes."""
+    args = [] if launch.data_parallel == 1 else ["--data-parallel-size", str(launch.data_parallel)]
+    if launch.group is None or meeting is None:
+        return args
+    args += ["--nnodes", str(launch.group.num_nodes), "--node-rank", str(launch.node_rank)]
+    args += ["--master-addr", meeting.host, "--master-port", str(meeting.port), "--distributed-executor-backend", "mp"]
+    if launch.data_parallel > 1:
+        args += ["--data-parallel-address", meeting.host, "--data-parallel-rpc-port", str(meeting.rpc_port)]
+    return args
 
 
 def _build_policy_args(launch: VllmLaunch, *, scratch: Path) -> list[str]:
@@ -142,7 +186,7 @@ def _build_policy_args(launch: VllmLaunch, *, scratch: Path) -> list[str]:
 def _build_kv_transfer_config(launch: VllmLaunch, *, scratch: Path) -> dict[str, Any]:
     """Return the configuration of one of vLLM's connectors by its name, or of ours."""
     assert launch.kv_connector is not None
-    if launch.kv_connector != kv_connectors.OUR_CONNECTOR:
+    if launch.kv_connector != OUR_CONNECTOR:
         return kv_connectors.build_connector_config(
             launch.kv_connector, options=launch.kv_options, address=launch.kv_address
         )
@@ -158,6 +202,8 @@ def build_environment(launch: VllmLaunch, *, scratch: Path, inherited: Mapping[s
         **({"VLLM_SERVER_DEV_MODE": "0"} if launch.judge is not None else policy),
         "VLLM_RPC_BASE_PATH": str(scratch),
         **kv_connectors.build_connector_env(launch.kv_address),
+        **({} if launch.group is None else {"VLLM_HOST_IP": launch.host}),
+        NODE_VARIABLE: launch.node,
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(round(launch.start_timeout_s)),
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(round(STEP_TIMEOUT_S)),
@@ -166,6 +212,31 @@ def build_environment(launch: VllmLaunch, *, scratch: Path, inherited: Mapping[s
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(launch.num_cpus),
     }
+
+
+def check_version(launch: VllmLaunch) -> None:
+    """Raise an EngineError if the installed vLLM is not one that hpcrl is tested with, unless the recipe wants it."""
+    if SERVER_MODULE not in launch.program or launch.any_version:
+        return
+    if (problem := find_range_problem(VLLM, setting="engine.any_vllm_version = true")) is not None:
+        raise EngineError(problem)
+
+
+def spawn_supervised(launch: VllmLaunch, *, scratch: Path, meeting: GroupMeeting | None) -> "subprocess.Popen[bytes]":
+    """Start the processes of a server, or of one part of it, under a supervisor that ends them all."""
+    supervisor = [sys.executable, "-m", "hpcrl.engines.vllm.supervisor", str(os.getpid())]
+    fd = os.open(launch.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        return subprocess.Popen(
+            [*supervisor, *build_command(launch, scratch=scratch, meeting=meeting)],
+            env=build_environment(launch, scratch=scratch, inherited=os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=fd,
+            stderr=fd,
+            start_new_session=True,
+        )
+    finally:
+        os.close(fd)
 
 
 class VllmServer:
@@ -177,13 +248,13 @@ class VllmServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._http: aiohttp.ClientSession | None = None
         self._answer_numbers = itertools.count()
+        self._watch: GroupWatch | None = None
 
     async def __aenter__(self) -> Self:
         launch = self.launch
         if not (launch.model / "config.json").is_file():
             raise EngineError(f"{launch.model} holds no model (it has no config.json): see model.path in the recipe")
-        if SERVER_MODULE in launch.program and not launch.any_version:
-            _check_version()
+        check_version(launch)
         await asyncio.to_thread(check_tokenizer_fits, launch.model)
         self._scratch = Path(tempfile.mkdtemp(prefix="vllm-"))  # 0700; short, since paths of sockets must be
         try:
@@ -191,8 +262,11 @@ class VllmServer:
                 raise EngineError(f"{self._scratch} is too long for sockets in it: set TMPDIR to a shorter path")
             self.write_version(launch.version)
             if launch.kv_dir is not None:
-                make_private_dir(launch.kv_dir)
-            self._process = self._spawn(self._scratch)
+                make_private_dir(make_private_dir(launch.kv_dir.parent) / launch.kv_dir.name)
+            if launch.group is not None:
+                self._watch = GroupWatch(launch.group, launch.group.open_meeting(launch.host))
+            meeting = None if self._watch is None else self._watch.meeting
+            self._process = spawn_supervised(launch, scratch=self._scratch, meeting=meeting)
             connector = aiohttp.UnixConnector(path=str(self.socket_path), limit=0)
             self._http = aiohttp.ClientSession(connector=connector, base_url="http://vllm")
             await self._wait_until_well()
@@ -236,12 +310,22 @@ class VllmServer:
     def make_answer_path(self) -> Path:
         """Return a path at which the server's worker processes can write answers for `wait_for_answers`."""
         assert self._scratch is not None
-        return self._scratch / f"answer-{next(self._answer_numbers)}"
+        name = f"answer-{next(self._answer_numbers)}"
+        if self._watch is None:
+            return self._scratch / name
+        group = self._watch.group
+        return group.directory / f"{group.name}.{self._watch.meeting.id}.{name}"
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes that each hold a part of one copy of the model and of its KV."""
+        return self.launch.tensor_parallel * self.launch.pipeline_parallel
 
     async def wait_for_answers(self, path: Path, *, limit_s: float) -> list[str]:
         """Wait for the answers of all ranks and return them; that of rank R is at PATH.R."""
-        num_ranks = self.launch.tensor_parallel * self.launch.pipeline_parallel
-        rank_paths = [path.with_name(f"{path.name}.{rank}") for rank in range(num_ranks)]
+        rank_paths = [
+            path.with_name(f"{path.name}.{rank}") for rank in range(self.num_ranks * self.launch.data_parallel)
+        ]
         deadline = time.monotonic() + limit_s
         while missing := [rank_path for rank_path in rank_paths if not rank_path.exists()]:
             self._check_alive()
@@ -327,21 +411,6 @@ class VllmServer:
         except ValueError as error:
             raise EngineError(f"vLLM sent an invalid answer to {path}: {error}") from error
 
-    def _spawn(self, scratch: Path) -> subprocess.Popen[bytes]:
-        supervisor = [sys.executable, "-m", "hpcrl.engines.vllm.supervisor", str(os.getpid())]
-        fd = os.open(self.launch.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            return subprocess.Popen(
-                [*supervisor, *build_command(self.launch, scratch=scratch)],
-                env=build_environment(self.launch, scratch=scratch, inherited=os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=fd,
-                stderr=fd,
-                start_new_session=True,
-            )
-        finally:
-            os.close(fd)
-
     async def _wait_until_well(self) -> None:
         """Wait until the server passes a health check."""
         deadline = time.monotonic() + self.launch.start_timeout_s
@@ -371,6 +440,8 @@ class VllmServer:
         if code is not None:
             log = self.launch.log
             raise EngineError(f"the vLLM server ended with {code}: {read_last_line(log)}; all of it is in {log}")
+        if self._watch is not None:
+            self._watch.check()
 
     async def _shut_down(self) -> None:
         """Close the connection, end all processes of the server, and remove their scratch directory."""
@@ -380,11 +451,10 @@ class VllmServer:
             await asyncio.shield(asyncio.to_thread(end_group, self._process, grace_s=END_GRACE_S))
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
-
-
-def _check_version() -> None:
-    if (problem := find_range_problem(VLLM, setting="engine.any_vllm_version = true")) is not None:
-        raise EngineError(problem)
+        if self.launch.kv_dir is not None:
+            shutil.rmtree(self.launch.kv_dir, ignore_errors=True)
+            with contextlib.suppress(OSError):  # that of another engine may be there
+                self.launch.kv_dir.parent.rmdir()
 
 
 def _make_error(path: str, status: int, data: bytes) -> EngineError:

@@ -18,6 +18,7 @@ possible.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from hpcrl.engines.vllm.answer_prefix import continue_answers
 from hpcrl.engines.vllm.weight_twin import ModelTwin
 from hpcrl.errors import WeightsError
 from hpcrl.system.files import publish_file
+from hpcrl.system.variables import NODE_VARIABLE
 from hpcrl.weights.model_update import check_fit, collect_parameters
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.store import NewestSource, Tensors, WeightSource
@@ -92,7 +94,8 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._rank = int(vllm_config.parallel_config.rank)
+        parallel = vllm_config.parallel_config
+        self._rank = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
         self._has_room = torch.device(device).type == "cpu" and vllm_config.quant_config is None
         """True if there is memory for two copies of the weights; the memory of a GPU is full of KV."""
         self._expected = _outline_model(self.model_config.hf_config)
@@ -175,7 +178,7 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
 
     def _open_source(self, info: VersionInitInfo) -> WeightSource:
         run = CampaignDir(Path(info.campaign))
-        place = WorkerPlace(run.job(info.job), info.node)
+        place = WorkerPlace(run.job(info.job), os.environ.get(NODE_VARIABLE) or info.node)
         if self._source is None or self._source[0] != place:
             self._source = place, open_source(place)
         return self._source[1]

@@ -1,4 +1,6 @@
-"""A route of the vLLM server that switches to the version that is ready: `POST /hpcrl/switch {"version": 7}`.
+"""A route of the vLLM server that switches to the version that is ready.
+
+    POST /hpcrl/switch {"version": 7, "keeps_old_kv": false}
 
     SwitchPlugin    the plugin, which vLLM finds by its entry point for routes
     switch_version  the route
@@ -32,13 +34,16 @@ class SwitchPlugin:
 
 
 async def switch_version(request: Request) -> JSONResponse:
-    """Pause, use the version, and reset the caches; after a failure generation stays paused."""
-    version = int((await request.json())["version"])
+    """Pause, use the version, and reset the caches unless KV is kept; after a failure generation stays paused."""
+    body = await request.json()
+    version = int(body["version"])
     engine = request.app.state.engine_client
     await engine.start_weight_update()
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)  # pause_generation adds a sleep
     await engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
     await engine.finish_weight_update(str(version))
+    if body["keeps_old_kv"]:
+        return JSONResponse({})
     if not await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
         raise RuntimeError("the KV connector still holds keys and values of the previous version")
     return JSONResponse({})

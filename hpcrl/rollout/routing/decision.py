@@ -201,6 +201,8 @@ class RoutingDecision:
     serve_s: float = 0.0
     """The time that the decode worker is expected to need; 1 without a cost model."""
     is_home: bool = False
+    num_cached: int = 0
+    """The prompt tokens whose KV the decode worker should have."""
 
 
 def choose_workers(
@@ -217,7 +219,13 @@ def choose_workers(
     prefill, reason = _choose_prefill(turn, decode, view, draw=draw)
     is_home = chosen.worker == turn.state.home
     return RoutingDecision(
-        prefill, chosen.worker, reason, wait_s=decode.own_work_s, serve_s=chosen.serve_s, is_home=is_home
+        prefill,
+        chosen.worker,
+        reason,
+        wait_s=decode.own_work_s,
+        serve_s=chosen.serve_s,
+        is_home=is_home,
+        num_cached=_count_cached_tokens(turn, decode),
     )
 
 

@@ -293,7 +293,7 @@ class Router:
         try:
             async with asyncio.timeout(self._timeouts.prefill_timeout_s):
                 with self._track_request(worker, seconds=seconds):
-                    handle = await worker.engine.prefill(request)
+                    handle = await worker.engine.prefill(msgspec.structs.replace(request, num_held=decision.num_cached))
         except EngineRefusedError:
             self.reasons["prefill refused"] += 1
             return None

@@ -21,7 +21,7 @@ from hpcrl.engines.base import (
     LoadFigures,
     convert_to_chunk,
 )
-from hpcrl.engines.http import RemoteEngine, make_client_session, make_kv_fetcher, serve_over_http
+from hpcrl.engines.http import RemoteEngine, fetch_kv_file, make_client_session, make_kv_fetcher, serve_over_http
 from hpcrl.errors import EngineError, EngineRefusedError, EngineRequestError
 from hpcrl.rollout.routing.router import Router
 
@@ -61,7 +61,11 @@ class Scripted:
     async def load_figures(self) -> LoadFigures:
         return LoadFigures(version=3, num_running=0, num_waiting=0, num_generated_tokens=0)
 
-    async def take_kv(self, name: str) -> bytes | None:
+    file: Path | None = None
+
+    async def take_kv(self, name: str) -> bytes | Path | None:
+        if name == "file":
+            return self.file
         return b"kv" * 50 if name == "abc" else None
 
 
@@ -278,3 +282,22 @@ def test_malformed_json_reaches_no_engine_on_any_route(path: str, sent: bytes) -
     assert status == 400
     assert list(answered) == ["error"]
     assert "\n" not in answered["error"]
+
+
+def test_a_file_with_kv_is_fetched_into_a_file_and_removed_where_it_was(tmp_path: Path) -> None:
+    left, target, small = (tmp_path / name for name in ("left", "target", "small"))
+
+    async def body(engine: Scripted, url: str, session: aiohttp.ClientSession) -> None:
+        for path, most in ((target, 1000), (small, 99)):
+            left.write_bytes(b"k" * 100)
+            engine.file = left
+            fetching = fetch_kv_file(session, f"{url}/kv/file", path, token="right", max_bytes=most)
+            if most == 99:
+                with pytest.raises(EngineError, match="larger than 99 bytes"):
+                    await fetching
+            else:
+                await fetching
+
+    on_server(body)
+    assert target.read_bytes() == b"k" * 100
+    assert list(tmp_path.iterdir()) == [target]

@@ -45,7 +45,7 @@ IDLE = {
 UNLIKE = {"max_is_ratio": ("train.correction=none",)}
 """Settings with which one does not act, where it does by default."""
 
-VLLM_ONLY = ("engine.seeds=true", "engine.any_vllm_version=true")
+VLLM_ONLY = ("engine.seeds=true", "engine.keep_old_kv=true", "engine.any_vllm_version=true")
 
 
 @pytest.mark.parametrize("name", IDLE)
@@ -188,6 +188,17 @@ def test_settings_of_vllm_are_refused_where_another_engine_runs(setting: str) ->
     with pytest.raises(PlanError, match=rf"^{name} = .*{why}"):
         check_recipe(make_recipe(setting))
     check_recipe(make_recipe(setting, "engine.backend=vllm"))
+
+
+def test_copies_and_rounded_weights_need_the_gpus_for_them() -> None:
+    vllm = ("engine.backend=vllm", "resources.prefill.gpus_per_worker=4", "resources.decode.gpus_per_worker=4")
+    assert "gpus_per_worker = 4 cannot be divided among engine.data_parallel = 3 copies" in refuse_plan(
+        *vllm, "engine.data_parallel=3"
+    )
+    assert 'engine.quantization = "fp8" needs GPUs, and resources.prefill.gpus_per_worker = 0' in refuse_plan(
+        vllm[0], "resources.prefill.gpus_per_worker=0", "engine.quantization=fp8"
+    )
+    check_recipe(make_recipe(*vllm, "engine.data_parallel=2", "engine.quantization=fp8"))
 
 
 def test_weights_that_would_be_rounded_twice_are_refused() -> None:

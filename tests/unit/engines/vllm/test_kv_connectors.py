@@ -1,24 +1,28 @@
 """The configuration by which vLLM's KV connectors find each other."""
 
 import json
+import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import EngineConfig
-from hpcrl.config.site import InferenceConfig
+from hpcrl.config.site import AUTO_CONNECTOR as AUTO
+from hpcrl.config.site import OUR_CONNECTOR, InferenceConfig
 from hpcrl.engines.vllm.kv_connectors import (
-    OUR_CONNECTOR,
     build_connector_env,
+    choose_connector,
     make_fetch_params,
     make_leave_params,
     read_transfer_params,
 )
+from hpcrl.engines.vllm.kv_files import name_job_directory
 from hpcrl.engines.vllm.server import VllmLaunch, build_command
 from hpcrl.roles.serve import make_vllm_launch
-from tests.support.plans import plan_recipe
+from tests.support.plans import make_site, plan_recipe
 
 HERE, ADDRESS = Path("/scratch"), ("10.0.0.7", 6001)
 NIXL_SAYS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "10.0.0.7", "remote_block_ids": [1]}
@@ -91,9 +95,10 @@ def test_kv_that_was_not_left_has_no_handle(answer: dict[str, object]) -> None:
 def launched(connector: str | None, root: Path) -> VllmLaunch:
     run = CampaignDir(root)
     role = plan_recipe(recipe="quickstart-vllm").role("decode")
-    inference = InferenceConfig(kv_connector=connector)
+    site = msgspec.structs.replace(make_site("local"), inference=InferenceConfig(kv_connector=connector))
     place = WorkerPlace(run.job(0), "here")
-    return make_vllm_launch(EngineConfig(), role=role, inference=inference, place=place, log=HERE, host="127.0.0.1")
+    log = run.job(0).log("decode-0-vllm")
+    return make_vllm_launch(EngineConfig(), role=role, site=site, place=place, log=log, host="127.0.0.1")
 
 
 def test_each_worker_of_a_campaign_gets_an_address_for_the_sites_connector(tmp_path: Path) -> None:
@@ -105,9 +110,29 @@ def test_each_worker_of_a_campaign_gets_an_address_for_the_sites_connector(tmp_p
     assert 1024 < port < 65536
 
 
-def test_a_worker_with_our_connector_gets_the_directory_of_its_job(tmp_path: Path) -> None:
-    ours = launched(OUR_CONNECTOR, tmp_path)
-    assert (ours.kv_address, ours.kv_dir) == (None, CampaignDir(tmp_path).job(0).kv)
+@pytest.mark.parametrize("connector", [OUR_CONNECTOR, AUTO])
+def test_a_worker_with_our_connector_gets_a_directory_of_its_node_and_job(tmp_path: Path, connector: str) -> None:
+    ours = launched(connector, tmp_path)
+    parent = Path(tempfile.gettempdir()) / name_job_directory(CampaignDir(tmp_path).job(0).root)
+    assert (ours.kv_connector, ours.kv_address, ours.kv_dir) == (OUR_CONNECTOR, None, parent / "decode-0-vllm")
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_network", "packages", "chosen"),
+    [
+        (AUTO, True, ["nixl", "mooncake"], "NixlConnector"),
+        (AUTO, True, ["mooncake"], "MooncakeConnector"),
+        (AUTO, True, [], OUR_CONNECTOR),
+        (AUTO, False, ["nixl", "mooncake"], OUR_CONNECTOR),
+        (OUR_CONNECTOR, True, ["nixl"], OUR_CONNECTOR),
+        ("MultiConnector", False, [], "MultiConnector"),
+        (None, True, ["nixl"], None),
+    ],
+)
+def test_the_connector_is_the_fastest_that_engines_have(
+    asked: str | None, has_network: bool, packages: list[str], chosen: str | None
+) -> None:
+    assert choose_connector(asked, has_network=has_network, has_package=packages.__contains__) == chosen
 
 
 def test_a_site_without_a_connector_hands_over_nothing(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from hpcrl.engines.vllm.server import VllmLaunch, VllmServer, build_command, bui
 from hpcrl.errors import EngineError, WeightsError
 from hpcrl.system.processes import list_descendants
 from tests.support.fakes.vllm_server import METRICS, UPDATE
+from tests.support.plans import plan_recipe
 
 FAKE = (sys.executable, str(Path(__file__).parents[3] / "support" / "fakes" / "vllm_server.py"))
 REQUEST = GenerateRequest(request_id="r", token_ids=[1, 2], max_new_tokens=1)
@@ -252,6 +253,15 @@ def test_sizes_of_the_plan_become_arguments(launch: VllmLaunch, tmp_path: Path) 
     assert "--kv-transfer-config" not in given
 
 
+def test_rounded_weights_and_copies_of_the_recipe_become_arguments(tmp_path: Path) -> None:
+    role = msgspec.structs.replace(plan_recipe(recipe="quickstart-vllm").role("decode"), gpus_per_worker=8)
+    engine = EngineConfig(backend="vllm", quantization="fp8", data_parallel=2, pipeline_parallel=2)
+    launch = VllmLaunch.from_config(engine, role=role, model=tmp_path, log=tmp_path)
+    pairs = dict(itertools.pairwise(build_command(launch, scratch=tmp_path)))
+    assert pairs["--quantization"] == "fp8_per_tensor"
+    assert (pairs["--tensor-parallel-size"], pairs["--data-parallel-size"]) == ("2", "2")
+
+
 def test_another_connector_is_named_to_vllm_with_its_options(launch: VllmLaunch, tmp_path: Path) -> None:
     nixl = dataclasses.replace(launch, kv_connector="NixlConnector", kv_options={"backends": ["UCX"]})
     given = build_command(nixl, scratch=tmp_path)
@@ -275,6 +285,8 @@ def test_a_seed_leaves_the_batch_only_where_an_agent_or_the_recipe_wants_it(laun
 
 def test_figures_are_read_from_the_metrics() -> None:
     assert parse_metrics(METRICS) == (3, 100, 0.25, 2000)
+    copy = METRICS.replace('engine="0"', 'engine="1"').replace("} 0.25", "} 0.75")
+    assert parse_metrics(METRICS + copy) == (6, 200, 0.5, 4000)
 
 
 def test_the_server_of_a_judge_has_its_name_and_no_routes_that_change_it(launch: VllmLaunch, scratch: Path) -> None:

@@ -122,6 +122,22 @@ def test_a_turn_is_prefilled_and_handed_over(pool):
     assert reasons == {"remote prefill": 1}
 
 
+def test_the_prefill_worker_knows_what_the_decode_worker_holds(pool):
+    pool.add("prefill")
+    pool.add("decode")
+    first = msgspec.structs.replace(REQUEST, trajectory="t")
+    longer = msgspec.structs.replace(first, token_ids=[*REQUEST.token_ids, 9, 5, 6, 7])
+
+    async def run():
+        async with pool.router() as router:
+            await router.generate(first)
+            await router.generate(longer)
+
+    asyncio.run(run())
+    num_computed = len(REQUEST.token_ids)  # not yet of the token that it generated
+    assert [request.num_held for request in pool.engines["000-prefill-0"].prefilled] == [0, num_computed]
+
+
 @pytest.mark.parametrize("mood", [None, "dead", "broken", "hung"])
 def test_without_prefill_the_decode_worker_computes_the_prompt(pool, mood):
     pool.add("decode")
