@@ -444,6 +444,8 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """With kl_in "reward": the discount of what later tokens of the row cost. 0: each token has its own cost alone; 1:
     the costs of the rest of the row, whose noise grows with its length."""
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
+    moe_aux_coef: Annotated[float, Meta(ge=0)] = 0.0
+    """The weight of the loss that balances the experts of each layer (docs/learning.md)."""
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     """AdamW's, of matrices; norms and biases are not decayed."""

@@ -34,7 +34,7 @@ from hpcrl.config.recipe import (
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
-from hpcrl.hardware.architecture import read_max_context
+from hpcrl.hardware.architecture import read_architecture, read_max_context
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 
 JUDGE_REWARD = "hpcrl.envs.judge:judge"
@@ -95,6 +95,11 @@ def _check_trainer(recipe: Recipe) -> None:
         )
     if train.trainer == "megatron" and (foreign := find_megatron_conflict(train)) is not None:
         raise PlanError(foreign)
+    if train.moe_aux_coef and recipe.model.config and not read_architecture(recipe.model.config).num_experts:
+        raise PlanError(
+            f"train.moe_aux_coef = {train.moe_aux_coef:g} cannot act: the config.json of the model has no experts; "
+            "remove it"
+        )
     batch = train.groups_per_step * recipe.rollout.group_size
     if recipe.has_rollouts and batch < (ranks // shared) * train.num_minibatches:
         raise PlanError(
@@ -310,7 +315,7 @@ def _find_top_p_conflict(recipe: Recipe) -> str | None:
 
 def find_megatron_conflict(train: TrainConfig) -> str | None:
     """Return the first setting that trainer "megatron" does not support, with a fix; None if there is none."""
-    plain: dict[str, Any] = {"rows": "padded", "lora_rank": 0, "recompute": "auto"}
+    plain: dict[str, Any] = {"rows": "padded", "lora_rank": 0, "recompute": "auto", "moe_aux_coef": 0.0}
     for name, known in plain.items():
         if (seen := getattr(train, name)) != known:
             return f'train.{name} = {seen!r} is not supported by trainer "megatron": set it to {known!r}'
@@ -442,7 +447,7 @@ _IMITATION_SETTINGS = frozenset(
             "adam_betas",
         ),
         *("adam_eps", "max_grad_norm", "weight_decay", "tokens_per_micro_batch", "max_row_tokens"),
-        *("lora_rank", "lora_alpha"),
+        *("lora_rank", "lora_alpha", "moe_aux_coef"),
         *("max_skipped_steps", "checkpoint_every_steps", "keep_checkpoints"),
     }
 )

@@ -12,6 +12,7 @@ adapters          LoRA
 model_files       model directories, of which each rank reads its slices
 token_model       a causal model that returns log-probs
 critic            the value model
+expert_balance    the loss that balances the experts of a layer
 spread_model      models of nodes whose data-parallel degree is not the trainer's
 optimizer         AdamW, as the recipe sets it, or the user's update
 megatron          the Megatron-core trainer

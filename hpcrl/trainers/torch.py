@@ -26,6 +26,7 @@ from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.adapters import ADAPTER_PREFIX, add_adapters
 from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, load_fixed_models
 from hpcrl.trainers.critic import Critic
+from hpcrl.trainers.expert_balance import ExpertBalance
 from hpcrl.trainers.memory_error import watch_memory
 from hpcrl.trainers.micro_batch_loss import (
     MinibatchTotals,
@@ -71,6 +72,7 @@ class TorchTrainer:
         module = source.module
         self._precise_names = source.find_precise_names()
         self._config = module.config
+        self._balance = ExpertBalance(module, coef=train.moe_aux_coef)
         if train.lora_rank:
             add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
         self._policy = TrainedModel(
@@ -207,12 +209,13 @@ class TorchTrainer:
         last = len(minibatch) - 1
         for number, (micro, prior) in enumerate(zip(minibatch, priors, strict=True)):
             with watch_memory(micro), self._policy.accumulation_context(last=number == last):
-                logprobs_N, entropy_N = compute_token_logprobs(
-                    self._policy,
-                    micro,
-                    temperature=choose_temperature(self._train, rollout=self._temperature),
-                    has_entropy_bonus=bool(self._train.entropy_coef),
-                )
+                with self._balance.watch(micro):
+                    logprobs_N, entropy_N = compute_token_logprobs(
+                        self._policy,
+                        micro,
+                        temperature=choose_temperature(self._train, rollout=self._temperature),
+                        has_entropy_bonus=bool(self._train.entropy_coef),
+                    )
                 loss, sums = compute_micro_batch_loss(
                     micro,
                     logprobs_N,
@@ -223,7 +226,8 @@ class TorchTrainer:
                     max_length=self.max_length,
                     policy_loss=policy_loss,
                 )
-                self._policy.backward(loss)
+                share = micro.num_tokens / max(totals.num_tokens, 1)
+                self._policy.backward(self._balance.add_loss(loss, share=share))
             total = total.add(sums)
         return total if self.world.size == 1 else LossSums.unflatten(self.world.sum(total.flatten()))
 

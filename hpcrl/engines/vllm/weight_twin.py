@@ -46,6 +46,10 @@ class ModelTwin:
         initialize_layerwise_reload(self._model)
         self._model.load_weights(iter(tensors))
         finalize_layerwise_reload(self._model, model_config)
+        for layer in self._model.modules():
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:  # vLLM packs experts for the processor only when it loads them for the first time
+                kernel.fused_experts.process_weights_after_loading(layer)
 
     def take_over(self) -> None:
         """Make the model use the loaded weights; call it between two steps."""

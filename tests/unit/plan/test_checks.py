@@ -21,6 +21,7 @@ CHECKED_ELSEWHERE = {
     *("ratio", "surrogate", "clip_low", "clip_high", "dual_clip"),  # where the clipped ratio is exactly 1
     *("kl", "kl_in", "flat_groups", "overlong", "response_budget"),
     *("sharding", "tensor_parallel", "pipeline_parallel"),  # by the ranks and the trainer
+    "moe_aux_coef",  # by the model
 }
 IDLE = {
     "gamma": ((0.9,), 'advantage = "gae" or "trloo"', ("train.advantage=trloo",)),
@@ -118,6 +119,13 @@ def test_a_budget_within_the_context_or_of_an_unknown_one_is_accepted(
     check_recipe(make_long_recipe(config, *settings))
 
 
+def test_a_loss_that_balances_experts_is_refused_for_a_model_without_any() -> None:
+    settings = ("train.overlong=keep", "train.moe_aux_coef=0.1")
+    with pytest.raises(PlanError, match=r"train\.moe_aux_coef = 0\.1 cannot act: the config\.json of the model has no"):
+        check_recipe(make_long_recipe(QWEN3_8B, *settings))
+    check_recipe(make_long_recipe(QWEN3_8B | {"num_experts": 128, "moe_intermediate_size": 768}, *settings))
+
+
 IMITATION_ACTS = {
     *("num_steps", "trainer", "sharding", "tensor_parallel", "pipeline_parallel"),
     *(
@@ -132,7 +140,7 @@ IMITATION_ACTS = {
         "max_row_tokens",
     ),
     *("max_grad_norm", "weight_decay", "adam_betas", "adam_eps", "lora_rank", "lora_alpha", "max_skipped_steps"),
-    *("checkpoint_every_steps", "keep_checkpoints"),
+    *("checkpoint_every_steps", "keep_checkpoints", "moe_aux_coef"),
 }
 """The settings of [train] that a recipe without domains has."""
 REINFORCEMENT_VALUES = {

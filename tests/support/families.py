@@ -1,0 +1,45 @@
+"""Small models of real families, in the files that transformers writes: experts one by one."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.learners import CONTEXT, VOCABULARY
+
+_SIZES = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": CONTEXT},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "tie_word_embeddings": False},
+    **{"moe_intermediate_size": 32, "num_experts_per_tok": 2},
+}
+DENSE_FAMILIES: dict[str, dict[str, object]] = {"llama": {}, "qwen2": {}, "qwen3": {}}
+_BIASED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "topk_group": 1}
+"""The sizes of families whose routers have a correction, which files hold and no optimizer changes."""
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+"""The sizes of compressed attention; on CPUs vLLM has kernels for a rank of 512 with 64 rotated values alone."""
+EXPERT_FAMILIES = {
+    "qwen3_moe": {"num_experts": 4},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": None, "hidden_size": 128},
+    "deepseek_v3": {
+        **{**_BIASED, **_LATENT, "num_key_value_heads": 4, "head_dim": None, "n_group": 2},
+        **{"topk_method": "noaux_tc"},  # in files of the hub: vLLM reads the corrections with it alone
+    },
+    "glm4_moe": {**_BIASED, "n_group": 1, "use_qk_norm": True},
+}
+
+
+def make_family_model(directory, family, *, seed=0, **changed):
+    """Save a model of a family in two layers, with norms and corrections other than one and zero."""
+    fields = {
+        name: value
+        for name, value in (_SIZES | (DENSE_FAMILIES | EXPERT_FAMILIES)[family] | changed).items()
+        if value is not None
+    }
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields), dtype=torch.float32)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if tensor.ndim == 1 or "gate.weight" in name:
+                tensor.add_(0.1 * torch.randn_like(tensor))
+    model.save_pretrained(directory)
+    return directory
