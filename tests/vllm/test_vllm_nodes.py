@@ -27,6 +27,7 @@ from tests.support.served import greedy
 if TYPE_CHECKING:
     from tests.support.served import Place
 
+pytestmark = pytest.mark.long
 PROMPTS = [[2, *range(10, 10 + number), 3] for number in (4, 20, 50, 7)]
 
 
@@ -86,7 +87,6 @@ def test_a_divided_engine_has_the_tokens_of_transformers_also_after_an_update(
     FileStore(vllm_place.run.weights).publish(collect_parameters(newer), WeightVersion(version=1, step=1))
     vllm_place.do(divided.load_version(1))
     assert_like(newer, ask_all(vllm_place, divided), version=1)
-    assert divided.server.launch.data_parallel == 1 or vllm_place.do(divided.load_figures()).running_tokens >= 0
 
 
 def test_the_end_of_a_part_ends_the_engine_with_its_reason(divided: VllmEngine, vllm_place: "Place") -> None:
@@ -98,5 +98,5 @@ def test_the_end_of_a_part_ends_the_engine_with_its_reason(divided: VllmEngine, 
         if "hpcrl.engines.vllm.headless" in process.cmdline()
     ]
     os.killpg(part, signal.SIGKILL)
-    with pytest.raises(EngineError, match=r"nodes has lost a node: part 1 ended with -9|ended with"):
+    with pytest.raises(EngineError, match="nodes has lost a node: part 1 ended with|the vLLM server ended with"):
         vllm_place.do(divided.wait_until_failed())
