@@ -98,5 +98,5 @@ def test_the_end_of_a_part_ends_the_engine_with_its_reason(divided: VllmEngine, 
         if "hpcrl.engines.vllm.headless" in process.cmdline()
     ]
     os.killpg(part, signal.SIGKILL)
-    with pytest.raises(EngineError, match="nodes has lost a node: part 1 ended with|the vLLM server ended with"):
+    with pytest.raises(EngineError, match=r"nodes has lost a node: part 1 ended with|the vLLM server ended with"):
         vllm_place.do(divided.wait_until_failed())
