@@ -9,6 +9,8 @@ next_job         queue and cancel the next job of the campaign
 runtime          start workers with Parsl
 parsl_providers  Parsl blocks as steps and as jobs
 interchange      the interchange of Parsl, which ends with the driver
+worker_pool      the worker pool of Parsl
+parsl_programs   import no more of Parsl than its programs need
 courier_step     start, watch and restart the couriers
 reward_tasks     one task per segment, and the number of reward jobs
 metrics_process  start and restart the metrics process

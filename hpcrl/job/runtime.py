@@ -1,7 +1,6 @@
 """Run the workers of one job with Parsl: one executor per role over its component, and one for reward jobs.
 
     JobRuntime      start and end the workers of a job
-    call_by_name    run a function, given by name, in a worker
     PARSL_ROLES, WEIGHT_ROLES, ELASTIC_EXECUTOR   roles and executors
     HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, KERNEL_STOP_TIMEOUT_S   times
     WORKER_FUNCTION                                                   the function of workers
@@ -11,7 +10,6 @@ Every node of a role's component is one Parsl block, started as a separate Slurm
 one step), or as a process group on a machine without a scheduler. Task arguments are names, never data.
 """
 
-import importlib
 import logging
 import os
 import subprocess
@@ -35,6 +33,7 @@ from hpcrl.config.recipe import RoleName
 from hpcrl.config.site import Site
 from hpcrl.job.courier_step import TransportCommand
 from hpcrl.job.parsl_providers import JobProvider, StepProvider
+from hpcrl.job.worker_pool import call_by_name
 from hpcrl.plan.components import JobComponent, RewardJobPlan
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.slurm.allocation import JobAllocation
@@ -58,7 +57,7 @@ WORKER_FUNCTION = "hpcrl.roles.__main__:work"
 STEP_COMMAND = ("-m", "hpcrl.job.step")
 RANKS_COMMAND = ("-m", "hpcrl.job.ranks")
 INTERCHANGE_COMMAND = ("-m", "hpcrl.job.interchange")
-POOL_COMMAND = ("-m", "parsl.executors.high_throughput.process_worker_pool")
+POOL_COMMAND = ("-m", "hpcrl.job.worker_pool")
 POOL_OPTIONS = (
     "{max_workers_per_node}",
     "--addresses={addresses}",
@@ -78,12 +77,6 @@ POOL_OPTIONS = (
     "--mpi-launcher={mpi_launcher}",
 )
 """The options of Parsl's worker pool, one a line, so that paths may contain spaces; `StepProvider` splits them."""
-
-
-def call_by_name(function: str, *args: Any) -> Any:
-    """Run `package.module:name` in a worker; tasks are sent as names, so the driver imports no role."""
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)(*args)
 
 
 class JobRuntime:

@@ -268,7 +268,7 @@ OWNERS = {
     "wandb": {"job/metrics_export.py"},
 }
 """The modules or packages of hpcrl that may import a package; the checks of ruff end at a noqa or an ignored file."""
-RUN_MODULE = {"import_module", "run_module", "__import__"}
+RUN_MODULE = {"import_module", "load_program", "__import__"}
 
 
 def imported_packages(tree: ast.Module) -> Iterator[tuple[str, int]]:

@@ -1,0 +1,38 @@
+"""A worker pool of Parsl, started as a job starts it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+RUN_TASKS = """
+import json, sys
+from pathlib import Path
+import parsl
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.job.parsl_providers import StepProvider
+from hpcrl.job.runtime import JobRuntime
+
+root = Path(sys.argv[1])
+runtime = JobRuntime(None, place=WorkerPlace(CampaignDir(root).job(0), "n"), allocation=None, address="127.0.0.1")
+executor = runtime._executor("env", StepProvider(prefixes={"n": []}, log_dir=root), workers_per_node=1)
+options = {"run_dir": str(root), "initialize_logging": False, "strategy": "none", "usage_tracking": 0}
+runtime._kernel = parsl.DataFlowKernel(parsl.Config(executors=[executor], exit_mode="skip", **options))
+print(json.dumps([runtime._submit("env", "builtins:eval", text).result(60) for text in sys.argv[2:]]), flush=True)
+runtime._kernel.cleanup()
+"""
+IS_LOADED = "'parsl.dataflow.dflow' in __import__('sys').modules"
+MEMBERS = "__import__('parsl').python_app.__name__, __import__('parsl').executors.ThreadPoolExecutor.__name__"
+HAS_METADATA = "len(list(__import__('importlib.metadata').metadata.distributions())) > 0"
+
+
+def test_workers_import_parsl_in_full_only_when_a_task_needs_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RUN_TASKS, str(tmp_path), IS_LOADED, MEMBERS, HAS_METADATA]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    logs = [path.read_text() for path in tmp_path.glob("*.log")]
+    assert done.returncode == 0, (done.stderr, logs)
+    is_loaded, whole, has_metadata = json.loads(done.stdout)
+    assert not is_loaded
+    assert whole == ["python_app", "ThreadPoolExecutor"]
+    assert has_metadata, "only the pool itself leaves out the metadata of packages"
