@@ -11,7 +11,7 @@ from hpcrl.system.network import current_node
 from hpcrl.testing.event_lines import read_events
 from hpcrl.weights.versions import list_versions
 from hpcrl.weights.window.file import make_window_key
-from tests.support.campaigns import SMALL, hpcrl, snapshot, steps
+from tests.support.campaigns import SIMULATED, hpcrl, snapshot, steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("own_code")]
 
@@ -29,7 +29,7 @@ def test_a_sync_campaign_completes_though_rewards_fail_and_weights_go_by_files(c
     in_the_way = make_window_key(run, node=current_node()).path
     in_the_way.symlink_to(tmp_path)  # as if another user had taken the name
     try:
-        hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "f", *SMALL, *failing, *mode)
+        hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "f", *SIMULATED, *failing, *mode)
     finally:
         in_the_way.unlink()
     assert snapshot("f")["state"] == "done"

@@ -8,7 +8,7 @@ import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SMALL, hpcrl, snapshot, until, windows_of
+from tests.support.campaigns import SIMULATED, hpcrl, snapshot, until, windows_of
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -92,7 +92,7 @@ def test_a_campaign_is_stored_where_the_site_sets_it_and_uses_files_where_it_has
     elsewhere = tmp_path / 'my "scratch" space'
     elsewhere.mkdir()
     site = ("-s", f"site.campaigns_dir={elsewhere}", "-s", "site.mpi.couriers=false")
-    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "e", *SMALL, *site, "-s", "job.num_jobs=2")
+    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "e", *SIMULATED, *site, "-s", "job.num_jobs=2")
     run = CampaignDir(campaigns / "e")
     assert (campaigns / "e").is_symlink()
     assert (elsewhere / "e" / "campaign.json").is_file()

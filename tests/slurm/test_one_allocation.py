@@ -7,7 +7,7 @@ import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SIMULATED, SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+from tests.support.campaigns import SIMULATED, hpcrl, outcome, processes_of, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -21,7 +21,7 @@ def named(run: CampaignDir, name: str) -> list[dict[str, Any]]:
 
 
 def test_a_site_without_het_jobs_trains_in_one_allocation_with_weights_by_mpi(lab: Lab, campaigns: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--watch", "--name", "o", *SMALL)
+    hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--watch", "--name", "o", *SIMULATED)
     run, seen = CampaignDir(campaigns / "o"), snapshot("o")
     assert seen["state"] == "done"
     assert [event["layout"] for event in named(run, "layout")] == ["hetstep"]
