@@ -2,8 +2,9 @@
 
 The ranks are forked from a server that has imported the heavy packages once.
 
-run_ranks     call a function on each rank
-RANK_SERVER   the server, for other processes that train
+run_ranks        call a function on each rank
+preload_module   let the server import a module as well
+RANK_SERVER      the server, for other processes that train
 """
 
 import importlib
@@ -18,10 +19,15 @@ from pathlib import Path
 from typing import Any
 
 RANK_SERVER = multiprocessing.get_context("forkserver")
-RANK_SERVER.set_forkserver_preload(
-    ["hpcrl.trainers.torch", "transformers.models.qwen2.modeling_qwen2", "hpcrl.trainers.megatron.trainer"]
-)
+PRELOADED = ["hpcrl.trainers.torch", "transformers.models.qwen2.modeling_qwen2", "hpcrl.trainers.megatron.trainer"]
+RANK_SERVER.set_forkserver_preload(PRELOADED)
 RANK_VARIABLES = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+def preload_module(name: str) -> None:
+    """Let the server import a module too, if it has not started yet: each rank would import it otherwise."""
+    PRELOADED.append(name)
+    RANK_SERVER.set_forkserver_preload(PRELOADED)
 
 
 def run_ranks(size: int, function: str, *args: Any, timeout_s: float = 240) -> list[Any]:

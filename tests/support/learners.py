@@ -16,6 +16,7 @@ from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.batch import MicroBatch, empty_micro_batch
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.rollout.agents.episode_record import build_record
+from hpcrl.testing import ranks
 from hpcrl.testing.learning import load_checkpoint, save_checkpoint
 from hpcrl.trainers.checkpoint import find_newest
 from hpcrl.trainers.leader import RankLeader, follow_orders
@@ -29,6 +30,8 @@ from hpcrl.weights.versions import Transport, WeightVersion, read_transport
 from hpcrl.weights.window.file import WindowKey
 from tests.support.conversations import FACTS, answer
 from tests.support.trajectories import make_random_trajectory
+
+ranks.preload_module(__name__)
 
 VOCABULARY = 32
 CONTEXT = 64
