@@ -1,8 +1,8 @@
-"""Run all suites: the fast ones, then the slow ones in two series at once; after each, once more what failed.
+"""Run all suites: the fast ones, then the slow ones, two at a time; after each, once more what failed.
 
-Campaigns wait for processes to start and for walltimes to end: one series leaves half of two cores idle, and three take
-longer than two. The price is that a test may find the machine busy at a bad moment. Such a test gets a second run,
-alone, and is named at the end; what fails twice fails the run.
+Campaigns wait for processes to start and for walltimes to end: one suite leaves half of two cores idle, and three at a
+time take longer than two. The price is that a test may find the machine busy at a bad moment. Such a test gets a second
+run, alone, and is named at the end; what fails twice fails the run.
 
     suites.py ARGUMENT ...  the arguments of pytest for the fast suites
 """
@@ -13,9 +13,12 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SLOW = (("tests/slurm", "tests/mpi"), ("tests/e2e", "tests/vllm", "tests/gpu", "bench"))
+SLOW = (("tests/slurm",), ("tests/e2e",), ("tests/vllm",), ("tests/mpi", "tests/gpu", "bench"))
+"""The slow suites, the longest first: whichever comes next starts when one has ended."""
+NUM_AT_ONCE = 2
 MAX_REPEATED = 3
 """More failures than this are not the machine's: they are not repeated."""
 
@@ -63,33 +66,32 @@ def list_failed(reports: Iterable[Path]) -> list[str]:
     return found
 
 
-def run_at_once(series: Sequence[Sequence[str]], home: Path) -> list[int]:
-    """Run series at once; the output of the others follows that of the first one."""
-    commands = [make_command(arguments, home / str(number)) for number, arguments in enumerate(series)]
-    logs = [home / f"{number}.log" for number in range(1, len(commands))]
-    others: list[subprocess.Popen[bytes]] = []
-    try:
-        for command, log in zip(commands[1:], logs, strict=True):
-            with log.open("w") as output:
-                others.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
-        first = subprocess.run(commands[0], check=False)
-        codes = [first.returncode, *(other.wait() for other in others)]
-    finally:
-        for other in others:
-            other.terminate()
+def run_together(suites: Sequence[Sequence[str]], home: Path) -> list[int]:
+    """Run suites, a few at a time; the output of the others follows that of the first one."""
+    logs = [home / f"{number}.log" for number in range(1, len(suites))]
+
+    def run_suite(number: int) -> int:
+        command = make_command(suites[number], home / str(number))
+        if number == 0:
+            return subprocess.run(command, check=False).returncode
+        with logs[number - 1].open("w") as output:
+            return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        codes = list(pool.map(run_suite, range(len(suites))))
     for log in logs:
         sys.stdout.write(log.read_text())
     sys.stdout.flush()
     return codes
 
 
-def run_series(series: Sequence[Sequence[str]], home: Path) -> int:
-    """Run series at once, and what failed once more; return the exit code."""
+def run_suites(suites: Sequence[Sequence[str]], home: Path) -> int:
+    """Run suites, and what failed once more; return the exit code."""
     home.mkdir()
-    codes = run_at_once(series, home)
+    codes = run_together(suites, home)
     if not any(codes):
         return 0
-    failures = [name for number in range(len(series)) for name in list_failures(home / str(number))]
+    failures = [name for number in range(len(suites)) for name in list_failures(home / str(number))]
     if not set(codes) <= {0, TESTS_FAILED} or not 0 < len(failures) <= MAX_REPEATED:
         return 1
     print(f"{len(failures)} failed and run once more, alone:", *failures, sep="\n  ", flush=True)
@@ -102,7 +104,7 @@ def run_series(series: Sequence[Sequence[str]], home: Path) -> int:
 def main(fast: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="hpcrl-tests-") as directory:
         home = Path(directory)
-        code = run_series([fast], home / "fast") or run_series(SLOW, home / "slow")
+        code = run_suites([fast], home / "fast") or run_suites(SLOW, home / "slow")
         slowest = list_slowest(home.glob("*/*.xml"))
         print(f"the slowest {len(slowest)} tests of all suites, with their fixtures:", *slowest, sep="\n", flush=True)
         failed = list_failed(sorted(home.glob("*/*.xml")))
