@@ -125,6 +125,7 @@ def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     lab = commands.add_parser("lab", help="a real Slurm on this machine, to try things out")
     lab.add_argument("action", choices=["up", "down", "status", "env"])
     lab.add_argument("--dir", type=Path, help="state directory (default: $HPCRL_LAB, else one per user)")
+    lab.add_argument("--strict", action="store_true", help="up: nodes that share less and limit memory (as root)")
     lab.set_defaults(run=_run_lab)
 
 
@@ -298,12 +299,13 @@ def _run_export(arguments: argparse.Namespace) -> int:
 
 def _run_lab(arguments: argparse.Namespace) -> int:
     from hpcrl.config.site import default_lab_dir
-    from hpcrl.lab import lab
+    from hpcrl.lab import conf, lab
 
     state_dir = arguments.dir or default_lab_dir()
     match arguments.action:
         case "up":
-            _print_line(str(lab.up(state_dir)))
+            cluster = conf.STRICT_CLUSTER if arguments.strict else conf.DEFAULT_CLUSTER
+            _print_line(str(lab.up(state_dir, cluster=cluster)))
         case "down":
             _print_line(
                 f"the lab in {state_dir} is {'down: everything is removed' if lab.down(state_dir) else 'not up'}"

@@ -19,8 +19,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 NonNegativeCount = Annotated[int, Meta(ge=0, lt=2**53)]
 UnixTime = Annotated[float, Meta(gt=0, lt=1e11)]
-JobOutcome = Literal["done", "failed", "stopped", "drained"]
-"""The ways a job ends; only a campaign whose last job drained has more to do."""
+JobOutcome = Literal["done", "failed", "stopped", "drained", "cut"]
+"""The ways a job ends; a campaign whose last job was drained, or was cut off before that, has more to do."""
 
 
 class CampaignEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):

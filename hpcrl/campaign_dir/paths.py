@@ -244,6 +244,11 @@ class JobDir:
         return self.root / "end"
 
     @property
+    def terminated(self) -> Path:
+        """The notice of a step that received SIGTERM: Slurm may send the driver none, or a later one."""
+        return self.root / "terminated"
+
+    @property
     def dump_stacks(self) -> Path:
         """The request to every worker to write its stacks to its log."""
         return self.root / "dump-stacks"
@@ -270,6 +275,10 @@ class JobDir:
     def ranks(self, start: int) -> Path:
         """Return the file where the ranks of one start of the trainer meet."""
         return self.root / f"ranks-{start}.json"
+
+    def trainer_end(self, start: int) -> Path:
+        """Return the request to the steps of one start of the trainer to end; another start follows."""
+        return self.root / f"end-trainer-{start}"
 
     def courier_status(self, incarnation: str) -> Path:
         """Return the status file of one incarnation of the couriers, so that an old one cannot overwrite it."""

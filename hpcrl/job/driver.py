@@ -3,7 +3,7 @@
     main               start the guardian with the driver as its child
     JobDriver          supervise one job: allocation -> runtime -> supervise until the trainer is done -> outcome
     LongLivedWorker    a worker that runs until the job ends
-    LONG_LIVED_ROLES, POLL_INTERVAL_S   constants
+    LONG_LIVED_ROLES, POLL_INTERVAL_S, END_QUERY_TIMEOUT_S   constants
 
 No data passes through the driver.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.campaign_dir.endpoints import list_endpoints
-from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import (
     DrainStarted,
     FaultReported,
@@ -36,15 +36,16 @@ from hpcrl.config.site import Site
 from hpcrl.errors import HpcrlError
 from hpcrl.job import next_job
 from hpcrl.job.courier_step import WeightPlane
+from hpcrl.job.drain_margin import DrainMargin
 from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_reward_jobs, run_guarded, send_outcome
 from hpcrl.job.memory_watch import KILLED, TrainerMemoryWatch
 from hpcrl.job.metrics_process import MetricsProcess
 from hpcrl.job.progress_watch import ProgressWatch, count_activity
 from hpcrl.job.reward_tasks import RewardScoring
-from hpcrl.job.supervision import EndRequests, RestartBudget
+from hpcrl.job.supervision import DrainRequest, EndRequests, RestartBudget, plan_termination
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
-from hpcrl.slurm.allocation import read_allocation, scrub_environment
+from hpcrl.slurm.allocation import JobAllocation, query_running_end, read_allocation, scrub_environment
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_OUT_OF_MEMORY
 from hpcrl.system.files import make_private_dir, publish_file, read_last_line, remove_path
 from hpcrl.system.network import current_node, find_bind_address
@@ -56,6 +57,9 @@ if TYPE_CHECKING:
 
 LONG_LIVED_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env")
 POLL_INTERVAL_S = 0.1
+END_QUERY_TIMEOUT_S = 5.0
+"""Time for Slurm to answer when a job that is about to end will end: there is little of it."""
+MIN_CLOSE_GRACE_S = 0.5
 
 
 def main() -> int:
@@ -77,7 +81,7 @@ def _drive_job(place: WorkerPlace, *, outcome_fd: int) -> int:
         reason = f"the driver failed: {type(error).__name__}: {error}"
         sys.excepthook(*sys.exc_info())  # os._exit follows, so nothing else prints it
     send_outcome(outcome, reason, outcome_fd=outcome_fd, job=place.job)
-    return 0 if outcome in ("done", "stopped", "drained") else 1
+    return 1 if outcome == "failed" else 0
 
 
 @dataclass
@@ -103,10 +107,16 @@ class JobDriver:
     """None on a machine without a scheduler."""
     drain_reason: str | None = None
     drain_deadline: float = float("inf")
+    kill_time: float = float("inf")
+    """When Slurm kills what is left, in seconds since the epoch, if it will."""
+    is_terminating: bool = False
+    """True once SIGTERM was taken into account."""
 
     def __post_init__(self) -> None:
         self.campaign, self.job = self.place.campaign, self.place.job
-        self.end_requests = EndRequests(self.campaign.stop, drain_s=self.recipe.job.drain_s)
+        self.end_requests = EndRequests(self.campaign.stop, self.job.terminated)
+        trainer_events = EventReader.for_role(self.campaign.events, "train", job=self.job.number)
+        self.margin = DrainMargin(trainer_events.poll, least_s=self.recipe.job.drain_s)
         self.budget = RestartBudget(self.job.logs)
         self.memory = TrainerMemoryWatch(
             self.campaign,
@@ -129,7 +139,8 @@ class JobDriver:
         """Read what was submitted; remove requests left by an earlier, requeued run of this job."""
         campaign, job = place.campaign, place.job
         make_private_dir(job.parsl)
-        for path in (job.drain, job.end, job.outcome, job.dump_stacks, campaign.train_progress):
+        requests = (job.drain, job.end, job.terminated, job.outcome, job.dump_stacks, campaign.train_progress)
+        for path in (*requests, *job.root.glob("end-trainer-*"), *job.root.glob("ranks-*")):
             remove_path(path)
         events = EventLog.open(campaign, "driver", job=job.number, role="driver", node=place.node)
         return cls(
@@ -177,10 +188,10 @@ class JobDriver:
             runtime.start()
             self._start_workers(runtime)
             self._queue_next()
-            outcome, reason = self._supervise(runtime, end_time=allocation.end_time)
+            outcome, reason = self._supervise(runtime, allocation)
         finally:
             self.weight_plane.close()
-            runtime.close(grace_s=CLOSE_GRACE_S)
+            runtime.close(grace_s=self._choose_grace())
             self.reporter.close()
         self.events.emit(JobEnded(outcome=outcome, reason=reason))
         return outcome, reason
@@ -193,19 +204,21 @@ class JobDriver:
             for index in range(self.plan.role(role).num_workers):
                 self.workers.append(LongLivedWorker(role=role, index=index, future=runtime.start_worker(role, index)))
 
-    def _supervise(self, runtime: "JobRuntime", *, end_time: float) -> tuple[JobOutcome, str]:
+    def _supervise(self, runtime: "JobRuntime", allocation: JobAllocation) -> tuple[JobOutcome, str]:
         watch = self._watch_progress()
         while True:
             if self.end_requests.is_cancelled:
                 return "stopped", "a user asked it to end at once (hpcrl stop --now)"
-            self._check_end_requests(end_time=end_time)
+            self._check_end_requests(allocation)
             code = runtime.trainer_exit_code()
             if code == EXIT_DONE:
                 return self._finish("done", "every training step was made")
-            if code == EXIT_DRAINED or (code is not None and self.drain_reason):
-                return self._finish_drained()
+            if code == EXIT_DRAINED:
+                return self._finish("drained", self.drain_reason or "the trainer was drained")
+            if code is not None and self.drain_reason:
+                return self._finish("cut", f"{self.drain_reason}, and the trainer failed: {self._describe_end(code)}")
             if time.monotonic() > self.drain_deadline:
-                return self._finish_drained()
+                return self._finish("cut", f"{self.drain_reason}, and the time was too short for a checkpoint")
             if not self.drain_reason:
                 self._restart_failed(runtime, trainer_code=code)
                 self.scoring.poll(runtime)
@@ -251,33 +264,52 @@ class JobDriver:
         self.budget.count_failure(name, reason)
         self.events.emit(WorkerRestarted(of=name))
 
-    def _check_end_requests(self, *, end_time: float) -> None:
-        """Drain the job if a user, Slurm or the clock asks for it."""
+    def _check_end_requests(self, allocation: JobAllocation) -> None:
+        """Drain the job if a user, Slurm or the clock asks for it; SIGTERM may also shorten the time of a drain."""
+        if not self.is_terminating and self.end_requests.has_termination():
+            self.is_terminating = True
+            self._drain(self._plan_termination(allocation))
         if self.drain_reason:
             return
-        request = self.end_requests.find_drain(now=time.time(), end_time=end_time)
+        request = self._find_drain(allocation.end_time)
         if request is None:
             return
         if request.is_at_walltime:
             self._queue_next()  # Slurm may have refused it before
-            request = self.end_requests.find_drain(now=time.time(), end_time=end_time) or request  # that took a while
-        self._drain(request.reason, grace_s=request.grace_s)
+            request = self._find_drain(allocation.end_time) or request  # that took a while
+            self.kill_time = allocation.end_time + allocation.kill_wait_s
+        self._drain(request)
 
-    def _drain(self, reason: str, *, grace_s: float) -> None:
-        self.drain_reason = reason
-        self.drain_deadline = time.monotonic() + grace_s
-        publish_file(self.job.drain, reason)
-        self.events.emit(DrainStarted(reason=reason, grace_s=grace_s))
+    def _find_drain(self, end_time: float) -> DrainRequest | None:
+        return self.end_requests.find_drain(now=time.time(), end_time=end_time, drain_s=self.margin.find_seconds())
 
-    def _finish_drained(self) -> tuple[JobOutcome, str]:
-        stopped = self.campaign.stop.exists()
-        return self._finish("stopped" if stopped else "drained", self.drain_reason or "the trainer was drained")
+    def _plan_termination(self, allocation: JobAllocation) -> DrainRequest:
+        """Return how to drain after SIGTERM; on a machine without a scheduler no SIGKILL follows."""
+        now, end = time.time(), allocation.end_time
+        kill_wait_s, drain_s = allocation.kill_wait_s, self.margin.find_seconds()
+        if allocation.job_id is not None:
+            timeout_s = min(END_QUERY_TIMEOUT_S, kill_wait_s / 3)
+            end = query_running_end(allocation.job_id, timeout_s=timeout_s) or now
+        return plan_termination(end, now=now, drain_s=drain_s, kill_wait_s=kill_wait_s)
+
+    def _drain(self, request: DrainRequest) -> None:
+        self.drain_reason = self.drain_reason or request.reason
+        self.drain_deadline = min(self.drain_deadline, time.monotonic() + request.grace_s)
+        self.kill_time = min(self.kill_time, request.kill_time)
+        publish_file(self.job.drain, request.reason)
+        self.events.emit(DrainStarted(reason=request.reason, grace_s=request.grace_s))
+
+    def _choose_grace(self) -> float:
+        """Return how long one part of the end may take: all of it must be over when Slurm kills the job."""
+        return min(CLOSE_GRACE_S, max((self.kill_time - time.time()) / 4, MIN_CLOSE_GRACE_S))
 
     def _finish(self, outcome: JobOutcome, reason: str) -> tuple[JobOutcome, str]:
-        """Let the workers seal what they hold before they are ended."""
+        """Let the workers seal what they hold before they are ended; a user's request to stop ends the campaign."""
+        if outcome in ("drained", "cut") and self.campaign.stop.exists():
+            outcome = "stopped"
         if not self.job.drain.exists():
             publish_file(self.job.drain, reason)
-        deadline = time.monotonic() + CLOSE_GRACE_S
+        deadline = time.monotonic() + self._choose_grace()
         while any(not worker.future.done() for worker in self.workers) and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL_S)
         return outcome, reason

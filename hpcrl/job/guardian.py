@@ -4,9 +4,10 @@ child, even if that was killed.
     run_guarded          fork, forward signals, wait, clean up, and only then record the outcome
     send_outcome         send the outcome to the guardian; without a guardian, clean up and record it
     cancel_reward_jobs   end the reward jobs of a driver that was killed
-    CLOSE_GRACE_S, FORWARDED_SIGNALS   constants
+    CLOSE_GRACE_S, TERM_CLOSE_GRACE_S, FORWARDED_SIGNALS   constants
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -29,6 +30,8 @@ from hpcrl.weights.window.shm_cleanup import remove_orphans
 
 CLOSE_GRACE_S = 10.0
 """The time that processes may take to end."""
+TERM_CLOSE_GRACE_S = 1.5
+"""The same after SIGTERM, when SIGKILL is near."""
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
@@ -45,8 +48,9 @@ def run_guarded(drive: Callable[[int], int], place: WorkerPlace) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         os._exit(drive(driver_end))
     os.close(driver_end)
-    code = _wait_for_driver(driver)
-    _clean_up(job)
+    signals: set[int] = set()
+    code = _wait_for_driver(driver, signals)
+    _clean_up(job, grace_s=TERM_CLOSE_GRACE_S if signal.SIGTERM in signals else CLOSE_GRACE_S)
     reported = os.read(outcome_fd, 1 << 16)  # no process holds the other end any more
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
     publish_file(job.outcome, reported or _encode_outcome("failed", f"the driver {how}"))
@@ -61,7 +65,7 @@ def send_outcome(outcome: JobOutcome, reason: str, *, outcome_fd: int, job: JobD
     try:
         os.write(outcome_fd, record)
     except BrokenPipeError:
-        _clean_up(job)
+        _clean_up(job, grace_s=CLOSE_GRACE_S)
         publish_file(job.outcome, record)
 
 
@@ -75,11 +79,13 @@ def cancel_reward_jobs(job: JobDir) -> None:
     _try_cleanup(lambda: cancel_recorded_jobs(job.reward_jobs))
 
 
-def _wait_for_driver(driver: int) -> int:
-    """Wait for the driver, forwarding signals, and return its exit code."""
+def _wait_for_driver(driver: int, signals: set[int]) -> int:
+    """Wait for the driver, forwarding `signals`, and return its exit code."""
 
     def forward(number: int, _: FrameType | None) -> None:
-        os.kill(driver, number)
+        signals.add(number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended just now
+            os.kill(driver, number)
 
     for sig in FORWARDED_SIGNALS:
         signal.signal(sig, forward)
@@ -90,11 +96,11 @@ def _wait_for_driver(driver: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _clean_up(job: JobDir) -> None:
+def _clean_up(job: JobDir, *, grace_s: float) -> None:
     """End everything that the driver started."""
     publish_file(job.end, "")  # a driver that was killed could not ask its steps to end
-    wait_for_descendants(timeout_s=CLOSE_GRACE_S)
-    end_descendants(grace_s=CLOSE_GRACE_S)
+    wait_for_descendants(timeout_s=grace_s)
+    end_descendants(grace_s=grace_s)
     unlink_recorded_windows(job)
     remove_orphans()
     cancel_reward_jobs(job)

@@ -79,23 +79,27 @@ def cancel_next_job(job: JobDir) -> None:
 def campaign_outcome(job: JobDir) -> tuple[JobOutcome, str] | None:
     """Return the outcome of a campaign whose job `job` has ended; None if another job is to continue it.
 
-    A job that failed or was killed is followed only if there is progress: it has made a checkpoint, or, if it could not
-    record why it ended, the job before has. It is not followed if its trainer has too little memory in any job.
+    A job that failed is followed only if it has made a checkpoint; one that was drained, cut off or killed also if the
+    job before has: the next one may have more time. It is not followed if its trainer has too little memory in any job.
     """
     if job.campaign.stop.exists():
         return "stopped", "a user asked for it (hpcrl stop)"
     recorded = read_json(job.outcome) if job.outcome.exists() else None
-    if recorded is not None and recorded["outcome"] != "failed":
-        return None if recorded["outcome"] == "drained" else (recorded["outcome"], recorded["reason"])
+    if recorded is not None and recorded["outcome"] not in ("drained", "cut", "failed"):
+        return recorded["outcome"], recorded["reason"]
     if recorded is not None and _is_out_of_memory(job.campaign, recorded["reason"]):
         return "failed", recorded["reason"]
     if _has_checkpoint(job.campaign, job.number):
         return None
-    if recorded is not None:
+    if recorded is not None and recorded["outcome"] == "failed":
         return "failed", recorded["reason"]
     if not job.chain_marker.exists() or _has_checkpoint(job.campaign, job.number - 1):
         return None
-    return "failed", f"jobs {job.number - 1} and {job.number} ended without an outcome and without a checkpoint"
+    ended = f": {recorded['reason']}" if recorded is not None else ", the last without an outcome"
+    return "failed", (
+        f"jobs {job.number - 1} and {job.number} ended without a checkpoint{ended}; raise job.walltime_min, or lower "
+        "train.checkpoint_every_steps or train.groups_per_step"
+    )
 
 
 def _count_jobs_left(job: JobDir, plan: Plan) -> int:

@@ -17,7 +17,6 @@ from hpcrl.system.memory import count_oom_kills
 from hpcrl.system.processes import die_with_parent
 
 POLL_INTERVAL_S = 0.25
-TERM_GRACE_S = 10.0
 SUCCESS_CODES = (EXIT_DONE, EXIT_DRAINED)
 
 
@@ -32,9 +31,12 @@ def main(size: int, first: int, num: int, command: list[str]) -> int:
 
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(sig, forward)
+    parent = os.getppid()
     while any(rank.poll() is None for rank in ranks) and not any(_failure_code(rank) for rank in ranks):
+        if os.getppid() != parent:  # the step was killed
+            break
         time.sleep(POLL_INTERVAL_S)
-    code = next((_failure_code(rank) for rank in ranks if _failure_code(rank)), ranks[0].returncode)
+    code = next((_failure_code(rank) for rank in ranks if _failure_code(rank)), ranks[0].returncode or 0)
     if code == -signal.SIGKILL and _has_kernel_killed(num_kills):
         code = EXIT_OUT_OF_MEMORY
     _end_ranks(ranks)
@@ -49,7 +51,9 @@ def _has_kernel_killed(num_before: int | None) -> bool:
 
 def _start_rank(command: list[str], *, rank: int, local: int, size: int) -> "subprocess.Popen[bytes]":
     place = {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(size), "PARSL_WORKER_RANK": str(local)}
-    return subprocess.Popen([*command, str(rank)], env=os.environ | place, preexec_fn=die_with_parent)
+    return subprocess.Popen(
+        [*command, str(rank)], env=os.environ | place, preexec_fn=lambda: die_with_parent(signal.SIGKILL)
+    )
 
 
 def _failure_code(rank: "subprocess.Popen[bytes]") -> int:
@@ -59,16 +63,10 @@ def _failure_code(rank: "subprocess.Popen[bytes]") -> int:
 
 
 def _end_ranks(ranks: "list[subprocess.Popen[bytes]]") -> None:
+    """Kill what is left: a rank takes SIGTERM for the start of a grace time."""
     for rank in ranks:
-        if rank.poll() is None:
-            rank.terminate()
-    deadline = time.monotonic() + TERM_GRACE_S
-    for rank in ranks:
-        try:
-            rank.wait(max(deadline - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            rank.wait()
+        rank.kill()
+        rank.wait()
 
 
 if __name__ == "__main__":

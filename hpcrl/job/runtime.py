@@ -2,7 +2,7 @@
 
     JobRuntime      start and end the workers of a job
     PARSL_ROLES, WEIGHT_ROLES, ELASTIC_EXECUTOR   roles and executors
-    HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, KERNEL_STOP_TIMEOUT_S   times
+    HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, TRAINER_END_GRACE_S, KERNEL_STOP_TIMEOUT_S   times
     WORKER_FUNCTION                                                   the function of workers
     STEP_COMMAND, RANKS_COMMAND, INTERCHANGE_COMMAND, POOL_COMMAND, POOL_OPTIONS   what processes run
 
@@ -51,6 +51,8 @@ ELASTIC_EXECUTOR = "reward-jobs"
 """The executor whose blocks are started and ended with the work."""
 HEARTBEAT_INTERVAL_S = 5
 HEARTBEAT_TIMEOUT_S = 20
+TRAINER_END_GRACE_S = 5.0
+"""The time that the steps of a trainer may take to end before another start."""
 KERNEL_STOP_TIMEOUT_S = 10.0
 WORKER_FUNCTION = "hpcrl.roles.__main__:work"
 
@@ -151,9 +153,10 @@ class JobRuntime:
     def start_trainer(self) -> None:
         """Start or restart the trainer, as a separate step on each node of its component."""
         plan = self._plan.role("train")
-        self._end_trainer(grace_s=5.0)
+        self._end_trainer(grace_s=TRAINER_END_GRACE_S)
         role = [sys.executable, "-m", "hpcrl.roles", "train", str(self._campaign.root), str(self._job.number)]
         master = "127.0.0.1" if self._plan.layout == "local" else self._allocation.nodes[plan.component][0]
+        end = self._job.trainer_end(self._num_starts)
         environ = {TRAINER_START_VARIABLE: str(self._num_starts), "MASTER_ADDR": master}
         self._num_starts += 1
         first = 0
@@ -164,7 +167,7 @@ class JobRuntime:
             ranks = [sys.executable, *RANKS_COMMAND, str(plan.num_workers), str(first), str(num), *role]
             with self._job.log("train-step").open("ab") as log:
                 step = subprocess.Popen(
-                    [*prefix, sys.executable, *STEP_COMMAND, str(self._job.end), *ranks],
+                    [*prefix, sys.executable, *STEP_COMMAND, str(self._job.root), str(end), *ranks],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -176,8 +179,13 @@ class JobRuntime:
 
     def _end_trainer(self, *, grace_s: float) -> None:
         """End every step of the trainer; when one has failed the others would wait for it."""
+        if self._trainer:
+            publish_file(self._job.trainer_end(self._num_starts - 1), "")
+        deadline = time.monotonic() + grace_s
+        while any(process.poll() is None for process in self._trainer) and time.monotonic() < deadline:
+            time.sleep(0.1)
         for process in self._trainer:
-            end_group(process, grace_s=grace_s)
+            end_group(process, grace_s=1.0)
         self._trainer.clear()
 
     def courier_commands(self, site: Site, transports: Sequence[TransportName]) -> list[TransportCommand]:
@@ -233,19 +241,19 @@ class JobRuntime:
             steps.cancel_all()
         if self._reward_jobs is not None:
             self._reward_jobs.cancel_all()
-        self._end_kernel()
+        self._end_kernel(timeout_s=min(grace_s, KERNEL_STOP_TIMEOUT_S))
         for steps in self._steps.values():
             steps.wait(deadline=deadline)
         if isinstance(self._reward_jobs, StepProvider):
             self._reward_jobs.wait(deadline=deadline)
         self._end_trainer(grace_s=deadline - time.monotonic())
 
-    def _end_kernel(self) -> None:
+    def _end_kernel(self, *, timeout_s: float) -> None:
         """End Parsl, but do not wait forever for an interchange that was killed: the guardian ends what is left."""
         if self._kernel is not None:
             cleanup = threading.Thread(target=self._kernel.cleanup, name="parsl's end", daemon=True)
             cleanup.start()
-            cleanup.join(KERNEL_STOP_TIMEOUT_S)
+            cleanup.join(timeout_s)
 
     def _submit(self, executor: str, function: str, *args: Any) -> "Future[None]":
         assert self._kernel is not None
@@ -285,6 +293,7 @@ class JobRuntime:
                 [
                     sys.executable,
                     *STEP_COMMAND,
+                    _escape_template(self._job.root),
                     _escape_template(self._job.end),
                     sys.executable,
                     *POOL_COMMAND,

@@ -1,10 +1,14 @@
-"""Run the command of a step on its node, and clean up when it ends: `python -m hpcrl.job.step END COMMAND...`.
+"""Run the command of a step on its node, and clean up when it ends: `python -m hpcrl.job.step JOB END COMMAND...`.
 
-The command gets its own temporary directory, and is ended when the file END appears: srun would kill it without
-notice, and resources outside its memory (semaphores, sockets) would stay on the node. Processes that it leaves running,
-in any session, are ended too, also where Slurm tracks processes only by group. The semaphores of processes that were
-killed are removed from the node's shared memory. If this process is killed too, the next step on the node removes them,
-and its temporary directory.
+The command gets its own temporary directory, and is ended when the file END appears, or that of the whole job: srun
+would kill it without notice, and resources outside its memory (semaphores, sockets) would stay on the node. Processes
+that it leaves running, in any session, are ended too, also where Slurm tracks processes only by group. The semaphores
+of processes that were killed are removed from the node's shared memory, and at the end of the job its windows. If this
+process is killed too, the next step on the node removes them, and its temporary directory.
+
+SIGTERM is not forwarded: Slurm sends it to every step at the start of a grace time, in which the trainer has a
+checkpoint to save. It becomes a notice in the job's directory, and the driver decides what is still possible. Without
+a driver the step ends.
 """
 
 import os
@@ -12,20 +16,60 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import FrameType
 
+from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.system.exit_codes import encode_exit_code
+from hpcrl.system.files import publish_file
+from hpcrl.system.network import current_node
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants
+from hpcrl.weights.window.file import unlink_recorded_windows
 from hpcrl.weights.window.shm_cleanup import SCRATCH_PREFIX, SegmentLedger, remove_orphans
 
 TERM_GRACE_S = 3.0
+NOTICE_TIMEOUT_S = 5.0
+"""Time for a driver to answer a notice of SIGTERM: Slurm may send SIGKILL soon."""
 
 
-def main(end: Path, command: list[str]) -> int:
+class StepEnd:
+    """The requests to a step: files that ask it to end, and SIGTERM, which it passes on as a notice."""
+
+    def __init__(self, job: JobDir, end: Path) -> None:
+        self._job = job
+        self._ends = {job.end, end}
+        self._is_terminated = False
+        self._noticed_at: float | None = None
+        self.is_alone = False
+        """True if no driver has answered a notice."""
+
+    def listen(self) -> None:
+        """Take SIGTERM of this process as a notice."""
+        signal.signal(signal.SIGTERM, self._on_term)
+
+    def is_over(self) -> bool:
+        """Return whether the step is to end; publish a notice that is due."""
+        if any(end.exists() for end in self._ends):
+            return True
+        if not self._is_terminated:
+            return False
+        if self._noticed_at is None:
+            self._noticed_at = time.monotonic()
+            publish_file(self._job.terminated, current_node())
+        self.is_alone = time.monotonic() > self._noticed_at + NOTICE_TIMEOUT_S and not self._job.drain.exists()
+        return self.is_alone
+
+    def _on_term(self, *_: object) -> None:
+        self._is_terminated = True
+
+
+def main(job: JobDir, end: Path, command: list[str]) -> int:
     """Run `command`, forward signals, clean up; return its exit code."""
     adopt_orphans()
     remove_orphans()
+    requests = StepEnd(job, end)
+    requests.listen()
     with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, ignore_cleanup_errors=True) as scratch:
         ledger = SegmentLedger(scratch=Path(scratch))
         child = subprocess.Popen(command, env=os.environ | {"TMPDIR": scratch}, preexec_fn=die_with_parent)
@@ -33,14 +77,16 @@ def main(end: Path, command: list[str]) -> int:
         def forward(number: int, _: FrameType | None) -> None:
             child.send_signal(number)
 
-        for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        for sig in (signal.SIGINT, signal.SIGUSR2):
             signal.signal(sig, forward)
-        code = ledger.wait(child, is_over=end.exists)
+        code = ledger.wait(child, is_over=requests.is_over, grace_s=TERM_GRACE_S)
         ledger.record(list_descendants())
         end_descendants(grace_s=TERM_GRACE_S)
         ledger.clear()
+        if job.end.exists() or requests.is_alone:
+            unlink_recorded_windows(job)
     return encode_exit_code(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(JobDir(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:]))

@@ -1,11 +1,13 @@
 """The facts that the driver watches: requests to end the job, and failures that repeat.
 
-EndRequests     signals, a user's stop file and the end of the walltime
-DrainRequest    the reason to drain, and the time for it
-RestartBudget   the failures of each worker, pool and segment
-TERM_GRACE_S   constant
+EndRequests         signals, notices of SIGTERM, a user's stop file and the end of the walltime
+DrainRequest        the reason to drain, and the time for it
+plan_termination    the request of a job that received SIGTERM
+RestartBudget       the failures of each worker, pool and segment
+CLOSE_RESERVE_S     constant
 """
 
+import math
 import signal
 from collections import Counter
 from dataclasses import dataclass
@@ -15,8 +17,10 @@ from hpcrl.errors import HpcrlError
 from hpcrl.job.guardian import CLOSE_GRACE_S
 from hpcrl.system.processes import MAX_RESTARTS
 
-TERM_GRACE_S = 20.0
-"""Time to drain after SIGTERM: Slurm kills 30 s after it."""
+CLOSE_RESERVE_S = 12.0
+"""Time that is kept, of what is left after SIGTERM, to end all processes and record the outcome."""
+MAX_CLOSE_SHARE = 0.4
+"""The most of a short time that is kept for that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,8 @@ class DrainRequest:
     grace_s: float
     is_at_walltime: bool = False
     """True if the campaign is to continue in the next job."""
+    kill_time: float = math.inf
+    """When Slurm kills what is left, in seconds since the epoch, if it will."""
 
 
 @dataclass
@@ -35,7 +41,8 @@ class EndRequests:
 
     stop: Path
     """A file that a user makes (hpcrl stop)."""
-    drain_s: float
+    terminated: Path
+    """The notice of a step that received SIGTERM."""
     is_cancelled: bool = False
     is_terminated: bool = False
     is_near_end: bool = False
@@ -46,13 +53,15 @@ class EndRequests:
         signal.signal(signal.SIGINT, self._on_cancel)
         signal.signal(signal.SIGUSR2, self._on_near_end)
 
-    def find_drain(self, *, now: float, end_time: float) -> DrainRequest | None:
-        """Return the request to drain, if there is one; both times are seconds since the epoch."""
+    def has_termination(self) -> bool:
+        """Return whether this process or a step received SIGTERM."""
+        return self.is_terminated or self.terminated.exists()
+
+    def find_drain(self, *, now: float, end_time: float, drain_s: float) -> DrainRequest | None:
+        """Return the request of a user or of the clock to drain; both times are seconds since the epoch."""
         if self.stop.exists():
-            return DrainRequest(reason="a user asked for it (hpcrl stop)", grace_s=self.drain_s)
-        if self.is_terminated:
-            return DrainRequest(reason="it received SIGTERM", grace_s=TERM_GRACE_S)
-        if self.is_near_end or now > end_time - self.drain_s:
+            return DrainRequest(reason="a user asked for it (hpcrl stop)", grace_s=drain_s)
+        if self.is_near_end or now > end_time - drain_s:
             grace_s = max(end_time - now - CLOSE_GRACE_S, 1.0)
             return DrainRequest(reason="its walltime is nearly over", grace_s=grace_s, is_at_walltime=True)
         return None
@@ -65,6 +74,20 @@ class EndRequests:
 
     def _on_near_end(self, *_: object) -> None:
         self.is_near_end = True
+
+
+def plan_termination(running_end: float | None, *, now: float, drain_s: float, kill_wait_s: float) -> DrainRequest:
+    """Return how a job drains that received SIGTERM.
+
+    `running_end` is when it will end, as Slurm says now: in the grace time of a preemption it still runs until then. If
+    it is ending already, `kill_wait_s` are left.
+    """
+    if running_end is None or running_end <= now:
+        kill_time, longest_s = now + kill_wait_s, kill_wait_s
+    else:
+        kill_time, longest_s = running_end, min(running_end - now, max(drain_s, kill_wait_s))
+    reserve_s = min(CLOSE_RESERVE_S, MAX_CLOSE_SHARE * longest_s)
+    return DrainRequest(reason="it received SIGTERM", grace_s=longest_s - reserve_s, kill_time=kill_time)
 
 
 class RestartBudget:

@@ -1,11 +1,11 @@
 """The nodes of the lab and its files: the simulated cluster, the state directory, the configuration of its daemons.
 
-LabCluster, NodeGroup, WidePartition, DEFAULT_CLUSTER   nodes and partitions
+LabCluster, NodeGroup, WidePartition, DEFAULT_CLUSTER, STRICT_CLUSTER   nodes and partitions
 LabDir          every path in a state directory
 check_path      refuse a state directory that Slurm could not use
 reserve_ports   free ports that no other lab takes meanwhile
 write_conf      fill in the templates of jobs/lab
-TEMPLATES, MAX_SOCKET_PATH, PORT_RANGE   constants
+TEMPLATES, SCRIPTS, MAX_SOCKET_PATH, PORT_RANGE   constants
 """
 
 import contextlib
@@ -16,15 +16,17 @@ import random
 import re
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
 
 from hpcrl.config.toml import shipped_folder
 from hpcrl.errors import LabError
+from hpcrl.lab.node_isolation import choose_tracking
 from hpcrl.system import files
 
-TEMPLATES = ("slurm.conf", "gres.conf", "slurmdbd.conf", "my.cnf")
+TEMPLATES = ("slurm.conf", "gres.conf", "slurmdbd.conf", "my.cnf", "cgroup.conf")
+SCRIPTS = ("epilog.sh", "node.sh")
 MAX_SOCKET_PATH = 107
 PORT_RANGE = range(20_000, 32_000)
 """Ports below Linux's ephemeral ports (32768 and up), so that no outgoing connection uses one of ours."""
@@ -53,6 +55,8 @@ class WidePartition:
 
     name: str
     groups: tuple[str, ...]
+    is_preemptible: bool = False
+    """True if its jobs are requeued when another partition needs the nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,12 @@ class LabCluster:
     num_cpus: int = 16
     mem_mib: int = 16_384
     walltime_min: int = 1_440
+    is_strict: bool = False
+    """True if each node has a /dev/shm, /tmp and hostname apart from the others', and limits the memory of steps."""
+    shared: tuple[str, ...] = ()
+    """Directories below /tmp that the nodes of a strict lab share, besides those that every job needs."""
+    preempt_grace_s: int = 0
+    """Time between TERM and the end of a job that is preempted."""
 
     def node_names(self) -> list[str]:
         return [name for group in self.groups for name in group.node_names()]
@@ -79,9 +89,13 @@ DEFAULT_CLUSTER = LabCluster(
         NodeGroup(name="train", num_nodes=2, gpu="h100", num_gpus=4),
         NodeGroup(name="env", num_nodes=3, preemptible="preempt"),
     ),
-    wide=(WidePartition(name="h100", groups=("prefill", "train")),),
+    wide=(
+        WidePartition(name="h100", groups=("prefill", "train")),
+        WidePartition(name="spare", groups=("prefill", "train"), is_preemptible=True),
+    ),
     default="env",
 )
+STRICT_CLUSTER = replace(DEFAULT_CLUSTER, is_strict=True, preempt_grace_s=20)
 
 
 @dataclass(frozen=True)
@@ -190,7 +204,11 @@ def write_conf(lab: LabDir, *, cluster: LabCluster, ports: list[int], user: str)
     for name in TEMPLATES:
         text = (shipped_folder("jobs") / "lab" / name).read_text(encoding="utf-8")
         _write_file(lab.root / name, Template(text).substitute(values).encode(), mode=0o600)
-    _write_file(lab.root / "epilog.sh", (shipped_folder("jobs") / "lab" / "epilog.sh").read_bytes(), mode=0o700)
+    for name in SCRIPTS:
+        _write_file(lab.root / name, (shipped_folder("jobs") / "lab" / name).read_bytes(), mode=0o700)
+    machine = Path("/etc/hosts").read_text()
+    nodes = "".join(f"127.0.0.1 {node}\n" for node in cluster.node_names())
+    _write_file(lab.root / "hosts", f"{machine}\n{nodes}".encode(), mode=0o644)
 
 
 def _write_file(path: Path, data: bytes, *, mode: int) -> None:
@@ -213,6 +231,7 @@ def _make_template_values(lab: LabDir, *, cluster: LabCluster, ports: list[int],
         "num_cpus": cluster.num_cpus,
         "mem_mib": cluster.mem_mib,
         "walltime_min": cluster.walltime_min,
+        "tracking": "\n".join(choose_tracking(is_strict=cluster.is_strict)),
         "nodes": "\n".join(_format_node_lines(cluster, hostname=hostname, node_ports=node_ports)),
         "partitions": "\n".join(_format_partition_lines(cluster)),
         "gres": "\n".join(_format_gres_lines(lab, cluster)),
@@ -227,14 +246,15 @@ def _format_node_lines(cluster: LabCluster, *, hostname: str, node_ports: dict[s
 
 
 def _format_partition_lines(cluster: LabCluster) -> Iterator[str]:
+    low = f"PriorityTier=1 PreemptMode=REQUEUE GraceTime={cluster.preempt_grace_s}"
     for group in cluster.groups:
         nodes = ",".join(group.node_names())
         yield f"PartitionName={group.name} Nodes={nodes} Default={'YES' if group.name == cluster.default else 'NO'}"
         if group.preemptible:
-            yield f"PartitionName={group.preemptible} Nodes={nodes} PriorityTier=1 PreemptMode=REQUEUE"
+            yield f"PartitionName={group.preemptible} Nodes={nodes} {low}"
     for partition in cluster.wide:
         names = [name for group in cluster.groups if group.name in partition.groups for name in group.node_names()]
-        yield f"PartitionName={partition.name} Nodes={','.join(names)}"
+        yield " ".join([f"PartitionName={partition.name} Nodes={','.join(names)}", *[low] * partition.is_preemptible])
 
 
 def _format_gres_lines(lab: LabDir, cluster: LabCluster) -> Iterator[str]:

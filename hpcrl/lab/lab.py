@@ -22,6 +22,7 @@ from hpcrl.errors import LabError
 from hpcrl.lab import daemons
 from hpcrl.lab.conf import DEFAULT_CLUSTER, LabCluster, LabDir, check_path
 from hpcrl.lab.daemons import LabDaemon
+from hpcrl.lab.node_isolation import check_isolation, remove_cgroups
 from hpcrl.lab.start import LabRecord, LabStartup, encode_cluster, list_node_states, read_boot_id, run_slurm_command
 from hpcrl.system import files
 
@@ -116,6 +117,8 @@ def up(state_dir: Path, *, cluster: LabCluster = DEFAULT_CLUSTER) -> LabStatus:
     _refuse_inside(lab)
     check_path(lab.root, cluster=cluster)
     _require_commands()
+    if cluster.is_strict:
+        check_isolation()
     _claim_directory(lab)
     with _hold_lock(lab):
         record = _read_record(lab)
@@ -123,13 +126,13 @@ def up(state_dir: Path, *, cluster: LabCluster = DEFAULT_CLUSTER) -> LabStatus:
             now = status(lab.root)
             if now.is_up:
                 return _check_same_cluster(now, record=record, cluster=cluster)
-            daemons.end_daemons(list(record.daemons), marks=record.make_marks(lab))
+            _end_processes(lab, record=record)
         _clear_directory(lab)
         start = LabStartup(lab, cluster=cluster)
         try:
             start.run()
         except BaseException:
-            daemons.end_daemons(list(start.record.daemons), marks=start.record.make_marks(lab))
+            _end_processes(lab, record=start.record)
             _remove_directory(lab)
             raise
         return status(lab.root)
@@ -145,7 +148,7 @@ def down(state_dir: Path) -> bool:
         record = _read_record(lab)
         if record is not None:
             _cancel_jobs(lab, record=record)
-            daemons.end_daemons(list(record.daemons), marks=record.make_marks(lab))
+            _end_processes(lab, record=record)
         _remove_directory(lab)
         return record is not None
 
@@ -229,6 +232,12 @@ def _refuse_inside(lab: LabDir) -> None:
     """Raise LabError within a job of the lab: `up` and `down` end all processes of the lab."""
     if "SLURMD_NODENAME" in os.environ and os.environ.get("SLURM_CONF") == str(lab.conf):
         raise LabError(f"this is a job of the lab in {lab.root}: leave the job first")
+
+
+def _end_processes(lab: LabDir, *, record: LabRecord) -> None:
+    """End every process of the lab, and remove the control groups that killed daemons leave."""
+    daemons.end_daemons(list(record.daemons), marks=record.make_marks(lab))
+    remove_cgroups(record.token)
 
 
 def _cancel_jobs(lab: LabDir, *, record: LabRecord) -> None:

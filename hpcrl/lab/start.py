@@ -26,6 +26,7 @@ from hpcrl.errors import LabError
 from hpcrl.lab import daemons, keeper
 from hpcrl.lab.conf import LabCluster, LabDir, reserve_ports, write_conf
 from hpcrl.lab.daemons import TOKEN_VARIABLE, LabDaemon, ProcessMarks
+from hpcrl.lab.node_isolation import find_shared_dirs, isolate_command, name_cgroup
 from hpcrl.slurm.commands import run_slurm
 from hpcrl.system import files
 
@@ -69,12 +70,20 @@ class LabStartup:
             self._wait_until_listening("slurmdbd", (socket.AF_INET, ("127.0.0.1", ports[1])))
             self._start_daemon("slurmctld", "slurmctld", "-D")
             for node in self.cluster.node_names():
-                slurmd = [daemons.find_program("slurmd"), "-D", "-N", node]
-                self._start_daemon(f"slurmd-{node}", sys.executable, "-IS", keeper.__file__, *slurmd)
+                self._start_node(node)
             self._wait_until_listening("slurmctld", (socket.AF_INET, ("127.0.0.1", ports[0])))
             self._wait_until("slurmctld", "every node idle", lambda: _is_every_node_idle(self.lab, self.cluster))
             self._wait_until("slurmdbd", "the cluster in the accounts", lambda: _is_accounted(self.lab, self.cluster))
         self._publish(complete=True)
+
+    def _start_node(self, node: str) -> None:
+        slurmd = [daemons.find_program("slurmd"), "-D", "-N", node]
+        if self.cluster.is_strict:
+            shared = find_shared_dirs(self.lab.root, shared=self.cluster.shared)
+            slurmd = isolate_command(
+                slurmd, root=self.lab.root, node=node, cgroup=name_cgroup(self.record.token), shared=shared
+            )
+        self._start_daemon(f"slurmd-{node}", sys.executable, "-IS", keeper.__file__, *slurmd)
 
     def _start_munge(self) -> None:
         """Start munged, with --force: it requires that other users can reach its socket, and this one is private."""

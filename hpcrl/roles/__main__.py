@@ -1,23 +1,27 @@
 """The entry point of every worker, as a Parsl task or as a step.
 
-work       the Parsl task
-main       the step: `python -m hpcrl.roles ROLE CAMPAIGN JOB INDEX`
-QuickExit  ends the step without the teardown of the interpreter
+work            the Parsl task
+main            the step: `python -m hpcrl.roles ROLE CAMPAIGN JOB INDEX`
+outlive_grace   let SIGTERM end this process only where its step is to end
+QuickExit       ends the step without the teardown of the interpreter
 """
 
 import atexit
 import importlib
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
 
 from hpcrl.campaign_dir.events import WorkerEnded, WorkerFailed, WorkerStarted
-from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, ROLES, RoleName
 from hpcrl.plan.records import read_plan
 from hpcrl.roles.context import open_context, pin_devices, redirect_output
+from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.garbage import pause_collection
+from hpcrl.system.variables import TRAINER_START_VARIABLE
 
 MODULES = {"prefill": "serve", "decode": "serve"}
 """The modules of roles whose module has another name."""
@@ -45,6 +49,20 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     return code
 
 
+def outlive_grace(job: JobDir) -> None:
+    """Let SIGTERM end this process only where its step is to end.
+
+    Some sites send it to every process of a job, at the start of a grace time: the checkpoint is made in that time.
+    """
+    ends = (job.end, job.trainer_end(int(os.environ.get(TRAINER_START_VARIABLE, "0"))))
+
+    def end_if_asked(number: int, _: object) -> None:
+        if any(end.exists() for end in ends):
+            os._exit(encode_exit_code(-number))
+
+    signal.signal(signal.SIGTERM, end_if_asked)
+
+
 class QuickExit:
     """The exit handler that runs last, if made first: it skips the teardown of the interpreter, a second with torch."""
 
@@ -64,6 +82,7 @@ def main() -> int:
     role, campaign, job_number, index = sys.argv[1:5]
     if role not in ROLES:
         raise SystemExit(f"unknown role {role!r}: expected one of {', '.join(ROLES)}")
+    outlive_grace(CampaignDir(Path(campaign)).job(int(job_number)))
     return work(campaign, int(job_number), role, int(index))
 
 

@@ -1,6 +1,8 @@
 """The allocation of the current job: the nodes of each component, its end time, and the commands that start steps."""
 
+import contextlib
 import os
+import re
 import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +12,7 @@ from itertools import accumulate
 from hpcrl.errors import SlurmError
 from hpcrl.plan.components import JobComponent
 from hpcrl.plan.plan import Plan
-from hpcrl.slurm.commands import ask_slurm, expand_nodes
+from hpcrl.slurm.commands import ask_slurm, expand_nodes, run_slurm
 from hpcrl.system.network import current_node
 
 KEPT_VARIABLES = (
@@ -24,6 +26,8 @@ KEPT_VARIABLES = (
 """Slurm's variables that have the same meaning in every component."""
 
 
+DEFAULT_KILL_WAIT_S = 30.0
+"""Slurm's default."""
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES")
 """Slurm sets these for each step that has GPUs and leaves them unchanged for a step without."""
 
@@ -39,6 +43,8 @@ class JobAllocation:
     """Node names of each component."""
     het: bool = False
     """True if components are het groups; otherwise they share the nodes of one plain job."""
+    kill_wait_s: float = DEFAULT_KILL_WAIT_S
+    """Time between SIGTERM and SIGKILL at the end of a job."""
 
     def step_prefix(self, component: JobComponent, node: str, *, cpus: int, mem_gib: float, gpus: int) -> list[str]:
         """Return the srun words that run a command on `node`: every size is explicit, nothing is inherited."""
@@ -95,7 +101,20 @@ def read_allocation(plan: Plan) -> JobAllocation:
     for component, names in zip(plan.components, nodes, strict=True):
         if len(names) != component.nodes:
             raise SlurmError(f"component {component.index} has {len(names)} nodes, and the plan has {component.nodes}")
-    return JobAllocation(job_id=job_id, end_time=_query_end_time(job_id), nodes=nodes, het=het)
+    end_time, kill_wait_s = _query_end_time(job_id), _query_kill_wait()
+    return JobAllocation(job_id=job_id, end_time=end_time, nodes=nodes, het=het, kill_wait_s=kill_wait_s)
+
+
+def query_running_end(job_id: str, *, timeout_s: float) -> float | None:
+    """Ask Slurm when a job will end, which may have changed; None if it is ending, or without an answer in time.
+
+    A job that is preempted with a grace time still runs, and its end is that of the grace time.
+    """
+    done = run_slurm(["squeue", "-h", "-j", job_id, "-o", "%T %e"], timeout_s=timeout_s)
+    state, _, end = (done.stdout.split("\n")[0] if done.returncode == 0 else "").partition(" ")
+    with contextlib.suppress(ValueError):  # "N/A"
+        return datetime.fromisoformat(end).timestamp() if state in ("RUNNING", "SUSPENDED") else None
+    return None
 
 
 def scrub_environment(environ: MutableMapping[str, str]) -> None:
@@ -128,6 +147,13 @@ def _distribute_nodes(plan: Plan) -> list[list[str]]:
     names = sorted(expand_nodes(nodelist), key=lambda name: name != here)  # stable: neighbours stay together
     ends = list(accumulate(component.nodes for component in plan.components))
     return [names[end - part.nodes : end] for part, end in zip(plan.components, ends, strict=True)]
+
+
+def _query_kill_wait() -> float:
+    """Ask Slurm how long it waits between SIGTERM and SIGKILL; its default if it does not answer."""
+    done = run_slurm(["scontrol", "show", "config"])
+    found = re.search(r"^KillWait\s*=\s*(\d+)", done.stdout, re.MULTILINE)
+    return float(found[1]) if found else DEFAULT_KILL_WAIT_S
 
 
 def _query_end_time(job_id: str) -> float:

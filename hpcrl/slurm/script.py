@@ -63,7 +63,7 @@ def _make_directives(plan: Plan, *, job: JobDir) -> list[str]:
     log = str(job.log("batch")).replace("%", "%%")
     name = job.campaign.name
     shared = [f"--job-name=hpcrl-{name}", f"--time={_format_walltime(plan.cost.walltime_min)}", "--export=ALL"]
-    shared.append(f"--signal=B:USR2@{int(plan.drain_s)}")
+    shared += [f"--signal=B:USR2@{int(plan.drain_s)}", "--no-requeue"]  # the next job continues, not this one again
     if plan.survive_node_loss:
         shared.append("--no-kill")
     lines: list[str] = []

@@ -17,9 +17,9 @@ def needs_slurm() -> None:
 
 
 @pytest.fixture(scope="session")
-def lab(needs_slurm: None) -> Iterator[Lab]:
-    """The lab as shipped."""
-    with running_lab() as lab:
+def lab(needs_slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """The lab: strict where this user may have one."""
+    with running_lab(tmp_path_factory.getbasetemp()) as lab:
         yield lab
 
 
@@ -38,3 +38,4 @@ def campaigns(lab: Lab, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     yield home / "campaigns"
     end_campaigns(home)
     until(lambda: lab.run("squeue", "-h") == "", what="the queue is empty", timeout_s=60)
+    assert lab.list_shared_memory() == {}, "nothing is left in the shared memory of any node"

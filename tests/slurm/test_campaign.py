@@ -8,7 +8,7 @@ import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SIMULATED, hpcrl, snapshot, until, windows_of
+from tests.support.campaigns import SIMULATED, hpcrl, snapshot, until
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -41,7 +41,7 @@ def test_the_quickstart_learns_on_separate_partitions_with_weights_by_mpi(lab: L
     assert {(event["node"], *event["to"]) for event in carried} == {("train1", "prefill1", "decode1")}
     assert all(event["bytes"] > 0 and event["wall_s"] > 0 for event in carried)
     assert {event["node"] for event in events_of(run, "loaded")} == {"prefill1", "decode1"}
-    assert windows_of(run, node="") == []
+    assert lab.list_shared_memory() == {}
 
 
 def test_a_model_that_was_warmed_up_on_a_file_learns_by_reward_in_the_same_campaign(lab: Lab, campaigns: Path) -> None:

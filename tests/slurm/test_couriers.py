@@ -10,7 +10,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.testing.event_lines import read_events
 from hpcrl.testing.nodes import courier_pids, processes
 from hpcrl.weights.versions import list_versions, read_transport
-from tests.support.campaigns import SIMULATED, hpcrl, outcome, processes_of, snapshot, steps, until, windows_of
+from tests.support.campaigns import SIMULATED, hpcrl, outcome, processes_of, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -97,4 +97,4 @@ def test_a_trainer_on_two_nodes_sends_from_both_after_one_was_killed_and_in_the_
     versions = [int(str(event["version"])) for event in carried]
     assert versions == sorted(set(versions))
     assert transports(run) == ["files", "mpi"] * 2
-    assert windows_of(run, node="") == []
+    assert lab.list_shared_memory() == {}

@@ -7,10 +7,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpcrl.lab import lab as labs
+from hpcrl.lab.conf import DEFAULT_CLUSTER, STRICT_CLUSTER
+from hpcrl.system.files import read_json
 
 WAIT_S = 90.0
 
@@ -53,6 +55,17 @@ class Lab:
         until(lambda: sorted(row["State"].split()[0] for row in self.accounted(job)) == sorted(states))
         return self.accounted(job)
 
+    def list_shared_memory(self) -> dict[str, list[str]]:
+        """Return what each node of a strict lab has in its /dev/shm; nodes without any are left out."""
+        found = {}
+        record = read_json(self.state_dir / "lab.json")
+        for daemon in record["daemons"] if record["cluster"]["is_strict"] else ():
+            kind, _, node = daemon["name"].partition("-")
+            if kind == "slurmd":  # the keeper's child has the namespaces
+                [child] = Path(f"/proc/{daemon['pid']}/task/{daemon['pid']}/children").read_text().split()
+                found[node] = sorted(path.name for path in Path(f"/proc/{child}/root/dev/shm").iterdir())
+        return {node: names for node, names in found.items() if names}
+
     def wait_state(self, job: str, state: str) -> None:
         until(lambda: self.run("squeue", "-h", "-o", "%T", f"--jobs={job}") == state)
 
@@ -76,10 +89,13 @@ def short_dir() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def running_lab() -> Iterator[Lab]:
-    """Start a lab as shipped; remove it afterwards."""
+def running_lab(shared: Path | None = None) -> Iterator[Lab]:
+    """Start a lab as shipped, or as root a strict one whose nodes see `shared`; remove it afterwards."""
+    cluster = DEFAULT_CLUSTER
+    if shared is not None and os.geteuid() == 0:
+        cluster = replace(STRICT_CLUSTER, shared=(str(shared),))
     with short_dir() as folder:
-        labs.up(folder / "lab")
+        labs.up(folder / "lab", cluster=cluster)
         try:
             yield Lab(folder / "lab")
         finally:

@@ -101,8 +101,13 @@ class SegmentLedger:
         if new:
             self._write_lines(new)
 
-    def wait(self, child: "subprocess.Popen[bytes]", *, is_over: Callable[[], bool] = lambda: False) -> int:
-        """Return the exit code of `child`; if it was ended because `is_over()`, that is 0. Record its segments."""
+    def wait(
+        self, child: "subprocess.Popen[bytes]", *, is_over: Callable[[], bool] = lambda: False, grace_s: float = 0.0
+    ) -> int:
+        """Return the exit code of `child`, or 0 if it is to end because `is_over()`. Record its segments.
+
+        In the second case it has got SIGTERM, and `grace_s` to end.
+        """
         interval_s = MIN_LOOK_INTERVAL_S
         next_look = time.monotonic() + interval_s
         while True:
@@ -115,7 +120,8 @@ class SegmentLedger:
                     next_look = time.monotonic() + interval_s
             if is_over():
                 child.terminate()
-                child.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(grace_s)
                 return 0
 
     def _write_lines(self, lines: set[str]) -> None:

@@ -3,6 +3,7 @@
 #SBATCH --time=00:30:00
 #SBATCH --export=ALL
 #SBATCH --signal=B:USR2@60
+#SBATCH --no-requeue
 #SBATCH --output=/scratch/someone/hpcrl/arithmetic-1/jobs/000/logs/batch.log
 #SBATCH --open-mode=append
 #SBATCH --nodes=1
@@ -15,6 +16,7 @@
 #SBATCH --time=00:30:00
 #SBATCH --export=ALL
 #SBATCH --signal=B:USR2@60
+#SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=1
@@ -26,6 +28,7 @@
 #SBATCH --time=00:30:00
 #SBATCH --export=ALL
 #SBATCH --signal=B:USR2@60
+#SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=1
@@ -37,6 +40,7 @@
 #SBATCH --time=00:30:00
 #SBATCH --export=ALL
 #SBATCH --signal=B:USR2@60
+#SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=1

@@ -3,6 +3,7 @@
 #SBATCH --time=00:30:00
 #SBATCH --export=ALL
 #SBATCH --signal=B:USR2@60
+#SBATCH --no-requeue
 #SBATCH --output=/scratch/someone/hpcrl/arithmetic-1/jobs/000/logs/batch.log
 #SBATCH --open-mode=append
 #SBATCH --nodes=1
@@ -18,6 +19,7 @@
 #SBATCH --time=00:30:00
 #SBATCH --export=ALL
 #SBATCH --signal=B:USR2@60
+#SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=64
@@ -33,6 +35,7 @@
 #SBATCH --time=00:30:00
 #SBATCH --export=ALL
 #SBATCH --signal=B:USR2@60
+#SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=64
@@ -48,6 +51,7 @@
 #SBATCH --time=00:30:00
 #SBATCH --export=ALL
 #SBATCH --signal=B:USR2@60
+#SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=64

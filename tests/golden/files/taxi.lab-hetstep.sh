@@ -3,6 +3,7 @@
 #SBATCH --time=01:00:00
 #SBATCH --export=ALL
 #SBATCH --signal=B:USR2@60
+#SBATCH --no-requeue
 #SBATCH --output=/scratch/someone/hpcrl/taxi-1/jobs/000/logs/batch.log
 #SBATCH --open-mode=append
 #SBATCH --nodes=4

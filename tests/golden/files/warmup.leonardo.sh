@@ -3,6 +3,7 @@
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
 #SBATCH --signal=B:USR2@60
+#SBATCH --no-requeue
 #SBATCH --output=/scratch/someone/hpcrl/warmup-1/jobs/000/logs/batch.log
 #SBATCH --open-mode=append
 #SBATCH --nodes=1
@@ -16,6 +17,7 @@
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
 #SBATCH --signal=B:USR2@60
+#SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=1
@@ -28,6 +30,7 @@
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
 #SBATCH --signal=B:USR2@60
+#SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=1
@@ -40,6 +43,7 @@
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
 #SBATCH --signal=B:USR2@60
+#SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=1

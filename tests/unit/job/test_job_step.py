@@ -7,6 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+from hpcrl.job.step import NOTICE_TIMEOUT_S
+
+STEP = (sys.executable, "-m", "hpcrl.job.step")
 SHARED_MEMORY = Path("/dev/shm")
 HOLD_SEMAPHORES = """
 import multiprocessing, os, signal, sys, time
@@ -22,7 +25,7 @@ def read_children(pid: int) -> list[int]:
 
 def start_step(tmp_path: Path) -> tuple["subprocess.Popen[str]", Path, Path]:
     """Start a step and wait until its ledger names its semaphore; return the step, the semaphore and the scratch."""
-    command = [sys.executable, "-m", "hpcrl.job.step", str(tmp_path / "end"), sys.executable, "-c", HOLD_SEMAPHORES]
+    command = [*STEP, str(tmp_path), str(tmp_path / "end"), sys.executable, "-c", HOLD_SEMAPHORES]
     step = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert step.stdout is not None
     name, scratch = step.stdout.readline().split()
@@ -63,7 +66,43 @@ def test_what_a_killed_step_leaves_is_removed_by_the_next_step(tmp_path: Path) -
         for pid in (*below, step.pid, child):
             os.kill(pid, signal.SIGKILL)
     # a step of another test may remove them already
-    subprocess.run([sys.executable, "-m", "hpcrl.job.step", str(tmp_path / "end"), "true"], check=True, timeout=60)
+    subprocess.run([*STEP, str(tmp_path), str(tmp_path / "end"), "true"], check=True, timeout=60)
     assert not semaphore.exists()
     assert not scratch.exists()
     assert not list_ledgers(step.pid)
+
+
+def run_sleeping_step(job: Path, *, seconds: float) -> "subprocess.Popen[str]":
+    """Start a step whose command sleeps, and wait until the command runs."""
+    command = [sys.executable, "-c", f"import time; print('ready', flush=True); time.sleep({seconds})"]
+    step = subprocess.Popen([*STEP, str(job), str(job / "end-trainer-0"), *command], stdout=subprocess.PIPE, text=True)
+    assert step.stdout is not None
+    assert step.stdout.readline() == "ready\n"
+    return step
+
+
+def test_sigterm_becomes_a_notice_and_the_command_runs_on_while_the_driver_drains(tmp_path: Path) -> None:
+    job = tmp_path / "jobs" / "000"
+    job.mkdir(parents=True)
+    (job / "drain").touch()
+    with run_sleeping_step(job, seconds=NOTICE_TIMEOUT_S + 2) as step:
+        step.terminate()
+        assert step.wait(30) == 0, "the command came to its end"
+    assert (job / "terminated").read_text()
+
+
+def test_a_step_without_a_driver_ends_after_its_notice(tmp_path: Path) -> None:
+    job = tmp_path / "jobs" / "000"
+    job.mkdir(parents=True)
+    with run_sleeping_step(job, seconds=60) as step:
+        step.terminate()
+        assert step.wait(30) == 0
+    assert (job / "terminated").exists()
+
+
+def test_a_step_ends_when_another_start_of_the_trainer_follows(tmp_path: Path) -> None:
+    job = tmp_path / "jobs" / "000"
+    job.mkdir(parents=True)
+    with run_sleeping_step(job, seconds=60) as step:
+        (job / "end-trainer-0").touch()
+        assert step.wait(30) == 0

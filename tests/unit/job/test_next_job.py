@@ -116,6 +116,7 @@ def test_a_job_that_a_user_submitted_is_never_cancelled(run: CampaignDir, slurm:
         ("done", True, "done"),
         ("stopped", True, "stopped"),
         ("drained", False, None),
+        ("cut", False, None),
         ("failed", False, "failed"),
         ("failed", True, None),
     ],
@@ -134,14 +135,30 @@ def test_jobs_that_are_killed_are_followed_until_two_in_a_row_made_no_checkpoint
     make_private_dir(run.job(1).root)
     assert next_job.campaign_outcome(run.job(1)) is None, "a user submitted it, and may have fixed the cause"
     run.job(1).chain_marker.write_text("1")
-    assert next_job.campaign_outcome(run.job(1)) == (
-        "failed",
-        "jobs 0 and 1 ended without an outcome and without a checkpoint",
+    found = next_job.campaign_outcome(run.job(1))
+    assert found is not None
+    assert found[0] == "failed"
+    assert found[1].startswith(
+        "jobs 0 and 1 ended without a checkpoint, the last without an outcome; raise job.walltime"
     )
     checkpointed(run, 0)
     assert next_job.campaign_outcome(run.job(1)) is None
     run.stop.touch()
     assert next_job.campaign_outcome(run.job(1)) == ("stopped", "a user asked for it (hpcrl stop)")
+
+
+@pytest.mark.parametrize("how", ["cut", "drained"])
+def test_a_campaign_ends_with_the_cure_when_two_jobs_in_a_row_had_no_time_for_a_checkpoint(
+    run: CampaignDir, how: str
+) -> None:
+    assert next_job.campaign_outcome(ended(run, 0, how)) is None
+    make_private_dir(run.job(1).logs)
+    run.job(1).chain_marker.write_text("1")
+    found = next_job.campaign_outcome(ended(run, 1, how))
+    assert found is not None
+    assert "jobs 0 and 1 ended without a checkpoint: so it is; raise job.walltime_min" in found[1]
+    checkpointed(run, 1)
+    assert next_job.campaign_outcome(run.job(1)) is None
 
 
 def test_a_job_that_starts_with_nothing_to_do_ends_at_once(run: CampaignDir) -> None:

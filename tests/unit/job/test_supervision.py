@@ -8,18 +8,20 @@ import pytest
 
 from hpcrl.errors import HpcrlError
 from hpcrl.job.guardian import CLOSE_GRACE_S
-from hpcrl.job.supervision import TERM_GRACE_S, DrainRequest, EndRequests, RestartBudget
+from hpcrl.job.supervision import CLOSE_RESERVE_S, DrainRequest, EndRequests, RestartBudget, plan_termination
 from hpcrl.system.processes import MAX_RESTARTS
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 END_TIME = 1000.0
+DRAIN_S = 60.0
+KILL_WAIT_S = 30.0
 
 
 @pytest.fixture
 def requests(tmp_path) -> Iterator[EndRequests]:
-    """Requests of a job that drains for 60 s, in a process that takes their signals."""
+    """Requests of a job, in a process that takes their signals."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    requests = EndRequests(tmp_path / "stop", drain_s=60.0)
+    requests = EndRequests(tmp_path / "stop", tmp_path / "terminated")
     requests.listen()
     yield requests
     for number, handler in before.items():
@@ -27,7 +29,7 @@ def requests(tmp_path) -> Iterator[EndRequests]:
 
 
 def find_drain(requests: EndRequests, *, now: float = 0.0) -> DrainRequest | None:
-    return requests.find_drain(now=now, end_time=END_TIME)
+    return requests.find_drain(now=now, end_time=END_TIME, drain_s=DRAIN_S)
 
 
 def test_a_job_without_requests_continues_until_there_is_just_time_to_drain(requests):
@@ -50,9 +52,33 @@ def test_a_signal_before_the_end_of_the_walltime_drains_the_job_for_the_next_one
     assert (request.grace_s, request.is_at_walltime) == (120.0 - CLOSE_GRACE_S, True)
 
 
-def test_a_terminated_job_drains_faster_than_slurm_kills_and_queues_no_other(requests):
+def test_sigterm_counts_whether_this_process_or_a_step_received_it(requests):
+    assert not requests.has_termination()
+    requests.terminated.touch()
+    assert requests.has_termination()
+    requests.terminated.unlink()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert find_drain(requests) == DrainRequest(reason="it received SIGTERM", grace_s=TERM_GRACE_S)
+    assert requests.has_termination()
+
+
+@pytest.mark.parametrize(
+    ("running_end", "grace_s", "kill_time"),
+    [
+        (None, KILL_WAIT_S - CLOSE_RESERVE_S, 100.0 + KILL_WAIT_S),
+        (90.0, KILL_WAIT_S - CLOSE_RESERVE_S, 100.0 + KILL_WAIT_S),
+        (145.0, 45.0 - CLOSE_RESERVE_S, 145.0),
+        (400.0, DRAIN_S - CLOSE_RESERVE_S, 400.0),
+    ],
+    ids=["it is ending", "its end has passed", "preempted with a grace time", "its end is far"],
+)
+def test_a_job_with_sigterm_drains_in_the_time_that_slurm_leaves(running_end, grace_s, kill_time):
+    request = plan_termination(running_end, now=100.0, drain_s=DRAIN_S, kill_wait_s=KILL_WAIT_S)
+    assert (request.grace_s, request.kill_time, request.is_at_walltime) == (grace_s, kill_time, False)
+
+
+def test_most_of_a_short_kill_wait_is_left_for_the_checkpoint():
+    request = plan_termination(None, now=0.0, drain_s=DRAIN_S, kill_wait_s=10.0)
+    assert request.grace_s == pytest.approx(6.0)
 
 
 def test_a_stop_of_a_user_counts_before_the_end_of_the_walltime(requests):

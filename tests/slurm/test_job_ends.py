@@ -1,0 +1,85 @@
+"""Every way in which Slurm ends a job: a checkpoint follows, the outcome says what happened, no node keeps memory."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.testing.event_lines import read_events
+from tests.support.campaigns import SIMULATED, hpcrl, outcome, snapshot, steps, until
+from tests.support.lab_tools import Lab
+
+pytestmark = [
+    *(pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)),
+    pytest.mark.skipif(os.geteuid() != 0, reason="a strict lab needs root"),
+]
+
+ENDLESS = ("-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=100000")
+"""A campaign that makes a checkpoint only when it drains."""
+
+
+def start(campaigns: Path, name: str, *settings: str, site: str = "lab") -> tuple[CampaignDir, str]:
+    """Submit a campaign and wait for its first steps; return it with the id of its job."""
+    hpcrl("submit", "quickstart", "--site", site, "--name", name, *SIMULATED, *ENDLESS, *settings)
+    run = CampaignDir(campaigns / name)
+    until(lambda: len(steps(run)) > 2, what="steps are made")
+    return run, snapshot(name)["jobs"][0]["id"]
+
+
+def list_saved_steps(run: CampaignDir) -> list[int]:
+    return [event["step"] for event in read_events(run.events) if event["event"] == "checkpoint"]
+
+
+def await_end(lab: Lab, run: CampaignDir) -> str:
+    """Wait until Slurm has ended the first job; return its state in the accounting."""
+    id = json.loads(run.job(0).submission.read_text())["id"]
+    until(lambda: id not in lab.run("squeue", "-h", "-o", "%A"), what="the job has left the queue", timeout_s=60)
+    return lab.accounted(id)[0]["State"].split()[0]
+
+
+def test_a_cancelled_job_saves_its_last_step(lab: Lab, campaigns: Path) -> None:
+    run, id = start(campaigns, "c")
+    lab.run("scancel", id)
+    assert await_end(lab, run) == "CANCELLED"
+    assert outcome(run)["outcome"] == "drained"
+    assert list_saved_steps(run) == [steps(run)[-1]["step"]]
+    assert lab.list_shared_memory() == {}
+
+
+def test_a_job_that_is_preempted_with_a_grace_time_uses_it_for_a_checkpoint(lab: Lab, campaigns: Path) -> None:
+    # Slurm preempts a heterogeneous job only if it may preempt all its components.
+    run, _ = start(campaigns, "p", "-s", "site.partitions.h100.slurm_partition=spare", site="lab-hetstep")
+    taker = lab.run("sbatch", "--parsable", "-p", "h100", "-N4", "--exclusive", "--mem=0", "-o/dev/null", "--wrap=true")
+    assert await_end(lab, run) == "PREEMPTED"
+    assert outcome(run)["outcome"] == "drained"
+    assert run.job(0).terminated.exists(), "Slurm sent SIGTERM to the steps, before the batch script got one"
+    assert list_saved_steps(run) == [steps(run)[-1]["step"]]
+    assert lab.list_shared_memory() == {}
+    lab.wait_accounted(taker, "COMPLETED")
+
+
+def test_a_chain_of_jobs_whose_walltime_ends_loses_no_step(lab: Lab, campaigns: Path) -> None:
+    walltime = ("-s", "job.walltime_min=1", "-s", "job.drain_s=20", "-s", "job.num_jobs=2")
+    run, _ = start(campaigns, "w", *walltime)
+    assert outcome(run, 0)["outcome"] == "drained"
+    assert "walltime" in outcome(run, 0)["reason"]
+    saved = list_saved_steps(run)
+    until(lambda: any(step["job"] == 1 for step in steps(run)), what="the next job makes steps")
+    made = [step["step"] for step in steps(run)]
+    assert made == list(range(1, len(made) + 1)), "no step was lost or made twice"
+    assert saved == [max(step["step"] for step in steps(run) if step["job"] == 0)]
+
+
+def test_nodes_are_left_clean_if_no_process_of_the_batch_step_is_left(lab: Lab, campaigns: Path) -> None:
+    run, _ = start(campaigns, "k")
+    mark = ["hpcrl.job.driver", str(run.root), "0"]
+    for process in psutil.process_iter(["cmdline"]):
+        if (process.info["cmdline"] or [])[-3:] == mark:
+            process.send_signal(signal.SIGKILL)
+    await_end(lab, run)
+    until(lambda: lab.list_shared_memory() == {}, what="steps without a driver clean up", timeout_s=30)
+    assert not run.job(0).outcome.exists()
