@@ -28,7 +28,7 @@ import msgspec
 
 from hpcrl.campaign import directory
 from hpcrl.campaign.model_check import MISSING_PACKAGE, explain_missing_config
-from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir, make_worker_name
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
 from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.config.program import resolve_options
 from hpcrl.config.recipe import (
@@ -57,6 +57,7 @@ from hpcrl.models.model_config import read_model_config
 from hpcrl.monitor.job_state import (
     ALIVE_WITHIN_S,
     FINAL_JOB_STATES,
+    find_last_beat,
     judge_jobs,
     read_heartbeats,
     read_jobs,
@@ -459,22 +460,16 @@ def _refuse_while_draining(job: JobDir) -> None:
 
     Only a heartbeat that changes shows this, as clocks differ: a silence is waited for.
     """
-    last = _find_last_beat(job)
+    last = find_last_beat(job)
     deadline = time.monotonic() + ALIVE_WITHIN_S - max(time.time() - last, 0.0)
     while not job.outcome.exists() and time.monotonic() < deadline:
-        if _find_last_beat(job) > last:
+        if find_last_beat(job) > last:
             raise CampaignError(
                 f"campaign {job.campaign.name!r}: the first process of job {read_submission(job).id} was killed, and "
                 "others of it still run, to save a checkpoint: try again when they have ended, after job.drain_s at "
                 f"most ({job.outcome} is there then)"
             )
         time.sleep(POLL_INTERVAL_S)
-
-
-def _find_last_beat(job: JobDir) -> float:
-    """Return the time of the last heartbeat of any process of a job; 0 without one."""
-    beats = read_heartbeats(job.campaign.events)
-    return max((beat for name, beat in beats.items() if name.startswith(make_worker_name(job.number))), default=0.0)
 
 
 def _refuse_without_journals(campaign: CampaignDir) -> None:

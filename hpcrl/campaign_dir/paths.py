@@ -15,6 +15,7 @@ CAMPAIGN/
     settled.json: progress of the trainer, which limits how far env workers may be ahead
     train-progress.json: progress of the trainer in its present job, by which the driver finds a stall
     train-limits.json: lower limits of the trainer's micro-batches and rows, since memory ran out
+    leases/000000: the drivers that may run the campaign, one after the other (hpcrl.campaign_dir.driver_lease)
     switched-roles.json: workers that do the other role's work for now
     jobs/000/: one Slurm job (or local run)
         job.sh: its script, unless submitit made one under its id (ID_submission.sh)
@@ -23,6 +24,8 @@ CAMPAIGN/
         outcome.json: how its driver ended
         drain, end, dump-stacks: present to request draining, the end of every step, stack dumps of each worker
         logs/, parsl/: one log a worker; files of parsl
+        terminated: the node of a step that received SIGTERM
+        end-trainer-0: present to request the end of one start of the trainer
         windows, reward-jobs: shared memory to be removed, and reward jobs to be cancelled, after this job
         engine-groups/: where the parts of engines over several nodes meet
         ranks-0.json: the address where the ranks of one start of the trainer meet
@@ -89,6 +92,11 @@ class CampaignDir:
     @property
     def jobs(self) -> Path:
         return self.root / "jobs"
+
+    @property
+    def leases(self) -> Path:
+        """The leases of its drivers, the last of which may run."""
+        return self.root / "leases"
 
     @property
     def events(self) -> Path:

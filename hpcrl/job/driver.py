@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcrl.campaign_dir.driver_lease import DriverLease, LeaseHolder
 from hpcrl.campaign_dir.endpoints import list_endpoints
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import (
@@ -35,6 +36,7 @@ from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.errors import HpcrlError
 from hpcrl.job import next_job
+from hpcrl.job.campaign_lease import take_campaign_lease
 from hpcrl.job.courier_step import WeightPlane
 from hpcrl.job.drain_margin import DrainMargin
 from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_reward_jobs, run_guarded, send_outcome
@@ -46,7 +48,7 @@ from hpcrl.job.supervision import DrainRequest, EndRequests, RestartBudget, plan
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm.allocation import JobAllocation, query_running_end, read_allocation, scrub_environment
-from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_OUT_OF_MEMORY
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED, EXIT_OUT_OF_MEMORY
 from hpcrl.system.files import make_private_dir, publish_file, read_last_line, remove_path
 from hpcrl.system.network import current_node, find_bind_address
 from hpcrl.weights import versions
@@ -66,14 +68,18 @@ def main() -> int:
     """Turn the batch script's process into the guardian and run the driver in a child."""
     campaign, number = CampaignDir(Path(sys.argv[1])), int(sys.argv[2])
     place = WorkerPlace(campaign.job(number), current_node())
-    return run_guarded(lambda outcome_fd: _drive_job(place, outcome_fd=outcome_fd), place)
+    lease = take_campaign_lease(place, has_scheduler=read_plan(campaign).layout != "local")
+    if isinstance(lease, LeaseHolder):  # nothing is touched, not even the outcome: the other job may have this number
+        print(f"hpcrl: {lease.describe()}: this one ends", file=sys.stderr, flush=True)  # noqa: T201 - the batch log
+        return EXIT_FAILED
+    return run_guarded(lambda outcome_fd: _drive_job(place, lease, outcome_fd=outcome_fd), place)
 
 
-def _drive_job(place: WorkerPlace, *, outcome_fd: int) -> int:
+def _drive_job(place: WorkerPlace, lease: DriverLease, *, outcome_fd: int) -> int:
     """Drive the job and send its outcome to the guardian, whatever happens; only a kill prevents that."""
     outcome: JobOutcome = "failed"
     try:
-        outcome, reason = JobDriver.load(place).drive()
+        outcome, reason = JobDriver.load(place, lease).drive()
     except HpcrlError as error:
         reason = str(error)
         print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
@@ -98,6 +104,7 @@ class JobDriver:
     """The supervisor of one job."""
 
     place: WorkerPlace
+    lease: DriverLease
     plan: Plan
     recipe: Recipe
     site: Site
@@ -135,7 +142,7 @@ class JobDriver:
         )
 
     @classmethod
-    def load(cls, place: WorkerPlace) -> "JobDriver":
+    def load(cls, place: WorkerPlace, lease: DriverLease) -> "JobDriver":
         """Read what was submitted; remove requests left by an earlier, requeued run of this job."""
         campaign, job = place.campaign, place.job
         make_private_dir(job.parsl)
@@ -145,6 +152,7 @@ class JobDriver:
         events = EventLog.open(campaign, "driver", job=job.number, role="driver", node=place.node)
         return cls(
             place=place,
+            lease=lease,
             plan=read_plan(campaign),
             recipe=read_recipe(campaign),
             site=read_site(campaign),
@@ -219,6 +227,8 @@ class JobDriver:
                 return self._finish("cut", f"{self.drain_reason}, and the trainer failed: {self._describe_end(code)}")
             if time.monotonic() > self.drain_deadline:
                 return self._finish("cut", f"{self.drain_reason}, and the time was too short for a checkpoint")
+            if self.lease.is_lost():
+                return "failed", "another job runs this campaign: Slurm took this one for ended"
             if not self.drain_reason:
                 self._restart_failed(runtime, trainer_code=code)
                 self.scoring.poll(runtime)

@@ -21,7 +21,7 @@ from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
 from hpcrl.plan.plan import Plan
 from hpcrl.slurm import commands
-from hpcrl.slurm.script import make_job_script
+from hpcrl.slurm.script import make_job_script, make_mark
 from hpcrl.slurm.submit import SubmittedJob, record_submission
 from hpcrl.system.files import make_private_dir, publish_file, read_json, remove_path
 
@@ -40,7 +40,7 @@ def queue_next_job(job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> str
         make_private_dir(next_job.logs)
         publish_file(next_job.chain_marker, str(num_left - 1))
         publish_file(next_job.script, make_job_script(plan, job=next_job, site=site), mode=0o700)
-        id = commands.queue_script(next_job.script, f"--dependency=afterany:{slurm_id}")
+        id = commands.queue_script(next_job.script, f"--dependency=afterany:{slurm_id}", mark=make_mark(next_job))
     except BaseException:
         remove_path(next_job.root)
         raise

@@ -3,7 +3,7 @@
     read_jobs, JobRecord         one record a job, from files only
     select_slurm_ids             ids of the jobs that Slurm must be asked about
     judge_jobs, JobVerdict       the states of jobs and campaign; enough for `hpcrl ls`, which reads no events
-    read_heartbeats, read_json_as, DriverOutcome         files
+    read_heartbeats, find_last_beat, read_json_as, DriverOutcome         files
     derive_job_state, derive_campaign_state, derive_component_state, JobFacts    the states from known facts: pure
     CampaignState, JobState, UnfinishedState  the states, as below
     FINAL_JOB_STATES             the states of a job that has ended
@@ -246,6 +246,12 @@ def read_heartbeats(directory: Path) -> dict[str, float]:
             except OSError:  # removed or unreadable: no heartbeat
                 continue
     return heartbeats
+
+
+def find_last_beat(job: JobDir) -> float:
+    """Return the time of the last heartbeat of any process of a job; 0 without one."""
+    beats = read_heartbeats(job.campaign.events)
+    return max((beat for name, beat in beats.items() if name.startswith(make_worker_name(job.number))), default=0.0)
 
 
 def read_json_as(path: Path, kind: type[T], problems: list[str]) -> T | None:

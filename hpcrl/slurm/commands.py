@@ -4,7 +4,8 @@ run_slurm, ask_slurm    run one command with a time limit, without variables tha
 limited_command         the same as a list of words, for submitit, which starts sbatch itself
 check_answer            raise SlurmError, with a fix, for a command that was refused or did not answer
 expand_nodes            `cpu[1-3]` as a list
-queue_script            submit a script with sbatch
+queue_script            submit a script with sbatch, once
+find_marked_job, await_marked_job, is_unanswered   find a job by its comment, if sbatch did not answer
 queue_recorded_script   submit a script and record the id of its job
 query_live_jobs         ask squeue which jobs wait or run
 cancel_jobs             end jobs with scancel
@@ -22,6 +23,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -31,9 +33,14 @@ COMMAND_TIMEOUT_S = float(os.environ.get("HPCRL_SLURM_TIMEOUT_S", "40"))
 """The time that one Slurm command may take to answer; a caller that only displays the answer may set less."""
 TIMED_OUT = 124
 """The exit code of coreutils' timeout; `run_slurm` uses it too for a command that did not answer."""
+NUM_LOOKUPS = 5
+LOOKUP_INTERVAL_S = 4.0
+"""The number of looks for a job whose submission was not answered, and the time between them."""
 MAX_NODES = 100_000
 """The most nodes in one range of a node list: a longer range is garbage."""
 
+_LOST_ANSWERS = ("Socket timed out", "Unable to contact slurm controller", "Zero Bytes were transmitted")
+"""What sbatch prints when it has lost the connection; the controller may have taken the job."""
 _SETTINGS = ("SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
 """Variables with these prefixes act as options of a command."""
 
@@ -144,9 +151,40 @@ def _expand_name(name: str) -> list[str]:
     return [f"{found['before']}{n}{after}" for n in numbers for after in _expand_name(found["after"])]
 
 
-def queue_script(script: Path, *options: str) -> str:
-    """Submit a script to Slurm and return the id of its job."""
-    return ask_slurm(["sbatch", "--parsable", *options, str(script)]).strip().partition(";")[0]
+def queue_script(script: Path, *options: str, mark: str | None = None) -> str:
+    """Submit a script to Slurm and return the id of its job.
+
+    sbatch may fail though the job is queued. With a `mark`, the comment of this job and no other, such a job is found:
+    one that an earlier try has left, or this one.
+    """
+    if mark is not None and (known := find_marked_job(mark)) is not None:
+        return known
+    done = run_slurm(["sbatch", "--parsable", *options, str(script)])
+    if mark is not None and is_unanswered(done.returncode, done.stderr) and (known := await_marked_job(mark)):
+        return known
+    check_answer("sbatch", done.returncode, done.stderr or done.stdout)
+    return done.stdout.strip().partition(";")[0]
+
+
+def is_unanswered(code: int, text: str) -> bool:
+    """Return whether sbatch failed without an answer: the job may be queued."""
+    return code == TIMED_OUT or (code != 0 and any(words in text for words in _LOST_ANSWERS))
+
+
+def await_marked_job(mark: str, *, env: Mapping[str, str] | None = None) -> str | None:
+    """Look for a job whose submission was not answered, several times: it may be queued only after a while."""
+    for attempt in range(NUM_LOOKUPS):
+        time.sleep(LOOKUP_INTERVAL_S if attempt else 0.0)
+        if (known := find_marked_job(mark, env=env)) is not None:
+            return known
+    return None
+
+
+def find_marked_job(mark: str, *, env: Mapping[str, str] | None = None) -> str | None:
+    """Return the id of this user's job with such a comment that waits or runs; None if there is none, or no answer."""
+    done = run_slurm(["squeue", "-h", "--me", "-o", "%i %k"], env=env)
+    rows = (line.partition(" ") for line in done.stdout.splitlines()) if done.returncode == 0 else ()
+    return next((id.partition("+")[0] for id, _, comment in rows if comment.strip() == mark), None)
 
 
 def queue_recorded_script(script: Path, *, record: Path) -> str:

@@ -3,9 +3,12 @@
 make_batch_script   the script of one job
 make_job_script     the same for an existing campaign
 make_reward_script  the script of one reward job
+make_mark           the comment of one job
 choose_python       the Python interpreter of the jobs
 """
 
+import hashlib
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -42,6 +45,12 @@ def choose_python(site: Site) -> str:
     return site.python or sys.executable
 
 
+def make_mark(job: JobDir) -> str:
+    """Return the comment by which Slurm's queue shows this job of this campaign, and no other."""
+    digest = hashlib.blake2b(os.fsencode(job.campaign.root), digest_size=8).hexdigest()
+    return f"hpcrl:{digest}:{job.number}"
+
+
 def make_reward_script(plan: Plan, *, job: JobDir, name: str, command: Sequence[str]) -> str:
     """Return the script of one reward job. Slurm must not requeue it when it is preempted: the driver replaces it."""
     assert plan.reward_jobs is not None
@@ -63,6 +72,7 @@ def _make_directives(plan: Plan, *, job: JobDir) -> list[str]:
     log = str(job.log("batch")).replace("%", "%%")
     name = job.campaign.name
     shared = [f"--job-name=hpcrl-{name}", f"--time={_format_walltime(plan.cost.walltime_min)}", "--export=ALL"]
+    shared.append(f"--comment={make_mark(job)}")
     shared += [f"--signal=B:USR2@{int(plan.drain_s)}", "--no-requeue"]  # the next job continues, not this one again
     if plan.survive_node_loss:
         shared.append("--no-kill")

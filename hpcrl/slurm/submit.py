@@ -26,7 +26,16 @@ import msgspec
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.config.site import SchedulerName, Site, default_lab_dir
 from hpcrl.errors import SlurmError
-from hpcrl.slurm.commands import ask_slurm, check_answer, limited_command, run_slurm
+from hpcrl.slurm.commands import (
+    ask_slurm,
+    await_marked_job,
+    check_answer,
+    find_marked_job,
+    is_unanswered,
+    limited_command,
+    run_slurm,
+)
+from hpcrl.slurm.script import make_mark
 from hpcrl.system.files import publish_file
 from hpcrl.system.processes import is_alive, read_start_ticks
 
@@ -150,11 +159,17 @@ def _submit_slurm(script: str, job: JobDir, site: Site) -> SubmittedJob:
             return limited_command(["sbatch", str(submission_file_path)], env=_slurm_environment(site))
 
     executor = HetExecutor(folder=job.root)
+    mark, env = make_mark(job), _slurm_environment(site)
+    if job.number and (known := find_marked_job(mark, env=env)) is not None:  # of an earlier try
+        return SubmittedJob(id=known, scheduler="slurm", time=time.time())
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
             submitted = executor._submit_command(script)
     except submitit.core.utils.FailedJobError as error:
-        check_answer("sbatch", getattr(error.__cause__, "returncode", 1), str(error))
+        code = getattr(error.__cause__, "returncode", 1)
+        if is_unanswered(code, str(error)) and (id := await_marked_job(mark, env=env)) is not None:
+            return SubmittedJob(id=id, scheduler="slurm", time=time.time())
+        check_answer("sbatch", code, str(error))
         raise
     except submitit.core.utils.FailedSubmissionError as error:
         raise SlurmError(f"sbatch printed an unexpected answer: {error}") from error

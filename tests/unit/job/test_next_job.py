@@ -40,6 +40,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, answer in (("sbatch", "echo 4712"), ("scancel", "true")):
         (folder / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {folder}/calls\n{answer}\n')
         (folder / name).chmod(0o700)
+    (folder / "squeue").symlink_to("/bin/true")  # the queue is empty
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import SlurmError
-from hpcrl.slurm.commands import ask_slurm, expand_nodes, limited_command, run_slurm
+from hpcrl.slurm import commands
+from hpcrl.slurm.commands import ask_slurm, expand_nodes, limited_command, queue_script, run_slurm
 
 
 @pytest.fixture
@@ -68,3 +69,40 @@ def test_a_command_without_an_answer_is_ended(slurm: Path) -> None:
 )
 def test_node_lists_become_names(nodelist: str, nodes: list[str]) -> None:
     assert expand_nodes(nodelist) == nodes
+
+
+TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+
+
+def write_queue(slurm: Path, *, sbatch: str) -> None:
+    """Make a squeue that shows the file `queue`, after as many empty looks as `looks` has lines, and an sbatch."""
+    wait = f"if [ -s {slurm}/looks ]; then sed -i 1d {slurm}/looks; exit; fi"
+    (slurm / "squeue").write_text(f"#!/bin/sh\n{wait}\ncat {slurm}/queue\n")
+    (slurm / "sbatch").write_text(f"#!/bin/sh\necho called >> {slurm}/calls\n{sbatch}\n")
+    (slurm / "queue").touch()
+
+
+def test_a_job_that_was_queued_though_sbatch_timed_out_is_found(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "LOOKUP_INTERVAL_S", 0.01)
+    write_queue(
+        slurm,
+        sbatch=f"printf '1\\n' > {slurm}/looks; echo '47+0 hpcrl:a:1' > {slurm}/queue; echo '{TIMED_OUT}' >&2; exit 1",
+    )
+    assert queue_script(slurm / "job.sh", mark="hpcrl:a:1") == "47"
+    assert queue_script(slurm / "job.sh", mark="hpcrl:a:1") == "47", "and not queued again"
+    assert (slurm / "calls").read_text() == "called\n"
+
+
+def test_a_submission_that_timed_out_and_queued_nothing_is_an_error(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "LOOKUP_INTERVAL_S", 0.01)
+    write_queue(slurm, sbatch=f"echo '12 hpcrl:other:1' > {slurm}/queue; echo '{TIMED_OUT}' >&2; exit 1")
+    with pytest.raises(SlurmError, match="Socket timed out"):
+        queue_script(slurm / "job.sh", mark="hpcrl:a:1")
+
+
+def test_a_refusal_is_not_looked_for_in_the_queue(slurm: Path) -> None:
+    write_queue(slurm, sbatch="echo 'sbatch: error: Invalid account' >&2; exit 1")
+    with pytest.raises(SlurmError, match="Invalid account"):
+        queue_script(slurm / "job.sh", mark="hpcrl:a:1")

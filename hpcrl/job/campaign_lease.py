@@ -1,0 +1,50 @@
+"""The driver's part in the lease of its campaign: who it is, and whether the last holder is alive.
+
+take_campaign_lease   take the lease of this job's campaign, or return the driver that holds it
+"""
+
+import os
+import time
+
+from hpcrl.campaign_dir.driver_lease import DriverLease, LeaseHolder, take_lease
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.monitor.job_state import ALIVE_WITHIN_S, find_last_beat
+from hpcrl.slurm.status import ACTIVE, UNKNOWN, query_job_states
+from hpcrl.system.network import current_node
+from hpcrl.system.processes import is_alive, read_start_ticks
+
+SILENCE_S = ALIVE_WITHIN_S
+POLL_INTERVAL_S = 1.0
+
+
+def take_campaign_lease(place: WorkerPlace, *, has_scheduler: bool) -> DriverLease | LeaseHolder:
+    """Take the lease; if the driver that holds it is alive, return that one: this process must not run the campaign."""
+    holder = LeaseHolder(
+        job=place.job.number,
+        scheduler_id=os.environ.get("SLURM_JOB_ID") if has_scheduler else None,
+        node=place.node,
+        pid=os.getpid(),
+        start_ticks=read_start_ticks(os.getpid()) or 0,
+    )
+    return take_lease(place.campaign, holder, is_alive=lambda last: _is_holder_alive(place.campaign, last))
+
+
+def _is_holder_alive(campaign: CampaignDir, last: LeaseHolder) -> bool:
+    """Ask Slurm, or this node, about the last holder; if neither can say, wait for a heartbeat of its job."""
+    if last.scheduler_id is None:
+        return is_alive(last.pid, last.start_ticks) if last.node == current_node() else _has_new_beat(campaign, last)
+    state = query_job_states([last.scheduler_id], env=os.environ)[last.scheduler_id].state
+    return _has_new_beat(campaign, last) if state == UNKNOWN else state in ACTIVE
+
+
+def _has_new_beat(campaign: CampaignDir, last: LeaseHolder) -> bool:
+    """Return whether a process of that job sends a heartbeat: only one that changes shows it, as clocks differ."""
+    job = campaign.job(last.job)
+    first = find_last_beat(job)
+    deadline = time.monotonic() + SILENCE_S
+    while time.monotonic() < deadline:
+        if find_last_beat(job) > first:
+            return True
+        time.sleep(POLL_INTERVAL_S)
+    return False
