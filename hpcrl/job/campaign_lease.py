@@ -31,7 +31,7 @@ def take_campaign_lease(place: WorkerPlace, *, has_scheduler: bool) -> DriverLea
 
 
 def _is_holder_alive(campaign: CampaignDir, last: LeaseHolder) -> bool:
-    """Ask Slurm, or this node, about the last holder; if neither can say, wait for a heartbeat of its job."""
+    """Ask Slurm, or this node, about the last holder; without an answer, wait for a heartbeat of its job."""
     if last.scheduler_id is None:
         return is_alive(last.pid, last.start_ticks) if last.node == current_node() else _has_new_beat(campaign, last)
     state = query_job_states([last.scheduler_id], env=os.environ)[last.scheduler_id].state

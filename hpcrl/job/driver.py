@@ -38,13 +38,12 @@ from hpcrl.errors import HpcrlError
 from hpcrl.job import next_job
 from hpcrl.job.campaign_lease import take_campaign_lease
 from hpcrl.job.courier_step import WeightPlane
-from hpcrl.job.drain_margin import DrainMargin
 from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_reward_jobs, run_guarded, send_outcome
 from hpcrl.job.memory_watch import KILLED, TrainerMemoryWatch
 from hpcrl.job.metrics_process import MetricsProcess
 from hpcrl.job.progress_watch import ProgressWatch, count_activity
 from hpcrl.job.reward_tasks import RewardScoring
-from hpcrl.job.supervision import DrainRequest, EndRequests, RestartBudget, plan_termination
+from hpcrl.job.supervision import DrainMargin, DrainRequest, EndRequests, RestartBudget, plan_termination
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm.allocation import JobAllocation, query_running_end, read_allocation, scrub_environment

@@ -4,15 +4,19 @@ EndRequests         signals, notices of SIGTERM, a user's stop file and the end 
 DrainRequest        the reason to drain, and the time for it
 plan_termination    the request of a job that received SIGTERM
 RestartBudget       the failures of each worker, pool and segment
-CLOSE_RESERVE_S     constant
+DrainMargin         the time that a job needs to drain, learned from its trainer
+CLOSE_RESERVE_S, MAX_CLOSE_SHARE, MARGIN_FACTOR, NUM_STEPS, READ_INTERVAL_S   constants
 """
 
 import math
 import signal
-from collections import Counter
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, StepFinished
 from hpcrl.errors import HpcrlError
 from hpcrl.job.guardian import CLOSE_GRACE_S
 from hpcrl.system.processes import MAX_RESTARTS
@@ -21,6 +25,11 @@ CLOSE_RESERVE_S = 12.0
 """Time that is kept, of what is left after SIGTERM, to end all processes and record the outcome."""
 MAX_CLOSE_SHARE = 0.4
 """The most of a short time that is kept for that."""
+MARGIN_FACTOR = 1.3
+"""The next step may be longer than the longest seen."""
+NUM_STEPS = 20
+"""The number of the last steps that count."""
+READ_INTERVAL_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +88,8 @@ class EndRequests:
 def plan_termination(running_end: float | None, *, now: float, drain_s: float, kill_wait_s: float) -> DrainRequest:
     """Return how a job drains that received SIGTERM.
 
-    `running_end` is when it will end, as Slurm says now: in the grace time of a preemption it still runs until then. If
-    it is ending already, `kill_wait_s` are left.
+    `running_end` is when it will end, by Slurm's present answer: in the grace time of a preemption it still runs until
+    then. If it is ending already, `kill_wait_s` are left.
     """
     if running_end is None or running_end <= now:
         kill_time, longest_s = now + kill_wait_s, kill_wait_s
@@ -88,6 +97,44 @@ def plan_termination(running_end: float | None, *, now: float, drain_s: float, k
         kill_time, longest_s = running_end, min(running_end - now, max(drain_s, kill_wait_s))
     reserve_s = min(CLOSE_RESERVE_S, MAX_CLOSE_SHARE * longest_s)
     return DrainRequest(reason="it received SIGTERM", grace_s=longest_s - reserve_s, kill_time=kill_time)
+
+
+class DrainMargin:
+    """A reader of the trainer's events.
+
+    The trainer sees the request to drain between two steps. If it has just started one, it needs the time of a step,
+    of publishing, and of a checkpoint.
+    """
+
+    def __init__(
+        self,
+        poll_events: Callable[[], Iterable[CampaignEvent]],
+        *,
+        least_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take the newest events of the trainer, and the least time to drain."""
+        self._poll_events = poll_events
+        self._least_s = least_s
+        self._clock = clock
+        self._next_read = float("-inf")
+        self._step_times: deque[float] = deque(maxlen=NUM_STEPS)
+        self._save_times: deque[float] = deque(maxlen=NUM_STEPS)
+
+    def find_seconds(self) -> float:
+        """Return how long before its end the job must drain."""
+        if self._clock() >= self._next_read:
+            self._next_read = self._clock() + READ_INTERVAL_S
+            for event in self._poll_events():
+                self._note_event(event)
+        work_s = max(self._step_times, default=0.0) + max(self._save_times, default=0.0)
+        return max(self._least_s, MARGIN_FACTOR * work_s)
+
+    def _note_event(self, event: CampaignEvent) -> None:
+        if isinstance(event, StepFinished):
+            self._step_times.append((event.step_s or 0.0) + event.times.get("publish", 0.0))
+        elif isinstance(event, CheckpointSaved):
+            self._save_times.append(event.wall_s or 0.0)
 
 
 class RestartBudget:

@@ -15,7 +15,7 @@ while [ "$1" != -- ]; do
 done
 shift
 mount --rbind "$tmp" /tmp
-# Slurm names its groups after nodes, which other labs have too: here they lie below a group of this lab and node.
+# Slurm names its groups after nodes, which other labs have too: here theirs are below a group of this lab and node.
 for controller in memory freezer; do
     group=/sys/fs/cgroup/$controller/$cgroup/$node
     if mkdir -p "$group" 2>/dev/null; then

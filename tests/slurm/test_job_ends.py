@@ -1,4 +1,4 @@
-"""Every way in which Slurm ends a job: a checkpoint follows, the outcome says what happened, no node keeps memory."""
+"""Every way in which Slurm ends a job: a checkpoint follows, the outcome names what happened, no node keeps memory."""
 
 import json
 import os

@@ -2,6 +2,7 @@
 #SBATCH --job-name=hpcrl-arithmetic-1
 #SBATCH --time=00:30:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:9cc0402493491662:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --output=/scratch/someone/hpcrl/arithmetic-1/jobs/000/logs/batch.log
@@ -15,6 +16,7 @@
 #SBATCH --job-name=hpcrl-arithmetic-1
 #SBATCH --time=00:30:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:9cc0402493491662:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1
@@ -27,6 +29,7 @@
 #SBATCH --job-name=hpcrl-arithmetic-1
 #SBATCH --time=00:30:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:9cc0402493491662:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1
@@ -39,6 +42,7 @@
 #SBATCH --job-name=hpcrl-arithmetic-1
 #SBATCH --time=00:30:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:9cc0402493491662:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1

@@ -2,6 +2,7 @@
 #SBATCH --job-name=hpcrl-code-repair-1
 #SBATCH --time=04:00:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:bf052e79e68bc208:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --output=/scratch/someone/hpcrl/code-repair-1/jobs/000/logs/batch.log
@@ -16,6 +17,7 @@
 #SBATCH --job-name=hpcrl-code-repair-1
 #SBATCH --time=04:00:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:bf052e79e68bc208:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1
@@ -29,6 +31,7 @@
 #SBATCH --job-name=hpcrl-code-repair-1
 #SBATCH --time=04:00:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:bf052e79e68bc208:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1
@@ -42,6 +45,7 @@
 #SBATCH --job-name=hpcrl-code-repair-1
 #SBATCH --time=04:00:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:bf052e79e68bc208:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1

@@ -2,6 +2,7 @@
 #SBATCH --job-name=hpcrl-questions-1
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:bb60365295ec607f:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --output=/scratch/someone/hpcrl/questions-1/jobs/000/logs/batch.log

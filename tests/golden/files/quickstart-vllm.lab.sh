@@ -2,6 +2,7 @@
 #SBATCH --job-name=hpcrl-quickstart-vllm-1
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:a9ae767d76af90f5:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --output=/scratch/someone/hpcrl/quickstart-vllm-1/jobs/000/logs/batch.log
@@ -15,6 +16,7 @@
 #SBATCH --job-name=hpcrl-quickstart-vllm-1
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:a9ae767d76af90f5:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1
@@ -27,6 +29,7 @@
 #SBATCH --job-name=hpcrl-quickstart-vllm-1
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:a9ae767d76af90f5:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1
@@ -39,6 +42,7 @@
 #SBATCH --job-name=hpcrl-quickstart-vllm-1
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:a9ae767d76af90f5:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1

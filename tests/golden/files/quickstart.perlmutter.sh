@@ -2,6 +2,7 @@
 #SBATCH --job-name=hpcrl-quickstart-1
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:e923c185dce9d9ed:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --output=/scratch/someone/hpcrl/quickstart-1/jobs/000/logs/batch.log
@@ -18,6 +19,7 @@
 #SBATCH --job-name=hpcrl-quickstart-1
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:e923c185dce9d9ed:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1
@@ -34,6 +36,7 @@
 #SBATCH --job-name=hpcrl-quickstart-1
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:e923c185dce9d9ed:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1
@@ -50,6 +53,7 @@
 #SBATCH --job-name=hpcrl-quickstart-1
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:e923c185dce9d9ed:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1

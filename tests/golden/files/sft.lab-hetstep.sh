@@ -2,6 +2,7 @@
 #SBATCH --job-name=hpcrl-sft-1
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:e72c46e6f3964217:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --output=/scratch/someone/hpcrl/sft-1/jobs/000/logs/batch.log

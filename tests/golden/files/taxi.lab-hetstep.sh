@@ -2,6 +2,7 @@
 #SBATCH --job-name=hpcrl-taxi-1
 #SBATCH --time=01:00:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:f55f8c78b19f0566:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --output=/scratch/someone/hpcrl/taxi-1/jobs/000/logs/batch.log

@@ -2,6 +2,7 @@
 #SBATCH --job-name=hpcrl-taxi-1
 #SBATCH --time=01:00:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:f55f8c78b19f0566:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --output=/scratch/someone/hpcrl/taxi-1/jobs/000/logs/batch.log
@@ -16,6 +17,7 @@
 #SBATCH --job-name=hpcrl-taxi-1
 #SBATCH --time=01:00:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:f55f8c78b19f0566:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1
@@ -29,6 +31,7 @@
 #SBATCH --job-name=hpcrl-taxi-1
 #SBATCH --time=01:00:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:f55f8c78b19f0566:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1
@@ -42,6 +45,7 @@
 #SBATCH --job-name=hpcrl-taxi-1
 #SBATCH --time=01:00:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:f55f8c78b19f0566:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1

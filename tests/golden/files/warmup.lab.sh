@@ -2,6 +2,7 @@
 #SBATCH --job-name=hpcrl-warmup-1
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:a9e929c77b9affe5:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --output=/scratch/someone/hpcrl/warmup-1/jobs/000/logs/batch.log
@@ -15,6 +16,7 @@
 #SBATCH --job-name=hpcrl-warmup-1
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:a9e929c77b9affe5:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1
@@ -27,6 +29,7 @@
 #SBATCH --job-name=hpcrl-warmup-1
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:a9e929c77b9affe5:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1
@@ -39,6 +42,7 @@
 #SBATCH --job-name=hpcrl-warmup-1
 #SBATCH --time=00:20:00
 #SBATCH --export=ALL
+#SBATCH --comment=hpcrl:a9e929c77b9affe5:0
 #SBATCH --signal=B:USR2@60
 #SBATCH --no-requeue
 #SBATCH --nodes=1

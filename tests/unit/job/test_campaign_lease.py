@@ -50,7 +50,7 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_local_driver_that_lives_keeps_its_campaign(campaign: CampaignDir) -> None:
+def test_a_local_driver_that_is_alive_keeps_its_campaign(campaign: CampaignDir) -> None:
     ticks = read_start_ticks(os.getppid())
     assert ticks is not None
     hold(campaign, scheduler_id=None, node=current_node(), pid=os.getppid(), ticks=ticks)

@@ -149,7 +149,7 @@ def test_jobs_that_are_killed_are_followed_until_two_in_a_row_made_no_checkpoint
 
 
 @pytest.mark.parametrize("how", ["cut", "drained"])
-def test_a_campaign_ends_with_the_cure_when_two_jobs_in_a_row_had_no_time_for_a_checkpoint(
+def test_a_campaign_ends_with_advice_when_two_jobs_in_a_row_had_no_time_for_a_checkpoint(
     run: CampaignDir, how: str
 ) -> None:
     assert next_job.campaign_outcome(ended(run, 0, how)) is None

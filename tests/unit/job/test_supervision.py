@@ -6,9 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 
+from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, StepFinished
 from hpcrl.errors import HpcrlError
 from hpcrl.job.guardian import CLOSE_GRACE_S
-from hpcrl.job.supervision import CLOSE_RESERVE_S, DrainRequest, EndRequests, RestartBudget, plan_termination
+from hpcrl.job.supervision import (
+    CLOSE_RESERVE_S,
+    MARGIN_FACTOR,
+    NUM_STEPS,
+    READ_INTERVAL_S,
+    DrainMargin,
+    DrainRequest,
+    EndRequests,
+    RestartBudget,
+    plan_termination,
+)
 from hpcrl.system.processes import MAX_RESTARTS
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -105,3 +116,32 @@ def test_each_name_has_restarts_of_its_own(tmp_path):
     assert budget.is_used_up("env-0")
     with pytest.raises(HpcrlError, match=rf"env-0 failed {MAX_RESTARTS + 1} times.*exit code 9; .*{tmp_path}/logs"):
         budget.count_failure("env-0", "exit code 9")
+
+
+LEAST_S = 60.0
+
+
+def make_margin(*batches: list[CampaignEvent]) -> DrainMargin:
+    """Return a margin that reads one batch of events after the other, each time it is asked."""
+    times = iter(range(0, 10_000, int(READ_INTERVAL_S)))
+    left = iter(batches)
+    return DrainMargin(lambda: next(left, []), least_s=LEAST_S, clock=lambda: float(next(times)))
+
+
+def test_a_job_without_steps_keeps_the_time_of_its_recipe():
+    assert make_margin().find_seconds() == LEAST_S
+
+
+def test_a_long_step_its_publishing_and_a_checkpoint_are_kept():
+    events = [StepFinished(step=1, step_s=800.0, times={"publish": 20.0}), CheckpointSaved(step=1, wall_s=180.0)]
+    assert make_margin(events).find_seconds() == MARGIN_FACTOR * 1000.0
+
+
+def test_short_steps_do_not_lower_the_time_of_the_recipe():
+    assert make_margin([StepFinished(step=1, step_s=0.2)]).find_seconds() == LEAST_S
+
+
+def test_a_long_step_is_forgotten_after_many_short_ones():
+    margin = make_margin([StepFinished(step=1, step_s=800.0)], [StepFinished(step=2, step_s=100.0)] * NUM_STEPS)
+    assert margin.find_seconds() == MARGIN_FACTOR * 800.0
+    assert margin.find_seconds() == MARGIN_FACTOR * 100.0

@@ -75,7 +75,7 @@ TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on sen
 
 
 def write_queue(slurm: Path, *, sbatch: str) -> None:
-    """Make a squeue that shows the file `queue`, after as many empty looks as `looks` has lines, and an sbatch."""
+    """Make a squeue that shows the file `queue`, after one empty look for each line of `looks`, and an sbatch."""
     wait = f"if [ -s {slurm}/looks ]; then sed -i 1d {slurm}/looks; exit; fi"
     (slurm / "squeue").write_text(f"#!/bin/sh\n{wait}\ncat {slurm}/queue\n")
     (slurm / "sbatch").write_text(f"#!/bin/sh\necho called >> {slurm}/calls\n{sbatch}\n")

@@ -66,7 +66,7 @@ def test_a_file_is_fetched_by_the_name_of_its_handover_and_its_rank_only(tmp_pat
     assert {read_shard_name(tmp_path, odd) for odd in (f"{name}.1", name, f"{name}.x", f"../{name}.0", "")} == {None}
 
 
-def test_kv_never_lies_where_other_nodes_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_is_never_stored_where_other_nodes_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_files.tempfile, "tempdir", str(tmp_path))
     assert choose_parent(None, beside="") == tmp_path
     assert choose_parent(None, beside=str(tmp_path / "campaign")) == Path("/dev/shm")
