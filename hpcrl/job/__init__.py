@@ -1,7 +1,8 @@
 """Start, supervise and end the workers of a job. No data passes through this package.
 
 driver           supervise the workers
-supervision      requests to end, failures that repeat
+campaign_lease   let one driver run a campaign
+supervision      requests to end, the time to drain, failures that repeat
 progress_watch   find out whether the job has stalled
 memory_watch     lower limits of a trainer that ran out of memory
 guardian         run the driver and clean up after it

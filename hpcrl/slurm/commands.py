@@ -40,7 +40,7 @@ MAX_NODES = 100_000
 """The most nodes in one range of a node list: a longer range is garbage."""
 
 _LOST_ANSWERS = ("Socket timed out", "Unable to contact slurm controller", "Zero Bytes were transmitted")
-"""What sbatch prints when it has lost the connection; the controller may have taken the job."""
+"""The messages of an sbatch that has lost the connection; the controller may have taken the job."""
 _SETTINGS = ("SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
 """Variables with these prefixes act as options of a command."""
 

@@ -115,7 +115,7 @@ LINES = [
         ),
         "route",
         '"id": "lake/0/0", "domain": "lake", "prefill": null, "decode": "d", "reason": "home", "wait_s": 0.0, '
-        '"serve_s": 1.0, "is_home": true',
+        '"serve_s": 1.0, "is_home": true, "num_cached": 0',
     ),
     (
         SegmentScored(

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from hpcrl.campaign_dir.driver_lease import DriverLease
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
@@ -25,7 +26,8 @@ def driver(tmp_path):
     recipe, site = make_recipe("train.groups_per_step=4", 'train.flat_groups="drop"'), load_site("local")
     events = EventLog(campaign.events / "driver.jsonl", job=0, role="driver", worker="driver", node="n")
     place = WorkerPlace(campaign.job(0), "n")
-    return JobDriver(place=place, plan=make_plan(recipe, site), recipe=recipe, site=site, events=events)
+    lease = DriverLease(campaign.leases, 0)
+    return JobDriver(place=place, lease=lease, plan=make_plan(recipe, site), recipe=recipe, site=site, events=events)
 
 
 def test_a_trainer_that_learned_nothing_is_not_started_again(driver):
