@@ -385,6 +385,9 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     recompute: Literal["auto"] | bool = "auto"
     """With trainer "torch": layers keep only their inputs for the gradient, and compute the rest again; auto: where the
     plan finds that the micro-batches do not fit otherwise, and with sharding = "full" where it knows no sizes."""
+    offload: bool = False
+    """With sharding = "full": weights, gradients and moments are in host memory, from which each layer is copied to the
+    GPU when it computes, and the optimizer runs on the CPU."""
     learning_rate: Annotated[float, Meta(gt=0)]
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The decay of the learning rate from the end of the warm-up to the last step."""

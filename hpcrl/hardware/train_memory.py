@@ -47,6 +47,8 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     is_packed: bool = False
     """True with train.rows = "packed": attention has a mask."""
     lora_rank: int = 0
+    is_offloaded: bool = False
+    """True with train.offload: shards are in host memory while they do not compute."""
 
     @property
     def num_shards(self) -> int:
@@ -122,10 +124,11 @@ def estimate_rank_memory(shape: ModelArchitecture, setup: RankSetup, *, num_toke
     list_moments = _list_sharded_moments if setup.is_sharded else _list_whole_moments
     moments = list_moments(shape, setup, num_tokens)
     peak = max(moments, key=lambda moment: moment.total)
+    held = 0.0 if setup.is_offloaded else 1.0
     return RankMemory(
-        weights=BYTES_FP32 * trained + setup.weight_bytes * frozen,
-        gradients=BYTES_FP32 * trained,
-        optimizer=2 * BYTES_FP32 * trained,
+        weights=held * (BYTES_FP32 * trained + setup.weight_bytes * frozen),
+        gradients=held * BYTES_FP32 * trained,
+        optimizer=held * 2 * BYTES_FP32 * trained,
         buckets=BYTES_FP32 * trained * has_buckets,
         gathers=peak.gathers,
         activations=peak.activations,
@@ -311,10 +314,12 @@ class NodeMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The copies of weights and moments that are written to a checkpoint while training continues."""
     window: float
     """The shared memory of the versions of the weights that engines read."""
+    state: float
+    """The weights, gradients and moments of the ranks, with train.offload."""
 
     @property
     def total(self) -> float:
-        return self.processes + self.snapshot + self.window
+        return self.processes + self.snapshot + self.window + self.state
 
 
 def estimate_node_memory(
@@ -329,9 +334,11 @@ def estimate_node_memory(
     """
     share = num_ranks / setup.num_ranks if setup.is_sharded else 1.0
     saved = count_trained_params(shape, setup) * share * NUM_SAVED_PARTS
+    on_gpu = estimate_rank_memory(shape, msgspec.structs.replace(setup, is_offloaded=False), num_tokens=0)
     window = 0.0 if published_dtype is None else compute_window_bytes(shape.num_params, dtype=published_dtype)
     return NodeMemory(
         processes=float(num_ranks * RANK_PROCESS_BYTES),
         snapshot=BYTES_FP32 * saved,
         window=window * share,
+        state=num_ranks * (on_gpu.weights + on_gpu.gradients + on_gpu.optimizer) * setup.is_offloaded,
     )

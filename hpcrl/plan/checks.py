@@ -100,6 +100,11 @@ def _check_trainer(recipe: Recipe) -> None:
             f"train.moe_aux_coef = {train.moe_aux_coef:g} cannot act: the config.json of the model has no experts; "
             "remove it"
         )
+    if train.offload and (train.sharding == "none" or ranks == 1):
+        raise PlanError(
+            f'train.offload = true with train.sharding = "{train.sharding}" and resources.train.num_workers = {ranks}: '
+            'only shards are kept in host memory: set sharding = "full", and num_workers = 2 or more'
+        )
     batch = train.groups_per_step * recipe.rollout.group_size
     if recipe.has_rollouts and batch < (ranks // shared) * train.num_minibatches:
         raise PlanError(
@@ -315,7 +320,8 @@ def _find_top_p_conflict(recipe: Recipe) -> str | None:
 
 def find_megatron_conflict(train: TrainConfig) -> str | None:
     """Return the first setting that trainer "megatron" does not support, with a fix; None if there is none."""
-    plain: dict[str, Any] = {"rows": "padded", "lora_rank": 0, "recompute": "auto", "moe_aux_coef": 0.0}
+    plain: dict[str, Any] = {"rows": "padded", "lora_rank": 0, "recompute": "auto"}
+    plain |= {"moe_aux_coef": 0.0, "offload": False}
     for name, known in plain.items():
         if (seen := getattr(train, name)) != known:
             return f'train.{name} = {seen!r} is not supported by trainer "megatron": set it to {known!r}'

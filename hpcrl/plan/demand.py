@@ -93,6 +93,7 @@ def make_rank_setup(recipe: Recipe, *, has_recompute: bool) -> RankSetup:
         has_recompute=has_recompute,
         is_packed=train.rows == "packed",
         lora_rank=train.lora_rank,
+        is_offloaded=train.offload,
     )
 
 

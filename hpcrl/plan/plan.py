@@ -196,6 +196,8 @@ def _place_with_sharding(recipe: Recipe, site: Site) -> JobPlacement:
     if not is_open or recipe.resources.train.num_workers == 1:
         return place_roles(recipe, site)
     whole, sharded = (replace(recipe, train=replace(train, sharding=sharding)) for sharding in ("none", "full"))
+    if train.offload:
+        return place_roles(sharded, site)
     try:
         return place_roles(whole, site)
     except PlanError:

@@ -70,6 +70,8 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     node_processes_gib: float
     node_snapshot_gib: float
     node_window_gib: float
+    node_state_gib: float
+    """Weights, gradients and moments, with train.offload."""
     node_free_gib: float
     """Host memory of the node that nothing is reserved for."""
 
@@ -81,7 +83,7 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def node_gib(self) -> float:
         """The host memory that the trainer needs on each node."""
-        return self.node_processes_gib + self.node_snapshot_gib + self.node_window_gib
+        return self.node_processes_gib + self.node_snapshot_gib + self.node_window_gib + self.node_state_gib
 
     def describe(self) -> list[str]:
         """Describe what a GPU and a node hold, and what is left of them."""
@@ -96,13 +98,14 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
             "logits": self.logits_gib,
         }
         shown = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib >= 0.05)
+        state = f"weights, gradients and optimizer {self.node_state_gib:.0f}, " * (self.node_state_gib > 0)
         again = "layers are recomputed" if self.recompute else "all activations are kept"
         return [
             f"each GPU of the trainer ({self.gpu}) holds {self.gpu_gib:.1f} of {self.usable_gib:.0f} usable GiB: "
             f"{shown}",
             f"that is with {self.num_tokens} tokens in a micro-batch, and {again}; {self.free_gib:.1f} GiB are left, "
             f"and {self.most_tokens} tokens would fit",
-            f"each node of the trainer holds {self.node_gib:.0f} GiB: processes {self.node_processes_gib:.0f}, "
+            f"each node of the trainer holds {self.node_gib:.0f} GiB: {state}processes {self.node_processes_gib:.0f}, "
             f"snapshot of a checkpoint {self.node_snapshot_gib:.0f}, weight window {self.node_window_gib:.0f}; "
             f"{self.node_free_gib:.0f} GiB are left",
         ]
@@ -150,6 +153,7 @@ def find_trainer_memory(recipe: Recipe, choice: PartitionChoice | None, site: Si
         node_processes_gib=_to_gib(node.processes),
         node_snapshot_gib=_to_gib(node.snapshot),
         node_window_gib=_to_gib(node.window),
+        node_state_gib=_to_gib(node.state),
         node_free_gib=_to_gib(site.partitions[choice.partition].mem_gib_per_node * GIB - node.total),
     )
 
@@ -176,6 +180,13 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
         f"activations and logits of {num_tokens} tokens": need.memory.activations + need.memory.logits,
     }
     advice = _list_advice(recipe, shape, num_bytes=usable, num_tokens=num_tokens)
+    if not recipe.train.offload and recipe.resources.train.num_workers > 1:
+        settings = ({"train.sharding": "full"} if recipe.train.sharding == "none" else {}) | {"train.offload": True}
+        changed = _change_recipe(recipe, settings)
+        node = estimate_trainer_node(changed, num_ranks=choice.workers_per_node)
+        fits = _compute_need(changed, shape, num_bytes=usable, num_tokens=num_tokens).total <= usable
+        if fits and node is not None and node.total <= site.partitions[choice.partition].mem_gib_per_node * GIB:
+            advice.append(_show_settings(settings))
     return (
         f"a train worker needs {need.total / GIB:.0f} GiB ({_show_parts(parts)}) and has {usable / GIB:.0f} GiB on a "
         f"GPU of type {gpu} ({choice.partition}): {', or '.join(advice)}"
@@ -402,7 +413,8 @@ def _change_recipe(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
 
 def _show_settings(settings: dict[str, Any]) -> str:
     shown = (
-        f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}" for name, value in settings.items()
+        f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {str(value).lower()}"
+        for name, value in settings.items()
     )
     return f"set {' and '.join(shown)}"
 

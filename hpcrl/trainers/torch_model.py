@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -78,11 +78,13 @@ class TrainedModel:
             recompute_layers(self._called)
         if is_sharded:
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if has_bf16 else MixedPrecisionPolicy()
-            _shard_module(self._called, world=world, policy=policy)
+            _shard_module(self._called, world=world, policy=policy, is_offloaded=train.offload)
         if fill is None:
             self._called.to(world.device)
         else:
-            fill(self._called, world.device)
+            fill(self._called, torch.device("cpu") if train.offload else world.device)
+        if train.offload:
+            _move_buffers(self._called, world.device)
         fill_adapters(self._adapters)
         self._distributed_module: Any = self._called
         if world.size > 1 and not is_sharded:
@@ -186,7 +188,7 @@ class TrainedModel:
             if not with_moments:
                 continue
             state = self.optimizer.state[parameter]
-            state["step"] = torch.zeros((), device=self.world.device)
+            state["step"] = torch.zeros((), device=parameter.device)
             yield make_whole_shard(name, state["step"], part="step")
             for part in MOMENT_PARTS:
                 state[part] = torch.zeros_like(parameter.detach())
@@ -206,16 +208,25 @@ def choose_frozen_dtype(train: TrainConfig, world: World) -> torch.dtype:
     return torch.bfloat16 if _has_bf16(train, world) else torch.float32
 
 
-def _shard_module(called: torch.nn.Module, *, world: World, policy: MixedPrecisionPolicy) -> None:
+def _shard_module(
+    called: torch.nn.Module, *, world: World, policy: MixedPrecisionPolicy, is_offloaded: bool = False
+) -> None:
     """Shard a model over all ranks; a layer, the embeddings and the head are whole only while they compute."""
     mesh = init_device_mesh(world.device.type, (world.size,))
-    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if is_offloaded else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
     for layer in _list_layers(called):
         shard(layer)
     if isinstance(called, TokenModel):
         for part in called.list_outer_layers():
             shard(part)
     shard(called)
+
+
+def _move_buffers(called: torch.nn.Module, device: torch.device) -> None:
+    for module in called.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def recompute_layers(called: torch.nn.Module) -> None:

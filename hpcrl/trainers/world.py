@@ -109,7 +109,7 @@ def join_world(meeting_file: Path, *, environ: Mapping[str, str] = os.environ) -
         return World(device=device)
     store = _open_store(meeting_file, size, environ) if rank == 0 else _connect_store(meeting_file, size)
     dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
+        backend="cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo",  # gloo for gradients in host memory
         store=store,
         rank=rank,
         world_size=size,

@@ -136,6 +136,14 @@ def test_a_node_holds_its_share_of_a_snapshot_and_of_two_versions() -> None:
     assert (whole.snapshot, whole.window) == (12 * shape.num_params, 0)
 
 
+def test_offloaded_state_moves_from_the_gpus_to_the_nodes() -> None:
+    shape, setup = read_architecture(QWEN3_8B), msgspec.structs.replace(SHARDED, is_offloaded=True)
+    before, after = (estimate_rank_memory(shape, each, num_tokens=4096) for each in (SHARDED, setup))
+    assert (after.state, before.total - after.total) == (0, before.state)
+    node, plain = (estimate_node_memory(shape, each, num_ranks=4, published_dtype=None) for each in (setup, SHARDED))
+    assert node.total - plain.total == 4 * before.state
+
+
 @pytest.fixture(scope="module")
 def fresh_process() -> Iterator[ProcessPoolExecutor]:
     """Yield a fresh process: other tests of this one may have left a process group."""

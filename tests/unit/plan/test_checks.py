@@ -20,7 +20,7 @@ ACT_ALONE = {
 CHECKED_ELSEWHERE = {
     *("ratio", "surrogate", "clip_low", "clip_high", "dual_clip"),  # where the clipped ratio is exactly 1
     *("kl", "kl_in", "flat_groups", "overlong", "response_budget"),
-    *("sharding", "tensor_parallel", "pipeline_parallel"),  # by the ranks and the trainer
+    *("sharding", "tensor_parallel", "pipeline_parallel", "offload"),  # by the ranks and the trainer
     "moe_aux_coef",  # by the model
 }
 IDLE = {
@@ -135,6 +135,7 @@ IMITATION_ACTS = {
         "warmup_steps",
         "precision",
         "recompute",
+        "offload",
         "rows",
         "tokens_per_micro_batch",
         "max_row_tokens",

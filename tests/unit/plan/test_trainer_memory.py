@@ -151,6 +151,13 @@ def test_layers_are_recomputed_only_where_it_is_needed_or_asked_for() -> None:
         ((*BF16_SHARDS, SIXTEEN, "engine.max_model_len=200000"), "engine.max_model_len"),
         ((SIXTEEN, "train.precision=fp32", "train.tokens_per_micro_batch=65536"), "train.precision"),
         (("train.lora_rank=8", "train.recompute=false"), "train.recompute"),
+        (
+            (
+                *("resources.train.num_workers=2", "model.config.num_hidden_layers=24", "train.precision=bf16"),
+                "train.tokens_per_micro_batch=65536",
+            ),
+            "train.offload",
+        ),
     ],
 )
 def test_what_cannot_fit_is_refused_with_a_change_after_which_it_fits(settings: tuple[str, ...], change: str) -> None:

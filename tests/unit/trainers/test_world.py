@@ -15,6 +15,9 @@ VARIANTS = {
 }
 
 
+OFFLOADED = {"sharding": "full", "offload": True}
+
+
 def flat(result):
     """List all numbers of a training run."""
     lists = [result[name] for name in ("loss", "grad_norm", "entropy", "num_tokens")]
@@ -42,10 +45,8 @@ def test_two_ranks_give_the_numbers_of_one(model_dir, alone, sharding):
             assert flat(mine) == pytest.approx(flat(expected), rel=RELATIVE, abs=1e-6)
 
 
-def test_a_sharded_checkpoint_is_resumed_by_one_rank(model_dir, alone, tmp_path):
-    run_ranks(
-        2, "tests.support.learners:train_torch", model_dir, {"sharding": "full"}, None, str(tmp_path / "two"), 1, 2
-    )
+def test_a_sharded_checkpoint_of_weights_in_host_memory_is_resumed_by_one_rank(model_dir, alone, tmp_path):
+    run_ranks(2, "tests.support.learners:train_torch", model_dir, OFFLOADED, None, str(tmp_path / "two"), 1, 2)
     resumed = train_torch(SINGLE_RANK, model_dir, {}, load_from=tmp_path / "two", first=3, last=5)
     expected = alone[0]
     assert resumed["loss"] == pytest.approx(expected["loss"][2:], rel=RELATIVE)
