@@ -26,6 +26,8 @@ from hpcrl.config.toml import suggest_name
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError, HpcrlError
 from hpcrl.hardware.architecture import read_rope_factor
+from hpcrl.models.weight_headers import check_weight_files
+from hpcrl.plan.checks import check_lengths
 from hpcrl.system.files import read_json
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ def check_model(recipe: Recipe) -> None:
     path, max_model_len = Path(recipe.model.path), recipe.engine.max_model_len
     fields = _read_config("model.path", path).fields
     context_length = read_context_length(path, max_model_len=None if _knows_context(fields) else max_model_len)
-    _check_lengths(recipe, context_length * read_rope_factor(fields))
+    check_lengths(recipe, context_length * read_rope_factor(fields))
     _check_architecture(recipe, fields)
     template = load_chat_template(path, recipe.model)
     _check_template_kwargs(recipe.model.chat_template_kwargs, list_variables(template.text), source=template.source)
@@ -118,22 +120,6 @@ def _check_template_kwargs(
 
 def _knows_context(fields: Mapping[str, Any]) -> bool:
     return fields.get("max_position_embeddings") is not None
-
-
-def _check_lengths(recipe: Recipe, context_length: float) -> None:
-    """Raise ConfigError for lengths in tokens that are beyond the model's context."""
-    limit = recipe.engine.max_model_len
-    if limit is not None and limit > context_length:
-        why = f"the model's context has {context_length:.0f} tokens: lower it, or leave it out"
-        raise ConfigError(f"engine.max_model_len = {limit}: {why}")
-    for domain_name, domain in recipe.domains.items():
-        name = "rollout.max_new_tokens" if domain.max_new_tokens is None else f"domains.{domain_name}.max_new_tokens"
-        num_tokens = domain.max_new_tokens or recipe.rollout.max_new_tokens
-        if num_tokens > (limit or context_length):
-            raise ConfigError(
-                f"{name} = {num_tokens}: prompt and answer together have {limit or context_length:.0f} tokens at most, "
-                "by the model and engine.max_model_len: lower it"
-            )
 
 
 def _check_further_model(recipe: Recipe, setting: str, path: Path) -> None:
@@ -257,6 +243,7 @@ def _check_loading(setting: str, path: Path) -> None:
     """Check that transformers loads the model as a causal language model, from weights that can be trained."""
     from hpcrl.models.model_config import QUANTISED_ADVICE
 
+    check_weight_files(setting, path)
     config = read_json(path / "config.json")
     if config.get("quantization_config"):
         method = dict(config["quantization_config"]).get("quant_method", "unknown")

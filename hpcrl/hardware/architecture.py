@@ -184,16 +184,19 @@ def select_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def read_max_context(config: Mapping[str, Any]) -> int | None:
     """Return the most tokens that a context may have by the fields of a config.json; None if it is not there."""
     length = select_fields(config).get("max_position_embeddings")
-    return int(length * read_rope_factor(config)) if isinstance(length, int) else None
+    return round(length * read_rope_factor(config)) if isinstance(length, int) else None
 
 
 def read_rope_factor(config: Mapping[str, Any]) -> float:
-    """Return by how much an engine may stretch the context; only these forms do not count it in that already."""
+    """Return by how much an engine may stretch the context; other forms count it in max_position_embeddings."""
     fields = select_fields(config)
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(rope, Mapping) or (rope.get("rope_type") or rope.get("type")) not in _STRETCHED_ROPES:
         return 1.0
-    return max(float(rope.get("factor") or 1.0), 1.0)
+    factor, trained = float(rope.get("factor") or 1.0), rope.get("original_max_position_embeddings")
+    if isinstance(trained, int):  # some models count the factor in max_position_embeddings already, others do not
+        factor *= trained / fields.get("max_position_embeddings", trained)
+    return max(factor, 1.0)
 
 
 def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:

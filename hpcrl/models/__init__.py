@@ -7,6 +7,7 @@ conversation_data  conversations to train on, checked without a model
 call_form       a tool call as text
 message_form    what a template accepts of messages, found out by rendering
 model_config    config.json: context, vocabulary, shape
+weight_headers    whether the files of the weights are there, and whole
 tiny            a tiny model that learns in seconds
 tiny_vocabulary  its tokens, without torch
 """

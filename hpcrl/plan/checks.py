@@ -1,6 +1,7 @@
 """Check that a recipe is consistent. Pure.
 
 check_recipe             raise a PlanError for the first conflict, with a fix
+check_lengths            the same for lengths beyond a model's context
 find_megatron_conflict   the first setting that trainer "megatron" does not support
 """
 
@@ -34,7 +35,7 @@ from hpcrl.config.recipe import (
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
-from hpcrl.hardware.architecture import read_architecture, read_max_context
+from hpcrl.hardware.architecture import ModelArchitecture, read_architecture, read_max_context
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 
 JUDGE_REWARD = "hpcrl.envs.judge:judge"
@@ -51,6 +52,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_imitation(recipe)
     _check_rollout(recipe)
     _check_router(recipe)
+    _check_model(recipe)
     _check_engine(recipe)
     _check_trainer(recipe)
     _check_published_dtype(recipe)
@@ -71,6 +73,42 @@ def _check_resources(recipe: Recipe) -> None:
             raise PlanError(
                 f"{name_role_resources(role)} asks for {resources.gpus_per_worker} GPUs a worker with affinity = "
                 '"cpu": choose affinity = "compute" or "bandwidth", or gpus_per_worker = 0'
+            )
+
+
+def _check_model(recipe: Recipe) -> None:
+    """Check the sizes of the model that are known: its heads, and the lengths that it reads."""
+    shape, context_length = recipe.model.architecture, read_max_context(recipe.model.config)
+    if context_length is not None:
+        check_lengths(recipe, context_length)
+    if shape is None or not recipe.model.config or shape.kv_rank:
+        return
+    sizes = f"num_attention_heads = {shape.num_heads}"
+    if shape.num_heads % shape.num_kv_heads:
+        raise PlanError(
+            f"the config.json of the model has {sizes}, no multiple of num_key_value_heads = {shape.num_kv_heads}: "
+            "choose another model, or correct model.config"
+        )
+    if shape.hidden_size % shape.num_heads and "head_dim" not in recipe.model.config:
+        raise PlanError(
+            f"the config.json of the model has {sizes}, which do not divide hidden_size = {shape.hidden_size}, and no "
+            "head_dim: choose another model, or correct model.config"
+        )
+
+
+def check_lengths(recipe: Recipe, context_length: float) -> None:
+    """Raise PlanError for lengths in tokens that are beyond the model's context."""
+    limit = recipe.engine.max_model_len
+    if limit is not None and limit > context_length:
+        why = f"the model's context has {context_length:.0f} tokens: lower it, or leave it out"
+        raise PlanError(f"engine.max_model_len = {limit}: {why}")
+    for domain_name, domain in recipe.domains.items():
+        name = "rollout.max_new_tokens" if domain.max_new_tokens is None else f"domains.{domain_name}.max_new_tokens"
+        num_tokens = domain.max_new_tokens or recipe.rollout.max_new_tokens
+        if num_tokens > (limit or context_length):
+            raise PlanError(
+                f"{name} = {num_tokens}: prompt and answer together have {limit or context_length:.0f} tokens at most, "
+                "by the model and engine.max_model_len: lower it"
             )
 
 
@@ -657,6 +695,20 @@ def _check_engine_of(
                 f"{model_table}tiny.num_heads = {tiny.num_heads} cannot be divided among the {per_stage} GPUs of a "
                 f"{role} worker's stage: lower {table}.gpus_per_worker"
             )
+        shape = model.architecture if model.config else None
+        if engine.backend == "vllm" and shape is not None and not _divides_heads(shape, per_stage):
+            raise PlanError(
+                f"{model_table}config has {shape.num_heads} attention heads and {shape.num_kv_heads} KV heads, which "
+                f"cannot be divided among the {per_stage} GPUs of a {role} worker's stage: set {table}.gpus_per_worker "
+                f"to a number that divides both, times {prefix}engine.pipeline_parallel"
+            )
+
+
+def _divides_heads(shape: ModelArchitecture, num_gpus: int) -> bool:
+    """Return whether vLLM divides the heads among GPUs; it copies KV heads where there are more GPUs."""
+    num_kv_heads = shape.num_kv_heads
+    is_even = not (num_kv_heads % num_gpus and num_gpus % num_kv_heads)
+    return not shape.num_heads % num_gpus and (is_even or bool(shape.kv_rank))
 
 
 def _check_parser(setting: str, name: str, names: Collection[str]) -> None:

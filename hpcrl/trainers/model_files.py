@@ -25,6 +25,7 @@ from unittest.mock import patch
 
 import msgspec
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
@@ -40,17 +41,16 @@ from transformers.core_model_loading import (
 
 from hpcrl.errors import TrainError
 from hpcrl.models.model_config import QUANTISED_ADVICE
+from hpcrl.models.weight_headers import INDEX_FILE, SINGLE_FILE
 from hpcrl.trainers.state import list_local_shards
 from hpcrl.weights.layout import ROUNDED_DTYPES, TensorShard
 from hpcrl.weights.tensor_file import DTYPE_CODES
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 IGNORED_NAMES = (r"rotary_emb\.inv_freq",)
 """Tensors in files of older versions, which models compute themselves."""
 ROUNDED_CODES = tuple(DTYPE_CODES[dtype] for dtype in ROUNDED_DTYPES)
 """safetensors' names of the types of fewer bits."""
-_LOAD_ERRORS = (OSError, ValueError, SafetensorError)
+_LOAD_ERRORS = (OSError, ValueError, SafetensorError, StrictDataclassError)
 
 
 class StoredTensor(NamedTuple):
@@ -84,6 +84,8 @@ class ModelSource:
     stored: dict[str, list[StoredTensor]] | None
     zeros: frozenset[str] = frozenset()
     """The names of parameters that are in no file and start at zero."""
+    copies: dict[str, list[StoredTensor]] = field(default_factory=dict)
+    """Stored tensors that must equal the tensor of this name, since the model has one for both."""
     _owners: dict[str, tuple[torch.nn.Module, str]] = field(init=False)
     """The module and attribute of each tensor: they stay when adapters and shards change names."""
 
@@ -122,6 +124,9 @@ class ModelSource:
                 getattr(module, attribute).zero_()
             for path, reads in sorted(wanted.items()):
                 _read_file(path, reads)
+            for name, stored_tensors in self.copies.items():
+                module, attribute = self._owners[name]
+                _check_copies(name, getattr(module, attribute), stored_tensors)
 
 
 def open_causal(model_dir: Path, *, dtype: torch.dtype = torch.float32) -> ModelSource:
@@ -188,8 +193,9 @@ def _open_model(model_dir: Path, model_class: Any, *, dtype: torch.dtype, **opti
         module = make_empty(config, model_class, dtype=dtype)
         stored = _match_tensors(module, files)
         if stored is not None:
+            copies = _take_copies(module, stored)
             zeros = _check_complete(module, stored, files, model_dir)
-            return ModelSource(module, stored, zeros)
+            return ModelSource(module, stored, zeros, copies)
     return ModelSource(_load_whole(model_dir, model_class, dtype=dtype, **options), None)
 
 
@@ -297,6 +303,25 @@ def _stack_experts(target: str, name_lists: list[list[str]], files: _WeightFiles
             found.append(StoredTensor(files.file_of[name], name, place, files.dtypes[name]))
         offset += num_rows
     return found
+
+
+def _take_copies(module: Any, stored: dict[str, list[StoredTensor]]) -> dict[str, list[StoredTensor]]:
+    """Take out of `stored` the tensors that the model shares with another, by the names of those others."""
+    tied = getattr(module, "all_tied_weights_keys", {})
+    return {tied[name]: stored.pop(name) for name in stored.keys() & tied.keys() if tied[name] in stored}
+
+
+def _check_copies(name: str, tensor: Tensor, stored_tensors: list[StoredTensor]) -> None:
+    """Refuse a stored tensor that differs from the one in its place, as far as this rank holds that."""
+    for shard in list_local_shards(name, tensor, part=""):
+        for stored in stored_tensors:
+            own, found = shard.tensor.detach(), shard.tensor.detach().clone()
+            _read_file(stored.file, [(stored, shard.shard, found)])
+            if not torch.equal(own, found):
+                raise TrainError(
+                    f"{stored.file} has a {stored.name!r} that differs from {name!r}, and tie_word_embeddings in "
+                    "config.json makes them one: set it to false there, or use files and config.json of one model"
+                )
 
 
 def _check_complete(

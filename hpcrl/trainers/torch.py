@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hpcrl.config.pipeline import needs_critic
 from hpcrl.config.recipe import TrainConfig
+from hpcrl.hardware.architecture import read_max_context
 from hpcrl.learn.batch import MicroBatch, empty_micro_batch
 from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import load_update
@@ -122,8 +123,8 @@ class TorchTrainer:
 
     @property
     def max_length(self) -> int:
-        """The positions that the model can read."""
-        return int(self._config.max_position_embeddings)
+        """The positions that the model can read, stretched as its engines stretch them."""
+        return read_max_context(self._config.to_dict()) or int(self._config.max_position_embeddings)
 
     def train_step(
         self, trajectories: Sequence[Trajectory], *, step: int, version: int, train: TrainConfig | None = None

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hpcrl.campaign import lifecycle
 from hpcrl.campaign.model_check import check_model
 from hpcrl.errors import ConfigError, HpcrlError, PlanError
+from hpcrl.models.weight_headers import INDEX_FILE
 from hpcrl.testing.model_templates import FAMILIES, save_family
 
 NEVER_ENDS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -125,6 +127,28 @@ def test_parallelism_that_does_not_divide_the_model_is_refused(model: Path, home
     parallel = ("train.pipeline_parallel=2", "resources.train.num_workers=2")
     with pytest.raises(HpcrlError, match=r"train\.pipeline_parallel = 2"):
         check_model(request_of(model, 'train.trainer="megatron"', *parallel).recipe)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda file: file.unlink(), "model-1.safetensors cannot be read: No such file"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-5]), r"has \d+ bytes, and \d+ by its header"),
+        (lambda file: file.write_bytes(b"version https://git-lfs"), "has 23 bytes and no header"),
+        (lambda file: (file.parent / INDEX_FILE).write_text("{"), f"{INDEX_FILE} cannot be read"),
+    ],
+)
+def test_weights_that_are_absent_or_cut_are_refused_before_the_queue(
+    model: Path, home: Path, change: Callable[[Path], object], problem: str
+) -> None:
+    file, header = model / "model-1.safetensors", b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": file.name}}))
+    check_model(request_of(model).recipe)
+    change(file)
+    with pytest.raises(ConfigError, match=problem) as refused:
+        check_model(request_of(model).recipe)
+    assert "download" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.hardware.architecture import guess_architecture, read_architecture
+from hpcrl.hardware.architecture import guess_architecture, read_architecture, read_max_context
 
 DENSE = {"num_hidden_layers": 2, "vocab_size": 1000}
 """Fewer layers and tokens than published, so that each model is made in a moment."""
@@ -131,3 +131,18 @@ def test_an_unknown_family_is_counted_and_known_to_be_an_estimate() -> None:
 @pytest.mark.parametrize("num_params", [1_000_000, 8_200_000_000, 70_000_000_000, 10**12])
 def test_a_guessed_model_has_the_given_number_of_weights(num_params: int) -> None:
     assert guess_architecture(num_params).num_params == pytest.approx(num_params, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("length", "rope", "expected"),
+    [
+        (40960, {}, 40960),
+        (40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        (163840, {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}, 163840),
+        (4096, {"rope_type": "linear", "factor": 2.0}, 8192),
+        (131072, {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 131072),
+    ],
+    ids=["plain", "Qwen3", "DeepSeek-V3", "linear", "Llama-3.1"],
+)
+def test_the_context_is_stretched_by_rope_scaling_once(length: int, rope: dict[str, Any], expected: int) -> None:
+    assert read_max_context({"max_position_embeddings": length, "rope_scaling": rope}) == expected

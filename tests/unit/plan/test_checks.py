@@ -216,3 +216,37 @@ def test_weights_that_would_be_rounded_twice_are_refused() -> None:
         *twice
     )
     assert plan_recipe(*twice[:2], 'train.publish_dtype="float16"')
+
+
+MODEL = (
+    *("model.config.model_type=qwen3", "model.config.hidden_size=256", "model.config.intermediate_size=512"),
+    *("model.config.num_hidden_layers=2", "model.config.num_attention_heads=8", "model.config.num_key_value_heads=4"),
+    *("model.config.vocab_size=1000", "model.config.max_position_embeddings=4096"),
+)
+VLLM = ("engine.backend=vllm", "model.tiny.num_heads=24", "model.tiny.hidden_size=96")
+YARN = ("model.config.rope_scaling.rope_type=yarn", "model.config.rope_scaling.factor=2.0")
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (("model.config.num_key_value_heads=3",), "no multiple of num_key_value_heads = 3"),
+        (("model.config.num_attention_heads=12",), "do not divide hidden_size = 256"),
+        (("engine.max_model_len=5000",), "engine.max_model_len = 5000: the model's context has 4096 tokens"),
+        (("engine.max_model_len=8193", *YARN), "engine.max_model_len = 8193: the model's context has 8192 tokens"),
+        (("rollout.max_new_tokens=5000",), "rollout.max_new_tokens = 5000: prompt and answer together have 4096"),
+        ((*VLLM, "resources.decode.gpus_per_worker=3"), "8 attention heads and 4 KV heads, which cannot be divided"),
+    ],
+)
+def test_a_model_whose_config_does_not_fit_the_recipe_is_refused(settings: tuple[str, ...], problem: str) -> None:
+    check_recipe(make_recipe(*MODEL))
+    with pytest.raises(PlanError) as refused:
+        check_recipe(make_recipe(*MODEL, *settings))
+    assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings", [("engine.max_model_len=8192", *YARN), (*VLLM, "resources.decode.gpus_per_worker=8")]
+)
+def test_a_stretched_context_and_copied_kv_heads_are_accepted(settings: tuple[str, ...]) -> None:
+    check_recipe(make_recipe(*MODEL, *settings))

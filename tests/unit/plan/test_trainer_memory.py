@@ -29,6 +29,7 @@ ENGINES = (
     *("resources.decode.gpus_per_worker=4", "resources.decode.mem_gib_per_worker=16"),
     *("resources.train.num_workers=128", "train.groups_per_step=64", "model.tiny.num_heads=4"),
 )
+LONG = "model.config.max_position_embeddings=262144"
 DEFAULT_TOKENS = "train.tokens_per_micro_batch=16384"
 
 
@@ -102,7 +103,7 @@ def test_the_refusal_of_a_model_that_does_not_fit_even_sharded_asks_for_more_ran
     ("settings", "num_tokens"),
     [
         ((), 65536),
-        (("engine.max_model_len=70000",), 70000),
+        (("engine.max_model_len=70000", LONG), 70000),
         (("resources.train.num_workers=3", "engine.max_model_len=4096"), 53248),
         (("train.rows=packed", "engine.max_model_len=20000"), 20000),
         (("train.tokens_per_micro_batch=8192",), 8192),
@@ -148,7 +149,7 @@ def test_layers_are_recomputed_only_where_it_is_needed_or_asked_for() -> None:
         (("resources.train.num_workers=1",), "resources.train.num_workers"),
         ((*BF16_SHARDS, SIXTEEN, "train.recompute=false"), "train.recompute"),
         ((*BF16_SHARDS, SIXTEEN, "train.tokens_per_micro_batch=200000"), "train.tokens_per_micro_batch"),
-        ((*BF16_SHARDS, SIXTEEN, "engine.max_model_len=200000"), "engine.max_model_len"),
+        ((*BF16_SHARDS, SIXTEEN, LONG, "engine.max_model_len=200000"), "engine.max_model_len"),
         ((SIXTEEN, "train.precision=fp32", "train.tokens_per_micro_batch=65536"), "train.precision"),
         (("train.lora_rank=8", "train.recompute=false"), "train.recompute"),
         (
@@ -167,6 +168,13 @@ def test_what_cannot_fit_is_refused_with_a_change_after_which_it_fits(settings: 
     for advice in changes:
         changed = [setting.replace(" ", "") for setting in advice.removeprefix("set ").split(" and ")]
         assert find_memory(*settings, *changed).free_gib >= 0
+
+
+def test_gpus_smaller_than_one_layer_are_refused_whatever_the_number_of_ranks() -> None:
+    layer = ("model.config.hidden_size=32768", "model.config.intermediate_size=131072", "model.config.vocab_size=32000")
+    message = refuse(*layer, "model.config.num_hidden_layers=1", *ENGINES)
+    assert "for layers that are gathered or copied" in message
+    assert message.endswith(": choose a partition whose GPUs have more memory, or a smaller model")
 
 
 def test_a_refusal_names_what_the_memory_would_be_for() -> None:
@@ -207,7 +215,7 @@ def test_the_longest_row_that_fits_is_that_of_layers_as_they_are_computed() -> N
 
 
 def test_a_limit_of_rows_makes_room_for_what_would_not_fit() -> None:
-    settings = (*BF16_SHARDS, SIXTEEN, DEFAULT_TOKENS, "engine.max_model_len=200000")
+    settings = (*BF16_SHARDS, SIXTEEN, LONG, DEFAULT_TOKENS, "engine.max_model_len=200000")
     refuse(*settings)
     memory = find_memory(*settings, "train.max_row_tokens=32768")
     assert memory.num_tokens == 32768

@@ -128,6 +128,25 @@ def test_untied_embeddings_without_a_head_and_quantised_weights_are_refused(tmp_
     assert "holds quantised weights" in refuse(tmp_path)
 
 
+def test_a_stored_head_must_equal_the_embeddings_it_is_tied_to(tmp_path):
+    save_model(tmp_path, "qwen3", tie_word_embeddings=True)
+    tensors = remove_index(tmp_path)
+    path, embeddings = tmp_path / "model.safetensors", tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embeddings.clone()}, path)
+    fill(open_causal(tmp_path))
+    save_file(tensors | {"lm_head.weight": embeddings + 1}, path)
+    source = open_causal(tmp_path)
+    with pytest.raises(TrainError, match=r"'lm_head\.weight' that differs from 'model\.embed_tokens\.weight'"):
+        source.fill(source.module, torch.device("cpu"))
+
+
+def test_heads_that_do_not_divide_the_hidden_size_are_refused_without_a_traceback(tmp_path):
+    save_model(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_bytes()) | {"num_attention_heads": 3, "head_dim": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "cannot be loaded" in refuse(tmp_path)
+
+
 def load_shards(world, directories):
     """Load each model over the ranks; return whether all weights are those of transformers, and the share held."""
     results = []

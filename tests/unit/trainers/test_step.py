@@ -1,5 +1,6 @@
 """A training step: the order of its nodes as it is described, and the learning rate over the steps of a campaign."""
 
+import json
 import math
 import re
 
@@ -10,6 +11,10 @@ from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.pipeline import RUNNERS
 from hpcrl.trainers import step as step_module
 from hpcrl.trainers.nodes import compute_learning_rate
+from hpcrl.trainers.torch import TorchTrainer
+from tests.support.learners import CONTEXT, make_model, settings
+
+STRETCHED_ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 
 
 def rates(**changed):
@@ -60,3 +65,10 @@ def test_the_module_lists_no_node_that_no_recipe_has():
         if node.role in TRAINER_ROLES
     }
     assert {name for names in listed for name in names.split(", ")} == known
+
+
+def test_rows_are_trained_up_to_the_context_that_engines_stretch(tmp_path):
+    path = make_model(tmp_path / "model") / "config.json"
+    config = json.loads(path.read_bytes())
+    path.write_text(json.dumps(config | {"rope_parameters": STRETCHED_ROPE}))
+    assert TorchTrainer(path.parent, settings()).max_length == 2 * CONTEXT
