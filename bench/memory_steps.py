@@ -109,8 +109,9 @@ def make_model(fields: dict[str, Any], setup: RankSetup, *, world: "World", is_r
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from hpcrl.models.weight_files import make_empty
     from hpcrl.testing.fake_steps import make_settings
-    from hpcrl.trainers.model_files import ModelSource, make_empty
+    from hpcrl.trainers.model_files import ModelSource
     from hpcrl.trainers.token_model import TokenModel
     from hpcrl.trainers.torch_model import TrainedModel
 

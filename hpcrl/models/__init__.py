@@ -8,6 +8,7 @@ call_form       a tool call as text
 message_form    what a template accepts of messages, found out by rendering
 model_config    config.json: context, vocabulary, shape
 weight_headers    whether the files of the weights are there, and whole
+weight_files    their tensors, and the model's tensors that they make up
 tiny            a tiny model that learns in seconds
 tiny_vocabulary  its tokens, without torch
 """

@@ -31,8 +31,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.hardware.train_memory import RankSetup
 from hpcrl.learn.batch import MicroBatch
+from hpcrl.models.weight_files import make_empty
 from hpcrl.trainers.adapters import add_adapters
-from hpcrl.trainers.model_files import ModelSource, make_empty
+from hpcrl.trainers.model_files import ModelSource
 from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
 from hpcrl.trainers.torch_model import TrainedModel, choose_frozen_dtype
 from hpcrl.trainers.world import World

@@ -7,6 +7,7 @@
     list_base_weights  the weights beside the adapters
     MergedWeight       a weight or a shard of it with its adapter, added when the weight is copied
     gather_merged      a whole weight with its adapter
+    gather_whole       one without
     MergedTensors      the weights of a model, each merged when it is read
     ADAPTER_PREFIX     the prefix of adapters in checkpoints
 
@@ -15,6 +16,7 @@ Engines never see them: published and exported weights are merged, and no more t
 Legend: I inputs of a layer, O its outputs, R rank of the adapters
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +28,7 @@ from torch.nn import functional
 
 from hpcrl.errors import TrainError
 from hpcrl.trainers.state import list_local_shards
+from hpcrl.weights.stored_tensors import list_model_tensors
 
 ADAPTER_PREFIX = "lora."
 """The prefix of adapter names in checkpoints."""
@@ -103,14 +106,14 @@ def without_adapters(adapters: Mapping[str, LayerAdapter]) -> Iterator[None]:
 
 
 def list_base_weights(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the weights by the names of the model directory, without adapters; a tied one has its first name."""
-    return {name: parameter.detach() for name, parameter in module.named_parameters() if f".{_ATTRIBUTE}." not in name}
+    """Return the weights by their names in the module, without adapters; a tied one has its first name."""
+    return {name: tensor for name, tensor in list_model_tensors(module).items() if f".{_ATTRIBUTE}." not in name}
 
 
 class MergedWeight:
     """A frozen weight, or a rank's shard of it, to which its adapter is added in float32 when it is read.
 
-    It has what publishing asks of a tensor: its type, its shape and `detach`.
+    It has what publishing asks of a tensor: its type, its shape, its parts and `detach`.
     """
 
     dtype = torch.float32
@@ -123,7 +126,17 @@ class MergedWeight:
         self._scale = 1.0
         if adapter is not None:  # layers are divided by rows, so the rows of `up` are those of the weight
             self._up_OR, self._scale = _find_local(adapter.up_OR.detach()), adapter.scale
-            self._down_RI = _gather_whole(adapter.down_RI.detach())
+            self._down_RI = gather_whole(adapter.down_RI.detach())
+
+    def __getitem__(self, index: tuple[int | slice, ...]) -> "MergedWeight":
+        """Return a part of it, which is merged alone; only a weight with rows and columns has an adapter."""
+        part = copy.copy(self)
+        part._weight = self._weight[index]
+        part.shape = part._weight.shape
+        if self._up_OR is not None and self._down_RI is not None:
+            rows, columns = index
+            part._up_OR, part._down_RI = self._up_OR[rows], self._down_RI[:, columns]
+        return part
 
     def detach(self) -> Tensor:
         """Return the weight with its adapter."""
@@ -163,5 +176,6 @@ def _find_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _gather_whole(tensor: Tensor) -> Tensor:
+def gather_whole(tensor: Tensor) -> Tensor:
+    """Return a whole tensor on every rank; if it is sharded, all must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

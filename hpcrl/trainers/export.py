@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.published_dtype import read_stored_dtype
 from hpcrl.errors import HpcrlError, TrainError
 from hpcrl.models.model_config import read_model_config
+from hpcrl.models.weight_files import open_weight_files
 from hpcrl.plan.records import read_recipe
 from hpcrl.system.files import staged_path
 from hpcrl.trainers import checkpoint
@@ -28,11 +29,16 @@ from hpcrl.trainers.adapters import (
     list_base_weights,
 )
 from hpcrl.trainers.critic import CRITIC_PREFIX
+from hpcrl.trainers.model_files import open_causal
 from hpcrl.trainers.state import WEIGHT_PART, fill_shards, make_whole_shard, read_whole_shapes, read_whole_tensors
-from hpcrl.trainers.torch_model import load_causal
+from hpcrl.weights.stored_tensors import split_tensors
+from hpcrl.weights.tensor_file import DTYPE_CODES
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHT_FILE_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+
+TORCH_NAMES = {code: name for name, code in DTYPE_CODES.items()}
+"""torch's names of safetensors' types."""
 
 
 def export_model(campaign: CampaignDir, target: Path, *, step: int | None = None) -> Path:
@@ -54,15 +60,16 @@ def _read_weights(campaign: CampaignDir, source: Path) -> Mapping[str, torch.Ten
     names = [name for part, name in read_whole_shapes(source) if part == WEIGHT_PART]
     if not any(name.startswith(ADAPTER_PREFIX) for name in names):
         return read_whole_tensors(source, names=[name for name in names if not name.startswith(CRITIC_PREFIX)])
-    train, module = read_recipe(campaign).train, load_causal(campaign.model)
+    train, source_model = read_recipe(campaign).train, open_causal(campaign.model)
+    module = source_model.module
+    source_model.fill(module, torch.device("cpu"))
     add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
     trained = module.named_parameters(prefix=ADAPTER_PREFIX.removesuffix("."))
     with torch.no_grad():
         fill_shards([make_whole_shard(name, each) for name, each in trained if each.requires_grad], source)
         adapters = find_adapters(module)
-        return MergedTensors(
-            {name: MergedWeight(each, adapters.get(name)) for name, each in list_base_weights(module).items()}
-        )
+        merged = {name: MergedWeight(each, adapters.get(name)) for name, each in list_base_weights(module).items()}
+        return MergedTensors(split_tensors(merged, source_model.stored or {}))
 
 
 def _find_checkpoint(campaign: CampaignDir, step: int | None) -> Path:
@@ -84,11 +91,11 @@ def _find_checkpoint(campaign: CampaignDir, step: int | None) -> Path:
 
 def _read_dtypes(model: Path) -> dict[str, torch.dtype]:
     """Read the dtype of each tensor in the directory that training started from: the export has the same."""
-    return {name: tensor.dtype for path in model.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {name: getattr(torch, TORCH_NAMES[code]) for name, code in open_weight_files(model).dtypes.items()}
 
 
 def _read_usual_dtype(model: Path) -> torch.dtype:
-    """Read the dtype that config.json names, for tensors that the files hold in another form, as experts one by one."""
+    """Read the dtype that config.json names, for a model without safetensors files."""
     named = read_stored_dtype(read_model_config(model / "config.json").fields) or "float32"
     dtype: torch.dtype = getattr(torch, named)
     return dtype

@@ -2,48 +2,39 @@
 
     ModelSource                 a model without values, and what fills it
     open_causal, open_critic    the language model of a directory; the same body with a head for values
-    make_empty                  a model whose parameters have no memory
-    open_weight_files           the safetensors files of a directory
 
 The order is: open (parameters have shapes and no memory), add adapters, shard, `fill`. No rank has the whole model at
 any time, on its device or in host memory, unless it is to keep the whole model.
 
-Files name tensors as their authors did; transformers' own table of conversions gives their names and places in the
-model, as the experts of a layer, which files hold one by one and the model as one tensor. A model with conversions
-other than renaming, stacking and joining is loaded by transformers, whole, in host memory.
+A model with conversions other than renaming, stacking and joining (hpcrl/models/weight_files.py) is loaded by
+transformers, whole, in host memory.
 """
 
-import contextlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
-import msgspec
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 
 from hpcrl.errors import TrainError
 from hpcrl.models.model_config import QUANTISED_ADVICE
-from hpcrl.models.weight_headers import INDEX_FILE, SINGLE_FILE
+from hpcrl.models.weight_files import (
+    is_kept_precise,
+    make_empty,
+    match_tensors,
+    open_weight_file,
+    open_weight_files,
+)
 from hpcrl.trainers.state import list_local_shards
-from hpcrl.weights.layout import ROUNDED_DTYPES, TensorShard
+from hpcrl.weights.layout import ROUNDED_DTYPES
+from hpcrl.weights.stored_tensors import StoredSlice, StoredTensor, list_model_tensors, split_shard
 from hpcrl.weights.tensor_file import DTYPE_CODES
 
 IGNORED_NAMES = (r"rotary_emb\.inv_freq",)
@@ -51,26 +42,6 @@ IGNORED_NAMES = (r"rotary_emb\.inv_freq",)
 ROUNDED_CODES = tuple(DTYPE_CODES[dtype] for dtype in ROUNDED_DTYPES)
 """safetensors' names of the types of fewer bits."""
 _LOAD_ERRORS = (OSError, ValueError, SafetensorError, StrictDataclassError)
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a file, and the part of the model's tensor that it is."""
-
-    file: Path
-    name: str
-    place: TensorShard
-    """Its part of the model's tensor; one dimension more than in the file where experts are stacked."""
-    dtype: str
-    """The name of its type in safetensors."""
-
-
-class _WeightFiles(NamedTuple):
-    """The names, shapes and types in the files of a directory."""
-
-    file_of: dict[str, Path]
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, str]
-    """safetensors' names of the types."""
 
 
 @dataclass
@@ -97,12 +68,15 @@ class ModelSource:
         }
 
     def find_precise_names(self) -> frozenset[str]:
-        """Find the tensors that stay float32 in a model of fewer bits: in its files, or by transformers' lists."""
-        names = [name for name, _ in self.module.named_parameters()]
-        kept = {name for name in names if _is_kept_precise(self.module, name)}
+        """Find the published tensors that stay float32 in a model of fewer bits: by its files, or by transformers."""
         found = self.stored or {}
-        if any(each.dtype in ROUNDED_CODES for stored in found.values() for each in stored):
-            kept |= {name for name in names if any(each.dtype == "F32" for each in found.get(name, ()))}
+        has_rounded = any(each.dtype in ROUNDED_CODES for stored in found.values() for each in stored)
+        kept = set()
+        for name in list_model_tensors(self.module):
+            is_kept = is_kept_precise(self.module, name)
+            if is_kept and name not in found:
+                kept.add(name)
+            kept |= {each.name for each in found.get(name, ()) if is_kept or (has_rounded and each.dtype == "F32")}
         return frozenset(kept)
 
     def fill(self, called: torch.nn.Module, device: torch.device) -> None:
@@ -111,14 +85,14 @@ class ModelSource:
             called.to(device)
             return
         _allocate_parameters(called, device)
-        wanted: dict[Path, list[tuple[StoredTensor, TensorShard, Tensor]]] = defaultdict(list)
+        wanted: dict[Path, list[StoredSlice]] = defaultdict(list)
         with torch.no_grad():
             for name, stored_tensors in self.stored.items():
                 module, attribute = self._owners[name]
                 tensor = getattr(module, attribute)
                 for shard in list_local_shards(name, tensor, part=""):
-                    for stored in stored_tensors:
-                        wanted[stored.file].append((stored, shard.shard, shard.tensor.detach()))
+                    for read in split_shard(shard.shard, shard.tensor.detach(), stored_tensors):
+                        wanted[read.stored.file].append(read)
             for name in self.zeros:
                 module, attribute = self._owners[name]
                 getattr(module, attribute).zero_()
@@ -144,40 +118,6 @@ def open_critic(model_dir: Path) -> ModelSource:
     return source
 
 
-def open_weight_files(model_dir: Path) -> _WeightFiles:
-    """Open the safetensors files of a directory and read their names and shapes; none if it has no such files."""
-    index = model_dir / INDEX_FILE
-    if index.exists():
-        try:
-            listed: dict[str, str] = msgspec.json.decode(index.read_bytes())["weight_map"]
-        except (msgspec.MsgspecError, KeyError, TypeError) as error:
-            raise TrainError(f"{index} cannot be read ({error!r}): download the model again") from error
-    elif (model_dir / SINGLE_FILE).exists():
-        listed = {}
-    else:
-        return _WeightFiles({}, {}, {})
-    file_of: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, str] = {}
-    for file_name in sorted(set(listed.values())) or [SINGLE_FILE]:
-        with _open_file(model_dir / file_name) as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                if name in file_of:
-                    raise TrainError(
-                        f"{model_dir / file_name} and {file_of[name].name} both have the tensor {name!r}: remove the "
-                        "file that does not belong to the model"
-                    )
-                file_of[name] = model_dir / file_name
-                stored = file.get_slice(name)
-                shapes[name], dtypes[name] = tuple(stored.get_shape()), stored.get_dtype()
-    for name, file_name in listed.items():
-        if name not in file_of:
-            raise TrainError(
-                f"{model_dir / file_name} has no tensor {name!r}, which {INDEX_FILE} says it has: download it again"
-            )
-    return _WeightFiles(file_of, shapes, dtypes)
-
-
 def _open_model(model_dir: Path, model_class: Any, *, dtype: torch.dtype, **options: Any) -> ModelSource:
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, **options)
@@ -191,10 +131,10 @@ def _open_model(model_dir: Path, model_class: Any, *, dtype: torch.dtype, **opti
     files = open_weight_files(model_dir)
     if files.file_of:
         module = make_empty(config, model_class, dtype=dtype)
-        stored = _match_tensors(module, files)
+        stored = match_tensors(module, files)
         if stored is not None:
             copies = _take_copies(module, stored)
-            zeros = _check_complete(module, stored, files, model_dir)
+            zeros = _check_complete(module, stored, model_dir)
             return ModelSource(module, stored, zeros, copies)
     return ModelSource(_load_whole(model_dir, model_class, dtype=dtype, **options), None)
 
@@ -205,37 +145,6 @@ def _load_whole(model_dir: Path, model_class: Any, **options: Any) -> Any:
             return model_class.from_pretrained(model_dir, local_files_only=True, **options)
     except _LOAD_ERRORS as error:
         raise TrainError(f"model directory {str(model_dir)!r} cannot be loaded: {error}") from error
-
-
-def make_empty(config: Any, model_class: Any, *, dtype: torch.dtype) -> Any:
-    """Make a model whose parameters have no memory; its buffers are computed as usual."""
-    with torch.random.fork_rng(devices=[]), _meta_parameters():
-        module = model_class.from_config(config, dtype=torch.float32)
-    for name, parameter in module.named_parameters():
-        if not _is_kept_precise(module, name):
-            parameter.data = parameter.data.to(dtype)
-    return module
-
-
-def _is_kept_precise(module: Any, name: str) -> bool:
-    """Return whether transformers keeps a parameter in float32 in a model of fewer bits."""
-    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # of transformers' models
-    kept = [part for name in names for part in getattr(module, name, None) or ()]
-    return any(each in name for each in kept)
-
-
-@contextlib.contextmanager
-def _meta_parameters() -> Iterator[None]:
-    """Let every parameter that a module gets have a shape and no memory."""
-    register = torch.nn.Module.register_parameter
-
-    def register_meta(module: torch.nn.Module, name: str, parameter: Any) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    with patch.object(torch.nn.Module, "register_parameter", register_meta):
-        yield
 
 
 def _allocate_parameters(called: torch.nn.Module, device: torch.device) -> None:
@@ -253,58 +162,6 @@ def _allocate_parameters(called: torch.nn.Module, device: torch.device) -> None:
             module._parameters[name] = made[id(parameter)]
 
 
-def _match_tensors(module: Any, files: _WeightFiles) -> dict[str, list[StoredTensor]] | None:
-    """Find the stored tensors of each of the model's tensors; None where they need more than stacking and joining.
-
-    A stored tensor that the model lacks is listed under its own name.
-    """
-    conversions = get_model_conversion_mapping(module)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    by_pattern: dict[tuple[str, str], list[str]] = defaultdict(list)
-    found: dict[str, list[StoredTensor]] = {}
-    for name in sorted(files.file_of, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, module.base_model_prefix, shapes)
-        if pattern is not None:
-            by_pattern[target, pattern].append(name)
-        else:
-            shape = files.shapes[name]
-            place = TensorShard(name=target, start=(0,) * len(shape), shape=shape)
-            found.setdefault(target, []).append(StoredTensor(files.file_of[name], name, place, files.dtypes[name]))
-    for target in sorted({target for target, _ in by_pattern}):
-        matching = (each for each in converters if any((target, one) in by_pattern for one in each.source_patterns))
-        converter = next(matching)
-        if not _is_stacking(converter):
-            return None
-        found[target] = _stack_experts(
-            target, [by_pattern[target, pattern] for pattern in converter.source_patterns], files
-        )
-    return found
-
-
-def _is_stacking(converter: WeightConverter) -> bool:
-    """Return whether a conversion stacks experts along dimension 0, and perhaps joins two such stacks along 1."""
-    match converter.operations:
-        case [MergeModulelist(dim=0)]:
-            return len(converter.source_patterns) == 1
-        case [MergeModulelist(dim=0), Concatenate(dim=1)]:
-            return True
-    return False
-
-
-def _stack_experts(target: str, name_lists: list[list[str]], files: _WeightFiles) -> list[StoredTensor]:
-    """Place the tensors of experts in the model's one tensor; `name_lists` are those that are joined, by expert."""
-    found, offset = [], 0
-    for names in name_lists:
-        num_rows = files.shapes[names[0]][0] if names else 0
-        for expert, name in enumerate(names):
-            place = TensorShard(name=target, start=(expert, offset, 0), shape=(1, *files.shapes[name]))
-            found.append(StoredTensor(files.file_of[name], name, place, files.dtypes[name]))
-        offset += num_rows
-    return found
-
-
 def _take_copies(module: Any, stored: dict[str, list[StoredTensor]]) -> dict[str, list[StoredTensor]]:
     """Take out of `stored` the tensors that the model shares with another, by the names of those others."""
     tied = getattr(module, "all_tied_weights_keys", {})
@@ -314,19 +171,18 @@ def _take_copies(module: Any, stored: dict[str, list[StoredTensor]]) -> dict[str
 def _check_copies(name: str, tensor: Tensor, stored_tensors: list[StoredTensor]) -> None:
     """Refuse a stored tensor that differs from the one in its place, as far as this rank holds that."""
     for shard in list_local_shards(name, tensor, part=""):
-        for stored in stored_tensors:
-            own, found = shard.tensor.detach(), shard.tensor.detach().clone()
-            _read_file(stored.file, [(stored, shard.shard, found)])
+        own, found = shard.tensor.detach(), shard.tensor.detach().clone()
+        for read in split_shard(shard.shard, found, stored_tensors):
+            _read_file(read.stored.file, [read])
             if not torch.equal(own, found):
                 raise TrainError(
-                    f"{stored.file} has a {stored.name!r} that differs from {name!r}, and tie_word_embeddings in "
-                    "config.json makes them one: set it to false there, or use files and config.json of one model"
+                    f"{read.stored.file} has a {read.stored.name!r} that differs from {name!r}, and "
+                    "tie_word_embeddings in config.json makes them one: set it to false there, or use files and "
+                    "config.json of one model"
                 )
 
 
-def _check_complete(
-    module: Any, stored: dict[str, list[StoredTensor]], files: _WeightFiles, model_dir: Path
-) -> frozenset[str]:
+def _check_complete(module: Any, stored: dict[str, list[StoredTensor]], model_dir: Path) -> frozenset[str]:
     """Refuse files that do not give every value of the model once; return the parameters that start at zero.
 
     Names that the model does not have are taken out of `stored` if they are known to be of no use.
@@ -362,7 +218,7 @@ def _check_complete(
         if wrong is not None or too_far or covered != math.prod(shape):
             named = wrong or places[0]
             raise TrainError(
-                f"{named.file}: {named.name!r} has the shape {files.shapes[named.name]}, and with {len(places) - 1} "
+                f"{named.file}: {named.name!r} has the shape {named.shape}, and with {len(places) - 1} "
                 f"others does not make {name!r} of shape {shape} as in config.json: use files and config.json of one "
                 "model"
             )
@@ -375,35 +231,12 @@ def _explain_mix_up(name: str) -> str:
     return "download the model again, files and config.json together"
 
 
-def _read_file(path: Path, reads: list[tuple[StoredTensor, TensorShard, Tensor]]) -> None:
-    """Copy the overlap of every wanted shard with what the file has of it."""
-    with _open_file(path) as file:
-        for stored, own, tensor in reads:
+def _read_file(path: Path, reads: list[StoredSlice]) -> None:
+    """Copy every wanted shard from a file."""
+    with open_weight_file(path) as file:
+        for stored, shard, tensor in reads:
             try:
-                _copy_overlap(file, stored, own, tensor)
+                found = file.get_slice(stored.name)[shard.index] if shard.shape else file.get_tensor(stored.name)
             except SafetensorError as error:
                 raise TrainError(f"{path}: {stored.name!r} cannot be read ({error}): download it again") from error
-
-
-def _copy_overlap(file: Any, stored: StoredTensor, own: TensorShard, tensor: Tensor) -> None:
-    place = stored.place
-    if not own.shape:
-        tensor.copy_(file.get_tensor(stored.name))
-        return
-    low = [max(a, b) for a, b in zip(own.start, place.start, strict=True)]
-    high = [min(a + n, b + m) for a, n, b, m in zip(own.start, own.shape, place.start, place.shape, strict=True)]
-    if any(first >= last for first, last in zip(low, high, strict=True)):
-        return
-    view = file.get_slice(stored.name)
-    in_file = [slice(a - start, b - start) for a, b, start in zip(low, high, place.start, strict=True)]
-    in_file = in_file[len(in_file) - len(view.get_shape()) :]  # an expert's own dimension is not in the file
-    in_own = tuple(slice(a - start, b - start) for a, b, start in zip(low, high, own.start, strict=True))
-    target = tensor[in_own]
-    target.copy_(view[tuple(in_file)].view(target.shape))
-
-
-def _open_file(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise TrainError(f"{path} is missing or damaged ({error}): download it again") from error
+            tensor.copy_(found)

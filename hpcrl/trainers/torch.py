@@ -9,6 +9,7 @@ minibatches are drawn from (seed, step), and no step touches torch's global gene
 generator state. Many ranks give the same numbers up to the order of sums.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -85,6 +86,7 @@ class TorchTrainer:
             update=load_update(train),
             called=TokenModel(module),
             fill=source.fill,
+            stored=source.stored,
         )
         self.critic = Critic(model_dir, train=train, world=world) if needs_critic(train) else None
         self.spread_models, self._fixed_models = load_fixed_models(
@@ -147,7 +149,7 @@ class TorchTrainer:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of the model, whichever rank holds it."""
-        return {name: tuple(tensor.shape) for name, tensor in self._policy.weights().items()}
+        return self._policy.weight_shapes()
 
     def precise_names(self) -> Collection[str]:
         """Return the tensors that the model's files, or transformers, keep in float32 in a model of fewer bits."""
@@ -164,10 +166,8 @@ class TorchTrainer:
 
     def load(self, directory: Path) -> None:
         saved = read_whole_shapes(directory)
-        own_shapes = {
-            name: tuple(tensor.shape) for model in self._models() for name, tensor in model.trained_parameters().items()
-        }
-        check_same_shapes(saved, own_shapes, directory)
+        own_shapes = [model.state_shapes() for model in self._models()]
+        check_same_shapes(saved, dict(ChainMap(*own_shapes)), directory)
         with_moments = any(part == "exp_avg" for part, _ in saved)
         with torch.no_grad():
             fill_shards(

@@ -34,6 +34,7 @@ from hpcrl.trainers.adapters import (
     fill_adapters,
     find_adapters,
     gather_merged,
+    gather_whole,
     list_base_weights,
     without_adapters,
 )
@@ -42,7 +43,9 @@ from hpcrl.trainers.optimizer import MOMENT_PARTS, WeightUpdate, make_optimizer
 from hpcrl.trainers.state import WEIGHT_PART, StateShard, list_local_shards, make_whole_shard
 from hpcrl.trainers.token_model import TokenModel
 from hpcrl.trainers.world import World
-from hpcrl.weights.stores.sharded_store import LocalShards
+from hpcrl.weights.layout import TensorShard
+from hpcrl.weights.stored_tensors import StoredTensors, list_model_tensors, split_shard, split_tensors
+from hpcrl.weights.stores.sharded_store import LocalShards, ShardValues
 
 
 class TrainedModel:
@@ -59,14 +62,16 @@ class TrainedModel:
         update: WeightUpdate | None = None,
         called: torch.nn.Module | None = None,
         fill: Callable[[torch.nn.Module, torch.device], None] | None = None,
+        stored: StoredTensors | None = None,
     ) -> None:
         """Distribute the module and make its optimizer; `prefix` precedes its tensor names in checkpoints.
 
         `called` is what is called, where that is not the module itself but one around it; `fill` gives parameters
-        without memory their values.
+        without memory their values; `stored` has the names in files where they are not the module's.
         """
         self.world = world
         self.prefix = prefix
+        self._stored = stored or {}
         self._max_norm = train.max_grad_norm
         self._adapters = find_adapters(module)
         self._is_sharded = is_sharded = _is_sharded(train, world)
@@ -142,29 +147,45 @@ class TrainedModel:
         }
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights by the names of the model directory, without adapters."""
+        """Return the weights by their names in the module, without adapters."""
         return list_base_weights(self.module)
 
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights by the names of the model directory."""
+        return self._name_shapes(self.weights())
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights in this model's state."""
+        return self._name_shapes(self.trained_parameters() | self._kept_buffers())
+
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the whole weights on every rank, with adapters; sharded, all ranks must call this together."""
+        """Return the whole weights by the names of the model directory, with adapters, on every rank.
+
+        If they are sharded, all ranks must call this together.
+        """
         weights = self.weights()
-        if not self._adapters:
-            return {
-                name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                for name, tensor in weights.items()
-            }
-        if self._is_sharded:
-            return {name: gather_merged(tensor, self._adapters.get(name)) for name, tensor in weights.items()}
-        return MergedTensors({name: MergedWeight(tensor, self._adapters.get(name)) for name, tensor in weights.items()})
+        if self._adapters and not self._is_sharded:
+            merged = {name: MergedWeight(tensor, self._adapters.get(name)) for name, tensor in weights.items()}
+            return MergedTensors(split_tensors(merged, self._stored))
+        whole = {
+            name: gather_merged(tensor, self._adapters.get(name)) if self._adapters else gather_whole(tensor)
+            for name, tensor in weights.items()
+        }
+        return split_tensors(whole, self._stored)
 
     def weight_shards(self) -> LocalShards:
         """Return this rank's shards of the weights, with adapters; all ranks must call this together."""
-        found = []
+        found: list[tuple[TensorShard, ShardValues]] = []
         for name, tensor in self.weights().items():
-            values = MergedWeight(tensor, self._adapters.get(name)) if self._adapters else None
-            if isinstance(tensor, DTensor) or not self.world.rank:
-                shards = list_local_shards(name, tensor, part=WEIGHT_PART)
-                found += [(each.shard, each.tensor if values is None else values) for each in shards]
+            merged = MergedWeight(tensor, self._adapters.get(name)) if self._adapters else None
+            if not isinstance(tensor, DTensor) and self.world.rank:
+                continue
+            for each in list_local_shards(name, tensor, part=WEIGHT_PART):
+                values = each.tensor if merged is None else merged
+                if stored := self._stored.get(name):
+                    found += [(part.shard, part.tensor) for part in split_shard(each.shard, values, stored)]
+                else:
+                    found.append((each.shard, values))
         return found
 
     def state_shards(self) -> Iterator[StateShard]:
@@ -173,26 +194,63 @@ class TrainedModel:
             sharded = isinstance(parameter, DTensor)
             if not sharded and self.world.rank:
                 continue
-            yield from list_local_shards(name, parameter, part=WEIGHT_PART)
+            yield from self._list_shards(name, parameter.detach())
             state = self.optimizer.state.get(parameter, {})
             for part in MOMENT_PARTS if state else ():
-                yield from list_local_shards(name, state[part], part=part)
+                yield from self._list_shards(name, state[part], part=part)
             if state and not self.world.rank:
-                yield make_whole_shard(name, state["step"], part="step")
+                yield from self._list_step_counts(name, state["step"])
+        for name, buffer in self._kept_buffers().items() if not self.world.rank else ():
+            yield from self._list_shards(name, buffer)
 
     def required_shards(self, *, with_moments: bool) -> Iterator[StateShard]:
         """Yield every shard that this rank needs to resume; without moments the optimizer starts again."""
         self.optimizer.state.clear()
+        for name, buffer in self._kept_buffers().items():
+            yield from self._list_shards(name, buffer)
         for name, parameter in self.trained_parameters().items():
-            yield from list_local_shards(name, parameter.detach(), part=WEIGHT_PART)
+            yield from self._list_shards(name, parameter.detach())
             if not with_moments:
                 continue
             state = self.optimizer.state[parameter]
             state["step"] = torch.zeros((), device=parameter.device)
-            yield make_whole_shard(name, state["step"], part="step")
+            yield from self._list_step_counts(name, state["step"])
             for part in MOMENT_PARTS:
                 state[part] = torch.zeros_like(parameter.detach())
-                yield from list_local_shards(name, state[part], part=part)
+                yield from self._list_shards(name, state[part], part=part)
+
+    def _kept_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers in this model's state, as the corrections of routers; adapters leave all weights out."""
+        if self._adapters:
+            return {}
+        parameters = {name for name, _ in self.module.named_parameters()}
+        found = list_model_tensors(self.module).items()
+        return {self.prefix + name: tensor for name, tensor in found if name not in parameters}
+
+    def _list_shards(self, name: str, tensor: Tensor, *, part: str = WEIGHT_PART) -> Iterator[StateShard]:
+        """Yield this rank's shards of a tensor by the names of the model directory."""
+        for state_shard in list_local_shards(name, tensor, part=part):
+            yield from self._name_shards(state_shard)
+
+    def _list_step_counts(self, name: str, count: Tensor) -> Iterator[StateShard]:
+        for each in self._name_shapes({name: count}):
+            yield make_whole_shard(each, count, part="step")
+
+    def _name_shards(self, held: StateShard) -> Iterator[StateShard]:
+        """Yield a shard as shards of the tensors that the model directory has in place of this one."""
+        stored = self._stored.get(held.shard.name)
+        if stored is None:
+            yield held
+            return
+        for each in split_shard(held.shard, held.tensor, stored):
+            yield StateShard(held.part, each.shard, each.stored.shape, each.tensor)
+
+    def _name_shapes(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
+        for name, tensor in tensors.items():
+            stored = self._stored.get(name)
+            found |= {name: tuple(tensor.shape)} if stored is None else {each.name: each.shape for each in stored}
+        return found
 
 
 def _is_sharded(train: TrainConfig, world: World) -> bool:

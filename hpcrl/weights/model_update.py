@@ -1,6 +1,6 @@
 """Update a model with the weights of a version; names, shapes and types are checked before a byte is copied.
 
-collect_parameters               a model's parameters, as a version holds them
+collect_parameters               a model's tensors, as a version holds them
 copy_weights                     copy a version into a model
 borrow_weights, BorrowedWeights  let a model use a version where it is stored, and copy it later
 check_fit                        compare a version with a model
@@ -12,42 +12,55 @@ import torch
 
 from hpcrl.errors import WeightsError
 from hpcrl.weights.layout import ROUNDED_DTYPES
+from hpcrl.weights.stored_tensors import StoredTensors, list_model_tensors, split_tensors
 
 
-def collect_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters that a version of this model holds, by name; a tied one once."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+def collect_parameters(model: torch.nn.Module, stored: StoredTensors | None = None) -> dict[str, torch.Tensor]:
+    """Return the tensors that a version of this model holds, in the model's memory; a tied one once.
+
+    Their names are those in the files of the model, as far as `stored` has them; else the model's own.
+    """
+    return split_tensors(list_model_tensors(model), stored or {})
 
 
-def copy_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+def copy_weights(
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], stored: StoredTensors | None = None
+) -> None:
     """Copy all of these weights into the model; on WeightsError it keeps the old ones."""
-    parameters = collect_parameters(model)
+    parameters = collect_parameters(model, stored)
     check_fit(tensors, parameters)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
 
 
-def borrow_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> "BorrowedWeights":
+def borrow_weights(
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], stored: StoredTensors | None = None
+) -> "BorrowedWeights":
     """Let the model use all of these weights without a copy; on WeightsError it keeps the old ones.
 
-    If model and weights are on different devices, or of different types, the weights are copied at once instead.
+    If model and weights are on different devices, of different types, or under different names, as experts that the
+    model has in one tensor, the weights are copied at once instead.
     """
-    parameters = collect_parameters(model)
+    parameters = collect_parameters(model, stored)
     check_fit(tensors, parameters)
-    if any(_get_kind(parameter) != _get_kind(tensors[name]) for name, parameter in parameters.items()):
-        copy_weights(model, tensors)
+    own = list_model_tensors(model)
+    if own.keys() != tensors.keys() or any(
+        _get_kind(parameter) != _get_kind(tensors[name]) for name, parameter in parameters.items()
+    ):
+        copy_weights(model, tensors, stored)
         return BorrowedWeights({}, {})
-    own = {name: parameter.data for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        parameter.data = tensors[name]
-    return BorrowedWeights(dict(model.named_parameters()), own)
+    own = {name: tensor.data for name, tensor in own.items()}
+    borrowing = {name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in own}
+    for name, tensor in borrowing.items():
+        tensor.data = tensors[name]
+    return BorrowedWeights(borrowing, own)
 
 
 class BorrowedWeights:
     """Weights that a model uses in place, and the model's own memory, which they are copied to later."""
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter], own_tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, parameters: dict[str, torch.Tensor], own_tensors: dict[str, torch.Tensor]) -> None:
         self._parameters, self._own_tensors = parameters, own_tensors
 
     def copy(self) -> None:

@@ -2,9 +2,11 @@
 
 TrainedModel       its trainer and its directories
 train_and_export   makes one
+train_once         makes one more step
 compute_logprobs   the log-probabilities of a trainer for an answer
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,20 +36,28 @@ class TrainedModel:
     exported: Path
 
 
-def train_and_export(directory: Path) -> TrainedModel:
-    """Train for two steps, save a checkpoint and export it."""
+def make_deep_model(directory: Path) -> None:
+    make_tiny_model(directory, TinyModel(num_layers=24, context_length=4096), seed=0)
+
+
+def train_and_export(directory: Path, *, make_model: Callable[[Path], None] = make_deep_model) -> TrainedModel:
+    """Train a model for two steps, save a checkpoint and export it."""
     torch.set_num_threads(1)
     run = CampaignDir(directory / "trained")
     run.root.mkdir()
-    make_tiny_model(run.model, TinyModel(num_layers=24, context_length=4096), seed=0)
+    make_model(run.model)
     trainer = TorchTrainer(run.model, TrainConfig(num_steps=2, groups_per_step=1, learning_rate=1e-2), seed=0)
-    rng = np.random.default_rng(0)
     for step in (1, 2):
-        episodes = [make_episode(rng.integers(0, 90, 40).tolist(), index=index) for index in range(4)]
-        assert trainer.train_step(episodes, step=step, version=step).skipped is None
+        train_once(trainer, step=step)
     save_checkpoint(run.checkpoints, step=2, version=2, trainer=trainer, consumed=ConsumedTrajectories())
     export_model(run, directory / "exported")
     return TrainedModel(trainer=trainer, initial=run.model, exported=directory / "exported")
+
+
+def train_once(trainer: TorchTrainer, *, step: int) -> None:
+    rng = np.random.default_rng(step)
+    episodes = [make_episode(rng.integers(0, 90, 40).tolist(), index=index) for index in range(4)]
+    assert trainer.train_step(episodes, step=step, version=step).skipped is None
 
 
 def make_episode(token_ids: list[int], *, index: int = 0, start: int = 6) -> Trajectory:

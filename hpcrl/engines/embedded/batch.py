@@ -25,6 +25,7 @@ from hpcrl.engines.embedded.kv_slots import KvSlots, probe_kv_shape
 from hpcrl.engines.embedded.sampling import compute_logprobs, find_likeliest, sample_tokens
 from hpcrl.errors import EngineError
 from hpcrl.weights.model_update import BorrowedWeights, borrow_weights
+from hpcrl.weights.stored_tensors import StoredTensors
 
 MAX_PREFILL_TOKENS = 8192
 """Padded tokens in one forward pass over joining rows; more tokens take several passes."""
@@ -85,8 +86,10 @@ class RunningRequest:
 class RunningBatch:
     """Rows that are generated together; row i has slot i."""
 
-    def __init__(self, model: Any, *, version: int, prefix_bytes: int) -> None:
+    def __init__(self, model: Any, *, version: int, prefix_bytes: int, stored: StoredTensors) -> None:
         self.model = model
+        self._stored = stored
+        """The names that versions have for the model's tensors."""
         self.version = version
         self.context_length = int(model.config.max_position_embeddings)
         self.vocabulary_size = int(model.get_input_embeddings().num_embeddings)
@@ -151,7 +154,7 @@ class RunningBatch:
         `is_intact` returns whether they have not been overwritten; it is called before tokens are sampled.
         A WeightsError changes nothing.
         """
-        loan = borrow_weights(self.model, tensors)
+        loan = borrow_weights(self.model, tensors, self._stored)
         self.version, self._is_intact, self.is_torn = version, is_intact, False
         self._prefixes.clear()
         self._slots.wipe()

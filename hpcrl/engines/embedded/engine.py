@@ -35,6 +35,7 @@ from hpcrl.engines.embedded.kv_cache import HandoverStore, RowKv, pack_kv, unpac
 from hpcrl.engines.request_checks import check_asks_for_tokens, check_scored_tokens, check_tokenizer_fits
 from hpcrl.engines.request_loop import LoopHooks, RequestLoop
 from hpcrl.errors import EngineError, WeightsError
+from hpcrl.models.weight_files import read_stored_tensors
 from hpcrl.weights.stores.store import WeightSource
 
 T = TypeVar("T")
@@ -71,10 +72,11 @@ class EmbeddedEngine:
         max_handover_bytes: int = 1 << 30,
         handover_ttl_s: float = 60.0,
     ) -> None:
-        self._batch = RunningBatch(model, version=version, prefix_bytes=prefix_bytes)
-        self._compiler = GrammarCompiler(
-            Path(model.name_or_path) / "tokenizer.json", vocabulary=self._batch.vocabulary_size
+        model_dir = Path(model.name_or_path)
+        self._batch = RunningBatch(
+            model, version=version, prefix_bytes=prefix_bytes, stored=read_stored_tensors(model, model_dir)
         )
+        self._compiler = GrammarCompiler(model_dir / "tokenizer.json", vocabulary=self._batch.vocabulary_size)
         self._store = store
         self._max_batch = max_batch
         self._fetch_kv = fetch_kv

@@ -39,6 +39,7 @@ from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.engines.vllm.answer_prefix import continue_answers
 from hpcrl.engines.vllm.weight_twin import ModelTwin
 from hpcrl.errors import WeightsError
+from hpcrl.models.weight_files import read_stored_tensors
 from hpcrl.system.files import publish_file
 from hpcrl.system.variables import NODE_VARIABLE
 from hpcrl.weights.model_update import check_fit, collect_parameters
@@ -98,7 +99,7 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
         self._rank = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
         self._has_room = torch.device(device).type == "cpu" and vllm_config.quant_config is None
         """True if there is memory for two copies of the weights; the memory of a GPU is full of KV."""
-        self._expected = _outline_model(self.model_config.hf_config)
+        self._expected = _outline_model(self.model_config)
         self._source: tuple[WorkerPlace, WeightSource] | None = None
         """Kept open, since mapping a window again would delay generation."""
         self._newest_thread: threading.Thread | None = None
@@ -200,15 +201,16 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
             finalize_layerwise_reload(self.model, self.model_config)
 
 
-def _outline_model(hf_config: Any) -> Tensors | None:
+def _outline_model(model_config: Any) -> Tensors | None:
     """Return the names and shapes that the trainer publishes; None if transformers has no causal LM for the model."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config)
+            model = AutoModelForCausalLM.from_config(model_config.hf_config)
     except (ValueError, KeyError) as error:
         log.warning("versions are not compared with the model before they are loaded: %s", error)
         return None
-    return {name: _make_outline(parameter) for name, parameter in collect_parameters(model).items()}
+    parameters = collect_parameters(model, read_stored_tensors(model, Path(model_config.model)))
+    return {name: _make_outline(parameter) for name, parameter in parameters.items()}
 
 
 def _make_outline(tensor: torch.Tensor) -> torch.Tensor:

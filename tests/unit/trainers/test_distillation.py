@@ -130,7 +130,7 @@ def taught_engine(tmp_path):
 
 def test_a_student_reaches_a_teacher_that_an_engine_scores(tmp_path):
     model = load_model(make_teacher(tmp_path / "teacher"), device="cpu")
-    batch = RunningBatch(model, version=0, prefix_bytes=0)
+    batch = RunningBatch(model, version=0, prefix_bytes=0, stored={})
 
     def score(episodes):
         columns = ([np.nan, *batch.compute_logprobs(one.token_ids.tolist())] for one in episodes)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.engines.base import LOCAL_URL_PREFIX, Completion, GenerateRequest, KvHandle
@@ -30,6 +31,7 @@ from hpcrl.weights.stores.store import WeightSource
 from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import WindowKey
+from tests.support.families import make_family_model
 
 
 @pytest.fixture
@@ -227,6 +229,26 @@ def test_rounded_weights_are_used_bit_for_bit_and_logprobs_are_theirs(
     switch = answer.versions.index(1)
     expected = scored(trainers, ask().token_ids, answer.token_ids)
     assert answer.logprobs[switch:] == pytest.approx(expected[switch:], abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
+def test_experts_are_loaded_from_a_version_with_the_names_of_the_models_files(tmp_path: Path, family: str) -> None:
+    directories = [make_family_model(tmp_path / f"{seed}", family, seed=seed) for seed in (0, 1)]
+    model = load_model(directories[0], device="cpu")
+    newer = load_file(directories[1] / "model.safetensors")
+    store = MemoryStore()
+    store.publish(newer, WeightVersion(version=1, step=1))
+    engine = EmbeddedEngine(model, store=store)
+
+    async def body() -> Completion:
+        await engine.load_version(1)
+        return await engine.generate(ask(token_ids=[5, 9, 3], max_new_tokens=20))
+
+    answer = on(engine, body)
+    expected = load_model(directories[1], device="cpu")
+    assert answer.logprobs == pytest.approx(scored(expected, [5, 9, 3], answer.token_ids), abs=1e-4)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
 
 
 def test_weights_that_do_not_fit_are_refused_and_generation_continues_with_the_old(model: Any) -> None:

@@ -1,0 +1,135 @@
+"""Models with experts on two ranks: steps, checkpoints, published names and exports, as on one rank."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.testing.learning import save_checkpoint
+from hpcrl.testing.ranks import run_ranks
+from hpcrl.trainers.export import export_model
+from hpcrl.trainers.torch import TorchTrainer
+from tests.support.families import EXPERT_FAMILIES, make_family_model
+from tests.support.learners import batch, settings, trained
+from tests.support.plans import make_recipe
+
+ADAPTERS = {"lora_rank": 2, "learning_rate": 1e-2}
+ADAPTED_FAMILIES = ("mixtral", "deepseek_v3")
+"""One with other names for the router than transformers, one with corrections in its files."""
+
+
+def train_sharded(world, root):
+    """Train every family for two steps and save its state; return the results, and the shards that are published."""
+    torch.set_num_threads(1)
+    found = {}
+    for family in EXPERT_FAMILIES:
+        run = CampaignDir(Path(root) / family)
+        trainer = TorchTrainer(run.model, settings(sharding="full"), seed=3, world=world)
+        held = sum(shard.num_values for shard, _ in trainer.shards())
+        found[family] = trained(trainer, last=2) | {"held": held}
+        if not world.rank:
+            run.checkpoints.mkdir()
+        world.max(0)
+        trainer.snapshot().write(run.checkpoints)
+        balanced = TorchTrainer(run.model, settings(sharding="full", moe_aux_coef=1.0), seed=3, world=world)
+        found[family]["balanced_norms"] = trained(balanced, last=1)["grad_norm"]
+        if family in ADAPTED_FAMILIES:
+            adapted = TorchTrainer(run.model, settings(sharding="full", **ADAPTERS), seed=3, world=world)
+            found[family]["adapted"] = trained(adapted, last=2)["weights"]
+            found[family]["adapted_shards"] = sum_shards(adapted)
+    return found
+
+
+def sum_shards(trainer):
+    """Return two numbers of what this rank publishes of every weight."""
+    found = {}
+    for shard, values in trainer.shards():
+        tensor = values.detach().double()
+        assert tensor.shape == shard.shape
+        first, second = found.get(shard.name, (0.0, 0.0))
+        found[shard.name] = [first + float(tensor.sum()), second + float(tensor.square().sum())]
+    return found
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    root = tmp_path_factory.mktemp("experts")
+    for family in EXPERT_FAMILIES:
+        run = CampaignDir(root / family)
+        run.root.mkdir()
+        make_family_model(run.model, family)
+    return root, run_ranks(2, "tests.unit.trainers.test_torch_model:train_sharded", str(root), timeout_s=800)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_two_ranks_train_and_resume_a_model_with_experts_as_one_rank_does(sharded, family, tmp_path):
+    root, results = sharded
+    run = CampaignDir(root / family)
+    mine, other = (result[family] for result in results)
+    stored = load_file(run.model / "model.safetensors")
+    alone = TorchTrainer(run.model, settings(), seed=3)
+    assert alone.shapes() == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in alone.tensors().items())
+    expected = trained(alone, last=2)
+    for metric in ("loss", "grad_norm", "entropy"):
+        assert mine[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6)
+    for name, sums in expected["weights"].items():
+        assert mine["weights"][name] == pytest.approx(sums, rel=1e-4, abs=1e-4), name
+    assert mine["balanced_norms"][0] > mine["grad_norm"][0]
+    assert mine["held"] + other["held"] == sum(tensor.numel() for tensor in stored.values())
+    assert max(mine["held"], other["held"]) < 0.52 * sum(tensor.numel() for tensor in stored.values())
+
+    resumed = TorchTrainer(run.model, settings(), seed=3)
+    resumed.load(run.checkpoints)
+    for trainer in (alone, resumed):
+        trainer.train_step(batch(3), step=3, version=3)
+    for name, tensor in alone.tensors().items():
+        torch.testing.assert_close(resumed.tensors()[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+    exported = CampaignDir(tmp_path / "campaign")
+    exported.root.mkdir()
+    exported.model.symlink_to(run.model)
+    save_checkpoint(exported.checkpoints, step=3, version=3, trainer=resumed, consumed=ConsumedTrajectories())
+    export_model(exported, tmp_path / "hf")
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == stored.keys()
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True, dtype=torch.float32)
+    assert not any(info.values()), json.dumps({key: sorted(map(str, value)) for key, value in info.items()})
+    inputs = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        trained_logits = resumed._policy.module(inputs).logits
+        assert torch.equal(model.eval()(inputs).logits, trained_logits)
+        assert not torch.allclose(AutoModelForCausalLM.from_pretrained(run.model)(inputs).logits, trained_logits)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", ADAPTED_FAMILIES)
+def test_a_model_with_experts_and_adapters_is_published_and_exported_under_its_files_names(sharded, family, tmp_path):
+    root, results = sharded
+    run = CampaignDir(tmp_path / "campaign")
+    run.root.mkdir()
+    run.model.symlink_to(root / family / "model")
+    stored = load_file(run.model / "model.safetensors")
+    trainer = TorchTrainer(run.model, settings(**ADAPTERS), seed=3)
+    assert all(torch.equal(trainer.tensors()[name], tensor) for name, tensor in stored.items()), "they add nothing yet"
+    alone = trained(trainer, last=2)["weights"]
+    assert alone.keys() == stored.keys()
+    for name, sums in alone.items():
+        parts = [result[family]["adapted_shards"].get(name, (0.0, 0.0)) for result in results]
+        assert [sum(part) for part in zip(*parts, strict=True)] == pytest.approx(sums, rel=1e-4, abs=1e-4), name
+        assert results[0][family]["adapted"][name] == pytest.approx(sums, rel=1e-4, abs=1e-4), name
+
+    run.recipe.write_bytes(msgspec.json.encode(make_recipe("train.lora_rank=2")))
+    save_checkpoint(run.checkpoints, step=2, version=2, trainer=trainer, consumed=ConsumedTrajectories())
+    export_model(run, tmp_path / "hf")
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in trainer.tensors().items())
+    changed = {name for name, tensor in stored.items() if not torch.equal(exported[name], tensor)}
+    assert any(name.endswith("q_proj.weight") or name.endswith("q_b_proj.weight") for name in changed)

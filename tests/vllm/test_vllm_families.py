@@ -1,0 +1,69 @@
+"""A model with experts in vLLM: it loads the export of one, and takes updates under the names of its files."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hpcrl.config.recipe import TinyModel
+from hpcrl.engines.base import GenerateRequest
+from hpcrl.models.tiny import _make_tokenizer
+from hpcrl.weights.versions import WeightVersion
+from tests.support.families import make_family_model
+from tests.support.trained import TrainedModel, compute_logprobs, train_and_export, train_once
+
+if TYPE_CHECKING:
+    from tests.support.served import Place
+
+pytestmark = pytest.mark.long
+PROMPT = [2, 45, 78, 5, 36, 3]
+CLOSE = 1e-3
+
+
+def make_served_model(directory: Path) -> None:
+    tokenizer = _make_tokenizer(TinyModel())
+    make_family_model(directory, "qwen3_moe", vocab_size=len(tokenizer), max_position_embeddings=256)
+    tokenizer.save_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory: pytest.TempPathFactory) -> TrainedModel:
+    return train_and_export(tmp_path_factory.mktemp("experts"), make_model=make_served_model)
+
+
+@pytest.fixture(scope="module")
+def expert_place(with_experts: TrainedModel, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Place]":
+    from tests.support.served import place
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        place(tmp_path_factory.mktemp("place") / "campaign", with_experts.exported) as there,
+    ):
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # vLLM's routers for CPUs would be compiled, which takes a minute
+        yield there
+
+
+def test_a_model_with_experts_has_the_trainers_logprobs_from_its_export_and_after_each_update(
+    with_experts: TrainedModel, expert_place: "Place"
+) -> None:
+    trainer, exported = with_experts.trainer, AutoModelForCausalLM.from_pretrained(with_experts.exported)
+    earlier: list[float] = []
+    with expert_place.engines("experts") as (behind,):
+        for version in (0, 1, 2):
+            if version:
+                train_once(trainer, step=version + 2)
+                expert_place.window.publish(trainer.tensors(), WeightVersion(version=version, step=version))
+                expert_place.do(behind.engine.load_version(version))
+            request = GenerateRequest(request_id=f"{version}", token_ids=PROMPT, max_new_tokens=24, temperature=1.0)
+            answer = expert_place.do(behind.engine.generate(request))
+            assert set(answer.versions) == {version}
+            assert answer.logprobs == pytest.approx(compute_logprobs(trainer, PROMPT, answer.token_ids), abs=CLOSE)
+            with torch.no_grad():
+                logprobs_TV = exported(torch.tensor([PROMPT + answer.token_ids])).logits[0].log_softmax(-1)
+            scored = [float(logprobs_TV[len(PROMPT) - 1 + at, token]) for at, token in enumerate(answer.token_ids)]
+            assert (answer.logprobs == pytest.approx(scored, abs=CLOSE)) == (version == 0)
+            assert answer.logprobs != earlier
+            earlier = answer.logprobs
