@@ -16,7 +16,6 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -288,16 +287,16 @@ def _check_architecture(recipe: Recipe, fields: dict[str, Any]) -> None:
         return
     from hpcrl.trainers.megatron.weight_names import check_parallelism, read_model_dims
 
-    defaults = {"tie_word_embeddings": False, "num_key_value_heads": fields.get("num_attention_heads")}
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
     try:
-        dims = read_model_dims(
-            SimpleNamespace(**{**defaults, **fields, "rope_parameters": {**rope, "rope_type": rope_type}})
-        )
-    except AttributeError as error:
-        raise ConfigError(f"{recipe.model.path}/config.json lacks a field: {error}") from error
-    check_parallelism(dims, num_tp=recipe.train.tensor_parallel, num_pp=recipe.train.pipeline_parallel)
+        dims = read_model_dims(fields)
+    except KeyError as error:
+        raise ConfigError(f"{recipe.model.path}/config.json lacks the field {error}") from error
+    check_parallelism(
+        dims,
+        num_tp=recipe.train.tensor_parallel,
+        num_pp=recipe.train.pipeline_parallel,
+        num_ep=recipe.train.expert_parallel,
+    )
 
 
 if __name__ == "__main__":

@@ -380,11 +380,13 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """With trainer "megatron": ranks that share each layer."""
     pipeline_parallel: Count = 1
     """With trainer "megatron": ranks that share the layers in order."""
+    expert_parallel: Count = 1
+    """With trainer "megatron": ranks that share the experts of each layer; tensor_parallel does not divide experts."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of the forward and backward pass; weights and optimizer are float32. Auto: bf16 on GPUs."""
     recompute: Literal["auto"] | bool = "auto"
-    """With trainer "torch": layers keep only their inputs for the gradient, and compute the rest again; auto: where the
-    plan finds that the micro-batches do not fit otherwise, and with sharding = "full" where it knows no sizes."""
+    """Layers keep only their inputs for the gradient, and compute the rest again; auto: where the plan finds that the
+    micro-batches do not fit otherwise, and with sharding = "full" where it knows no sizes."""
     offload: bool = False
     """With sharding = "full": weights, gradients and moments are in host memory, from which each layer is copied to the
     GPU when it computes, and the optimizer runs on the CPU."""

@@ -3,6 +3,7 @@
     ModelArchitecture    the sizes, with the number of weights of each kind
     read_architecture    from the fields of a config.json
     select_fields        those of them that a plan needs
+    list_dense_layers    the layers without experts
     guess_architecture   of a dense model, from its number of weights alone
     read_max_context, read_rope_factor    the tokens of its context, and by how much an engine may stretch it
 
@@ -231,7 +232,7 @@ def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
         has_query_norm=family in ("qwen3", "qwen3_moe", "gemma3_text") or bool(fields.get("use_qk_norm")),
         num_layer_norms=4 if family in ("gemma2", "gemma3_text", "glm4") else 2,
         dense_inner=fields["intermediate_size"],
-        num_dense_layers=_count_dense_layers(fields, layers) if experts else layers,
+        num_dense_layers=len(list_dense_layers(fields)) if experts else layers,
         num_experts=experts,
         experts_per_token=fields.get("num_experts_per_tok", 0) if experts else 0,
         expert_inner=expert_inner if experts else 0,
@@ -241,12 +242,11 @@ def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
     return msgspec.structs.replace(found, num_biases=_count_biases(fields, found))
 
 
-def _count_dense_layers(fields: Mapping[str, Any], num_layers: int) -> int:
-    """Count the layers without experts: the first ones, those listed, or all but every n-th."""
-    dense = set(range(min(fields.get("first_k_dense_replace", 0), num_layers))) | set(fields.get("mlp_only_layers", ()))
-    every = fields.get("decoder_sparse_step", 1)
-    dense |= {layer for layer in range(num_layers) if (layer + 1) % every}
-    return len(dense & set(range(num_layers)))
+def list_dense_layers(fields: Mapping[str, Any]) -> list[int]:
+    """List the layers without experts of a model that has some: the first ones, those named, or all but every n-th."""
+    num_layers, every = fields["num_hidden_layers"], fields.get("decoder_sparse_step") or 1
+    dense = set(range(fields.get("first_k_dense_replace") or 0)) | set(fields.get("mlp_only_layers") or ())
+    return [layer for layer in range(num_layers) if layer in dense or (layer + 1) % every]
 
 
 def _count_biases(fields: Mapping[str, Any], shape: ModelArchitecture) -> int:

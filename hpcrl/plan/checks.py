@@ -5,6 +5,7 @@ check_lengths            the same for lengths beyond a model's context
 find_megatron_conflict   the first setting that trainer "megatron" does not support
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -120,17 +121,22 @@ def _check_trainer(recipe: Recipe) -> None:
             f"resources.train.gpus_per_worker = {gpus}: a worker of the trainer is a rank, and a rank uses one GPU: "
             f"set it to 1, and resources.train.num_workers = {ranks * gpus}"
         )
-    shared = train.tensor_parallel * train.pipeline_parallel
-    if train.trainer == "torch" and shared > 1:
+    shared, expert_shared = (
+        each * train.pipeline_parallel for each in (train.tensor_parallel, train.expert_parallel)
+    )
+    if train.trainer == "torch" and max(shared, expert_shared) > 1:
         raise PlanError(
-            f"train.tensor_parallel = {train.tensor_parallel} and train.pipeline_parallel = {train.pipeline_parallel} "
-            'are for trainer "megatron": set them to 1, or train.trainer = "megatron"'
+            f"train.tensor_parallel = {train.tensor_parallel}, train.pipeline_parallel = {train.pipeline_parallel} and "
+            f"train.expert_parallel = {train.expert_parallel} are for trainer \"megatron\": set them to 1, or "
+            'train.trainer = "megatron"'
         )
-    if ranks % shared:
-        raise PlanError(
-            f"resources.train.num_workers = {ranks} is not a multiple of train.tensor_parallel x pipeline_parallel = "
-            f"{shared}: set it to {-(-ranks // shared) * shared}"
-        )
+    for name, num in (("tensor_parallel", shared), ("expert_parallel", expert_shared)):
+        if ranks % num:
+            together = math.lcm(shared, expert_shared)
+            raise PlanError(
+                f"resources.train.num_workers = {ranks} is not a multiple of train.{name} x pipeline_parallel = {num}: "
+                f"set it to {-(-ranks // together) * together}"
+            )
     if train.trainer == "megatron" and (foreign := find_megatron_conflict(train)) is not None:
         raise PlanError(foreign)
     if train.moe_aux_coef and recipe.model.config and not read_architecture(recipe.model.config).num_experts:
@@ -358,8 +364,7 @@ def _find_top_p_conflict(recipe: Recipe) -> str | None:
 
 def find_megatron_conflict(train: TrainConfig) -> str | None:
     """Return the first setting that trainer "megatron" does not support, with a fix; None if there is none."""
-    plain: dict[str, Any] = {"rows": "padded", "lora_rank": 0, "recompute": "auto"}
-    plain |= {"moe_aux_coef": 0.0, "offload": False}
+    plain: dict[str, Any] = {"rows": "padded", "lora_rank": 0, "moe_aux_coef": 0.0, "offload": False}
     for name, known in plain.items():
         if (seen := getattr(train, name)) != known:
             return f'train.{name} = {seen!r} is not supported by trainer "megatron": set it to {known!r}'

@@ -13,6 +13,7 @@ transformers, whole, in host memory.
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from hpcrl.models.weight_files import (
     open_weight_files,
 )
 from hpcrl.trainers.state import list_local_shards
-from hpcrl.weights.layout import ROUNDED_DTYPES
+from hpcrl.weights.layout import ROUNDED_DTYPES, TensorShard
 from hpcrl.weights.stored_tensors import StoredSlice, StoredTensor, list_model_tensors, split_shard
 from hpcrl.weights.tensor_file import DTYPE_CODES
 
@@ -85,22 +86,34 @@ class ModelSource:
             called.to(device)
             return
         _allocate_parameters(called, device)
-        wanted: dict[Path, list[StoredSlice]] = defaultdict(list)
+        owners = ((name, *self._owners[name]) for name in self.stored)
+        self.read_shards(
+            (shard.shard, shard.tensor)
+            for name, module, attribute in owners
+            for shard in list_local_shards(name, getattr(module, attribute), part="")
+        )
         with torch.no_grad():
-            for name, stored_tensors in self.stored.items():
-                module, attribute = self._owners[name]
-                tensor = getattr(module, attribute)
-                for shard in list_local_shards(name, tensor, part=""):
-                    for read in split_shard(shard.shard, shard.tensor.detach(), stored_tensors):
-                        wanted[read.stored.file].append(read)
             for name in self.zeros:
                 module, attribute = self._owners[name]
                 getattr(module, attribute).zero_()
-            for path, reads in sorted(wanted.items()):
-                _read_file(path, reads)
-            for name, stored_tensors in self.copies.items():
-                module, attribute = self._owners[name]
-                _check_copies(name, getattr(module, attribute), stored_tensors)
+
+    def read_shards(self, wanted: Iterable[tuple[TensorShard, Tensor]]) -> None:
+        """Copy the stored values of these parts of the model's tensors, and no others, into the tensors given."""
+        wanted = list(wanted)
+        reads: dict[Path, list[StoredSlice]] = defaultdict(list)
+        whole = self.module.state_dict() if self.stored is None else {}
+        with torch.no_grad():
+            for shard, tensor in wanted:
+                if self.stored is None:
+                    tensor.copy_(whole[shard.name][shard.index])
+                    continue
+                for read in split_shard(shard, tensor.detach(), self.stored[shard.name]):
+                    reads[read.stored.file].append(read)
+            for path, reads_of_file in sorted(reads.items()):
+                _read_file(path, reads_of_file)
+            for shard, tensor in wanted:
+                if shard.name in self.copies:
+                    _check_copies(shard, tensor.detach(), self.copies[shard.name])
 
 
 def open_causal(model_dir: Path, *, dtype: torch.dtype = torch.float32) -> ModelSource:
@@ -168,18 +181,17 @@ def _take_copies(module: Any, stored: dict[str, list[StoredTensor]]) -> dict[str
     return {tied[name]: stored.pop(name) for name in stored.keys() & tied.keys() if tied[name] in stored}
 
 
-def _check_copies(name: str, tensor: Tensor, stored_tensors: list[StoredTensor]) -> None:
-    """Refuse a stored tensor that differs from the one in its place, as far as this rank holds that."""
-    for shard in list_local_shards(name, tensor, part=""):
-        own, found = shard.tensor.detach(), shard.tensor.detach().clone()
-        for read in split_shard(shard.shard, found, stored_tensors):
-            _read_file(read.stored.file, [read])
-            if not torch.equal(own, found):
-                raise TrainError(
-                    f"{read.stored.file} has a {read.stored.name!r} that differs from {name!r}, and "
-                    "tie_word_embeddings in config.json makes them one: set it to false there, or use files and "
-                    "config.json of one model"
-                )
+def _check_copies(shard: TensorShard, own: Tensor, stored_tensors: list[StoredTensor]) -> None:
+    """Refuse a stored tensor that differs from the one in its place, as far as this shard goes."""
+    found = own.clone()
+    for read in split_shard(shard, found, stored_tensors):
+        _read_file(read.stored.file, [read])
+        if not torch.equal(own, found):
+            raise TrainError(
+                f"{read.stored.file} has a {read.stored.name!r} that differs from {shard.name!r}, and "
+                "tie_word_embeddings in config.json makes them one: set it to false there, or use files and "
+                "config.json of one model"
+            )
 
 
 def _check_complete(module: Any, stored: dict[str, list[StoredTensor]], model_dir: Path) -> frozenset[str]:

@@ -1,10 +1,12 @@
 """This rank's part of a megatron-core decoder for a model directory of transformers, on GPUs or CPUs.
 
-    build_model_part     the groups of ranks and the GPTModel
+    build_model_part     the groups of ranks and the GPTModel, with the weights of the directory
     MegatronPart         a rank's part of a model
-    fill_from_directory  copy HF weights into it
     patch_for_cpu        let megatron-core run without CUDA, over gloo, for tests and small machines
     CPU_SETTINGS, CPU    its settings and device then
+
+Sizes come from config.json, and so do the settings of routers; frequencies of RoPE and the scale of attention come from
+transformers' own model, which is made without memory for its weights.
 
 Inside `patch_for_cpu()`, and only without CUDA, tensor factories asked for a GPU return CPU tensors, the
 current device is the CPU, and there is nothing to synchronise. The generators that Megatron keeps for dropout do
@@ -12,8 +14,8 @@ nothing: a trainer has no dropout.
 """
 
 import contextlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -21,28 +23,30 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
-from safetensors import SafetensorError, safe_open
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig
+from torch.utils.checkpoint import checkpoint
 
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
+from hpcrl.trainers.megatron.layers import list_attentions, make_block_spec, replicate_downward
 from hpcrl.trainers.megatron.weight_names import (
     ModelDims,
     ParallelRank,
     ShardMapping,
     check_parallelism,
+    map_router_biases,
     map_shards,
     pad_vocab_size,
     read_model_dims,
 )
+from hpcrl.trainers.model_files import ModelSource, open_causal
 from hpcrl.trainers.world import World
+from hpcrl.weights.layout import TensorShard
 
 CPU = torch.device("cpu")
 
@@ -54,6 +58,19 @@ CPU_SETTINGS: dict[str, Any] = {
 """The TransformerConfig settings without CUDA."""
 
 
+class _CpuStream(torch.cpu.Stream):
+    """A stream without a device: what is put into it is done already."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Wait for nothing."""
+
+    def record_event(self) -> torch.cpu.Event:
+        return torch.cpu.Event()
+
+
+_CPU_STREAM = _CpuStream()
+
+
 @contextlib.contextmanager
 def patch_for_cpu() -> Iterator[None]:
     """Wrap every call of Megatron; with CUDA this changes nothing."""
@@ -63,6 +80,9 @@ def patch_for_cpu() -> Iterator[None]:
     with (
         patch("torch.cuda.current_device", lambda: CPU),
         patch("torch.cuda.synchronize", lambda *_: None),
+        patch("torch.cuda.Stream", _CpuStream),
+        patch("torch.cuda.current_stream", lambda *_: _CPU_STREAM),
+        patch("torch.cuda.stream", lambda _: contextlib.nullcontext()),
         _CpuFunctionMode(),
     ):
         yield
@@ -94,12 +114,12 @@ class MegatronPart(NamedTuple):
     """The part of a model on this rank."""
 
     module: Any
-    config: Any
-    """The Hugging Face configuration."""
     dims: ModelDims
     rank: ParallelRank
-    data_rank: int
-    num_data: int
+    num_copies: int
+    """The ranks with the same part of what is not an expert: the data-parallel degree."""
+    max_length: int
+    precise_names: Collection[str]
 
     def mapped_parameters(self) -> Iterator[tuple[ShardMapping, Tensor]]:
         """Yield every shard of this rank with the parameter that contains it."""
@@ -110,82 +130,117 @@ class MegatronPart(NamedTuple):
 
 def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed: int) -> MegatronPart:
     """Build the part of the model that this rank of `world` trains, with the weights of the directory."""
-    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    dims = read_model_dims(config)
-    num_tp, num_pp = train.tensor_parallel, train.pipeline_parallel
-    check_parallelism(dims, num_tp=num_tp, num_pp=num_pp)
-    if world.size % (num_tp * num_pp):
-        raise TrainError(
-            f"{world.size} ranks cannot be split into groups of train.tensor_parallel x train.pipeline_parallel = "
-            f"{num_tp} x {num_pp}: set resources.train.num_workers to a multiple"
-        )
+    source = open_causal(model_dir)
+    fields = source.module.config.to_dict()
+    dims = read_model_dims(fields)
+    num_tp, num_pp, num_ep = train.tensor_parallel, train.pipeline_parallel, train.expert_parallel
+    check_parallelism(dims, num_tp=num_tp, num_pp=num_pp, num_ep=num_ep)
+    for name, num in (("tensor_parallel", num_tp), ("expert_parallel", num_ep)):
+        if world.size % (num * num_pp):
+            raise TrainError(
+                f"{world.size} ranks cannot be split into groups of train.{name} x train.pipeline_parallel = "
+                f"{num} x {num_pp}: set resources.train.num_workers to a multiple"
+            )
+    _join_groups(train, seed=seed)
+    rank = _find_rank(train)
+    module = _make_gpt_model(fields, dims, rank, train=train)
+    if dims.shape.kv_rank:
+        replicate_downward(module)
+    _set_positions(module, source)
+    if train.recompute is True:
+        _recompute_layers(module)
+    model_part = MegatronPart(
+        module=module.to(world.device).eval(),
+        dims=dims,
+        rank=rank,
+        num_copies=parallel_state.get_data_parallel_world_size(),
+        max_length=int(fields["max_position_embeddings"]),
+        precise_names=source.find_precise_names(),
+    )
+    _fill(model_part, source)
+    return model_part
+
+
+def _join_groups(train: TrainConfig, *, seed: int) -> None:
+    """Make the groups of ranks. An expert is never divided, so that tensor parallelism leaves experts whole."""
     if not dist.is_initialized():  # Megatron needs groups even for a single rank
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(num_tp, num_pp, create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(
+            train.tensor_parallel,
+            train.pipeline_parallel,
+            expert_model_parallel_size=train.expert_parallel,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,
+        )
     if torch.cuda.is_available():
         model_parallel_cuda_manual_seed(seed)
     else:
         initialize_rng_tracker(inference_rng_tracker=True)
-    rank = ParallelRank(
+
+
+def _find_rank(train: TrainConfig) -> ParallelRank:
+    return ParallelRank(
         tp=parallel_state.get_tensor_model_parallel_rank(),
-        num_tp=num_tp,
+        num_tp=train.tensor_parallel,
         pp=parallel_state.get_pipeline_model_parallel_rank(),
-        num_pp=num_pp,
+        num_pp=train.pipeline_parallel,
+        ep=parallel_state.get_expert_model_parallel_rank(),
+        num_ep=train.expert_parallel,
+        copy=parallel_state.get_data_parallel_rank(),
+        expert_copy=parallel_state.get_expert_data_parallel_rank(),
     )
-    module = _make_gpt_model(config, dims, rank, train).to(world.device).eval()
-    model_part = MegatronPart(
-        module=module,
-        config=config,
-        dims=dims,
-        rank=rank,
-        data_rank=parallel_state.get_data_parallel_rank(),
-        num_data=parallel_state.get_data_parallel_world_size(),
-    )
-    fill_from_directory(model_part, model_dir)
-    return model_part
 
 
-def _make_gpt_model(config: Any, dims: ModelDims, rank: ParallelRank, train: TrainConfig) -> Any:
-    rope = getattr(config, "rope_parameters", None) or {}
+def _make_gpt_model(fields: Mapping[str, Any], dims: ModelDims, rank: ParallelRank, *, train: TrainConfig) -> Any:
+    per_stage = dims.shape.num_layers // rank.num_pp
+    layers = list(range(rank.pp * per_stage, (rank.pp + 1) * per_stage))
+    rotary = fields.get("rope_parameters") or fields
     return GPTModel(
-        config=_make_transformer_config(config, dims, rank, train),
-        transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=dims.qk_norm, normalization="RMSNorm"),
+        config=_make_transformer_config(fields, dims, rank, train=train),
+        transformer_layer_spec=make_block_spec(dims, layers),
         vocab_size=pad_vocab_size(dims, num_tp=rank.num_tp),
-        max_sequence_length=config.max_position_embeddings,
+        max_sequence_length=fields["max_position_embeddings"],
         pre_process=rank.is_first,
         post_process=rank.is_last,
         parallel_output=True,
         # Over several stages the two copies stay equal because their gradients are summed: see MegatronTrainer.
-        share_embeddings_and_output_weights=dims.tied and rank.num_pp == 1,
+        share_embeddings_and_output_weights=dims.shape.is_tied and rank.num_pp == 1,
         position_embedding_type="rope",
-        rotary_base=int(rope.get("rope_theta", getattr(config, "rope_theta", 10000))),
+        rotary_percent=rotary.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0,
     )
 
 
-def _make_transformer_config(config: Any, dims: ModelDims, rank: ParallelRank, train: TrainConfig) -> TransformerConfig:
+def _make_transformer_config(
+    fields: Mapping[str, Any], dims: ModelDims, rank: ParallelRank, *, train: TrainConfig
+) -> TransformerConfig:
     """Configure plain layers without fusion or dropout; autocast sets the dtype."""
-    on_cpu = {} if torch.cuda.is_available() else CPU_SETTINGS
-    return TransformerConfig(
-        num_layers=dims.num_layers,
-        hidden_size=dims.hidden,
-        ffn_hidden_size=dims.ffn,
-        num_attention_heads=dims.num_heads,
-        num_query_groups=dims.num_groups,
-        kv_channels=dims.head,
+    shape, on_gpus = dims.shape, torch.cuda.is_available()
+    settings = dict(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.dense_inner,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_heads if shape.kv_rank else shape.num_kv_heads,
+        kv_channels=shape.head_dim,
         tensor_model_parallel_size=rank.num_tp,
         pipeline_model_parallel_size=rank.num_pp,
+        expert_model_parallel_size=rank.num_ep,
+        expert_tensor_parallel_size=1,
+        # What is between the layers is divided over the ranks too: the same traffic, and a part of the memory.
+        sequence_parallel=rank.num_tp > 1,
         # Megatron's layers pass on the dtype of their last product, so stages must too.
-        pipeline_dtype=torch.bfloat16 if train.has_bf16(on_gpus=torch.cuda.is_available()) else torch.float32,
+        pipeline_dtype=torch.bfloat16 if train.has_bf16(on_gpus=on_gpus) else torch.float32,
         normalization="RMSNorm",
-        layernorm_epsilon=config.rms_norm_eps,
+        layernorm_epsilon=fields["rms_norm_eps"],
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=dims.qkv_bias,
-        qk_layernorm=dims.qk_norm,
+        qk_layernorm=shape.has_query_norm or bool(shape.kv_rank),
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        perform_initialization=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -193,35 +248,85 @@ def _make_transformer_config(config: Any, dims: ModelDims, rank: ParallelRank, t
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         deallocate_pipeline_outputs=False,
-        **on_cpu,
+        **({} if on_gpus else CPU_SETTINGS),
+        **(_list_expert_settings(fields, dims) if shape.num_experts else {}),
+    )
+    if not shape.kv_rank:
+        return TransformerConfig(**settings)
+    return MLATransformerConfig(
+        **settings,
+        multi_latent_attention=True,
+        q_lora_rank=shape.query_rank or None,
+        kv_lora_rank=shape.kv_rank,
+        qk_head_dim=shape.head_dim - shape.rope_dim,
+        qk_pos_emb_head_dim=shape.rope_dim,
+        v_head_dim=shape.value_dim,
+        rope_type="rope",
+        rotary_percent=1.0,
     )
 
 
-def fill_from_directory(model_part: MegatronPart, model_dir: Path) -> None:
-    """Copy this rank's shards, and no others, from the safetensors files."""
-    path_by_name = _map_tensor_files(model_dir)
-    with torch.no_grad():
-        for mapping, parameter in model_part.mapped_parameters():
-            path = path_by_name.get(mapping.name)
-            if path is None:
-                raise TrainError(f"model directory {str(model_dir)!r} has no tensor {mapping.name!r}: is it complete?")
-            slices = tuple(slice(start, start + size) for start, size in zip(mapping.start, mapping.shape, strict=True))
-            with _open_safetensors(path) as file:
-                parameter[mapping.rows].copy_(file.get_slice(mapping.name)[slices])
+def _list_expert_settings(fields: Mapping[str, Any], dims: ModelDims) -> dict[str, Any]:
+    """List the settings of layers with experts; no token is ever dropped."""
+    shape = dims.shape
+    settings: dict[str, Any] = {
+        "num_moe_experts": shape.num_experts,
+        "moe_ffn_hidden_size": shape.expert_inner,
+        "moe_shared_expert_intermediate_size": shape.shared_inner or None,
+        "moe_layer_freq": [int(dims.has_experts(layer)) for layer in range(shape.num_layers)],
+        "moe_router_topk": shape.experts_per_token,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+    }
+    if not dims.has_router_bias:
+        # A softmax over the chosen experts alone makes their weights sum up to one.
+        is_normalized = shape.family == "mixtral" or fields.get("norm_topk_prob", False)
+        return settings | {"moe_router_pre_softmax": not is_normalized}
+    num_groups = fields.get("n_group") or 1
+    groups = {"moe_router_num_groups": num_groups, "moe_router_group_topk": fields["topk_group"]}
+    return (
+        settings
+        | {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+            "moe_router_topk_scaling_factor": fields.get("routed_scaling_factor") or 1.0,
+        }
+        | (groups if num_groups > 1 else {})
+    )
 
 
-def _map_tensor_files(model_dir: Path) -> Mapping[str, Path]:
-    index = model_dir / "model.safetensors.index.json"
-    if index.exists():
-        names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return {name: model_dir / file for name, file in names.items()}
-    single_file = model_dir / "model.safetensors"
-    with _open_safetensors(single_file) as file:
-        return dict.fromkeys(file.keys(), single_file)
+def _set_positions(module: Any, source: ModelSource) -> None:
+    """Take the frequencies of RoPE, and the scale of attention, from transformers' model."""
+    decoder = source.module.get_decoder()
+    rotary, scale = decoder.rotary_emb, float(decoder.layers[0].self_attn.scaling)
+    for attention in list_attentions(module):
+        # Queries and keys are both multiplied by this, in all their parts.
+        attention.core_attention.softmax_scale = scale * float(rotary.attention_scaling) ** 2
+    for part in module.modules():
+        own = getattr(part, "inv_freq", None)
+        if isinstance(own, Tensor):
+            own.copy_(rotary.inv_freq)
 
 
-def _open_safetensors(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise TrainError(f"model directory {str(path.parent)!r} cannot be loaded: {error}") from error
+def _recompute_layers(module: Any) -> None:
+    """Let every layer keep only its input for the gradient, and compute the rest of its forward pass again."""
+    for layer in module.decoder.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def _fill(model_part: MegatronPart, source: ModelSource) -> None:
+    """Copy this rank's shards, and no others, from the files of the directory."""
+    biases = dict(model_part.module.named_buffers())
+    wanted = [
+        *model_part.mapped_parameters(),
+        *((mapping, biases[mapping.megatron_name]) for mapping in map_router_biases(model_part.dims, model_part.rank)),
+    ]
+    source.read_shards(
+        (
+            TensorShard(name=mapping.name, start=mapping.start, shape=mapping.shape),
+            tensor.detach()[mapping.rows].view(mapping.shape),
+        )
+        for mapping, tensor in wanted
+    )

@@ -4,7 +4,7 @@ The nodes of a training step are in nodes.py; the methods that they call are her
 
 Legend: B rows of a micro-batch, T positions, N model tokens, V vocabulary (this rank's part until it is gathered)
 
-All ranks of one model replica get the same rows. Only the last stage sees log-probs, so only it computes the loss;
+All ranks of one model replica get the same rows, padded to a length that tensor parallelism divides. Only the last stage sees log-probs, so only it computes the loss;
 its sums are shared with all ranks. The loss is a sum over the tokens of all data-parallel ranks, so gradients are
 summed, not averaged. The optimizer is plain AdamW on float32: Megatron's own optimizer and DDP need CUDA streams.
 """
@@ -36,7 +36,7 @@ from hpcrl.plan.checks import find_megatron_conflict
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, load_fixed_models
 from hpcrl.trainers.megatron.model import build_model_part, patch_for_cpu
-from hpcrl.trainers.megatron.weight_names import ParallelRank, map_shards
+from hpcrl.trainers.megatron.weight_names import ParallelRank, ShardMapping, map_shards
 from hpcrl.trainers.memory_error import watch_memory
 from hpcrl.trainers.micro_batch_loss import (
     MinibatchTotals,
@@ -102,12 +102,12 @@ class MegatronTrainer:
     @property
     def num_shares(self) -> int:
         """The number of shares that a step is divided into."""
-        return self._model_part.num_data
+        return self._model_part.num_copies
 
     @property
     def share(self) -> int:
         """The index of this rank's share."""
-        return self._model_part.data_rank
+        return self._model_part.rank.copy
 
     @property
     def has_logprobs(self) -> bool:
@@ -116,12 +116,12 @@ class MegatronTrainer:
 
     @property
     def vocabulary_size(self) -> int:
-        return self._model_part.dims.vocab
+        return self._model_part.dims.shape.vocabulary_size
 
     @property
     def max_length(self) -> int:
         """The positions that the model can read."""
-        return int(self._model_part.config.max_position_embeddings)
+        return self._model_part.max_length
 
     def train_step(
         self, trajectories: Sequence[Trajectory], *, step: int, version: int, train: TrainConfig | None = None
@@ -151,8 +151,8 @@ class MegatronTrainer:
         return {mapping.name: mapping.whole_shape for mapping in map_shards(self._model_part.dims, ParallelRank())}
 
     def precise_names(self) -> Collection[str]:
-        """Return none: no model that this trainer supports has tensors that need float32."""
-        return ()
+        """Return the tensors that the model's files, or transformers, keep in float32 in a model of fewer bits."""
+        return self._model_part.precise_names
 
     def shards(self) -> LocalShards:
         """Return this rank's shards of the weights; over all ranks, each value comes once."""
@@ -172,16 +172,14 @@ class MegatronTrainer:
             fill_shards(list(self._required_shards(with_moments=with_moments)), directory)
 
     def _state_shards(self) -> Iterator[StateShard]:
-        if self._model_part.data_rank:
-            return
         for mapping, parameter in self._model_part.mapped_parameters():
             if not mapping.is_owner:
                 continue
             shard = TensorShard(name=mapping.name, start=mapping.start, shape=mapping.shape)
-            yield StateShard(WEIGHT_PART, shard, mapping.whole_shape, parameter.detach()[mapping.rows])
+            yield StateShard(WEIGHT_PART, shard, mapping.whole_shape, _view_shard(parameter.detach(), mapping))
             state = self._optimizer.state.get(parameter, {})
             for part in MOMENT_PARTS if state else ():
-                yield StateShard(part, shard, mapping.whole_shape, state[part][mapping.rows])
+                yield StateShard(part, shard, mapping.whole_shape, _view_shard(state[part], mapping))
             if state and not any(mapping.start):
                 yield StateShard(STEP_PART, TensorShard(name=mapping.name, start=(), shape=()), (), state["step"])
 
@@ -190,7 +188,7 @@ class MegatronTrainer:
         self._optimizer.state.clear()
         for mapping, parameter in self._model_part.mapped_parameters():
             shard = TensorShard(name=mapping.name, start=mapping.start, shape=mapping.shape)
-            yield StateShard(WEIGHT_PART, shard, mapping.whole_shape, parameter.detach()[mapping.rows])
+            yield StateShard(WEIGHT_PART, shard, mapping.whole_shape, _view_shard(parameter.detach(), mapping))
             if not with_moments:
                 continue
             state = self._optimizer.state[parameter]
@@ -198,7 +196,7 @@ class MegatronTrainer:
                 state["step"] = torch.zeros(())
                 state.update({part: torch.zeros_like(parameter.detach()) for part in MOMENT_PARTS})
             for part in MOMENT_PARTS:
-                yield StateShard(part, shard, mapping.whole_shape, state[part][mapping.rows])
+                yield StateShard(part, shard, mapping.whole_shape, _view_shard(state[part], mapping))
             yield StateShard(STEP_PART, TensorShard(name=mapping.name, start=(), shape=()), (), state["step"])
 
     def place_batches(self, minibatches: list[Minibatch]) -> list[Minibatch]:
@@ -259,10 +257,9 @@ class MegatronTrainer:
     def clip_gradient(self) -> float:
         """Clip the gradient and return the whole model's norm before clipping, in which every value counts once."""
         total = torch.zeros((), dtype=torch.double, device=self.world.device)
-        if not self._model_part.data_rank:
-            for link, parameter in self._model_part.mapped_parameters():
-                if link.is_owner and parameter.grad is not None:
-                    total += parameter.grad[link.rows].double().square().sum()
+        for mapping, parameter in self._model_part.mapped_parameters():
+            if mapping.is_owner and parameter.grad is not None:
+                total += parameter.grad[mapping.rows].double().square().sum()
         norm = float(self.world.sum(total).sqrt())
         scale = self._train.max_grad_norm / (norm + 1e-6)
         if scale < 1:
@@ -288,6 +285,7 @@ class MegatronTrainer:
         filled = part + [empty_micro_batch() for _ in range(num - len(part))]
         rows = self.world.max(max(len(micro.inputs_BT) for micro in filled))
         length = self.world.max(max(micro.inputs_BT.shape[1] for micro in filled))
+        length += -length % self._model_part.rank.num_tp
         return [pad_to_shape(micro, rows=rows, length=length).to(self.world.device) for micro in filled]
 
     def _run_schedule(
@@ -303,7 +301,7 @@ class MegatronTrainer:
             micro = next(batches)
             rows, length = micro.inputs_BT.shape
             positions_BT = torch.arange(length, device=self.world.device).expand(rows, length)
-            output = module(micro.inputs_BT, positions_BT, _causal_mask(length, self.world.device))
+            output = module(micro.inputs_BT, positions_BT, None)  # attention is causal, and the padding on the right
             return output, partial(compute_in_float32, micro)
 
         rows, length = minibatch[0].inputs_BT.shape
@@ -327,27 +325,30 @@ class MegatronTrainer:
     def _gather_token_logits(self, micro: MicroBatch, logits_BTV: Tensor) -> Tensor:
         """Gather the logits of the whole vocabulary at the micro-batch's model tokens."""
         logits_NV = gather_from_tensor_model_parallel_region(logits_BTV[micro.mask_BT])
-        return logits_NV[:, : self._model_part.dims.vocab]  # type: ignore[no-any-return]
+        return logits_NV[:, : self.vocabulary_size]  # type: ignore[no-any-return]
 
     def _exchange_gradients(self) -> None:
         """Sum the gradient of every parameter that several ranks hold."""
         rank = self._model_part.rank
-        for name, parameter in self._parameters.items():
+        for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if rank.num_tp > 1 and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
-                # Shared by the heads of all ranks, and each rank has seen its own heads only.
+            if not getattr(parameter, "allreduce", True):  # an expert's
+                dist.all_reduce(parameter.grad, group=parallel_state.get_expert_data_parallel_group())
+                continue
+            if rank.num_tp > 1 and not getattr(parameter, "tensor_model_parallel", False):
+                # Each rank has seen its own positions, or its own heads, only.
                 dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
-            if self._model_part.num_data > 1:
+            if self._model_part.num_copies > 1:
                 dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
-        if self._model_part.dims.tied and rank.num_pp > 1 and (rank.is_first or rank.is_last):
+        if self._model_part.dims.shape.is_tied and rank.num_pp > 1 and (rank.is_first or rank.is_last):
             name = "embedding.word_embeddings.weight" if rank.is_first else "output_layer.weight"
             dist.all_reduce(self._parameters[name].grad, group=parallel_state.get_embedding_group())
 
 
-def _causal_mask(length: int, device: torch.device) -> Tensor:
-    """Make a mask, True where a position must not attend; padding is on the right and is never trained on."""
-    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+def _view_shard(tensor: Tensor, mapping: ShardMapping) -> Tensor:
+    """View the part of a Megatron tensor that is a shard; an expert's has a dimension more."""
+    return tensor[mapping.rows].view(mapping.shape)
 
 
 def _shard_slices(shard: TensorShard) -> tuple[slice, ...]:

@@ -1,50 +1,62 @@
 """Map shards of canonical (HF) tensors to a Megatron rank's own tensors; arithmetic only.
 
-    ModelDims              the sizes of a model: Llama, Qwen2, Qwen3, Mistral
-    ParallelRank           a rank's part of each layer (TP) and its layers (PP)
+    ModelDims              what the map needs of a model; SUPPORTED_MODEL_TYPES names the families that have one
+    ParallelRank           a rank's part of each layer (TP, EP), its layers (PP), and its copy of both
     ShardMapping           one shard and its place in a Megatron tensor
     map_shards             every shard that a rank holds
-    read_model_dims        the sizes in a config
+    map_router_biases      the biases of its routers, which are loaded and neither trained nor published
+    read_model_dims        the sizes in a config.json
     check_parallelism      refuse a parallelism that does not divide the model
     pad_vocab_size         the rows of the padded embedding
-    SUPPORTED_MODEL_TYPES  the models with a mapping
 
 Megatron fuses q, k and v, one query group after the other (its queries, its key, its value), and gate and up; a rank
-of a tensor-parallel group has whole query groups, and its own rows of gate and of up.
+of a tensor-parallel group has whole query groups, and its own rows of gate and of up. An expert is never divided: each
+rank of an expert-parallel group has whole ones. The canonical names are those of transformers' models, in which the
+experts of a layer are one tensor.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hpcrl.errors import TrainError
+from hpcrl.hardware.architecture import ModelArchitecture, list_dense_layers, read_architecture
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+_SIGMOID_ROUTERS = ("deepseek_v3", "glm4_moe")
+"""Families whose routers add a bias, which is not trained, to scores from a sigmoid."""
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Forms of RoPE whose frequencies do not depend on the length of the row."""
 
 
 class ModelDims(NamedTuple):
     """The sizes of a decoder, as in its HF config."""
 
-    vocab: int
-    hidden: int
-    ffn: int
-    num_layers: int
-    num_heads: int
-    num_groups: int
-    """The number of key and value heads."""
-    head: int
-    tied: bool
-    """The output layer is the embedding."""
+    shape: ModelArchitecture
+    dense_layers: frozenset[int]
+    """The layers without experts."""
     qkv_bias: bool
-    qk_norm: bool
+
+    @property
+    def has_router_bias(self) -> bool:
+        return self.shape.family in _SIGMOID_ROUTERS
+
+    def has_experts(self, layer: int) -> bool:
+        return layer not in self.dense_layers
 
 
 class ParallelRank(NamedTuple):
-    """A rank's place in tensor and pipeline parallelism."""
+    """A rank's place in each kind of parallelism."""
 
     tp: int = 0
     num_tp: int = 1
     pp: int = 0
     num_pp: int = 1
+    ep: int = 0
+    num_ep: int = 1
+    copy: int = 0
+    """The index of this rank among those with the same part of what is not an expert."""
+    expert_copy: int = 0
+    """The index among those with the same experts."""
 
     @property
     def is_first(self) -> bool:
@@ -68,146 +80,268 @@ class ShardMapping(NamedTuple):
     rows: slice
     """The rows of Megatron's tensor, with all columns."""
     is_owner: bool
-    """The flag of the one rank that provides the shard when weights are collected."""
+    """The flag of the one rank, of all, that provides the shard when weights are collected."""
 
 
-def read_model_dims(config: Any) -> ModelDims:
-    """Read the sizes of a model; TrainError if it has no mapping."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
+def read_model_dims(fields: Mapping[str, Any]) -> ModelDims:
+    """Read the sizes from the fields of a config.json; TrainError if the model has no map, KeyError without a field."""
+    family = fields["model_type"]
+    if family not in SUPPORTED_MODEL_TYPES:
         raise TrainError(
             f'trainer "megatron" supports {", ".join(SUPPORTED_MODEL_TYPES)} models, '
-            f'and this one is {config.model_type!r}: use trainer = "torch"'
+            f'and this one is {family!r}: use trainer = "torch"'
         )
-    if rope.get("rope_type", "default") != "default":
-        raise TrainError(f'trainer "megatron" does not scale RoPE ({rope["rope_type"]!r}): use trainer = "torch"')
-    heads = config.num_attention_heads
-    return ModelDims(
-        vocab=config.vocab_size,
-        hidden=config.hidden_size,
-        ffn=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=heads,
-        num_groups=config.num_key_value_heads,
-        head=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        tied=config.tie_word_embeddings,
-        qkv_bias=config.model_type == "qwen2",
-        qk_norm=config.model_type == "qwen3",
-    )
+    shape = read_architecture(fields)
+    dense = list_dense_layers(fields) if shape.num_experts else range(shape.num_layers)
+    dims = ModelDims(shape, frozenset(dense), family == "qwen2" or bool(fields.get("attention_bias")))
+    if (problem := _find_foreign_part(fields, dims)) is not None:
+        raise TrainError(f'trainer "megatron" does not support {problem}: use trainer = "torch"')
+    return dims
 
 
-def check_parallelism(dims: ModelDims, *, num_tp: int, num_pp: int) -> None:
+def _find_foreign_part(fields: Mapping[str, Any], dims: ModelDims) -> str | None:
+    """Return the first part of a model that this trainer would compute differently; None if there is none."""
+    shape = dims.shape
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in _ROPE_TYPES:
+        return f"RoPE of type {rope_type!r}"
+    rows = shape.num_heads * shape.head_dim + shape.num_kv_heads * (shape.head_dim + shape.value_dim)
+    if shape.num_biases != dims.qkv_bias * rows:
+        return "biases of other layers than q, k and v (attention_bias, mlp_bias)"
+    window = fields.get("sliding_window")
+    if window and fields.get("use_sliding_window", shape.family in ("mistral", "mixtral")):
+        return f"attention within a window (sliding_window = {window})"
+    if (activation := fields.get("hidden_act", "silu")) != "silu":
+        return f"an MLP with hidden_act = {activation!r}"
+    if shape.kv_rank and not fields.get("rope_interleave", True):
+        return "compressed attention without interleaved RoPE (rope_interleave = false)"
+    if dims.has_router_bias and not fields.get("norm_topk_prob", True):
+        return "weights of experts that do not sum up to one (norm_topk_prob = false)"
+    num_groups, chosen = fields.get("n_group") or 1, fields.get("topk_group") or 1
+    if dims.has_router_bias and num_groups > 1 and shape.experts_per_token != 2 * chosen:
+        return (
+            f"num_experts_per_tok = {shape.experts_per_token} with topk_group = {chosen}: Megatron ranks groups of "
+            "experts by the sum of num_experts_per_tok / topk_group scores, and the model by that of two"
+        )
+    return None
+
+
+def check_parallelism(dims: ModelDims, *, num_tp: int, num_pp: int, num_ep: int = 1) -> None:
     """Raise TrainError unless the parallelism divides the model."""
-    for what, size in (("query groups", dims.num_groups), ("attention heads", dims.num_heads), ("ffn rows", dims.ffn)):
+    shape = dims.shape
+    inner = [("ffn rows", shape.dense_inner)] if dims.dense_layers else []
+    groups = [] if shape.kv_rank else [("query groups", shape.num_kv_heads)]
+    shared = [("rows of shared experts", shape.shared_inner)] if shape.shared_inner else []
+    for what, size in (*groups, ("attention heads", shape.num_heads), *inner, *shared):
         if size % num_tp:
             raise TrainError(
                 f"train.tensor_parallel = {num_tp} does not divide the model's {size} {what}: choose a divisor"
             )
-    if dims.num_layers % num_pp:
+    if shape.num_layers % num_pp:
         raise TrainError(
-            f"train.pipeline_parallel = {num_pp} does not divide the model's {dims.num_layers} layers: choose a divisor"
+            f"train.pipeline_parallel = {num_pp} does not divide the model's {shape.num_layers} layers: "
+            "choose a divisor"
+        )
+    if num_ep > 1 and not shape.num_expert_layers:
+        raise TrainError(f"train.expert_parallel = {num_ep}, and the model has no experts: set it to 1")
+    if shape.num_experts % num_ep:
+        raise TrainError(
+            f"train.expert_parallel = {num_ep} does not divide the model's {shape.num_experts} experts: "
+            "choose a divisor"
         )
 
 
 def pad_vocab_size(dims: ModelDims, *, num_tp: int) -> int:
     """Return the rows of the embedding, padded so that every rank has the same number."""
-    return -(-dims.vocab // num_tp) * num_tp
+    return -(-dims.shape.vocabulary_size // num_tp) * num_tp
 
 
 def map_shards(dims: ModelDims, rank: ParallelRank) -> Iterator[ShardMapping]:
     """Yield every shard of this rank."""
+    shape = dims.shape
     if rank.is_first:
         yield _map_vocab_rows(
             dims, rank, "model.embed_tokens.weight", "embedding.word_embeddings.weight", is_owner=True
         )
-    per_stage = dims.num_layers // rank.num_pp
-    for layer in range(per_stage):
-        yield from _map_layer(dims, rank, f"model.layers.{rank.pp * per_stage + layer}", f"decoder.layers.{layer}")
+    for layer, own in _list_layers(dims, rank):
+        yield from _map_layer(dims, rank, layer, f"model.layers.{layer}", f"decoder.layers.{own}")
     if rank.is_last:
-        yield _map_replicated("model.norm.weight", "decoder.final_layernorm.weight", dims.hidden, rank)
-        if not dims.tied:
+        yield _map_replicated("model.norm.weight", "decoder.final_layernorm.weight", shape.hidden_size, rank)
+        if not shape.is_tied:
             yield _map_vocab_rows(dims, rank, "lm_head.weight", "output_layer.weight", is_owner=True)
         elif rank.num_pp > 1:
             yield _map_vocab_rows(dims, rank, "model.embed_tokens.weight", "output_layer.weight", is_owner=False)
 
 
-def _map_layer(dims: ModelDims, rank: ParallelRank, name: str, megatron_name: str) -> Iterator[ShardMapping]:
+def map_router_biases(dims: ModelDims, rank: ParallelRank) -> Iterator[ShardMapping]:
+    """Yield the bias of every router of this rank: no gradient changes it, so it has no owner."""
+    num = dims.shape.num_experts
+    for layer, own in _list_layers(dims, rank):
+        if dims.has_router_bias and dims.has_experts(layer):
+            name, megatron_name = f"model.layers.{layer}.mlp.gate", f"decoder.layers.{own}.mlp.router"
+            yield _map_replicated(
+                f"{name}.e_score_correction_bias", f"{megatron_name}.expert_bias", num, rank
+            )._replace(is_owner=False)
+
+
+def _list_layers(dims: ModelDims, rank: ParallelRank) -> Iterator[tuple[int, int]]:
+    """Yield the layers of this rank, each with its index on the rank."""
+    per_stage = dims.shape.num_layers // rank.num_pp
+    yield from ((rank.pp * per_stage + own, own) for own in range(per_stage))
+
+
+def _map_layer(
+    dims: ModelDims, rank: ParallelRank, layer: int, name: str, megatron_name: str
+) -> Iterator[ShardMapping]:
+    hidden = dims.shape.hidden_size
+    yield _map_replicated(f"{name}.input_layernorm.weight", f"{megatron_name}.input_layernorm.weight", hidden, rank)
     yield _map_replicated(
-        f"{name}.input_layernorm.weight", f"{megatron_name}.input_layernorm.weight", dims.hidden, rank
+        f"{name}.post_attention_layernorm.weight", f"{megatron_name}.pre_mlp_layernorm.weight", hidden, rank
     )
-    yield _map_replicated(
-        f"{name}.post_attention_layernorm.weight", f"{megatron_name}.pre_mlp_layernorm.weight", dims.hidden, rank
-    )
-    yield from _map_qkv(dims, rank, name, megatron_name, kind="weight", columns=(dims.hidden,))
+    attention = (f"{name}.self_attn", f"{megatron_name}.self_attention")
+    yield from (_map_compressed if dims.shape.kv_rank else _map_attention)(dims, rank, *attention)
+    width = dims.shape.num_heads * dims.shape.value_dim
+    yield _map_columns(f"{name}.self_attn.o_proj.weight", f"{attention[1]}.linear_proj.weight", hidden, width, rank)
+    if dims.has_experts(layer):
+        yield from _map_experts(dims, rank, f"{name}.mlp", f"{megatron_name}.mlp")
+    else:
+        yield from _map_mlp(dims, rank, f"{name}.mlp", f"{megatron_name}.mlp", dims.shape.dense_inner)
+
+
+def _map_attention(dims: ModelDims, rank: ParallelRank, name: str, megatron_name: str) -> Iterator[ShardMapping]:
+    """Map q, k and v, with their biases and norms."""
+    yield from _map_qkv(dims, rank, name, megatron_name, kind="weight", columns=(dims.shape.hidden_size,))
     if dims.qkv_bias:
         yield from _map_qkv(dims, rank, name, megatron_name, kind="bias", columns=())
-    if dims.qk_norm:
+    for part in ("q", "k") if dims.shape.has_query_norm else ():
         yield _map_replicated(
-            f"{name}.self_attn.q_norm.weight", f"{megatron_name}.self_attention.q_layernorm.weight", dims.head, rank
+            f"{name}.{part}_norm.weight", f"{megatron_name}.{part}_layernorm.weight", dims.shape.head_dim, rank
         )
-        yield _map_replicated(
-            f"{name}.self_attn.k_norm.weight", f"{megatron_name}.self_attention.k_layernorm.weight", dims.head, rank
-        )
-    width = dims.num_heads * dims.head
-    yield _map_columns(
-        f"{name}.self_attn.o_proj.weight", f"{megatron_name}.self_attention.linear_proj.weight", dims, width, rank
-    )
-    ffn = dims.ffn // rank.num_tp
-    for number, half in enumerate(("gate_proj", "up_proj")):
-        yield ShardMapping(
-            name=f"{name}.mlp.{half}.weight",
-            start=(rank.tp * ffn, 0),
-            shape=(ffn, dims.hidden),
-            whole_shape=(dims.ffn, dims.hidden),
-            megatron_name=f"{megatron_name}.mlp.linear_fc1.weight",
-            rows=slice(number * ffn, (number + 1) * ffn),
-            is_owner=True,
-        )
-    yield _map_columns(f"{name}.mlp.down_proj.weight", f"{megatron_name}.mlp.linear_fc2.weight", dims, dims.ffn, rank)
 
 
 def _map_qkv(
     dims: ModelDims, rank: ParallelRank, name: str, megatron_name: str, *, kind: str, columns: tuple[int, ...]
 ) -> Iterator[ShardMapping]:
     """Map q, k and v of this rank's query groups."""
-    per_group = dims.num_heads // dims.num_groups * dims.head
-    block = per_group + 2 * dims.head
-    num_groups = dims.num_groups // rank.num_tp
+    shape = dims.shape
+    per_group = shape.num_heads // shape.num_kv_heads * shape.head_dim
+    block = per_group + 2 * shape.head_dim
+    num_groups = shape.num_kv_heads // rank.num_tp
     for local_group in range(num_groups):
         group = rank.tp * num_groups + local_group
         for part, rows, offset in (
             ("q", per_group, 0),
-            ("k", dims.head, per_group),
-            ("v", dims.head, block - dims.head),
+            ("k", shape.head_dim, per_group),
+            ("v", shape.head_dim, block - shape.head_dim),
         ):
             yield ShardMapping(
-                name=f"{name}.self_attn.{part}_proj.{kind}",
+                name=f"{name}.{part}_proj.{kind}",
                 start=(group * rows, *(0 for _ in columns)),
                 shape=(rows, *columns),
-                whole_shape=(dims.num_groups * rows, *columns),
-                megatron_name=f"{megatron_name}.self_attention.linear_qkv.{kind}",
+                whole_shape=(shape.num_kv_heads * rows, *columns),
+                megatron_name=f"{megatron_name}.linear_qkv.{kind}",
                 rows=slice(local_group * block + offset, local_group * block + offset + rows),
-                is_owner=True,
+                is_owner=rank.copy == 0,
             )
 
 
-def _map_replicated(name: str, megatron_name: str, size: int, rank: ParallelRank) -> ShardMapping:
-    """Map a vector that every rank of a tensor-parallel group holds."""
-    return ShardMapping(name, (0,), (size,), (size,), megatron_name, slice(0, size), is_owner=rank.tp == 0)
+def _map_compressed(dims: ModelDims, rank: ParallelRank, name: str, megatron_name: str) -> Iterator[ShardMapping]:
+    """Map compressed attention: every rank has what compresses, and its own heads of what expands."""
+    shape = dims.shape
+    hidden, queries = shape.hidden_size, shape.num_heads * shape.head_dim
+    if shape.query_rank:
+        compressed = (shape.query_rank, hidden)
+        yield _map_replicated(
+            f"{name}.q_a_proj.weight", f"{megatron_name}.linear_q_down_proj.weight", compressed, rank
+        )
+        yield _map_replicated(
+            f"{name}.q_a_layernorm.weight", f"{megatron_name}.q_layernorm.weight", shape.query_rank, rank
+        )
+        expanded = (queries, shape.query_rank)
+        yield _map_rows(f"{name}.q_b_proj.weight", f"{megatron_name}.linear_q_up_proj.weight", expanded, rank)
+    else:
+        yield _map_rows(f"{name}.q_proj.weight", f"{megatron_name}.linear_q_proj.weight", (queries, hidden), rank)
+    compressed = (shape.kv_rank + shape.rope_dim, hidden)
+    yield _map_replicated(
+        f"{name}.kv_a_proj_with_mqa.weight", f"{megatron_name}.linear_kv_down_proj.weight", compressed, rank
+    )
+    yield _map_replicated(f"{name}.kv_a_layernorm.weight", f"{megatron_name}.kv_layernorm.weight", shape.kv_rank, rank)
+    expanded = (shape.num_heads * (shape.head_dim - shape.rope_dim + shape.value_dim), shape.kv_rank)
+    yield _map_rows(f"{name}.kv_b_proj.weight", f"{megatron_name}.linear_kv_up_proj.weight", expanded, rank)
 
 
-def _map_columns(name: str, megatron_name: str, dims: ModelDims, width: int, rank: ParallelRank) -> ShardMapping:
+def _map_mlp(
+    dims: ModelDims, rank: ParallelRank, name: str, megatron_name: str, inner: int
+) -> Iterator[ShardMapping]:
+    """Map an MLP of this inner size: gate and up are one tensor, this rank's rows of one after those of the other."""
+    hidden, own = dims.shape.hidden_size, inner // rank.num_tp
+    for number, half in enumerate(("gate_proj", "up_proj")):
+        yield ShardMapping(
+            name=f"{name}.{half}.weight",
+            start=(rank.tp * own, 0),
+            shape=(own, hidden),
+            whole_shape=(inner, hidden),
+            megatron_name=f"{megatron_name}.linear_fc1.weight",
+            rows=slice(number * own, (number + 1) * own),
+            is_owner=rank.copy == 0,
+        )
+    yield _map_columns(f"{name}.down_proj.weight", f"{megatron_name}.linear_fc2.weight", hidden, inner, rank)
+
+
+def _map_experts(dims: ModelDims, rank: ParallelRank, name: str, megatron_name: str) -> Iterator[ShardMapping]:
+    """Map the router, this rank's experts, and the MLP that all tokens use."""
+    shape = dims.shape
+    hidden, inner = shape.hidden_size, shape.expert_inner
+    yield _map_replicated(
+        f"{name}.gate.weight", f"{megatron_name}.router.weight", (shape.num_experts, hidden), rank
+    )
+    num_own = shape.num_experts // rank.num_ep
+    for own in range(num_own):
+        for part, layer, rows, columns in (
+            ("gate_up_proj", "linear_fc1", 2 * inner, hidden),
+            ("down_proj", "linear_fc2", hidden, inner),
+        ):
+            yield ShardMapping(
+                name=f"{name}.experts.{part}",
+                start=(rank.ep * num_own + own, 0, 0),
+                shape=(1, rows, columns),
+                whole_shape=(shape.num_experts, rows, columns),
+                megatron_name=f"{megatron_name}.experts.local_experts.{own}.{layer}.weight",
+                rows=slice(0, rows),
+                is_owner=rank.expert_copy == 0,
+            )
+    if shape.shared_inner:
+        shared = "shared_experts"
+        yield from _map_mlp(dims, rank, f"{name}.{shared}", f"{megatron_name}.{shared}", shape.shared_inner)
+
+
+def _map_replicated(name: str, megatron_name: str, size: int | tuple[int, int], rank: ParallelRank) -> ShardMapping:
+    """Map a vector or matrix that every rank of a tensor-parallel group holds."""
+    shape = size if isinstance(size, tuple) else (size,)
+    is_owner = rank.tp == 0 and rank.copy == 0
+    return ShardMapping(name, (0,) * len(shape), shape, shape, megatron_name, slice(0, shape[0]), is_owner)
+
+
+def _map_rows(name: str, megatron_name: str, whole: tuple[int, int], rank: ParallelRank) -> ShardMapping:
+    """Map a matrix that is split over ranks by rows."""
+    own = whole[0] // rank.num_tp
+    return ShardMapping(
+        name, (rank.tp * own, 0), (own, whole[1]), whole, megatron_name, slice(0, own), is_owner=rank.copy == 0
+    )
+
+
+def _map_columns(name: str, megatron_name: str, num_rows: int, width: int, rank: ParallelRank) -> ShardMapping:
     """Map a matrix that is split over ranks by columns."""
-    num_columns = width // rank.num_tp
-    rows = slice(0, dims.hidden)
+    own = width // rank.num_tp
     return ShardMapping(
         name,
-        (0, rank.tp * num_columns),
-        (dims.hidden, num_columns),
-        (dims.hidden, width),
+        (0, rank.tp * own),
+        (num_rows, own),
+        (num_rows, width),
         megatron_name,
-        rows,
-        is_owner=True,
+        slice(0, num_rows),
+        is_owner=rank.copy == 0,
     )
 
 
@@ -215,15 +349,16 @@ def _map_vocab_rows(
     dims: ModelDims, rank: ParallelRank, name: str, megatron_name: str, *, is_owner: bool
 ) -> ShardMapping:
     """Map a matrix that is split over ranks by rows; the last may have fewer rows than the others."""
+    vocabulary, hidden = dims.shape.vocabulary_size, dims.shape.hidden_size
     max_rows = pad_vocab_size(dims, num_tp=rank.num_tp) // rank.num_tp
-    first = min(rank.tp * max_rows, dims.vocab)
-    num_rows = min(max_rows, dims.vocab - first)
+    first = min(rank.tp * max_rows, vocabulary)
+    num_rows = min(max_rows, vocabulary - first)
     return ShardMapping(
         name,
         (first, 0),
-        (num_rows, dims.hidden),
-        (dims.vocab, dims.hidden),
+        (num_rows, hidden),
+        (vocabulary, hidden),
         megatron_name,
         slice(0, num_rows),
-        is_owner=is_owner,
+        is_owner=is_owner and rank.copy == 0,
     )
