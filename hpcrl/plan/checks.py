@@ -121,13 +121,11 @@ def _check_trainer(recipe: Recipe) -> None:
             f"resources.train.gpus_per_worker = {gpus}: a worker of the trainer is a rank, and a rank uses one GPU: "
             f"set it to 1, and resources.train.num_workers = {ranks * gpus}"
         )
-    shared, expert_shared = (
-        each * train.pipeline_parallel for each in (train.tensor_parallel, train.expert_parallel)
-    )
+    shared, expert_shared = (each * train.pipeline_parallel for each in (train.tensor_parallel, train.expert_parallel))
     if train.trainer == "torch" and max(shared, expert_shared) > 1:
         raise PlanError(
             f"train.tensor_parallel = {train.tensor_parallel}, train.pipeline_parallel = {train.pipeline_parallel} and "
-            f"train.expert_parallel = {train.expert_parallel} are for trainer \"megatron\": set them to 1, or "
+            f'train.expert_parallel = {train.expert_parallel} are for trainer "megatron": set them to 1, or '
             'train.trainer = "megatron"'
         )
     for name, num in (("tensor_parallel", shared), ("expert_parallel", expert_shared)):

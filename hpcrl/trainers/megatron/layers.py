@@ -57,7 +57,7 @@ class PlainNorm(torch.nn.RMSNorm):
 class ReplicatedLinear(torch.nn.Linear):
     """A linear layer that returns a bias as Megatron's layers do."""
 
-    def forward(self, input: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return super().forward(input), None
 
 

@@ -2,6 +2,7 @@
 
     build_model_part     the groups of ranks and the GPTModel, with the weights of the directory
     MegatronPart         a rank's part of a model
+    leave_groups         leave the groups again
     patch_for_cpu        let megatron-core run without CUDA, over gloo, for tests and small machines
     CPU_SETTINGS, CPU    its settings and device then
 
@@ -34,19 +35,21 @@ from torch.utils.checkpoint import checkpoint
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.trainers.megatron.layers import list_attentions, make_block_spec, replicate_downward
+from hpcrl.trainers.megatron.token_head import skip_output_layer
 from hpcrl.trainers.megatron.weight_names import (
     ModelDims,
     ParallelRank,
     ShardMapping,
     check_parallelism,
-    map_router_biases,
     map_shards,
     pad_vocab_size,
     read_model_dims,
 )
 from hpcrl.trainers.model_files import ModelSource, open_causal
+from hpcrl.trainers.state import StateShard
 from hpcrl.trainers.world import World
 from hpcrl.weights.layout import TensorShard
+from hpcrl.weights.stored_tensors import StoredTensors, split_shard
 
 CPU = torch.device("cpu")
 
@@ -58,7 +61,7 @@ CPU_SETTINGS: dict[str, Any] = {
 """The TransformerConfig settings without CUDA."""
 
 
-class _CpuStream(torch.cpu.Stream):
+class _CpuStream:
     """A stream without a device: what is put into it is done already."""
 
     def wait_stream(self, stream: Any) -> None:
@@ -107,6 +110,8 @@ class _CpuFunctionMode(TorchFunctionMode):
             and torch.device(arguments["device"]).type == "cuda"
         ):
             arguments["device"] = CPU
+        if func is dist.all_to_all_single:  # Megatron makes lists of the sizes only as it copies them from a GPU
+            args = [*args[:2], *(each.tolist() if isinstance(each, Tensor) else each for each in args[2:])]
         return func(*args, **arguments)
 
 
@@ -119,13 +124,33 @@ class MegatronPart(NamedTuple):
     num_copies: int
     """The ranks with the same part of what is not an expert: the data-parallel degree."""
     max_length: int
+    stored: StoredTensors
+    """The tensors of the model directory that make up each of the model's."""
     precise_names: Collection[str]
 
-    def mapped_parameters(self) -> Iterator[tuple[ShardMapping, Tensor]]:
-        """Yield every shard of this rank with the parameter that contains it."""
-        parameters = dict(self.module.named_parameters())
+    def mapped_tensors(self) -> Iterator[tuple[ShardMapping, Tensor]]:
+        """Yield every shard of this rank with the parameter or buffer that contains it."""
+        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         for mapping in map_shards(self.dims, self.rank):
-            yield mapping, parameters[mapping.megatron_name]
+            yield mapping, tensors[mapping.megatron_name]
+
+    def list_shards(self, mapping: ShardMapping, tensor: Tensor, *, part: str) -> Iterator[StateShard]:
+        """Yield what a tensor of Megatron's form has of this shard, by the names of the model directory."""
+        own = TensorShard(name=mapping.name, start=mapping.start, shape=mapping.shape)
+        view = tensor.detach()[mapping.rows].view(mapping.shape)  # an expert's shard has a dimension more
+        if mapping.name not in self.stored:
+            yield StateShard(part, own, mapping.whole_shape, view)
+            return
+        for each in split_shard(own, view, self.stored[mapping.name]):
+            yield StateShard(part, each.shard, each.stored.shape, each.tensor)
+
+    def list_shapes(self) -> dict[str, tuple[int, ...]]:
+        """List the shapes of all tensors of the model directory, whichever rank has them."""
+        whole = {mapping.name: mapping.whole_shape for mapping in map_shards(self.dims, ParallelRank())}
+        found: dict[str, tuple[int, ...]] = {}
+        for name, shape in whole.items():
+            found |= {each.name: each.shape for each in self.stored.get(name, ())} or {name: shape}
+        return found
 
 
 def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed: int) -> MegatronPart:
@@ -147,6 +172,7 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
     if dims.shape.kv_rank:
         replicate_downward(module)
     _set_positions(module, source)
+    skip_output_layer(module)
     if train.recompute is True:
         _recompute_layers(module)
     model_part = MegatronPart(
@@ -155,6 +181,7 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
         rank=rank,
         num_copies=parallel_state.get_data_parallel_world_size(),
         max_length=int(fields["max_position_embeddings"]),
+        stored=source.stored or {},
         precise_names=source.find_precise_names(),
     )
     _fill(model_part, source)
@@ -177,6 +204,11 @@ def _join_groups(train: TrainConfig, *, seed: int) -> None:
         model_parallel_cuda_manual_seed(seed)
     else:
         initialize_rng_tracker(inference_rng_tracker=True)
+
+
+def leave_groups() -> None:
+    """Leave the groups of ranks, after which a model with another parallelism can be built."""
+    parallel_state.destroy_model_parallel()
 
 
 def _find_rank(train: TrainConfig) -> ParallelRank:
@@ -318,15 +350,10 @@ def _recompute_layers(module: Any) -> None:
 
 def _fill(model_part: MegatronPart, source: ModelSource) -> None:
     """Copy this rank's shards, and no others, from the files of the directory."""
-    biases = dict(model_part.module.named_buffers())
-    wanted = [
-        *model_part.mapped_parameters(),
-        *((mapping, biases[mapping.megatron_name]) for mapping in map_router_biases(model_part.dims, model_part.rank)),
-    ]
     source.read_shards(
         (
             TensorShard(name=mapping.name, start=mapping.start, shape=mapping.shape),
             tensor.detach()[mapping.rows].view(mapping.shape),
         )
-        for mapping, tensor in wanted
+        for mapping, tensor in model_part.mapped_tensors()
     )

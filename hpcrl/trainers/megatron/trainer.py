@@ -2,11 +2,12 @@
 
 The nodes of a training step are in nodes.py; the methods that they call are here.
 
-Legend: B rows of a micro-batch, T positions, N model tokens, V vocabulary (this rank's part until it is gathered)
+Legend: B rows of a micro-batch, T positions, S those of this rank, N model tokens, H hidden size
 
-All ranks of one model replica get the same rows, padded to a length that tensor parallelism divides. Only the last stage sees log-probs, so only it computes the loss;
-its sums are shared with all ranks. The loss is a sum over the tokens of all data-parallel ranks, so gradients are
-summed, not averaged. The optimizer is plain AdamW on float32: Megatron's own optimizer and DDP need CUDA streams.
+All ranks of one model replica get the same rows, padded to a length that tensor parallelism divides. Only the last
+stage sees log-probs, so only it computes the loss; its sums are shared with all ranks. The loss is a sum over the
+tokens of all data-parallel ranks, so gradients are summed, not averaged. The optimizer is plain AdamW on float32:
+Megatron's own keeps flat pieces of its buffers, which are no shards of tensors that another parallelism could read.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,25 +19,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import MicroBatch, empty_micro_batch, pad_to_shape
-from hpcrl.learn.loss import (
-    LossSums,
-    PolicyLoss,
-    compute_log_distribution,
-    gather_logprobs,
-    logprobs_and_entropy,
-)
+from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import load_update
 from hpcrl.plan.checks import find_megatron_conflict
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, load_fixed_models
 from hpcrl.trainers.megatron.model import build_model_part, patch_for_cpu
-from hpcrl.trainers.megatron.weight_names import ParallelRank, ShardMapping, map_shards
+from hpcrl.trainers.megatron.token_head import compute_token_logprobs
 from hpcrl.trainers.memory_error import watch_memory
 from hpcrl.trainers.micro_batch_loss import (
     MinibatchTotals,
@@ -53,7 +47,7 @@ from hpcrl.weights.stores.sharded_store import LocalShards
 
 STEP_PART = "step"
 _LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
-"""A function of the last stage: from a micro-batch's logits to a loss and a value to keep."""
+"""A function of the last stage: from a micro-batch's hidden states to a loss and a value to keep."""
 
 
 class MegatronTrainer:
@@ -143,12 +137,12 @@ class MegatronTrainer:
         for name, shape in self.shapes().items():
             found[name] = torch.zeros(shape, device=self.world.device)
         for shard, values in self.shards():
-            found[shard.name][_shard_slices(shard)] = values.detach()
+            found[shard.name][shard.index] = values
         return {name: self.world.sum(tensor) for name, tensor in found.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every canonical tensor of the model, whichever rank holds it."""
-        return {mapping.name: mapping.whole_shape for mapping in map_shards(self._model_part.dims, ParallelRank())}
+        return self._model_part.list_shapes()
 
     def precise_names(self) -> Collection[str]:
         """Return the tensors that the model's files, or transformers, keep in float32 in a model of fewer bits."""
@@ -172,32 +166,34 @@ class MegatronTrainer:
             fill_shards(list(self._required_shards(with_moments=with_moments)), directory)
 
     def _state_shards(self) -> Iterator[StateShard]:
-        for mapping, parameter in self._model_part.mapped_parameters():
+        list_shards = self._model_part.list_shards
+        for mapping, tensor in self._model_part.mapped_tensors():
             if not mapping.is_owner:
                 continue
-            shard = TensorShard(name=mapping.name, start=mapping.start, shape=mapping.shape)
-            yield StateShard(WEIGHT_PART, shard, mapping.whole_shape, _view_shard(parameter.detach(), mapping))
-            state = self._optimizer.state.get(parameter, {})
+            state = self._optimizer.state.get(tensor, {})
+            for held in list_shards(mapping, tensor, part=WEIGHT_PART):
+                yield held
+                if state and not any(held.shard.start):
+                    yield _make_step_shard(held, state["step"])
             for part in MOMENT_PARTS if state else ():
-                yield StateShard(part, shard, mapping.whole_shape, _view_shard(state[part], mapping))
-            if state and not any(mapping.start):
-                yield StateShard(STEP_PART, TensorShard(name=mapping.name, start=(), shape=()), (), state["step"])
+                yield from list_shards(mapping, state[part], part=part)
 
     def _required_shards(self, *, with_moments: bool) -> Iterator[StateShard]:
         """Yield every shard that this rank needs to resume."""
         self._optimizer.state.clear()
-        for mapping, parameter in self._model_part.mapped_parameters():
-            shard = TensorShard(name=mapping.name, start=mapping.start, shape=mapping.shape)
-            yield StateShard(WEIGHT_PART, shard, mapping.whole_shape, _view_shard(parameter.detach(), mapping))
-            if not with_moments:
+        list_shards = self._model_part.list_shards
+        for mapping, tensor in self._model_part.mapped_tensors():
+            yield from list_shards(mapping, tensor, part=WEIGHT_PART)
+            if not with_moments or not tensor.requires_grad:
                 continue
-            state = self._optimizer.state[parameter]
+            state = self._optimizer.state[tensor]
             if not state:
                 state["step"] = torch.zeros(())
-                state.update({part: torch.zeros_like(parameter.detach()) for part in MOMENT_PARTS})
+                state.update({part: torch.zeros_like(tensor.detach()) for part in MOMENT_PARTS})
             for part in MOMENT_PARTS:
-                yield StateShard(part, shard, mapping.whole_shape, _view_shard(state[part], mapping))
-            yield StateShard(STEP_PART, TensorShard(name=mapping.name, start=(), shape=()), (), state["step"])
+                for held in list_shards(mapping, state[part], part=part):
+                    yield held
+                    yield _make_step_shard(held, state["step"])
 
     def place_batches(self, minibatches: list[Minibatch]) -> list[Minibatch]:
         """Give every rank the same number of micro-batches, all of one shape, on its device."""
@@ -207,11 +203,10 @@ class MegatronTrainer:
         """Compute the log-probs of all tokens; they stay on the last stage, where they are needed."""
         module = self._model_part.module if model is None else self._fixed_models[model].module
 
-        def keep_logprobs(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, Tensor]:
-            logprobs_NV = compute_log_distribution(
-                self._gather_token_logits(micro, logits_BTV), temperature=self._temperature
+        def keep_logprobs(micro: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, Tensor]:
+            logprobs_N, _ = compute_token_logprobs(
+                module, micro, hidden_BSH, vocabulary_size=self.vocabulary_size, temperature=self._temperature
             )
-            logprobs_N = gather_logprobs(logprobs_NV, micro.targets_N)
             return logprobs_N.sum(), logprobs_N
 
         found: list[TokenColumns] = []
@@ -227,23 +222,26 @@ class MegatronTrainer:
         """Add the gradient of a minibatch on all ranks: run Megatron's schedule, then sum over the ranks."""
         remaining = iter(priors)
 
-        def judge(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, LossSums]:
-            logprobs_N, entropy_N = logprobs_and_entropy(
-                self._gather_token_logits(micro, logits_BTV),
-                micro.targets_N,
+        def judge(micro: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, LossSums]:
+            logprobs_N, entropy_N = compute_token_logprobs(
+                self._model_part.module,
+                micro,
+                hidden_BSH,
+                vocabulary_size=self.vocabulary_size,
                 temperature=choose_temperature(self._train, rollout=self._temperature),
                 has_entropy_bonus=bool(self._train.entropy_coef),
             )
-            loss, sums = compute_micro_batch_loss(
-                micro,
-                logprobs_N,
-                entropy_N=entropy_N,
-                prior=next(remaining),
-                totals=totals,
-                train=self._train,
-                max_length=self.max_length,
-                policy_loss=policy_loss,
-            )
+            with self._autocast(False):
+                loss, sums = compute_micro_batch_loss(
+                    micro,
+                    logprobs_N,
+                    entropy_N=entropy_N,
+                    prior=next(remaining),
+                    totals=totals,
+                    train=self._train,
+                    max_length=self.max_length,
+                    policy_loss=policy_loss,
+                )
             return loss * len(minibatch), sums  # the schedule divides by the number of micro-batches
 
         total = LossSums.zero(self.world.device)
@@ -257,9 +255,9 @@ class MegatronTrainer:
     def clip_gradient(self) -> float:
         """Clip the gradient and return the whole model's norm before clipping, in which every value counts once."""
         total = torch.zeros((), dtype=torch.double, device=self.world.device)
-        for mapping, parameter in self._model_part.mapped_parameters():
-            if mapping.is_owner and parameter.grad is not None:
-                total += parameter.grad[mapping.rows].double().square().sum()
+        for mapping, tensor in self._model_part.mapped_tensors():
+            if mapping.is_owner and tensor.grad is not None:
+                total += tensor.grad[mapping.rows].double().square().sum()
         norm = float(self.world.sum(total).sqrt())
         scale = self._train.max_grad_norm / (norm + 1e-6)
         if scale < 1:
@@ -293,16 +291,12 @@ class MegatronTrainer:
     ) -> list[Any]:
         """Run Megatron's schedule over the stages; return, on the last stage, the values kept by `compute_loss`."""
 
-        def compute_in_float32(micro: MicroBatch, logits_BTV: Tensor) -> tuple[Tensor, Any]:
-            with self._autocast(False):
-                return compute_loss(micro, logits_BTV)
-
         def forward(batches: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Any]:
             micro = next(batches)
             rows, length = micro.inputs_BT.shape
             positions_BT = torch.arange(length, device=self.world.device).expand(rows, length)
             output = module(micro.inputs_BT, positions_BT, None)  # attention is causal, and the padding on the right
-            return output, partial(compute_in_float32, micro)
+            return output, partial(compute_loss, micro)
 
         rows, length = minibatch[0].inputs_BT.shape
         # Autocast covers the backward pass too: there Megatron's layers multiply in the current precision.
@@ -322,21 +316,21 @@ class MegatronTrainer:
     def _autocast(self, enabled: bool) -> torch.autocast:
         return torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=enabled)
 
-    def _gather_token_logits(self, micro: MicroBatch, logits_BTV: Tensor) -> Tensor:
-        """Gather the logits of the whole vocabulary at the micro-batch's model tokens."""
-        logits_NV = gather_from_tensor_model_parallel_region(logits_BTV[micro.mask_BT])
-        return logits_NV[:, : self.vocabulary_size]  # type: ignore[no-any-return]
-
     def _exchange_gradients(self) -> None:
         """Sum the gradient of every parameter that several ranks hold."""
         rank = self._model_part.rank
-        for parameter in self._parameters.values():
+        undivided = {
+            mapping.megatron_name
+            for mapping, _ in self._model_part.mapped_tensors()
+            if mapping.shape == mapping.whole_shape
+        }
+        for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if not getattr(parameter, "allreduce", True):  # an expert's
+            if ".local_experts." in name:
                 dist.all_reduce(parameter.grad, group=parallel_state.get_expert_data_parallel_group())
                 continue
-            if rank.num_tp > 1 and not getattr(parameter, "tensor_model_parallel", False):
+            if rank.num_tp > 1 and name in undivided:
                 # Each rank has seen its own positions, or its own heads, only.
                 dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
             if self._model_part.num_copies > 1:
@@ -346,10 +340,6 @@ class MegatronTrainer:
             dist.all_reduce(self._parameters[name].grad, group=parallel_state.get_embedding_group())
 
 
-def _view_shard(tensor: Tensor, mapping: ShardMapping) -> Tensor:
-    """View the part of a Megatron tensor that is a shard; an expert's has a dimension more."""
-    return tensor[mapping.rows].view(mapping.shape)
-
-
-def _shard_slices(shard: TensorShard) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(shard.start, shard.shape, strict=True))
+def _make_step_shard(held: StateShard, count: Tensor) -> StateShard:
+    """Make the shard that counts the optimizer's steps of a tensor."""
+    return StateShard(STEP_PART, TensorShard(name=held.shard.name, start=(), shape=()), (), count)

@@ -4,7 +4,6 @@
     ParallelRank           a rank's part of each layer (TP, EP), its layers (PP), and its copy of both
     ShardMapping           one shard and its place in a Megatron tensor
     map_shards             every shard that a rank holds
-    map_router_biases      the biases of its routers, which are loaded and neither trained nor published
     read_model_dims        the sizes in a config.json
     check_parallelism      refuse a parallelism that does not divide the model
     pad_vocab_size         the rows of the padded embedding
@@ -174,17 +173,6 @@ def map_shards(dims: ModelDims, rank: ParallelRank) -> Iterator[ShardMapping]:
             yield _map_vocab_rows(dims, rank, "model.embed_tokens.weight", "output_layer.weight", is_owner=False)
 
 
-def map_router_biases(dims: ModelDims, rank: ParallelRank) -> Iterator[ShardMapping]:
-    """Yield the bias of every router of this rank: no gradient changes it, so it has no owner."""
-    num = dims.shape.num_experts
-    for layer, own in _list_layers(dims, rank):
-        if dims.has_router_bias and dims.has_experts(layer):
-            name, megatron_name = f"model.layers.{layer}.mlp.gate", f"decoder.layers.{own}.mlp.router"
-            yield _map_replicated(
-                f"{name}.e_score_correction_bias", f"{megatron_name}.expert_bias", num, rank
-            )._replace(is_owner=False)
-
-
 def _list_layers(dims: ModelDims, rank: ParallelRank) -> Iterator[tuple[int, int]]:
     """Yield the layers of this rank, each with its index on the rank."""
     per_stage = dims.shape.num_layers // rank.num_pp
@@ -252,9 +240,7 @@ def _map_compressed(dims: ModelDims, rank: ParallelRank, name: str, megatron_nam
     hidden, queries = shape.hidden_size, shape.num_heads * shape.head_dim
     if shape.query_rank:
         compressed = (shape.query_rank, hidden)
-        yield _map_replicated(
-            f"{name}.q_a_proj.weight", f"{megatron_name}.linear_q_down_proj.weight", compressed, rank
-        )
+        yield _map_replicated(f"{name}.q_a_proj.weight", f"{megatron_name}.linear_q_down_proj.weight", compressed, rank)
         yield _map_replicated(
             f"{name}.q_a_layernorm.weight", f"{megatron_name}.q_layernorm.weight", shape.query_rank, rank
         )
@@ -271,9 +257,7 @@ def _map_compressed(dims: ModelDims, rank: ParallelRank, name: str, megatron_nam
     yield _map_rows(f"{name}.kv_b_proj.weight", f"{megatron_name}.linear_kv_up_proj.weight", expanded, rank)
 
 
-def _map_mlp(
-    dims: ModelDims, rank: ParallelRank, name: str, megatron_name: str, inner: int
-) -> Iterator[ShardMapping]:
+def _map_mlp(dims: ModelDims, rank: ParallelRank, name: str, megatron_name: str, inner: int) -> Iterator[ShardMapping]:
     """Map an MLP of this inner size: gate and up are one tensor, this rank's rows of one after those of the other."""
     hidden, own = dims.shape.hidden_size, inner // rank.num_tp
     for number, half in enumerate(("gate_proj", "up_proj")):
@@ -293,9 +277,10 @@ def _map_experts(dims: ModelDims, rank: ParallelRank, name: str, megatron_name: 
     """Map the router, this rank's experts, and the MLP that all tokens use."""
     shape = dims.shape
     hidden, inner = shape.hidden_size, shape.expert_inner
-    yield _map_replicated(
-        f"{name}.gate.weight", f"{megatron_name}.router.weight", (shape.num_experts, hidden), rank
-    )
+    yield _map_replicated(f"{name}.gate.weight", f"{megatron_name}.router.weight", (shape.num_experts, hidden), rank)
+    if dims.has_router_bias:
+        correction = f"{name}.gate.e_score_correction_bias"
+        yield _map_replicated(correction, f"{megatron_name}.router.expert_bias", shape.num_experts, rank)
     num_own = shape.num_experts // rank.num_ep
     for own in range(num_own):
         for part, layer, rows, columns in (

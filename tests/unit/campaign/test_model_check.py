@@ -59,8 +59,7 @@ def test_current_families_are_accepted(tmp_path: Path, home: Path, name: str) ->
         ({"architectures": ["FooForCausalLM"], "model_type": "foo"}, (), "model_type = 'foo', which transformers"),
         ({"quantization_config": {"quant_method": "fp8"}}, (), r"quantised weights .*: fp8\)"),
         ({"max_position_embeddings": None}, (), r"set engine\.max_model_len"),
-        ({"model_type": "glm4_moe"}, ('train.trainer="megatron"',), "glm4_moe"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, ('train.trainer="megatron"',), "yarn"),
+        ({"model_type": "gemma"}, ('train.trainer="megatron"',), "gemma"),
         ({}, ('train.trainer="megatron"',), "lacks a field"),
         ({}, ('model.chat_template="none.jinja"',), r"none\.jinja"),
         ({}, ("model.chat_template_kwargs.enable_thinkin=false",), "never reads it: did you mean 'enable_thinking'"),
@@ -126,6 +125,11 @@ def test_parallelism_that_does_not_divide_the_model_is_refused(model: Path, home
     check_model(request_of(model, 'train.trainer="megatron"').recipe)
     parallel = ("train.pipeline_parallel=2", "resources.train.num_workers=2")
     with pytest.raises(HpcrlError, match=r"train\.pipeline_parallel = 2"):
+        check_model(request_of(model, 'train.trainer="megatron"', *parallel).recipe)
+    experts = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    change_config(model, **experts)
+    parallel = ("train.expert_parallel=2", "resources.train.num_workers=2")
+    with pytest.raises(HpcrlError, match=r"train\.expert_parallel = 2 does not divide the model's 5 experts"):
         check_model(request_of(model, 'train.trainer="megatron"', *parallel).recipe)
 
 

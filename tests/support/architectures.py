@@ -1,0 +1,77 @@
+"""Real architectures with small dimensions, for trainers that divide a model, and what their ranks run."""
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.learners import CONTEXT, VOCABULARY, train_megatron
+
+SIZES = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": CONTEXT},
+    **{"tie_word_embeddings": False, "moe_intermediate_size": 8, "num_experts_per_tok": 2},
+}
+_SCALED = {"rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 16}
+_YARN = {**_SCALED, "rope_type": "yarn"}
+_LLAMA3 = {**_SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_CORRECTED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
+
+
+class SmallArchitecture(NamedTuple):
+    """The fields of a config.json that are not those of SIZES."""
+
+    family: str
+    has_experts: bool
+    fields: dict[str, Any]
+
+
+FAMILIES = {
+    "llama3": SmallArchitecture("llama", False, {"rope_parameters": _LLAMA3}),
+    "qwen2": SmallArchitecture("qwen2", False, {}),
+    "qwen3": SmallArchitecture("qwen3", False, {"tie_word_embeddings": True, "rope_parameters": _YARN}),
+    "qwen3_moe": SmallArchitecture("qwen3_moe", True, {"num_experts": 4, "norm_topk_prob": True}),
+    "mixtral": SmallArchitecture("mixtral", True, {"num_local_experts": 4, "moe_intermediate_size": None}),
+    "deepseek_v3": SmallArchitecture(
+        "deepseek_v3",
+        True,
+        {
+            **{**_CORRECTED, **_LATENT, "num_key_value_heads": 4, "head_dim": 4, "num_experts_per_tok": 4},
+            **{"n_group": 4, "topk_group": 2},
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "glm4_moe": SmallArchitecture(
+        "glm4_moe",
+        True,
+        {
+            **{**_CORRECTED, "n_group": 1, "topk_group": 1, "attention_bias": True, "use_qk_norm": True},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+}
+
+
+def make_small(directory, family, *, seed=0):
+    """Save a model of a family in which no norm, bias or correction of a router is one or zero."""
+    architecture = FAMILIES[family]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(architecture.family, **SIZES | architecture.fields)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.add_((0.1 if tensor.ndim == 1 else 0.05) * torch.randn_like(tensor))
+    model.save_pretrained(directory)
+    return directory
+
+
+def train_families(world, cases):
+    """Make a step of Megatron for each model directory and parallelism, in ranks that are started once."""
+    from hpcrl.trainers.megatron.model import leave_groups  # needs a package that not every site has
+
+    found = []
+    for model_dir, parallel, save_to in cases:
+        found.append(train_megatron(world, model_dir, {"trainer": "megatron", **parallel}, save_to=save_to, last=1))
+        leave_groups()
+    return found

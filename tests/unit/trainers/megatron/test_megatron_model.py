@@ -1,0 +1,66 @@
+"""Real architectures with small dimensions: two ranks of Megatron give the numbers of one rank of torch in float32."""
+
+import pytest
+
+from hpcrl.testing.ranks import run_ranks
+from hpcrl.trainers.world import SINGLE_RANK
+from tests.support.architectures import FAMILIES, make_small
+from tests.support.learners import train_torch
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+RELATIVE = 1e-4
+pytestmark = pytest.mark.timeout(900)  # ranks are processes that import torch and transformers
+PARALLEL = {
+    "tp2": {"tensor_parallel": 2},
+    "pp2": {"pipeline_parallel": 2, "recompute": True},
+    "ep2": {"expert_parallel": 2},
+    "tp2-ep2": {"tensor_parallel": 2, "expert_parallel": 2, "recompute": True},
+}
+CASES = [
+    (family, name)
+    for family, architecture in FAMILIES.items()
+    for name, parallel in PARALLEL.items()
+    if architecture.has_experts or "expert_parallel" not in parallel
+]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    return {family: make_small(folder / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def expected(directories):
+    return {family: train_torch(SINGLE_RANK, path, {}, last=1) for family, path in directories.items()}
+
+
+@pytest.fixture(scope="module")
+def found(directories, tmp_path_factory):
+    saved = tmp_path_factory.mktemp("saved")
+    cases = [
+        (str(directories[family]), PARALLEL[name], str(saved / f"{family}-{name}") if name == "tp2" else None)
+        for family, name in CASES
+    ]
+    ranks = run_ranks(2, "tests.support.architectures:train_families", cases, timeout_s=600)
+    return dict(zip(CASES, ranks[0], strict=True)), saved
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_a_step_gives_the_loss_the_gradient_and_the_weights_of_one_rank(expected, found, family, name):
+    mine, alone = found[0][family, name], expected[family]
+    for metric in ("loss", "grad_norm", "entropy"):
+        assert mine[metric] == pytest.approx(alone[metric], rel=RELATIVE, abs=1e-6), metric
+    assert mine["weights"].keys() == alone["weights"].keys()
+    for tensor, numbers in alone["weights"].items():
+        assert mine["weights"][tensor] == pytest.approx(numbers, rel=RELATIVE, abs=1e-5), tensor
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_continues_from_the_checkpoint_of_any_family(expected, found, directories, family):
+    _, saved = found
+    again = train_torch(SINGLE_RANK, directories[family], {}, load_from=saved / f"{family}-tp2", first=2, last=2)
+    alone = train_torch(SINGLE_RANK, directories[family], {}, last=2)
+    for metric in ("loss", "grad_norm"):
+        assert again[metric] == pytest.approx(alone[metric][1:], rel=RELATIVE, abs=1e-6), metric
