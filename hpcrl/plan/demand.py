@@ -173,13 +173,16 @@ def _list_megatron_needs(recipe: Recipe) -> list[MemoryNeed]:
     models = list_fixed_models(recipe, num_shares=recipe.resources.train.num_workers // num_split)
     gib, what = 0.0, []
     if policy is not None:
-        gib = memory_model.train_memory_gib(policy, num_workers=num_split)
+        experts = 0 if recipe.model.architecture is None else recipe.model.architecture.num_expert_params
+        gib = memory_model.train_memory_gib(policy - experts, num_workers=num_split)
+        gib += memory_model.train_memory_gib(experts, num_workers=train.expert_parallel * train.pipeline_parallel)
         what = [f"{show_weights(policy)} weights"]
     for model in models:
         each = memory_model.fixed_memory_gib(model.num_params, num_shards=1 if model.is_whole else num_split)
         gib += each
         what.append(f"{show_weights(model.num_params)} of the model of {model.setting} ({each:.0f} GiB)")
-    advice = ["raise resources.train.num_workers and train.tensor_parallel", *advise_on_fixed_models(models)]
+    more = " or train.expert_parallel" * bool(policy is not None and experts)
+    advice = [f"raise resources.train.num_workers and train.tensor_parallel{more}", *advise_on_fixed_models(models)]
     need = MemoryNeed(role="train", gib=gib, what=" and ".join(what), advice=", or ".join(advice))
     return [need] if gib else []
 

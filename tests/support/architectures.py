@@ -68,10 +68,7 @@ def make_small(directory, family, *, seed=0):
 
 def train_families(world, cases):
     """Make a step of Megatron for each model directory and parallelism, in ranks that are started once."""
-    from hpcrl.trainers.megatron.model import leave_groups  # needs a package that not every site has
-
-    found = []
-    for model_dir, parallel, save_to in cases:
-        found.append(train_megatron(world, model_dir, {"trainer": "megatron", **parallel}, save_to=save_to, last=1))
-        leave_groups()
-    return found
+    return [
+        train_megatron(world, model_dir, {"trainer": "megatron", **parallel}, save_to=save_to, last=1)
+        for model_dir, parallel, save_to in cases
+    ]

@@ -2,7 +2,6 @@
 
     build_model_part     the groups of ranks and the GPTModel, with the weights of the directory
     MegatronPart         a rank's part of a model
-    leave_groups         leave the groups again
     patch_for_cpu        let megatron-core run without CUDA, over gloo, for tests and small machines
     CPU_SETTINGS, CPU    its settings and device then
 
@@ -18,6 +17,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -61,17 +61,8 @@ CPU_SETTINGS: dict[str, Any] = {
 """The TransformerConfig settings without CUDA."""
 
 
-class _CpuStream:
-    """A stream without a device: what is put into it is done already."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Wait for nothing."""
-
-    def record_event(self) -> torch.cpu.Event:
-        return torch.cpu.Event()
-
-
-_CPU_STREAM = _CpuStream()
+_CPU_STREAM = SimpleNamespace(record_event=torch.cpu.Event)
+"""A stream without a device: what is put into it is done already."""
 
 
 @contextlib.contextmanager
@@ -83,7 +74,7 @@ def patch_for_cpu() -> Iterator[None]:
     with (
         patch("torch.cuda.current_device", lambda: CPU),
         patch("torch.cuda.synchronize", lambda *_: None),
-        patch("torch.cuda.Stream", _CpuStream),
+        patch("torch.cuda.Stream", lambda: _CPU_STREAM),
         patch("torch.cuda.current_stream", lambda *_: _CPU_STREAM),
         patch("torch.cuda.stream", lambda _: contextlib.nullcontext()),
         _CpuFunctionMode(),
@@ -192,6 +183,9 @@ def _join_groups(train: TrainConfig, *, seed: int) -> None:
     """Make the groups of ranks. An expert is never divided, so that tensor parallelism leaves experts whole."""
     if not dist.is_initialized():  # Megatron needs groups even for a single rank
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    degrees = (train.tensor_parallel, train.pipeline_parallel, train.expert_parallel)
+    if parallel_state.model_parallel_is_initialized() and degrees != _list_joined_degrees():
+        parallel_state.destroy_model_parallel()  # of a trainer that this process had before
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             train.tensor_parallel,
@@ -206,9 +200,12 @@ def _join_groups(train: TrainConfig, *, seed: int) -> None:
         initialize_rng_tracker(inference_rng_tracker=True)
 
 
-def leave_groups() -> None:
-    """Leave the groups of ranks, after which a model with another parallelism can be built."""
-    parallel_state.destroy_model_parallel()
+def _list_joined_degrees() -> tuple[int, int, int]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
 
 
 def _find_rank(train: TrainConfig) -> ParallelRank:

@@ -60,7 +60,7 @@ def test_current_families_are_accepted(tmp_path: Path, home: Path, name: str) ->
         ({"quantization_config": {"quant_method": "fp8"}}, (), r"quantised weights .*: fp8\)"),
         ({"max_position_embeddings": None}, (), r"set engine\.max_model_len"),
         ({"model_type": "gemma"}, ('train.trainer="megatron"',), "gemma"),
-        ({}, ('train.trainer="megatron"',), "lacks a field"),
+        ({}, ('train.trainer="megatron"',), "lacks the field"),
         ({}, ('model.chat_template="none.jinja"',), r"none\.jinja"),
         ({}, ("model.chat_template_kwargs.enable_thinkin=false",), "never reads it: did you mean 'enable_thinking'"),
         ({}, ("model.chat_template_kwargs.add_generation_prompt=false",), "each conversation has its own"),
