@@ -53,6 +53,11 @@ class PlainNorm(torch.nn.RMSNorm):
     def __init__(self, *, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm in autocast's precision: Megatron sums the gradients of products in that of their inputs."""
+        device, found = x.device.type, super().forward(x)
+        return found.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else found
+
 
 class ReplicatedLinear(torch.nn.Linear):
     """A linear layer that returns a bias as Megatron's layers do."""

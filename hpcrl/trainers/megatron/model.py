@@ -82,6 +82,10 @@ def patch_for_cpu() -> Iterator[None]:
         yield
 
 
+def _list_sizes(sizes: Any) -> Any:
+    return sizes.tolist() if isinstance(sizes, Tensor) else sizes
+
+
 class _CpuFunctionMode(TorchFunctionMode):
     """A mode in which calls of torch use the CPU in place of any GPU."""
 
@@ -101,8 +105,12 @@ class _CpuFunctionMode(TorchFunctionMode):
             and torch.device(arguments["device"]).type == "cuda"
         ):
             arguments["device"] = CPU
-        if func is dist.all_to_all_single:  # Megatron makes lists of the sizes only as it copies them from a GPU
-            args = [*args[:2], *(each.tolist() if isinstance(each, Tensor) else each for each in args[2:])]
+        if getattr(func, "__name__", "") == dist.all_to_all_single.__name__:
+            # Megatron makes lists of the sizes only as it copies them from a GPU.
+            args = [*args[:2], *(_list_sizes(each) for each in args[2:])]
+            arguments = {
+                name: _list_sizes(each) if name.endswith("split_sizes") else each for name, each in arguments.items()
+            }
         return func(*args, **arguments)
 
 
