@@ -77,13 +77,15 @@ def patch_for_cpu() -> Iterator[None]:
         patch("torch.cuda.Stream", lambda: _CPU_STREAM),
         patch("torch.cuda.current_stream", lambda *_: _CPU_STREAM),
         patch("torch.cuda.stream", lambda _: contextlib.nullcontext()),
+        patch("megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu", _leave_on_cpu),
         _CpuFunctionMode(),
     ):
         yield
 
 
-def _list_sizes(sizes: Any) -> Any:
-    return sizes.tolist() if isinstance(sizes, Tensor) else sizes
+def _leave_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """Return sizes as Megatron has them after it has copied them from a GPU."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 class _CpuFunctionMode(TorchFunctionMode):
@@ -105,12 +107,6 @@ class _CpuFunctionMode(TorchFunctionMode):
             and torch.device(arguments["device"]).type == "cuda"
         ):
             arguments["device"] = CPU
-        if getattr(func, "__name__", "") == dist.all_to_all_single.__name__:
-            # Megatron makes lists of the sizes only as it copies them from a GPU.
-            args = [*args[:2], *(_list_sizes(each) for each in args[2:])]
-            arguments = {
-                name: _list_sizes(each) if name.endswith("split_sizes") else each for name, each in arguments.items()
-            }
         return func(*args, **arguments)
 
 
