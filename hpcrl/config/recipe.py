@@ -386,7 +386,7 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """Precision of the forward and backward pass; weights and optimizer are float32. Auto: bf16 on GPUs."""
     recompute: Literal["auto"] | bool = "auto"
     """Layers keep only their inputs for the gradient, and compute the rest again; auto: where the plan finds that the
-    micro-batches do not fit otherwise, and with sharding = "full" where it knows no sizes."""
+    micro-batches do not fit otherwise, and with sharding = "full" where it knows no sizes; not with "megatron"."""
     offload: bool = False
     """With sharding = "full": weights, gradients and moments are in host memory, from which each layer is copied to the
     GPU when it computes, and the optimizer runs on the CPU."""

@@ -369,7 +369,7 @@ def find_megatron_conflict(train: TrainConfig) -> str | None:
     if train.sharding == "full":
         return (
             'train.sharding = "full" is not supported by trainer "megatron", which splits a model by '
-            "train.tensor_parallel and train.pipeline_parallel: remove it"
+            "train.tensor_parallel, train.expert_parallel and train.pipeline_parallel: remove it"
         )
     if needs_critic(train):
         return (
@@ -482,7 +482,7 @@ def _check_tasks(recipe: Recipe) -> None:
 
 _IMITATION_SETTINGS = frozenset(
     {
-        *("num_steps", "trainer", "sharding", "tensor_parallel", "pipeline_parallel"),
+        *("num_steps", "trainer", "sharding", "tensor_parallel", "pipeline_parallel", "expert_parallel"),
         *(
             "learning_rate",
             "schedule",

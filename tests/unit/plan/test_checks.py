@@ -20,7 +20,8 @@ ACT_ALONE = {
 CHECKED_ELSEWHERE = {
     *("ratio", "surrogate", "clip_low", "clip_high", "dual_clip"),  # where the clipped ratio is exactly 1
     *("kl", "kl_in", "flat_groups", "overlong", "response_budget"),
-    *("sharding", "tensor_parallel", "pipeline_parallel", "offload"),  # by the ranks and the trainer
+    *("sharding", "offload"),  # by the ranks
+    *("tensor_parallel", "pipeline_parallel", "expert_parallel"),  # by the ranks and the trainer
     "moe_aux_coef",  # by the model
 }
 IDLE = {
@@ -127,7 +128,7 @@ def test_a_loss_that_balances_experts_is_refused_for_a_model_without_any() -> No
 
 
 IMITATION_ACTS = {
-    *("num_steps", "trainer", "sharding", "tensor_parallel", "pipeline_parallel"),
+    *("num_steps", "trainer", "sharding", "tensor_parallel", "pipeline_parallel", "expert_parallel"),
     *(
         "learning_rate",
         "schedule",
