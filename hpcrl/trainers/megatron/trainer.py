@@ -137,7 +137,7 @@ class MegatronTrainer:
         for name, shape in self.shapes().items():
             found[name] = torch.zeros(shape, device=self.world.device)
         for shard, values in self.shards():
-            found[shard.name][shard.index] = values
+            found[shard.name][shard.index] = values.detach()
         return {name: self.world.sum(tensor) for name, tensor in found.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
