@@ -2,7 +2,6 @@
 
 trainer       the trainer
 model         the model, on GPUs and on CPUs
-layers        the parts of its layers that are not Megatron's
-token_head    log-probs from its hidden states
+layers        the parts of its layers that are not Megatron's, and log-probs from its hidden states
 weight_names  shards of Megatron's tensors by Hugging Face names
 """

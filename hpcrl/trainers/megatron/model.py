@@ -34,8 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
-from hpcrl.trainers.megatron.layers import list_attentions, make_block_spec, replicate_downward
-from hpcrl.trainers.megatron.token_head import skip_output_layer
+from hpcrl.trainers.megatron.layers import list_attentions, make_block_spec, replicate_downward, skip_output_layer
 from hpcrl.trainers.megatron.weight_names import (
     ModelDims,
     ParallelRank,

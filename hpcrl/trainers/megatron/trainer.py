@@ -29,8 +29,8 @@ from hpcrl.learn.pipeline import load_update
 from hpcrl.plan.checks import find_megatron_conflict
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, load_fixed_models
+from hpcrl.trainers.megatron.layers import compute_token_logprobs
 from hpcrl.trainers.megatron.model import build_model_part, patch_for_cpu
-from hpcrl.trainers.megatron.token_head import compute_token_logprobs
 from hpcrl.trainers.memory_error import watch_memory
 from hpcrl.trainers.micro_batch_loss import (
     MinibatchTotals,
