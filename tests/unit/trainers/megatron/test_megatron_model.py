@@ -1,11 +1,13 @@
 """Real architectures with small dimensions: two ranks of Megatron give the numbers of one rank of torch in float32."""
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.architectures import FAMILIES, make_small
-from tests.support.learners import train_torch
+from tests.support.learners import settings, train_torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
@@ -64,3 +66,14 @@ def test_torch_continues_from_the_checkpoint_of_any_family(expected, found, dire
     alone = train_torch(SINGLE_RANK, directories[family], {}, last=2)
     for metric in ("loss", "grad_norm"):
         assert again[metric] == pytest.approx(alone[metric][1:], rel=RELATIVE, abs=1e-6), metric
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_published_names_and_values_are_those_of_the_model_directory(directories, family):
+    from hpcrl.trainers.megatron.trainer import MegatronTrainer
+
+    trainer = MegatronTrainer(directories[family], settings(trainer="megatron"), world=SINGLE_RANK)
+    found = trainer.tensors()
+    with safe_open(directories[family] / "model.safetensors", "pt") as file:
+        assert found.keys() == set(file.keys()) == {shard.name for shard, _ in trainer.shards()}
+        assert all(torch.equal(tensor, file.get_tensor(name)) for name, tensor in found.items())
