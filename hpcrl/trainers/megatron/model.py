@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
+from hpcrl.hardware.architecture import read_max_context
 from hpcrl.trainers.megatron.layers import list_attentions, make_block_spec, replicate_downward, skip_output_layer
 from hpcrl.trainers.megatron.weight_names import (
     ModelDims,
@@ -174,7 +175,7 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
         dims=dims,
         rank=rank,
         num_copies=parallel_state.get_data_parallel_world_size(),
-        max_length=int(fields["max_position_embeddings"]),
+        max_length=read_max_context(fields) or int(fields["max_position_embeddings"]),
         stored=source.stored or {},
         precise_names=source.find_precise_names(),
     )
