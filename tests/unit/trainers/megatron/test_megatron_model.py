@@ -1,5 +1,7 @@
 """Real architectures with small dimensions: two ranks of Megatron give the numbers of one rank of torch in float32."""
 
+import json
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -7,7 +9,7 @@ from safetensors import safe_open
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.architectures import FAMILIES, make_small
-from tests.support.learners import settings, train_torch
+from tests.support.learners import CONTEXT, settings, train_torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
@@ -77,3 +79,12 @@ def test_published_names_and_values_are_those_of_the_model_directory(directories
     with safe_open(directories[family] / "model.safetensors", "pt") as file:
         assert found.keys() == set(file.keys()) == {shard.name for shard, _ in trainer.shards()}
         assert all(torch.equal(tensor, file.get_tensor(name)) for name, tensor in found.items())
+
+
+def test_rows_are_trained_up_to_the_context_that_engines_stretch(tmp_path):
+    from hpcrl.trainers.megatron.trainer import MegatronTrainer
+
+    config = make_small(tmp_path, "qwen2") / "config.json"
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    config.write_text(json.dumps(json.loads(config.read_bytes()) | {"rope_parameters": rope}))
+    assert MegatronTrainer(tmp_path, settings(trainer="megatron"), world=SINGLE_RANK).max_length == 2 * CONTEXT
