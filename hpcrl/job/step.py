@@ -11,6 +11,7 @@ checkpoint to save. It becomes a notice in the job's directory, and the driver d
 a driver the step ends.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from hpcrl.weights.window.file import unlink_recorded_windows
 from hpcrl.weights.window.shm_cleanup import SCRATCH_PREFIX, SegmentLedger, remove_orphans
 
 TERM_GRACE_S = 3.0
-NOTICE_TIMEOUT_S = 5.0
+NOTICE_TIMEOUT_S = 4.0
 """Time for a driver to answer a notice of SIGTERM: Slurm may send SIGKILL soon."""
 
 
@@ -79,9 +80,14 @@ def main(job: JobDir, end: Path, command: list[str]) -> int:
 
         for sig in (signal.SIGINT, signal.SIGUSR2):
             signal.signal(sig, forward)
-        code = ledger.wait(child, is_over=requests.is_over, grace_s=TERM_GRACE_S)
+        code = ledger.wait(child, is_over=requests.is_over)
+        grace_s = 0.0 if requests.is_alone else TERM_GRACE_S
+        if child.poll() is None:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(grace_s)
         ledger.record(list_descendants())
-        end_descendants(grace_s=TERM_GRACE_S)
+        end_descendants(grace_s=grace_s)
         ledger.clear()
         if job.end.exists() or requests.is_alone:
             unlink_recorded_windows(job)

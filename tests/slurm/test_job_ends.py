@@ -54,7 +54,7 @@ def test_a_job_that_is_preempted_with_a_grace_time_uses_it_for_a_checkpoint(lab:
     # Slurm preempts a heterogeneous job only if it may preempt all its components.
     run, _ = start(campaigns, "p", "-s", "site.partitions.h100.slurm_partition=spare", site="lab-hetstep")
     taker = lab.run("sbatch", "--parsable", "-p", "h100", "-N4", "--exclusive", "--mem=0", "-o/dev/null", "--wrap=true")
-    assert await_end(lab, run) == "PREEMPTED"
+    assert await_end(lab, run) in ("PREEMPTED", "COMPLETED"), "it may end within the grace time"
     assert outcome(run)["outcome"] == "drained"
     assert run.job(0).terminated.exists(), "Slurm sent SIGTERM to the steps, before the batch script got one"
     assert list_saved_steps(run) == [steps(run)[-1]["step"]]
@@ -63,7 +63,7 @@ def test_a_job_that_is_preempted_with_a_grace_time_uses_it_for_a_checkpoint(lab:
 
 
 def test_a_chain_of_jobs_whose_walltime_ends_loses_no_step(lab: Lab, campaigns: Path) -> None:
-    walltime = ("-s", "job.walltime_min=1", "-s", "job.drain_s=20", "-s", "job.num_jobs=2")
+    walltime = ("-s", "job.walltime_min=2", "-s", "job.drain_s=60", "-s", "job.num_jobs=2")
     run, _ = start(campaigns, "w", *walltime)
     assert outcome(run, 0)["outcome"] == "drained"
     assert "walltime" in outcome(run, 0)["reason"]

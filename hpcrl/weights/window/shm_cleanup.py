@@ -101,13 +101,8 @@ class SegmentLedger:
         if new:
             self._write_lines(new)
 
-    def wait(
-        self, child: "subprocess.Popen[bytes]", *, is_over: Callable[[], bool] = lambda: False, grace_s: float = 0.0
-    ) -> int:
-        """Return the exit code of `child`, or 0 if it is to end because `is_over()`. Record its segments.
-
-        In the second case it has got SIGTERM, and `grace_s` to end.
-        """
+    def wait(self, child: "subprocess.Popen[bytes]", *, is_over: Callable[[], bool] = lambda: False) -> int:
+        """Return the exit code of `child`, or 0 as soon as `is_over()`, while it still runs. Record its segments."""
         interval_s = MIN_LOOK_INTERVAL_S
         next_look = time.monotonic() + interval_s
         while True:
@@ -119,9 +114,6 @@ class SegmentLedger:
                     interval_s = min(2 * interval_s, MAX_LOOK_INTERVAL_S)
                     next_look = time.monotonic() + interval_s
             if is_over():
-                child.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(grace_s)
                 return 0
 
     def _write_lines(self, lines: set[str]) -> None:
