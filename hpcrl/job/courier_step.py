@@ -5,7 +5,7 @@
     CourierSupervisor   start, watch and restart the step; choose the transport in use
     WeightPlane         the couriers of a job for its driver: publish the transport in use, emit changes
     STARTUP_TIMEOUT_S, STEADY_AFTER_S, MAX_RESTARTS, MAX_TRIES, MAX_RETURNS, RETRY_INTERVAL_S, END_TIMEOUT_S   limits
-    SILENCE_TIMEOUT_S, POLL_INTERVAL_S, LEAVE_TIMEOUT_S, TERM_GRACE_S   more of them
+    SILENCE_TIMEOUT_S, POLL_INTERVAL_S, RESTART_DELAY_S, LEAVE_TIMEOUT_S, TERM_GRACE_S   more of them
 
 The fallback order: one MPI step over all nodes that need weights (joined over het groups, or inside one allocation),
 else the same step over TCP, else files. A transport that never served is dropped for good. One that served and then
@@ -51,6 +51,8 @@ END_TIMEOUT_S = 15.0
 SILENCE_TIMEOUT_S = 30.0
 """Couriers without a heartbeat for this long are lost, even if their step has not ended: srun may hang."""
 POLL_INTERVAL_S = 0.5
+RESTART_DELAY_S = 1.5
+"""Time before a restart: SIGTERM, which ends couriers at once, may have been sent to the whole job."""
 LEAVE_TIMEOUT_S = 3.0
 TERM_GRACE_S = 2.0
 
@@ -150,7 +152,7 @@ class CourierSupervisor:
         elif self._failures > (MAX_RESTARTS if self._has_served else MAX_TRIES - 1):
             self._fall_back(reason, permanently=not self._has_served)
         else:
-            self._start_at = self._started_at + MIN_RESTART_INTERVAL_S
+            self._start_at = max(self._started_at + MIN_RESTART_INTERVAL_S, now + RESTART_DELAY_S)
         self._start_if_due(now)
         return reason
 
