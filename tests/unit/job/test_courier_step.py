@@ -78,6 +78,7 @@ def started(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Couri
     """End what a test has started."""
     monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(module, "MIN_RESTART_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "RESTART_DELAY_S", 0.0)
     started: list[CourierSupervisor] = []
     yield started
     for couriers in started:
