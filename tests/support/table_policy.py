@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 
 import hpcrl.trainers.critic
 import hpcrl.trainers.torch
@@ -59,7 +60,7 @@ EARNING = [("TRLOO", "turn"), ("PPO with a critic", "turn"), ("PPO with a critic
 class TableModel(torch.nn.Module):
     """A causal model that sees one token: a table of log-odds, or of values with one column."""
 
-    config = SimpleNamespace(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
+    config = PreTrainedConfig(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
 
     def __init__(self, table):
         super().__init__()
@@ -154,7 +155,7 @@ def make_table_trainer(train, *, world=SINGLE_RANK):
     """Make the torch trainer of the table, with plain gradient descent; return it and the list of its gradients."""
     policy, _, reference, values = tables()
     models = [TableModel(policy), TableModel(reference)]
-    hpcrl.trainers.torch.open_causal = lambda _: ModelSource(models.pop(0), None)
+    hpcrl.trainers.torch.open_causal = lambda *_, **__: ModelSource(models.pop(0), None)
     hpcrl.trainers.torch.load_fixed = lambda *_, **__: TokenModel(models.pop(0))
     hpcrl.trainers.critic.open_critic = lambda _: ModelSource(TableModel(values), None)
     trainer = TorchTrainer(Path("unused"), train, seed=3, world=world)
