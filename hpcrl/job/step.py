@@ -8,7 +8,7 @@ process is killed too, the next step on the node removes them, and its temporary
 
 SIGTERM is not forwarded: Slurm sends it to every step at the start of a grace time, in which the trainer has a
 checkpoint to save. It becomes a notice in the job's directory, and the driver decides what is still possible. Without
-a driver the step ends.
+a driver the step ends. So does the step of a reward job, which is apart from the driver's job (`--apart` for JOB).
 """
 
 import contextlib
@@ -29,6 +29,8 @@ from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendan
 from hpcrl.weights.window.file import unlink_recorded_windows
 from hpcrl.weights.window.shm_cleanup import SCRATCH_PREFIX, SegmentLedger, remove_orphans
 
+APART = "--apart"
+"""The argument in place of the job's directory where SIGTERM is for the step alone."""
 TERM_GRACE_S = 3.0
 NOTICE_TIMEOUT_S = 4.0
 """Time for a driver to answer a notice of SIGTERM: Slurm may send SIGKILL soon."""
@@ -37,9 +39,9 @@ NOTICE_TIMEOUT_S = 4.0
 class StepEnd:
     """The requests to a step: files that ask it to end, and SIGTERM, which it passes on as a notice."""
 
-    def __init__(self, job: JobDir, end: Path) -> None:
+    def __init__(self, job: JobDir | None, end: Path) -> None:
         self._job = job
-        self._ends = {job.end, end}
+        self._ends = {end} if job is None else {job.end, end}
         self._is_terminated = False
         self._noticed_at: float | None = None
         self.is_alone = False
@@ -55,6 +57,8 @@ class StepEnd:
             return True
         if not self._is_terminated:
             return False
+        if self._job is None:
+            return True
         if self._noticed_at is None:
             self._noticed_at = time.monotonic()
             publish_file(self._job.terminated, current_node())
@@ -65,7 +69,7 @@ class StepEnd:
         self._is_terminated = True
 
 
-def main(job: JobDir, end: Path, command: list[str]) -> int:
+def main(job: JobDir | None, end: Path, command: list[str]) -> int:
     """Run `command`, forward signals, clean up; return its exit code."""
     adopt_orphans()
     remove_orphans()
@@ -89,10 +93,11 @@ def main(job: JobDir, end: Path, command: list[str]) -> int:
         ledger.record(list_descendants())
         end_descendants(grace_s=grace_s)
         ledger.clear()
-        if job.end.exists() or requests.is_alone:
+        if job is not None and (job.end.exists() or requests.is_alone):
             unlink_recorded_windows(job)
     return encode_exit_code(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main(JobDir(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:]))
+    own_job = None if sys.argv[1] == APART else JobDir(Path(sys.argv[1]))
+    sys.exit(main(own_job, Path(sys.argv[2]), sys.argv[3:]))

@@ -76,7 +76,7 @@ class LabCluster:
     shared: tuple[str, ...] = ()
     """Directories below /tmp that the nodes of a strict lab share, besides those that every job needs."""
     preempt_grace_s: int = 0
-    """Time between TERM and the end of a job that is preempted."""
+    """Time between TERM and the end of a job that is preempted, in the wide partitions."""
 
     def node_names(self) -> list[str]:
         return [name for group in self.groups for name in group.node_names()]
@@ -246,7 +246,7 @@ def _format_node_lines(cluster: LabCluster, *, hostname: str, node_ports: dict[s
 
 
 def _format_partition_lines(cluster: LabCluster) -> Iterator[str]:
-    low = f"PriorityTier=1 PreemptMode=REQUEUE GraceTime={cluster.preempt_grace_s}"
+    low = "PriorityTier=1 PreemptMode=REQUEUE"
     for group in cluster.groups:
         nodes = ",".join(group.node_names())
         yield f"PartitionName={group.name} Nodes={nodes} Default={'YES' if group.name == cluster.default else 'NO'}"
@@ -254,7 +254,8 @@ def _format_partition_lines(cluster: LabCluster) -> Iterator[str]:
             yield f"PartitionName={group.preemptible} Nodes={nodes} {low}"
     for partition in cluster.wide:
         names = [name for group in cluster.groups if group.name in partition.groups for name in group.node_names()]
-        yield " ".join([f"PartitionName={partition.name} Nodes={','.join(names)}", *[low] * partition.is_preemptible])
+        grace = [f"{low} GraceTime={cluster.preempt_grace_s}"] if partition.is_preemptible else []
+        yield " ".join([f"PartitionName={partition.name} Nodes={','.join(names)}", *grace])
 
 
 def _format_gres_lines(lab: LabDir, cluster: LabCluster) -> Iterator[str]:

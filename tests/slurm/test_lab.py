@@ -122,7 +122,7 @@ def test_state_is_private(lab: Lab) -> None:
 
 def test_up_again_leaves_the_lab_alone(lab: Lab) -> None:
     before = labs.status(lab.state_dir)
-    again = labs.up(lab.state_dir)
+    again = labs.up(lab.state_dir, cluster=lab.cluster)
     assert again.was_up
     assert again.daemons == before.daemons
     assert "was up already" in str(again)

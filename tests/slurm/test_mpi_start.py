@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from hpcrl.weights.window.file import SHARED_MEMORY
 from hpcrl.weights.window.shm_cleanup import MIN_MPI_AGE_S
 from tests.support.lab_tools import Lab
 
@@ -47,7 +46,8 @@ def test_a_world_starts_whatever_follows_its_address_in_memory(lab: Lab) -> None
 
 def test_a_world_starts_where_one_of_its_name_was_killed(lab: Lab) -> None:
     job = int(lab.run("srun", "--partition=decode", "--nodes=1", "printenv", "SLURM_JOB_ID"))
-    left = [SHARED_MEMORY / f"mpich_shm_{hashed(f'{job + 1}.0'):x}_{node}" for node in (0, 1)]
+    name = f"mpich_shm_{hashed(f'{job + 1}.0'):x}"
+    left = [lab.find_shared_memory(f"decode{node + 1}") / f"{name}_{node}" for node in (0, 1)]
     for path in left:
         path.touch(mode=0o600)
         os.truncate(path, 1 << 20)

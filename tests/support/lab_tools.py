@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpcrl.lab import lab as labs
-from hpcrl.lab.conf import DEFAULT_CLUSTER, STRICT_CLUSTER
+from hpcrl.lab.conf import DEFAULT_CLUSTER, STRICT_CLUSTER, LabCluster
 from hpcrl.system.files import read_json
 
 WAIT_S = 90.0
@@ -22,6 +22,7 @@ class Lab:
     """A running lab, with the commands that tests use."""
 
     state_dir: Path
+    cluster: LabCluster = DEFAULT_CLUSTER
 
     @property
     def environment(self) -> dict[str, str]:
@@ -57,14 +58,18 @@ class Lab:
 
     def list_shared_memory(self) -> dict[str, list[str]]:
         """Return what each node of a strict lab has in its /dev/shm; nodes without any are left out."""
-        found = {}
-        record = read_json(self.state_dir / "lab.json")
-        for daemon in record["daemons"] if record["cluster"]["is_strict"] else ():
-            kind, _, node = daemon["name"].partition("-")
-            if kind == "slurmd":  # the keeper's child has the namespaces
-                [child] = Path(f"/proc/{daemon['pid']}/task/{daemon['pid']}/children").read_text().split()
-                found[node] = sorted(path.name for path in Path(f"/proc/{child}/root/dev/shm").iterdir())
+        nodes = self.cluster.node_names() if self.cluster.is_strict else ()
+        found = {node: sorted(path.name for path in self.find_shared_memory(node).iterdir()) for node in nodes}
         return {node: names for node, names in found.items() if names}
+
+    def find_shared_memory(self, node: str) -> Path:
+        """Return a node's /dev/shm as this process sees it."""
+        if not self.cluster.is_strict:
+            return Path("/dev/shm")
+        daemons = {daemon["name"]: daemon["pid"] for daemon in read_json(self.state_dir / "lab.json")["daemons"]}
+        keeper = daemons[f"slurmd-{node}"]
+        child = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0]  # it has the node's namespaces
+        return Path(f"/proc/{child}/root/dev/shm")
 
     def wait_state(self, job: str, state: str) -> None:
         until(lambda: self.run("squeue", "-h", "-o", "%T", f"--jobs={job}") == state)
@@ -97,6 +102,6 @@ def running_lab(shared: Path | None = None) -> Iterator[Lab]:
     with short_dir() as folder:
         labs.up(folder / "lab", cluster=cluster)
         try:
-            yield Lab(folder / "lab")
+            yield Lab(folder / "lab", cluster)
         finally:
             labs.down(folder / "lab")

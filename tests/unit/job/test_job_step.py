@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpcrl.job.step import NOTICE_TIMEOUT_S
+from hpcrl.job.step import APART, NOTICE_TIMEOUT_S
 
 STEP = (sys.executable, "-m", "hpcrl.job.step")
 SHARED_MEMORY = Path("/dev/shm")
@@ -106,3 +106,13 @@ def test_a_step_ends_when_another_start_of_the_trainer_follows(tmp_path: Path) -
     with run_sleeping_step(job, seconds=60) as step:
         (job / "end-trainer-0").touch()
         assert step.wait(30) == 0
+
+
+def test_the_step_of_a_reward_job_ends_with_sigterm_and_leaves_no_notice_for_the_driver(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(60)"]
+    with subprocess.Popen([*STEP, APART, str(tmp_path / "end"), *command], stdout=subprocess.PIPE, text=True) as step:
+        assert step.stdout is not None
+        assert step.stdout.readline() == "ready\n"
+        step.terminate()
+        assert step.wait(30) == 0
+    assert not (tmp_path / "terminated").exists()
