@@ -33,7 +33,6 @@ from hpcrl.config.recipe import RoleName
 from hpcrl.config.site import Site
 from hpcrl.job.courier_step import TransportCommand
 from hpcrl.job.parsl_providers import JobProvider, StepProvider
-from hpcrl.job.step import APART
 from hpcrl.job.worker_pool import call_by_name
 from hpcrl.plan.components import JobComponent, RewardJobPlan
 from hpcrl.plan.plan import Plan, RolePlan
@@ -294,7 +293,7 @@ class JobRuntime:
                 [
                     sys.executable,
                     *STEP_COMMAND,
-                    APART if label == ELASTIC_EXECUTOR else _escape_template(self._job.root),
+                    _escape_template(self._job.root),
                     _escape_template(self._job.end),
                     sys.executable,
                     *POOL_COMMAND,

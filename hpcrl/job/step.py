@@ -8,7 +8,7 @@ process is killed too, the next step on the node removes them, and its temporary
 
 SIGTERM is not forwarded: Slurm sends it to every step at the start of a grace time, in which the trainer has a
 checkpoint to save. It becomes a notice in the job's directory, and the driver decides what is still possible. Without
-a driver the step ends. So does the step of a reward job, which is apart from the driver's job (`--apart` for JOB).
+a driver the step ends. So does the step of a reward job: its SIGTERM is not for the driver's job.
 """
 
 import contextlib
@@ -26,11 +26,10 @@ from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.files import publish_file
 from hpcrl.system.network import current_node
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants
+from hpcrl.system.variables import PARTITION_VARIABLE
 from hpcrl.weights.window.file import unlink_recorded_windows
 from hpcrl.weights.window.shm_cleanup import SCRATCH_PREFIX, SegmentLedger, remove_orphans
 
-APART = "--apart"
-"""The argument in place of the job's directory where SIGTERM is for the step alone."""
 TERM_GRACE_S = 3.0
 NOTICE_TIMEOUT_S = 4.0
 """Time for a driver to answer a notice of SIGTERM: Slurm may send SIGKILL soon."""
@@ -99,5 +98,5 @@ def main(job: JobDir | None, end: Path, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    own_job = None if sys.argv[1] == APART else JobDir(Path(sys.argv[1]))
+    own_job = None if PARTITION_VARIABLE in os.environ else JobDir(Path(sys.argv[1]))
     sys.exit(main(own_job, Path(sys.argv[2]), sys.argv[3:]))

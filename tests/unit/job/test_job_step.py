@@ -7,7 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from hpcrl.job.step import APART, NOTICE_TIMEOUT_S
+from hpcrl.job.step import NOTICE_TIMEOUT_S
+from hpcrl.system.variables import PARTITION_VARIABLE
 
 STEP = (sys.executable, "-m", "hpcrl.job.step")
 SHARED_MEMORY = Path("/dev/shm")
@@ -110,7 +111,9 @@ def test_a_step_ends_when_another_start_of_the_trainer_follows(tmp_path: Path) -
 
 def test_the_step_of_a_reward_job_ends_with_sigterm_and_leaves_no_notice_for_the_driver(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(60)"]
-    with subprocess.Popen([*STEP, APART, str(tmp_path / "end"), *command], stdout=subprocess.PIPE, text=True) as step:
+    call = [*STEP, str(tmp_path), str(tmp_path / "end"), *command]
+    environment = os.environ | {PARTITION_VARIABLE: "preempt"}
+    with subprocess.Popen(call, env=environment, stdout=subprocess.PIPE, text=True) as step:
         assert step.stdout is not None
         assert step.stdout.readline() == "ready\n"
         step.terminate()
