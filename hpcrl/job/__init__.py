@@ -6,7 +6,6 @@ supervision      requests to end, the time to drain, failures that repeat
 progress_watch   find out whether the job has stalled
 memory_watch     lower limits of a trainer that ran out of memory
 guardian         run the driver and clean up after it
-next_job         queue and cancel the next job of the campaign
 runtime          start workers with Parsl
 parsl_providers  Parsl blocks as steps and as jobs
 interchange      the interchange of Parsl, which ends with the driver

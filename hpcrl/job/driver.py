@@ -35,7 +35,6 @@ from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.errors import HpcrlError
-from hpcrl.job import next_job
 from hpcrl.job.campaign_lease import take_campaign_lease
 from hpcrl.job.courier_step import WeightPlane
 from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_reward_jobs, run_guarded, send_outcome
@@ -46,6 +45,7 @@ from hpcrl.job.reward_tasks import RewardScoring
 from hpcrl.job.supervision import DrainMargin, DrainRequest, EndRequests, RestartBudget, plan_termination
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
+from hpcrl.slurm import next_job
 from hpcrl.slurm.allocation import JobAllocation, query_running_end, read_allocation, scrub_environment
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED, EXIT_OUT_OF_MEMORY
 from hpcrl.system.files import make_private_dir, publish_file, read_last_line, remove_path

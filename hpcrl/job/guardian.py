@@ -20,7 +20,7 @@ from hpcrl.campaign_dir.events import JobOutcome
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.errors import SlurmError
-from hpcrl.job import next_job
+from hpcrl.slurm import next_job
 from hpcrl.slurm.commands import cancel_recorded_jobs
 from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.files import publish_file

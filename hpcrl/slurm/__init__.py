@@ -4,5 +4,6 @@ commands    run Slurm's commands
 script      the batch script of a job
 submit      submit, interrupt and cancel a job
 allocation  nodes and end time of the current job
+next_job    queue and cancel the next job of a campaign
 status      states and reasons in plain words
 """

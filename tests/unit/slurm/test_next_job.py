@@ -14,7 +14,7 @@ from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, NextJobQue
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.errors import SlurmError
-from hpcrl.job import next_job
+from hpcrl.slurm import next_job
 from hpcrl.system.files import make_private_dir, publish_json
 
 
