@@ -68,15 +68,13 @@ def _add_planning(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 def _add_request(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, or the name of a shipped one")
     parser.add_argument("--site", required=True, help="a site's name or file, such as local or lab")
-    parser.add_argument(
-        "-s",
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key of the recipe (rollout.group_size=16) or of the site (site.account=m1234)",
+    _add_settings(
+        parser, help="override a key of the recipe (rollout.group_size=16) or of the site (site.account=m1234)"
     )
+
+
+def _add_settings(parser: argparse.ArgumentParser, *, help: str) -> None:
+    parser.add_argument("-s", "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help=help)
 
 
 def _add_campaign(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -99,8 +97,17 @@ def _add_campaign(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     stop.set_defaults(run=_run_stop)
     resume = commands.add_parser("resume", help="continue from the last checkpoint in a new job")
     resume.add_argument("campaign", metavar="CAMPAIGN")
+    _add_settings(resume, help="change a setting of the recipe (job.walltime_min=120) or of the site (site.account=m1)")
+    resume.add_argument(
+        "--accept", action="store_true", help="take over changed files, edited records and another version of hpcrl"
+    )
     resume.add_argument("--watch", action="store_true", help="follow the campaign until it ends")
     resume.set_defaults(run=_run_resume)
+    extend = commands.add_parser("extend", help="give a campaign more steps or jobs, also while it runs")
+    extend.add_argument("campaign", metavar="CAMPAIGN")
+    extend.add_argument("--steps", type=int, metavar="N", help="the new number of training steps")
+    extend.add_argument("--jobs", type=int, default=0, metavar="N", help="N more jobs may follow the last one")
+    extend.set_defaults(run=_run_extend)
 
 
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -245,14 +252,27 @@ def _run_stop(arguments: argparse.Namespace) -> int:
 
 
 def _run_resume(arguments: argparse.Namespace) -> int:
-    from hpcrl.campaign import directory, lifecycle
+    from hpcrl.campaign import continuation, directory, lifecycle
 
-    campaign_dir = lifecycle.resume(arguments.campaign)
+    campaign_dir = continuation.resume(
+        arguments.campaign, settings=tuple(arguments.settings), accept=arguments.accept, show_note=_print_note
+    )
     job = directory.list_jobs(campaign_dir)[-1]
     _print_line(
         f"campaign {campaign_dir.name}: job {lifecycle.read_submission(job).id} continues from the last checkpoint"
     )
     return _watch_campaign(campaign_dir.name) if arguments.watch else 0
+
+
+def _run_extend(arguments: argparse.Namespace) -> int:
+    from hpcrl.campaign import continuation
+
+    if arguments.steps is None and arguments.jobs < 1:
+        raise HpcrlError("extend what? --steps N is the new number of steps, --jobs N lets N more jobs follow")
+    _print_line(
+        continuation.extend(arguments.campaign, steps=arguments.steps, jobs=arguments.jobs, show_note=_print_note)
+    )
+    return 0
 
 
 def _run_traj(arguments: argparse.Namespace) -> int:

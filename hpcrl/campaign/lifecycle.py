@@ -1,17 +1,20 @@
 """A campaign from submit to its end, on the login node. Light imports: no torch, parsl, h5py, mpi4py.
 
-CampaignRequest, load_request    recipe, site and plan, loaded
+CampaignRequest, RequestSource, load_request, resolve_recipe    recipe, site and plan, loaded
 check_request, check_plan        check before submission, and for a plan
 PythonMissing                    the jobs' interpreter is not on this machine
 preview_script, dry_run, submit                 before and at submission
-resume, stop_gracefully, stop_now               later
+start_job, write_records, digest_records        a job, and what it reads
+refuse_while_alive, refuse_without_journals, find_final_failure    before another job
+stop_gracefully, stop_now                       later
 final_summary                                   the text at the end
-read_submission                                 the recorded submission of a job
+read_submission, find_job_states                the recorded submission of a job, and the states of jobs
 check_model, check_lengths                      the parts of check_request about the model and a warm-up's data
 CHECK_TIMEOUT_S, MODEL_CHECK_TIMEOUT_S, STOP_TIMEOUT_S  limits of checking user code and model, of stopping a job
 POLL_INTERVAL_S                                 the time between looks at a job that ends
 """
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -51,7 +54,7 @@ from hpcrl.envs.task_set import (
     import_conversations,
     import_task_set,
 )
-from hpcrl.errors import CampaignError, ConfigError
+from hpcrl.errors import CampaignError, ConfigError, SlurmError
 from hpcrl.hardware.architecture import read_architecture, select_fields
 from hpcrl.models.model_config import read_model_config
 from hpcrl.monitor.job_state import (
@@ -64,7 +67,8 @@ from hpcrl.monitor.job_state import (
     select_slurm_ids,
 )
 from hpcrl.plan.plan import Plan, make_plan
-from hpcrl.plan.records import read_plan, read_recipe, read_record, read_site
+from hpcrl.plan.records import read_recipe, read_record, read_site
+from hpcrl.slurm import next_job
 from hpcrl.slurm import submit as slurm
 from hpcrl.slurm.script import choose_python, make_batch_script, make_job_script
 from hpcrl.slurm.status import ACTIVE, UNKNOWN, WAITING, JobStatus, query_job_states
@@ -89,6 +93,14 @@ STOP_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.2
 
 
+class RequestSource(msgspec.Struct, frozen=True, kw_only=True):
+    """The words of a request, to load it again: names or absolute paths, and settings."""
+
+    recipe: str
+    site: str
+    settings: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class CampaignRequest:
     """The user's request: recipe and site, and the plan that maps one to the other."""
@@ -96,20 +108,34 @@ class CampaignRequest:
     recipe: Recipe
     site: Site
     plan: Plan
+    source: RequestSource | None = None
+    """None for one that was read from a campaign."""
 
 
 def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> CampaignRequest:
     """Load recipe and site, and make the plan; settings are `key=value` of the recipe, `site.key=value` of the site."""
     site_settings = tuple(s.removeprefix("site.") for s in settings if s.startswith("site."))
     recipe_settings = tuple(s for s in settings if not s.startswith("site."))
-    layered = load_table("recipes", recipe, settings=recipe_settings)
-    loaded_recipe = _resolve_paths(make_recipe(layered), layered)
+    loaded_recipe = resolve_recipe(load_table("recipes", recipe, settings=recipe_settings))
     loaded_site = load_site(site, settings=site_settings)
     if (warmup := loaded_recipe.warmup) is not None:
         loaded_recipe = fill_warmup_steps(
             loaded_recipe, warmup, num_conversations=_count_conversations(loaded_recipe, warmup, site=loaded_site)
         )
-    return CampaignRequest(recipe=loaded_recipe, site=loaded_site, plan=make_plan(loaded_recipe, loaded_site))
+    source = RequestSource(recipe=_fix_name(recipe), site=_fix_name(site), settings=settings)
+    return CampaignRequest(
+        recipe=loaded_recipe, site=loaded_site, plan=make_plan(loaded_recipe, loaded_site), source=source
+    )
+
+
+def _fix_name(name: str) -> str:
+    """Return a name that means the same file in every directory."""
+    return str(expand_path(name).absolute()) if name.endswith(".toml") or "/" in name else name
+
+
+def resolve_recipe(layered: LayeredTable) -> Recipe:
+    """Make the recipe of a table, with absolute paths."""
+    return _resolve_paths(make_recipe(layered), layered)
 
 
 def _count_conversations(recipe: Recipe, warmup: WarmupConfig, *, site: Site) -> int:
@@ -245,7 +271,7 @@ def submit(
     campaign = directory.reserve_campaign(name, stem=request.recipe.name, site=request.site)
     try:
         _write_description(campaign, request)
-        _start_job(campaign, request, number=0)
+        start_job(campaign, request, number=0, show_note=show_note)
     except BaseException:
         directory.release_campaign(campaign)
         raise
@@ -406,41 +432,26 @@ def _check_user_code(request: CampaignRequest) -> list[str]:
     return answer.splitlines()
 
 
-def resume(name: str) -> CampaignDir:
-    """Continue a campaign from the last checkpoint in a new job."""
-    campaign = directory.find_campaign(name)
-    request = CampaignRequest(
-        recipe=read_recipe(campaign),
-        site=read_site(campaign),
-        plan=read_plan(campaign),
-    )
-    last = directory.list_jobs(campaign)[-1]
-    _refuse_while_alive(last, request.site)
-    _refuse_without_journals(campaign)
-    if failure := _find_final_failure(campaign):
-        raise CampaignError(
-            f"campaign {campaign.name!r} cannot be resumed: all {request.recipe.train.num_steps} steps were made, and "
-            f"another job would fail as the last one did: {failure}"
-        )
-    remove_path(campaign.stop)
-    _start_job(campaign, request, number=last.number + 1)
-    return campaign
+def refuse_while_alive(job: JobDir, site: Site, *, is_done: bool) -> None:
+    """Raise if the last job may still run: two jobs at once would train twice on the same trajectories.
 
-
-def _refuse_while_alive(job: JobDir, site: Site) -> None:
-    """Raise if the last job may still run: two jobs at once would train twice on the same trajectories."""
+    `is_done` is whether the campaign has all its steps.
+    """
     campaign = job.campaign
     outcome = _read_outcome(job)
-    state = "gone" if outcome == "done" else _job_state(job, site)
+    state = "gone" if outcome == "done" and is_done else _find_job_state(job, site)
     if outcome is None and state == "gone":
         _refuse_while_draining(job)
         outcome = _read_outcome(job)
-    if outcome == "done":
-        raise CampaignError(f"campaign {campaign.name!r} is done: there is nothing to resume")
+    if outcome == "done" and is_done:
+        raise CampaignError(
+            f"campaign {campaign.name!r} is done: there is nothing to resume; `hpcrl extend {campaign.name} --steps N` "
+            "gives it more steps"
+        )
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while outcome is not None and state == "running" and time.monotonic() < deadline:
         time.sleep(POLL_INTERVAL_S)  # its outcome is written, so it is about to exit
-        state = _job_state(job, site)
+        state = _find_job_state(job, site)
     if state in ("queued", "running"):
         hint = f"`hpcrl monitor {campaign.name}` shows it, `hpcrl stop {campaign.name}` ends it"
         raise CampaignError(f"campaign {campaign.name!r}: job {read_submission(job).id} is {state}: {hint}")
@@ -472,7 +483,7 @@ def _refuse_while_draining(job: JobDir) -> None:
         time.sleep(POLL_INTERVAL_S)
 
 
-def _refuse_without_journals(campaign: CampaignDir) -> None:
+def refuse_without_journals(campaign: CampaignDir) -> None:
     """Raise if the tasks in flight are not recorded where a job looks for them: it would number its tasks from 0."""
     if not campaign.env_workers.is_dir():
         raise CampaignError(
@@ -482,10 +493,9 @@ def _refuse_without_journals(campaign: CampaignDir) -> None:
         )
 
 
-def _find_final_failure(campaign: CampaignDir) -> str:
+def find_final_failure(campaign: CampaignDir, *, num_steps: int) -> str:
     """Return why the trainer failed though all steps were made, and would in another job; empty if it did not."""
-    steps = [int(path.name.rpartition("-")[2]) for path in campaign.checkpoints.glob("*-step-*")]
-    if max(steps, default=0) < read_recipe(campaign).train.num_steps:
+    if next_job.find_last_step(campaign) < num_steps:
         return ""
     return read_train_progress(campaign.train_progress).failure
 
@@ -496,7 +506,7 @@ def stop_gracefully(name: str) -> str:
     if (ended := _describe_end(campaign)) is not None:
         return ended
     job, site = _request_stop(campaign)
-    if site.scheduler == "slurm" and _job_state(job, site) == "queued":
+    if site.scheduler == "slurm" and _find_job_state(job, site) == "queued":
         return _end_job(job, site)
     hint = f"`hpcrl monitor {campaign.name}` shows it"
     return f"campaign {campaign.name} is stopping: it makes a checkpoint and ends ({hint})"
@@ -526,22 +536,21 @@ def _query_states(ids: list[str], site: Site) -> dict[str, JobStatus]:
 
 
 def _request_stop(campaign: CampaignDir) -> tuple[JobDir, Site]:
-    """Publish the stop request, and cancel a job that only waits for the running one. Return the job that is left."""
+    """Publish the stop request, and cancel the jobs that only wait for another one. Return the job that is left."""
     publish_file(campaign.stop, "")
-    *before, last = directory.list_jobs(campaign)
+    *_, last = jobs = directory.list_jobs(campaign)
     site = read_site(campaign)
-    if last.chain_marker.exists() and not before[-1].outcome.exists() and _job_state(last, site) == "queued":
-        slurm.cancel_job(read_submission(last), site=site)
-        remove_path(last.root)
-        last = before[-1]
-    return last, site
+    states = find_job_states([job for job in jobs if job.submission.exists() and not job.outcome.exists()], site)
+    first = next((job for job, state in states.items() if state != "gone"), last)
+    next_job.cancel_next_jobs(first, env=os.environ | slurm.make_site_environment(site))
+    return first, site
 
 
 def _end_job(job: JobDir, site: Site) -> str:
     """End a job without a checkpoint: interrupt it, and cancel it by its recorded id if it does not end."""
     campaign = job.campaign
     resumable = f"`hpcrl resume {campaign.name}` continues from the last checkpoint"
-    if _job_state(job, site) == "running":
+    if _find_job_state(job, site) == "running":
         slurm.interrupt_job(read_submission(job), site=site)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while not job.outcome.exists() and time.monotonic() < deadline:
@@ -569,7 +578,8 @@ def final_summary(
     if state in ("queued", "running", "draining"):
         return [f"campaign {campaign.name} continues; `{hpcrl} monitor {campaign.name}` shows it again"]
     if state != "done":
-        then = "" if _find_final_failure(campaign) else f", then `{hpcrl} resume {campaign.name}`"
+        failure = find_final_failure(campaign, num_steps=read_recipe(campaign).train.num_steps)
+        then = "" if failure else f", then `{hpcrl} resume {campaign.name}`"
         hint = f"see `{hpcrl} logs {campaign.name}`{then}"
         return [f"campaign {campaign.name} ended as {state}{learned}; {hint}"]
     if read_site(campaign).scheduler == "local":
@@ -614,12 +624,22 @@ def read_submission(job: JobDir) -> slurm.SubmittedJob:
     return read_record(job.submission, slurm.SubmittedJob)
 
 
-def _job_state(job: JobDir, site: Site) -> str:
-    """Return the state of a job from the scheduler: queued, running, gone or unknown."""
-    record = read_submission(job)
-    if record.scheduler == "local":
+def _find_job_state(job: JobDir, site: Site) -> str:
+    return find_job_states([job], site)[job]
+
+
+def find_job_states(jobs: Sequence[JobDir], site: Site) -> dict[JobDir, str]:
+    """Ask the scheduler once for the states of jobs: queued, running, gone or unknown."""
+    records = {job: read_submission(job) for job in jobs}
+    ids = [record.id for record in records.values() if record.scheduler != "local"]
+    statuses = _query_states(ids, site) if ids else {}
+    return {job: _describe_state(record, statuses.get(record.id)) for job, record in records.items()}
+
+
+def _describe_state(record: slurm.SubmittedJob, status: JobStatus | None) -> str:
+    if status is None:
         return "running" if is_alive(record.pid, record.start_ticks) else "gone"
-    match _query_states([record.id], site)[record.id].state:
+    match status.state:
         case state if state in WAITING:
             return "queued"
         case state if state in ACTIVE:
@@ -629,14 +649,23 @@ def _job_state(job: JobDir, site: Site) -> str:
     return "gone"
 
 
-def _start_job(campaign: CampaignDir, request: CampaignRequest, *, number: int) -> None:
+def start_job(
+    campaign: CampaignDir, request: CampaignRequest, *, number: int, show_note: Callable[[str], object] = str
+) -> None:
+    """Submit a job; with it those that may follow, if its nodes may not submit them."""
     job = _make_job_dir(campaign, number)
     try:
         script = make_job_script(request.plan, job=job, site=request.site)
-        slurm.submit_job(script, job=job, site=request.site)
+        submitted = slurm.submit_job(script, job=job, site=request.site)
     except BaseException:
         remove_path(job.root)
         raise
+    if submitted.scheduler == "slurm" and not request.site.nodes_may_submit:
+        try:
+            next_job.queue_chain(job, plan=request.plan, site=request.site, slurm_id=submitted.id)
+        except SlurmError as error:
+            num = len(next_job.list_followers(job))
+            show_note(f"{num} of {request.plan.num_jobs - 1} jobs that may follow are queued: {error}")
 
 
 def _make_job_dir(campaign: CampaignDir, number: int) -> JobDir:
@@ -654,12 +683,23 @@ def _write_description(campaign: CampaignDir, request: CampaignRequest) -> None:
     """Write the recipe, the site and the plan; campaign.json is written last and marks a complete campaign."""
     for folder in _campaign_folders(campaign):
         make_private_dir(folder)
+    write_records(campaign, request)
+    _import_task_sets(campaign, request.recipe, request.site)
+    named = {"name": campaign.name, "recipe": request.recipe.name, "site": request.site.name}
+    source = {"source": msgspec.to_builtins(request.source), "digests": digest_records(campaign)}
+    publish_json(campaign.manifest, {**named, "created": time.time(), "exports": _shell_exports(), **source})
+
+
+def write_records(campaign: CampaignDir, request: CampaignRequest) -> None:
+    """Write the recipe, the site and the plan, which jobs read."""
     for path, value in ((campaign.recipe, request.recipe), (campaign.site, request.site)):
         publish_file(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
     publish_file(campaign.plan, request.plan.to_json())
-    _import_task_sets(campaign, request.recipe, request.site)
-    named = {"name": campaign.name, "recipe": request.recipe.name, "site": request.site.name}
-    publish_json(campaign.manifest, {**named, "created": time.time(), "exports": _shell_exports()})
+
+
+def digest_records(campaign: CampaignDir) -> dict[str, str]:
+    """Return the digests of recipe and site, by which an edited one is known."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (campaign.recipe, campaign.site)}
 
 
 def _import_task_sets(campaign: CampaignDir, recipe: Recipe, site: Site) -> None:

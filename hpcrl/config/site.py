@@ -110,6 +110,8 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     account_required: bool = False
     het_jobs: KnownState = "unknown"
     """Support of heterogeneous jobs; no: all roles get nodes of one allocation, on one partition."""
+    nodes_may_submit: bool = True
+    """True if the nodes of a job may submit others; otherwise the login node queues all jobs of a chain at once."""
     slurm_conf: str | None = None
     """Path of the slurm.conf to use, if not the machine's own; `~` and $NAME are expanded."""
     campaigns_dir: str | None = None

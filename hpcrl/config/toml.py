@@ -2,6 +2,8 @@
 
 find_toml         the file meant by `quickstart` or `my/recipe.toml`
 load_table        its table, with `extends` resolved and `-s key=value` applied
+apply_settings    the same for tables that are loaded already
+drop_unknown      remove keys that another version of hpcrl had
 to_struct         the struct, or a ConfigError that names the key, the value and the nearest known name
 LayeredTable      a table and the files and settings that it was made of
 suggest_name      "did you mean ...? "
@@ -134,7 +136,13 @@ def _has_key(table: Any, trail: Sequence[str]) -> bool:
 
 def load_table(kind: ConfigKind, name: str, *, settings: Sequence[str] = ()) -> LayeredTable:
     """Return the table of a recipe or site with `extends` and settings applied."""
-    files = _load_files(kind, find_toml(kind, name))
+    return apply_settings(kind, _load_files(kind, find_toml(kind, name)), settings=settings)
+
+
+def apply_settings(
+    kind: ConfigKind, files: Sequence[tuple[str, TomlTable]], *, settings: Sequence[str] = ()
+) -> LayeredTable:
+    """Merge the tables of a file and its parents, and apply settings to them."""
     table: TomlTable = {}
     for _, layer in reversed(files):
         table = _merge_tables(table, layer)
@@ -152,11 +160,28 @@ def load_table(kind: ConfigKind, name: str, *, settings: Sequence[str] = ()) -> 
 
 def to_struct(layered: LayeredTable, kind: type[T]) -> T:
     """Convert the table, or raise a ConfigError that names the wrong key, the value seen and what is expected."""
-    _refuse_unknown(layered.table, kind, layered=layered, trail=())
+    for trail, known in _find_unknown(layered.table, kind):
+        raise ConfigError(_explain_unknown_key(layered.find_source(trail), trail, known))
     try:
         return msgspec.convert(layered.table, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain_error(str(error), layered, kind)) from error
+
+
+def drop_unknown(table: TomlTable, kind: type[msgspec.Struct]) -> list[str]:
+    """Rename the keys of a table that have a new name, and remove those that `kind` does not have; describe them."""
+    dropped = []
+    for trail, _ in list(_find_unknown(table, kind)):
+        *path, key = trail
+        inner: Any = table
+        for part in path:
+            inner = inner[int(part) if isinstance(inner, list) else part]
+        value, where = inner.pop(key), ".".join(trail)
+        new_name = RENAMED_KEYS.get(where)
+        if new_name is not None:
+            inner.setdefault(new_name.rpartition(".")[2], value)
+        dropped.append(f"{where} is now {new_name}" if new_name else f"{where} is dropped")
+    return dropped
 
 
 def _load_files(kind: ConfigKind, path: Path) -> list[tuple[str, TomlTable]]:
@@ -337,32 +362,39 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _refuse_unknown(value: Any, kind: Any, *, layered: LayeredTable, trail: tuple[str, ...]) -> None:
+def _find_unknown(
+    value: Any, kind: Any, *, trail: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Iterable[str]]]:
+    """Yield the keys of a table that a struct does not have, each with those that it has there."""
     info = kind if isinstance(kind, msgspec.inspect.Type) else msgspec.inspect.type_info(kind)
     match info:
         case msgspec.inspect.StructType(fields=fields) if isinstance(value, dict):
             known = {field.encode_name: field.type for field in fields}
             for key, inner in value.items():
                 if key not in known:
-                    raise ConfigError(_explain_unknown_key(layered.find_source((*trail, key)), trail, key, known))
-                _refuse_unknown(inner, known[key], layered=layered, trail=(*trail, key))
+                    yield (*trail, key), known
+                else:
+                    yield from _find_unknown(inner, known[key], trail=(*trail, key))
         case msgspec.inspect.DictType(value_type=value_type) if isinstance(value, dict):
             for key, inner in value.items():
-                _refuse_unknown(inner, value_type, layered=layered, trail=(*trail, key))
+                yield from _find_unknown(inner, value_type, trail=(*trail, key))
+        case msgspec.inspect.ListType(item_type=item_type) if isinstance(value, list):
+            for index, inner in enumerate(value):
+                yield from _find_unknown(inner, item_type, trail=(*trail, str(index)))
         case msgspec.inspect.UnionType(types=types):
             for member in types:
-                _refuse_unknown(value, member, layered=layered, trail=trail)
+                yield from _find_unknown(value, member, trail=trail)
         case _:
             pass
 
 
-def _explain_unknown_key(source: str, trail: tuple[str, ...], key: str, known: Iterable[str]) -> str:
-    where = ".".join((*trail, key))
+def _explain_unknown_key(source: str, trail: Sequence[str], known: Iterable[str]) -> str:
+    where = ".".join(trail)
     if where in RENAMED_KEYS:
         return f"{source}: {where!r} is now called {RENAMED_KEYS[where]!r}: use the new name"
     names = sorted(known)
-    table = f"[{'.'.join(trail)}]" if trail else "the top level"
-    return f"{source}: unknown key {where!r}: {suggest_name(key, names)}{table} takes {', '.join(names)}"
+    table = f"[{'.'.join(trail[:-1])}]" if trail[1:] else "the top level"
+    return f"{source}: unknown key {where!r}: {suggest_name(trail[-1], names)}{table} takes {', '.join(names)}"
 
 
 def suggest_name(name: str, names: Sequence[str]) -> str:

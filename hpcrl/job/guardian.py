@@ -55,7 +55,7 @@ def run_guarded(drive: Callable[[int], int], place: WorkerPlace) -> int:
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
     publish_file(job.outcome, reported or _encode_outcome("failed", f"the driver {how}"))
     if next_job.campaign_outcome(job) is not None:
-        _try_cleanup(lambda: next_job.cancel_next_job(job))
+        _try_cleanup(lambda: next_job.cancel_next_jobs(job))
     return encode_exit_code(code)
 
 

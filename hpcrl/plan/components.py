@@ -154,6 +154,8 @@ def plan_reward_jobs(recipe: Recipe, site: Site) -> tuple[RewardJobPlan | None, 
         return None, []
     resources = recipe.resources.reward
     local = site.scheduler == "local"
+    if not site.nodes_may_submit:
+        return None, [f"rewards wanted separate jobs, got spare cores: nodes of site {site.name} may not submit jobs"]
     for label, partition in site.partitions.items():
         if not local and (not partition.preemptible or partition.gpu):
             continue

@@ -151,16 +151,16 @@ def _expand_name(name: str) -> list[str]:
     return [f"{found['before']}{n}{after}" for n in numbers for after in _expand_name(found["after"])]
 
 
-def queue_script(script: Path, *options: str, mark: str | None = None) -> str:
+def queue_script(script: Path, *options: str, mark: str | None = None, env: Mapping[str, str] | None = None) -> str:
     """Submit a script to Slurm and return the id of its job.
 
     sbatch may fail though the job is queued. With a `mark`, the comment of this job and no other, such a job is found:
     one that an earlier try has left, or this one.
     """
-    if mark is not None and (known := find_marked_job(mark)) is not None:
+    if mark is not None and (known := find_marked_job(mark, env=env)) is not None:
         return known
-    done = run_slurm(["sbatch", "--parsable", *options, str(script)])
-    if mark is not None and is_unanswered(done.returncode, done.stderr) and (known := await_marked_job(mark)):
+    done = run_slurm(["sbatch", "--parsable", *options, str(script)], env=env)
+    if mark is not None and is_unanswered(done.returncode, done.stderr) and (known := await_marked_job(mark, env=env)):
         return known
     check_answer("sbatch", done.returncode, done.stderr or done.stdout)
     return done.stdout.strip().partition(";")[0]
@@ -207,11 +207,11 @@ def query_live_jobs(ids: Sequence[str]) -> dict[str, bool] | None:
     return {id: states[id].strip() == "RUNNING" for id in ids if id in states and states[id].strip() != "COMPLETING"}
 
 
-def cancel_jobs(ids: Iterable[str]) -> None:
+def cancel_jobs(ids: Iterable[str], *, env: Mapping[str, str] | None = None) -> None:
     """End jobs; jobs that have already ended are ignored."""
     wanted = list(ids)
     if wanted:
-        ask_slurm(["scancel", *wanted])
+        ask_slurm(["scancel", *wanted], env=env)
 
 
 def cancel_recorded_jobs(record: Path) -> None:

@@ -1,16 +1,25 @@
-"""The job that follows this one: it waits in Slurm's queue while this one runs, and starts however this one ends.
+"""The jobs that follow this one: they wait in Slurm's queue while it runs, and start however it ends.
 
 So a campaign continues even if no process was left to ask for it: the walltime was over, the job was preempted, its
-nodes failed. A job that is not needed is cancelled; if it starts all the same, it sees that and ends.
+nodes failed. A job that is not needed is cancelled; if it starts all the same, it sees that and ends. A driver queues
+the next job; where nodes may not submit jobs, the login node queues all of a chain at once.
 
-    queue_next_job    queue the next job, unless there is one
-    try_follow        the same for a driver: emit the result; a refusal is not an error
-    cancel_next_job   remove the next job from the queue
+    queue_next_job    queue the job after this one, unless there is one
+    queue_chain       queue all jobs of a chain, from the login node
+    try_follow        queue the next job from a driver: emit the result; a refusal is not an error
+    allow_more_jobs   raise the number of jobs that may follow
+    count_jobs_left   that number
+    list_followers    the jobs of the chain after this one
+    cancel_next_jobs  remove them from the queue
     campaign_outcome  the outcome of a campaign, if no job is to follow this one
+    has_more_steps, find_last_step   what a campaign still has to do, by its newest checkpoint
 """
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+import msgspec
 
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, FaultReported, JobOutcome, NextJobQueued
@@ -20,27 +29,34 @@ from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
 from hpcrl.plan.plan import Plan
+from hpcrl.plan.records import read_plan, read_recipe
 from hpcrl.slurm import commands
 from hpcrl.slurm.script import make_job_script, make_mark
-from hpcrl.slurm.submit import SubmittedJob, record_submission
+from hpcrl.slurm.submit import SubmittedJob, make_site_environment, record_submission
 from hpcrl.system.files import make_private_dir, publish_file, read_json, remove_path
 
 
-def queue_next_job(job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> str | None:
+def queue_next_job(
+    job: JobDir, *, plan: Plan, site: Site, slurm_id: str, env: Mapping[str, str] | None = None
+) -> str | None:
     """Queue the job after `job` and return its id; None if there is one already or no more jobs are allowed.
 
     Raise SlurmError if Slurm refuses it.
     """
-    num_left = _count_jobs_left(job, plan)
+    num_left = count_jobs_left(job)
     next_job = job.next_job
-    if num_left < 1 or next_job.root.exists():
+    if num_left < 1:
         return None
-    make_private_dir(next_job.root)
+    try:
+        next_job.root.mkdir(mode=0o700)
+    except FileExistsError:
+        return None
     try:
         make_private_dir(next_job.logs)
         publish_file(next_job.chain_marker, str(num_left - 1))
         publish_file(next_job.script, make_job_script(plan, job=next_job, site=site), mode=0o700)
-        id = commands.queue_script(next_job.script, f"--dependency=afterany:{slurm_id}", mark=make_mark(next_job))
+        dependency = f"--dependency=afterany:{slurm_id}"
+        id = commands.queue_script(next_job.script, dependency, mark=make_mark(next_job), env=env)
     except BaseException:
         remove_path(next_job.root)
         raise
@@ -48,11 +64,20 @@ def queue_next_job(job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> str
     return id
 
 
+def queue_chain(job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> list[str]:
+    """Queue all jobs that may follow `job`, each after the one before, and return their ids."""
+    env, ids = os.environ | make_site_environment(site), [slurm_id]
+    while (id := queue_next_job(job, plan=plan, site=site, slurm_id=ids[-1], env=env)) is not None:
+        ids.append(id)
+        job = job.next_job
+    return ids[1:]
+
+
 def try_follow(
     place: WorkerPlace, *, plan: Plan, site: Site, slurm_id: str | None, emit: Callable[[CampaignEvent], None]
 ) -> None:
-    """Queue the next job if there is a scheduler; otherwise a user has to resume the campaign."""
-    if slurm_id is None:
+    """Queue the next job if this node may; otherwise the login node has, or a user has to resume the campaign."""
+    if slurm_id is None or not site.nodes_may_submit:
         return
     try:
         id = queue_next_job(place.job, plan=plan, site=site, slurm_id=slurm_id)
@@ -63,17 +88,37 @@ def try_follow(
             emit(NextJobQueued(slurm_id=id, number=place.job.number + 1))
 
 
-def cancel_next_job(job: JobDir) -> None:
-    """Cancel the job that waits for `job`, which still runs, and remove its files.
+def allow_more_jobs(job: JobDir, num: int, *, plan: Plan) -> Plan:
+    """Raise the number of jobs that may follow `job`, the last of its chain; return the plan with that number."""
+    if job.chain_marker.exists():
+        publish_file(job.chain_marker, str(count_jobs_left(job) + num))
+        return plan
+    plan = msgspec.structs.replace(plan, num_jobs=plan.num_jobs + num)
+    publish_file(job.campaign.plan, plan.to_json())
+    return plan
+
+
+def list_followers(job: JobDir) -> list[JobDir]:
+    """Return the jobs that were queued to follow `job` and have not ended, oldest first."""
+    later = (job.campaign.job(number) for number in job.campaign.job_numbers() if number > job.number)
+    followers = []
+    for follower in later:
+        if not follower.chain_marker.exists() or follower.outcome.exists():
+            break
+        followers.append(follower)
+    return followers
+
+
+def cancel_next_jobs(job: JobDir, *, env: Mapping[str, str] | None = None) -> None:
+    """Cancel the jobs that wait for `job`, which still runs, and remove their files.
 
     Raise SlurmError if Slurm does not answer.
     """
-    next_job = job.next_job
-    if not next_job.chain_marker.exists() or next_job.outcome.exists():
-        return
-    if next_job.submission.exists():
-        commands.cancel_jobs([read_json(next_job.submission)["id"]])
-    remove_path(next_job.root)
+    followers = list_followers(job)
+    submissions = [read_json(follower.submission) for follower in followers if follower.submission.exists()]
+    commands.cancel_jobs([submission["id"] for submission in reversed(submissions)], env=env)
+    for follower in reversed(followers):
+        remove_path(follower.root)
 
 
 def campaign_outcome(job: JobDir) -> tuple[JobOutcome, str] | None:
@@ -85,6 +130,8 @@ def campaign_outcome(job: JobDir) -> tuple[JobOutcome, str] | None:
     if job.campaign.stop.exists():
         return "stopped", "a user asked for it (hpcrl stop)"
     recorded = read_json(job.outcome) if job.outcome.exists() else None
+    if recorded is not None and recorded["outcome"] == "done" and has_more_steps(job.campaign):
+        return None  # the campaign was extended while the job ran
     if recorded is not None and recorded["outcome"] not in ("drained", "cut", "failed"):
         return recorded["outcome"], recorded["reason"]
     if recorded is not None and _is_out_of_memory(job.campaign, recorded["reason"]):
@@ -102,12 +149,22 @@ def campaign_outcome(job: JobDir) -> tuple[JobOutcome, str] | None:
     )
 
 
-def _count_jobs_left(job: JobDir, plan: Plan) -> int:
+def has_more_steps(campaign: CampaignDir) -> bool:
+    """Return whether the recipe has more steps than the newest checkpoint."""
+    return find_last_step(campaign) < read_recipe(campaign).train.num_steps
+
+
+def find_last_step(campaign: CampaignDir) -> int:
+    """Return the step of the newest checkpoint; 0 without one."""
+    return max((int(path.name.rpartition("-")[2]) for path in campaign.checkpoints.glob("*-step-*")), default=0)
+
+
+def count_jobs_left(job: JobDir) -> int:
     """Return how many jobs may follow; a job submitted by hand starts a new count."""
     try:
         return int(job.chain_marker.read_text())
     except FileNotFoundError:
-        return plan.num_jobs - 1
+        return read_plan(job.campaign).num_jobs - 1
 
 
 def _is_out_of_memory(campaign: CampaignDir, reason: str) -> bool:

@@ -61,3 +61,24 @@ def test_a_campaign_continues_after_its_walltime_and_after_a_kill(lab: Lab, camp
     assert run.job_numbers() == [0, 1, 2], "three in a row"
     states = [job["state"] for job in snapshot("n")["jobs"]]
     assert states == ["drained", "failed", "stopped"]
+
+
+def test_a_campaign_that_runs_gets_more_steps_in_jobs_that_wait_from_the_start(lab: Lab, campaigns: Path) -> None:
+    settings = ("train.num_steps=20", "job.num_jobs=3", "site.nodes_may_submit=false")
+    options = [option for setting in settings for option in ("-s", setting)]
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "x", *SIMULATED, *options)
+    run = CampaignDir(campaigns / "x")
+    assert run.job_numbers() == [0, 1, 2], "the login node has queued them all"
+    until(lambda: has_stepped(run, job=0), what="the first job makes steps")
+    assert "up to step 23" in hpcrl("extend", "x", "--steps", "23").stdout
+    assert outcome(run, 0)["outcome"] == "done"
+    assert outcome(run, 1)["outcome"] == "done"
+    made = [(step["job"], step["step"]) for step in steps(run)]
+    assert made == [*((0, step) for step in range(1, 21)), (1, 21), (1, 22), (1, 23)]
+    until(lambda: run.job_numbers() == [0, 1], what="the job that is not needed is cancelled")
+    assert snapshot("x")["state"] == "done"
+    refused = hpcrl("resume", "x", check=False)
+    assert (refused.returncode, "hpcrl extend x --steps N" in refused.stderr) == (2, True)
+    hpcrl("resume", "x", "-s", "train.num_steps=24", "-s", "job.walltime_min=7")
+    assert outcome(run, 2)["outcome"] == "done"
+    assert steps(run)[-1]["step"] == 24

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign import lifecycle
+from hpcrl.campaign import continuation, lifecycle
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import TrainProgress, write_train_progress
 from hpcrl.errors import CampaignError
@@ -59,8 +59,8 @@ def test_the_error_for_an_old_key_in_a_stored_recipe_names_the_new_one(tmp_path:
     recipe["router"]["reluctance"] = recipe["router"].pop("mismatch_penalty", 1.0)
     campaign.recipe.unlink()
     campaign.recipe.write_text(json.dumps(recipe))
-    with pytest.raises(CampaignError, match=r"'router.reluctance' is now called 'router.mismatch_penalty'"):
-        lifecycle.resume(str(campaign.root))
+    with pytest.raises(CampaignError, match=r"router.reluctance is now router.mismatch_penalty"):
+        continuation.resume(str(campaign.root))
 
 
 def test_a_campaign_whose_tasks_were_recorded_elsewhere_is_refused(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_campaign_whose_tasks_were_recorded_elsewhere_is_refused(tmp_path: Pat
     )
     campaign.env_workers.rmdir()
     with pytest.raises(CampaignError, match=r"cannot be resumed: it has no .*env-workers.*hpcrl export c --hf DIR"):
-        lifecycle.resume(str(campaign.root))
+        continuation.resume(str(campaign.root))
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_campaign_that_failed_with_all_its_steps_made_is_not_resumed_nor_is_th
     assert "hpcrl logs c" in line
     assert "resume" not in line
     with pytest.raises(CampaignError, match=r"all 3 steps .* no reward was ever computed: correct it"):
-        lifecycle.resume(str(failed.root))
+        continuation.resume(str(failed.root))
     assert failed.job_numbers() == [0]
 
 
@@ -109,10 +109,10 @@ def test_a_campaign_that_failed_before_its_last_step_is_resumed(
 ) -> None:
     make_private_dir(failed.checkpoints / "000001-step-000002")
     started: list[int] = []
-    monkeypatch.setattr(lifecycle, "_start_job", lambda *_, number: started.append(number))
+    monkeypatch.setattr(lifecycle, "start_job", lambda *_, number, **_options: started.append(number))
     (line,) = lifecycle.final_summary(failed, state="failed", rewards=[])
     assert "hpcrl resume c" in line
-    lifecycle.resume(str(failed.root))
+    continuation.resume(str(failed.root))
     assert started == [1]
 
 
@@ -159,18 +159,18 @@ def test_a_job_whose_driver_drains_without_its_guardian_is_not_followed_by_a_sec
 ) -> None:
     with killed_guardian(tmp_path, "site.account=m1", site="perlmutter") as (campaign, driver):
         with pytest.raises(CampaignError, match="of job 7 was killed, and others of it still run"):
-            lifecycle.resume(str(campaign.root))
+            continuation.resume(str(campaign.root))
         assert not (slurm / "sbatch.calls").exists()
         os.kill(driver, signal.SIGUSR1)
         until(campaign.job(0).outcome.exists, what="the driver has drained", timeout_s=30)
-        lifecycle.resume(str(campaign.root))
+        continuation.resume(str(campaign.root))
         assert read_json(campaign.job(1).submission)["id"] == "8"
 
 
 def test_a_campaign_without_a_scheduler_is_not_resumed_while_a_driver_drains(tmp_path: Path) -> None:
     with killed_guardian(tmp_path, site="local") as (campaign, _):
         with pytest.raises(CampaignError, match="of job local-7 was killed, and others of it still run"):
-            lifecycle.resume(str(campaign.root))
+            continuation.resume(str(campaign.root))
         assert campaign.job_numbers() == [0]
 
 
@@ -180,7 +180,7 @@ def test_a_job_that_was_killed_as_a_whole_is_resumed_after_a_silence(
     monkeypatch.setattr(lifecycle, "ALIVE_WITHIN_S", 1.0)
     with killed_guardian(tmp_path, "site.account=m1", site="perlmutter") as (campaign, driver):
         os.kill(driver, signal.SIGKILL)
-        lifecycle.resume(str(campaign.root))
+        continuation.resume(str(campaign.root))
         assert len((slurm / "sbatch.calls").read_text().splitlines()) == 1
 
 

@@ -96,17 +96,17 @@ def test_a_refused_job_leaves_nothing_and_may_be_tried_again(
 def test_a_waiting_job_is_cancelled_and_its_files_removed(
     run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest
 ) -> None:
-    next_job.cancel_next_job(run.job(0))
+    next_job.cancel_next_jobs(run.job(0))
     assert not (slurm / "calls").exists()
     follow(run, 0, asked)
-    next_job.cancel_next_job(run.job(0))
+    next_job.cancel_next_jobs(run.job(0))
     assert (slurm / "calls").read_text().endswith("scancel 4712\n")
     assert run.job_numbers() == [0]
 
 
 def test_a_job_that_a_user_submitted_is_never_cancelled(run: CampaignDir, slurm: Path) -> None:
     lifecycle._make_job_dir(run, 1)
-    next_job.cancel_next_job(run.job(0))
+    next_job.cancel_next_jobs(run.job(0))
     assert run.job_numbers() == [0, 1]
     assert not (slurm / "calls").exists()
 
@@ -123,12 +123,31 @@ def test_a_job_that_a_user_submitted_is_never_cancelled(run: CampaignDir, slurm:
     ],
 )
 def test_a_campaign_continues_if_there_is_more_to_do_and_progress(
-    run: CampaignDir, outcome: str, with_checkpoint: bool, ends: str | None
+    run: CampaignDir, asked: lifecycle.CampaignRequest, outcome: str, with_checkpoint: bool, ends: str | None
 ) -> None:
     if with_checkpoint:
         checkpointed(run, 0)
+    if outcome == "done":
+        make_private_dir(run.checkpoints / f"000001-step-{asked.recipe.train.num_steps:06d}")
     found = next_job.campaign_outcome(ended(run, 0, outcome))
     assert found == (None if ends is None else (ends, "so it is"))
+
+
+def test_a_job_that_made_every_step_is_followed_if_the_campaign_was_extended_meanwhile(
+    run: CampaignDir, asked: lifecycle.CampaignRequest
+) -> None:
+    make_private_dir(run.checkpoints / f"000001-step-{asked.recipe.train.num_steps - 1:06d}")
+    assert next_job.campaign_outcome(ended(run, 0, "done")) is None
+
+
+def test_all_jobs_of_a_chain_are_cancelled_the_last_first(
+    run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest
+) -> None:
+    ids = next_job.queue_chain(run.job(0), plan=asked.plan, site=asked.site, slurm_id="4711")
+    assert (ids, run.job_numbers()) == (["4712", "4712"], [0, 1, 2])
+    next_job.cancel_next_jobs(run.job(0))
+    assert (slurm / "calls").read_text().endswith("scancel 4712 4712\n")
+    assert run.job_numbers() == [0]
 
 
 def test_jobs_that_are_killed_are_followed_until_two_in_a_row_made_no_checkpoint(run: CampaignDir) -> None:
@@ -162,8 +181,9 @@ def test_a_campaign_ends_with_advice_when_two_jobs_in_a_row_had_no_time_for_a_ch
     assert next_job.campaign_outcome(run.job(1)) is None
 
 
-def test_a_job_that_starts_with_nothing_to_do_ends_at_once(run: CampaignDir) -> None:
+def test_a_job_that_starts_with_nothing_to_do_ends_at_once(run: CampaignDir, asked: lifecycle.CampaignRequest) -> None:
     ended(run, 0, "done", "every training step was made")
+    make_private_dir(run.checkpoints / f"000001-step-{asked.recipe.train.num_steps:06d}")
     make_private_dir(run.job(1).logs)
     run.job(1).chain_marker.write_text("1")
     subprocess.run([sys.executable, "-m", "hpcrl.job.driver", str(run.root), "1"], check=True, timeout=60)

@@ -1,0 +1,316 @@
+"""Campaigns that are continued with changes, and ones that get more steps or jobs."""
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpcrl.campaign import continuation, lifecycle
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.train_limits import make_recipe_digest
+from hpcrl.errors import CampaignError, ConfigError, SlurmError
+from hpcrl.plan.records import read_plan, read_recipe, read_site
+from hpcrl.slurm.submit import SubmittedJob, record_submission
+from hpcrl.system.files import make_private_dir, publish_json, read_json
+from hpcrl.system.processes import read_start_ticks
+
+RECIPE = 'extends = "quickstart"\nname = "mine"\n[train]\nnum_steps = 10\n[job]\nnum_jobs = {num_jobs}\n'
+PROGRAMS = {
+    "sbatch": 'n=$(cat {d}/n); n=$((n + 1)); echo $n > {d}/n; echo "$n|PENDING" >> {d}/queue\n'
+    'case "$*" in *--parsable*) echo $n ;; *) echo "Submitted batch job $n" ;; esac',
+    "squeue": 'case "$*" in *%k*) exit 0 ;; esac\n'
+    'while IFS="|" read -r id state; do echo "$id|$id|$state|env|||(null)|None"; done < {d}/queue',
+    "scancel": "true",
+    "srun": "true",
+    "sacct": "true",
+}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Fakes of Slurm's programs with a queue: a line `id|STATE` a job; calls are recorded."""
+    folder = make_private_dir(tmp_path / "bin")
+    (folder / "n").write_text("70")
+    (folder / "queue").touch()
+    for name, body in PROGRAMS.items():
+        (folder / name).write_text(
+            f'#!/bin/sh\necho {name} "$@" >> {folder}/calls\n{body.replace("{d}", str(folder))}\n'
+        )
+        (folder / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(RECIPE.format(num_jobs=1))
+    return path
+
+
+def submitted(tmp_path: Path, recipe: Path, *settings: str, site: str = "perlmutter") -> CampaignDir:
+    """A campaign with a first job, as `hpcrl submit` leaves it."""
+    campaign = CampaignDir(make_private_dir(tmp_path / "c"))
+    own = ("site.account=m1",) if site == "perlmutter" else ()
+    request = lifecycle.load_request(str(recipe), site=site, settings=(*own, *settings))
+    lifecycle._write_description(campaign, request)
+    lifecycle.start_job(campaign, request, number=0)
+    return campaign
+
+
+def ended(campaign: CampaignDir, slurm: Path, outcome: str, *, step: int) -> None:
+    """Let every job have ended, the last with this outcome and a checkpoint of this step."""
+    number = campaign.job_numbers()[-1]
+    publish_json(campaign.job(number).outcome, {"outcome": outcome, "reason": "so it is", "time": 0.0})
+    make_private_dir(campaign.checkpoints / f"{number + 1:06d}-step-{step:06d}")
+    (slurm / "queue").write_text("")
+
+
+def runs(slurm: Path, *ids: int) -> None:
+    """Let these jobs run; others wait."""
+    rows = [row.partition("|") for row in (slurm / "queue").read_text().splitlines()]
+    (slurm / "queue").write_text("".join(f"{id}|{'RUNNING' if int(id) in ids else state}\n" for id, _, state in rows))
+
+
+def queued(slurm: Path) -> list[str]:
+    return [call for call in (slurm / "calls").read_text().splitlines() if call.startswith("sbatch")]
+
+
+def test_a_resumed_campaign_has_the_settings_that_were_changed(tmp_path: Path, slurm: Path, recipe: Path) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "drained", step=4)
+    notes: list[str] = []
+    settings = ("job.walltime_min=90", "train.num_steps=20", "site.account=m2")
+    continuation.resume(str(campaign.root), settings=settings, show_note=notes.append)
+    assert read_recipe(campaign).train.num_steps == 20
+    assert read_plan(campaign).cost.walltime_min == 90
+    assert read_site(campaign).account == "m2"
+    (script,) = campaign.job(1).root.glob("*_submission.sh")
+    assert "--time=01:30:00" in script.read_text()
+    assert "--account=m2" in script.read_text()
+    assert "changed: train.num_steps = 20 (was 10)" in notes
+    assert 'changed: site.account = "m2" (was "m1")' in notes
+    (change,) = read_json(campaign.manifest)["changes"]
+    assert (change["job"], change["changed"]["train.num_steps"]) == (1, [10, 20])
+
+
+def test_changes_last(tmp_path: Path, slurm: Path, recipe: Path) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "drained", step=4)
+    continuation.resume(str(campaign.root), settings=("train.num_steps=20",))
+    ended(campaign, slurm, "drained", step=8)
+    notes: list[str] = []
+    continuation.resume(str(campaign.root), show_note=notes.append)
+    assert (notes, read_recipe(campaign).train.num_steps) == ([], 20)
+
+
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [
+        ("rollout.group_size=16", r"rollout.group_size = 16 \(was \d+\) cannot change .*in flight"),
+        ("seed=5", "seed = 5 .* were drawn with it"),
+        ("model.tiny.num_layers=3", "model.tiny.num_layers = 3 .* checkpoints are of this model"),
+        ("train.lora_rank=4", "train.lora_rank = 4"),
+        ("resources.env.num_workers=3", "3 env workers in place of .*set resources.env.num_workers = "),
+        ('domains.other.env="hpcrl.envs.digits:Digits"', "a campaign keeps its domains|cannot"),
+        ("train.num_step=5", "did you mean 'num_steps'"),
+        ("train.num_steps=many", "train.num_steps"),
+    ],
+)
+def test_what_a_campaign_cannot_take_over_is_refused_and_nothing_is_changed(
+    tmp_path: Path, slurm: Path, recipe: Path, setting: str, what: str
+) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "drained", step=4)
+    before = {path: path.read_bytes() for path in campaign.root.iterdir() if path.is_file()}
+    with pytest.raises((CampaignError, ConfigError), match=what):
+        continuation.resume(str(campaign.root), settings=(setting,))
+    assert {path: path.read_bytes() for path in campaign.root.iterdir() if path.is_file()} == before
+    assert campaign.job_numbers() == [0]
+
+
+def test_a_refused_job_leaves_the_records_as_they_were(tmp_path: Path, slurm: Path, recipe: Path) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "drained", step=4)
+    before = campaign.recipe.read_bytes(), campaign.manifest.read_bytes()
+    (slurm / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Invalid account' >&2\nexit 1\n")
+    with pytest.raises(SlurmError, match="nvalid account"):
+        continuation.resume(str(campaign.root), settings=("train.num_steps=20",))
+    assert (campaign.recipe.read_bytes(), campaign.manifest.read_bytes()) == before
+    assert campaign.job_numbers() == [0]
+
+
+def test_an_edited_file_of_the_recipe_is_used_only_if_it_is_accepted(tmp_path: Path, slurm: Path, recipe: Path) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "drained", step=4)
+    recipe.write_text(RECIPE.format(num_jobs=4))
+    notes: list[str] = []
+    continuation.resume(str(campaign.root), show_note=notes.append)
+    assert notes == ["what was submitted has changed since, and is not used without --accept: job.num_jobs = 4 (was 1)"]
+    assert read_plan(campaign).num_jobs == 1
+    ended(campaign, slurm, "drained", step=8)
+    continuation.resume(str(campaign.root), accept=True)
+    assert (read_plan(campaign).num_jobs, read_recipe(campaign).job.num_jobs) == (4, 4)
+
+
+def test_a_record_that_was_edited_by_hand_is_refused_until_it_is_accepted(
+    tmp_path: Path, slurm: Path, recipe: Path
+) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "drained", step=4)
+    record = json.loads(campaign.recipe.read_text())
+    record["job"]["walltime_min"] = 120
+    campaign.recipe.write_text(json.dumps(record))
+    with pytest.raises(CampaignError, match=r"recipe.json in .* edited .*--accept"):
+        continuation.resume(str(campaign.root))
+    continuation.resume(str(campaign.root), accept=True)
+    assert read_plan(campaign).cost.walltime_min == 120
+    ended(campaign, slurm, "drained", step=8)
+    continuation.resume(str(campaign.root))
+
+
+def test_records_of_another_version_are_read_without_what_this_one_does_not_know(
+    tmp_path: Path, slurm: Path, recipe: Path
+) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "drained", step=4)
+    record, plan = json.loads(campaign.recipe.read_text()), json.loads(campaign.plan.read_text())
+    record["train"]["magic"] = 1
+    record["router"]["reluctance"] = record["router"].pop("mismatch_penalty", None) or 2.5
+    del plan["layout"]
+    campaign.recipe.write_text(json.dumps(record))
+    campaign.plan.write_text(json.dumps(plan))
+    with pytest.raises(
+        CampaignError, match=r"another version of hpcrl: `hpcrl resume c --accept` reads it .*train.magic is dropped"
+    ):
+        continuation.resume(str(campaign.root))
+    notes: list[str] = []
+    continuation.resume(str(campaign.root), accept=True, show_note=notes.append)
+    assert "recipe.json: train.magic is dropped" in notes
+    assert "recipe.json: router.reluctance is now router.mismatch_penalty" in notes
+    assert read_plan(campaign).layout == "hetjob"
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"train": 5}', b"\xff\xfe"])
+def test_a_damaged_record_is_refused_also_with_accept(tmp_path: Path, slurm: Path, recipe: Path, damage: bytes) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "drained", step=4)
+    campaign.recipe.write_bytes(damage)
+    with pytest.raises(CampaignError, match=r"recipe.json cannot be read"):
+        continuation.resume(str(campaign.root), accept=True)
+
+
+def test_a_campaign_that_is_done_is_resumed_only_with_more_steps(tmp_path: Path, slurm: Path, recipe: Path) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "done", step=10)
+    with pytest.raises(CampaignError, match=r"is done.*hpcrl extend c --steps N"):
+        continuation.resume(str(campaign.root))
+    message = continuation.extend(str(campaign.root), steps=15)
+    assert message == "campaign c: job 72 continues up to step 15"
+    assert read_recipe(campaign).train.num_steps == 15
+
+
+def test_a_running_campaign_gets_more_steps_and_a_job_that_makes_them(
+    tmp_path: Path, slurm: Path, recipe: Path
+) -> None:
+    campaign = submitted(tmp_path, recipe)
+    runs(slurm, 71)
+    digest = make_recipe_digest(campaign.recipe)
+    assert continuation.extend(str(campaign.root), steps=30) == "campaign c: up to step 30; job 72 is queued"
+    assert read_recipe(campaign).train.num_steps == 30
+    assert make_recipe_digest(campaign.recipe) == digest, "limits of the trainer's memory stay"
+    assert "--dependency=afterany:71" in queued(slurm)[-1]
+    assert campaign.job(1).chain_marker.read_text() == "0"
+    assert continuation.extend(str(campaign.root), steps=40) == "campaign c: up to step 40", "job 72 makes them"
+    assert continuation.extend(str(campaign.root), jobs=2) == "campaign c: 2 more jobs may follow"
+    assert campaign.job(1).chain_marker.read_text() == "2"
+
+
+def test_fewer_steps_and_a_campaign_that_ends_are_not_extended(tmp_path: Path, slurm: Path, recipe: Path) -> None:
+    campaign = submitted(tmp_path, recipe)
+    runs(slurm, 71)
+    with pytest.raises(ConfigError, match="--steps 9: campaign 'c' has 10 already"):
+        continuation.extend(str(campaign.root), steps=9)
+    campaign.stop.touch()
+    with pytest.raises(CampaignError, match=r"was asked to stop: `hpcrl resume c -s train.num_steps=30`"):
+        continuation.extend(str(campaign.root), steps=30)
+    assert read_recipe(campaign).train.num_steps == 10
+
+
+def test_without_a_scheduler_further_steps_are_for_a_later_job(tmp_path: Path, recipe: Path) -> None:
+    campaign = CampaignDir(make_private_dir(tmp_path / "c"))
+    lifecycle._write_description(campaign, lifecycle.load_request(str(recipe), site="local"))
+    make_private_dir(campaign.job(0).root)
+    alive = SubmittedJob(
+        id="local-1", scheduler="local", time=0.0, pid=os.getpid(), start_ticks=read_start_ticks(os.getpid())
+    )
+    record_submission(alive, job=campaign.job(0))
+    message = continuation.extend(str(campaign.root), steps=30)
+    assert message == ("campaign c: up to step 30; `hpcrl resume c` makes the further ones when this job has ended")
+    with pytest.raises(ConfigError, match="without a scheduler no job follows another"):
+        continuation.extend(str(campaign.root), jobs=2)
+
+
+@pytest.fixture
+def chain(tmp_path: Path, slurm: Path, recipe: Path) -> CampaignDir:
+    """A campaign of three jobs on a site whose nodes may not submit any: all are queued."""
+    recipe.write_text(RECIPE.format(num_jobs=3))
+    return submitted(tmp_path, recipe, "site.nodes_may_submit=false")
+
+
+def test_where_nodes_may_not_submit_all_jobs_are_queued_from_the_login_node(chain: CampaignDir, slurm: Path) -> None:
+    assert chain.job_numbers() == [0, 1, 2]
+    first, second, third = queued(slurm)
+    assert "--dependency" not in first
+    assert "--dependency=afterany:71" in second
+    assert "--dependency=afterany:72" in third
+    assert [chain.job(number).chain_marker.read_text() for number in (1, 2)] == ["1", "0"]
+
+
+@pytest.mark.parametrize("stop", [lifecycle.stop_gracefully, lifecycle.stop_now])
+@pytest.mark.parametrize("running", [(), (71,), (72,)])
+def test_stop_cancels_every_job_that_waits(
+    chain: CampaignDir, slurm: Path, stop: object, running: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "STOP_TIMEOUT_S", 0.1)
+    if running == (72,):
+        publish_json(chain.job(0).outcome, {"outcome": "drained", "reason": "", "time": 0.0})
+    runs(slurm, *running)
+    assert callable(stop)
+    message = stop(str(chain.root))
+    cancelled = {
+        id for call in (slurm / "calls").read_text().splitlines() if call.startswith("scancel")
+        for id in call.split() if id.isdigit() and "--signal" not in call
+    }  # fmt: skip
+    left = set() if not running or stop is lifecycle.stop_now else {str(running[0])}
+    waiting = {"71", "72", "73"} if running != (72,) else {"72", "73"}
+    assert cancelled == waiting - left, message
+    assert chain.stop.exists()
+    assert chain.job_numbers() == ([0, 1] if running == (72,) else [0])
+
+
+def test_two_that_extend_at_once_queue_one_job(tmp_path: Path, slurm: Path, recipe: Path) -> None:
+    campaign = submitted(tmp_path, recipe)
+    runs(slurm, 71)
+    make_private_dir(campaign.job(1).root)  # a driver queues it at this moment
+    assert continuation.extend(str(campaign.root), jobs=1) == "campaign c: 1 more job may follow"
+    assert len(queued(slurm)) == 1
+
+
+def test_settings_are_compared_one_by_one() -> None:
+    class Inner(msgspec.Struct):
+        a: int = 1
+        table: dict[str, int] = {}
+
+    class Outer(msgspec.Struct):
+        inner: Inner
+        name: str = "x"
+
+    changes = continuation.list_changes(Outer(Inner()), Outer(Inner(a=2, table={"k": 3})), prefix="site.")
+    assert [str(change) for change in changes] == [
+        "site.inner.a = 2 (was 1)",
+        "site.inner.table = unset (was {})",
+        "site.inner.table.k = 3 (was unset)",
+    ]
