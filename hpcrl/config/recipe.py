@@ -35,6 +35,8 @@ RewardUnit = Literal["episode", "turn", "token"]
 NodeRole = Literal["rollout", "reward", "reference", "critic", "policy"]
 RolloutMode = Literal["async", "one-step-off", "sync"]
 ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "reward", "train")
+PLACED_ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "train")
+"""Roles with their own component, in the order of the components; rewards use spare cores of env's."""
 JUDGE_ROLE_PREFIX = "judge-"
 UNUSED_GROUP_SETTINGS = {"rollout": {"group_size": 2}, "train": {"num_steps": 0, "groups_per_step": 1}}
 """The settings that groups of episodes need, as a recipe without domains has them."""
@@ -745,6 +747,16 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
     def judge_roles(self) -> list[RoleName]:
         """The roles of the judges' engines."""
         return [JUDGE_ROLE_PREFIX + name for name in self.judge]
+
+    @property
+    def placed_roles(self) -> list[RoleName]:
+        """The roles with their own component, those of the judges last: the trainer alone if nothing is played."""
+        return [*PLACED_ROLES, *self.judge_roles] if self.has_rollouts else ["train"]
+
+    @property
+    def planned_roles(self) -> list[RoleName]:
+        """All roles that have workers."""
+        return [*PLACED_ROLES, "reward", *self.judge_roles] if self.has_rollouts else ["train"]
 
     def role_resources(self, role: RoleName) -> WorkerResources:
         """Return the resources of a role, which may be a judge's."""

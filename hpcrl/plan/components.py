@@ -6,8 +6,6 @@ make_local_component      all roles on one machine
 plan_reward_jobs          separate jobs for rewards
 find_account              the account that a partition is charged to
 JobComponent, PerNode, RewardJobPlan    the results
-PLACED_ROLES              the roles with a component
-list_placed_roles, list_planned_roles   the same of a recipe, and those that share a component
 """
 
 from collections.abc import Sequence
@@ -17,21 +15,7 @@ import msgspec
 
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site, SitePartition
-from hpcrl.plan.demand import compute_node_needs
-from hpcrl.plan.partitions import PartitionChoice
-
-PLACED_ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "train")
-"""Roles with their own component, in the order of the components; rewards use spare cores of env's."""
-
-
-def list_placed_roles(recipe: Recipe) -> list[RoleName]:
-    """Return the roles with their own component, those of the judges last: the trainer alone if nothing is played."""
-    return [*PLACED_ROLES, *recipe.judge_roles] if recipe.has_rollouts else ["train"]
-
-
-def list_planned_roles(recipe: Recipe) -> list[RoleName]:
-    """Return all roles that have workers."""
-    return [*PLACED_ROLES, "reward", *recipe.judge_roles] if recipe.has_rollouts else ["train"]
+from hpcrl.plan.demand import PartitionChoice, compute_node_needs
 
 
 class PerNode(NamedTuple):
@@ -92,7 +76,7 @@ def make_shared_components(
     nodes = sum(choice.nodes for choice in choices.values())
     return [
         _build_component(index, role, choices[role], site, per_node=per_node, nodes=nodes, account=account)
-        for index, role in enumerate(list_placed_roles(recipe))
+        for index, role in enumerate(recipe.placed_roles)
     ]
 
 
@@ -136,12 +120,12 @@ def _build_component(
 
 def make_local_component(recipe: Recipe, site: Site, choices: dict[RoleName, PartitionChoice]) -> JobComponent:
     """Make one component with all roles; its partition bounds each of them, not their sum (roles idle in turns)."""
-    placed = list_placed_roles(recipe)
+    placed = recipe.placed_roles
     needs = [compute_node_needs(role, recipe, workers_per_node=choices[role].workers_per_node) for role in placed]
     return JobComponent(
         index=0,
         partition=choices[placed[0]].partition,
-        roles=list_planned_roles(recipe),
+        roles=recipe.planned_roles,
         nodes=1,
         cpus_per_node=sum(cpus for cpus, _ in needs),
         mem_gib_per_node=sum(mem for _, mem in needs),

@@ -1,6 +1,7 @@
-"""The needs of a role, before any partition is chosen. Pure.
+"""The needs of a role on its nodes. Pure.
 
 RoleDemand                   workers, and what is reserved beside them
+PartitionChoice              the partition that is chosen for them
 compute_role_demand          the demand of one role
 compute_node_needs           cores and GiB of one node
 compute_window_gib           the shared memory of weights on one node
@@ -39,6 +40,20 @@ class RoleDemand:
     min_nodes: int
     may_span: bool = False
     """A worker with more GPUs than a node has may be on several nodes, as the parts of one engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionChoice:
+    """The partition of a role, and the distribution of its workers over the nodes."""
+
+    partition: str
+    nodes: int
+    workers_per_node: int
+    gpus_per_worker: int
+    """0 where the role runs without GPUs."""
+    fallback: str | None
+    nodes_per_engine: int = 1
+    """More than 1: workers are the parts of engines over several nodes, one on each node."""
 
 
 def compute_role_demand(role: RoleName, recipe: Recipe, *, one_machine: bool) -> RoleDemand:

@@ -1,9 +1,8 @@
 """Choose the layout of a job, and a partition for every role. Pure.
 
-place_roles       choose both for a recipe on a site
-JobPlacement      the result
-find_engine_gpus  the GPUs of its engines
-JobLayout         one of:
+place_roles    choose both for a recipe on a site
+JobPlacement   the result
+JobLayout      one of:
 
 "hetjob"      a heterogeneous job: a component for each role, on the kind of node that fits it; the first choice
 "hetstep"     one allocation on one partition, its nodes split among the roles: for sites without heterogeneous
@@ -14,25 +13,14 @@ JobLayout         one of:
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
-from hpcrl.config.recipe import Recipe, RoleName, name_role_resources
+from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
-from hpcrl.hardware import memory_model
-from hpcrl.hardware.gpus import GPU_CATALOGUE
-from hpcrl.plan.components import list_placed_roles
-from hpcrl.plan.demand import (
-    compute_node_needs,
-    compute_role_demand,
-    compute_window_gib,
-    estimate_trainer_node,
-    list_memory_needs,
-)
-from hpcrl.plan.partitions import PartitionChoice, choose_partition, evaluate_partition
-from hpcrl.plan.sizing import WorkerNumbers, find_worker_numbers, with_single_workers
-from hpcrl.plan.trainer_memory import explain_trainer_refusal
+from hpcrl.plan.demand import PartitionChoice, compute_role_demand
+from hpcrl.plan.partitions import choose_partition, evaluate_partition, explain_memory_refusal
+from hpcrl.plan.sizing import WorkerNumbers, find_worker_numbers, warn_busy_loops, with_single_workers
 
 JobLayout = Literal["hetjob", "hetstep", "local"]
 
@@ -58,9 +46,12 @@ def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
     """Choose the layout that the site and the recipe allow, and a partition for every role."""
     layout, reason = _choose_layout(recipe, site)
     if layout == "hetstep" and recipe.has_rollouts:
-        return _one_partition_for_all(recipe, site, reason=reason)
-    placement = _best_partition_each(recipe, site, layout=layout, reason=reason)
-    return replace(placement, warnings=_find_warnings(recipe, site)) if layout == "hetjob" else placement
+        placement = _one_partition_for_all(recipe, site, reason=reason)
+    else:
+        placement = _best_partition_each(recipe, site, layout=layout, reason=reason)
+    warnings = _find_warnings(recipe, site) if layout == "hetjob" else []
+    warnings += warn_busy_loops(placement.recipe, gpus=_find_engine_gpus(placement.choices, site))
+    return replace(placement, warnings=warnings)
 
 
 def _choose_layout(recipe: Recipe, site: Site) -> tuple[JobLayout, str]:
@@ -115,13 +106,13 @@ def _fits_one_partition(recipe: Recipe, site: Site) -> bool:
 
 
 def _best_partition_each(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str) -> JobPlacement:
-    """Place every role on the partition that suits it best; roles choose in the order of `list_placed_roles`."""
+    """Place every role on the partition that suits it best; roles choose in the order of `recipe.placed_roles`."""
     on_one_machine = layout == "local"
-    gpus = find_engine_gpus(_choose_partitions(with_single_workers(recipe), site, one_machine=on_one_machine), site)
+    gpus = _find_engine_gpus(_choose_partitions(with_single_workers(recipe), site, one_machine=on_one_machine), site)
 
     def keeps_gpus(smaller: Recipe) -> bool:
         try:
-            return find_engine_gpus(_choose_partitions(smaller, site, one_machine=on_one_machine), site) == gpus
+            return _find_engine_gpus(_choose_partitions(smaller, site, one_machine=on_one_machine), site) == gpus
         except PlanError:
             return False
 
@@ -141,12 +132,9 @@ def _choose_partitions(recipe: Recipe, site: Site, *, one_machine: bool) -> dict
     """Choose the best partition for each role that has the memory, and still has room after the earlier roles."""
     choices: dict[RoleName, PartitionChoice] = {}
     taken: dict[str, int] = {}
-    for role in list_placed_roles(recipe):
+    for role in recipe.placed_roles:
         choice = choices[role] = choose_partition(
-            compute_role_demand(role, recipe, one_machine=one_machine),
-            site,
-            taken=taken,
-            check_memory=partial(_explain_memory_refusal, role, recipe, site=site),
+            compute_role_demand(role, recipe, one_machine=one_machine), recipe, site, taken=taken
         )
         if not one_machine:
             taken[choice.partition] = taken.get(choice.partition, 0) + choice.nodes
@@ -186,7 +174,7 @@ def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> Job
         return not isinstance(_choose_nodes_in(label, smaller, site), str)
 
     try:
-        numbers = find_worker_numbers(recipe, gpus=find_engine_gpus(one_each, site))
+        numbers = find_worker_numbers(recipe, gpus=_find_engine_gpus(one_each, site))
     except PlanError as error:  # only about this partition: another may fit
         return f"{label}: {error}"
     recipe, sizes = _find_most_workers(numbers, keeps_gpus)
@@ -194,7 +182,7 @@ def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> Job
     if isinstance(choices, str):
         return choices
     trainer_first = sorted(choices, key=lambda role: role != "train")
-    refusals = (_explain_memory_refusal(role, recipe, choices[role], site=site) for role in trainer_first)
+    refusals = (explain_memory_refusal(role, recipe, choices[role], site) for role in trainer_first)
     if (refusal := next(filter(None, refusals), None)) is not None:
         return refusal
     return JobPlacement(layout="hetstep", reason=reason, recipe=recipe, sizes=sizes, choices=choices, warnings=[])
@@ -203,7 +191,7 @@ def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> Job
 def _choose_nodes_in(label: str, recipe: Recipe, site: Site) -> dict[RoleName, PartitionChoice] | str:
     """Choose nodes of one partition for each role, or return why they are too few."""
     choices: dict[RoleName, PartitionChoice] = {}
-    for role in list_placed_roles(recipe):
+    for role in recipe.placed_roles:
         taken = {label: sum(choice.nodes for choice in choices.values())}
         choice = evaluate_partition(label, compute_role_demand(role, recipe, one_machine=False), site, taken=taken)
         if isinstance(choice, str):
@@ -212,7 +200,7 @@ def _choose_nodes_in(label: str, recipe: Recipe, site: Site) -> dict[RoleName, P
     return choices
 
 
-def find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> dict[RoleName, str | None]:
+def _find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> dict[RoleName, str | None]:
     """Return the GPU type that workers of prefill and decode get."""
     engines: tuple[RoleName, ...] = ("prefill", "decode")
     return {
@@ -220,50 +208,3 @@ def find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> di
         for role in engines
         if role in choices
     }
-
-
-def _explain_memory_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoice, *, site: Site) -> str | None:
-    """Return why the models of a role and their KV do not fit into a worker or node; None if they do, or may."""
-    if role == "train" and (refusal := explain_trainer_refusal(recipe, choice, site)) is not None:
-        return refusal
-    resources, table = recipe.role_resources(role), name_role_resources(role)
-    gpu, num_gpus = site.partitions[choice.partition].gpu, choice.gpus_per_worker * choice.nodes_per_engine
-    limit = GPU_CATALOGUE[gpu].memory_gib * num_gpus if gpu and num_gpus else resources.mem_gib_per_worker
-    for need in list_memory_needs(recipe):
-        if need.role == role and need.gib > limit:
-            advice = f"raise {table}.mem_gib_per_worker"
-            if gpu and num_gpus:
-                advice = need.advice or f"raise {table}.gpus_per_worker"
-            return (
-                f"a {role} worker needs {need.gib:.0f} GiB for {need.what} and has {limit:.0f} GiB "
-                f"({choice.partition}): {advice}"
-            )
-    return _explain_node_refusal(role, recipe, choice, site)
-
-
-def _explain_node_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoice, site: Site) -> str | None:
-    """Return why the workers of a role need more memory than a node has; None if they do not."""
-    _, needs_gib = compute_node_needs(
-        role, recipe, workers_per_node=choice.workers_per_node, has_couriers=site.mpi.couriers
-    )
-    node_gib, table = site.partitions[choice.partition].mem_gib_per_node, name_role_resources(role)
-    if needs_gib <= node_gib or recipe.model.num_weights is None:
-        return None
-    needs, has = f"a {role} node needs {needs_gib} GiB", f"has {node_gib:.0f} GiB ({choice.partition})"
-    held = estimate_trainer_node(recipe, num_ranks=choice.workers_per_node) if role == "train" else None
-    if held is None:
-        window_gib = compute_window_gib(recipe)
-        advice = f"lower {table}.mem_gib_per_worker"
-        if window_gib > node_gib:
-            advice = "choose a partition whose nodes have more memory"
-        return f"{needs}, {window_gib:.0f} of them shared memory for two versions of the weights, and {has}: {advice}"
-    if held.total < node_gib * memory_model.GIB:
-        advice = f"lower {table}.mem_gib_per_worker"
-    elif recipe.train.sharding == "full":
-        advice = f"raise {table}.num_workers"
-    else:
-        advice = f'set train.sharding = "full" and raise {table}.num_workers'
-    return (
-        f"{needs}, {held.window / memory_model.GIB:.0f} of them shared memory for two versions of the weights and "
-        f"{held.snapshot / memory_model.GIB:.0f} for the snapshot of a checkpoint, and {has}: {advice}"
-    )

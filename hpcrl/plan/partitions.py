@@ -1,42 +1,34 @@
 """Choose the partition for a role, by affinity, and report every fallback. Pure.
 
-choose_partition     choose the best partition that can hold the role
-evaluate_partition   check a given partition, for a job that is to be on one
-PartitionChoice      the result
+choose_partition         choose the best partition that can hold the role and its models
+evaluate_partition       check a given partition, for a job that is to be on one
+explain_memory_refusal   whether a role's models fit there
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from operator import itemgetter
 
-from hpcrl.config.recipe import Affinity, name_role_resources
+from hpcrl.config.recipe import Affinity, Recipe, RoleName, name_role_resources
 from hpcrl.config.site import Site, SitePartition
 from hpcrl.errors import PlanError
+from hpcrl.hardware import memory_model
 from hpcrl.hardware.gpus import GPU_CATALOGUE
-from hpcrl.plan.demand import RoleDemand
+from hpcrl.plan.demand import (
+    PartitionChoice,
+    RoleDemand,
+    compute_node_needs,
+    compute_window_gib,
+    estimate_trainer_node,
+    list_memory_needs,
+)
+from hpcrl.plan.trainer_memory import explain_trainer_refusal
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartitionChoice:
-    """The partition of a role, and the distribution of its workers over the nodes."""
-
-    partition: str
-    nodes: int
-    workers_per_node: int
-    gpus_per_worker: int
-    """0 where the role runs without GPUs."""
-    fallback: str | None
-    nodes_per_engine: int = 1
-    """More than 1: workers are the parts of engines over several nodes, one on each node."""
-
-
-def choose_partition(
-    demand: RoleDemand, site: Site, *, taken: dict[str, int], check_memory: Callable[[PartitionChoice], str | None]
-) -> PartitionChoice:
+def choose_partition(demand: RoleDemand, recipe: Recipe, site: Site, *, taken: dict[str, int]) -> PartitionChoice:
     """Choose the best partition that can hold `demand`; `taken` counts nodes given to other roles.
 
-    `check_memory` returns why the role's models do not fit; where they fit nowhere, the largest one's reason is given.
+    Where the role's models fit nowhere, the reason of the partition with the most memory is given.
     """
     wanted, gpus, shortfall = _match_affinity(demand, site)
     refusals: list[str] = []
@@ -45,7 +37,7 @@ def choose_partition(
         fit = _fit_workers(demand, label, site.partitions[label], gpus=gpus, taken=taken)
         if isinstance(fit, str):
             refusals.append(fit)
-        elif (why := check_memory(fit)) is not None:
+        elif (why := explain_memory_refusal(demand.role, recipe, fit, site)) is not None:
             too_small.append((_get_memory(site.partitions[label]), why))
             refusals.append(f"the memory of {label} is too small for its models")
         else:
@@ -179,3 +171,50 @@ def _explain_refusal(
 
 def _describe_fallback(demand: RoleDemand, label: str, refusals: list[str]) -> str:
     return f"{demand.role} wanted {demand.resources.affinity}, got {label}: {refusals[0]}"
+
+
+def explain_memory_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoice, site: Site) -> str | None:
+    """Return why the models of a role and their KV do not fit into a worker or node; None if they do, or may."""
+    if role == "train" and (refusal := explain_trainer_refusal(recipe, choice, site)) is not None:
+        return refusal
+    resources, table = recipe.role_resources(role), name_role_resources(role)
+    gpu, num_gpus = site.partitions[choice.partition].gpu, choice.gpus_per_worker * choice.nodes_per_engine
+    limit = GPU_CATALOGUE[gpu].memory_gib * num_gpus if gpu and num_gpus else resources.mem_gib_per_worker
+    for need in list_memory_needs(recipe):
+        if need.role == role and need.gib > limit:
+            advice = f"raise {table}.mem_gib_per_worker"
+            if gpu and num_gpus:
+                advice = need.advice or f"raise {table}.gpus_per_worker"
+            return (
+                f"a {role} worker needs {need.gib:.0f} GiB for {need.what} and has {limit:.0f} GiB "
+                f"({choice.partition}): {advice}"
+            )
+    return _explain_node_refusal(role, recipe, choice, site)
+
+
+def _explain_node_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoice, site: Site) -> str | None:
+    """Return why the workers of a role need more memory than a node has; None if they do not."""
+    _, needs_gib = compute_node_needs(
+        role, recipe, workers_per_node=choice.workers_per_node, has_couriers=site.mpi.couriers
+    )
+    node_gib, table = site.partitions[choice.partition].mem_gib_per_node, name_role_resources(role)
+    if needs_gib <= node_gib or recipe.model.num_weights is None:
+        return None
+    needs, has = f"a {role} node needs {needs_gib} GiB", f"has {node_gib:.0f} GiB ({choice.partition})"
+    held = estimate_trainer_node(recipe, num_ranks=choice.workers_per_node) if role == "train" else None
+    if held is None:
+        window_gib = compute_window_gib(recipe)
+        advice = f"lower {table}.mem_gib_per_worker"
+        if window_gib > node_gib:
+            advice = "choose a partition whose nodes have more memory"
+        return f"{needs}, {window_gib:.0f} of them shared memory for two versions of the weights, and {has}: {advice}"
+    if held.total < node_gib * memory_model.GIB:
+        advice = f"lower {table}.mem_gib_per_worker"
+    elif recipe.train.sharding == "full":
+        advice = f"raise {table}.num_workers"
+    else:
+        advice = f'set train.sharding = "full" and raise {table}.num_workers'
+    return (
+        f"{needs}, {held.window / memory_model.GIB:.0f} of them shared memory for two versions of the weights and "
+        f"{held.snapshot / memory_model.GIB:.0f} for the snapshot of a checkpoint, and {has}: {advice}"
+    )

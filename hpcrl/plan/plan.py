@@ -23,19 +23,15 @@ from hpcrl.plan.components import (
     JobComponent,
     RewardJobPlan,
     find_account,
-    list_placed_roles,
-    list_planned_roles,
     make_component,
     make_local_component,
     make_shared_components,
     plan_reward_jobs,
 )
-from hpcrl.plan.demand import compute_window_gib
+from hpcrl.plan.demand import PartitionChoice, compute_window_gib
 from hpcrl.plan.engine_nodes import check_spanning_engines
-from hpcrl.plan.layout import JobLayout, JobPlacement, find_engine_gpus, place_roles
-from hpcrl.plan.partitions import PartitionChoice
+from hpcrl.plan.layout import JobLayout, JobPlacement, place_roles
 from hpcrl.plan.programs import check_programs
-from hpcrl.plan.sizing import warn_busy_loops
 from hpcrl.plan.trainer_memory import (
     TrainerMemory,
     describe_micro_batch,
@@ -133,7 +129,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
     _check_walltime(recipe, site, components)
     reward_jobs, shortfall = plan_reward_jobs(recipe, site)
     train_memory = find_trainer_memory(recipe, choices.get("train"), site)
-    roles = [_make_role_plan(role, recipe, choices, component_indices) for role in list_planned_roles(recipe)]
+    roles = [_make_role_plan(role, recipe, choices, component_indices) for role in recipe.planned_roles]
     return Plan(
         recipe=recipe.name,
         site=site.name,
@@ -153,7 +149,6 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_warn_length_bias(recipe),
             *_warn_stale_data(recipe),
             *check_spanning_engines({role: choice.nodes_per_engine for role, choice in choices.items()}, recipe, site),
-            *warn_busy_loops(recipe, gpus=find_engine_gpus(choices, site)),
             *warn_long_trajectories(train_memory, recipe),
             *_warn_no_scheduler(recipe, placement.layout),
         ],
@@ -217,7 +212,7 @@ def _make_components(placement: JobPlacement, site: Site) -> list[JobComponent]:
         case "hetjob":
             return [
                 make_component(index, role, choices[role], recipe, site, account=account[role])
-                for index, role in enumerate(list_placed_roles(recipe))
+                for index, role in enumerate(recipe.placed_roles)
             ]
 
 

@@ -27,13 +27,13 @@ from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP32, GIB
 from hpcrl.hardware.train_memory import RankMemory, estimate_rank_memory, find_most_tokens
 from hpcrl.plan.demand import (
+    PartitionChoice,
     advise_on_fixed_models,
     estimate_trainer_node,
     list_fixed_models,
     make_rank_setup,
     show_weights,
 )
-from hpcrl.plan.partitions import PartitionChoice
 
 MAX_MICRO_BATCH_TOKENS = 1 << 16
 """The most tokens of a micro-batch that is chosen here: with fewer already, a GPU waits for nothing."""
