@@ -384,6 +384,9 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """With trainer "megatron": ranks that share the layers in order."""
     expert_parallel: Count = 1
     """With trainer "megatron": ranks that share the experts of each layer; tensor_parallel does not divide experts."""
+    context_parallel: Count = 1
+    """With trainer "torch": ranks that divide the positions of each trajectory, for long ones; it divides the model's
+    attention heads."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of the forward and backward pass; weights and optimizer are float32. Auto: bf16 on GPUs."""
     recompute: Literal["auto"] | bool = "auto"
@@ -742,6 +745,13 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
             return bool(self.domains)
         is_all = 0 < self.train.num_steps <= self.warmup.steps
         return not is_all or self.evaluation.every_versions > 0
+
+    @property
+    def num_train_shares(self) -> int:
+        """The shares that a training step is divided into: the data-parallel degree of the trainer."""
+        train = self.train
+        num_together = train.tensor_parallel * train.pipeline_parallel * train.context_parallel
+        return self.resources.train.num_workers // num_together
 
     @property
     def judge_roles(self) -> list[RoleName]:

@@ -6,6 +6,7 @@
     list_dense_layers    the layers without experts
     guess_architecture   of a dense model, from its number of weights alone
     read_max_context, read_rope_factor    the tokens of its context, and by how much an engine may stretch it
+    find_context_conflict, count_kv_repeats    whether ranks can divide the positions of a row, and how its heads then
 
 The counts equal those of transformers for the families in KNOWN_FAMILIES; those of any other are an estimate.
 """
@@ -22,6 +23,10 @@ KNOWN_FAMILIES = frozenset(
     }
 )
 """Values of `model_type` whose weights are counted exactly."""
+CONTEXT_FAMILIES = KNOWN_FAMILIES - {"gemma2", "gemma3_text"}
+"""The families whose rows ranks can divide: only attention sees other positions, and it is plain softmax attention."""
+_LENGTH_ROPES = ("dynamic", "longrope")
+"""Rotations whose angles depend on how long the row is."""
 _TEXT_PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 """The family of the language model within a model that also reads images."""
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -198,6 +203,32 @@ def read_rope_factor(config: Mapping[str, Any]) -> float:
     if isinstance(trained, int):  # some models count the factor in max_position_embeddings already, others do not
         factor *= trained / fields.get("max_position_embeddings", trained)
     return max(factor, 1.0)
+
+
+def find_context_conflict(config: Mapping[str, Any], *, size: int) -> str | None:
+    """Return why this many ranks cannot divide the positions of a row, with a fix; None if they can."""
+    fields, setting = select_fields(config), f"train.context_parallel = {size}"
+    family = str(fields.get("model_type", ""))
+    if _TEXT_PARTS.get(family, family) not in CONTEXT_FAMILIES:
+        return f'{setting} is not known to be right for a model of type "{family}": set it to 1'
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") if isinstance(rope, Mapping) else None
+    if kind in _LENGTH_ROPES:
+        return (
+            f'{setting} with a model whose positions are of type "{kind}", which depend on the length of the whole '
+            "row: set it to 1, or rope_parameters in config.json to another type"
+        )
+    num_heads = read_architecture(config).num_heads
+    if num_heads % size:
+        fitting = max(each for each in range(1, size) if num_heads % each == 0)
+        return f"{setting} does not divide the {num_heads} attention heads of the model: set it to {fitting}"
+    return None
+
+
+def count_kv_repeats(num_heads: int, num_kv_heads: int, *, size: int) -> int:
+    """Return how often keys and values are repeated, so that this many ranks can divide their heads."""
+    most = num_heads // num_kv_heads
+    return next(num for num in range(1, most + 1) if most % num == 0 and num_kv_heads * num % size == 0)
 
 
 def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from hpcrl.hardware.architecture import ModelArchitecture
+from hpcrl.hardware.architecture import ModelArchitecture, count_kv_repeats
 from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP32, GIB, compute_window_bytes
 
 MAX_CHUNK_LOGITS = 1 << 25
@@ -45,7 +45,9 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     has_recompute: bool = False
     """True if layers keep only their inputs, and compute the rest again for the gradient."""
     is_packed: bool = False
-    """True with train.rows = "packed": attention has a mask."""
+    """True with train.rows = "packed": attention has a mask, unless positions are divided."""
+    context_parallel: int = 1
+    """Ranks that divide the positions of the rows."""
     lora_rank: int = 0
     is_offloaded: bool = False
     """True with train.offload: shards are in host memory while they do not compute."""
@@ -53,6 +55,10 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_shards(self) -> int:
         return self.num_ranks if self.is_sharded else 1
+
+    @property
+    def has_mask(self) -> bool:
+        return self.is_packed and self.context_parallel == 1
 
     @property
     def trains_all(self) -> bool:
@@ -117,7 +123,11 @@ class _Moment(NamedTuple):
 
 
 def estimate_rank_memory(shape: ModelArchitecture, setup: RankSetup, *, num_tokens: int) -> RankMemory:
-    """Estimate the memory of a rank with a micro-batch of this many tokens, padding included."""
+    """Estimate the memory of a rank with a micro-batch of this many tokens, padding included.
+
+    The ranks of a context-parallel group divide them.
+    """
+    num_tokens = -(-num_tokens // setup.context_parallel)
     trained = count_trained_params(shape, setup) / setup.num_shards
     frozen = 0.0 if setup.trains_all else shape.num_params / setup.num_shards
     has_buckets = setup.num_ranks > 1 and not setup.is_sharded
@@ -248,13 +258,13 @@ def _count_working_bytes(shape: ModelArchitecture, setup: RankSetup, num_tokens:
             needed = each * (hidden + 2 * shape.dense_inner)
         again = setup.has_recompute * _count_saved_bytes(shape, setup, has_experts=has_experts)
         found = max(found, float(needed + again))
-    masks = _count_mask_bytes(setup, num_tokens) + num_tokens**2 * setup.is_packed  # one of layers, one of booleans
+    masks = _count_mask_bytes(setup, num_tokens) + num_tokens**2 * setup.has_mask  # one of layers, one of booleans
     return found * num_tokens + masks
 
 
 def _count_mask_bytes(setup: RankSetup, num_tokens: int) -> float:
     """Count a mask of packed rows: one entry for each pair of tokens, in the precision of attention."""
-    return float(setup.compute_bytes * num_tokens**2 * setup.is_packed)
+    return float(setup.compute_bytes * num_tokens**2 * setup.has_mask)
 
 
 def _count_first_gradient(shape: ModelArchitecture, setup: RankSetup) -> float:
@@ -298,11 +308,15 @@ def _count_expert_bytes(shape: ModelArchitecture, setup: RankSetup) -> int:
 
 def _count_attention_bytes(shape: ModelArchitecture, setup: RankSetup) -> int:
     """Count what attention keeps of a token: queries, keys, values, its output and the sums of its softmax."""
-    each, num_kv_heads = setup.compute_bytes, shape.num_heads if setup.is_packed else shape.num_kv_heads
+    each, num_kv_heads = setup.compute_bytes, shape.num_heads if setup.has_mask else shape.num_kv_heads
+    outputs = shape.num_heads * shape.value_dim
+    if setup.context_parallel > 1:  # the output is kept before and after the ranks swap their parts
+        num_kv_heads *= count_kv_repeats(shape.num_heads, num_kv_heads, size=setup.context_parallel)
+        outputs *= 2
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     norms = (BYTES_FP32 + each * setup.trains_all) * (queries + keys) * shape.has_query_norm
     compressed = (BYTES_FP32 + each * (1 + setup.trains_all)) * (shape.query_rank + shape.kv_rank)
-    kept = queries + num_kv_heads * (shape.head_dim + shape.value_dim) + shape.num_heads * shape.value_dim
+    kept = queries + num_kv_heads * (shape.head_dim + shape.value_dim) + outputs
     return norms + compressed + each * kept + BYTES_FP32 * shape.num_heads
 
 

@@ -36,7 +36,7 @@ from hpcrl.config.recipe import (
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
-from hpcrl.hardware.architecture import ModelArchitecture, read_architecture, read_max_context
+from hpcrl.hardware.architecture import ModelArchitecture, find_context_conflict, read_architecture, read_max_context
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 
 JUDGE_REWARD = "hpcrl.envs.judge:judge"
@@ -137,6 +137,7 @@ def _check_trainer(recipe: Recipe) -> None:
             )
     if train.trainer == "megatron" and (foreign := find_megatron_conflict(train)) is not None:
         raise PlanError(foreign)
+    _check_context_parallel(recipe)
     if train.moe_aux_coef and recipe.model.config and not read_architecture(recipe.model.config).num_experts:
         raise PlanError(
             f"train.moe_aux_coef = {train.moe_aux_coef:g} cannot act: the config.json of the model has no experts; "
@@ -148,11 +149,23 @@ def _check_trainer(recipe: Recipe) -> None:
             'only shards are kept in host memory: set sharding = "full", and num_workers = 2 or more'
         )
     batch = train.groups_per_step * recipe.rollout.group_size
-    if recipe.has_rollouts and batch < (ranks // shared) * train.num_minibatches:
+    if recipe.has_rollouts and batch < recipe.num_train_shares * train.num_minibatches:
         raise PlanError(
-            f"a step has {batch} trajectories for {ranks // shared} ranks x train.num_minibatches = "
+            f"a step has {batch} trajectories for {recipe.num_train_shares} ranks x train.num_minibatches = "
             f"{train.num_minibatches}: raise train.groups_per_step or lower the others"
         )
+
+
+def _check_context_parallel(recipe: Recipe) -> None:
+    """Check that ranks can divide the positions of rows."""
+    size, ranks = recipe.train.context_parallel, recipe.resources.train.num_workers
+    if ranks % size:
+        raise PlanError(
+            f"resources.train.num_workers = {ranks} is not a multiple of train.context_parallel = {size}: set it to "
+            f"{-(-ranks // size) * size}"
+        )
+    if size > 1 and recipe.model.config and (conflict := find_context_conflict(recipe.model.config, size=size)):
+        raise PlanError(conflict)
 
 
 def _check_published_dtype(recipe: Recipe) -> None:
@@ -362,7 +375,9 @@ def _find_top_p_conflict(recipe: Recipe) -> str | None:
 
 def find_megatron_conflict(train: TrainConfig) -> str | None:
     """Return the first setting that trainer "megatron" does not support, with a fix; None if there is none."""
-    plain: dict[str, Any] = {"rows": "padded", "lora_rank": 0, "moe_aux_coef": 0.0, "offload": False}
+    plain: dict[str, Any] = {
+        **{"rows": "padded", "lora_rank": 0, "moe_aux_coef": 0.0, "offload": False, "context_parallel": 1}
+    }
     for name, known in plain.items():
         if (seen := getattr(train, name)) != known:
             return f'train.{name} = {seen!r} is not supported by trainer "megatron": set it to {known!r}'
@@ -483,6 +498,7 @@ def _check_tasks(recipe: Recipe) -> None:
 _IMITATION_SETTINGS = frozenset(
     {
         *("num_steps", "trainer", "sharding", "tensor_parallel", "pipeline_parallel", "expert_parallel"),
+        "context_parallel",
         *(
             "learning_rate",
             "schedule",
@@ -547,7 +563,7 @@ def _check_warmup(recipe: Recipe) -> None:
             f"train.num_steps = {train.num_steps} and warmup.steps = {warmup.steps}: without [domains] every step is "
             "one of the warm-up, so leave train.num_steps out"
         )
-    num_shares = recipe.resources.train.num_workers // (train.tensor_parallel * train.pipeline_parallel)
+    num_shares = recipe.num_train_shares
     if warmup.conversations_per_step < num_shares:
         raise PlanError(
             f"warmup.conversations_per_step = {warmup.conversations_per_step} for {num_shares} ranks: raise it to "

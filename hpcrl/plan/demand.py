@@ -107,6 +107,7 @@ def make_rank_setup(recipe: Recipe, *, has_recompute: bool) -> RankSetup:
         is_bf16=train.has_bf16(on_gpus=recipe.resources.train.gpus_per_worker > 0),
         has_recompute=has_recompute,
         is_packed=train.rows == "packed",
+        context_parallel=train.context_parallel,
         lora_rank=train.lora_rank,
         is_offloaded=train.offload,
     )
@@ -159,11 +160,11 @@ class FixedModel(NamedTuple):
     """True if the ranks that have it have all of it, because its node has its own data-parallel degree."""
 
 
-def list_fixed_models(recipe: Recipe, *, num_shares: int) -> list[FixedModel]:
-    """Return those of known size; `num_shares` is the data-parallel degree of the trainer."""
+def list_fixed_models(recipe: Recipe) -> list[FixedModel]:
+    """Return those of known size."""
     found = []
     for name, node in list_fixed_nodes(recipe.train).items():
-        is_whole = node.data_parallel not in (None, num_shares)
+        is_whole = node.data_parallel not in (None, recipe.num_train_shares)
         if recipe.train.lora_rank and node.model is None and recipe.teacher is None and not is_whole:
             continue  # the policy without its adapters
         setting, num_params = f"train.pipeline.{name}.model", _find_node_size(recipe, name)
@@ -185,7 +186,7 @@ def _list_megatron_needs(recipe: Recipe) -> list[MemoryNeed]:
     """Return the need of a rank of trainer "megatron": its part of what trains, and of what it only reads."""
     train, policy = recipe.train, recipe.model.num_weights
     num_split = train.tensor_parallel * train.pipeline_parallel
-    models = list_fixed_models(recipe, num_shares=recipe.resources.train.num_workers // num_split)
+    models = list_fixed_models(recipe)
     gib, what = 0.0, []
     if policy is not None:
         experts = 0 if recipe.model.architecture is None else recipe.model.architecture.num_expert_params

@@ -21,7 +21,7 @@ import msgspec
 from hpcrl.config.pipeline import needs_critic
 from hpcrl.config.recipe import DEFAULT_MICRO_BATCH_TOKENS, Recipe
 from hpcrl.config.site import Site
-from hpcrl.hardware.architecture import ModelArchitecture
+from hpcrl.hardware.architecture import ModelArchitecture, find_context_conflict
 from hpcrl.hardware.cost_model import USABLE_SHARE
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP32, GIB
@@ -36,7 +36,7 @@ from hpcrl.plan.demand import (
 )
 
 MAX_MICRO_BATCH_TOKENS = 1 << 16
-"""The most tokens of a micro-batch that is chosen here: with fewer already, a GPU waits for nothing."""
+"""The most tokens of a rank in a micro-batch that is chosen here: with fewer already, a GPU waits for nothing."""
 MAX_RANKS = 8192
 """The largest trainer that is tried for an advice."""
 TOKEN_STEP = 256
@@ -201,6 +201,7 @@ def warn_long_trajectories(memory: TrainerMemory | None, recipe: Recipe) -> list
     if memory.most_tokens < longest:
         fitting = _round_tokens(memory.most_tokens)
         more = ", or raise resources.train.num_workers" * (recipe.train.sharding == "full")
+        more += _advise_on_length(memory, recipe, longest=longest)
         return [
             f"a trajectory may have {longest} tokens, and a GPU of the trainer ({memory.gpu}) has room for {fitting}, "
             f"so longer ones are not trained on: set engine.max_model_len = {fitting}{more}"
@@ -212,6 +213,18 @@ def warn_long_trajectories(memory: TrainerMemory | None, recipe: Recipe) -> list
         f"({memory.gpu}) has room for {_round_tokens(memory.row_limit)}, so longer ones are not trained on: set "
         f"train.recompute = true, or engine.max_model_len to the longest that you want"
     ]
+
+
+def _advise_on_length(memory: TrainerMemory, recipe: Recipe, *, longest: int) -> str:
+    """Return the further advice to divide the positions of rows, if some number of ranks then have room for them."""
+    shape = recipe.model.architecture
+    if shape is None:
+        return ""
+    for settings in _list_context_changes(recipe):
+        room = _find_room(_change_recipe(recipe, settings), shape, num_bytes=memory.usable_gib * GIB)
+        if room >= longest:
+            return f", or {_show_settings(settings)}"
+    return ""
 
 
 def find_micro_batch(memory: TrainerMemory | None, recipe: Recipe) -> int:
@@ -238,6 +251,8 @@ def advise_on_shortage(recipe: Recipe, *, has_gpus: bool, num_rows: int = 0, num
             found.append("train.recompute = true")
         whole = 'train.sharding = "full" and ' * (train.sharding == "none")
         found.append(f"{whole}more ranks (resources.train.num_workers)")
+        if num_rows == 1:
+            found.append("a larger train.context_parallel")
     else:
         found.append("a larger train.tensor_parallel")
     if train.precision == "fp32" and has_gpus:
@@ -255,7 +270,7 @@ def _explain_state_refusal(recipe: Recipe, choice: PartitionChoice, gpu: str | N
     limit = recipe.resources.train.mem_gib_per_worker * GIB
     if gpu is not None:
         limit = _find_usable_bytes(gpu)
-        advice = advise_on_fixed_models(list_fixed_models(recipe, num_shares=recipe.resources.train.num_workers))
+        advice = advise_on_fixed_models(list_fixed_models(recipe))
     elif choice.gpus_per_worker:
         return None
     parts = _list_other_parts(recipe)
@@ -298,7 +313,7 @@ def _choose_micro_batch(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: 
     setup = make_rank_setup(recipe, has_recompute=need.has_recompute)
     most = find_most_tokens(shape, setup, num_bytes=num_bytes - need.others)
     # The mask of packed rows, and the time that it takes, grow with the square of their tokens.
-    limit = wanted if setup.is_packed else max(MAX_MICRO_BATCH_TOKENS, longest)
+    limit = wanted if setup.has_mask else max(MAX_MICRO_BATCH_TOKENS * setup.context_parallel, longest)
     return max(min(_round_tokens(most), limit), longest or DEFAULT_MICRO_BATCH_TOKENS)
 
 
@@ -335,7 +350,7 @@ def _list_other_parts(recipe: Recipe) -> dict[str, float]:
         full = msgspec.structs.replace(setup, lora_rank=0)
         found["the critic"] = estimate_rank_memory(shape, full, num_tokens=0).state
     each = BYTES_BF16 if setup.is_bf16 else BYTES_FP32
-    for model in list_fixed_models(recipe, num_shares=setup.num_ranks):
+    for model in list_fixed_models(recipe):
         size = model.num_params * (BYTES_FP32 if model.is_whole else each / setup.num_shards)
         name = f"{show_weights(model.num_params)} weights of the model of {model.setting}"
         found[name] = found.get(name, 0.0) + size
@@ -353,11 +368,12 @@ def _show_parts(parts: Mapping[str, float]) -> str:
 def _list_advice(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, num_tokens: int) -> list[str]:
     """List the changes after each of which the micro-batch fits; the fewest settings first."""
     found = []
-    for settings in _list_changes(recipe):
-        changed = _change_recipe(recipe, settings)
-        if _compute_need(changed, shape, num_bytes=num_bytes, num_tokens=num_tokens).total <= num_bytes:
-            found.append(_show_settings(settings))
-            break
+    for changes in (_list_changes(recipe), _list_context_changes(recipe)):
+        for settings in changes:
+            changed = _change_recipe(recipe, settings)
+            if _compute_need(changed, shape, num_bytes=num_bytes, num_tokens=num_tokens).total <= num_bytes:
+                found.append(_show_settings(settings))
+                break
     enough = recipe
     if recipe.train.recompute is False:
         enough = _change_recipe(recipe, {"train.recompute": "auto"})
@@ -371,7 +387,7 @@ def _list_advice(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, 
         shorter: dict[str, Any] = {name: room for name, now in limits.items() if now > room}
         again = {"train.recompute": "auto"} if enough is not recipe else {}
         found.append(_show_settings(again | shorter))
-    models = list_fixed_models(recipe, num_shares=recipe.resources.train.num_workers)
+    models = list_fixed_models(recipe)
     if models:
         found.append('train.trainer = "megatron" with train.tensor_parallel, which splits all models')
     found += advise_on_fixed_models(models)
@@ -399,6 +415,17 @@ def _list_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
         for settings in (always, single):
             yield settings | {"resources.train.num_workers": more}
         more *= 2
+
+
+def _list_context_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Yield settings with larger and larger groups of ranks that divide the positions of rows."""
+    train, config, num_ranks = recipe.train, recipe.model.config, recipe.resources.train.num_workers
+    others: dict[str, Any] = {"train.sharding": "full"} if train.sharding == "none" else {}
+    if train.recompute is False:
+        others["train.recompute"] = "auto"
+    for size in range(train.context_parallel + 1, num_ranks + 1) if config else ():
+        if num_ranks % size == 0 and find_context_conflict(config, size=size) is None:
+            yield others | {"train.context_parallel": size}
 
 
 def _change_recipe(recipe: Recipe, settings: dict[str, Any]) -> Recipe:

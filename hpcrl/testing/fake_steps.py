@@ -89,6 +89,7 @@ def make_settings(setup: RankSetup) -> TrainConfig:
         sharding="full" if setup.is_sharded else "none",
         precision="bf16" if setup.is_bf16 else "fp32",
         recompute=setup.has_recompute,
+        context_parallel=setup.context_parallel,
         lora_rank=setup.lora_rank,
     )
 

@@ -12,6 +12,7 @@ adapters          LoRA
 model_files       model directories, of which each rank reads its slices
 token_model       a causal model that returns log-probs
 critic            the value model
+context_group     ranks that divide the positions of their rows
 expert_balance    the loss that balances the experts of a layer
 spread_model      models of nodes whose data-parallel degree is not the trainer's
 optimizer         AdamW, as the recipe sets it, or the user's update

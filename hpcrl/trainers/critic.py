@@ -19,6 +19,7 @@ from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.advantage import gae
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import compute_token_shares, compute_value_loss
+from hpcrl.trainers.context_group import WHOLE_CONTEXT, ContextGroup, use_context_attention
 from hpcrl.trainers.memory_error import watch_memory
 from hpcrl.trainers.micro_batch_loss import normalize_advantages
 from hpcrl.trainers.model_files import open_critic
@@ -31,11 +32,16 @@ CRITIC_PREFIX = "critic."
 class Critic:
     """A separate model with the policy's body and a head for one number."""
 
-    def __init__(self, model_dir: Path, *, train: TrainConfig, world: World) -> None:
+    def __init__(
+        self, model_dir: Path, *, train: TrainConfig, world: World, context: ContextGroup = WHOLE_CONTEXT
+    ) -> None:
+        """Load the model; the ranks of `context` divide the positions of their rows."""
         self._train = train
         self._world = world
         rate = train.critic_learning_rate
+        self._context = context
         source = open_critic(model_dir)
+        use_context_attention(source.module, context)
         self.model = TrainedModel(
             source.module, train=train, world=world, learning_rate=rate, prefix=CRITIC_PREFIX, fill=source.fill
         )
@@ -70,17 +76,18 @@ class Critic:
                 )
                 self.model.backward(loss)
             total += loss.detach()
-        value = float(self._world.sum(total))
+        value = float(self._world.sum(total)) / self._context.size  # its ranks have the same rows
         if np.isfinite(value) and np.isfinite(self.model.clip_gradient()):
             self.model.step(learning_rate=rate)
         self.model.optimizer.zero_grad()
         return value
 
     def _predict_values(self, micro: MicroBatch) -> Tensor:
+        part = self._context.divide(micro.inputs_BT, micro.mask_BT, positions_BT=micro.positions_BT)
         with watch_memory(micro):
-            logits = self.model(micro.inputs_BT, position_ids=micro.positions_BT, use_cache=False).logits
-        values_BT = logits.squeeze(-1).float()
-        return values_BT[micro.mask_BT]  # type: ignore[no-any-return]
+            logits = self.model(part.inputs_BS, position_ids=part.positions_BS, use_cache=False, **part.options).logits
+        (values_N,) = part.join(logits.squeeze(-1).float()[part.mask_BS])
+        return values_N
 
 
 def estimate_advantages(

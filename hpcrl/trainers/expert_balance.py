@@ -22,14 +22,19 @@ from torch import Tensor
 
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import MicroBatch
+from hpcrl.trainers.context_group import WHOLE_CONTEXT, ContextGroup
 
 
 class ExpertBalance:
     """The balance loss of a model's forward passes, while they are watched."""
 
-    def __init__(self, module: torch.nn.Module, *, coef: float) -> None:
-        """Watch all routers of `module`; without a coefficient nothing is recorded."""
+    def __init__(self, module: torch.nn.Module, *, coef: float, context: ContextGroup = WHOLE_CONTEXT) -> None:
+        """Watch all routers of `module`; without a coefficient nothing is recorded.
+
+        The ranks of `context` divide the positions of their rows: shares are those over all of them.
+        """
         self._coef = coef
+        self._context = context
         self._is_watching = False
         self._valid_M = torch.zeros(0, dtype=torch.bool)
         self._routed: list[tuple[Any, Tensor, Tensor]] = []
@@ -48,7 +53,8 @@ class ExpertBalance:
     def watch(self, micro: MicroBatch) -> Iterator[None]:
         """Record the forward pass of a micro-batch; passes that recompute a layer come later, and are not recorded."""
         self._routed.clear()
-        self._valid_M = micro.mask_BT.flip(1).cumsum(1).flip(1).reshape(-1) > 0  # rows end with a model token
+        valid_BT = micro.mask_BT.flip(1).cumsum(1).flip(1) > 0  # rows end with a model token
+        self._valid_M = self._context.take(valid_BT).reshape(-1)
         self._is_watching = True
         try:
             yield
@@ -58,7 +64,9 @@ class ExpertBalance:
     def add_loss(self, loss: Tensor, *, share: float) -> Tensor:
         """Return the loss of a micro-batch with that of its routers, of which this is the share in the minibatch."""
         for router, logits_ME, chosen_MK in self._routed:
-            term = _compute_balance(_compute_probabilities(router, logits_ME.float()), chosen_MK, self._valid_M)
+            term = _compute_balance(
+                _compute_probabilities(router, logits_ME.float()), chosen_MK, self._valid_M, context=self._context
+            )
             loss = loss + self._coef * share * term
         self._routed.clear()
         return loss
@@ -76,13 +84,14 @@ def _compute_probabilities(router: Any, logits_ME: Tensor) -> Tensor:
     return logits_ME.softmax(-1)
 
 
-def _compute_balance(probabilities_ME: Tensor, chosen_MK: Tensor, valid_M: Tensor) -> Tensor:
-    """Compute the loss of one layer."""
+def _compute_balance(probabilities_ME: Tensor, chosen_MK: Tensor, valid_M: Tensor, *, context: ContextGroup) -> Tensor:
+    """Compute the part of this rank's tokens in the loss of one layer."""
     num_chosen, num_experts = chosen_MK.shape[-1], probabilities_ME.shape[-1]
     weight_M = valid_M.to(probabilities_ME.dtype)
-    num_tokens = weight_M.sum().clamp(min=1)
+    num_tokens = context.sum(weight_M.sum()).clamp(min=1)
     used_E = torch.zeros_like(probabilities_ME[0])
     used_E.index_add_(0, chosen_MK.reshape(-1), weight_M.repeat_interleave(num_chosen))
+    context.sum(used_E)
     mean_E = (probabilities_ME * weight_M[:, None]).sum(0) / num_tokens
     return num_experts * (used_E / (num_tokens * num_chosen) * mean_E).sum()
 

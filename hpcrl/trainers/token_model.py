@@ -8,7 +8,8 @@ The model's own code between its last hidden states and its logits is run once w
 it is one plain linear layer, a scale and a soft cap, the logits are computed by chunks (hpcrl/learn/token_head.py);
 any other model computes all its logits.
 
-Legend: B rows of a micro-batch, T positions, K columns with a model token in any row, N model tokens, H hidden size
+Legend: B rows of a micro-batch, T positions, S those of this rank, K columns with a model token in any row, N model
+tokens, H hidden size
 """
 
 from collections.abc import Callable
@@ -23,14 +24,18 @@ from torch import Tensor
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import logprobs_and_entropy
 from hpcrl.learn.token_head import HeadForm, compute_from_hidden
+from hpcrl.trainers.context_group import WHOLE_CONTEXT, ContextGroup, use_context_attention
 
 
 class TokenModel(torch.nn.Module):
     """A causal model, perhaps with adapters, that is called with tokens and their targets."""
 
-    def __init__(self, causal: Any) -> None:
+    def __init__(self, causal: Any, *, context: ContextGroup = WHOLE_CONTEXT) -> None:
+        """Call a model; the ranks of `context` divide the positions of the rows, and each returns all log-probs."""
         super().__init__()
         self.causal = causal
+        self._context = context
+        use_context_attention(causal, context)
         form = find_head_form(causal)
         self._has_chunks = form is not None
         if form is not None:
@@ -55,25 +60,36 @@ class TokenModel(torch.nn.Module):
         temperature: float,
         has_entropy_bonus: bool,
     ) -> tuple[Tensor, Tensor]:
+        part = self._context.divide(inputs_BT, mask_BT, positions_BT=positions_BT)
         # No attention mask: the padding is on the right of a causal model, and without a mask attention is fastest.
         if self._has_chunks:
             decoder, head = self.causal.get_decoder(), self.causal.get_output_embeddings()
-            hidden_BTH = decoder(inputs_BT, position_ids=positions_BT, use_cache=False).last_hidden_state
-            computed: tuple[Tensor, Tensor] = head(
-                hidden_BTH[mask_BT], targets_N, temperature=temperature, has_entropy_bonus=has_entropy_bonus
-            )
-            return computed
-        kept_K = mask_BT.any(0).nonzero().squeeze(-1)
-        if not len(kept_K):
-            kept_K = kept_K.new_zeros(1)  # a pass without a gradient must still run every layer
-        logits_BKV = self.causal(inputs_BT, position_ids=positions_BT, logits_to_keep=kept_K, use_cache=False).logits
-        with torch.autocast(inputs_BT.device.type, enabled=False):
-            return logprobs_and_entropy(
-                logits_BKV[mask_BT[:, kept_K]],
-                targets_N,
+            hidden_BSH = decoder(
+                part.inputs_BS, position_ids=part.positions_BS, use_cache=False, **part.options
+            ).last_hidden_state
+            computed = head(
+                hidden_BSH[part.mask_BS],
+                part.select(targets_N),
                 temperature=temperature,
                 has_entropy_bonus=has_entropy_bonus,
             )
+            logprobs_N, entropy_N = part.join(*computed)
+            return logprobs_N, entropy_N
+        kept_K = part.mask_BS.any(0).nonzero().squeeze(-1)
+        if not len(kept_K):
+            kept_K = kept_K.new_zeros(1)  # a pass without a gradient must still run every layer
+        logits_BKV = self.causal(
+            part.inputs_BS, position_ids=part.positions_BS, logits_to_keep=kept_K, use_cache=False, **part.options
+        ).logits
+        with torch.autocast(inputs_BT.device.type, enabled=False):
+            computed = logprobs_and_entropy(
+                logits_BKV[part.mask_BS[:, kept_K]],
+                part.select(targets_N),
+                temperature=temperature,
+                has_entropy_bonus=has_entropy_bonus,
+            )
+            logprobs_N, entropy_N = part.join(*computed)
+            return logprobs_N, entropy_N
 
 
 def _call_head(

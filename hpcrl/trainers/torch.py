@@ -27,6 +27,7 @@ from hpcrl.learn.pipeline import load_update
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.adapters import ADAPTER_PREFIX, add_adapters
 from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, load_fixed_models
+from hpcrl.trainers.context_group import make_context_group
 from hpcrl.trainers.critic import Critic
 from hpcrl.trainers.expert_balance import ExpertBalance
 from hpcrl.trainers.memory_error import watch_memory
@@ -74,7 +75,8 @@ class TorchTrainer:
         module = source.module
         self._precise_names = source.find_precise_names()
         self._config = module.config
-        self._balance = ExpertBalance(module, coef=train.moe_aux_coef)
+        self._context = make_context_group(world, size=train.context_parallel)
+        self._balance = ExpertBalance(module, coef=train.moe_aux_coef, context=self._context)
         if train.lora_rank:
             add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
         self._policy = TrainedModel(
@@ -84,11 +86,13 @@ class TorchTrainer:
             learning_rate=train.learning_rate,
             prefix=ADAPTER_PREFIX if train.lora_rank else "",
             update=load_update(train),
-            called=TokenModel(module),
+            called=TokenModel(module, context=self._context),
             fill=source.fill,
             stored=source.stored,
         )
-        self.critic = Critic(model_dir, train=train, world=world) if needs_critic(train) else None
+        self.critic: Critic | None = None
+        if needs_critic(train):
+            self.critic = Critic(model_dir, train=train, world=world, context=self._context)
         self.spread_models, self._fixed_models = load_fixed_models(
             self,
             train,
@@ -102,17 +106,17 @@ class TorchTrainer:
         """Load a model that does not train; with adapters the initial model is there already."""
         if self._recipe_train.lora_rank and path == initial:
             return self._policy.call_without_adapters
-        return load_fixed(path, train=self._recipe_train, world=self.world)
+        return load_fixed(path, train=self._recipe_train, world=self.world, context=self._context)
 
     @property
     def num_shares(self) -> int:
         """The number of shares that a step is divided into."""
-        return self.world.size
+        return self.world.size // self._context.size
 
     @property
     def share(self) -> int:
         """The index of this rank's share."""
-        return self.world.rank
+        return self.world.rank // self._context.size
 
     @property
     def has_logprobs(self) -> bool:
@@ -230,7 +234,9 @@ class TorchTrainer:
                 share = micro.num_tokens / max(totals.num_tokens, 1)
                 self._policy.backward(self._balance.add_loss(loss, share=share))
             total = total.add(sums)
-        return total if self.world.size == 1 else LossSums.unflatten(self.world.sum(total.flatten()))
+        if self.world.size == 1:
+            return total
+        return LossSums.unflatten(self.world.sum(total.flatten()) / self._context.size)  # its ranks have the same rows
 
     def clip_gradient(self) -> float:
         """Clip the gradient and return its norm before clipping, over all ranks."""

@@ -38,6 +38,7 @@ from hpcrl.trainers.adapters import (
     list_base_weights,
     without_adapters,
 )
+from hpcrl.trainers.context_group import WHOLE_CONTEXT, ContextGroup
 from hpcrl.trainers.model_files import open_causal
 from hpcrl.trainers.optimizer import MOMENT_PARTS, WeightUpdate, make_optimizer
 from hpcrl.trainers.state import WEIGHT_PART, StateShard, list_local_shards, make_whole_shard
@@ -307,10 +308,12 @@ def load_causal(model_dir: Path) -> Any:
     return source.module
 
 
-def load_fixed(model_dir: Path, *, train: TrainConfig, world: World) -> TokenModel:
+def load_fixed(
+    model_dir: Path, *, train: TrainConfig, world: World, context: ContextGroup = WHOLE_CONTEXT
+) -> TokenModel:
     """Load a model that does not train, sharded as the policy is, in bf16 if that computes in bf16."""
     source = open_causal(model_dir, dtype=choose_frozen_dtype(train, world))
-    called = TokenModel(source.module.requires_grad_(False).eval())
+    called = TokenModel(source.module.requires_grad_(False).eval(), context=context)
     if _is_sharded(train, world):
         _shard_module(called, world=world, policy=MixedPrecisionPolicy())
     source.fill(called, world.device)

@@ -22,7 +22,7 @@ CHECKED_ELSEWHERE = {
     *("kl", "kl_in", "flat_groups", "overlong", "response_budget"),
     *("sharding", "offload"),  # by the ranks
     *("tensor_parallel", "pipeline_parallel", "expert_parallel"),  # by the ranks and the trainer
-    "moe_aux_coef",  # by the model
+    *("moe_aux_coef", "context_parallel"),  # by the model
 }
 IDLE = {
     "gamma": ((0.9,), 'advantage = "gae" or "trloo"', ("train.advantage=trloo",)),
@@ -142,7 +142,7 @@ IMITATION_ACTS = {
         "max_row_tokens",
     ),
     *("max_grad_norm", "weight_decay", "adam_betas", "adam_eps", "lora_rank", "lora_alpha", "max_skipped_steps"),
-    *("checkpoint_every_steps", "keep_checkpoints", "moe_aux_coef"),
+    *("checkpoint_every_steps", "keep_checkpoints", "moe_aux_coef", "context_parallel"),
 }
 """The settings of [train] that a recipe without domains has."""
 REINFORCEMENT_VALUES = {
@@ -225,6 +225,8 @@ MODEL = (
     *("model.config.vocab_size=1000", "model.config.max_position_embeddings=4096"),
 )
 VLLM = ("engine.backend=vllm", "model.tiny.num_heads=24", "model.tiny.hidden_size=96")
+SIX_RANKS = ("resources.train.num_workers=6",)
+DYNAMIC = ("model.config.rope_scaling.rope_type=dynamic", "model.config.rope_scaling.factor=2.0")
 YARN = ("model.config.rope_scaling.rope_type=yarn", "model.config.rope_scaling.factor=2.0")
 
 
@@ -236,6 +238,10 @@ YARN = ("model.config.rope_scaling.rope_type=yarn", "model.config.rope_scaling.f
         (("engine.max_model_len=5000",), "engine.max_model_len = 5000: the model's context has 4096 tokens"),
         (("engine.max_model_len=8193", *YARN), "engine.max_model_len = 8193: the model's context has 8192 tokens"),
         (("rollout.max_new_tokens=5000",), "rollout.max_new_tokens = 5000: prompt and answer together have 4096"),
+        (("train.context_parallel=2",), "is not a multiple of train.context_parallel = 2: set it to 2"),
+        ((*SIX_RANKS, "train.context_parallel=3"), "does not divide the 8 attention heads of the model: set it to 2"),
+        ((*SIX_RANKS, "train.context_parallel=2", "model.config.model_type=gemma2"), "not known to be right"),
+        ((*SIX_RANKS, "train.context_parallel=2", *DYNAMIC), 'of type "dynamic"'),
         ((*VLLM, "resources.decode.gpus_per_worker=3"), "8 attention heads and 4 KV heads, which cannot be divided"),
     ],
 )

@@ -121,6 +121,20 @@ def test_a_micro_batch_has_the_tokens_that_fit_or_those_of_the_recipe(
     assert any(line.startswith(f"train.tokens_per_micro_batch = {num_tokens}:") for line in plan.sizes) is not asked
 
 
+def test_trajectories_of_128k_tokens_fit_where_ranks_divide_their_positions() -> None:
+    settings = (*BF16_SHARDS, SIXTEEN, LONG, "engine.max_model_len=131072")
+    assert "set train.context_parallel = 2" in refuse(*settings)
+    whole = find_memory(*BF16_SHARDS, SIXTEEN, "engine.max_model_len=32768", "train.tokens_per_micro_batch=32768")
+    divided = find_memory(*settings, "train.context_parallel=4", "train.tokens_per_micro_batch=131072")
+    assert (divided.num_tokens, divided.activations_gib) == (131072, pytest.approx(whole.activations_gib, rel=0.02))
+    assert divided.weights_gib == whole.weights_gib
+    assert divided.most_tokens == pytest.approx(4 * whole.most_tokens, rel=0.05)
+    assert divided.row_limit == divided.most_tokens
+    assert divided.free_gib > 0
+    warned = " ".join(plan_on_a100(*BF16_SHARDS, SIXTEEN, LONG).warnings)
+    assert ", or set train.context_parallel = 4" in warned
+
+
 def test_layers_are_not_computed_again_for_a_larger_micro_batch() -> None:
     plan = plan_on_a100(SIXTEEN, "model.config.num_hidden_layers=2")
     assert plan.train_memory is not None
