@@ -60,6 +60,7 @@ from hpcrl.models.model_config import read_model_config
 from hpcrl.monitor.job_state import (
     ALIVE_WITHIN_S,
     FINAL_JOB_STATES,
+    await_new_beat,
     find_last_beat,
     judge_jobs,
     read_heartbeats,
@@ -471,16 +472,13 @@ def _refuse_while_draining(job: JobDir) -> None:
 
     Only a heartbeat that changes shows this, as clocks differ: a silence is waited for.
     """
-    last = find_last_beat(job)
-    deadline = time.monotonic() + ALIVE_WITHIN_S - max(time.time() - last, 0.0)
-    while not job.outcome.exists() and time.monotonic() < deadline:
-        if find_last_beat(job) > last:
-            raise CampaignError(
-                f"campaign {job.campaign.name!r}: the first process of job {read_submission(job).id} was killed, and "
-                "others of it still run, to save a checkpoint: try again when they have ended, after job.drain_s at "
-                f"most ({job.outcome} is there then)"
-            )
-        time.sleep(POLL_INTERVAL_S)
+    silence_s = max(time.time() - find_last_beat(job), 0.0)
+    if await_new_beat(job, timeout_s=ALIVE_WITHIN_S - silence_s, is_over=job.outcome.exists):
+        raise CampaignError(
+            f"campaign {job.campaign.name!r}: the first process of job {read_submission(job).id} was killed, and "
+            "others of it still run, to save a checkpoint: try again when they have ended, after job.drain_s at "
+            f"most ({job.outcome} is there then)"
+        )
 
 
 def refuse_without_journals(campaign: CampaignDir) -> None:

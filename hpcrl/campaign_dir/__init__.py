@@ -8,4 +8,5 @@ workers    the identity and place of a worker
 endpoints  the engine workers that serve now
 event_log  append and read events as JSON lines
 events     the events
+job_end    how a job ended, and why
 """

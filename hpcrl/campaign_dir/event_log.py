@@ -2,6 +2,7 @@
 
 EventLog     append events
 EventReader  read new events
+find_worker_node   the node on which a worker has last run
 
 A line is written by one write(2) on an O_APPEND descriptor, so a killed process tears at most its own last line.
 Every line has `time` (seconds since the epoch), `event`, and its writer: `job`, `role`, `worker`, `node`.
@@ -21,6 +22,7 @@ from hpcrl.campaign_dir.paths import CampaignDir, make_worker_name
 from hpcrl.system.files import parse_json_lines
 
 EVENT_SUFFIX = ".jsonl"
+TAIL_BYTES = 1 << 16
 
 
 class EventLog:
@@ -98,3 +100,15 @@ class EventReader:
         end = data.rfind(b"\n") + 1
         self.offsets[path.name] = offset + end
         return data[:end]
+
+
+def find_worker_node(campaign: CampaignDir, job: int, role: str, index: int) -> str | None:
+    """Return the node on which a worker has last run, by its newest event; None without one."""
+    path = campaign.events / f"{make_worker_name(job, role, index)}{EVENT_SUFFIX}"
+    try:
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - TAIL_BYTES, 0))
+            lines = list(parse_json_lines(file.read()))
+    except OSError:
+        return None
+    return next((str(line["node"]) for line in reversed(lines) if line.get("node")), None)

@@ -393,6 +393,7 @@ if TYPE_CHECKING:
         "metrics",
         "node",
         "policy-fault",
+        "quorum",
         "request",
         "reward",
         "rows",

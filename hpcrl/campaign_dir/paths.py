@@ -204,6 +204,10 @@ class JudgeDir:
         return self.root / "endpoints"
 
 
+_RANKS_NAME = "ranks-{}.json"
+_TRAINER_END_NAME = "end-trainer-{}"
+
+
 @dataclass(frozen=True)
 class JobDir:
     """The directory of one job of a campaign."""
@@ -282,11 +286,16 @@ class JobDir:
 
     def ranks(self, start: int) -> Path:
         """Return the file where the ranks of one start of the trainer meet."""
-        return self.root / f"ranks-{start}.json"
+        return self.root / _RANKS_NAME.format(start)
 
     def trainer_end(self, start: int) -> Path:
         """Return the request to the steps of one start of the trainer to end; another start follows."""
-        return self.root / f"end-trainer-{start}"
+        return self.root / _TRAINER_END_NAME.format(start)
+
+    def list_messages(self) -> list[Path]:
+        """List what the processes of one run of this job leave for each other: another run must not read it."""
+        starts = [path for name in (_RANKS_NAME, _TRAINER_END_NAME) for path in self.root.glob(name.format("*"))]
+        return [self.drain, self.end, self.terminated, self.outcome, self.dump_stacks, *starts]
 
     def courier_status(self, incarnation: str) -> Path:
         """Return the status file of one incarnation of the couriers, so that an old one cannot overwrite it."""

@@ -676,6 +676,9 @@ class JobConfig(ConfigTable, frozen=True, kw_only=True):
     """Time before the end of the allocation at which new episodes stop and the last checkpoint is made."""
     survive_node_loss: bool = False
     """Request at least two nodes a component, and `--no-kill`; a node without the driver or the trainer may be lost."""
+    quorum: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """The share of a role's workers, and of its nodes, with which the job continues while the others fail again and
+    again. With fewer only the job ends, and the next one continues the campaign from its last checkpoint."""
     layout: Literal["auto", "hetjob", "hetstep"] = "auto"
     """hetjob: a heterogeneous job; hetstep: one allocation, its nodes split among the roles; auto: by the site."""
     stall_timeout_min: Annotated[float, Meta(gt=0)] = 15.0

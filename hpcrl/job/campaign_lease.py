@@ -4,18 +4,14 @@ take_campaign_lease   take the lease of this job's campaign, or return the drive
 """
 
 import os
-import time
 
 from hpcrl.campaign_dir.driver_lease import DriverLease, LeaseHolder, take_lease
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
-from hpcrl.monitor.job_state import ALIVE_WITHIN_S, find_last_beat
+from hpcrl.monitor.job_state import ALIVE_WITHIN_S, await_new_beat
 from hpcrl.slurm.status import ACTIVE, UNKNOWN, query_job_states
 from hpcrl.system.network import current_node
 from hpcrl.system.processes import is_alive, read_start_ticks
-
-SILENCE_S = ALIVE_WITHIN_S
-POLL_INTERVAL_S = 1.0
 
 
 def take_campaign_lease(place: WorkerPlace, *, has_scheduler: bool) -> DriverLease | LeaseHolder:
@@ -33,18 +29,10 @@ def take_campaign_lease(place: WorkerPlace, *, has_scheduler: bool) -> DriverLea
 def _is_holder_alive(campaign: CampaignDir, last: LeaseHolder) -> bool:
     """Ask Slurm, or this node, about the last holder; without an answer, wait for a heartbeat of its job."""
     if last.scheduler_id is None:
-        return is_alive(last.pid, last.start_ticks) if last.node == current_node() else _has_new_beat(campaign, last)
-    state = query_job_states([last.scheduler_id], env=os.environ)[last.scheduler_id].state
-    return _has_new_beat(campaign, last) if state == UNKNOWN else state in ACTIVE
-
-
-def _has_new_beat(campaign: CampaignDir, last: LeaseHolder) -> bool:
-    """Return whether a process of that job sends a heartbeat: only one that changes shows it, as clocks differ."""
-    job = campaign.job(last.job)
-    first = find_last_beat(job)
-    deadline = time.monotonic() + SILENCE_S
-    while time.monotonic() < deadline:
-        if find_last_beat(job) > first:
-            return True
-        time.sleep(POLL_INTERVAL_S)
-    return False
+        if last.node == current_node():
+            return is_alive(last.pid, last.start_ticks)
+    else:
+        state = query_job_states([last.scheduler_id], env=os.environ)[last.scheduler_id].state
+        if state != UNKNOWN:
+            return state in ACTIVE
+    return await_new_beat(campaign.job(last.job), timeout_s=ALIVE_WITHIN_S)

@@ -3,7 +3,8 @@
     main               start the guardian with the driver as its child
     JobDriver          supervise one job: allocation -> runtime -> supervise until the trainer is done -> outcome
     LongLivedWorker    a worker that runs until the job ends
-    LONG_LIVED_ROLES, POLL_INTERVAL_S, END_QUERY_TIMEOUT_S   constants
+    LONG_LIVED_ROLES, CLOCK_SKEW_S   constants
+    POLL_INTERVAL_S, END_QUERY_TIMEOUT_S, LEASE_INTERVAL_S, NOTICE_INTERVAL_S, MIN_CLOSE_GRACE_S   times
 
 No data passes through the driver.
 """
@@ -11,14 +12,17 @@ No data passes through the driver.
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from hpcrl.campaign_dir.driver_lease import DriverLease, LeaseHolder
 from hpcrl.campaign_dir.endpoints import list_endpoints
-from hpcrl.campaign_dir.event_log import EventLog, EventReader
+from hpcrl.campaign_dir.event_log import EventLog, EventReader, find_worker_node
 from hpcrl.campaign_dir.events import (
     DrainStarted,
     FaultReported,
@@ -29,24 +33,35 @@ from hpcrl.campaign_dir.events import (
     WorkerFailed,
     WorkerRestarted,
 )
+from hpcrl.campaign_dir.job_end import EndCause, JobEnd, JobError
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import EngineError, HpcrlError, SlurmError, WeightsError
 from hpcrl.job.campaign_lease import take_campaign_lease
 from hpcrl.job.courier_step import WeightPlane
-from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_reward_jobs, run_guarded, send_outcome
+from hpcrl.job.guardian import CLOSE_GRACE_S, DriverPulse, cancel_reward_jobs, run_guarded, send_outcome
 from hpcrl.job.memory_watch import KILLED, TrainerMemoryWatch
 from hpcrl.job.metrics_process import MetricsProcess
 from hpcrl.job.progress_watch import ProgressWatch, count_activity
 from hpcrl.job.reward_tasks import RewardScoring
-from hpcrl.job.supervision import DrainMargin, DrainRequest, EndRequests, RestartBudget, plan_termination
+from hpcrl.job.supervision import (
+    DrainMargin,
+    DrainRequest,
+    EndRequests,
+    LookInterval,
+    RestartBudget,
+    find_quorum,
+    plan_termination,
+)
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm import next_job
-from hpcrl.slurm.allocation import JobAllocation, query_running_end, read_allocation, scrub_environment
+from hpcrl.slurm.allocation import JobAllocation, query_schedule, read_allocation, scrub_environment
+from hpcrl.slurm.end_policy import find_bad_nodes
+from hpcrl.slurm.status import query_failed_nodes
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED, EXIT_OUT_OF_MEMORY
 from hpcrl.system.files import make_private_dir, publish_file, read_last_line, remove_path
 from hpcrl.system.network import current_node, find_bind_address
@@ -60,7 +75,11 @@ LONG_LIVED_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env")
 POLL_INTERVAL_S = 0.1
 END_QUERY_TIMEOUT_S = 5.0
 """Time for Slurm to answer when a job that is about to end will end: there is little of it."""
+LEASE_INTERVAL_S = 10.0
+NOTICE_INTERVAL_S = 0.5
 MIN_CLOSE_GRACE_S = 0.5
+CLOCK_SKEW_S = 5.0
+"""The most by which the clocks of nodes differ."""
 
 
 def main() -> int:
@@ -71,22 +90,35 @@ def main() -> int:
     if isinstance(lease, LeaseHolder):  # nothing is touched, not even the outcome: the other job may have this number
         print(f"hpcrl: {lease.describe()}: this one ends", file=sys.stderr, flush=True)  # noqa: T201 - the batch log
         return EXIT_FAILED
-    return run_guarded(lambda outcome_fd: _drive_job(place, lease, outcome_fd=outcome_fd), place)
+    return run_guarded(lambda outcome_fd, pulse: _drive_job(place, lease, pulse, outcome_fd=outcome_fd), place)
 
 
-def _drive_job(place: WorkerPlace, lease: DriverLease, *, outcome_fd: int) -> int:
+def _drive_job(place: WorkerPlace, lease: DriverLease, pulse: DriverPulse, *, outcome_fd: int) -> int:
     """Drive the job and send its outcome to the guardian, whatever happens; only a kill prevents that."""
-    outcome: JobOutcome = "failed"
+    driver: JobDriver | None = None
     try:
-        outcome, reason = JobDriver.load(place, lease).drive()
-    except HpcrlError as error:
-        reason = str(error)
-        print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
+        driver = JobDriver.load(place, lease, note_turn=pulse.note_turn)
+        end = driver.drive()
     except BaseException as error:  # noqa: BLE001 - whatever failed, the guardian must receive the reason
-        reason = f"the driver failed: {type(error).__name__}: {error}"
-        sys.excepthook(*sys.exc_info())  # os._exit follows, so nothing else prints it
-    send_outcome(outcome, reason, outcome_fd=outcome_fd, job=place.job)
-    return 1 if outcome == "failed" else 0
+        if isinstance(error, HpcrlError):
+            print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
+        else:
+            sys.excepthook(*sys.exc_info())  # os._exit follows, so nothing else prints it
+        end = _describe_failure(error, is_supervising=driver is not None and driver.is_supervising)
+    if driver is not None:
+        end = msgspec.structs.replace(end, nodes=sorted({*end.nodes, *driver.list_bad_nodes()}))
+    send_outcome(end, outcome_fd=outcome_fd, job=place.job)
+    return 1 if end.outcome == "failed" else 0
+
+
+def _describe_failure(error: BaseException, *, is_supervising: bool) -> JobEnd:
+    """Return the end of a job that failed: an error of the recipe or its code would come again, others may not."""
+    reason = str(error) if isinstance(error, HpcrlError) else f"the driver failed: {type(error).__name__}: {error}"
+    if isinstance(error, JobError):
+        return JobEnd(outcome="failed", reason=reason, cause=error.cause, nodes=error.nodes)
+    is_users = isinstance(error, HpcrlError) and not isinstance(error, SlurmError | WeightsError | EngineError)
+    cause: EndCause = "user-code" if is_users else "infrastructure"
+    return JobEnd(outcome="failed", reason=reason, cause=cause if is_supervising else "not-started")
 
 
 @dataclass
@@ -96,6 +128,12 @@ class LongLivedWorker:
     role: RoleName
     index: int
     future: "Future[None]"
+    is_resting: bool = False
+    """True while it is not restarted, since it has failed too often."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
 
 
 @dataclass
@@ -108,10 +146,16 @@ class JobDriver:
     recipe: Recipe
     site: Site
     events: EventLog
+    note_turn: Callable[[], object] = int
+    """Called in each turn of the loop: the guardian ends a driver that hangs."""
     workers: list[LongLivedWorker] = field(default_factory=list)
     slurm_id: str | None = None
     """None on a machine without a scheduler."""
+    allocation: JobAllocation | None = None
+    is_supervising: bool = False
+    """True once everything was started."""
     drain_reason: str | None = None
+    drain_cause: EndCause = "unknown"
     drain_deadline: float = float("inf")
     kill_time: float = float("inf")
     """When Slurm kills what is left, in seconds since the epoch, if it will."""
@@ -124,6 +168,7 @@ class JobDriver:
         trainer_events = EventReader.for_role(self.campaign.events, "train", job=self.job.number)
         self.margin = DrainMargin(trainer_events.poll, least_s=self.recipe.job.drain_s)
         self.budget = RestartBudget(self.job.logs)
+        self.lease_looks, self.notice_looks = LookInterval(LEASE_INTERVAL_S), LookInterval(NOTICE_INTERVAL_S)
         self.memory = TrainerMemoryWatch(
             self.campaign,
             recipe=self.recipe,
@@ -141,12 +186,11 @@ class JobDriver:
         )
 
     @classmethod
-    def load(cls, place: WorkerPlace, lease: DriverLease) -> "JobDriver":
+    def load(cls, place: WorkerPlace, lease: DriverLease, *, note_turn: Callable[[], None]) -> "JobDriver":
         """Read what was submitted; remove requests left by an earlier, requeued run of this job."""
         campaign, job = place.campaign, place.job
         make_private_dir(job.parsl)
-        requests = (job.drain, job.end, job.terminated, job.outcome, job.dump_stacks, campaign.train_progress)
-        for path in (*requests, *job.root.glob("end-trainer-*"), *job.root.glob("ranks-*")):
+        for path in (*job.list_messages(), campaign.train_progress):
             remove_path(path)
         events = EventLog.open(campaign, "driver", job=job.number, role="driver", node=place.node)
         return cls(
@@ -156,18 +200,17 @@ class JobDriver:
             recipe=read_recipe(campaign),
             site=read_site(campaign),
             events=events,
+            note_turn=note_turn,
         )
 
-    def drive(self) -> tuple[JobOutcome, str]:
-        """Start everything, supervise, end everything; return the outcome and its reason."""
+    def drive(self) -> JobEnd:
+        """Start everything, supervise, end everything; return how the job ended."""
         from hpcrl.job.runtime import JobRuntime  # it imports parsl: only here, and late
 
-        if self.job.chain_marker.exists() and (
-            known_outcome := next_job.campaign_outcome(self.campaign.job(self.job.number - 1))
-        ):
-            return known_outcome
+        if (known_end := self._find_campaign_end()) is not None:
+            return known_end
         self.end_requests.listen()
-        allocation = read_allocation(self.plan)
+        self.allocation = allocation = read_allocation(self.plan)
         self.slurm_id = allocation.job_id
         self.events.emit(JobStarted(slurm_id=allocation.job_id, end_time=allocation.end_time))
         self.events.emit(LayoutChosen(layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes))
@@ -195,13 +238,29 @@ class JobDriver:
             runtime.start()
             self._start_workers(runtime)
             self._queue_next()
-            outcome, reason = self._supervise(runtime, allocation)
+            self.is_supervising = True
+            end = self._supervise(runtime, allocation)
         finally:
             self.weight_plane.close()
             runtime.close(grace_s=self._choose_grace())
             self.reporter.close()
-        self.events.emit(JobEnded(outcome=outcome, reason=reason))
-        return outcome, reason
+        self.events.emit(JobEnded(outcome=end.outcome, reason=end.reason))
+        return end
+
+    def _find_campaign_end(self) -> JobEnd | None:
+        """Return the end of a campaign that the job before this one has ended; the queue still had this one."""
+        if not self.job.chain_marker.exists():
+            return None
+        last = self.campaign.job(self.job.number - 1)
+        known = next_job.campaign_outcome(last, state=next_job.query_end_state(last))
+        return None if known is None else JobEnd(outcome=known[0], reason=known[1])
+
+    def list_bad_nodes(self) -> list[str]:
+        """Return the nodes on which more fails than on others."""
+        if self.allocation is None or self.allocation.job_id is None:
+            return []
+        nodes = {plan.role: self.allocation.nodes[plan.component] for plan in self.plan.roles}
+        return find_bad_nodes(self.budget.list_records(), nodes)
 
     def _queue_next(self) -> None:
         next_job.try_follow(self.place, plan=self.plan, site=self.site, slurm_id=self.slurm_id, emit=self.events.emit)
@@ -211,11 +270,13 @@ class JobDriver:
             for index in range(self.plan.role(role).num_workers):
                 self.workers.append(LongLivedWorker(role=role, index=index, future=runtime.start_worker(role, index)))
 
-    def _supervise(self, runtime: "JobRuntime", allocation: JobAllocation) -> tuple[JobOutcome, str]:
+    def _supervise(self, runtime: "JobRuntime", allocation: JobAllocation) -> JobEnd:
         watch = self._watch_progress()
         while True:
+            self.note_turn()
             if self.end_requests.is_cancelled:
-                return "stopped", "a user asked it to end at once (hpcrl stop --now)"
+                reason = "a user asked it to end at once (hpcrl stop --now)"
+                return JobEnd(outcome="stopped", reason=reason, cause="user-request")
             self._check_end_requests(allocation)
             code = runtime.trainer_exit_code()
             if code == EXIT_DONE:
@@ -226,8 +287,9 @@ class JobDriver:
                 return self._finish("cut", f"{self.drain_reason}, and the trainer failed: {self._describe_end(code)}")
             if time.monotonic() > self.drain_deadline:
                 return self._finish("cut", f"{self.drain_reason}, and the time was too short for a checkpoint")
-            if self.lease.is_lost():
-                return "failed", "another job runs this campaign: Slurm took this one for ended"
+            if self.lease_looks.is_due() and self.lease.is_lost():
+                reason = "another job runs this campaign: Slurm took this one for ended"
+                return JobEnd(outcome="failed", reason=reason, cause="infrastructure")
             if not self.drain_reason:
                 self._restart_failed(runtime, trainer_code=code)
                 self.scoring.poll(runtime)
@@ -241,21 +303,62 @@ class JobDriver:
         if trainer_code is not None:
             self._refuse_restart()
             if not self.memory.report_shortage(trainer_code):
-                self._worker_failed("train-0", self._describe_end(trainer_code))
+                self._count_trainer_failure(trainer_code)
             runtime.start_trainer()
         for role, node in runtime.replace_lost_blocks():
-            self.events.emit(FaultReported(what="worker-pool", detail=f"{role} on {node} ended and was started again"))
-            pool = f"the worker pool of {role} on {node}"
-            if self.plan.survive_node_loss and self.budget.is_used_up(pool) and runtime.drop_node(role, node):
-                self.events.emit(FaultReported(what="node", detail=f"{role} continues without {node}"))
-                self.weight_plane.go_around()
-            else:
-                self.budget.count_failure(pool, f"see parsl.{role}.block-*.log")
+            self._count_lost_pool(runtime, role, node)
         for worker in self.workers:
-            if worker.future.done():
+            if worker.is_resting:
+                if not self.budget.is_used_up(worker.name):
+                    worker.is_resting, worker.future = False, runtime.start_worker(worker.role, worker.index)
+                    self.events.emit(WorkerRestarted(of=worker.name))
+            elif worker.future.done():
                 error = worker.future.exception()
-                self._worker_failed(f"{worker.role}-{worker.index}", str(error) if error else "it ended by itself")
-                worker.future = runtime.start_worker(worker.role, worker.index)
+                self._count_worker_failure(worker, str(error) if error else "it ended by itself")
+                if not worker.is_resting:
+                    worker.future = runtime.start_worker(worker.role, worker.index)
+
+    def _count_trainer_failure(self, code: int) -> None:
+        reason = self._describe_end(code)
+        self.events.emit(WorkerFailed(of="train-0", reason=reason))
+        cause: EndCause = "out-of-memory" if code == EXIT_OUT_OF_MEMORY else "user-code"
+        self.budget.count_failure("train-0", reason, cause=cause)
+        self.events.emit(WorkerRestarted(of="train-0"))
+
+    def _count_lost_pool(self, runtime: "JobRuntime", role: RoleName, node: str) -> None:
+        """Count that a worker pool has ended; after too many ends, continue without the node if enough are left."""
+        self.events.emit(FaultReported(what="worker-pool", detail=f"{role} on {node} ended and was started again"))
+        self.budget.note_node(role, node)
+        pool = f"the worker pool of {role} on {node}"
+        if self.budget.note_failure(pool):
+            return
+        quorum = find_quorum(self.plan.components[self.plan.role(role).component].nodes, share=self.recipe.job.quorum)
+        if runtime.num_nodes(role) > quorum and runtime.drop_node(role, node):
+            self.events.emit(FaultReported(what="node", detail=f"{role} continues without {node}"))
+            self.weight_plane.go_around()
+            return
+        failed = query_failed_nodes([node], env=os.environ) if self.slurm_id is not None else []
+        reason = self.budget.describe(pool, f"see parsl.{role}.block-*.log")
+        cause: EndCause = "node-failure" if failed or node in self.list_bad_nodes() else "infrastructure"
+        raise JobError(reason, cause=cause, nodes=failed)
+
+    def _count_worker_failure(self, worker: LongLivedWorker, reason: str) -> None:
+        """Count that a worker has ended; after too many ends, continue without it if enough are left."""
+        self.events.emit(WorkerFailed(of=worker.name, reason=reason))
+        if node := find_worker_node(self.campaign, self.job.number, worker.role, worker.index):
+            self.budget.note_node(worker.role, node)
+        if self.budget.note_failure(worker.name):
+            self.events.emit(WorkerRestarted(of=worker.name))
+            return
+        worker.is_resting = True
+        alike = [other for other in self.workers if other.role == worker.role]
+        num_left = sum(not other.is_resting for other in alike)
+        reason = self.budget.describe(worker.name, reason)
+        if num_left < find_quorum(len(alike), share=self.recipe.job.quorum):
+            by_default: EndCause = "user-code" if worker.role == "env" else "infrastructure"
+            raise JobError(reason, cause="node-failure" if self.list_bad_nodes() else by_default)
+        left = f"{worker.role} continues with {num_left} of {len(alike)} workers"
+        self.events.emit(FaultReported(what="quorum", detail=f"{reason}; {left}"))
 
     def _describe_end(self, trainer_code: int) -> str:
         """Return why the trainer ended."""
@@ -266,43 +369,46 @@ class JobDriver:
     def _refuse_restart(self) -> None:
         """Raise what ended the trainer if it would only fail again."""
         if failure := read_train_progress(self.campaign.train_progress).failure:
-            raise HpcrlError(failure)
-
-    def _worker_failed(self, name: str, reason: str) -> None:
-        self.events.emit(WorkerFailed(of=name, reason=reason))
-        self.budget.count_failure(name, reason)
-        self.events.emit(WorkerRestarted(of=name))
+            raise JobError(failure, cause="user-code")
 
     def _check_end_requests(self, allocation: JobAllocation) -> None:
         """Drain the job if a user, Slurm or the clock asks for it; SIGTERM may also shorten the time of a drain."""
-        if not self.is_terminating and self.end_requests.has_termination():
+        if not self.is_terminating and self.notice_looks.is_due() and self.end_requests.has_termination():
             self.is_terminating = True
             self._drain(self._plan_termination(allocation))
         if self.drain_reason:
             return
-        request = self._find_drain(allocation.end_time)
+        request = self._find_drain(allocation)
         if request is None:
             return
         if request.is_at_walltime:
             self._queue_next()  # Slurm may have refused it before
-            request = self._find_drain(allocation.end_time) or request  # that took a while
-            self.kill_time = allocation.end_time + allocation.kill_wait_s
+            request = self._find_drain(allocation) or request  # that took a while
         self._drain(request)
 
-    def _find_drain(self, end_time: float) -> DrainRequest | None:
-        return self.end_requests.find_drain(now=time.time(), end_time=end_time, drain_s=self.margin.find_seconds())
+    def _find_drain(self, allocation: JobAllocation) -> DrainRequest | None:
+        return self.end_requests.find_drain(
+            now=time.time(),
+            end_time=allocation.end_time,
+            drain_s=self.margin.find_seconds(),
+            kill_wait_s=allocation.kill_wait_s,
+        )
 
     def _plan_termination(self, allocation: JobAllocation) -> DrainRequest:
         """Return how to drain after SIGTERM; on a machine without a scheduler no SIGKILL follows."""
         now, end = time.time(), allocation.end_time
         kill_wait_s, drain_s = allocation.kill_wait_s, self.margin.find_seconds()
+        cause: EndCause = "walltime" if now >= end - CLOCK_SKEW_S else "cancellation"
         if allocation.job_id is not None:
-            timeout_s = min(END_QUERY_TIMEOUT_S, kill_wait_s / 3)
-            end = query_running_end(allocation.job_id, timeout_s=timeout_s) or now
-        return plan_termination(end, now=now, drain_s=drain_s, kill_wait_s=kill_wait_s)
+            schedule = query_schedule(allocation.job_id, timeout_s=min(END_QUERY_TIMEOUT_S, kill_wait_s / 3))
+            end = (schedule.running_end if schedule is not None else None) or now
+            if schedule is not None and schedule.is_preempted:
+                cause = "preemption"
+        return plan_termination(end, now=now, drain_s=drain_s, kill_wait_s=kill_wait_s, cause=cause)
 
     def _drain(self, request: DrainRequest) -> None:
-        self.drain_reason = self.drain_reason or request.reason
+        if self.drain_reason is None:
+            self.drain_reason, self.drain_cause = request.reason, request.cause
         self.drain_deadline = min(self.drain_deadline, time.monotonic() + request.grace_s)
         self.kill_time = min(self.kill_time, request.kill_time)
         publish_file(self.job.drain, request.reason)
@@ -312,7 +418,7 @@ class JobDriver:
         """Return how long one part of the end may take: all of it must be over when Slurm kills the job."""
         return min(CLOSE_GRACE_S, max((self.kill_time - time.time()) / 4, MIN_CLOSE_GRACE_S))
 
-    def _finish(self, outcome: JobOutcome, reason: str) -> tuple[JobOutcome, str]:
+    def _finish(self, outcome: JobOutcome, reason: str) -> JobEnd:
         """Let the workers seal what they hold before they are ended; a user's request to stop ends the campaign."""
         if outcome in ("drained", "cut") and self.campaign.stop.exists():
             outcome = "stopped"
@@ -321,7 +427,8 @@ class JobDriver:
         deadline = time.monotonic() + self._choose_grace()
         while any(not worker.future.done() for worker in self.workers) and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL_S)
-        return outcome, reason
+        causes: dict[JobOutcome, EndCause] = {"done": "complete", "stopped": "user-request"}
+        return JobEnd(outcome=outcome, reason=reason, cause=causes.get(outcome, self.drain_cause))
 
     def _watch_progress(self) -> ProgressWatch:
         """Return the look at the figures of this job."""
@@ -345,10 +452,11 @@ class JobDriver:
             self.events.emit(FaultReported(what="groups", detail=stall.reason))
             return
         if not stall.is_hang:
-            raise HpcrlError(stall.reason)
+            raise JobError(stall.reason, cause="user-code")
         publish_file(self.job.dump_stacks, "")
         time.sleep(CLOSE_GRACE_S)
-        raise HpcrlError(f"{stall.reason}: the stacks of every worker are at the end of its log in {self.job.logs}")
+        where = f"the stacks of every worker are at the end of its log in {self.job.logs}"
+        raise JobError(f"{stall.reason}: {where}", cause="infrastructure")
 
 
 if __name__ == "__main__":

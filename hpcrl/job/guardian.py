@@ -2,42 +2,100 @@
 child, even if that was killed.
 
     run_guarded          fork, forward signals, wait, clean up, and only then record the outcome
+    DriverPulse          the heartbeat of the driver: one that hangs is ended with all its processes
     send_outcome         send the outcome to the guardian; without a guardian, clean up and record it
     cancel_reward_jobs   end the reward jobs of a driver that was killed
-    CLOSE_GRACE_S, TERM_CLOSE_GRACE_S, FORWARDED_SIGNALS   constants
+    CLOSE_GRACE_S, TERM_CLOSE_GRACE_S, FORWARDED_SIGNALS, PULSE_INTERVAL_S, MAX_SILENCE_S, MAX_TURN_S,
+    STACKS_GRACE_S, HANG_CLOSE_S   constants
 """
 
 import contextlib
-import json
+import faulthandler
+import mmap
 import os
 import signal
+import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 
-from hpcrl.campaign_dir.events import JobOutcome
+import msgspec
+
+from hpcrl.campaign_dir.job_end import EndCause, JobEnd
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.errors import SlurmError
+from hpcrl.plan.records import read_plan, read_site
 from hpcrl.slurm import next_job
 from hpcrl.slurm.commands import cancel_recorded_jobs
-from hpcrl.system.exit_codes import encode_exit_code
+from hpcrl.system.exit_codes import EXIT_FAILED, encode_exit_code
 from hpcrl.system.files import publish_file
+from hpcrl.system.memory import count_oom_kills
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, wait_for_descendants
 from hpcrl.weights.window.file import unlink_recorded_windows
 from hpcrl.weights.window.shm_cleanup import remove_orphans
 
+_TIMES = struct.Struct("dd")
 CLOSE_GRACE_S = 10.0
 """The time that processes may take to end."""
 TERM_CLOSE_GRACE_S = 1.5
 """The same after SIGTERM, when SIGKILL is near."""
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+PULSE_INTERVAL_S = 0.2
+MAX_SILENCE_S = 45.0
+"""The driver's process was stopped, or hangs with all its threads."""
+MAX_TURN_S = 400.0
+"""The longest turn of the driver's loop: a Slurm that is silent may take this long to refuse a job."""
+STACKS_GRACE_S = 5.0
+"""Time to write stacks: workers look for that request every 2 s."""
+HANG_CLOSE_S = 30.0
+"""The time to clean up after a driver that hangs: what made it hang, such as a file system, may stop this too."""
 
 
-def run_guarded(drive: Callable[[int], int], place: WorkerPlace) -> int:
+class DriverPulse:
+    """Two times in shared memory: a thread of the driver writes one of them, its loop the other."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _TIMES.size)
+        self._last_turn = self._last_beat = time.monotonic()
+        self._write()
+
+    def start(self) -> None:
+        """Start the thread, in the driver; its stacks are written at SIGUSR1."""
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)  # they are for the first thread
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def note_turn(self) -> None:
+        """Note that the driver's loop makes another turn."""
+        self._last_turn = time.monotonic()
+
+    def describe_hang(self, *, since: float) -> str | None:
+        """Return why the driver counts as hung since that time; None while it works."""
+        turn, beat = (max(then, since) for then in _TIMES.unpack(self._memory[:]))
+        now = time.monotonic()
+        if now - beat > MAX_SILENCE_S:
+            return f"the driver has stood still for {MAX_SILENCE_S:g} s"
+        if now - turn > MAX_TURN_S:
+            return f"the driver has waited for one thing for {MAX_TURN_S:g} s"
+        return None
+
+    def _beat(self) -> None:
+        while True:
+            self._last_beat = time.monotonic()
+            self._write()
+            time.sleep(PULSE_INTERVAL_S)
+
+    def _write(self) -> None:
+        self._memory[:] = _TIMES.pack(self._last_turn, self._last_beat)
+
+
+def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace) -> int:
     """Run `drive` in a child, which writes its outcome to the given descriptor; return the exit code of the job."""
-    job = place.job
+    job, pulse = place.job, DriverPulse()
     adopt_orphans()
     outcome_fd, driver_end = os.pipe()
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)  # until they can be forwarded
@@ -46,22 +104,32 @@ def run_guarded(drive: Callable[[int], int], place: WorkerPlace) -> int:
         os.close(outcome_fd)
         die_with_parent()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
-        os._exit(drive(driver_end))
+        pulse.start()
+        os._exit(drive(driver_end, pulse))
     os.close(driver_end)
     signals: set[int] = set()
-    code = _wait_for_driver(driver, signals)
+    code = _wait_for_driver(driver, signals, pulse)
+    if isinstance(code, str):
+        return _end_hung_driver(driver, code, job=job, outcome_fd=outcome_fd)
     _clean_up(job, grace_s=TERM_CLOSE_GRACE_S if signal.SIGTERM in signals else CLOSE_GRACE_S)
-    reported = os.read(outcome_fd, 1 << 16)  # no process holds the other end any more
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    publish_file(job.outcome, reported or _encode_outcome("failed", f"the driver {how}"))
-    if next_job.campaign_outcome(job) is not None:
-        _try_cleanup(lambda: next_job.cancel_next_jobs(job))
+    _record_end(job, _describe_crash(code, f"the driver {how}"), outcome_fd=outcome_fd)
     return encode_exit_code(code)
 
 
-def send_outcome(outcome: JobOutcome, reason: str, *, outcome_fd: int, job: JobDir) -> None:
+def _record_end(job: JobDir, by_default: JobEnd, *, outcome_fd: int) -> None:
+    """Record what the driver has sent, once no process holds the other end; then cancel or adapt the next job."""
+    publish_file(job.outcome, os.read(outcome_fd, 1 << 16) or by_default.encode())
+    if next_job.campaign_outcome(job) is not None:
+        _try_cleanup(lambda: next_job.cancel_next_jobs(job))
+    elif job.next_job.submission.exists():
+        campaign = job.campaign
+        _try_cleanup(lambda: next_job.avoid_nodes(job, plan=read_plan(campaign), site=read_site(campaign)))
+
+
+def send_outcome(end: JobEnd, *, outcome_fd: int, job: JobDir) -> None:
     """Send the driver's outcome to the guardian; if the guardian was killed, do its work: clean up and record it."""
-    record = _encode_outcome(outcome, reason)
+    record = msgspec.structs.replace(end, time=time.time()).encode()
     try:
         os.write(outcome_fd, record)
     except BrokenPipeError:
@@ -69,9 +137,11 @@ def send_outcome(outcome: JobOutcome, reason: str, *, outcome_fd: int, job: JobD
         publish_file(job.outcome, record)
 
 
-def _encode_outcome(outcome: JobOutcome, reason: str) -> bytes:
-    """Return the record of a job that has ended."""
-    return json.dumps({"outcome": outcome, "reason": reason[:4000], "time": time.time()}).encode()
+def _describe_crash(code: int, reason: str) -> JobEnd:
+    """Return the record of a driver that has sent none: the kernel kills processes where memory is short."""
+    is_short = code == -signal.SIGKILL and bool(count_oom_kills())
+    cause: EndCause = "out-of-memory" if is_short else "infrastructure"
+    return JobEnd(outcome="failed", reason=reason, cause=cause, time=time.time())
 
 
 def cancel_reward_jobs(job: JobDir) -> None:
@@ -79,8 +149,8 @@ def cancel_reward_jobs(job: JobDir) -> None:
     _try_cleanup(lambda: cancel_recorded_jobs(job.reward_jobs))
 
 
-def _wait_for_driver(driver: int, signals: set[int]) -> int:
-    """Wait for the driver, forwarding `signals`, and return its exit code."""
+def _wait_for_driver(driver: int, signals: set[int], pulse: DriverPulse) -> int | str:
+    """Wait for the driver, forwarding `signals`; return its exit code, or why it counts as hung."""
 
     def forward(number: int, _: FrameType | None) -> None:
         signals.add(number)
@@ -90,10 +160,45 @@ def _wait_for_driver(driver: int, signals: set[int]) -> int:
     for sig in FORWARDED_SIGNALS:
         signal.signal(sig, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
-    _, status = os.waitpid(driver, 0)
+    looked_at = since = time.monotonic()
+    result: int | str | None = None
+    while result is None:
+        ended, status = os.waitpid(driver, os.WNOHANG)
+        now = time.monotonic()
+        if now - looked_at > MAX_SILENCE_S / 4:  # the whole node stood still, or Slurm had suspended the job
+            since = now
+        looked_at = now
+        result = os.waitstatus_to_exitcode(status) if ended else pulse.describe_hang(since=since)
+        if result is None:
+            time.sleep(PULSE_INTERVAL_S)
     for sig in FORWARDED_SIGNALS:
         signal.signal(sig, signal.SIG_IGN)  # the job is already ending
-    return os.waitstatus_to_exitcode(status)
+    return result
+
+
+def _end_hung_driver(driver: int, reason: str, *, job: JobDir, outcome_fd: int) -> int:
+    """Let all processes write their stacks, kill the driver and clean up; nothing of this may hang for long."""
+    print(f"hpcrl: {reason}: its stacks follow", file=sys.stderr, flush=True)  # noqa: T201 - the batch log
+    os.kill(driver, signal.SIGUSR1)
+    os.kill(driver, signal.SIGCONT)  # a process that was stopped writes no stacks
+    _run_briefly(lambda: publish_file(job.dump_stacks, ""), timeout_s=STACKS_GRACE_S)
+    time.sleep(STACKS_GRACE_S)
+    os.kill(driver, signal.SIGKILL)
+    end = JobEnd(outcome="failed", reason=f"{reason}; the stacks are in {job.logs}", cause="infrastructure")
+
+    def close() -> None:
+        _clean_up(job, grace_s=TERM_CLOSE_GRACE_S)
+        _record_end(job, msgspec.structs.replace(end, time=time.time()), outcome_fd=outcome_fd)
+
+    _run_briefly(close, timeout_s=HANG_CLOSE_S)
+    return EXIT_FAILED
+
+
+def _run_briefly(action: Callable[[], object], *, timeout_s: float) -> None:
+    """Run something that may hang in a thread that does not keep this process."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
 
 
 def _clean_up(job: JobDir, *, grace_s: float) -> None:

@@ -6,6 +6,7 @@ TrainerMemoryWatch    what the trainer has recorded, and what the kernel did
 from collections.abc import Callable
 
 from hpcrl.campaign_dir.events import CampaignEvent, MemoryRanOut, WorkerRestarted
+from hpcrl.campaign_dir.job_end import JobError
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_limits import (
     MemoryShortage,
@@ -16,7 +17,6 @@ from hpcrl.campaign_dir.train_limits import (
     write_train_limits,
 )
 from hpcrl.config.recipe import Recipe
-from hpcrl.errors import HpcrlError
 from hpcrl.plan.trainer_memory import advise_on_shortage
 from hpcrl.system.exit_codes import EXIT_OUT_OF_MEMORY
 
@@ -43,7 +43,7 @@ class TrainerMemoryWatch:
         """Report that the trainer ended for a lack of memory; return False if it ended for another reason.
 
         Such an end does not count as a failure: each lowers a limit, which is possible a few times only. Raise
-        HpcrlError if nothing was left to lower.
+        JobError if nothing was left to lower.
         """
         limits = self._read()
         if limits == self._known and exit_code == EXIT_OUT_OF_MEMORY:
@@ -67,7 +67,7 @@ class TrainerMemoryWatch:
             )
         )
         if limits.failure:
-            raise HpcrlError(limits.failure)
+            raise JobError(limits.failure, cause="memory-limits")
         self._emit(WorkerRestarted(of="train-0"))
         return True
 

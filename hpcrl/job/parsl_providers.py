@@ -109,6 +109,10 @@ class StepProvider(ExecutionProvider):
         return True
 
     @property
+    def num_nodes(self) -> int:
+        return len(self._nodes)
+
+    @property
     def label(self) -> str:
         return "steps"
 

@@ -228,8 +228,13 @@ class JobRuntime:
         """Exclude a node from a role and from the transport of weights; False if the role has no other node."""
         if not self._steps[role].drop_node(node):
             return False
-        self._allocation = self._allocation.without_node(node)
+        if node not in self._trainer_nodes():
+            self._allocation = self._allocation.without_node(node)
         return True
+
+    def num_nodes(self, role: RoleName) -> int:
+        """Count the nodes on which worker pools of a role are started."""
+        return self._steps[role].num_nodes
 
     def close(self, *, grace_s: float) -> None:
         """End every worker pool and executor; ask first, since a step that srun ends is killed without notice."""

@@ -3,22 +3,25 @@
 EndRequests         signals, notices of SIGTERM, a user's stop file and the end of the walltime
 DrainRequest        the reason to drain, and the time for it
 plan_termination    the request of a job that received SIGTERM
-RestartBudget       the failures of each worker, pool and segment
+LookInterval        the time between two looks
+RestartBudget       the failures of each worker, pool and segment in the last hour
+find_quorum         the workers of a role without which the job ends
 DrainMargin         the time that a job needs to drain, learned from its trainer
-CLOSE_RESERVE_S, MAX_CLOSE_SHARE, MARGIN_FACTOR, NUM_STEPS, READ_INTERVAL_S   constants
+CLOSE_RESERVE_S, MAX_CLOSE_SHARE, MARGIN_FACTOR, NUM_STEPS, READ_INTERVAL_S, BUDGET_PERIOD_S, MAX_RECORDS   constants
 """
 
 import math
 import signal
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, StepFinished
-from hpcrl.errors import HpcrlError
+from hpcrl.campaign_dir.job_end import EndCause, JobError
 from hpcrl.job.guardian import CLOSE_GRACE_S
+from hpcrl.slurm.end_policy import FailureRecord
 from hpcrl.system.processes import MAX_RESTARTS
 
 CLOSE_RESERVE_S = 12.0
@@ -30,6 +33,9 @@ MARGIN_FACTOR = 1.3
 NUM_STEPS = 20
 """The number of the last steps that count."""
 READ_INTERVAL_S = 5.0
+BUDGET_PERIOD_S = 3600.0
+"""Failures that are older do not count: what leaks and ends once in hours works."""
+MAX_RECORDS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +44,13 @@ class DrainRequest:
 
     reason: str
     grace_s: float
-    is_at_walltime: bool = False
-    """True if the campaign is to continue in the next job."""
+    cause: EndCause
     kill_time: float = math.inf
     """When Slurm kills what is left, in seconds since the epoch, if it will."""
+
+    @property
+    def is_at_walltime(self) -> bool:
+        return self.cause == "walltime"
 
 
 @dataclass
@@ -66,13 +75,14 @@ class EndRequests:
         """Return whether this process or a step received SIGTERM."""
         return self.is_terminated or self.terminated.exists()
 
-    def find_drain(self, *, now: float, end_time: float, drain_s: float) -> DrainRequest | None:
+    def find_drain(self, *, now: float, end_time: float, drain_s: float, kill_wait_s: float) -> DrainRequest | None:
         """Return the request of a user or of the clock to drain; both times are seconds since the epoch."""
         if self.stop.exists():
-            return DrainRequest(reason="a user asked for it (hpcrl stop)", grace_s=drain_s)
+            return DrainRequest(reason="a user asked for it (hpcrl stop)", grace_s=drain_s, cause="user-request")
         if self.is_near_end or now > end_time - drain_s:
             grace_s = max(end_time - now - CLOSE_GRACE_S, 1.0)
-            return DrainRequest(reason="its walltime is nearly over", grace_s=grace_s, is_at_walltime=True)
+            reason, kill_time = "its walltime is nearly over", end_time + kill_wait_s
+            return DrainRequest(reason=reason, grace_s=grace_s, cause="walltime", kill_time=kill_time)
         return None
 
     def _on_cancel(self, *_: object) -> None:
@@ -85,7 +95,9 @@ class EndRequests:
         self.is_near_end = True
 
 
-def plan_termination(running_end: float | None, *, now: float, drain_s: float, kill_wait_s: float) -> DrainRequest:
+def plan_termination(
+    running_end: float | None, *, now: float, drain_s: float, kill_wait_s: float, cause: EndCause
+) -> DrainRequest:
     """Return how a job drains that received SIGTERM.
 
     `running_end` is when it will end, by Slurm's present answer: in the grace time of a preemption it still runs until
@@ -96,7 +108,13 @@ def plan_termination(running_end: float | None, *, now: float, drain_s: float, k
     else:
         kill_time, longest_s = running_end, min(running_end - now, max(drain_s, kill_wait_s))
     reserve_s = min(CLOSE_RESERVE_S, MAX_CLOSE_SHARE * longest_s)
-    return DrainRequest(reason="it received SIGTERM", grace_s=longest_s - reserve_s, kill_time=kill_time)
+    reason = f"it received SIGTERM ({cause})"
+    return DrainRequest(reason=reason, grace_s=longest_s - reserve_s, cause=cause, kill_time=kill_time)
+
+
+def find_quorum(num_workers: int, *, share: float) -> int:
+    """Return the least number of workers of a role with which the job continues."""
+    return max(math.ceil(num_workers * share), 1)
 
 
 class DrainMargin:
@@ -116,15 +134,13 @@ class DrainMargin:
         """Take the newest events of the trainer, and the least time to drain."""
         self._poll_events = poll_events
         self._least_s = least_s
-        self._clock = clock
-        self._next_read = float("-inf")
+        self._looks = LookInterval(READ_INTERVAL_S, clock=clock)
         self._step_times: deque[float] = deque(maxlen=NUM_STEPS)
         self._save_times: deque[float] = deque(maxlen=NUM_STEPS)
 
     def find_seconds(self) -> float:
         """Return how long before its end the job must drain."""
-        if self._clock() >= self._next_read:
-            self._next_read = self._clock() + READ_INTERVAL_S
+        if self._looks.is_due():
             for event in self._poll_events():
                 self._note_event(event)
         work_s = max(self._step_times, default=0.0) + max(self._save_times, default=0.0)
@@ -137,20 +153,60 @@ class DrainMargin:
             self._save_times.append(event.wall_s or 0.0)
 
 
+class LookInterval:
+    """The time between two looks at a file on the shared file system."""
+
+    def __init__(self, interval_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._next = float("-inf")
+
+    def is_due(self) -> bool:
+        """Return whether it is time for a look, which is then made."""
+        now = self._clock()
+        if now < self._next:
+            return False
+        self._next = now + self._interval_s
+        return True
+
+
 class RestartBudget:
-    """The failures in one job, by the name of what failed; `logs` is where their causes are."""
+    """The failures of the last hour, by the name of what failed; `logs` is where their causes are."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._logs = logs
-        self._failures: Counter[str] = Counter()
+        self._clock = clock
+        self._failures: dict[str, deque[float]] = {}
+        self._records: deque[tuple[float, FailureRecord]] = deque(maxlen=MAX_RECORDS)
 
-    def count_failure(self, name: str, reason: str) -> None:
-        """Raise once something has failed too often: nodes are not held for work that cannot run."""
-        self._failures[name] += 1
-        if self._failures[name] > MAX_RESTARTS:
-            times = f"{name} failed {self._failures[name]} times"
-            raise HpcrlError(f"{times}, the last time with: {reason}; the logs are in {self._logs}")
+    def count_failure(self, name: str, reason: str, *, cause: EndCause = "user-code") -> None:
+        """Raise JobError once something has failed too often: nodes are not held for work that cannot run."""
+        if not self.note_failure(name):
+            raise JobError(self.describe(name, reason), cause=cause)
+
+    def note_failure(self, name: str) -> bool:
+        """Count a failure; return False if it is one too many."""
+        is_last = self.is_used_up(name)
+        self._failures[name].append(self._clock())
+        return not is_last
+
+    def describe(self, name: str, reason: str) -> str:
+        """Return how often something has failed, and why."""
+        times = f"{name} failed {len(self._failures[name])} times in an hour"
+        return f"{times}, the last time with: {reason}; the logs are in {self._logs}"
 
     def is_used_up(self, name: str) -> bool:
         """Return whether the next failure would be one too many."""
-        return self._failures[name] >= MAX_RESTARTS
+        times = self._failures.setdefault(name, deque())
+        while times and times[0] <= self._clock() - BUDGET_PERIOD_S:
+            times.popleft()
+        return len(times) >= MAX_RESTARTS
+
+    def note_node(self, role: str, node: str) -> None:
+        """Note on which node something has failed."""
+        self._records.append((self._clock(), FailureRecord(role, node)))
+
+    def list_records(self) -> list[FailureRecord]:
+        """Return the failures of the last hour whose nodes are known."""
+        since = self._clock() - BUDGET_PERIOD_S
+        return [record for time_, record in self._records if time_ > since]

@@ -3,7 +3,7 @@
     read_jobs, JobRecord         one record a job, from files only
     select_slurm_ids             ids of the jobs that Slurm must be asked about
     judge_jobs, JobVerdict       the states of jobs and campaign; enough for `hpcrl ls`, which reads no events
-    read_heartbeats, find_last_beat, read_json_as, DriverOutcome         files
+    read_heartbeats, find_last_beat, await_new_beat, read_json_as        files
     derive_job_state, derive_campaign_state, derive_component_state, JobFacts    the states from known facts: pure
     CampaignState, JobState, UnfinishedState  the states, as below
     FINAL_JOB_STATES             the states of a job that has ended
@@ -18,7 +18,8 @@ A job has one more state: drained, which counts as stopped in a campaign that ha
 """
 
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -26,6 +27,7 @@ from typing import Any, Literal, TypeVar, get_args
 import msgspec
 
 from hpcrl.campaign_dir.events import JobOutcome
+from hpcrl.campaign_dir.job_end import JobEnd
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.monitor.progress import JobProgress
 from hpcrl.slurm.status import ACTIVE, ENDED, WAITING, JobStatus
@@ -137,15 +139,9 @@ ALIVE_WITHIN_S = 30.0
 Workers touch their event file every 2 s, and every 10 s while the job ends.
 """
 
+BEAT_LOOK_INTERVAL_S = 0.5
+
 T = TypeVar("T")
-
-
-class DriverOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome that a driver writes when it ends."""
-
-    outcome: str
-    reason: str = ""
-    time: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +152,7 @@ class JobRecord:
     submitted: SubmittedJob
     guardian_alive: bool | None = None
     """For a local job: its first process, the guardian, exists."""
-    outcome: DriverOutcome | None = None
+    outcome: JobEnd | None = None
     drain_requested: bool = False
 
     @property
@@ -254,6 +250,17 @@ def find_last_beat(job: JobDir) -> float:
     return max((beat for name, beat in beats.items() if name.startswith(make_worker_name(job.number))), default=0.0)
 
 
+def await_new_beat(job: JobDir, *, timeout_s: float, is_over: Callable[[], bool] = bool) -> bool:
+    """Return whether a process of a job sends a heartbeat: only one that changes shows it, as clocks differ."""
+    last = find_last_beat(job)
+    deadline = time.monotonic() + timeout_s
+    while not is_over() and time.monotonic() < deadline:
+        if find_last_beat(job) > last:
+            return True
+        time.sleep(BEAT_LOOK_INTERVAL_S)
+    return False
+
+
 def read_json_as(path: Path, kind: type[T], problems: list[str]) -> T | None:
     """Read a JSON file as `kind`; None if it does not exist, or if it is invalid, which is added to `problems`."""
     try:
@@ -300,7 +307,7 @@ def _read_job(directory: JobDir, problems: list[str]) -> JobRecord | None:
     guardian_alive = is_alive(submitted.pid, submitted.start_ticks) if is_local else None
     # Listing the directory makes an NFS client refresh; opening the name may return a cached "not found".
     present = {path.name for path in _list_directory(directory.root, problems)}
-    outcome = read_json_as(directory.outcome, DriverOutcome, problems) if directory.outcome.name in present else None
+    outcome = read_json_as(directory.outcome, JobEnd, problems) if directory.outcome.name in present else None
     return JobRecord(
         dir=directory,
         submitted=submitted,

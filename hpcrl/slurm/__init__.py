@@ -5,5 +5,6 @@ script      the batch script of a job
 submit      submit, interrupt and cancel a job
 allocation  nodes and end time of the current job
 next_job    queue and cancel the next job of a campaign
+end_policy  what follows the end of a job, by its cause
 status      states and reasons in plain words
 """

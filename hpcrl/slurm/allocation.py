@@ -8,11 +8,12 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import accumulate
+from typing import NamedTuple
 
 from hpcrl.errors import SlurmError
 from hpcrl.plan.components import JobComponent
 from hpcrl.plan.plan import Plan
-from hpcrl.slurm.commands import ask_slurm, expand_nodes, run_slurm
+from hpcrl.slurm.commands import COMMAND_TIMEOUT_S, expand_nodes, run_slurm
 from hpcrl.system.network import current_node
 
 KEPT_VARIABLES = (
@@ -28,6 +29,7 @@ KEPT_VARIABLES = (
 
 DEFAULT_KILL_WAIT_S = 30.0
 """Slurm's default."""
+_SCHEDULE_FORMAT = "State:30,EndTime:30,PreemptTime:30"
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES")
 """Slurm sets these for each step that has GPUs and leaves them unchanged for a step without."""
 
@@ -101,19 +103,39 @@ def read_allocation(plan: Plan) -> JobAllocation:
     for component, names in zip(plan.components, nodes, strict=True):
         if len(names) != component.nodes:
             raise SlurmError(f"component {component.index} has {len(names)} nodes, and the plan has {component.nodes}")
-    end_time, kill_wait_s = _query_end_time(job_id), _query_kill_wait()
+    end_time, kill_wait_s = _find_end_time(job_id, plan), _query_kill_wait()
     return JobAllocation(job_id=job_id, end_time=end_time, nodes=nodes, het=het, kill_wait_s=kill_wait_s)
 
 
-def query_running_end(job_id: str, *, timeout_s: float) -> float | None:
-    """Ask Slurm when a job will end, which may have changed; None if it is ending, or without an answer in time.
+class JobSchedule(NamedTuple):
+    """Slurm's present answer about the end of a job."""
 
-    A job that is preempted with a grace time still runs, and its end is that of the grace time.
-    """
-    done = run_slurm(["squeue", "-h", "-j", job_id, "-o", "%T %e"], timeout_s=timeout_s)
-    state, _, end = (done.stdout.split("\n")[0] if done.returncode == 0 else "").partition(" ")
+    state: str
+    end_time: float | None
+    """When it will end, or has ended, in seconds since the epoch."""
+    is_preempted: bool
+
+    @property
+    def running_end(self) -> float | None:
+        """The time when it will end; None if it is ending already.
+
+        A job that is preempted with a grace time still runs, and its end is that of the grace time.
+        """
+        return self.end_time if self.state in ("RUNNING", "SUSPENDED") else None
+
+
+def query_schedule(job_id: str, *, timeout_s: float = COMMAND_TIMEOUT_S) -> JobSchedule | None:
+    """Ask Slurm when a job will end, which may have changed, and whether it is preempted; None without an answer."""
+    done = run_slurm(["squeue", "-h", "-j", job_id, "-O", _SCHEDULE_FORMAT], timeout_s=timeout_s)
+    fields = done.stdout.split("\n")[0].split() if done.returncode == 0 else []
+    if len(fields) != 3:
+        return None
+    return JobSchedule(fields[0], _parse_time(fields[1]), _parse_time(fields[2]) is not None)
+
+
+def _parse_time(text: str) -> float | None:
     with contextlib.suppress(ValueError):  # "N/A"
-        return datetime.fromisoformat(end).timestamp() if state in ("RUNNING", "SUSPENDED") else None
+        return datetime.fromisoformat(text).timestamp()
     return None
 
 
@@ -156,6 +178,10 @@ def _query_kill_wait() -> float:
     return float(found[1]) if found else DEFAULT_KILL_WAIT_S
 
 
-def _query_end_time(job_id: str) -> float:
-    """Ask squeue when the job ends: SLURM_JOB_END_TIME is not set everywhere."""
-    return datetime.fromisoformat(ask_slurm(["squeue", "-h", "-j", job_id, "-o", "%e"]).split()[0]).timestamp()
+def _find_end_time(job_id: str, plan: Plan) -> float:
+    """Return when the job ends: by Slurm, which may not answer now, else by what was asked for."""
+    schedule = query_schedule(job_id)
+    if schedule is not None and schedule.end_time is not None:
+        return schedule.end_time
+    named = os.environ.get("SLURM_JOB_END_TIME", "")  # not set everywhere
+    return float(named) if named.isdecimal() else time.time() + plan.cost.walltime_min * 60

@@ -11,8 +11,11 @@ the next job; where nodes may not submit jobs, the login node queues all of a ch
     count_jobs_left   that number
     list_followers    the jobs of the chain after this one
     cancel_next_jobs  remove them from the queue
+    avoid_nodes       let them avoid nodes that failed
     campaign_outcome  the outcome of a campaign, if no job is to follow this one
     has_more_steps, find_last_step   what a campaign still has to do, by its newest checkpoint
+    query_end_state   ask Slurm how a job ended
+    UNCERTAIN_CAUSES  causes that Slurm may correct
 """
 
 import os
@@ -23,17 +26,22 @@ import msgspec
 
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, FaultReported, JobOutcome, NextJobQueued
+from hpcrl.campaign_dir.job_end import EndCause, read_job_end
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
-from hpcrl.campaign_dir.train_limits import make_recipe_digest, read_train_limits
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe
 from hpcrl.slurm import commands
-from hpcrl.slurm.script import make_job_script, make_mark
+from hpcrl.slurm.end_policy import UNCOUNTED_CAUSES, SavedProgress, decide_campaign_end, name_slurm_cause
+from hpcrl.slurm.script import list_excluded_nodes, make_job_script, make_mark
+from hpcrl.slurm.status import UNKNOWN, query_job_states
 from hpcrl.slurm.submit import SubmittedJob, make_site_environment, record_submission
 from hpcrl.system.files import make_private_dir, publish_file, read_json, remove_path
+
+UNCERTAIN_CAUSES: frozenset[EndCause] = frozenset({"unknown", "cancellation", "infrastructure"})
+"""The causes that a job records where Slurm may know better afterwards."""
 
 
 def queue_next_job(
@@ -121,32 +129,54 @@ def cancel_next_jobs(job: JobDir, *, env: Mapping[str, str] | None = None) -> No
         remove_path(follower.root)
 
 
-def campaign_outcome(job: JobDir) -> tuple[JobOutcome, str] | None:
+def avoid_nodes(job: JobDir, *, plan: Plan, site: Site) -> None:
+    """Let the jobs that wait for `job` avoid the nodes that failed, also those that failed after they were queued.
+
+    Raise SlurmError if Slurm refuses that.
+    """
+    nodes = list_excluded_nodes(job.campaign, plan=plan, site=site, now=time.time())
+    for follower in list_followers(job) if nodes else ():
+        if follower.submission.exists():
+            id = read_json(follower.submission)["id"]
+            commands.ask_slurm(["scontrol", "update", f"JobId={id}", f"ExcNodeList={','.join(nodes)}"])
+
+
+def campaign_outcome(job: JobDir, *, state: str = UNKNOWN) -> tuple[JobOutcome, str] | None:
     """Return the outcome of a campaign whose job `job` has ended; None if another job is to continue it.
 
-    A job that failed is followed only if it has made a checkpoint; one that was drained, cut off or killed also if the
-    job before has: the next one may have more time. It is not followed if its trainer has too little memory in any job.
+    `state` is that of the job in Slurm, if it is known: it names the cause where the job could not learn it.
     """
     if job.campaign.stop.exists():
         return "stopped", "a user asked for it (hpcrl stop)"
-    recorded = read_json(job.outcome) if job.outcome.exists() else None
-    if recorded is not None and recorded["outcome"] == "done" and has_more_steps(job.campaign):
+    end = read_job_end(job)
+    cause = end.likely_cause if end is not None else "unknown"
+    if cause in UNCERTAIN_CAUSES and (named := name_slurm_cause(state)) != "unknown":
+        cause = named
+    if cause == "complete" and has_more_steps(job.campaign):
         return None  # the campaign was extended while the job ran
-    if recorded is not None and recorded["outcome"] not in ("drained", "cut", "failed"):
-        return recorded["outcome"], recorded["reason"]
-    if recorded is not None and _is_out_of_memory(job.campaign, recorded["reason"]):
-        return "failed", recorded["reason"]
-    if _has_checkpoint(job.campaign, job.number):
-        return None
-    if recorded is not None and recorded["outcome"] == "failed":
-        return "failed", recorded["reason"]
-    if not job.chain_marker.exists() or _has_checkpoint(job.campaign, job.number - 1):
-        return None
-    ended = f": {recorded['reason']}" if recorded is not None else ", the last without an outcome"
-    return "failed", (
-        f"jobs {job.number - 1} and {job.number} ended without a checkpoint{ended}; raise job.walltime_min, or lower "
-        "train.checkpoint_every_steps or train.groups_per_step"
-    )
+    return decide_campaign_end(end, cause, _read_progress(job))
+
+
+def query_end_state(job: JobDir) -> str:
+    """Ask Slurm how a job ended; UNKNOWN without an answer, or for a job of no scheduler."""
+    if not job.submission.exists():
+        return UNKNOWN
+    id = str(read_json(job.submission)["id"])
+    return query_job_states([id], env=os.environ)[id].state
+
+
+def _read_progress(job: JobDir) -> SavedProgress:
+    """Return what a job and those before it have saved; a job that a user has submitted starts a new count."""
+    num_idle, seen = 0, job
+    while not _has_checkpoint(job.campaign, seen.number):
+        end = read_job_end(seen)
+        num_idle += end is None or end.cause not in UNCOUNTED_CAUSES or seen is job
+        if not seen.chain_marker.exists() or seen.number == 0:
+            break
+        seen = job.campaign.job(seen.number - 1)
+    numbers = reversed(job.campaign.job_numbers())
+    has_checkpoint = any(_has_checkpoint(job.campaign, number) for number in numbers if number <= job.number)
+    return SavedProgress(job.number, num_idle, has_checkpoint)
 
 
 def has_more_steps(campaign: CampaignDir) -> bool:
@@ -165,14 +195,6 @@ def count_jobs_left(job: JobDir) -> int:
         return int(job.chain_marker.read_text())
     except FileNotFoundError:
         return read_plan(job.campaign).num_jobs - 1
-
-
-def _is_out_of_memory(campaign: CampaignDir, reason: str) -> bool:
-    """Return whether this is the reason that the trainer gave when nothing was left to lower."""
-    if not campaign.train_limits.exists():
-        return False
-    limits, _ = read_train_limits(campaign.train_limits, recipe_digest=make_recipe_digest(campaign.recipe))
-    return bool(limits.failure) and limits.failure.startswith(reason)
 
 
 def _has_checkpoint(campaign: CampaignDir, number: int) -> bool:

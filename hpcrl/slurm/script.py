@@ -4,28 +4,42 @@ make_batch_script   the script of one job
 make_job_script     the same for an existing campaign
 make_reward_script  the script of one reward job
 make_mark           the comment of one job
+list_excluded_nodes  the nodes that the next job avoids
 choose_python       the Python interpreter of the jobs
+EXCLUSION_S         how long a node is avoided
 """
 
 import hashlib
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterable, Sequence
 
-from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.campaign_dir.job_end import read_job_end
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.site import Site
 from hpcrl.config.toml import shipped_folder
 from hpcrl.errors import PlanError
 from hpcrl.plan.plan import Plan
 from hpcrl.system.files import read_json
 
+EXCLUSION_S = 24 * 3600.0
+"""The time for which a node that failed is avoided: it may be repaired."""
 
-def make_batch_script(plan: Plan, *, job: JobDir, python: str, exports: Iterable[tuple[str, str]] = ()) -> str:
+
+def make_batch_script(
+    plan: Plan,
+    *,
+    job: JobDir,
+    python: str,
+    exports: Iterable[tuple[str, str]] = (),
+    excluded_nodes: Sequence[str] = (),
+) -> str:
     """Return the script of one job; a site without a scheduler runs the same text in bash."""
     lines = ["#!/bin/bash"]
     if plan.layout != "local":
-        lines += _make_directives(plan, job=job)
+        lines += _make_directives(plan, job=job, excluded_nodes=excluded_nodes)
     lines += ["", "set -eu", "umask 077"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in exports]
     if plan.prologue:
@@ -37,7 +51,16 @@ def make_batch_script(plan: Plan, *, job: JobDir, python: str, exports: Iterable
 def make_job_script(plan: Plan, *, job: JobDir, site: Site) -> str:
     """Return the script of one job of an existing campaign, with the exports of its first submission."""
     exports = read_json(job.campaign.manifest)["exports"].items()
-    return make_batch_script(plan, job=job, python=choose_python(site), exports=exports)
+    excluded = list_excluded_nodes(job.campaign, plan=plan, site=site, now=time.time())
+    return make_batch_script(plan, job=job, python=choose_python(site), exports=exports, excluded_nodes=excluded)
+
+
+def list_excluded_nodes(campaign: CampaignDir, *, plan: Plan, site: Site, now: float) -> list[str]:
+    """Return the nodes that failed in the last jobs, newest first; no more than each partition can spare."""
+    ends = [end for number in reversed(campaign.job_numbers()) if (end := read_job_end(campaign.job(number)))]
+    named = dict.fromkeys(node for end in ends if now - end.time < EXCLUSION_S for node in end.nodes)
+    spare = min((site.partitions[part.partition].max_nodes - part.nodes for part in plan.components), default=0)
+    return list(named)[: max(spare, 0)]
 
 
 def choose_python(site: Site) -> str:
@@ -67,13 +90,15 @@ def make_reward_script(plan: Plan, *, job: JobDir, name: str, command: Sequence[
     return "\n".join([*lines, "", f"exec {shlex.join(command)}", ""])
 
 
-def _make_directives(plan: Plan, *, job: JobDir) -> list[str]:
+def _make_directives(plan: Plan, *, job: JobDir, excluded_nodes: Sequence[str]) -> list[str]:
     """Return the #SBATCH lines: a block for each component, or one for all; the first block sets the output file."""
     log = str(job.log("batch")).replace("%", "%%")
     name = job.campaign.name
     shared = [f"--job-name=hpcrl-{name}", f"--time={_format_walltime(plan.cost.walltime_min)}", "--export=ALL"]
     shared.append(f"--comment={make_mark(job)}")
     shared += [f"--signal=B:USR2@{int(plan.drain_s)}", "--no-requeue"]  # the next job continues, not this one again
+    if excluded_nodes:
+        shared.append(f"--exclude={','.join(excluded_nodes)}")
     if plan.survive_node_loss:
         shared.append("--no-kill")
     lines: list[str] = []

@@ -5,6 +5,7 @@ JobStatus                  the state of one job
 ComponentStatus            the state of one of its components
 parse_queue, parse_ended   parse the two text formats (JSON changes between Slurm versions)
 combine_states             the state of a heterogeneous job from those of its components
+query_failed_nodes         ask sinfo which nodes cannot be used
 explain_reason             why a job waits or ended, in plain words
 UNKNOWN, WAITING, ACTIVE, ENDED   states
 
@@ -81,6 +82,8 @@ ENDED = (
     "cancelled", "completed",
 )  # fmt: skip
 
+_FAILED = ("down", "fail", "drain", "unknown", "error", "power")
+"""The states of a node on which no job starts; a `*` after any state: it does not respond."""
 _QUEUE_FORMAT = "%i|%A|%T|%P|%S|%e|%N|%r"
 _ENDED_FORMAT = "JobIDRaw,JobID,State,ExitCode,Partition,NodeList"
 _COMPONENT_ID = re.compile(r"(?P<leader>\d+)(?:\+(?P<index>\d+))?")
@@ -142,6 +145,16 @@ def query_job_states(ids: Sequence[str], *, env: Mapping[str, str], timeout_s: f
         why = queue.problem or ended.problem or "neither squeue nor sacct lists it"
         found |= {job: JobStatus(id=job, state=UNKNOWN, reason=why) for job in missing if job not in found}
     return states | {job: found[job] for job in numbers}
+
+
+def query_failed_nodes(nodes: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 10.0) -> list[str]:
+    """Return the nodes that Slurm reports as down, failed, drained or silent; none without an answer."""
+    if not nodes:
+        return []
+    command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N %T"]
+    rows = (line.split() for line in _query_slurm(command, env, timeout_s=timeout_s).text.splitlines())
+    states = {row[0]: row[1] for row in rows if len(row) == 2}
+    return [node for node in nodes if states.get(node, "").endswith("*") or states.get(node, "").startswith(_FAILED)]
 
 
 def parse_queue(text: str) -> dict[str, JobStatus]:

@@ -34,6 +34,13 @@ def list_saved_steps(run: CampaignDir) -> list[int]:
     return [event["step"] for event in read_events(run.events) if event["event"] == "checkpoint"]
 
 
+def find_batch_processes(run: CampaignDir) -> list[psutil.Process]:
+    """Return the guardian and the driver of the first job."""
+    mark = ["hpcrl.job.driver", str(run.root), "0"]
+    found = [one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [])[-3:] == mark]
+    return sorted(found, key=lambda one: one.ppid() in {other.pid for other in found})
+
+
 def await_end(lab: Lab, run: CampaignDir) -> str:
     """Wait until Slurm has ended the first job; return its state in the accounting."""
     id = json.loads(run.job(0).submission.read_text())["id"]
@@ -45,7 +52,7 @@ def test_a_cancelled_job_saves_its_last_step(lab: Lab, campaigns: Path) -> None:
     run, id = start(campaigns, "c")
     lab.run("scancel", id)
     assert await_end(lab, run) == "CANCELLED"
-    assert outcome(run)["outcome"] == "drained"
+    assert (outcome(run)["outcome"], outcome(run)["cause"]) == ("drained", "cancellation")
     assert list_saved_steps(run) == [steps(run)[-1]["step"]]
     assert lab.list_shared_memory() == {}
 
@@ -55,7 +62,7 @@ def test_a_job_that_is_preempted_with_a_grace_time_uses_it_for_a_checkpoint(lab:
     run, _ = start(campaigns, "p", "-s", "site.partitions.h100.slurm_partition=spare", site="lab-hetstep")
     taker = lab.run("sbatch", "--parsable", "-p", "h100", "-N4", "--exclusive", "--mem=0", "-o/dev/null", "--wrap=true")
     assert await_end(lab, run) in ("PREEMPTED", "COMPLETED"), "it may end within the grace time"
-    assert outcome(run)["outcome"] == "drained"
+    assert (outcome(run)["outcome"], outcome(run)["cause"]) == ("drained", "preemption")
     assert run.job(0).terminated.exists(), "Slurm sent SIGTERM to the steps, before the batch script got one"
     assert list_saved_steps(run) == [steps(run)[-1]["step"]]
     assert lab.list_shared_memory() == {}
@@ -65,7 +72,7 @@ def test_a_job_that_is_preempted_with_a_grace_time_uses_it_for_a_checkpoint(lab:
 def test_a_chain_of_jobs_whose_walltime_ends_loses_no_step(lab: Lab, campaigns: Path) -> None:
     walltime = ("-s", "job.walltime_min=2", "-s", "job.drain_s=60", "-s", "job.num_jobs=2")
     run, _ = start(campaigns, "w", *walltime)
-    assert outcome(run, 0)["outcome"] == "drained"
+    assert (outcome(run, 0)["outcome"], outcome(run, 0)["cause"]) == ("drained", "walltime")
     assert "walltime" in outcome(run, 0)["reason"]
     saved = list_saved_steps(run)
     until(lambda: any(step["job"] == 1 for step in steps(run)), what="the next job makes steps")
@@ -76,10 +83,33 @@ def test_a_chain_of_jobs_whose_walltime_ends_loses_no_step(lab: Lab, campaigns: 
 
 def test_nodes_are_left_clean_if_no_process_of_the_batch_step_is_left(lab: Lab, campaigns: Path) -> None:
     run, _ = start(campaigns, "k")
-    mark = ["hpcrl.job.driver", str(run.root), "0"]
-    for process in psutil.process_iter(["cmdline"]):
-        if (process.info["cmdline"] or [])[-3:] == mark:
-            process.send_signal(signal.SIGKILL)
+    for process in find_batch_processes(run):
+        process.send_signal(signal.SIGKILL)
     await_end(lab, run)
     until(lambda: lab.list_shared_memory() == {}, what="steps without a driver clean up", timeout_s=30)
     assert not run.job(0).outcome.exists()
+
+
+def test_the_nodes_of_a_driver_that_hangs_are_freed(lab: Lab, campaigns: Path) -> None:
+    run, id = start(campaigns, "h", "-s", "job.num_jobs=2")
+    following = json.loads(run.job(1).submission.read_text())["id"]
+    (_, driver) = find_batch_processes(run)
+    driver.send_signal(signal.SIGSTOP)
+    until(lambda: id not in lab.run("squeue", "-h", "-t", "running,completing", "-o", "%A"), what="the job has ended")
+    assert outcome(run)["cause"] == "infrastructure"
+    assert "the driver has stood still" in outcome(run)["reason"]
+    assert "in _supervise" in run.job(0).log("batch").read_text(), "the stacks of the driver"
+    assert "Thread" in run.job(0).log("env-0").read_text(), "the stacks of workers"
+    assert lab.list_shared_memory() == {}
+    assert lab.run("squeue", "-h", "-j", following, "-o", "%A") == "", "there is no checkpoint to continue from"
+
+
+def test_a_queued_job_is_changed_to_avoid_nodes(lab: Lab, campaigns: Path) -> None:
+    run, _ = start(campaigns, "x", "-s", "job.num_jobs=2")
+    following = json.loads(run.job(1).submission.read_text())["id"]
+    lab.run("scontrol", "update", f"JobId={following}", "ExcNodeList=env3,decode2")
+    excluded = [
+        word for word in lab.run("scontrol", "show", "job", following).split() if word.startswith("ExcNodeList=")
+    ]
+    assert excluded == ["ExcNodeList=env3,decode2"] * 4, "of each component"
+    hpcrl("stop", "--now", "x")

@@ -25,6 +25,7 @@ PROGRAM = """
 import os, signal, sys, threading, time
 from pathlib import Path
 from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.job_end import JobEnd
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.job.guardian import run_guarded, send_outcome
@@ -37,7 +38,7 @@ def beat(log):
         log.beat()
         time.sleep(0.05)
 
-def drive(outcome_fd):
+def drive(outcome_fd, pulse):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
     log = EventLog.open(campaign, "env", 0, job=0, role="env")
     threading.Thread(target=beat, args=(log,), daemon=True).start()
@@ -45,7 +46,7 @@ def drive(outcome_fd):
     signal.sigwait([signal.SIGTERM])  # the guardian has ended
     Path(sys.argv[2]).write_text(str(os.getpid()))
     signal.sigwait([signal.SIGUSR1])  # it has drained
-    send_outcome("drained", "it received SIGTERM", outcome_fd=outcome_fd, job=place.job)
+    send_outcome(JobEnd(outcome="drained", cause="cancellation"), outcome_fd=outcome_fd, job=place.job)
     return 0
 
 sys.exit(run_guarded(drive, place))

@@ -11,14 +11,15 @@ from hpcrl.campaign_dir.paths import CampaignDir, make_worker_name
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.job import campaign_lease
 from hpcrl.job.campaign_lease import take_campaign_lease
+from hpcrl.monitor import job_state
 from hpcrl.system.network import current_node
 from hpcrl.system.processes import read_start_ticks
 
 
 @pytest.fixture
 def campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CampaignDir:
-    monkeypatch.setattr(campaign_lease, "SILENCE_S", 1.0)
-    monkeypatch.setattr(campaign_lease, "POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(campaign_lease, "ALIVE_WITHIN_S", 1.0)
+    monkeypatch.setattr(job_state, "BEAT_LOOK_INTERVAL_S", 0.05)
     (tmp_path / "events").mkdir()
     return CampaignDir(tmp_path)
 

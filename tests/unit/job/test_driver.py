@@ -1,20 +1,23 @@
 """What the driver does about a job in which nothing happens, and about a trainer that has failed for good."""
 
 import dataclasses
+from concurrent.futures import Future
 
 import pytest
 
 from hpcrl.campaign_dir.driver_lease import DriverLease
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import FaultReported
+from hpcrl.campaign_dir.job_end import JobError
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.campaign_dir.train_progress import MIN_DROPPED_GROUPS, TrainProgress, write_train_progress
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import load_site
-from hpcrl.errors import HpcrlError
-from hpcrl.job.driver import JobDriver
+from hpcrl.errors import HpcrlError, SlurmError, TrainError
+from hpcrl.job.driver import JobDriver, LongLivedWorker, _describe_failure
 from hpcrl.plan.plan import make_plan
 from hpcrl.system.files import make_private_dir
+from hpcrl.system.processes import MAX_RESTARTS
 from tests.support.plans import make_recipe
 
 
@@ -55,3 +58,43 @@ def test_a_job_that_only_drops_flat_groups_is_reported(driver):
         driver._check_progress(watch)
     (fault,) = [event for event in EventReader(driver.campaign.events).poll() if isinstance(event, FaultReported)]
     assert "99 groups were dropped since the last step, 99 as all their rewards are equal" in fault.detail
+
+
+def fail_worker(driver, worker, times=MAX_RESTARTS + 1):
+    for _ in range(times):
+        driver._count_worker_failure(worker, "exit code 1")
+
+
+def test_a_job_continues_without_a_worker_that_fails_again_and_again(driver):
+    driver.workers = [LongLivedWorker("env", index, Future()) for index in range(3)]
+    fail_worker(driver, driver.workers[0])
+    assert [worker.is_resting for worker in driver.workers] == [True, False, False]
+    (fault,) = [event for event in EventReader(driver.campaign.events).poll() if isinstance(event, FaultReported)]
+    assert (fault.what, fault.detail.endswith("env continues with 2 of 3 workers")) == ("quorum", True)
+    with pytest.raises(JobError, match=r"^env-1 failed 4 times in an hour, the last time with: exit code 1") as ended:
+        fail_worker(driver, driver.workers[1])
+    assert ended.value.cause == "user-code"
+
+
+def test_engines_that_fail_everywhere_are_not_the_fault_of_a_recipe(driver):
+    driver.workers = [LongLivedWorker("decode", 0, Future())]
+    with pytest.raises(JobError) as ended:
+        fail_worker(driver, driver.workers[0])
+    assert ended.value.cause == "infrastructure"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (JobError("x", cause="memory-limits"), "memory-limits"),
+        (TrainError("x"), "user-code"),
+        (SlurmError("x"), "infrastructure"),
+        (OSError(116, "Stale file handle"), "infrastructure"),
+        (ZeroDivisionError("a fault of the driver"), "infrastructure"),
+    ],
+)
+def test_the_end_of_a_job_names_the_cause_of_its_failure(error, cause):
+    end = _describe_failure(error, is_supervising=True)
+    assert (end.outcome, end.cause, end.reason.endswith(str(error))) == ("failed", cause, True)
+    if not isinstance(error, JobError):
+        assert _describe_failure(error, is_supervising=False).cause == "not-started"

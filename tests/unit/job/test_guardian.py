@@ -4,15 +4,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
+
+from hpcrl.campaign_dir.job_end import JobEnd, read_job_end
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import make_private_dir, read_json
+from hpcrl.system.processes import read_start_ticks
 from tests.support.campaigns import until
 
 PROGRAM = """
 import signal, sys
 from pathlib import Path
+from hpcrl.campaign_dir.job_end import JobEnd
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.job.guardian import run_guarded, send_outcome
@@ -20,11 +26,11 @@ from hpcrl.job.guardian import run_guarded, send_outcome
 campaign = CampaignDir(Path(sys.argv[1]))
 place = WorkerPlace(campaign.job(0), "node0")
 
-def drive(outcome_fd):
+def drive(outcome_fd, pulse):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     print("ready", flush=True)
     signal.sigwait([signal.SIGTERM])
-    send_outcome("drained", "it received SIGTERM", outcome_fd=outcome_fd, job=place.job)
+    send_outcome(JobEnd(outcome="drained", cause="cancellation"), outcome_fd=outcome_fd, job=place.job)
     return 0
 
 sys.exit(run_guarded(drive, place))
@@ -52,3 +58,80 @@ def test_a_driver_whose_guardian_was_killed_records_its_own_outcome(tmp_path: Pa
     job = end_guardian(tmp_path, signal.SIGKILL).job(0)
     until(job.outcome.exists, what="the driver records its outcome", timeout_s=30)
     assert (read_json(job.outcome)["outcome"], job.end.exists()) == ("drained", True)
+
+
+HUNG_PROGRAM = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.job import guardian
+
+guardian.MAX_SILENCE_S, guardian.MAX_TURN_S, guardian.STACKS_GRACE_S = 2.0, 6.0, 0.5
+place = WorkerPlace(CampaignDir(Path(sys.argv[1])).job(0), "node0")
+
+def hang_in_one_place():
+    time.sleep(600)
+
+def stop_or_hang():
+    if sys.argv[2] == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    hang_in_one_place()
+
+def drive(outcome_fd, pulse):
+    print(subprocess.Popen(["sleep", "600"]).pid, os.getpid(), flush=True)
+    if sys.argv[2] == "work":
+        sys.stdin.readline()
+        for _ in range(40):
+            pulse.note_turn()
+            time.sleep(0.05)
+        guardian.send_outcome(guardian.JobEnd(outcome="drained"), outcome_fd=outcome_fd, job=place.job)
+        return 0
+    stop_or_hang()
+
+sys.exit(guardian.run_guarded(drive, place))
+"""
+
+
+def run_hung(tmp_path: Path, how: str) -> tuple[JobEnd, str, int]:
+    """Run a driver that hangs; return the recorded end, the batch log, and the pid of a process that it has started."""
+    job = CampaignDir(tmp_path).job(0)
+    make_private_dir(job.root)
+    command = [sys.executable, "-c", HUNG_PROGRAM, str(tmp_path), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    end = read_job_end(job)
+    assert end is not None
+    assert job.dump_stacks.exists(), "all workers write their stacks"
+    return end, done.stderr, int(done.stdout.split()[0])
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("stop", "has stood still for 2 s"), ("hang", "has waited for one thing for 6 s")]
+)
+def test_a_driver_that_hangs_is_ended_with_its_processes_and_its_stacks_are_kept(
+    tmp_path: Path, how: str, reason: str
+) -> None:
+    end, log, started = run_hung(tmp_path, how)
+    assert (end.outcome, end.cause, reason in end.reason) == ("failed", "infrastructure", True)
+    assert "in stop_or_hang" in log
+    assert read_start_ticks(started) is None, "what it had started was ended too"
+
+
+def test_a_job_that_stood_still_as_a_whole_continues(tmp_path: Path) -> None:
+    job = CampaignDir(tmp_path).job(0)
+    make_private_dir(job.root)
+    command = [sys.executable, "-c", HUNG_PROGRAM, str(tmp_path), "work"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as guardian:
+        assert guardian.stdout is not None
+        assert guardian.stdin is not None
+        driver = int(guardian.stdout.readline().split()[1])
+        for sig in (signal.SIGSTOP, signal.SIGCONT):
+            os.kill(guardian.pid, sig)
+            os.kill(driver, sig)
+            if sig == signal.SIGSTOP:
+                time.sleep(3.0)  # longer than a driver may stand still
+        guardian.stdin.write("work\n")
+        guardian.stdin.flush()
+        assert guardian.wait(60) == 0
+    assert read_job_end(job) == JobEnd(outcome="drained", time=read_json(job.outcome)["time"])

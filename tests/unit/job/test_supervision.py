@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, StepFinished
-from hpcrl.errors import HpcrlError
+from hpcrl.campaign_dir.job_end import JobError
 from hpcrl.job.guardian import CLOSE_GRACE_S
 from hpcrl.job.supervision import (
+    BUDGET_PERIOD_S,
     CLOSE_RESERVE_S,
     MARGIN_FACTOR,
     NUM_STEPS,
@@ -17,7 +18,9 @@ from hpcrl.job.supervision import (
     DrainMargin,
     DrainRequest,
     EndRequests,
+    LookInterval,
     RestartBudget,
+    find_quorum,
     plan_termination,
 )
 from hpcrl.system.processes import MAX_RESTARTS
@@ -40,7 +43,7 @@ def requests(tmp_path) -> Iterator[EndRequests]:
 
 
 def find_drain(requests: EndRequests, *, now: float = 0.0) -> DrainRequest | None:
-    return requests.find_drain(now=now, end_time=END_TIME, drain_s=DRAIN_S)
+    return requests.find_drain(now=now, end_time=END_TIME, drain_s=DRAIN_S, kill_wait_s=KILL_WAIT_S)
 
 
 def test_a_job_without_requests_continues_until_there_is_just_time_to_drain(requests):
@@ -48,6 +51,7 @@ def test_a_job_without_requests_continues_until_there_is_just_time_to_drain(requ
     request = find_drain(requests, now=END_TIME - 59.0)
     assert request is not None
     assert (request.grace_s, request.is_at_walltime) == (59.0 - CLOSE_GRACE_S, True)
+    assert request.kill_time == END_TIME + KILL_WAIT_S
 
 
 def test_a_job_past_its_end_still_has_a_moment_to_drain(requests):
@@ -83,12 +87,13 @@ def test_sigterm_counts_whether_this_process_or_a_step_received_it(requests):
     ids=["it is ending", "its end has passed", "preempted with a grace time", "its end is far"],
 )
 def test_a_job_with_sigterm_drains_in_the_time_that_slurm_leaves(running_end, grace_s, kill_time):
-    request = plan_termination(running_end, now=100.0, drain_s=DRAIN_S, kill_wait_s=KILL_WAIT_S)
-    assert (request.grace_s, request.kill_time, request.is_at_walltime) == (grace_s, kill_time, False)
+    request = plan_termination(running_end, now=100.0, drain_s=DRAIN_S, kill_wait_s=KILL_WAIT_S, cause="preemption")
+    assert (request.grace_s, request.kill_time, request.cause) == (grace_s, kill_time, "preemption")
+    assert "preemption" in request.reason
 
 
 def test_most_of_a_short_kill_wait_is_left_for_the_checkpoint():
-    request = plan_termination(None, now=0.0, drain_s=DRAIN_S, kill_wait_s=10.0)
+    request = plan_termination(None, now=0.0, drain_s=DRAIN_S, kill_wait_s=10.0, cause="cancellation")
     assert request.grace_s == pytest.approx(6.0)
 
 
@@ -114,8 +119,32 @@ def test_each_name_has_restarts_of_its_own(tmp_path):
         budget.count_failure("env-0", "exit code 1")
     budget.count_failure("env-1", "exit code 2")
     assert budget.is_used_up("env-0")
-    with pytest.raises(HpcrlError, match=rf"env-0 failed {MAX_RESTARTS + 1} times.*exit code 9; .*{tmp_path}/logs"):
+    with pytest.raises(JobError, match=rf"env-0 failed {MAX_RESTARTS + 1} times.*exit code 9; .*{tmp_path}/logs"):
         budget.count_failure("env-0", "exit code 9")
+
+
+def test_failures_of_hours_ago_do_not_count(tmp_path):
+    now = 0.0
+    budget = RestartBudget(tmp_path / "logs", clock=lambda: now)
+    for hour in range(3 * MAX_RESTARTS):
+        now = hour * BUDGET_PERIOD_S / 2
+        budget.note_node("env", "n1")
+        assert budget.note_failure("env-0"), f"hour {hour / 2}"
+    assert len(budget.list_records()) == 2
+    assert [budget.note_failure("env-0") for _ in range(MAX_RESTARTS)] == [True, False, False]
+    now += BUDGET_PERIOD_S
+    assert not budget.is_used_up("env-0"), "it may be restarted again"
+
+
+@pytest.mark.parametrize(("num", "share", "quorum"), [(1, 0.1, 1), (2, 0.5, 1), (3, 0.5, 2), (8, 1.0, 8)])
+def test_a_role_needs_a_share_of_its_workers_and_at_least_one(num, share, quorum):
+    assert find_quorum(num, share=share) == quorum
+
+
+def test_a_file_is_looked_at_once_in_an_interval():
+    times = iter((0.0, 4.0, 10.0, 11.0))
+    looks = LookInterval(10.0, clock=lambda: next(times))
+    assert [looks.is_due() for _ in range(4)] == [True, False, True, False]
 
 
 LEAST_S = 60.0

@@ -1,27 +1,31 @@
 """The steps of the two layouts: the srun words before a command, and the nodes of each component."""
 
-from collections.abc import Callable, Iterator
+import os
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
 
 import pytest
 
 from hpcrl.errors import SlurmError
 from hpcrl.plan.plan import Plan
-from hpcrl.slurm import allocation as module
-from hpcrl.slurm.allocation import JobAllocation, read_allocation, scrub_environment
+from hpcrl.slurm.allocation import JobAllocation, query_schedule, read_allocation, scrub_environment
 from tests.support.plans import plan_recipe
 
 COMMAND = ["python", "courier.py"]
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Answer as a Slurm that knows when jobs end."""
-
-    def ask(command: list[str]) -> str:
-        return "2026-11-20T12:00:00\n" if command[0] == "squeue" else ""
-
-    monkeypatch.setattr(module, "ask_slurm", ask)
+def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Fakes of Slurm's commands: squeue prints a file, the others nothing."""
+    for name, program in (("squeue", f"cat {tmp_path}/queue"), ("scontrol", "true")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / name).chmod(0o700)
+    (tmp_path / "queue").write_text("RUNNING 2026-11-20T12:00:00 N/A\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "123")
+    return tmp_path
 
 
 def planned(site: str) -> Plan:
@@ -33,7 +37,7 @@ def option(command: list[str], name: str) -> str | None:
 
 
 @pytest.fixture
-def in_one(answers: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], JobAllocation]:
+def in_one(answers: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], JobAllocation]:
     """Read the allocation of a plain job whose batch script runs on a node."""
 
     def read(nodes: str, here: str) -> JobAllocation:
@@ -76,7 +80,7 @@ def test_steps_inside_one_allocation_name_their_nodes_and_no_het_group(
     assert (option(left, "nodelist"), option(left, "nodes"), option(left, "ntasks")) == ("gpu2,gpu4", "2", "2")
 
 
-def test_steps_over_components_name_their_het_groups(answers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_over_components_name_their_het_groups(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for index, node in enumerate(("env1", "prefill1", "decode1", "train1")):
         monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{index}", node)
     plan = planned("lab")
@@ -104,7 +108,7 @@ def test_after_a_node_loss_a_step_over_components_names_the_nodes_left_in_each()
         assert (option(group, "mpi"), option(group, "kill-on-bad-exit")) == ("pmi2", "1")
 
 
-def test_a_job_without_the_planned_components_is_refused(answers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_the_planned_components_is_refused(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "env1")
     with pytest.raises(SlurmError, match="SLURM_JOB_NODELIST_HET_GROUP_1 is not set"):
         read_allocation(planned("lab"))
@@ -116,3 +120,33 @@ def test_variables_of_the_batch_step_do_not_leak_into_others() -> None:
     environ = kept | gone
     scrub_environment(environ)
     assert environ == kept
+
+
+@pytest.mark.parametrize(
+    ("answer", "running_end", "is_preempted"),
+    [
+        ("RUNNING 2026-11-20T12:00:00 N/A", "2026-11-20T12:00:00", False),
+        ("RUNNING 2026-11-20T12:00:00 2026-11-20T11:59:00", "2026-11-20T12:00:00", True),
+        ("COMPLETING 2026-11-20T12:00:00 N/A", None, False),
+        ("RUNNING N/A N/A", None, False),
+    ],
+)
+def test_slurm_reports_when_a_job_ends_and_whether_it_is_preempted(
+    answers: Path, answer: str, running_end: str | None, is_preempted: bool
+) -> None:
+    (answers / "queue").write_text(f"{answer}\n")
+    schedule = query_schedule("123")
+    assert schedule is not None
+    expected = None if running_end is None else datetime.fromisoformat(running_end).timestamp()
+    assert (schedule.running_end, schedule.is_preempted) == (expected, is_preempted)
+
+
+def test_a_job_starts_though_slurm_does_not_report_its_end(
+    answers: Path, in_one: Callable[[str, str], JobAllocation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (answers / "squeue").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2; exit 1\n")
+    assert query_schedule("123") is None
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
+    assert in_one("gpu[1-4]", "gpu1").end_time == 1700000000.0
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
+    assert in_one("gpu[1-4]", "gpu1").end_time > time.time(), "its walltime from now"

@@ -4,17 +4,21 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpcrl.campaign import lifecycle
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, NextJobQueued
+from hpcrl.campaign_dir.job_end import EndCause, JobEnd
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.errors import SlurmError
 from hpcrl.slurm import next_job
+from hpcrl.slurm.script import EXCLUSION_S, list_excluded_nodes
 from hpcrl.system.files import make_private_dir, publish_json
 
 
@@ -52,6 +56,15 @@ def follow(run: CampaignDir, number: int, asked: lifecycle.CampaignRequest) -> s
 def ended(run: CampaignDir, number: int, outcome: str, reason: str = "so it is") -> JobDir:
     make_private_dir(run.job(number).root)
     publish_json(run.job(number).outcome, {"outcome": outcome, "reason": reason, "time": 0.0})
+    return run.job(number)
+
+
+def ended_for(run: CampaignDir, number: int, cause: EndCause, *, nodes: tuple[str, ...] = ()) -> JobDir:
+    make_private_dir(run.job(number).root)
+    end = JobEnd(outcome="failed", reason="so it is", cause=cause, nodes=list(nodes), time=time.time())
+    run.job(number).outcome.write_bytes(end.encode())
+    if number:
+        run.job(number).chain_marker.write_text("9")
     return run.job(number)
 
 
@@ -190,3 +203,56 @@ def test_a_job_that_starts_with_nothing_to_do_ends_at_once(run: CampaignDir, ask
     recorded = json.loads(run.job(1).outcome.read_text())
     assert (recorded["outcome"], recorded["reason"]) == ("done", "every training step was made")
     assert not (run.events / "001-train-0.jsonl").exists()
+
+
+def test_jobs_that_never_started_end_nothing_that_has_a_checkpoint(run: CampaignDir) -> None:
+    assert next_job.campaign_outcome(ended_for(run, 0, "not-started")) == ("failed", "so it is")
+    checkpointed(run, 0)
+    for number in range(1, 6):
+        assert next_job.campaign_outcome(ended_for(run, number, "not-started")) is None
+    assert next_job.campaign_outcome(ended_for(run, 6, "walltime")) is None, "the first that had time for a checkpoint"
+    assert next_job.campaign_outcome(ended_for(run, 7, "walltime")) is not None
+
+
+def test_slurm_names_the_cause_of_a_job_without_an_outcome(
+    run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest
+) -> None:
+    follow(run, 0, asked)
+    checkpointed(run, 0)
+    (slurm / "squeue").unlink()
+    (slurm / "squeue").write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
+    (slurm / "sacct").write_text("#!/bin/sh\necho '4712|4712|NODE_FAIL|1:0|gpu|n1'\n")
+    for name in ("squeue", "sacct"):
+        (slurm / name).chmod(0o700)
+    assert next_job.query_end_state(run.job(1)) == "node_fail"
+    assert next_job.query_end_state(run.job(0)) == "unknown", "it was never submitted"
+    for number in (2, 3):
+        make_private_dir(run.job(number).root)
+        run.job(number).chain_marker.write_text("9")
+    assert next_job.campaign_outcome(run.job(3), state="node_fail") is None
+    assert next_job.campaign_outcome(run.job(3), state="timeout") is not None
+
+
+def test_the_next_job_avoids_nodes_that_failed(run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest) -> None:
+    ended_for(run, 0, "node-failure", nodes=("nid1", "nid2"))
+    follow(run, 0, asked)
+    script = run.job(1).script.read_text()
+    assert script.count("#SBATCH --exclude=nid1,nid2\n") == len(asked.plan.components)
+    (slurm / "scontrol").write_text(f'#!/bin/sh\necho scontrol "$@" >> {slurm}/calls\n')
+    (slurm / "scontrol").chmod(0o700)
+    next_job.avoid_nodes(run.job(0), plan=asked.plan, site=asked.site)
+    assert (slurm / "calls").read_text().endswith("scontrol update JobId=4712 ExcNodeList=nid1,nid2\n")
+
+
+def test_no_more_nodes_are_avoided_than_a_partition_can_spare(
+    run: CampaignDir, asked: lifecycle.CampaignRequest
+) -> None:
+    ended_for(run, 0, "node-failure", nodes=("nid1", "nid2"))
+    now = time.time()
+    parts = {
+        name: msgspec.structs.replace(part, max_nodes=asked.plan.components[0].nodes + 1)
+        for name, part in asked.site.partitions.items()
+    }
+    small = msgspec.structs.replace(asked.site, partitions=parts)
+    assert list_excluded_nodes(run, plan=asked.plan, site=small, now=now) == ["nid1"]
+    assert list_excluded_nodes(run, plan=asked.plan, site=asked.site, now=now + EXCLUSION_S + 60) == []

@@ -1,0 +1,77 @@
+"""The end of a job, as its driver or its guardian records it.
+
+EndCause        why a job ended; `hpcrl.slurm.end_policy` has what follows from each cause
+JobEnd          the record
+JobError        the error that ends a job for such a cause
+read_job_end    read it
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from hpcrl.campaign_dir.events import JobOutcome
+from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.errors import HpcrlError
+
+EndCause = Literal[
+    "complete",
+    "user-request",
+    "campaign-limit",
+    "walltime",
+    "preemption",
+    "cancellation",
+    "node-failure",
+    "out-of-memory",
+    "memory-limits",
+    "user-code",
+    "infrastructure",
+    "not-started",
+    "unknown",
+]
+CAUSE_BY_OUTCOME: dict[str, EndCause] = {
+    "done": "complete",
+    "stopped": "user-request",
+    "failed": "user-code",
+    "drained": "unknown",
+    "cut": "unknown",
+}
+"""The cause where a record has none."""
+MAX_REASON_CHARS = 4000
+
+
+class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of an end."""
+
+    outcome: JobOutcome
+    reason: str = ""
+    cause: EndCause | None = None
+    nodes: list[str] = []
+    """Nodes on which more than one thing failed: the next job avoids them."""
+    time: float = 0.0
+
+    @property
+    def likely_cause(self) -> EndCause:
+        return self.cause or CAUSE_BY_OUTCOME[self.outcome]
+
+    def encode(self) -> bytes:
+        """Return the record for a file; a reason may be as long as the output of a program."""
+        return msgspec.json.encode(msgspec.structs.replace(self, reason=self.reason[:MAX_REASON_CHARS]))
+
+
+class JobError(HpcrlError):
+    """A job cannot continue."""
+
+    def __init__(self, message: str, *, cause: EndCause, nodes: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.nodes = list(nodes)
+
+
+def read_job_end(job: JobDir) -> JobEnd | None:
+    """Read how a job ended; None if nothing was recorded."""
+    try:
+        return msgspec.json.decode(job.outcome.read_bytes(), type=JobEnd)
+    except FileNotFoundError:
+        return None
