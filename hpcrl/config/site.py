@@ -7,16 +7,29 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from hpcrl.config.recipe import ConfigTable, Count, CountOrZero, Name
-from hpcrl.config.toml import load_table, to_struct
+from hpcrl.config.toml import load_table, suggest_name, to_struct
 from hpcrl.errors import ConfigError
-from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.hardware.gpus import GPU_CATALOGUE, GpuModel
 
 KnownState = Literal["yes", "no", "unknown"]
 CodecSetting = Literal["auto", "full", "delta"]
 SchedulerName = Literal["slurm", "local"]
+
+
+Figure = Annotated[float, Meta(gt=0)]
+
+
+class GpuFigures(ConfigTable, frozen=True, kw_only=True):
+    """A GPU type that the catalogue lacks, or has with other figures."""
+
+    memory_gib: Figure
+    bf16_tflops: Figure | None = None
+    """Dense, without sparsity; fp16 for a GPU without bf16. None: not known, and speeds are not estimated."""
+    memory_tb_per_s: Figure | None = None
 
 
 class SitePartition(ConfigTable, frozen=True, kw_only=True):
@@ -31,7 +44,7 @@ class SitePartition(ConfigTable, frozen=True, kw_only=True):
     account_suffix: str = ""
     """Appended to the site's account, such as `_g` for GPU hours."""
     gpu: str | None = None
-    """A name of the hardware catalogue."""
+    """A name of the hardware catalogue, or of the site's own `[gpus.NAME]`."""
     gpus_per_node: CountOrZero = 0
     gpu_request: Literal["gres", "gpus-per-node"] = "gres"
     gres_type: str | None = None
@@ -106,6 +119,7 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     description: str = ""
     scheduler: SchedulerName
     partitions: Annotated[dict[Name, SitePartition], Meta(min_length=1)]
+    gpus: dict[Name, GpuFigures] = {}
     account: str | None = None
     account_required: bool = False
     het_jobs: KnownState = "unknown"
@@ -119,7 +133,10 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     python: str | None = None
     """Interpreter in the jobs; None: the one that runs hpcrl."""
     prologue: str | None = None
-    """A file of jobs/ that every batch script includes before Python starts (modules, exports)."""
+    """A file that every batch script includes before Python starts (modules, exports): a path, or a name in
+    ~/.config/hpcrl/jobs/ or in the shipped jobs/. Errors in it do not end the job."""
+    job_flags: list[str] = []
+    """Further sbatch flags of a whole job, such as `--licenses=scratch`, which Slurm takes on the first component."""
     containers: list[Literal["apptainer", "singularity", "shifter", "podman-hpc", "enroot", "bubblewrap"]] = []
     network: NetworkConfig = NetworkConfig()
     mpi: MpiConfig = MpiConfig()
@@ -131,16 +148,25 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     checked_on: str | None = None
     sources: list[str] = []
 
+    def find_gpu(self, name: str | None) -> GpuModel | None:
+        """Return the figures of a GPU type, the site's own first; None if they are not known."""
+        own = self.gpus.get(name or "")
+        return GpuModel(name=name or "", **msgspec.structs.asdict(own)) if own else GPU_CATALOGUE.get(name or "")
+
 
 def load_site(name: str, *, settings: tuple[str, ...] = ()) -> Site:
     """Load the site with this name or path, with settings applied."""
     layered = load_table("sites", name, settings=settings)
     site = to_struct(layered, Site)
     for label, partition in site.partitions.items():
-        if partition.gpu is not None and partition.gpu not in GPU_CATALOGUE:
-            known = ", ".join(GPU_CATALOGUE)
+        if partition.gpu is not None and site.find_gpu(partition.gpu) is None:
             source = layered.find_source(("partitions", label, "gpu"))
-            raise ConfigError(f"{source}: partitions.{label}.gpu = {partition.gpu!r} is not in the catalogue: {known}")
+            known = [*GPU_CATALOGUE, *site.gpus]
+            raise ConfigError(
+                f"{source}: partitions.{label}.gpu = {partition.gpu!r}: {suggest_name(partition.gpu, known)}the "
+                f"catalogue has {', '.join(known)}; describe another one in [gpus.{partition.gpu}] with memory_gib, "
+                "and, where they are known, bf16_tflops and memory_tb_per_s"
+            )
         if (partition.gpu is None) != (partition.gpus_per_node == 0):
             raise ConfigError(
                 f"{layered.file}: partitions.{label} has gpu = {partition.gpu!r} but gpus_per_node = "

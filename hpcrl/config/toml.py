@@ -8,7 +8,7 @@ to_struct         the struct, or a ConfigError that names the key, the value and
 LayeredTable      a table and the files and settings that it was made of
 suggest_name      "did you mean ...? "
 shipped_folder, user_folder, list_known_names    the places and names of recipes and sites
-ConfigKind, TomlTable                            types
+ConfigKind, ShippedFolder, TomlTable             types
 USER_CODE_PATTERN, NAME_PATTERN, JUDGE_NAME_PATTERN, PATTERN_MEANINGS, RENAMED_KEYS    what is accepted
 MAX_DEPTH, MAX_BYTES, MAX_EXTENDS, MIN_INTEGER, MAX_INTEGER        limits
 """
@@ -29,6 +29,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.system.files import expand_path, is_file
 
 ConfigKind = Literal["recipes", "sites"]
+ShippedFolder = Literal["recipes", "sites", "jobs"]
 TomlTable = dict[str, Any]
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -64,15 +65,15 @@ RENAMED_KEYS = {
 """Old keys of recipes and their new names, for error messages."""
 
 
-def shipped_folder(folder: Literal["recipes", "sites", "jobs"]) -> Path:
+def shipped_folder(folder: ShippedFolder) -> Path:
     """Return a folder that ships with hpcrl: inside the wheel, else at the top of the checkout."""
     package = Path(__file__).parents[1]
     inside = package / "_shipped" / folder
     return inside if inside.is_dir() else package.parent / folder
 
 
-def user_folder(kind: ConfigKind) -> Path:
-    """Return the folder in which the user's own sites or recipes are found by name."""
+def user_folder(kind: ShippedFolder) -> Path:
+    """Return the folder in which the user's own sites, recipes or prologues are found by name."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "hpcrl" / kind
 

@@ -148,7 +148,9 @@ class WorkerSpeed:
 
 @cache
 def estimate_speed(gpu: GpuModel, *, shape: ModelShape, tp: int = 1, fit: RooflineFit = RooflineFit()) -> WorkerSpeed:  # noqa: B008 (frozen)
-    """Estimate the speed of a worker with `tp` GPUs."""
+    """Estimate the speed of a worker with `tp` GPUs, of which the peak figures are known."""
+    assert gpu.bf16_tflops is not None
+    assert gpu.memory_tb_per_s is not None
     flops = gpu.bf16_tflops * 1e12 * tp * BYTES_BF16 / shape.weight_bytes  # tensor cores: half the bytes, twice as fast
     byte_s = fit.read / (gpu.memory_tb_per_s * 1e12 * tp)
     free_bytes = gpu.memory_gib * GIB * tp * USABLE_SHARE - shape.num_params * shape.weight_bytes

@@ -105,6 +105,7 @@ def _build_component(
 ) -> JobComponent:
     """Build a component; `nodes` is the number requested from Slurm, of which this role may have only a share."""
     partition = site.partitions[choice.partition]
+    flags = _make_slurm_flags(nodes, per_node, partition, account=account, site=site)
     return JobComponent(
         index=index,
         partition=choice.partition,
@@ -114,7 +115,7 @@ def _build_component(
         mem_gib_per_node=per_node.mem_gib,
         gpus_per_node=per_node.gpus,
         gpu=partition.gpu if per_node.gpus else None,
-        slurm_flags=_make_slurm_flags(nodes, per_node, partition, account=account, site=site),
+        slurm_flags=flags if index else [*flags, *site.job_flags],
     )
 
 

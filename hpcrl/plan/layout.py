@@ -18,6 +18,7 @@ from typing import Literal
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
+from hpcrl.hardware.gpus import GpuModel
 from hpcrl.plan.demand import PartitionChoice, compute_role_demand
 from hpcrl.plan.partitions import choose_partition, evaluate_partition, explain_memory_refusal
 from hpcrl.plan.sizing import WorkerNumbers, find_worker_numbers, warn_busy_loops, with_single_workers
@@ -200,11 +201,11 @@ def _choose_nodes_in(label: str, recipe: Recipe, site: Site) -> dict[RoleName, P
     return choices
 
 
-def _find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> dict[RoleName, str | None]:
+def _find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> dict[RoleName, GpuModel | None]:
     """Return the GPU type that workers of prefill and decode get."""
     engines: tuple[RoleName, ...] = ("prefill", "decode")
     return {
-        role: site.partitions[choices[role].partition].gpu if choices[role].gpus_per_worker else None
+        role: site.find_gpu(site.partitions[choices[role].partition].gpu) if choices[role].gpus_per_worker else None
         for role in engines
         if role in choices
     }

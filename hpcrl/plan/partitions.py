@@ -13,7 +13,6 @@ from hpcrl.config.recipe import Affinity, Recipe, RoleName, name_role_resources
 from hpcrl.config.site import Site, SitePartition
 from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
-from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.plan.demand import (
     PartitionChoice,
     RoleDemand,
@@ -38,7 +37,7 @@ def choose_partition(demand: RoleDemand, recipe: Recipe, site: Site, *, taken: d
         if isinstance(fit, str):
             refusals.append(fit)
         elif (why := explain_memory_refusal(demand.role, recipe, fit, site)) is not None:
-            too_small.append((_get_memory(site.partitions[label]), why))
+            too_small.append((_get_memory(site.partitions[label], site), why))
             refusals.append(f"the memory of {label} is too small for its models")
         else:
             fallback = shortfall or (_describe_fallback(demand, label, refusals) if rank else None)
@@ -60,8 +59,8 @@ def evaluate_partition(label: str, demand: RoleDemand, site: Site, *, taken: dic
     fit = _fit_workers(demand, label, site.partitions[label], gpus=gpus, taken=taken)
     if isinstance(fit, str):
         return f"{demand.role}: {fit}"
-    best = _score_partition(site.partitions[ranked[0]], wanted)
-    if shortfall is None and _score_partition(site.partitions[label], wanted) < best:
+    best = _score_partition(site.partitions[ranked[0]], wanted, site)
+    if shortfall is None and _score_partition(site.partitions[label], wanted, site) < best:
         shortfall = f"{demand.role} wanted {wanted}, got {label}: one allocation is on one partition"
     return replace(fit, fallback=shortfall)
 
@@ -84,20 +83,22 @@ def _match_affinity(demand: RoleDemand, site: Site) -> tuple[Affinity, int, str 
 def _rank_partitions(site: Site, wanted: Affinity, *, gpus: int, taken: dict[str, int]) -> list[str]:
     """Return the candidates from best to worst; among equals the least used, then the site's order."""
     usable = [label for label, p in site.partitions.items() if not p.preemptible and (p.gpu or not gpus)]
-    return sorted(usable, key=lambda label: (-_score_partition(site.partitions[label], wanted), taken.get(label, 0)))
+    scores = {label: _score_partition(site.partitions[label], wanted, site) for label in usable}
+    return sorted(usable, key=lambda label: (-scores[label], taken.get(label, 0)))
 
 
-def _get_memory(partition: SitePartition) -> float:
-    return GPU_CATALOGUE[partition.gpu].memory_gib if partition.gpu else partition.mem_gib_per_node
+def _get_memory(partition: SitePartition, site: Site) -> float:
+    gpu = site.find_gpu(partition.gpu)
+    return gpu.memory_gib if gpu else partition.mem_gib_per_node
 
 
-def _score_partition(partition: SitePartition, wanted: Affinity) -> float:
-    gpu = GPU_CATALOGUE[partition.gpu] if partition.gpu else None
+def _score_partition(partition: SitePartition, wanted: Affinity, site: Site) -> float:
+    gpu = site.find_gpu(partition.gpu)
     match wanted:
         case "compute":
-            return gpu.bf16_tflops if gpu else 0.0
+            return (gpu.bf16_tflops or 0.0) if gpu else 0.0
         case "bandwidth":
-            return gpu.memory_tb_per_s if gpu else 0.0
+            return (gpu.memory_tb_per_s or 0.0) if gpu else 0.0
         case "cpu":
             return 0.0 if gpu else 1.0
 
@@ -178,8 +179,9 @@ def explain_memory_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoi
     if role == "train" and (refusal := explain_trainer_refusal(recipe, choice, site)) is not None:
         return refusal
     resources, table = recipe.role_resources(role), name_role_resources(role)
-    gpu, num_gpus = site.partitions[choice.partition].gpu, choice.gpus_per_worker * choice.nodes_per_engine
-    limit = GPU_CATALOGUE[gpu].memory_gib * num_gpus if gpu and num_gpus else resources.mem_gib_per_worker
+    gpu = site.find_gpu(site.partitions[choice.partition].gpu)
+    num_gpus = choice.gpus_per_worker * choice.nodes_per_engine
+    limit = gpu.memory_gib * num_gpus if gpu and num_gpus else resources.mem_gib_per_worker
     for need in list_memory_needs(recipe):
         if need.role == role and need.gib > limit:
             advice = f"raise {table}.mem_gib_per_worker"

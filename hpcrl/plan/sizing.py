@@ -17,7 +17,7 @@ import msgspec
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.errors import PlanError
 from hpcrl.hardware.cost_model import WorkerSpeed, estimate_speed, make_model_shape
-from hpcrl.hardware.gpus import GPU_CATALOGUE, GpuModel
+from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.loop_model import estimate_call_rate
 
 
@@ -76,7 +76,7 @@ def with_single_workers(recipe: Recipe) -> Recipe:
     return WorkerNumbers(recipe=recipe, demands=[]).limit(1)[0]
 
 
-def find_worker_numbers(recipe: Recipe, *, gpus: dict[RoleName, str | None]) -> WorkerNumbers:
+def find_worker_numbers(recipe: Recipe, *, gpus: dict[RoleName, GpuModel | None]) -> WorkerNumbers:
     """Compute the numbers that the recipe leaves at 0; `gpus` is the GPU type that each role gets."""
     return WorkerNumbers(recipe=recipe, demands=_find_worker_demands(recipe, gpus))
 
@@ -96,14 +96,15 @@ def compute_average_turn(recipe: Recipe) -> AverageTurn:
     return AverageTurn(num_new=news / weights, num_reply=replies / weights, num_context=contexts / weights)
 
 
-def _find_worker_demands(recipe: Recipe, gpus: dict[RoleName, str | None]) -> list[_WorkerDemand]:
+def _find_worker_demands(recipe: Recipe, gpus: dict[RoleName, GpuModel | None]) -> list[_WorkerDemand]:
     """Return the demands of the roles whose number is open; empty if the model's size or the hardware is unknown."""
     asked = recipe.resources
     prefill, decode = _estimate_role_speed(recipe, "prefill", gpus), _estimate_role_speed(recipe, "decode", gpus)
-    if prefill is None or decode is None or (asked.prefill.num_workers and asked.decode.num_workers):
+    gpu = gpus.get("decode")
+    if prefill is None or decode is None or gpu is None or (asked.prefill.num_workers and asked.decode.num_workers):
         return []
     turn, running = compute_average_turn(recipe), recipe.rollout.max_running
-    most = min(recipe.engine.max_batch, _count_held_episodes(decode, turn, gpus["decode"]))
+    most = min(recipe.engine.max_batch, _count_held_episodes(decode, turn, gpu.name))
     num_decode = asked.decode.num_workers or ceil(running / most)
     tokens_per_s = _estimate_token_rate(decode, turn, most=most, num_decode=num_decode, running=running)
     busy = tokens_per_s / turn.num_reply * prefill.prefill_s(turn.num_new, num_known=turn.num_context)
@@ -126,10 +127,10 @@ def _estimate_token_rate(decode: WorkerSpeed, turn: AverageTurn, *, most: int, n
     return num_decode * batch / decode.decode_s(batch, num_kv=batch * turn.num_context)
 
 
-def warn_busy_loops(recipe: Recipe, *, gpus: dict[RoleName, str | None]) -> list[str]:
+def warn_busy_loops(recipe: Recipe, *, gpus: dict[RoleName, GpuModel | None]) -> list[str]:
     """Warn if the calls of the model at the engines' pace are more than the env workers' event loops bear.
 
-    Nothing is known of engines on hardware that is not in the catalogue, or of a model of unknown size.
+    Nothing is known of engines on hardware of unknown speed, or of a model of unknown size.
     """
     decode = _estimate_role_speed(recipe, "decode", gpus)
     if decode is None:
@@ -150,7 +151,7 @@ def warn_busy_loops(recipe: Recipe, *, gpus: dict[RoleName, str | None]) -> list
     ]
 
 
-def _count_held_episodes(decode: WorkerSpeed, turn: AverageTurn, gpu: str | None) -> int:
+def _count_held_episodes(decode: WorkerSpeed, turn: AverageTurn, gpu: str) -> int:
     """Return the number of episodes whose KV fits into one decode worker; PlanError if not even one does."""
     held = int(decode.kv_tokens / turn.num_context)
     if not held:
@@ -162,14 +163,13 @@ def _count_held_episodes(decode: WorkerSpeed, turn: AverageTurn, gpu: str | None
     return held
 
 
-def _estimate_role_speed(recipe: Recipe, role: RoleName, gpus: dict[RoleName, str | None]) -> WorkerSpeed | None:
+def _estimate_role_speed(recipe: Recipe, role: RoleName, gpus: dict[RoleName, GpuModel | None]) -> WorkerSpeed | None:
     """Estimate the speed of a role's worker; None if size or hardware is unknown, or the model does not fit.
 
     A model that does not fit is refused later.
     """
-    gpu: GpuModel | None = GPU_CATALOGUE.get(gpus.get(role) or "")
-    architecture = recipe.model.architecture
-    if gpu is None or architecture is None:
+    gpu, architecture = gpus.get(role), recipe.model.architecture
+    if gpu is None or not gpu.has_speed or architecture is None:
         return None
     found = estimate_speed(
         gpu, shape=make_model_shape(architecture), tp=max(1, getattr(recipe.resources, role).gpus_per_worker)

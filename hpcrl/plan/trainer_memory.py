@@ -23,7 +23,7 @@ from hpcrl.config.recipe import DEFAULT_MICRO_BATCH_TOKENS, Recipe
 from hpcrl.config.site import Site
 from hpcrl.hardware.architecture import ModelArchitecture, find_context_conflict
 from hpcrl.hardware.cost_model import USABLE_SHARE
-from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP32, GIB
 from hpcrl.hardware.train_memory import RankMemory, estimate_rank_memory, find_most_tokens
 from hpcrl.plan.demand import (
@@ -135,7 +135,7 @@ def find_trainer_memory(recipe: Recipe, choice: PartitionChoice | None, site: Si
     assert node is not None, "its GPU and its sizes are known"
     memory = need.memory
     return TrainerMemory(
-        gpu=gpu,
+        gpu=gpu.name,
         usable_gib=_to_gib(usable),
         num_tokens=num_tokens,
         recompute=need.has_recompute,
@@ -189,7 +189,7 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
             advice.append(_show_settings(settings))
     return (
         f"a train worker needs {need.total / GIB:.0f} GiB ({_show_parts(parts)}) and has {usable / GIB:.0f} GiB on a "
-        f"GPU of type {gpu} ({choice.partition}): {', or '.join(advice)}"
+        f"GPU of type {gpu.name} ({choice.partition}): {', or '.join(advice)}"
     )
 
 
@@ -264,7 +264,7 @@ def advise_on_shortage(recipe: Recipe, *, has_gpus: bool, num_rows: int = 0, num
     return f"choose {', or '.join(found)}"
 
 
-def _explain_state_refusal(recipe: Recipe, choice: PartitionChoice, gpu: str | None) -> str | None:
+def _explain_state_refusal(recipe: Recipe, choice: PartitionChoice, gpu: GpuModel | None) -> str | None:
     """Return why the models do not fit into a worker without a GPU, or into a GPU with a policy of unknown size."""
     shape, advice = recipe.model.architecture, ["raise resources.train.mem_gib_per_worker"]
     limit = recipe.resources.train.mem_gib_per_worker * GIB
@@ -287,15 +287,14 @@ def _explain_state_refusal(recipe: Recipe, choice: PartitionChoice, gpu: str | N
     )
 
 
-def _find_gpu(recipe: Recipe, choice: PartitionChoice | None, site: Site) -> str | None:
+def _find_gpu(recipe: Recipe, choice: PartitionChoice | None, site: Site) -> GpuModel | None:
     if choice is None or not choice.gpus_per_worker or recipe.train.trainer != "torch":
         return None
-    gpu = site.partitions[choice.partition].gpu
-    return gpu if gpu in GPU_CATALOGUE else None
+    return site.find_gpu(site.partitions[choice.partition].gpu)
 
 
-def _find_usable_bytes(gpu: str) -> float:
-    return GPU_CATALOGUE[gpu].memory_gib * USABLE_SHARE * GIB
+def _find_usable_bytes(gpu: GpuModel) -> float:
+    return gpu.memory_gib * USABLE_SHARE * GIB
 
 
 def _choose_micro_batch(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float) -> int:

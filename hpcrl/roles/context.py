@@ -22,7 +22,7 @@ from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import EngineConfig, Recipe, RoleName
 from hpcrl.config.site import Site
-from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU
+from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU, GPU_CATALOGUE, GpuModel
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.system.network import current_node
@@ -64,7 +64,15 @@ class WorkerContext:
         real = self.plan.components[role.component].gpu if role.gpus_per_worker else None
         if engine.backend != "sim":
             return real
-        return simulated[self.index % len(simulated)] if simulated else real or DEFAULT_SIMULATED_GPU
+        return self._choose_simulated(simulated[self.index % len(simulated)] if simulated else real).name
+
+    def choose_simulated_gpu(self, engine: EngineConfig) -> GpuModel:
+        """Return the figures of the GPU that a simulated engine imitates."""
+        return self._choose_simulated(self.choose_gpu(engine))
+
+    def _choose_simulated(self, name: str | None) -> GpuModel:
+        gpu = self.site.find_gpu(name)
+        return gpu if gpu is not None and gpu.has_speed else GPU_CATALOGUE[DEFAULT_SIMULATED_GPU]
 
     @property
     def draining(self) -> bool:

@@ -77,7 +77,15 @@ async def _run_env_worker(context: WorkerContext) -> None:
 
         seed = stable_hash(recipe.seed, context.name, bits=31)
         router = await stack.enter_async_context(
-            make_router(recipe, campaign, env_index=context.index, connect=connect, seed=seed, events=context.events)
+            make_router(
+                recipe,
+                campaign,
+                env_index=context.index,
+                connect=connect,
+                seed=seed,
+                events=context.events,
+                find_gpu=context.site.find_gpu,
+            )
         )
         has_turns = not all(map(is_program_domain, recipe.domains.values()))
         layout = load_chat_layout(campaign.model, recipe.model) if has_turns else None

@@ -121,7 +121,7 @@ async def open_judge_api(
         case "sim":
             from hpcrl.engines.sim.engine import make_sim_engine
 
-            gpu, num_gpus = context.choose_gpu(judge.engine) or "", context.role_plan.gpus_per_worker
+            gpu, num_gpus = context.choose_simulated_gpu(judge.engine), context.role_plan.gpus_per_worker
             simulated = make_sim_engine(model_dir, judge.engine, gpu=gpu, num_gpus=num_gpus)
             async with simulated, EngineApi(simulated, name=name, judge=judge, model_dir=model_dir) as api:
                 yield OpenedApi(api, simulated.wait_until_failed)

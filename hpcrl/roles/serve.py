@@ -117,7 +117,7 @@ def _open_simulated_engine(
     return make_sim_engine(
         context.campaign.model,
         engine,
-        gpu=context.choose_gpu(engine) or "",
+        gpu=context.choose_simulated_gpu(engine),
         num_gpus=context.role_plan.gpus_per_worker,
         store=source,
         fetch_kv=make_kv_fetcher(session),

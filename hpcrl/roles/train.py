@@ -32,7 +32,6 @@ from hpcrl.campaign_dir.train_progress import TrainProgress, read_train_progress
 from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import make_warmup_settings
 from hpcrl.errors import NodeResultError, TrainError
-from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.learn.batch import GroupChoice, count_groups
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.learn.evaluations import EvaluationStore, find_version_score, is_round_due
@@ -557,11 +556,11 @@ def _make_leader(
 
 
 def _compute_peak_flops(context: WorkerContext) -> float:
-    """Return the bf16 peak of all GPUs of the trainer together, in FLOPS; 0 without GPUs."""
+    """Return the bf16 peak of all GPUs of the trainer together, in FLOPS; 0 without GPUs, or if it is not known."""
     role = context.plan.role("train")
-    gpu = context.plan.components[role.component].gpu
+    gpu = context.site.find_gpu(context.plan.components[role.component].gpu)
     num = role.gpus_per_worker * role.num_workers
-    return GPU_CATALOGUE[gpu].bf16_tflops * 1e12 * num if gpu is not None else 0.0
+    return (gpu.bf16_tflops or 0.0) * 1e12 * num if gpu is not None else 0.0
 
 
 def _find_window_key(context: WorkerContext) -> WindowKey:

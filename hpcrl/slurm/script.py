@@ -19,10 +19,10 @@ from collections.abc import Iterable, Sequence
 from hpcrl.campaign_dir.job_end import read_job_end
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.site import Site
-from hpcrl.config.toml import shipped_folder
-from hpcrl.errors import PlanError
+from hpcrl.config.toml import shipped_folder, user_folder
+from hpcrl.errors import PlanError, show_error
 from hpcrl.plan.plan import Plan
-from hpcrl.system.files import read_json
+from hpcrl.system.files import expand_path, is_file, read_json
 
 EXCLUSION_S = 24 * 3600.0
 """The time for which a node that failed is avoided: it may be repaired."""
@@ -42,8 +42,7 @@ def make_batch_script(
         lines += _make_directives(plan, job=job, excluded_nodes=excluded_nodes)
     lines += ["", "set -eu", "umask 077"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in exports]
-    if plan.prologue:
-        lines += ["", _read_prologue(plan.prologue).rstrip()]
+    lines += _make_prologue(plan)
     driver = [python, "-m", "hpcrl.job.driver", str(job.campaign.root), str(job.number)]
     return "\n".join([*lines, "", f"exec {shlex.join(driver)}", ""])
 
@@ -85,8 +84,7 @@ def make_reward_script(plan: Plan, *, job: JobDir, name: str, command: Sequence[
     ]
     flags += ["--no-requeue", f"--output={_quote_directive(log)}", "--open-mode=append", *plan.reward_jobs.slurm_flags]
     lines = ["#!/bin/bash", *(f"#SBATCH {flag}" for flag in flags), "", "set -eu", "umask 077"]
-    if plan.prologue:
-        lines += ["", _read_prologue(plan.prologue).rstrip()]
+    lines += _make_prologue(plan)
     return "\n".join([*lines, "", f"exec {shlex.join(command)}", ""])
 
 
@@ -121,9 +119,18 @@ def _quote_directive(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
+def _make_prologue(plan: Plan) -> list[str]:
+    """Return the lines of the site's prologue; `module` and `conda` fail where unset variables are errors."""
+    return ["", "set +eu", _read_prologue(plan.prologue).rstrip(), "set -eu"] if plan.prologue else []
+
+
 def _read_prologue(name: str) -> str:
-    path = shipped_folder("jobs") / name
+    own = expand_path(name) if "/" in name else user_folder("jobs") / name
+    path = own if "/" in name or is_file(own) else shipped_folder("jobs") / name
     try:
         return path.read_text()
-    except OSError as error:
-        raise PlanError(f"the site's prologue {name!r} cannot be read from {path}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"the site's prologue {name!r} cannot be read from {path} ({show_error(error)}): give its path, or put it "
+            f"into {own.parent}"
+        ) from error

@@ -11,6 +11,7 @@ from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint, with
 from hpcrl.config.recipe import EngineConfig, JudgeConfig, SimulatedEngineConfig
 from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.engines.sim.engine import make_sim_engine
+from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.rollout.judges.server import EngineApi, serve_judge
 from hpcrl.system.files import make_private_dir
 
@@ -27,7 +28,7 @@ async def open_judge(
     engine: Any = (
         EmbeddedEngine(load_model(model_dir, device="cpu"), store=None)
         if backend == "embedded"
-        else make_sim_engine(model_dir, config, gpu="h100", num_gpus=1)
+        else make_sim_engine(model_dir, config, gpu=GPU_CATALOGUE["h100"], num_gpus=1)
     )
     async with (
         engine,

@@ -40,7 +40,7 @@ from hpcrl.engines.sim.batch import SimBatch, SimRequest, draw_reply
 from hpcrl.engines.structure import check_structure
 from hpcrl.errors import EngineError, EngineRefusedError, WeightsError
 from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, WorkerSpeed, estimate_speed, read_model_shape
-from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.hardware.gpus import GpuModel
 from hpcrl.models.model_config import read_model_config, read_model_limits
 from hpcrl.weights.stores.store import WeightSource
 
@@ -69,7 +69,7 @@ def make_sim_engine(
     model: Path,
     engine: EngineConfig,
     *,
-    gpu: str,
+    gpu: GpuModel,
     num_gpus: int,
     store: WeightSource | None = None,
     fetch_kv: FetchKv | None = None,
@@ -79,15 +79,13 @@ def make_sim_engine(
     limits = read_model_limits(model, max_model_len=engine.max_model_len)
     path = Path(engine.sim.config) if engine.sim.config else model / "config.json"
     try:
-        worker_speed = estimate_speed(
-            GPU_CATALOGUE[gpu], shape=read_model_shape(read_model_config(path).fields), tp=max(1, num_gpus)
-        )
+        worker_speed = estimate_speed(gpu, shape=read_model_shape(read_model_config(path).fields), tp=max(1, num_gpus))
     except (OSError, KeyError, ValueError) as error:
         raise EngineError(
             f"the speed of the model of {path} cannot be estimated ({error!r}): set engine.sim.config"
         ) from error
     if not worker_speed.kv_tokens:
-        raise EngineError(f"the model of {path} does not fit into {num_gpus} {gpu}: give the worker more GPUs")
+        raise EngineError(f"the model of {path} does not fit into {num_gpus} {gpu.name}: give the worker more GPUs")
     settings = SimSettings(
         vocabulary=limits.vocabulary_size,
         context_length=limits.context_length,

@@ -116,11 +116,11 @@ def sample_two(workers: Sequence[T], *, draw: random.Random) -> Sequence[T]:
 
 
 def choose_kind(affinity: HardwareKind, kinds: Mapping[str, GpuModel]) -> str | None:
-    """Return the kind with the most FLOP/s or the most bandwidth; None if none of them is in the catalogue."""
+    """Return the kind with the most FLOP/s or the most bandwidth; None if there are none."""
 
     def merit(name: str) -> float:
         gpu = kinds[name]
-        return gpu.bf16_tflops if affinity == "compute" else gpu.memory_tb_per_s
+        return (gpu.bf16_tflops if affinity == "compute" else gpu.memory_tb_per_s) or 0.0
 
     return max(sorted(kinds), key=merit, default=None)
 

@@ -8,7 +8,7 @@ estimate_foreign_kv  estimates the KV that trajectories of other env workers hol
 mean_load            requests per worker
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
@@ -164,20 +164,23 @@ class WorkerPools:
 
     by_role: dict[str, dict[str, list[EngineState]]] = field(default_factory=dict)
     gpus: dict[str, dict[str, GpuModel]] = field(default_factory=dict)
-    """The kinds of each role that are in the catalogue."""
+    """The kinds of each role of which the speed is known."""
 
     def of_role(self, role: str) -> dict[str, list[EngineState]]:
         return self.by_role.get(role, {})
 
 
-def build_pools(workers: Iterable[EngineState]) -> WorkerPools:
+def build_pools(
+    workers: Iterable[EngineState], *, find_gpu: Callable[[str], GpuModel | None] = GPU_CATALOGUE.get
+) -> WorkerPools:
     """Return the pools of the available workers."""
     pools = WorkerPools()
     for worker in workers:
         if worker.is_available:
             pools.by_role.setdefault(worker.role, {}).setdefault(worker.kind, []).append(worker)
     for role, kinds in pools.by_role.items():
-        pools.gpus[role] = {kind: GPU_CATALOGUE[kind] for kind in kinds if kind in GPU_CATALOGUE}
+        known = {kind: gpu for kind in kinds if (gpu := find_gpu(kind)) is not None}
+        pools.gpus[role] = {kind: gpu for kind, gpu in known.items() if gpu.has_speed}
     return pools
 
 

@@ -10,7 +10,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import Recipe
 from hpcrl.engines.base import InferenceEngine
 from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed, read_model_shape
-from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.hardware.gpus import GPU_CATALOGUE, GpuModel
 from hpcrl.models.model_config import read_model_config
 from hpcrl.rollout.routing.role_switch import RoleSwitcher
 from hpcrl.rollout.routing.router import DEFAULT_TIMEOUTS, Router
@@ -24,13 +24,15 @@ def make_router(
     connect: Callable[[EngineEndpoint], InferenceEngine],
     seed: int,
     events: EventLog,
+    find_gpu: Callable[[str], GpuModel | None] = GPU_CATALOGUE.get,
 ) -> Router:
     """Make the router of env worker `env_index`; worker 0 also decides role switches, if the recipe allows them."""
     shape = _load_model_shape(Path(recipe.engine.sim.config or campaign.model / "config.json"))
 
     def endpoint_speed(endpoint: EngineEndpoint) -> WorkerSpeed | None:
-        gpu = GPU_CATALOGUE.get(endpoint.gpu or "")
-        return estimate_speed(gpu, shape=shape, tp=max(1, endpoint.num_gpus)) if gpu and shape else None
+        gpu = find_gpu(endpoint.gpu or "")
+        known = gpu is not None and gpu.has_speed and shape is not None
+        return estimate_speed(gpu, shape=shape, tp=max(1, endpoint.num_gpus)) if known else None
 
     rules = recipe.router
     may_switch = rules.switch_roles or rules.sizing == "auto"
@@ -47,6 +49,7 @@ def make_router(
         speed_of=endpoint_speed,
         switcher=RoleSwitcher(campaign.switched_roles, rules=rules, is_leader=env_index == 0) if may_switch else None,
         on_route=events.emit if rules.log_share else None,
+        find_gpu=find_gpu,
     )
 
 

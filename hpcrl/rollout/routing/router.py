@@ -28,6 +28,7 @@ from hpcrl.config.recipe import RouterConfig
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, InferenceEngine, KvHandle, join_chunks
 from hpcrl.errors import EngineError, EngineRefusedError, EngineRequestError
 from hpcrl.hardware.cost_model import WorkerSpeed
+from hpcrl.hardware.gpus import GPU_CATALOGUE, GpuModel
 from hpcrl.rollout.routing.decision import RoutingDecision, RoutingView, TurnFacts, choose_workers, should_release_kv
 from hpcrl.rollout.routing.engines import EngineState, RouterTimeouts, build_pools, estimate_foreign_kv
 from hpcrl.rollout.routing.role_switch import RoleSwitcher
@@ -64,6 +65,7 @@ class Router:
         speed_of: Callable[[EngineEndpoint], WorkerSpeed | None] = _return_no_speed,
         switcher: RoleSwitcher | None = None,
         on_route: Callable[[TurnRouted], None] | None = None,
+        find_gpu: Callable[[str], GpuModel | None] = GPU_CATALOGUE.get,
     ) -> None:
         self.reasons: Counter[str] = Counter()
         """Turns by how they were routed, and failures by role."""
@@ -75,6 +77,7 @@ class Router:
         self._speed_of = speed_of
         self._switcher = switcher
         self._on_route = on_route
+        self._find_gpu = find_gpu
         self._draw = random.Random(seed)
         self._workers: dict[str, EngineState] = {}
         self._room_queue = RoomQueue[RoutingDecision]()
@@ -191,7 +194,9 @@ class Router:
             self._room_queue.fail(error)
 
     def _rebuild_view(self) -> None:
-        self._view = RoutingView(build_pools(self._workers.values()), self._workers, self._rules)
+        self._view = RoutingView(
+            build_pools(self._workers.values(), find_gpu=self._find_gpu), self._workers, self._rules
+        )
 
     # ---- a turn
 

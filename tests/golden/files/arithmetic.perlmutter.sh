@@ -70,8 +70,10 @@
 set -eu
 umask 077
 
+set +eu
 # shellcheck shell=bash
 # Included by batch scripts on Perlmutter, before Python starts.
 export MPICH_OFI_NIC_POLICY=GPU
+set -eu
 
 exec /opt/hpcrl/bin/python -m hpcrl.job.driver /scratch/someone/hpcrl/arithmetic-1 0

@@ -59,9 +59,11 @@
 set -eu
 umask 077
 
+set +eu
 # shellcheck shell=bash
 # Included by batch scripts on Leonardo, before Python starts.
 # Compute nodes have no internet: models must be in the local cache.
 export HF_HUB_OFFLINE=1
+set -eu
 
 exec /opt/hpcrl/bin/python -m hpcrl.job.driver /scratch/someone/hpcrl/code-repair-1 0

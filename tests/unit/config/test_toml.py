@@ -179,11 +179,6 @@ def test_a_users_own_site_wins_and_may_extend_the_shipped_one(home: Path) -> Non
     assert "perlmutter" in list_known_names("sites")
 
 
-def test_an_unknown_gpu_is_refused(home: Path) -> None:
-    with pytest.raises(ConfigError, match="not in the catalogue"):
-        load_site("lab", settings=("partitions.decode.gpu=h2O",))
-
-
 def test_a_setting_can_create_a_table(recipe: Path) -> None:
     layered = load_table("recipes", str(recipe), settings=("job.walltime_min=5",))
     assert layered.table["job"] == {"walltime_min": 5}

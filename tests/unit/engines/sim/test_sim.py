@@ -160,7 +160,9 @@ def test_an_engine_of_a_campaign_takes_the_models_words_and_the_pace_of_the_hard
     config.write_text(json.dumps(LARGE | {"num_hidden_layers": 8}))
 
     async def last_token_at(gpu, speed):
-        async with make_sim_engine(tiny_model_dir, imitate(config, speed=speed), gpu=gpu, num_gpus=1) as engine:
+        async with make_sim_engine(
+            tiny_model_dir, imitate(config, speed=speed), gpu=GPU_CATALOGUE[gpu], num_gpus=1
+        ) as engine:
             answer = await engine.generate(ask(num_prompt=300, num_new=100))
             assert set(answer.token_ids) <= set(range(100))
             with pytest.raises(EngineError, match="context is 512"):
@@ -178,11 +180,11 @@ def test_a_model_of_unknown_size_is_refused_with_a_hint(tiny_model_dir, tmp_path
     config = tmp_path / "config.json"
     config.write_text("{}")
     with pytest.raises(EngineError, match=r"config.json cannot be estimated .* set engine.sim.config"):
-        make_sim_engine(tiny_model_dir, imitate(config), gpu="h100", num_gpus=1)
+        make_sim_engine(tiny_model_dir, imitate(config), gpu=GPU_CATALOGUE["h100"], num_gpus=1)
 
 
 def test_a_model_that_does_not_fit_its_gpus_is_refused(tiny_model_dir, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LARGE))
     with pytest.raises(EngineError, match="does not fit into 1 h100"):
-        make_sim_engine(tiny_model_dir, imitate(config), gpu="h100", num_gpus=1)
+        make_sim_engine(tiny_model_dir, imitate(config), gpu=GPU_CATALOGUE["h100"], num_gpus=1)

@@ -28,6 +28,7 @@ from hpcrl.engines.vllm.engine import VllmEngine
 from hpcrl.engines.vllm.protocol import build_sampling_params, parse_metrics
 from hpcrl.engines.vllm.server import VllmLaunch, VllmServer, build_command, build_environment
 from hpcrl.errors import EngineError, WeightsError
+from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.system.processes import list_descendants
 from tests.support.fakes.vllm_server import METRICS, UPDATE
 from tests.support.plans import plan_recipe
@@ -192,7 +193,7 @@ def test_a_tokenizer_that_does_not_fit_its_model_is_refused_by_name_before_anyth
     with pytest.raises(EngineError, match="has ids up to 99"):
         load_model(model)
     with pytest.raises(EngineError, match="has ids up to 99"):
-        make_sim_engine(model, EngineConfig(), gpu="h100", num_gpus=1)
+        make_sim_engine(model, EngineConfig(), gpu=GPU_CATALOGUE["h100"], num_gpus=1)
 
 
 def test_a_temporary_directory_too_deep_for_sockets_is_refused(
