@@ -18,7 +18,8 @@ from hpcrl.errors import HpcrlError
 EndCause = Literal[
     "complete",
     "user-request",
-    "campaign-limit",
+    "goal-reached",
+    "budget-used",
     "walltime",
     "preemption",
     "cancellation",

@@ -686,6 +686,22 @@ class JobConfig(ConfigTable, frozen=True, kw_only=True):
     groups and versions; a training step may take four times as long."""
 
 
+class LimitsConfig(ConfigTable, frozen=True, kw_only=True):
+    """The ends of a campaign other than its last step: what is reached first drains the job, and none follows."""
+
+    node_hours: Annotated[float, Meta(gt=0)] | None = None
+    """The node-hours of all jobs together; a job drains in time to stay below."""
+    gpu_hours: Annotated[float, Meta(gt=0)] | None = None
+    """The same in GPU-hours of the nodes that are charged."""
+    until: str | None = None
+    """A date, or a date and a time, such as 2026-12-24T18:00; local time of the nodes."""
+    tokens: Count | None = None
+    """The tokens that steps have trained on."""
+    reward: float | None = None
+    """The mean reward of the last `reward_steps` steps."""
+    reward_steps: Count = 10
+
+
 class Recipe(ConfigTable, frozen=True, kw_only=True):
     """A whole recipe."""
 
@@ -707,6 +723,7 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
     router: RouterConfig = RouterConfig()
     resources: RoleResources = RoleResources()
     job: JobConfig = JobConfig()
+    limits: LimitsConfig = LimitsConfig()
 
     @property
     def max_context(self) -> int | None:

@@ -3,8 +3,9 @@
     main               start the guardian with the driver as its child
     JobDriver          supervise one job: allocation -> runtime -> supervise until the trainer is done -> outcome
     LongLivedWorker    a worker that runs until the job ends
-    LONG_LIVED_ROLES, CLOCK_SKEW_S   constants
-    POLL_INTERVAL_S, END_QUERY_TIMEOUT_S, LEASE_INTERVAL_S, NOTICE_INTERVAL_S, MIN_CLOSE_GRACE_S   times
+    LONG_LIVED_ROLES, CLOCK_SKEW_S, LIMIT_OUTCOMES   constants
+    POLL_INTERVAL_S, END_QUERY_TIMEOUT_S, LEASE_INTERVAL_S, LIMITS_INTERVAL_S, NOTICE_INTERVAL_S,
+    MIN_CLOSE_GRACE_S   times
 
 No data passes through the driver.
 """
@@ -48,12 +49,14 @@ from hpcrl.job.metrics_process import MetricsProcess
 from hpcrl.job.progress_watch import ProgressWatch, count_activity
 from hpcrl.job.reward_tasks import RewardScoring
 from hpcrl.job.supervision import (
+    CampaignUse,
     DrainMargin,
     DrainRequest,
     EndRequests,
     LookInterval,
     RestartBudget,
     find_quorum,
+    measure_hours,
     plan_termination,
 )
 from hpcrl.plan.plan import Plan
@@ -75,7 +78,10 @@ LONG_LIVED_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env")
 POLL_INTERVAL_S = 0.1
 END_QUERY_TIMEOUT_S = 5.0
 """Time for Slurm to answer when a job that is about to end will end: there is little of it."""
+LIMIT_OUTCOMES: dict[EndCause, JobOutcome] = {"goal-reached": "done", "budget-used": "stopped"}
+"""The outcome of a job that drained for a limit of the campaign."""
 LEASE_INTERVAL_S = 10.0
+LIMITS_INTERVAL_S = 5.0
 NOTICE_INTERVAL_S = 0.5
 MIN_CLOSE_GRACE_S = 0.5
 CLOCK_SKEW_S = 5.0
@@ -168,6 +174,15 @@ class JobDriver:
         trainer_events = EventReader.for_role(self.campaign.events, "train", job=self.job.number)
         self.margin = DrainMargin(trainer_events.poll, least_s=self.recipe.job.drain_s)
         self.budget = RestartBudget(self.job.logs)
+        self.started_at = time.time()
+        self.use = CampaignUse(
+            self.recipe.limits,
+            EventReader.for_role(self.campaign.events, "train").poll,
+            past_hours=sum(map(measure_hours, map(self.campaign.job, range(self.job.number)))),
+            num_nodes=sum(part.nodes for part in self.plan.components),
+            num_gpus=sum(part.nodes * part.gpus_per_node for part in self.plan.components),
+        )
+        self.limit_looks = LookInterval(LIMITS_INTERVAL_S)
         self.lease_looks, self.notice_looks = LookInterval(LEASE_INTERVAL_S), LookInterval(NOTICE_INTERVAL_S)
         self.memory = TrainerMemoryWatch(
             self.campaign,
@@ -248,7 +263,10 @@ class JobDriver:
         return end
 
     def _find_campaign_end(self) -> JobEnd | None:
-        """Return the end of a campaign that the job before this one has ended; the queue still had this one."""
+        """Return the end of a campaign that has reached a limit, or that the job before this one has ended."""
+        if request := self.use.find_drain(now=time.time(), job_start=time.time(), drain_s=0.0):
+            outcome = LIMIT_OUTCOMES[request.cause]
+            return JobEnd(outcome=outcome, reason=request.reason, cause=request.cause)
         if not self.job.chain_marker.exists():
             return None
         last = self.campaign.job(self.job.number - 1)
@@ -387,6 +405,10 @@ class JobDriver:
         self._drain(request)
 
     def _find_drain(self, allocation: JobAllocation) -> DrainRequest | None:
+        if self.limit_looks.is_due():
+            limit = self.use.find_drain(now=time.time(), job_start=self.started_at, drain_s=self.margin.find_seconds())
+            if limit is not None:
+                return limit
         return self.end_requests.find_drain(
             now=time.time(),
             end_time=allocation.end_time,
@@ -422,13 +444,15 @@ class JobDriver:
         """Let the workers seal what they hold before they are ended; a user's request to stop ends the campaign."""
         if outcome in ("drained", "cut") and self.campaign.stop.exists():
             outcome = "stopped"
+        elif outcome == "drained":
+            outcome = LIMIT_OUTCOMES.get(self.drain_cause, outcome)
         if not self.job.drain.exists():
             publish_file(self.job.drain, reason)
         deadline = time.monotonic() + self._choose_grace()
         while any(not worker.future.done() for worker in self.workers) and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL_S)
-        causes: dict[JobOutcome, EndCause] = {"done": "complete", "stopped": "user-request"}
-        return JobEnd(outcome=outcome, reason=reason, cause=causes.get(outcome, self.drain_cause))
+        cause = "complete" if self.drain_reason is None else self.drain_cause
+        return JobEnd(outcome=outcome, reason=reason, cause="user-request" if self.campaign.stop.exists() else cause)
 
     def _watch_progress(self) -> ProgressWatch:
         """Return the look at the figures of this job."""

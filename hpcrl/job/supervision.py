@@ -6,6 +6,8 @@ plan_termination    the request of a job that received SIGTERM
 LookInterval        the time between two looks
 RestartBudget       the failures of each worker, pool and segment in the last hour
 find_quorum         the workers of a role without which the job ends
+measure_hours       the time that a job has run
+CampaignUse         what the campaign has used and reached, for its limits
 DrainMargin         the time that a job needs to drain, learned from its trainer
 CLOSE_RESERVE_S, MAX_CLOSE_SHARE, MARGIN_FACTOR, NUM_STEPS, READ_INTERVAL_S, BUDGET_PERIOD_S, MAX_RECORDS   constants
 """
@@ -16,11 +18,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 
-from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, StepFinished
-from hpcrl.campaign_dir.job_end import EndCause, JobError
+from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
+from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, JobStarted, StepFinished
+from hpcrl.campaign_dir.job_end import EndCause, JobError, read_job_end
+from hpcrl.campaign_dir.paths import JobDir, make_worker_name
+from hpcrl.config.recipe import LimitsConfig
 from hpcrl.job.guardian import CLOSE_GRACE_S
+from hpcrl.monitor.job_state import find_last_beat
 from hpcrl.slurm.end_policy import FailureRecord
 from hpcrl.system.processes import MAX_RESTARTS
 
@@ -115,6 +123,74 @@ def plan_termination(
 def find_quorum(num_workers: int, *, share: float) -> int:
     """Return the least number of workers of a role with which the job continues."""
     return max(math.ceil(num_workers * share), 1)
+
+
+def measure_hours(job: JobDir) -> float:
+    """Return how long an earlier job has run, by its events; 0 if it never started."""
+    name = make_worker_name(job.number, "driver")
+    events = EventReader(job.campaign.events, pattern=f"{name}{EVENT_SUFFIX}").poll()
+    start = next((event.time for event in events if isinstance(event, JobStarted)), None)
+    if start is None:
+        return 0.0
+    end = read_job_end(job)
+    return max((end.time if end is not None else find_last_beat(job)) - start, 0.0) / 3600
+
+
+class CampaignUse:
+    """The figures of a campaign that its limits are about; `past_hours` are those of its earlier jobs."""
+
+    def __init__(
+        self,
+        limits: LimitsConfig,
+        poll_events: Callable[[], Iterable[CampaignEvent]],
+        *,
+        past_hours: float,
+        num_nodes: int,
+        num_gpus: int,
+    ) -> None:
+        """Take the events of the trainer in all jobs."""
+        self._limits = limits
+        self._poll_events = poll_events
+        self._past_hours = past_hours
+        self._num_nodes, self._num_gpus = num_nodes, num_gpus
+        self._steps: dict[int, StepFinished] = {}
+
+    def find_drain(self, *, now: float, job_start: float, drain_s: float) -> DrainRequest | None:
+        """Return the request to drain once a limit is reached, or would be while the job drains."""
+        for event in self._poll_events():
+            if isinstance(event, StepFinished):
+                self._steps[event.step] = event  # a step that was made again counts once
+        hours = self._past_hours + (now + drain_s - job_start) / 3600
+        if reason := self._find_goal():
+            return DrainRequest(reason=reason, grace_s=drain_s, cause="goal-reached")
+        if reason := self._find_budget(hours, now=now):
+            return DrainRequest(reason=reason, grace_s=drain_s, cause="budget-used")
+        return None
+
+    def _find_goal(self) -> str:
+        limits = self._limits
+        if limits.tokens is not None:
+            num = sum(step.num_tokens or 0 for step in self._steps.values())
+            if num >= limits.tokens:
+                return f"{num} tokens were trained on (limits.tokens = {limits.tokens})"
+        if limits.reward is not None:
+            rewards = [step.reward_mean for _, step in sorted(self._steps.items()) if step.reward_mean is not None]
+            last = rewards[-limits.reward_steps :]
+            if len(last) == limits.reward_steps and fmean(last) >= limits.reward:
+                return f"the mean reward of {len(last)} steps is {fmean(last):.4g} (limits.reward = {limits.reward:g})"
+        return ""
+
+    def _find_budget(self, hours: float, *, now: float) -> str:
+        limits = self._limits
+        for name, num, limit in (
+            ("node", self._num_nodes, limits.node_hours),
+            ("gpu", self._num_gpus, limits.gpu_hours),
+        ):
+            if limit is not None and hours * num >= limit:
+                return f"the campaign has used its {limit:g} {name}-hours (limits.{name}_hours)"
+        if limits.until is not None and now >= datetime.fromisoformat(limits.until).timestamp():
+            return f"it is later than {limits.until} (limits.until)"
+        return ""
 
 
 class DrainMargin:

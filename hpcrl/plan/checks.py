@@ -7,6 +7,7 @@ find_megatron_conflict   the first setting that trainer "megatron" does not supp
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -65,6 +66,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_warmup(recipe)
     _check_teacher(recipe)
     _check_judges(recipe)
+    _check_limits(recipe)
 
 
 def _check_resources(recipe: Recipe) -> None:
@@ -442,6 +444,25 @@ def _check_isolation(recipe: Recipe) -> None:
                 f"domains.{name}.env_memory_gib = {domain.env_memory_gib:g} beside the worker itself: raise it to "
                 f"{least:g} or more"
             )
+
+
+def _check_limits(recipe: Recipe) -> None:
+    """Check the date, and that no wait of an episode looks like a stall: engines generate nothing meanwhile."""
+    if (until := recipe.limits.until) is not None:
+        try:
+            datetime.fromisoformat(until)
+        except ValueError:
+            raise PlanError(
+                f"limits.until = {until!r} is not a date: give one such as 2026-12-24, or 2026-12-24T18:00"
+            ) from None
+    stall_min = recipe.job.stall_timeout_min
+    for name, domain in recipe.domains.items():
+        for key in ("create_timeout_s", "reset_timeout_s", "step_timeout_s", "reward_timeout_s"):
+            if (wait_s := getattr(domain, key)) >= stall_min * 60:
+                raise PlanError(
+                    f"domains.{name}.{key} = {wait_s:g} is not less than job.stall_timeout_min = {stall_min:g}: the "
+                    "job would be ended as stalled; lower the first or raise the second"
+                )
 
 
 def _check_evaluation(recipe: Recipe) -> None:

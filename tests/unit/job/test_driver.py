@@ -12,9 +12,11 @@ from hpcrl.campaign_dir.job_end import JobError
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.campaign_dir.train_progress import MIN_DROPPED_GROUPS, TrainProgress, write_train_progress
 from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.config.recipe import LimitsConfig
 from hpcrl.config.site import load_site
 from hpcrl.errors import HpcrlError, SlurmError, TrainError
 from hpcrl.job.driver import JobDriver, LongLivedWorker, _describe_failure
+from hpcrl.job.supervision import CampaignUse
 from hpcrl.plan.plan import make_plan
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.processes import MAX_RESTARTS
@@ -98,3 +100,11 @@ def test_the_end_of_a_job_names_the_cause_of_its_failure(error, cause):
     assert (end.outcome, end.cause, end.reason.endswith(str(error))) == ("failed", cause, True)
     if not isinstance(error, JobError):
         assert _describe_failure(error, is_supervising=False).cause == "not-started"
+
+
+def test_a_campaign_that_has_reached_a_limit_starts_nothing(driver):
+    assert driver._find_campaign_end() is None
+    driver.use = CampaignUse(LimitsConfig(node_hours=1.0), list, past_hours=1.0, num_nodes=1, num_gpus=0)
+    end = driver._find_campaign_end()
+    assert (end.outcome, end.cause) == ("stopped", "budget-used")
+    assert "limits.node_hours" in end.reason

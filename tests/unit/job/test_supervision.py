@@ -4,10 +4,14 @@ import os
 import signal
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
-from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, StepFinished
-from hpcrl.campaign_dir.job_end import JobError
+from hpcrl.campaign_dir.event_log import EventLog, EventReader
+from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, JobStarted, StepFinished
+from hpcrl.campaign_dir.job_end import JobEnd, JobError
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import LimitsConfig
 from hpcrl.job.guardian import CLOSE_GRACE_S
 from hpcrl.job.supervision import (
     BUDGET_PERIOD_S,
@@ -15,14 +19,17 @@ from hpcrl.job.supervision import (
     MARGIN_FACTOR,
     NUM_STEPS,
     READ_INTERVAL_S,
+    CampaignUse,
     DrainMargin,
     DrainRequest,
     EndRequests,
     LookInterval,
     RestartBudget,
     find_quorum,
+    measure_hours,
     plan_termination,
 )
+from hpcrl.system.files import make_private_dir
 from hpcrl.system.processes import MAX_RESTARTS
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -174,3 +181,53 @@ def test_a_long_step_is_forgotten_after_many_short_ones():
     margin = make_margin([StepFinished(step=1, step_s=800.0)], [StepFinished(step=2, step_s=100.0)] * NUM_STEPS)
     assert margin.find_seconds() == MARGIN_FACTOR * 800.0
     assert margin.find_seconds() == MARGIN_FACTOR * 100.0
+
+
+def make_use(*events: CampaignEvent, past_hours: float = 0.0, **limits: object) -> CampaignUse:
+    config = msgspec.convert(limits, LimitsConfig)
+    return CampaignUse(config, lambda: events, past_hours=past_hours, num_nodes=4, num_gpus=16)
+
+
+def make_step(step: int, *, num_tokens: int = 10, reward: float | None = None) -> StepFinished:
+    return StepFinished(step=step, num_tokens=num_tokens, reward_mean=reward)
+
+
+@pytest.mark.parametrize(
+    ("limits", "reached"),
+    [
+        ({}, None),
+        ({"tokens": 30}, "goal-reached"),
+        ({"tokens": 31}, None),
+        ({"reward": 0.5, "reward_steps": 2}, "goal-reached"),
+        ({"reward": 0.5, "reward_steps": 3}, None),
+        ({"reward": 0.51, "reward_steps": 2}, None),
+        ({"node_hours": 12.1}, "budget-used"),
+        ({"node_hours": 12.3}, None),
+        ({"gpu_hours": 48.1}, "budget-used"),
+        ({"gpu_hours": 49.0}, None),
+        ({"until": "1970-01-03"}, "budget-used"),
+        ({"until": "1970-01-08T12:00"}, None),
+    ],
+)
+def test_a_campaign_ends_at_the_first_of_its_limits(limits, reached):
+    again = make_step(2, reward=0.4)  # made twice: the first one was lost with a job
+    steps = (make_step(1), make_step(2, num_tokens=99, reward=9.0), again, make_step(3, reward=0.6))
+    use = make_use(*steps, past_hours=2.0, **limits)
+    now = 5 * 86400.0
+    request = use.find_drain(now=now, job_start=now - 3600.0, drain_s=180.0)
+    assert (request.cause if request else None) == reached
+    if request:
+        assert next(iter(limits)) in request.reason
+
+
+def test_the_time_of_an_earlier_job_is_counted_from_its_start_to_its_end(tmp_path):
+    campaign = CampaignDir(tmp_path)
+    make_private_dir(campaign.events)
+    job = campaign.job(0)
+    make_private_dir(job.root)
+    assert measure_hours(job) == 0.0, "it never started"
+    EventLog.open(campaign, "driver", job=0, role="driver").emit(JobStarted(slurm_id="1", end_time=9e9))
+    assert 0.0 <= measure_hours(job) < 1.0, "it was killed: until its last heartbeat"
+    (start,) = EventReader(campaign.events).poll()
+    job.outcome.write_bytes(JobEnd(outcome="drained", time=start.time + 7200.0).encode())
+    assert measure_hours(job) == pytest.approx(2.0)

@@ -257,3 +257,15 @@ def test_a_model_whose_config_does_not_fit_the_recipe_is_refused(settings: tuple
 )
 def test_a_stretched_context_and_copied_kv_heads_are_accepted(settings: tuple[str, ...]) -> None:
     check_recipe(make_recipe(*MODEL, *settings))
+
+
+@pytest.mark.parametrize("key", ["create_timeout_s", "reset_timeout_s", "step_timeout_s", "reward_timeout_s"])
+def test_a_wait_that_looks_like_a_stall_is_refused(key: str) -> None:
+    refusal = refuse_plan(f"domains.lake.{key}=120", "job.stall_timeout_min=2")
+    assert refusal.startswith(f"domains.lake.{key} = 120 is not less than job.stall_timeout_min = 2: the job would be")
+    check_recipe(make_recipe(f"domains.lake.{key}=119", "job.stall_timeout_min=2", "domains.lake.reward_timeout_s=60"))
+
+
+def test_a_limit_that_is_not_a_date_is_refused() -> None:
+    assert "limits.until = 'soon' is not a date: give one such as 2026-12-24" in refuse_plan('limits.until="soon"')
+    check_recipe(make_recipe('limits.until="2026-12-24T18:00"'))

@@ -29,7 +29,7 @@ ROWS: list[tuple[EndCause, int, int]] = [
     ("infrastructure", 2, 0),
     ("not-started", NEVER, 0),
 ]
-FINAL_CAUSES: tuple[EndCause, ...] = ("complete", "user-request", "campaign-limit", "memory-limits")
+FINAL_CAUSES: tuple[EndCause, ...] = ("complete", "user-request", "goal-reached", "budget-used", "memory-limits")
 FAILED = JobEnd(outcome="failed", reason="so it is")
 
 
