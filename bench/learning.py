@@ -4,6 +4,7 @@ balance       tokens of the busiest rank over the mean, Karmarkar-Karp and in tu
 loop          `TorchTrainer.train_step` beside a bare loop over the same micro-batches of the same model
 checkpoint    ten steps with a checkpoint, written behind them, beside ten without
 logits        peak memory of log-probs and their gradient by chunks, beside whole logits: counted, nothing is allocated
+context       memory of the tokens of a row on each of four ranks that divide it, beside one rank with all: counted
 data path     ranks that read their own rows beside a controller that scatters: see bench/data_path.py
 
 python -m bench.learning [--full]
@@ -26,7 +27,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from bench import data_path, figures
 from bench.figures import Figure
+from bench.memory_steps import make_model
 from hpcrl.config.recipe import TinyModel, TrainConfig
+from hpcrl.hardware.train_memory import RankSetup
 from hpcrl.learn.batch import MicroBatch, make_micro_batches
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.learn.distribute import balance_parts, compute_imbalance
@@ -34,10 +37,13 @@ from hpcrl.learn.loss import logprobs_and_entropy
 from hpcrl.learn.token_head import HeadForm, compute_from_hidden
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.spool.record import Trajectory
+from hpcrl.testing.fake_steps import make_micro_batch, measure_micro_batch
 from hpcrl.testing.learning import make_rows
+from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.torch_model import load_causal
+from hpcrl.trainers.world import World
 
 NUM_RANKS = 8
 EVERY = 10
@@ -45,6 +51,12 @@ EVERY = 10
 LENGTH = 256
 NUM_TOKENS, HIDDEN, VOCABULARY = 8192, 4096, 151_936
 """Qwen3-8B's output layer."""
+ROW_TOKENS = 2048
+ROW_MODEL = {
+    **{"model_type": "qwen3", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 1024},
+}
+"""The model of the row that ranks divide."""
 
 
 def measure(full: bool) -> list[Figure]:
@@ -52,7 +64,7 @@ def measure(full: bool) -> list[Figure]:
     with tempfile.TemporaryDirectory() as scratch:
         pair = _Pair(Path(scratch))
         costs = [loop(pair, rounds=60 if full else 24), *checkpoints(pair, rounds=8 if full else 3)]
-    return [*balance(), *costs, logits(), *data_path.measure(full)]
+    return [*balance(), *costs, logits(), context(), *data_path.measure(full)]
 
 
 def logits() -> Figure:
@@ -78,6 +90,29 @@ def logits() -> Figure:
         bar=1 / 8,
         better="lower",
     )
+
+
+def context() -> Figure:
+    """Count what the tokens of a row need at the peak of a step with data, on one rank and on four that divide it."""
+    function = "bench.learning:measure_row"
+    alone, divided = (max(run_ranks(num_ranks, function)) for num_ranks in (1, 4))
+    return Figure(
+        name="activation memory of each of 4 ranks that divide a row / of one",
+        value=divided / alone,
+        bar=0.3,
+        better="lower",
+    )
+
+
+def measure_row(world: World) -> float:
+    """Measure the bytes of this rank at the peak for the tokens of a row, by one of half the length."""
+    setup = RankSetup(num_ranks=world.size, context_parallel=world.size)
+    model = make_model(ROW_MODEL, setup, world=world)
+    peaks = []
+    for num_tokens in (ROW_TOKENS, ROW_TOKENS // 2):
+        micro = make_micro_batch(num_tokens, is_packed=False, has_mask=True)
+        peaks.append(max(peak.passing for peak in measure_micro_batch(model, model.module, micro)))
+    return 2 * (peaks[0] - peaks[1])
 
 
 def compute_whole(

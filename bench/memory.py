@@ -66,6 +66,7 @@ class MemoryCase:
         setup = self.setup
         kind = "sharded" if setup.is_sharded else "whole"
         again = ("" if setup.has_recompute else ", all kept") + ", packed" * setup.is_packed
+        again += f", {setup.context_parallel} divide each row" * (setup.context_parallel > 1)
         precision = "bf16" if setup.is_bf16 else "fp32"
         return f"{self.model}, {setup.num_ranks} x {self.num_tokens} tokens, {kind}, {precision}{again}"
 
@@ -74,12 +75,17 @@ def _shards(num_ranks: int, *, has_recompute: bool = True, is_bf16: bool = True)
     return RankSetup(num_ranks=num_ranks, is_sharded=True, is_bf16=is_bf16, has_recompute=has_recompute)
 
 
+def _divide_rows(setup: RankSetup, *, size: int) -> RankSetup:
+    return msgspec.structs.replace(setup, context_parallel=size)
+
+
 CASES = (
     MemoryCase("Qwen3-8B", 32768, _shards(16)),
     MemoryCase("Llama-3.1-70B", 32768, _shards(128)),
     MemoryCase("Qwen3-30B-A3B", 16384, _shards(64)),
     MemoryCase("Qwen3-8B", 4096, _shards(16, has_recompute=False)),
     MemoryCase("Qwen3-0.6B", 16384, RankSetup(is_bf16=True, has_recompute=True)),
+    MemoryCase("Qwen3-8B", 131072, _divide_rows(_shards(16), size=4)),
 )
 MORE_CASES = (
     MemoryCase("Qwen3-8B", 2048, _shards(16)),
@@ -96,6 +102,8 @@ MORE_CASES = (
     MemoryCase("Qwen3-0.6B", 4096, RankSetup()),
     MemoryCase("Qwen3-8B", 8192, RankSetup(is_bf16=True, has_recompute=True)),
     MemoryCase("Qwen3-8B", 8192, RankSetup(is_bf16=True)),
+    MemoryCase("Qwen3-8B", 8192, _divide_rows(_shards(16, has_recompute=False), size=2)),
+    MemoryCase("Qwen3-30B-A3B", 65536, _divide_rows(_shards(64), size=8)),
 )
 """Those of --full."""
 
@@ -108,6 +116,9 @@ STEPS = {
     "all kept": StepCase(fields=SCALED_DOWN, setup=RankSetup(), num_tokens=1024),
     "recomputed": StepCase(fields=SCALED_DOWN, setup=RankSetup(has_recompute=True), num_tokens=2048),
     "2 ranks, sharded": StepCase(fields=SCALED_DOWN, setup=_shards(2, is_bf16=False), num_tokens=1024),
+    "2 ranks, sharded, that divide each row": StepCase(
+        fields=SCALED_DOWN, setup=_divide_rows(_shards(2, is_bf16=False), size=2), num_tokens=2048
+    ),
 }
 """Steps with data, of a model of 143 million weights."""
 

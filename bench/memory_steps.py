@@ -91,11 +91,11 @@ def _measure_step(case: StepCase, *, rank: int, store: str) -> StepCost:
     small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     if case.device == "cpu":
         torch.set_num_threads(1)
-        few = make_micro_batch(64, is_packed=case.setup.is_packed)
+        few = make_micro_batch(64, is_packed=case.setup.is_packed, has_mask=True)
         _make_step(make_model(case.fields | small, case.setup, world=world), few)
     before = _read_resident("VmRSS")
     model = make_model(case.fields, case.setup, world=world)
-    micro = make_micro_batch(case.num_tokens, is_packed=case.setup.is_packed, device=world.device)
+    micro = make_micro_batch(case.num_tokens, is_packed=case.setup.is_packed, device=world.device, has_mask=True)
     _make_step(model, micro)
     _forget_peak(case.device)
     _make_passes(model, micro)
@@ -111,6 +111,7 @@ def make_model(fields: dict[str, Any], setup: RankSetup, *, world: "World", is_r
 
     from hpcrl.models.weight_files import make_empty
     from hpcrl.testing.fake_steps import make_settings
+    from hpcrl.trainers.context_group import make_context_group
     from hpcrl.trainers.model_files import ModelSource
     from hpcrl.trainers.token_model import TokenModel
     from hpcrl.trainers.torch_model import TrainedModel
@@ -129,9 +130,8 @@ def make_model(fields: dict[str, Any], setup: RankSetup, *, world: "World", is_r
                 else:
                     local.fill_(1.0 if is_random else 1e-3)
 
-    return TrainedModel(
-        module, train=make_settings(setup), world=world, learning_rate=1e-4, called=TokenModel(module), fill=fill
-    )
+    called = TokenModel(module, context=make_context_group(world, size=setup.context_parallel))
+    return TrainedModel(module, train=make_settings(setup), world=world, learning_rate=1e-4, called=called, fill=fill)
 
 
 def _join_ranks(case: StepCase, *, rank: int, store: str) -> "World":

@@ -2,14 +2,16 @@
 
     measure_passes   the peaks of the forward and of the backward pass of a micro-batch
     PeakBytes        the bytes of one of them
-    make_settings, make_micro_batch, run_passes    what it takes, for the same passes with data
+    make_settings, make_micro_batch, run_passes, measure_micro_batch    what it takes, for the same passes with data
 
 The code is the trainer's. Collectives do nothing (torch's process group "fake"), and neither does arithmetic
-(FakeTensorMode); torch's trackers count what is alive. Two things are not as in a real step:
+(FakeTensorMode); torch's trackers count what is alive. Three things are not as in a real step:
 
 - A mask selects a number of tokens that depends on data; the same selection by indices has a known size.
 - Transformers makes a mask for attention where it cannot look into the positions; the function that looks is given the
   answer that rows have which are not packed.
+
+- A context group divides a row by its mask; here all tokens are trained, so that a part of them is known without data.
 
 Moments of the optimizer are made by a first step, which is not counted: DTensor makes each whole once, for its shape.
 """
@@ -33,6 +35,7 @@ from hpcrl.hardware.train_memory import RankSetup
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.models.weight_files import make_empty
 from hpcrl.trainers.adapters import add_adapters
+from hpcrl.trainers.context_group import ContextGroup, ContextPart, make_context_group
 from hpcrl.trainers.model_files import ModelSource
 from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
 from hpcrl.trainers.torch_model import TrainedModel, choose_frozen_dtype
@@ -59,7 +62,11 @@ def measure_passes(fields: dict[str, Any], setup: RankSetup, *, num_tokens: int)
     """Measure the peaks of forward and backward pass, of a micro-batch that is not the first one of the first step."""
     config = AutoConfig.for_model(**fields)
     train = make_settings(setup)
-    with _fake_ranks(setup.num_ranks), nullcontext() if setup.is_packed else _positions_in_order():
+    with (
+        _fake_ranks(setup.num_ranks),
+        nullcontext() if setup.is_packed else _positions_in_order(),
+        patch.object(ContextGroup, "divide", _divide_row),
+    ):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         world = World(size=setup.num_ranks)
         dtype = torch.float32 if setup.trains_all else choose_frozen_dtype(train, world)
@@ -67,7 +74,8 @@ def measure_passes(fields: dict[str, Any], setup: RankSetup, *, num_tokens: int)
         source = ModelSource(module, {})
         if not setup.trains_all:
             add_adapters(module, rank=setup.lora_rank, alpha=train.lora_alpha)
-        called = TokenModel(module)
+        context = make_context_group(world, size=setup.context_parallel)
+        called = TokenModel(module, context=context)
 
         def fill(target: torch.nn.Module, device: torch.device) -> None:
             with mode:
@@ -76,7 +84,7 @@ def measure_passes(fields: dict[str, Any], setup: RankSetup, *, num_tokens: int)
         # The mesh of the ranks cannot be made of tensors without data.
         model = TrainedModel(module, train=train, world=world, learning_rate=1e-4, called=called, fill=fill)
         with mode:
-            return _measure_micro_batch(model, called, make_micro_batch(num_tokens, is_packed=setup.is_packed))
+            return measure_micro_batch(model, called, make_micro_batch(num_tokens, is_packed=setup.is_packed))
 
 
 def make_settings(setup: RankSetup) -> TrainConfig:
@@ -108,15 +116,36 @@ def _positions_in_order() -> AbstractContextManager[Any]:
     return patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
 
 
-def make_micro_batch(num_tokens: int, *, is_packed: bool, device: torch.device | str = "cpu") -> MicroBatch:
-    """Make one row of this many tokens, all of which are trained."""
+def _divide_row(context: ContextGroup, inputs_BT: torch.Tensor, mask_BT: Any, *, positions_BT: Any) -> ContextPart:
+    """Return the first part of a row, whose tokens are all trained, without a look at its mask."""
+    num_tokens = inputs_BT.shape[1]
+    if context.size == 1:
+        return ContextPart(context, inputs_BT, mask_BT, positions_BT)
+    part = slice(num_tokens // context.size)
+    rows, positions = mask_BT
+    return ContextPart(
+        context,
+        inputs_BT[:, part],
+        cast(torch.Tensor, (rows[part], positions[part])),
+        positions[part].unsqueeze(0),
+        own_N=positions[part],
+        num_tokens=num_tokens,
+    )
+
+
+def make_micro_batch(
+    num_tokens: int, *, is_packed: bool, device: torch.device | str = "cpu", has_mask: bool = False
+) -> MicroBatch:
+    """Make one row of this many tokens, all of which are trained; steps with data take a mask."""
     zeros, ids = torch.zeros(num_tokens, device=device), torch.zeros(num_tokens, dtype=torch.long, device=device)
     positions = torch.arange(num_tokens, device=device)
     # A mask selects a number of tokens that depends on data; the same selection as indices has a known size.
-    indices = cast(torch.Tensor, (ids, positions))
+    mask = cast(torch.Tensor, (ids, positions))
+    if has_mask:
+        mask = torch.ones(1, num_tokens, dtype=torch.bool, device=device)
     return MicroBatch(
         inputs_BT=ids.unsqueeze(0),
-        mask_BT=indices,
+        mask_BT=mask,
         targets_N=ids,
         behaviour_N=zeros,
         advantages_N=zeros,
@@ -125,7 +154,8 @@ def make_micro_batch(num_tokens: int, *, is_packed: bool, device: torch.device |
     )
 
 
-def _measure_micro_batch(model: TrainedModel, called: torch.nn.Module, micro: MicroBatch) -> list[PeakBytes]:
+def measure_micro_batch(model: TrainedModel, called: torch.nn.Module, micro: MicroBatch) -> list[PeakBytes]:
+    """Measure the peaks of forward and backward pass."""
     for _ in range(2):  # the moments exist from the first step on, and other micro-batches have left their gradients
         for _ in run_passes(model, micro):
             pass

@@ -55,7 +55,8 @@ class ContextGroup:
             self.take(inputs_BT),
             self.take(mask_BT),
             self.take(positions_BT),
-            own_N=own_BT[mask_BT],
+            own_N=own_BT[mask_BT].nonzero().flatten(),
+            num_tokens=int(mask_BT.sum()),
             row_starts=starts,
         )
 
@@ -102,7 +103,9 @@ class ContextPart:
     mask_BS: Tensor
     positions_BS: Tensor | None
     own_N: Tensor | None = None
-    """True for each model token of the whole micro-batch that is at one of these positions; None if all are."""
+    """The numbers of the model tokens at these positions among those of the whole micro-batch; None if all are."""
+    num_tokens: int = 0
+    """The model tokens of the whole micro-batch, where others have some of them."""
     row_starts: list[int] | None = None
     """The first position of each packed row, in the whole micro-batch."""
 
@@ -119,8 +122,8 @@ class ContextPart:
         """Join columns of this rank's tokens with those of the other ranks, in the order of the whole micro-batch."""
         if self.own_N is None:
             return list(columns)
-        joined: Tensor = _JoinColumns.apply(torch.stack(columns), self.own_N, self.context)  # type: ignore[no-untyped-call]
-        return list(joined.unbind())
+        joined: Tensor = _JoinColumns.apply(torch.stack(columns), self)  # type: ignore[no-untyped-call]
+        return [column.clone() for column in joined.unbind()]  # FSDP wants no views as outputs
 
 
 def make_context_group(world: World, *, size: int) -> ContextGroup:
@@ -216,13 +219,12 @@ class _JoinColumns(torch.autograd.Function):
     """A function that joins columns; their gradient is that of this rank's tokens, whose loss every rank computes."""
 
     @staticmethod
-    def forward(ctx: Any, columns_N: Tensor, own_N: Tensor, context: ContextGroup) -> Tensor:
-        ctx.save_for_backward(own_N)
-        whole_N = columns_N.new_zeros(len(columns_N), len(own_N))
-        whole_N[:, own_N] = columns_N
-        return context.sum(whole_N)
+    def forward(ctx: Any, columns_N: Tensor, part: ContextPart) -> Tensor:
+        ctx.own_N = part.own_N
+        whole_N = columns_N.new_zeros(len(columns_N), part.num_tokens)
+        whole_N[:, part.own_N] = columns_N
+        return part.context.sum(whole_N)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (own_N,) = ctx.saved_tensors
-        return grads[0][:, own_N], None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0][:, ctx.own_N], None
