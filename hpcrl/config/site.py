@@ -5,7 +5,7 @@ A user's own account and paths go into `~/.config/hpcrl/sites/NAME.toml` with `e
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -32,6 +32,12 @@ class GpuFigures(ConfigTable, frozen=True, kw_only=True):
     memory_tb_per_s: Figure | None = None
 
 
+DeviceVariable = Literal["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"]
+DEVICE_VARIABLES: tuple[DeviceVariable, ...] = get_args(DeviceVariable)
+STEP_DEVICE_VARIABLES = (*DEVICE_VARIABLES, "GPU_DEVICE_ORDINAL")
+"""Slurm sets some of these for each step that has GPUs and leaves them unchanged for a step without."""
+
+
 class SitePartition(ConfigTable, frozen=True, kw_only=True):
     """A kind of node and how to request it from Slurm."""
 
@@ -46,6 +52,8 @@ class SitePartition(ConfigTable, frozen=True, kw_only=True):
     gpu: str | None = None
     """A name of the hardware catalogue, or of the site's own `[gpus.NAME]`."""
     gpus_per_node: CountOrZero = 0
+    gpu_variable: DeviceVariable | None = None
+    """The variable that gives a process its GPUs; None: the one that Slurm sets, and CUDA's if it sets none."""
     gpu_request: Literal["gres", "gpus-per-node"] = "gres"
     gres_type: str | None = None
     """The type in `--gres=gpu:TYPE:N`, where the site requires one."""

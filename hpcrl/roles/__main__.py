@@ -17,7 +17,7 @@ from pathlib import Path
 from hpcrl.campaign_dir.events import WorkerEnded, WorkerFailed, WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, ROLES, RoleName
-from hpcrl.plan.records import read_plan
+from hpcrl.plan.records import read_plan, read_site
 from hpcrl.roles.context import open_context, pin_devices, redirect_output
 from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.garbage import pause_collection
@@ -32,7 +32,8 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     campaign_dir = CampaignDir(Path(campaign))
     redirect_output(campaign_dir.job(job_number), role, index)
     plan = read_plan(campaign_dir)
-    devices = pin_devices(plan.role(role))
+    component = plan.components[plan.role(role).component]
+    devices = pin_devices(plan.role(role), read_site(campaign_dir).partitions[component.partition].gpu_variable)
     context = open_context(campaign_dir, job_number, role, index)
     context.events.emit(WorkerStarted(pid=os.getpid(), gpus=devices))
     module = "judge" if role.startswith(JUDGE_ROLE_PREFIX) else MODULES.get(role, role)

@@ -21,7 +21,7 @@ from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import EngineConfig, Recipe, RoleName
-from hpcrl.config.site import Site
+from hpcrl.config.site import DEVICE_VARIABLES, STEP_DEVICE_VARIABLES, DeviceVariable, Site
 from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU, GPU_CATALOGUE, GpuModel
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
@@ -128,15 +128,24 @@ def redirect_output(job: JobDir, role: str, index: int) -> None:
     faulthandler.enable(file=2)
 
 
-def pin_devices(role: RolePlan) -> list[str]:
-    """Restrict this worker to its devices of the node and its share of cores; call it before torch is imported."""
+def pin_devices(role: RolePlan, variable: DeviceVariable | None = None) -> list[str]:
+    """Restrict this worker to its devices of the node and its share of cores; call it before torch is imported.
+
+    Where nothing names the devices of the step, the node has them all. One variable is left in the end: AMD's runtime
+    would apply HIP's and CUDA's to what ROCr's has left.
+    """
     os.environ["OMP_NUM_THREADS"] = str(role.cpus_per_worker)
-    visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-    if not visible or not role.gpus_per_worker:
-        return visible
+    given = {name: value.split(",") for name in DEVICE_VARIABLES if (value := os.environ.get(name))}
+    name = variable if variable is not None else next(iter(given), DEVICE_VARIABLES[0])
+    if not role.gpus_per_worker:
+        return given.get(name, [])
+    every = [str(number) for number in range(role.workers_per_node * role.gpus_per_worker)]
+    visible = given.get(name) or next(iter(given.values()), every)
     rank = int(os.environ.get("PARSL_WORKER_RANK", "0"))
     own = visible[rank * role.gpus_per_worker : (rank + 1) * role.gpus_per_worker]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+    for other in STEP_DEVICE_VARIABLES:
+        os.environ.pop(other, None)
+    os.environ[name] = ",".join(own)
     return own
 
 

@@ -10,6 +10,7 @@ from datetime import datetime
 from itertools import accumulate
 from typing import NamedTuple
 
+from hpcrl.config.site import STEP_DEVICE_VARIABLES
 from hpcrl.errors import SlurmError
 from hpcrl.plan.components import JobComponent
 from hpcrl.plan.plan import Plan
@@ -30,8 +31,6 @@ KEPT_VARIABLES = (
 DEFAULT_KILL_WAIT_S = 30.0
 """Slurm's default."""
 _SCHEDULE_FORMAT = "State:30,EndTime:30,PreemptTime:30"
-DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES")
-"""Slurm sets these for each step that has GPUs and leaves them unchanged for a step without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +142,7 @@ def scrub_environment(environ: MutableMapping[str, str]) -> None:
     """Remove the variables Slurm set for component 0, so that they do not leak into steps of other components."""
     for name in list(environ):
         kept = name in KEPT_VARIABLES or "_HET_GROUP_" in name
-        if name in DEVICE_VARIABLES or (name.startswith(("SLURM_", "SBATCH_", "SRUN_")) and not kept):
+        if name in STEP_DEVICE_VARIABLES or (name.startswith(("SLURM_", "SBATCH_", "SRUN_")) and not kept):
             del environ[name]
 
 
