@@ -79,8 +79,9 @@ class SitePartition(ConfigTable, frozen=True, kw_only=True):
 class NetworkConfig(ConfigTable, frozen=True, kw_only=True):
     """The network between nodes."""
 
-    interface: str | None = None
-    """Interface that roles bind to, such as `hsn0`; None: the address of the host's name."""
+    interface: str | list[str] | None = None
+    """The interface that roles bind to, such as `hsn0`; a name may end with `*`, and of several a node takes the first
+    that it has. None: the one with the address of the host's name."""
     fabric: str | None = None
     srun_network: str | None = None
     """The value of `--network`, where steps need it."""
@@ -155,6 +156,14 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     """True once the facts were checked on the machine itself."""
     checked_on: str | None = None
     sources: list[str] = []
+
+    @property
+    def interfaces(self) -> list[str]:
+        """The names or patterns of the interfaces that roles bind to, the preferred one first."""
+        asked = self.network.interface
+        if asked is None:
+            return ["lo"] if self.scheduler == "local" else []
+        return [asked] if isinstance(asked, str) else asked
 
     def find_gpu(self, name: str | None) -> GpuModel | None:
         """Return the figures of a GPU type, the site's own first; None if they are not known."""

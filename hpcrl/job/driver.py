@@ -237,7 +237,7 @@ class JobDriver:
             self.plan,
             place=self.place,
             allocation=allocation,
-            address=find_bind_address(self.site.network.interface),
+            address=find_bind_address(self.site.interfaces),
         )
         self.weight_plane = WeightPlane(
             self.place,

@@ -196,8 +196,7 @@ class JobRuntime:
         courier = [sys.executable, "-m", "hpcrl.weights.couriers"]
         courier += [str(self._campaign.root), str(self._job.number), ",".join(nodes), ",".join(self._trainer_nodes())]
         courier.append(f"--codec={site.mpi.codec}")
-        if site.network.interface is not None:
-            courier.append(f"--interface={site.network.interface}")
+        courier += [f"--interface={name}" for name in site.interfaces]
         commands = []
         for name in transports:
             mpi = site.mpi.srun_type if name == "mpi" else "none"

@@ -35,7 +35,7 @@ def check_spanning_engines(nodes_per_engine: Mapping[RoleName, int], recipe: Rec
             f"a {role} worker is on {nodes_per_engine[role]} nodes: its KV is handed over only if the package nixl or "
             'mooncake is installed there and network.fabric is set; else set router.remote_prefill = "never"'
         )
-    if site.network.interface is None:
+    if not site.interfaces:
         found.append(
             f"a {role} worker is on {nodes_per_engine[role]} nodes, and site {site.name} has no network.interface: "
             "its parts meet at the address of the host's name"

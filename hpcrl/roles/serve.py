@@ -148,7 +148,7 @@ def _make_own_launch(context: WorkerContext) -> "VllmLaunch":
         site=context.site,
         place=context.place,
         log=context.job.log(f"{context.role}-{context.index}-vllm"),
-        host=network.find_bind_address(context.site.network.interface),
+        host=network.find_bind_address(context.site.interfaces),
     )
     group = None
     if context.role_plan.nodes_per_engine > 1:
@@ -198,9 +198,7 @@ def make_vllm_launch(
 async def _announce_and_follow(engine: WorkerEngine, follower: "WeightFollower", context: WorkerContext) -> None:
     """Start the HTTP server, announce its endpoint, load new versions until the job ends, then shut it down."""
     token = endpoints.make_token()
-    url, runner = await serve_over_http(
-        engine, host=network.find_bind_address(context.site.network.interface), token=token
-    )
+    url, runner = await serve_over_http(engine, host=network.find_bind_address(context.site.interfaces), token=token)
     role = context.role_plan
     endpoint = EngineEndpoint(
         role=context.role,

@@ -47,7 +47,7 @@ from hpcrl.spool.ids import make_episode_id
 from hpcrl.spool.rows import TRAINED, count_by_fate
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_OUT_OF_MEMORY
 from hpcrl.system.garbage import pause_collection
-from hpcrl.system.network import find_bind_address
+from hpcrl.system.network import find_interface
 from hpcrl.system.variables import TRAINER_START_VARIABLE
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.base import RankTrainer, StepMetrics, Trainer
@@ -155,12 +155,13 @@ def _find_meeting_path(context: WorkerContext) -> Path:
 
 def _make_rank_environment(context: WorkerContext) -> Mapping[str, str]:
     """Return the environment for joining ranks; on several nodes with the address of the site's interface."""
-    interface = context.site.network.interface
-    if context.plan.layout == "local" or interface is None:
+    if context.plan.layout == "local":
         return os.environ
-    for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
-    return os.environ | {"MASTER_ADDR": find_bind_address(interface)}
+    interface, address = find_interface(context.site.interfaces)
+    if interface is not None:
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+    return os.environ | {"MASTER_ADDR": address}
 
 
 def _make_trainer(context: WorkerContext, world: World) -> RankTrainer:

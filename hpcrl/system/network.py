@@ -1,13 +1,17 @@
 """The name and addresses of this node, and free ports on it."""
 
+import contextlib
 import fcntl
 import os
 import socket
 import struct
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from hpcrl.errors import ConfigError
 
 SIOCGIFADDR = 0x8915
+LOOPBACK = "127."
 
 
 def current_node() -> str:
@@ -21,18 +25,50 @@ def find_free_address(host: str) -> tuple[str, int]:
         return host, int(probe.getsockname()[1])
 
 
-def find_bind_address(interface: str | None) -> str:
+def find_bind_address(wanted: Sequence[str]) -> str:
     """Return the IPv4 address to bind to: that of the site's interface, else the one the host name resolves to."""
-    if interface is None:
-        return socket.gethostbyname(socket.gethostname())
-    request = struct.pack("256s", interface.encode()[:15])
+    return find_interface(wanted)[1]
+
+
+def find_interface(wanted: Sequence[str]) -> tuple[str | None, str]:
+    """Return the first of these interfaces that this node has, and its IPv4 address; a name may end with `*`.
+
+    Without names it is the one with the address of the host's name. Many images resolve that to the loopback, where
+    other nodes reach nothing: then it is the only other one, if there is only one.
+    """
+    present = _list_addresses()
+    if not wanted:
+        address = socket.gethostbyname(socket.gethostname())
+        others = {name: own for name, own in present.items() if not own.startswith(LOOPBACK)}
+        if not address.startswith(LOOPBACK):
+            return next((name for name, own in present.items() if own == address), None), address
+        if len(others) == 1:
+            return next(iter(others.items()))
+        raise ConfigError(
+            f"the name {socket.gethostname()} resolves to {address}, where other nodes reach nothing: set "
+            f"network.interface in the site file ({_describe_addresses(present)})"
+        )
+    for pattern in wanted:
+        for name, address in present.items():
+            if fnmatchcase(name, pattern):
+                return name, address
+    shown = wanted[0] if len(wanted) == 1 else list(wanted)
+    raise ConfigError(
+        f"network.interface = {shown!r} has no address on {socket.gethostname()} "
+        f"({_describe_addresses(present)}): correct it in the site file"
+    )
+
+
+def _list_addresses() -> dict[str, str]:
+    """Return the IPv4 address of each interface that has one."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-        except OSError as error:
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            raise ConfigError(
-                f"network.interface = {interface!r} has no address on {socket.gethostname()} "
-                f"({error.strerror}); it has {names}: correct it in the site file"
-            ) from error
-    return socket.inet_ntoa(answer[20:24])
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has none
+                found[name] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
+    return found
+
+
+def _describe_addresses(present: Mapping[str, str]) -> str:
+    return "it has " + (", ".join(f"{name} {address}" for name, address in present.items()) or "no address")

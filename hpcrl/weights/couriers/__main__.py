@@ -64,7 +64,7 @@ class CourierSettings:
     transport_name: str
     incarnation: str
     codec: CodecSetting
-    interface: str | None
+    interfaces: tuple[str, ...]
     silence_timeout_s: float
 
     def is_peer(self, node: str) -> bool:
@@ -145,7 +145,7 @@ def _join_tcp(settings: CourierSettings) -> tuple[ByteTransport, list[str]]:
         settings.here.node,
         nodes=settings.nodes,
         meeting=settings.here.job.meeting(settings.incarnation),
-        interface=settings.interface,
+        interfaces=settings.interfaces,
         timeout_s=JOIN_TIMEOUT_S - JOIN_MARGIN_S,
     )
     return transport, list(settings.nodes)
@@ -173,7 +173,7 @@ def _parse_settings(arguments: list[str]) -> CourierSettings:
     parser.add_argument("nodes", help="all nodes that have a courier: a,b,c")
     parser.add_argument("sources", help="the trainer's nodes, the one of its rank 0 first: a,b")
     parser.add_argument("--wire", choices=["mpi", "tcp"], default="mpi")
-    parser.add_argument("--interface", help="the network interface that TCP binds to")
+    parser.add_argument("--interface", action="append", default=[], help="a network interface that TCP may bind to")
     parser.add_argument(
         "--codec", choices=get_args(CodecSetting), default="auto", help="what is sent: full versions or deltas"
     )
@@ -188,7 +188,7 @@ def _parse_settings(arguments: list[str]) -> CourierSettings:
         transport_name=given.wire,
         incarnation=given.incarnation,
         codec=given.codec,
-        interface=given.interface,
+        interfaces=tuple(given.interface),
         silence_timeout_s=given.silent_s,
     )
 

@@ -25,6 +25,7 @@ import xxhash
 
 from hpcrl.errors import WeightsError
 from hpcrl.system.files import make_private_dir, publish_file
+from hpcrl.system.network import find_interface
 from hpcrl.weights.couriers.link import DoneCheck, MessageTag
 from hpcrl.weights.couriers.protocol import NoWorldError, RankLostError
 
@@ -40,10 +41,11 @@ _SOURCE_PLACE = re.compile(r"^\[[^\]]*:\d+\] ")
 
 
 def join_ranks(
-    node: str, *, nodes: tuple[str, ...], meeting: Path, interface: str | None, timeout_s: float
+    node: str, *, nodes: tuple[str, ...], meeting: Path, interfaces: tuple[str, ...], timeout_s: float
 ) -> "TcpTransport":
     """Return this rank's transport; ranks are in the order of `nodes`, and `meeting` is new for every run."""
     warnings.filterwarnings("ignore", message="The given buffer is not writable")  # gloo only reads what it sends
+    interface = find_interface(interfaces)[0] if interfaces else None
     if interface is not None:
         os.environ[INTERFACE_VARIABLE] = interface
     if node not in nodes:

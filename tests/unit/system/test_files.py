@@ -15,9 +15,7 @@ from hpcrl.campaign_dir.endpoints import (
 )
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import DrainStarted, JobStarted
-from hpcrl.errors import ConfigError
 from hpcrl.system.files import make_private_dir, publish_file, remove_path, staged_path
-from hpcrl.system.network import find_bind_address
 from hpcrl.testing.event_lines import read_events
 
 
@@ -91,15 +89,6 @@ def test_an_endpoint_is_private_and_can_be_withdrawn_twice(tmp_path: Path) -> No
     withdraw_endpoint(tmp_path, "w")
     withdraw_endpoint(tmp_path, "w")
     assert list_endpoints(tmp_path) == []
-
-
-def test_loopback_has_its_address() -> None:
-    assert find_bind_address("lo") == "127.0.0.1"
-
-
-def test_an_unknown_interface_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"it has .*lo"):
-        find_bind_address("hsn9")
 
 
 def test_the_beat_moves_the_files_time(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ adopt_orphans()
 # a child that ends and leaves a grandchild in a separate session: the grandchild is an orphan
 subprocess.run(["bash", "-c", "setsid sleep 300 & disown"], check=True)
 # a child that ignores TERM
-subprocess.Popen(["bash", "-c", "trap '' TERM; while true; do sleep 0.05; done"])
+subprocess.Popen(["bash", "-c", "trap '' TERM; sleep 300; true"])
 while len(list_descendants()) < 3:
     time.sleep(0.01)
 print(end_descendants(grace_s=0.3), len(list_descendants()), flush=True)
