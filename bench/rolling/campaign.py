@@ -29,7 +29,7 @@ import msgspec
 
 from bench.rolling.world import Lengths, Lockstep, Plays, World
 from bench.routing.fleet import MODEL_8B
-from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
+from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint, announce_endpoint
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir, make_worker_name
 from hpcrl.config.recipe import DomainConfig, RolloutMode, load_recipe
@@ -239,7 +239,8 @@ async def open_engines(
         endpoint = EngineEndpoint(role="decode", worker=name, node="n", url=name, token="t", gpu="h800", num_gpus=1)
         announce_endpoint(context.campaign.endpoints, endpoint)
     one = estimate_speed(GPU_CATALOGUE["h800"], shape=MODEL_8B)
-    router = Router(context.campaign.endpoints, connect=lambda at: served[at.worker], seed=0, speed_of=lambda _: one)
+    endpoints = EndpointReader(context.campaign.endpoints, job=0)
+    router = Router(endpoints, connect=lambda at: served[at.worker], seed=0, speed_of=lambda _: one)
     return engines, await stack.enter_async_context(router)
 
 

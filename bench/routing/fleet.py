@@ -20,7 +20,7 @@ from typing import Literal
 
 from bench.routing.policies import Chosen, Policy, Scripted, Spell, Sticky
 from bench.routing.workload import Script
-from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
+from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint, announce_endpoint
 from hpcrl.config.recipe import RouterConfig
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
@@ -151,7 +151,7 @@ async def _hosts(
         case "router":
             routers = [
                 Router(
-                    directory,
+                    EndpointReader(directory, job=0),
                     connect=lambda endpoint: engines[endpoint.worker],
                     seed=host,
                     rules=rules,

@@ -9,6 +9,7 @@ as after an sbatch that timed out although the job was queued, cannot both run.
 """
 
 import contextlib
+import functools
 import os
 import time
 import uuid
@@ -19,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.system.file_watch import NameWatch
 from hpcrl.system.files import make_private_dir, publish_file
 
 
@@ -47,9 +49,13 @@ class DriverLease:
     directory: Path
     number: int
 
+    @functools.cached_property
+    def _names(self) -> NameWatch:
+        return NameWatch(self.directory)
+
     def is_lost(self) -> bool:
         """Return whether another driver has taken the lease, which took this one for dead."""
-        return _lease_path(self.directory, self.number + 1).exists()
+        return _lease_path(self.directory, self.number + 1).name in self._names.names()
 
 
 def take_lease(

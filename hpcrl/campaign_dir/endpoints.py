@@ -2,15 +2,20 @@
 
 EngineEndpoint                          the record
 announce_endpoint, withdraw_endpoint    publish and remove it
+withdraw_all                            remove those of all jobs, which a new driver does
+EndpointReader                          the endpoints of one job, read when they change
 list_endpoints                          read all
 make_token                              its bearer token
 """
 
+import contextlib
+import os
 import secrets
 from pathlib import Path
 
 import msgspec
 
+from hpcrl.system.file_watch import MAX_PAUSE_S, WatchedValue, retry_passing
 from hpcrl.system.files import publish_file
 
 
@@ -45,6 +50,41 @@ def announce_endpoint(directory: Path, endpoint: EngineEndpoint) -> Path:
 def withdraw_endpoint(directory: Path, worker: str) -> None:
     """Remove an endpoint before its worker ends."""
     (directory / f"{worker}.json").unlink(missing_ok=True)
+
+
+def withdraw_all(directory: Path) -> None:
+    """Remove every endpoint: those of engines that were killed, on addresses that others may have by now."""
+    for path in directory.glob("*.json"):
+        path.unlink(missing_ok=True)
+
+
+class EndpointReader:
+    """The endpoints of one job; a file is read again only if another has taken its name."""
+
+    def __init__(self, directory: Path, *, job: int, longest_s: float = MAX_PAUSE_S) -> None:
+        self._directory = directory
+        self._job = job
+        self._known: dict[str, tuple[int, EngineEndpoint]] = {}
+        """By file name: its inode, and what it holds."""
+        self._endpoints = WatchedValue(directory, self._read_new, longest_s=longest_s)
+
+    def poll(self) -> list[EngineEndpoint]:
+        """Return the endpoints announced now, sorted by worker name."""
+        return self._endpoints.poll()
+
+    def _read_new(self) -> list[EngineEndpoint]:
+        try:
+            with os.scandir(self._directory) as entries:
+                inodes = {one.name: one.inode() for one in entries if one.name.endswith(".json")}
+        except FileNotFoundError:
+            inodes = {}
+        known = {name: one for name, one in self._known.items() if inodes.get(name) == one[0]}
+        for name in inodes.keys() - known.keys():
+            with contextlib.suppress(FileNotFoundError):  # withdrawn since
+                data = retry_passing((self._directory / name).read_bytes)
+                known[name] = inodes[name], msgspec.json.decode(data, type=EngineEndpoint)
+        self._known = known
+        return [known[name][1] for name in sorted(known) if known[name][1].job == self._job]
 
 
 def list_endpoints(directory: Path) -> list[EngineEndpoint]:

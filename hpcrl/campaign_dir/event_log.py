@@ -3,26 +3,41 @@
 EventLog     append events
 EventReader  read new events
 find_worker_node   the node on which a worker has last run
+EVENT_SUFFIX, BEAT_INTERVAL_S, MAX_PENDING_LINES, MAX_LOOK_INTERVAL_S   constants
 
 A line is written by one write(2) on an O_APPEND descriptor, so a killed process tears at most its own last line.
+Work never ends for an event: on a full or unreachable file system lines wait in memory, the oldest are dropped where
+they are too many, and what was dropped is counted and reported when writing succeeds again.
 Every line has `time` (seconds since the epoch), `event`, and its writer: `job`, `role`, `worker`, `node`.
 """
 
+import contextlib
+import errno
+import fnmatch
 import json
 import os
 import stat
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.campaign_dir.events import CampaignEvent, build_line, parse_event
+from hpcrl.campaign_dir.events import CampaignEvent, EventsLost, build_line, parse_event
 from hpcrl.campaign_dir.paths import CampaignDir, make_worker_name
+from hpcrl.system.file_watch import NameWatch, PollPace, is_full
 from hpcrl.system.files import parse_json_lines
 
 EVENT_SUFFIX = ".jsonl"
 TAIL_BYTES = 1 << 16
+BEAT_INTERVAL_S = 10.0
+"""The time between heartbeats: a third of the age at which a process counts as ended."""
+MAX_PENDING_LINES = 1000
+"""The most lines that wait for a file system to accept them."""
+MAX_LOOK_INTERVAL_S = 5.0
+"""The longest that a sparing reader leaves a file alone; well below the age of a heartbeat that counts."""
 
 
 class EventLog:
@@ -30,8 +45,19 @@ class EventLog:
 
     def __init__(self, path: Path, **origin: Any) -> None:
         self.path = path
+        self.num_lost = 0
+        """Events that were dropped and not reported yet."""
         self._origin = origin
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._pending: deque[bytes] = deque()
+        self._error = ""
+        """The reason why lines wait."""
+        self._is_torn = False
+        """True if the last line in the file is incomplete."""
+        self._lock = threading.Lock()
+        self._next_beat = float("-inf")
+        self._fd = -1
+        with contextlib.suppress(OSError):  # it is opened again with the first event
+            self._open_file()
 
     @classmethod
     def open(cls, campaign: CampaignDir, *name: str | int, job: int, role: str, **origin: Any) -> "EventLog":
@@ -40,16 +66,67 @@ class EventLog:
         return cls(campaign.events / f"{worker}{EVENT_SUFFIX}", job=job, role=role, worker=worker, **origin)
 
     def emit(self, event: CampaignEvent) -> None:
-        """Append one event."""
-        line = build_line(event, time=round(time.time(), 3), origin=self._origin)
-        os.write(self._fd, json.dumps(line).encode() + b"\n")
+        """Append one event; if that is not possible now, it waits."""
+        with self._lock:
+            self._add_line(event)
+            self._write_pending()
 
     def beat(self) -> None:
-        """Touch the file, as a heartbeat."""
-        os.utime(self._fd)
+        """Touch the file, as a heartbeat, if that is due, and write what waits."""
+        now = time.monotonic()
+        with self._lock:
+            self._write_pending()
+            if now < self._next_beat:
+                return
+            self._next_beat = now + BEAT_INTERVAL_S
+            with contextlib.suppress(OSError):
+                os.utime(self._fd if self._fd >= 0 else self.path)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Close the file, after a last attempt to write what waits."""
+        with self._lock:
+            self._write_pending()
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def _add_line(self, event: CampaignEvent) -> None:
+        line = build_line(event, time=round(time.time(), 3), origin=self._origin)
+        self._pending.append(json.dumps(line).encode() + b"\n")
+        if len(self._pending) > MAX_PENDING_LINES:
+            self._pending.popleft()
+            self.num_lost += 1
+
+    def _write_pending(self) -> None:
+        try:
+            while self._pending:
+                self._write_line(self._pending[0])
+                self._pending.popleft()
+                if not self._pending and self.num_lost:
+                    lost, self.num_lost = EventsLost(num=self.num_lost, reason=self._error), 0
+                    self._add_line(lost)
+        except OSError as error:
+            self._error = error.strerror or str(error)
+            if not is_full(error):  # the descriptor may be stale
+                self._close_file()
+
+    def _write_line(self, line: bytes) -> None:
+        if self._fd < 0:
+            self._open_file()
+        data = b"\n" + line if self._is_torn else line
+        written = os.write(self._fd, data)
+        self._is_torn = written != len(data)
+        if self._is_torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def _open_file(self) -> None:
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _close_file(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
 @dataclass
@@ -65,12 +142,23 @@ class EventReader:
     """Files that could not be read at the last call, with the reason."""
     offsets: dict[str, int] = field(default_factory=dict)
     """Bytes read of each file; another process can continue with them."""
+    is_sparing: bool = False
+    """True: look ever more rarely at the directory, and at each file, while nothing changes."""
+    ended_jobs: frozenset[int] = frozenset()
+    """Jobs whose files are not looked at, since they were read to their end."""
+    _names: NameWatch | None = None
+    _paces: dict[str, PollPace] = field(default_factory=dict)
 
     @classmethod
     def for_role(cls, directory: Path, role: str, *, job: int | None = None) -> "EventReader":
         """Return a reader of the workers of one role, in one job or in all."""
         number = "*" if job is None else make_worker_name(job)
-        return cls(directory, pattern=f"{number}-{role}-*{EVENT_SUFFIX}")
+        return cls(directory, pattern=f"{number}-{role}-*{EVENT_SUFFIX}", is_sparing=True)
+
+    def hurry(self) -> None:
+        """Look at everything at the next call."""
+        self._names = None
+        self._paces.clear()
 
     def poll(self) -> Iterator[CampaignEvent]:
         """Return new events, file by file; incomplete lines wait for the next call, unknown ones are skipped."""
@@ -79,13 +167,31 @@ class EventReader:
     def poll_lines(self) -> Iterator[dict[str, Any]]:
         """Yield new lines of every kind as dicts."""
         self.unreadable.clear()
-        for path in sorted(self.directory.glob(self.pattern)):
+        for path in self._list_paths():
             try:
                 data = self._new_data(path)
             except OSError as error:  # one unreadable file must not hide the others
                 self.unreadable[path.name] = error.strerror or str(error)
                 continue
             yield from parse_json_lines(data)
+
+    def _list_paths(self) -> list[Path]:
+        """Return the files to look at now; those known so far, while the directory cannot be listed."""
+        if not self.is_sparing:
+            return sorted(self.directory.glob(self.pattern))
+        if self._names is None:
+            self._names = NameWatch(self.directory)
+        ended = tuple(f"{make_worker_name(job)}-" for job in self.ended_jobs)
+        try:
+            names = self._names.names()
+        except OSError:
+            names = frozenset(self._paces)
+        return [
+            self.directory / name
+            for name in sorted(fnmatch.filter(names, self.pattern))
+            if not name.startswith(ended)
+            and self._paces.setdefault(name, PollPace(longest_s=MAX_LOOK_INTERVAL_S)).is_due()
+        ]
 
     def _new_data(self, path: Path) -> bytes:
         """Return the complete lines that were added to one file."""
@@ -94,6 +200,8 @@ class EventReader:
         offset = self.offsets.get(path.name, 0)
         if facts.st_size <= offset or not stat.S_ISREG(facts.st_mode):
             return b""
+        if path.name in self._paces:
+            self._paces[path.name].note_change()
         with path.open("rb") as file:
             file.seek(offset)
             data = file.read()

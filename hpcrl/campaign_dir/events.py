@@ -78,6 +78,13 @@ class WorkerFailed(CampaignEvent, frozen=True, kw_only=True, tag="worker-failed"
     reason: str = ""
 
 
+class EventsLost(CampaignEvent, frozen=True, kw_only=True, tag="events-lost"):
+    """Events of the writer could not be written, and too many waited."""
+
+    num: NonNegativeCount
+    reason: str = ""
+
+
 class RewardJobsScaled(CampaignEvent, frozen=True, kw_only=True, tag="reward-jobs"):
     """A reward job was added, or all reward jobs are ended."""
 
@@ -479,6 +486,8 @@ def describe_event(event: CampaignEvent) -> str | None:
 
 def _describe_progress_event(event: CampaignEvent) -> str | None:
     match event:
+        case EventsLost():
+            return f"{event.num} events of {event.worker} could not be written" + _append_reason(event.reason)
         case TasksRestarted():
             return f"{event.num} tasks of {event.worker} that were in flight are started again"
         case TaskFailed():

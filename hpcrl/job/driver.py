@@ -4,7 +4,7 @@
     JobDriver          supervise one job: allocation -> runtime -> supervise until the trainer is done -> outcome
     LongLivedWorker    a worker that runs until the job ends
     LONG_LIVED_ROLES, CLOCK_SKEW_S, LIMIT_OUTCOMES   constants
-    POLL_INTERVAL_S, END_QUERY_TIMEOUT_S, LEASE_INTERVAL_S, LIMITS_INTERVAL_S, NOTICE_INTERVAL_S,
+    POLL_INTERVAL_S, LOOK_INTERVAL_S, END_QUERY_TIMEOUT_S, LEASE_INTERVAL_S, LIMITS_INTERVAL_S, NOTICE_INTERVAL_S,
     MIN_CLOSE_GRACE_S   times
 
 No data passes through the driver.
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hpcrl.campaign_dir.driver_lease import DriverLease, LeaseHolder
-from hpcrl.campaign_dir.endpoints import list_endpoints
+from hpcrl.campaign_dir.endpoints import list_endpoints, withdraw_all
 from hpcrl.campaign_dir.event_log import EventLog, EventReader, find_worker_node
 from hpcrl.campaign_dir.events import (
     DrainStarted,
@@ -66,6 +66,7 @@ from hpcrl.slurm.allocation import JobAllocation, query_schedule, read_allocatio
 from hpcrl.slurm.end_policy import find_bad_nodes
 from hpcrl.slurm.status import query_failed_nodes
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED, EXIT_OUT_OF_MEMORY
+from hpcrl.system.file_watch import WatchedValue
 from hpcrl.system.files import make_private_dir, publish_file, read_last_line, remove_path
 from hpcrl.system.network import current_node, find_bind_address
 from hpcrl.weights import versions
@@ -76,6 +77,8 @@ if TYPE_CHECKING:
 
 LONG_LIVED_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env")
 POLL_INTERVAL_S = 0.1
+LOOK_INTERVAL_S = 1.0
+"""The longest time between two looks at the trainer's progress, while nothing changes."""
 END_QUERY_TIMEOUT_S = 5.0
 """Time for Slurm to answer when a job that is about to end will end: there is little of it."""
 LIMIT_OUTCOMES: dict[EndCause, JobOutcome] = {"goal-reached": "done", "budget-used": "stopped"}
@@ -207,12 +210,15 @@ class JobDriver:
         make_private_dir(job.parsl)
         for path in (*job.list_messages(), campaign.train_progress):
             remove_path(path)
+        recipe = read_recipe(campaign)
+        for directory in (campaign.endpoints, *(campaign.judge(name).endpoints for name in recipe.judge)):
+            withdraw_all(directory)
         events = EventLog.open(campaign, "driver", job=job.number, role="driver", node=place.node)
         return cls(
             place=place,
             lease=lease,
             plan=read_plan(campaign),
-            recipe=read_recipe(campaign),
+            recipe=recipe,
             site=read_site(campaign),
             events=events,
             note_turn=note_turn,
@@ -457,13 +463,19 @@ class JobDriver:
     def _watch_progress(self) -> ProgressWatch:
         """Return the look at the figures of this job."""
         campaign, recipe = self.campaign, self.recipe
+        progress = WatchedValue(
+            campaign.train_progress, lambda: read_train_progress(campaign.train_progress), longest_s=LOOK_INTERVAL_S
+        )
+        version = WatchedValue(
+            campaign.weights, lambda: versions.find_newest_version(campaign.weights), longest_s=LOOK_INTERVAL_S
+        )
         return ProgressWatch(
             timeout_s=recipe.job.stall_timeout_min * 60,
             start_timeout_s=recipe.engine.start_timeout_s if recipe.has_rollouts else 0.0,
             groups_per_step=recipe.train.groups_per_step,
-            read_progress=lambda: read_train_progress(campaign.train_progress),
+            read_progress=progress.poll,
             count_segments=self.scoring.num_segments,
-            find_version=lambda: versions.find_newest_version(campaign.weights),
+            find_version=version.poll,
             count_activity=lambda: count_activity(list_endpoints(campaign.endpoints)),
         )
 

@@ -19,6 +19,7 @@ from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, RewardJobsSc
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import RewardConfig
 from hpcrl.spool.listing import SegmentListing, find_shard
+from hpcrl.system.file_watch import PollPace
 
 SEGMENTS_PER_JOB = 16
 """Segments that wait for each reward job before another job is started."""
@@ -97,6 +98,8 @@ class RewardScoring:
     def __post_init__(self) -> None:
         self.rollouts = SegmentListing(self.campaign.spool("rollouts"))
         self.scored = SegmentListing(self.campaign.spool("scored"))
+        self._pace = PollPace(longest_s=POLL_INTERVAL_S)
+        self._num_seen = (0, 0)
         self.scale = RewardJobScaler(
             max_jobs=self.reward.max_jobs, idle_s=self.reward.idle_s, patience_s=self.reward.patience_s
         )
@@ -104,10 +107,16 @@ class RewardScoring:
     def poll(self, workers: RewardWorkers) -> None:
         """Collect tasks that have ended, start new ones, and start or end reward jobs."""
         now = time.monotonic()
-        for shard in [shard for shard, task in self.tasks.items() if task.future.done()]:
+        ended = [shard for shard, task in self.tasks.items() if task.future.done()]
+        for shard in ended:
             self._collect(self.tasks.pop(shard))
+        if not ended and not self._pace.is_due():
+            return
         scored = self.scored.name_set()  # first: a segment is retired from "rollouts" before it is from "scored"
         pending = self.rollouts.name_set() - scored
+        if (len(self.rollouts.name_set()), len(scored)) != self._num_seen:
+            self._num_seen = len(self.rollouts.name_set()), len(scored)
+            self._pace.note_change()
         for shard, segments in self._divide(pending).items():
             task = self.tasks.get(shard)
             if task is None and segments:
@@ -122,7 +131,7 @@ class RewardScoring:
 
     def num_segments(self) -> tuple[int, int]:
         """Return the numbers of played and scored segments; if both stay the same for long, the job has stalled."""
-        return len(self.rollouts.names()), len(self.scored.names())
+        return self._num_seen
 
     def _divide(self, pending: Set[str]) -> dict[int, set[str]]:
         """Return the pending segments of each shard."""

@@ -23,6 +23,7 @@ from types import FrameType
 
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.system.exit_codes import encode_exit_code
+from hpcrl.system.file_watch import NameWatch
 from hpcrl.system.files import publish_file
 from hpcrl.system.network import current_node
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants
@@ -40,7 +41,8 @@ class StepEnd:
 
     def __init__(self, job: JobDir | None, end: Path) -> None:
         self._job = job
-        self._ends = {end} if job is None else {job.end, end}
+        self._ends = {end.name} if job is None else {job.end.name, end.name}
+        self._requests = NameWatch(end.parent)
         self._is_terminated = False
         self._noticed_at: float | None = None
         self.is_alone = False
@@ -52,8 +54,9 @@ class StepEnd:
 
     def is_over(self) -> bool:
         """Return whether the step is to end; publish a notice that is due."""
-        if any(end.exists() for end in self._ends):
-            return True
+        with contextlib.suppress(OSError):  # a file system that is away for long: the step waits for it
+            if self._ends & self._requests.names():
+                return True
         if not self._is_terminated:
             return False
         if self._job is None:

@@ -13,6 +13,7 @@ in `detail.problems`.
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from hpcrl.monitor.snapshot import (
 )
 from hpcrl.slurm.status import UNKNOWN, JobStatus, query_job_states
 from hpcrl.slurm.submit import make_site_environment
-from hpcrl.spool.listing import count_spool_trajectories
+from hpcrl.spool.listing import SegmentListing, count_trajectories
 
 SLURM_INTERVAL_S = 30.0
 
@@ -51,13 +52,17 @@ class SnapshotCollector:
         self._campaign_dir = campaign_dir
         self._query = query
         self._clock = clock
-        self._reader = EventReader(campaign_dir.events)
+        self._reader = EventReader(campaign_dir.events, is_sparing=True)
         self._progress = CampaignProgress()
         self._jobs: dict[int, JobRecord] = {}
+        self._ended_jobs: frozenset[int] = frozenset()
+        """The jobs that had ended at the last call; what they wrote has been read."""
         self._statuses: dict[str, JobStatus] = {}
         self._last_query_time = float("-inf")
         self._slurm_problems: list[str] = []
         self._cached_files: dict[str, Any] = {}
+        self._spools = {name: SegmentListing(campaign_dir.spool(name)) for name in SPOOLS}
+        self._num_durable: Counter[str] = Counter()
 
     def poll(self) -> CampaignSnapshot:
         """Read what is new, and return the state of the campaign now."""
@@ -65,7 +70,11 @@ class SnapshotCollector:
         problems: list[str] = []
         # Jobs before events: if a driver's outcome is read, the events that it wrote before are read as well.
         jobs = read_jobs(self._campaign_dir, known=self._jobs, problems=problems)
-        self._jobs = {job.number: job for job in jobs}
+        ended = frozenset(job.number for job in jobs if job.outcome is not None)
+        self._reader.ended_jobs = ended & self._ended_jobs
+        if ended != self._ended_jobs:
+            self._reader.hurry()
+        self._jobs, self._ended_jobs = {job.number: job for job in jobs}, ended
         self._read_events(problems)
         self._query_slurm(select_slurm_ids(jobs), now)
         state, verdicts = judge_jobs(
@@ -128,9 +137,9 @@ class SnapshotCollector:
 
     def _count_durable(self, spool: str, problems: list[str]) -> int:
         try:
-            return count_spool_trajectories(self._campaign_dir.spool(spool))
-        except FileNotFoundError:
-            return 0
+            added, removed = self._spools[spool].changes()
         except OSError as error:
             problems.append(f"spool {spool} cannot be read: {error.strerror}")
             return 0
+        self._num_durable[spool] += count_trajectories(added) - count_trajectories(removed)
+        return self._num_durable[spool]

@@ -17,6 +17,7 @@ from hpcrl.campaign_dir.events import (
     DrainStarted,
     EpisodesCounted,
     EvaluationFinished,
+    EventsLost,
     FaultReported,
     JobEnded,
     JobStarted,
@@ -290,7 +291,7 @@ class CampaignProgress:
         text = describe_event(event)
         if text:
             has_failed = isinstance(event, JobEnded) and event.outcome == "failed"
-            bad = has_failed or isinstance(event, WorkerFailed | FaultReported | MemoryRanOut)
+            bad = has_failed or isinstance(event, WorkerFailed | FaultReported | MemoryRanOut | EventsLost)
             self.num_notes += 1
             self.notes.append(MonitorNote(time=event.time, text=" ".join(text.split()), bad=bad))
 

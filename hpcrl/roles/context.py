@@ -5,9 +5,10 @@ open_context            read the campaign and start the heartbeat
 make_judge_report       reports failures of judges as events
 redirect_output         send all output of the process to the worker's log
 pin_devices             give the worker its devices and cores
-BEAT_INTERVAL_S         the time between heartbeats
+LOOK_INTERVAL_S, TRAINER_PAUSE_S   the times between looks for requests
 """
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import FaultReported
@@ -25,10 +27,13 @@ from hpcrl.config.site import DEVICE_VARIABLES, STEP_DEVICE_VARIABLES, DeviceVar
 from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU, GPU_CATALOGUE, GpuModel
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
+from hpcrl.system.file_watch import MAX_PAUSE_S, NameWatch
 from hpcrl.system.network import current_node
 from hpcrl.system.variables import PARTITION_VARIABLE
 
-BEAT_INTERVAL_S = 2.0
+LOOK_INTERVAL_S = 0.25
+TRAINER_PAUSE_S = 0.5
+"""The trainer is one process, and has the most to do before the end: it looks more often."""
 
 
 @dataclass
@@ -44,6 +49,10 @@ class WorkerContext:
     plan: Plan
     events: EventLog
     end_requested: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        longest_s = TRAINER_PAUSE_S if self.role == "train" else MAX_PAUSE_S
+        self._requests = NameWatch(self.job.root, longest_s=longest_s)
 
     @property
     def name(self) -> str:
@@ -77,7 +86,11 @@ class WorkerContext:
     @property
     def draining(self) -> bool:
         """True once the job is to end: start nothing new, seal what is there."""
-        return self.end_requested.is_set() or self.job.drain.exists()
+        return self.end_requested.is_set() or self.has_request(self.job.drain)
+
+    def has_request(self, request: Path) -> bool:
+        """Return whether the driver has published a request, a file of the job's directory."""
+        return request.name in self._requests.names()
 
     def pause(self, seconds: float) -> None:
         """Wait for `seconds`, or until the job is to end."""
@@ -154,9 +167,10 @@ def _run_heartbeat(context: WorkerContext) -> None:
     dumped = False
     while True:
         context.events.beat()
-        if context.job.drain.exists():
-            context.end_requested.set()
-        if context.job.dump_stacks.exists() and not dumped:
-            faulthandler.dump_traceback(file=2, all_threads=True)
-            dumped = True
-        time.sleep(BEAT_INTERVAL_S if not context.end_requested.is_set() else BEAT_INTERVAL_S * 5)
+        with contextlib.suppress(OSError):  # this thread must not end
+            if context.has_request(context.job.drain):
+                context.end_requested.set()
+            if context.has_request(context.job.dump_stacks) and not dumped:
+                faulthandler.dump_traceback(file=2, all_threads=True)
+                dumped = True
+        time.sleep(LOOK_INTERVAL_S)

@@ -48,6 +48,7 @@ from hpcrl.rollout.tasks import AgentTask, TaskStream, stable_hash
 from hpcrl.rollout.trajectory_scorer import TrajectoryScorer
 from hpcrl.spool.reader import list_last_groups
 from hpcrl.spool.record import Trajectory
+from hpcrl.system.file_watch import WatchedValue
 from hpcrl.weights.versions import find_newest_version
 
 POLL_INTERVAL_S = 0.1
@@ -63,7 +64,8 @@ def run(context: WorkerContext) -> None:
 
 async def _run_env_worker(context: WorkerContext) -> None:
     campaign, recipe = context.campaign, context.recipe
-    while find_newest_version(campaign.weights) is None:  # the trainer makes model directory and first version
+    newest = WatchedValue(campaign.weights, lambda: find_newest_version(campaign.weights))
+    while newest.poll() is None:  # the trainer makes model directory and first version
         if context.draining:
             return
         await asyncio.sleep(POLL_INTERVAL_S)
@@ -80,7 +82,8 @@ async def _run_env_worker(context: WorkerContext) -> None:
             make_router(
                 recipe,
                 campaign,
-                env_index=context.index,
+                job=context.job.number,
+                worker=EnvWorkerId(context.index, context.role_plan.num_workers),
                 connect=connect,
                 seed=seed,
                 events=context.events,
@@ -217,7 +220,7 @@ class EnvWorker:
         num_waiting = self.rollouts.count_sealed() - self.progress.num_settled
         admitted = self.admission.num_admitted(groups, num_unsealed=self.rollouts.num_unsealed, num_waiting=num_waiting)
         if admitted and not self._is_served():
-            await self.router.refresh()
+            await self.router.refresh_soon()
             if not self._is_served():
                 return
         if not self.accounts.can_start:

@@ -6,7 +6,7 @@
     make_vllm_launch   the options of a worker's vLLM server
     WorkerEngine       the interface of the served engine
     WeightFollower     keep an engine at the newest version
-    POLL_INTERVAL_S, FAULT_PAUSE_S, MAX_BEHIND_S   constants
+    POLL_INTERVAL_S, WATCH_S, FAULT_PAUSE_S, MAX_BEHIND_S   constants
 
 A prefill worker computes the KV of prompts and hands it to decode workers. A decode worker generates tokens, from that
 KV or from its own prefill.
@@ -37,6 +37,7 @@ from hpcrl.plan.plan import RolePlan
 from hpcrl.roles.context import WorkerContext
 from hpcrl.rollout.tasks import stable_hash
 from hpcrl.system import network
+from hpcrl.system.file_watch import WatchedValue
 from hpcrl.system.files import expand_path
 from hpcrl.system.garbage import pause_collection
 from hpcrl.system.network import current_node
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 
 POLL_INTERVAL_S = 0.1
+WATCH_S = 5.0
+"""The most time between two looks at the files of the weights; a new version in the window is seen at once."""
 FAULT_PAUSE_S = 1.0
 MAX_BEHIND_S = 30.0
 """The time that an engine may lag behind a published version before it asks for files."""
@@ -71,7 +74,7 @@ async def serve_engine(context: WorkerContext) -> None:
     weights = context.campaign.weights
     place = context.place
     window = WindowStore(make_window_key(place.campaign, node=place.node), job=place.job)
-    source = NewestSource(window, FileStore(weights))
+    source = NewestSource(window, FileStore(weights, watch_s=WATCH_S))
     first = await _await_first_version(context, source)
     if first is None:
         return
@@ -236,6 +239,8 @@ class WeightFollower:
         self._context = context
         self._loaded = -1
         self._behind_since: float | None = None
+        weights = context.campaign.weights
+        self._published = WatchedValue(weights, lambda: find_newest_version(weights), longest_s=WATCH_S)
 
     async def follow(self, *, engine: WorkerEngine) -> None:
         """Load new versions until the job ends. If the engine fails, raise the cause: the worker is then restarted."""
@@ -268,14 +273,15 @@ class WeightFollower:
 
     def _check_lag(self) -> None:
         """Request transport by files, which every worker can read, if a published version does not arrive in time."""
-        weights = self._context.campaign.weights
-        published = find_newest_version(weights)
+        weights, published = self._context.campaign.weights, self._published.poll()
         if published is None or published <= self._loaded:
             self._behind_since = None
             return
         self._behind_since = self._behind_since or time.monotonic()
+        if time.monotonic() - self._behind_since <= MAX_BEHIND_S:
+            return
         transport = read_transport(weights)
-        if time.monotonic() - self._behind_since > MAX_BEHIND_S and transport is not None and transport.name != "files":
+        if transport is not None and transport.name != "files":
             reason = f"{self._context.name} has waited {MAX_BEHIND_S:g} s for version {published} by {transport.name}"
             write_transport(weights, Transport(name="files", reason=reason))
             self._context.events.emit(TransportChanged(transport="files", reason=reason))

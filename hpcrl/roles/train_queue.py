@@ -1,6 +1,7 @@
 """The trainer's queue of trajectories: read them, choose whole groups, settle them and retire their segments.
 
-    TrainQueue   the trajectories of "scored" as the trainer sees them
+    TrainQueue       the trajectories of "scored" as the trainer sees them
+    MAX_HOLD_PAUSE_S  the longest time between two looks at the holds of env workers
 
 A trajectory is settled once it neither waits nor is being trained on: it was used, dropped, or was a duplicate. Env
 workers read how many are settled (hpcrl.rollout.flow_control).
@@ -30,7 +31,10 @@ from hpcrl.spool.retention import (
     recover_retirement,
     retire_segments,
 )
+from hpcrl.system.file_watch import PollPace
 from hpcrl.trainers import checkpoint
+
+MAX_HOLD_PAUSE_S = 0.5
 
 
 class TrainQueue:
@@ -45,12 +49,15 @@ class TrainQueue:
         self._waiting: list[Trajectory] = []
         self._num_training = 0
         self._version = 0
+        self._hold_pace = PollPace(longest_s=MAX_HOLD_PAUSE_S)
+        self._refused_version: int | None = None
         self._settled_writer = SettledWriter(context.campaign.settled)
         self._settled = SettledSegments(grace_s=context.recipe.spool.retire_after_s)
         self._times_damaged: Counter[str] = Counter()
         self._lock = threading.Lock()
         """Held while the state above is read or changed: segments are retired in a thread."""
         self._retiring: threading.Thread | None = None
+        self._is_closing = False
 
     def recover(self) -> None:
         """Finish a retirement that a crash interrupted. Until the next count nothing is settled, which is safe."""
@@ -64,11 +71,21 @@ class TrainQueue:
         """Choose the trajectories of the next step, if there are enough; `mark_trained` must follow."""
         with self._lock:
             choice = self._choose_from([*self._waiting, *self._reader.poll()], version=version)
-            if choice.chosen and not may_publish(self._context.campaign.holds(), version=version + 1):
+            if choice.chosen and not self._may_publish(version + 1):
                 choice = choice._replace(chosen=[], rest=[*choice.chosen, *choice.rest])
             self._version, self._waiting, self._num_training = version, choice.rest, len(choice.chosen)
             self._publish_settled()
         return choice
+
+    def _may_publish(self, version: int) -> bool:
+        """Return whether the holds of the env workers allow a version; one that was refused waits for a moment."""
+        if version != self._refused_version:
+            self._hold_pace.note_change()
+        if not self._hold_pace.is_due():
+            return False
+        is_allowed = may_publish(self._context.campaign.holds(), version=version)
+        self._refused_version = None if is_allowed else version
+        return is_allowed
 
     def gather(self) -> None:
         """Read new trajectories while a step runs in another thread; nothing is chosen yet."""
@@ -126,19 +143,30 @@ class TrainQueue:
         oldest = checkpoint.find_oldest_number(self._context.campaign.checkpoints, keep=recipe.train.keep_checkpoints)
         if oldest is None or (self._retiring is not None and self._retiring.is_alive()):
             return
-        max_bytes = recipe.spool.max_segment_mib << 20
-        due = self._settled.due(oldest_checkpoint=oldest)
-        chosen = choose_retirable(due, self._spool_dirs.scored, max_bytes=max_bytes)
-        if chosen:
-            self._retiring = threading.Thread(target=self._retire_segments, args=(chosen, version), name="retire")
+        if chosen := self._choose_retirable(oldest):
+            self._retiring = threading.Thread(target=self._retire_due, args=(chosen, version, oldest), name="retire")
             self._retiring.start()
 
+    def _choose_retirable(self, oldest: int) -> list[str]:
+        """Return the segments to retire next; none if too few are due by the oldest checkpoint."""
+        with self._lock:
+            due = self._settled.due(oldest_checkpoint=oldest)
+        max_bytes = self._context.recipe.spool.max_segment_mib << 20
+        return choose_retirable(due, self._spool_dirs.scored, max_bytes=max_bytes)
+
+    def _retire_due(self, segments: list[str], version: int, oldest: int) -> None:
+        """Retire one archive's worth of segments after the other: thousands may become due with one checkpoint."""
+        while segments and not self._is_closing and self._retire_segments(segments, version):
+            segments = self._choose_retirable(oldest)
+
     def close(self) -> None:
-        """Wait for a retirement in the background."""
+        """Wait for a retirement in the background; what else is due waits for the next job."""
+        self._is_closing = True
         if self._retiring is not None:
             self._retiring.join()
 
-    def _retire_segments(self, segments: list[str], version: int) -> None:
+    def _retire_segments(self, segments: list[str], version: int) -> bool:
+        """Retire these segments; return False if that failed."""
         spool, emit = self._context.recipe.spool, self._context.events.emit
         try:
             intent = retire_segments(
@@ -152,7 +180,7 @@ class TrainQueue:
                 prune_archive(self._spool_dirs.archive, oldest_version=version - spool.archive_versions)
         except (OSError, SpoolError) as error:  # it is retried later; training does not depend on it
             emit(FaultReported(what="spool", detail=f"segments could not be retired: {error}"))
-            return
+            return False
         with self._lock:
             self._settled.drop(intent.segments)
         emit(
@@ -160,6 +188,7 @@ class TrainQueue:
                 num=count_trajectories(intent.segments), num_segments=len(intent.segments), archive=intent.archive
             )
         )
+        return len(intent.segments) == len(segments)  # damaged ones were not retired: look again at the next step
 
     def _lower_settled(self, segments: list[str]) -> None:
         with self._lock:

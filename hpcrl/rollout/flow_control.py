@@ -20,6 +20,7 @@ Training therefore waits while old episodes end, but only while their worker has
 run there, waiting would cost more than cutting.
 """
 
+import contextlib
 import time
 from collections import Counter
 from pathlib import Path
@@ -28,10 +29,11 @@ from typing import Literal
 import msgspec
 
 from hpcrl.rollout.groups import GroupOutcome
+from hpcrl.system.file_watch import WatchedValue
 from hpcrl.system.files import publish_file, publish_json
 from hpcrl.weights.versions import find_newest_version
 
-RENEW_INTERVAL_S = 5.0
+RENEW_INTERVAL_S = 10.0
 """The interval at which an env worker writes its hold again."""
 HOLD_TIMEOUT_S = 30.0
 """The age above which a hold is ignored: its env worker may be dead."""
@@ -56,10 +58,11 @@ class SettledWriter:
         self._written: SettledCount | None = None
 
     def write(self, settled: SettledCount) -> None:
-        """Publish the count to all env workers."""
+        """Publish the count to all env workers; on a full file system, with a later call."""
         if settled != self._written:
-            publish_json(self._path, msgspec.structs.asdict(settled))
-            self._written = settled
+            with contextlib.suppress(OSError):  # an older count only lets fewer episodes start
+                publish_json(self._path, msgspec.structs.asdict(settled))
+                self._written = settled
 
 
 def read_settled(path: Path) -> SettledCount:
@@ -74,16 +77,16 @@ class TrainerProgress:
     """The newest version and what is settled; the version may be announced before its weights are readable."""
 
     def __init__(self, *, weights: Path, settled: Path) -> None:
-        self._weights = weights
-        self._settled = settled
+        self._settled = WatchedValue(settled, lambda: read_settled(settled))
+        self._newest = WatchedValue(weights, lambda: find_newest_version(weights))
         self.newest_version = 0
         self.num_settled = 0
 
     def poll(self) -> None:
-        """Read both again."""
-        settled = read_settled(self._settled)
+        """Read what has changed."""
+        settled = self._settled.poll()
         self.num_settled = settled.num
-        self.newest_version = max(self.newest_version, settled.version, find_newest_version(self._weights) or 0)
+        self.newest_version = max(self.newest_version, settled.version, self._newest.poll() or 0)
 
 
 class InFlightVersions:
@@ -173,9 +176,11 @@ class HoldWriter:
 
     def write(self, limit: int | None, *, now: float) -> None:
         """Write the hold if that is due; `now` is by the caller's clock."""
-        if limit != self._written_limit or now - self._written_at > RENEW_INTERVAL_S:
-            publish_file(self._path, msgspec.json.encode(StalenessHold(limit=limit, at=time.time())))
-            self._written_limit, self._written_at = limit, now
+        is_due = limit is not None and now - self._written_at > RENEW_INTERVAL_S  # without a limit, old is as good
+        if limit != self._written_limit or is_due or self._written_at == float("-inf"):
+            with contextlib.suppress(OSError):  # a full file system: training does not wait for this worker
+                publish_file(self._path, msgspec.json.encode(StalenessHold(limit=limit, at=time.time())))
+                self._written_limit, self._written_at = limit, now
 
 
 def may_publish(hold_paths: list[Path], *, version: int) -> bool:

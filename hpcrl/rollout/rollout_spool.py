@@ -1,6 +1,7 @@
 """The spool "rollouts" as an env worker uses it: whole groups go in, and are counted until they are durable.
 
 RolloutSpool        one worker's writer, with its count of unsealed trajectories
+SealedCount         the number of durable trajectories of all env workers
 open_rollout_spool  opens it on disk
 ROOM_INTERVAL_S     the interval at which an ended episode looks for room
 """
@@ -15,6 +16,7 @@ from hpcrl.errors import SpoolError
 from hpcrl.spool.listing import SegmentListing, count_trajectories
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.writer import BatchLimits, BatchWriter, DiskSpoolWriter
+from hpcrl.system.file_watch import PollPace
 
 ROOM_INTERVAL_S = 0.1
 
@@ -61,6 +63,24 @@ class RolloutSpool:
         return sealed
 
 
+class SealedCount:
+    """The number of durable trajectories in a spool, kept up to date by what is added and removed."""
+
+    def __init__(self, listing: SegmentListing, *, pace: PollPace | None = None) -> None:
+        self._listing = listing
+        self._pace = pace or PollPace()
+        self._num = 0
+
+    def count(self) -> int:
+        """Return the number as of the last look, which comes ever more rarely while nothing changes."""
+        if self._pace.is_due():
+            added, removed = self._listing.changes()
+            if added or removed:
+                self._pace.note_change()
+                self._num += count_trajectories(added) - count_trajectories(removed)
+        return self._num
+
+
 def open_rollout_spool(
     directory: Path, *, recipe: Recipe, producer: str, emit: Callable[[CampaignEvent], None]
 ) -> RolloutSpool:
@@ -71,4 +91,4 @@ def open_rollout_spool(
     )
     listing = SegmentListing(directory)
     writer = DiskSpoolWriter(directory, producer=producer, batching=batching, compression=spool.compression)
-    return RolloutSpool(writer, count_sealed=lambda: count_trajectories(listing.names()), emit=emit)
+    return RolloutSpool(writer, count_sealed=SealedCount(listing).count, emit=emit)

@@ -1,6 +1,7 @@
 """The operating system: files, processes, addresses, terminals.
 
 files       files that are complete or absent
+file_watch  follow shared files with few operations
 file_systems  which of them the nodes share
 processes   processes that this one started
 memory      the processes that the kernel ended for a lack of memory

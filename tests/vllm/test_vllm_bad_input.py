@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
+from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint, announce_endpoint
 from hpcrl.engines.base import GenerateRequest, LoadFigures
 from hpcrl.engines.http import RemoteEngine, make_client_session
 from hpcrl.errors import EngineError
@@ -55,7 +55,9 @@ async def program(
     async with (
         asyncio.timeout(300),
         make_client_session() as http,
-        Router(directory, connect=lambda one: RemoteEngine(one, http), seed=0, timeouts=patience) as router,
+        Router(
+            EndpointReader(directory, job=0), connect=lambda one: RemoteEngine(one, http), seed=0, timeouts=patience
+        ) as router,
         ModelProxy(router, template=template) as proxy,
         aiohttp.ClientSession() as client,
     ):

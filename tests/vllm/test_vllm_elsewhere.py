@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpcrl.campaign_dir.endpoints import announce_endpoint
+from hpcrl.campaign_dir.endpoints import EndpointReader, announce_endpoint
 from hpcrl.engines.base import Completion, GenerateRequest
 from hpcrl.engines.embedded.engine import load_model
 from hpcrl.engines.http import RemoteEngine, make_client_session
@@ -34,7 +34,7 @@ def test_turns_of_a_killed_engine_are_finished_elsewhere(
         async with (
             make_client_session() as session,
             Router(
-                tmp_path,
+                EndpointReader(tmp_path, job=0, longest_s=0.0),
                 connect=lambda endpoint: RemoteEngine(endpoint, session),
                 seed=0,
                 timeouts=RouterTimeouts(refresh_interval_s=0.1, max_attempts=20),

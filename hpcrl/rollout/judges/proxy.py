@@ -25,7 +25,7 @@ from typing import Self
 import aiohttp
 from aiohttp import web
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint, list_endpoints
+from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import Recipe
 from hpcrl.engines.http import make_client_session
@@ -59,8 +59,7 @@ class _JudgeState:
     """A judge, in the view of this proxy."""
 
     name: str
-    directory: Path
-    """The directory of its endpoints."""
+    endpoints: EndpointReader
     engines: dict[str, _JudgeEngine] = field(default_factory=dict)
     """The engines by token, which is another one after each start."""
 
@@ -76,8 +75,10 @@ class JudgeProxy:
     ) -> None:
         self.variables: dict[str, str] = {}
         """The variables of the processes that call judges; those of this process are set as well."""
-        self._judges = {name: _JudgeState(name, directory) for name, directory in directories.items()}
-        self._job, self._report = job, report
+        self._judges = {
+            name: _JudgeState(name, EndpointReader(directory, job=job)) for name, directory in directories.items()
+        }
+        self._report = report
         self._tokens = {name: secrets.token_urlsafe(32) for name in directories}
         self._marks = Path()
         self._thread = threading.Thread(target=self._run, name="judge proxy", daemon=True)
@@ -128,8 +129,8 @@ class JudgeProxy:
 
     async def _watch(self, judge: _JudgeState) -> None:
         """Follow which engines are announced, and which of them respond."""
-        found = await asyncio.to_thread(list_endpoints, judge.directory)
-        announced = {endpoint.token: endpoint for endpoint in found if endpoint.job == self._job}
+        found = await asyncio.to_thread(judge.endpoints.poll)
+        announced = {endpoint.token: endpoint for endpoint in found}
         judge.engines = {
             token: judge.engines.get(token) or _JudgeEngine(endpoint) for token, endpoint in announced.items()
         }

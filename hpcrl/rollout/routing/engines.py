@@ -31,6 +31,8 @@ class RouterTimeouts:
     """Timeouts, pauses and attempts of the router."""
 
     refresh_interval_s: float = 0.5
+    least_refresh_interval_s: float = 0.1
+    """The same where a refresh is waited for."""
     first_pause_s: float = 1.0
     """The first pause of a failed worker; it doubles with every further failure."""
     max_pause_s: float = 30.0

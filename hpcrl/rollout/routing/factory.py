@@ -1,12 +1,17 @@
-"""Make the router of an env worker for a recipe and its model."""
+"""Make the router of an env worker for a recipe and its model.
+
+make_router               the router
+MAX_LOAD_REQUESTS_PER_S   the requests for its load that an engine gets, from all env workers together
+"""
 
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint
+from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import Recipe
 from hpcrl.engines.base import InferenceEngine
 from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed, read_model_shape
@@ -15,18 +20,21 @@ from hpcrl.models.model_config import read_model_config
 from hpcrl.rollout.routing.role_switch import RoleSwitcher
 from hpcrl.rollout.routing.router import DEFAULT_TIMEOUTS, Router
 
+MAX_LOAD_REQUESTS_PER_S = 8.0
+
 
 def make_router(
     recipe: Recipe,
     campaign: CampaignDir,
     *,
-    env_index: int,
+    job: int,
+    worker: EnvWorkerId,
     connect: Callable[[EngineEndpoint], InferenceEngine],
     seed: int,
     events: EventLog,
     find_gpu: Callable[[str], GpuModel | None] = GPU_CATALOGUE.get,
 ) -> Router:
-    """Make the router of env worker `env_index`; worker 0 also decides role switches, if the recipe allows them."""
+    """Make the router of an env worker; worker 0 also decides role switches, if the recipe allows them."""
     shape = _load_model_shape(Path(recipe.engine.sim.config or campaign.model / "config.json"))
 
     def endpoint_speed(endpoint: EngineEndpoint) -> WorkerSpeed | None:
@@ -34,20 +42,24 @@ def make_router(
         known = gpu is not None and gpu.has_speed and shape is not None
         return estimate_speed(gpu, shape=shape, tp=max(1, endpoint.num_gpus)) if known else None
 
-    rules = recipe.router
-    may_switch = rules.switch_roles or rules.sizing == "auto"
+    rules, share_s = recipe.router, worker.count / MAX_LOAD_REQUESTS_PER_S
+    switcher = None
+    if rules.switch_roles or rules.sizing == "auto":
+        switcher = RoleSwitcher(campaign.switched_roles, rules=rules, is_leader=worker.index == 0)
     return Router(
-        campaign.endpoints,
+        EndpointReader(campaign.endpoints, job=job),
         connect=connect,
         seed=seed,
         timeouts=dataclasses.replace(
             DEFAULT_TIMEOUTS,
+            refresh_interval_s=max(DEFAULT_TIMEOUTS.refresh_interval_s, share_s),
+            least_refresh_interval_s=max(DEFAULT_TIMEOUTS.least_refresh_interval_s, share_s),
             no_decode_timeout_s=max(DEFAULT_TIMEOUTS.no_decode_timeout_s, recipe.engine.start_timeout_s),
         ),
         rules=rules,
         weights={name: domain.weight for name, domain in recipe.domains.items()},
         speed_of=endpoint_speed,
-        switcher=RoleSwitcher(campaign.switched_roles, rules=rules, is_leader=env_index == 0) if may_switch else None,
+        switcher=switcher,
         on_route=events.emit if rules.log_share else None,
         find_gpu=find_gpu,
     )

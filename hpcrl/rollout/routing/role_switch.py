@@ -22,6 +22,7 @@ import msgspec
 
 from hpcrl.config.recipe import RouterConfig
 from hpcrl.rollout.routing.engines import EngineState, mean_load
+from hpcrl.system.file_watch import WatchedValue
 from hpcrl.system.files import publish_file
 
 Role = Literal["prefill", "decode"]
@@ -105,9 +106,12 @@ class RoleSwitcher:
     overload: Overload | None = None
     changed_at: float = field(default=float("-inf"))
 
+    def __post_init__(self) -> None:
+        self.switched_roles = WatchedValue(self.path, lambda: read_switched_roles(self.path))
+
     async def refresh(self, workers: Iterable[EngineState], *, mean_turn: tuple[float, float], now: float) -> None:
         """Give every worker its published role; on the leader, also publish a switch if one is due."""
-        switched_roles = await asyncio.to_thread(read_switched_roles, self.path)
+        switched_roles = await asyncio.to_thread(self.switched_roles.poll)
         known = list(workers)
         for worker in known:
             worker.role = switched_roles.get(worker.name, worker.endpoint.role)

@@ -17,12 +17,11 @@ import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Self
 
 import msgspec
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint, list_endpoints
+from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint
 from hpcrl.campaign_dir.events import TurnRouted
 from hpcrl.config.recipe import RouterConfig
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, InferenceEngine, KvHandle, join_chunks
@@ -49,13 +48,13 @@ def _return_no_speed(_: EngineEndpoint) -> WorkerSpeed | None:
 class Router:
     """The router, used as `async with Router(...) as router`, which keeps endpoints and loads up to date meanwhile.
 
-    The campaign's endpoints are announced in `directory`; `connect` makes the engine of one; `speed_of` returns its
+    `endpoints` are those announced in this job; `connect` makes the engine of one; `speed_of` returns its
     speed, or None if that is unknown; `on_route` is called with a sample of the decisions.
     """
 
     def __init__(
         self,
-        directory: Path,
+        endpoints: EndpointReader,
         *,
         connect: ConnectEngine,
         seed: int,
@@ -70,7 +69,8 @@ class Router:
         self.reasons: Counter[str] = Counter()
         """Turns by how they were routed, and failures by role."""
         self.trajectories = TrajectoryTable(weights=weights or {})
-        self._directory = directory
+        self._endpoints = endpoints
+        self._refreshed_at = float("-inf")
         self._connect = connect
         self._timeouts = timeouts
         self._rules = rules
@@ -135,10 +135,10 @@ class Router:
     async def refresh(self) -> None:
         """Read the announced endpoints and request the load of each that is not paused."""
         try:
-            self._update_workers(await asyncio.to_thread(list_endpoints, self._directory))
+            self._update_workers(await asyncio.to_thread(self._endpoints.poll))
         except (OSError, msgspec.DecodeError):  # keep the known ones: the file system may recover soon
             self.reasons["endpoints unreadable"] += 1
-        now = _loop_time()
+        self._refreshed_at = now = _loop_time()
         awake = [worker for worker in self._workers.values() if worker.paused_until <= now]
         await asyncio.gather(*(self._read_load(worker) for worker in awake))
         if self._switcher is not None:
@@ -148,6 +148,11 @@ class Router:
         estimate_foreign_kv(list(self._workers.values()))
         self._rebuild_view()
         self._room_queue.wake()
+
+    async def refresh_soon(self) -> None:
+        """Refresh, unless that was done within the time that one engine can be asked again."""
+        if _loop_time() - self._refreshed_at >= self._timeouts.least_refresh_interval_s:
+            await self.refresh()
 
     def versions(self) -> list[int]:
         """Return the versions of the weights that the decode workers serve, as last reported."""
@@ -254,7 +259,7 @@ class Router:
             if _loop_time() > deadline:
                 full = f", {len(refused)} of them full" if refused else ""
                 raise EngineError(
-                    f"no decode worker in {self._directory} was available{full} for "
+                    f"no decode worker was available{full} for "
                     f"{self._timeouts.no_decode_timeout_s:g} s: see the logs of role decode"
                 )
             await asyncio.sleep(min(0.1, self._timeouts.refresh_interval_s))

@@ -12,6 +12,7 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
+from hpcrl.system.file_watch import NameWatch
 from hpcrl.weights.couriers.link import ByteChunk, CourierConnection, MessageTag
 from hpcrl.weights.couriers.protocol import CourierReport, NodePart, PartOffer, RankLostError, VersionAnnouncement
 from hpcrl.weights.couriers.spans import split_into_spans
@@ -24,6 +25,7 @@ class PartSender:
 
     def __init__(self, key: WindowKey, connection: CourierConnection, *, job: JobDir, events: EventLog) -> None:
         self._key, self._connection, self._job, self._events = key, connection, job, events
+        self._requests = NameWatch(job.root)
         [self._sender] = connection.watch.peers.values()
         self._window: Window | None = None
         self._offered_version = -1
@@ -102,7 +104,7 @@ class PartSender:
         )
 
     def _send_pulse(self) -> None:
-        if self._job.drain.exists():
+        if self._job.drain.name in self._requests.names():
             os._exit(0)
         self._events.beat()
         self._connection.send_update(self._sender.rank, MessageTag.REPORT, self._encode_report())

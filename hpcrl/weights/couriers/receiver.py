@@ -19,6 +19,7 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
+from hpcrl.system.file_watch import NameWatch
 from hpcrl.weights.checksum import start_hash
 from hpcrl.weights.couriers import delta_codec
 from hpcrl.weights.couriers.link import ByteChunk, CourierConnection, MessageTag, split_into_chunks
@@ -209,6 +210,7 @@ class VersionReceiver:
 
     def __init__(self, key: WindowKey, connection: CourierConnection, *, job: JobDir, events: EventLog) -> None:
         self._key, self._connection, self._job, self._events = key, connection, job, events
+        self._requests = NameWatch(job.root)
         [self._source] = connection.watch.peers.values()
         self._window = Window.open(key, job=job.number, touch=False)
         self._is_writer = False
@@ -326,7 +328,7 @@ class VersionReceiver:
         )
 
     def _send_pulse(self) -> None:
-        if self._job.drain.exists():
+        if self._job.drain.name in self._requests.names():
             self.exit_process()
         self._events.beat()
         self._connection.send_update(self._source.rank, MessageTag.REPORT, self._encode_report())

@@ -23,6 +23,7 @@ from hpcrl.campaign_dir.events import FaultReported, VersionDelivered
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.config.site import CodecSetting
 from hpcrl.errors import WeightsError
+from hpcrl.system.file_watch import NameWatch
 from hpcrl.weights.couriers import delta_codec
 from hpcrl.weights.couriers.codec_choice import CodecChooser
 from hpcrl.weights.couriers.delta_codec import CodecName
@@ -79,6 +80,7 @@ class VersionSender:
     ) -> None:
         """Set `contributors` to the ranks on the trainer's other nodes, in the trainer's order."""
         self._key, self._connection, self._job, self._events = key, connection, job, events
+        self._requests = NameWatch(job.root)
         self._status_path = status_path
         self._contributors = tuple(contributors)
         self._peers = connection.watch.peers
@@ -304,7 +306,7 @@ class VersionSender:
         return self._key.node if rank == self._connection.transport.rank else self._peers[rank].node
 
     def _send_pulse(self) -> None:
-        if self._job.drain.exists():
+        if self._job.drain.name in self._requests.names():
             os._exit(0)
         self._events.beat()
         CourierStatus.touch(self._status_path)

@@ -11,6 +11,7 @@ import msgspec
 from safetensors import SafetensorError
 
 from hpcrl.errors import WeightsError
+from hpcrl.system.file_watch import WatchedValue
 from hpcrl.system.files import make_private_dir, publish_file, remove_path, staged_path
 from hpcrl.weights import tensor_file
 from hpcrl.weights.layout import TensorLayout
@@ -30,8 +31,12 @@ from hpcrl.weights.versions import (
 class FileStore:
     """A directory per version (see `hpcrl.weights.versions`); one process publishes, any number read."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, watch_s: float | None = None) -> None:
+        """Read the newest version each time, or for a follower after a change, seen within `watch_s`."""
         self.directory = directory
+        self._newest: WatchedValue[VersionManifest | None] | None = None
+        if watch_s is not None:
+            self._newest = WatchedValue(directory, lambda: find_newest_manifest(directory), longest_s=watch_s)
 
     def publish(self, tensors: Tensors, weight_version: WeightVersion) -> VersionManifest:
         version = weight_version.version
@@ -57,7 +62,7 @@ class FileStore:
         return manifest
 
     def newest(self) -> VersionManifest | None:
-        return find_newest_manifest(self.directory)
+        return self._newest.poll() if self._newest is not None else find_newest_manifest(self.directory)
 
     def load(self, version: int) -> Tensors:
         from safetensors.torch import load_file

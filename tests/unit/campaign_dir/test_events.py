@@ -17,6 +17,7 @@ from hpcrl.campaign_dir.events import (
     DrainStarted,
     EpisodesCounted,
     EvaluationFinished,
+    EventsLost,
     FaultReported,
     FlatGroupsDropped,
     JobEnded,
@@ -238,6 +239,11 @@ LINES = [
         "evaluation",
         '"number": 0, "version": 0, "reward_mean": null, "domains": {}, "num_episodes": 0, "num_faults": 4, '
         '"length_mean": 0.0, "oldest": null, "newest": null, "outcomes": {}',
+    ),
+    (
+        EventsLost(num=3, reason="No space left on device"),
+        "events-lost",
+        '"num": 3, "reason": "No space left on device"',
     ),
     (SegmentsRetired(num=8, num_segments=1, archive=None), "retired", '"num": 8, "num_segments": 1, "archive": null'),
     (

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
+from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint, announce_endpoint
 from hpcrl.engines.base import (
     LOCAL_URL_PREFIX,
     Completion,
@@ -258,7 +258,8 @@ def test_a_turn_that_one_engine_has_no_room_for_is_served_by_another(tmp_path: P
                 announce_endpoint(
                     tmp_path, EngineEndpoint(role="decode", worker=name, node="n", url=url, token="right")
                 )
-            router = Router(tmp_path, connect=lambda endpoint: RemoteEngine(endpoint, session), seed=0)
+            endpoints = EndpointReader(tmp_path, job=0)
+            router = Router(endpoints, connect=lambda endpoint: RemoteEngine(endpoint, session), seed=0)
             await stack.enter_async_context(router)
             while not full.num_asked:
                 answer = await router.generate(REQUEST)

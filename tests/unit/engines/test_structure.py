@@ -15,7 +15,7 @@ import pydantic
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
+from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint, announce_endpoint
 from hpcrl.engines.base import (
     Completion,
     CompletionChunk,
@@ -192,7 +192,8 @@ def test_a_structure_that_the_tokenizer_cannot_write_is_no_failure_of_the_worker
             stack.push_async_callback(runner.cleanup)
             announce_endpoint(tmp_path, EngineEndpoint(role="decode", worker="000-d-0", node="n", url=url, token="t"))
             session = await stack.enter_async_context(make_client_session())
-            router = Router(tmp_path, connect=lambda endpoint: RemoteEngine(endpoint, session), seed=0)
+            endpoints = EndpointReader(tmp_path, job=0)
+            router = Router(endpoints, connect=lambda endpoint: RemoteEngine(endpoint, session), seed=0)
             await stack.enter_async_context(router)
             chunks = []
 

@@ -8,7 +8,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
+from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint, announce_endpoint
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.envs.base import Step
@@ -88,7 +88,9 @@ class WorkerStage:
     @contextlib.asynccontextmanager
     async def open(self):
         """Yield the worker and its engine; drain the worker at the end."""
-        endpoint = EngineEndpoint(role="decode", worker="d", node="n", url="u", token="t", gpu="h100", num_gpus=1)
+        endpoint = EngineEndpoint(
+            role="decode", worker="000-decode-0", node="n", url="u", token="t", gpu="h100", num_gpus=1
+        )
         announce_endpoint(self.campaign.endpoints, endpoint)
 
         async def open_env(name, domain):
@@ -99,7 +101,7 @@ class WorkerStage:
         rollouts = RolloutSpool(writer, count_sealed=lambda: len(self.spool.durable), emit=self.context.events.emit)
         async with (
             SimEngine(SPEED, settings=SimSettings(context_length=1024)) as engine,
-            Router(self.campaign.endpoints, connect=lambda _: engine, seed=0) as router,
+            Router(EndpointReader(self.campaign.endpoints, job=0), connect=lambda _: engine, seed=0) as router,
         ):
             worker = EnvWorker(self.context, router=router, layout=LetterLayout(), rollouts=rollouts, open_env=open_env)
             running = asyncio.create_task(worker.run_until_drained())

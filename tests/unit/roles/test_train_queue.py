@@ -181,6 +181,20 @@ def test_used_segments_leave_the_spools_and_the_counts_stay_right(context):
     assert (retired.num, retired.num_segments) == (GROUP, 1)
 
 
+def test_all_segments_that_one_checkpoint_makes_due_are_retired(context):
+    consumed = ConsumedTrajectories()
+    queue = TrainQueue(context, consumed=consumed)
+    for group in range(5):
+        play(context, group)
+    while train(context, queue, consumed).chosen:
+        pass
+    queue.mark_covered(save(context, 1, queue=queue))
+    queue.retire(version=1)
+    queue._retiring.join()
+    assert count_spool_trajectories(context.campaign.spool("archive")) == 5 * GROUP
+    assert list_segments(context.campaign.spool("scored")) == []
+
+
 def test_no_segment_leaves_while_an_older_checkpoint_is_kept(context):
     consumed = ConsumedTrajectories()
     queue = TrainQueue(context, consumed=consumed)

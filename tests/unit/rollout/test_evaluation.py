@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from hpcrl.campaign_dir.endpoints import EndpointReader
 from hpcrl.campaign_dir.events import EvaluationFinished, FaultReported
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.engines.base import Completion, GenerateRequest
@@ -383,7 +384,7 @@ def turn(domain):
 
 
 def test_turns_of_evaluations_go_behind_all_others(tmp_path):
-    router = Router(tmp_path, connect=lambda _: None, seed=0, weights={"lake": 1.0})
+    router = Router(EndpointReader(tmp_path, job=0), connect=lambda _: None, seed=0, weights={"lake": 1.0})
     router.trajectories.credits.spend("lake", 1e9)
     router.trajectories._num_active.update({"lake": 1, "rich": 1})  # so that credit is not renewed
     long_course = TrajectoryState(served_tokens=1e9, served_s=1e9)

@@ -5,7 +5,8 @@ import threading
 
 from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.errors import SpoolError
-from hpcrl.rollout.rollout_spool import RolloutSpool, open_rollout_spool
+from hpcrl.rollout.rollout_spool import RolloutSpool, SealedCount, open_rollout_spool
+from hpcrl.spool.listing import SegmentListing, SegmentName, announce_changes
 from hpcrl.spool.record import pack_trajectory
 from hpcrl.spool.writer import BatchLimits, BatchWriter
 from tests.support.plans import make_recipe
@@ -89,3 +90,15 @@ def test_trajectories_of_all_producers_are_counted(tmp_path):
         return before, [spool.count_sealed() for spool in spools]
 
     assert asyncio.run(run()) == (0, [3, 3])
+
+
+def test_durable_trajectories_are_counted_as_segments_come_and_go(tmp_path):
+    names = [str(SegmentName(producer="000-env-0", number=n, count=n + 1, nonce="0" * 8)) for n in range(3)]
+    sealed = SealedCount(SegmentListing(tmp_path))
+    for name in names:
+        (tmp_path / name).touch()
+    announce_changes(tmp_path, added=names)
+    assert sealed.count() == 6
+    (tmp_path / names[1]).unlink()
+    announce_changes(tmp_path, removed=[names[1]])
+    assert sealed.count() == 4

@@ -6,7 +6,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint, withdraw_endpoint
+from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint, announce_endpoint, withdraw_endpoint
 from hpcrl.config.recipe import RouterConfig
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, KvHandle, LoadFigures
 from hpcrl.errors import EngineError, EngineRefusedError
@@ -89,11 +89,16 @@ class Pool:
         announce_endpoint(self.directory, EngineEndpoint(**(fields | changed)))
         return worker
 
+    @property
+    def endpoints(self):
+        """The announced endpoints, looked at each time."""
+        return EndpointReader(self.directory, job=0, longest_s=0.0)
+
     def connect(self, endpoint):
         return self.engines.setdefault(endpoint.worker, Fake(endpoint))
 
     def router(self, *, seed=0, patience=FAST):
-        return Router(self.directory, connect=self.connect, seed=seed, timeouts=patience)
+        return Router(self.endpoints, connect=self.connect, seed=seed, timeouts=patience)
 
 
 @pytest.fixture
@@ -298,7 +303,7 @@ def test_a_worker_that_was_restarted_is_connected_again(pool):
     urls = []
 
     async def run():
-        router = Router(pool.directory, connect=lambda e: urls.append(e.url) or Fake(e), seed=0, timeouts=FAST)
+        router = Router(pool.endpoints, connect=lambda e: urls.append(e.url) or Fake(e), seed=0, timeouts=FAST)
         await router.refresh()
         pool.add("decode", url="http://n0/other")
         await router.refresh()
@@ -351,7 +356,7 @@ def test_a_refresh_that_breaks_is_not_waited_on_in_silence(pool):
         raise TypeError("connect takes two arguments")
 
     async def run():
-        async with Router(pool.directory, connect=broken, seed=0, timeouts=FAST) as router:
+        async with Router(pool.endpoints, connect=broken, seed=0, timeouts=FAST) as router:
             pool.add("decode")
             await router.generate(REQUEST)
 
@@ -443,7 +448,7 @@ def test_decisions_are_logged_when_they_are_sampled(pool):
     async def run():
         rules = RouterConfig(log_share=1.0)
         async with Router(
-            pool.directory, connect=pool.connect, seed=0, timeouts=FAST, rules=rules, on_route=routed.append
+            pool.endpoints, connect=pool.connect, seed=0, timeouts=FAST, rules=rules, on_route=routed.append
         ) as router:
             await router.generate(of_trajectory(0))
 
@@ -460,7 +465,7 @@ def test_a_worker_that_switched_serves_the_other_role(pool, tmp_path_factory):
 
     async def run():
         switcher = RoleSwitcher(path, rules=RouterConfig(switch_roles=True), is_leader=False)
-        async with Router(pool.directory, connect=pool.connect, seed=0, timeouts=FAST, switcher=switcher) as router:
+        async with Router(pool.endpoints, connect=pool.connect, seed=0, timeouts=FAST, switcher=switcher) as router:
             return sorted(loads(router, "prefill")), sorted(loads(router, "decode"))
 
     assert asyncio.run(run()) == (["000-decode-1", "000-prefill-0"], ["000-decode-0"])
@@ -474,7 +479,7 @@ def test_the_leader_switches_a_worker_when_an_overload_has_lasted(pool, tmp_path
 
     async def run():
         switcher = RoleSwitcher(path, rules=RouterConfig(switch_roles=True), is_leader=True)
-        async with Router(pool.directory, connect=pool.connect, seed=0, switcher=switcher) as router:
+        async with Router(pool.endpoints, connect=pool.connect, seed=0, switcher=switcher) as router:
             pool.engines["000-prefill-0"].running = 40
             await asyncio.sleep(MIN_OVERLOAD_S + 5)
             return sorted(loads(router, "prefill"))
@@ -489,7 +494,7 @@ def test_a_domain_is_served_by_the_hardware_that_the_recipe_names(pool):
 
     async def run():
         rules = RouterConfig(affinity={"lake": "compute", "default": "bandwidth"})
-        async with Router(pool.directory, connect=pool.connect, seed=0, timeouts=FAST, rules=rules) as router:
+        async with Router(pool.endpoints, connect=pool.connect, seed=0, timeouts=FAST, rules=rules) as router:
             for number in range(4):
                 lake, sums = (
                     msgspec.structs.replace(REQUEST, request_id=f"{name}/{number}/0/0/0/0", domain=name)
@@ -510,7 +515,7 @@ def test_remote_prefill_follows_the_recipe(pool, choice, num_prefilled):
 
     async def run():
         rules = RouterConfig(remote_prefill=choice)
-        async with Router(pool.directory, connect=pool.connect, seed=0, timeouts=FAST, rules=rules) as router:
+        async with Router(pool.endpoints, connect=pool.connect, seed=0, timeouts=FAST, rules=rules) as router:
             await router.generate(REQUEST)
 
     asyncio.run(run())
@@ -526,7 +531,7 @@ def test_auto_prefills_elsewhere_if_that_is_faster(pool, num_prompt, num_prefill
 
     async def run():
         async with Router(
-            pool.directory,
+            pool.endpoints,
             connect=pool.connect,
             seed=0,
             timeouts=FAST,
@@ -549,7 +554,7 @@ def test_sizing_by_the_cost_model_moves_a_worker_to_the_role_that_lacks_one(pool
 
     async def run():
         async with Router(
-            pool.directory,
+            pool.endpoints,
             connect=pool.connect,
             seed=0,
             rules=rules,
@@ -614,7 +619,7 @@ def test_a_turn_that_is_held_back_continues_when_a_trajectory_ends(pool):
     small = dataclasses.replace(small, kv_tokens=20)
 
     async def run():
-        router = Router(pool.directory, connect=pool.connect, seed=0, timeouts=FAST, speed_of=lambda _: small)
+        router = Router(pool.endpoints, connect=pool.connect, seed=0, timeouts=FAST, speed_of=lambda _: small)
         async with router:
             await router.generate(of_trajectory(0))
             (worker,) = router._workers.values()

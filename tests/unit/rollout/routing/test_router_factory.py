@@ -8,6 +8,7 @@ import pytest
 from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.engines.base import Completion, GenerateRequest, LoadFigures
 from hpcrl.errors import EngineError, PlanError
 from hpcrl.rollout.routing.factory import make_router
@@ -60,7 +61,8 @@ def play_turn(tmp_path, config, *settings, engine_after_s=0.0):
 
     async def turn():
         log = EventLog(run.events / "env.jsonl", role="env")
-        async with make_router(recipe, run, env_index=0, connect=lambda _: FixedEngine(), seed=0, events=log) as router:
+        worker, connect = EnvWorkerId(0, 1), lambda _: FixedEngine()
+        async with make_router(recipe, run, job=0, worker=worker, connect=connect, seed=0, events=log) as router:
             serving = asyncio.create_task(router.generate(REQUEST))
             await asyncio.sleep(engine_after_s)
             announce_endpoint(run.endpoints, ENDPOINT)

@@ -1,0 +1,67 @@
+"""Endpoints are read when they change, those of the present job only."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpcrl.campaign_dir.endpoints import (
+    EndpointReader,
+    EngineEndpoint,
+    announce_endpoint,
+    list_endpoints,
+    withdraw_all,
+    withdraw_endpoint,
+)
+
+
+def endpoint(number: int, *, job: int = 1) -> EngineEndpoint:
+    name = f"{job:03d}-decode-{number}"
+    return EngineEndpoint(role="decode", worker=name, node="n", url=f"http://n:{number}", token="t", job=job)
+
+
+@pytest.fixture
+def num_reads(monkeypatch) -> list[str]:
+    """Record the endpoint files that are read."""
+    names, read = [], Path.read_bytes
+
+    def record(path):
+        names.append(path.name)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", record)
+    return names
+
+
+def test_a_file_is_read_once_while_it_stays_the_same(tmp_path, num_reads):
+    reader = EndpointReader(tmp_path, job=1)
+    for number in range(3):
+        announce_endpoint(tmp_path, endpoint(number))
+    for _ in range(5):
+        assert reader.poll() == [endpoint(number) for number in range(3)]
+    assert len(num_reads) == 3
+
+
+def test_an_endpoint_that_another_replaced_is_read_again(tmp_path):
+    reader = EndpointReader(tmp_path, job=1)
+    announce_endpoint(tmp_path, endpoint(0))
+    assert reader.poll() == [endpoint(0)]
+    changed = msgspec.structs.replace(endpoint(0), url="http://n:9")
+    stamps = (tmp_path / "001-decode-0.json").stat().st_mtime_ns
+    os.utime(announce_endpoint(tmp_path, changed), ns=(stamps, stamps))
+    assert reader.poll() == [changed]
+    withdraw_endpoint(tmp_path, "001-decode-0")
+    assert reader.poll() == []
+
+
+def test_endpoints_of_another_job_are_no_endpoints_of_this_one(tmp_path):
+    announce_endpoint(tmp_path, endpoint(0, job=0))
+    announce_endpoint(tmp_path, endpoint(0))
+    assert EndpointReader(tmp_path, job=1).poll() == [endpoint(0)]
+
+
+def test_a_new_driver_withdraws_the_endpoints_of_killed_engines(tmp_path):
+    announce_endpoint(tmp_path, endpoint(0, job=0))
+    withdraw_all(tmp_path)
+    assert list_endpoints(tmp_path) == []

@@ -1,0 +1,72 @@
+"""Events never end work: they wait while a file system is full or away, and what was dropped is reported."""
+
+import pytest
+
+from hpcrl.campaign_dir.event_log import MAX_PENDING_LINES, EventLog, EventReader
+from hpcrl.campaign_dir.events import CheckpointSaved, EventsLost
+from hpcrl.campaign_dir.paths import CampaignDir
+from tests.support.disks import largest_file
+
+
+def saved(steps) -> list[CheckpointSaved]:
+    return [CheckpointSaved(step=step) for step in steps]
+
+
+def read_steps(directory) -> list[int]:
+    return [event.step for event in EventReader(directory).poll() if isinstance(event, CheckpointSaved)]
+
+
+@pytest.fixture
+def log(tmp_path):
+    return EventLog(tmp_path / "w.jsonl", job=0, role="train", worker="w")
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_events_wait_while_the_disk_is_full_and_are_written_in_order(log, tmp_path, room):
+    log.emit(CheckpointSaved(step=0))
+    with largest_file(log.path.stat().st_size + room):  # with some room, the next line is torn
+        for event in saved(range(1, 4)):
+            log.emit(event)
+        assert read_steps(tmp_path) == [0]
+    log.emit(CheckpointSaved(step=4))
+    assert read_steps(tmp_path) == [0, 1, 2, 3, 4]
+
+
+def test_a_heartbeat_writes_what_waits(log, tmp_path):
+    with largest_file(0):
+        log.emit(CheckpointSaved(step=1))
+    log.beat()
+    assert read_steps(tmp_path) == [1]
+
+
+def test_the_oldest_events_are_dropped_and_counted_when_too_many_wait(log, tmp_path):
+    with largest_file(0):
+        for event in saved(range(MAX_PENDING_LINES + 5)):
+            log.emit(event)
+    log.emit(CheckpointSaved(step=9999))
+    events = list(EventReader(tmp_path).poll())
+    (lost,) = [event for event in events if isinstance(event, EventsLost)]
+    assert (lost.num, lost.reason) == (6, "File too large")
+    assert read_steps(tmp_path) == [*range(6, MAX_PENDING_LINES + 5), 9999]
+
+
+def test_a_log_that_cannot_be_opened_is_opened_later(tmp_path):
+    campaign = CampaignDir(tmp_path)
+    log = EventLog.open(campaign, "train", 0, job=0, role="train")
+    log.emit(CheckpointSaved(step=1))
+    campaign.events.mkdir()
+    log.emit(CheckpointSaved(step=2))
+    log.close()
+    assert read_steps(campaign.events) == [1, 2]
+
+
+def test_a_sparing_reader_leaves_the_files_of_ended_jobs_alone(tmp_path):
+    reader = EventReader(tmp_path, is_sparing=True)
+    logs = [EventLog(tmp_path / f"{job:03d}-train-0.jsonl", job=job, role="train", worker="w") for job in range(2)]
+    for log in logs:
+        log.emit(CheckpointSaved(step=1))
+    assert len(list(reader.poll())) == 2
+    reader.ended_jobs = frozenset({0})
+    for log in logs:
+        log.emit(CheckpointSaved(step=2))
+    assert [event.job for event in reader.poll()] == [1]
