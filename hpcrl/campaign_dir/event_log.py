@@ -3,7 +3,7 @@
 EventLog     append events
 EventReader  read new events
 find_worker_node   the node on which a worker has last run
-EVENT_SUFFIX, BEAT_INTERVAL_S, MAX_PENDING_LINES, MAX_LOOK_INTERVAL_S   constants
+EVENT_SUFFIX, BEAT_INTERVAL_S, MAX_PENDING_LINES, MAX_LOOK_INTERVAL_S, TAIL_BYTES   constants
 
 A line is written by one write(2) on an O_APPEND descriptor, so a killed process tears at most its own last line.
 Work never ends for an event: on a full or unreachable file system lines wait in memory, the oldest are dropped where

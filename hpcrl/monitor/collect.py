@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpcrl.campaign_dir.event_log import EventReader
-from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
 from hpcrl.monitor.job_state import JobRecord, judge_jobs, read_jobs, read_json_as, select_slurm_ids
@@ -135,7 +135,7 @@ class SnapshotCollector:
         settled = read_json_as(self._campaign_dir.settled, dict[str, int], problems)
         return settled.get("num", 0) if settled else 0
 
-    def _count_durable(self, spool: str, problems: list[str]) -> int:
+    def _count_durable(self, spool: SpoolName, problems: list[str]) -> int:
         try:
             added, removed = self._spools[spool].changes()
         except OSError as error:

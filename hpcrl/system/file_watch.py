@@ -53,7 +53,7 @@ PAUSE_SHARE = 0.1
 
 
 def is_passing(error: OSError) -> bool:
-    """Return whether an error may pass without anything being mended."""
+    """Return whether an error may pass by itself."""
     return error.errno in PASSING_ERRORS
 
 

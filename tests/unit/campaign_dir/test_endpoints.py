@@ -55,7 +55,7 @@ def test_an_endpoint_that_another_replaced_is_read_again(tmp_path):
     assert reader.poll() == []
 
 
-def test_endpoints_of_another_job_are_no_endpoints_of_this_one(tmp_path):
+def test_endpoints_of_another_job_are_left_out(tmp_path):
     announce_endpoint(tmp_path, endpoint(0, job=0))
     announce_endpoint(tmp_path, endpoint(0))
     assert EndpointReader(tmp_path, job=1).poll() == [endpoint(0)]
