@@ -6,7 +6,7 @@
     SegmentListing        the same, for callers that ask many times a second
     find_shard            the part of a spool that a segment belongs to
     announce_changes      inform every SegmentListing of a change
-    count_trajectories, count_spool_trajectories    counts, taken from the names
+    count_trajectories    the number of trajectories, taken from the names
     sweep_leftovers       removes temporary files of killed writers
     quarantine_segment, make_quarantine_path    move a damaged segment away, and where to
 
@@ -183,11 +183,6 @@ class SegmentListing:
             return os.stat(self._news).st_size  # noqa: PTH116 - as above
         except FileNotFoundError:
             return 0
-
-
-def count_spool_trajectories(directory: Path) -> int:
-    """Count the trajectories of a spool by the names of its segments."""
-    return count_trajectories(list_segments(directory))
 
 
 def count_trajectories(names: Iterable[str]) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpcrl.errors import SpoolError
-from hpcrl.spool.listing import announce_changes, count_spool_trajectories, list_segments
+from hpcrl.spool.listing import announce_changes, count_trajectories, list_segments
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter, derive_segment
@@ -251,7 +251,7 @@ def test_a_restarted_producer_continues_after_its_segments(disk):
         writer.append(make_odd_trajectory(f"math/0/{index}"))
         writer.close()
     assert ids(disk.reader().poll()) == ["math/0/0", "math/0/1", "math/0/2"]
-    assert count_spool_trajectories(disk.directory) == 3
+    assert count_trajectories(list_segments(disk.directory)) == 3
 
 
 def test_two_processes_with_one_producer_name_lose_nothing(disk):

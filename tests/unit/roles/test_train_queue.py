@@ -14,7 +14,7 @@ from hpcrl.roles.train import TrainingLoop
 from hpcrl.roles.train_queue import TrainQueue
 from hpcrl.rollout.flow_control import HoldWriter
 from hpcrl.spool import retention
-from hpcrl.spool.listing import announce_changes, count_spool_trajectories, list_segments
+from hpcrl.spool.listing import announce_changes, count_trajectories, list_segments
 from hpcrl.spool.writer import DiskSpoolWriter, derive_segment
 from hpcrl.system.files import make_private_dir, read_json
 from tests.support.plans import make_recipe
@@ -170,10 +170,10 @@ def test_used_segments_leave_the_spools_and_the_counts_stay_right(context):
     queue.mark_covered(save(context, 1, queue=queue))
     queue.retire(version=1)
     queue.close()
-    assert count_spool_trajectories(context.campaign.spool("archive")) == GROUP
+    assert count_trajectories(list_segments(context.campaign.spool("archive"))) == GROUP
     assert (
-        count_spool_trajectories(context.campaign.spool("rollouts"))
-        == count_spool_trajectories(context.campaign.spool("scored"))
+        count_trajectories(list_segments(context.campaign.spool("rollouts")))
+        == count_trajectories(list_segments(context.campaign.spool("scored")))
         == 1
     )
     assert settled(context) == 0
@@ -191,7 +191,7 @@ def test_all_segments_that_one_checkpoint_makes_due_are_retired(context):
     queue.mark_covered(save(context, 1, queue=queue))
     queue.retire(version=1)
     queue._retiring.join()
-    assert count_spool_trajectories(context.campaign.spool("archive")) == 5 * GROUP
+    assert count_trajectories(list_segments(context.campaign.spool("archive"))) == 5 * GROUP
     assert list_segments(context.campaign.spool("scored")) == []
 
 
@@ -206,7 +206,7 @@ def test_no_segment_leaves_while_an_older_checkpoint_is_kept(context):
     queue.mark_covered(newest)
     queue.retire(version=1)
     queue.close()
-    assert count_spool_trajectories(context.campaign.spool("scored")) == GROUP
+    assert count_trajectories(list_segments(context.campaign.spool("scored"))) == GROUP
 
 
 def test_a_retirement_that_fails_is_reported_and_training_continues(context, monkeypatch):
@@ -221,7 +221,7 @@ def test_a_retirement_that_fails_is_reported_and_training_continues(context, mon
     queue.close()
     (fault,) = context.events.of(FaultReported)
     assert "could not be retired" in fault.detail
-    assert count_spool_trajectories(context.campaign.spool("rollouts")) == GROUP
+    assert count_trajectories(list_segments(context.campaign.spool("rollouts"))) == GROUP
 
 
 def test_a_damaged_segment_is_scored_again_and_not_a_third_time(context):

@@ -17,7 +17,7 @@ from hpcrl.spool.listing import (
     SegmentName,
     announce_changes,
     check_producer,
-    count_spool_trajectories,
+    count_trajectories,
     find_next_number,
     list_segments,
     parse_segment_name,
@@ -50,12 +50,12 @@ def test_the_trajectories_of_a_spool_are_counted_by_name(tmp_path):
     touch(tmp_path, ".000-env-1", 1, 100)
     (tmp_path / "notes.txt").touch()
     (tmp_path / "model.h5").touch()
-    assert count_spool_trajectories(tmp_path) == 7
+    assert count_trajectories(list_segments(tmp_path)) == 7
 
 
 def test_a_spool_without_segments_is_empty(tmp_path):
     assert list_segments(tmp_path / "absent") == []
-    assert count_spool_trajectories(tmp_path / "absent") == 0
+    assert count_trajectories(list_segments(tmp_path / "absent")) == 0
 
 
 def test_segments_sort_by_producer_and_then_by_number(tmp_path):

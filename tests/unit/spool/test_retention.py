@@ -7,7 +7,7 @@ import pytest
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool import retention
-from hpcrl.spool.listing import announce_changes, count_spool_trajectories, list_segments
+from hpcrl.spool.listing import announce_changes, count_trajectories, list_segments
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import EpisodeTurn
 from hpcrl.spool.retention import (
@@ -72,7 +72,7 @@ def test_retired_segments_are_one_segment_of_the_archive(tmp_path):
     assert archived(dirs) == IDS
     one = read_segment(dirs.archive / name)[0]
     assert (one.reward, one.extra, one.turns) == (1.0, {"newer": [1, 2]}, trajectory("x").turns)
-    assert count_spool_trajectories(dirs.archive) == 6
+    assert count_trajectories(list_segments(dirs.archive)) == 6
     assert not (dirs.archive / INTENT_FILE).exists()
 
 
@@ -132,7 +132,7 @@ def test_a_crash_between_any_two_steps_does_no_harm(tmp_path, monkeypatch, nth, 
 def assert_sound(dirs, books):
     """Check that nothing would be scored and delivered again, and that the settled count is not too high."""
     assert set(list_segments(dirs.rollouts)) <= set(list_segments(dirs.scored))
-    assert books.num <= count_spool_trajectories(dirs.rollouts)
+    assert books.num <= count_trajectories(list_segments(dirs.rollouts))
 
 
 def test_a_damaged_segment_is_quarantined_and_its_twin_is_scored_again(tmp_path):
@@ -162,7 +162,7 @@ def test_a_reader_forgets_retired_segments_and_its_counts_stay_right(tmp_path):
     retire_segments(dirs, list_segments(dirs.scored)[:2], keep=True, lower_settled=reader.forget)
     assert reader.num_passed == 2
     assert reader.poll() == []
-    assert reader.num_passed == count_spool_trajectories(dirs.rollouts) == 2
+    assert reader.num_passed == count_trajectories(list_segments(dirs.rollouts)) == 2
     assert reader.finished_segments([]) == list_segments(dirs.scored)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hpcrl.learn.consumed import ConsumedTrajectories
-from hpcrl.spool.listing import count_spool_trajectories, list_segments
+from hpcrl.spool.listing import count_trajectories, list_segments
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.retention import SettledSegments, SpoolDirs, recover_retirement, retire_segments
 from hpcrl.spool.segment import read_segment
@@ -157,7 +157,7 @@ class Campaign(RuleBasedStateMachine):
     @invariant()
     def the_books_fit_the_disk(self):
         if hasattr(self, "reader"):
-            assert self.reader.num_passed <= count_spool_trajectories(self.dirs.rollouts)
+            assert self.reader.num_passed <= count_trajectories(list_segments(self.dirs.rollouts))
 
     def finish(self):
         """Check that training gets every acknowledged trajectory once, whatever happened."""
