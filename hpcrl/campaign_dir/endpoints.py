@@ -65,7 +65,7 @@ class EndpointReader:
         self._directory = directory
         self._job = job
         self._known: dict[str, tuple[int, EngineEndpoint]] = {}
-        """By file name: its inode, and what it holds."""
+        """The inode and the content of each file, by its name."""
         self._endpoints = WatchedValue(directory, self._read_new, longest_s=longest_s)
 
     def poll(self) -> list[EngineEndpoint]:
