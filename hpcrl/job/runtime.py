@@ -36,7 +36,8 @@ from hpcrl.job.parsl_providers import JobProvider, StepProvider
 from hpcrl.job.worker_pool import call_by_name
 from hpcrl.plan.components import JobComponent, RewardJobPlan
 from hpcrl.plan.plan import Plan, RolePlan
-from hpcrl.slurm.allocation import JobAllocation
+from hpcrl.slurm.allocation import JobAllocation, name_step
+from hpcrl.slurm.commands import cancel_steps
 from hpcrl.slurm.script import make_reward_script
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
 from hpcrl.system.files import publish_file
@@ -153,21 +154,24 @@ class JobRuntime:
     def start_trainer(self) -> None:
         """Start or restart the trainer, as a separate step on each node of its component."""
         plan = self._plan.role("train")
-        self._end_trainer(grace_s=TRAINER_END_GRACE_S)
+        if self._end_trainer(grace_s=TRAINER_END_GRACE_S) and self._allocation.job_id is not None:
+            cancel_steps(self._name_step(self._num_starts - 1))  # its ranks would keep the GPUs
         role = [sys.executable, "-m", "hpcrl.roles", "train", str(self._campaign.root), str(self._job.number)]
         master = "127.0.0.1" if self._plan.layout == "local" else self._allocation.nodes[plan.component][0]
         end = self._job.trainer_end(self._num_starts)
         environ = {TRAINER_START_VARIABLE: str(self._num_starts), "MASTER_ADDR": master}
         self._num_starts += 1
         first = 0
+        step_name = self._name_step(self._num_starts - 1)
         for prefix in self._prefixes(plan).values():
             num = min(plan.workers_per_node, plan.num_workers - first)
             if num < 1:
                 break
             ranks = [sys.executable, *RANKS_COMMAND, str(plan.num_workers), str(first), str(num), *role]
+            step_words = [sys.executable, *STEP_COMMAND, str(self._job.root), str(end), *ranks]
             with self._job.log("train-step").open("ab") as log:
                 step = subprocess.Popen(
-                    [*prefix, sys.executable, *STEP_COMMAND, str(self._job.root), str(end), *ranks],
+                    [*name_step(prefix, step_name), *step_words],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -177,16 +181,21 @@ class JobRuntime:
             self._trainer.append(step)
             first += num
 
-    def _end_trainer(self, *, grace_s: float) -> None:
-        """End every step of the trainer; when one has failed the others would wait for it."""
+    def _name_step(self, start: int) -> str:
+        return f"hpcrl-{self._allocation.job_id}-train-{start}"
+
+    def _end_trainer(self, *, grace_s: float) -> bool:
+        """End every step of the trainer: when one has failed the others would wait for it; return whether one hung."""
         if self._trainer:
             publish_file(self._job.trainer_end(self._num_starts - 1), "")
         deadline = time.monotonic() + grace_s
         while any(process.poll() is None for process in self._trainer) and time.monotonic() < deadline:
             time.sleep(0.1)
+        is_hung = any(process.poll() is None for process in self._trainer)
         for process in self._trainer:
             end_group(process, grace_s=1.0)
         self._trainer.clear()
+        return is_hung
 
     def courier_commands(self, site: Site, transports: Sequence[TransportName]) -> list[TransportCommand]:
         """Return the commands of the couriers, one process on every node that publishes or loads weights."""

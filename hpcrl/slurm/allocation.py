@@ -85,6 +85,11 @@ class JobAllocation:
         return [[f"--het-group={index}", *_format_node_flags(names)] for index, names in nodes.items() if names]
 
 
+def name_step(prefix: Sequence[str], name: str) -> list[str]:
+    """Return the srun words with a name for the step; nothing without srun."""
+    return [*prefix[:1], *([f"--job-name={name}"] if prefix else []), *prefix[1:]]
+
+
 def _format_node_flags(nodes: Sequence[str]) -> list[str]:
     return [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}"]
 

@@ -9,8 +9,9 @@ find_marked_job, await_marked_job, is_unanswered   find a job by its comment, if
 queue_recorded_script   submit a script and record the id of its job
 query_live_jobs         ask squeue which jobs wait or run
 cancel_jobs             end jobs with scancel
+cancel_steps            end steps whose srun was killed
 cancel_recorded_jobs    end the recorded jobs of a driver that was killed
-COMMAND_TIMEOUT_S       time limit of one command
+COMMAND_TIMEOUT_S, STEP_TIMEOUT_S   time limit of one command
 TIMED_OUT               exit code of a command that did not answer
 MAX_NODES               longest range in a node list
 
@@ -31,6 +32,8 @@ from hpcrl.errors import SlurmError
 
 COMMAND_TIMEOUT_S = float(os.environ.get("HPCRL_SLURM_TIMEOUT_S", "40"))
 """The time that one Slurm command may take to answer; a caller that only displays the answer may set less."""
+STEP_TIMEOUT_S = 10.0
+"""The same where the driver waits for it in the middle of its work."""
 TIMED_OUT = 124
 """The exit code of coreutils' timeout; `run_slurm` uses it too for a command that did not answer."""
 NUM_LOOKUPS = 5
@@ -212,6 +215,18 @@ def cancel_jobs(ids: Iterable[str], *, env: Mapping[str, str] | None = None) -> 
     wanted = list(ids)
     if wanted:
         ask_slurm(["scancel", *wanted], env=env)
+
+
+def cancel_steps(name: str) -> None:
+    """End this user's steps with such a name: where srun was killed, what it had started continues.
+
+    The steps of a component are listed under its own id, which the job does not know: a name must be that of one job.
+    """
+    listed = run_slurm(["squeue", "-h", "-s", "--me", "-o", "%i %j"], timeout_s=STEP_TIMEOUT_S)
+    rows = (line.partition(" ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else ()
+    ids = [id for id, _, step in rows if step.strip() == name]
+    if ids:
+        run_slurm(["scancel", *ids], timeout_s=STEP_TIMEOUT_S)
 
 
 def cancel_recorded_jobs(record: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.errors import SlurmError
 from hpcrl.plan.plan import Plan
-from hpcrl.slurm.allocation import JobAllocation, query_schedule, read_allocation, scrub_environment
+from hpcrl.slurm.allocation import JobAllocation, name_step, query_schedule, read_allocation, scrub_environment
 from tests.support.plans import plan_recipe
 
 COMMAND = ["python", "courier.py"]
@@ -150,3 +150,8 @@ def test_a_job_starts_though_slurm_does_not_report_its_end(
     assert in_one("gpu[1-4]", "gpu1").end_time == 1700000000.0
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     assert in_one("gpu[1-4]", "gpu1").end_time > time.time(), "its walltime from now"
+
+
+def test_a_step_has_a_name_where_there_is_srun() -> None:
+    assert name_step(["srun", "--nodes=1"], "x") == ["srun", "--job-name=x", "--nodes=1"]
+    assert name_step([], "x") == []

@@ -7,7 +7,7 @@ import pytest
 
 from hpcrl.errors import SlurmError
 from hpcrl.slurm import commands
-from hpcrl.slurm.commands import ask_slurm, expand_nodes, limited_command, queue_script, run_slurm
+from hpcrl.slurm.commands import ask_slurm, cancel_steps, expand_nodes, limited_command, queue_script, run_slurm
 
 
 @pytest.fixture
@@ -106,3 +106,14 @@ def test_a_refusal_is_not_looked_for_in_the_queue(slurm: Path) -> None:
     write_queue(slurm, sbatch="echo 'sbatch: error: Invalid account' >&2; exit 1")
     with pytest.raises(SlurmError, match="Invalid account"):
         queue_script(slurm / "job.sh", mark="hpcrl:a:1")
+
+
+def test_steps_whose_srun_was_killed_are_ended_by_their_name(slurm: Path) -> None:
+    steps = "echo 7.batch batch; echo 8.0 hpcrl-7-train-1; echo 8.1 hpcrl-7-train-10; echo 9.0 hpcrl-7-train-1"
+    for name, program in (("squeue", steps), ("scancel", f'echo "$@" >> {slurm}/cancelled')):
+        (slurm / name).write_text(f"#!/bin/sh\n{program}\n")
+        (slurm / name).chmod(0o700)
+    cancel_steps("hpcrl-7-train-2")
+    assert not (slurm / "cancelled").exists()
+    cancel_steps("hpcrl-7-train-1")
+    assert (slurm / "cancelled").read_text() == "8.0 9.0\n"
