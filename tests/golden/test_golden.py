@@ -19,8 +19,8 @@ RECIPES = sorted(path.stem for path in shipped_folder("recipes").glob("*.toml"))
 SITES = sorted(path.stem for path in shipped_folder("sites").glob("*.toml"))
 
 
-REAL_MODELS = ("qwen3-8b", "qwen3-30b-a3b", "llama-3-70b")
-"""On 4, 16 and 32 nodes of the trainer, with trajectories of 32k, 16k and 32k tokens."""
+REAL_MODELS = ("qwen3-8b", "qwen3-8b-128k", "qwen3-30b-a3b", "llama-3-70b")
+"""On 4, 4, 16 and 32 nodes of the trainer, with trajectories of 32k, 128k, 16k and 32k tokens."""
 CLUSTERS = {
     **{"perlmutter": "perlmutter", "leonardo": "leonardo"},
     **{name: str(Path(__file__).parent / "sites" / f"{name}.toml") for name in ("a100-40-nodes", "h100-nodes")},

@@ -113,6 +113,17 @@ def test_packed_rows_have_a_mask_of_all_pairs_of_tokens() -> None:
     assert masked.activations - plain.activations == (1 + 2) * tokens**2 + heads
 
 
+def test_ranks_that_divide_rows_have_a_part_of_their_tokens_and_no_mask() -> None:
+    shape = read_architecture(QWEN3_8B)
+    divided = msgspec.structs.replace(SHARDED, is_packed=True, context_parallel=4, has_recompute=True)
+    whole = msgspec.structs.replace(SHARDED, has_recompute=True)
+    mine, theirs = (
+        estimate_rank_memory(shape, setup, num_tokens=num) for setup, num in ((divided, 4 * 8192 - 3), (whole, 8192))
+    )
+    assert mine.activations == pytest.approx(theirs.activations, rel=0.02)
+    assert (mine.state, mine.gathers) == (theirs.state, theirs.gathers)
+
+
 def test_frozen_weights_have_the_precision_of_the_passes_and_are_shared_by_the_ranks() -> None:
     shape = read_architecture(QWEN3_8B)
     adapters = count_adapter_params(shape, rank=8)
@@ -160,15 +171,16 @@ def fresh_process() -> Iterator[ProcessPoolExecutor]:
         (EXPERTS, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True)),
         (DENSE, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True, is_packed=True)),
         (DENSE, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True, lora_rank=8)),
+        (DENSE, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, context_parallel=4)),
     ],
-    ids=["recomputed", "kept, fp32", "one rank", "experts", "packed", "adapters"],
+    ids=["recomputed", "kept, fp32", "one rank", "experts", "packed", "adapters", "divided rows"],
 )
 def test_the_trainers_own_passes_peak_where_the_estimate_does(
     fields: dict[str, Any], setup: RankSetup, fresh_process: ProcessPoolExecutor
 ) -> None:
     from hpcrl.testing.fake_steps import measure_passes
 
-    num_tokens = 65_536
+    num_tokens = 65_536 * setup.context_parallel
     passes = fresh_process.submit(measure_passes, fields, setup, num_tokens=num_tokens).result()
     measured = max(sum(each) for each in passes)
     estimated = estimate_rank_memory(read_architecture(fields), setup, num_tokens=num_tokens)
