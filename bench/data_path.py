@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from bench import figures
 from bench.figures import Figure
+from bench.peers.records import make_record
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.batch import MicroBatch, make_micro_batches
 from hpcrl.learn.distribute import StepShares, distribute_step, load_share_rows
@@ -260,23 +261,13 @@ def _episode(group: int, index: int, *, rng: np.random.Generator) -> Trajectory:
     length = int(rng.integers(LENGTH * 3 // 4, LENGTH))
     generated = np.arange(length) % TURN >= TURN // 2
     starts = range(TURN // 2, length, TURN)
-    return Trajectory(
-        id=f"bench/{group}/{index}",
-        group=f"bench/{group}",
-        domain="bench",
-        seed=0,
-        status="done",
-        producer="000-env-0",
-        created=float(group),
-        start_version=0,
-        end_version=0,
-        turns=[EpisodeTurn(start=start, end=min(start + TURN // 2, length)) for start in starts],
-        reward=float(index % 2),
-        token_ids=rng.integers(0, 100, length, dtype=np.int32),
-        logprobs=np.where(generated, -4.6, 0.0).astype(np.float32),
-        versions=np.zeros(length, np.int32),
-        loss_mask=generated,
-    )
+    facts: dict[str, Any] = {
+        "created": float(group),
+        "turns": [EpisodeTurn(start=start, end=min(start + TURN // 2, length)) for start in starts],
+        "reward": float(index % 2),
+    }
+    token_ids = rng.integers(0, 100, length, dtype=np.int32)
+    return make_record(f"bench/{group}/{index}", token_ids, loss_mask=generated, **facts)
 
 
 def _refuse(path: Path, why: str) -> None:

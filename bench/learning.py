@@ -28,6 +28,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from bench import data_path, figures
 from bench.figures import Figure
 from bench.memory_steps import make_model
+from bench.peers.records import make_record
 from hpcrl.config.recipe import TinyModel, TrainConfig
 from hpcrl.hardware.train_memory import RankSetup
 from hpcrl.learn.batch import MicroBatch, make_micro_batches
@@ -231,23 +232,8 @@ def _episodes(seed: int) -> list[Trajectory]:
 def _episode(group: int, index: int, *, rng: np.random.Generator) -> Trajectory:
     length = int(rng.integers(LENGTH // 2, LENGTH))
     said = np.arange(length) % 32 >= 16
-    return Trajectory(
-        id=f"bench/{group}/{index}",
-        group=f"bench/{group}",
-        domain="bench",
-        seed=0,
-        status="done",
-        producer="bench",
-        created=0.0,
-        start_version=0,
-        end_version=0,
-        turns=[],
-        reward=float(index % 2),
-        token_ids=rng.integers(0, 100, length, dtype=np.int32),
-        logprobs=np.where(said, -4.6, 0.0).astype(np.float32),
-        versions=np.zeros(length, np.int32),
-        loss_mask=said,
-    )
+    token_ids = rng.integers(0, 100, length, dtype=np.int32)
+    return make_record(f"bench/{group}/{index}", token_ids, loss_mask=said, reward=float(index % 2))
 
 
 def _seconds(work: Callable[[], object]) -> float:

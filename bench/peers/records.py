@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -35,30 +36,47 @@ def num_bytes(batch: Sequence[Trajectory]) -> int:
     return sum(13 * len(trajectory) for trajectory in batch)
 
 
+def make_record(
+    name: str, token_ids: np.ndarray, *, loss_mask: np.ndarray, version: int = 0, **facts: Any
+) -> Trajectory:
+    """Make the trajectory `DOMAIN/GROUP/INDEX`; log-probs are those of a uniform policy unless given."""
+    fields: dict[str, Any] = {
+        "seed": 0,
+        "status": "done",
+        "producer": "000-env-0",
+        "created": 0.0,
+        "start_version": version,
+        "end_version": version,
+        "turns": [],
+        "logprobs": np.where(loss_mask, -4.6, 0.0).astype(np.float32),
+    }
+    return Trajectory(
+        id=name,
+        group=name.rpartition("/")[0],
+        domain=name.partition("/")[0],
+        token_ids=token_ids,
+        versions=np.where(loss_mask, np.int32(version), np.int32(0)),
+        loss_mask=loss_mask,
+        **{**fields, **facts},
+    )
+
+
 def _trajectory(rng: np.random.Generator, group: int, index: int, num_tokens: int) -> Trajectory:
     mask = np.zeros(num_tokens, np.bool_)
     turns = _turns(rng, num_tokens)
     for turn in turns:
         mask[turn.start : turn.end] = True
-    version = int(rng.integers(1, 100))
-    return Trajectory(
-        id=f"math/{group}/{index}",
-        group=f"math/{group}",
-        domain="math",
-        seed=int(rng.integers(1 << 31)),
-        status="done",
-        producer="000-env-0",
-        created=time.time(),
-        start_version=version,
-        end_version=version,
-        turns=turns,
-        reward=float(rng.random()),
-        reward_parts={"answer": float(rng.random()), "format": 1.0},
-        token_ids=rng.integers(0, 150_000, num_tokens, np.int32),
-        logprobs=np.where(mask, -rng.random(num_tokens, np.float32), np.float32(0)),
-        versions=np.where(mask, np.int32(version), np.int32(0)),
-        loss_mask=mask,
-    )
+    facts: dict[str, Any] = {
+        "version": int(rng.integers(1, 100)),
+        "seed": int(rng.integers(1 << 31)),
+        "created": time.time(),
+        "turns": turns,
+        "reward": float(rng.random()),
+        "reward_parts": {"answer": float(rng.random()), "format": 1.0},
+    }
+    token_ids = rng.integers(0, 150_000, num_tokens, np.int32)
+    logprobs = np.where(mask, -rng.random(num_tokens, np.float32), np.float32(0))
+    return make_record(f"math/{group}/{index}", token_ids, loss_mask=mask, logprobs=logprobs, **facts)
 
 
 def _turns(rng: np.random.Generator, num_tokens: int) -> list[EpisodeTurn]:

@@ -234,7 +234,7 @@ async def open_engines(
 ) -> tuple[list[SimEngine], Router]:
     """Start the engines of a setting, and the router to them; tokens are counted by episode."""
     engines = [await stack.enter_async_context(_engine(setting)) for _ in range(setting.num_gpus)]
-    served = {f"000-decode-{index}": Served(engine, num_tokens) for index, engine in enumerate(engines)}
+    served = {f"000-decode-{index}": CountingEngine(engine, num_tokens) for index, engine in enumerate(engines)}
     for name in served:
         endpoint = EngineEndpoint(role="decode", worker=name, node="n", url=name, token="t", gpu="h800", num_gpus=1)
         announce_endpoint(context.campaign.endpoints, endpoint)
@@ -280,7 +280,7 @@ class Hanging:
     async def close(self) -> None: ...
 
 
-class Served:
+class CountingEngine:
     """A simulated engine that generates the number of tokens that the prompt asks for, and counts them."""
 
     def __init__(self, engine: SimEngine, num_generated: Counter[str]) -> None:

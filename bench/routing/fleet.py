@@ -2,7 +2,7 @@
 
     Fleet            the numbers of workers by GPU, and their slots
     replay           runs scripts to their ends under a policy -> Run
-    Run, Served      the result, and that of one worker
+    Run, WorkerResult      the result, and that of one worker
     crowded_life_s   the time of a trajectory from start to end in a batch of others like it
 
 Every policy gets the same scripts and the same engines, which keep KV between turns. hpcrl's router runs as it does in
@@ -77,11 +77,11 @@ class Run:
     """The share of prompt tokens whose KV had to be computed."""
     last_started_s: float
     """The time when the last trajectory started; the drain follows."""
-    workers: list["Served"]
+    workers: list["WorkerResult"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
+class WorkerResult:
     """The turns and times of one worker."""
 
     gpu: str
@@ -123,7 +123,7 @@ async def _replay(scripts: list[Script], fleet: Fleet, policy: PolicyName, rules
         / sum(one.num_prompt_tokens for one in engines.values()),
         last_started_s=last_started_s,
         workers=[
-            Served(gpu=one.gpu, turns=one.turns, before=before, drain=one.spent() - before)
+            WorkerResult(gpu=one.gpu, turns=one.turns, before=before, drain=one.spent() - before)
             for one, before in zip(engines.values(), spent, strict=True)
         ],
     )

@@ -9,7 +9,7 @@ The drain starts with the last trajectory.
 """
 
 from bench.routing.bounds import turns_s
-from bench.routing.fleet import Fleet, Run, Served
+from bench.routing.fleet import Fleet, Run, WorkerResult
 from bench.routing.policies import Spell
 from bench.routing.workload import Script
 
@@ -20,7 +20,7 @@ def losses(run: Run, scripts: list[Script], fleet: Fleet, *, bound_s: float) -> 
     least = {script: turns_s(script, fleet) for script in set(scripts)}
     kinds = list(fleet.workers)
 
-    def needed_s(worker: Served) -> float:
+    def needed_s(worker: WorkerResult) -> float:
         kind = kinds.index(worker.gpu)
         return sum(least[scripts[number]][turn][kind] for number, turn in worker.turns)
 

@@ -12,14 +12,13 @@ from hpcrl.rollout.tasks import NUM_SEEDS
 from hpcrl.spool.ids import is_held_out
 from hpcrl.spool.segment import read_segment
 from hpcrl.system.files import read_json
-from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SMALL, hpcrl, outcome, snapshot, steps, until
+from tests.support.campaigns import SMALL, events_of, hpcrl, outcome, snapshot, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def evaluations(run: CampaignDir) -> list[dict[str, Any]]:
-    return [event for event in read_events(run.events) if event["event"] == "evaluation"]
+    return events_of(run, "evaluation")
 
 
 def test_held_out_tasks_are_evaluated_every_few_versions_and_never_trained_on(campaigns: Path) -> None:

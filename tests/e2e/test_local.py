@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -13,12 +12,12 @@ from safetensors.numpy import save_file
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import read_json
-from hpcrl.testing.event_lines import read_events
 from hpcrl.weights.versions import list_versions
 from tests.support.campaigns import (
     SIMULATED,
     SMALL,
     driver_of,
+    events_of,
     hpcrl,
     num_consumed_groups,
     outcome,
@@ -29,10 +28,6 @@ from tests.support.campaigns import (
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-
-
-def events_of(run: CampaignDir, name: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(run.events) if event["event"] == name]
 
 
 def pid_of(run: CampaignDir, role: str) -> int:

@@ -2,15 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_limits import TrainLimits
-from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SIMULATED, hpcrl, num_consumed_groups, outcome, steps
+from tests.support.campaigns import SIMULATED, events_of, hpcrl, num_consumed_groups, outcome, steps
 from tests.support.memory_losses import LIMIT_VARIABLE, RANK_VARIABLE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("own_code")]
@@ -29,10 +27,6 @@ def submit(name: str, *settings: str, check: bool = True) -> CampaignDir:
 
 def limits_of(run: CampaignDir) -> TrainLimits:
     return msgspec.json.decode(run.train_limits.read_bytes(), type=TrainLimits)
-
-
-def events_of(run: CampaignDir, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(run.events) if event["event"] == kind]
 
 
 def test_all_ranks_repeat_a_step_with_half_the_micro_batch_after_one_of_them_ran_out_of_memory(

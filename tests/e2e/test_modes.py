@@ -1,23 +1,17 @@
 """The sync mode where things fail: a campaign completes without some rewards and without its weight window."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.network import current_node
-from hpcrl.testing.event_lines import read_events
 from hpcrl.weights.versions import list_versions
 from hpcrl.weights.window.file import make_window_key
-from tests.support.campaigns import SIMULATED, hpcrl, snapshot, steps
+from tests.support.campaigns import SIMULATED, events_of, hpcrl, snapshot, steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("own_code")]
-
-
-def events_of(run: CampaignDir, name: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(run.events) if event["event"] == name]
 
 
 def test_a_sync_campaign_completes_though_rewards_fail_and_weights_go_by_files(campaigns: Path, tmp_path: Path) -> None:

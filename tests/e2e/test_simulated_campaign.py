@@ -9,8 +9,7 @@ from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.rollout.routing.role_switch import read_switched_roles
 from hpcrl.spool.record import EpisodeTurn
 from hpcrl.spool.segment import read_segment
-from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SMALL, hpcrl, steps, until
+from tests.support.campaigns import SMALL, events_of, hpcrl, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -79,13 +78,13 @@ def test_turns_and_their_kv_go_to_the_hardware_of_their_domain_and_a_worker_swit
     assert {step["num_trajectories"] for step in steps(run)} == {8}
     assert any(turn.remote_prefill for turn in turns(run))
     assert any("-prefill-" in (route["prefill"] or "") for route in routes(run))
-    newest = {event["role"]: event["version"] for event in read_events(run.events) if event["event"] == "loaded"}
+    newest = {event["role"]: event["version"] for event in events_of(run, "loaded")}
     assert set(newest) == {"prefill", "decode"}
     assert max(newest.values()) >= 1
 
 
 def routes(run: CampaignDir) -> list[dict[str, Any]]:
-    return [event for event in read_events(run.events) if event["event"] == "route"]
+    return events_of(run, "route")
 
 
 def turns(run: CampaignDir) -> list[EpisodeTurn]:

@@ -9,10 +9,9 @@ import torch
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import TinyModel
 from hpcrl.models.tiny import make_tiny_model
-from hpcrl.testing.event_lines import read_events
 from hpcrl.trainers.torch_model import load_causal
 from hpcrl.traj.history import TrajectoryHistory, TrajectorySelection
-from tests.support.campaigns import hpcrl, outcome, processes_of, until
+from tests.support.campaigns import events_of, hpcrl, outcome, processes_of, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 SMALL = ("train.num_steps=8", "train.groups_per_step=4", "train.learning_rate=1e-2", "rollout.mode=sync")
@@ -39,7 +38,7 @@ def test_a_campaign_distils_a_teacher_that_engines_serve(campaigns: Path, home: 
     run = CampaignDir(campaigns / "t")
     until(run.job(0).outcome.exists, what="the campaign has ended", timeout_s=500)
     assert outcome(run)["outcome"] == "done"
-    assert [event for event in read_events(run.events) if event["event"] == "fault"] == []
+    assert events_of(run, "fault") == []
     until(lambda: not processes_of(home), what="no process is left", timeout_s=60)
 
     model, gaps = load_causal(teacher), dict[int, list[float]]()

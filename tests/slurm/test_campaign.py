@@ -2,13 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SIMULATED, hpcrl, snapshot, until
+from tests.support.campaigns import SIMULATED, events_of, hpcrl, snapshot, until
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -18,10 +16,6 @@ def states(lab: Lab, job_id: str) -> dict[str, str]:
     """Return the state of every component in the accounting, by its partition."""
     rows = lab.run("sacct", "-n", "-P", "-X", "-j", job_id, "--format=Partition,State").splitlines()
     return dict(row.split("|") for row in rows)
-
-
-def events_of(run: CampaignDir, name: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(run.events) if event["event"] == name]
 
 
 def test_the_quickstart_learns_on_separate_partitions_with_weights_by_mpi(lab: Lab, campaigns: Path) -> None:

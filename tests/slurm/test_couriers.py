@@ -7,32 +7,29 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.testing.event_lines import read_events
 from hpcrl.testing.nodes import courier_pids, processes
 from hpcrl.weights.versions import list_versions, read_transport
-from tests.support.campaigns import SIMULATED, hpcrl, outcome, processes_of, snapshot, steps, until
+from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, processes_of, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
-def named(run: CampaignDir, name: str) -> list[dict[str, object]]:
-    return [event for event in read_events(run.events) if event["event"] == name]
-
-
 def transports(run: CampaignDir) -> list[object]:
-    return [event["transport"] for event in named(run, "transport")]
+    return [event["transport"] for event in events_of(run, "transport")]
 
 
 def test_a_campaign_whose_mpi_does_not_work_uses_tcp(lab: Lab, campaigns: Path) -> None:
     more = ("-s", "site.mpi.srun_type=none", "-s", "train.num_steps=100000")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "t", *SIMULATED, *more)
     run = CampaignDir(campaigns / "t")
-    until(lambda: len(named(run, "courier")) > 1, what="versions were carried", timeout_s=300)
+    until(lambda: len(events_of(run, "courier")) > 1, what="versions were carried", timeout_s=300)
     assert transports(run)[-1] == "tcp"
     assert "mpi" not in transports(run)
-    assert any("a world of 1 where 3 ranks were started" in str(event["reason"]) for event in named(run, "transport"))
-    assert {event["node"] for event in named(run, "courier")} == {"train1"}
+    assert any(
+        "a world of 1 where 3 ranks were started" in str(event["reason"]) for event in events_of(run, "transport")
+    )
+    assert {event["node"] for event in events_of(run, "courier")} == {"train1"}
     hpcrl("stop", "t", "--now")
 
 
@@ -40,22 +37,22 @@ def test_couriers_are_restarted_alone(lab: Lab, campaigns: Path, home: Path) -> 
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "r", *SIMULATED, "-s", "train.num_steps=100000")
     run = CampaignDir(campaigns / "r")
     for number, node in ((signal.SIGKILL, "decode1"), (signal.SIGSTOP, "prefill1")):
-        carried = len(named(run, "courier"))
-        until(lambda carried=carried: len(named(run, "courier")) > carried, what="a version was carried")
-        restarted = len(named(run, "worker-restarted"))
+        carried = len(events_of(run, "courier"))
+        until(lambda carried=carried: len(events_of(run, "courier")) > carried, what="a version was carried")
+        restarted = len(events_of(run, "worker-restarted"))
         os.kill(courier_pids(run)[node], number)
         until(
-            lambda restarted=restarted: len(named(run, "worker-restarted")) > restarted,
+            lambda restarted=restarted: len(events_of(run, "worker-restarted")) > restarted,
             what="the couriers were started again",
         )
-        carried, made = len(named(run, "courier")), len(steps(run))
+        carried, made = len(events_of(run, "courier")), len(steps(run))
         until(
-            lambda carried=carried: len(named(run, "courier")) > carried + 3,
+            lambda carried=carried: len(events_of(run, "courier")) > carried + 3,
             what=f"versions are carried after {number}",
         )
         assert len(steps(run)) > made
-    assert {event["of"] for event in named(run, "worker-failed")} == {"couriers"}
-    [fault] = [event for event in named(run, "fault") if event.get("at") == "prefill1"][:1]
+    assert {event["of"] for event in events_of(run, "worker-failed")} == {"couriers"}
+    [fault] = [event for event in events_of(run, "fault") if event.get("at") == "prefill1"][:1]
     assert {"rank", "bucket", "bytes"} <= fault.keys()
     transport = read_transport(run.weights)
     assert transport is not None
@@ -73,25 +70,25 @@ def test_a_trainer_on_two_nodes_sends_from_both_after_one_was_killed_and_in_the_
     ranks += ("-s", "job.num_jobs=2")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "s", *SIMULATED, *ranks, *sharded)
     run = CampaignDir(campaigns / "s")
-    until(lambda: len(named(run, "courier")) > 2, what="versions were carried")
+    until(lambda: len(events_of(run, "courier")) > 2, what="versions were carried")
     os.kill(processes(run, "hpcrl.roles", "train", by="RANK")["1"], signal.SIGKILL)
-    until(lambda: bool(named(run, "worker-restarted")), what="the trainer is started again")
-    before = len(named(run, "courier"))
-    until(lambda: len(named(run, "courier")) > before + 2, what="versions are carried again")
-    assert named(run, "follower"), "a second job waits"
+    until(lambda: bool(events_of(run, "worker-restarted")), what="the trainer is started again")
+    before = len(events_of(run, "courier"))
+    until(lambda: len(events_of(run, "courier")) > before + 2, what="versions are carried again")
+    assert events_of(run, "follower"), "a second job waits"
     hpcrl("stop", "s")
     assert outcome(run)["outcome"] == "stopped"
     until(lambda: lab.run("squeue", "-h") == "", what="the job that waited was cancelled")
     assert (snapshot("s")["state"], run.job_numbers()) == ("stopped", [0])
-    assert max(int(str(event["version"])) for event in named(run, "published")) in list_versions(run.weights)
-    made, before = steps(run)[-1]["step"], len(named(run, "courier"))
+    assert max(int(str(event["version"])) for event in events_of(run, "published")) in list_versions(run.weights)
+    made, before = steps(run)[-1]["step"], len(events_of(run, "courier"))
     hpcrl("resume", "s")
-    until(lambda: len(named(run, "courier")) > before + 1, what="the next job carries versions")
+    until(lambda: len(events_of(run, "courier")) > before + 1, what="the next job carries versions")
     hpcrl("stop", "s", "--now")
     assert outcome(run, 1)["outcome"] == "stopped"
     assert next(step["step"] for step in steps(run) if step["job"] == 1) == made + 1, "no step was lost or made twice"
-    carried = named(run, "courier")
-    assert {(event["node"], *event["sources"], *event["to"]) for event in carried} == {  # type: ignore[misc]
+    carried = events_of(run, "courier")
+    assert {(event["node"], *event["sources"], *event["to"]) for event in carried} == {
         ("train1", "train1", "train2", "prefill1", "decode1")
     }
     versions = [int(str(event["version"])) for event in carried]

@@ -9,8 +9,7 @@ import psutil
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SIMULATED, hpcrl, outcome, snapshot, steps, until
+from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
 pytestmark = [
@@ -31,7 +30,7 @@ def start(campaigns: Path, name: str, *settings: str, site: str = "lab") -> tupl
 
 
 def list_saved_steps(run: CampaignDir) -> list[int]:
-    return [event["step"] for event in read_events(run.events) if event["event"] == "checkpoint"]
+    return [event["step"] for event in events_of(run, "checkpoint")]
 
 
 def find_batch_processes(run: CampaignDir) -> list[psutil.Process]:

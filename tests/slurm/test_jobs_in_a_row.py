@@ -7,8 +7,7 @@ import psutil
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SIMULATED, hpcrl, outcome, snapshot, steps, until
+from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(900)]
@@ -23,7 +22,7 @@ def follower(run: CampaignDir, *, job: int) -> str:
     """Return the Slurm id of the job that waits for this one, once it is queued."""
 
     def queued() -> list[str]:
-        return [e["slurm_id"] for e in read_events(run.events) if e["event"] == "follower" and e["job"] == job]
+        return [e["slurm_id"] for e in events_of(run, "follower") if e["job"] == job]
 
     until(lambda: bool(queued()), what=f"a job follows job {job}")
     return queued()[0]

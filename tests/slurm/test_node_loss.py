@@ -8,8 +8,7 @@ import psutil
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SIMULATED, hpcrl, outcome, steps, until
+from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, steps, until
 from tests.support.lab_tools import Lab, running_lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -35,7 +34,7 @@ def test_a_campaign_continues_without_a_lost_node_and_its_weights_are_still_sent
     run = CampaignDir(campaigns / "n")
 
     def carried() -> list[set[str]]:
-        return [set(event["to"]) for event in read_events(run.events) if event["event"] == "courier"]
+        return [set(event["to"]) for event in events_of(run, "courier")]
 
     until(lambda: len(carried()) > 1, what="versions were carried")
     assert LOST in carried()[-1]
@@ -43,9 +42,9 @@ def test_a_campaign_continues_without_a_lost_node_and_its_weights_are_still_sent
     until(lambda: bool(carried()) and LOST not in carried()[-1], what="versions go past the lost node")
     made = len(steps(run))
     until(lambda: len(steps(run)) > made + 1, what="steps are made without it")
-    faults = [event["detail"] for event in read_events(run.events) if event["event"] == "fault"]
+    faults = [event["detail"] for event in events_of(run, "fault")]
     assert f"decode continues without {LOST}" in faults
-    assert [event["transport"] for event in read_events(run.events) if event["event"] == "transport"][-1] == "mpi"
+    assert [event["transport"] for event in events_of(run, "transport")][-1] == "mpi"
     hpcrl("stop", "n")
     assert outcome(run)["outcome"] == "stopped"
 

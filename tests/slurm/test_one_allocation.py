@@ -1,13 +1,11 @@
 """A site without heterogeneous jobs, on the lab: one plain allocation, its nodes distributed to the roles."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SIMULATED, hpcrl, outcome, processes_of, snapshot, steps, until
+from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, processes_of, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -16,19 +14,15 @@ NODES = {"env": "prefill1", "prefill": "prefill2", "decode": "train1", "train": 
 """The four nodes of the partition h100, in the order in which Slurm lists them."""
 
 
-def named(run: CampaignDir, name: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(run.events) if event["event"] == name]
-
-
 def test_a_site_without_het_jobs_trains_in_one_allocation_with_weights_by_mpi(lab: Lab, campaigns: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--watch", "--name", "o", *SIMULATED)
     run, seen = CampaignDir(campaigns / "o"), snapshot("o")
     assert seen["state"] == "done"
-    assert [event["layout"] for event in named(run, "layout")] == ["hetstep"]
-    assert [event["transport"] for event in named(run, "transport")] == ["files", "mpi"]
-    carried = named(run, "courier")
+    assert [event["layout"] for event in events_of(run, "layout")] == ["hetstep"]
+    assert [event["transport"] for event in events_of(run, "transport")] == ["files", "mpi"]
+    carried = events_of(run, "courier")
     assert {(event["node"], *event["to"]) for event in carried} == {("train2", "prefill2", "train1")}
-    assert {event["role"]: event["node"] for event in named(run, "worker-started")} == NODES
+    assert {event["role"]: event["node"] for event in events_of(run, "worker-started")} == NODES
     assert [component["nodes"] for component in seen["jobs"][0]["components"]] == [
         [NODES[role]] for role in ("env", "prefill", "decode", "train")
     ]

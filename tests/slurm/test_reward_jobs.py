@@ -4,15 +4,13 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.spool.listing import SegmentListing
 from hpcrl.system.processes import read_start_ticks
-from hpcrl.testing.event_lines import read_events
-from tests.support.campaigns import SMALL, hpcrl, outcome, processes_of, snapshot, steps, until
+from tests.support.campaigns import SMALL, events_of, hpcrl, outcome, processes_of, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -38,10 +36,6 @@ def reward_jobs(lab: Lab, *states: str) -> dict[str, str]:
     """Return the nodes of the jobs on the preemptible partition, by id; of all jobs, or of those in these states."""
     rows = [row.split("|") for row in lab.run("squeue", "-h", "-o", "%A|%T|%N", "--partition=preempt").splitlines()]
     return {id: node for id, state, node in rows if not states or state in states}
-
-
-def events(run: CampaignDir, name: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(run.events) if event["event"] == name]
 
 
 def ended(run: CampaignDir) -> str:
@@ -85,8 +79,8 @@ def test_a_reward_job_without_work_ends_while_the_campaign_continues(lab: Lab, c
         *NO_MPI,
     )
     run = CampaignDir(campaigns / "i")
-    until(lambda: len(events(run, "scored")) > 0, what="a segment was scored")
-    trainer = [event for event in events(run, "worker-started") if event["role"] == "train"]
+    until(lambda: len(events_of(run, "scored")) > 0, what="a segment was scored")
+    trainer = [event for event in events_of(run, "worker-started") if event["role"] == "train"]
     os.kill(trainer[-1]["pid"], signal.SIGSTOP)  # nothing is consumed any more, so that in the end nothing is played
     try:
         until(is_scored(run), what="every segment is scored")
@@ -98,13 +92,13 @@ def test_a_reward_job_without_work_ends_while_the_campaign_continues(lab: Lab, c
     num = len(steps(run))
     until(lambda: len(steps(run)) > num + 2, what="training continues, with a new reward job")
     hpcrl("stop", "--now", "i")
-    faults = [fault["detail"] for fault in events(run, "fault") if fault["what"] == "reward"]
+    faults = [fault["detail"] for fault in events_of(run, "fault") if fault["what"] == "reward"]
     assert all("loss of manager" in fault for fault in faults), "a segment was sent to a reward job that was ending"
-    scored_on = {(event["partition"], event["node"]) for event in events(run, "scored")}
+    scored_on = {(event["partition"], event["node"]) for event in events_of(run, "scored")}
     assert {partition for partition, _ in scored_on} == {"preempt"}
     assert {node for _, node in scored_on} <= ENV_NODES
-    assert [event["transport"] for event in events(run, "transport")][-1] == "tcp"
-    assert any("the site has no MPI" in str(event["reason"]) for event in events(run, "transport"))
+    assert [event["transport"] for event in events_of(run, "transport")][-1] == "tcp"
+    assert any("the site has no MPI" in str(event["reason"]) for event in events_of(run, "transport"))
 
 
 def test_a_segment_of_a_preempted_reward_job_is_still_scored(
@@ -112,7 +106,7 @@ def test_a_segment_of_a_preempted_reward_job_is_still_scored(
 ) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "p", *ELASTIC, *slow(0.1), "-s", "rollout.mode=sync")
     run = CampaignDir(campaigns / "p")
-    until(lambda: bool(events(run, "scored")) and bool(reward_jobs(lab, "RUNNING")), what="a reward job is at work")
+    until(lambda: bool(events_of(run, "scored")) and bool(reward_jobs(lab, "RUNNING")), what="a reward job is at work")
     victim, node = next(iter(reward_jobs(lab, "RUNNING").items()))
     rest = 16 - int(lab.run("squeue", "-h", "-o", "%C", "--partition=env", f"--nodelist={node}") or 0)
     greedy = ("--partition=env", f"--nodelist={node}", f"--cpus-per-task={rest}", "--mem=100M", "--time=5")
@@ -124,7 +118,7 @@ def test_a_segment_of_a_preempted_reward_job_is_still_scored(
     until(lambda: not reward_jobs(lab), what="no reward job is left", timeout_s=60)
     made = [step["step"] for step in steps(run)]
     assert made == [1, 2, 3, 4]
-    scored = [event["segment"] for event in events(run, "scored")]
+    scored = [event["segment"] for event in events_of(run, "scored")]
     assert len(scored) == len(set(scored)), "a segment is scored once"
 
 

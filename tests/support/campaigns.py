@@ -7,9 +7,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import read_json
 from hpcrl.system.network import current_node
@@ -48,9 +50,22 @@ def until(fact: Callable[[], bool], *, what: str, timeout_s: float = 240.0) -> N
         time.sleep(0.2)
 
 
+@cache
+def _open_events(directory: Path) -> tuple[EventReader, list[dict[str, Any]]]:
+    return EventReader(directory), []
+
+
+def events_of(run: CampaignDir, name: str) -> list[dict[str, Any]]:
+    """Return the events with this name so far; each call reads only new lines, as `until` calls it often."""
+    reader, lines = _open_events(run.events)
+    lines += reader.poll_lines()
+    lines.sort(key=lambda event: float(event.get("time", 0.0)))
+    return [event for event in lines if event["event"] == name]
+
+
 def steps(run: CampaignDir) -> list[dict[str, Any]]:
     """Return the training steps so far."""
-    return [event for event in read_events(run.events) if event["event"] == "step"]
+    return events_of(run, "step")
 
 
 def outcome(run: CampaignDir, job: int = 0) -> dict[str, Any]:

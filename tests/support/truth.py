@@ -60,10 +60,10 @@ LAKE_4X4 = Lesson(
     make=lambda: FrozenLake(map="4x4", start="random", show="position"),
     letters="LDRU",
     max_turns=10,
-    num_steps=120,
+    num_steps=60,
     groups=12,
     bar=0.5,
-    train={"learning_rate": 2e-3},
+    train={"learning_rate": 4e-3},
 )
 SUMS = Lesson(
     make=lambda: Arithmetic(num_terms=2, max_operand=2, operators="+"),
