@@ -16,20 +16,23 @@ def runs():
     return {policy: replay(SCRIPTS, FLEET, policy=policy) for policy in ("router", "round-robin", "sticky")}
 
 
+@pytest.fixture(scope="module")
+def bound_s():
+    return lower_bound_s(SCRIPTS, FLEET)
+
+
 @pytest.mark.parametrize("policy", ["router", "round-robin", "sticky"])
-def test_no_policy_is_faster_than_the_bound(runs, policy):
-    assert free_bound_s(SCRIPTS, FLEET) <= lower_bound_s(SCRIPTS, FLEET) <= runs[policy].makespan_s
+def test_no_policy_is_faster_than_the_bound(runs, bound_s, policy):
+    assert free_bound_s(SCRIPTS, FLEET) <= bound_s <= runs[policy].makespan_s
 
 
 @pytest.mark.parametrize("policy", ["router", "round-robin"])
-def test_losses_add_up_to_the_makespan_above_the_bound(runs, policy):
-    bound_s = lower_bound_s(SCRIPTS, FLEET)
+def test_losses_add_up_to_the_makespan_above_the_bound(runs, bound_s, policy):
     lost = losses(runs[policy], SCRIPTS, FLEET, bound_s=bound_s)
     assert 1 + sum(lost.values()) == pytest.approx(runs[policy].makespan_s / bound_s)
 
 
-def test_a_policy_that_sends_turns_anywhere_computes_more_prompts_again_than_one_that_lets_them_stay(runs):
-    bound_s = lower_bound_s(SCRIPTS, FLEET)
+def test_a_policy_that_sends_turns_anywhere_computes_more_prompts_again_than_one_that_lets_them_stay(runs, bound_s):
     lost = {policy: losses(run, SCRIPTS, FLEET, bound_s=bound_s) for policy, run in runs.items()}
     assert lost["sticky"]["prompts computed again"] == pytest.approx(0, abs=0.02)
     assert lost["round-robin"]["prompts computed again"] > 0.1
