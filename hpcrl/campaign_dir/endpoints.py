@@ -6,17 +6,27 @@ withdraw_all                            remove those of all jobs, which a new dr
 EndpointReader                          the endpoints of one job, read when they change
 list_endpoints                          read all
 make_token                              its bearer token
+make_nonce, make_proof, is_proof        how an engine proves to its clients that it has the token
+HELLO_PATH, NONCE_HEADER, PROOF_HEADER  the request and the headers for it
 """
 
 import contextlib
+import hashlib
+import hmac
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from hpcrl.system.file_watch import MAX_PAUSE_S, WatchedValue, retry_passing
 from hpcrl.system.files import publish_file
+
+HELLO_PATH = "/hello"
+"""The only path that is answered without the token."""
+NONCE_HEADER = "X-Hpcrl-Nonce"
+PROOF_HEADER = "X-Hpcrl-Proof"
 
 
 class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +48,22 @@ class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 def make_token() -> str:
     """Return a bearer token that cannot be guessed."""
     return secrets.token_urlsafe(32)
+
+
+def make_nonce() -> str:
+    """Return what a client sends for the server to sign."""
+    return secrets.token_hex(16)
+
+
+def make_proof(token: str, nonce: str) -> str:
+    """Return a server's answer to a nonce, which only one that has the token can make."""
+    return hmac.new(token.encode(), nonce.encode("utf-8", "surrogateescape"), hashlib.sha256).hexdigest()
+
+
+def is_proof(headers: Mapping[str, str], *, token: str, nonce: str) -> bool:
+    """Return whether the headers of an answer prove that its server has the token."""
+    seen = headers.get(PROOF_HEADER, "").encode("utf-8", "surrogateescape")
+    return hmac.compare_digest(seen, make_proof(token, nonce).encode())
 
 
 def announce_endpoint(directory: Path, endpoint: EngineEndpoint) -> Path:

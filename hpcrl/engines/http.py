@@ -2,11 +2,12 @@
 
     ServedEngine         the engine behind the server
     serve_over_http      POST /generate /stream /prefill /abort, GET /load /kv/NAME; each with the bearer token
+    make_prover          a server proves that it has the token too
     RemoteEngine         the client: a TokenGenerator and TokenStreamer
     make_client_session  its connections
     make_kv_fetcher      fetch handed-over KV for an engine that decodes
     fetch_kv_file        the same into a file
-    MAX_BODY_BYTES, SHORT_TIMEOUT_S, KV_FETCH_TIMEOUT_S, STATUS_FULL, STATUS_UNFIT  limits and statuses
+    MAX_BODY_BYTES, MAX_LOAD_AGE_S, SHORT_TIMEOUT_S, KV_FETCH_TIMEOUT_S, STATUS_FULL, STATUS_UNFIT  limits and statuses
 
 Bodies are JSON of the structs in hpcrl.engines.base (a stream has one chunk per line); KV is sent as safetensors. A
 request that cannot be parsed is answered with 400, one that no engine can serve with 422, one that this engine has no
@@ -18,7 +19,8 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-from collections.abc import AsyncGenerator, AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -27,7 +29,15 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint
+from hpcrl.campaign_dir.endpoints import (
+    HELLO_PATH,
+    NONCE_HEADER,
+    PROOF_HEADER,
+    EngineEndpoint,
+    is_proof,
+    make_nonce,
+    make_proof,
+)
 from hpcrl.engines.base import (
     LOCAL_URL_PREFIX,
     Completion,
@@ -44,6 +54,8 @@ from hpcrl.errors import EngineError, EngineRefusedError, EngineRequestError
 T = TypeVar("T")
 MAX_BODY_BYTES = 64 << 20
 """A prompt of a million tokens is under 10 MB of JSON."""
+MAX_LOAD_AGE_S = 0.25
+"""The age up to which the same figures are sent to all who ask: an engine may have to compute them."""
 SHORT_TIMEOUT_S = 30.0
 """The time limit of every request but a generation."""
 STATUS_FULL = 503
@@ -81,8 +93,10 @@ class _ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 async def serve_over_http(engine: ServedEngine, *, host: str, token: str, port: int = 0) -> tuple[str, web.AppRunner]:
     """Serve on `host` (port 0: any free one) until the runner's cleanup(); returns the URL for clients."""
     app = web.Application(middlewares=[_require_token(token), _answer_errors], client_max_size=MAX_BODY_BYTES)
+    app.on_response_prepare.append(make_prover(token))
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     handlers = _EngineHandlers(engine, token=token)
+    app.router.add_get(HELLO_PATH, handlers.hello)
     app.router.add_post("/generate", handlers.generate)
     app.router.add_post("/stream", handlers.stream)
     app.router.add_post("/prefill", handlers.prefill)
@@ -105,6 +119,12 @@ class _EngineHandlers:
     def __init__(self, engine: ServedEngine, *, token: str) -> None:
         self.url = ""
         self._engine, self._token = engine, token
+        self._load: tuple[float, LoadFigures] | None = None
+        """The last figures, and when they were asked for."""
+        self._asking = asyncio.Lock()
+
+    async def hello(self, _: web.Request) -> web.Response:
+        return _make_json_response(_EmptyAnswer())
 
     async def generate(self, http: web.Request) -> web.Response:
         return _make_json_response(await self._engine.generate(await _decode_body(http, GenerateRequest)))
@@ -131,7 +151,11 @@ class _EngineHandlers:
         return _make_json_response(_EmptyAnswer())
 
     async def load(self, _: web.Request) -> web.Response:
-        return _make_json_response(await self._engine.load_figures())
+        async with self._asking:
+            now = time.monotonic()
+            if self._load is None or now - self._load[0] > MAX_LOAD_AGE_S:
+                self._load = now, await self._engine.load_figures()
+            return _make_json_response(self._load[1])
 
     async def kv(self, http: web.Request) -> web.StreamResponse:
         data = await self._engine.take_kv(http.match_info["name"])
@@ -177,6 +201,16 @@ def _make_json_response(value: msgspec.Struct) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
+def make_prover(token: str) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """Return a function that signs the nonce of a request in the headers of its response."""
+
+    async def prove(http: web.Request, response: web.StreamResponse) -> None:
+        if (nonce := http.headers.get(NONCE_HEADER)) is not None:
+            response.headers[PROOF_HEADER] = make_proof(token, nonce)
+
+    return prove
+
+
 def _require_token(token: str) -> Middleware:
     """Return a middleware that rejects requests without the token, which it compares in constant time."""
     expected = f"Bearer {token}".encode()
@@ -184,7 +218,7 @@ def _require_token(token: str) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         seen = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(seen, expected):
+        if request.path != HELLO_PATH and not hmac.compare_digest(seen, expected):
             return _make_error_response(401, "send the header `Authorization: Bearer` with the endpoint's token")
         return await handler(request)
 
@@ -237,6 +271,8 @@ class RemoteEngine:
         self.endpoint = endpoint
         self._session = session
         self._headers = {"Authorization": f"Bearer {endpoint.token}"}
+        self._is_proved = False
+        """True once the server has proved that it has the token, until a request fails: another may have its port."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         # The caller limits how long a turn may take: cancelling this disconnects, which aborts the turn on the server.
@@ -248,14 +284,16 @@ class RemoteEngine:
         data = msgspec.json.encode(request)
         last: CompletionChunk | None = None
         try:
-            async with self._session.post(url, data=data, headers=self._headers, timeout=timeout) as http:
+            headers = await self._make_headers(url)
+            async with self._session.post(url, data=data, headers=headers, timeout=timeout) as http:
+                self._check_proof(http, url, nonce=headers[NONCE_HEADER])
                 if http.status >= 400:
                     raise self._make_error(url, http.status, await http.read())
                 async for line in _read_lines(http.content):
                     last = self._decode_answer(line, kind=CompletionChunk, url=url)
                     yield last
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(f"worker {self.endpoint.worker} at {url} did not answer: {error!r}") from error
+            raise self._make_silence(url, error) from error
         if last is None or last.finish_reason is None:
             raise EngineError(f"worker {self.endpoint.worker} at {url} ended the stream in the middle of a turn")
 
@@ -277,13 +315,37 @@ class RemoteEngine:
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=SHORT_TIMEOUT_S)
         url = self.endpoint.url + path
         try:
-            async with self._session.request(method, url, data=data, headers=self._headers, timeout=timeout) as http:
+            headers = await self._make_headers(url)
+            async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as http:
+                self._check_proof(http, url, nonce=headers[NONCE_HEADER])
                 answer = await http.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(f"worker {self.endpoint.worker} at {url} did not answer: {error!r}") from error
+            raise self._make_silence(url, error) from error
         if http.status >= 400:
             raise self._make_error(url, http.status, answer)
         return self._decode_answer(answer, kind=kind, url=url)
+
+    async def _make_headers(self, url: str) -> dict[str, str]:
+        """Return the headers of a request, once the server has proved that it is the engine: they have the token."""
+        if not self._is_proved:
+            timeout, nonce = aiohttp.ClientTimeout(total=SHORT_TIMEOUT_S), make_nonce()
+            hello = self.endpoint.url + HELLO_PATH
+            async with self._session.get(hello, headers={NONCE_HEADER: nonce}, timeout=timeout) as http:
+                self._check_proof(http, url, nonce=nonce)
+            self._is_proved = True
+        return self._headers | {NONCE_HEADER: make_nonce()}
+
+    def _check_proof(self, http: aiohttp.ClientResponse, url: str, *, nonce: str) -> None:
+        if not is_proof(http.headers, token=self.endpoint.token, nonce=nonce):
+            self._is_proved = False
+            raise EngineError(
+                f"worker {self.endpoint.worker} at {url} did not prove that it has the endpoint's token: another "
+                "program listens there, or a proxy is in between (set no_proxy)"
+            )
+
+    def _make_silence(self, url: str, error: BaseException) -> EngineError:
+        self._is_proved = False
+        return EngineError(f"worker {self.endpoint.worker} at {url} did not answer: {error!r}")
 
     def _make_error(self, url: str, status: int, answer: bytes) -> EngineError:
         kinds = {STATUS_FULL: EngineRefusedError, 429: EngineRefusedError}

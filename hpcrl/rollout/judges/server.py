@@ -22,6 +22,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from hpcrl.campaign_dir.endpoints import HELLO_PATH, NONCE_HEADER, PROOF_HEADER, make_proof
 from hpcrl.config.recipe import JudgeConfig
 from hpcrl.engines.base import TokenScorer
 from hpcrl.engines.vllm.server import VllmServer
@@ -159,6 +160,8 @@ async def serve_judge(api: ModelApi, *, host: str, token: str) -> AsyncIterator[
     async with aiohttp.ClientSession(connector=connector) as session:
 
         async def handle(http: web.BaseRequest) -> web.StreamResponse:
+            if http.path == HELLO_PATH:
+                return web.Response(headers={PROOF_HEADER: make_proof(token, http.headers.get(NONCE_HEADER, ""))})
             if not is_allowed(http, token):
                 return make_error(401, "send the header `Authorization: Bearer` with the key", code="invalid_api_key")
             if http.path == HEALTH_PATH:

@@ -21,7 +21,14 @@ from hpcrl.engines.base import (
     LoadFigures,
     convert_to_chunk,
 )
-from hpcrl.engines.http import RemoteEngine, fetch_kv_file, make_client_session, make_kv_fetcher, serve_over_http
+from hpcrl.engines.http import (
+    RemoteEngine,
+    fetch_kv_file,
+    make_client_session,
+    make_kv_fetcher,
+    make_prover,
+    serve_over_http,
+)
 from hpcrl.errors import EngineError, EngineRefusedError, EngineRequestError
 from hpcrl.rollout.routing.router import Router
 
@@ -34,6 +41,7 @@ class Scripted:
 
     def __init__(self) -> None:
         self.started, self.gone = asyncio.Event(), asyncio.Event()
+        self.num_load_requests = 0
 
     async def generate(self, request: GenerateRequest) -> Completion:
         match request.request_id:
@@ -59,6 +67,7 @@ class Scripted:
         return None
 
     async def load_figures(self) -> LoadFigures:
+        self.num_load_requests += 1
         return LoadFigures(version=3, num_running=0, num_waiting=0, num_generated_tokens=0)
 
     file: Path | None = None
@@ -210,6 +219,8 @@ def test_an_invalid_answer_is_an_engine_error(answered: bytes) -> None:
             return web.Response(body=answered)
 
         app.router.add_get("/load", nonsense)
+        app.router.add_get("/hello", nonsense)
+        app.on_response_prepare.append(make_prover("right"))
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -221,6 +232,48 @@ def test_an_invalid_answer_is_an_engine_error(answered: bytes) -> None:
 
     with pytest.raises(EngineError, match="an invalid answer"):
         asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/load", "/generate"])
+def test_a_stranger_on_the_port_of_an_engine_gets_neither_token_nor_prompt(path: str) -> None:
+    received: list[tuple[str, str | None, bytes]] = []
+
+    async def run() -> None:
+        async def answer(http: web.BaseRequest) -> web.Response:
+            received.append((http.path, http.headers.get("Authorization"), await http.read()))
+            return web.json_response({"version": 3, "num_running": 0, "num_waiting": 0, "num_generated_tokens": 0})
+
+        runner = web.ServerRunner(web.Server(answer))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with make_client_session() as session:
+                engine = remote(f"http://127.0.0.1:{runner.addresses[0][1]}", session)
+                await (engine.load_figures() if path == "/load" else engine.generate(REQUEST))
+        finally:
+            await runner.cleanup()
+
+    with pytest.raises(EngineError, match="did not prove that it has the endpoint's token"):
+        asyncio.run(run())
+    assert received == [("/hello", None, b"")]
+
+
+def test_an_answer_is_used_only_if_its_server_has_the_token() -> None:
+    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> None:
+        engine = remote(url, session, token="wrong")
+        engine._is_proved = True  # the port has another server since
+        await engine.load_figures()
+
+    with pytest.raises(EngineError, match="did not prove"):
+        on_server(body)
+
+
+def test_an_engine_computes_its_load_once_for_all_who_ask_at_a_time() -> None:
+    async def body(engine: Scripted, url: str, session: aiohttp.ClientSession) -> int:
+        await asyncio.gather(*(remote(url, session).load_figures() for _ in range(50)))
+        return engine.num_load_requests
+
+    assert on_server(body) < 50
 
 
 def test_an_address_that_cannot_be_listened_on_is_an_engine_error() -> None:
