@@ -34,7 +34,7 @@ def read_start_ticks(pid: int) -> int | None:
 
 def is_alive(pid: int | None, ticks: int | None) -> bool:
     """Return whether this very process is still running; a reused pid is another process."""
-    return pid is not None and ticks is not None and read_start_ticks(pid) == ticks and not _is_zombie(pid)
+    return pid is not None and ticks is not None and read_start_ticks(pid) == ticks and not is_zombie(pid)
 
 
 def adopt_orphans() -> None:
@@ -137,7 +137,8 @@ def _reap_children() -> bool:
     return has_reaped
 
 
-def _is_zombie(pid: int) -> bool:
+def is_zombie(pid: int) -> bool:
+    """Return whether a process has ended, also if its parent has not asked for it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

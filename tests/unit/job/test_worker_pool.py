@@ -36,3 +36,36 @@ def test_workers_import_parsl_in_full_only_when_a_task_needs_it(tmp_path: Path) 
     assert not is_loaded
     assert whole == ["python_app", "ThreadPoolExecutor"]
     assert has_metadata, "only the pool itself leaves out the metadata of packages"
+
+
+KILL_SHARED = (
+    RUN_TASKS.split("print(json")[0]
+    + """
+import os, signal, time
+import psutil
+pool, worker = (runtime._submit("env", "builtins:eval", text).result(60) for text in sys.argv[2:])
+spawned = [one for one in psutil.Process(pool).children() if "spawn_main" in " ".join(one.cmdline())]
+(shared,) = [one for one in spawned if one.pid != worker]
+shared.kill()
+deadline = time.monotonic() + 60
+while executor.provider.num_running() and time.monotonic() < deadline:
+    time.sleep(0.2)
+print(executor.provider.num_running(), flush=True)
+os._exit(0)
+"""
+)
+
+
+def test_a_pool_ends_with_the_process_that_holds_what_its_workers_share(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        KILL_SHARED,
+        str(tmp_path),
+        "__import__('os').getppid()",
+        "__import__('os').getpid()",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    logs = [path.read_text() for path in tmp_path.glob("*.log")]
+    assert (done.stdout, done.returncode) == ("0\n", 0), (done.stderr, logs)
+    assert any("a process of this worker pool has ended" in log for log in logs)
