@@ -1,0 +1,144 @@
+"""Real processes whose file system fails: nothing ends, nothing acknowledged is lost, and work continues after it."""
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import CheckpointSaved
+from hpcrl.spool.reader import DiskSpoolReader
+from tests.support.faulty_disk import FaultyProcess, compile_library
+
+FULL = [errno.ENOSPC, errno.EDQUOT]
+GONE = [errno.ESTALE, errno.EIO]
+NO_PAUSES = "from hpcrl.system import file_watch; file_watch.PAUSE_SHARE = 0.0\n"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_library(tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "shared"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def process(library: Path, folder: Path) -> Iterator[FaultyProcess]:
+    with FaultyProcess(library, folder) as process:
+        yield process
+
+
+def read_steps(folder: Path) -> list[int]:
+    return [event.step for event in EventReader(folder).poll() if isinstance(event, CheckpointSaved)]
+
+
+OPEN_LOG = f"""
+from pathlib import Path
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import CheckpointSaved
+log = EventLog(Path({{folder!r}}) / "w.jsonl", job=0, role="train", worker="w")
+{NO_PAUSES}"""
+
+
+@pytest.mark.parametrize("error", [*FULL, *GONE, errno.EROFS])
+def test_events_of_a_process_wait_for_its_file_system(process: FaultyProcess, folder: Path, error: int) -> None:
+    assert process.run(OPEN_LOG.format(folder=str(folder)) + "log.emit(CheckpointSaved(step=1))") is None
+    with process.failing(error):
+        assert process.run("log.emit(CheckpointSaved(step=2)); log.beat()") is None
+        assert read_steps(folder) == [1]
+    assert process.run("log.emit(CheckpointSaved(step=3))") is None
+    assert read_steps(folder) == [1, 2, 3]
+
+
+def test_a_log_that_could_not_be_made_is_made_later(process: FaultyProcess, folder: Path) -> None:
+    process.run("import hpcrl.campaign_dir.event_log")
+    with process.failing(errno.EDQUOT):
+        assert process.run(OPEN_LOG.format(folder=str(folder)) + "log.emit(CheckpointSaved(step=1))") is None
+    process.run("log.beat()")
+    assert read_steps(folder) == [1]
+
+
+@pytest.mark.parametrize("error", [*FULL, *GONE])
+def test_trajectories_are_kept_until_they_are_durable(process: FaultyProcess, folder: Path, error: int) -> None:
+    writer = f"""
+from pathlib import Path
+from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
+from tests.support.trajectories import make_trajectory
+writer = DiskSpoolWriter(Path({str(folder)!r}), producer="000-env-0", batching=BatchLimits(max_age_s=0.0))
+writer.append(make_trajectory("lake/0/0", 3))
+"""
+    assert process.run(writer, "writer.flush()") == ["lake/0/0"]
+    with process.failing(error, kinds="w"):
+        process.run("writer.append(make_trajectory('lake/1/0', 3))")
+        assert "1 trajectories of '000-env-0' are kept in memory" in process.run("", "writer.flush()")
+    assert process.run("writer.append(make_trajectory('lake/2/0', 3))", "writer.close()") == ["lake/1/0", "lake/2/0"]
+    reader = DiskSpoolReader(folder, on_damage=lambda path, why: pytest.fail(f"{path}: {why}"))
+    assert sorted(one.id for one in reader.poll()) == ["lake/0/0", "lake/1/0", "lake/2/0"]
+
+
+@pytest.mark.parametrize("error", GONE)
+def test_endpoints_that_cannot_be_read_stay_in_use(process: FaultyProcess, folder: Path, error: int) -> None:
+    def announce(number: int) -> None:
+        name = f"000-decode-{number}"
+        announce_endpoint(folder, EngineEndpoint(role="decode", worker=name, node="n", url="u", token="t"))
+
+    names = "[one.worker for one in reader.poll()]"
+    announce(0)
+    start = f"""{NO_PAUSES}
+from pathlib import Path
+from hpcrl.campaign_dir.endpoints import EndpointReader
+reader = EndpointReader(Path({str(folder)!r}), job=0)
+"""
+    assert process.run(start, names) == ["000-decode-0"]
+    announce(1)
+    with process.failing(error, kinds="r"):
+        assert process.run("", names) == ["000-decode-0"]
+    assert process.run("", names) == ["000-decode-0", "000-decode-1"]
+
+
+@pytest.mark.parametrize("error", GONE)
+def test_a_request_to_drain_is_seen_after_the_file_system_is_back(
+    process: FaultyProcess, folder: Path, error: int
+) -> None:
+    start = f"""{NO_PAUSES}
+from pathlib import Path
+from hpcrl.system.file_watch import NameWatch
+watch = NameWatch(Path({str(folder)!r}))
+"""
+    assert process.run(start, "'drain' in watch.names()") is False
+    (folder / "drain").touch()
+    with process.failing(error, kinds="r"):
+        assert process.run("", "'drain' in watch.names()") is False
+    assert process.run("", "'drain' in watch.names()") is True
+
+
+def test_the_counts_of_the_trainer_are_written_once_there_is_room(process: FaultyProcess, folder: Path) -> None:
+    start = f"""
+from pathlib import Path
+from hpcrl.rollout.flow_control import HoldWriter, SettledCount, SettledWriter, read_settled
+path = Path({str(folder)!r}) / "settled.json"
+settled, hold = SettledWriter(path), HoldWriter(path.with_name("0-hold.json"))
+settled.write(SettledCount(num=8))
+"""
+    write = "settled.write(SettledCount(num=16)); hold.write(3, now=0.0)"
+    assert process.run(start, "read_settled(path).num") == 8
+    with process.failing(errno.EDQUOT, kinds="w"):
+        assert process.run(write, "read_settled(path).num") == 8
+    assert process.run(write, "read_settled(path).num") == 16
+    assert (folder / "0-hold.json").exists()
+
+
+def test_a_call_that_hangs_holds_up_its_process_and_no_event_is_lost(process: FaultyProcess, folder: Path) -> None:
+    process.run(OPEN_LOG.format(folder=str(folder)) + "log.emit(CheckpointSaved(step=1))")
+    with process.failing(0, kinds="w", lag_ms=-1):
+        process.start("log.emit(CheckpointSaved(step=2))")
+        assert read_steps(folder) == [1]
+    assert process.wait() is None
+    assert read_steps(folder) == [1, 2]
