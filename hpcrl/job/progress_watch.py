@@ -94,11 +94,19 @@ class ProgressWatch:
             return JobStall(f"{stalled}: {progress.describe_waste()}", is_final=is_final)
         if activity != before:
             return None
-        return JobStall(stalled, is_final=True, is_hang=True)
+        return JobStall(f"{stalled}: {_describe_roles(progress, activity)}", is_final=True, is_hang=True)
 
     def _restart(self, progress: TrainProgress, now: float) -> None:
         self._since, self._activity = now, None
         self._wasted = (progress.num_flat_groups, progress.num_lost_groups)
+
+
+def _describe_roles(progress: TrainProgress, activity: ActivityFigures) -> str:
+    """Return what each role was seen to do, or not to do."""
+    names = ", ".join(sorted(activity.workers))
+    engines = f"the engines {names} answer and generate nothing" if names else "no engine answers"
+    waiting = "waits for groups" if progress.num_ready_groups == 0 else f"has {progress.num_ready_groups} groups ready"
+    return f"{engines}, the trainer {'is in a step' if progress.is_training else waiting}"
 
 
 def count_activity(endpoints: Iterable[EngineEndpoint]) -> ActivityFigures:

@@ -71,7 +71,10 @@ def test_a_job_in_which_nothing_changes_hangs(job):
     job.now += 1
     found = job.look()
     assert (found.is_final, found.is_hang) == (True, True)
-    assert found.reason == "no progress for 1 min (job.stall_timeout_min)"
+    assert found.reason == (
+        "no progress for 1 min (job.stall_timeout_min): the engines 000-decode-0 answer and generate nothing, the "
+        "trainer waits for groups"
+    )
 
 
 @pytest.mark.parametrize("change", [{"segments": (1, 0)}, {"segments": (0, 1)}, {"version": 0}])
@@ -144,6 +147,22 @@ def test_a_job_that_hangs_after_flat_groups_is_ended(job):
     job.change(**FLAT)
     job.look()
     assert job.look_for(TOO_LONG_S).is_hang
+
+
+@pytest.mark.parametrize(
+    ("workers", "progress", "seen"),
+    [
+        ((), {}, "no engine answers, the trainer waits for groups"),
+        (("a", "b"), {"is_training": True}, "the engines a, b answer and generate nothing, the trainer is in a step"),
+        (("a",), {"num_ready_groups": 3}, "the trainer has 3 groups ready"),
+    ],
+)
+def test_a_stall_names_what_each_role_was_seen_to_do(workers, progress, seen):
+    job = RunningJob(workers=frozenset(workers), progress=TrainProgress(**progress))
+    job.look()
+    found = job.look_for(STEP_FACTOR * TOO_LONG_S + START_S)
+    assert found is not None
+    assert seen in found.reason
 
 
 @pytest.mark.parametrize(
