@@ -45,6 +45,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_campaign(commands)
     _add_export(commands)
     _add_traj(commands)
+    _add_site(commands)
     _add_lab(commands)
     return parser
 
@@ -126,6 +127,21 @@ def _add_traj(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     traj = commands.add_parser("traj", help="read, count, export and verify the trajectories of a campaign")
     add_commands(traj)
     traj.set_defaults(run=_run_traj)
+
+
+def _add_site(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    site = commands.add_parser("site", help="list, show and describe clusters")
+    actions = site.add_subparsers(metavar="ACTION", required=True)
+    actions.add_parser("ls", help="list the sites that are known by name").set_defaults(run=_run_site_ls)
+    show = actions.add_parser("show", help="print the file of a site, and where it is")
+    show.add_argument("name", metavar="NAME")
+    show.set_defaults(run=_run_site_show)
+    new = actions.add_parser("new", help="describe the cluster of this login node in a file of your own")
+    new.add_argument("name", metavar="NAME")
+    new.add_argument(
+        "--detect", action="store_true", required=True, help="ask Slurm (sinfo, scontrol); nothing is queued"
+    )
+    new.set_defaults(run=_run_site_new)
 
 
 def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -315,6 +331,43 @@ def _run_export(arguments: argparse.Namespace) -> int:
         *step,
     ]
     return subprocess.run(words, check=False).returncode
+
+
+def _run_site_ls(arguments: argparse.Namespace) -> int:
+    from hpcrl.config.site import load_site
+    from hpcrl.config.toml import list_known_names
+
+    del arguments
+    names = list_known_names("sites")
+    width = max(map(len, names))
+    for name in names:
+        try:
+            description = load_site(name).description
+        except HpcrlError as error:
+            description = f"cannot be used: {error}"
+        _print_line(f"{name:<{width}}  {description}")
+    return 0
+
+
+def _run_site_show(arguments: argparse.Namespace) -> int:
+    from hpcrl.config.toml import find_toml
+
+    path = find_toml("sites", arguments.name)
+    _print_line(f"# {path}")
+    sys.stdout.write(path.read_text())
+    return 0
+
+
+def _run_site_new(arguments: argparse.Namespace) -> int:
+    from hpcrl.slurm.site_detection import write_site
+
+    path, notes = write_site(arguments.name)
+    for note in notes:
+        _print_note(note)
+    _print_line(f"{path} describes this cluster; next:")
+    _print_line(f"  hpcrl plan quickstart --site {arguments.name}               # what Slurm would be asked for")
+    _print_line(f"  hpcrl submit quickstart --site {arguments.name} --dry-run   # whether Slurm would accept it")
+    return 0
 
 
 def _run_lab(arguments: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from hpcrl.hardware.gpus import GPU_CATALOGUE, GpuModel
 KnownState = Literal["yes", "no", "unknown"]
 CodecSetting = Literal["auto", "full", "delta"]
 SchedulerName = Literal["slurm", "local"]
+ContainerTool = Literal["apptainer", "singularity", "shifter", "podman-hpc", "enroot", "bubblewrap"]
 
 
 Figure = Annotated[float, Meta(gt=0)]
@@ -146,7 +147,7 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     ~/.config/hpcrl/jobs/ or in the shipped jobs/. Errors in it do not end the job."""
     job_flags: list[str] = []
     """Further sbatch flags of a whole job, such as `--licenses=scratch`, which Slurm takes on the first component."""
-    containers: list[Literal["apptainer", "singularity", "shifter", "podman-hpc", "enroot", "bubblewrap"]] = []
+    containers: list[ContainerTool] = []
     network: NetworkConfig = NetworkConfig()
     mpi: MpiConfig = MpiConfig()
     inference: InferenceConfig = InferenceConfig()

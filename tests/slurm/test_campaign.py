@@ -95,3 +95,11 @@ def test_a_campaign_is_stored_where_the_site_sets_it_and_uses_files_where_it_has
     assert events_of(run, "follower"), "a second job was queued"
     until(lambda: lab.run("squeue", "-h") == "", what="it does not wait behind a campaign that is done")
     assert (snapshot("e")["state"], run.job_numbers()) == ("done", [0])
+
+
+def test_a_cluster_that_was_just_described_runs_the_quickstart(in_lab: Lab, campaigns: Path) -> None:
+    hpcrl("site", "new", "mine", "--detect")
+    hpcrl("submit", "quickstart", "--site", "mine", "--watch", "--name", "m", *SIMULATED, "-s", "train.num_steps=3")
+    seen = snapshot("m")
+    assert (seen["state"], seen["step"]) == ("done", 3)
+    assert {component["partition"] for component in seen["jobs"][0]["components"]} == {"env", "decode", "h100"}
