@@ -258,6 +258,7 @@ class JobDriver:
                 self.weight_plane.start(self.site.mpi)
             runtime.start()
             self._start_workers(runtime)
+            self.note_turn()  # a Slurm that is silent may have cost most of a turn, and may again
             self._queue_next()
             self.is_supervising = True
             end = self._supervise(runtime, allocation)
