@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.system.file_watch import MAX_PAUSE_S, WatchedValue, retry_passing
+from hpcrl.system.file_watch import LONG_PAUSE_S, WatchedValue, retry_passing
 from hpcrl.system.files import publish_file
 
 HELLO_PATH = "/hello"
@@ -87,7 +87,7 @@ def withdraw_all(directory: Path) -> None:
 class EndpointReader:
     """The endpoints of one job; a file is read again only if another has taken its name."""
 
-    def __init__(self, directory: Path, *, job: int, longest_s: float = MAX_PAUSE_S) -> None:
+    def __init__(self, directory: Path, *, job: int, longest_s: float = LONG_PAUSE_S) -> None:
         self._directory = directory
         self._job = job
         self._known: dict[str, tuple[int, EngineEndpoint]] = {}

@@ -6,7 +6,7 @@
     make_vllm_launch   the options of a worker's vLLM server
     WorkerEngine       the interface of the served engine
     WeightFollower     keep an engine at the newest version
-    POLL_INTERVAL_S, WATCH_S, FAULT_PAUSE_S, MAX_BEHIND_S   constants
+    POLL_INTERVAL_S, FAULT_PAUSE_S, MAX_BEHIND_S   constants
 
 A prefill worker computes the KV of prompts and hands it to decode workers. A decode worker generates tokens, from that
 KV or from its own prefill.
@@ -37,7 +37,7 @@ from hpcrl.plan.plan import RolePlan
 from hpcrl.roles.context import WorkerContext
 from hpcrl.rollout.tasks import stable_hash
 from hpcrl.system import network
-from hpcrl.system.file_watch import WatchedValue
+from hpcrl.system.file_watch import LONG_PAUSE_S, WatchedValue
 from hpcrl.system.files import expand_path
 from hpcrl.system.garbage import pause_collection
 from hpcrl.system.network import current_node
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
 
 POLL_INTERVAL_S = 0.1
-WATCH_S = 5.0
-"""The most time between two looks at the files of the weights; a new version in the window is seen at once."""
 FAULT_PAUSE_S = 1.0
 MAX_BEHIND_S = 30.0
 """The time that an engine may lag behind a published version before it asks for files."""
@@ -74,7 +72,7 @@ async def serve_engine(context: WorkerContext) -> None:
     weights = context.campaign.weights
     place = context.place
     window = WindowStore(make_window_key(place.campaign, node=place.node), job=place.job)
-    source = NewestSource(window, FileStore(weights, watch_s=WATCH_S))
+    source = NewestSource(window, FileStore(weights, watch_s=LONG_PAUSE_S))
     first = await _await_first_version(context, source)
     if first is None:
         return
@@ -240,7 +238,7 @@ class WeightFollower:
         self._loaded = -1
         self._behind_since: float | None = None
         weights = context.campaign.weights
-        self._published = WatchedValue(weights, lambda: find_newest_version(weights), longest_s=WATCH_S)
+        self._published = WatchedValue(weights, lambda: find_newest_version(weights), longest_s=LONG_PAUSE_S)
 
     async def follow(self, *, engine: WorkerEngine) -> None:
         """Load new versions until the job ends. If the engine fails, raise the cause: the worker is then restarted."""

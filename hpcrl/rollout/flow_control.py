@@ -29,7 +29,7 @@ from typing import Literal
 import msgspec
 
 from hpcrl.rollout.groups import GroupOutcome
-from hpcrl.system.file_watch import WatchedValue
+from hpcrl.system.file_watch import LONG_PAUSE_S, WatchedValue
 from hpcrl.system.files import publish_file, publish_json
 from hpcrl.weights.versions import find_newest_version
 
@@ -78,7 +78,7 @@ class TrainerProgress:
 
     def __init__(self, *, weights: Path, settled: Path) -> None:
         self._settled = WatchedValue(settled, lambda: read_settled(settled))
-        self._newest = WatchedValue(weights, lambda: find_newest_version(weights))
+        self._newest = WatchedValue(weights, lambda: find_newest_version(weights), longest_s=LONG_PAUSE_S)
         self.newest_version = 0
         self.num_settled = 0
 

@@ -7,7 +7,7 @@ PathWatch       notices that a file, or the names in a directory, may have chang
 WatchedValue    what was read from a path, read again after a change
 NameWatch       the names in a directory
 PASSING_ERRORS, PATIENCE_S, RETRY_TIMEOUT_S, REREAD_INTERVAL_S, SETTLE_S, FIRST_RETRY_S   limits
-MAX_PAUSE_S, PAUSE_SHARE   more of them
+MAX_PAUSE_S, LONG_PAUSE_S, PAUSE_SHARE   more of them
 
 A campaign has hundreds of processes that wait for small files, and one server for the metadata of all of them. So a
 file is read again only after one stat has found a change, and the pause between two stats is a share of the time since
@@ -48,6 +48,8 @@ SETTLE_S = 2.0
 """Time stamps may be this coarse: so long after a change, another one may have left the same stamp."""
 FIRST_RETRY_S = 0.1
 MAX_PAUSE_S = 2.0
+LONG_PAUSE_S = 5.0
+"""The same for what is rare, or also known in another way: new engines, files of the weights."""
 PAUSE_SHARE = 0.1
 """The pause between two stats, as a share of the time since the last change."""
 
