@@ -3,6 +3,7 @@
     make_plan   map the roles of a recipe to the partitions of a site, and check them against each other
     Plan        the result
     RolePlan, JobCost    parts of it
+    LOOKS_PER_S, MAX_LOOKS_PER_S    how often workers look at shared files, and what a file system bears
 
 The consistency of a recipe alone is checked in `hpcrl.plan.checks`.
 """
@@ -39,6 +40,11 @@ from hpcrl.plan.trainer_memory import (
     find_trainer_memory,
     warn_long_trajectories,
 )
+
+LOOKS_PER_S: dict[RoleName, float] = {"env": 4.0, "prefill": 2.0, "decode": 2.0}
+"""The operations a second of an idle worker on shared files, with its part of a step, as bench.control counts them."""
+MAX_LOOKS_PER_S = 2000.0
+"""A metadata server does some 10,000 operations a second, and other users need most of them."""
 
 
 class RolePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -145,6 +151,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_warn_idle_gpus(components, roles),
             *_warn_few_places(recipe),
             *_check_env_programs(recipe, site, components[0], choices.get("env")),
+            *_warn_many_looks(roles, placement.layout),
             *_warn_idle_judges(recipe),
             *_warn_length_bias(recipe),
             *_warn_stale_data(recipe),
@@ -163,6 +170,19 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         tokens_per_micro_batch=find_micro_batch(train_memory, recipe),
         train_memory=train_memory,
     )
+
+
+def _warn_many_looks(roles: list[RolePlan], layout: JobLayout) -> list[str]:
+    """Warn if idle workers alone would load the server of a shared file system's metadata."""
+    num_looks = sum(role.num_workers * LOOKS_PER_S.get(role.role, 0.0) for role in roles)
+    if layout == "local" or num_looks <= MAX_LOOKS_PER_S:
+        return []
+    num_env = next((role.num_workers for role in roles if role.role == "env"), 0)
+    return [
+        f"{num_env} env workers and the engines look at shared files about {num_looks:.0f} times a second, also when "
+        f"idle, and a metadata server that others use too bears about {MAX_LOOKS_PER_S:.0f}: lower "
+        "resources.env.num_workers (one env worker runs hundreds of episodes, rollout.max_running is that of all)"
+    ]
 
 
 def _place_with_couriers(recipe: Recipe, site: Site) -> tuple[JobPlacement, Site]:

@@ -221,6 +221,17 @@ def test_stale_data_without_a_correction_are_warned_of(settings: tuple[str, ...]
     assert is_warned == any('train.correction = "none" with' in line for line in plan_recipe(*settings).warnings)
 
 
+@pytest.mark.parametrize(("num_env", "is_warned"), [(100, False), (1000, True)])
+def test_workers_that_would_load_a_shared_file_system_are_a_warning(num_env: int, is_warned: bool) -> None:
+    settings = (
+        f"resources.env.num_workers={num_env}",
+        "rollout.max_running=100000",
+        "resources.env.mem_gib_per_worker=1",
+    )
+    warnings = plan_recipe(*settings, site="perlmutter").warnings
+    assert is_warned == any("look at shared files about" in line for line in warnings)
+
+
 def test_unconfirmed_facts_are_warnings() -> None:
     assert any("not confirmed for cpu" in line for line in plan_recipe(site="perlmutter").warnings)
 
