@@ -17,6 +17,7 @@ from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter, derive_segment
 from hpcrl.testing.memory import MemorySpool, MemorySpoolReader, MemorySpoolWriter
+from tests.support.clocks import SettableClock
 from tests.support.trajectories import dump_exactly, make_odd_trajectory
 
 FORK = multiprocessing.get_context("fork")
@@ -68,13 +69,6 @@ def written(writer):
         assert time.monotonic() < deadline, "nothing became durable"
         time.sleep(0.001)
     return acknowledged
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 # --- every spool
@@ -137,7 +131,7 @@ def test_a_batch_is_due_by_bytes(spool):
 
 
 def test_a_batch_is_due_by_the_age_of_its_oldest(spool):
-    clock = Clock()
+    clock = SettableClock(100.0)
     writer = spool.writer(batching=BatchLimits(max_age_s=2.0), clock=clock)
     writer.append(make_odd_trajectory("math/0/0"))
     clock.now += 1.9

@@ -1,6 +1,6 @@
 """A deep model that was trained, saved and exported, for the servers that load the export.
 
-TrainedModel       its trainer and its directories
+ExportedModel       its trainer and its directories
 train_and_export   makes one
 train_once         makes one more step
 compute_logprobs   the log-probabilities of a trainer for an answer
@@ -27,7 +27,7 @@ from tests.support.trajectories import make_trajectory
 
 
 @dataclass(frozen=True)
-class TrainedModel:
+class ExportedModel:
     """A trainer far from its initial weights."""
 
     trainer: TorchTrainer
@@ -40,7 +40,7 @@ def make_deep_model(directory: Path) -> None:
     make_tiny_model(directory, TinyModel(num_layers=24, context_length=4096), seed=0)
 
 
-def train_and_export(directory: Path, *, make_model: Callable[[Path], None] = make_deep_model) -> TrainedModel:
+def train_and_export(directory: Path, *, make_model: Callable[[Path], None] = make_deep_model) -> ExportedModel:
     """Train a model for two steps, save a checkpoint and export it."""
     torch.set_num_threads(1)
     run = CampaignDir(directory / "trained")
@@ -51,7 +51,7 @@ def train_and_export(directory: Path, *, make_model: Callable[[Path], None] = ma
         train_once(trainer, step=step)
     save_checkpoint(run.checkpoints, step=2, version=2, trainer=trainer, consumed=ConsumedTrajectories())
     export_model(run, directory / "exported")
-    return TrainedModel(trainer=trainer, initial=run.model, exported=directory / "exported")
+    return ExportedModel(trainer=trainer, initial=run.model, exported=directory / "exported")
 
 
 def train_once(trainer: TorchTrainer, *, step: int) -> None:

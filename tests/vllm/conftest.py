@@ -13,7 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.support.served import Behind, Place
-    from tests.support.trained import TrainedModel
+    from tests.support.trained import ExportedModel
 
 ORDER = (
     "test_vllm_export",
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> "TrainedModel":
+def trained(tmp_path_factory: pytest.TempPathFactory) -> "ExportedModel":
     """Train a model so deep that a long turn takes many seconds, so that a test can act in the middle of it.
 
     A server whose engine generates tokens faster than it can send them answers no other request meanwhile.
@@ -51,7 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> "TrainedModel":
 
 
 @pytest.fixture(scope="session")
-def slow_model_dir(trained: "TrainedModel") -> Path:
+def slow_model_dir(trained: "ExportedModel") -> Path:
     """The export of the trained model, which all servers load."""
     return trained.exported
 

@@ -7,7 +7,7 @@ import pytest
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.trainers.torch import TorchTrainer
-from tests.support.trained import TrainedModel, compute_logprobs
+from tests.support.trained import ExportedModel, compute_logprobs
 
 if TYPE_CHECKING:
     from tests.support.served import Behind, Place
@@ -18,7 +18,7 @@ CLOSE = 1e-3
 
 
 def test_vllm_loads_the_export_and_agrees_with_the_trainer(
-    trained: TrainedModel, pair: "list[Behind]", vllm_place: "Place"
+    trained: ExportedModel, pair: "list[Behind]", vllm_place: "Place"
 ) -> None:
     request = GenerateRequest(request_id="a", token_ids=PROMPT, max_new_tokens=NUM_TOKENS, temperature=1.0)
     answer = vllm_place.do(pair[0].engine.generate(request))

@@ -13,7 +13,7 @@ from hpcrl.engines.base import GenerateRequest
 from hpcrl.models.tiny import _make_tokenizer
 from hpcrl.weights.versions import WeightVersion
 from tests.support.families import make_family_model
-from tests.support.trained import TrainedModel, compute_logprobs, train_and_export, train_once
+from tests.support.trained import ExportedModel, compute_logprobs, train_and_export, train_once
 
 if TYPE_CHECKING:
     from tests.support.served import Place
@@ -30,12 +30,12 @@ def make_served_model(directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def with_experts(tmp_path_factory: pytest.TempPathFactory) -> TrainedModel:
+def with_experts(tmp_path_factory: pytest.TempPathFactory) -> ExportedModel:
     return train_and_export(tmp_path_factory.mktemp("experts"), make_model=make_served_model)
 
 
 @pytest.fixture(scope="module")
-def expert_place(with_experts: TrainedModel, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Place]":
+def expert_place(with_experts: ExportedModel, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Place]":
     from tests.support.served import place
 
     with (
@@ -47,7 +47,7 @@ def expert_place(with_experts: TrainedModel, tmp_path_factory: pytest.TempPathFa
 
 
 def test_a_model_with_experts_has_the_trainers_logprobs_from_its_export_and_after_each_update(
-    with_experts: TrainedModel, expert_place: "Place"
+    with_experts: ExportedModel, expert_place: "Place"
 ) -> None:
     trainer, exported = with_experts.trainer, AutoModelForCausalLM.from_pretrained(with_experts.exported)
     earlier: list[float] = []

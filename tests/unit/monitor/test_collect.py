@@ -46,7 +46,7 @@ RUNNING = """\
 """
 
 
-class FakeSlurm:
+class RecordedQueries:
     """A stand-in for Slurm that records the queries."""
 
     def __init__(self, text: str = RUNNING) -> None:
@@ -66,8 +66,8 @@ def campaign(tmp_path: Path) -> Iterator[SyntheticCampaign]:
     campaign.close()
 
 
-def collector(campaign: SyntheticCampaign, ask: FakeSlurm | None = None) -> SnapshotCollector:
-    return SnapshotCollector(campaign.run, query=ask or FakeSlurm(), clock=lambda: campaign.now)
+def collector(campaign: SyntheticCampaign, ask: RecordedQueries | None = None) -> SnapshotCollector:
+    return SnapshotCollector(campaign.run, query=ask or RecordedQueries(), clock=lambda: campaign.now)
 
 
 def running(campaign: SyntheticCampaign) -> SyntheticCampaign:
@@ -187,7 +187,7 @@ def test_the_nodes_of_one_allocation_are_shown_by_component(campaign: SyntheticC
     publish_json(campaign.run.plan, read_json(campaign.run.plan) | {"layout": "hetstep"})
     nodes = [["gpu1"], ["gpu2"], ["gpu3"], ["gpu4", "gpu5"]]
     running(campaign).emit("driver", LayoutChosen(layout="hetstep", reason="one allocation", nodes=nodes))
-    slurm = FakeSlurm("123|123|RUNNING|gpu|2026-11-20T10:00:00|N/A|gpu[1-5]|None\n")
+    slurm = RecordedQueries("123|123|RUNNING|gpu|2026-11-20T10:00:00|N/A|gpu[1-5]|None\n")
 
     components = collector(campaign, slurm).poll().jobs[0].components
 
@@ -198,7 +198,7 @@ def test_the_nodes_of_one_allocation_are_shown_by_component(campaign: SyntheticC
 def test_a_pending_allocation_is_queued_with_all_its_components(campaign: SyntheticCampaign) -> None:
     publish_json(campaign.run.plan, read_json(campaign.run.plan) | {"layout": "hetstep"})
     campaign.submit()
-    slurm = FakeSlurm("123|123|PENDING|gpu|N/A|N/A||Resources\n")
+    slurm = RecordedQueries("123|123|PENDING|gpu|N/A|N/A||Resources\n")
 
     [job] = collector(campaign, slurm).poll().jobs
 
@@ -219,7 +219,7 @@ def test_the_driver_is_not_a_role(campaign: SyntheticCampaign) -> None:
 
 def test_a_job_that_slurm_was_not_asked_about_has_the_nodes_of_its_workers(campaign: SyntheticCampaign) -> None:
     running(campaign).outcome("done")
-    slurm = FakeSlurm()
+    slurm = RecordedQueries()
 
     component = collector(campaign, slurm).poll().jobs[0].components[2]
 
@@ -449,7 +449,7 @@ def test_a_local_run_whose_driver_was_killed_is_failed(campaign: SyntheticCampai
 
 def test_a_local_run_whose_driver_is_alive_is_running_and_slurm_is_not_asked(campaign: SyntheticCampaign) -> None:
     campaign.submit_local()
-    slurm = FakeSlurm()
+    slurm = RecordedQueries()
 
     assert collector(campaign, slurm).poll().state == "running"
     assert slurm.asked == []
@@ -503,7 +503,7 @@ def test_the_end_event_is_the_outcome_of_a_driver_that_could_not_write_one(campa
     running(campaign).emit("driver", JobEnded(outcome="done", reason="every training step was made"))
     campaign.now += 60
 
-    assert collector(campaign, FakeSlurm("")).poll().state == "done"
+    assert collector(campaign, RecordedQueries("")).poll().state == "done"
 
 
 def test_slurm_is_queried_once_in_half_a_minute_for_jobs_without_an_outcome(campaign: SyntheticCampaign) -> None:
@@ -511,7 +511,7 @@ def test_slurm_is_queried_once_in_half_a_minute_for_jobs_without_an_outcome(camp
     campaign.outcome("drained", number=0)
     campaign.submit(1, job="123")
     campaign.submit(2, job="300")
-    slurm = FakeSlurm()
+    slurm = RecordedQueries()
     reading = collector(campaign, slurm)
     for _ in range(31):
         reading.poll()
@@ -532,7 +532,7 @@ def test_a_job_that_slurm_requeues_is_read_again(campaign: SyntheticCampaign) ->
 
 def test_a_queued_campaign_has_a_reason(campaign: SyntheticCampaign) -> None:
     campaign.submit()
-    slurm = FakeSlurm(RUNNING.replace("RUNNING", "PENDING").replace("|None", "|Priority"))
+    slurm = RecordedQueries(RUNNING.replace("RUNNING", "PENDING").replace("|None", "|Priority"))
 
     snapshot = collector(campaign, slurm).poll()
 
@@ -544,7 +544,7 @@ def test_a_queued_campaign_has_a_reason(campaign: SyntheticCampaign) -> None:
 def test_a_running_job_is_shown_and_not_the_one_that_waits_for_it(campaign: SyntheticCampaign) -> None:
     running(campaign).submit(1, job="200")
     waits = RUNNING.replace("123", "200").replace("RUNNING", "PENDING").replace("|None", "|Dependency")
-    slurm = FakeSlurm(RUNNING + waits)
+    slurm = RecordedQueries(RUNNING + waits)
 
     snapshot = collector(campaign, slurm).poll()
 
@@ -588,7 +588,7 @@ def test_campaigns_are_listed_with_their_states_and_no_event_is_read(tmp_path: P
 
 
 def poll(run: CampaignDir) -> CampaignSnapshot:
-    snapshot = SnapshotCollector(run, query=FakeSlurm(), clock=lambda: T0).poll()
+    snapshot = SnapshotCollector(run, query=RecordedQueries(), clock=lambda: T0).poll()
     encode_snapshot(snapshot)
     return snapshot
 

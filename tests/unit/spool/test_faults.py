@@ -12,19 +12,13 @@ from hpcrl.spool.listing import list_segments
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
+from tests.support.clocks import SettableClock
 from tests.support.disks import largest_file
 from tests.support.trajectories import dump_exactly, make_trajectory
 
 
 def trajectory(number=0, num_tokens=500):
     return make_trajectory(f"math/{number}/0", num_tokens, seed=number)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def found(directory):
@@ -102,7 +96,7 @@ def test_ids_that_became_durable_before_an_error_are_returned_after_it(tmp_path,
 
 
 def test_a_disk_that_keeps_failing_is_tried_less_and_less_often(tmp_path, monkeypatch):
-    clock, attempts = Clock(), []
+    clock, attempts = SettableClock(), []
 
     def full(*_, **__):
         attempts.append(clock.now)
@@ -125,7 +119,7 @@ def test_a_disk_that_keeps_failing_is_tried_less_and_less_often(tmp_path, monkey
 
 
 def test_the_thread_that_waits_for_the_disk_hands_its_error_to_the_caller(tmp_path, monkeypatch):
-    clock = Clock()
+    clock = SettableClock()
     writer = DiskSpoolWriter(tmp_path, producer="000-env-0", batching=BatchLimits(max_count=1), clock=clock)
     writer.append(trajectory(0))
     with monkeypatch.context() as broken:

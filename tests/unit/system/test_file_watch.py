@@ -9,24 +9,15 @@ import pytest
 
 from hpcrl.system import file_watch
 from hpcrl.system.file_watch import NameWatch, PathWatch, PollPace, WatchedValue, retry_passing
+from tests.support.clocks import SettableClock
 
 SHARE = file_watch.PAUSE_SHARE
 
 
-class Clock:
-    """A clock that stands still until it is set forward."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> SettableClock:
     monkeypatch.setattr(file_watch, "PAUSE_SHARE", SHARE)
-    return Clock()
+    return SettableClock(1000.0)
 
 
 @pytest.fixture
@@ -44,7 +35,7 @@ def num_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def poll_for(seconds: float, clock: Clock, look) -> list:
+def poll_for(seconds: float, clock: SettableClock, look) -> list:
     """Look ten times a second."""
     seen = []
     for _ in range(round(seconds * 10)):
