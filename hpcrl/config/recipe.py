@@ -392,6 +392,8 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     recompute: Literal["auto"] | bool = "auto"
     """Layers keep only their inputs for the gradient, and compute the rest again; auto: where the plan finds that the
     micro-batches do not fit otherwise, and with sharding = "full" where it knows no sizes; not with "megatron"."""
+    compile: bool = False
+    """With trainer "torch": layers are compiled (torch.compile) when the first micro-batches need them."""
     offload: bool = False
     """With sharding = "full": weights, gradients and moments are in host memory, from which each layer is copied to the
     GPU when it computes, and the optimizer runs on the CPU."""

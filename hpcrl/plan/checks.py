@@ -378,7 +378,8 @@ def _find_top_p_conflict(recipe: Recipe) -> str | None:
 def find_megatron_conflict(train: TrainConfig) -> str | None:
     """Return the first setting that trainer "megatron" does not support, with a fix; None if there is none."""
     plain: dict[str, Any] = {
-        **{"rows": "padded", "lora_rank": 0, "moe_aux_coef": 0.0, "offload": False, "context_parallel": 1}
+        **{"rows": "padded", "lora_rank": 0, "moe_aux_coef": 0.0, "offload": False, "context_parallel": 1},
+        "compile": False,
     }
     for name, known in plain.items():
         if (seen := getattr(train, name)) != known:
@@ -519,7 +520,7 @@ def _check_tasks(recipe: Recipe) -> None:
 _IMITATION_SETTINGS = frozenset(
     {
         *("num_steps", "trainer", "sharding", "tensor_parallel", "pipeline_parallel", "expert_parallel"),
-        "context_parallel",
+        *("context_parallel", "compile"),
         *(
             "learning_rate",
             "schedule",

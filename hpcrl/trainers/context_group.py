@@ -145,7 +145,7 @@ def use_context_attention(module: Any, context: ContextGroup) -> None:
         return
     if (conflict := find_context_conflict(module.config.to_dict(), size=context.size)) is not None:
         raise TrainError(conflict)
-    ALL_ATTENTION_FUNCTIONS.register(CONTEXT_ATTENTION, _attend)
+    ALL_ATTENTION_FUNCTIONS.register(CONTEXT_ATTENTION, torch.compiler.disable(_attend))  # type: ignore[no-untyped-call]
     module.set_attn_implementation(CONTEXT_ATTENTION)
 
 

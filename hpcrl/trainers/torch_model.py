@@ -1,6 +1,7 @@
 """A network in training: its module on one rank or many, its optimizer, its state.
 
     TrainedModel               a policy or a critic
+    compile_layers             compile layers
     recompute_layers           keep only the inputs of layers for the gradient
     load_causal                load a language model, whole
     load_fixed                 load one that does not train, sharded as the policy is
@@ -80,6 +81,8 @@ class TrainedModel:
         self._has_autocast = has_bf16 and not is_sharded and not self._adapters
         self.module = module.eval()  # eval: no dropout; gradients still flow
         self._called = self.module if called is None else called
+        if train.compile:
+            compile_layers(self._called)
         if is_sharded if train.recompute == "auto" else train.recompute:
             recompute_layers(self._called)
         if is_sharded:
@@ -293,6 +296,15 @@ def recompute_layers(called: torch.nn.Module) -> None:
     for layer in _list_layers(called):
         # Nothing is random in a layer: dropout is off.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def compile_layers(called: torch.nn.Module) -> None:
+    """Let torch compile the layers, but not their experts, whose numbers of tokens it does not know."""
+    for layer in _list_layers(called):
+        for part in layer.modules():
+            if hasattr(part, "experts"):
+                part.forward = torch.compiler.disable(part.forward)  # type: ignore[no-untyped-call]
+        layer.forward = torch.compile(layer.forward)
 
 
 def _list_layers(called: torch.nn.Module) -> list[torch.nn.Module]:

@@ -23,6 +23,7 @@ CHECKED_ELSEWHERE = {
     *("sharding", "offload"),  # by the ranks
     *("tensor_parallel", "pipeline_parallel", "expert_parallel"),  # by the ranks and the trainer
     *("moe_aux_coef", "context_parallel"),  # by the model
+    "compile",  # by the trainer
 }
 IDLE = {
     "gamma": ((0.9,), 'advantage = "gae" or "trloo"', ("train.advantage=trloo",)),
@@ -142,7 +143,7 @@ IMITATION_ACTS = {
         "max_row_tokens",
     ),
     *("max_grad_norm", "weight_decay", "adam_betas", "adam_eps", "lora_rank", "lora_alpha", "max_skipped_steps"),
-    *("checkpoint_every_steps", "keep_checkpoints", "moe_aux_coef", "context_parallel"),
+    *("checkpoint_every_steps", "keep_checkpoints", "moe_aux_coef", "context_parallel", "compile"),
 }
 """The settings of [train] that a recipe without domains has."""
 REINFORCEMENT_VALUES = {

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import torch._dynamo.utils
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -133,3 +134,17 @@ def test_a_model_with_experts_and_adapters_is_published_and_exported_under_its_f
     assert all(torch.equal(exported[name], tensor) for name, tensor in trainer.tensors().items())
     changed = {name for name, tensor in stored.items() if not torch.equal(exported[name], tensor)}
     assert any(name.endswith("q_proj.weight") or name.endswith("q_b_proj.weight") for name in changed)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.long
+def test_compiled_layers_have_the_numbers_of_plain_ones(tmp_path):
+    model = make_family_model(tmp_path / "model", "qwen3")
+    torch._dynamo.utils.counters.clear()
+    plain, compiled = (
+        trained(TorchTrainer(model, settings(recompute=True, compile=is_compiled), seed=3), last=1)
+        for is_compiled in (False, True)
+    )
+    for metric in ("loss", "grad_norm", "entropy"):
+        assert compiled[metric] == pytest.approx(plain[metric], rel=1e-4, abs=1e-6), metric
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
