@@ -90,12 +90,14 @@ class _ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 # ---- server
 
 
-async def serve_over_http(engine: ServedEngine, *, host: str, token: str, port: int = 0) -> tuple[str, web.AppRunner]:
+async def serve_over_http(
+    engine: ServedEngine, *, host: str, token: str, port: int = 0, max_load_age_s: float = MAX_LOAD_AGE_S
+) -> tuple[str, web.AppRunner]:
     """Serve on `host` (port 0: any free one) until the runner's cleanup(); returns the URL for clients."""
     app = web.Application(middlewares=[_require_token(token), _answer_errors], client_max_size=MAX_BODY_BYTES)
     app.on_response_prepare.append(make_prover(token))
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-    handlers = _EngineHandlers(engine, token=token)
+    handlers = _EngineHandlers(engine, token=token, max_load_age_s=max_load_age_s)
     app.router.add_get(HELLO_PATH, handlers.hello)
     app.router.add_post("/generate", handlers.generate)
     app.router.add_post("/stream", handlers.stream)
@@ -116,9 +118,9 @@ async def serve_over_http(engine: ServedEngine, *, host: str, token: str, port: 
 class _EngineHandlers:
     """The routes of one engine."""
 
-    def __init__(self, engine: ServedEngine, *, token: str) -> None:
+    def __init__(self, engine: ServedEngine, *, token: str, max_load_age_s: float) -> None:
         self.url = ""
-        self._engine, self._token = engine, token
+        self._engine, self._token, self._max_load_age_s = engine, token, max_load_age_s
         self._load: tuple[float, LoadFigures] | None = None
         """The last figures, and when they were asked for."""
         self._asking = asyncio.Lock()
@@ -153,7 +155,7 @@ class _EngineHandlers:
     async def load(self, _: web.Request) -> web.Response:
         async with self._asking:
             now = time.monotonic()
-            if self._load is None or now - self._load[0] > MAX_LOAD_AGE_S:
+            if self._load is None or now - self._load[0] >= self._max_load_age_s:
                 self._load = now, await self._engine.load_figures()
             return _make_json_response(self._load[1])
 

@@ -271,7 +271,8 @@ class JobDriver:
 
     def _find_campaign_end(self) -> JobEnd | None:
         """Return the end of a campaign that has reached a limit, or that the job before this one has ended."""
-        if request := self.use.find_drain(now=time.time(), job_start=time.time(), drain_s=0.0):
+        now = time.time()
+        if request := self.use.find_drain(now=now, job_start=now, drain_s=0.0):
             outcome = LIMIT_OUTCOMES[request.cause]
             return JobEnd(outcome=outcome, reason=request.reason, cause=request.cause)
         if not self.job.chain_marker.exists():

@@ -58,7 +58,7 @@ async def over_http(model: Any) -> AsyncIterator[InferenceEngine]:
         make_client_session() as session,
         EmbeddedEngine(model, store=MemoryStore(), max_batch=PLACES, fetch_kv=make_kv_fetcher(session)) as engine,
     ):
-        url, runner = await serve_over_http(engine, host="127.0.0.1", token="secret")
+        url, runner = await serve_over_http(engine, host="127.0.0.1", token="secret", max_load_age_s=0.0)
         yield RemoteEngine(EngineEndpoint(role="decode", worker="w", node="n", url=url, token="secret"), session)
         await runner.cleanup()
 
@@ -81,7 +81,7 @@ async def simulated_over_http(_: Any) -> AsyncIterator[InferenceEngine]:
         make_client_session() as session,
         SimEngine(SIM_PACE, settings=SIM, store=MemoryStore(), fetch_kv=make_kv_fetcher(session)) as engine,
     ):
-        url, runner = await serve_over_http(engine, host="127.0.0.1", token="secret")
+        url, runner = await serve_over_http(engine, host="127.0.0.1", token="secret", max_load_age_s=0.0)
         yield RemoteEngine(EngineEndpoint(role="decode", worker="w", node="n", url=url, token="secret"), session)
         await runner.cleanup()
 
