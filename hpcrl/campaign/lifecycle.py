@@ -69,6 +69,7 @@ from hpcrl.monitor.job_state import (
 )
 from hpcrl.plan.plan import Plan, make_plan
 from hpcrl.plan.records import read_recipe, read_record, read_site
+from hpcrl.plan.storage import estimate_storage
 from hpcrl.slurm import next_job
 from hpcrl.slurm import submit as slurm
 from hpcrl.slurm.script import choose_python, make_batch_script, make_job_script
@@ -321,7 +322,20 @@ def check_request(request: CampaignRequest) -> list[str]:
         slurm.make_site_environment(request.site)
     if unchecked := check_model(request):
         raise ConfigError(unchecked)
+    _check_free_space(request)
     return [*_list_idle_parts(request.recipe), *check_lengths(request), *_check_user_code(request)]
+
+
+def _check_free_space(request: CampaignRequest) -> None:
+    """Raise ConfigError if the file system of the campaigns has no room for checkpoints and weights."""
+    need, root = estimate_storage(request.recipe), directory.find_campaigns_root(request.site)
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    free_gib = shutil.disk_usage(existing).free / 2**30
+    if need is not None and need.gib > free_gib:
+        raise ConfigError(
+            f"{existing} has {free_gib:.3g} GiB free, and this campaign needs up to {need.describe()}: set "
+            "site.campaigns_dir to a larger file system, or lower train.keep_checkpoints, keep_best or keep_versions"
+        )
 
 
 class PythonMissing(ConfigError):

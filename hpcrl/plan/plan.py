@@ -33,6 +33,7 @@ from hpcrl.plan.demand import PartitionChoice, compute_window_gib
 from hpcrl.plan.engine_nodes import check_spanning_engines
 from hpcrl.plan.layout import JobLayout, JobPlacement, place_roles
 from hpcrl.plan.programs import check_programs
+from hpcrl.plan.storage import estimate_storage
 from hpcrl.plan.trainer_memory import (
     TrainerMemory,
     describe_micro_batch,
@@ -143,7 +144,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         layout_reason=placement.reason,
         components=components,
         roles=roles,
-        sizes=[*placement.sizes, *describe_micro_batch(train_memory, recipe)],
+        sizes=[*placement.sizes, *describe_micro_batch(train_memory, recipe), *_describe_storage(recipe)],
         fallbacks=[*placement.fallbacks(), *shortfall],
         warnings=[
             *placement.warnings,
@@ -202,6 +203,11 @@ def _place_with_couriers(recipe: Recipe, site: Site) -> tuple[JobPlacement, Site
         "with engines"
     )
     return dataclasses.replace(placement, sizes=[*placement.sizes, chosen]), found
+
+
+def _describe_storage(recipe: Recipe) -> list[str]:
+    need = estimate_storage(recipe) if recipe.model.config else None
+    return [] if need is None else [f"the campaign's directory has up to {need.describe()}"]
 
 
 def _place_with_sharding(recipe: Recipe, site: Site) -> JobPlacement:
