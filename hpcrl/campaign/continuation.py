@@ -12,8 +12,8 @@ what has changed by other hands: the files that were submitted, the records them
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,24 +35,6 @@ from hpcrl.system.files import publish_file, publish_json, read_json, remove_pat
 T = TypeVar("T", bound=msgspec.Struct)
 ShowNote = Callable[[str], object]
 
-FIXED_SETTINGS = {
-    "name": "it names the campaign's files",
-    "seed": "the tasks in flight were drawn with it",
-    "model": "the checkpoints are of this model",
-    "warmup": "its conversations were copied at submission",
-    "rollout.group_size": "groups in flight have the size that they were started with",
-    "train.advantage": "the checkpoints have, or lack, its critic",
-    "train.lora_rank": "the checkpoints have adapters of this rank",
-    "train.lora_alpha": "the adapters were trained with it",
-    "train.pipeline": "the checkpoints have the state of its nodes",
-}
-"""Settings of a recipe that a campaign keeps, and why."""
-DOMAIN_SETTINGS = {
-    "env": "the tasks in flight are its own",
-    "tasks": "its rows were copied at submission",
-    "held_out": "its rows were copied at submission",
-}
-"""The same for the settings of each domain."""
 MAX_SHOWN = 8
 """The number of changes that a message lists."""
 
@@ -75,7 +57,11 @@ def _show(value: Any) -> str:
 
 def list_changes(old: msgspec.Struct, new: msgspec.Struct, *, prefix: str = "") -> list[SettingChange]:
     """Return the settings that differ; `prefix` comes before their keys."""
-    before, after = (dict(_flatten(msgspec.to_builtins(one))) for one in (old, new))
+    before, after = (dict(lifecycle.flatten_table(msgspec.to_builtins(one))) for one in (old, new))
+    return _compare(before, after, prefix=prefix)
+
+
+def _compare(before: Mapping[str, Any], after: Mapping[str, Any], *, prefix: str = "") -> list[SettingChange]:
     keys = [*before, *(key for key in after if key not in before)]
     return [
         SettingChange(key=prefix + key, old=before.get(key), new=after.get(key))
@@ -84,25 +70,12 @@ def list_changes(old: msgspec.Struct, new: msgspec.Struct, *, prefix: str = "") 
     ]
 
 
-def _flatten(table: dict[str, Any], trail: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{trail}{key}.")
-        else:
-            yield f"{trail}{key}", value
-
-
 def check_changes(changes: Sequence[SettingChange]) -> None:
     """Raise CampaignError for a change of what checkpoints and tasks in flight depend on."""
     for change in changes:
-        first, _, rest = change.key.partition(".")
-        why = next((why for key, why in FIXED_SETTINGS.items() if f"{change.key}.".startswith(f"{key}.")), None)
-        if first == "domains":
-            _, _, setting = rest.partition(".")
-            if not setting or (setting == "env" and None in (change.old, change.new)):
-                why = "a campaign keeps its domains"
-            else:
-                why = next((why for key, why in DOMAIN_SETTINGS.items() if f"{setting}.".startswith(f"{key}.")), None)
+        why = lifecycle.explain_fixed_setting(change.key)
+        if change.key.startswith("domains.") and change.key.endswith(".env") and None in (change.old, change.new):
+            why = "a campaign keeps its domains"
         if why is not None:
             raise CampaignError(
                 f"{change} cannot change in a campaign: {why}; `hpcrl export CAMPAIGN --hf DIR` writes its model, for "
@@ -137,7 +110,7 @@ def resume(
             show_note(note)
     number = last.number + 1
     with (
-        _record_changes(campaign, request, changes, settings=settings, job=number)
+        _record_changes(campaign, request, changes, settings=settings, job=last.next_job)
         if is_new
         else contextlib.nullcontext()
     ):
@@ -160,7 +133,8 @@ def extend(name: str, *, steps: int | None = None, jobs: int = 0, show_note: Sho
             f"campaign {campaign.name!r} was asked to stop: `hpcrl resume {campaign.name} -s train.num_steps="
             f"{num_steps}` continues it"
         )
-    settings = (f"train.num_steps={num_steps}",)
+    _refuse_edited(campaign)
+    settings = (f"train.num_steps={num_steps}",) if num_steps > recipe.train.num_steps else ()
     states = _find_job_states(campaign, site)
     live = [job for job, state in states.items() if state != "gone"]
     if not live:
@@ -174,10 +148,13 @@ def extend(name: str, *, steps: int | None = None, jobs: int = 0, show_note: Sho
     is_last = states[last] != "queued" and next_job.count_jobs_left(last) < 1
     if site.scheduler != "local" and is_last and num_steps > recipe.train.num_steps:
         jobs = max(jobs, 1)  # for the steps that the running job does not make
-    plan = next_job.allow_more_jobs(last, jobs, plan=plan) if jobs else plan
     request = CampaignRequest(recipe=wanted, site=site, plan=plan)
     changes = list_changes(recipe, wanted)
-    with _record_changes(campaign, request, changes, settings=settings, job=last.number + 1):
+    with _record_changes(campaign, request, changes, settings=settings, job=last.next_job):
+        if jobs:  # the newest may be about to be submitted, and has its number already
+            newest = directory.list_jobs(campaign)[-1]
+            plan = next_job.allow_more_jobs(newest if newest.chain_marker.exists() else last, jobs, plan=plan)
+            request = replace(request, plan=plan)
         queued = _queue_more(last, request) if states[last] == "running" or not site.nodes_may_submit else []
     done = [f"up to step {num_steps}"] if changes else []
     done += [f"job {id} is queued" for id in queued]
@@ -250,14 +227,11 @@ def _apply_changes(
 ) -> tuple[CampaignRequest, list[str]]:
     """Return the request with its changes, and notes on those that were found and not asked for."""
     manifest = read_json(campaign.manifest)
-    digests = manifest.get("digests", {})
-    now = lifecycle.digest_records(campaign)
-    edited = [name for name, digest in now.items() if digests.get(name, digest) != digest]
-    if edited and not accept:
-        raise CampaignError(
-            f"{' and '.join(edited)} in {campaign.root} were edited after the last submission: `hpcrl resume "
-            f"{campaign.name} --accept` plans with them again, `-s key=value` changes a setting without editing"
-        )
+    edited = _list_edited(campaign)
+    if not accept:
+        _refuse_edited(campaign)
+    fixed = lifecycle.list_fixed_settings(recorded.recipe)
+    check_changes(_compare(manifest.get("fixed", fixed), fixed))
     base, notes = recorded, []
     newer = None if edited else _load_source(manifest)
     if newer is not None and (found := _list_all_changes(recorded, newer)):
@@ -279,6 +253,21 @@ def _apply_changes(
     if site.name != recorded.site.name:
         raise CampaignError(f"site.name = {site.name!r}: a campaign stays on its site ({recorded.site.name})")
     return CampaignRequest(recipe=recipe, site=site, plan=make_plan(recipe, site)), notes
+
+
+def _list_edited(campaign: CampaignDir) -> list[str]:
+    """Return the names of the records that are not as the last submission left them."""
+    digests = read_json(campaign.manifest).get("digests", {})
+    now = lifecycle.digest_records(campaign)
+    return [name for name, digest in now.items() if digests.get(name, digest) != digest]
+
+
+def _refuse_edited(campaign: CampaignDir) -> None:
+    if edited := _list_edited(campaign):
+        raise CampaignError(
+            f"{' and '.join(edited)} in {campaign.root} were edited after the last submission: `hpcrl resume "
+            f"{campaign.name} --accept` plans with them again, `-s key=value` changes a setting without editing"
+        )
 
 
 def _load_source(manifest: dict[str, Any]) -> CampaignRequest | None:
@@ -311,17 +300,19 @@ def _record_changes(
     changes: Sequence[SettingChange],
     *,
     settings: tuple[str, ...],
-    job: int,
+    job: JobDir,
 ) -> Iterator[None]:
     """Write the changed records before a job is submitted with them; restore the old ones if that fails."""
-    old = {path: path.read_bytes() for path in (campaign.recipe, campaign.site, campaign.plan, campaign.manifest)}
+    before = campaign.job(job.number - 1).chain_marker
+    paths = (campaign.recipe, campaign.site, campaign.plan, campaign.manifest, before)
+    old = {path: path.read_bytes() for path in paths if path.exists()}
     try:
         lifecycle.write_records(campaign, request)
         manifest = read_json(campaign.manifest)
         if (source := manifest.get("source")) is not None:
             source["settings"] = [*source["settings"], *settings]
         changed = {change.key: [change.old, change.new] for change in changes}
-        history = [*manifest.get("changes", []), {"job": job, "time": time.time(), "changed": changed}]
+        history = [*manifest.get("changes", []), {"job": job.number, "time": time.time(), "changed": changed}]
         digests = lifecycle.digest_records(campaign)
         publish_json(campaign.manifest, manifest | {"changes": history, "digests": digests})
         yield

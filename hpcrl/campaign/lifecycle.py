@@ -5,6 +5,8 @@ check_request, check_plan        check before submission, and for a plan
 PythonMissing                    the jobs' interpreter is not on this machine
 preview_script, dry_run, submit                 before and at submission
 start_job, write_records, digest_records        a job, and what it reads
+flatten_table, list_fixed_settings, explain_fixed_setting    settings that a campaign keeps
+FIXED_SETTINGS, DOMAIN_SETTINGS                 those, and why
 refuse_while_alive, refuse_without_journals, find_final_failure    before another job
 stop_gracefully, stop_now                       later
 final_summary                                   the text at the end
@@ -20,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,6 +95,24 @@ CHECK_TIMEOUT_S = 120
 MODEL_CHECK_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.2
+FIXED_SETTINGS = {
+    "name": "it names the campaign's files",
+    "seed": "the tasks in flight were drawn with it",
+    "model": "the checkpoints are of this model",
+    "warmup": "its conversations were copied at submission",
+    "rollout.group_size": "groups in flight have the size that they were started with",
+    "train.advantage": "the checkpoints have, or lack, its critic",
+    "train.lora_rank": "the checkpoints have adapters of this rank",
+    "train.lora_alpha": "the adapters were trained with it",
+    "train.pipeline": "the checkpoints have the state of its nodes",
+}
+"""Settings of a recipe that a campaign keeps, and why."""
+DOMAIN_SETTINGS = {
+    "env": "the tasks in flight are its own",
+    "tasks": "its rows were copied at submission",
+    "held_out": "its rows were copied at submission",
+}
+"""The same for the settings of each domain."""
 
 
 class RequestSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -328,7 +348,11 @@ def check_request(request: CampaignRequest) -> list[str]:
 
 def _check_free_space(request: CampaignRequest) -> None:
     """Raise ConfigError if the file system of the campaigns has no room for checkpoints and weights."""
-    need, root = estimate_storage(request.recipe), directory.find_campaigns_root(request.site)
+    need = estimate_storage(request.recipe)
+    try:
+        root = directory.find_campaigns_root(request.site)
+    except SlurmError:  # a variable of the site is unset here
+        return
     existing = next(path for path in (root, *root.parents) if path.exists())
     free_gib = shutil.disk_usage(existing).free / 2**30
     if need is not None and need.gib > free_gib:
@@ -532,8 +556,7 @@ def stop_now(name: str) -> str:
 
 def _describe_end(campaign: CampaignDir) -> str | None:
     """Return the message for a campaign that has ended already; None if its last job may still run."""
-    last = directory.list_jobs(campaign)[-1]
-    jobs = [job for job in read_jobs(campaign) if job.number == last.number]
+    jobs = read_jobs(campaign)[-1:]
     heartbeats = read_heartbeats(campaign.events)
     ids = select_slurm_ids(jobs)
     statuses = _query_states(ids, read_site(campaign)) if ids else {}
@@ -549,10 +572,10 @@ def _query_states(ids: list[str], site: Site) -> dict[str, JobStatus]:
 
 def _request_stop(campaign: CampaignDir) -> tuple[JobDir, Site]:
     """Publish the stop request, and cancel the jobs that only wait for another one. Return the job that is left."""
+    every, site = directory.list_jobs(campaign), read_site(campaign)
     publish_file(campaign.stop, "")
-    *_, last = jobs = directory.list_jobs(campaign)
-    site = read_site(campaign)
-    states = find_job_states([job for job in jobs if job.submission.exists() and not job.outcome.exists()], site)
+    *_, last = jobs = [job for job in every if job.submission.exists()] or every
+    states = find_job_states([job for job in jobs if not job.outcome.exists()], site)
     first = next((job for job, state in states.items() if state != "gone"), last)
     next_job.cancel_next_jobs(first, env=os.environ | slurm.make_site_environment(site))
     return first, site
@@ -683,10 +706,11 @@ def start_job(
 def _make_job_dir(campaign: CampaignDir, number: int) -> JobDir:
     job = campaign.job(number)
     make_private_dir(campaign.jobs)
-    try:
-        job.root.mkdir(mode=0o700)
-    except FileExistsError:
-        raise CampaignError(f"campaign {campaign.name!r}: another process is submitting job {number}") from None
+    if not next_job.claim_job_dir(job):
+        raise CampaignError(
+            f"campaign {campaign.name!r}: another process is submitting job {number}; if it was killed, try again "
+            f"{next_job.CLAIM_TIMEOUT_S / 60:.0f} minutes after it"
+        )
     make_private_dir(job.logs)
     return job
 
@@ -698,7 +722,11 @@ def _write_description(campaign: CampaignDir, request: CampaignRequest) -> None:
     write_records(campaign, request)
     _import_task_sets(campaign, request.recipe, request.site)
     named = {"name": campaign.name, "recipe": request.recipe.name, "site": request.site.name}
-    source = {"source": msgspec.to_builtins(request.source), "digests": digest_records(campaign)}
+    source = {
+        "source": msgspec.to_builtins(request.source),
+        "digests": digest_records(campaign),
+        "fixed": list_fixed_settings(request.recipe),
+    }
     publish_json(campaign.manifest, {**named, "created": time.time(), "exports": _shell_exports(), **source})
 
 
@@ -707,6 +735,28 @@ def write_records(campaign: CampaignDir, request: CampaignRequest) -> None:
     for path, value in ((campaign.recipe, request.recipe), (campaign.site, request.site)):
         publish_file(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
     publish_file(campaign.plan, request.plan.to_json())
+
+
+def flatten_table(table: Mapping[str, Any], trail: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a table with their dotted keys."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from flatten_table(value, f"{trail}{key}.")
+        else:
+            yield f"{trail}{key}", value
+
+
+def explain_fixed_setting(key: str) -> str | None:
+    """Return why a campaign keeps this setting; None if it may change."""
+    first, _, rest = key.partition(".")
+    named, known = (rest.partition(".")[2], DOMAIN_SETTINGS) if first == "domains" else (key, FIXED_SETTINGS)
+    return next((why for fixed, why in known.items() if f"{named}.".startswith(f"{fixed}.")), None)
+
+
+def list_fixed_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings that no other job of the campaign may change."""
+    settings = flatten_table(msgspec.to_builtins(recipe))
+    return {key: value for key, value in settings if explain_fixed_setting(key) is not None}
 
 
 def digest_records(campaign: CampaignDir) -> dict[str, str]:

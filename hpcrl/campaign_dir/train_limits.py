@@ -21,6 +21,14 @@ from msgspec import Meta
 from hpcrl.errors import show_error
 from hpcrl.system.files import publish_json
 
+MEMORY_SETTINGS = frozenset(
+    {
+        *("trainer", "sharding", "tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"),
+        *("precision", "recompute", "offload", "compile", "tokens_per_micro_batch", "max_row_tokens", "rows"),
+        *("lora_rank", "kl", "kl_in", "advantage", "pipeline"),
+    }
+)
+"""The keys of [train] that decide how much memory it needs."""
 TokenLimit = Annotated[int, Meta(ge=1)]
 
 
@@ -120,11 +128,11 @@ def join_limits(one: TrainLimits, other: TrainLimits) -> TrainLimits:
 
 
 def make_recipe_digest(recipe: Path) -> str:
-    """Return the mark of a recipe file, without the lengths of the campaign and of its jobs."""
+    """Return the mark of what decides, in a recipe file, how much memory its trainer needs."""
     table = msgspec.json.decode(recipe.read_bytes())
-    table.pop("job", None)
-    table.get("train", {}).pop("num_steps", None)
-    return hashlib.sha256(msgspec.json.encode(table, order="sorted")).hexdigest()
+    train = {key: value for key, value in table.get("train", {}).items() if key in MEMORY_SETTINGS}
+    ranks, models = table.get("resources", {}).get("train"), (table.get("model"), table.get("teacher"))
+    return hashlib.sha256(msgspec.json.encode((models, train, ranks), order="sorted")).hexdigest()
 
 
 def write_train_limits(path: Path, limits: TrainLimits) -> None:

@@ -9,10 +9,12 @@ the next job; where nodes may not submit jobs, the login node queues all of a ch
     try_follow        queue the next job from a driver: emit the result; a refusal is not an error
     allow_more_jobs   raise the number of jobs that may follow
     count_jobs_left   that number
+    claim_job_dir     make the directory of a job that is submitted
     list_followers    the jobs of the chain after this one
     cancel_next_jobs  remove them from the queue
     avoid_nodes       let them avoid nodes that failed
     campaign_outcome  the outcome of a campaign, if no job is to follow this one
+    CLAIM_TIMEOUT_S   the time limit of a submission
     has_more_steps, find_last_step   what a campaign still has to do, by its newest checkpoint
     query_end_state   ask Slurm how a job ended
     UNCERTAIN_CAUSES  causes that Slurm may correct
@@ -43,6 +45,9 @@ from hpcrl.system.files import make_private_dir, publish_file, read_json, remove
 UNCERTAIN_CAUSES: frozenset[EndCause] = frozenset({"unknown", "cancellation", "infrastructure"})
 """The causes that a job records where Slurm may know better afterwards."""
 
+CLAIM_TIMEOUT_S = 600.0
+"""The time after which no process submits a job any more; sbatch and the search for its job take half of it at most."""
+
 
 def queue_next_job(
     job: JobDir, *, plan: Plan, site: Site, slurm_id: str, env: Mapping[str, str] | None = None
@@ -55,9 +60,7 @@ def queue_next_job(
     next_job = job.next_job
     if num_left < 1:
         return None
-    try:
-        next_job.root.mkdir(mode=0o700)
-    except FileExistsError:
+    if not claim_job_dir(next_job):
         return None
     try:
         make_private_dir(next_job.logs)
@@ -70,6 +73,22 @@ def queue_next_job(
         raise
     record_submission(SubmittedJob(id=id, scheduler="slurm", time=time.time()), job=next_job)
     return id
+
+
+def claim_job_dir(job: JobDir) -> bool:
+    """Make the directory of a new job; return False if another process is submitting it, or has.
+
+    A process that was killed meanwhile leaves a directory without a submission: its time is over after a while.
+    """
+    try:
+        job.root.mkdir(mode=0o700)
+    except FileExistsError:
+        age_s = time.time() - job.root.stat().st_mtime
+        if job.submission.exists() or age_s < CLAIM_TIMEOUT_S:
+            return False
+        remove_path(job.root)
+        job.root.mkdir(mode=0o700)
+    return True
 
 
 def queue_chain(job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> list[str]:
@@ -186,7 +205,8 @@ def has_more_steps(campaign: CampaignDir) -> bool:
 
 def find_last_step(campaign: CampaignDir) -> int:
     """Return the step of the newest checkpoint; 0 without one."""
-    return max((int(path.name.rpartition("-")[2]) for path in campaign.checkpoints.glob("*-step-*")), default=0)
+    whole = campaign.checkpoints.glob("[0-9]*-step-*[0-9]")  # not what a trainer that was killed has left
+    return max((int(path.name.rpartition("-")[2]) for path in whole), default=0)
 
 
 def count_jobs_left(job: JobDir) -> int:

@@ -16,6 +16,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -103,9 +104,11 @@ def write_site(name: str) -> tuple[Path, list[str]]:
     if name in list_known_names("sites"):
         raise ConfigError(f"there is a site {name!r} already ({find_toml('sites', name)}): choose another name")
     found = detect_site(name)
+    with tempfile.TemporaryDirectory() as folder:  # a file that cannot be used does not take the name
+        (Path(folder) / path.name).write_text(found.text)
+        load_site(str(Path(folder) / path.name))
     make_private_dir(path.parent)
     publish_file(path, found.text)
-    load_site(str(path))
     return path, found.notes
 
 
@@ -168,6 +171,8 @@ def _describe_partitions(
         label = re.sub(r"[^A-Za-z0-9_-]", "-", kind.partition) or "partition"
         if f"partitions.{label}" in tables:  # another kind of node of the same partition
             label = f"{label}-{kind.gpu or kind.cpus}"
+        if f"partitions.{label}" in tables:
+            label = f"{label}-{len(tables)}"
         table: dict[str, Any] = {"slurm_partition": kind.partition}
         if kind.num_gpus:
             name, guessed = choose_gpu_name(kind.gpu), True

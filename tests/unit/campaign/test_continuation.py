@@ -314,3 +314,79 @@ def test_settings_are_compared_one_by_one() -> None:
         "site.inner.table = unset (was {})",
         "site.inner.table.k = 3 (was unset)",
     ]
+
+
+def test_a_checkpoint_that_was_cut_is_not_taken_for_one(tmp_path: Path, slurm: Path, recipe: Path) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "cut", step=4)
+    make_private_dir(campaign.checkpoints / ".000002-step-000010.1a2b3c.tmp")
+    continuation.resume(str(campaign.root))
+    assert campaign.job_numbers() == [0, 1]
+
+
+def test_a_resume_that_was_killed_blocks_others_only_for_a_while(tmp_path: Path, slurm: Path, recipe: Path) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "drained", step=4)
+    make_private_dir(campaign.job(1).root)
+    with pytest.raises(CampaignError, match=r"another process is submitting job 1; if it was killed, try again 10 min"):
+        continuation.resume(str(campaign.root))
+    assert "has ended already" in lifecycle.stop_gracefully(str(campaign.root))
+    os.utime(campaign.job(1).root, (0, 0))
+    continuation.resume(str(campaign.root))
+    assert campaign.job(1).submission.exists()
+
+
+@pytest.mark.parametrize(("table", "key", "value"), [("", "seed", 99), ("rollout", "group_size", 16)])
+def test_what_a_campaign_keeps_is_refused_also_if_it_was_edited_by_hand(
+    tmp_path: Path, slurm: Path, recipe: Path, table: str, key: str, value: int
+) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "drained", step=4)
+    record = json.loads(campaign.recipe.read_text())
+    (record[table] if table else record)[key] = value
+    campaign.recipe.write_text(json.dumps(record))
+    with pytest.raises(CampaignError, match=rf"{key} = {value} .*cannot change in a campaign"):
+        continuation.resume(str(campaign.root), accept=True)
+
+
+def test_an_edited_record_is_not_accepted_by_an_extension(tmp_path: Path, slurm: Path, recipe: Path) -> None:
+    campaign = submitted(tmp_path, recipe)
+    runs(slurm, 71)
+    record = json.loads(campaign.recipe.read_text())
+    record["rollout"]["max_lag"] = 7
+    campaign.recipe.write_text(json.dumps(record))
+    with pytest.raises(CampaignError, match=r"recipe.json in .* edited"):
+        continuation.extend(str(campaign.root), steps=30)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_an_extension_that_slurm_refuses_allows_no_more_jobs(
+    tmp_path: Path, slurm: Path, recipe: Path, marked: bool
+) -> None:
+    campaign = submitted(tmp_path, recipe)
+    runs(slurm, 71)
+    if marked:
+        campaign.job(0).chain_marker.write_text("0")
+    (slurm / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: QOSMaxSubmitJobPerUserLimit' >&2\nexit 1\n")
+    for _ in range(2):
+        with pytest.raises(SlurmError, match="QOSMax"):
+            continuation.extend(str(campaign.root), steps=30, jobs=2)
+    assert read_plan(campaign).num_jobs == 1
+    assert campaign.job(0).chain_marker.exists() == marked
+    assert not marked or campaign.job(0).chain_marker.read_text() == "0"
+
+
+def test_more_jobs_are_for_the_one_that_is_being_submitted(tmp_path: Path, slurm: Path, recipe: Path) -> None:
+    campaign = submitted(tmp_path, recipe, "job.num_jobs=3")
+    runs(slurm, 71)
+    make_private_dir(campaign.job(1).root)
+    campaign.job(1).chain_marker.write_text("1")  # a driver queues it at this moment
+    continuation.extend(str(campaign.root), jobs=3)
+    assert campaign.job(1).chain_marker.read_text() == "4"
+
+
+def test_an_extension_by_jobs_alone_records_no_steps(tmp_path: Path, slurm: Path, recipe: Path) -> None:
+    campaign = submitted(tmp_path, recipe)
+    runs(slurm, 71)
+    continuation.extend(str(campaign.root), jobs=1)
+    assert not any("num_steps" in setting for setting in read_json(campaign.manifest)["source"]["settings"])

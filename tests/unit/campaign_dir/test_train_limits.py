@@ -99,7 +99,7 @@ def test_two_ranks_that_run_out_together_have_the_lower_of_their_limits():
         assert (joined.num_changes, joined.tokens_per_micro_batch, joined.max_row_tokens) == (1, 450, 3000)
 
 
-def test_written_limits_are_read_again_by_the_same_recipe_alone(tmp_path):
+def test_written_limits_are_read_again_by_a_recipe_that_needs_the_same_memory(tmp_path):
     path, recipe = tmp_path / "train-limits.json", tmp_path / "recipe.json"
     recipe.write_text("{}")
     digest = make_recipe_digest(recipe)
@@ -107,7 +107,9 @@ def test_written_limits_are_read_again_by_the_same_recipe_alone(tmp_path):
     limits = lower(fall_short(900, num_rows=4), TrainLimits(recipe_digest=digest))
     write_train_limits(path, limits)
     assert read_train_limits(path, recipe_digest=digest) == (limits, "")
-    recipe.write_text('{"name": "other"}')
+    recipe.write_text('{"name": "other", "job": {"num_jobs": 3}, "train": {"num_steps": 9, "learning_rate": 1e-5}}')
+    assert make_recipe_digest(recipe) == digest, "this changes nothing about the memory that it needs"
+    recipe.write_text('{"train": {"rows": "packed"}}')
     other = make_recipe_digest(recipe)
     unlimited, problem = read_train_limits(path, recipe_digest=other)
     assert unlimited == TrainLimits(recipe_digest=other)
