@@ -6,9 +6,9 @@ import sys
 import time
 
 from bench.figures import Figure, main
-from hpcrl.config.recipe import load_recipe
 from hpcrl.config.site import load_site
 from hpcrl.plan.plan import make_plan
+from hpcrl.testing.recipes import load_recipe
 
 BAR_HELP = 8.0
 BAR_PLAN_S = 1.0

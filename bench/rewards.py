@@ -31,12 +31,13 @@ from bench import figures
 from bench.figures import Figure
 from bench.peers import records
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.recipe import TinyModel, load_recipe
+from hpcrl.config.recipe import TinyModel
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.rollout.reward_process import RewardProcess
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.segment import write_segment
 from hpcrl.system.files import publish_file
+from hpcrl.testing.recipes import load_recipe
 
 BAR_WAIT = 1.05
 PER_STEP, PER_SEGMENT, NUM_STEPS = 512, 8, 3

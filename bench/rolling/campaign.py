@@ -32,7 +32,7 @@ from bench.routing.fleet import MODEL_8B
 from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint, announce_endpoint
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir, make_worker_name
-from hpcrl.config.recipe import DomainConfig, RolloutMode, load_recipe
+from hpcrl.config.recipe import DomainConfig, RolloutMode
 from hpcrl.config.site import load_site
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, KvHandle, LoadFigures
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
@@ -51,6 +51,7 @@ from hpcrl.spool.status import EpisodeStatus
 from hpcrl.spool.writer import BatchLimits
 from hpcrl.system.files import publish_json
 from hpcrl.testing.memory import MemorySpool, MemorySpoolReader, MemorySpoolWriter
+from hpcrl.testing.recipes import load_recipe
 from hpcrl.testing.virtual_time import run_virtual
 from hpcrl.weights import versions
 

@@ -31,7 +31,7 @@ def find_campaign(name: str) -> CampaignDir:
     """Find a campaign by name or path."""
     candidates = [_find_campaigns_home() / name, Path(name)] if "/" not in name else [Path(name)]
     for path in candidates:
-        if is_file(path / "campaign.json"):
+        if is_file(CampaignDir(path).manifest):
             return CampaignDir(path.resolve())
     known = ", ".join(campaign.name for campaign in list_campaigns()[:8])
     raise CampaignError(f"no campaign {name!r}: {'there are ' + known if known else 'there are none yet'} (`hpcrl ls`)")
@@ -42,7 +42,7 @@ def list_campaigns() -> list[CampaignDir]:
     campaigns = _find_campaigns_home()
     if not campaigns.is_dir():
         return []
-    found = [CampaignDir(path.resolve()) for path in campaigns.iterdir() if (path / "campaign.json").is_file()]
+    found = [CampaignDir(path.resolve()) for path in campaigns.iterdir() if CampaignDir(path).manifest.is_file()]
     return sorted(found, key=_read_creation_time, reverse=True)
 
 

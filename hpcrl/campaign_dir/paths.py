@@ -9,7 +9,7 @@
 Files below a directory of one owner (a version in weights/, a segment in spools/) are named by that owner.
 
 CAMPAIGN/
-    campaign.json: name, site, created; written once, last; a directory without it is not a campaign
+    campaign.json: name, site, created, changes; written last; a directory without it is not a campaign
     recipe.json, site.json, plan.json: the request with all its settings, and the numbers chosen for it
     stop: present when the campaign has been asked to stop
     settled.json: progress of the trainer, which limits how far env workers may be ahead

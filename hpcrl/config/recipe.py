@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from hpcrl.config.toml import JUDGE_NAME_PATTERN, NAME_PATTERN, USER_CODE_PATTERN, LayeredTable, load_table, to_struct
+from hpcrl.config.toml import JUDGE_NAME_PATTERN, NAME_PATTERN, USER_CODE_PATTERN, LayeredTable, to_struct
 from hpcrl.errors import ConfigError
 from hpcrl.hardware.architecture import ModelArchitecture, guess_architecture, read_architecture
 
@@ -802,11 +802,6 @@ def name_role_resources(role: RoleName) -> str:
     """Return the recipe's table of the resources of a role."""
     judge = role.removeprefix(JUDGE_ROLE_PREFIX)
     return f"resources.{role}" if judge == role else f"judge.{judge}.resources"
-
-
-def load_recipe(name: str, *, settings: tuple[str, ...] = ()) -> Recipe:
-    """Load the recipe with this name or path, with `-s key=value` settings applied."""
-    return make_recipe(load_table("recipes", name, settings=settings))
 
 
 def make_recipe(layered: LayeredTable) -> Recipe:

@@ -6,7 +6,7 @@
     choose_seed                  the seed of a task, which its row may have
     ProgramEnv, ModelAccess      an environment that calls the model itself, and how it reaches it
     RewardFunction, env_reward   the score of a trajectory, and the default one
-    make_env, make_env_in_thread, make_program, construct_env  make one by its name in a recipe
+    make_env_in_thread, make_program, construct_env  make one by its name in a recipe
     adapt_env, is_program_domain  its async form, and its kind
     check_signatures             refuse an environment whose methods cannot be called as they will be
     accepts                      whether a function can be called with given arguments
@@ -216,11 +216,6 @@ RewardFunction = Callable[["Trajectory"], float | dict[str, float]]
 def env_reward(trajectory: "Trajectory") -> float:
     """Return the sum of the environment's rewards over all turns."""
     return float(sum(turn.reward for turn in trajectory.turns))
-
-
-def make_env(name: str, options: dict[str, Any], *, what: str) -> Env:
-    """Make the environment `name` with its options, in async form."""
-    return adapt_env(construct_env(name, options, what=what))
 
 
 async def make_env_in_thread(name: str, options: dict[str, Any], *, what: str) -> Env:

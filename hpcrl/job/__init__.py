@@ -12,7 +12,7 @@ interchange      the interchange of Parsl, which ends with the driver
 worker_pool      the worker pool of Parsl
 parsl_programs   import no more of Parsl than its programs need
 courier_step     start, watch and restart the couriers
-reward_tasks     one task per segment, and the number of reward jobs
+reward_tasks     one task per shard, and the number of reward jobs
 metrics_process  start and restart the metrics process
 metrics_export   send metrics to TensorBoard and W&B
 step             run one command of a step

@@ -1,4 +1,4 @@
-"""Parsl blocks of two kinds; only this module and hpcrl.job.runtime import parsl.
+"""Parsl blocks of two kinds.
 
 StepProvider        blocks as steps of this job, one on each node of a component
 JobProvider         blocks as separate small Slurm jobs, started and ended with the work

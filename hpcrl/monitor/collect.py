@@ -15,6 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hpcrl.campaign_dir.event_log import EventReader
@@ -34,6 +35,7 @@ from hpcrl.monitor.snapshot import (
 from hpcrl.slurm.status import UNKNOWN, JobStatus, query_job_states
 from hpcrl.slurm.submit import make_site_environment
 from hpcrl.spool.listing import SegmentListing, count_trajectories
+from hpcrl.system.file_watch import PathWatch
 
 SLURM_INTERVAL_S = 30.0
 
@@ -60,7 +62,8 @@ class SnapshotCollector:
         self._statuses: dict[str, JobStatus] = {}
         self._last_query_time = float("-inf")
         self._slurm_problems: list[str] = []
-        self._cached_files: dict[str, Any] = {}
+        self._records: dict[str, Any] = {}
+        self._record_watches: dict[str, PathWatch] = {}
         self._spools = {name: SegmentListing(campaign_dir.spool(name)) for name in SPOOLS}
         self._num_durable: Counter[str] = Counter()
 
@@ -88,9 +91,9 @@ class SnapshotCollector:
         inputs = SnapshotInputs(
             now=now,
             directory=self._campaign_dir.name,
-            campaign=self._read_once("manifest", CampaignSummary, problems),
-            recipe=self._read_once("recipe", RecipeSummary, problems),
-            plan=self._read_once("plan", PlanSummary, problems) or PlanSummary(),
+            campaign=self._read_record("manifest", CampaignSummary, problems),
+            recipe=self._read_record("recipe", RecipeSummary, problems),
+            plan=self._read_record("plan", PlanSummary, problems) or PlanSummary(),
             state=state,
             verdicts=verdicts,
             progress=self._progress,
@@ -122,14 +125,16 @@ class SnapshotCollector:
             }
             self._slurm_problems = [str(error)]
 
-    def _read_once(self, name: str, kind: type[Any], problems: list[str]) -> Any:
-        """Return the content of a file that is written once, from the cache as soon as it has been read."""
-        if name not in self._cached_files:
-            value = read_json_as(getattr(self._campaign_dir, name), kind, problems)
+    def _read_record(self, name: str, kind: type[Any], problems: list[str]) -> Any:
+        """Return the content of a record of the last submission, read again when it has changed."""
+        path: Path = getattr(self._campaign_dir, name)
+        watch = self._record_watches.setdefault(name, PathWatch(path))
+        if watch.has_changed() or name not in self._records:
+            value = read_json_as(path, kind, problems)
             if value is None:
-                return None
-            self._cached_files[name] = value
-        return self._cached_files[name]
+                return self._records.get(name)
+            self._records[name] = value
+        return self._records[name]
 
     def _read_num_settled(self, problems: list[str]) -> int:
         settled = read_json_as(self._campaign_dir.settled, dict[str, int], problems)

@@ -136,7 +136,7 @@ def _explain_slurm_end(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
 ALIVE_WITHIN_S = 30.0
 """Age of a heartbeat up to which a worker counts as alive.
 
-Workers touch their event file every 2 s, and every 10 s while the job ends.
+Workers touch their event file every 10 s (`BEAT_INTERVAL_S`).
 """
 
 BEAT_LOOK_INTERVAL_S = 0.5

@@ -1,6 +1,6 @@
 """The records that a campaign was submitted with, read again: by workers, next jobs and the commands of the user.
 
-read_recipe, read_site, read_plan    the recipe, site and plan, as they were resolved at submission
+read_recipe, read_site, read_plan    the recipe, site and plan of its last submission
 read_record                          any other file of the campaign directory that holds one struct
 """
 

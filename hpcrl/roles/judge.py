@@ -82,7 +82,7 @@ async def _find_model(context: WorkerContext, judge: JudgeConfig, directory: Pat
     """Return the judge's model directory; worker 0 makes that of a tiny model, and the others wait for it."""
     if judge.path is not None:
         return Path(judge.path)
-    assert judge.tiny is not None  # load_recipe checks it
+    assert judge.tiny is not None  # make_recipe checks it
     if context.index == 0 and not directory.exists():
         with pause_collection():
             from hpcrl.models.tiny import make_tiny_model  # imports torch, which a vLLM server's worker does not need

@@ -201,7 +201,7 @@ def _make_model(context: WorkerContext) -> None:
     if model.path is not None:
         directory.symlink_to(model.path, target_is_directory=True)
     else:
-        assert model.tiny is not None  # load_recipe checks it
+        assert model.tiny is not None  # make_recipe checks it
         make_tiny_model(directory, model.tiny, seed=context.recipe.seed)
 
 

@@ -4,6 +4,7 @@ ranks   several ranks of a trainer, each in a process
 nodes   couriers of several simulated nodes
 memory  a spool and a weight store in memory
 event_lines  the events of a campaign as dicts
+recipes  a recipe by its name
 engines  an engine held between two steps
 virtual_time  an event loop with virtual time
 fake_steps  passes of the torch trainer on tensors without data

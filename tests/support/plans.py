@@ -16,10 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcrl.config.recipe import Recipe, load_recipe
+from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site, load_site
 from hpcrl.errors import PlanError
 from hpcrl.plan.plan import Plan, make_plan
+from hpcrl.testing.recipes import load_recipe
 
 ACCOUNTS = {
     "perlmutter": ("account=m1234",),

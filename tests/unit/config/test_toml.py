@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign.lifecycle import check_request, load_request
-from hpcrl.config.recipe import fill_warmup_steps, load_recipe
+from hpcrl.config.recipe import fill_warmup_steps
 from hpcrl.config.site import load_site
 from hpcrl.config.toml import MAX_BYTES, RENAMED_KEYS, find_toml, list_known_names, load_table
 from hpcrl.errors import ConfigError
+from hpcrl.testing.recipes import load_recipe
 
 RECIPE = """
 name = "small"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpcrl.config.user_code import load_code
 from hpcrl.envs.arithmetic import Arithmetic, correct, evaluate_expression
-from hpcrl.envs.base import Step, adapt_env, env_reward, make_env
+from hpcrl.envs.base import Step, adapt_env, construct_env, env_reward
 from hpcrl.envs.gymnasium_text import INVALID_COST, FrozenLake, Taxi, goal_and_way, success
 from hpcrl.errors import ConfigError
 from hpcrl.spool.record import EpisodeTurn
@@ -188,7 +188,7 @@ class TestArithmetic:
 
 class TestMaking:
     def test_an_environment_is_made_from_its_name_and_options(self):
-        env = make_env("hpcrl.envs.gymnasium_text:FrozenLake", SMALL, what="domains.lake.env")
+        env = adapt_env(construct_env("hpcrl.envs.gymnasium_text:FrozenLake", SMALL, what="domains.lake.env"))
         assert play(env, "D")[0] == "a1"
 
     @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ class TestMaking:
     )
     def test_an_environment_that_cannot_be_made_is_a_config_error(self, name, options, message):
         with pytest.raises(ConfigError, match=message):
-            make_env(name, options, what="domains.x.env")
+            adapt_env(construct_env(name, options, what="domains.x.env"))
 
     def test_plain_and_async_methods_do_not_mix(self):
         class Mixed:

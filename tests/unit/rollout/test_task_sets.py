@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpcrl.campaign.lifecycle import load_request
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.config.recipe import Recipe, TaskSetConfig, load_recipe
+from hpcrl.config.recipe import Recipe, TaskSetConfig
 from hpcrl.envs.task_set import import_task_set
 from hpcrl.errors import EnvFault, PlanError
 from hpcrl.plan.checks import check_recipe
@@ -20,6 +20,7 @@ from hpcrl.rollout.fault_budget import FaultBudget
 from hpcrl.rollout.task_queue import TaskQueue
 from hpcrl.rollout.task_sets import TaskSets
 from hpcrl.rollout.tasks import DrawProgress, RowOrder, TaskStream, make_held_out_task, shuffle_number
+from hpcrl.testing.recipes import load_recipe
 
 
 @given(st.integers(1, 300), st.text(max_size=5))

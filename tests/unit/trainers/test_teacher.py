@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from hpcrl.campaign.model_check import check_model
-from hpcrl.config.recipe import ModelConfig, PipelineNode, TeacherConfig, TinyModel, TrainConfig, load_recipe
+from hpcrl.config.recipe import ModelConfig, PipelineNode, TeacherConfig, TinyModel, TrainConfig
 from hpcrl.errors import ConfigError, TrainError
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.testing.model_templates import FAMILIES, save_family
+from hpcrl.testing.recipes import load_recipe
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import make_model
 from tests.support.trajectories import make_trajectory
