@@ -90,6 +90,7 @@ learning_rate = 1e-3
 
 [job]
 walltime_min = 30
+stall_timeout_min = 10_000
 """
 
 

@@ -85,7 +85,7 @@ class Place:
         await asyncio.gather(*(stack.enter_async_context(engine) for engine in engines))
         found = []
         for name, engine in zip(names, engines, strict=True):
-            url, runner = await serve_over_http(engine, host="127.0.0.1", token="secret")
+            url, runner = await serve_over_http(engine, host="127.0.0.1", token="secret", max_load_age_s=0.0)
             stack.push_async_callback(runner.cleanup)
             endpoint = EngineEndpoint(role="decode", worker=name, node="here", url=url, token="secret")
             found.append(Behind(engine=engine, endpoint=endpoint))

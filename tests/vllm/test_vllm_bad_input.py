@@ -15,9 +15,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint, announce_endpoint
+from hpcrl.campaign_dir.endpoints import HELLO_PATH, EndpointReader, EngineEndpoint, announce_endpoint
 from hpcrl.engines.base import GenerateRequest, LoadFigures
-from hpcrl.engines.http import RemoteEngine, make_client_session
+from hpcrl.engines.http import RemoteEngine, make_client_session, make_prover
 from hpcrl.errors import EngineError
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents.server import ModelProxy
@@ -164,7 +164,7 @@ def test_a_worker_is_reached_with_its_own_token_only(pair: "list[Behind]") -> No
 
     async def body() -> None:
         async with make_client_session() as http:
-            with pytest.raises(EngineError, match="401"):
+            with pytest.raises(EngineError, match="did not prove"):
                 await RemoteEngine(wrong, http).generate(
                     GenerateRequest(request_id="r", token_ids=[5], max_new_tokens=1)
                 )
@@ -181,6 +181,8 @@ async def moody(mood: str) -> AsyncIterator[EngineEndpoint]:
     async def answer(http: web.Request) -> web.Response:
         if http.path == "/load":
             return web.json_response(load)
+        if http.path == HELLO_PATH:
+            return web.json_response({})
         match mood:
             case "answers 500":
                 raise web.HTTPInternalServerError(text="out of memory")
@@ -194,6 +196,7 @@ async def moody(mood: str) -> AsyncIterator[EngineEndpoint]:
         return web.Response()
 
     app = web.Application()
+    app.on_response_prepare.append(make_prover("t"))
     app.router.add_route("*", "/{path:.*}", answer)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
