@@ -90,8 +90,8 @@ class EndpointReader:
     def __init__(self, directory: Path, *, job: int, longest_s: float = LONG_PAUSE_S) -> None:
         self._directory = directory
         self._job = job
-        self._known: dict[str, tuple[int, EngineEndpoint]] = {}
-        """The inode and the content of each file, by its name."""
+        self._known: dict[str, tuple[tuple[int, int, int], EngineEndpoint]] = {}
+        """The stamp and the content of each file, by its name."""
         self._endpoints = WatchedValue(directory, self._read_new, longest_s=longest_s)
 
     def poll(self) -> list[EngineEndpoint]:
@@ -99,18 +99,24 @@ class EndpointReader:
         return self._endpoints.poll()
 
     def _read_new(self) -> list[EngineEndpoint]:
-        try:
-            with os.scandir(self._directory) as entries:
-                inodes = {one.name: one.inode() for one in entries if one.name.endswith(".json")}
-        except FileNotFoundError:
-            inodes = {}
-        known = {name: one for name, one in self._known.items() if inodes.get(name) == one[0]}
-        for name in inodes.keys() - known.keys():
+        stamps: dict[str, tuple[int, int, int]] = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._directory) as entries:
+            for one in entries:
+                with contextlib.suppress(FileNotFoundError):  # withdrawn since
+                    if one.name.endswith(".json"):
+                        stamps[one.name] = _stamp_file(one.stat())
+        known = {name: one for name, one in self._known.items() if stamps.get(name) == one[0]}
+        for name in stamps.keys() - known.keys():
             with contextlib.suppress(FileNotFoundError):  # withdrawn since
                 data = retry_passing((self._directory / name).read_bytes)
-                known[name] = inodes[name], msgspec.json.decode(data, type=EngineEndpoint)
+                known[name] = stamps[name], msgspec.json.decode(data, type=EngineEndpoint)
         self._known = known
         return [known[name][1] for name in sorted(known) if known[name][1].job == self._job]
+
+
+def _stamp_file(facts: os.stat_result) -> tuple[int, int, int]:
+    """Return what tells a file from a later one of its name, which may have its inode."""
+    return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 
 def list_endpoints(directory: Path) -> list[EngineEndpoint]:

@@ -174,9 +174,11 @@ class SegmentListing:
     def _remove(self, name: str) -> None:
         if name in self._present:
             self._present.remove(name)
-            self._added.discard(name)
-            self._removed.add(name)
             self._sorted = None
+            if name in self._added:  # it came and went between two calls of changes()
+                self._added.remove(name)
+            else:
+                self._removed.add(name)
 
     def _read_news_size(self) -> int:
         try:

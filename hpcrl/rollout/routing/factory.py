@@ -1,6 +1,7 @@
 """Make the router of an env worker for a recipe and its model.
 
 make_router               the router
+MAX_AWAITED_REFRESH_S     the longest interval while something is awaited
 MAX_LOAD_REQUESTS_PER_S   the requests for its load that an engine gets, from all env workers together
 """
 
@@ -21,6 +22,8 @@ from hpcrl.rollout.routing.role_switch import RoleSwitcher
 from hpcrl.rollout.routing.router import DEFAULT_TIMEOUTS, Router
 
 MAX_LOAD_REQUESTS_PER_S = 8.0
+MAX_AWAITED_REFRESH_S = 2.0
+"""The interval where an engine or the newest weights are awaited, however many env workers there are."""
 
 
 def make_router(
@@ -43,6 +46,7 @@ def make_router(
         return estimate_speed(gpu, shape=shape, tp=max(1, endpoint.num_gpus)) if known else None
 
     rules, share_s = recipe.router, worker.count / MAX_LOAD_REQUESTS_PER_S
+    awaited_s = min(share_s, MAX_AWAITED_REFRESH_S)
     switcher = None
     if rules.switch_roles or rules.sizing == "auto":
         switcher = RoleSwitcher(campaign.switched_roles, rules=rules, is_leader=worker.index == 0)
@@ -53,7 +57,9 @@ def make_router(
         timeouts=dataclasses.replace(
             DEFAULT_TIMEOUTS,
             refresh_interval_s=max(DEFAULT_TIMEOUTS.refresh_interval_s, share_s),
-            least_refresh_interval_s=max(DEFAULT_TIMEOUTS.least_refresh_interval_s, share_s),
+            least_refresh_interval_s=max(
+                DEFAULT_TIMEOUTS.least_refresh_interval_s, min(share_s, MAX_AWAITED_REFRESH_S)
+            ),
             no_decode_timeout_s=max(DEFAULT_TIMEOUTS.no_decode_timeout_s, recipe.engine.start_timeout_s),
         ),
         rules=rules,

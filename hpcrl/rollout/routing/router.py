@@ -152,6 +152,7 @@ class Router:
     async def refresh_soon(self) -> None:
         """Refresh, unless that was done within the time that one engine can be asked again."""
         if _loop_time() - self._refreshed_at >= self._timeouts.least_refresh_interval_s:
+            self._refreshed_at = _loop_time()  # others that ask meanwhile need not
             await self.refresh()
 
     def versions(self) -> list[int]:
@@ -263,6 +264,7 @@ class Router:
                     f"{self._timeouts.no_decode_timeout_s:g} s: see the logs of role decode"
                 )
             await asyncio.sleep(min(0.1, self._timeouts.refresh_interval_s))
+            await self.refresh_soon()
             refused.clear()
 
     def _try_place(

@@ -55,6 +55,16 @@ def test_an_endpoint_that_another_replaced_is_read_again(tmp_path):
     assert reader.poll() == []
 
 
+def test_an_endpoint_in_the_inode_of_the_one_before_is_read(tmp_path):
+    reader = EndpointReader(tmp_path, job=1)
+    path = announce_endpoint(tmp_path, endpoint(0))
+    assert reader.poll() == [endpoint(0)]
+    changed = msgspec.structs.replace(endpoint(0), url="http://n:9")
+    path.write_bytes(msgspec.json.encode(changed))  # as a file system does that gives a new file an old inode
+    (tmp_path / "another").touch()
+    assert reader.poll() == [changed]
+
+
 def test_endpoints_of_another_job_are_left_out(tmp_path):
     announce_endpoint(tmp_path, endpoint(0, job=0))
     announce_endpoint(tmp_path, endpoint(0))

@@ -166,3 +166,15 @@ def test_a_listing_reports_each_change_once(tmp_path: Path) -> None:
     announce_changes(tmp_path, added=[second])
     assert listing.changes() == ({second}, {second})
     assert listing.names() is listing.names()
+
+
+def test_a_segment_that_came_and_went_between_two_calls_is_no_change(tmp_path):
+    listing = SegmentListing(tmp_path)
+    announce_changes(tmp_path, added=[touch(tmp_path, "p", 0, 3)])
+    listing.changes()
+    brief = touch(tmp_path, "p", 1, 3)
+    announce_changes(tmp_path, added=[brief])
+    assert brief in listing.names()
+    (tmp_path / brief).unlink()
+    announce_changes(tmp_path, removed=[brief])
+    assert listing.changes() == (set(), set())
