@@ -170,6 +170,11 @@ class JobDriver:
     """When Slurm kills what is left, in seconds since the epoch, if it will."""
     is_terminating: bool = False
     """True once SIGTERM was taken into account."""
+    has_schedule: bool = False
+    """True once Slurm has named the end after SIGTERM."""
+    has_published_drain: bool = False
+    limits_before: tuple[str | None, EndCause, float, float] = (None, "unknown", float("inf"), float("inf"))
+    """The reason, the cause, the deadline and the kill time of a drain before SIGTERM."""
 
     def __post_init__(self) -> None:
         self.campaign, self.job = self.place.campaign, self.place.job
@@ -187,6 +192,7 @@ class JobDriver:
         )
         self.limit_looks = LookInterval(LIMITS_INTERVAL_S)
         self.lease_looks, self.notice_looks = LookInterval(LEASE_INTERVAL_S), LookInterval(NOTICE_INTERVAL_S)
+        self.schedule_looks = LookInterval(END_QUERY_TIMEOUT_S)
         self.memory = TrainerMemoryWatch(
             self.campaign,
             recipe=self.recipe,
@@ -401,15 +407,25 @@ class JobDriver:
         """Drain the job if a user, Slurm or the clock asks for it; SIGTERM may also shorten the time of a drain."""
         if not self.is_terminating and self.notice_looks.is_due() and self.end_requests.has_termination():
             self.is_terminating = True
-            self._drain(self._plan_termination(allocation))
+            self.limits_before = self.drain_reason, self.drain_cause, self.drain_deadline, self.kill_time
+            self._terminate(allocation)
+        elif self.is_terminating and not self.has_schedule and self.schedule_looks.is_due():
+            self._terminate(allocation)
         if self.drain_reason:
+            self._publish_drain()
             return
         request = self._find_drain(allocation)
         if request is None:
             return
+        self._drain(request)
         if request.is_at_walltime:
-            self._queue_next()  # Slurm may have refused it before
-            request = self._find_drain(allocation) or request  # that took a while
+            self._queue_next()  # Slurm may have refused it before; steps end without a drain, so this comes after it
+
+    def _terminate(self, allocation: JobAllocation) -> None:
+        """Drain after SIGTERM: at once, and then with the time that Slurm names, which may take a while to answer."""
+        self._publish_drain()
+        request = self._plan_termination(allocation)
+        self.drain_reason, self.drain_cause, self.drain_deadline, self.kill_time = self.limits_before
         self._drain(request)
 
     def _find_drain(self, allocation: JobAllocation) -> DrainRequest | None:
@@ -429,8 +445,10 @@ class JobDriver:
         now, end = time.time(), allocation.end_time
         kill_wait_s, drain_s = allocation.kill_wait_s, self.margin.find_seconds()
         cause: EndCause = "walltime" if now >= end - CLOCK_SKEW_S else "cancellation"
+        self.has_schedule = allocation.job_id is None
         if allocation.job_id is not None:
             schedule = query_schedule(allocation.job_id, timeout_s=min(END_QUERY_TIMEOUT_S, kill_wait_s / 3))
+            self.has_schedule = schedule is not None
             end = (schedule.running_end if schedule is not None else None) or now
             if schedule is not None and schedule.is_preempted:
                 cause = "preemption"
@@ -441,8 +459,19 @@ class JobDriver:
             self.drain_reason, self.drain_cause = request.reason, request.cause
         self.drain_deadline = min(self.drain_deadline, time.monotonic() + request.grace_s)
         self.kill_time = min(self.kill_time, request.kill_time)
-        publish_file(self.job.drain, request.reason)
+        self._publish_drain()
         self.events.emit(DrainStarted(reason=request.reason, grace_s=request.grace_s))
+
+    def _publish_drain(self) -> None:
+        """Ask all workers to drain; where the file system refuses that now, the next turn tries again."""
+        if self.has_published_drain:
+            return
+        try:
+            publish_file(self.job.drain, self.drain_reason or "it received SIGTERM")
+        except OSError as error:
+            print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
+        else:
+            self.has_published_drain = True
 
     def _choose_grace(self) -> float:
         """Return how long one part of the end may take: all of it must be over when Slurm kills the job."""
@@ -450,16 +479,16 @@ class JobDriver:
 
     def _finish(self, outcome: JobOutcome, reason: str) -> JobEnd:
         """Let the workers seal what they hold before they are ended; a user's request to stop ends the campaign."""
+        cause: EndCause = "complete" if outcome == "done" or self.drain_reason is None else self.drain_cause
         if outcome in ("drained", "cut") and self.campaign.stop.exists():
             outcome = "stopped"
         elif outcome == "drained":
             outcome = LIMIT_OUTCOMES.get(self.drain_cause, outcome)
-        if not self.job.drain.exists():
-            publish_file(self.job.drain, reason)
+        self.drain_reason = self.drain_reason or reason
+        self._publish_drain()
         deadline = time.monotonic() + self._choose_grace()
         while any(not worker.future.done() for worker in self.workers) and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL_S)
-        cause = "complete" if self.drain_reason is None else self.drain_cause
         return JobEnd(outcome=outcome, reason=reason, cause="user-request" if self.campaign.stop.exists() else cause)
 
     def _watch_progress(self) -> ProgressWatch:

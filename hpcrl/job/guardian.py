@@ -5,8 +5,8 @@ child, even if that was killed.
     DriverPulse          the heartbeat of the driver: one that hangs is ended with all its processes
     send_outcome         send the outcome to the guardian; without a guardian, clean up and record it
     cancel_reward_jobs   end the reward jobs of a driver that was killed
-    CLOSE_GRACE_S, TERM_CLOSE_GRACE_S, FORWARDED_SIGNALS, PULSE_INTERVAL_S, MAX_SILENCE_S, MAX_TURN_S,
-    STACKS_GRACE_S, HANG_CLOSE_S   constants
+    CLOSE_GRACE_S, TERM_CLOSE_GRACE_S, OUTCOME_TIMEOUT_S, FORWARDED_SIGNALS, PULSE_INTERVAL_S, MAX_SILENCE_S,
+    MAX_TURN_S, STACKS_GRACE_S, HANG_CLOSE_S   constants
 """
 
 import contextlib
@@ -38,6 +38,8 @@ from hpcrl.weights.window.file import unlink_recorded_windows
 from hpcrl.weights.window.shm_cleanup import remove_orphans
 
 _TIMES = struct.Struct("dd")
+OUTCOME_TIMEOUT_S = 5.0
+"""The time for which recording the outcome is tried on a full or unreachable file system."""
 CLOSE_GRACE_S = 10.0
 """The time that processes may take to end."""
 TERM_CLOSE_GRACE_S = 1.5
@@ -119,8 +121,12 @@ def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace) ->
 
 def _record_end(job: JobDir, by_default: JobEnd, *, outcome_fd: int) -> None:
     """Record what the driver has sent, once no process holds the other end; then cancel or adapt the next job."""
-    publish_file(job.outcome, os.read(outcome_fd, 1 << 16) or by_default.encode())
-    if next_job.campaign_outcome(job) is not None:
+    record = os.read(outcome_fd, 1 << 16) or by_default.encode()
+    _publish_outcome(job, record)
+    cause = msgspec.json.decode(record, type=JobEnd).likely_cause
+    # Of an uncertain cause only the next job can learn more, from Slurm: it sees then whether there is anything to do.
+    is_certain = cause not in next_job.UNCERTAIN_CAUSES or job.campaign.stop.exists()
+    if is_certain and next_job.campaign_outcome(job) is not None:
         _try_cleanup(lambda: next_job.cancel_next_jobs(job))
     elif job.next_job.submission.exists():
         campaign = job.campaign
@@ -134,7 +140,21 @@ def send_outcome(end: JobEnd, *, outcome_fd: int, job: JobDir) -> None:
         os.write(outcome_fd, record)
     except BrokenPipeError:
         _clean_up(job, grace_s=CLOSE_GRACE_S)
-        publish_file(job.outcome, record)
+        _publish_outcome(job, record)
+
+
+def _publish_outcome(job: JobDir, record: bytes) -> None:
+    """Record the outcome; where the file system refuses it for long, it is in the batch log."""
+    deadline = time.monotonic() + OUTCOME_TIMEOUT_S
+    while True:
+        try:
+            publish_file(job.outcome, record)
+        except OSError as error:
+            if time.monotonic() < deadline:
+                time.sleep(OUTCOME_TIMEOUT_S / 10)
+                continue
+            print(f"hpcrl: {error}: the outcome is {record.decode()}", file=sys.stderr, flush=True)  # noqa: T201
+        return
 
 
 def _describe_crash(code: int, reason: str) -> JobEnd:
@@ -203,15 +223,15 @@ def _run_briefly(action: Callable[[], object], *, timeout_s: float) -> None:
 
 def _clean_up(job: JobDir, *, grace_s: float) -> None:
     """End everything that the driver started."""
-    publish_file(job.end, "")  # a driver that was killed could not ask its steps to end
+    _try_cleanup(lambda: publish_file(job.end, ""))  # a driver that was killed could not ask its steps to end
     wait_for_descendants(timeout_s=grace_s)
     end_descendants(grace_s=grace_s)
-    unlink_recorded_windows(job)
-    remove_orphans()
+    _try_cleanup(lambda: unlink_recorded_windows(job))
+    _try_cleanup(remove_orphans)
     cancel_reward_jobs(job)
 
 
-def _try_cleanup(action: Callable[[], None]) -> None:
+def _try_cleanup(action: Callable[[], object]) -> None:
     """Run a cleanup and print its error; a job left behind ends at its walltime, or when it finds no work."""
     try:
         action()

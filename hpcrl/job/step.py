@@ -32,7 +32,7 @@ from hpcrl.weights.window.file import unlink_recorded_windows
 from hpcrl.weights.window.shm_cleanup import SCRATCH_PREFIX, SegmentLedger, remove_orphans
 
 TERM_GRACE_S = 3.0
-NOTICE_TIMEOUT_S = 4.0
+NOTICE_TIMEOUT_S = 8.0
 """Time for a driver to answer a notice of SIGTERM: Slurm may send SIGKILL soon."""
 
 
@@ -45,6 +45,7 @@ class StepEnd:
         self._requests = NameWatch(end.parent)
         self._is_terminated = False
         self._noticed_at: float | None = None
+        self._has_published = False
         self.is_alone = False
         """True if no driver has answered a notice."""
 
@@ -61,10 +62,14 @@ class StepEnd:
             return False
         if self._job is None:
             return True
-        if self._noticed_at is None:
-            self._noticed_at = time.monotonic()
-            publish_file(self._job.terminated, current_node())
-        self.is_alone = time.monotonic() > self._noticed_at + NOTICE_TIMEOUT_S and not self._job.drain.exists()
+        self._noticed_at = self._noticed_at or time.monotonic()
+        is_answered = False
+        with contextlib.suppress(OSError):  # a full or unreachable file system: the notice is tried again
+            if not self._has_published:
+                publish_file(self._job.terminated, current_node())
+                self._has_published = True
+            is_answered = self._job.drain.exists()
+        self.is_alone = time.monotonic() > self._noticed_at + NOTICE_TIMEOUT_S and not is_answered
         return self.is_alone
 
     def _on_term(self, *_: object) -> None:

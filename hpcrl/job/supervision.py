@@ -81,11 +81,11 @@ class EndRequests:
 
     def has_termination(self) -> bool:
         """Return whether this process or a step received SIGTERM."""
-        return self.is_terminated or self.terminated.exists()
+        return self.is_terminated or _is_there(self.terminated)
 
     def find_drain(self, *, now: float, end_time: float, drain_s: float, kill_wait_s: float) -> DrainRequest | None:
         """Return the request of a user or of the clock to drain; both times are seconds since the epoch."""
-        if self.stop.exists():
+        if _is_there(self.stop):
             return DrainRequest(reason="a user asked for it (hpcrl stop)", grace_s=drain_s, cause="user-request")
         if self.is_near_end or now > end_time - drain_s:
             grace_s = max(end_time - now - CLOSE_GRACE_S, 1.0)
@@ -101,6 +101,14 @@ class EndRequests:
 
     def _on_near_end(self, *_: object) -> None:
         self.is_near_end = True
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether a file is there; an error of the file system ends no job, and the next look comes soon."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def plan_termination(

@@ -57,9 +57,7 @@ def make_router(
         timeouts=dataclasses.replace(
             DEFAULT_TIMEOUTS,
             refresh_interval_s=max(DEFAULT_TIMEOUTS.refresh_interval_s, share_s),
-            least_refresh_interval_s=max(
-                DEFAULT_TIMEOUTS.least_refresh_interval_s, min(share_s, MAX_AWAITED_REFRESH_S)
-            ),
+            least_refresh_interval_s=max(DEFAULT_TIMEOUTS.least_refresh_interval_s, awaited_s),
             no_decode_timeout_s=max(DEFAULT_TIMEOUTS.no_decode_timeout_s, recipe.engine.start_timeout_s),
         ),
         rules=rules,

@@ -1,7 +1,11 @@
 """What the driver does about a job in which nothing happens, and about a trainer that has failed for good."""
 
 import dataclasses
+import errno
+import os
+import time
 from concurrent.futures import Future
+from datetime import datetime
 
 import pytest
 
@@ -15,9 +19,11 @@ from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import LimitsConfig
 from hpcrl.config.site import load_site
 from hpcrl.errors import HpcrlError, SlurmError, TrainError
+from hpcrl.job import driver as driver_module
 from hpcrl.job.driver import JobDriver, LongLivedWorker, _describe_failure
-from hpcrl.job.supervision import CampaignUse
+from hpcrl.job.supervision import CampaignUse, DrainRequest, LookInterval
 from hpcrl.plan.plan import make_plan
+from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.processes import MAX_RESTARTS
 from tests.support.plans import make_recipe
@@ -108,3 +114,56 @@ def test_a_campaign_that_has_reached_a_limit_starts_nothing(driver):
     end = driver._find_campaign_end()
     assert (end.outcome, end.cause) == ("stopped", "budget-used")
     assert "limits.node_hours" in end.reason
+
+
+ALLOCATION = JobAllocation(job_id="7", end_time=1e12, nodes=[["n"]])
+
+
+def fake_squeue(tmp_path, monkeypatch, answer):
+    """Put a squeue on PATH that notes whether the job was asked to drain before, and then answers."""
+    programs = make_private_dir(tmp_path / "bin")
+    script = f"#!/bin/sh\nif [ -f {tmp_path}/jobs/000/drain ]; then echo drained >> {tmp_path}/order; fi\n{answer}\n"
+    (programs / "squeue").write_text(script)
+    (programs / "squeue").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+
+
+def test_sigterm_drains_a_job_before_slurm_is_asked_and_a_later_answer_gives_more_time(driver, tmp_path, monkeypatch):
+    fake_squeue(tmp_path, monkeypatch, "exit 1")
+    driver.end_requests.is_terminated = True
+    driver._check_end_requests(ALLOCATION)
+    assert (tmp_path / "order").read_text() == "drained\n"
+    assert (driver.drain_cause, driver.has_schedule) == ("cancellation", False)
+    short = driver.drain_deadline - time.monotonic()
+    assert short < ALLOCATION.kill_wait_s
+    later = datetime.fromtimestamp(time.time() + 600).isoformat(timespec="seconds")
+    fake_squeue(tmp_path, monkeypatch, f'echo "RUNNING {later} {later}"')
+    driver.schedule_looks = LookInterval(0.0)
+    driver._check_end_requests(ALLOCATION)
+    assert (driver.drain_cause, driver.has_schedule) == ("preemption", True)
+    assert driver.drain_deadline - time.monotonic() > short + 10
+    assert driver.kill_time > time.time() + 500
+    driver._check_end_requests(ALLOCATION)
+    assert (tmp_path / "order").read_text() == "drained\n" * 2, "an answer is enough"
+
+
+def test_a_job_that_makes_its_last_step_while_it_drains_is_complete(driver):
+    driver._drain(DrainRequest(reason="its walltime is nearly over", grace_s=1.0, cause="walltime"))
+    end = driver._finish("done", "every training step was made")
+    assert (end.outcome, end.cause) == ("done", "complete")
+
+
+def test_a_drain_that_the_file_system_refuses_is_asked_for_again(driver, monkeypatch):
+    publish, refused = driver_module.publish_file, []
+
+    def refuse_once(path, data):
+        if not refused:
+            refused.append(path)
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        publish(path, data)
+
+    monkeypatch.setattr(driver_module, "publish_file", refuse_once)
+    driver._drain(DrainRequest(reason="a user asked for it", grace_s=1.0, cause="user-request"))
+    assert not driver.job.drain.exists()
+    driver._check_end_requests(ALLOCATION)
+    assert driver.job.drain.read_text() == "a user asked for it"

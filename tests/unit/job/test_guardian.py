@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign_dir.job_end import JobEnd, read_job_end
-from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.job_end import EndCause, JobEnd, read_job_end
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir
+from hpcrl.job import guardian
 from hpcrl.system.files import make_private_dir, read_json
 from hpcrl.system.processes import read_start_ticks
 from tests.support.campaigns import until
@@ -135,3 +136,57 @@ def test_a_job_that_stood_still_as_a_whole_continues(tmp_path: Path) -> None:
         guardian.stdin.flush()
         assert guardian.wait(60) == 0
     assert read_job_end(job) == JobEnd(outcome="drained", time=read_json(job.outcome)["time"])
+
+
+FULL_DISK = """
+import errno, os, sys
+from pathlib import Path
+from hpcrl.campaign_dir.job_end import JobEnd
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.job import guardian
+
+def refuse(path, data):
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+
+guardian.publish_file = refuse
+guardian.OUTCOME_TIMEOUT_S = 0.1
+guardian.unlink_recorded_windows = lambda job: print("windows", flush=True)
+job = CampaignDir(Path(sys.argv[1])).job(0)
+guardian._clean_up(job, grace_s=0.1)
+guardian._publish_outcome(job, JobEnd(outcome="drained", cause="walltime").encode())
+"""
+
+
+def test_on_a_full_disk_everything_is_cleaned_up_and_the_outcome_is_in_the_batch_log(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "windows\n"
+    assert "Disk quota exceeded" in done.stderr
+    assert 'the outcome is {"outcome":"drained"' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("cause", "cancelled"), [("cancellation", False), ("infrastructure", False), ("user-code", True)]
+)
+def test_the_next_job_stays_where_slurm_may_know_more_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: EndCause, cancelled: bool
+) -> None:
+    calls: list[JobDir] = []
+    monkeypatch.setattr(guardian.next_job, "campaign_outcome", lambda _: ("failed", "so it is"))
+    monkeypatch.setattr(guardian.next_job, "cancel_next_jobs", calls.append)
+    job = CampaignDir(tmp_path).job(0)
+    make_private_dir(job.root)
+    read_end, write_end = os.pipe()
+    os.write(write_end, JobEnd(outcome="failed", cause=cause).encode())
+    os.close(write_end)
+    guardian._record_end(job, JobEnd(outcome="failed"), outcome_fd=read_end)
+    os.close(read_end)
+    assert bool(calls) == cancelled
+    job.campaign.stop.touch()
+    read_end, write_end = os.pipe()
+    os.write(write_end, JobEnd(outcome="failed", cause=cause).encode())
+    os.close(write_end)
+    guardian._record_end(job, JobEnd(outcome="failed"), outcome_fd=read_end)
+    os.close(read_end)
+    assert calls[-1:] == [job], "a user has asked for the end"

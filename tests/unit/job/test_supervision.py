@@ -1,5 +1,6 @@
 """What the driver watches: requests to end a job, failures that repeat, progress."""
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -231,3 +232,13 @@ def test_the_time_of_an_earlier_job_is_counted_from_its_start_to_its_end(tmp_pat
     (start,) = EventReader(campaign.events).poll()
     job.outcome.write_bytes(JobEnd(outcome="drained", time=start.time + 7200.0).encode())
     assert measure_hours(job) == pytest.approx(2.0)
+
+
+def test_an_error_of_the_file_system_is_no_request_and_ends_nothing(tmp_path, monkeypatch):
+    def fail(_path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    watched = EndRequests(tmp_path / "stop", tmp_path / "terminated")
+    monkeypatch.setattr(type(tmp_path), "exists", fail)
+    assert not watched.has_termination()
+    assert watched.find_drain(now=0.0, end_time=END_TIME, drain_s=DRAIN_S, kill_wait_s=KILL_WAIT_S) is None
