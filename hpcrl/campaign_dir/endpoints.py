@@ -115,7 +115,7 @@ class EndpointReader:
 
 
 def _stamp_file(facts: os.stat_result) -> tuple[int, int, int]:
-    """Return what tells a file from a later one of its name, which may have its inode."""
+    """Return what differs between a file and a later one of its name, which may have its inode."""
     return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 

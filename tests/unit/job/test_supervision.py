@@ -234,7 +234,7 @@ def test_the_time_of_an_earlier_job_is_counted_from_its_start_to_its_end(tmp_pat
     assert measure_hours(job) == pytest.approx(2.0)
 
 
-def test_an_error_of_the_file_system_is_no_request_and_ends_nothing(tmp_path, monkeypatch):
+def test_an_error_of_the_file_system_requests_and_ends_nothing(tmp_path, monkeypatch):
     def fail(_path):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

@@ -168,7 +168,7 @@ def test_a_listing_reports_each_change_once(tmp_path: Path) -> None:
     assert listing.names() is listing.names()
 
 
-def test_a_segment_that_came_and_went_between_two_calls_is_no_change(tmp_path):
+def test_a_segment_that_came_and_went_between_two_calls_changes_nothing(tmp_path):
     listing = SegmentListing(tmp_path)
     announce_changes(tmp_path, added=[touch(tmp_path, "p", 0, 3)])
     listing.changes()
