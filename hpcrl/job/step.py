@@ -32,7 +32,7 @@ from hpcrl.weights.window.file import unlink_recorded_windows
 from hpcrl.weights.window.shm_cleanup import SCRATCH_PREFIX, SegmentLedger, remove_orphans
 
 TERM_GRACE_S = 3.0
-NOTICE_TIMEOUT_S = 8.0
+NOTICE_TIMEOUT_S = 4.0
 """Time for a driver to answer a notice of SIGTERM: Slurm may send SIGKILL soon."""
 
 
