@@ -79,7 +79,7 @@ LONG_LIVED_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env")
 POLL_INTERVAL_S = 0.1
 LOOK_INTERVAL_S = 1.0
 """The longest time between two looks at the trainer's progress, while nothing changes."""
-END_QUERY_TIMEOUT_S = 5.0
+END_QUERY_TIMEOUT_S = 3.0
 """Time for Slurm to answer when a job that is about to end will end: there is little of it."""
 LIMIT_OUTCOMES: dict[EndCause, JobOutcome] = {"goal-reached": "done", "budget-used": "stopped"}
 """The outcome of a job that drained for a limit of the campaign."""
@@ -422,8 +422,7 @@ class JobDriver:
             self._queue_next()  # Slurm may have refused it before; steps end without a drain, so this comes after it
 
     def _terminate(self, allocation: JobAllocation) -> None:
-        """Drain after SIGTERM: at once, and then with the time that Slurm names, which may take a while to answer."""
-        self._publish_drain()
+        """Drain after SIGTERM in the time that Slurm names, which may answer only when it is asked again."""
         request = self._plan_termination(allocation)
         self.drain_reason, self.drain_cause, self.drain_deadline, self.kill_time = self.limits_before
         self._drain(request)
@@ -467,7 +466,7 @@ class JobDriver:
         if self.has_published_drain:
             return
         try:
-            publish_file(self.job.drain, self.drain_reason or "it received SIGTERM")
+            publish_file(self.job.drain, self.drain_reason or "")
         except OSError as error:
             print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
         else:
