@@ -119,13 +119,13 @@ def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace) ->
     return encode_exit_code(code)
 
 
-def _record_end(job: JobDir, by_default: JobEnd, *, outcome_fd: int) -> None:
+def _record_end(job: JobDir, by_default: JobEnd, *, outcome_fd: int, has_hung: bool = False) -> None:
     """Record what the driver has sent, once no process holds the other end; then cancel or adapt the next job."""
     record = os.read(outcome_fd, 1 << 16) or by_default.encode()
     _publish_outcome(job, record)
     cause = msgspec.json.decode(record, type=JobEnd).likely_cause
     # Of an uncertain cause only the next job can learn more, from Slurm: it sees then whether there is anything to do.
-    is_certain = cause not in next_job.UNCERTAIN_CAUSES or job.campaign.stop.exists()
+    is_certain = has_hung or cause not in next_job.UNCERTAIN_CAUSES or job.campaign.stop.exists()
     if is_certain and next_job.campaign_outcome(job) is not None:
         _try_cleanup(lambda: next_job.cancel_next_jobs(job))
     elif job.next_job.submission.exists():
@@ -208,7 +208,8 @@ def _end_hung_driver(driver: int, reason: str, *, job: JobDir, outcome_fd: int) 
 
     def close() -> None:
         _clean_up(job, grace_s=TERM_CLOSE_GRACE_S)
-        _record_end(job, msgspec.structs.replace(end, time=time.time()), outcome_fd=outcome_fd)
+        timed = msgspec.structs.replace(end, time=time.time())
+        _record_end(job, timed, outcome_fd=outcome_fd, has_hung=True)
 
     _run_briefly(close, timeout_s=HANG_CLOSE_S)
     return EXIT_FAILED
