@@ -207,7 +207,7 @@ def _end_hung_driver(driver: int, reason: str, *, job: JobDir, outcome_fd: int) 
     end = JobEnd(outcome="failed", reason=f"{reason}; the stacks are in {job.logs}", cause="infrastructure")
 
     def close() -> None:
-        _clean_up(job, grace_s=TERM_CLOSE_GRACE_S)
+        _clean_up(job, grace_s=CLOSE_GRACE_S)
         timed = msgspec.structs.replace(end, time=time.time())
         _record_end(job, timed, outcome_fd=outcome_fd, has_hung=True)
 
