@@ -186,7 +186,7 @@ def _find_job_states(campaign: CampaignDir, site: Site) -> dict[JobDir, str]:
 
 
 def _find_last_job(campaign: CampaignDir) -> JobDir:
-    """Return the newest job; a directory that a killed `hpcrl resume` left without a submission is removed."""
+    """Return the newest job that was submitted; a killed `hpcrl resume` leaves a directory without a submission."""
     jobs = directory.list_jobs(campaign)
     return next((job for job in reversed(jobs) if job.submission.exists()), jobs[-1])
 
