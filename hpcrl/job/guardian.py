@@ -104,6 +104,7 @@ def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace) ->
     driver = os.fork()
     if driver == 0:
         os.close(outcome_fd)
+        adopt_orphans()  # a driver whose guardian is killed ends them too
         die_with_parent()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         pulse.start()

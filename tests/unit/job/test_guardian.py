@@ -61,6 +61,27 @@ def test_a_driver_whose_guardian_was_killed_records_its_own_outcome(tmp_path: Pa
     assert (read_json(job.outcome)["outcome"], job.end.exists()) == ("drained", True)
 
 
+ORPHAN = """
+import subprocess
+print(subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, start_new_session=True).pid, flush=True)
+"""
+ORPHAN_PROGRAM = PROGRAM.replace(
+    'print("ready", flush=True)', f"import subprocess; subprocess.run([sys.executable, '-c', {ORPHAN!r}])"
+)
+"""The same with a process whose parent, in another session, has ended."""
+
+
+def test_orphans_of_steps_are_ended_by_a_driver_whose_guardian_was_killed(tmp_path: Path) -> None:
+    job = CampaignDir(tmp_path).job(0)
+    make_private_dir(job.root)
+    with subprocess.Popen([sys.executable, "-c", ORPHAN_PROGRAM, str(tmp_path)], stdout=subprocess.PIPE) as guardian:
+        assert guardian.stdout is not None
+        orphan = int(guardian.stdout.readline())
+        guardian.kill()
+    until(job.outcome.exists, what="the driver records its outcome", timeout_s=30)
+    assert read_start_ticks(orphan) is None
+
+
 HUNG_PROGRAM = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
