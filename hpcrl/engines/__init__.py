@@ -2,6 +2,7 @@
 
 base            requests, completions and the protocols of an engine
 http            the HTTP server of an engine, and its client
+proved_connector  its connections, on which the server proves first that it has the token
 request_checks  limits that are checked before a request is queued
 structure       what the text of an answer must be, as a grammar
 request_loop    requests that are queued, stepped and cancelled

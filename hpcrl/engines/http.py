@@ -2,7 +2,7 @@
 
     ServedEngine         the engine behind the server
     serve_over_http      POST /generate /stream /prefill /abort, GET /load /kv/NAME; each with the bearer token
-    make_prover          a server proves that it has the token too
+    make_prover          a server proves to its clients that it has the token
     RemoteEngine         the client: a TokenGenerator and TokenStreamer
     make_client_session  its connections
     make_kv_fetcher      fetch handed-over KV for an engine that decodes
@@ -34,8 +34,6 @@ from hpcrl.campaign_dir.endpoints import (
     NONCE_HEADER,
     PROOF_HEADER,
     EngineEndpoint,
-    is_proof,
-    make_nonce,
     make_proof,
 )
 from hpcrl.engines.base import (
@@ -49,6 +47,7 @@ from hpcrl.engines.base import (
     TokenGenerator,
     TokenStreamer,
 )
+from hpcrl.engines.proved_connector import ProvedConnector, UnprovedServerError
 from hpcrl.errors import EngineError, EngineRefusedError, EngineRequestError
 
 T = TypeVar("T")
@@ -262,8 +261,11 @@ def _format_host(host: str) -> str:
 
 
 def make_client_session() -> aiohttp.ClientSession:
-    """Return a session with one kept-alive connection for each request in flight."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+    """Return a session with one kept-alive connection for each request in flight.
+
+    A bearer token is sent only to a server that has proved, on the same connection, that it has the token.
+    """
+    return aiohttp.ClientSession(connector=ProvedConnector())
 
 
 class RemoteEngine:
@@ -273,8 +275,6 @@ class RemoteEngine:
         self.endpoint = endpoint
         self._session = session
         self._headers = {"Authorization": f"Bearer {endpoint.token}"}
-        self._is_proved = False
-        """True once the server has proved that it has the token, until a request fails: another may have its port."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         # The caller limits how long a turn may take: cancelling this disconnects, which aborts the turn on the server.
@@ -286,9 +286,7 @@ class RemoteEngine:
         data = msgspec.json.encode(request)
         last: CompletionChunk | None = None
         try:
-            headers = await self._make_headers(url)
-            async with self._session.post(url, data=data, headers=headers, timeout=timeout) as http:
-                self._check_proof(http, url, nonce=headers[NONCE_HEADER])
+            async with self._session.post(url, data=data, headers=self._headers, timeout=timeout) as http:
                 if http.status >= 400:
                     raise self._make_error(url, http.status, await http.read())
                 async for line in _read_lines(http.content):
@@ -317,9 +315,7 @@ class RemoteEngine:
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=SHORT_TIMEOUT_S)
         url = self.endpoint.url + path
         try:
-            headers = await self._make_headers(url)
-            async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as http:
-                self._check_proof(http, url, nonce=headers[NONCE_HEADER])
+            async with self._session.request(method, url, data=data, headers=self._headers, timeout=timeout) as http:
                 answer = await http.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._make_silence(url, error) from error
@@ -327,26 +323,9 @@ class RemoteEngine:
             raise self._make_error(url, http.status, answer)
         return self._decode_answer(answer, kind=kind, url=url)
 
-    async def _make_headers(self, url: str) -> dict[str, str]:
-        """Return the headers of a request, once the server has proved that it is the engine: they have the token."""
-        if not self._is_proved:
-            timeout, nonce = aiohttp.ClientTimeout(total=SHORT_TIMEOUT_S), make_nonce()
-            hello = self.endpoint.url + HELLO_PATH
-            async with self._session.get(hello, headers={NONCE_HEADER: nonce}, timeout=timeout) as http:
-                self._check_proof(http, url, nonce=nonce)
-            self._is_proved = True
-        return self._headers | {NONCE_HEADER: make_nonce()}
-
-    def _check_proof(self, http: aiohttp.ClientResponse, url: str, *, nonce: str) -> None:
-        if not is_proof(http.headers, token=self.endpoint.token, nonce=nonce):
-            self._is_proved = False
-            raise EngineError(
-                f"worker {self.endpoint.worker} at {url} did not prove that it has the endpoint's token: another "
-                "program listens there, or a proxy is in between (set no_proxy)"
-            )
-
     def _make_silence(self, url: str, error: BaseException) -> EngineError:
-        self._is_proved = False
+        if isinstance(error, UnprovedServerError):
+            return EngineError(f"worker {self.endpoint.worker} at {url}: {error}")
         return EngineError(f"worker {self.endpoint.worker} at {url} did not answer: {error!r}")
 
     def _make_error(self, url: str, status: int, answer: bytes) -> EngineError:

@@ -115,11 +115,9 @@ def count_activity(endpoints: Iterable[EngineEndpoint]) -> ActivityFigures:
 
 
 async def _count_activity(endpoints: list[EngineEndpoint]) -> ActivityFigures:
-    import aiohttp  # only here: a job that never seems to stall does not need it
+    from hpcrl.engines.http import RemoteEngine, make_client_session  # a job that never seems to stall needs no HTTP
 
-    from hpcrl.engines.http import RemoteEngine
-
-    async with aiohttp.ClientSession() as session:
+    async with make_client_session() as session:
 
         async def ask(endpoint: EngineEndpoint) -> tuple[str, int] | None:
             try:

@@ -25,14 +25,7 @@ from typing import Self
 import aiohttp
 from aiohttp import web
 
-from hpcrl.campaign_dir.endpoints import (
-    HELLO_PATH,
-    NONCE_HEADER,
-    EndpointReader,
-    EngineEndpoint,
-    is_proof,
-    make_nonce,
-)
+from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import Recipe
 from hpcrl.engines.http import make_client_session
@@ -147,17 +140,8 @@ class JudgeProxy:
     async def _probe(self, engine: _JudgeEngine) -> None:
         timeout, headers = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S), _authorize(engine)
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            if not await self._is_genuine(engine):  # another program has its port: it gets neither token nor prompt
-                return
             async with self._session.get(engine.endpoint.url + "/health", headers=headers, timeout=timeout) as answer:
                 engine.is_up = answer.status == 200
-
-    async def _is_genuine(self, engine: _JudgeEngine) -> bool:
-        """Return whether the server at an endpoint proves that it has the token."""
-        timeout, nonce = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S), make_nonce()
-        url = engine.endpoint.url + HELLO_PATH
-        async with self._session.get(url, headers={NONCE_HEADER: nonce}, timeout=timeout) as answer:
-            return is_proof(answer.headers, token=engine.endpoint.token, nonce=nonce)
 
     def _mark(self, judge: _JudgeState) -> None:
         if judge.list_up():

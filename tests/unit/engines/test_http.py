@@ -1,8 +1,8 @@
 """The HTTP server of an engine and its client: access, invalid requests, and servers that do not answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,15 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint, announce_endpoint
+from hpcrl.campaign_dir.endpoints import (
+    NONCE_HEADER,
+    PROOF_HEADER,
+    EndpointReader,
+    EngineEndpoint,
+    announce_endpoint,
+    make_proof,
+)
+from hpcrl.engines import proved_connector
 from hpcrl.engines.base import (
     LOCAL_URL_PREFIX,
     Completion,
@@ -100,9 +108,9 @@ def remote(url: str, session: aiohttp.ClientSession, *, token: str = "right") ->
 )
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_no_route_answers_without_the_token(method: str, path: str, header: str | None) -> None:
-    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> int:
+    async def body(_: Scripted, url: str, __: aiohttp.ClientSession) -> int:
         headers = {} if header is None else {"Authorization": header}
-        async with session.request(method, url + path, headers=headers) as answer:
+        async with aiohttp.ClientSession() as session, session.request(method, url + path, headers=headers) as answer:
             return answer.status
 
     assert on_server(body) == 401
@@ -179,7 +187,7 @@ def test_a_handle_points_to_the_server_and_fetches_the_kv() -> None:
         ({"url": "file:///etc/passwd"}, "only http"),
         ({"url": "http://127.0.0.1:9/kv/abc"}, "was not received"),
         ({"url": "http://[bad"}, "was not received"),
-        ({"token": "wrong"}, "answered 401"),
+        ({"token": "wrong"}, "did not prove"),
     ],
 )
 def test_kv_that_cannot_be_fetched_is_an_engine_error(change: dict[str, str], complaint: str) -> None:
@@ -234,38 +242,102 @@ def test_an_invalid_answer_is_an_engine_error(answered: bytes) -> None:
         asyncio.run(run())
 
 
-@pytest.mark.parametrize("path", ["/load", "/generate"])
-def test_a_stranger_on_the_port_of_an_engine_gets_neither_token_nor_prompt(path: str) -> None:
-    received: list[tuple[str, str | None, bytes]] = []
+class Impostor:
+    """A server that takes over the port of an engine that has ended, and notes what it is sent."""
 
-    async def run() -> None:
-        async def answer(http: web.BaseRequest) -> web.Response:
-            received.append((http.path, http.headers.get("Authorization"), await http.read()))
-            return web.json_response({"version": 3, "num_running": 0, "num_waiting": 0, "num_generated_tokens": 0})
+    def __init__(self) -> None:
+        self.received: list[tuple[str, str | None, bytes]] = []
 
-        runner = web.ServerRunner(web.Server(answer))
+    async def answer(self, http: web.BaseRequest) -> web.Response:
+        self.received.append((http.path, http.headers.get("Authorization"), await http.read()))
+        return web.json_response({"version": 3, "num_running": 0, "num_waiting": 0, "num_generated_tokens": 0})
+
+    @asynccontextmanager
+    async def listen(self, port: int) -> AsyncIterator[int]:
+        runner = web.ServerRunner(web.Server(self.answer))
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
         try:
-            async with make_client_session() as session:
-                engine = remote(f"http://127.0.0.1:{runner.addresses[0][1]}", session)
-                await (engine.load_figures() if path == "/load" else engine.generate(REQUEST))
+            yield runner.addresses[0][1]
         finally:
             await runner.cleanup()
 
+
+@pytest.mark.parametrize("path", ["/load", "/generate"])
+def test_a_stranger_on_the_port_of_an_engine_gets_neither_token_nor_prompt(path: str) -> None:
+    impostor = Impostor()
+
+    async def run() -> None:
+        async with impostor.listen(0) as port, make_client_session() as session:
+            engine = remote(f"http://127.0.0.1:{port}", session)
+            await (engine.load_figures() if path == "/load" else engine.generate(REQUEST))
+
     with pytest.raises(EngineError, match="did not prove that it has the endpoint's token"):
         asyncio.run(run())
-    assert received == [("/hello", None, b"")]
+    assert impostor.received == [("/hello", None, b"")]
 
 
-def test_an_answer_is_used_only_if_its_server_has_the_token() -> None:
-    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> None:
-        engine = remote(url, session, token="wrong")
-        engine._is_proved = True  # the port has another server since
-        await engine.load_figures()
+@pytest.mark.parametrize("asked", ["load", "generate", "stream", "kv"])
+def test_an_impostor_on_the_port_of_an_engine_that_died_gets_nothing_of_an_idle_client(asked: str) -> None:
+    impostor = Impostor()
 
-    with pytest.raises(EngineError, match="did not prove"):
-        on_server(body)
+    async def ask(engine: RemoteEngine, session: aiohttp.ClientSession) -> None:
+        match asked:
+            case "load":
+                await engine.load_figures()
+            case "generate":
+                await engine.generate(REQUEST)
+            case "stream":
+                _ = [chunk async for chunk in engine.stream(REQUEST)]
+            case "kv":
+                url = f"{engine.endpoint.url}/kv/abc"
+                await make_kv_fetcher(session)(KvHandle(url=url, token="right", version=3, num_tokens=1))
+
+    async def run() -> None:
+        url, runner = await serve_over_http(Scripted(), host="127.0.0.1", token="right")
+        async with make_client_session() as session:
+            engine = remote(url, session)
+            await ask(engine, session)  # the engine has proved itself, on a connection that is kept
+            await runner.cleanup()
+            async with impostor.listen(int(url.rpartition(":")[2])):
+                await ask(engine, session)
+
+    with pytest.raises(EngineError, match="did not prove that it has the endpoint's token"):
+        asyncio.run(run())
+    assert impostor.received == [("/hello", None, b"")]
+
+
+class Genuine(Impostor):
+    """A server that has the token."""
+
+    async def answer(self, http: web.BaseRequest) -> web.Response:
+        answer = await super().answer(http)
+        answer.headers[PROOF_HEADER] = make_proof("right", http.headers.get(NONCE_HEADER, ""))
+        return answer
+
+
+def test_a_connection_is_proved_once_and_used_for_many_requests() -> None:
+    genuine = Genuine()
+
+    async def run() -> None:
+        async with genuine.listen(0) as port, make_client_session() as session:
+            for _ in range(3):
+                await remote(f"http://127.0.0.1:{port}", session).load_figures()
+
+    asyncio.run(run())
+    assert [path for path, *_ in genuine.received] == ["/hello", "/load", "/load", "/load"]
+
+
+def test_a_server_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proved_connector, "PROOF_TIMEOUT_S", 0.2)
+
+    async def run() -> None:
+        server = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
+        async with server, make_client_session() as session:
+            await remote(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", session).load_figures()
+
+    with pytest.raises(EngineError, match="did not answer"):
+        asyncio.run(run())
 
 
 def test_an_engine_computes_its_load_once_for_all_who_ask_at_a_time() -> None:
