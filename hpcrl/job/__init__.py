@@ -2,6 +2,8 @@
 
 driver           supervise the workers
 campaign_lease   let one driver run a campaign
+job_drain        the drain of the job, and who asked for it
+job_workers      start the workers, also again
 supervision      requests to end, the time to drain, failures that repeat
 progress_watch   find out whether the job has stalled
 memory_watch     lower limits of a trainer that ran out of memory

@@ -1,6 +1,7 @@
 """Find out whether a job has stalled, so that nodes are never held idle.
 
 ProgressWatch       the look at the figures of a job
+watch_campaign      make it for a campaign
 JobStall            its result
 ActivityFigures     what changes while engines work
 count_activity      count them over all engines
@@ -16,11 +17,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint
-from hpcrl.campaign_dir.train_progress import TrainProgress
+from hpcrl.campaign_dir.endpoints import EngineEndpoint, list_endpoints
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.train_progress import TrainProgress, read_train_progress
+from hpcrl.config.recipe import Recipe
 from hpcrl.errors import EngineError
+from hpcrl.system.file_watch import WatchedValue
+from hpcrl.weights import versions
 
 STEP_FACTOR = 4
+LOOK_INTERVAL_S = 1.0
+"""The longest time between two looks at a file, while nothing changes."""
 
 
 class ActivityFigures(NamedTuple):
@@ -99,6 +106,27 @@ class ProgressWatch:
     def _restart(self, progress: TrainProgress, now: float) -> None:
         self._since, self._activity = now, None
         self._wasted = (progress.num_flat_groups, progress.num_lost_groups)
+
+
+def watch_campaign(
+    campaign: CampaignDir, *, recipe: Recipe, count_segments: Callable[[], tuple[int, int]]
+) -> ProgressWatch:
+    """Return the look at the figures of a job; files that do not change are read ever more rarely."""
+    progress = WatchedValue(
+        campaign.train_progress, lambda: read_train_progress(campaign.train_progress), longest_s=LOOK_INTERVAL_S
+    )
+    version = WatchedValue(
+        campaign.weights, lambda: versions.find_newest_version(campaign.weights), longest_s=LOOK_INTERVAL_S
+    )
+    return ProgressWatch(
+        timeout_s=recipe.job.stall_timeout_min * 60,
+        start_timeout_s=recipe.engine.start_timeout_s if recipe.has_rollouts else 0.0,
+        groups_per_step=recipe.train.groups_per_step,
+        read_progress=progress.poll,
+        count_segments=count_segments,
+        find_version=version.poll,
+        count_activity=lambda: count_activity(list_endpoints(campaign.endpoints)),
+    )
 
 
 def _describe_roles(progress: TrainProgress, activity: ActivityFigures) -> str:

@@ -7,7 +7,7 @@ LookInterval        the time between two looks
 RestartBudget       the failures of each worker, pool and segment in the last hour
 find_quorum         the workers of a role without which the job ends
 measure_hours       the time that a job has run
-CampaignUse         what the campaign has used and reached, for its limits
+CampaignUse, find_campaign_use    what the campaign has used and reached, for its limits
 DrainMargin         the time that a job needs to drain, learned from its trainer
 CLOSE_RESERVE_S, MAX_CLOSE_SHARE, MARGIN_FACTOR, NUM_STEPS, READ_INTERVAL_S, BUDGET_PERIOD_S, MAX_RECORDS   constants
 """
@@ -29,6 +29,7 @@ from hpcrl.campaign_dir.paths import JobDir, make_worker_name
 from hpcrl.config.recipe import LimitsConfig
 from hpcrl.job.guardian import CLOSE_GRACE_S
 from hpcrl.monitor.job_state import find_last_beat
+from hpcrl.plan.plan import Plan
 from hpcrl.slurm.end_policy import FailureRecord
 from hpcrl.system.processes import MAX_RESTARTS
 
@@ -199,6 +200,17 @@ class CampaignUse:
         if limits.until is not None and now >= datetime.fromisoformat(limits.until).timestamp():
             return f"it is later than {limits.until} (limits.until)"
         return ""
+
+
+def find_campaign_use(job: JobDir, *, limits: LimitsConfig, plan: Plan) -> CampaignUse:
+    """Return the use of a campaign at the start of a job, with the nodes that the plan gives it."""
+    return CampaignUse(
+        limits,
+        EventReader.for_role(job.campaign.events, "train").poll,
+        past_hours=sum(map(measure_hours, map(job.campaign.job, range(job.number)))),
+        num_nodes=sum(part.nodes for part in plan.components),
+        num_gpus=sum(part.nodes * part.gpus_per_node for part in plan.components),
+    )
 
 
 class DrainMargin:

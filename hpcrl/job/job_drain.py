@@ -1,0 +1,154 @@
+"""The drain of one job: on whose request, in what time, and when Slurm kills what is left.
+
+JobDrain      the requests to end one job, and its drain once there is one
+DrainLimits   the reason of a drain, and its times
+CLOCK_SKEW_S, END_QUERY_TIMEOUT_S, LIMITS_INTERVAL_S, MIN_CLOSE_GRACE_S, NOTICE_INTERVAL_S   constants
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hpcrl.campaign_dir.events import CampaignEvent, DrainStarted
+from hpcrl.campaign_dir.job_end import EndCause
+from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.job.guardian import CLOSE_GRACE_S
+from hpcrl.job.supervision import (
+    CampaignUse,
+    DrainMargin,
+    DrainRequest,
+    EndRequests,
+    LookInterval,
+    plan_termination,
+)
+from hpcrl.slurm.allocation import JobAllocation, query_schedule
+from hpcrl.system.files import publish_file
+
+END_QUERY_TIMEOUT_S = 3.0
+"""Time for Slurm to answer when a job that is about to end will end: there is little of it."""
+LIMITS_INTERVAL_S = 5.0
+NOTICE_INTERVAL_S = 0.5
+MIN_CLOSE_GRACE_S = 0.5
+CLOCK_SKEW_S = 5.0
+"""The most by which the clocks of nodes differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainLimits:
+    """The reason of a drain, and its times; without a reason there is none yet."""
+
+    reason: str | None = None
+    cause: EndCause = "unknown"
+    deadline: float = math.inf
+    """When the workers must have drained, by the monotonic clock."""
+    kill_time: float = math.inf
+    """When Slurm kills what is left, in seconds since the epoch, if it will."""
+
+    def tighten(self, request: DrainRequest) -> "DrainLimits":
+        """Return the limits after one more request: the first reason stays, and the earliest times."""
+        is_first = self.reason is None
+        return DrainLimits(
+            reason=request.reason if is_first else self.reason,
+            cause=request.cause if is_first else self.cause,
+            deadline=min(self.deadline, time.monotonic() + request.grace_s),
+            kill_time=min(self.kill_time, request.kill_time),
+        )
+
+
+class JobDrain:
+    """The requests to end one job, and its drain once there is one."""
+
+    def __init__(
+        self, job: JobDir, *, margin: DrainMargin, use: CampaignUse, emit: Callable[[CampaignEvent], object]
+    ) -> None:
+        """Take the time that the job needs to drain, and what the campaign has used of its limits."""
+        self.requests = EndRequests(job.campaign.stop, job.terminated)
+        self.limits = DrainLimits()
+        self.has_schedule = False
+        """True once Slurm has named the end after SIGTERM."""
+        self.schedule_looks = LookInterval(END_QUERY_TIMEOUT_S)
+        self._job, self._margin, self._use, self._emit = job, margin, use, emit
+        self._started_at = time.time()
+        self._limit_looks, self._notice_looks = LookInterval(LIMITS_INTERVAL_S), LookInterval(NOTICE_INTERVAL_S)
+        self._limits_before: DrainLimits | None = None
+        """The limits before SIGTERM; None until SIGTERM was taken into account."""
+        self._is_published = False
+
+    @property
+    def is_overdue(self) -> bool:
+        return time.monotonic() > self.limits.deadline
+
+    def check_requests(self, allocation: JobAllocation) -> DrainRequest | None:
+        """Drain the job if a user, Slurm or the clock asks for it, and return the first request but for SIGTERM.
+
+        SIGTERM may also shorten the time of a drain.
+        """
+        if self._limits_before is None:
+            if self._notice_looks.is_due() and self.requests.has_termination():
+                self._limits_before = self.limits
+                self._terminate(allocation, self._limits_before)
+        elif not self.has_schedule and self.schedule_looks.is_due():
+            self._terminate(allocation, self._limits_before)
+        if self.limits.reason is not None:
+            self.publish()
+            return None
+        request = self._find_request(allocation)
+        if request is not None:
+            self.start(request)
+        return request
+
+    def start(self, request: DrainRequest) -> None:
+        """Drain, or shorten a drain."""
+        self.limits = self.limits.tighten(request)
+        self.publish()
+        self._emit(DrainStarted(reason=request.reason, grace_s=request.grace_s))
+
+    def publish(self, reason: str = "") -> None:
+        """Ask all workers to drain, for `reason` if there is no other.
+
+        Where the file system refuses that now, the next turn tries again.
+        """
+        if self._is_published:
+            return
+        try:
+            publish_file(self._job.drain, self.limits.reason or reason)
+        except OSError as error:
+            print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
+        else:
+            self._is_published = True
+
+    def choose_grace(self) -> float:
+        """Return how long one part of the end may take: all of it must be over when Slurm kills the job."""
+        return min(CLOSE_GRACE_S, max((self.limits.kill_time - time.time()) / 4, MIN_CLOSE_GRACE_S))
+
+    def _terminate(self, allocation: JobAllocation, before: DrainLimits) -> None:
+        """Drain after SIGTERM in the time that Slurm names, which may answer only when it is asked again."""
+        request = self._plan_termination(allocation)
+        self.limits = before
+        self.start(request)
+
+    def _find_request(self, allocation: JobAllocation) -> DrainRequest | None:
+        drain_s = self._margin.find_seconds()
+        if self._limit_looks.is_due():
+            limit = self._use.find_drain(now=time.time(), job_start=self._started_at, drain_s=drain_s)
+            if limit is not None:
+                return limit
+        return self.requests.find_drain(
+            now=time.time(), end_time=allocation.end_time, drain_s=drain_s, kill_wait_s=allocation.kill_wait_s
+        )
+
+    def _plan_termination(self, allocation: JobAllocation) -> DrainRequest:
+        """Return how to drain after SIGTERM; on a machine without a scheduler no SIGKILL follows."""
+        now, end = time.time(), allocation.end_time
+        kill_wait_s, drain_s = allocation.kill_wait_s, self._margin.find_seconds()
+        cause: EndCause = "walltime" if now >= end - CLOCK_SKEW_S else "cancellation"
+        self.has_schedule = allocation.job_id is None
+        if allocation.job_id is not None:
+            schedule = query_schedule(allocation.job_id, timeout_s=min(END_QUERY_TIMEOUT_S, kill_wait_s / 3))
+            self.has_schedule = schedule is not None
+            end = (schedule.running_end if schedule is not None else None) or now
+            if schedule is not None and schedule.is_preempted:
+                cause = "preemption"
+        return plan_termination(end, now=now, drain_s=drain_s, kill_wait_s=kill_wait_s, cause=cause)

@@ -1,0 +1,156 @@
+"""The workers of one job: started, and started again when they end too early.
+
+JobWorkers         all of them; how often each has failed
+LongLivedWorker    a worker that runs until the job ends
+LONG_LIVED_ROLES   the roles of those, but for judges
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hpcrl.campaign_dir.event_log import find_worker_node
+from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, WorkerFailed, WorkerRestarted
+from hpcrl.campaign_dir.job_end import EndCause, JobError
+from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.campaign_dir.train_progress import read_train_progress
+from hpcrl.config.recipe import RoleName
+from hpcrl.job.memory_watch import KILLED, TrainerMemoryWatch
+from hpcrl.job.supervision import RestartBudget, find_quorum
+from hpcrl.plan.plan import Plan
+from hpcrl.slurm.allocation import JobAllocation
+from hpcrl.slurm.end_policy import find_bad_nodes
+from hpcrl.slurm.status import query_failed_nodes
+from hpcrl.system.exit_codes import EXIT_OUT_OF_MEMORY
+from hpcrl.system.files import read_last_line
+
+if TYPE_CHECKING:
+    from hpcrl.job.runtime import JobRuntime
+
+LONG_LIVED_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env")
+
+
+@dataclass
+class LongLivedWorker:
+    """The current process of a long-lived worker."""
+
+    role: RoleName
+    index: int
+    future: "Future[None]"
+    is_resting: bool = False
+    """True while it is not restarted, since it has failed too often."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
+
+@dataclass(kw_only=True)
+class JobWorkers:
+    """The workers of one job, and their failures."""
+
+    job: JobDir
+    plan: Plan
+    quorum: float
+    """The share of a role's workers, and of its nodes, without which the job ends."""
+    budget: RestartBudget
+    memory: TrainerMemoryWatch
+    emit: Callable[[CampaignEvent], object]
+    allocation: JobAllocation | None = None
+    long_lived: list[LongLivedWorker] = field(default_factory=list)
+
+    def start(self, runtime: "JobRuntime") -> None:
+        """Start the long-lived workers."""
+        for role in filter(self.plan.has_role, (*LONG_LIVED_ROLES, *self.plan.judge_roles)):
+            for index in range(self.plan.role(role).num_workers):
+                future = runtime.start_worker(role, index)
+                self.long_lived.append(LongLivedWorker(role=role, index=index, future=future))
+
+    def restart_failed(self, runtime: "JobRuntime", *, trainer_code: int | None) -> bool:
+        """Restart what ended too early, each within its own limit; return whether the job goes on without a node."""
+        if trainer_code is not None:
+            self._restart_trainer(runtime, trainer_code)
+        is_without = [self._count_lost_pool(runtime, role, node) for role, node in runtime.replace_lost_blocks()]
+        for worker in self.long_lived:
+            if worker.is_resting:
+                if not self.budget.is_used_up(worker.name):
+                    worker.is_resting, worker.future = False, runtime.start_worker(worker.role, worker.index)
+                    self.emit(WorkerRestarted(of=worker.name))
+            elif worker.future.done():
+                error = worker.future.exception()
+                self._count_worker_failure(worker, str(error) if error else "it ended by itself")
+                if not worker.is_resting:
+                    worker.future = runtime.start_worker(worker.role, worker.index)
+        return any(is_without)
+
+    def await_ends(self, *, timeout_s: float) -> None:
+        """Wait until the long-lived workers have ended."""
+        wait([worker.future for worker in self.long_lived], timeout=timeout_s)
+
+    def list_bad_nodes(self) -> list[str]:
+        """Return the nodes on which more fails than on others."""
+        if self.allocation is None or self.allocation.job_id is None:
+            return []
+        nodes = {plan.role: self.allocation.nodes[plan.component] for plan in self.plan.roles}
+        return find_bad_nodes(self.budget.list_records(), nodes)
+
+    def describe_trainer_end(self, code: int) -> str:
+        """Return why the trainer ended."""
+        if code == EXIT_OUT_OF_MEMORY:
+            return f"{KILLED}: raise resources.train.mem_gib_per_worker"
+        return f"exit code {code}: {read_last_line(self.job.log('train-0'))}"
+
+    def _restart_trainer(self, runtime: "JobRuntime", code: int) -> None:
+        self._refuse_restart()
+        if not self.memory.report_shortage(code):
+            reason = self.describe_trainer_end(code)
+            self.emit(WorkerFailed(of="train-0", reason=reason))
+            cause: EndCause = "out-of-memory" if code == EXIT_OUT_OF_MEMORY else "user-code"
+            self.budget.count_failure("train-0", reason, cause=cause)
+            self.emit(WorkerRestarted(of="train-0"))
+        runtime.start_trainer()
+
+    def _refuse_restart(self) -> None:
+        """Raise what ended the trainer if it would only fail again."""
+        if failure := read_train_progress(self.job.campaign.train_progress).failure:
+            raise JobError(failure, cause="user-code")
+
+    def _count_lost_pool(self, runtime: "JobRuntime", role: RoleName, node: str) -> bool:
+        """Count that a worker pool has ended; after too many ends, continue without the node if enough are left.
+
+        Return whether the job does.
+        """
+        self.emit(FaultReported(what="worker-pool", detail=f"{role} on {node} ended and was started again"))
+        self.budget.note_node(role, node)
+        pool = f"the worker pool of {role} on {node}"
+        if self.budget.note_failure(pool):
+            return False
+        least = find_quorum(self.plan.components[self.plan.role(role).component].nodes, share=self.quorum)
+        if runtime.num_nodes(role) > least and runtime.drop_node(role, node):
+            self.emit(FaultReported(what="node", detail=f"{role} continues without {node}"))
+            return True
+        is_slurm = self.allocation is not None and self.allocation.job_id is not None
+        failed = query_failed_nodes([node], env=os.environ) if is_slurm else []
+        reason = self.budget.describe(pool, f"see parsl.{role}.block-*.log")
+        cause: EndCause = "node-failure" if failed or node in self.list_bad_nodes() else "infrastructure"
+        raise JobError(reason, cause=cause, nodes=failed)
+
+    def _count_worker_failure(self, worker: LongLivedWorker, reason: str) -> None:
+        """Count that a worker has ended; after too many ends, continue without it if enough are left."""
+        self.emit(WorkerFailed(of=worker.name, reason=reason))
+        if node := find_worker_node(self.job.campaign, self.job.number, worker.role, worker.index):
+            self.budget.note_node(worker.role, node)
+        if self.budget.note_failure(worker.name):
+            self.emit(WorkerRestarted(of=worker.name))
+            return
+        worker.is_resting = True
+        alike = [other for other in self.long_lived if other.role == worker.role]
+        num_left = sum(not other.is_resting for other in alike)
+        reason = self.budget.describe(worker.name, reason)
+        if num_left < find_quorum(len(alike), share=self.quorum):
+            by_default: EndCause = "user-code" if worker.role == "env" else "infrastructure"
+            raise JobError(reason, cause="node-failure" if self.list_bad_nodes() else by_default)
+        left = f"{worker.role} continues with {num_left} of {len(alike)} workers"
+        self.emit(FaultReported(what="quorum", detail=f"{reason}; {left}"))

@@ -1,0 +1,83 @@
+"""How a job drains: what SIGTERM and Slurm's answers make of its time, and a file system that refuses the request."""
+
+import errno
+import os
+import time
+from datetime import datetime
+
+import pytest
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import LimitsConfig
+from hpcrl.job import job_drain
+from hpcrl.job.job_drain import DrainLimits, JobDrain
+from hpcrl.job.supervision import CampaignUse, DrainMargin, DrainRequest, LookInterval
+from hpcrl.slurm.allocation import JobAllocation
+from hpcrl.system.files import make_private_dir
+
+ALLOCATION = JobAllocation(job_id="7", end_time=1e12, nodes=[["n"]])
+
+
+@pytest.fixture
+def job(tmp_path):
+    make_private_dir(CampaignDir(tmp_path).job(0).logs)
+    return CampaignDir(tmp_path).job(0)
+
+
+@pytest.fixture
+def drain(job):
+    use = CampaignUse(LimitsConfig(), list, past_hours=0.0, num_nodes=1, num_gpus=0)
+    return JobDrain(job, margin=DrainMargin(list, least_s=60.0), use=use, emit=[].append)
+
+
+def test_a_second_request_keeps_the_first_reason_and_shortens_the_time():
+    first = DrainLimits().tighten(DrainRequest(reason="a", grace_s=900.0, cause="walltime", kill_time=50.0))
+    second = first.tighten(DrainRequest(reason="b", grace_s=1.0, cause="preemption", kill_time=90.0))
+    assert (second.reason, second.cause, second.kill_time) == ("a", "walltime", 50.0)
+    assert second.deadline < first.deadline - 800
+
+
+def fake_squeue(tmp_path, monkeypatch, answer):
+    """Put a squeue on PATH that notes whether the job was asked to drain before, and then answers."""
+    programs = make_private_dir(tmp_path / "bin")
+    script = f"#!/bin/sh\nif [ -f {tmp_path}/jobs/000/drain ]; then echo drained >> {tmp_path}/order; fi\n{answer}\n"
+    (programs / "squeue").write_text(script)
+    (programs / "squeue").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+
+
+def test_a_job_with_sigterm_drains_though_slurm_is_silent_and_a_later_answer_gives_more_time(
+    drain, job, tmp_path, monkeypatch
+):
+    fake_squeue(tmp_path, monkeypatch, "exit 1")
+    drain.requests.is_terminated = True
+    drain.check_requests(ALLOCATION)
+    assert job.drain.exists()
+    assert (drain.limits.cause, drain.has_schedule) == ("cancellation", False)
+    short = drain.limits.deadline - time.monotonic()
+    assert short < ALLOCATION.kill_wait_s
+    later = datetime.fromtimestamp(time.time() + 600).isoformat(timespec="seconds")
+    fake_squeue(tmp_path, monkeypatch, f'echo "RUNNING {later} {later}"')
+    drain.schedule_looks = LookInterval(0.0)
+    drain.check_requests(ALLOCATION)
+    assert (drain.limits.cause, drain.has_schedule) == ("preemption", True)
+    assert drain.limits.deadline - time.monotonic() > short + 10
+    assert drain.limits.kill_time > time.time() + 500
+    drain.check_requests(ALLOCATION)
+    assert (tmp_path / "order").read_text() == "drained\n", "it was asked once more, and an answer is enough"
+
+
+def test_a_drain_that_the_file_system_refuses_is_asked_for_again(drain, job, monkeypatch):
+    publish, refused = job_drain.publish_file, []
+
+    def refuse_once(path, data):
+        if not refused:
+            refused.append(path)
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        publish(path, data)
+
+    monkeypatch.setattr(job_drain, "publish_file", refuse_once)
+    drain.start(DrainRequest(reason="a user asked for it", grace_s=1.0, cause="user-request"))
+    assert not job.drain.exists()
+    drain.check_requests(ALLOCATION)
+    assert job.drain.read_text() == "a user asked for it"
