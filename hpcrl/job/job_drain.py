@@ -1,4 +1,4 @@
-"""The drain of one job: on whose request, in what time, and when Slurm kills what is left.
+"""The drain of one job: the request for it, the time that it may take, and when Slurm kills what is left.
 
 JobDrain      the requests to end one job, and its drain once there is one
 DrainLimits   the reason of a drain, and its times
@@ -106,7 +106,7 @@ class JobDrain:
         self._emit(DrainStarted(reason=request.reason, grace_s=request.grace_s))
 
     def publish(self, reason: str = "") -> None:
-        """Ask all workers to drain, for `reason` if there is no other.
+        """Ask all workers to drain, by default for `reason`.
 
         Where the file system refuses that now, the next turn tries again.
         """

@@ -69,7 +69,7 @@ class JobWorkers:
                 self.long_lived.append(LongLivedWorker(role=role, index=index, future=future))
 
     def restart_failed(self, runtime: "JobRuntime", *, trainer_code: int | None) -> bool:
-        """Restart what ended too early, each within its own limit; return whether the job goes on without a node."""
+        """Restart what ended too early, each within its own limit; return whether the job continues without a node."""
         if trainer_code is not None:
             self._restart_trainer(runtime, trainer_code)
         is_without = [self._count_lost_pool(runtime, role, node) for role, node in runtime.replace_lost_blocks()]
