@@ -74,8 +74,9 @@ from hpcrl.plan.records import read_recipe, read_record, read_site
 from hpcrl.plan.storage import estimate_storage
 from hpcrl.slurm import next_job
 from hpcrl.slurm import submit as slurm
-from hpcrl.slurm.script import choose_python, make_batch_script, make_job_script
+from hpcrl.slurm.script import find_driver_environment, make_batch_script, make_job_script
 from hpcrl.slurm.status import ACTIVE, UNKNOWN, WAITING, JobStatus, query_job_states
+from hpcrl.slurm.step_script import write_step_setups
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_USAGE, describe_end
 from hpcrl.system.files import (
     expand_path,
@@ -165,7 +166,7 @@ def _count_conversations(recipe: Recipe, warmup: WarmupConfig, *, site: Site) ->
 
 
 def _make_imitation_model(recipe: Recipe, site: Site) -> ImitationModel:
-    return ImitationModel(python=choose_python(site), path=recipe.model.path)
+    return ImitationModel(python=site.choose_python(), path=recipe.model.path)
 
 
 def _resolve_paths(recipe: Recipe, layered: LayeredTable) -> Recipe:
@@ -276,8 +277,13 @@ def _find_config(model: str) -> dict[str, Any]:
 def preview_script(request: CampaignRequest, *, name: str) -> str:
     """Return the batch script for `hpcrl plan`; submission only fills in the campaign's path."""
     campaign = CampaignDir(directory.show_campaigns_root(request.site) / name)
+    plan, site = request.plan, request.site
     return make_batch_script(
-        request.plan, job=campaign.job(0), python=choose_python(request.site), exports=_shell_exports().items()
+        plan,
+        job=campaign.job(0),
+        python=site.choose_python(plan.components[0].partition),
+        exports=_shell_exports().items(),
+        environment=find_driver_environment(plan, site),
     )
 
 
@@ -374,7 +380,7 @@ def check_model(request: CampaignRequest) -> str:
             return f"{setting} = {model!r} is not on this machine, so the model is not checked"
     if path is None and recipe.model.chat_template is None and not recipe.judge and not recipe.further_models:
         return ""
-    command = [choose_python(request.site), "-m", "hpcrl.campaign.model_check"]
+    command = [request.site.choose_python(), "-m", "hpcrl.campaign.model_check"]
     try:
         completed = _run_check(command, request, timeout_s=MODEL_CHECK_TIMEOUT_S)
     except OSError as error:
@@ -408,7 +414,7 @@ def check_lengths(request: CampaignRequest) -> list[str]:
     warmup = request.recipe.warmup
     if warmup is None or any(is_directory(Path(path)) for path in warmup.paths):
         return []  # the trajectories of a campaign were within the context of its model
-    command = [choose_python(request.site), "-m", "hpcrl.roles.warmup_check"]
+    command = [request.site.choose_python(), "-m", "hpcrl.roles.warmup_check"]
     try:
         completed = _run_check(command, request, timeout_s=CHECK_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -443,10 +449,10 @@ def _check_user_code(request: CampaignRequest) -> list[str]:
     """
     judge = ProblemJudge(
         is_local=request.site.scheduler == "local",
-        has_prologue=request.site.prologue is not None,
+        has_prologue=request.plan.prologue is not None,
         campaigns=str(directory.show_campaigns_root(request.site)),
     )
-    command = [choose_python(request.site), "-m", "hpcrl.envs.check", msgspec.json.encode(judge).decode()]
+    command = [request.site.choose_python(), "-m", "hpcrl.envs.check", msgspec.json.encode(judge).decode()]
     try:
         completed = _run_check(command, request, timeout_s=CHECK_TIMEOUT_S)
     except OSError as error:
@@ -735,6 +741,8 @@ def write_records(campaign: CampaignDir, request: CampaignRequest) -> None:
     for path, value in ((campaign.recipe, request.recipe), (campaign.site, request.site)):
         publish_file(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
     publish_file(campaign.plan, request.plan.to_json())
+    paths = (_list_model_paths(request.recipe) | request.recipe.further_models).values()
+    write_step_setups(campaign, request.plan, request.site, paths=paths)
 
 
 def flatten_table(table: Mapping[str, Any], trail: str = "") -> Iterator[tuple[str, Any]]:

@@ -86,6 +86,11 @@ class CampaignDir:
         return self.root / "plan.json"
 
     @property
+    def steps(self) -> Path:
+        """The scripts with which steps start, by partition."""
+        return self.root / "steps"
+
+    @property
     def stop(self) -> Path:
         return self.root / "stop"
 

@@ -4,6 +4,7 @@ A user's own account and paths go into `~/.config/hpcrl/sites/NAME.toml` with `e
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -18,7 +19,12 @@ from hpcrl.hardware.gpus import GPU_CATALOGUE, GpuModel
 KnownState = Literal["yes", "no", "unknown"]
 CodecSetting = Literal["auto", "full", "delta"]
 SchedulerName = Literal["slurm", "local"]
-ContainerTool = Literal["apptainer", "singularity", "shifter", "podman-hpc", "enroot", "bubblewrap"]
+ContainerTool = Literal[
+    "apptainer", "singularity", "podman-hpc", "enroot", "pyxis", "shifter", "container-engine", "bubblewrap"
+]
+"""Programs that run a command in an image; pyxis and the container engine of Alps are flags of srun."""
+EnvironmentName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+InterfaceNames = str | list[str] | None
 
 
 Figure = Annotated[float, Meta(gt=0)]
@@ -37,6 +43,32 @@ DeviceVariable = Literal["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VI
 DEVICE_VARIABLES: tuple[DeviceVariable, ...] = get_args(DeviceVariable)
 STEP_DEVICE_VARIABLES = (*DEVICE_VARIABLES, "GPU_DEVICE_ORDINAL")
 """Slurm sets some of these for each step that has GPUs and leaves them unchanged for a step without."""
+
+
+AUTO_CONNECTOR, OUR_CONNECTOR = "auto", "files"
+
+
+class InferenceConfig(ConfigTable, frozen=True, kw_only=True):
+    """The transfer of KV from prefill to decode between vLLM engines."""
+
+    kv_connector: Name | None = AUTO_CONNECTOR
+    """files: hpcrl's, on the nodes' own disks; any other is vLLM's, such as NixlConnector; auto: NixlConnector or
+    MooncakeConnector between GPUs where its package is installed and `network.fabric` is set, else files; None: no
+    transfer."""
+    kv_options: dict[str, Any] = {}
+    """`kv_connector_extra_config` of vLLM's own connector."""
+    kv_dir: str | None = None
+    """With files: a directory on the nodes' own disks; `~` and $NAME are expanded. None: that of temporary files, or
+    /dev/shm if the nodes share that one."""
+    kv_disk_gib: Annotated[float, Meta(gt=0)] = 4.0
+    """With files: the space that each engine may use; the oldest files go first."""
+
+
+class WalltimeLimit(ConfigTable, frozen=True, kw_only=True):
+    """The longest walltime of jobs up to a size."""
+
+    max_nodes: Count
+    max_walltime_min: Count
 
 
 class SitePartition(ConfigTable, frozen=True, kw_only=True):
@@ -60,7 +92,13 @@ class SitePartition(ConfigTable, frozen=True, kw_only=True):
     """The type in `--gres=gpu:TYPE:N`, where the site requires one."""
     cores_per_node: Count
     """Cores that jobs may use."""
+    threads_per_core: Count = 1
+    """The CPUs that Slurm counts for a core: 2 where it counts hardware threads."""
+    cores_per_gpu: Count | None = None
+    """The cores that a job has to request with each GPU; None: no such rule."""
     mem_gib_per_node: Annotated[float, Meta(gt=0)]
+    mem_gib_per_gpu: Annotated[float, Meta(gt=0)] | None = None
+    """The memory that a job has to request with each GPU, or gets with it; None: no such rule."""
     scratch_gib_per_node: Annotated[float, Meta(gt=0)] | None = None
     """Space for temporary files (TMPDIR) of a node; None: not known, and not planned."""
     mem_flag: bool = True
@@ -69,18 +107,40 @@ class SitePartition(ConfigTable, frozen=True, kw_only=True):
     """Whole nodes are allocated and charged, whatever is requested."""
     preemptible: bool = False
     max_walltime_min: Count
+    walltime_limits: list[WalltimeLimit] = []
+    """Shorter walltimes of smaller jobs, such as 120 minutes up to 91 nodes."""
     max_nodes: Count
+    max_jobs: Count | None = None
+    """The jobs that the QOS lets a user have at once; each component of a heterogeneous job is one of them."""
+    reservation: str | None = None
+    exclude: list[str] = []
+    """Nodes that no job is to get, as in `--exclude`."""
     extra_flags: list[str] = []
     """Further sbatch flags that the site requires for every component there."""
+    interface: InterfaceNames = None
+    """In place of `network.interface`, on these nodes."""
+    inference: InferenceConfig | None = None
+    """In place of the site's, on these nodes."""
+    python: str | None = None
+    """In place of the site's, on these nodes; in an image it is the image's own."""
+    prologue: str | None = None
+    """In place of the site's, on these nodes."""
+    environment: dict[EnvironmentName, str] = {}
+    """Variables of every process on these nodes, besides the site's."""
+    image: str | None = None
+    """In place of the site's, on these nodes; "" for none."""
+    temporary_dir: str | None = None
+    """In place of the site's, on these nodes."""
+    cache_dir: str | None = None
+    """In place of the site's, on these nodes."""
     unverified: list[str] = []
     """Fields above that no source confirms."""
-    notes: str = ""
 
 
 class NetworkConfig(ConfigTable, frozen=True, kw_only=True):
     """The network between nodes."""
 
-    interface: str | list[str] | None = None
+    interface: InterfaceNames = None
     """The interface that roles bind to, such as `hsn0`; a name may end with `*`, and of several a node takes the first
     that it has. None: the one with the address of the host's name."""
     fabric: str | None = None
@@ -101,25 +161,6 @@ class MpiConfig(ConfigTable, frozen=True, kw_only=True):
     """Send new weights from node to node, by MPI or else by TCP; false: they go by files."""
     codec: CodecSetting = "auto"
     """Couriers send whole versions (full), only the changes (delta), or whichever is faster (auto)."""
-
-
-AUTO_CONNECTOR, OUR_CONNECTOR = "auto", "files"
-
-
-class InferenceConfig(ConfigTable, frozen=True, kw_only=True):
-    """The transfer of KV from prefill to decode between vLLM engines."""
-
-    kv_connector: Name | None = AUTO_CONNECTOR
-    """files: hpcrl's, on the nodes' own disks; any other is vLLM's, such as NixlConnector; auto: NixlConnector or
-    MooncakeConnector between GPUs where its package is installed and `network.fabric` is set, else files; None: no
-    transfer."""
-    kv_options: dict[str, Any] = {}
-    """`kv_connector_extra_config` of vLLM's own connector."""
-    kv_dir: str | None = None
-    """With files: a directory on the nodes' own disks; `~` and $NAME are expanded. None: that of temporary files, or
-    /dev/shm if the nodes share that one."""
-    kv_disk_gib: Annotated[float, Meta(gt=0)] = 4.0
-    """With files: the space that each engine may use; the oldest files go first."""
 
 
 class Site(ConfigTable, frozen=True, kw_only=True):
@@ -147,7 +188,27 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     ~/.config/hpcrl/jobs/ or in the shipped jobs/. Errors in it do not end the job."""
     job_flags: list[str] = []
     """Further sbatch flags of a whole job, such as `--licenses=scratch`, which Slurm takes on the first component."""
-    containers: list[ContainerTool] = []
+    licenses: list[str] = []
+    """Licences that every job needs, such as `scratch:1`."""
+    environment: dict[EnvironmentName, str] = {}
+    """Variables of every process of the jobs; $NAME in a value is expanded on the node."""
+    exports: list[str] = []
+    """Variables of the shell that jobs get besides the usual ones; a name may end with `*`."""
+    temporary_dir: str | None = None
+    """The directory of temporary files of each step (TMPDIR), made if it is missing; $NAME is expanded on the node."""
+    cache_dir: str | None = None
+    """The directory in which compilers keep what they have compiled; $NAME is expanded on the node. None: below the
+    one of temporary files where that is set, else the compilers' own in $HOME."""
+    container: ContainerTool | None = None
+    """The program that runs images here."""
+    image: str | None = None
+    """Steps run in this image: a file, a directory, or a name that the program knows. None: steps run on the node."""
+    image_python: str = "python3"
+    """The interpreter in images."""
+    image_binds: list[str] = []
+    """Directories of the nodes that images need besides that of the campaign."""
+    image_flags: list[str] = []
+    """Further options of the program; for apptainer `--nv` or `--rocm` is there already on nodes with GPUs."""
     network: NetworkConfig = NetworkConfig()
     mpi: MpiConfig = MpiConfig()
     inference: InferenceConfig = InferenceConfig()
@@ -158,13 +219,30 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     checked_on: str | None = None
     sources: list[str] = []
 
-    @property
-    def interfaces(self) -> list[str]:
-        """The names or patterns of the interfaces that roles bind to, the preferred one first."""
-        asked = self.network.interface
+    def list_interfaces(self, partition: str) -> list[str]:
+        """Return the names or patterns of the interfaces that roles bind to there, the preferred one first."""
+        asked = self.partitions[partition].interface or self.network.interface
         if asked is None:
             return ["lo"] if self.scheduler == "local" else []
         return [asked] if isinstance(asked, str) else asked
+
+    def choose_python(self, partition: str | None = None) -> str:
+        """Return the interpreter of the jobs outside images; by default the one that runs this."""
+        own = None if partition is None else self.partitions[partition].python
+        return own or self.python or sys.executable
+
+    def choose_prologue(self, partition: str) -> str | None:
+        """Return the prologue of jobs and steps that run there."""
+        return self.partitions[partition].prologue or self.prologue
+
+    def choose_image(self, partition: str) -> str | None:
+        """Return the image of steps that run there; None if they run on the node itself."""
+        own = self.partitions[partition].image
+        return (self.image if own is None else own) or None
+
+    def choose_inference(self, partition: str) -> InferenceConfig:
+        """Return the way KV is transferred between engines there."""
+        return self.partitions[partition].inference or self.inference
 
     def find_gpu(self, name: str | None) -> GpuModel | None:
         """Return the figures of a GPU type, the site's own first; None if they are not known."""
@@ -189,6 +267,11 @@ def load_site(name: str, *, settings: tuple[str, ...] = ()) -> Site:
             raise ConfigError(
                 f"{layered.file}: partitions.{label} has gpu = {partition.gpu!r} but gpus_per_node = "
                 f"{partition.gpus_per_node}: give both, or neither"
+            )
+        if site.choose_image(label) is not None and site.container is None:
+            raise ConfigError(
+                f"{layered.file}: partitions.{label} runs steps in the image {site.choose_image(label)!r}, and no "
+                f"program that does: set container to one of {', '.join(get_args(ContainerTool))}"
             )
     return site
 

@@ -174,13 +174,14 @@ class JobDriver:
         runtime = JobRuntime(
             self.plan,
             place=self.place,
+            site=self.site,
             allocation=allocation,
-            address=find_bind_address(self.site.interfaces),
+            address=find_bind_address(self.site.list_interfaces(self.plan.components[0].partition)),
         )
         self.weight_plane = WeightPlane(
             self.place,
             plan=self.plan,
-            ways=lambda transports: runtime.courier_commands(self.site, transports),
+            ways=runtime.courier_commands,
             emit=self.events.emit,
         )
         try:

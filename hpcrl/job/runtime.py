@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.slurm.allocation import JobAllocation, name_step
 from hpcrl.slurm.commands import cancel_steps
 from hpcrl.slurm.script import make_reward_script
+from hpcrl.slurm.step_script import StepSetup, choose_step_python, read_step_setup
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
 from hpcrl.system.files import publish_file
 from hpcrl.system.processes import end_group
@@ -85,10 +87,11 @@ POOL_OPTIONS = (
 class JobRuntime:
     """The runtime of a job: it starts and ends the workers and holds none of their data."""
 
-    def __init__(self, plan: Plan, *, place: WorkerPlace, allocation: JobAllocation, address: str) -> None:
+    def __init__(self, plan: Plan, *, place: WorkerPlace, site: Site, allocation: JobAllocation, address: str) -> None:
         self._plan = plan
         self._campaign = place.campaign
         self._job = place.job
+        self._site = site
         self._allocation = allocation
         self._address = address
         self._steps: dict[RoleName, StepProvider] = {}
@@ -107,7 +110,10 @@ class JobRuntime:
             self._reward_jobs = self._elastic_provider(self._plan.reward_jobs)
             num = self._plan.reward_jobs.workers_per_job
             self._executors[ELASTIC_EXECUTOR] = self._executor(
-                ELASTIC_EXECUTOR, self._reward_jobs, workers_per_node=num
+                ELASTIC_EXECUTOR,
+                self._reward_jobs,
+                workers_per_node=num,
+                python=choose_step_python(self._find_setup(self._plan.reward_jobs.partition)),
             )
         if not self._executors:
             return
@@ -156,7 +162,8 @@ class JobRuntime:
         plan = self._plan.role("train")
         if self._end_trainer(grace_s=TRAINER_END_GRACE_S) and self._allocation.job_id is not None:
             cancel_steps(self._name_step(self._num_starts - 1))  # its ranks would keep the GPUs
-        role = [sys.executable, "-m", "hpcrl.roles", "train", str(self._campaign.root), str(self._job.number)]
+        python = choose_step_python(self._find_setup(self._plan.components[plan.component].partition))
+        role = [python, "-m", "hpcrl.roles", "train", str(self._campaign.root), str(self._job.number)]
         master = "127.0.0.1" if self._plan.layout == "local" else self._allocation.nodes[plan.component][0]
         end = self._job.trainer_end(self._num_starts)
         environ = {TRAINER_START_VARIABLE: str(self._num_starts), "MASTER_ADDR": master}
@@ -167,8 +174,8 @@ class JobRuntime:
             num = min(plan.workers_per_node, plan.num_workers - first)
             if num < 1:
                 break
-            ranks = [sys.executable, *RANKS_COMMAND, str(plan.num_workers), str(first), str(num), *role]
-            step_words = [sys.executable, *STEP_COMMAND, str(self._job.root), str(end), *ranks]
+            ranks = [python, *RANKS_COMMAND, str(plan.num_workers), str(first), str(num), *role]
+            step_words = [python, *STEP_COMMAND, str(self._job.root), str(end), *ranks]
             with self._job.log("train-step").open("ab") as log:
                 step = subprocess.Popen(
                     [*name_step(prefix, step_name), *step_words],
@@ -197,21 +204,30 @@ class JobRuntime:
         self._trainer.clear()
         return is_hung
 
-    def courier_commands(self, site: Site, transports: Sequence[TransportName]) -> list[TransportCommand]:
+    def courier_commands(self, transports: Sequence[TransportName]) -> list[TransportCommand]:
         """Return the commands of the couriers, one process on every node that publishes or loads weights."""
         indices = sorted({self._plan.role(role).component for role in WEIGHT_ROLES})
         components = [self._plan.components[index] for index in indices]
         nodes = [node for index in indices for node in self._allocation.nodes[index]]
-        courier = [sys.executable, "-m", "hpcrl.weights.couriers"]
-        courier += [str(self._campaign.root), str(self._job.number), ",".join(nodes), ",".join(self._trainer_nodes())]
-        courier.append(f"--codec={site.mpi.codec}")
-        courier += [f"--interface={name}" for name in site.interfaces]
+        words = ["-m", "hpcrl.weights.couriers", str(self._campaign.root), str(self._job.number)]
+        words += [",".join(nodes), ",".join(self._trainer_nodes()), f"--codec={self._site.mpi.codec}"]
         commands = []
         for name in transports:
-            mpi = site.mpi.srun_type if name == "mpi" else "none"
-            command = self._allocation.mpi_step_command(components, [*courier, f"--wire={name}"], mpi=mpi)
+            mpi = self._site.mpi.srun_type if name == "mpi" else "none"
+            command = self._allocation.mpi_step_command(
+                components, partial(self._make_courier_words, [*words, f"--wire={name}"]), mpi=mpi
+            )
             commands.append(TransportCommand(transport=name, command=command))
         return commands
+
+    def _make_courier_words(self, words: Sequence[str], component: JobComponent) -> list[str]:
+        """Return the flags of srun and the command of the couriers of a component."""
+        setup = self._find_setup(component.partition)
+        interfaces = [f"--interface={name}" for name in self._site.list_interfaces(component.partition)]
+        return [*setup.srun_flags, *setup.words, choose_step_python(setup), *words, *interfaces]
+
+    def _find_setup(self, partition: str) -> StepSetup:
+        return read_step_setup(self._campaign, partition)
 
     def _trainer_nodes(self) -> list[str]:
         """Return the nodes that have ranks, that of rank 0 first."""
@@ -282,11 +298,13 @@ class JobRuntime:
 
     def _role_executor(self, role: RolePlan) -> HighThroughputExecutor:
         steps = self._steps[role.role] = StepProvider(prefixes=self._prefixes(role), log_dir=self._job.logs)
-        return self._executor(role.role, steps, workers_per_node=role.workers_per_node)
+        python = choose_step_python(self._find_setup(self._plan.components[role.component].partition))
+        return self._executor(role.role, steps, workers_per_node=role.workers_per_node, python=python)
 
     def _elastic_provider(self, reward_jobs: RewardJobPlan) -> StepProvider | JobProvider:
         """Make the provider of reward jobs; on a machine without a scheduler it starts processes instead."""
-        partition = ["env", f"{PARTITION_VARIABLE}={reward_jobs.partition}"]
+        setup = self._find_setup(reward_jobs.partition)
+        partition = ["env", f"{PARTITION_VARIABLE}={reward_jobs.partition}", *setup.words]
         if self._allocation.job_id is None:
             prefixes = {f"{ELASTIC_EXECUTOR}-{index}": partition for index in range(reward_jobs.max_jobs)}
             return StepProvider(prefixes=prefixes, log_dir=self._job.logs, initial_blocks=0)
@@ -297,18 +315,20 @@ class JobRuntime:
 
         return JobProvider(reward_jobs, job=self._job, script=script)
 
-    def _executor(self, label: str, provider: ExecutionProvider, *, workers_per_node: int) -> HighThroughputExecutor:
+    def _executor(
+        self, label: str, provider: ExecutionProvider, *, workers_per_node: int, python: str
+    ) -> HighThroughputExecutor:
         return HighThroughputExecutor(
             label=label,
             provider=provider,
             address=self._address,
             launch_cmd="\n".join(
                 [
-                    sys.executable,
+                    python,
                     *STEP_COMMAND,
                     _escape_template(self._job.root),
                     _escape_template(self._job.end),
-                    sys.executable,
+                    python,
                     *POOL_COMMAND,
                     *POOL_OPTIONS,
                 ]
@@ -324,14 +344,20 @@ class JobRuntime:
 
     def _prefixes(self, role: RolePlan) -> dict[str, list[str]]:
         component: JobComponent = self._plan.components[role.component]
+        setup = self._find_setup(component.partition)
+        threads_per_core = self._site.partitions[component.partition].threads_per_core
         return {
-            node: self._allocation.step_prefix(
-                component,
-                node,
-                cpus=role.cpus_per_worker * role.workers_per_node,
-                mem_gib=role.mem_gib_per_worker * role.workers_per_node,
-                gpus=role.gpus_per_worker * role.workers_per_node,
-            )
+            node: [
+                *self._allocation.step_prefix(
+                    component,
+                    node,
+                    cpus=role.cpus_per_worker * role.workers_per_node * threads_per_core,
+                    mem_gib=role.mem_gib_per_worker * role.workers_per_node,
+                    gpus=role.gpus_per_worker * role.workers_per_node,
+                ),
+                *(setup.srun_flags if self._allocation.job_id is not None else []),
+                *setup.words,
+            ]
             for node in self._allocation.nodes[role.component]
         }
 

@@ -6,9 +6,11 @@ make_local_component      all roles on one machine
 plan_reward_jobs          separate jobs for rewards
 find_account              the account that a partition is charged to
 JobComponent, PerNode, RewardJobPlan    the results
+EXCLUDE_FLAG              the flag that names nodes to avoid
 """
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 import msgspec
@@ -16,6 +18,8 @@ import msgspec
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site, SitePartition
 from hpcrl.plan.demand import PartitionChoice, compute_node_needs
+
+EXCLUDE_FLAG = "--exclude="
 
 
 class PerNode(NamedTuple):
@@ -90,7 +94,12 @@ def _per_node(placed: Sequence[tuple[RoleName, PartitionChoice]], recipe: Recipe
         for role, choice in placed
     ]
     gpus = max(choice.gpus_per_worker * choice.workers_per_node for _, choice in placed)
-    return PerNode(max(cpus for cpus, _ in needs), max(mem_gib for _, mem_gib in needs), gpus)
+    cpus, mem_gib = max(cpus for cpus, _ in needs), max(mem_gib for _, mem_gib in needs)
+    return PerNode(
+        max(cpus, gpus * (partition.cores_per_gpu or 0)),
+        max(mem_gib, ceil(gpus * (partition.mem_gib_per_gpu or 0))),
+        gpus,
+    )
 
 
 def _build_component(
@@ -115,8 +124,16 @@ def _build_component(
         mem_gib_per_node=per_node.mem_gib,
         gpus_per_node=per_node.gpus,
         gpu=partition.gpu if per_node.gpus else None,
-        slurm_flags=flags if index else [*flags, *site.job_flags],
+        slurm_flags=flags if index else [*flags, *_list_job_flags(site)],
     )
+
+
+def _list_job_flags(site: Site) -> list[str]:
+    return [*_list_license_flags(site), *site.job_flags]
+
+
+def _list_license_flags(site: Site) -> list[str]:
+    return [f"--licenses={','.join(site.licenses)}"] if site.licenses else []
 
 
 def make_local_component(recipe: Recipe, site: Site, choices: dict[RoleName, PartitionChoice]) -> JobComponent:
@@ -159,11 +176,15 @@ def plan_reward_jobs(recipe: Recipe, site: Site) -> tuple[RewardJobPlan | None, 
             max_jobs=recipe.reward.max_jobs,
             workers_per_job=workers,
             walltime_min=min(recipe.job.walltime_min, partition.max_walltime_min),
-            slurm_flags=[] if local else _make_slurm_flags(1, per_node, partition, account=account, site=site),
+            slurm_flags=[] if local else _make_reward_flags(per_node, partition, account=account, site=site),
         )
         return jobs, []
     why = f"site {site.name} has no preemptible CPU partition that holds one of their workers"
     return None, [f"rewards wanted separate jobs, got spare cores: {why}"]
+
+
+def _make_reward_flags(per_node: PerNode, partition: SitePartition, *, account: str | None, site: Site) -> list[str]:
+    return [*_make_slurm_flags(1, per_node, partition, account=account, site=site), *_list_license_flags(site)]
 
 
 def _make_slurm_flags(
@@ -171,15 +192,15 @@ def _make_slurm_flags(
 ) -> list[str]:
     """Return the sbatch flags of a component; Slurm copies none of them to the next, so each needs all."""
     cpus, mem_gib, gpus = per_node
-    flags = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
-    if partition.slurm_partition:
-        flags.append(f"--partition={partition.slurm_partition}")
-    if partition.constraint:
-        flags.append(f"--constraint={partition.constraint}")
-    if partition.qos:
-        flags.append(f"--qos={partition.qos}")
-    if account:
-        flags.append(f"--account={account}")
+    flags = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus * partition.threads_per_core}"]
+    chosen = {
+        "partition": partition.slurm_partition,
+        "constraint": partition.constraint,
+        "qos": partition.qos,
+        "account": account,
+        "reservation": partition.reservation,
+    }
+    flags += [f"--{name}={value}" for name, value in chosen.items() if value]
     if partition.mem_flag and not partition.exclusive:
         flags.append(f"--mem={mem_gib}G")
     if partition.exclusive:
@@ -187,6 +208,8 @@ def _make_slurm_flags(
     if gpus:
         kind = f"{partition.gres_type}:" if partition.gres_type else ""
         flags.append(f"--gres=gpu:{kind}{gpus}" if partition.gpu_request == "gres" else f"--gpus-per-node={kind}{gpus}")
+    if partition.exclude:
+        flags.append(f"{EXCLUDE_FLAG}{','.join(partition.exclude)}")
     if site.network.srun_network:
         flags.append(f"--network={site.network.srun_network}")
     return [*flags, *partition.extra_flags]

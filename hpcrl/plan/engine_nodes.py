@@ -18,24 +18,27 @@ def may_span_nodes(role: RoleName, recipe: Recipe) -> bool:
     return role in ENGINE_ROLES and recipe.engine.backend == "vllm"
 
 
-def check_spanning_engines(nodes_per_engine: Mapping[RoleName, int], recipe: Recipe, site: Site) -> list[str]:
+def check_spanning_engines(
+    nodes_per_engine: Mapping[RoleName, int], recipe: Recipe, site: Site, *, partitions: Mapping[RoleName, str]
+) -> list[str]:
     """Refuse settings that engines over several nodes do not support; return warnings."""
     spanning = [role for role, nodes in nodes_per_engine.items() if nodes > 1]
     if not spanning:
         return []
     role, found = spanning[0], []
-    if recipe.router.remote_prefill != "never" and site.inference.kv_connector == OUR_CONNECTOR:
+    connector = site.choose_inference(partitions[role]).kv_connector
+    if recipe.router.remote_prefill != "never" and connector == OUR_CONNECTOR:
         raise PlanError(
             f"a {role} worker is on {nodes_per_engine[role]} nodes, whose KV cannot be handed over by "
             f'inference.kv_connector = "files" of site {site.name!r}: set router.remote_prefill = "never", or '
             'kv_connector = "NixlConnector" in the site file'
         )
-    if recipe.router.remote_prefill != "never" and site.inference.kv_connector == AUTO_CONNECTOR:
+    if recipe.router.remote_prefill != "never" and connector == AUTO_CONNECTOR:
         found.append(
             f"a {role} worker is on {nodes_per_engine[role]} nodes: its KV is handed over only if the package nixl or "
             'mooncake is installed there and network.fabric is set; else set router.remote_prefill = "never"'
         )
-    if not site.interfaces:
+    if not site.list_interfaces(partitions[role]):
         found.append(
             f"a {role} worker is on {nodes_per_engine[role]} nodes, and site {site.name} has no network.interface: "
             "its parts meet at the address of the host's name"

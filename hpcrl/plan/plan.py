@@ -9,6 +9,7 @@ The consistency of a recipe alone is checked in `hpcrl.plan.checks`.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 
 from hpcrl.config.program import reserves_place
 from hpcrl.config.recipe import DEFAULT_MICRO_BATCH_TOKENS, JUDGE_ROLE_PREFIX, Recipe, RoleName
-from hpcrl.config.site import Site
+from hpcrl.config.site import Site, SitePartition
 from hpcrl.errors import PlanError
 from hpcrl.hardware import cost_model, memory_model
 from hpcrl.plan.checks import check_recipe
@@ -148,6 +149,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         fallbacks=[*placement.fallbacks(), *shortfall],
         warnings=[
             *placement.warnings,
+            *_check_job_limits(recipe, site, components, placement.layout),
             *_warn_unverified(site, components),
             *_warn_idle_gpus(components, roles),
             *_warn_few_places(recipe),
@@ -156,7 +158,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_warn_idle_judges(recipe),
             *_warn_length_bias(recipe),
             *_warn_stale_data(recipe),
-            *check_spanning_engines({role: choice.nodes_per_engine for role, choice in choices.items()}, recipe, site),
+            *_check_spanning_engines(choices, recipe, site),
             *warn_long_trajectories(train_memory, recipe),
             *_warn_no_scheduler(recipe, placement.layout),
         ],
@@ -164,12 +166,21 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         drain_s=recipe.job.drain_s,
         survive_node_loss=recipe.job.survive_node_loss,
         num_jobs=1 if placement.layout == "local" else recipe.job.num_jobs,
-        prologue=site.prologue,
+        prologue=site.choose_prologue(components[0].partition),
         reward_jobs=reward_jobs,
         has_couriers=site.mpi.couriers,
         train_sharding="full" if recipe.train.sharding == "full" else "none",
         tokens_per_micro_batch=find_micro_batch(train_memory, recipe),
         train_memory=train_memory,
+    )
+
+
+def _check_spanning_engines(choices: Mapping[RoleName, PartitionChoice], recipe: Recipe, site: Site) -> list[str]:
+    return check_spanning_engines(
+        {role: choice.nodes_per_engine for role, choice in choices.items()},
+        recipe,
+        site,
+        partitions={role: choice.partition for role, choice in choices.items()},
     )
 
 
@@ -274,17 +285,49 @@ def _make_role_plan(
 def _check_walltime(recipe: Recipe, site: Site, components: list[JobComponent]) -> None:
     walltime = recipe.job.walltime_min
     for component in components:
-        limit = site.partitions[component.partition].max_walltime_min
+        partition = site.partitions[component.partition]
+        nodes = sum(other.nodes for other in components if other.partition == component.partition)
+        limit, size = _find_walltime_limit(partition, nodes)
         if walltime > limit:
             raise PlanError(
                 f"job.walltime_min = {walltime}, and partition {component.partition!r} of site {site.name!r} allows "
-                f"{limit}: lower it (`hpcrl resume` continues the campaign)"
+                f"{limit}{size}: lower it (`hpcrl resume` continues the campaign)"
             )
     if recipe.job.drain_s >= walltime * 60:
         raise PlanError(
             f"job.drain_s = {recipe.job.drain_s:g} uses up all of job.walltime_min = {walltime}: "
             "lower the first or raise the second"
         )
+
+
+def _find_walltime_limit(partition: SitePartition, nodes: int) -> tuple[int, str]:
+    """Return the longest walltime for this many nodes, and for what size that is, if sizes differ."""
+    limits = sorted(partition.walltime_limits, key=lambda limit: limit.max_nodes)
+    found = next((limit for limit in limits if nodes <= limit.max_nodes), None)
+    if found is None or found.max_walltime_min >= partition.max_walltime_min:
+        return partition.max_walltime_min, ""
+    return found.max_walltime_min, f" to jobs of up to {found.max_nodes} nodes (this one has {nodes} there)"
+
+
+def _check_job_limits(recipe: Recipe, site: Site, components: list[JobComponent], layout: JobLayout) -> list[str]:
+    """Refuse more components than a QOS lets a user have as jobs; warn if none is left for a job that follows."""
+    if layout != "hetjob":
+        return []
+    found = []
+    for label in dict.fromkeys(component.partition for component in components):
+        most, num = site.partitions[label].max_jobs, sum(component.partition == label for component in components)
+        if most is None or num * (1 + (recipe.job.num_jobs > 1)) <= most:
+            continue
+        if num > most:
+            raise PlanError(
+                f"the job has {num} components in partition {label!r} of site {site.name!r}, each of which Slurm "
+                f'counts as a job, and {most} are allowed: set job.layout = "hetstep", or choose another partition'
+            )
+        found.append(
+            f"partition {label} allows {most} jobs of a user, and this one counts as {num}: the job that follows it "
+            "may be refused while it runs"
+        )
+    return found
 
 
 def _warn_unverified(site: Site, components: list[JobComponent]) -> list[str]:

@@ -28,7 +28,7 @@ from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU, GPU_CATALOGUE, GpuModel
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.system.file_watch import MAX_PAUSE_S, NameWatch
-from hpcrl.system.network import current_node
+from hpcrl.system.network import current_node, find_bind_address
 from hpcrl.system.variables import PARTITION_VARIABLE
 
 LOOK_INTERVAL_S = 0.25
@@ -66,6 +66,15 @@ class WorkerContext:
     @property
     def role_plan(self) -> RolePlan:
         return self.plan.role(self.role)
+
+    @property
+    def partition(self) -> str:
+        """The partition of this worker's node, by the site's name."""
+        return os.environ.get(PARTITION_VARIABLE, self.plan.components[self.role_plan.component].partition)
+
+    def find_address(self) -> str:
+        """Return the address of this node at which other nodes reach it."""
+        return find_bind_address(self.site.list_interfaces(self.partition))
 
     def choose_gpu(self, engine: EngineConfig) -> str | None:
         """Return the GPU that this worker uses for an engine, or that the engine simulates."""

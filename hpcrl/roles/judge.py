@@ -47,7 +47,7 @@ def run(context: WorkerContext) -> None:
 async def _serve(context: WorkerContext) -> None:
     name = context.role.removeprefix(JUDGE_ROLE_PREFIX)
     judge, place = context.recipe.judge[name], context.campaign.judge(name)
-    host, token = network.find_bind_address(context.site.interfaces), endpoints.make_token()
+    host, token = context.find_address(), endpoints.make_token()
     model_dir = await _find_model(context, judge, place.model)
     async with (
         open_judge_api(context, name, judge, model_dir) as opened,

@@ -146,10 +146,11 @@ def _make_own_launch(context: WorkerContext) -> "VllmLaunch":
     launch = make_vllm_launch(
         context.recipe.engine,
         role=context.role_plan,
+        partition=context.partition,
         site=context.site,
         place=context.place,
         log=context.job.log(f"{context.role}-{context.index}-vllm"),
-        host=network.find_bind_address(context.site.interfaces),
+        host=context.find_address(),
     )
     group = None
     if context.role_plan.nodes_per_engine > 1:
@@ -164,14 +165,14 @@ def _make_own_launch(context: WorkerContext) -> "VllmLaunch":
 
 
 def make_vllm_launch(
-    engine: EngineConfig, *, role: RolePlan, site: Site, place: WorkerPlace, log: Path, host: str
+    engine: EngineConfig, *, role: RolePlan, partition: str, site: Site, place: WorkerPlace, log: Path, host: str
 ) -> "VllmLaunch":
     """Return the options of a worker's vLLM server, from the plan; other nodes reach this one at `host`."""
     from hpcrl.engines.vllm.kv_connectors import choose_connector
     from hpcrl.engines.vllm.kv_files import choose_parent, name_job_directory
     from hpcrl.engines.vllm.server import VllmLaunch
 
-    inference = site.inference
+    inference = site.choose_inference(partition)
     has_network = bool(role.gpus_per_worker and site.network.fabric)
     connector = choose_connector(
         inference.kv_connector, has_network=has_network, has_package=lambda name: find_spec(name) is not None
@@ -199,7 +200,7 @@ def make_vllm_launch(
 async def _announce_and_follow(engine: WorkerEngine, follower: "WeightFollower", context: WorkerContext) -> None:
     """Start the HTTP server, announce its endpoint, load new versions until the job ends, then shut it down."""
     token = endpoints.make_token()
-    url, runner = await serve_over_http(engine, host=network.find_bind_address(context.site.interfaces), token=token)
+    url, runner = await serve_over_http(engine, host=context.find_address(), token=token)
     role = context.role_plan
     endpoint = EngineEndpoint(
         role=context.role,

@@ -157,7 +157,7 @@ def _make_rank_environment(context: WorkerContext) -> Mapping[str, str]:
     """Return the environment for joining ranks; on several nodes with the address of the site's interface."""
     if context.plan.layout == "local":
         return os.environ
-    interface, address = find_interface(context.site.interfaces)
+    interface, address = find_interface(context.site.list_interfaces(context.partition))
     if interface is not None:
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import accumulate
@@ -63,31 +63,44 @@ class JobAllocation:
         """Return the allocation that is left when a node is lost."""
         return replace(self, nodes=[[name for name in names if name != node] for names in self.nodes])
 
-    def mpi_step_command(self, components: Sequence[JobComponent], command: Sequence[str], *, mpi: str) -> list[str]:
-        """Return the command that runs `command` once on every node of `components`, as one MPI world.
+    def mpi_step_command(
+        self, components: Sequence[JobComponent], make_command: Callable[[JobComponent], Sequence[str]], *, mpi: str
+    ) -> list[str]:
+        """Return the command that runs a component's command once on every node of it, all as one MPI world.
 
-        The step ends if one of its ranks fails. It gets no devices, and may use all memory the job has on a node.
+        `make_command` returns the flags of srun and the command of a component. The step ends if one of its ranks
+        fails. It gets no devices, and may use all memory the job has on a node.
         """
         shape = ["--ntasks-per-node=1", "--cpus-per-task=1", "--gres=none"]
         if all(any(flag.startswith("--mem") for flag in component.slurm_flags) for component in components):
             shape.append("--mem=0")
         shape += ["--overlap", "--kill-on-bad-exit=1", f"--mpi={mpi}", "--unbuffered"]
-        groups = [[*node_flags, *shape, *command] for node_flags in self._make_node_flags(components)]
+        commands = {component.index: list(make_command(component)) for component in components}
+        is_alike = len({tuple(command) for command in commands.values()}) == 1
+        groups = [
+            [*node_flags, *shape, *commands[index]]
+            for index, node_flags in self._make_node_flags(components, is_alike=is_alike)
+        ]
         return ["srun", *groups[0], *(word for group in groups[1:] for word in (":", *group))]
 
-    def _make_node_flags(self, components: Sequence[JobComponent]) -> list[list[str]]:
-        """Return srun's node flags: one group for all components where srun can express that, else one for each."""
+    def _make_node_flags(self, components: Sequence[JobComponent], *, is_alike: bool) -> list[tuple[int, list[str]]]:
+        """Return srun's node flags, with the first component that they are of.
+
+        They are one group for all components where srun can express that, else one for each.
+        """
         nodes = {component.index: self.nodes[component.index] for component in components}
         if not self.het:
-            return [_format_node_flags([name for names in nodes.values() for name in names])]
-        if all(len(nodes[component.index]) == component.nodes for component in components):
-            return [[f"--het-group={','.join(map(str, nodes))}"]]
-        return [[f"--het-group={index}", *_format_node_flags(names)] for index, names in nodes.items() if names]
+            return [(components[0].index, _format_node_flags([name for names in nodes.values() for name in names]))]
+        if is_alike and all(len(nodes[component.index]) == component.nodes for component in components):
+            return [(components[0].index, [f"--het-group={','.join(map(str, nodes))}"])]
+        return [
+            (index, [f"--het-group={index}", *_format_node_flags(names)]) for index, names in nodes.items() if names
+        ]
 
 
 def name_step(prefix: Sequence[str], name: str) -> list[str]:
-    """Return the srun words with a name for the step; nothing without srun."""
-    return [*prefix[:1], *([f"--job-name={name}"] if prefix else []), *prefix[1:]]
+    """Return the srun words with a name for the step; words without srun stay as they are."""
+    return [prefix[0], f"--job-name={name}", *prefix[1:]] if prefix[:1] == ["srun"] else list(prefix)
 
 
 def _format_node_flags(nodes: Sequence[str]) -> list[str]:

@@ -154,10 +154,11 @@ def avoid_nodes(job: JobDir, *, plan: Plan, site: Site) -> None:
     Raise SlurmError if Slurm refuses that.
     """
     nodes = list_excluded_nodes(job.campaign, plan=plan, site=site, now=time.time())
+    always = dict.fromkeys(name for part in plan.components for name in site.partitions[part.partition].exclude)
     for follower in list_followers(job) if nodes else ():
         if follower.submission.exists():
             id = read_json(follower.submission)["id"]
-            commands.ask_slurm(["scontrol", "update", f"JobId={id}", f"ExcNodeList={','.join(nodes)}"])
+            commands.ask_slurm(["scontrol", "update", f"JobId={id}", f"ExcNodeList={','.join([*nodes, *always])}"])
 
 
 def campaign_outcome(job: JobDir, *, state: str = UNKNOWN) -> tuple[JobOutcome, str] | None:

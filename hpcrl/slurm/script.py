@@ -3,24 +3,27 @@
 make_batch_script   the script of one job
 make_job_script     the same for an existing campaign
 make_reward_script  the script of one reward job
+quote_expanding     the quotes of a value in which $NAME is expanded
 make_mark           the comment of one job
 list_excluded_nodes  the nodes that the next job avoids
-choose_python       the Python interpreter of the jobs
+read_prologue       the text of a site's prologue
+find_driver_environment  the site's variables for the driver
 EXCLUSION_S         how long a node is avoided
 """
 
 import hashlib
 import os
+import re
 import shlex
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hpcrl.campaign_dir.job_end import read_job_end
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.site import Site
 from hpcrl.config.toml import shipped_folder, user_folder
 from hpcrl.errors import PlanError, show_error
+from hpcrl.plan.components import EXCLUDE_FLAG
 from hpcrl.plan.plan import Plan
 from hpcrl.system.files import expand_path, is_file, read_json
 
@@ -34,15 +37,20 @@ def make_batch_script(
     job: JobDir,
     python: str,
     exports: Iterable[tuple[str, str]] = (),
+    environment: Mapping[str, str] | None = None,
     excluded_nodes: Sequence[str] = (),
 ) -> str:
-    """Return the script of one job; a site without a scheduler runs the same text in bash."""
+    """Return the script of one job; a site without a scheduler runs the same text in bash.
+
+    In `environment`, which follows the prologue, $NAME is expanded on the node.
+    """
     lines = ["#!/bin/bash"]
     if plan.layout != "local":
         lines += _make_directives(plan, job=job, excluded_nodes=excluded_nodes)
     lines += ["", "set -eu", "umask 077"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in exports]
     lines += _make_prologue(plan)
+    lines += [f"export {name}={quote_expanding(value)}" for name, value in (environment or {}).items()]
     driver = [python, "-m", "hpcrl.job.driver", str(job.campaign.root), str(job.number)]
     return "\n".join([*lines, "", f"exec {shlex.join(driver)}", ""])
 
@@ -51,7 +59,16 @@ def make_job_script(plan: Plan, *, job: JobDir, site: Site) -> str:
     """Return the script of one job of an existing campaign, with the exports of its first submission."""
     exports = read_json(job.campaign.manifest)["exports"].items()
     excluded = list_excluded_nodes(job.campaign, plan=plan, site=site, now=time.time())
-    return make_batch_script(plan, job=job, python=choose_python(site), exports=exports, excluded_nodes=excluded)
+    python = site.choose_python(plan.components[0].partition)
+    environment = find_driver_environment(plan, site)
+    return make_batch_script(
+        plan, job=job, python=python, exports=exports, environment=environment, excluded_nodes=excluded
+    )
+
+
+def find_driver_environment(plan: Plan, site: Site) -> dict[str, str]:
+    """Return the site's variables for the driver, which is on a node of the first component."""
+    return site.environment | site.partitions[plan.components[0].partition].environment
 
 
 def list_excluded_nodes(campaign: CampaignDir, *, plan: Plan, site: Site, now: float) -> list[str]:
@@ -60,11 +77,6 @@ def list_excluded_nodes(campaign: CampaignDir, *, plan: Plan, site: Site, now: f
     named = dict.fromkeys(node for end in ends if now - end.time < EXCLUSION_S for node in end.nodes)
     spare = min((site.partitions[part.partition].max_nodes - part.nodes for part in plan.components), default=0)
     return list(named)[: max(spare, 0)]
-
-
-def choose_python(site: Site) -> str:
-    """Return the Python interpreter of the jobs."""
-    return site.python or sys.executable
 
 
 def make_mark(job: JobDir) -> str:
@@ -95,8 +107,6 @@ def _make_directives(plan: Plan, *, job: JobDir, excluded_nodes: Sequence[str]) 
     shared = [f"--job-name=hpcrl-{name}", f"--time={_format_walltime(plan.cost.walltime_min)}", "--export=ALL"]
     shared.append(f"--comment={make_mark(job)}")
     shared += [f"--signal=B:USR2@{int(plan.drain_s)}", "--no-requeue"]  # the next job continues, not this one again
-    if excluded_nodes:
-        shared.append(f"--exclude={','.join(excluded_nodes)}")
     if plan.survive_node_loss:
         shared.append("--no-kill")
     lines: list[str] = []
@@ -104,8 +114,24 @@ def _make_directives(plan: Plan, *, job: JobDir, excluded_nodes: Sequence[str]) 
         if component.index:
             lines.append("#SBATCH hetjob")
         own = [f"--output={_quote_directive(log)}", "--open-mode=append"] if component.index == 0 else []
-        lines += [f"#SBATCH {flag}" for flag in (*shared, *own, *component.slurm_flags)]
+        flags = _exclude_also(component.slurm_flags, excluded_nodes)
+        lines += [f"#SBATCH {flag}" for flag in (*shared, *own, *flags)]
     return lines
+
+
+def _exclude_also(flags: Sequence[str], nodes: Sequence[str]) -> list[str]:
+    """Return the flags of a component with more nodes to avoid: Slurm heeds one such flag alone."""
+    named = [name for flag in flags if flag.startswith(EXCLUDE_FLAG) for name in flag[len(EXCLUDE_FLAG) :].split(",")]
+    others = [flag for flag in flags if not flag.startswith(EXCLUDE_FLAG)]
+    avoided = list(dict.fromkeys([*nodes, *named]))
+    return [*([f"{EXCLUDE_FLAG}{','.join(avoided)}"] if avoided else []), *others]
+
+
+def quote_expanding(text: str) -> str:
+    """Quote a text for bash so that $NAME in it, and nothing else, is expanded."""
+    if "$" not in text:
+        return shlex.quote(text)
+    return '"' + re.sub(r'([\\"`]|\$(?![A-Za-z_{]))', r"\\\1", text) + '"'
 
 
 def _format_walltime(minutes: int) -> str:
@@ -121,10 +147,11 @@ def _quote_directive(text: str) -> str:
 
 def _make_prologue(plan: Plan) -> list[str]:
     """Return the lines of the site's prologue; `module` and `conda` fail where unset variables are errors."""
-    return ["", "set +eu", _read_prologue(plan.prologue).rstrip(), "set -eu"] if plan.prologue else []
+    return ["", "set +eu", read_prologue(plan.prologue).rstrip(), "set -eu"] if plan.prologue else []
 
 
-def _read_prologue(name: str) -> str:
+def read_prologue(name: str) -> str:
+    """Return the text of a prologue, the user's own before a shipped one."""
     own = expand_path(name) if "/" in name else user_folder("jobs") / name
     path = own if "/" in name or is_file(own) else shipped_folder("jobs") / name
     try:

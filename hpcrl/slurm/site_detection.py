@@ -85,7 +85,7 @@ def detect_site(name: str) -> DetectedSite:
         **_find_account(config, notes),
         **_find_scratch(),
         "nodes_may_submit": all(fields.get("AllocNodes", "ALL") == "ALL" for fields in partitions.values()),
-        "containers": [tool for tool in get_args(ContainerTool) if shutil.which(tool)],
+        **_find_container(),
         "slurm_min": ".".join(config.get("SLURM_VERSION", "").split(".")[:2]),
         "checked_on": date.today().isoformat(),
         "sources": [f"sinfo and scontrol on {socket.gethostname()}"],
@@ -271,6 +271,11 @@ def _find_account(config: Mapping[str, str], notes: list[str]) -> dict[str, Any]
 def _find_scratch() -> dict[str, Any]:
     found = next((name for name in SCRATCH_VARIABLES if os.path.isdir(os.environ.get(name, ""))), None)  # noqa: PTH112
     return {"campaigns_dir": f"${found}/hpcrl"} if found else {}
+
+
+def _find_container() -> dict[str, Any]:
+    found = next((tool for tool in get_args(ContainerTool) if shutil.which(tool)), None)
+    return {"container": found} if found else {}
 
 
 def _find_network() -> dict[str, Any]:

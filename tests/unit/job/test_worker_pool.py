@@ -15,8 +15,10 @@ from hpcrl.job.parsl_providers import StepProvider
 from hpcrl.job.runtime import JobRuntime
 
 root = Path(sys.argv[1])
-runtime = JobRuntime(None, place=WorkerPlace(CampaignDir(root).job(0), "n"), allocation=None, address="127.0.0.1")
-executor = runtime._executor("env", StepProvider(prefixes={"n": []}, log_dir=root), workers_per_node=1)
+place = WorkerPlace(CampaignDir(root).job(0), "n")
+runtime = JobRuntime(None, place=place, site=None, allocation=None, address="127.0.0.1")
+provider = StepProvider(prefixes={"n": []}, log_dir=root)
+executor = runtime._executor("env", provider, workers_per_node=1, python=sys.executable)
 options = {"run_dir": str(root), "initialize_logging": False, "strategy": "none", "usage_tracking": 0}
 runtime._kernel = parsl.DataFlowKernel(parsl.Config(executors=[executor], exit_mode="skip", **options))
 print(json.dumps([runtime._submit("env", "builtins:eval", text).result(60) for text in sys.argv[2:]]), flush=True)

@@ -67,7 +67,7 @@ def test_steps_inside_one_allocation_name_their_nodes_and_no_het_group(
     allocation, components = in_one("gpu[1-4]", "gpu1"), planned("lab-hetstep").components
     alone = allocation.step_prefix(components[1], "gpu2", cpus=2, mem_gib=3, gpus=1)
     assert (option(alone, "nodelist"), option(alone, "nodes"), option(alone, "mem")) == ("gpu2", "1", "3072M")
-    joined = allocation.mpi_step_command(components[1:], COMMAND, mpi="pmi2")
+    joined = allocation.mpi_step_command(components[1:], lambda _: COMMAND, mpi="pmi2")
     assert joined[-2:] == COMMAND
     assert (option(joined, "nodelist"), option(joined, "nodes"), option(joined, "ntasks")) == (
         "gpu2,gpu3,gpu4",
@@ -76,7 +76,7 @@ def test_steps_inside_one_allocation_name_their_nodes_and_no_het_group(
     )
     assert (option(joined, "mpi"), option(joined, "ntasks-per-node")) == ("pmi2", "1")
     assert not [word for word in alone + joined if "het-group" in word]
-    left = allocation.without_node("gpu3").mpi_step_command(components[1:], COMMAND, mpi="pmi2")
+    left = allocation.without_node("gpu3").mpi_step_command(components[1:], lambda _: COMMAND, mpi="pmi2")
     assert (option(left, "nodelist"), option(left, "nodes"), option(left, "ntasks")) == ("gpu2,gpu4", "2", "2")
 
 
@@ -87,7 +87,7 @@ def test_steps_over_components_name_their_het_groups(answers: Path, monkeypatch:
     allocation = read_allocation(plan)
     assert allocation.nodes == [["env1"], ["prefill1"], ["decode1"], ["train1"]]
     assert option(allocation.step_prefix(plan.components[2], "decode1", cpus=1, mem_gib=1, gpus=0), "het-group") == "2"
-    joined = allocation.mpi_step_command(plan.components[1:], COMMAND, mpi="pmi2")
+    joined = allocation.mpi_step_command(plan.components[1:], lambda _: COMMAND, mpi="pmi2")
     assert joined[-2:] == COMMAND
     assert (option(joined, "het-group"), option(joined, "nodelist")) == ("1,2,3", None)
 
@@ -99,7 +99,7 @@ def test_after_a_node_loss_a_step_over_components_names_the_nodes_left_in_each()
         .without_node("prefill2")
         .without_node("decode1")
     )
-    joined = allocation.mpi_step_command(planned("lab").components[1:], COMMAND, mpi="pmi2")
+    joined = allocation.mpi_step_command(planned("lab").components[1:], lambda _: COMMAND, mpi="pmi2")
     first, second = joined[1 : joined.index(":")], joined[joined.index(":") + 1 :]
     assert joined[0] == "srun"
     for group, index, node in ((first, "1", "prefill1"), (second, "3", "train1")):

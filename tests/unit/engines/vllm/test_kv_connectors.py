@@ -98,7 +98,9 @@ def launched(connector: str | None, root: Path) -> VllmLaunch:
     site = msgspec.structs.replace(make_site("local"), inference=InferenceConfig(kv_connector=connector))
     place = WorkerPlace(run.job(0), "here")
     log = run.job(0).log("decode-0-vllm")
-    return make_vllm_launch(EngineConfig(), role=role, site=site, place=place, log=log, host="127.0.0.1")
+    return make_vllm_launch(
+        EngineConfig(), role=role, partition="host", site=site, place=place, log=log, host="127.0.0.1"
+    )
 
 
 def test_each_worker_of_a_campaign_gets_an_address_for_the_sites_connector(tmp_path: Path) -> None:
