@@ -120,7 +120,7 @@ def _make_directives(plan: Plan, *, job: JobDir, excluded_nodes: Sequence[str]) 
 
 
 def _exclude_also(flags: Sequence[str], nodes: Sequence[str]) -> list[str]:
-    """Return the flags of a component with more nodes to avoid: Slurm heeds one such flag alone."""
+    """Return the flags of a component with more nodes to avoid: Slurm takes only one such flag."""
     named = [name for flag in flags if flag.startswith(EXCLUDE_FLAG) for name in flag[len(EXCLUDE_FLAG) :].split(",")]
     others = [flag for flag in flags if not flag.startswith(EXCLUDE_FLAG)]
     avoided = list(dict.fromkeys([*nodes, *named]))
