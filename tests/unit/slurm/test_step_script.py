@@ -130,7 +130,7 @@ def test_scripts_are_bash(tmp_path: Path) -> None:
     assert find_script_problems({"step.sh": text}, tmp_path) == ""
 
 
-def test_each_partition_has_an_interpreter_of_its_own(tmp_path: Path) -> None:
+def test_each_partition_may_name_an_interpreter(tmp_path: Path) -> None:
     write_step_setups(CampaignDir(tmp_path), plan_recipe(site="lab"), change(python="/arm/bin/python"))
     assert read_step_setup(CampaignDir(tmp_path), "train").python == "/arm/bin/python"
     assert read_step_setup(CampaignDir(tmp_path), "env").python is None
@@ -177,6 +177,6 @@ def test_a_qos_with_fewer_jobs_than_components_is_refused_or_warned_of(tmp_path:
     assert plan_recipe("job.layout=hetstep", site=str(path))
 
 
-def test_partitions_have_interfaces_and_connectors_of_their_own() -> None:
+def test_the_interface_of_a_partition_replaces_that_of_the_site() -> None:
     site = change(interface=["hsn*"])
     assert (site.list_interfaces("train"), site.list_interfaces("env")) == (["hsn*"], ["lo"])
