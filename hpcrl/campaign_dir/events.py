@@ -124,6 +124,26 @@ class EpisodesCounted(CampaignEvent, frozen=True, kw_only=True, tag="episodes"):
     """The longest that anything waited for the loop in this time."""
 
 
+class EngineCounted(CampaignEvent, frozen=True, kw_only=True, tag="engine"):
+    """The load of one engine worker since the event before."""
+
+    window_s: float
+    """The time that it covers."""
+    version: NonNegativeCount = 0
+    busy_share: float = 0.0
+    """The share of this time in which a request ran."""
+    running: float = 0.0
+    """Requests that ran, on average."""
+    waiting: float = 0.0
+    """Requests that waited in the engine, on average."""
+    num_places: int | None = None
+    """The most requests that it runs at once."""
+    kv_share: float | None = None
+    """The share of its KV memory in use, on average; None if the engine does not report it."""
+    num_tokens: NonNegativeCount = 0
+    """Tokens generated in this time."""
+
+
 class TasksRestarted(CampaignEvent, frozen=True, kw_only=True, tag="tasks-restarted"):
     """An env worker starts the groups again that ran when its earlier run ended."""
 
@@ -186,6 +206,8 @@ class SegmentScored(CampaignEvent, frozen=True, kw_only=True, tag="scored"):
     """The number of them that are `on_reward_error`, since the reward function failed, by domain."""
     replaced_outcomes: dict[str, dict[str, int]] = {}
     """The outcomes that these had as they were played, by domain; older campaigns lack them."""
+    reward_faults: dict[str, dict[str, int]] = {}
+    """The outcomes as played of trajectories that got no reward, since its function failed, by domain."""
 
 
 class VersionPublished(CampaignEvent, frozen=True, kw_only=True, tag="published"):

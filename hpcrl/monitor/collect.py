@@ -22,7 +22,8 @@ from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
-from hpcrl.monitor.job_state import JobRecord, judge_jobs, read_jobs, read_json_as, select_slurm_ids
+from hpcrl.monitor.advisories import Advisory, HealthFacts, find_advisories
+from hpcrl.monitor.job_state import CampaignState, JobRecord, judge_jobs, read_jobs, read_json_as, select_slurm_ids
 from hpcrl.monitor.progress import CampaignProgress
 from hpcrl.monitor.snapshot import (
     CampaignSnapshot,
@@ -38,6 +39,8 @@ from hpcrl.spool.listing import SegmentListing, count_trajectories
 from hpcrl.system.file_watch import PathWatch
 
 SLURM_INTERVAL_S = 30.0
+ADVISORY_INTERVAL_S = 2.0
+"""The age of advisories up to which they are shown again, if no step was made: they cost more than the rest."""
 
 SlurmQuery = Callable[[Sequence[str]], dict[str, JobStatus]]
 
@@ -66,6 +69,10 @@ class SnapshotCollector:
         self._record_watches: dict[str, PathWatch] = {}
         self._spools = {name: SegmentListing(campaign_dir.spool(name)) for name in SPOOLS}
         self._num_durable: Counter[str] = Counter()
+        self._advisories: list[Advisory] = []
+        self._judged: tuple[CampaignState | None, int] = (None, -1)
+        """The state and the number of steps by which the advisories were found."""
+        self._judged_at = float("-inf")
 
     def poll(self) -> CampaignSnapshot:
         """Read what is new, and return the state of the campaign now."""
@@ -101,8 +108,17 @@ class SnapshotCollector:
             num_durable={name: self._count_durable(name, problems) for name in SPOOLS},
             num_settled=self._read_num_settled(problems),
             problems=[*problems, *self._slurm_problems],
+            advisories=self._find_advisories(state, now),
         )
         return build_snapshot(inputs)
+
+    def _find_advisories(self, state: CampaignState, now: float) -> list[Advisory]:
+        judged = (state, len(self._progress.steps))
+        if judged != self._judged or now - self._judged_at >= ADVISORY_INTERVAL_S:
+            self._judged, self._judged_at = judged, now
+            is_running = state in {"running", "draining"}
+            self._advisories = find_advisories(HealthFacts(progress=self._progress, now=now, is_running=is_running))
+        return self._advisories
 
     def _read_events(self, problems: list[str]) -> None:
         directory = self._campaign_dir.events

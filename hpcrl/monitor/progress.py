@@ -1,24 +1,30 @@
 """Fold events into the progress of a campaign: no I/O, and constant cost per event.
 
 CampaignProgress    all figures
-JobProgress, WorkerProgress, EpisodeTotals, DomainProgress, TokenRate    its parts
+JobProgress, WorkerProgress, EpisodeTotals, DomainProgress, FailureRun, TokenRate    its parts
 MonitorNote         a line for a person
-EPISODE_COUNTERS, RATE_WINDOW_S, MAX_NOTES, MAX_RECENT_REWARDS    what is counted, and limits
+FaultCause, is_failure    what failures are counted by
+EPISODE_COUNTERS, RATE_WINDOW_S, MAX_NOTES, MAX_RECENT_REWARDS, MAX_RECENT_OUTCOMES, MAX_ENGINE_WINDOW_S,
+MAX_FAULT_CAUSES    what is counted, and limits
 """
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from hpcrl.campaign_dir.events import (
     CampaignEvent,
+    CheckpointSaved,
     DrainStarted,
+    EngineCounted,
     EpisodesCounted,
     EvaluationFinished,
     EventsLost,
     FaultReported,
+    FlatGroupsDropped,
     JobEnded,
     JobStarted,
     LayoutChosen,
@@ -39,13 +45,43 @@ from hpcrl.campaign_dir.events import (
 )
 from hpcrl.campaign_dir.paths import make_worker_name
 from hpcrl.spool.episode_lengths import LengthCounts, join_lengths
-from hpcrl.spool.outcome import OUTCOME_FINISHED, OUTCOME_MAX_TURNS, OUTCOME_OVERFLOW, OUTCOME_REWARD_ERROR
+from hpcrl.spool.outcome import (
+    OUTCOME_EXIT,
+    OUTCOME_FINISHED,
+    OUTCOME_MAX_TURNS,
+    OUTCOME_OVERFLOW,
+    OUTCOME_REWARD_ERROR,
+    OUTCOME_TIMEOUT,
+)
+from hpcrl.spool.status import STATUSES
 from hpcrl.spool.token_fates import STALE, TOO_LONG, TRAINED
 
 RATE_WINDOW_S = 60.0
 MAX_NOTES = 50
 MAX_RECENT_REWARDS = 256
 """Trajectories in the recent mean reward of each domain."""
+MAX_RECENT_OUTCOMES = 512
+"""The episodes of each domain whose outcomes are called recent."""
+MAX_ENGINE_WINDOW_S = 300.0
+"""The time over which an engine's load is called recent."""
+MAX_FAULT_CAUSES = 1000
+_ENV_FAULT = "env-fault"
+_ABORTED = ("aborted-stale", "aborted-redundant")
+_FAILURES = frozenset({OUTCOME_TIMEOUT, OUTCOME_EXIT, OUTCOME_REWARD_ERROR, _ENV_FAULT, "policy-fault"})
+
+
+def is_failure(outcome: str) -> bool:
+    """Return whether an outcome is a failure; limits of length and aborts by training are not."""
+    return outcome in _FAILURES
+
+
+class FaultCause(NamedTuple):
+    """The key that failures are counted by."""
+
+    what: str
+    """The subject of the fault, or the role of a worker that failed."""
+    domain: str
+    node: str
 
 
 class MonitorNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +105,12 @@ class EpisodeTotals(msgspec.Struct, kw_only=True):
     remote_prefills: int = 0
     turns: int = 0
 
+    def count_ended(self) -> dict[str, int]:
+        """Return the ended episodes by status."""
+        return {name: getattr(self, name) for name in _STATUS_COUNTERS}
 
+
+_STATUS_COUNTERS = tuple(status.replace("-", "_") for status in STATUSES)
 EPISODE_COUNTERS = EpisodeTotals.__struct_fields__
 
 
@@ -87,6 +128,20 @@ class WorkerProgress:
     """Version of the weights that it serves."""
     episodes: EpisodesCounted | None = None
     """The newest counts of an env worker."""
+    engine: EngineCounted | None = None
+    """The newest load of an engine worker."""
+    engine_window_s: float = 0.0
+    """The time of the last minutes that its load is known for."""
+    engine_busy_s: float = 0.0
+    """The part of it in which a request ran."""
+
+    def add_load(self, load: EngineCounted) -> None:
+        """Add the load of an engine; what was long ago counts less and less."""
+        if self.engine_window_s > MAX_ENGINE_WINDOW_S:
+            self.engine_window_s, self.engine_busy_s = self.engine_window_s / 2, self.engine_busy_s / 2
+        self.engine_window_s += load.window_s
+        self.engine_busy_s += load.window_s * load.busy_share
+        self.engine, self.version = load, load.version
 
 
 @dataclass
@@ -107,6 +162,18 @@ class JobProgress:
 
 
 @dataclass
+class FailureRun:
+    """Results of one kind, and how many have failed since the last good one."""
+
+    num_good: int = 0
+    num_failed_in_row: int = 0
+
+    def add(self, *, num_good: int, num_failed: int) -> None:
+        self.num_good += num_good
+        self.num_failed_in_row = num_failed if num_good else self.num_failed_in_row + num_failed
+
+
+@dataclass
 class DomainProgress:
     """The rewards of the trajectories of one domain, and what became of their tokens."""
 
@@ -123,6 +190,50 @@ class DomainProgress:
     """These by that outcome, as far as it was reported."""
     stale_tokens: int = 0
     """The tokens that were dropped because they had become too old."""
+    reward_faults: Counter[str] = field(default_factory=Counter)
+    """Played episodes that got no reward, since its function failed, by the outcome as played."""
+    recent_outcomes: dict[str, float] = field(default_factory=dict)
+    """About the last MAX_RECENT_OUTCOMES episodes by outcome: what was before counts less and less."""
+    num_ended: int = 0
+    """Episodes that training did not abort."""
+    played: FailureRun = field(default_factory=FailureRun)
+    """Episodes by whether they failed while they were played."""
+    scored: FailureRun = field(default_factory=FailureRun)
+    """Rewards by whether their function failed."""
+
+    def add_outcomes(self, counts: Mapping[str, int]) -> None:
+        """Count episodes that have ended."""
+        self.outcomes.update(counts)
+        counted = {name: num for name, num in counts.items() if num > 0 and name not in _ABORTED}
+        num = sum(counted.values())
+        num_failed = sum(num for name, num in counted.items() if is_failure(name))
+        self.num_ended += num
+        self.played.add(num_good=num - num_failed, num_failed=num_failed)
+        self._add_recent(counted)
+
+    def add_scored(self, event: SegmentScored, domain: str) -> None:
+        """Count the rewards of a segment, and those that could not be computed."""
+        rewards, num_errors = event.rewards.get(domain, []), event.reward_errors.get(domain, 0)
+        replaced, faults = event.replaced_outcomes.get(domain, {}), event.reward_faults.get(domain, {})
+        self.add(rewards)
+        self.reward_errors += num_errors
+        self.replaced_outcomes.update(replaced)
+        self.reward_faults.update(faults)
+        num_faults = sum(faults.values())
+        self.scored.add(num_good=len(rewards) - num_errors, num_failed=num_errors + num_faults)
+        moved = Counter(replaced) + Counter(faults)
+        self._add_recent(
+            {OUTCOME_REWARD_ERROR: num_errors, _ENV_FAULT: num_faults} | {name: -num for name, num in moved.items()}
+        )
+
+    def _add_recent(self, counts: Mapping[str, float]) -> None:
+        recent = self.recent_outcomes
+        for name, num in counts.items():
+            if num:
+                recent[name] = recent.get(name, 0.0) + num
+        while sum(recent.values()) > 2 * MAX_RECENT_OUTCOMES:
+            for name in recent:
+                recent[name] /= 2
 
     def add(self, rewards: Sequence[float]) -> None:
         self.num += len(rewards)
@@ -133,7 +244,8 @@ class DomainProgress:
         """Return each ended episode under one outcome: that of its reward, if that could not be computed."""
         settled = self.outcomes.copy()
         settled[OUTCOME_REWARD_ERROR] += self.reward_errors
-        settled -= self.replaced_outcomes  # stays at zero until an env worker has reported these too
+        settled[_ENV_FAULT] += self.reward_faults.total()
+        settled -= self.replaced_outcomes + self.reward_faults  # zero until an env worker has reported these too
         num_left = self.reward_errors - self.replaced_outcomes.total()  # an older campaign did not report theirs
         for name in (OUTCOME_FINISHED, OUTCOME_MAX_TURNS, OUTCOME_OVERFLOW, "truncated"):  # what is scored
             num_moved = min(num_left, settled[name])
@@ -188,6 +300,18 @@ class CampaignProgress:
     """The last time that the trainer ran out of memory."""
     skipped_rows: dict[int, RowsSkipped] = field(default_factory=dict)
     """The rows that were too long for the trainer, by step."""
+    checkpoint_times: list[float] = field(default_factory=list)
+    num_stale_dropped: int = 0
+    """Trajectories that the trainer dropped since they had become too old."""
+    flat_dropped: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_OUTCOMES))
+    """The step after which flat groups were dropped, and their number."""
+    worker_failures: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """Workers that failed, by job and role."""
+    worker_failure_reasons: dict[str, str] = field(default_factory=dict)
+    """The newest reason by role."""
+    faults: Counter[FaultCause] = field(default_factory=Counter)
+    """Reported faults and failed workers; of many alike only some are reported."""
+    newest_faults: dict[FaultCause, MonitorNote] = field(default_factory=dict)
     notes: deque[MonitorNote] = field(default_factory=lambda: deque(maxlen=MAX_NOTES))
     num_notes: int = 0
 
@@ -195,7 +319,7 @@ class CampaignProgress:
         """Add one event."""
         job = self._update_job(event)
         match event:
-            case EpisodesCounted() | SegmentScored():  # first, and without a note: nearly all events are of these kinds
+            case EpisodesCounted() | SegmentScored() | EngineCounted():  # nearly all events; none has a note
                 self._count_event(event)
                 return
             case EvaluationFinished(number=number) if self.evaluations.setdefault(number, event) is not event:
@@ -208,13 +332,27 @@ class CampaignProgress:
                 self._drop_steps_from(event.step)
                 self.steps[event.step] = event
                 self.version = max(self.version, event.version)
-            case StaleDropped() | TaskFailed() | MemoryRanOut() | RowsSkipped():
-                self._count_loss(event)
+            case CheckpointSaved():
+                self.checkpoint_times.append(event.time)
             case TrainingResumed():
                 self._drop_steps_from(event.step + 1)
             case WorkerStarted() | WorkerRestarted() | WorkerEnded() | WorkerFailed() | VersionLoaded():
                 self._apply_worker_event(event)
+            case _:
+                self._count_loss(event)
         self._add_note(event)
+
+    def settle_totals(self) -> EpisodeTotals:
+        """Return the totals with the episodes that got no reward among the faults, as their records have them."""
+        faults = sum((domain.reward_faults for domain in self.domains.values()), Counter[str]())
+        num_done = min(faults[OUTCOME_FINISHED], self.totals.done)
+        num_truncated = min(faults.total() - num_done, self.totals.truncated)
+        return msgspec.structs.replace(
+            self.totals,
+            done=self.totals.done - num_done,
+            truncated=self.totals.truncated - num_truncated,
+            env_fault=self.totals.env_fault + num_done + num_truncated,
+        )
 
     def add_all(self, events: Iterable[CampaignEvent]) -> None:
         """Add the events of several files, in order of jobs and time."""
@@ -270,14 +408,30 @@ class CampaignProgress:
         match event:
             case WorkerStarted() | WorkerRestarted():
                 worker.is_up = True
-            case WorkerEnded() | WorkerFailed():
+            case WorkerEnded():
                 worker.is_up = False
+            case WorkerFailed():
+                worker.is_up = False
+                self.worker_failures[event.job, worker.role] += 1
+                self.worker_failure_reasons[worker.role] = event.reason
+                self._count_fault(FaultCause(f"worker {worker.role}", "", worker.node), event.reason, event)
             case VersionLoaded():
                 worker.version = event.version
 
-    def _count_loss(self, event: StaleDropped | TaskFailed | MemoryRanOut | RowsSkipped) -> None:
+    def _count_fault(self, cause: FaultCause, text: str, event: CampaignEvent) -> None:
+        if cause not in self.faults and len(self.faults) >= MAX_FAULT_CAUSES:
+            cause = FaultCause(cause.what, "", "")
+        self.faults[cause] += 1
+        self.newest_faults[cause] = MonitorNote(time=event.time, text=text, bad=True)
+
+    def _count_loss(self, event: CampaignEvent) -> None:
         match event:
+            case FaultReported():
+                self._count_fault(FaultCause(event.what, event.domain or "", event.node or ""), event.detail, event)
+            case FlatGroupsDropped(num=num):
+                self.flat_dropped.append((next(reversed(self.steps), 0), num))
             case StaleDropped(token_counts=counts):
+                self.num_stale_dropped += event.num
                 for domain, num in counts.items():
                     self._find_domain(domain).stale_tokens += num
             case TaskFailed(id=group):
@@ -295,17 +449,16 @@ class CampaignProgress:
             self.num_notes += 1
             self.notes.append(MonitorNote(time=event.time, text=" ".join(text.split()), bad=bad))
 
-    def _count_event(self, event: EpisodesCounted | SegmentScored) -> None:
+    def _count_event(self, event: EpisodesCounted | SegmentScored | EngineCounted) -> None:
         worker = self._find_worker(event)
-        if isinstance(event, EpisodesCounted):
-            self._count_episodes(worker, event)
-            return
-        for domain, rewards in event.rewards.items():
-            self._find_domain(domain).add(rewards)
-        for domain, num in event.reward_errors.items():
-            self._find_domain(domain).reward_errors += num
-        for domain, replaced in event.replaced_outcomes.items():
-            self._find_domain(domain).replaced_outcomes.update(replaced)
+        match event:
+            case EpisodesCounted():
+                self._count_episodes(worker, event)
+            case EngineCounted():
+                worker.add_load(event)
+            case SegmentScored():
+                for domain in event.rewards.keys() | event.reward_errors.keys() | event.reward_faults.keys():
+                    self._find_domain(domain).add_scored(event, domain)
 
     def _count_episodes(self, worker: WorkerProgress, counts: EpisodesCounted) -> None:
         previous = worker.episodes or EpisodesCounted(time=counts.time)
@@ -319,7 +472,7 @@ class CampaignProgress:
         for domain, fates in counts.token_fates.items():
             self._find_domain(domain).token_fates.update(_subtract(fates, previous.token_fates.get(domain, {})))
         for domain, outcomes in counts.outcomes.items():
-            self._find_domain(domain).outcomes.update(_subtract(outcomes, previous.outcomes.get(domain, {})))
+            self._find_domain(domain).add_outcomes(_subtract(outcomes, previous.outcomes.get(domain, {})))
         for status, lengths in counts.lengths.items():
             self.lengths.setdefault(status, Counter()).update(_subtract(lengths, previous.lengths.get(status, {})))
         self.token_rate.add(counts.time, counts.num_tokens - previous.num_tokens)

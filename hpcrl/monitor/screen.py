@@ -4,7 +4,7 @@ render_screen                       the screen of a snapshot
 finite_values, format_step_count, format_clock_time, format_date, format_shares    parts that plain lines share
 find_low_shares, find_failing       the domains that need a look
 LongLines                           what becomes of lines that are wider than the screen
-DEFAULT_HEIGHT, STATE_STYLES        height and colours
+DEFAULT_HEIGHT, STATE_STYLES, SEVERITY_STYLES, MAX_SHOWN_ADVISORIES    height, colours and a limit
 """
 
 import datetime
@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcrl.hardware.loop_model import BUSY_LOOP_SHARE
+from hpcrl.monitor.advisories import Advisory
 from hpcrl.monitor.snapshot import CampaignSnapshot, JobView
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, measure_failures, measure_outcomes
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
@@ -36,6 +37,9 @@ STATE_STYLES = {
     "unknown": "magenta",
 }
 
+SEVERITY_STYLES = {"critical": "bold red", "warning": "yellow", "notice": "dim"}
+MAX_SHOWN_ADVISORIES = 3
+
 
 def render_screen(
     snapshot: CampaignSnapshot, *, height: int = DEFAULT_HEIGHT, long_lines: LongLines = "cut"
@@ -43,6 +47,9 @@ def render_screen(
     """Render one screen; recent notes fill the lines that are left."""
     figures = _render_figures(snapshot, long_lines=long_lines)
     parts = [_render_header(snapshot), _render_curves(snapshot), _render_roles(snapshot), figures]
+    advisories = snapshot.advisories[:MAX_SHOWN_ADVISORIES]
+    if advisories:
+        parts.insert(1, Group(*(_render_advisory(advisory, long_lines=long_lines) for advisory in advisories)))
     is_cut = long_lines == "cut"
     problem_lines = [
         Text(problem, style="magenta", overflow="ellipsis" if is_cut else "fold", no_wrap=is_cut)
@@ -50,9 +57,16 @@ def render_screen(
     ]
     num_curves = 2 + bool(snapshot.evaluations)
     num_used_lines = 3 + _count_header_lines(snapshot) + num_curves + 1 + len(snapshot.roles) + _count_figures(snapshot)
+    num_used_lines += len(advisories) + bool(advisories)
     num_note_lines = max(height - num_used_lines - min(len(problem_lines), 2) - 1, 2)
     notes = _render_notes(snapshot, max_lines=num_note_lines, long_lines=long_lines)
     return Group(*_insert_blank_lines([*parts, notes]), *problem_lines[:2])
+
+
+def _render_advisory(advisory: Advisory, *, long_lines: LongLines) -> Text:
+    is_cut = long_lines == "cut"
+    line = Text(style=SEVERITY_STYLES[advisory.severity], no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
+    return line.append(f"{advisory.severity:<8}  ").append(advisory.text)
 
 
 def finite_values(series: Sequence[float | None]) -> list[float]:

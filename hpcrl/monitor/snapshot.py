@@ -15,11 +15,11 @@ import msgspec
 
 from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.config.recipe import ROLES
+from hpcrl.monitor.advisories import Advisory
 from hpcrl.monitor.job_state import ALIVE_WITHIN_S, CampaignState, JobVerdict, derive_component_state
 from hpcrl.monitor.progress import CampaignProgress, DomainProgress, JobProgress, MonitorNote, WorkerProgress
 from hpcrl.slurm.commands import expand_nodes
 from hpcrl.spool.episode_lengths import LengthSummary, summarize_lengths
-from hpcrl.spool.status import STATUSES
 from hpcrl.spool.token_fates import measure_trained_share
 
 
@@ -167,6 +167,8 @@ class CampaignSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     """Generated tokens: over the last minute while a job runs, else over all the time that jobs ran."""
     spools: list[SpoolView]
+    advisories: list[Advisory]
+    """The findings about what is wrong, the worst first."""
     detail: SnapshotDetail
 
     @property
@@ -179,9 +181,6 @@ def encode_snapshot(snapshot: CampaignSnapshot) -> bytes:
     """Encode the contract as JSON, without the detail."""
     fields = {name: getattr(snapshot, name) for name in snapshot.__struct_fields__ if name != "detail"}
     return msgspec.json.format(msgspec.json.encode(fields), indent=2) + b"\n"
-
-
-_EPISODE_STATUSES = tuple(status.replace("-", "_") for status in STATUSES)
 
 
 class CampaignSummary(msgspec.Struct, kw_only=True):
@@ -240,6 +239,7 @@ class SnapshotInputs:
     num_settled: int
     """Trajectories still in "scored" that the trainer has used or dropped."""
     problems: list[str]
+    advisories: Sequence[Advisory] = ()
 
     @property
     def newest_job(self) -> JobVerdict | None:
@@ -279,7 +279,7 @@ def build_snapshot(inputs: SnapshotInputs) -> CampaignSnapshot:
         step=next(reversed(progress.steps), 0),
         num_steps=inputs.recipe.train.num_steps if inputs.recipe else None,
         episodes=_build_episodes_view(progress, live_workers),
-        accounts={status: getattr(progress.totals, status) for status in _EPISODE_STATUSES},
+        accounts=progress.settle_totals().count_ended(),
         domains={
             name: _build_domain_view(progress.domains[name], progress.token_fates(name))
             for name in sorted(progress.domains)
@@ -302,6 +302,7 @@ def build_snapshot(inputs: SnapshotInputs) -> CampaignSnapshot:
         ],
         tokens_per_s=round(_choose_tokens_per_s(inputs), 1),
         spools=_build_spool_views(inputs),
+        advisories=list(inputs.advisories),
         detail=_build_detail(inputs, workers, live_workers),
     )
 
@@ -357,7 +358,7 @@ def _group_by_role(workers: Sequence[WorkerProgress]) -> dict[str, list[WorkerPr
 
 
 def _build_episodes_view(progress: CampaignProgress, live_workers: Sequence[WorkerProgress]) -> EpisodesView:
-    totals = progress.totals
+    totals = progress.settle_totals()
     counts = [worker.episodes for worker in live_workers if worker.episodes]
     return EpisodesView(
         done=totals.done + totals.truncated,

@@ -23,6 +23,7 @@ from rich.text import Text
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
+from hpcrl.monitor.advisories import describe_advisory
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.job_state import (
     CampaignState,
@@ -129,7 +130,7 @@ def show_snapshot(snapshot: CampaignSnapshot, *, console: Console) -> None:
 
 
 def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> list[str]:
-    """Return plain lines for what is new: notes, a new state, and a line every few steps."""
+    """Return plain lines for what is new: notes, a new state, a line every few steps, and new advisories."""
     lines = []
     num_new = new.detail.num_notes - (old.detail.num_notes if old else 0)
     for note in new.detail.notes[-num_new:] if num_new else []:
@@ -142,6 +143,12 @@ def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> lis
         or _is_far_from(old, new)
     ):
         lines.append(f"{format_clock_time(new.detail.now)} {_format_summary_line(new)}")
+    known = {(advisory.name, advisory.subject) for advisory in old.advisories} if old else set()
+    lines += [
+        f"{format_clock_time(new.detail.now)} {advisory.severity}: {describe_advisory(advisory)}"
+        for advisory in new.advisories
+        if (advisory.name, advisory.subject) not in known
+    ]
     return lines
 
 

@@ -182,6 +182,8 @@ class ScoringSession:
         has_failed = score is not None and bool(score.error)
         if scored.reward is not None:
             counts.add(scored, played=trajectory if has_failed else None)
+        elif has_failed:
+            counts.add_fault(trajectory)
         if has_failed:
             self._faults.add("reward", trajectory, scored.extra["fault" if scored.reward is None else "reason"])
         return scored
@@ -193,6 +195,11 @@ class _ScoredCounts:
 
     rewards: dict[str, list[float]] = field(default_factory=dict)
     replaced_outcomes: dict[str, Counter[str]] = field(default_factory=dict)
+    faults: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def add_fault(self, played: Trajectory) -> None:
+        """Count a trajectory that got no reward."""
+        self.faults.setdefault(played.domain, Counter())[name_outcome(played.status, played.outcome)] += 1
 
     def add(self, trajectory: Trajectory, *, played: Trajectory | None) -> None:
         """Count a reward; `played` is the trajectory as it was before, if its function failed."""
@@ -211,6 +218,7 @@ class _ScoredCounts:
             rewards=self.rewards,
             reward_errors={name: replaced.total() for name, replaced in self.replaced_outcomes.items()},
             replaced_outcomes={name: dict(replaced) for name, replaced in self.replaced_outcomes.items()},
+            reward_faults={name: dict(failed) for name, failed in self.faults.items()},
         )
 
 

@@ -6,32 +6,36 @@
     make_vllm_launch   the options of a worker's vLLM server
     WorkerEngine       the interface of the served engine
     WeightFollower     keep an engine at the newest version
-    POLL_INTERVAL_S, FAULT_PAUSE_S, MAX_BEHIND_S   constants
+    LoadReporter       report the load of an engine
+    POLL_INTERVAL_S, FAULT_PAUSE_S, MAX_BEHIND_S, LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S   constants
 
 A prefill worker computes the KV of prompts and hands it to decode workers. A decode worker generates tokens, from that
 KV or from its own prefill.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import ClientSession
 
 from hpcrl.campaign_dir import endpoints
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
-from hpcrl.campaign_dir.events import FaultReported, TransportChanged, VersionLoaded
+from hpcrl.campaign_dir.events import EngineCounted, FaultReported, TransportChanged, VersionLoaded
 from hpcrl.campaign_dir.paths import make_worker_name
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import EngineConfig
 from hpcrl.config.site import OUR_CONNECTOR, Site
-from hpcrl.engines.base import UpdatableEngine
+from hpcrl.engines.base import LoadFigures, TokenGenerator, UpdatableEngine
 from hpcrl.engines.http import ServedEngine, make_client_session, make_kv_fetcher, serve_over_http
-from hpcrl.errors import WeightsError
+from hpcrl.errors import HpcrlError, WeightsError
 from hpcrl.hardware.memory_model import GIB
 from hpcrl.plan.plan import RolePlan
 from hpcrl.roles.context import WorkerContext
@@ -55,6 +59,7 @@ POLL_INTERVAL_S = 0.1
 FAULT_PAUSE_S = 1.0
 MAX_BEHIND_S = 30.0
 """The time that an engine may lag behind a published version before it asks for files."""
+LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S = 1.0, 10.0
 
 
 class WorkerEngine(ServedEngine, UpdatableEngine, Protocol):
@@ -213,9 +218,11 @@ async def _announce_and_follow(engine: WorkerEngine, follower: "WeightFollower",
         num_gpus=role.gpus_per_worker * role.nodes_per_engine,
     )
     endpoints.announce_endpoint(context.campaign.endpoints, endpoint)
+    reporting = asyncio.create_task(LoadReporter(engine, context.events.emit).report(), name="load of the engine")
     try:
         await follower.follow(engine=engine)
     finally:
+        reporting.cancel()
         endpoints.withdraw_endpoint(context.campaign.endpoints, context.name)
         await runner.cleanup()
 
@@ -284,6 +291,64 @@ class WeightFollower:
             reason = f"{self._context.name} has waited {MAX_BEHIND_S:g} s for version {published} by {transport.name}"
             write_transport(weights, Transport(name="files", reason=reason))
             self._context.events.emit(TransportChanged(transport="files", reason=reason))
+
+
+class LoadReporter:
+    """The reporter of an engine's load: samples of a window make one event."""
+
+    def __init__(
+        self,
+        engine: TokenGenerator,
+        emit: Callable[[EngineCounted], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._emit = emit
+        self._clock = clock
+        self._samples: list[LoadFigures] = []
+        self._started_at = clock()
+        self._num_tokens = 0
+
+    async def report(self) -> None:
+        """Report until cancelled; an engine that does not answer has no load."""
+        while True:
+            with contextlib.suppress(HpcrlError):
+                self.add_sample(await self._engine.load_figures())
+            await asyncio.sleep(LOAD_SAMPLE_INTERVAL_S)
+
+    def add_sample(self, figures: LoadFigures) -> None:
+        """Add a sample, and emit an event if a window is over."""
+        self._samples.append(figures)
+        window_s = self._clock() - self._started_at
+        if window_s < LOAD_REPORT_INTERVAL_S:
+            return
+        samples, self._samples, self._started_at = self._samples, [], self._clock()
+        num_tokens, self._num_tokens = (
+            max(figures.num_generated_tokens - self._num_tokens, 0),
+            figures.num_generated_tokens,
+        )
+        self._emit(
+            EngineCounted(
+                window_s=round(window_s, 3),
+                version=figures.version,
+                busy_share=round(fmean(sample.num_running > 0 for sample in samples), 3),
+                running=round(fmean(sample.num_running for sample in samples), 2),
+                waiting=round(fmean(sample.num_waiting for sample in samples), 2),
+                num_places=figures.num_places,
+                kv_share=_measure_kv_share(samples),
+                num_tokens=num_tokens,
+            )
+        )
+
+
+def _measure_kv_share(samples: Sequence[LoadFigures]) -> float | None:
+    shares = [
+        sample.running_tokens / max(sample.running_tokens + sample.free_kv_tokens, 1)
+        for sample in samples
+        if sample.free_kv_tokens is not None
+    ]
+    return round(fmean(shares), 3) if shares else None
 
 
 def run(context: WorkerContext) -> None:

@@ -57,7 +57,7 @@ def name_outcome(status: EpisodeStatus, outcome: str) -> str:
     return status
 
 
-def measure_outcomes(counts: Mapping[str, int]) -> dict[str, float]:
+def measure_outcomes(counts: Mapping[str, float]) -> dict[str, float]:
     """Return the share of each outcome among the ended episodes that training did not abort, the largest first."""
     counted = {
         name: num for name, num in counts.items() if num > 0 and (name not in OUTCOMES or _is_counted(OUTCOMES[name]))
@@ -66,7 +66,7 @@ def measure_outcomes(counts: Mapping[str, int]) -> dict[str, float]:
     return {name: num / total for name, num in sorted(counted.items(), key=lambda item: (-item[1], item[0]))}
 
 
-def measure_failures(counts: Mapping[str, int]) -> float:
+def measure_failures(counts: Mapping[str, float]) -> float:
     """Return the share that failed for what the policy did, limits of length not among it."""
     failed = (OUTCOME_TIMEOUT, OUTCOME_EXIT, OUTCOME_REWARD_ERROR)
     return sum(share for name, share in measure_outcomes(counts).items() if name in failed)

@@ -15,6 +15,7 @@ from hpcrl.campaign_dir.events import (
     CheckpointSaved,
     CurriculumUpdated,
     DrainStarted,
+    EngineCounted,
     EpisodesCounted,
     EvaluationFinished,
     EventsLost,
@@ -98,6 +99,21 @@ LINES = [
         '"outcomes": {"lake": {"exit": 2}}, "token_fates": {"lake": {"trained": 30}}, '
         '"lengths": {"done": {"4": 2, "tokens": 30}}, "loop_share": 0.25, "loop_delay_s": 0.5',
     ),
+    (
+        EngineCounted(
+            window_s=10.0,
+            version=3,
+            busy_share=0.5,
+            running=2.5,
+            waiting=0.0,
+            num_places=8,
+            kv_share=0.25,
+            num_tokens=9,
+        ),
+        "engine",
+        '"window_s": 10.0, "version": 3, "busy_share": 0.5, "running": 2.5, "waiting": 0.0, "num_places": 8, '
+        '"kv_share": 0.25, "num_tokens": 9',
+    ),
     (TasksRestarted(num=2), "tasks-restarted", '"num": 2'),
     (
         TaskFailed(id="lake/3", domain="lake", seed=5, place=None, reason="its last episode: env-fault"),
@@ -126,10 +142,11 @@ LINES = [
             rewards={},
             reward_errors={"lake": 1},
             replaced_outcomes={"lake": {"finished": 1}},
+            reward_faults={"lake": {"finished": 2}},
         ),
         "scored",
         '"segment": "s.h5", "num": 0, "reward_mean": null, "rewards": {}, "reward_errors": {"lake": 1}, '
-        '"replaced_outcomes": {"lake": {"finished": 1}}',
+        '"replaced_outcomes": {"lake": {"finished": 1}}, "reward_faults": {"lake": {"finished": 2}}',
     ),
     (
         VersionPublished(version=1, step=1, wall_s=0.2, stall_s=0.1),

@@ -87,6 +87,7 @@ def test_the_json_has_exactly_the_fields_of_the_contract(campaign: SyntheticCamp
     assert set(printed) == {
         "name", "state", "recipe", "site", "created", "jobs", "roles", "version", "step", "num_steps", "episodes",
         "accounts", "domains", "reward_mean", "evaluations", "lengths", "failed_tasks", "tokens_per_s", "spools",
+        "advisories",
     }  # fmt: skip
     assert printed["name"] == "quickstart-1"
     assert (printed["recipe"], printed["site"], printed["created"]) == ("quickstart", "lab", T0)
@@ -755,3 +756,26 @@ def test_an_evaluation_that_is_reported_twice_counts_once(campaign: SyntheticCam
     assert len(notes) == 3
     assert notes[1] == "evaluation of version 50: mean reward 0.400 in 8 episodes"
     assert "not one" in notes[2]
+
+
+def test_episodes_without_a_reward_are_counted_among_the_faults(campaign: SyntheticCampaign) -> None:
+    running(campaign).emit(
+        "env-0", EpisodesCounted(done=5, truncated=2, outcomes={"lake": {"finished": 5, "overflow": 2}})
+    )
+    campaign.emit(
+        "reward-0", SegmentScored(rewards={"lake": [1.0]}, reward_faults={"lake": {"finished": 3, "overflow": 1}})
+    )
+
+    snapshot = collector(campaign).poll()
+
+    assert (snapshot.episodes.done, snapshot.episodes.faulted) == (3, 4)
+    assert snapshot.accounts["env_fault"] == 4
+    assert snapshot.domains["lake"].outcomes == {"env-fault": 4, "finished": 2, "overflow": 1}
+
+
+def test_advisories_are_found_again_when_time_has_passed(campaign: SyntheticCampaign) -> None:
+    watched = collector(running(campaign))
+    assert watched.poll().advisories == []
+    campaign.emit("env-0", EpisodesCounted(outcomes={"lake": {"env-fault": 20}}))
+    campaign.now += 2.0
+    assert [advisory.name for advisory in watched.poll().advisories] == ["domain-fails"]

@@ -350,3 +350,21 @@ def test_one_frame_in_a_file_has_every_text_whole_and_on_a_terminal_one_line_of_
     assert "then correct the function" in printed
     assert chr(0x2026) not in printed
     assert any(line.endswith(chr(0x2026)) for line in text_of(snapshot))
+
+
+def test_an_advisory_is_shown_once_in_lines_and_first_on_the_screen(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    watched = collector(campaign)
+    before = watched.poll()
+    campaign.emit("env-1", EpisodesCounted(outcomes={"sums": {"exit": 20}}))
+    campaign.now += 10
+    after = watched.poll()
+
+    lines = [
+        line for line in describe_changes(before, after) if "critical: domain sums: all 20 episodes failed" in line
+    ]
+    assert len(lines) == 1
+    assert describe_changes(after, after) == []
+    screen = text_of(after)
+    assert next(line for line in screen if "critical" in line).split()[:3] == ["critical", "domain", "sums:"]
+    assert len(screen) <= 24

@@ -1,0 +1,537 @@
+"""Find what is wrong with a campaign: ranked advisories, each with a figure, its threshold, a cause and a remedy. Pure.
+
+    find_advisories(HealthFacts(progress=..., now=..., is_running=True))
+
+Advisory            one finding
+HealthFacts         the facts that are judged
+find_advisories     all findings, the worst first
+describe_advisory   a finding in one line
+Severity            how bad one is
+RULES               the rules, each a function of the facts
+
+The monitor, `--watch`, the last lines of a campaign and its report use these. A rule yields nothing where it has too
+few figures to judge: a campaign that has just started has no advisories.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+from typing import Literal
+
+import msgspec
+
+from hpcrl.campaign_dir.events import StepFinished
+from hpcrl.monitor.progress import CampaignProgress, FailureRun, WorkerProgress, is_failure
+from hpcrl.spool.outcome import MAX_FAILED_SHARE, OUTCOMES, measure_outcomes
+
+Severity = Literal["critical", "warning", "notice"]
+_SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "notice")
+
+MIN_FAILED_AT_START, MIN_FAILED_IN_ROW = 16, 64
+"""Failures without one good result: since the start, or since the last good one."""
+MIN_ENDED = 64
+"""The fewest ended episodes whose shares are judged."""
+RECENT_STEPS = 20
+"""The steps that a rule calls recent."""
+MIN_STEPS = 30
+"""The fewest steps by which learning is judged."""
+NUM_ERRORS = 2.0
+"""Changes of the reward below this number of standard errors are noise."""
+MAX_FLAT_SHARE = 0.5
+MAX_ENV_FAULT_SHARE = 0.05
+MAX_TRUNCATED_SHARE = 0.25
+MAX_STALE_SHARE = 0.2
+MAX_SKIPPED_SHARE = 0.1
+MAX_WAIT_SHARE = 0.5
+MIN_BUSY_SHARE = 0.2
+MIN_STEADY_S = 600.0
+"""The balance between roles is judged by this time of steady work and more."""
+MAX_KL_FRESH, MAX_KL = 0.02, 0.2
+"""KL(acting policy || trainer's) of fresh trajectories, which only a mismatch explains, and of those with a lag."""
+MAX_GRADIENT_GROWTH = 10.0
+MIN_ENTROPY_SHARE = 0.1
+MAX_STEP_DELAY, MIN_STEP_DELAY_S = 6.0, 300.0
+MAX_CHECKPOINT_AGE, MIN_CHECKPOINT_AGE_S = 3.0, 3600.0
+MIN_WORKER_FAILURES, MANY_WORKER_FAILURES = 3, 10
+MIN_ENGINE_WINDOW_S = 120.0
+
+
+class Advisory(msgspec.Struct, frozen=True, kw_only=True):
+    """One finding about a campaign."""
+
+    name: str
+    severity: Severity
+    subject: str = ""
+    """The domain or role concerned; "" for the campaign."""
+    text: str
+    """The finding, with its figures."""
+    figure: float
+    threshold: float
+    unit: str
+    """The unit of figure and threshold: a share, seconds, a number of something."""
+    cause: str
+    """The likely cause."""
+    cure: str
+    """The remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthFacts:
+    """The facts about a campaign that are judged."""
+
+    progress: CampaignProgress
+    now: float
+    is_running: bool
+    """A job works on it now; without one, what should happen soon is not missed."""
+
+    @property
+    def steps(self) -> list[StepFinished]:
+        return list(self.progress.steps.values())
+
+    @property
+    def recent_steps(self) -> list[StepFinished]:
+        return self.steps[-RECENT_STEPS:]
+
+
+def find_advisories(facts: HealthFacts) -> list[Advisory]:
+    """Return the findings, the worst first; of equal severity, the one farthest beyond its threshold."""
+    return sorted((found for rule in RULES for found in rule(facts)), key=_rank_advisory)
+
+
+def describe_advisory(advisory: Advisory) -> str:
+    """Describe a finding in one line: what, the likely cause, what to do."""
+    return f"{advisory.text}: {advisory.cause}; {advisory.cure}"
+
+
+def _rank_advisory(advisory: Advisory) -> tuple[int, float]:
+    low, high = sorted((abs(advisory.figure), abs(advisory.threshold)))
+    excess = high / low if low > 0 else math.inf
+    return _SEVERITIES.index(advisory.severity), -excess
+
+
+# ---- episodes
+
+
+def _find_failing_domains(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find domains of whose episodes or rewards all fail, or most."""
+    for name, domain in sorted(facts.progress.domains.items()):
+        run = max(domain.played, domain.scored, key=lambda run: run.num_failed_in_row)
+        outcomes = domain.settle_outcomes()
+        share = sum(num for outcome, num in measure_outcomes(outcomes).items() if is_failure(outcome))
+        is_scored = run is domain.scored
+        if run.num_failed_in_row >= _limit_in_row(run):
+            which = "all" if not run.num_good else "the last"
+            what = "rewards" if is_scored else "episodes"
+            yield Advisory(
+                name="domain-fails",
+                severity="critical",
+                subject=name,
+                text=f"domain {name}: {which} {run.num_failed_in_row:,} {what} failed, so it trains nothing",
+                figure=run.num_failed_in_row,
+                threshold=_limit_in_row(run),
+                unit="failures in a row",
+                cause="its reward function fails" if is_scored else _name_worst(domain.recent_outcomes),
+                cure=f"read its newest fault, and one of its episodes: `hpcrl traj show --domain {name}`",
+            )
+        elif domain.num_ended >= MIN_ENDED and share > MAX_FAILED_SHARE:
+            yield Advisory(
+                name="domain-failing",
+                severity="warning",
+                subject=name,
+                text=f"domain {name}: {share:.0%} of {domain.num_ended:,} episodes failed",
+                figure=share,
+                threshold=MAX_FAILED_SHARE,
+                unit="share of episodes",
+                cause=_name_worst(outcomes),
+                cure="its program, its judge or its reward may be broken: read its newest faults",
+            )
+
+
+def _limit_in_row(run: FailureRun) -> int:
+    return MIN_FAILED_IN_ROW if run.num_good else MIN_FAILED_AT_START
+
+
+def _find_env_faults(facts: HealthFacts) -> Iterator[Advisory]:
+    for name, domain in sorted(facts.progress.domains.items()):
+        shares = measure_outcomes(domain.recent_outcomes)
+        share = sum(num for outcome, num in shares.items() if _is_infrastructure(outcome))
+        if domain.num_ended >= MIN_ENDED and MAX_ENV_FAULT_SHARE < share <= MAX_FAILED_SHARE:
+            yield Advisory(
+                name="env-faults",
+                severity="warning",
+                subject=name,
+                text=f"domain {name}: {share:.1%} of recent episodes were lost to faults of the infrastructure",
+                figure=share,
+                threshold=MAX_ENV_FAULT_SHARE,
+                unit="share of episodes",
+                cause="environments, reward functions or engines fail and are tried again",
+                cure="read the faults by node: exclude a bad node, leave out a bad task",
+            )
+
+
+def _find_truncation(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find domains whose episodes are cut off: by length at any time, by max_turns once the policy has trained."""
+    has_trained = len(facts.progress.steps) >= MIN_STEPS
+    for name, domain in sorted(facts.progress.domains.items()):
+        shares = measure_outcomes(domain.recent_outcomes)
+        by_length = shares.get("overflow", 0.0) + shares.get("truncated", 0.0)
+        by_turns = shares.get("max-turns", 0.0) if has_trained else 0.0
+        if domain.num_ended < MIN_ENDED or by_length + by_turns <= MAX_TRUNCATED_SHARE:
+            continue
+        is_length = by_length > by_turns
+        yield Advisory(
+            name="truncation",
+            severity="warning" if is_length else "notice",
+            subject=name,
+            text=f"domain {name}: {by_length + by_turns:.0%} of recent episodes were cut off at a limit",
+            figure=by_length + by_turns,
+            threshold=MAX_TRUNCATED_SHARE,
+            unit="share of episodes",
+            cause="their conversations fill the context" if is_length else "they use up max_turns",
+            cure="raise model context or rollout.max_new_tokens, or shorten observations"
+            if is_length
+            else f"raise domains.{name}.max_turns, or reward shorter ways",
+        )
+
+
+def _find_stale_episodes(facts: HealthFacts) -> Iterator[Advisory]:
+    totals = facts.progress.totals
+    num_ended = sum(totals.count_ended().values())
+    num_stale = totals.aborted_stale + facts.progress.num_stale_dropped
+    if num_ended >= MIN_ENDED and num_stale / num_ended > MAX_STALE_SHARE:
+        yield Advisory(
+            name="stale-episodes",
+            severity="warning",
+            text=f"{num_stale / num_ended:.0%} of {num_ended:,} episodes became too old to train on",
+            figure=num_stale / num_ended,
+            threshold=MAX_STALE_SHARE,
+            unit="share of episodes",
+            cause="episodes take longer than rollout.max_lag steps of the trainer",
+            cure="raise rollout.max_lag, add decode workers, or raise train.groups_per_step",
+        )
+
+
+def _is_infrastructure(outcome: str) -> bool:
+    return outcome in OUTCOMES and OUTCOMES[outcome].cause == "infrastructure"
+
+
+def _name_worst(outcomes: Mapping[str, float]) -> str:
+    """Name the most frequent failure of a domain."""
+    failed = {name: num for name, num in outcomes.items() if is_failure(name)}
+    if not failed:
+        return "its rewards or episodes fail"
+    worst = max(failed, key=lambda name: failed[name])
+    return f"{worst}: {OUTCOMES[worst].text}" if worst in OUTCOMES else worst
+
+
+# ---- learning
+
+
+def _find_reward_trend(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find a reward that has not risen since the start, or that has fallen from where it was."""
+    rewards = _finite(step.reward_mean for step in facts.steps)
+    if len(rewards) < MIN_STEPS:
+        return
+    size = len(rewards) // 3
+    first, last = rewards[:size], rewards[-size:]
+    best = max((rewards[start : start + size] for start in range(0, len(rewards) - size + 1, size)), key=fmean)
+    gain, noise = fmean(last) - fmean(first), _noise(first, last)
+    loss, loss_noise = fmean(best) - fmean(last), _noise(best, last)
+    if loss > 2 * loss_noise and loss > 0.25 * max(fmean(best) - min(rewards), 1e-9):
+        yield Advisory(
+            name="reward-falls",
+            severity="critical",
+            text=f"the reward fell from {fmean(best):.3f} to {fmean(last):.3f} (means of {size} steps)",
+            figure=loss,
+            threshold=2 * loss_noise,
+            unit="reward",
+            cause="updates are too large, or the policy has found a way that is no way",
+            cure="resume from the checkpoint before with a lower train.learning_rate, and read episodes of both times",
+        )
+    elif gain <= noise and not _is_solved(facts):
+        yield Advisory(
+            name="reward-stalled",
+            severity="warning",
+            text=f"the reward has not risen in {len(rewards):,} steps: {fmean(first):.3f} -> {fmean(last):.3f}",
+            figure=gain,
+            threshold=noise,
+            unit="reward",
+            cause="the tasks give no signal (all fail or all succeed), or the learning rate is too low",
+            cure="read the best and the worst episodes, look at the share of flat groups, raise train.learning_rate",
+        )
+
+
+def _find_flat_groups(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find groups in which no episode is better than another: they give no gradient."""
+    recent = facts.recent_steps
+    num_dropped = sum(num for step, num in facts.progress.flat_dropped if recent and step >= recent[0].step)
+    num_flat = num_dropped + sum(step.num_flat_groups or 0 for step in recent)
+    num_groups = num_dropped + sum(step.num_groups or 0 for step in recent)
+    if num_groups < 2 * RECENT_STEPS or num_flat / num_groups <= MAX_FLAT_SHARE:
+        return
+    is_solved = _is_solved(facts)
+    yield Advisory(
+        name="flat-groups",
+        severity="notice" if is_solved else "warning",
+        text=f"{num_flat / num_groups:.0%} of the last {num_groups:,} groups have one reward for all their episodes",
+        figure=num_flat / num_groups,
+        threshold=MAX_FLAT_SHARE,
+        unit="share of groups",
+        cause="the tasks are solved" if is_solved else "the tasks are too easy or too hard for the policy",
+        cure="end here, or add harder tasks" if is_solved else "mix other tasks in, or a reward with more degrees",
+    )
+
+
+def _find_mismatch(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find log-probs that differ between engines and trainer: of fresh trajectories, else of all."""
+    recent = facts.recent_steps
+    fresh = _finite(step.kl for step in recent if not step.lag_max)
+    values, limit = (fresh, MAX_KL_FRESH) if len(fresh) >= 3 else (_finite(step.kl for step in recent), MAX_KL)
+    if len(values) >= 3 and median(values) > limit:
+        yield Advisory(
+            name="logprob-mismatch",
+            severity="critical",
+            text=f"log-probs of engines and trainer differ: KL {median(values):.3g} in recent steps",
+            figure=median(values),
+            threshold=limit,
+            unit="nats a token",
+            cause="engine and trainer compute differently (precision, template, sampling)"
+            if values is fresh
+            else "trajectories are too old for the size of the updates, or engine and trainer compute differently",
+            cure="use one precision for both, check top_p and temperature, lower rollout.max_lag",
+        )
+
+
+def _find_bad_gradients(facts: HealthFacts) -> Iterator[Advisory]:
+    norms = [step.grad_norm for step in facts.steps if step.grad_norm is not None]
+    num_broken = sum(not math.isfinite(norm) for norm in norms[-RECENT_STEPS:])
+    before, last = _finite(norms[:-5]), _finite(norms[-5:])
+    growth = median(last) / median(before) if len(before) >= RECENT_STEPS and last and median(before) > 0 else 0.0
+    if num_broken or growth > MAX_GRADIENT_GROWTH:
+        found = f"{num_broken} of the last steps are not finite" if num_broken else f"{growth:.0f} times that before"
+        yield Advisory(
+            name="gradient-explodes",
+            severity="critical",
+            text=f"the gradient's norm explodes: {found}",
+            figure=num_broken if num_broken else growth,
+            threshold=MAX_GRADIENT_GROWTH if not num_broken else 0,
+            unit="times the median before" if not num_broken else "steps",
+            cause="the learning rate is too high, or a few trajectories have extreme importance ratios",
+            cure="resume from the last good checkpoint with a lower train.learning_rate or train.max_grad_norm",
+        )
+
+
+def _find_skipped_steps(facts: HealthFacts) -> Iterator[Advisory]:
+    recent = facts.recent_steps
+    skipped = [step for step in recent if step.skipped]
+    if len(recent) >= 10 and len(skipped) / len(recent) > MAX_SKIPPED_SHARE:
+        yield Advisory(
+            name="steps-skipped",
+            severity="warning",
+            text=f"{len(skipped)} of the last {len(recent)} steps left the weights unchanged",
+            figure=len(skipped) / len(recent),
+            threshold=MAX_SKIPPED_SHARE,
+            unit="share of steps",
+            cause=skipped[-1].skipped or "",
+            cure="see the flat groups and the gradient's norm of these steps",
+        )
+
+
+def _find_low_entropy(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find a policy that has stopped to explore before it has learned."""
+    values = _finite(step.entropy for step in facts.steps)
+    rewards = _finite(step.reward_mean for step in facts.steps)
+    if min(len(values), len(rewards)) < MIN_STEPS or fmean(values[:5]) <= 0:
+        return
+    share = fmean(values[-5:]) / fmean(values[:5])
+    size = len(rewards) // 3
+    has_risen = fmean(rewards[-size:]) - fmean(rewards[:size]) > _noise(rewards[:size], rewards[-size:])
+    if share < MIN_ENTROPY_SHARE and not has_risen:
+        yield Advisory(
+            name="entropy-collapse",
+            severity="warning",
+            text=f"the entropy is {share:.0%} of that at the start, and the reward has not risen",
+            figure=share,
+            threshold=MIN_ENTROPY_SHARE,
+            unit="share of the first steps' entropy",
+            cause="the policy has become certain of one answer before it found a good one",
+            cure="lower train.learning_rate, raise train.clip_high, or add an entropy or KL term",
+        )
+
+
+def _is_solved(facts: HealthFacts) -> bool:
+    """Return whether recent groups are flat since their episodes do as well as the best that was ever seen."""
+    rewards = _finite(step.reward_mean for step in facts.steps)
+    spreads = _finite(step.reward_std for step in facts.recent_steps)
+    if len(rewards) < MIN_STEPS or not spreads:
+        return False
+    low, high = min(rewards), max(rewards)
+    return high > low and fmean(rewards[-5:]) >= high - 0.1 * (high - low) and fmean(rewards[:5]) < fmean(rewards[-5:])
+
+
+# ---- where time goes
+
+
+def _find_starving_trainer(facts: HealthFacts) -> Iterator[Advisory]:
+    recent = [step for step in facts.recent_steps if step.wait_s is not None and step.step_s is not None]
+    waited_s = sum(step.wait_s or 0.0 for step in recent)
+    total_s = waited_s + sum(step.step_s or 0.0 for step in recent)
+    if len(recent) < 5 or total_s < MIN_STEADY_S or waited_s / total_s <= MAX_WAIT_SHARE:
+        return
+    yield Advisory(
+        name="trainer-waits",
+        severity="warning",
+        subject="train",
+        text=f"the trainer waited {waited_s / total_s:.0%} of the time of the last {len(recent)} steps",
+        figure=waited_s / total_s,
+        threshold=MAX_WAIT_SHARE,
+        unit="share of time",
+        cause="rollouts are slower than training",
+        cure="move nodes from train to decode, raise rollout.max_running, or make environments faster",
+    )
+
+
+def _find_idle_engines(facts: HealthFacts) -> Iterator[Advisory]:
+    for role in ("prefill", "decode"):
+        workers = [worker for worker in _newest_workers(facts) if worker.role == role and worker.is_up]
+        window_s = sum(worker.engine_window_s for worker in workers)
+        busy_s = sum(worker.engine_busy_s for worker in workers)
+        if window_s < MIN_ENGINE_WINDOW_S * max(len(workers), 1) or busy_s / window_s >= MIN_BUSY_SHARE:
+            continue
+        yield Advisory(
+            name="engines-idle",
+            severity="warning",
+            subject=role,
+            text=f"the {role} engines had a request to run in only {busy_s / window_s:.0%} of the time",
+            figure=busy_s / window_s,
+            threshold=MIN_BUSY_SHARE,
+            unit="share of time",
+            cause="the trainer, the rewards or the environments are slower than they",
+            cure=f"lower resources.{role}.num_workers, or raise rollout.max_running",
+        )
+
+
+def _find_late_step(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find a step that takes far longer than those before, while a job runs."""
+    times = [step.time for step in facts.steps[-RECENT_STEPS - 1 :] if step.job == _newest_job(facts)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    if not facts.is_running or len(gaps) < 5:
+        return
+    since_s, limit_s = facts.now - times[-1], max(MAX_STEP_DELAY * median(gaps), MIN_STEP_DELAY_S)
+    if since_s > limit_s:
+        yield Advisory(
+            name="step-overdue",
+            severity="critical",
+            subject="train",
+            text=f"no step for {_format_span(since_s)}; they took {_format_span(median(gaps))} before",
+            figure=since_s,
+            threshold=limit_s,
+            unit="s",
+            cause="a worker hangs, or no trajectories arrive",
+            cure="look at the roles that are not alive, and at the logs of train and env",
+        )
+
+
+def _find_old_checkpoint(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find a running campaign that would lose much work now: no checkpoint for long, though steps are made."""
+    progress = facts.progress
+    if not facts.is_running or not progress.steps:
+        return
+    saved = progress.checkpoint_times
+    started_at = [job.started_at for job in progress.jobs.values() if job.started_at is not None]
+    since = max([*saved[-1:], *started_at[-1:]], default=facts.now)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(saved)]
+    usual_s = median(gaps[-RECENT_STEPS:]) if gaps else 0.0
+    limit_s = max(MAX_CHECKPOINT_AGE * usual_s, MIN_CHECKPOINT_AGE_S)
+    if facts.now - since > limit_s:
+        yield Advisory(
+            name="no-checkpoint",
+            severity="warning",
+            subject="train",
+            text=f"no checkpoint for {_format_span(facts.now - since)}",
+            figure=facts.now - since,
+            threshold=limit_s,
+            unit="s",
+            cause="train.checkpoint_every_steps is too large, or checkpoints cannot be written",
+            cure="lower train.checkpoint_every_steps, and check the space and quota of the campaign's directory",
+        )
+
+
+def _find_failing_workers(facts: HealthFacts) -> Iterator[Advisory]:
+    job = _newest_job(facts)
+    for (number, role), num in sorted(facts.progress.worker_failures.items()):
+        if number != job or num < MIN_WORKER_FAILURES:
+            continue
+        yield Advisory(
+            name="workers-die",
+            severity="critical" if num >= MANY_WORKER_FAILURES else "warning",
+            subject=role,
+            text=f"{role} workers failed {num} times in this job",
+            figure=num,
+            threshold=MIN_WORKER_FAILURES,
+            unit="failures",
+            cause=facts.progress.worker_failure_reasons.get(role) or "see their logs",
+            cure=f"read the log of role {role}, and the failures by node: one bad node is excluded",
+        )
+
+
+def _find_lost_memory(facts: HealthFacts) -> Iterator[Advisory]:
+    shortage = facts.progress.shortage
+    if shortage is not None:
+        yield Advisory(
+            name="memory-short",
+            severity="notice",
+            subject="train",
+            text=f"the trainer ran out of memory at step {shortage.step} and continues with smaller micro-batches",
+            figure=shortage.num_tokens,
+            threshold=shortage.tokens_per_micro_batch or 0,
+            unit="tokens a micro-batch",
+            cause="a micro-batch or a row is too large for the device",
+            cure="lower train.tokens_per_micro_batch, or shard over more ranks",
+        )
+
+
+def _newest_job(facts: HealthFacts) -> int:
+    return max(facts.progress.jobs, default=0)
+
+
+def _newest_workers(facts: HealthFacts) -> Iterable[WorkerProgress]:
+    jobs = facts.progress.jobs
+    return jobs[_newest_job(facts)].workers.values() if jobs else ()
+
+
+def _finite(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def _noise(first: Sequence[float], last: Sequence[float]) -> float:
+    """Return the change of a mean that is within the noise of the values."""
+    return NUM_ERRORS * math.sqrt(sum(stdev(part) ** 2 / len(part) for part in (first, last) if len(part) > 1))
+
+
+def _format_span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+RULES: tuple[Callable[[HealthFacts], Iterator[Advisory]], ...] = (
+    _find_failing_domains,
+    _find_env_faults,
+    _find_truncation,
+    _find_stale_episodes,
+    _find_reward_trend,
+    _find_flat_groups,
+    _find_mismatch,
+    _find_bad_gradients,
+    _find_skipped_steps,
+    _find_low_entropy,
+    _find_starving_trainer,
+    _find_idle_engines,
+    _find_late_step,
+    _find_old_checkpoint,
+    _find_failing_workers,
+    _find_lost_memory,
+)

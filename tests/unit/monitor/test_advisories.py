@@ -1,0 +1,250 @@
+"""Advisories: each fires on a campaign made to have its illness, and on no healthy one."""
+
+import random
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from hpcrl.campaign_dir.events import (
+    CampaignEvent,
+    CheckpointSaved,
+    EngineCounted,
+    EpisodesCounted,
+    FlatGroupsDropped,
+    JobStarted,
+    MemoryRanOut,
+    SegmentScored,
+    StaleDropped,
+    StepFinished,
+    WorkerFailed,
+    WorkerStarted,
+)
+from hpcrl.monitor.advisories import Advisory, HealthFacts, describe_advisory, find_advisories
+from hpcrl.monitor.progress import CampaignProgress
+from tests.support.synthetic import T0
+
+STEP_S = 60.0
+NUM_STEPS = 60
+
+StepChange = Callable[[int], dict[str, object]]
+
+
+def make_step(number: int, **changes: object) -> StepFinished:
+    """Return a step of a campaign that learns: the reward rises with some noise, the rest is as it should be."""
+    noise = random.Random(number).uniform(-0.03, 0.03)
+    values: dict[str, object] = {
+        "step": number,
+        "version": number,
+        "num_groups": 8,
+        "num_flat_groups": 1,
+        "reward_mean": 0.1 + 0.8 * number / NUM_STEPS + noise,
+        "reward_std": 0.4,
+        "lag_mean": 1.0,
+        "lag_max": 2,
+        "grad_norm": 0.7 + noise,
+        "kl": 0.004,
+        "entropy": 2.0 - number / NUM_STEPS,
+        "step_s": 0.8 * STEP_S,
+        "wait_s": 0.2 * STEP_S,
+        "time": T0 + number * STEP_S,
+        "role": "train",
+        "worker": "000-train-0",
+    }
+    return StepFinished(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def stamp_event(worker: str, event: CampaignEvent, *, time: float) -> CampaignEvent:
+    name = f"000-{worker}"
+    return msgspec.structs.replace(event, worker=name, role=worker.rpartition("-")[0], node="n1", time=time)
+
+
+def list_healthy_events(change: StepChange = lambda number: {}) -> Iterator[CampaignEvent]:
+    yield JobStarted(time=T0, node="n0")
+    for worker in ("train-0", "decode-0", "env-0"):
+        yield stamp_event(worker, WorkerStarted(pid=1), time=T0)
+    for number in range(1, NUM_STEPS + 1):
+        time = T0 + number * STEP_S
+        outcomes = {"lake": {"finished": 60 * number, "max-turns": 4 * number, "env-fault": number // 2}}
+        yield stamp_event(
+            "env-0", EpisodesCounted(done=60 * number, truncated=4 * number, outcomes=outcomes), time=time
+        )
+        yield stamp_event("reward-0", SegmentScored(num=64, rewards={"lake": [0.5] * 64}), time=time)
+        yield stamp_event("decode-0", EngineCounted(window_s=10.0, busy_share=0.9), time=time)
+        yield make_step(number, **change(number))
+        if number % 10 == 0:
+            yield stamp_event("train-0", CheckpointSaved(step=number), time=time)
+
+
+def judge(
+    *events: CampaignEvent, now: float = T0 + (NUM_STEPS + 1) * STEP_S, is_running: bool = True
+) -> list[Advisory]:
+    progress = CampaignProgress()
+    for event in events:
+        progress.add(event)
+    return find_advisories(HealthFacts(progress=progress, now=now, is_running=is_running))
+
+
+def judge_steps(change: StepChange) -> list[str]:
+    return [advisory.name for advisory in judge(*list_healthy_events(change))]
+
+
+def names(advisories: list[Advisory]) -> list[str]:
+    return [advisory.name for advisory in advisories]
+
+
+def test_a_healthy_campaign_has_no_advisory() -> None:
+    assert judge(*list_healthy_events()) == []
+
+
+@pytest.mark.parametrize("num", range(12))
+def test_a_campaign_that_has_just_started_has_no_advisory(num: int) -> None:
+    assert judge(*list(list_healthy_events())[:num], now=T0 + 60) == []
+
+
+def test_a_campaign_without_events_has_no_advisory() -> None:
+    assert judge(now=T0) == []
+
+
+ILL_STEPS: dict[str, StepChange] = {
+    "reward-stalled": lambda number: {"reward_mean": 0.2 + random.Random(number).uniform(-0.05, 0.05)},
+    "reward-falls": lambda number: {"reward_mean": 0.8 if number < 40 else 0.1} if number > 10 else {},
+    "flat-groups": lambda number: {"num_flat_groups": 6, "reward_mean": 0.1 + 0.001 * number if number < 50 else 0.1},
+    "gradient-explodes": lambda number: {"grad_norm": 90.0} if number > 55 else {},
+    "steps-skipped": lambda number: {"skipped": "the gradient is not finite"} if number % 4 == 0 else {},
+    "entropy-collapse": lambda number: {"entropy": 2.0 * 0.9**number, "reward_mean": 0.2 + 0.01 * (number % 3)},
+    "trainer-waits": lambda number: {"wait_s": 0.9 * STEP_S, "step_s": 0.1 * STEP_S},
+}
+
+
+@pytest.mark.parametrize("name", ILL_STEPS)
+def test_an_advisory_fires_on_steps_that_are_made_ill(name: str) -> None:
+    assert name in judge_steps(ILL_STEPS[name])
+
+
+def test_a_mismatch_of_fresh_trajectories_has_a_lower_limit() -> None:
+    assert judge_steps(lambda number: {"kl": 0.05, "lag_max": 0}) == ["logprob-mismatch"]
+    assert judge_steps(lambda number: {"kl": 0.05, "lag_max": 2}) == []
+    assert judge_steps(lambda number: {"kl": 0.5, "lag_max": 2}) == ["logprob-mismatch"]
+
+
+def test_a_gradient_that_is_not_finite_is_reported_at_once() -> None:
+    assert "gradient-explodes" in judge_steps(lambda number: {"grad_norm": float("nan")} if number == NUM_STEPS else {})
+
+
+def test_flat_groups_that_the_trainer_dropped_count() -> None:
+    dropped = (FlatGroupsDropped(num=200, time=T0 + NUM_STEPS * STEP_S),)
+    assert names(judge(*list_healthy_events(), *dropped)) == ["flat-groups"]
+
+
+def test_flat_groups_of_solved_tasks_are_no_illness() -> None:
+    solved = judge(*list_healthy_events(lambda number: {"num_flat_groups": 7 if number > 40 else 1}))
+    assert [(one.name, one.severity) for one in solved] == [("flat-groups", "notice")]
+
+
+def fail_rewards(num: int, *, as_fault: bool) -> CampaignEvent:
+    failed = {"lake": {"finished": num}}
+    if as_fault:
+        event = SegmentScored(num=0, rewards={}, reward_faults=failed)
+    else:
+        event = SegmentScored(
+            num=num, rewards={"lake": [0.0] * num}, reward_errors={"lake": num}, replaced_outcomes=failed
+        )
+    return stamp_event("reward-0", event, time=T0)
+
+
+@pytest.mark.parametrize("as_fault", [True, False])
+def test_a_domain_whose_rewards_all_fail_is_critical(as_fault: bool) -> None:
+    played = stamp_event("env-0", EpisodesCounted(done=16, outcomes={"lake": {"finished": 16}}), time=T0)
+    found = judge(played, fail_rewards(16, as_fault=as_fault))
+    assert [(one.name, one.severity, one.subject, one.figure) for one in found] == [
+        ("domain-fails", "critical", "lake", 16)
+    ]
+    assert "all 16 rewards failed" in describe_advisory(found[0])
+
+
+@pytest.mark.parametrize("outcome", ["env-fault", "policy-fault", "timeout", "exit"])
+def test_a_domain_whose_episodes_all_fail_is_critical(outcome: str) -> None:
+    found = judge(stamp_event("env-0", EpisodesCounted(outcomes={"lake": {outcome: 20}}), time=T0))
+    assert names(found) == ["domain-fails"]
+    assert outcome in found[0].cause
+
+
+def test_a_domain_that_fails_after_it_was_good_is_critical() -> None:
+    last = {"lake": {"finished": 60 * NUM_STEPS, "max-turns": 4 * NUM_STEPS, "env-fault": 5000}}
+    found = judge(*list_healthy_events(), stamp_event("env-0", EpisodesCounted(outcomes=last), time=T0 + 9e3))
+    assert found[0].name == "domain-fails"
+    assert "the last" in found[0].text
+
+
+def test_a_good_domain_is_not_blamed_for_a_bad_one() -> None:
+    outcomes = {"lake": {"finished": 100}, "taxi": {"exit": 100}}
+    found = judge(stamp_event("env-0", EpisodesCounted(outcomes=outcomes), time=T0))
+    assert [one.subject for one in found] == ["taxi"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "name"),
+    [
+        ({"finished": 40, "exit": 60}, "domain-failing"),
+        ({"finished": 90, "env-fault": 10}, "env-faults"),
+        ({"finished": 60, "overflow": 40}, "truncation"),
+    ],
+)
+def test_an_advisory_fires_on_outcomes_that_are_made_ill(counts: dict[str, int], name: str) -> None:
+    assert names(judge(stamp_event("env-0", EpisodesCounted(outcomes={"lake": counts}), time=T0))) == [name]
+
+
+def test_episodes_that_use_up_their_turns_are_normal_before_training() -> None:
+    counts = EpisodesCounted(outcomes={"lake": {"finished": 10, "max-turns": 90}})
+    assert judge(stamp_event("env-0", counts, time=T0)) == []
+    trained = [make_step(number) for number in range(1, NUM_STEPS + 1)]
+    assert [(one.name, one.severity) for one in judge(stamp_event("env-0", counts, time=T0), *trained)] == [
+        ("truncation", "notice")
+    ]
+
+
+def test_episodes_that_become_too_old_are_reported() -> None:
+    counts = stamp_event("env-0", EpisodesCounted(done=80, outcomes={"lake": {"finished": 80}}), time=T0)
+    assert judge(counts) == []
+    assert names(judge(counts, StaleDropped(num=30, time=T0))) == ["stale-episodes"]
+    aborted = stamp_event("env-1", EpisodesCounted(aborted_stale=40, outcomes={"lake": {"aborted-stale": 40}}), time=T0)
+    assert names(judge(counts, aborted)) == ["stale-episodes"]
+
+
+def test_idle_engines_are_reported() -> None:
+    idle = [stamp_event("decode-0", EngineCounted(window_s=10.0, busy_share=0.05), time=T0 + 1e4) for _ in range(200)]
+    found = judge(*list_healthy_events(), *idle)
+    assert [(one.name, one.subject) for one in found] == [("engines-idle", "decode")]
+
+
+def test_workers_that_die_again_and_again_are_reported_with_their_reason() -> None:
+    died = [stamp_event("env-0", WorkerFailed(reason="killed by signal 9"), time=T0) for _ in range(3)]
+    found = judge(*list_healthy_events(), *died)
+    assert [(one.name, one.subject, one.cause) for one in found] == [("workers-die", "env", "killed by signal 9")]
+    assert judge(*list_healthy_events(), died[0]) == []
+
+
+def test_a_step_that_is_overdue_is_reported_while_a_job_runs() -> None:
+    late = T0 + NUM_STEPS * STEP_S + 7 * STEP_S
+    assert names(judge(*list_healthy_events(), now=late)) == ["step-overdue"]
+    assert judge(*list_healthy_events(), now=late, is_running=False) == []
+
+
+def test_a_campaign_without_checkpoints_for_an_hour_is_reported_while_a_job_runs() -> None:
+    events = [event for event in list_healthy_events() if not isinstance(event, CheckpointSaved)]
+    late = T0 + 3700
+    assert names(judge(*events, now=late)) == ["no-checkpoint"]
+    assert judge(*events, now=late, is_running=False) == []
+
+
+def test_a_trainer_without_memory_is_noticed() -> None:
+    short = MemoryRanOut(step=3, num_tokens=9000, tokens_per_micro_batch=4096, time=T0)
+    assert [(one.name, one.severity) for one in judge(*list_healthy_events(), short)] == [("memory-short", "notice")]
+
+
+def test_the_worst_comes_first() -> None:
+    events = [*list_healthy_events(lambda number: {"kl": 0.5, "num_flat_groups": 6, "reward_mean": 0.3})]
+    severities = [one.severity for one in judge(*events)]
+    assert severities == sorted(severities, key=["critical", "warning", "notice"].index)
+    assert len(severities) >= 3
