@@ -73,7 +73,7 @@ class Advisory(msgspec.Struct, frozen=True, kw_only=True):
     """The unit of figure and threshold: a share, seconds, a number of something."""
     cause: str
     """The likely cause."""
-    cure: str
+    remedy: str
     """The remedy."""
 
 
@@ -102,7 +102,7 @@ def find_advisories(facts: HealthFacts) -> list[Advisory]:
 
 def describe_advisory(advisory: Advisory) -> str:
     """Describe a finding in one line: what, the likely cause, what to do."""
-    return f"{advisory.text}: {advisory.cause}; {advisory.cure}"
+    return f"{advisory.text}: {advisory.cause}; {advisory.remedy}"
 
 
 def _rank_advisory(advisory: Advisory) -> tuple[int, float]:
@@ -133,7 +133,7 @@ def _find_failing_domains(facts: HealthFacts) -> Iterator[Advisory]:
                 threshold=_limit_in_row(run),
                 unit="failures in a row",
                 cause="its reward function fails" if is_scored else _name_worst(domain.recent_outcomes),
-                cure=f"read its newest fault, and one of its episodes: `hpcrl traj show --domain {name}`",
+                remedy=f"read its newest fault, and one of its episodes: `hpcrl traj show --domain {name}`",
             )
         elif domain.num_ended >= MIN_ENDED and share > MAX_FAILED_SHARE:
             yield Advisory(
@@ -145,7 +145,7 @@ def _find_failing_domains(facts: HealthFacts) -> Iterator[Advisory]:
                 threshold=MAX_FAILED_SHARE,
                 unit="share of episodes",
                 cause=_name_worst(outcomes),
-                cure="its program, its judge or its reward may be broken: read its newest faults",
+                remedy="its program, its judge or its reward may be broken: read its newest faults",
             )
 
 
@@ -167,7 +167,7 @@ def _find_env_faults(facts: HealthFacts) -> Iterator[Advisory]:
                 threshold=MAX_ENV_FAULT_SHARE,
                 unit="share of episodes",
                 cause="environments, reward functions or engines fail and are tried again",
-                cure="read the faults by node: exclude a bad node, leave out a bad task",
+                remedy="read the faults by node: exclude a bad node, leave out a bad task",
             )
 
 
@@ -190,7 +190,7 @@ def _find_truncation(facts: HealthFacts) -> Iterator[Advisory]:
             threshold=MAX_TRUNCATED_SHARE,
             unit="share of episodes",
             cause="their conversations fill the context" if is_length else "they use up max_turns",
-            cure="raise model context or rollout.max_new_tokens, or shorten observations"
+            remedy="raise model context or rollout.max_new_tokens, or shorten observations"
             if is_length
             else f"raise domains.{name}.max_turns, or reward shorter ways",
         )
@@ -209,7 +209,7 @@ def _find_stale_episodes(facts: HealthFacts) -> Iterator[Advisory]:
             threshold=MAX_STALE_SHARE,
             unit="share of episodes",
             cause="episodes take longer than rollout.max_lag steps of the trainer",
-            cure="raise rollout.max_lag, add decode workers, or raise train.groups_per_step",
+            remedy="raise rollout.max_lag, add decode workers, or raise train.groups_per_step",
         )
 
 
@@ -248,7 +248,7 @@ def _find_reward_trend(facts: HealthFacts) -> Iterator[Advisory]:
             threshold=2 * loss_noise,
             unit="reward",
             cause="updates are too large, or the policy has found a way that is no way",
-            cure="resume from the checkpoint before with a lower train.learning_rate, and read episodes of both times",
+            remedy="resume from the checkpoint before with a lower train.learning_rate, and read episodes of both times",
         )
     elif gain <= noise and not _is_solved(facts):
         yield Advisory(
@@ -259,7 +259,7 @@ def _find_reward_trend(facts: HealthFacts) -> Iterator[Advisory]:
             threshold=noise,
             unit="reward",
             cause="the tasks give no signal (all fail or all succeed), or the learning rate is too low",
-            cure="read the best and the worst episodes, look at the share of flat groups, raise train.learning_rate",
+            remedy="read the best and the worst episodes, look at the share of flat groups, raise train.learning_rate",
         )
 
 
@@ -280,7 +280,7 @@ def _find_flat_groups(facts: HealthFacts) -> Iterator[Advisory]:
         threshold=MAX_FLAT_SHARE,
         unit="share of groups",
         cause="the tasks are solved" if is_solved else "the tasks are too easy or too hard for the policy",
-        cure="end here, or add harder tasks" if is_solved else "mix other tasks in, or a reward with more degrees",
+        remedy="end here, or add harder tasks" if is_solved else "mix other tasks in, or a reward with more degrees",
     )
 
 
@@ -300,7 +300,7 @@ def _find_mismatch(facts: HealthFacts) -> Iterator[Advisory]:
             cause="engine and trainer compute differently (precision, template, sampling)"
             if values is fresh
             else "trajectories are too old for the size of the updates, or engine and trainer compute differently",
-            cure="use one precision for both, check top_p and temperature, lower rollout.max_lag",
+            remedy="use one precision for both, check top_p and temperature, lower rollout.max_lag",
         )
 
 
@@ -319,7 +319,7 @@ def _find_bad_gradients(facts: HealthFacts) -> Iterator[Advisory]:
             threshold=MAX_GRADIENT_GROWTH if not num_broken else 0,
             unit="times the median before" if not num_broken else "steps",
             cause="the learning rate is too high, or a few trajectories have extreme importance ratios",
-            cure="resume from the last good checkpoint with a lower train.learning_rate or train.max_grad_norm",
+            remedy="resume from the last good checkpoint with a lower train.learning_rate or train.max_grad_norm",
         )
 
 
@@ -335,7 +335,7 @@ def _find_skipped_steps(facts: HealthFacts) -> Iterator[Advisory]:
             threshold=MAX_SKIPPED_SHARE,
             unit="share of steps",
             cause=skipped[-1].skipped or "",
-            cure="see the flat groups and the gradient's norm of these steps",
+            remedy="see the flat groups and the gradient's norm of these steps",
         )
 
 
@@ -357,7 +357,7 @@ def _find_low_entropy(facts: HealthFacts) -> Iterator[Advisory]:
             threshold=MIN_ENTROPY_SHARE,
             unit="share of the first steps' entropy",
             cause="the policy has become certain of one answer before it found a good one",
-            cure="lower train.learning_rate, raise train.clip_high, or add an entropy or KL term",
+            remedy="lower train.learning_rate, raise train.clip_high, or add an entropy or KL term",
         )
 
 
@@ -389,7 +389,7 @@ def _find_starving_trainer(facts: HealthFacts) -> Iterator[Advisory]:
         threshold=MAX_WAIT_SHARE,
         unit="share of time",
         cause="rollouts are slower than training",
-        cure="move nodes from train to decode, raise rollout.max_running, or make environments faster",
+        remedy="move nodes from train to decode, raise rollout.max_running, or make environments faster",
     )
 
 
@@ -409,7 +409,7 @@ def _find_idle_engines(facts: HealthFacts) -> Iterator[Advisory]:
             threshold=MIN_BUSY_SHARE,
             unit="share of time",
             cause="the trainer, the rewards or the environments are slower than they",
-            cure=f"lower resources.{role}.num_workers, or raise rollout.max_running",
+            remedy=f"lower resources.{role}.num_workers, or raise rollout.max_running",
         )
 
 
@@ -430,7 +430,7 @@ def _find_late_step(facts: HealthFacts) -> Iterator[Advisory]:
             threshold=limit_s,
             unit="s",
             cause="a worker hangs, or no trajectories arrive",
-            cure="look at the roles that are not alive, and at the logs of train and env",
+            remedy="look at the roles that are not alive, and at the logs of train and env",
         )
 
 
@@ -455,7 +455,7 @@ def _find_old_checkpoint(facts: HealthFacts) -> Iterator[Advisory]:
             threshold=limit_s,
             unit="s",
             cause="train.checkpoint_every_steps is too large, or checkpoints cannot be written",
-            cure="lower train.checkpoint_every_steps, and check the space and quota of the campaign's directory",
+            remedy="lower train.checkpoint_every_steps, and check the space and quota of the campaign's directory",
         )
 
 
@@ -473,7 +473,7 @@ def _find_failing_workers(facts: HealthFacts) -> Iterator[Advisory]:
             threshold=MIN_WORKER_FAILURES,
             unit="failures",
             cause=facts.progress.worker_failure_reasons.get(role) or "see their logs",
-            cure=f"read the log of role {role}, and the failures by node: one bad node is excluded",
+            remedy=f"read the log of role {role}, and the failures by node: one bad node is excluded",
         )
 
 
@@ -489,7 +489,7 @@ def _find_lost_memory(facts: HealthFacts) -> Iterator[Advisory]:
             threshold=shortage.tokens_per_micro_batch or 0,
             unit="tokens a micro-batch",
             cause="a micro-batch or a row is too large for the device",
-            cure="lower train.tokens_per_micro_batch, or shard over more ranks",
+            remedy="lower train.tokens_per_micro_batch, or shard over more ranks",
         )
 
 

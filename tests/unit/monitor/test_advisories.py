@@ -1,4 +1,4 @@
-"""Advisories: each fires on a campaign made to have its illness, and on no healthy one."""
+"""Advisories: each fires on a campaign made bad in its way, and on no healthy one."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -106,7 +106,7 @@ def test_a_campaign_without_events_has_no_advisory() -> None:
     assert judge(now=T0) == []
 
 
-ILL_STEPS: dict[str, StepChange] = {
+BAD_STEPS: dict[str, StepChange] = {
     "reward-stalled": lambda number: {"reward_mean": 0.2 + random.Random(number).uniform(-0.05, 0.05)},
     "reward-falls": lambda number: {"reward_mean": 0.8 if number < 40 else 0.1} if number > 10 else {},
     "flat-groups": lambda number: {"num_flat_groups": 6, "reward_mean": 0.1 + 0.001 * number if number < 50 else 0.1},
@@ -117,9 +117,9 @@ ILL_STEPS: dict[str, StepChange] = {
 }
 
 
-@pytest.mark.parametrize("name", ILL_STEPS)
-def test_an_advisory_fires_on_steps_that_are_made_ill(name: str) -> None:
-    assert name in judge_steps(ILL_STEPS[name])
+@pytest.mark.parametrize("name", BAD_STEPS)
+def test_an_advisory_fires_on_steps_that_are_made_bad(name: str) -> None:
+    assert name in judge_steps(BAD_STEPS[name])
 
 
 def test_a_mismatch_of_fresh_trajectories_has_a_lower_limit() -> None:
@@ -191,7 +191,7 @@ def test_a_good_domain_is_not_blamed_for_a_bad_one() -> None:
         ({"finished": 60, "overflow": 40}, "truncation"),
     ],
 )
-def test_an_advisory_fires_on_outcomes_that_are_made_ill(counts: dict[str, int], name: str) -> None:
+def test_an_advisory_fires_on_outcomes_that_are_made_bad(counts: dict[str, int], name: str) -> None:
     assert names(judge(stamp_event("env-0", EpisodesCounted(outcomes={"lake": counts}), time=T0))) == [name]
 
 
