@@ -247,8 +247,8 @@ def _find_reward_trend(facts: HealthFacts) -> Iterator[Advisory]:
             figure=loss,
             threshold=2 * loss_noise,
             unit="reward",
-            cause="updates are too large, or the policy has found a way that is no way",
-            remedy="resume from the checkpoint before with a lower train.learning_rate, and read episodes of both times",
+            cause="updates are too large, or the policy has learned to exploit the reward",
+            remedy="resume from the checkpoint before with a lower train.learning_rate, read episodes of both",
         )
     elif gain <= noise and not _is_solved(facts):
         yield Advisory(

@@ -1,4 +1,4 @@
-"""Advisories: each fires on a campaign made bad in its way, and on no healthy one."""
+"""Advisories: each fires on a campaign made bad in its way, never on a healthy one."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -111,7 +111,7 @@ BAD_STEPS: dict[str, StepChange] = {
     "reward-falls": lambda number: {"reward_mean": 0.8 if number < 40 else 0.1} if number > 10 else {},
     "flat-groups": lambda number: {"num_flat_groups": 6, "reward_mean": 0.1 + 0.001 * number if number < 50 else 0.1},
     "gradient-explodes": lambda number: {"grad_norm": 90.0} if number > 55 else {},
-    "steps-skipped": lambda number: {"skipped": "the gradient is not finite"} if number % 4 == 0 else {},
+    "steps-skipped": lambda number: {"skipped": "not finite"} if number % 4 == 0 else {},
     "entropy-collapse": lambda number: {"entropy": 2.0 * 0.9**number, "reward_mean": 0.2 + 0.01 * (number % 3)},
     "trainer-waits": lambda number: {"wait_s": 0.9 * STEP_S, "step_s": 0.1 * STEP_S},
 }
@@ -137,7 +137,7 @@ def test_flat_groups_that_the_trainer_dropped_count() -> None:
     assert names(judge(*list_healthy_events(), *dropped)) == ["flat-groups"]
 
 
-def test_flat_groups_of_solved_tasks_are_no_illness() -> None:
+def test_flat_groups_of_solved_tasks_are_only_a_notice() -> None:
     solved = judge(*list_healthy_events(lambda number: {"num_flat_groups": 7 if number > 40 else 1}))
     assert [(one.name, one.severity) for one in solved] == [("flat-groups", "notice")]
 
