@@ -2,6 +2,7 @@
 
     call_by_name        the task of every worker
     end_with_children   end the pool when a process is gone that Parsl does not start again
+    use_own_queues      let no worker that is killed stop the others, or lose a task
     LOOK_INTERVAL_S, MAX_DEAD_S   times
 
 Parsl spawns the workers and a process that holds what they share. Each runs this module again, under another name;
@@ -12,12 +13,17 @@ import contextlib
 import importlib
 import importlib.metadata
 import os
+import pickle
+import platform
+import queue
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from hpcrl.job.parsl_programs import forget_packages, load_program
+from hpcrl.job.pool_queue import LOOK_INTERVAL_S as LEDGER_INTERVAL_S
+from hpcrl.job.pool_queue import PoolQueue, TaskLedger
 from hpcrl.system.processes import is_zombie
 
 LOOK_INTERVAL_S = 2.0
@@ -57,6 +63,55 @@ def _list_dead_children() -> list[int]:
     return dead
 
 
+def use_own_queues() -> None:
+    """Replace the queues of Parsl's pool by those of hpcrl; call it after `load_program`."""
+    from parsl.executors.high_throughput import mpi_resource_management  # noqa: TID251
+    from parsl.multiprocessing import SpawnContext  # noqa: TID251
+
+    class NotedScheduler(mpi_resource_management.TaskScheduler):  # type: ignore[misc]
+        """What passes tasks to workers and results back, and answers for a worker that was killed with a new task."""
+
+        def __init__(self, tasks: PoolQueue, results: PoolQueue) -> None:
+            super().__init__(tasks, results)
+            self._ledger = TaskLedger()
+
+        def put_task(self, task: dict[str, Any]) -> None:
+            self._ledger.note_task(task["task_id"])
+            self.pending_task_q.put(task)
+
+        def get_result(self, block: bool = True, timeout: float | None = None) -> bytes | None:
+            if self._ledger.is_due() and (lost := self._find_lost()) is not None:
+                package = _make_lost_result(lost)
+            else:
+                try:
+                    package = self.pending_result_q.get(timeout=LEDGER_INTERVAL_S)
+                except queue.Empty:
+                    return None
+            if package is not None:
+                self._ledger.note_result(pickle.loads(package).get("task_id"))  # noqa: S301 - of our own process
+            return package
+
+        def _find_lost(self) -> int | None:
+            running = {task["task_id"] for task in globals()["manager"]._tasks_in_progress.values()}
+            if not (self.pending_task_q.is_empty() and self.pending_result_q.is_empty()):
+                return None
+            return self._ledger.find_lost(running)
+
+    mpi_resource_management.TaskScheduler = NotedScheduler
+    SpawnContext.Queue = PoolQueue
+
+
+def _make_lost_result(id: int) -> bytes:
+    """Return the result of a task that was lost with its worker, in the form of Parsl's pool."""
+    from parsl.app.errors import RemoteExceptionWrapper  # noqa: TID251
+    from parsl.executors.high_throughput.errors import WorkerLost  # noqa: TID251
+    from parsl.serialize import serialize  # noqa: TID251
+
+    error = WorkerLost("that took the task", platform.node())
+    wrapped = serialize(RemoteExceptionWrapper(type(error), error, None))
+    return pickle.dumps({"type": "result", "task_id": id, "exception": wrapped})
+
+
 def __getattr__(name: str) -> Any:
     """Return a function of Parsl's program: a worker unpickles its own by its name here."""
     if name.startswith("__"):
@@ -69,4 +124,6 @@ if __name__ == "__main__":
     # The pool would read the metadata of all installed packages, often from a file system far away, for nothing here.
     importlib.metadata.distributions = list  # type: ignore[assignment]
     threading.Thread(target=end_with_children, name="children", daemon=True).start()
-    exec(load_program(PROGRAM))
+    program = load_program(PROGRAM)
+    use_own_queues()
+    exec(program)

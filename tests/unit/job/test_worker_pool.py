@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 RUN_TASKS = """
 import json, sys
 from pathlib import Path
@@ -71,3 +73,49 @@ def test_a_pool_ends_with_the_process_that_holds_what_its_workers_share(tmp_path
     logs = [path.read_text() for path in tmp_path.glob("*.log")]
     assert (done.stdout, done.returncode) == ("0\n", 0), (done.stderr, logs)
     assert any("a process of this worker pool has ended" in log for log in logs)
+
+
+KILL_IDLE = (
+    RUN_TASKS.split("print(json")[0]
+    + """
+import os, signal, time
+worker = runtime._submit("env", "builtins:eval", sys.argv[2]).result(60)
+time.sleep(1.0)  # it waits for a task by now
+os.kill(worker, signal.SIGKILL)
+print(runtime._submit("env", "builtins:eval", sys.argv[2]).result(60) != worker, flush=True)
+os._exit(0)
+"""
+)
+
+
+def test_a_pool_whose_idle_worker_was_killed_runs_the_next_task(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILL_IDLE, str(tmp_path), "__import__('os').getpid()"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr[-2000:]
+
+
+KILL_TAKING = (
+    RUN_TASKS.split("print(json")[0]
+    + """
+import os, signal, time
+import psutil
+pool, worker = (runtime._submit("env", "builtins:eval", text).result(60) for text in sys.argv[2:])
+spawned = [one for one in psutil.Process(pool).children() if "spawn_main" in " ".join(one.cmdline())]
+(shared,) = [one for one in spawned if one.pid != worker]
+shared.suspend()
+future = runtime._submit("env", "builtins:eval", sys.argv[2])
+time.sleep(2.0)  # the worker has taken the task, and cannot note that
+os.kill(worker, signal.SIGKILL)
+shared.resume()
+print(type(future.exception(120)).__name__, flush=True)
+os._exit(0)
+"""
+)
+
+
+@pytest.mark.long
+def test_a_task_is_lost_with_the_worker_that_was_killed_while_it_took_it(tmp_path: Path) -> None:
+    texts = ["__import__('os').getppid()", "__import__('os').getpid()"]
+    command = [sys.executable, "-c", KILL_TAKING, str(tmp_path), *texts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.stdout, done.returncode) == ("WorkerLost\n", 0), done.stderr[-2000:]
