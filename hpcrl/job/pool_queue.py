@@ -51,7 +51,7 @@ class PoolQueue:
         self._start_empty()
 
     def put(self, item: Any) -> None:
-        """Send an item at once, or, where there is no room for it, in a thread as soon as there is."""
+        """Send an item at once, or, where the kernel holds enough already, in a thread as soon as it fits."""
         message = _IN_MESSAGE + pickle.dumps(item)
         if len(message) > MAX_MESSAGE_BYTES:
             message = _IN_FILE + _write_file(message[1:])
