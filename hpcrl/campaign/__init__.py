@@ -1,7 +1,8 @@
 """The commands about campaigns on the login node.
 
-lifecycle     submit, dry run, stop
-continuation  resume and extend, also with changes
-model_check   a command that checks a model as the job would
-directory     find, list and reserve campaign directories
+lifecycle         submit, dry run, stop
+continuation      resume and extend, also with changes
+fixed_settings    the settings that no change may touch
+model_check       a command that checks a model as the job would
+directory         find, list and reserve campaign directories
 """

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from hpcrl.campaign import directory, lifecycle
+from hpcrl.campaign.fixed_settings import explain_fixed_setting, flatten_table, list_fixed_settings
 from hpcrl.campaign.lifecycle import CampaignRequest, RequestSource
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.recipe import Recipe
@@ -57,7 +58,7 @@ def _show(value: Any) -> str:
 
 def list_changes(old: msgspec.Struct, new: msgspec.Struct, *, prefix: str = "") -> list[SettingChange]:
     """Return the settings that differ; `prefix` comes before their keys."""
-    before, after = (dict(lifecycle.flatten_table(msgspec.to_builtins(one))) for one in (old, new))
+    before, after = (dict(flatten_table(msgspec.to_builtins(one))) for one in (old, new))
     return _compare(before, after, prefix=prefix)
 
 
@@ -73,7 +74,7 @@ def _compare(before: Mapping[str, Any], after: Mapping[str, Any], *, prefix: str
 def check_changes(changes: Sequence[SettingChange]) -> None:
     """Raise CampaignError for a change of what checkpoints and tasks in flight depend on."""
     for change in changes:
-        why = lifecycle.explain_fixed_setting(change.key)
+        why = explain_fixed_setting(change.key)
         if change.key.startswith("domains.") and change.key.endswith(".env") and None in (change.old, change.new):
             why = "a campaign keeps its domains"
         if why is not None:
@@ -124,18 +125,21 @@ def resume(
 def extend(name: str, *, steps: int | None = None, jobs: int = 0, show_note: ShowNote = str) -> str:
     """Give a campaign more steps, or let more jobs follow; resume it if it has ended. Return a message."""
     campaign = directory.find_campaign(name)
-    recipe, site, plan = read_recipe(campaign), read_site(campaign), read_plan(campaign)
-    num_steps = recipe.train.num_steps if steps is None else steps
-    if num_steps < recipe.train.num_steps:
-        raise ConfigError(f"--steps {num_steps}: campaign {campaign.name!r} has {recipe.train.num_steps} already")
+    recorded = CampaignRequest(recipe=read_recipe(campaign), site=read_site(campaign), plan=read_plan(campaign))
+    site, recorded_steps = recorded.site, recorded.recipe.train.num_steps
+    num_steps = recorded_steps if steps is None else steps
+    if num_steps < recorded_steps:
+        raise ConfigError(f"--steps {num_steps}: campaign {campaign.name!r} has {recorded_steps} already")
     if campaign.stop.exists():
         raise CampaignError(
             f"campaign {campaign.name!r} was asked to stop: `hpcrl resume {campaign.name} -s train.num_steps="
             f"{num_steps}` continues it"
         )
-    _refuse_edited(campaign)
-    settings = (f"train.num_steps={num_steps}",) if num_steps > recipe.train.num_steps else ()
-    states = _find_job_states(campaign, site)
+    _refuse_edited(campaign, _list_edited(campaign))
+    settings = (f"train.num_steps={num_steps}",) if num_steps > recorded_steps else ()
+    states = lifecycle.find_job_states(directory.list_jobs(campaign), site)
+    if "unknown" in states.values():
+        raise SlurmError(f"Slurm does not report whether campaign {campaign.name!r} still runs: try again later")
     live = [job for job, state in states.items() if state != "gone"]
     if not live:
         resumed = resume(name, settings=(*settings, *([f"job.num_jobs={jobs}"] if jobs else [])), show_note=show_note)
@@ -143,20 +147,19 @@ def extend(name: str, *, steps: int | None = None, jobs: int = 0, show_note: Sho
         return f"campaign {campaign.name}: job {lifecycle.read_submission(job).id} continues up to step {num_steps}"
     if site.scheduler == "local" and jobs:
         raise ConfigError("--jobs: without a scheduler no job follows another; `hpcrl resume` starts the next one")
-    wanted = msgspec.structs.replace(recipe, train=msgspec.structs.replace(recipe.train, num_steps=num_steps))
     last = live[-1]
     is_last = states[last] != "queued" and next_job.count_jobs_left(last) < 1
-    if site.scheduler != "local" and is_last and num_steps > recipe.train.num_steps:
+    if site.scheduler != "local" and is_last and settings:
         jobs = max(jobs, 1)  # for the steps that the running job does not make
-    request = CampaignRequest(recipe=wanted, site=site, plan=plan)
-    changes = list_changes(recipe, wanted)
+    request = replace(_change_settings(campaign, recorded, settings), plan=recorded.plan)  # the jobs' plan
+    changes = _list_all_changes(recorded, request)
     with _record_changes(campaign, request, changes, settings=settings, job=last.next_job):
         if jobs:  # the newest may be about to be submitted, and has its number already
             newest = directory.list_jobs(campaign)[-1]
-            plan = next_job.allow_more_jobs(newest if newest.chain_marker.exists() else last, jobs, plan=plan)
+            plan = next_job.allow_more_jobs(newest if newest.chain_marker.exists() else last, jobs, plan=request.plan)
             request = replace(request, plan=plan)
         queued = _queue_more(last, request) if states[last] == "running" or not site.nodes_may_submit else []
-    done = [f"up to step {num_steps}"] if changes else []
+    done = [f"up to step {num_steps}"] * bool(changes)
     done += [f"job {id} is queued" for id in queued]
     done += [f"{jobs} more job{'s' * (jobs > 1)} may follow"] if jobs and not queued else []
     if site.scheduler == "local" and changes:
@@ -175,14 +178,6 @@ def _queue_more(last: JobDir, request: CampaignRequest) -> list[str]:
     env = os.environ | make_site_environment(site)
     id = next_job.queue_next_job(last, plan=plan, site=site, slurm_id=submitted.id, env=env)
     return [] if id is None else [id]
-
-
-def _find_job_states(campaign: CampaignDir, site: Site) -> dict[JobDir, str]:
-    jobs = [job for job in directory.list_jobs(campaign) if job.submission.exists() and not job.outcome.exists()]
-    states = lifecycle.find_job_states(jobs, site)
-    if "unknown" in states.values():
-        raise SlurmError(f"Slurm does not report whether campaign {campaign.name!r} still runs: try again later")
-    return states
 
 
 def _find_last_job(campaign: CampaignDir) -> JobDir:
@@ -229,8 +224,8 @@ def _apply_changes(
     manifest = read_json(campaign.manifest)
     edited = _list_edited(campaign)
     if not accept:
-        _refuse_edited(campaign)
-    fixed = lifecycle.list_fixed_settings(recorded.recipe)
+        _refuse_edited(campaign, edited)
+    fixed = list_fixed_settings(recorded.recipe)
     check_changes(_compare(manifest.get("fixed", fixed), fixed))
     base, notes = recorded, []
     newer = None if edited else _load_source(manifest)
@@ -243,16 +238,22 @@ def _apply_changes(
             notes = [f"what was submitted has changed since, and is not used without --accept: {what}"]
     if not settings and base is recorded and not edited and not accept:
         return recorded, notes
+    changed = _change_settings(campaign, base, settings)
+    check_changes(list_changes(recorded.recipe, changed.recipe))
+    if changed.site.name != recorded.site.name:
+        raise CampaignError(f"site.name = {changed.site.name!r}: a campaign stays on its site ({recorded.site.name})")
+    return changed, notes
+
+
+def _change_settings(campaign: CampaignDir, base: CampaignRequest, settings: Sequence[str]) -> CampaignRequest:
+    """Return a request with other settings, and a new plan."""
     own = [setting for setting in settings if not setting.startswith("site.")]
     of_site = [setting.removeprefix("site.") for setting in settings if setting.startswith("site.")]
     recipe_file = (str(campaign.recipe), msgspec.to_builtins(base.recipe))
     recipe = lifecycle.resolve_recipe(apply_settings("recipes", [recipe_file], settings=own))
     site_file = (str(campaign.site), msgspec.to_builtins(base.site))
     site = to_struct(apply_settings("sites", [site_file], settings=of_site), Site)
-    check_changes(list_changes(recorded.recipe, recipe))
-    if site.name != recorded.site.name:
-        raise CampaignError(f"site.name = {site.name!r}: a campaign stays on its site ({recorded.site.name})")
-    return CampaignRequest(recipe=recipe, site=site, plan=make_plan(recipe, site)), notes
+    return CampaignRequest(recipe=recipe, site=site, plan=make_plan(recipe, site))
 
 
 def _list_edited(campaign: CampaignDir) -> list[str]:
@@ -262,8 +263,8 @@ def _list_edited(campaign: CampaignDir) -> list[str]:
     return [name for name, digest in now.items() if digests.get(name, digest) != digest]
 
 
-def _refuse_edited(campaign: CampaignDir) -> None:
-    if edited := _list_edited(campaign):
+def _refuse_edited(campaign: CampaignDir, edited: Sequence[str]) -> None:
+    if edited:
         raise CampaignError(
             f"{' and '.join(edited)} in {campaign.root} were edited after the last submission: `hpcrl resume "
             f"{campaign.name} --accept` plans with them again, `-s key=value` changes a setting without editing"

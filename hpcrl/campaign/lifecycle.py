@@ -5,12 +5,10 @@ check_request, check_plan        check before submission, and for a plan
 PythonMissing                    the jobs' interpreter is not on this machine
 preview_script, dry_run, submit                 before and at submission
 start_job, write_records, digest_records        a job, and what it reads
-flatten_table, list_fixed_settings, explain_fixed_setting    settings that a campaign keeps
-FIXED_SETTINGS, DOMAIN_SETTINGS                 those, and why
 refuse_while_alive, refuse_without_journals, find_final_failure    before another job
 stop_gracefully, stop_now                       later
 final_summary                                   the text at the end
-read_submission, find_job_states                the recorded submission of a job, and the states of jobs
+read_submission, find_job_states                the recorded submission of a job, and the states of those without an end
 check_model, check_lengths                      the parts of check_request about the model and a warm-up's data
 CHECK_TIMEOUT_S, MODEL_CHECK_TIMEOUT_S, STOP_TIMEOUT_S  limits of checking user code and model, of stopping a job
 POLL_INTERVAL_S                                 the time between looks at a job that ends
@@ -22,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +30,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from hpcrl.campaign import directory
+from hpcrl.campaign.fixed_settings import list_fixed_settings
 from hpcrl.campaign.model_check import MISSING_PACKAGE, explain_missing_config
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
 from hpcrl.campaign_dir.train_progress import read_train_progress
@@ -96,24 +95,6 @@ CHECK_TIMEOUT_S = 120
 MODEL_CHECK_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.2
-FIXED_SETTINGS = {
-    "name": "it names the campaign's files",
-    "seed": "the tasks in flight were drawn with it",
-    "model": "the checkpoints are of this model",
-    "warmup": "its conversations were copied at submission",
-    "rollout.group_size": "groups in flight have the size that they were started with",
-    "train.advantage": "the checkpoints have, or lack, its critic",
-    "train.lora_rank": "the checkpoints have adapters of this rank",
-    "train.lora_alpha": "the adapters were trained with it",
-    "train.pipeline": "the checkpoints have the state of its nodes",
-}
-"""Settings of a recipe that a campaign keeps, and why."""
-DOMAIN_SETTINGS = {
-    "env": "the tasks in flight are its own",
-    "tasks": "its rows were copied at submission",
-    "held_out": "its rows were copied at submission",
-}
-"""The same for the settings of each domain."""
 
 
 class RequestSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -580,8 +561,8 @@ def _request_stop(campaign: CampaignDir) -> tuple[JobDir, Site]:
     """Publish the stop request, and cancel the jobs that only wait for another one. Return the job that is left."""
     every, site = directory.list_jobs(campaign), read_site(campaign)
     publish_file(campaign.stop, "")
-    *_, last = jobs = [job for job in every if job.submission.exists()] or every
-    states = find_job_states([job for job in jobs if not job.outcome.exists()], site)
+    *_, last = [job for job in every if job.submission.exists()] or every
+    states = find_job_states(every, site)
     first = next((job for job, state in states.items() if state != "gone"), last)
     next_job.cancel_next_jobs(first, env=os.environ | slurm.make_site_environment(site))
     return first, site
@@ -666,11 +647,18 @@ def read_submission(job: JobDir) -> slurm.SubmittedJob:
 
 
 def _find_job_state(job: JobDir, site: Site) -> str:
-    return find_job_states([job], site)[job]
+    return _ask_job_states([job], site)[job]
 
 
-def find_job_states(jobs: Sequence[JobDir], site: Site) -> dict[JobDir, str]:
-    """Ask the scheduler once for the states of jobs: queued, running, gone or unknown."""
+def find_job_states(jobs: Iterable[JobDir], site: Site) -> dict[JobDir, str]:
+    """Ask the scheduler once for the states of jobs: queued, running, gone or unknown.
+
+    Jobs that were never submitted, and those whose end is recorded, are left out.
+    """
+    return _ask_job_states([job for job in jobs if job.submission.exists() and not job.outcome.exists()], site)
+
+
+def _ask_job_states(jobs: Iterable[JobDir], site: Site) -> dict[JobDir, str]:
     records = {job: read_submission(job) for job in jobs}
     ids = [record.id for record in records.values() if record.scheduler != "local"]
     statuses = _query_states(ids, site) if ids else {}
@@ -743,28 +731,6 @@ def write_records(campaign: CampaignDir, request: CampaignRequest) -> None:
     publish_file(campaign.plan, request.plan.to_json())
     paths = (_list_model_paths(request.recipe) | request.recipe.further_models).values()
     write_step_setups(campaign, request.plan, request.site, paths=paths)
-
-
-def flatten_table(table: Mapping[str, Any], trail: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a table with their dotted keys."""
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from flatten_table(value, f"{trail}{key}.")
-        else:
-            yield f"{trail}{key}", value
-
-
-def explain_fixed_setting(key: str) -> str | None:
-    """Return why a campaign keeps this setting; None if it may change."""
-    first, _, rest = key.partition(".")
-    named, known = (rest.partition(".")[2], DOMAIN_SETTINGS) if first == "domains" else (key, FIXED_SETTINGS)
-    return next((why for fixed, why in known.items() if f"{named}.".startswith(f"{fixed}.")), None)
-
-
-def list_fixed_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that no other job of the campaign may change."""
-    settings = flatten_table(msgspec.to_builtins(recipe))
-    return {key: value for key, value in settings if explain_fixed_setting(key) is not None}
 
 
 def digest_records(campaign: CampaignDir) -> dict[str, str]:

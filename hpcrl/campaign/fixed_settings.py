@@ -1,0 +1,55 @@
+"""The settings that a campaign keeps, since its checkpoints or its tasks in flight depend on them. Pure.
+
+list_fixed_settings     those of a recipe
+explain_fixed_setting   the reason why a setting is kept
+flatten_table           settings with their dotted keys
+FIXED_SETTINGS, DOMAIN_SETTINGS   the settings and the reasons
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from hpcrl.config.recipe import Recipe
+
+FIXED_SETTINGS = {
+    "name": "it names the campaign's files",
+    "seed": "the tasks in flight were drawn with it",
+    "model": "the checkpoints are of this model",
+    "warmup": "its conversations were copied at submission",
+    "rollout.group_size": "groups in flight have the size that they were started with",
+    "train.advantage": "the checkpoints have, or lack, its critic",
+    "train.lora_rank": "the checkpoints have adapters of this rank",
+    "train.lora_alpha": "the adapters were trained with it",
+    "train.pipeline": "the checkpoints have the state of its nodes",
+}
+"""Settings of a recipe that a campaign keeps, and why."""
+DOMAIN_SETTINGS = {
+    "env": "the tasks in flight are its own",
+    "tasks": "its rows were copied at submission",
+    "held_out": "its rows were copied at submission",
+}
+"""The same for the settings of each domain."""
+
+
+def flatten_table(table: Mapping[str, Any], trail: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a table with their dotted keys."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from flatten_table(value, f"{trail}{key}.")
+        else:
+            yield f"{trail}{key}", value
+
+
+def explain_fixed_setting(key: str) -> str | None:
+    """Return why a campaign keeps this setting; None if it may change."""
+    first, _, rest = key.partition(".")
+    named, known = (rest.partition(".")[2], DOMAIN_SETTINGS) if first == "domains" else (key, FIXED_SETTINGS)
+    return next((why for fixed, why in known.items() if f"{named}.".startswith(f"{fixed}.")), None)
+
+
+def list_fixed_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings that no other job of the campaign may change."""
+    settings = flatten_table(msgspec.to_builtins(recipe))
+    return {key: value for key, value in settings if explain_fixed_setting(key) is not None}
