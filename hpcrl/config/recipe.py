@@ -584,10 +584,9 @@ class MetricsConfig(ConfigTable, frozen=True, kw_only=True):
     wandb_project: str = "hpcrl"
 
 
-class WorkerResources(ConfigTable, frozen=True, kw_only=True):
-    """The resources of one role; the planner and the site decide where they are."""
+class WorkerShare(ConfigTable, frozen=True, kw_only=True):
+    """The resources of one worker; the planner and the site decide where they are."""
 
-    num_workers: Count = 1
     gpus_per_worker: CountOrZero = 0
     cpus_per_worker: Count = 1
     mem_gib_per_worker: Annotated[float, Meta(gt=0)] = 4.0
@@ -595,11 +594,10 @@ class WorkerResources(ConfigTable, frozen=True, kw_only=True):
     """compute: FLOP/s first (prefill, training) - bandwidth: memory bandwidth first (decode) - cpu: no GPU."""
 
 
-class EngineResources(WorkerResources, frozen=True, kw_only=True):
-    """The resources of prefill and decode."""
+class WorkerResources(WorkerShare, frozen=True, kw_only=True):
+    """The resources of one role."""
 
-    num_workers: CountOrZero = 0
-    """0: the planner chooses, by the model's size, the GPUs, and the domains' usual lengths; 1 where it cannot."""
+    num_workers: Count = 1
 
 
 class ComputeResources(WorkerResources, frozen=True, kw_only=True):
@@ -609,16 +607,22 @@ class ComputeResources(WorkerResources, frozen=True, kw_only=True):
     affinity: Affinity = "compute"
 
 
-class PrefillResources(EngineResources, frozen=True, kw_only=True):
+class PrefillResources(WorkerShare, frozen=True, kw_only=True):
     """The resources of prefill."""
 
+    num_workers: Literal["auto"] | CountOrZero = "auto"
+    """0: none, and the decode workers also compute the prompts, as one pool of engines. auto: the planner chooses: none
+    where decode gets the same kind of GPU, or the site has fewer than four GPU nodes; else by the model's size, the
+    GPUs, and the domains' usual lengths, and 1 where it knows none."""
     gpus_per_worker: CountOrZero = 1
     affinity: Affinity = "compute"
 
 
-class DecodeResources(EngineResources, frozen=True, kw_only=True):
+class DecodeResources(WorkerShare, frozen=True, kw_only=True):
     """The resources of decode."""
 
+    num_workers: Literal["auto"] | Count = "auto"
+    """auto: the planner chooses, by the model's size, the GPUs, and the domains' usual lengths; 1 where it cannot."""
     gpus_per_worker: CountOrZero = 1
     affinity: Affinity = "bandwidth"
 
@@ -783,19 +787,33 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
     @property
     def placed_roles(self) -> list[RoleName]:
         """The roles with their own component, those of the judges last: the trainer alone if nothing is played."""
-        return [*PLACED_ROLES, *self.judge_roles] if self.has_rollouts else ["train"]
+        if not self.has_rollouts:
+            return ["train"]
+        return [*(role for role in PLACED_ROLES if role != "prefill" or self.has_prefill), *self.judge_roles]
+
+    @property
+    def has_prefill(self) -> bool:
+        """Return whether prompts may be computed by separate workers: not in one pool of engines."""
+        return self.resources.prefill.num_workers != 0
 
     @property
     def planned_roles(self) -> list[RoleName]:
         """All roles that have workers."""
-        return [*PLACED_ROLES, "reward", *self.judge_roles] if self.has_rollouts else ["train"]
+        if not self.has_rollouts:
+            return ["train"]
+        num_judges = len(self.judge)
+        placed = self.placed_roles
+        return [*placed[: len(placed) - num_judges], "reward", *self.judge_roles]
 
     def role_resources(self, role: RoleName) -> WorkerResources:
-        """Return the resources of a role, which may be a judge's."""
+        """Return the resources of a role, which may be a judge's; a number that is left open counts as 1."""
         if role.startswith(JUDGE_ROLE_PREFIX):
             return self.judge[role.removeprefix(JUDGE_ROLE_PREFIX)].resources
-        resources: WorkerResources = getattr(self.resources, role)
-        return resources
+        resources: WorkerResources | PrefillResources | DecodeResources = getattr(self.resources, role)
+        if isinstance(resources, WorkerResources):
+            return resources
+        num = 1 if resources.num_workers == "auto" else resources.num_workers
+        return WorkerResources(**msgspec.structs.asdict(resources) | {"num_workers": num})
 
 
 def name_role_resources(role: RoleName) -> str:

@@ -206,7 +206,7 @@ class JobRuntime:
 
     def courier_commands(self, transports: Sequence[TransportName]) -> list[TransportCommand]:
         """Return the commands of the couriers, one process on every node that publishes or loads weights."""
-        indices = sorted({self._plan.role(role).component for role in WEIGHT_ROLES})
+        indices = sorted({self._plan.role(role).component for role in WEIGHT_ROLES if self._plan.has_role(role)})
         components = [self._plan.components[index] for index in indices]
         nodes = [node for index in indices for node in self._allocation.nodes[index]]
         words = ["-m", "hpcrl.weights.couriers", str(self._campaign.root), str(self._job.number)]

@@ -39,6 +39,7 @@ from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
 from hpcrl.hardware.architecture import ModelArchitecture, find_context_conflict, read_architecture, read_max_context
 from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.plan.engine_nodes import ENGINE_ROLES
 
 JUDGE_REWARD = "hpcrl.envs.judge:judge"
 MAX_GEOMETRIC_RATIO = 1.5
@@ -634,7 +635,14 @@ def _check_pipeline(recipe: Recipe) -> None:
 
 def _check_engine(recipe: Recipe) -> None:
     """Check that the GPUs of an engine worker divide into stages, and the model's heads among a stage's GPUs."""
-    _check_engine_of(("prefill", "decode"), recipe.engine, recipe.model, recipe=recipe, prefix="")
+    roles = ENGINE_ROLES if recipe.has_prefill else ("decode",)
+    _check_engine_of(roles, recipe.engine, recipe.model, recipe=recipe, prefix="")
+    for name, is_set in (("switch_roles", recipe.router.switch_roles), ("sizing", recipe.router.sizing == "auto")):
+        if is_set and not recipe.has_prefill:
+            raise PlanError(
+                f"router.{name} lets engines switch between prefill and decode, and resources.prefill.num_workers = 0 "
+                f"leaves one pool that does both: remove router.{name}, or give prefill workers"
+            )
 
 
 def _check_teaching_judge(recipe: Recipe) -> None:

@@ -27,13 +27,14 @@ def check_spanning_engines(
         return []
     role, found = spanning[0], []
     connector = site.choose_inference(partitions[role]).kv_connector
-    if recipe.router.remote_prefill != "never" and connector == OUR_CONNECTOR:
+    has_handover = recipe.has_prefill and recipe.router.remote_prefill != "never"
+    if has_handover and connector == OUR_CONNECTOR:
         raise PlanError(
             f"a {role} worker is on {nodes_per_engine[role]} nodes, whose KV cannot be handed over by "
-            f'inference.kv_connector = "files" of site {site.name!r}: set router.remote_prefill = "never", or '
+            f'inference.kv_connector = "files" of site {site.name!r}: set resources.prefill.num_workers = 0, or '
             'kv_connector = "NixlConnector" in the site file'
         )
-    if recipe.router.remote_prefill != "never" and connector == AUTO_CONNECTOR:
+    if has_handover and connector == AUTO_CONNECTOR:
         found.append(
             f"a {role} worker is on {nodes_per_engine[role]} nodes: its KV is handed over only if the package nixl or "
             'mooncake is installed there and network.fabric is set; else set router.remote_prefill = "never"'

@@ -1,6 +1,7 @@
 """Choose the layout of a job, and a partition for every role. Pure.
 
 place_roles    choose both for a recipe on a site
+choose_pools   whether prefill has separate workers
 JobPlacement   the result
 JobLayout      one of:
 
@@ -15,15 +16,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import msgspec
+
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.plan.demand import PartitionChoice, compute_role_demand
+from hpcrl.plan.engine_nodes import ENGINE_ROLES
 from hpcrl.plan.partitions import choose_partition, evaluate_partition, explain_memory_refusal
 from hpcrl.plan.sizing import WorkerNumbers, find_worker_numbers, warn_busy_loops, with_single_workers
 
 JobLayout = Literal["hetjob", "hetstep", "local"]
+MIN_SPLIT_NODES = 4
+"""The GPU nodes from which prefill may have separate workers: one each for it, decode and training, and a spare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +52,47 @@ class JobPlacement:
 def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
     """Choose the layout that the site and the recipe allow, and a partition for every role."""
     layout, reason = _choose_layout(recipe, site)
+    recipe, pools = choose_pools(recipe, site, is_one_partition=layout == "hetstep")
     if layout == "hetstep" and recipe.has_rollouts:
         placement = _one_partition_for_all(recipe, site, reason=reason)
     else:
         placement = _best_partition_each(recipe, site, layout=layout, reason=reason)
     warnings = _find_warnings(recipe, site) if layout == "hetjob" else []
     warnings += warn_busy_loops(placement.recipe, gpus=_find_engine_gpus(placement.choices, site))
-    return replace(placement, warnings=warnings)
+    return replace(placement, sizes=[*pools, *placement.sizes], warnings=warnings)
+
+
+def choose_pools(recipe: Recipe, site: Site, *, is_one_partition: bool) -> tuple[Recipe, list[str]]:
+    """Decide whether prefill has separate workers, where the recipe leaves it open; return the reason if not."""
+    router = recipe.router
+    if recipe.resources.prefill.num_workers != "auto" or not recipe.has_rollouts:
+        return recipe, []
+    if router.switch_roles or router.sizing == "auto":  # workers of two roles are what these switch
+        return recipe, []
+    if (why := _explain_one_pool(recipe, site, is_one_partition=is_one_partition)) is None:
+        return recipe, []
+    structs = msgspec.structs
+    resources = structs.replace(recipe.resources, prefill=structs.replace(recipe.resources.prefill, num_workers=0))
+    return structs.replace(recipe, resources=resources), [f"one pool of engines, without prefill workers: {why}"]
+
+
+def _explain_one_pool(recipe: Recipe, site: Site, *, is_one_partition: bool) -> str | None:
+    """Return why separate prefill workers are not worth it; None if they are."""
+    if is_one_partition:
+        return "one partition has one kind of GPU"
+    nodes = sum(p.max_nodes for p in site.partitions.values() if p.gpu and not p.preemptible)
+    if not nodes:
+        return f"site {site.name} has no GPUs"
+    if nodes < MIN_SPLIT_NODES:
+        return f"site {site.name} has {nodes} GPU nodes, and roles on separate nodes need {MIN_SPLIT_NODES}"
+    try:
+        choices = _choose_partitions(with_single_workers(recipe), site, one_machine=False)
+    except PlanError:  # one pool may fit; else it is refused with what it lacks
+        return "both do not fit"
+    kinds = [site.partitions[choices[role].partition].gpu for role in ENGINE_ROLES if choices[role].gpus_per_worker]
+    if len(set(kinds)) == 2:
+        return None
+    return f"prefill and decode would have the same kind of GPU ({kinds[0]})" if kinds else "engines have no GPUs"
 
 
 def _choose_layout(recipe: Recipe, site: Site) -> tuple[JobLayout, str]:
@@ -203,9 +243,8 @@ def _choose_nodes_in(label: str, recipe: Recipe, site: Site) -> dict[RoleName, P
 
 def _find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> dict[RoleName, GpuModel | None]:
     """Return the GPU type that workers of prefill and decode get."""
-    engines: tuple[RoleName, ...] = ("prefill", "decode")
     return {
         role: site.find_gpu(site.partitions[choices[role].partition].gpu) if choices[role].gpus_per_worker else None
-        for role in engines
+        for role in ENGINE_ROLES
         if role in choices
     }

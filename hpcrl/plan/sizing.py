@@ -48,7 +48,7 @@ class _WorkerDemand:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerNumbers:
-    """The numbers of workers that a recipe could use where it leaves them at 0."""
+    """The numbers of workers that a recipe could use where it leaves them open."""
 
     recipe: Recipe
     demands: list[_WorkerDemand]
@@ -61,12 +61,11 @@ class WorkerNumbers:
     def limit(self, most: int) -> tuple[Recipe, list[str]]:
         """Fill both numbers in, scaled down in the same ratio until the larger one is `most`, and give the reasons."""
         nums = {demand.role: ceil(demand.num * most / self.largest) for demand in self.demands}
-        asked, replace = self.recipe.resources, msgspec.structs.replace
-        resources = replace(
-            asked,
-            prefill=replace(asked.prefill, num_workers=asked.prefill.num_workers or nums.get("prefill", 1)),
-            decode=replace(asked.decode, num_workers=asked.decode.num_workers or nums.get("decode", 1)),
-        )
+        resources, replace = self.recipe.resources, msgspec.structs.replace
+        if resources.prefill.num_workers == "auto":
+            resources = replace(resources, prefill=replace(resources.prefill, num_workers=nums.get("prefill", 1)))
+        if resources.decode.num_workers == "auto":
+            resources = replace(resources, decode=replace(resources.decode, num_workers=nums.get("decode", 1)))
         reasons = [demand.describe(nums[demand.role]) for demand in self.demands]
         return replace(self.recipe, resources=resources), reasons
 
@@ -77,7 +76,7 @@ def with_single_workers(recipe: Recipe) -> Recipe:
 
 
 def find_worker_numbers(recipe: Recipe, *, gpus: dict[RoleName, GpuModel | None]) -> WorkerNumbers:
-    """Compute the numbers that the recipe leaves at 0; `gpus` is the GPU type that each role gets."""
+    """Compute the numbers that the recipe leaves open; `gpus` is the GPU type that each role gets."""
     return WorkerNumbers(recipe=recipe, demands=_find_worker_demands(recipe, gpus))
 
 
@@ -98,21 +97,21 @@ def compute_average_turn(recipe: Recipe) -> AverageTurn:
 
 def _find_worker_demands(recipe: Recipe, gpus: dict[RoleName, GpuModel | None]) -> list[_WorkerDemand]:
     """Return the demands of the roles whose number is open; empty if the model's size or the hardware is unknown."""
-    asked = recipe.resources
+    num_prefill, num_asked = recipe.resources.prefill.num_workers, recipe.resources.decode.num_workers
     prefill, decode = _estimate_role_speed(recipe, "prefill", gpus), _estimate_role_speed(recipe, "decode", gpus)
-    gpu = gpus.get("decode")
-    if prefill is None or decode is None or gpu is None or (asked.prefill.num_workers and asked.decode.num_workers):
+    gpu, is_open = gpus.get("decode"), "auto" in (num_prefill, num_asked)
+    if decode is None or gpu is None or not is_open or (recipe.has_prefill and prefill is None):
         return []
     turn, running = compute_average_turn(recipe), recipe.rollout.max_running
     most = min(recipe.engine.max_batch, _count_held_episodes(decode, turn, gpu.name))
-    num_decode = asked.decode.num_workers or ceil(running / most)
+    num_decode = ceil(running / most) if num_asked == "auto" else num_asked
     tokens_per_s = _estimate_token_rate(decode, turn, most=most, num_decode=num_decode, running=running)
-    busy = tokens_per_s / turn.num_reply * prefill.prefill_s(turn.num_new, num_known=turn.num_context)
     open_ones = []
-    if not asked.decode.num_workers:
+    if num_asked == "auto":
         why = f"each holds {most} of the {running} episodes, of {turn.num_context:.0f} tokens on average"
         open_ones.append(_WorkerDemand(role="decode", num=num_decode, why=why))
-    if not asked.prefill.num_workers:
+    if num_prefill == "auto" and prefill is not None:
+        busy = tokens_per_s / turn.num_reply * prefill.prefill_s(turn.num_new, num_known=turn.num_context)
         why = (
             f"{num_decode} decode workers generate {tokens_per_s:.0f} tokens/s, and the prompts of those turns "
             f"({turn.num_new:.0f} new tokens each) keep {busy:.2f} of them busy"
@@ -137,8 +136,9 @@ def warn_busy_loops(recipe: Recipe, *, gpus: dict[RoleName, GpuModel | None]) ->
         return []
     turn, num_env = compute_average_turn(recipe), recipe.resources.env.num_workers
     most = max(1, min(recipe.engine.max_batch, int(decode.kv_tokens / turn.num_context)))
+    num_decode = recipe.role_resources("decode").num_workers
     tokens_per_s = _estimate_token_rate(
-        decode, turn, most=most, num_decode=recipe.resources.decode.num_workers, running=recipe.rollout.max_running
+        decode, turn, most=most, num_decode=num_decode, running=recipe.rollout.max_running
     )
     num_calls, borne = tokens_per_s / turn.num_reply, estimate_call_rate(num_context=turn.num_context)
     if num_calls <= num_env * borne:

@@ -10,7 +10,7 @@
     POLL_INTERVAL_S, FAULT_PAUSE_S, MAX_BEHIND_S, LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S   constants
 
 A prefill worker computes the KV of prompts and hands it to decode workers. A decode worker generates tokens, from that
-KV or from its own prefill.
+KV or from its own prefill; where the plan has no prefill workers it always is its own.
 """
 
 import asyncio
@@ -156,6 +156,7 @@ def _make_own_launch(context: WorkerContext) -> "VllmLaunch":
         place=context.place,
         log=context.job.log(f"{context.role}-{context.index}-vllm"),
         host=context.find_address(),
+        has_handover=context.plan.has_role("prefill"),
     )
     group = None
     if context.role_plan.nodes_per_engine > 1:
@@ -170,9 +171,20 @@ def _make_own_launch(context: WorkerContext) -> "VllmLaunch":
 
 
 def make_vllm_launch(
-    engine: EngineConfig, *, role: RolePlan, partition: str, site: Site, place: WorkerPlace, log: Path, host: str
+    engine: EngineConfig,
+    *,
+    role: RolePlan,
+    partition: str,
+    site: Site,
+    place: WorkerPlace,
+    log: Path,
+    host: str,
+    has_handover: bool = True,
 ) -> "VllmLaunch":
-    """Return the options of a worker's vLLM server, from the plan; other nodes reach this one at `host`."""
+    """Return the options of a worker's vLLM server, from the plan; other nodes reach this one at `host`.
+
+    One pool of engines hands no KV over, and a connector would only cost time and space.
+    """
     from hpcrl.engines.vllm.kv_connectors import choose_connector
     from hpcrl.engines.vllm.kv_files import choose_parent, name_job_directory
     from hpcrl.engines.vllm.server import VllmLaunch
@@ -180,7 +192,9 @@ def make_vllm_launch(
     inference = site.choose_inference(partition)
     has_network = bool(role.gpus_per_worker and site.network.fabric)
     connector = choose_connector(
-        inference.kv_connector, has_network=has_network, has_package=lambda name: find_spec(name) is not None
+        inference.kv_connector if has_handover else None,
+        has_network=has_network,
+        has_package=lambda name: find_spec(name) is not None,
     )
     launch = dataclasses.replace(
         VllmLaunch.from_config(engine, role=role, model=place.campaign.model, log=log),

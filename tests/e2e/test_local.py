@@ -47,13 +47,14 @@ def test_the_quickstart_learns_and_leaves_nothing_running(campaigns: Path) -> No
     assert num_consumed_groups(run) == seen["step"] * read_json(run.recipe)["train"]["groups_per_step"]
     assert [event["transport"] for event in events_of(run, "transport")] == ["window"]
     assert [event["version"] for event in events_of(run, "published")] == list(range(seen["step"] + 1))
-    assert {event["role"] for event in events_of(run, "loaded") if event["version"] > 0} == {"prefill", "decode"}
+    assert {event["role"] for event in events_of(run, "loaded") if event["version"] > 0} == {"decode"}
     assert events_of(run, "fault") == []
     assert list_versions(run.weights) == [10, 20, 30, 40], "only those of checkpoints are in files"
     assert (run.root.stat().st_mode & 0o777) == 0o700
     assert list(run.endpoints.iterdir()) == []
 
 
+SPLIT = ("-s", "resources.prefill.num_workers=1")
 JUDGED = (
     *("-s", "judge.grader.tiny.hidden_size=64", "-s", 'domains.lake.judges=["grader"]'),
     *("-s", "domains.lake.reward=tests.support.judged_rewards:ask_for_goal"),
@@ -62,7 +63,7 @@ JUDGED = (
 
 @pytest.mark.usefixtures("own_code")
 def test_killed_workers_are_replaced_and_versions_only_increase(campaigns: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "local", "--name", "w", *SMALL, *JUDGED, "-s", "train.num_steps=60")
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "w", *SMALL, *JUDGED, *SPLIT, "-s", "train.num_steps=60")
     run = CampaignDir(campaigns / "w")
     for role in ("train", "decode", "env", "judge-grader", "prefill"):
         done = len(steps(run))

@@ -10,12 +10,13 @@ from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
 
+SPLIT = ("-s", "resources.prefill.num_workers=1")
 NODES = {"env": "prefill1", "prefill": "prefill2", "decode": "train1", "train": "train2", "reward": "prefill1"}
 """The four nodes of the partition h100, in the order in which Slurm lists them."""
 
 
 def test_a_site_without_het_jobs_trains_in_one_allocation_with_weights_by_mpi(lab: Lab, campaigns: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--watch", "--name", "o", *SIMULATED)
+    hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--watch", "--name", "o", *SIMULATED, *SPLIT)
     run, seen = CampaignDir(campaigns / "o"), snapshot("o")
     assert seen["state"] == "done"
     assert [event["layout"] for event in events_of(run, "layout")] == ["hetstep"]

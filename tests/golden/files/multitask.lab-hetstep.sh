@@ -7,7 +7,7 @@
 #SBATCH --no-requeue
 #SBATCH --output=/scratch/someone/hpcrl/multitask-1/jobs/000/logs/batch.log
 #SBATCH --open-mode=append
-#SBATCH --nodes=4
+#SBATCH --nodes=3
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=3
 #SBATCH --partition=h100

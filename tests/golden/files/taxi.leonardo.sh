@@ -41,20 +41,6 @@
 #SBATCH --account=IscrC_x
 #SBATCH --mem=4G
 #SBATCH --gres=gpu:1
-#SBATCH hetjob
-#SBATCH --job-name=hpcrl-taxi-1
-#SBATCH --time=01:00:00
-#SBATCH --export=ALL
-#SBATCH --comment=hpcrl:f55f8c78b19f0566:0
-#SBATCH --signal=B:USR2@60
-#SBATCH --no-requeue
-#SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=1
-#SBATCH --partition=boost_usr_prod
-#SBATCH --account=IscrC_x
-#SBATCH --mem=4G
-#SBATCH --gres=gpu:1
 
 set -eu
 umask 077

@@ -61,7 +61,7 @@ def test_a_site_with_any_gpu_of_the_catalogue_is_planned(site: Path, gpu: str) -
     request = load_request("quickstart", site=str(site))
     script = preview_script(request, name="c")
     assert "#SBATCH --gres=gpu:" in script
-    assert script.count("#SBATCH hetjob") == 3
+    assert script.count("#SBATCH hetjob") == 2
 
 
 def test_the_memory_of_a_gpu_decides_what_fits_though_its_speed_is_unknown(site: Path) -> None:

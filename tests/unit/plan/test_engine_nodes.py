@@ -40,6 +40,7 @@ def test_gpus_that_do_not_fill_nodes_and_other_engines_are_refused(settings: tup
 def test_kv_files_cannot_be_handed_over_between_engines_on_several_nodes() -> None:
     files = "site.inference.kv_connector=files"
     refused = refuse_plan(*SPANNING, files, site="perlmutter")
-    assert 'set router.remote_prefill = "never"' in refused
+    assert "set resources.prefill.num_workers = 0" in refused
     assert plan(files, "router.remote_prefill=never")
+    assert plan(files, "resources.prefill.num_workers=0")
     assert any("handed over only if the package nixl" in warning for warning in plan().warnings)

@@ -24,7 +24,7 @@ def test_bandwidth_goes_to_the_gpu_with_the_fastest_memory() -> None:
 
 
 def test_a_site_without_gpus_is_reported_as_a_fallback() -> None:
-    assert any("prefill wanted 1 GPU" in line for line in plan_recipe(site="local").fallbacks)
+    assert any("decode wanted 1 GPU" in line for line in plan_recipe(site="local").fallbacks)
 
 
 def test_a_site_with_one_gpu_type_reports_bandwidth_as_a_fallback() -> None:
@@ -74,8 +74,8 @@ def test_more_memory_than_a_node_has_is_refused() -> None:
 
 def test_a_full_partition_falls_back_to_the_next_best_and_reports_it() -> None:
     made = plan_recipe("resources.decode.num_workers=8", "site.partitions.decode.max_nodes=1")
-    assert made.components[2].partition == "train"
-    assert any("decode wanted bandwidth, got train: decode allows 1 nodes" in line for line in made.fallbacks)
+    assert made.components[1].partition == "prefill"
+    assert any("decode wanted bandwidth, got prefill: decode allows 1 nodes" in line for line in made.fallbacks)
 
 
 def test_too_few_episodes_at_once_for_one_group_are_refused() -> None:
@@ -238,6 +238,7 @@ def test_unconfirmed_facts_are_warnings() -> None:
 
 
 ONE = ("site.het_jobs=no",)
+SPLIT = "resources.prefill.num_workers=1"
 
 
 def partitions(made: Plan) -> set[str]:
@@ -249,8 +250,13 @@ def test_a_site_without_het_jobs_gets_one_allocation_with_the_reason() -> None:
     assert made.layout == "hetstep"
     assert 'het_jobs = "no"' in made.layout_reason
     assert partitions(made) == {"h100"}
-    assert [component.nodes for component in made.components] == [1, 1, 1, 1]
+    assert [component.nodes for component in made.components] == [1, 1, 1]
     assert {role.role: role.component for role in made.roles}["reward"] == 0
+
+
+def test_one_allocation_has_prefill_nodes_where_they_are_asked_for() -> None:
+    made = plan_recipe(SPLIT, site="lab-hetstep")
+    assert [component.roles[0] for component in made.components] == ["env", "prefill", "decode", "train"]
 
 
 def test_a_compromise_for_one_partition_is_a_fallback() -> None:
@@ -264,16 +270,16 @@ def test_one_allocation_has_the_nodes_of_all_roles_and_the_largest_need_per_node
     made = plan_recipe("resources.decode.gpus_per_worker=2", "resources.train.mem_gib_per_worker=9", site="lab-hetstep")
     script = make_batch_script(made, job=CampaignDir(Path("/c/x")).job(0), python="python")
     asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
-    assert {"--nodes=4", "--cpus-per-task=3", "--mem=9G", "--gres=gpu:h100:2", "--partition=h100"} <= set(asked)
+    assert {"--nodes=3", "--cpus-per-task=3", "--mem=9G", "--gres=gpu:h100:2", "--partition=h100"} <= set(asked)
     assert "hetjob" not in asked
     assert len([flag for flag in asked if flag.startswith("--nodes")]) == 1
 
 
 def test_cost_and_idle_gpus_count_every_node_of_one_allocation() -> None:
     made = plan_recipe("resources.decode.gpus_per_worker=2", "job.walltime_min=60", site="lab-hetstep")
-    assert (made.cost.node_hours, made.cost.gpu_hours) == (4.0, 8.0)
+    assert (made.cost.node_hours, made.cost.gpu_hours) == (3.0, 6.0)
     idle = [line for line in made.warnings if "all are charged" in line]
-    assert [line.split(maxsplit=1)[0] for line in idle] == ["env", "prefill", "train"]
+    assert [line.split(maxsplit=1)[0] for line in idle] == ["env", "train"]
     assert idle[0] == "env uses 0 of the 2 GPUs of each node, and all are charged"
 
 
@@ -286,7 +292,7 @@ def test_a_recipe_may_ask_for_one_allocation() -> None:
 
 
 def test_the_next_partition_is_chosen_if_the_best_cannot_hold_all() -> None:
-    full = "site.partitions.gpu-hbm80g.max_nodes=3"
+    full = "site.partitions.gpu-hbm80g.max_nodes=2"
     assert partitions(plan_recipe("job.layout=hetstep", full, site="perlmutter")) == {"gpu"}
     short = "site.partitions.gpu-hbm80g.max_walltime_min=10"
     assert partitions(plan_recipe("job.layout=hetstep", short, site="perlmutter")) == {"gpu"}
@@ -295,8 +301,8 @@ def test_the_next_partition_is_chosen_if_the_best_cannot_hold_all() -> None:
 def test_one_allocation_that_no_partition_can_hold_is_refused_by_role_and_partition() -> None:
     message = refuse_plan(*ONE)
     assert 'het_jobs = "no"' in message
-    assert "decode: prefill allows 2 nodes, and 1 workers need 1 beside 2 for other roles" in message
-    assert "prefill: env has no GPUs, and one worker needs 1" in message
+    assert "train: prefill allows 2 nodes, and 1 workers need 1 beside 2 for other roles" in message
+    assert "decode: env has no GPUs, and one worker needs 1" in message
 
 
 def test_a_model_too_large_for_the_only_partition_is_refused_with_both() -> None:
@@ -314,8 +320,8 @@ def test_where_mpi_cannot_span_components_the_job_stays_heterogeneous_with_a_war
     made = plan_recipe(*apart, site="perlmutter")
     assert made.layout == "hetjob"
     assert any('job.layout = "hetstep" they go by MPI' in line for line in made.warnings)
-    for settled in ("job.layout=hetjob", "site.mpi.couriers=false", "site.partitions.gpu.max_nodes=3"):
-        more = ("site.partitions.gpu-hbm80g.max_nodes=3",) if "max_nodes" in settled else ()
+    for settled in ("job.layout=hetjob", "site.mpi.couriers=false", "site.partitions.gpu.max_nodes=2"):
+        more = ("site.partitions.gpu-hbm80g.max_nodes=2",) if "max_nodes" in settled else ()
         assert not any("hetstep" in line for line in plan_recipe(*apart, settled, *more, site="perlmutter").warnings)
 
 
@@ -326,16 +332,16 @@ def test_one_machine_has_no_layout_to_choose() -> None:
 def test_to_survive_node_loss_every_role_has_two_nodes_of_one_allocation() -> None:
     roomy = "site.partitions.h100.max_nodes=8"
     made = plan_recipe("job.survive_node_loss=true", roomy, site="lab-hetstep")
-    assert [component.nodes for component in made.components] == [2, 2, 2, 2]
+    assert [component.nodes for component in made.components] == [2, 2, 2]
     script = make_batch_script(made, job=CampaignDir(Path("/c/x")).job(0), python="python")
-    assert script.count("--no-kill") == script.count("--nodes=8") == 1
+    assert script.count("--no-kill") == script.count("--nodes=6") == 1
     assert "h100 allows 4 nodes" in refuse_plan("job.survive_node_loss=true", site="lab-hetstep")
 
 
 def test_workers_are_sized_for_the_gpus_of_the_one_partition() -> None:
     settings = ("model.num_params=1000000000", "rollout.max_running=512", "resources.train.num_workers=4")
     large = ("job.layout=hetstep", *settings)
-    assert workers(plan_recipe(*large, site="perlmutter"))[1] >= 8
+    assert plan_recipe(*large, site="perlmutter").role("decode").num_workers >= 8
     assert plan_recipe(*large, site="perlmutter").sizes
 
 

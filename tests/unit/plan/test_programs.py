@@ -43,7 +43,7 @@ def test_the_number_of_running_episodes_that_fits_is_named() -> None:
 
 def test_a_machine_without_a_scheduler_has_all_its_memory() -> None:
     assert warnings(*PLENTY, site="local") == []
-    (line,) = warnings(*PLENTY, "site.partitions.host.mem_gib_per_node=32", site="local")
+    (line,) = warnings(*PLENTY, "site.partitions.host.mem_gib_per_node=28", site="local")
     assert "20 GiB, and the node has" in line
 
 

@@ -29,7 +29,7 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(site: str) -> Plan:
-    return plan_recipe(site=site)
+    return plan_recipe("resources.prefill.num_workers=1", site=site)
 
 
 def option(command: list[str], name: str) -> str | None:

