@@ -10,6 +10,7 @@ isolation       sandboxes of environments and agent programs
 check           check the user code of a recipe before it is submitted
 random_state    separate random generators for an environment
 agent           an agent program as an environment
+program_options  the options of an agent program
 program_files   what the command of an agent program needs and does not find
 arithmetic      sums
 question        one question a row

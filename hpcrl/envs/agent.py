@@ -4,7 +4,7 @@
     find_reward     find the reward in the output of a program
     fill_template   put the fields of a task into a text
     INSIDE_PORT, INSIDE_WORKDIR, INSIDE_HOME, MAX_VARIABLE_CHARS, SUPERVISOR_TIMEOUT_S, INHERITED_VARIABLES,
-    NUM_RESERVED_TASKS, MIN_PROCESSES  constants
+    NUM_RESERVED_TASKS  constants
 
 The program finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, and its task as one JSON object
 on standard input and in HPCRL_TASK: `seed`, the option `task`, and the fields of a row if the domain has `tasks`. Its
@@ -14,6 +14,7 @@ what it posts, if posts_reward allows that.
 
 import asyncio
 import contextlib
+import inspect
 import json
 import logging
 import math
@@ -27,18 +28,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import Any
 
-import msgspec
-
-from hpcrl.config.program import DEFAULT_MAX_DISK_MB, DEFAULT_MAX_MEMORY_MB, INTERPRETERS
-from hpcrl.envs.base import ConversationChoice, ModelAccess, SamplingSource, TaskFields, check_program_choices
+from hpcrl.envs.base import ModelAccess, TaskFields
 from hpcrl.envs.examples.answer_files import list_answer_files
 from hpcrl.envs.isolation.images import ImageCache, is_remote, open_image
 from hpcrl.envs.isolation.program_launcher import ProgramLaunch, ProgramResult
 from hpcrl.envs.isolation.sandbox import (
     SYSTEM_DIRS,
-    SandboxChoice,
     SandboxKind,
     SandboxSpec,
     choose_sandbox,
@@ -56,12 +53,11 @@ from hpcrl.envs.program_files import (
     find_path_problem,
     list_shown_paths,
 )
+from hpcrl.envs.program_options import ProgramOptions, read_options
 from hpcrl.errors import ConfigError, EnvFault, PolicyFailure
 from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
 from hpcrl.system.exit_codes import describe_end
-from hpcrl.system.files import expand_path
 
-JudgeRewardSource = Literal["printed", "exit-code"]
 INSIDE_PORT = 8000
 """The port of the model on the loopback of a sandbox, which is private to it."""
 INSIDE_WORKDIR = "/episode/work"
@@ -75,161 +71,55 @@ INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_EN
 """The only variables that a program in a sandbox inherits."""
 NUM_RESERVED_TASKS = 64
 """The kernel allows a few more tasks than max_processes, so that the supervisor sees the excess and reports it."""
-MIN_PROCESSES = 32
-"""A sandbox and a program have a dozen tasks themselves."""
 _START_CODE = (
     "import sys; sys.path.insert(0, {root!r}); from hpcrl.envs.isolation.{module} import main; sys.exit(main())"
 )
 _ROOT = Path(__file__).resolve().parents[2]
 _PASSED_PREFIXES = ("APPTAINERENV_", "SINGULARITYENV_")
-_TYPE_WORDS: tuple[tuple[Any, str], ...] = (
-    (bool, "true or false"),
-    (int, "a whole number"),
-    (float, "a number"),
-    (str, "a text"),
-    (Sequence[str], "a list of texts, such as ['a', 'b']"),
-    (dict[str, Any], "a table"),
-    (dict[str, str | int | float], "a table of texts and numbers, such as {PORT = 8080}"),
-)
-"""The types of options, as they are described to users."""
 _FIELD = re.compile(r"\{(\w+)\}")
 _log = logging.getLogger(__name__)
 
 
 class AgentProgram:
-    """An environment that runs `command` for each episode.
+    """An environment that runs `command` for each episode."""
 
-    command       a list; `python` is the one that runs hpcrl, or that of the image
-    task          added to the task, beside the seed, which only a row of the domain's `tasks` replaces
-    environment   variables to set; numbers become texts
-    sandbox       auto (apptainer if there is an image, else bubblewrap), apptainer, bubblewrap (no image), or none
-    image         the image for apptainer: a file, or one of a registry such as docker://name; {field} is a task's field
-    image_cache, image_cache_gib  the directory of a node for images of registries, and its size
-    directory     a directory whose content is copied to the working directory; {field} is a task's field
-    readable      paths that the program may read in the sandbox, such as that of its code
-    timeout_s     for the whole program
-    judge         a command that is run after the program has ended, in a new sandbox with the same working directory
-    judge_readable  paths that only the judge may read
-    judge_fields  fields of the task that only the judge is given
-    judge_reward  printed: the reward is the last line of the judge; exit-code: it is 1 if the judge ends with 0, else 0
-    judge_timeout_s  for the judge
-    posts_reward  allow the program to post its reward, with a separate key that it reads from a descriptor
-    calls_judges  judges of the campaign ([judge.NAME]) that the program may call, without a sandbox; none by default
-    cpu_s         CPU time of each of its processes
-    max_processes, max_memory_mb, max_disk_mb  limits of a sandbox as a whole: processes and threads, memory, files
-    sampling      recipe: temperature and the like are the recipe's, so that every turn can be trained on; program: as
-                  the program requests, and turns sampled differently from the recipe are not trained on
-    trains        all, longest or last: which of its conversations are trained on, if there are several
-    """
+    __signature__ = inspect.signature(ProgramOptions)  # by which options with other names are refused
 
-    def __init__(
-        self,
-        *,
-        command: Sequence[str],
-        task: dict[str, Any] | None = None,
-        environment: dict[str, str | int | float] | None = None,
-        sandbox: SandboxChoice = "auto",
-        image: str | None = None,
-        image_cache: str | None = None,
-        image_cache_gib: float = 50.0,
-        directory: str | None = None,
-        readable: Sequence[str] = (),
-        timeout_s: float = 600.0,
-        judge: Sequence[str] | None = None,
-        judge_readable: Sequence[str] = (),
-        judge_fields: Sequence[str] = (),
-        judge_reward: JudgeRewardSource = "printed",
-        judge_timeout_s: float = 600.0,
-        posts_reward: bool = False,
-        calls_judges: Sequence[str] = (),
-        cpu_s: int = 3600,
-        max_processes: int = 1024,
-        max_memory_mb: int = DEFAULT_MAX_MEMORY_MB,
-        max_disk_mb: int = DEFAULT_MAX_DISK_MB,
-        sampling: SamplingSource = "recipe",
-        trains: ConversationChoice = "all",
-    ) -> None:
-        _check_option_types(locals())
-        for name, given in (("command", command), ("judge", judge)):
-            if given is not None and not given:
-                raise ConfigError(f"AgentProgram: {name} = []: give a list, such as ['python', '{name}.py']")
-        _check_variables(environment or {})
-        check_program_choices(
-            "AgentProgram",
-            sandbox=(sandbox, SandboxChoice),
-            judge_reward=(judge_reward, JudgeRewardSource),
-            sampling=(sampling, SamplingSource),
-            trains=(trains, ConversationChoice),
-        )
-        for name, number, least in (
-            ("timeout_s", timeout_s, 1e-3),
-            ("judge_timeout_s", judge_timeout_s, 1e-3),
-            ("cpu_s", cpu_s, 1),
-            ("max_processes", max_processes, MIN_PROCESSES),
-            ("max_memory_mb", max_memory_mb, 64),
-            ("max_disk_mb", max_disk_mb, 1),
-            ("image_cache_gib", image_cache_gib, 0),
-        ):
-            if not number >= least:
-                raise ConfigError(f"AgentProgram: {name} = {number!r}: it must be {least:g} or more")
-        if "seed" in (task or {}):
-            raise ConfigError("AgentProgram: task has a field 'seed', which is the task's seed: give it another name")
-        if judge is None and (judge_readable or judge_fields):
-            raise ConfigError("AgentProgram: judge_readable and judge_fields need a judge: set `judge` to its command")
-        if judge is not None and posts_reward:
-            raise ConfigError("AgentProgram: posts_reward = true with a judge: the reward is the judge's, remove one")
-        if calls_judges and sandbox != "none":
-            raise ConfigError(
-                f"AgentProgram: calls_judges = {list(calls_judges)!r} with sandbox = {sandbox!r}, which has no "
-                'network: remove it, or set sandbox = "none"'
-            )
-        self.sampling = sampling
-        self.trains = trains
+    def __init__(self, **options: Any) -> None:
+        """Take the fields of ProgramOptions."""
+        self._options = read_options(options)
+        self.sampling = self._options.sampling
+        self.trains = self._options.trains
         self.problem = ""
         """The way the program ended, if it failed; with a judge that alone is not a fault."""
-        self._command = _expand_command(command)
-        self._task = task or {}
-        self._environment = {name: str(value) for name, value in (environment or {}).items()}
-        self._sandbox: SandboxChoice = sandbox
-        self._image = image if image is None else _expand_text(image)
-        self._images = ImageCache(directory=image_cache and _expand_text(image_cache), max_gib=image_cache_gib)
-        self._directory = directory if directory is None else _expand_text(directory)
-        self._readable = _make_absolute(readable)
-        self._judge = None if judge is None else _expand_command(judge)
-        self._judge_readable = _make_absolute(judge_readable)
-        self._judge_fields = frozenset(judge_fields)
-        self._judge_reward = judge_reward
-        self._timeout_s = timeout_s
-        self._judge_timeout_s = judge_timeout_s
-        self._posts_reward = posts_reward
-        self._calls_judges = frozenset(calls_judges)
-        self._cpu_s = int(cpu_s)
-        self._max_processes = int(max_processes)
-        self._max_memory_mb = int(max_memory_mb)
-        self._max_disk_mb = int(max_disk_mb)
+        self._images = ImageCache(directory=self._options.image_cache, max_gib=self._options.image_cache_gib)
         if problem := self._find_judge_problem():
             raise ConfigError(f"AgentProgram: {problem}")
 
     @property
     def names_task_files(self) -> bool:
         """Whether a task set has to be read to know which images and directories are needed."""
-        return any(self._has_row_fields(template) for template in (self._image, self._directory))
+        return any(self._has_row_fields(template) for template in (self._options.image, self._options.directory))
 
     def find_problems(self) -> Iterator[ProgramProblem]:
         """Yield what this machine shows of what cannot work, but for what a row of a task set names."""
-        if self._sandbox != "none":
+        if self._options.sandbox != "none":
             for option, path in self._list_given_paths():
                 if problem := find_path_problem(path, what=f"{option} has {path!r}"):
                     yield problem
             try:
-                choose_sandbox(self._sandbox, image=self._image)
+                choose_sandbox(self._options.sandbox, image=self._options.image)
             except EnvFault as fault:
                 yield ProgramProblem(text=str(fault), places=("/usr/bin",))
-        yield from self._find_template_problems(self._task, of_rows=False)
+        yield from self._find_template_problems(self._options.task, of_rows=False)
         if not self._is_in_image:
-            yield from self._find_command_problems("command", self._command, (), has_files=self._directory is not None)
-            if self._judge is not None:
-                yield from self._find_command_problems("judge", self._judge, self._judge_readable, has_files=False)
+            yield from self._find_command_problems(
+                "command", self._options.command, (), has_files=self._options.directory is not None
+            )
+            if self._options.judge is not None:
+                yield from self._find_command_problems(
+                    "judge", self._options.judge, self._options.judge_readable, has_files=False
+                )
 
     def find_task_problems(self, task: TaskFields) -> Iterator[ProgramProblem]:
         """Yield the same for what a row of a task set names."""
@@ -237,8 +127,8 @@ class AgentProgram:
 
     def _find_template_problems(self, fields: TaskFields, *, of_rows: bool) -> Iterator[ProgramProblem]:
         for option, template, kind in (
-            ("image", self._image, "file or directory"),
-            ("directory", self._directory, "directory"),
+            ("image", self._options.image, "file or directory"),
+            ("directory", self._options.directory, "directory"),
         ):
             if template is None or self._has_row_fields(template) != of_rows or "{seed}" in template:
                 continue
@@ -257,23 +147,23 @@ class AgentProgram:
     def _find_command_problems(
         self, option: str, command: Sequence[str], more: Sequence[str], *, has_files: bool
     ) -> Iterator[ProgramProblem]:
-        is_confined = self._sandbox != "none"
+        is_confined = self._options.sandbox != "none"
         yield from find_command_problems(
             command,
             option=option,
-            shown=list_shown_paths(*self._readable, *more) if is_confined else None,
-            path=self._environment.get("PATH") if option == "command" else None,
+            shown=list_shown_paths(*self._options.readable, *more) if is_confined else None,
+            path=self._options.variables.get("PATH") if option == "command" else None,
             has_files=has_files,
             readable="judge_readable" if option == "judge" else "readable",
-            has_own_modules="PYTHONPATH" in self._environment and option == "command",
+            has_own_modules="PYTHONPATH" in self._options.variables and option == "command",
         )
 
     @property
     def _is_in_image(self) -> bool:
-        return self._image is not None and self._sandbox in ("auto", "apptainer")
+        return self._options.image is not None and self._options.sandbox in ("auto", "apptainer")
 
     def _has_row_fields(self, template: str | None) -> bool:
-        return template is not None and not set(_FIELD.findall(template)) <= set(self._task)
+        return template is not None and not set(_FIELD.findall(template)) <= set(self._options.task)
 
     async def run(self, seed: int, access: ModelAccess, task: TaskFields | None = None) -> float | None:
         """Run the program and return its reward, or None if it printed none.
@@ -282,13 +172,13 @@ class AgentProgram:
         """
         fields = self._make_fields(seed, task)
         image = directory = None
-        if self._image is not None:
-            image = fill_template(self._image, fields, what="image")
-        if self._directory is not None:
-            directory = str(Path(fill_template(self._directory, fields, what="directory")).absolute())
+        if self._options.image is not None:
+            image = fill_template(self._options.image, fields, what="image")
+        if self._options.directory is not None:
+            directory = str(Path(fill_template(self._options.directory, fields, what="directory")).absolute())
             if problem := await asyncio.to_thread(self._find_directory_problem, directory):
                 raise EnvFault(problem)
-        kind = await asyncio.to_thread(choose_sandbox, self._sandbox, image=image)
+        kind = await asyncio.to_thread(choose_sandbox, self._options.sandbox, image=image)
         if kind != "none":
             await asyncio.to_thread(self._check_readable)
         async with contextlib.AsyncExitStack() as stack:
@@ -298,46 +188,46 @@ class AgentProgram:
             stack.push_async_callback(asyncio.to_thread, _remove_tree, root)
             sandboxes = _SandboxFactory(kind=kind, image=image, root=root)
             stages = [self._make_program_stage(sandboxes, fields, access)]
-            if self._judge is not None:
+            if self._options.judge is not None:
                 stages.append(self._make_judge_stage(sandboxes, fields))
             return self._read_outcome(await self._supervise(stages, sandboxes, directory=directory))
 
     def _make_fields(self, seed: int, task: TaskFields | None) -> TaskFields:
         """Return the fields of a task, whose seed is that of its row if it has one."""
-        return {**self._task, **(task or {}), "seed": seed}
+        return {**self._options.task, **(task or {}), "seed": seed}
 
     def _make_program_stage(self, sandboxes: "_SandboxFactory", fields: TaskFields, access: ModelAccess) -> Stage:
-        shown = json.dumps({name: value for name, value in fields.items() if name not in self._judge_fields})
+        shown = json.dumps({name: value for name, value in fields.items() if name not in self._options.judge_fields})
         forwarded = sandboxes.kind != "none"
         url = f"http://127.0.0.1:{INSIDE_PORT}/v1" if forwarded else access.url
         launch = ProgramLaunch(
-            command=sandboxes.resolve_python(self._command),
+            command=sandboxes.resolve_python(self._options.command),
             task=shown,
             environment={
-                **self._environment,
+                **self._options.variables,
                 **sandboxes.task_variables(shown),
                 **{"OPENAI_BASE_URL": url, "OPENAI_API_KEY": access.api_key, "OPENAI_MODEL": access.model},
                 **{"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": access.api_key},
             },
             forward_port=INSIDE_PORT if forwarded else 0,
             socket=access.socket,
-            reward_key=access.reward_key if self._posts_reward else "",
+            reward_key=access.reward_key if self._options.posts_reward else "",
             **self._process_limits(sandboxes),
         )
         return sandboxes.make_stage(
             "program",
             launch,
-            readable=(str(Path(access.socket).parent), *self._readable),
-            environment=_build_environment(sandboxes.kind, judges=self._calls_judges),
-            timeout_s=self._timeout_s,
+            readable=(str(Path(access.socket).parent), *self._options.readable),
+            environment=_build_environment(sandboxes.kind, judges=self._options.calls_judges),
+            timeout_s=self._options.timeout_s,
             timeout_name="timeout_s",
         )
 
     def _make_judge_stage(self, sandboxes: "_SandboxFactory", fields: TaskFields) -> Stage:
-        assert self._judge is not None
+        assert self._options.judge is not None
         task = json.dumps(fields)
         launch = ProgramLaunch(
-            command=sandboxes.resolve_python(self._judge),
+            command=sandboxes.resolve_python(self._options.judge),
             task=task,
             environment=sandboxes.task_variables(task),
             **self._process_limits(sandboxes),
@@ -345,18 +235,18 @@ class AgentProgram:
         return sandboxes.make_stage(
             "judge",
             launch,
-            readable=(*self._readable, *self._judge_readable),
+            readable=(*self._options.readable, *self._options.judge_readable),
             environment=_build_environment("bubblewrap" if sandboxes.kind == "none" else sandboxes.kind),
-            timeout_s=self._judge_timeout_s,
+            timeout_s=self._options.judge_timeout_s,
             timeout_name="judge_timeout_s",
         )
 
     def _process_limits(self, sandboxes: "_SandboxFactory") -> dict[str, Any]:
         return {
-            "memory_bytes": self._max_memory_mb << 20,
-            "cpu_s": self._cpu_s,
-            "file_bytes": self._max_disk_mb << 20,
-            "max_tasks": self._max_processes + NUM_RESERVED_TASKS if sandboxes.counts_tasks else 0,
+            "memory_bytes": self._options.max_memory_mb << 20,
+            "cpu_s": self._options.cpu_s,
+            "file_bytes": self._options.max_disk_mb << 20,
+            "max_tasks": self._options.max_processes + NUM_RESERVED_TASKS if sandboxes.counts_tasks else 0,
         }
 
     async def _supervise(
@@ -368,9 +258,9 @@ class AgentProgram:
             stages=[asdict(stage) for stage in stages],
             directories=sandboxes.directories,
             copied_from=directory or "",
-            max_processes=self._max_processes,
-            max_memory_mb=self._max_memory_mb,
-            max_disk_mb=self._max_disk_mb,
+            max_processes=self._options.max_processes,
+            max_memory_mb=self._options.max_memory_mb,
+            max_disk_mb=self._options.max_disk_mb,
             disks=disks,
             has_fixed_disks=sandboxes.has_fixed_disks,
         )
@@ -378,7 +268,7 @@ class AgentProgram:
         if sandboxes.has_fixed_disks:
             for disk in disks:
                 await asyncio.to_thread(Path(disk).mkdir, mode=0o700)
-            command = wrap_with_disks(command, disks, max_mb=self._max_disk_mb)
+            command = wrap_with_disks(command, disks, max_mb=self._options.max_disk_mb)
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
@@ -403,7 +293,7 @@ class AgentProgram:
         What a program leaves can make its judge fail, or be killed by a limit, so that is the policy's failure too.
         """
         for stage in outcome.full_disks:
-            _warn_of_full_disk(self._command, stage, self._max_disk_mb)
+            _warn_of_full_disk(self._options.command, stage, self._options.max_disk_mb)
         if outcome.fault:
             why = f"{self._name}: {outcome.fault}"
             if not (outcome.was_ended or outcome.was_late):
@@ -417,7 +307,7 @@ class AgentProgram:
                 raise PolicyFailure(OUTCOME_EXIT, self.problem)
             return find_reward(program.output)
         (judge,) = judged
-        if self._judge_reward == "exit-code" and judge.was_started:
+        if self._options.judge_reward == "exit-code" and judge.was_started:
             return float(judge.exit_code == 0)
         if problem := _describe_end(judge, "judge"):
             raise PolicyFailure(OUTCOME_REWARD_ERROR, problem) if judge.was_started else EnvFault(problem)
@@ -437,18 +327,19 @@ class AgentProgram:
 
     def _list_given_paths(self) -> list[tuple[str, str]]:
         """Return the paths that sandboxes show besides their own, each with the option that names it."""
-        given = {"readable": self._readable, "judge_readable": self._judge_readable}
+        given = {"readable": self._options.readable, "judge_readable": self._options.judge_readable}
         return [(option, path) for option, paths in given.items() for path in paths]
 
     def _find_judge_problem(self) -> str:
         """Return which file of the judge the program can read too, links followed; "" if it can read none."""
-        if not self._judge_readable:
+        if not self._options.judge_readable:
             return ""
-        in_image = _list_image_paths(self._readable)
+        in_image = _list_image_paths(self._options.readable)
         shown = [
-            (path, _list_names(path)) for path in (in_image if self._is_in_image else list_shown_paths(*self._readable))
+            (path, _list_names(path))
+            for path in (in_image if self._is_in_image else list_shown_paths(*self._options.readable))
         ]
-        for path in self._judge_readable:
+        for path in self._options.judge_readable:
             for place, places in shown:
                 if any(name.is_relative_to(above) for name in _list_names(path) for above in places):
                     return (
@@ -467,7 +358,7 @@ class AgentProgram:
 
         The directory may be a part of what the judge can read: what the judge reads beside it is not copied.
         """
-        for path in self._judge_readable:
+        for path in self._options.judge_readable:
             if any(name.is_relative_to(above) for name in _list_names(path) for above in _list_names(directory)):
                 return (
                     f"judge_readable has {path!r}, which the program is given too, with its copy of directory = "
@@ -477,7 +368,7 @@ class AgentProgram:
 
     @property
     def _name(self) -> str:
-        return _describe_command(self._command)
+        return _describe_command(self._options.command)
 
 
 class _SandboxFactory:
@@ -640,52 +531,9 @@ def _list_image_paths(readable: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([str(_ROOT / "hpcrl"), *readable]))
 
 
-def _make_absolute(paths: Sequence[str]) -> tuple[str, ...]:
-    return tuple(path if path.startswith("$") else str(Path(path).absolute()) for path in map(_expand_text, paths))
-
-
-def _expand_command(command: Sequence[str]) -> tuple[str, ...]:
-    """Expand `~` and variables in the path of a program, and of the script that it is given."""
-    program, *arguments = command
-    if arguments and INTERPRETERS.fullmatch(Path(program).name) and not arguments[0].startswith("-"):
-        arguments[0] = _expand_text(arguments[0])
-    return (_expand_text(program), *arguments)
-
-
-def _expand_text(path: str) -> str:
-    """Expand `~` and variables; an image of a registry stays as it is written."""
-    return path if "$" not in path and not path.startswith("~") else str(expand_path(path))
-
-
 def _list_names(path: str) -> tuple[Path, Path]:
     """Return a path as it is given, and as it is with all links followed."""
     return Path(os.path.abspath(path)), Path(os.path.realpath(path))  # noqa: PTH100 - without "..", which Path keeps
-
-
-@cache
-def _list_option_types() -> dict[str, Any]:
-    hints = get_type_hints(AgentProgram.__init__)
-    return {name: kind for name, kind in hints.items() if name != "return" and get_origin(kind) is not Literal}
-
-
-def _check_option_types(options: dict[str, Any]) -> None:
-    """Raise ConfigError for an option whose value does not have the type of its parameter."""
-    for name, kind in _list_option_types().items():
-        try:
-            msgspec.convert(options[name], kind)
-        except msgspec.ValidationError:
-            needed = next(words for known, words in _TYPE_WORDS if kind in (known, known | None))
-            raise ConfigError(f"AgentProgram: {name} = {options[name]!r:.200}: give {needed}") from None
-
-
-def _check_variables(environment: dict[str, Any]) -> None:
-    """Raise ConfigError for what no process can be given as a variable."""
-    for name, value in environment.items():
-        if not name or "=" in name or "\0" in f"{name}{value}":
-            raise ConfigError(
-                f"AgentProgram: environment has {name!r} = {value!r:.100}: the name of a variable is not empty and "
-                "has no '=', and neither it nor its value has a zero byte"
-            )
 
 
 def _remove_tree(root: Path) -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from hpcrl.config.program import AGENT_PROGRAM, RENAMED_OPTIONS
 from hpcrl.config.recipe import DomainConfig
-from hpcrl.envs.agent import _TYPE_WORDS, AgentProgram, _list_option_types, find_reward
+from hpcrl.envs.agent import AgentProgram, find_reward
 from hpcrl.envs.base import is_program_domain, make_program
 from hpcrl.envs.isolation.sandbox import SandboxSpec, choose_sandbox, wrap_command
+from hpcrl.envs.program_options import _TYPE_WORDS, _list_option_types
 from hpcrl.errors import ConfigError, EngineError, EnvFault, PolicyFailure
 from hpcrl.models import chat_template, jinja_template
 from hpcrl.models.chat_layout import load_chat_template
@@ -389,7 +390,10 @@ def test_a_number_is_a_variable_of_the_program(template):
 
 
 def test_every_option_has_a_type_that_can_be_described():
-    assert all(any(kind in (known, known | None) for known, _ in _TYPE_WORDS) for kind in _list_option_types().values())
+    assert all(
+        any(kind in (known, known | None) for known, _ in _TYPE_WORDS)
+        for kind in _list_option_types(choices=False).values()
+    )
 
 
 def test_a_program_is_distinguished_from_other_environments():
