@@ -1,6 +1,8 @@
 """hpcrl: agentic-RL campaigns as one heterogeneous Slurm job. docs/architecture.md has the picture.
 
 cli           the commands and what they print
+commands      commands that no other package owns
+trial         a few episodes of each domain, without a campaign
 errors        every error that hpcrl raises
 config        what a user writes: recipes, sites, the pipeline
 hardware      facts about GPUs, and what models need of them

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl import __version__
+from hpcrl.commands.arguments import add_commands, add_logs, add_settings
+from hpcrl.commands.completion import COMPLETE_COMMAND
+from hpcrl.commands.examples import add_examples
 from hpcrl.errors import HpcrlError
 from hpcrl.system.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 
@@ -21,7 +24,9 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; an error that the user can fix gives one message and exit code 2, never a traceback."""
     words = sys.argv[1:] if argv is None else list(argv)
-    arguments = _make_parser().parse_args(words, argparse.Namespace(words=words))
+    if words[:1] == [COMPLETE_COMMAND]:
+        return _complete_words(words[1:])
+    arguments = make_parser().parse_args(words, argparse.Namespace(words=words, make_parser=make_parser))
     try:
         code: int = arguments.run(arguments)
     except HpcrlError as error:
@@ -35,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcrl", description="Agentic-RL campaigns as one heterogeneous Slurm job: plan, submit, train, survive."
     )
@@ -47,7 +52,17 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_traj(commands)
     _add_site(commands)
     _add_lab(commands)
+    add_commands(commands)
+    add_examples(parser)
     return parser
+
+
+def _complete_words(words: Sequence[str]) -> int:
+    from hpcrl.commands.completion import complete_words
+
+    for candidate in complete_words(make_parser(), words):
+        _print_line(candidate)
+    return 0
 
 
 def _add_planning(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -69,13 +84,9 @@ def _add_planning(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 def _add_request(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, or the name of a shipped one")
     parser.add_argument("--site", required=True, help="a site's name or file, such as local or lab")
-    _add_settings(
+    add_settings(
         parser, help="override a key of the recipe (rollout.group_size=16) or of the site (site.account=m1234)"
     )
-
-
-def _add_settings(parser: argparse.ArgumentParser, *, help: str) -> None:
-    parser.add_argument("-s", "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help=help)
 
 
 def _add_campaign(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -87,18 +98,14 @@ def _add_campaign(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     monitor.add_argument("--once", action="store_true", help="print one frame")
     monitor.add_argument("--json", action="store_true", help="print one snapshot as JSON")
     monitor.set_defaults(run=_run_monitor)
-    logs = commands.add_parser("logs", help="show the logs of the last job")
-    logs.add_argument("campaign", metavar="CAMPAIGN")
-    logs.add_argument("role", metavar="ROLE", nargs="?", help="env, prefill, decode, reward, train, judge-NAME, driver")
-    logs.add_argument("-n", "--lines", type=int, default=40, help="lines of each log (default 40)")
-    logs.set_defaults(run=_run_logs)
+    add_logs(commands)
     stop = commands.add_parser("stop", help="checkpoint and end a campaign")
     stop.add_argument("campaign", metavar="CAMPAIGN")
     stop.add_argument("--now", action="store_true", help="cancel its job at once")
     stop.set_defaults(run=_run_stop)
     resume = commands.add_parser("resume", help="continue from the last checkpoint in a new job")
     resume.add_argument("campaign", metavar="CAMPAIGN")
-    _add_settings(resume, help="change a setting of the recipe (job.walltime_min=120) or of the site (site.account=m1)")
+    add_settings(resume, help="change a setting of the recipe (job.walltime_min=120) or of the site (site.account=m1)")
     resume.add_argument(
         "--accept", action="store_true", help="take over changed files, edited records and another version of hpcrl"
     )
@@ -237,26 +244,6 @@ def _watch_campaign(name: str) -> int:
     for line in lifecycle.final_summary(campaign_dir, state=snapshot.state, rewards=rewards, losses=losses):
         _print_line(line)
     return 0 if snapshot.state in ("done", "stopped", "queued", "running", "draining") else EXIT_FAILED
-
-
-def _run_logs(arguments: argparse.Namespace) -> int:
-    from hpcrl.campaign import directory
-
-    campaign = directory.find_campaign(arguments.campaign)
-    jobs = directory.list_jobs(campaign)
-    job = next((job for job in reversed(jobs) if any(job.logs.glob("*.log"))), jobs[-1])  # the last may be queued
-    role = {"driver": "batch"}.get(arguments.role, arguments.role)
-    logs = sorted(job.logs.glob(f"{role}*.log" if role else "*.log"))
-    if not logs:
-        present = ", ".join(sorted({path.stem.split("-")[0] for path in job.logs.glob("*.log")}))
-        missing = f"no log of {role!r}: it has {present}" if present else f"no logs in {job.logs}"
-        raise HpcrlError(f"job {job.number} of {campaign.name} has {missing}")
-    for path in logs:
-        lines = path.read_text(errors="replace").splitlines()[-arguments.lines :]
-        _print_line(f"== {path}" + ("" if lines else " (empty)"))
-        for line in lines:
-            _print_line(line)
-    return 0
 
 
 def _run_stop(arguments: argparse.Namespace) -> int:

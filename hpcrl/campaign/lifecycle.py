@@ -4,7 +4,7 @@ CampaignRequest, RequestSource, load_request, resolve_recipe    recipe, site and
 check_request, check_plan        check before submission, and for a plan
 PythonMissing                    the jobs' interpreter is not on this machine
 preview_script, dry_run, submit                 before and at submission
-start_job, write_records, digest_records        a job, and what it reads
+start_job, write_description, write_records, digest_records        a job, and what it reads
 refuse_while_alive, refuse_without_journals, find_final_failure    before another job
 stop_gracefully, stop_now                       later
 final_summary                                   the text at the end
@@ -279,7 +279,7 @@ def submit(
         show_note(note)
     campaign = directory.reserve_campaign(name, stem=request.recipe.name, site=request.site)
     try:
-        _write_description(campaign, request)
+        write_description(campaign, request)
         start_job(campaign, request, number=0, show_note=show_note)
     except BaseException:
         directory.release_campaign(campaign)
@@ -293,7 +293,7 @@ def dry_run(request: CampaignRequest, *, show_note: Callable[[str], object] = st
         show_note(note)
     campaign = directory.reserve_campaign(None, stem=request.recipe.name, site=request.site)
     try:
-        _write_description(campaign, request)
+        write_description(campaign, request)
         if request.site.scheduler == "local":
             return "no test by a scheduler: the site has none"
         job = _make_job_dir(campaign, 0)
@@ -709,7 +709,7 @@ def _make_job_dir(campaign: CampaignDir, number: int) -> JobDir:
     return job
 
 
-def _write_description(campaign: CampaignDir, request: CampaignRequest) -> None:
+def write_description(campaign: CampaignDir, request: CampaignRequest) -> None:
     """Write the recipe, the site and the plan; campaign.json is written last and marks a complete campaign."""
     for folder in _campaign_folders(campaign):
         make_private_dir(folder)

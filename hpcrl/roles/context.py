@@ -29,7 +29,7 @@ from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.system.file_watch import MAX_PAUSE_S, NameWatch
 from hpcrl.system.network import current_node, find_bind_address
-from hpcrl.system.variables import PARTITION_VARIABLE
+from hpcrl.system.variables import PARTITION_VARIABLE, PROGRESS_BARS_VARIABLE
 
 LOOK_INTERVAL_S = 0.25
 TRAINER_PAUSE_S = 0.5
@@ -147,6 +147,7 @@ def redirect_output(job: JobDir, role: str, index: int) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
+    os.environ.setdefault(PROGRESS_BARS_VARIABLE, "1")  # transformers' bars, of which a log would have each state
     faulthandler.enable(file=2)
 
 

@@ -305,7 +305,7 @@ class TrainingLoop:
         self.step += 1
         no_rewards = {"reward_mean": None, "reward_std": None, "num_flat_groups": 0, "lag_mean": 0.0, "lag_max": 0}
         metrics = msgspec.structs.replace(metrics, **no_rewards, lags={})
-        self.context.events.emit(StepFinished(**msgspec.structs.asdict(metrics), mfu=self.compute_mfu(metrics)))
+        self.report_step(StepFinished(**msgspec.structs.asdict(metrics), mfu=self.compute_mfu(metrics)))
         self.check_skipped(metrics)
         if not self.is_warming_up and self.publisher is not None:
             self.check_evidence()  # nothing is played with a model that imitated nothing
@@ -346,13 +346,20 @@ class TrainingLoop:
         lengths: LengthCounts = {}
         for trajectory in choice.chosen:
             add_length(lengths, count_by_fate(trajectory).total())
-        self.context.events.emit(StepFinished(**values, wait_s=round(wait_s, 4), lengths=lengths))
+        self.report_step(StepFinished(**values, wait_s=round(wait_s, 4), lengths=lengths))
         self.check_skipped(metrics)
         if self.step % recipe.train.checkpoint_every_steps == 0:
             self.start_checkpoint()
             self.train_queue.retire(version=self.version)
         self.waiting_since = time.monotonic()
         return True
+
+    def report_step(self, event: StepFinished) -> None:
+        """Emit the event of a step, and write a line to the log."""
+        self.context.events.emit(event)
+        figures = [("reward", event.reward_mean), ("loss", event.loss), ("gradient", event.grad_norm)]
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in figures if value is not None)
+        print(f"step {event.step}  version {event.version}  {shown}  {event.step_s or 0:.3g} s", flush=True)  # noqa: T201 - the log
 
     def report_lost_groups(self, choice: GroupChoice) -> set[str]:
         """Report what was dropped for its age or a fault; return the groups of which nothing is left."""

@@ -63,6 +63,12 @@ def make_console(*, pipe_width: int = PIPE_WIDTH) -> Console:
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else pipe_width)
 
 
+def print_line(text: str) -> None:
+    """Print one line of the command's output; a character that cannot be shown becomes a question mark."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, errors="replace").decode(encoding), flush=True)  # noqa: T201
+
+
 def print_to_stderr(text: str) -> None:
     """Print one line to stderr, apart from the command's output."""
     print(escape_to_one_line(text).encode(errors="replace").decode(), file=sys.stderr)  # noqa: T201

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign.directory import find_campaign, list_campaigns, reserve_campaign
-from hpcrl.campaign.lifecycle import _write_description, load_request, stop_gracefully, stop_now
+from hpcrl.campaign.lifecycle import load_request, stop_gracefully, stop_now, write_description
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.cli import main
 from hpcrl.errors import CampaignError
@@ -56,7 +56,7 @@ def test_a_campaign_without_a_job_is_refused_with_the_fix(
 ) -> None:
     """Submission was killed before it started the job."""
     request = load_request("quickstart", site="local")
-    _write_description(reserve_campaign("good", stem="quickstart", site=request.site), request)
+    write_description(reserve_campaign("good", stem="quickstart", site=request.site), request)
 
     assert main([*words, "good"]) == 2
 

@@ -1,0 +1,152 @@
+"""Compare two campaigns: their figures side by side, and the settings in which they differ: `hpcrl compare`.
+
+show_comparison         prints it
+compare_campaigns       makes it
+CampaignComparison, ComparedFigure, ComparedSetting    its parts, also the contract of `hpcrl compare --json`
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from hpcrl.campaign.lifecycle import flatten_table
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.errors import CampaignError
+from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
+from hpcrl.monitor.snapshot import CampaignSnapshot
+from hpcrl.plan.records import read_site
+from hpcrl.system.files import read_json
+from hpcrl.system.terminal import escape_to_one_line, format_number, make_console
+
+IGNORED_SETTINGS = frozenset({"name", "description", "site.name", "site.description"})
+
+
+class ComparedFigure(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure of both campaigns; null where one does not have it."""
+
+    name: str
+    first: float | str | None
+    second: float | str | None
+
+
+class ComparedSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting of the recipe, or of the site, in which they differ; null where one does not have it."""
+
+    setting: str
+    first: Any
+    second: Any
+
+
+class CampaignComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Two campaigns side by side."""
+
+    first: str
+    second: str
+    figures: list[ComparedFigure]
+    settings: list[ComparedSetting]
+
+
+def compare_campaigns(first: CampaignDir, second: CampaignDir) -> CampaignComparison:
+    """Compare two campaigns, which may run, by their events and records."""
+    both = [dict(_list_figures(_take_snapshot(campaign))) for campaign in (first, second)]
+    names = list(dict.fromkeys([*both[0], *both[1]]))
+    settings = [_read_settings(campaign) for campaign in (first, second)]
+    return CampaignComparison(
+        first=first.name,
+        second=second.name,
+        figures=[ComparedFigure(name=name, first=both[0].get(name), second=both[1].get(name)) for name in names],
+        settings=list(_find_differences(*settings)),
+    )
+
+
+def show_comparison(first: CampaignDir, second: CampaignDir, *, as_json: bool) -> None:
+    """Print a comparison: figures, then settings that differ."""
+    found = compare_campaigns(first, second)
+    if as_json:
+        sys.stdout.write((msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n").decode())
+        return
+    console = make_console()
+    figures = ((one.name, _show(one.first), _show(one.second)) for one in found.figures)
+    console.print(_make_table(("", found.first, found.second), figures))
+    console.print()
+    if not found.settings:
+        console.print("recipes and sites are the same")
+        return
+    num = len(found.settings)
+    title = "one setting differs" if num == 1 else f"{num} settings differ"
+    settings = ((one.setting, _show(one.first), _show(one.second)) for one in found.settings)
+    console.print(_make_table((title, found.first, found.second), settings))
+
+
+def _take_snapshot(campaign: CampaignDir) -> CampaignSnapshot:
+    return SnapshotCollector(campaign, query=make_slurm_query(read_site(campaign))).poll()
+
+
+def _list_figures(snapshot: CampaignSnapshot) -> Iterator[tuple[str, float | str | None]]:
+    yield "state", snapshot.state
+    yield "jobs", len(snapshot.jobs)
+    yield "steps", snapshot.step
+    yield from _list_changes("reward", [one for one in snapshot.reward_mean if one is not None])
+    yield from _list_changes("loss", [one for one in snapshot.detail.losses if one is not None])
+    scored = [one.reward_mean for one in snapshot.evaluations if one.reward_mean is not None]
+    if scored:
+        yield "held-out reward, last", scored[-1]
+        yield "held-out reward, best", max(scored)
+    for name, domain in snapshot.domains.items():
+        if domain.reward_recent is not None and len(snapshot.domains) > 1:
+            yield f"reward of {name}, recent", domain.reward_recent
+        if domain.trained_share is not None:
+            yield f"share of tokens trained, {name}", domain.trained_share
+    yield "episodes done", snapshot.episodes.done
+    yield "episodes aborted", snapshot.episodes.aborted
+    yield "episodes faulted", snapshot.episodes.faulted
+    yield "tokens generated", snapshot.detail.num_tokens
+    yield "tokens a second", snapshot.tokens_per_s
+    step = snapshot.detail.last_step
+    if step is not None:
+        yield "lag of the last step", step.lag_mean
+        yield "seconds of the last step", step.step_s
+
+
+def _list_changes(name: str, values: Sequence[float]) -> Iterator[tuple[str, float]]:
+    if values:
+        num = max(len(values) // 10, 1)
+        yield f"{name}, first steps", fmean(values[:num])
+        yield f"{name}, last steps", fmean(values[-num:])
+
+
+def _read_settings(campaign: CampaignDir) -> dict[str, Any]:
+    try:
+        recipe, site = read_json(campaign.recipe), read_json(campaign.site)
+        return dict(flatten_table(recipe)) | dict(flatten_table(site, "site."))
+    except (OSError, ValueError, AttributeError) as error:
+        raise CampaignError(f"campaign {campaign.name}: its recipe or site cannot be read: {error}") from error
+
+
+def _find_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[ComparedSetting]:
+    for name in dict.fromkeys([*first, *second]):
+        values = first.get(name), second.get(name)
+        if values[0] != values[1] and name not in IGNORED_SETTINGS:
+            yield ComparedSetting(setting=name, first=values[0], second=values[1])
+
+
+def _make_table(headings: Sequence[str], rows: Iterator[tuple[str, str, str]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for index, heading in enumerate(headings):
+        table.add_column(Text(heading), justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, float):
+        return format_number(value)
+    if value is None or isinstance(value, str):
+        return escape_to_one_line(value) if value else "-"
+    return f"{value:,}" if type(value) is int else msgspec.json.encode(value).decode()

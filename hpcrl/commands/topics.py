@@ -1,0 +1,126 @@
+"""Explain a command or a topic: `hpcrl help`.
+
+show_topic       prints a topic, a command's own help, or the list of both
+TOPICS           the topics, each with a line and the function that makes its text
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from hpcrl.commands.examples import find_parsers
+from hpcrl.config.toml import suggest_name
+from hpcrl.errors import HpcrlError
+from hpcrl.system.terminal import print_line
+
+_EXIT_CODES = """\
+0    done: the command did what it says
+1    it ran, and found a problem: a failed campaign, a damaged record, a domain without a good episode
+2    it did not run, and the message says how to mend that: a recipe, a name, an option, a machine
+130  interrupted with Ctrl-C; what runs in jobs goes on
+
+A process of a job also ends with
+3    the trainer was drained: it has saved a checkpoint, and the campaign continues in another job
+4    a rank of the trainer ran out of memory
+128 + N  ended by signal N"""
+
+_STATES = """\
+planned   no job yet                   done     every step was trained
+queued    waits in Slurm's queue       stopped  stopped by a user, or its time was up: `hpcrl resume` continues it
+running   its driver works             failed   it ended by itself, with an error
+draining  completes what is started    unknown  cannot be determined now; unknown is not failed"""
+
+_FILES = """\
+~/.hpcrl/campaigns/NAME     a campaign: its recipe, jobs, events, trajectories, weights, checkpoints; `HPCRL_HOME` moves
+                            it. A site may keep it elsewhere (campaigns_dir): then this is a symbolic link
+~/.config/hpcrl/recipes/    your own recipes, known by their names as the shipped ones are
+~/.config/hpcrl/sites/      your own sites, likewise
+/tmp/hpcrl-lab-UID          the lab, unless `HPCRL_LAB` names another directory
+
+In the directory of a campaign:
+jobs/NNN/logs/              a log of each worker (`hpcrl logs`); batch.log is the driver's
+events/                     what happened, a file a process (`hpcrl events`)
+spools/                     trajectories (`hpcrl traj`)
+checkpoints/, weights/      for `hpcrl resume`, `hpcrl export`, and engines"""
+
+_VARIABLES = """\
+HPCRL_HOME               the directory of campaigns, in campaigns/ there (default ~/.hpcrl)
+HPCRL_LAB                the directory of the lab (default: one per user)
+HPCRL_SLURM_TIMEOUT_S    how long to wait for a command of Slurm
+XDG_CONFIG_HOME          where hpcrl/recipes and hpcrl/sites of your own are looked for (default ~/.config)
+PYTHONPATH               where your environments and rewards are found, here and in jobs"""
+
+_TROUBLE = """\
+It does not start         `hpcrl monitor NAME --once` has the state and Slurm's reason
+A domain trains nothing   `hpcrl try RECIPE --domain NAME` plays three episodes of it here, and shows them
+Faults                    `hpcrl events NAME --kind fault`, in full length; `hpcrl logs NAME env`
+A worker fails            `hpcrl logs NAME ROLE -n 200`
+It was killed             `hpcrl resume NAME` continues from the last checkpoint
+The reward does not rise  `hpcrl traj show NAME --worst` and `--best`; `hpcrl traj stats NAME`
+Damaged files             `hpcrl traj verify NAME`
+The disk is full          `hpcrl rm NAME` removes a campaign that has ended"""
+
+
+def _make_recipe_text(words: Sequence[str]) -> str:
+    from hpcrl.config.recipe import Recipe
+
+    return _make_key_text(Recipe, words)
+
+
+def _make_site_text(words: Sequence[str]) -> str:
+    from hpcrl.config.site import Site
+
+    return _make_key_text(Site, words)
+
+
+def _make_key_text(kind: type, words: Sequence[str]) -> str:
+    """Return the keys of a struct; `words` name tables or keys of it."""
+    from hpcrl.config.key_table import format_keys, list_keys
+
+    keys = list_keys(kind)
+    chosen = [key for key in keys if all(f".{key.key}.".find(f".{word}.") >= 0 for word in words)]
+    if not chosen:
+        parts = sorted({part for key in keys for part in key.key.split(".")})
+        raise HpcrlError(f"no key with {' and '.join(map(repr, words))}: {suggest_name(words[-1], parts)}see the list")
+    return "\n".join(format_keys(chosen))
+
+
+def _make_fixed(text: str) -> Callable[[Sequence[str]], str]:
+    return lambda words: text
+
+
+TOPICS: dict[str, tuple[str, Callable[[Sequence[str]], str]]] = {
+    "recipe": ("every key of a recipe; `hpcrl help recipe train` those of a table", _make_recipe_text),
+    "site": ("every key of a site file", _make_site_text),
+    "trouble": ("where to look when something goes wrong", _make_fixed(_TROUBLE)),
+    "states": ("the states of a campaign", _make_fixed(_STATES)),
+    "exit-codes": ("what the exit code of a command means", _make_fixed(_EXIT_CODES)),
+    "files": ("where campaigns, recipes and sites are", _make_fixed(_FILES)),
+    "variables": ("environment variables that are read", _make_fixed(_VARIABLES)),
+}
+
+
+_COMMANDS_FIRST = frozenset({"site ls", "site show", "site new", "site probe"})
+
+
+def show_topic(words: Sequence[str], *, parser: argparse.ArgumentParser) -> int:
+    """Print what these words name: a topic, a command, or nothing, which lists both."""
+    parsers = find_parsers(parser)
+    if not words:
+        print_line(_list_topics(parsers))
+        return 0
+    first, *rest = words
+    command = " ".join(words)
+    if first in TOPICS and command not in _COMMANDS_FIRST:
+        print_line(TOPICS[first][1](rest))
+    elif command in parsers:
+        print_line(parsers[command].format_help().rstrip())
+    else:
+        known = [*TOPICS, *parsers]
+        raise HpcrlError(f"no topic {command!r}: {suggest_name(command, known)}topics are {', '.join(TOPICS)}")
+    return 0
+
+
+def _list_topics(parsers: dict[str, argparse.ArgumentParser]) -> str:
+    width = max(map(len, TOPICS))
+    lines = [f"  {name:<{width}}  {line}" for name, (line, _) in TOPICS.items()]
+    return "\n".join(["topics:", *lines, "commands:", f"  {', '.join(parsers)}"])

@@ -1,0 +1,69 @@
+"""Play a few episodes of each domain of a recipe on this machine, and show them, without a campaign: `hpcrl try`.
+
+try_recipe        plays and shows them
+MAX_EPISODES      how many, at most
+"""
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcrl.campaign import lifecycle
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.toml import suggest_name
+from hpcrl.errors import ConfigError
+from hpcrl.slurm.script import choose_python
+from hpcrl.system.files import make_private_dir
+from hpcrl.system.terminal import print_to_stderr
+from hpcrl.system.variables import PROGRESS_BARS_VARIABLE
+
+MAX_EPISODES = 100
+
+
+def try_recipe(
+    recipe: str,
+    *,
+    site: str,
+    settings: tuple[str, ...],
+    domains: Sequence[str] = (),
+    num_episodes: int,
+    as_json: bool = False,
+) -> int:
+    """Play `num_episodes` of each of these domains (by default of all); return 1 if one has no good episode."""
+    if not 1 <= num_episodes <= MAX_EPISODES:
+        raise ConfigError(f"-n {num_episodes}: give a number from 1 to {MAX_EPISODES}")
+    request = lifecycle.load_request(recipe, site=site, settings=settings)
+    chosen = _choose_domains(request.recipe, domains)
+    for note in lifecycle.check_request(request):
+        print_to_stderr(f"hpcrl: note: {note}")
+    with tempfile.TemporaryDirectory(prefix="hpcrl-try-") as folder:
+        campaign = CampaignDir(Path(folder) / "try")
+        make_private_dir(campaign.root)
+        lifecycle.write_description(campaign, request)
+        options = ["--episodes", str(num_episodes), *(["--json"] if as_json else [])]
+        words = [choose_python(request.site), "-m", "hpcrl.trial", str(campaign.root), *options, *chosen]
+        environment = {PROGRESS_BARS_VARIABLE: "1", **os.environ}
+        return subprocess.run(words, env=environment, check=False).returncode
+
+
+def _choose_domains(recipe: Recipe, wanted: Sequence[str]) -> list[str]:
+    for name in wanted:
+        if name not in recipe.domains:
+            known = list(recipe.domains)
+            hint = suggest_name(name, known)
+            raise ConfigError(f"recipe {recipe.name!r} has no domain {name!r}: {hint}it has {', '.join(known)}")
+    chosen = list(dict.fromkeys(wanted)) or list(recipe.domains)
+    if not chosen:
+        raise ConfigError(f"recipe {recipe.name!r} has no [domains]: there is no episode to play")
+    judged = [name for name in chosen if recipe.domains[name].judges]
+    if judged and wanted:
+        raise ConfigError(f"domains.{judged[0]} needs judges, which only a campaign serves: try another domain")
+    for name in judged:
+        print_to_stderr(f"hpcrl: note: domain {name} is left out: it needs judges, which only a campaign serves")
+        chosen.remove(name)
+    if not chosen:
+        raise ConfigError(f"every domain of recipe {recipe.name!r} needs judges, which only a campaign serves")
+    return chosen

@@ -1,0 +1,52 @@
+"""Play and show episodes of domains: `python -m hpcrl.trial DIRECTORY --episodes N [--json] DOMAIN ...`."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.errors import HpcrlError
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+
+
+def main(argv: Sequence[str]) -> int:
+    """Play the episodes in the directory of a campaign that has no job; 1 if a domain has no good one."""
+    parser = argparse.ArgumentParser(prog="hpcrl.trial")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--episodes", type=int, required=True)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("domains", nargs="+")
+    arguments = parser.parse_args(argv)
+    try:
+        code = _run_trial(arguments)
+        sys.stdout.flush()
+    except (HpcrlError, ModuleNotFoundError) as error:
+        hint = f": {sys.executable} needs `pip install 'hpcrl[local]'`" * isinstance(error, ModuleNotFoundError)
+        print(f"hpcrl: {error}{hint}", file=sys.stderr)  # noqa: T201
+        return EXIT_USAGE
+    except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return code
+
+
+def _run_trial(arguments: argparse.Namespace) -> int:
+    from hpcrl.system.terminal import print_json
+    from hpcrl.trial.player import play_domains
+    from hpcrl.trial.report import is_good, list_results, show_trials
+
+    campaign = CampaignDir(arguments.directory)
+    trials = play_domains(campaign, domains=arguments.domains, num_episodes=arguments.episodes)
+    if arguments.json:
+        print_json(list_results(trials))
+    else:
+        show_trials(trials, campaign=campaign)
+    return EXIT_DONE if all(map(is_good, trials)) else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

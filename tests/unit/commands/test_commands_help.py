@@ -1,0 +1,174 @@
+"""Help, completion, schemas and the manual page agree with the commands that there are."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpcrl.cli import main, make_parser
+from hpcrl.commands.completion import SHELLS, find_candidates, make_script
+from hpcrl.commands.examples import EXAMPLES, find_parsers
+from hpcrl.commands.man_page import make_man_page
+from hpcrl.commands.schemas import JSON_OUTPUTS, make_schema
+from hpcrl.commands.topics import TOPICS
+from hpcrl.config.key_table import list_keys
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.site import Site
+from tests.unit.commands.conftest import CampaignMaker
+
+jsonschema = pytest.importorskip("jsonschema")
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    found = find_parsers(make_parser())
+    return {name: parser for name, parser in found.items() if not any(one.startswith(f"{name} ") for one in found)}
+
+
+@pytest.mark.parametrize("name", commands())
+def test_the_help_of_a_command_ends_with_examples_that_it_accepts(name: str) -> None:
+    assert EXAMPLES[name]
+    assert all(example in commands()[name].format_help() for example in EXAMPLES[name])
+    for example in EXAMPLES[name]:
+        words = shlex.split(re.sub(r'^eval "\$\((.*)\)"$', r"\1", example).partition(" > ")[0])
+        assert words[0] == "hpcrl"
+        assert make_parser().parse_args(words[1:]).run
+
+
+def test_examples_are_of_commands_that_exist() -> None:
+    assert set(EXAMPLES) <= set(commands())
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_every_topic_has_a_text(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", topic]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 3
+
+
+def test_help_of_a_table_has_its_keys_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "recipe", "rollout"]) == 0
+    keys = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert "rollout.group_size  (integer >= 2, required)" in keys
+    assert all(line.startswith("rollout") for line in keys)
+
+
+def test_an_unknown_topic_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "exit-code"]) == 2
+    assert "did you mean 'exit-codes'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [Recipe, Site])
+def test_every_key_that_a_file_may_have_is_listed_once(kind: type[msgspec.Struct]) -> None:
+    keys = [key.key for key in list_keys(kind)]
+    assert len(keys) == len(set(keys))
+    assert {field.encode_name for field in msgspec.structs.fields(kind)} == {key.partition(".")[0] for key in keys}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["moni"], ["monitor"]),
+        (["traj", "sh"], ["show"]),
+        (["monitor", "--o"], ["--once"]),
+        (["submit", "quickstart", "--site", "lo"], ["local"]),
+        (["submit", "quickstart-v"], ["quickstart-vllm"]),
+        (["plan", "quickstart", "--dag", "me"], ["mermaid"]),
+        (["logs", "one", "tr"], ["train"]),
+        (["events", "one", "--kind", "chec"], ["checkpoint"]),
+        (["nonsense", ""], []),
+        (["monitor", "one", ""], []),
+    ],
+)
+def test_completion_offers_what_may_follow(home: Path, words: list[str], expected: list[str]) -> None:
+    assert find_candidates(make_parser(), words) == expected
+
+
+def test_completion_offers_the_campaigns_that_there_are(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("alpha")
+    make_campaign("beta")
+    assert find_candidates(make_parser(), ["compare", "alpha", ""]) == ["alpha", "beta"]
+    assert main(["__complete", "resume", "al"]) == 0
+    assert capsys.readouterr().out == "alpha\n"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_script_of_a_shell_is_valid(shell: str, tmp_path: Path) -> None:
+    program = shutil.which(shell)
+    if program is None:
+        pytest.skip(f"{shell} is not installed")
+    script = tmp_path / "script"
+    script.write_text(make_script(shell))
+    done = subprocess.run([program, "-n", str(script)], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_bash_completes_a_command(home: Path, tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    assert bash is not None
+    lines = [
+        make_script("bash"),
+        "COMP_WORDS=(hpcrl moni) COMP_CWORD=1",
+        "_hpcrl",
+        'echo "${COMPREPLY[@]}"',
+    ]
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    (bin_dir / "hpcrl").write_text(f'#!/bin/sh\nexec {sys.executable} -m hpcrl.cli "$@"\n')
+    (bin_dir / "hpcrl").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{bin_dir}:{os.environ['PATH']}"}
+    done = subprocess.run([bash, "-c", "\n".join(lines)], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "monitor\n"
+
+
+@pytest.mark.parametrize("name", JSON_OUTPUTS)
+def test_a_schema_is_one(name: str) -> None:
+    jsonschema.Draft202012Validator.check_schema(make_schema(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("plan", ["plan", "quickstart", "--site", "local", "--json"]),
+        ("ls", ["ls", "--json"]),
+        ("monitor", ["monitor", "one", "--json"]),
+        ("compare", ["compare", "one", "one", "--json"]),
+    ],
+)
+def test_the_json_of_a_command_has_its_schema(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str], name: str, words: list[str]
+) -> None:
+    make_campaign("one")
+    assert main(words) == 0
+    jsonschema.validate(json.loads(capsys.readouterr().out), make_schema(name))
+
+
+def test_every_line_of_events_has_their_schema(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("one")
+    assert main(["events", "one", "--json"]) == 0
+    for line in capsys.readouterr().out.splitlines():
+        jsonschema.validate(json.loads(line), make_schema("events"))
+
+
+def test_the_schema_of_the_monitor_allows_no_detail() -> None:
+    fields = make_schema("monitor")["$defs"]["CampaignSnapshot"]["properties"]
+    assert "state" in fields
+    assert "detail" not in fields
+
+
+def test_the_manual_page_has_every_command() -> None:
+    page = make_man_page(make_parser())
+    assert page.startswith(".TH HPCRL 1")
+    for name in commands():
+        assert f".SS hpcrl {name}\n" in page.replace("\\-", "-")
+    assert ".SH EXIT STATUS" in page

@@ -1,0 +1,141 @@
+"""What the commands print and refuse, on campaigns without processes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli import main
+from hpcrl.config.recipe import Recipe, make_recipe
+from hpcrl.config.toml import load_table
+from hpcrl.system.files import publish_json
+from tests.unit.commands.conftest import CampaignMaker
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    return err
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def test_events_are_printed_with_their_times_and_without_controls(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("one")
+    lines = printed(capsys, "events", "one").splitlines()
+    assert len(lines) == 6
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  000-train-0 +step +step=1 ", lines[0])
+    assert any("checkpoint at step 4 (version 4)" in line for line in lines)
+    assert any(r"\x1b[31mRuntimeError\x1b[0m: broken" in line for line in lines)
+
+
+def test_events_are_chosen_by_kind_role_and_number(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("one")
+    assert len(printed(capsys, "events", "one", "--kind", "step", "-n", "2").splitlines()) == 2
+    faults = printed(capsys, "events", "one", "--role", "env", "--json").splitlines()
+    assert [json.loads(line)["event"] for line in faults] == ["fault"]
+
+
+def test_an_unknown_kind_of_event_is_refused_with_the_nearest(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("one")
+    assert "did you mean 'checkpoint'? " in refused(capsys, "events", "one", "--kind", "chekpoint")
+
+
+def test_logs_show_the_last_state_of_a_progress_bar_and_no_controls(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_campaign("one").job(0)
+    job.log("train-0").write_text("first\nload 10%\rload 100%\n\x1b]0;title\x07last\n")
+    lines = printed(capsys, "logs", "one", "train", "-n", "2").splitlines()
+    assert lines[1:] == ["load 100%", r"\x1b]0;title\x07last"]
+
+
+def test_logs_of_an_unknown_role_are_refused_with_the_nearest(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_campaign("one").job(0)
+    for name in ("train-0", "env-0", "batch"):
+        job.log(name).touch()
+    message = refused(capsys, "logs", "one", "trian")
+    assert "did you mean 'train'? it has driver, env, train" in message
+
+
+def test_logs_that_are_followed_end_with_their_job(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("one").job(0).log("env-0").write_text("line\n")
+    assert printed(capsys, "logs", "one", "-f").splitlines()[1:] == ["line"]
+
+
+def test_a_campaign_is_removed_only_after_agreement(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = make_campaign("one")
+    assert "add --yes" in refused(capsys, "rm", "one")
+    assert campaign.manifest.exists()
+    assert printed(capsys, "rm", "one", "--yes") == "campaign one is removed\n"
+    assert not campaign.root.exists()
+
+
+def test_where_one_campaign_may_run_none_is_removed(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended, alive = make_campaign("one"), make_campaign("two")
+    alive.job(0).outcome.unlink()
+    publish_json(
+        alive.job(0).submission, {"id": "77", "scheduler": "slurm", "pid": None, "start_ticks": None, "time": 1.0}
+    )
+    assert "campaign two is " in refused(capsys, "rm", "one", "two", "--yes")
+    assert ended.manifest.exists()
+
+
+def test_a_comparison_shows_figures_and_the_settings_that_differ(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("one")
+    make_campaign("two", "rollout.group_size=4", reward=0.9)
+    text = printed(capsys, "compare", "one", "two")
+    assert re.search(r"reward, last steps +0\.50 +0\.90", text)
+    assert re.search(r"one setting differs +one +two\nrollout\.group_size +8 +4", text)
+
+
+def test_campaigns_of_the_same_recipe_differ_in_nothing(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("one")
+    make_campaign("two")
+    assert "recipes and sites are the same" in printed(capsys, "compare", "one", "two")
+
+
+def test_a_skeleton_plans_and_names_what_to_do_next(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = printed(capsys, "init", "my-game").splitlines()
+    assert "hpcrl try my-game/recipe.toml" in "\n".join(lines)
+    recipe: Recipe = make_recipe(load_table("recipes", "my-game/recipe.toml"))
+    assert recipe.name == "my-game"
+    assert recipe.domains["guess"].env == "my_game_env:GuessNumber"
+
+
+def test_a_skeleton_replaces_nothing(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipe.toml").touch()
+    assert "exists: choose another directory" in refused(capsys, "init", str(tmp_path))
+
+
+def test_a_trial_of_an_unknown_domain_is_refused_with_the_nearest(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "did you mean 'lake'? it has lake" in refused(capsys, "try", "quickstart", "--domain", "lakes")
