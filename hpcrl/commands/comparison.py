@@ -14,7 +14,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from hpcrl.campaign.lifecycle import flatten_table
+from hpcrl.campaign.fixed_settings import flatten_table
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import CampaignError
 from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query

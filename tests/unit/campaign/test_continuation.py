@@ -55,7 +55,7 @@ def submitted(tmp_path: Path, recipe: Path, *settings: str, site: str = "perlmut
     campaign = CampaignDir(make_private_dir(tmp_path / "c"))
     own = ("site.account=m1",) if site == "perlmutter" else ()
     request = lifecycle.load_request(str(recipe), site=site, settings=(*own, *settings))
-    lifecycle._write_description(campaign, request)
+    lifecycle.write_description(campaign, request)
     lifecycle.start_job(campaign, request, number=0)
     return campaign
 
@@ -241,7 +241,7 @@ def test_fewer_steps_and_a_campaign_that_ends_are_not_extended(tmp_path: Path, s
 
 def test_without_a_scheduler_further_steps_are_for_a_later_job(tmp_path: Path, recipe: Path) -> None:
     campaign = CampaignDir(make_private_dir(tmp_path / "c"))
-    lifecycle._write_description(campaign, lifecycle.load_request(str(recipe), site="local"))
+    lifecycle.write_description(campaign, lifecycle.load_request(str(recipe), site="local"))
     make_private_dir(campaign.job(0).root)
     alive = SubmittedJob(
         id="local-1", scheduler="local", time=0.0, pid=os.getpid(), start_ticks=read_start_ticks(os.getpid())

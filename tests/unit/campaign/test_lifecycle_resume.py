@@ -55,7 +55,7 @@ sys.exit(run_guarded(drive, place))
 
 def test_the_error_for_an_old_key_in_a_stored_recipe_names_the_new_one(tmp_path: Path) -> None:
     campaign = CampaignDir(make_private_dir(tmp_path / "c"))
-    lifecycle._write_description(campaign, lifecycle.load_request("quickstart", site="local"))
+    lifecycle.write_description(campaign, lifecycle.load_request("quickstart", site="local"))
     recipe = json.loads(campaign.recipe.read_text())
     recipe["router"]["reluctance"] = recipe["router"].pop("mismatch_penalty", 1.0)
     campaign.recipe.unlink()
@@ -66,7 +66,7 @@ def test_the_error_for_an_old_key_in_a_stored_recipe_names_the_new_one(tmp_path:
 
 def test_a_campaign_whose_tasks_were_recorded_elsewhere_is_refused(tmp_path: Path) -> None:
     campaign = CampaignDir(make_private_dir(tmp_path / "c"))
-    lifecycle._write_description(campaign, lifecycle.load_request("quickstart", site="local"))
+    lifecycle.write_description(campaign, lifecycle.load_request("quickstart", site="local"))
     make_private_dir(campaign.job(0).root)
     campaign.job(0).outcome.write_text(json.dumps({"outcome": "stopped"}))
     campaign.job(0).submission.write_text(
@@ -81,7 +81,7 @@ def test_a_campaign_whose_tasks_were_recorded_elsewhere_is_refused(tmp_path: Pat
 def failed(tmp_path: Path) -> CampaignDir:
     """A campaign of 3 steps whose trainer failed for good."""
     campaign = CampaignDir(make_private_dir(tmp_path / "c"))
-    lifecycle._write_description(
+    lifecycle.write_description(
         campaign, lifecycle.load_request("quickstart", site="local", settings=("train.num_steps=3",))
     )
     make_private_dir(campaign.job(0).root)
@@ -134,7 +134,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def killed_guardian(directory: Path, *settings: str, site: str) -> Iterator[tuple[CampaignDir, int]]:
     """Make a campaign, start the guardian of its first job, and kill it; yields the driver, which drains the job."""
     campaign, note = CampaignDir(make_private_dir(directory / "c")), directory / "draining"
-    lifecycle._write_description(campaign, lifecycle.load_request("quickstart", site=site, settings=settings))
+    lifecycle.write_description(campaign, lifecycle.load_request("quickstart", site=site, settings=settings))
     make_private_dir(campaign.job(0).root)
     command = [sys.executable, "-c", PROGRAM, str(campaign.root), str(note)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as guardian:

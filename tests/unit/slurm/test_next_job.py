@@ -31,7 +31,7 @@ def asked() -> lifecycle.CampaignRequest:
 def run(home: Path, tmp_path: Path, asked: lifecycle.CampaignRequest) -> CampaignDir:
     """A campaign with a first job."""
     made = CampaignDir(make_private_dir(tmp_path / "c"))
-    lifecycle._write_description(made, asked)
+    lifecycle.write_description(made, asked)
     lifecycle._make_job_dir(made, 0)
     return made
 
