@@ -63,7 +63,7 @@ def make_schema(name: str) -> dict[str, Any]:
         raise HpcrlError(f"the schema {name!r} needs {error.name}: pip install 'hpcrl[local]'") from error
     if name == "events":
         struct = _unite(struct.__subclasses__())
-    kind = list[struct] if output.is_list else struct
+    kind: Any = struct if not output.is_list else list.__class_getitem__(struct)
     schema = msgspec.json.schema(kind)
     for table in schema.get("$defs", {}).values() if output.dropped else ():
         _drop_fields(table, output)

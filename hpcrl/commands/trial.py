@@ -15,7 +15,6 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import ConfigError
-from hpcrl.slurm.script import choose_python
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.terminal import print_to_stderr
 from hpcrl.system.variables import PROGRESS_BARS_VARIABLE
@@ -44,7 +43,7 @@ def try_recipe(
         make_private_dir(campaign.root)
         lifecycle.write_description(campaign, request)
         options = ["--episodes", str(num_episodes), *(["--json"] if as_json else [])]
-        words = [choose_python(request.site), "-m", "hpcrl.trial", str(campaign.root), *options, *chosen]
+        words = [request.site.choose_python(), "-m", "hpcrl.trial", str(campaign.root), *options, *chosen]
         environment = {PROGRESS_BARS_VARIABLE: "1", **os.environ}
         return subprocess.run(words, env=environment, check=False).returncode
 

@@ -90,7 +90,7 @@ async def _play_domains(context: WorkerContext, domains: Sequence[str], num_epis
         )
         stack.push_async_callback(player.task_queue.close)
         stack.push_async_callback(scorer.close)
-        held_out = HeldOutPlayer(player=player, open_env=open_env, scorer=scorer, forget=str)
+        held_out = HeldOutPlayer(player=player, open_env=open_env, scorer=scorer, forget=lambda episode: None)
         return [await _play_domain(held_out, context, name, num_episodes) for name in domains]
 
 
