@@ -33,7 +33,7 @@ def add_logs(commands: "CommandParsers") -> None:
     logs.add_argument("campaign", metavar="CAMPAIGN")
     logs.add_argument("role", metavar="ROLE", nargs="?", help="env, prefill, decode, reward, train, judge-NAME, driver")
     logs.add_argument("-n", "--lines", type=int, default=NUM_LINES, help=f"lines of each log (default {NUM_LINES})")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on with what is added, until the job ends")
+    logs.add_argument("-f", "--follow", action="store_true", help="continue with what is added, until the job ends")
     logs.set_defaults(run=_run_logs)
 
 
@@ -69,7 +69,7 @@ def _add_events(commands: "CommandParsers") -> None:
     events.add_argument(
         "-n", "--limit", type=int, default=NUM_EVENTS, metavar="N", help=f"the newest N (default {NUM_EVENTS}; 0: all)"
     )
-    events.add_argument("-f", "--follow", action="store_true", help="go on with those that are added")
+    events.add_argument("-f", "--follow", action="store_true", help="continue with those that are added")
     events.add_argument("--json", action="store_true", help="print a line of JSON for each")
     events.set_defaults(run=_run_events)
 

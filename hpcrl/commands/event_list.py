@@ -32,7 +32,7 @@ def list_events(
     as_json: bool = False,
     follow: bool = False,
 ) -> None:
-    """Print the newest `limit` events of these kinds and roles (0: all); with `follow`, go on until interrupted."""
+    """Print the newest `limit` events of these kinds and roles (0: all); with `follow`, continue until interrupted."""
     _check_kinds(kinds)
     reader = EventReader(campaign.events)
     newest = deque(_read_sorted(reader, kinds=kinds, roles=roles), maxlen=limit or None)

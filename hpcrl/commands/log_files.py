@@ -1,7 +1,7 @@
 """Print the logs of a campaign's last job, and follow them: `hpcrl logs`.
 
 show_logs       print the last lines of each log of a role
-follow_logs     go on printing what is added, until the job ends
+follow_logs     continue to print what is added, until the job ends
 """
 
 import time

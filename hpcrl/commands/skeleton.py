@@ -48,7 +48,7 @@ walltime_min = 20                # of one job; num_jobs = 6 would chain six of t
 """
 
 ENVIRONMENT_TEXT = '''\
-"""An environment and its reward: guess a number, told after each guess whether it is higher or lower."""
+"""An environment and its reward: guess a number; each wrong guess is answered by whether it is higher or lower."""
 
 from hpcrl.envs.base import Step
 from hpcrl.spool.record import Trajectory
@@ -112,7 +112,7 @@ def describe_next(files: list[Path]) -> list[str]:
     recipe, environment = files
     folder = recipe.parent
     return [
-        f"{recipe} says what to learn, {environment} is the environment and its reward; next:",
+        f"{recipe} is what to learn, {environment} is the environment and its reward; next:",
         f"  export PYTHONPATH={shlex.quote(str(folder.absolute()))}",
         f"  hpcrl try {shlex.quote(str(recipe))}                            # three episodes, shown",
         f"  hpcrl submit {shlex.quote(str(recipe))} --site local --watch    # train",

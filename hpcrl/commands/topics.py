@@ -13,10 +13,10 @@ from hpcrl.errors import HpcrlError
 from hpcrl.system.terminal import print_line
 
 _EXIT_CODES = """\
-0    done: the command did what it says
+0    done: the command did what it is for
 1    it ran, and found a problem: a failed campaign, a damaged record, a domain without a good episode
-2    it did not run, and the message says how to mend that: a recipe, a name, an option, a machine
-130  interrupted with Ctrl-C; what runs in jobs goes on
+2    it did not run, and the message has the remedy: a recipe, a name, an option, a machine
+130  interrupted with Ctrl-C; what runs in jobs continues
 
 A process of a job also ends with
 3    the trainer was drained: it has saved a checkpoint, and the campaign continues in another job

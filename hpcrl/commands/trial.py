@@ -56,7 +56,7 @@ def _choose_domains(recipe: Recipe, wanted: Sequence[str]) -> list[str]:
             raise ConfigError(f"recipe {recipe.name!r} has no domain {name!r}: {hint}it has {', '.join(known)}")
     chosen = list(dict.fromkeys(wanted)) or list(recipe.domains)
     if not chosen:
-        raise ConfigError(f"recipe {recipe.name!r} has no [domains]: there is no episode to play")
+        raise ConfigError(f"recipe {recipe.name!r} has no [domains]: nothing can be played")
     judged = [name for name in chosen if recipe.domains[name].judges]
     if judged and wanted:
         raise ConfigError(f"domains.{judged[0]} needs judges, which only a campaign serves: try another domain")
