@@ -81,7 +81,7 @@ def test_every_key_that_a_file_may_have_is_listed_once(kind: type[msgspec.Struct
         (["submit", "quickstart-v"], ["quickstart-vllm"]),
         (["plan", "quickstart", "--dag", "me"], ["mermaid"]),
         (["logs", "one", "tr"], ["train"]),
-        (["events", "one", "--kind", "chec"], ["checkpoint"]),
+        (["events", "one", "--kind", "check"], ["checkpoint"]),
         (["nonsense", ""], []),
         (["monitor", "one", ""], []),
     ],

@@ -50,7 +50,7 @@ def test_an_unknown_kind_of_event_is_refused_with_the_nearest(
     make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_campaign("one")
-    assert "did you mean 'checkpoint'? " in refused(capsys, "events", "one", "--kind", "chekpoint")
+    assert "did you mean 'checkpoint'? " in refused(capsys, "events", "one", "--kind", "checkpoints")
 
 
 def test_logs_show_the_last_state_of_a_progress_bar_and_no_controls(
@@ -68,7 +68,7 @@ def test_logs_of_an_unknown_role_are_refused_with_the_nearest(
     job = make_campaign("one").job(0)
     for name in ("train-0", "env-0", "batch"):
         job.log(name).touch()
-    message = refused(capsys, "logs", "one", "trian")
+    message = refused(capsys, "logs", "one", "trains")
     assert "did you mean 'train'? it has driver, env, train" in message
 
 
