@@ -489,6 +489,12 @@ def describe_event(event: CampaignEvent) -> str | None:
             return f"job {event.job} started on {event.node or 'its node'}"
         case JobEnded():
             return f"job {event.job} {event.outcome}" + _append_reason(event.reason)
+        case NextJobQueued():
+            return f"job {event.number} is queued after job {event.job}, as Slurm job {event.slurm_id}"
+        case RewardJobsScaled(num=0):
+            return "the reward jobs are ended"
+        case RewardJobsScaled():
+            return f"{event.num} reward jobs, as {event.waiting} segments wait"
         case DrainStarted():
             return "draining: no new episodes, then a checkpoint" + _append_reason(event.reason)
         case WorkerFailed():

@@ -357,6 +357,24 @@ def test_an_evaluation_event_has_all_figures_of_a_result():
     assert set(EvaluationResult.__struct_fields__) <= set(EvaluationFinished.__struct_fields__)
 
 
+def test_every_kind_of_event_is_read_by_a_module_or_is_in_the_documents():
+    package = Path(hpcrl.__file__).parent
+    read = {name for path in package.rglob("*.py") for name in _list_types_read(ast.parse(path.read_text()))}
+    documents = "".join(path.read_text() for path in (package.parent / "docs").glob("*.md"))
+    tags = {kind.__name__: str(kind.__struct_config__.tag) for kind in CampaignEvent.__subclasses__()}
+    unread = [name for name, tag in tags.items() if name not in read and f"`{tag}`" not in documents]
+    assert unread == []
+
+
+def _list_types_read(tree):
+    """Return what is matched by a case, or given to isinstance."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.MatchClass):
+            yield _name_of(node.cls)
+        elif isinstance(node, ast.Call) and _name_of(node.func) == "isinstance":
+            yield from (_name_of(part) for part in ast.walk(node.args[1]) if isinstance(part, ast.Name))
+
+
 def test_no_emitter_passes_a_string():
     """`emit("fault", ...)` would not be an event; `emit(FaultReported(...))` is."""
     found = []
