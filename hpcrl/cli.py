@@ -218,7 +218,7 @@ def _run_monitor(arguments: argparse.Namespace) -> int:
     from hpcrl.plan.records import read_site
 
     campaign_dir = directory.find_campaign(arguments.campaign)
-    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir)))
+    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir, skips_unknown=True)))
     if arguments.json:
         sys.stdout.write(encode_snapshot(collector.poll()).decode())
     elif arguments.once:
@@ -238,7 +238,7 @@ def _watch_campaign(name: str) -> int:
     from hpcrl.plan.records import read_site
 
     campaign_dir = directory.find_campaign(name)
-    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir)))
+    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir, skips_unknown=True)))
     snapshot = watch_campaign(collector, console=Console(highlight=False), until_done=True)
     rewards, losses = snapshot.reward_mean, snapshot.detail.losses
     for line in lifecycle.final_summary(campaign_dir, state=snapshot.state, rewards=rewards, losses=losses):

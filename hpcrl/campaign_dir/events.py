@@ -484,6 +484,10 @@ def build_line(event: CampaignEvent, *, time: float, origin: Mapping[str, Any]) 
 
 def describe_event(event: CampaignEvent) -> str | None:
     """Describe an event to a person; None for the kinds that are too frequent."""
+    return _describe_job_event(event) or _describe_worker_event(event) or _describe_progress_event(event)
+
+
+def _describe_job_event(event: CampaignEvent) -> str | None:
     match event:
         case JobStarted():
             return f"job {event.job} started on {event.node or 'its node'}"
@@ -491,25 +495,30 @@ def describe_event(event: CampaignEvent) -> str | None:
             return f"job {event.job} {event.outcome}" + _append_reason(event.reason)
         case NextJobQueued():
             return f"job {event.number} is queued after job {event.job}, as Slurm job {event.slurm_id}"
-        case RewardJobsScaled(num=0):
-            return "the reward jobs are ended"
-        case RewardJobsScaled():
-            return f"{event.num} reward jobs, as {event.waiting} segments wait"
         case DrainStarted():
             return "draining: no new episodes, then a checkpoint" + _append_reason(event.reason)
+        case LayoutChosen():
+            return f"layout {event.layout}" + _append_reason(event.reason)
+    return None
+
+
+def _describe_worker_event(event: CampaignEvent) -> str | None:
+    match event:
         case WorkerFailed():
             return f"worker {event.of or event.worker} failed" + _append_reason(event.reason)
         case WorkerRestarted():
             return f"worker {event.of or event.worker} restarted"
+        case RewardJobsScaled():
+            return (
+                f"{event.num} reward jobs, as {event.waiting} segments wait" if event.num else "reward jobs are ended"
+            )
         case MemoryRanOut():
             return event.reason or "the trainer ran out of memory"
-        case LayoutChosen():
-            return f"layout {event.layout}" + _append_reason(event.reason)
         case TransportChanged():
             return f"weights go by {event.transport}" + _append_reason(event.reason)
         case FaultReported():
             return event.what + _append_reason(event.detail)
-    return _describe_progress_event(event)
+    return None
 
 
 def _describe_progress_event(event: CampaignEvent) -> str | None:

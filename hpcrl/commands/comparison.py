@@ -84,7 +84,7 @@ def show_comparison(first: CampaignDir, second: CampaignDir, *, as_json: bool) -
 
 
 def _take_snapshot(campaign: CampaignDir) -> CampaignSnapshot:
-    return SnapshotCollector(campaign, query=make_slurm_query(read_site(campaign))).poll()
+    return SnapshotCollector(campaign, query=make_slurm_query(read_site(campaign, skips_unknown=True))).poll()
 
 
 def _list_figures(snapshot: CampaignSnapshot) -> Iterator[tuple[str, float | str | None]]:

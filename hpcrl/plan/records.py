@@ -12,7 +12,7 @@ import msgspec
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site
-from hpcrl.config.toml import LayeredTable, to_struct
+from hpcrl.config.toml import LayeredTable, drop_unknown, to_struct
 from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.plan.plan import Plan
 
@@ -24,9 +24,9 @@ def read_recipe(campaign: CampaignDir) -> Recipe:
     return read_record(campaign.recipe, Recipe)
 
 
-def read_site(campaign: CampaignDir) -> Site:
-    """Read the site of a campaign."""
-    return read_record(campaign.site, Site)
+def read_site(campaign: CampaignDir, *, skips_unknown: bool = False) -> Site:
+    """Read the site of a campaign; what only looks at the campaign skips keys of another version."""
+    return read_record(campaign.site, Site, skips_unknown=skips_unknown)
 
 
 def read_plan(campaign: CampaignDir) -> Plan:
@@ -34,14 +34,19 @@ def read_plan(campaign: CampaignDir) -> Plan:
     return read_record(campaign.plan, Plan)
 
 
-def read_record(path: Path, kind: type[T]) -> T:
-    """Read a file as `kind`; refuse one that is damaged or of another version, with what does not fit."""
+def read_record(path: Path, kind: type[T], *, skips_unknown: bool = False) -> T:
+    """Read a file as `kind`; refuse one that is damaged or of another version, with what does not fit.
+
+    With `skips_unknown` keys are skipped that this version does not have.
+    """
     try:
         data = path.read_bytes()
         try:
             return msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError:  # a key that was renamed since gets its new name in the message
             table = msgspec.json.decode(data)
+            if skips_unknown and isinstance(table, dict):
+                drop_unknown(table, kind)
             return to_struct(LayeredTable(table=table, layers=((path.name, table),)), kind)
     except (OSError, msgspec.DecodeError, ConfigError) as error:
         raise CampaignError(
