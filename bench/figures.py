@@ -31,13 +31,23 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
 
 
-def main(name: str, measure: Callable[[bool], list[Figure]]) -> int:
-    """Run a bench from the command line; return 1 if a bar is missed."""
+def main(
+    name: str,
+    measure: Callable[..., list[Figure]],
+    *,
+    add_options: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> int:
+    """Run a bench from the command line; return 1 if a bar is missed.
+
+    `measure` takes whether this is the long run, and the arguments if the bench has options.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--full", action="store_true", help="the long run")
+    if add_options is not None:
+        add_options(parser)
     arguments = parser.parse_args()
-    figures = measure(arguments.full)
+    figures = measure(arguments.full) if add_options is None else measure(arguments.full, arguments)
     if arguments.json:
         listed = [asdict(figure) | {"ok": figure.ok} for figure in figures]
         print(json.dumps({"name": name, "machine": machine(), "figures": listed}))

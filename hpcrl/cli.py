@@ -49,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_planning(commands)
     _add_campaign(commands)
     _add_export(commands)
+    _add_gc(commands)
     _add_traj(commands)
     _add_site(commands)
     _add_lab(commands)
@@ -118,6 +119,14 @@ def _add_campaign(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     extend.set_defaults(run=_run_extend)
 
 
+def _add_gc(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    gc = commands.add_parser("gc", help="list what campaigns no longer need on disk, and remove it with --yes")
+    gc.add_argument("campaigns", metavar="CAMPAIGN", nargs="*", help="default: all campaigns")
+    gc.add_argument("--archive", action="store_true", help="also the trajectories that training is done with")
+    gc.add_argument("--yes", action="store_true", help="remove it")
+    gc.set_defaults(run=_run_gc)
+
+
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     export = commands.add_parser("export", help="write a checkpoint as a model directory")
     export.add_argument("campaign", metavar="CAMPAIGN")
@@ -153,7 +162,10 @@ def _add_site(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     lab = commands.add_parser("lab", help="a real Slurm on this machine, to try things out")
-    lab.add_argument("action", choices=["up", "down", "status", "env"])
+    lab.add_argument("action", choices=["up", "down", "status", "env", "break", "restore"])
+    lab.add_argument(
+        "part", nargs="?", help="break, restore: a node that loses power, or slurmctld, which falls silent"
+    )
     lab.add_argument("--dir", type=Path, help="state directory (default: $HPCRL_LAB, else one per user)")
     lab.add_argument("--strict", action="store_true", help="up: nodes that share less and limit memory (as root)")
     lab.set_defaults(run=_run_lab)
@@ -357,12 +369,44 @@ def _run_site_new(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _run_gc(arguments: argparse.Namespace) -> int:
+    from hpcrl.campaign import directory, surplus
+    from hpcrl.system.terminal import format_bytes
+
+    campaigns = [directory.find_campaign(name) for name in arguments.campaigns] or directory.list_campaigns()
+    parts: list[surplus.SurplusPart] = []
+    for campaign in campaigns:
+        try:
+            parts += surplus.find_surplus(campaign, with_archive=arguments.archive)
+        except (HpcrlError, OSError, ValueError) as error:
+            if arguments.campaigns:
+                raise
+            _print_note(f"campaign {campaign.name} is left alone: {error}")
+    for part in parts:
+        _print_line(f"{part.campaign.name}: {part.kind}: {len(part.paths)}, {format_bytes(part.num_bytes)}")
+    total = format_bytes(sum(part.num_bytes for part in parts))
+    if not arguments.yes:
+        _print_line(f"{total} in all; `hpcrl gc --yes` removes it" if parts else "nothing can be removed")
+        return 0
+    failed = surplus.remove_surplus(parts)
+    for line in failed:
+        _print_note(f"not removed: {line}")
+    _print_line(f"{total} in all, {'removed' if not failed else 'removed but for what is named above'}")
+    return 1 if failed else 0
+
+
 def _run_lab(arguments: argparse.Namespace) -> int:
     from hpcrl.config.site import default_lab_dir
-    from hpcrl.lab import conf, lab
+    from hpcrl.lab import conf, lab, outages
 
     state_dir = arguments.dir or default_lab_dir()
+    if (arguments.part is not None) != (arguments.action in ("break", "restore")):
+        raise HpcrlError("name a node or slurmctld after `hpcrl lab break` and `hpcrl lab restore`, and only there")
     match arguments.action:
+        case "break":
+            outages.break_part(state_dir, arguments.part)
+        case "restore":
+            outages.restore_part(state_dir, arguments.part)
         case "up":
             cluster = conf.STRICT_CLUSTER if arguments.strict else conf.DEFAULT_CLUSTER
             _print_line(str(lab.up(state_dir, cluster=cluster)))

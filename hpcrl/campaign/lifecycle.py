@@ -12,6 +12,7 @@ read_submission, find_job_states                the recorded submission of a job
 check_model, check_lengths                      the parts of check_request about the model and a warm-up's data
 CHECK_TIMEOUT_S, MODEL_CHECK_TIMEOUT_S, STOP_TIMEOUT_S  limits of checking user code and model, of stopping a job
 POLL_INTERVAL_S                                 the time between looks at a job that ends
+MIN_FREE_FILES                                  the room for files that a campaign asks for
 """
 
 import hashlib
@@ -87,6 +88,7 @@ from hpcrl.system.files import (
     read_json,
     remove_path,
 )
+from hpcrl.system.free_space import find_free_space
 from hpcrl.system.processes import is_alive
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -95,6 +97,8 @@ CHECK_TIMEOUT_S = 120
 MODEL_CHECK_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.2
+MIN_FREE_FILES = 10_000
+"""A campaign whose file system, or quota, has room for fewer files would soon stop."""
 
 
 class RequestSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -341,11 +345,17 @@ def _check_free_space(request: CampaignRequest) -> None:
     except SlurmError:  # a variable of the site is unset here
         return
     existing = next(path for path in (root, *root.parents) if path.exists())
-    free_gib = shutil.disk_usage(existing).free / 2**30
-    if need is not None and need.gib > free_gib:
+    free = find_free_space(existing)
+    if free.num_files < MIN_FREE_FILES:
         raise ConfigError(
-            f"{existing} has {free_gib:.3g} GiB free, and this campaign needs up to {need.describe()}: set "
-            "site.campaigns_dir to a larger file system, or lower train.keep_checkpoints, keep_best or keep_versions"
+            f"{existing} has room for {free.num_files:.0f} more files (by {free.source}), and a campaign makes "
+            "thousands: remove some (`hpcrl gc` lists what old campaigns no longer need), or set site.campaigns_dir"
+        )
+    if need is not None and need.gib > free.num_bytes / 2**30:
+        raise ConfigError(
+            f"{existing} has {free.num_bytes / 2**30:.3g} GiB free (by {free.source}), and this campaign needs up to "
+            f"{need.describe()}: set site.campaigns_dir to a larger file system, lower train.keep_checkpoints, "
+            "keep_best or keep_versions, or free space (`hpcrl gc`)"
         )
 
 

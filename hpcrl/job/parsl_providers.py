@@ -3,6 +3,7 @@
 StepProvider        blocks as steps of this job, one on each node of a component
 JobProvider         blocks as separate small Slurm jobs, started and ended with the work
 STATUS_INTERVAL_S   how often Parsl asks for the status of jobs
+LOST_GRACE_S        the time in which a step that was lost must end
 """
 
 import math
@@ -25,15 +26,25 @@ from hpcrl.system.files import publish_file
 from hpcrl.system.processes import MIN_RESTART_INTERVAL_S, end_group
 
 STATUS_INTERVAL_S = 5
+LOST_GRACE_S = 15.0
+"""The time after which srun abandons a step whose node does not answer: it waits for KillWait and 2 s."""
 
 
 class StepProvider(ExecutionProvider):
     """Parsl blocks as steps of the running job, one for each node of a component."""
 
     def __init__(
-        self, *, prefixes: Mapping[str, Sequence[str]], log_dir: Path, initial_blocks: int | None = None
+        self,
+        *,
+        prefixes: Mapping[str, Sequence[str]],
+        log_dir: Path,
+        initial_blocks: int | None = None,
+        end_signal: signal.Signals = signal.SIGTERM,
     ) -> None:
-        """Take for each node the words that run a command there, and the number of blocks at the start."""
+        """Take for each node the words that run a command there, and the number of blocks at the start.
+
+        `end_signal` ends a block without notice: srun takes SIGTERM for that, a step itself SIGKILL.
+        """
         self.max_blocks = len(prefixes)
         self.init_blocks = self.max_blocks if initial_blocks is None else initial_blocks
         self.min_blocks = 0
@@ -46,6 +57,9 @@ class StepProvider(ExecutionProvider):
         self._prefixes = list(prefixes.values())
         self._running: list[subprocess.Popen[bytes] | None] = [None] * len(prefixes)
         self._started_at = [-math.inf] * len(prefixes)
+        self._end_signal = end_signal
+        self._lost: dict[int, float] = {}
+        """The processes of steps that were lost, and when they were asked to end."""
         self._log_dir = log_dir
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -92,13 +106,31 @@ class StepProvider(ExecutionProvider):
         for process in self._processes.values():
             end_group(process, grace_s=deadline - time.monotonic())
 
+    def end_lost(self, host: str) -> None:
+        """End the block on a host whose worker pool Parsl has lost: srun waits for ever for a node that restarted."""
+        name = host.partition(".")[0]
+        for node, block in zip(self._nodes, self._running, strict=True):
+            is_there = node.partition(".")[0] == name or len(self._nodes) == 1
+            if is_there and block is not None and block.poll() is None and block.pid not in self._lost:
+                os.killpg(block.pid, self._end_signal)
+                self._lost[block.pid] = time.monotonic()
+
     def lost_nodes(self) -> list[str]:
         """Return the nodes whose block has ended and may be started again."""
+        self._kill_lost()
         latest = time.monotonic() - MIN_RESTART_INTERVAL_S
         blocks = zip(self._nodes, self._running, self._started_at, strict=True)
         return [
             node for node, block, started_at in blocks if block and block.poll() is not None and started_at <= latest
         ]
+
+    def _kill_lost(self) -> None:
+        """Kill what did not end in time after it was lost."""
+        for pid, since in list(self._lost.items()):
+            if self._processes[str(pid)].poll() is not None:
+                del self._lost[pid]
+            elif time.monotonic() > since + LOST_GRACE_S:
+                os.killpg(pid, signal.SIGKILL)
 
     def drop_node(self, node: str) -> bool:
         """Start nothing more on a node; return False if it is the only one left."""

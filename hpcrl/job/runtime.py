@@ -12,6 +12,7 @@ one step), or as a process group on a machine without a scheduler. Task argument
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,11 +21,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import parsl  # noqa: TID251
 from parsl.config import Config  # noqa: TID251
 from parsl.executors import HighThroughputExecutor  # noqa: TID251
+from parsl.executors.high_throughput.errors import ManagerLost  # noqa: TID251
 from parsl.jobs.error_handlers import noop_error_handler  # noqa: TID251
 from parsl.providers.base import ExecutionProvider  # noqa: TID251
 
@@ -96,6 +99,8 @@ class JobRuntime:
         self._address = address
         self._steps: dict[RoleName, StepProvider] = {}
         self._executors: dict[str, HighThroughputExecutor] = {}
+        self._lost_pools: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        """The executors and hosts of worker pools that have fallen silent."""
         self._reward_jobs: StepProvider | JobProvider | None = None
         self._kernel: parsl.DataFlowKernel | None = None
         self._trainer: list[subprocess.Popen[bytes]] = []
@@ -243,6 +248,10 @@ class JobRuntime:
 
     def replace_lost_blocks(self) -> list[tuple[RoleName, str]]:
         """Start a new worker pool for every one that has ended; return their roles and nodes."""
+        while not self._lost_pools.empty():
+            role, host = self._lost_pools.get()
+            if role in self._steps:
+                self._steps[role].end_lost(host)
         lost = [(role, node) for role, steps in self._steps.items() for node in steps.lost_nodes()]
         for role, _ in lost:
             self._executors[role].scale_out_facade(1)
@@ -294,10 +303,21 @@ class JobRuntime:
             ignore_for_cache=[],
             app_kwargs={},
         )
+        future.add_done_callback(partial(self._note_lost_pool, executor))
         return future
 
+    def _note_lost_pool(self, executor: str, future: "Future[None]") -> None:
+        """Note the worker pool of a task that was lost with it; a thread of Parsl calls this."""
+        error = None if future.cancelled() else future.exception()
+        if isinstance(error, ManagerLost):
+            self._lost_pools.put((executor, error.hostname))
+
     def _role_executor(self, role: RolePlan) -> HighThroughputExecutor:
-        steps = self._steps[role.role] = StepProvider(prefixes=self._prefixes(role), log_dir=self._job.logs)
+        steps = self._steps[role.role] = StepProvider(
+            prefixes=self._prefixes(role),
+            log_dir=self._job.logs,
+            end_signal=signal.SIGKILL if self._allocation.job_id is None else signal.SIGTERM,
+        )
         python = choose_step_python(self._find_setup(self._plan.components[role.component].partition))
         return self._executor(role.role, steps, workers_per_node=role.workers_per_node, python=python)
 

@@ -6,6 +6,7 @@ spawn_daemon        start a daemon in its own session, with its output in a file
 find_processes      every live process of a lab, recorded or not
 end_daemons         send KILL until none is left
 reap_child          collect an ended child
+kill_process        send KILL to a process that was found before
 find_program, make_search_path   where daemons are installed
 TOKEN_VARIABLE, END_TIMEOUT_S    constants
 """
@@ -122,7 +123,7 @@ def end_daemons(daemons: list[LabDaemon], *, marks: ProcessMarks) -> None:
             )
         keepers = {daemon.pid for daemon in daemons}
         for pid in sorted(left, key=keepers.__contains__):  # keepers last: their children may have no other mark
-            _kill_process(pid, ticks=left[pid])
+            kill_process(pid, ticks=left[pid])
         time.sleep(0.02)
 
 
@@ -132,7 +133,7 @@ def reap_child(pid: int) -> None:
         os.waitpid(pid, os.WNOHANG)
 
 
-def _kill_process(pid: int, *, ticks: int) -> None:
+def kill_process(pid: int, *, ticks: int) -> None:
     """Send KILL through a pidfd: the pid cannot be reused between the check of its start time and the signal."""
     with contextlib.suppress(ProcessLookupError):
         fd = os.pidfd_open(pid)

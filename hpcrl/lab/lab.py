@@ -3,6 +3,7 @@
 up, down, status        start, end and describe a lab; its state and the record of its daemons are in one directory
 make_environment        the variables that a shell needs to reach it
 find_missing_commands   the commands that this machine lacks
+resolve_lab_dir, hold_lock, read_record   its paths, its lock, its daemons
 LabStatus, DaemonStatus, NodeStatus   the state of a lab
 LOCK_TIMEOUT_S, CANCEL_TIMEOUT_S, APT_PACKAGES, REQUIRED_COMMANDS   constants
 """
@@ -88,14 +89,14 @@ class LabStatus:
 
 def make_environment(state_dir: Path) -> dict[str, str]:
     """Return the variables to export so that every Slurm command, and `hpcrl lab` itself, uses this lab."""
-    lab = _resolve_lab_dir(state_dir)
+    lab = resolve_lab_dir(state_dir)
     return {"SLURM_CONF": str(lab.conf), "HPCRL_LAB": str(lab.root)}
 
 
 def status(state_dir: Path) -> LabStatus:
     """Return which daemons are alive and the node states from slurmctld; change nothing and wait for no lock."""
-    lab = _resolve_lab_dir(state_dir)
-    record = _read_record(lab)
+    lab = resolve_lab_dir(state_dir)
+    record = read_record(lab)
     if record is None:
         return LabStatus(state_dir=lab.root, conf=lab.conf)
     daemons = tuple(DaemonStatus(name=d.name, pid=d.pid, alive=d.is_alive()) for d in record.daemons)
@@ -113,15 +114,15 @@ def status(state_dir: Path) -> LabStatus:
 
 def up(state_dir: Path, *, cluster: LabCluster = DEFAULT_CLUSTER) -> LabStatus:
     """Start the lab and wait until every node is idle; a lab that is up already is left alone."""
-    lab = _resolve_lab_dir(state_dir)
+    lab = resolve_lab_dir(state_dir)
     _refuse_inside(lab)
     check_path(lab.root, cluster=cluster)
     _require_commands()
     if cluster.is_strict:
         check_isolation()
     _claim_directory(lab)
-    with _hold_lock(lab):
-        record = _read_record(lab)
+    with hold_lock(lab):
+        record = read_record(lab)
         if record is not None:
             now = status(lab.root)
             if now.is_up:
@@ -140,12 +141,12 @@ def up(state_dir: Path, *, cluster: LabCluster = DEFAULT_CLUSTER) -> LabStatus:
 
 def down(state_dir: Path) -> bool:
     """Cancel the jobs, end every process of the lab and remove its directory; return False without a lab."""
-    lab = _resolve_lab_dir(state_dir)
+    lab = resolve_lab_dir(state_dir)
     _refuse_inside(lab)
     if not (lab.record.exists() or lab.lock.exists()):
         return False
-    with _hold_lock(lab):
-        record = _read_record(lab)
+    with hold_lock(lab):
+        record = read_record(lab)
         if record is not None:
             _cancel_jobs(lab, record=record)
             _end_processes(lab, record=record)
@@ -163,7 +164,8 @@ def _require_commands() -> None:
         raise LabError(f"not installed: {', '.join(missing)}: apt-get install --no-install-recommends {APT_PACKAGES}")
 
 
-def _resolve_lab_dir(state_dir: Path) -> LabDir:
+def resolve_lab_dir(state_dir: Path) -> LabDir:
+    """Return the paths of the lab in a directory."""
     return LabDir(Path(os.path.abspath(state_dir.expanduser())))  # noqa: PTH100 - must not follow links
 
 
@@ -185,7 +187,7 @@ def _claim_directory(lab: LabDir) -> None:
 
 
 @contextlib.contextmanager
-def _hold_lock(lab: LabDir) -> Iterator[None]:
+def hold_lock(lab: LabDir) -> Iterator[None]:
     """Lock the lab for one `up` or `down` at a time. As `down` removes the file, a lock on a removed one is retried."""
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
@@ -207,7 +209,8 @@ def _try_lock(fd: int, *, path: Path) -> bool:
     return path.exists() and os.fstat(fd).st_ino == path.stat().st_ino
 
 
-def _read_record(lab: LabDir) -> LabRecord | None:
+def read_record(lab: LabDir) -> LabRecord | None:
+    """Return what was recorded of a lab of this machine; None without a lab."""
     try:
         table = files.read_json(lab.record)
     except FileNotFoundError:

@@ -51,11 +51,12 @@ class LabRecord:
 class LabStartup:
     """The start of a lab. Every daemon is recorded as soon as it is started, so that `down` always finds it."""
 
-    def __init__(self, lab: LabDir, *, cluster: LabCluster) -> None:
+    def __init__(self, lab: LabDir, *, cluster: LabCluster, record: LabRecord | None = None) -> None:
+        """Take the record of a lab that is up, of which a part is to be started again."""
         self.lab = lab
         self.cluster = cluster
         self.deadline = time.monotonic() + START_TIMEOUT_S
-        self.record = LabRecord(
+        self.record = record or LabRecord(
             token=secrets.token_hex(16), host=socket.gethostname(), boot=read_boot_id(), cluster=encode_cluster(cluster)
         )
 
@@ -76,8 +77,15 @@ class LabStartup:
             self._wait_until("slurmdbd", "the cluster in the accounts", lambda: _is_accounted(self.lab, self.cluster))
         self._publish(complete=True)
 
-    def _start_node(self, node: str) -> None:
-        slurmd = [daemons.find_program("slurmd"), "-D", "-N", node]
+    def restart_node(self, node: str) -> None:
+        """Start the slurmd of a node that has ended, in a lab that is up; it reports that the node was booted."""
+        name = f"slurmd-{node}"
+        self._publish(daemons=tuple(daemon for daemon in self.record.daemons if daemon.name != name), complete=True)
+        self._start_node(node, "-b")
+        self._publish(complete=True)
+
+    def _start_node(self, node: str, *flags: str) -> None:
+        slurmd = [daemons.find_program("slurmd"), "-D", *flags, "-N", node]
         if self.cluster.is_strict:
             shared = find_shared_dirs(self.lab.root, shared=self.cluster.shared)
             slurmd = isolate_command(

@@ -36,6 +36,7 @@ from hpcrl.spool.outcome import name_outcome
 from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.segment import is_out_of_reach, read_segment
 from hpcrl.spool.writer import MAX_PAUSE_S, MIN_PAUSE_S, derive_segment
+from hpcrl.system.file_watch import retry_passing
 from hpcrl.system.processes import MAX_RESTARTS
 from hpcrl.system.variables import PARTITION_VARIABLE
 
@@ -66,7 +67,7 @@ def score(campaign: str, job_number: int, segments: list[str], shard: int, num_s
             if now > ends_at + MAX_LINGER_S:
                 return
             if now < ends_at and not context.draining:
-                scored, sealed = (listing.name_set() for listing in listings)
+                scored, sealed = retry_passing(lambda: [listing.name_set() for listing in listings])
                 session.start([one for one in sealed - scored if find_shard(one, num_shards=num_shards) == shard])
     except HpcrlError as error:
         raise RuntimeError(str(error)) from None  # a plain exception reaches the driver whatever packages it has
@@ -111,7 +112,7 @@ class ScoringSession:
         """Start to score segments; one that was retired, quarantined or scored elsewhere needs nothing."""
         for name in sorted(set(segments) - self._seen):
             self._seen.add(name)
-            if (self._rollouts / name).exists() and not (self._scored / name).exists():
+            if self._needs_twin(name):
                 self.under_way.add(name)
                 self._request([name])
 
@@ -128,6 +129,9 @@ class ScoringSession:
             self.under_way.discard(name)
             if answer.error:  # if it is neither gone nor quarantined, it is started again
                 self._seen.discard(name)
+
+    def _needs_twin(self, name: str) -> bool:
+        return retry_passing(lambda: (self._rollouts / name).exists() and not (self._scored / name).exists())
 
     def _request(self, segments: list[str]) -> None:
         try:
@@ -151,7 +155,7 @@ class ScoringSession:
             _check_segment(source, context)
             return
         pause_s = MIN_PAUSE_S
-        while source.exists() and not (self._scored / name).exists():
+        while self._needs_twin(name):
             counts = _ScoredCounts()
             scores = zip(answer.scores, answer.teacher or [None] * len(answer.scores), strict=True)
             apply_next = functools.partial(self._apply_next, scores, counts)
@@ -225,7 +229,7 @@ class _ScoredCounts:
 def _check_segment(source: Path, context: WorkerContext) -> None:
     """Read a segment that the process could not read; quarantine it if it is damaged."""
     try:
-        if source.exists():
+        if retry_passing(source.exists):
             read_segment(source)
     except SpoolError as error:
         _handle_spool_error(error, source, context, pause_s=MIN_PAUSE_S)

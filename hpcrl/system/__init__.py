@@ -3,6 +3,7 @@
 files       files that are complete or absent
 file_watch  follow shared files with few operations
 file_systems  which of them the nodes share
+free_space  what the file system and quotas leave
 processes   processes that this one started
 memory      the processes that the kernel ended for a lack of memory
 network     names, addresses, ports

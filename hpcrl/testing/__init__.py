@@ -3,6 +3,7 @@
 ranks   several ranks of a trainer, each in a process
 nodes   couriers of several simulated nodes
 memory  a spool and a weight store in memory
+faulty_disk  a file system that fails on command
 event_lines  the events of a campaign as dicts
 recipes  a recipe by its name
 engines  an engine held between two steps

@@ -1,6 +1,7 @@
 """Real processes whose file system fails: nothing ends, nothing acknowledged is lost, and work continues after it."""
 
 import errno
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,16 +11,12 @@ from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved
 from hpcrl.spool.reader import DiskSpoolReader
-from tests.support.faulty_disk import FaultyProcess, compile_library
+from hpcrl.testing.faulty_disk import FaultyDisk
+from tests.support.faulty_disk import FaultyProcess
 
 FULL = [errno.ENOSPC, errno.EDQUOT]
 GONE = [errno.ESTALE, errno.EIO]
 NO_PAUSES = "from hpcrl.system import file_watch; file_watch.PAUSE_SHARE = 0.0\n"
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_library(tmp_path_factory.mktemp("library"))
 
 
 @pytest.fixture
@@ -30,8 +27,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def process(library: Path, folder: Path) -> Iterator[FaultyProcess]:
-    with FaultyProcess(library, folder) as process:
+def process(folder: Path) -> Iterator[FaultyProcess]:
+    disk = FaultyDisk.build(folder, directory=folder.parent)
+    if disk is None:
+        pytest.skip("no C compiler: the file system of these tests cannot be made to fail")
+    with FaultyProcess(disk) as process:
         yield process
 
 
@@ -142,3 +142,23 @@ def test_a_call_that_hangs_holds_up_its_process_and_no_event_is_lost(process: Fa
         assert read_steps(folder) == [1]
     assert process.wait() is None
     assert read_steps(folder) == [1, 2]
+
+
+@pytest.mark.parametrize("error", GONE)
+def test_a_reward_task_waits_for_segments_that_cannot_be_looked_at(
+    process: FaultyProcess, folder: Path, error: int
+) -> None:
+    name = "000-env-0-00000001-4-abcdef01.h5"
+    start = f"""
+from pathlib import Path
+from tests.unit.roles.test_reward import RewardStage, finish
+stage = RewardStage(Path({str(folder)!r}))
+session = stage.open("hang_for", index=-1)
+stage.add({name!r})
+"""
+    assert process.run(start) is None
+    with process.failing(error, kinds="r"):
+        process.start(f"session.start([{name!r}])", "sorted(session.under_way)")
+        time.sleep(0.3)
+    assert process.wait() == [name]
+    assert process.run("finish(session)\nstage.process.close()", f"len(stage.twin({name!r}))") == 4

@@ -61,3 +61,15 @@ def test_nothing_is_started_on_a_dropped_node(steps: StepProvider, tmp_path: Pat
 def test_the_last_node_is_not_dropped(steps: StepProvider) -> None:
     assert steps.drop_node("n2")
     assert not steps.drop_node("n1")
+
+
+@pytest.mark.parametrize("shell", ["exec sleep 600", "trap '' TERM; while :; do sleep 1; done"])
+def test_the_step_of_a_pool_that_parsl_has_lost_is_ended(
+    steps: StepProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str
+) -> None:
+    monkeypatch.setattr(blocks, "LOST_GRACE_S", 0.5)
+    start_two_pools(steps, tmp_path, shell, "exec sleep 600")
+    assert steps.lost_nodes() == []
+    steps.end_lost("n1.cluster")
+    until(lambda: steps.lost_nodes() == ["n1"], what="its step has ended", timeout_s=30)
+    assert steps.num_running() == 1

@@ -1,15 +1,15 @@
 """The space that a campaign needs on the shared file system."""
 
-import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
+from hpcrl.campaign import lifecycle
 from hpcrl.campaign.lifecycle import check_request, load_request
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
 from hpcrl.plan.storage import estimate_storage
+from hpcrl.system.free_space import FreeSpace
 
 GIB = 2**30
 SIZE = "model.num_params=20_000_000"
@@ -37,12 +37,6 @@ def test_checkpoints_of_adapters_are_small() -> None:
     assert adapters.versions_gib == whole.versions_gib
 
 
-class DiskUsage(NamedTuple):
-    total: int
-    used: int
-    free: int
-
-
 def test_a_campaign_without_room_for_its_checkpoints_is_refused_before_it_is_queued(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,8 +44,16 @@ def test_a_campaign_without_room_for_its_checkpoints_is_refused_before_it_is_que
     need = estimate_storage(request.recipe)
     assert need is not None
     free = int(need.gib * GIB)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: DiskUsage(10 * free, 0, free - 1))
-    with pytest.raises(ConfigError, match=r"GiB free, and this campaign needs .*site.campaigns_dir.*keep_checkpoints"):
+    monkeypatch.setattr(lifecycle, "find_free_space", lambda _: FreeSpace(free - 1, 1e6))
+    with pytest.raises(
+        ConfigError, match=r"GiB free \(by .*this campaign needs .*site.campaigns_dir.*keep_checkpoints"
+    ):
         check_request(request)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: DiskUsage(10 * free, 0, free + 1))
+    monkeypatch.setattr(lifecycle, "find_free_space", lambda _: FreeSpace(free + 1, 1e6))
     check_request(request)
+
+
+def test_a_campaign_without_room_for_its_files_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "find_free_space", lambda _: FreeSpace(1e15, 900.0, source="`quota`"))
+    with pytest.raises(ConfigError, match=r"has room for 900 more files \(by `quota`\)"):
+        check_request(load_request("quickstart", site="local", settings=(SIZE,)))

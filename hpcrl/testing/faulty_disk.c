@@ -2,7 +2,8 @@
  *
  * FAULTY_FOLDER is the folder, FAULTY_SWITCH a file outside it. Its content is `ERRNO KINDS MILLISECONDS`: the number of
  * the error (0: none), the kinds of calls that fail (r: those that read, w: those that change), and a lag for each of
- * them (-1: the call hangs until the switch changes). Without the file all is well.
+ * them (-1: the call hangs until the switch changes). Without the file all is well. FAULTY_SWITCH.NODE and
+ * FAULTY_SWITCH.PID are switches of one node of a lab and of one process.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -21,16 +22,31 @@
 
 #define REAL(name) ((typeof(&name))dlsym(RTLD_NEXT, #name))
 
-static int read_switch(char *kinds, int *lag_ms) {
+static int read_file(const char *path, char *kinds, int *lag_ms) {
     char text[64] = {0};
-    const char *path = getenv("FAULTY_SWITCH");
-    int number = 0, fd = path ? (int)syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC, 0) : -1;
+    int number = 0, fd = (int)syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC, 0);
     *lag_ms = 0;
     strcpy(kinds, "");
     if (fd < 0) return 0;
     if (syscall(SYS_read, fd, text, sizeof text - 1) > 0) sscanf(text, "%d %7s %d", &number, kinds, lag_ms);
     syscall(SYS_close, fd);
     return number;
+}
+
+/* Read the first switch that is there: that of the process, of its node, or of all. */
+static int read_switch(char *kinds, int *lag_ms) {
+    const char *path = getenv("FAULTY_SWITCH"), *node = getenv("SLURMD_NODENAME");
+    char own[PATH_MAX];
+    int number;
+    *lag_ms = 0;
+    strcpy(kinds, "");
+    if (!path) return 0;
+    snprintf(own, sizeof own, "%s.%d", path, (int)getpid());
+    number = read_file(own, kinds, lag_ms);
+    if (kinds[0]) return number;
+    snprintf(own, sizeof own, "%s.%s", path, node ? node : "");
+    number = read_file(own, kinds, lag_ms);
+    return kinds[0] ? number : read_file(path, kinds, lag_ms);
 }
 
 /* Return the error of a call on a path, or 0, after its lag. */
@@ -103,4 +119,6 @@ ssize_t pwrite(int fd, const void *data, size_t num, off_t at) {
 int fsync(int fd) { return fails_fd(fd, 'w') ? -1 : REAL(fsync)(fd); }
 int futimens(int fd, const struct timespec times[2]) { return fails_fd(fd, 'w') ? -1 : REAL(futimens)(fd, times); }
 int rename(const char *from, const char *to) { return fails(to, 'w') ? -1 : REAL(rename)(from, to); }
+int link(const char *from, const char *to) { return fails(to, 'w') ? -1 : REAL(link)(from, to); }
+int unlink(const char *path) { return fails(path, 'w') ? -1 : REAL(unlink)(path); }
 int mkdir(const char *path, mode_t mode) { return fails(path, 'w') ? -1 : REAL(mkdir)(path, mode); }
