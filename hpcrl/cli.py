@@ -245,6 +245,7 @@ def _watch_campaign(name: str) -> int:
     from rich.console import Console
 
     from hpcrl.campaign import directory, lifecycle
+    from hpcrl.monitor.advisories import UNTRAINED_DOMAIN, describe_advisory
     from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
     from hpcrl.monitor.view import watch_campaign
     from hpcrl.plan.records import read_site
@@ -252,10 +253,18 @@ def _watch_campaign(name: str) -> int:
     campaign_dir = directory.find_campaign(name)
     collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir, skips_unknown=True)))
     snapshot = watch_campaign(collector, console=Console(highlight=False), until_done=True)
-    rewards, losses = snapshot.reward_mean, snapshot.detail.losses
-    for line in lifecycle.final_summary(campaign_dir, state=snapshot.state, rewards=rewards, losses=losses):
+    untrained = [describe_advisory(one) for one in snapshot.advisories if one.name == UNTRAINED_DOMAIN]
+    summary = lifecycle.final_summary(
+        campaign_dir,
+        state=snapshot.state,
+        rewards=snapshot.reward_mean,
+        losses=snapshot.detail.losses,
+        untrained=untrained,
+    )
+    for line in summary:
         _print_line(line)
-    return 0 if snapshot.state in ("done", "stopped", "queued", "running", "draining") else EXIT_FAILED
+    has_failed = snapshot.state not in ("done", "stopped", "queued", "running", "draining")
+    return EXIT_FAILED if has_failed or (snapshot.state == "done" and untrained) else 0
 
 
 def _run_stop(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ MIN_FREE_FILES                                  the room for files that a campai
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -595,11 +596,17 @@ def _end_job(job: JobDir, site: Site) -> str:
 
 
 def final_summary(
-    campaign: CampaignDir, *, state: str, rewards: Sequence[float | None], losses: Sequence[float | None] = ()
+    campaign: CampaignDir,
+    *,
+    state: str,
+    rewards: Sequence[float | None],
+    losses: Sequence[float | None] = (),
+    untrained: Sequence[str] = (),
 ) -> list[str]:
     """Return the final lines of a campaign: what was done, where the results are, and what to try next.
 
-    The losses are named where no step has a reward: conversations were imitated.
+    The losses are named where no step has a reward: conversations were imitated. `untrained` is why
+    domains train nothing.
     """
     hpcrl = _command_name()
     known_rewards = [reward for reward in rewards if reward is not None]
@@ -614,10 +621,11 @@ def final_summary(
         then = "" if failure else f", then `{hpcrl} resume {campaign.name}`"
         hint = f"see `{hpcrl} logs {campaign.name}`{then}"
         return [f"campaign {campaign.name} ended as {state}{learned}; {hint}"]
+    recipe = _read_recipe_name(campaign)
     if read_site(campaign).scheduler == "local":
-        elsewhere = ("plan quickstart --site lab", "the same as a heterogeneous Slurm job; `lab up` makes a Slurm here")
+        elsewhere = (f"plan {recipe} --site lab", "the same as a heterogeneous Slurm job; `lab up` makes a Slurm here")
     else:
-        elsewhere = ("plan quickstart --site perlmutter -s site.account=m1234", "the same on a large machine")
+        elsewhere = (f"plan {recipe} --site perlmutter -s site.account=m1234", "the same on a large machine")
     commands = [
         (f"monitor {campaign.name} --once", "how it went"),
         (f"traj show {campaign.name} --best", "what the model has learned to generate")
@@ -627,7 +635,10 @@ def final_summary(
     ]
     width = max(len(command) for command, _ in commands)
     return [
-        f"campaign {campaign.name} is done{learned}",
+        f"campaign {campaign.name} made every step, but did not train everything{learned}"
+        if untrained
+        else f"campaign {campaign.name} is done{learned}",
+        *(f"  not trained   {why}" for why in untrained),
         f"  in            {campaign.root}",
         *([f"  weights       {campaign.weights}"] if known_rewards else []),
         f"  checkpoints   {campaign.checkpoints}",
@@ -635,6 +646,14 @@ def final_summary(
         "next:",
         *(f"  {hpcrl} {command:<{width}}   # {why}" for command, why in commands),
     ]
+
+
+def _read_recipe_name(campaign: CampaignDir) -> str:
+    """Return the recipe as it was named at submission."""
+    try:
+        return shlex.quote(str(read_json(campaign.manifest)["source"]["recipe"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return "quickstart"
 
 
 def _describe_change(values: Sequence[float], *, num_steps: int) -> str:

@@ -453,6 +453,8 @@ class FaultReported(CampaignEvent, frozen=True, kw_only=True, tag="fault"):
     """The part of the version that it has reached."""
     bytes: int | UnsetType = UNSET
     """Bytes of the version that it has received."""
+    num: int | UnsetType = UNSET
+    """The number of faults like this one so far, if only some of them are reported."""
 
 
 # A dict instead of a union: msgspec would try all of a union for every line.

@@ -6,6 +6,7 @@ job_drain        the drain of the job, and who asked for it
 job_workers      start the workers, also again
 supervision      requests to end, the time to drain, failures that repeat
 progress_watch   find out whether the job has stalled
+domain_watch     find out that no domain trains anything
 memory_watch     lower limits of a trainer that ran out of memory
 guardian         run the driver and clean up after it
 runtime          start workers with Parsl

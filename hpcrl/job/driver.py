@@ -29,6 +29,7 @@ from hpcrl.config.site import Site
 from hpcrl.errors import EngineError, HpcrlError, SlurmError, WeightsError
 from hpcrl.job.campaign_lease import take_campaign_lease
 from hpcrl.job.courier_step import WeightPlane
+from hpcrl.job.domain_watch import watch_domains
 from hpcrl.job.guardian import CLOSE_GRACE_S, DriverPulse, cancel_reward_jobs, run_guarded, send_outcome
 from hpcrl.job.job_drain import JobDrain
 from hpcrl.job.job_workers import JobWorkers
@@ -220,6 +221,7 @@ class JobDriver:
 
     def _supervise(self, runtime: "JobRuntime", allocation: JobAllocation) -> JobEnd:
         watch = watch_campaign(self.campaign, recipe=self.recipe, count_segments=self.scoring.num_segments)
+        domains = watch_domains(self.campaign, job=self.job.number, recipe=self.recipe)
         while True:
             self.note_turn()
             if self.drain.requests.is_cancelled:
@@ -238,6 +240,8 @@ class JobDriver:
                     self.weight_plane.go_around()
                 self.scoring.poll(runtime)
                 self._check_progress(watch)
+                if why := domains.find_end():
+                    raise JobError(why, cause="user-code")
             time.sleep(POLL_INTERVAL_S)
 
     def _find_end(self, code: int | None) -> JobEnd | None:

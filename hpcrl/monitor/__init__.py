@@ -3,6 +3,7 @@
 collect     read events and files, ask Slurm
 progress    fold events into figures
 job_state   the state of each job, and the reason
+notes       lines for a person, one for each cause
 advisories  what is wrong with it, ranked
 snapshot    a campaign at one moment
 screen      one screen

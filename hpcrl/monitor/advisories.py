@@ -52,6 +52,8 @@ MAX_KL_FRESH, MAX_KL = 0.02, 0.2
 """KL(acting policy || trainer's) of fresh trajectories, which only a mismatch explains, and of those with a lag."""
 MAX_GRADIENT_GROWTH = 10.0
 MIN_ENTROPY_SHARE = 0.1
+UNTRAINED_DOMAIN = "domain-fails"
+"""The name of the finding that a domain trains nothing."""
 MAX_STEP_DELAY, MIN_STEP_DELAY_S = 6.0, 300.0
 MAX_CHECKPOINT_AGE, MIN_CHECKPOINT_AGE_S = 3.0, 3600.0
 MIN_WORKER_FAILURES, MANY_WORKER_FAILURES = 3, 10
@@ -125,7 +127,7 @@ def _find_failing_domains(facts: HealthFacts) -> Iterator[Advisory]:
             which = "all" if not run.num_good else "the last"
             what = "rewards" if is_scored else "episodes"
             yield Advisory(
-                name="domain-fails",
+                name=UNTRAINED_DOMAIN,
                 severity="critical",
                 subject=name,
                 text=f"domain {name}: {which} {run.num_failed_in_row:,} {what} failed, so it trains nothing",

@@ -2,9 +2,8 @@
 
 CampaignProgress    all figures
 JobProgress, WorkerProgress, EpisodeTotals, DomainProgress, FailureRun, TokenRate    its parts
-MonitorNote         a line for a person
 FaultCause, is_failure    what failures are counted by
-EPISODE_COUNTERS, RATE_WINDOW_S, MAX_NOTES, MAX_RECENT_REWARDS, MAX_RECENT_OUTCOMES, MAX_ENGINE_WINDOW_S,
+EPISODE_COUNTERS, RATE_WINDOW_S, MAX_RECENT_REWARDS, MAX_RECENT_OUTCOMES, MAX_ENGINE_WINDOW_S,
 MAX_FAULT_CAUSES    what is counted, and limits
 """
 
@@ -44,6 +43,7 @@ from hpcrl.campaign_dir.events import (
     describe_event,
 )
 from hpcrl.campaign_dir.paths import make_worker_name
+from hpcrl.monitor.notes import MonitorNote, NoteLog, make_cause
 from hpcrl.spool.episode_lengths import LengthCounts, join_lengths
 from hpcrl.spool.outcome import (
     OUTCOME_EXIT,
@@ -57,7 +57,6 @@ from hpcrl.spool.status import STATUSES
 from hpcrl.spool.token_fates import STALE, TOO_LONG, TRAINED
 
 RATE_WINDOW_S = 60.0
-MAX_NOTES = 50
 MAX_RECENT_REWARDS = 256
 """Trajectories in the recent mean reward of each domain."""
 MAX_RECENT_OUTCOMES = 512
@@ -82,14 +81,6 @@ class FaultCause(NamedTuple):
     """The subject of the fault, or the role of a worker that failed."""
     domain: str
     node: str
-
-
-class MonitorNote(msgspec.Struct, frozen=True, kw_only=True):
-    """A line for a person."""
-
-    time: float
-    text: str
-    bad: bool = False
 
 
 class EpisodeTotals(msgspec.Struct, kw_only=True):
@@ -312,8 +303,7 @@ class CampaignProgress:
     faults: Counter[FaultCause] = field(default_factory=Counter)
     """Reported faults and failed workers; of many alike only some are reported."""
     newest_faults: dict[FaultCause, MonitorNote] = field(default_factory=dict)
-    notes: deque[MonitorNote] = field(default_factory=lambda: deque(maxlen=MAX_NOTES))
-    num_notes: int = 0
+    notes: NoteLog = field(default_factory=NoteLog)
 
     def add(self, event: CampaignEvent) -> None:
         """Add one event."""
@@ -446,8 +436,8 @@ class CampaignProgress:
         if text:
             has_failed = isinstance(event, JobEnded) and event.outcome == "failed"
             bad = has_failed or isinstance(event, WorkerFailed | FaultReported | MemoryRanOut | EventsLost)
-            self.num_notes += 1
-            self.notes.append(MonitorNote(time=event.time, text=" ".join(text.split()), bad=bad))
+            cause, num = _find_cause(event)
+            self.notes.add(time=event.time, text=" ".join(text.split()), bad=bad, cause=cause, num=num)
 
     def _count_event(self, event: EpisodesCounted | SegmentScored | EngineCounted) -> None:
         worker = self._find_worker(event)
@@ -518,6 +508,19 @@ class CampaignProgress:
             self.steps = {number: old for number, old in self.steps.items() if number < first_dropped}
             kept = {number: old for number, old in self.skipped_rows.items() if number < first_dropped}
             self.skipped_rows = kept
+
+
+def _find_cause(event: CampaignEvent) -> tuple[tuple[str, ...] | None, int | None]:
+    """Return what an event has in common with others of its kind, and their number if it names that."""
+    match event:
+        case FaultReported():
+            domain = event.domain or (event.id or "").partition("/")[0]
+            return ("fault", event.what, domain, *make_cause(event.detail)), event.num or None
+        case WorkerFailed() | EventsLost():
+            return (type(event).__name__, *make_cause(getattr(event, "of", None) or event.worker, event.reason)), None
+        case TaskFailed():
+            return ("task", event.domain, *make_cause(event.reason)), None
+    return None, None
 
 
 def _subtract(counts: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:

@@ -2,9 +2,10 @@
 
 render_screen                       the screen of a snapshot
 finite_values, format_step_count, format_clock_time, format_date, format_shares    parts that plain lines share
+shorten_middle                      a text that fits a line, with its end
 find_low_shares, find_failing       the domains that need a look
 LongLines                           what becomes of lines that are wider than the screen
-DEFAULT_HEIGHT, STATE_STYLES, SEVERITY_STYLES, MAX_SHOWN_ADVISORIES    height, colours and a limit
+DEFAULT_HEIGHT, NOTE_WIDTH, STATE_STYLES, SEVERITY_STYLES, MAX_SHOWN_ADVISORIES    height, colours and a limit
 """
 
 import datetime
@@ -26,6 +27,8 @@ from hpcrl.system.terminal import Sparkline
 
 LongLines = Literal["cut", "wrapped"]
 DEFAULT_HEIGHT = 24
+NOTE_WIDTH = 70
+"""The characters of a note on a line of a screen of 80 columns."""
 STATE_STYLES = {
     "planned": "dim",
     "queued": "yellow",
@@ -321,9 +324,28 @@ def _format_learning(snapshot: CampaignSnapshot) -> Iterator[str]:
 
 def _render_notes(snapshot: CampaignSnapshot, *, max_lines: int, long_lines: LongLines) -> RenderableType:
     grid = _make_grid(long_lines=long_lines)
-    for note in snapshot.detail.notes[-max_lines:]:
-        grid.add_row(format_clock_time(note.time), Text(note.text, style="red" if note.bad else ""))
+    notes = snapshot.detail.notes
+    newest_bad = next((note for note in reversed(notes) if note.bad), None) if long_lines == "cut" else None
+    num_bad_lines = min(len(newest_bad.line) // NOTE_WIDTH + 1, max(max_lines - 1, 1)) if newest_bad else 0
+    shown = notes[-max(max_lines - max(num_bad_lines - 1, 0), 1) :]
+    if newest_bad is not None and newest_bad not in shown:
+        shown = [newest_bad, *shown[1:]]
+    for note in shown:
+        text = Text(note.line, style="red" if note.bad else "")
+        if note is newest_bad:  # its end is shown too: the reason is often there
+            text = Text(
+                shorten_middle(note.line, num_bad_lines * NOTE_WIDTH), style="red", overflow="fold", no_wrap=False
+            )
+        grid.add_row(format_clock_time(note.time), text)
     return grid
+
+
+def shorten_middle(text: str, max_chars: int) -> str:
+    """Return a text of at most so many characters, with its start and its end."""
+    if len(text) <= max_chars:
+        return text
+    num_end = (max_chars - 5) * 2 // 3
+    return f"{text[: max_chars - 5 - num_end]} ... {text[len(text) - num_end :]}"
 
 
 def _insert_blank_lines(parts: Iterable[RenderableType]) -> Iterator[RenderableType]:

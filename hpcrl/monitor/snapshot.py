@@ -17,7 +17,8 @@ from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.config.recipe import ROLES
 from hpcrl.monitor.advisories import Advisory
 from hpcrl.monitor.job_state import ALIVE_WITHIN_S, CampaignState, JobVerdict, derive_component_state
-from hpcrl.monitor.progress import CampaignProgress, DomainProgress, JobProgress, MonitorNote, WorkerProgress
+from hpcrl.monitor.notes import MonitorNote
+from hpcrl.monitor.progress import CampaignProgress, DomainProgress, JobProgress, WorkerProgress
 from hpcrl.slurm.commands import expand_nodes
 from hpcrl.spool.episode_lengths import LengthSummary, summarize_lengths
 from hpcrl.spool.token_fates import measure_trained_share
@@ -121,7 +122,7 @@ class SnapshotDetail(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[MonitorNote] = []
     """Recent notes, oldest first."""
     num_notes: int = 0
-    """Number of notes since the start, including those no longer in `notes`."""
+    """Number of lines to print since the start: a cause counts the 1st, 10th, 100th time."""
     problems: list[str] = []
     """Files that could not be read, and queries that failed."""
 
@@ -423,7 +424,7 @@ def _build_detail(
             for role, group in _group_by_role(workers).items()
         },
         notes=list(progress.notes),
-        num_notes=progress.num_notes,
+        num_notes=progress.notes.num_due,
         problems=inputs.problems,
     )
 

@@ -132,9 +132,10 @@ def show_snapshot(snapshot: CampaignSnapshot, *, console: Console) -> None:
 def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> list[str]:
     """Return plain lines for what is new: notes, a new state, a line every few steps, and new advisories."""
     lines = []
-    num_new = new.detail.num_notes - (old.detail.num_notes if old else 0)
-    for note in new.detail.notes[-num_new:] if num_new else []:
-        lines.append(f"{format_clock_time(note.time)} {note.text}")
+    num_known = old.detail.num_notes if old else 0
+    for note in sorted(new.detail.notes, key=lambda note: note.number):
+        if note.number > num_known:
+            lines.append(f"{format_clock_time(note.time)} {note.line}")
     steps_per_line = max(1, min((new.num_steps or 1) // LINES_PER_CAMPAIGN, MAX_STEPS_PER_LINE))
     if (
         old is None

@@ -4,7 +4,7 @@
     ScoringSession         the segments that a task has under way
     RepeatedFaults         the failures of rewards, of which few are reported
     ELASTIC_INDEX_OFFSET   the first index of workers in reward jobs
-    MAX_SESSION_S, MAX_LINGER_S, RECEIVE_TIMEOUT_S, MAX_REASONS, MAX_SHAPE_CHARS    limits
+    MAX_SESSION_S, MAX_LINGER_S, RECEIVE_TIMEOUT_S, MAX_REASONS    limits
 
 All calls of reward functions of a worker run at the same time, also those of several segments, in processes that are
 killed when they hang (`hpcrl.rollout.reward_process`). Where there is a worker for each shard, a task takes segments
@@ -15,7 +15,6 @@ may run twice (a lost worker, a preempted node): the twin has one name and is ei
 import functools
 import math
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from typing import Literal, cast
 from hpcrl.campaign_dir.events import FaultReported, SegmentScored, WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import HpcrlError, RewardError, SpoolError
+from hpcrl.monitor.notes import make_cause
 from hpcrl.roles.context import WorkerContext, make_judge_report, open_context, redirect_output
 from hpcrl.rollout.judges.proxy import open_judge_proxy
 from hpcrl.rollout.reward_process import RewardProcess, SegmentScores
@@ -48,8 +48,7 @@ MAX_LINGER_S = 5.0
 """The further time that it waits for those under way. Their scores go on being computed: the next task of this worker
 writes them, unless another worker was faster."""
 RECEIVE_TIMEOUT_S = 0.2
-MAX_REASONS, MAX_SHAPE_CHARS = 256, 256
-_VARIABLE_TEXT = re.compile(r"'[^']*'|\"[^\"]*\"|[0-9]+")
+MAX_REASONS = 256
 
 
 def score(campaign: str, job_number: int, segments: list[str], shard: int, num_shards: int) -> None:
@@ -85,15 +84,14 @@ class RepeatedFaults:
 
     def add(self, what: Literal["reward", "judge"], trajectory: Trajectory, reason: str) -> None:
         """Count a trajectory, and report it if its reason is due."""
-        key = (trajectory.domain, _VARIABLE_TEXT.sub("", reason)[:MAX_SHAPE_CHARS])
+        key = (trajectory.domain, *make_cause(reason))
         if key not in self._counts and len(self._counts) >= MAX_REASONS:
             key = (trajectory.domain, "")
         self._counts[key] += 1
         num = self._counts[key]
         if num == 10 ** (len(str(num)) - 1):
-            often = f"{num} such failures, the last " if num > 1 else ""
-            detail = f"{often}{trajectory.id}: {reason}"
-            self._emit(FaultReported(what=what, detail=detail, id=trajectory.id, domain=trajectory.domain))
+            detail = f"{trajectory.id}: {reason}"
+            self._emit(FaultReported(what=what, detail=detail, id=trajectory.id, domain=trajectory.domain, num=num))
 
 
 class ScoringSession:

@@ -205,12 +205,31 @@ def test_lines_contain_only_notes_that_are_still_kept(tmp_path: Path) -> None:
     reading = collector(campaign)
     before = reading.poll()
     for number in range(200):
-        campaign.emit("driver", FaultReported(what="step", detail=f"number {number}"))
+        campaign.emit("train-0", CheckpointSaved(step=number, version=number))
 
     lines = describe_changes(before, reading.poll())
 
     assert len(lines) == 50
-    assert lines[-1].endswith("number 199")
+    assert lines[-1].endswith("checkpoint at step 199 (version 199)")
+
+
+def test_faults_of_one_cause_are_a_line_for_each_power_of_ten_and_one_on_the_screen(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    reading = collector(campaign)
+    before = reading.poll()
+    lines: list[str] = []
+    for number in range(100):
+        campaign.emit("env-0", FaultReported(what="env-fault", detail=f"lake/{number}/0: step 0: RuntimeError: broken"))
+        after = reading.poll()
+        lines += describe_changes(before, after)
+        before = after
+
+    assert [line.partition(" ")[2] for line in lines] == [
+        "env-fault: lake/0/0: step 0: RuntimeError: broken",
+        "10 x env-fault: lake/9/0: step 0: RuntimeError: broken",
+        "100 x env-fault: lake/99/0: step 0: RuntimeError: broken",
+    ]
+    assert sum("RuntimeError" in line for line in text_of(before, height=60)) == 1
 
 
 def test_without_a_terminal_lines_are_printed_until_the_campaign_ends(tmp_path: Path) -> None:
@@ -336,7 +355,7 @@ def test_an_event_loop_that_is_the_limit_is_shown_with_what_helps(tmp_path: Path
     assert "93% of a core, calls wait up to 0.4 s: raise resources.env.num_workers" in line
 
 
-def test_one_frame_in_a_file_has_every_text_whole_and_on_a_terminal_one_line_of_each(tmp_path: Path) -> None:
+def test_one_frame_in_a_file_has_every_text_whole_and_on_a_terminal_the_end_of_the_newest_fault(tmp_path: Path) -> None:
     campaign = running(tmp_path)
     campaign.emit("driver", FaultReported(what="reward", detail=f"{LONG} then correct the function"))
     campaign.emit("env-0", EpisodesCounted(lengths={"done": {"512+": 10, "512+tokens": 5200, "tokens": 5200}}))
@@ -349,7 +368,7 @@ def test_one_frame_in_a_file_has_every_text_whole_and_on_a_terminal_one_line_of_
     assert "x" * 300 in printed
     assert "then correct the function" in printed
     assert chr(0x2026) not in printed
-    assert any(line.endswith(chr(0x2026)) for line in text_of(snapshot))
+    assert "then correct the function" in " ".join(text_of(snapshot)), "the end of the newest fault is seen"
 
 
 def test_an_advisory_is_shown_once_in_lines_and_first_on_the_screen(tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""Find out that no domain of a job trains anything, so that its nodes are not held for nothing.
+
+DomainWatch     the look at how the episodes and rewards of each domain end
+watch_domains   makes it for a job
+DOMAIN_INTERVAL_S, MIN_FAILURES, MIN_STEPS, FAULT_PATIENCE_S     limits
+
+Only a job in which no domain had one good result is ended: events are read until there is one, and not after that. What
+the policy may have caused (a program that ends with an error) can change while it learns, and must fail for the
+episodes of several steps. Faults of the infrastructure may pass, and must last for some minutes.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from itertools import chain
+
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import CampaignEvent, EpisodesCounted, FaultReported, SegmentScored
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import Recipe
+from hpcrl.monitor.progress import CampaignProgress, DomainProgress
+from hpcrl.spool.outcome import OUTCOMES
+
+DOMAIN_INTERVAL_S = 5.0
+MIN_FAILURES = 64
+MIN_STEPS = 4
+"""The steps whose episodes must have failed, where the policy may be the cause."""
+FAULT_PATIENCE_S = 120.0
+
+
+def watch_domains(campaign: CampaignDir, *, job: int, recipe: Recipe) -> "DomainWatch":
+    """Return the look at the domains of a job that are trained."""
+    readers = [EventReader.for_role(campaign.events, role, job=job) for role in ("env", "reward")]
+    return DomainWatch(
+        [name for name, domain in recipe.domains.items() if not domain.held_out] if recipe.has_rollouts else [],
+        episodes_per_step=recipe.rollout.group_size * recipe.train.groups_per_step,
+        poll_events=lambda: chain.from_iterable(reader.poll() for reader in readers),
+    )
+
+
+class DomainWatch:
+    """Looks at the events of one job."""
+
+    def __init__(
+        self,
+        domains: Collection[str],
+        *,
+        episodes_per_step: int,
+        poll_events: Callable[[], Iterable[CampaignEvent]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Watch the domains that are trained."""
+        self._domains = domains
+        self._num_policy_failures = max(MIN_FAILURES, MIN_STEPS * episodes_per_step)
+        self._poll_events = poll_events
+        self._clock = clock
+        self._progress = CampaignProgress()
+        self._looked_at = float("-inf")
+        self._failing_since: float | None = None
+        self._reasons: dict[str, str] = {}
+        self._is_over = not domains
+
+    def find_end(self) -> str | None:
+        """Return why the job must end: no domain has had a good result; None while that is not certain."""
+        now = self._clock()
+        if self._is_over or now - self._looked_at < DOMAIN_INTERVAL_S:
+            return None
+        self._looked_at = now
+        for event in self._poll_events():
+            self._add(event)
+        domains = {name: self._progress.domains.get(name, DomainProgress()) for name in self._domains}
+        if any(one.played.num_good and one.scored.num_good for one in domains.values()):
+            self._is_over = True
+            return None
+        if any(_count_failures(one) for one in domains.values()) and self._failing_since is None:
+            self._failing_since = now
+        if not all(self._is_hopeless(one, now) for one in domains.values()):
+            return None
+        return "no domain trains anything: " + "; ".join(self._describe(name, one) for name, one in domains.items())
+
+    def _add(self, event: CampaignEvent) -> None:
+        match event:
+            case EpisodesCounted() | SegmentScored():
+                self._progress.add(event)
+            case FaultReported(what="env-fault" | "policy-fault" | "reward"):
+                domain = event.domain or (event.id or "").partition("/")[0]
+                self._reasons[domain] = event.detail
+
+    def _is_hopeless(self, domain: DomainProgress, now: float) -> bool:
+        num = _count_failures(domain)
+        if _fails_by_itself(domain):
+            return num >= self._num_policy_failures
+        since = now if self._failing_since is None else self._failing_since
+        return num >= MIN_FAILURES and now - since >= FAULT_PATIENCE_S
+
+    def _describe(self, name: str, domain: DomainProgress) -> str:
+        what = "rewards" if domain.played.num_good else "episodes"
+        why = self._reasons.get(name) or ", ".join(+domain.settle_outcomes())
+        return f"domains.{name}: all {_count_failures(domain):,} {what} failed, the last: {why}"
+
+
+def _count_failures(domain: DomainProgress) -> int:
+    """Return how many episodes or rewards have failed, without a good one; 0 if there was one."""
+    if not domain.played.num_good:
+        return domain.played.num_failed_in_row
+    return 0 if domain.scored.num_good else domain.scored.num_failed_in_row
+
+
+def _fails_by_itself(domain: DomainProgress) -> bool:
+    """Return whether most failures are of the policy or of a reward function, and not of the infrastructure."""
+    outcomes = domain.settle_outcomes()
+    num_faults = sum(num for name, num in outcomes.items() if _is_fault(name))
+    return bool(domain.reward_errors) or 2 * num_faults < outcomes.total()
+
+
+def _is_fault(outcome: str) -> bool:
+    return outcome in OUTCOMES and OUTCOMES[outcome].cause == "infrastructure"

@@ -1,0 +1,66 @@
+"""The lines for a person, of which those with one cause are one line with a number.
+
+NoteLog         the newest lines
+MonitorNote     a line
+make_cause      what faults have in common that differ in names and numbers only
+MAX_NOTES       a limit
+"""
+
+import re
+from collections.abc import Hashable, Iterator
+
+import msgspec
+
+MAX_NOTES = 50
+MAX_CAUSE_CHARS = 256
+_VARIABLE_TEXT = re.compile(r"'[^']*'|\"[^\"]*\"|[0-9]+")
+
+
+class MonitorNote(msgspec.Struct, frozen=True, kw_only=True):
+    """A line for a person."""
+
+    time: float
+    """The time of the newest of its events."""
+    text: str
+    bad: bool = False
+    num: int = 1
+    """The number of events of this cause."""
+    number: int = 0
+    """Its place among the lines to print: a cause is printed the 1st, 10th, 100th time."""
+
+    @property
+    def line(self) -> str:
+        """The text with the number of events, if there are several."""
+        return f"{self.num:,} x {self.text}" if self.num > 1 else self.text
+
+
+class NoteLog:
+    """The newest notes, oldest first; of each cause one."""
+
+    def __init__(self) -> None:
+        self._notes: dict[Hashable, MonitorNote] = {}
+        self.num_due = 0
+        """The lines that were to print so far."""
+
+    def __iter__(self) -> Iterator[MonitorNote]:
+        return iter(self._notes.values())
+
+    def add(self, *, time: float, text: str, bad: bool, cause: Hashable = None, num: int | None = None) -> None:
+        """Add a note; `cause` is what it has in common with others, if anything, `num` their number, if it is known."""
+        key = cause if cause is not None else self.num_due
+        known = self._notes.pop(key, None)
+        before = known.num if known is not None else 0
+        count = max(num, before) if num is not None else before + 1
+        if len(str(count)) > len(str(before)) or known is None:
+            self.num_due += 1
+            number = self.num_due
+        else:
+            number = known.number
+        self._notes[key] = MonitorNote(time=time, text=text, bad=bad, num=count, number=number)
+        if len(self._notes) > MAX_NOTES:
+            del self._notes[next(iter(self._notes))]
+
+
+def make_cause(*parts: str) -> tuple[str, ...]:
+    """Return what is left of texts without quoted names and numbers."""
+    return tuple(_VARIABLE_TEXT.sub("", part)[:MAX_CAUSE_CHARS] for part in parts)
