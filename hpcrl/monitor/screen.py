@@ -333,15 +333,15 @@ def _render_notes(snapshot: CampaignSnapshot, *, max_lines: int, long_lines: Lon
     for note in shown:
         text = Text(note.line, style="red" if note.bad else "")
         if note is newest_bad:  # its end is shown too: the reason is often there
-            text = Text(
-                shorten_middle(note.line, num_bad_lines * NOTE_WIDTH), style="red", overflow="fold", no_wrap=False
-            )
+            shortened = shorten_middle(note.line, num_bad_lines * NOTE_WIDTH)
+            parts = (shortened[at : at + NOTE_WIDTH] for at in range(0, len(shortened), NOTE_WIDTH))
+            text = Text("\n".join(parts), style="red", overflow="fold", no_wrap=False)
         grid.add_row(format_clock_time(note.time), text)
     return grid
 
 
 def shorten_middle(text: str, max_chars: int) -> str:
-    """Return a text of at most so many characters, with its start and its end."""
+    """Return a text of `max_chars` characters at most, with its start and its end."""
     if len(text) <= max_chars:
         return text
     num_end = (max_chars - 5) * 2 // 3
