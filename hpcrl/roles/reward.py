@@ -80,7 +80,7 @@ class RepeatedFaults:
 
     def __init__(self, emit: Callable[[FaultReported], None]) -> None:
         self._emit = emit
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self._counts: Counter[tuple[str, ...]] = Counter()
 
     def add(self, what: Literal["reward", "judge"], trajectory: Trajectory, reason: str) -> None:
         """Count a trajectory, and report it if its reason is due."""
