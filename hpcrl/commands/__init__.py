@@ -3,13 +3,11 @@
 arguments    their command lines
 trial        `hpcrl try`: a few episodes of each domain
 skeleton     `hpcrl init`: a recipe and an environment to start from
-event_list   `hpcrl events`
-log_files    `hpcrl logs`
+campaign_logs  `hpcrl logs` and `hpcrl events`
 removal      `hpcrl rm`
 comparison   `hpcrl compare`: two campaigns side by side
-topics       `hpcrl help`
+topics       `hpcrl help` and `hpcrl man`
 examples     the examples of every command
 completion   `hpcrl completion`: for bash, zsh and fish
-man_page     `hpcrl man`
 schemas      `hpcrl schema`: the JSON that commands print
 """

@@ -127,7 +127,7 @@ def _run_init(arguments: argparse.Namespace) -> int:
 
 def _run_logs(arguments: argparse.Namespace) -> int:
     from hpcrl.campaign import directory
-    from hpcrl.commands.log_files import show_logs
+    from hpcrl.commands.campaign_logs import show_logs
 
     campaign = directory.find_campaign(arguments.campaign)
     show_logs(campaign, role=arguments.role, num_lines=arguments.lines, follow=arguments.follow)
@@ -136,7 +136,7 @@ def _run_logs(arguments: argparse.Namespace) -> int:
 
 def _run_events(arguments: argparse.Namespace) -> int:
     from hpcrl.campaign import directory
-    from hpcrl.commands.event_list import list_events
+    from hpcrl.commands.campaign_logs import list_events
 
     list_events(
         directory.find_campaign(arguments.campaign),
@@ -187,7 +187,7 @@ def _run_completion(arguments: argparse.Namespace) -> int:
 
 
 def _run_man(arguments: argparse.Namespace) -> int:
-    from hpcrl.commands.man_page import make_man_page
+    from hpcrl.commands.topics import make_man_page
     from hpcrl.system.terminal import print_line
 
     print_line(make_man_page(arguments.make_parser()))

@@ -16,9 +16,8 @@ import pytest
 from hpcrl.cli import main, make_parser
 from hpcrl.commands.completion import SHELLS, find_candidates, make_script
 from hpcrl.commands.examples import EXAMPLES, find_parsers
-from hpcrl.commands.man_page import make_man_page
 from hpcrl.commands.schemas import JSON_OUTPUTS, make_schema
-from hpcrl.commands.topics import TOPICS
+from hpcrl.commands.topics import TOPICS, make_man_page
 from hpcrl.config.key_table import list_keys
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site

@@ -1,23 +1,34 @@
-"""Print the logs of a campaign's last job, and follow them: `hpcrl logs`.
+"""Print the logs of a campaign's last job, and its events, oldest first, and follow both: `hpcrl logs`, `hpcrl events`.
 
-show_logs       print the last lines of each log of a role
-follow_logs     continue to print what is added, until the job ends
+show_logs        print the last lines of each log of a role
+follow_logs      continue with what is added, until the job ends
+list_events      print the newest events, and with `follow` those that are added
+format_event     an event as a line for a person
+FOLLOW_INTERVAL_S, ROLE_LOGS, TAIL_BYTES    the time between two looks, names of logs, a limit
 """
 
 import time
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from hpcrl.campaign import directory
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import CampaignEvent, describe_event, parse_event
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
-from hpcrl.commands.event_list import FOLLOW_INTERVAL_S
 from hpcrl.config.toml import suggest_name
-from hpcrl.errors import CampaignError
-from hpcrl.system.terminal import escape_controls, print_line
+from hpcrl.errors import CampaignError, ConfigError
+from hpcrl.system.terminal import escape_controls, escape_to_one_line, format_timestamp, print_line, print_to_stderr
 
 ROLE_LOGS = {"driver": "batch"}
 """Logs that are named otherwise than their role."""
 TAIL_BYTES = 1 << 20
 """The end of a log in which its last lines are looked for."""
+FOLLOW_INTERVAL_S = 0.5
+_COMMON = frozenset({"event", *CampaignEvent.__struct_fields__})
 
 
 def show_logs(campaign: CampaignDir, *, role: str | None, num_lines: int, follow: bool = False) -> None:
@@ -98,3 +109,69 @@ def _split_lines(text: str) -> list[str]:
     if lines and not lines[-1]:
         lines.pop()
     return [escape_controls(line.rstrip("\r").rpartition("\r")[2]) for line in lines]
+
+
+def list_events(
+    campaign: CampaignDir,
+    *,
+    kinds: Collection[str] = (),
+    roles: Collection[str] = (),
+    limit: int = 40,
+    as_json: bool = False,
+    follow: bool = False,
+) -> None:
+    """Print the newest `limit` events of these kinds and roles (0: all); with `follow`, continue until interrupted."""
+    _check_kinds(kinds)
+    reader = EventReader(campaign.events)
+    newest = deque(_read_sorted(reader, kinds=kinds, roles=roles), maxlen=limit or None)
+    while True:
+        for line in newest:
+            print_line(_encode_line(line) if as_json else format_event(line))
+        for name, why in reader.unreadable.items():
+            print_to_stderr(f"{name} cannot be read: {why}")
+        if not follow:
+            return
+        time.sleep(FOLLOW_INTERVAL_S)
+        newest = deque(_read_sorted(reader, kinds=kinds, roles=roles))
+
+
+def format_event(line: Mapping[str, Any]) -> str:
+    """Format an event as one line: time, worker, kind, and what it means or its fields."""
+    event = parse_event(line)
+    text = describe_event(event) if event is not None else None
+    if not text:
+        fields = {
+            name: value for name, value in line.items() if name not in _COMMON and value not in (None, "", {}, [])
+        }
+        text = "  ".join(f"{name}={_format_value(value)}" for name, value in fields.items())
+    when = format_timestamp(_read_time(line))
+    return escape_to_one_line(f"{when}  {line.get('worker') or '?':<16} {line.get('event')!s:<16} {text}")
+
+
+def _format_value(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _read_time(line: Mapping[str, Any]) -> float:
+    value = line.get("time")
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _read_sorted(reader: EventReader, *, kinds: Collection[str], roles: Collection[str]) -> Iterator[dict[str, Any]]:
+    lines = [
+        line
+        for line in reader.poll_lines()
+        if (not kinds or line.get("event") in kinds) and (not roles or line.get("role") in roles)
+    ]
+    yield from sorted(lines, key=_read_time)
+
+
+def _encode_line(line: Mapping[str, Any]) -> str:
+    return escape_to_one_line(msgspec.json.encode(line).decode())
+
+
+def _check_kinds(kinds: Collection[str]) -> None:
+    known = sorted(str(kind.__struct_config__.tag) for kind in CampaignEvent.__subclasses__())
+    for kind in kinds:
+        if kind not in known:
+            raise ConfigError(f"no kind of event {kind!r}: {suggest_name(kind, known)}there are {', '.join(known)}")
