@@ -685,8 +685,9 @@ class JobConfig(ConfigTable, frozen=True, kw_only=True):
     quorum: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """The share of a role's workers, and of its nodes, with which the job continues while the others fail again and
     again. With fewer only the job ends, and the next one continues the campaign from its last checkpoint."""
-    layout: Literal["auto", "hetjob", "hetstep"] = "auto"
-    """hetjob: a heterogeneous job; hetstep: one allocation, its nodes split among the roles; auto: by the site."""
+    layout: Literal["auto", "hetjob", "hetstep", "colocated"] = "auto"
+    """hetjob: a heterogeneous job; hetstep: one allocation, its nodes split among the roles; colocated: one node, its
+    GPUs and cores split among the roles; auto: by the site, and colocated where one node is enough."""
     stall_timeout_min: Annotated[float, Meta(gt=0)] = 15.0
     """A job without progress for this long is ended, so that nodes are never held idle. Progress are tokens, segments,
     groups and versions; a training step may take four times as long."""

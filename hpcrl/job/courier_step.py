@@ -247,14 +247,15 @@ class WeightPlane:
         self._run = place.campaign
         self._job = place.job
         self._layout = plan.layout
+        self._is_on_one_node = plan.is_on_one_node
         self._has_couriers = plan.has_couriers
         self._ways = ways
         self._emit = emit
         self._couriers: CourierSupervisor | None = None
 
     def start(self, mpi: MpiConfig) -> None:
-        """Publish files as the transport and start the couriers; on one machine the trainer's window is enough."""
-        if self._layout == "local":
+        """Publish files as the transport and start the couriers; on one node the trainer's window is enough."""
+        if self._is_on_one_node:
             return
         above, why = list_transports(mpi, layout=self._layout)
         if above and not self._has_couriers:

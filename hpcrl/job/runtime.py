@@ -366,14 +366,17 @@ class JobRuntime:
         component: JobComponent = self._plan.components[role.component]
         setup = self._find_setup(component.partition)
         threads_per_core = self._site.partitions[component.partition].threads_per_core
+        cpus, gpus = role.cpus_per_worker * role.workers_per_node, role.gpus_per_worker * role.workers_per_node
+        if self._plan.layout == "colocated":  # steps that overlap would get the same first cores and GPUs each
+            cpus, gpus = component.cpus_per_node, component.gpus_per_node if gpus else 0
         return {
             node: [
                 *self._allocation.step_prefix(
                     component,
                     node,
-                    cpus=role.cpus_per_worker * role.workers_per_node * threads_per_core,
-                    mem_gib=role.mem_gib_per_worker * role.workers_per_node,
-                    gpus=role.gpus_per_worker * role.workers_per_node,
+                    cpus=cpus * threads_per_core,
+                    mem_gib=role.step_mem_gib,
+                    gpus=gpus,
                 ),
                 *(setup.srun_flags if self._allocation.job_id is not None else []),
                 *setup.words,

@@ -2,6 +2,7 @@
 
 make_component            the het group of one role
 make_shared_components    the shares of the roles in one allocation
+make_colocated_component  one node with all roles
 make_local_component      all roles on one machine
 plan_reward_jobs          separate jobs for rewards
 find_account              the account that a partition is charged to
@@ -17,7 +18,7 @@ import msgspec
 
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site, SitePartition
-from hpcrl.plan.demand import PartitionChoice, compute_node_needs
+from hpcrl.plan.demand import PartitionChoice, compute_node_needs, sum_node_needs
 
 EXCLUDE_FLAG = "--exclude="
 
@@ -95,10 +96,15 @@ def _per_node(placed: Sequence[tuple[RoleName, PartitionChoice]], recipe: Recipe
     ]
     gpus = max(choice.gpus_per_worker * choice.workers_per_node for _, choice in placed)
     cpus, mem_gib = max(cpus for cpus, _ in needs), max(mem_gib for _, mem_gib in needs)
+    return _add_gpu_shares(PerNode(cpus, mem_gib, gpus), partition)
+
+
+def _add_gpu_shares(needs: PerNode, partition: SitePartition) -> PerNode:
+    """Return what is requested, with at least the cores and the memory that the site gives with each GPU."""
     return PerNode(
-        max(cpus, gpus * (partition.cores_per_gpu or 0)),
-        max(mem_gib, ceil(gpus * (partition.mem_gib_per_gpu or 0))),
-        gpus,
+        max(needs.cpus, needs.gpus * (partition.cores_per_gpu or 0)),
+        max(needs.mem_gib, ceil(needs.gpus * (partition.mem_gib_per_gpu or 0))),
+        needs.gpus,
     )
 
 
@@ -134,6 +140,18 @@ def _list_job_flags(site: Site) -> list[str]:
 
 def _list_license_flags(site: Site) -> list[str]:
     return [f"--licenses={','.join(site.licenses)}"] if site.licenses else []
+
+
+def make_colocated_component(
+    choices: dict[RoleName, PartitionChoice], recipe: Recipe, site: Site, *, account: str | None
+) -> JobComponent:
+    """Make the component of one node with all roles."""
+    choice = next(iter(choices.values()))
+    partition = site.partitions[choice.partition]
+    whole = PerNode(partition.cores_per_node, int(partition.mem_gib_per_node), partition.gpus_per_node)
+    per_node = whole if partition.exclusive else _add_gpu_shares(PerNode(*sum_node_needs(choices, recipe)), partition)
+    component = _build_component(0, "env", choice, site, per_node=per_node, nodes=1, account=account)
+    return msgspec.structs.replace(component, roles=recipe.planned_roles)
 
 
 def make_local_component(recipe: Recipe, site: Site, choices: dict[RoleName, PartitionChoice]) -> JobComponent:

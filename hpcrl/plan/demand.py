@@ -4,6 +4,9 @@ RoleDemand                   workers, and what is reserved beside them
 PartitionChoice              the partition that is chosen for them
 compute_role_demand          the demand of one role
 compute_node_needs           cores and GiB of one node
+compute_step_gib             GiB of one node that a role's own step may use
+sum_node_needs               cores, GiB and GPUs of one node for several roles together
+deal_gpus                    the GPUs of one node, dealt to its roles
 compute_window_gib           the shared memory of weights on one node
 make_rank_setup              what decides the memory of a rank of trainer "torch"
 estimate_trainer_node        the host memory of a node of that trainer
@@ -13,8 +16,9 @@ show_weights                 a number of weights, for messages
 DRIVER_CPUS, DRIVER_MEM_GIB  reserved for the driver
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import NamedTuple
 
 from hpcrl.config.pipeline import list_fixed_nodes
@@ -22,7 +26,7 @@ from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import Recipe, RoleName, WorkerResources
 from hpcrl.hardware import memory_model
 from hpcrl.hardware.train_memory import NodeMemory, RankSetup, estimate_node_memory
-from hpcrl.plan.engine_nodes import may_span_nodes
+from hpcrl.plan.engine_nodes import ENGINE_ROLES, may_span_nodes
 
 DRIVER_CPUS = 1
 DRIVER_MEM_GIB = 2.0
@@ -54,6 +58,8 @@ class PartitionChoice:
     fallback: str | None
     nodes_per_engine: int = 1
     """More than 1: workers are the parts of engines over several nodes, one on each node."""
+    first_gpu: int = 0
+    """The first of the role's GPUs among those of a node that several roles share."""
 
 
 def compute_role_demand(role: RoleName, recipe: Recipe, *, one_machine: bool) -> RoleDemand:
@@ -80,16 +86,44 @@ def compute_node_needs(
     """
     demand = compute_role_demand(role, recipe, one_machine=False)
     cpus = demand.reserved_cpus + workers_per_node * demand.resources.cpus_per_worker
-    loads_weights = role != "env" and role not in recipe.judge_roles and recipe.has_rollouts
-    workers_gib = workers_per_node * demand.resources.mem_gib_per_worker
+    step_gib = compute_step_gib(role, recipe, workers_per_node=workers_per_node, has_couriers=has_couriers)
+    return cpus, ceil(demand.reserved_mem_gib + step_gib)
+
+
+def compute_step_gib(role: RoleName, recipe: Recipe, *, workers_per_node: int, has_couriers: bool = True) -> float:
+    """Return the GiB of one node that the step of a role may use: its workers, the window, a checkpoint's snapshot.
+
+    Shared memory is charged to the step that writes it first.
+    """
+    loads_weights = role in (*ENGINE_ROLES, "train") and recipe.has_rollouts
+    workers_gib = workers_per_node * recipe.role_resources(role).mem_gib_per_worker
     held = estimate_trainer_node(recipe, num_ranks=workers_per_node) if role == "train" else None
     if held is not None:
         workers_gib = max(workers_gib, (held.processes + held.snapshot) / memory_model.GIB)
         window_gib = held.window / memory_model.GIB
     else:
         window_gib = compute_window_gib(recipe) * (loads_weights and (has_couriers or role == "train"))
-    mem_gib = demand.reserved_mem_gib + window_gib + workers_gib
-    return cpus, int(-(-mem_gib // 1))
+    return window_gib + workers_gib
+
+
+def sum_node_needs(choices: Mapping[RoleName, PartitionChoice], recipe: Recipe) -> tuple[int, int, int]:
+    """Return the cores, GiB and GPUs of one node that holds all these roles; they share the window of the weights."""
+    needs = [
+        compute_node_needs(role, recipe, workers_per_node=choice.workers_per_node, has_couriers=False)
+        for role, choice in choices.items()
+    ]
+    gpus = sum(choice.gpus_per_worker * choice.workers_per_node for choice in choices.values())
+    return sum(cpus for cpus, _ in needs), sum(mem_gib for _, mem_gib in needs), gpus
+
+
+def deal_gpus(choices: Mapping[RoleName, PartitionChoice]) -> dict[RoleName, PartitionChoice]:
+    """Deal the GPUs of one node to the roles that want any, the trainer first."""
+    first, dealt = 0, dict(choices)
+    for role in sorted(choices, key=lambda role: role != "train"):
+        choice = choices[role]
+        dealt[role] = replace(choice, first_gpu=first if choice.gpus_per_worker else 0)
+        first += choice.gpus_per_worker * choice.workers_per_node
+    return dealt
 
 
 def compute_window_gib(recipe: Recipe) -> float:

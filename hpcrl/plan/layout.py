@@ -8,6 +8,7 @@ JobLayout      one of:
 "hetjob"      a heterogeneous job: a component for each role, on the kind of node that fits it; the first choice
 "hetstep"     one allocation on one partition, its nodes split among the roles: for sites without heterogeneous
               jobs, and for an MPI that cannot span components
+"colocated"   one node, its GPUs and cores split among the roles: for small jobs
 "local"       one machine without a scheduler
 """
 
@@ -22,12 +23,12 @@ from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
 from hpcrl.hardware.gpus import GpuModel
-from hpcrl.plan.demand import PartitionChoice, compute_role_demand
+from hpcrl.plan.demand import PartitionChoice, compute_role_demand, deal_gpus, sum_node_needs
 from hpcrl.plan.engine_nodes import ENGINE_ROLES
 from hpcrl.plan.partitions import choose_partition, evaluate_partition, explain_memory_refusal
 from hpcrl.plan.sizing import WorkerNumbers, find_worker_numbers, warn_busy_loops, with_single_workers
 
-JobLayout = Literal["hetjob", "hetstep", "local"]
+JobLayout = Literal["hetjob", "hetstep", "colocated", "local"]
 MIN_SPLIT_NODES = 4
 """The GPU nodes from which prefill may have separate workers: one each for it, decode and training, and a spare."""
 
@@ -52,12 +53,16 @@ class JobPlacement:
 def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
     """Choose the layout that the site and the recipe allow, and a partition for every role."""
     layout, reason = _choose_layout(recipe, site)
-    recipe, pools = choose_pools(recipe, site, is_one_partition=layout == "hetstep")
-    if layout == "hetstep" and recipe.has_rollouts:
+    recipe, pools = choose_pools(recipe, site, is_one_partition=layout in ("hetstep", "colocated"))
+    if layout == "colocated":
+        placement = _one_node_for_all(recipe, site, reason=reason)
+    elif layout != "local" and (small := _find_small_job(recipe, site)) is not None:
+        placement = small
+    elif layout == "hetstep" and recipe.has_rollouts:
         placement = _one_partition_for_all(recipe, site, reason=reason)
     else:
         placement = _best_partition_each(recipe, site, layout=layout, reason=reason)
-    warnings = _find_warnings(recipe, site) if layout == "hetjob" else []
+    warnings = _find_warnings(recipe, site) if placement.layout == "hetjob" else []
     warnings += warn_busy_loops(placement.recipe, gpus=_find_engine_gpus(placement.choices, site))
     return replace(placement, sizes=[*pools, *placement.sizes], warnings=warnings)
 
@@ -101,6 +106,8 @@ def _choose_layout(recipe: Recipe, site: Site) -> tuple[JobLayout, str]:
     if not recipe.has_rollouts:
         return "hetstep", "nothing is played: the trainer is the only component, in a plain allocation"
     match recipe.job.layout, site.het_jobs:
+        case "colocated", _:
+            return "colocated", 'the recipe asks for one node (job.layout = "colocated")'
         case "hetstep", _:
             return "hetstep", 'the recipe asks for one allocation (job.layout = "hetstep")'
         case "hetjob", "no":
@@ -227,6 +234,90 @@ def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> Job
     if (refusal := next(filter(None, refusals), None)) is not None:
         return refusal
     return JobPlacement(layout="hetstep", reason=reason, recipe=recipe, sizes=sizes, choices=choices, warnings=[])
+
+
+def _find_small_job(recipe: Recipe, site: Site) -> JobPlacement | None:
+    """Place all roles on one node if that has all that they could use, and no role would gain from other nodes."""
+    is_open = recipe.job.layout == "auto" and not recipe.job.survive_node_loss
+    if not is_open or not recipe.has_rollouts or recipe.has_prefill:
+        return None
+    try:
+        placement = _one_node_for_all(recipe, site, reason="", has_all=True)
+    except PlanError:
+        return None
+    choice = placement.choices["train"]
+    partition, gpus = site.partitions[choice.partition], sum_node_needs(placement.choices, placement.recipe)[2]
+    uses = f"{gpus} of its {partition.gpus_per_node} GPUs" if gpus else "its cores"
+    reason = f"one node of {choice.partition} is enough for all roles, with {uses}: they share its memory for weights"
+    return replace(placement, reason=reason)
+
+
+def _one_node_for_all(recipe: Recipe, site: Site, *, reason: str, has_all: bool = False) -> JobPlacement:
+    """Place all roles on one node of the partition with the fewest compromises; among equals the site's order decides.
+
+    With `has_all` only where open numbers of workers need not be lowered.
+    """
+    if recipe.job.survive_node_loss:
+        raise PlanError(f"job.survive_node_loss = true needs two nodes a role, and {reason}: remove one of them")
+    found: list[JobPlacement] = []
+    refusals: list[str] = []
+    for label, partition in site.partitions.items():
+        if not partition.preemptible:
+            placed = _place_on_node_of(label, recipe, site, reason=reason, has_all=has_all)
+            if isinstance(placed, JobPlacement):
+                found.append(placed)
+            else:
+                refusals.append(placed)
+    if not found:
+        raise PlanError(
+            f"{reason}, and no node of {site.name} can hold all roles: {'; '.join(refusals)}. Lower what is refused, "
+            'or set job.layout = "auto"'
+        )
+    return min(found, key=lambda placement: len(placement.fallbacks()))
+
+
+def _place_on_node_of(label: str, recipe: Recipe, site: Site, *, reason: str, has_all: bool) -> JobPlacement | str:
+    """Place all roles on one node of a partition, or return why it cannot hold them."""
+    longest = site.partitions[label].max_walltime_min
+    if recipe.job.walltime_min > longest:
+        return f"{label} allows {longest} min, and job.walltime_min = {recipe.job.walltime_min}"
+    one_each = _choose_on_node(label, with_single_workers(recipe), site)
+    if isinstance(one_each, str):
+        return one_each
+    try:
+        numbers = find_worker_numbers(recipe, gpus=_find_engine_gpus(one_each, site))
+    except PlanError as error:  # only about this partition: another may fit
+        return f"{label}: {error}"
+
+    def fits(smaller: Recipe) -> bool:
+        return not isinstance(_choose_on_node(label, smaller, site), str)
+
+    recipe, sizes = numbers.limit(numbers.largest) if has_all else _find_most_workers(numbers, fits)
+    choices = _choose_on_node(label, recipe, site)
+    if isinstance(choices, str):
+        return choices
+    refusals = (explain_memory_refusal(role, recipe, choices[role], site) for role in choices)
+    if (refusal := next(filter(None, refusals), None)) is not None:
+        return refusal
+    return JobPlacement(layout="colocated", reason=reason, recipe=recipe, sizes=sizes, choices=choices, warnings=[])
+
+
+def _choose_on_node(label: str, recipe: Recipe, site: Site) -> dict[RoleName, PartitionChoice] | str:
+    """Distribute all roles to one node of a partition, or return why it is too small."""
+    choices: dict[RoleName, PartitionChoice] = {}
+    for role in recipe.placed_roles:
+        choice = evaluate_partition(label, compute_role_demand(role, recipe, one_machine=True), site, taken={})
+        if isinstance(choice, str):
+            return choice
+        if choice.nodes > 1:
+            return f"{role}: its workers need {choice.nodes} nodes of {label}"
+        choices[role] = replace(choice, fallback=None) if role == "env" else choice  # spare cores are what it wants
+    partition = site.partitions[label]
+    has = (partition.cores_per_node, partition.mem_gib_per_node, partition.gpus_per_node)
+    for need, limit, unit in zip(sum_node_needs(choices, recipe), has, ("cores", "GiB", "GPUs"), strict=True):
+        if need > limit:
+            return f"all roles need {need} {unit}, and a node of {label} has {limit:g}"
+    return deal_gpus(choices)
 
 
 def _choose_nodes_in(label: str, recipe: Recipe, site: Site) -> dict[RoleName, PartitionChoice] | str:

@@ -25,12 +25,13 @@ from hpcrl.plan.components import (
     JobComponent,
     RewardJobPlan,
     find_account,
+    make_colocated_component,
     make_component,
     make_local_component,
     make_shared_components,
     plan_reward_jobs,
 )
-from hpcrl.plan.demand import PartitionChoice, compute_window_gib
+from hpcrl.plan.demand import PartitionChoice, compute_step_gib, compute_window_gib
 from hpcrl.plan.engine_nodes import check_spanning_engines
 from hpcrl.plan.layout import JobLayout, JobPlacement, place_roles
 from hpcrl.plan.programs import check_programs
@@ -61,6 +62,15 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mem_gib_per_worker: float
     nodes_per_engine: int = 1
     """More than 1: that many workers, one on each node, are the parts of one engine, and all are counted."""
+    first_gpu: int = 0
+    """The first of its GPUs among those of a node that several roles share."""
+    mem_gib_per_node: float = 0.0
+    """The memory of its step on a node, if more than its workers': with the window and a checkpoint's snapshot."""
+
+    @property
+    def step_mem_gib(self) -> float:
+        """The memory that its step on a node may use."""
+        return max(self.mem_gib_per_node, self.mem_gib_per_worker * self.workers_per_node)
 
 
 class JobCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +132,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             return 0
         return jobs.max_jobs * jobs.workers_per_job if jobs is not None else self.role("reward").num_workers
 
+    @property
+    def is_on_one_node(self) -> bool:
+        """Return whether all roles share a node, and the window of its memory for weights."""
+        return self.layout in ("local", "colocated")
+
     def to_json(self) -> bytes:
         """Encode the plan: sorted keys, two spaces, one final newline."""
         return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=2) + b"\n"
@@ -137,7 +152,11 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
     _check_walltime(recipe, site, components)
     reward_jobs, shortfall = plan_reward_jobs(recipe, site)
     train_memory = find_trainer_memory(recipe, choices.get("train"), site)
-    roles = [_make_role_plan(role, recipe, choices, component_indices) for role in recipe.planned_roles]
+    has_own_windows = site.mpi.couriers and placement.layout not in ("local", "colocated")
+    roles = [
+        _make_role_plan(role, recipe, choices, component_indices, has_own_windows=has_own_windows)
+        for role in recipe.planned_roles
+    ]
     return Plan(
         recipe=recipe.name,
         site=site.name,
@@ -207,7 +226,7 @@ def _place_with_couriers(recipe: Recipe, site: Site) -> tuple[JobPlacement, Site
             placement = _place_with_sharding(recipe, found)
         except PlanError:
             raise refusal from None
-        if placement.layout == "local" or found == site:  # engines read the window of the trainer
+        if placement.layout in ("local", "colocated") or found == site:  # engines read the window of the trainer
             raise
     chosen = (
         f"weights are sent by files: two versions of them ({compute_window_gib(recipe):.0f} GiB) do not fit on a node "
@@ -244,6 +263,8 @@ def _make_components(placement: JobPlacement, site: Site) -> list[JobComponent]:
     match placement.layout:
         case "local":
             return [make_local_component(recipe, site, choices)]
+        case "colocated":
+            return [make_colocated_component(choices, recipe, site, account=next(iter(account.values())))]
         case "hetstep":
             return make_shared_components(choices, recipe, site, account=next(iter(account.values())))
         case "hetjob":
@@ -266,19 +287,29 @@ def _find_accounts(site: Site, choices: dict[RoleName, PartitionChoice]) -> dict
 
 
 def _make_role_plan(
-    role: RoleName, recipe: Recipe, choices: dict[RoleName, PartitionChoice], component_indices: dict[RoleName, int]
+    role: RoleName,
+    recipe: Recipe,
+    choices: dict[RoleName, PartitionChoice],
+    component_indices: dict[RoleName, int],
+    *,
+    has_own_windows: bool,
 ) -> RolePlan:
     resources = recipe.role_resources(role)
     choice = choices.get(role)
+    workers_per_node = choice.workers_per_node if choice else resources.num_workers
+    step_gib = compute_step_gib(role, recipe, workers_per_node=workers_per_node, has_couriers=has_own_windows)
+    workers_gib = workers_per_node * resources.mem_gib_per_worker
     return RolePlan(
         role=role,
         component=component_indices[role],
         num_workers=resources.num_workers * (choice.nodes_per_engine if choice else 1),
-        workers_per_node=choice.workers_per_node if choice else resources.num_workers,
+        workers_per_node=workers_per_node,
         gpus_per_worker=choice.gpus_per_worker if choice else 0,
         cpus_per_worker=resources.cpus_per_worker,
         mem_gib_per_worker=resources.mem_gib_per_worker,
         nodes_per_engine=choice.nodes_per_engine if choice else 1,
+        first_gpu=choice.first_gpu if choice else 0,
+        mem_gib_per_node=round(step_gib, 3) if step_gib > workers_gib else 0.0,
     )
 
 

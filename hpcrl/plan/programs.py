@@ -25,7 +25,7 @@ def check_programs(recipe: Recipe, site: Site, component: JobComponent, *, worke
     partition = site.partitions[component.partition]
     is_local = site.scheduler == "local"
     env_gib = compute_node_needs("env", recipe, workers_per_node=workers_per_node)[1]
-    planned_gib = component.mem_gib_per_node if is_local else env_gib
+    planned_gib = component.mem_gib_per_node if "train" in component.roles else env_gib
     own_gib = workers_per_node * recipe.resources.env.mem_gib_per_worker
     others_gib = planned_gib - own_gib + workers_per_node * memory_model.ENV_WORKER_GIB
     whole_gib = partition.mem_gib_per_node - others_gib

@@ -154,18 +154,19 @@ def redirect_output(job: JobDir, role: str, index: int) -> None:
 def pin_devices(role: RolePlan, variable: DeviceVariable | None = None) -> list[str]:
     """Restrict this worker to its devices of the node and its share of cores; call it before torch is imported.
 
-    Where nothing names the devices of the step, the node has them all. One variable is left in the end: AMD's runtime
-    would apply HIP's and CUDA's to what ROCr's has left.
+    Where nothing names the devices of the step, the node has them all; several roles may share them. One variable is
+    left in the end: AMD's runtime would apply HIP's and CUDA's to what ROCr's has left.
     """
     os.environ["OMP_NUM_THREADS"] = str(role.cpus_per_worker)
     given = {name: value.split(",") for name in DEVICE_VARIABLES if (value := os.environ.get(name))}
     name = variable if variable is not None else next(iter(given), DEVICE_VARIABLES[0])
     if not role.gpus_per_worker:
         return given.get(name, [])
-    every = [str(number) for number in range(role.workers_per_node * role.gpus_per_worker)]
+    every = [str(number) for number in range(role.first_gpu + role.workers_per_node * role.gpus_per_worker)]
     visible = given.get(name) or next(iter(given.values()), every)
     rank = int(os.environ.get("PARSL_WORKER_RANK", "0"))
-    own = visible[rank * role.gpus_per_worker : (rank + 1) * role.gpus_per_worker]
+    first = role.first_gpu + rank * role.gpus_per_worker
+    own = visible[first : first + role.gpus_per_worker]
     for other in STEP_DEVICE_VARIABLES:
         os.environ.pop(other, None)
     os.environ[name] = ",".join(own)

@@ -593,6 +593,6 @@ def _make_publisher(context: WorkerContext, rank_trainer: RankTrainer, leader: R
         keep_versions=context.recipe.train.keep_versions,
         layout=layout,
     )
-    if context.plan.layout == "local":
+    if context.plan.is_on_one_node:
         publisher.set_transport(Transport(name="window", reason="every worker is on this node"))
     return publisher

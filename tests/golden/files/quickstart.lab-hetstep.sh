@@ -7,12 +7,12 @@
 #SBATCH --no-requeue
 #SBATCH --output=/scratch/someone/hpcrl/quickstart-1/jobs/000/logs/batch.log
 #SBATCH --open-mode=append
-#SBATCH --nodes=3
+#SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=3
-#SBATCH --partition=h100
-#SBATCH --mem=7G
-#SBATCH --gres=gpu:h100:1
+#SBATCH --cpus-per-task=5
+#SBATCH --partition=prefill
+#SBATCH --mem=15G
+#SBATCH --gres=gpu:h100:2
 
 set -eu
 umask 077

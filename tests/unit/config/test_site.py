@@ -58,7 +58,7 @@ def test_odd_figures_are_refused(site: Path, figures: str) -> None:
 @pytest.mark.parametrize("gpu", sorted(GPU_CATALOGUE))
 def test_a_site_with_any_gpu_of_the_catalogue_is_planned(site: Path, gpu: str) -> None:
     site.write_text(SITE.replace("GPU", gpu))
-    request = load_request("quickstart", site=str(site))
+    request = load_request("quickstart", site=str(site), settings=("job.layout=hetjob",))
     script = preview_script(request, name="c")
     assert "#SBATCH --gres=gpu:" in script
     assert script.count("#SBATCH hetjob") == 2

@@ -246,7 +246,7 @@ def partitions(made: Plan) -> set[str]:
 
 
 def test_a_site_without_het_jobs_gets_one_allocation_with_the_reason() -> None:
-    made = plan_recipe(site="lab-hetstep")
+    made = plan_recipe("resources.decode.num_workers=4", site="lab-hetstep")
     assert made.layout == "hetstep"
     assert 'het_jobs = "no"' in made.layout_reason
     assert partitions(made) == {"h100"}
@@ -260,7 +260,7 @@ def test_one_allocation_has_prefill_nodes_where_they_are_asked_for() -> None:
 
 
 def test_a_compromise_for_one_partition_is_a_fallback() -> None:
-    fallbacks = plan_recipe(site="lab-hetstep").fallbacks
+    fallbacks = plan_recipe("job.layout=hetstep", site="lab-hetstep").fallbacks
     assert "decode wanted bandwidth, got h100: one allocation is on one partition" in fallbacks
     assert "env wanted cpu, got h100: one allocation is on one partition" in fallbacks
     assert len(fallbacks) == 2
@@ -276,7 +276,8 @@ def test_one_allocation_has_the_nodes_of_all_roles_and_the_largest_need_per_node
 
 
 def test_cost_and_idle_gpus_count_every_node_of_one_allocation() -> None:
-    made = plan_recipe("resources.decode.gpus_per_worker=2", "job.walltime_min=60", site="lab-hetstep")
+    apart = ("job.layout=hetstep", "job.walltime_min=60")
+    made = plan_recipe("resources.decode.gpus_per_worker=2", *apart, site="lab-hetstep")
     assert (made.cost.node_hours, made.cost.gpu_hours) == (3.0, 6.0)
     idle = [line for line in made.warnings if "all are charged" in line]
     assert [line.split(maxsplit=1)[0] for line in idle] == ["env", "train"]
@@ -299,7 +300,7 @@ def test_the_next_partition_is_chosen_if_the_best_cannot_hold_all() -> None:
 
 
 def test_one_allocation_that_no_partition_can_hold_is_refused_by_role_and_partition() -> None:
-    message = refuse_plan(*ONE)
+    message = refuse_plan(*ONE, "resources.decode.num_workers=4")
     assert 'het_jobs = "no"' in message
     assert "train: prefill allows 2 nodes, and 1 workers need 1 beside 2 for other roles" in message
     assert "decode: env has no GPUs, and one worker needs 1" in message

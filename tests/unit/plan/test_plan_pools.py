@@ -46,7 +46,11 @@ def test_a_number_of_prefill_workers_is_kept_whatever_the_site_has() -> None:
 
 
 def test_one_pool_has_a_component_less() -> None:
-    assert [component.roles[0] for component in plan_recipe(NONE).components] == ["env", "decode", "train"]
+    assert [component.roles[0] for component in plan_recipe(NONE, "job.layout=hetjob").components] == [
+        "env",
+        "decode",
+        "train",
+    ]
 
 
 @pytest.mark.parametrize("setting", ["router.switch_roles=true", 'router.sizing="auto"'])

@@ -173,7 +173,7 @@ def test_a_qos_with_fewer_jobs_than_components_is_refused_or_warned_of(tmp_path:
         "mem_gib_per_node = 64, max_walltime_min = 1440, max_nodes = 9, max_jobs = 1}\n"
     )
     with pytest.raises(PlanError, match=r'partition \'only\'.*set job.layout = "hetstep"'):
-        plan_recipe(site=str(path))
+        plan_recipe("job.layout=hetjob", site=str(path))
     assert plan_recipe("job.layout=hetstep", site=str(path))
 
 

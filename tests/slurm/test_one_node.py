@@ -1,0 +1,30 @@
+"""A small job on the lab: one node whose four GPUs the trainer and the engines share."""
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from tests.support.campaigns import SIMULATED, events_of, hpcrl, snapshot
+from tests.support.lab_tools import Lab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+TWO_AND_TWO = (
+    *("-s", "job.layout=colocated", "-s", "resources.env.mem_gib_per_worker=2"),
+    *("-s", "resources.train.num_workers=2", "-s", "resources.train.mem_gib_per_worker=2"),
+    *("-s", "resources.decode.num_workers=2", "-s", "resources.decode.mem_gib_per_worker=2"),
+)
+
+
+def test_a_trainer_on_two_gpus_and_two_engines_share_one_node(lab: Lab, campaigns: Path) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "n", *SIMULATED, *TWO_AND_TWO)
+    run, seen = CampaignDir(campaigns / "n"), snapshot("n")
+    assert seen["state"] == "done"
+    assert [event["layout"] for event in events_of(run, "layout")] == ["colocated"]
+    assert [event["transport"] for event in events_of(run, "transport")] == ["window"]
+    started = events_of(run, "worker-started")
+    gpus = {role: sorted(event["gpus"] for event in started if event["role"] == role) for role in ("train", "decode")}
+    assert gpus == {"train": [["0"], ["1"]], "decode": [["2"], ["3"]]}
+    [row] = lab.wait_accounted(seen["jobs"][0]["id"], "COMPLETED")
+    assert {event["node"] for event in started} == {row["NodeList"]} == {"prefill1"}
