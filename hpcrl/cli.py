@@ -168,6 +168,7 @@ def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     )
     lab.add_argument("--dir", type=Path, help="state directory (default: $HPCRL_LAB, else one per user)")
     lab.add_argument("--strict", action="store_true", help="up: nodes that share less and limit memory (as root)")
+    lab.add_argument("--like", metavar="SITE", help="up: partitions, GPUs and QOS of a site, with few nodes each")
     lab.set_defaults(run=_run_lab)
 
 
@@ -406,7 +407,7 @@ def _run_gc(arguments: argparse.Namespace) -> int:
 
 def _run_lab(arguments: argparse.Namespace) -> int:
     from hpcrl.config.site import default_lab_dir
-    from hpcrl.lab import conf, lab, outages
+    from hpcrl.lab import lab, outages
 
     state_dir = arguments.dir or default_lab_dir()
     if (arguments.part is not None) != (arguments.action in ("break", "restore")):
@@ -417,8 +418,7 @@ def _run_lab(arguments: argparse.Namespace) -> int:
         case "restore":
             outages.restore_part(state_dir, arguments.part)
         case "up":
-            cluster = conf.STRICT_CLUSTER if arguments.strict else conf.DEFAULT_CLUSTER
-            _print_line(str(lab.up(state_dir, cluster=cluster)))
+            _bring_up_lab(state_dir, like=arguments.like, is_strict=arguments.strict)
         case "down":
             _print_line(
                 f"the lab in {state_dir} is {'down: everything is removed' if lab.down(state_dir) else 'not up'}"
@@ -431,6 +431,30 @@ def _run_lab(arguments: argparse.Namespace) -> int:
             for name, value in lab.make_environment(state_dir).items():
                 _print_line(f"export {name}={value}")
     return 0
+
+
+def _bring_up_lab(state_dir: Path, *, like: str | None, is_strict: bool) -> None:
+    from hpcrl.lab import conf, lab
+
+    if like is not None:
+        _bring_up_likeness(state_dir, like, is_strict=is_strict)
+        return
+    cluster = conf.STRICT_CLUSTER if is_strict else conf.DEFAULT_CLUSTER
+    _print_line(str(lab.up(state_dir, cluster=cluster)))
+
+
+def _bring_up_likeness(state_dir: Path, name: str, *, is_strict: bool) -> None:
+    from dataclasses import replace
+
+    from hpcrl.config.site import load_site
+    from hpcrl.config.toml import find_toml
+    from hpcrl.lab import lab, likeness
+
+    site = load_site(name)
+    now = lab.up(state_dir, cluster=replace(likeness.imitate_site(site), is_strict=is_strict))
+    _print_line(str(now))
+    path = likeness.write_lab_site(site, source=find_toml("sites", name), root=now.state_dir)
+    _print_line(f"{path} is site {site.name} for use with it; next: hpcrl submit quickstart --site {path} --watch")
 
 
 def _show_plan(plan: "Plan", script: str) -> None:

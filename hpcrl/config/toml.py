@@ -5,6 +5,7 @@ load_table        its table, with `extends` resolved and `-s key=value` applied
 apply_settings    the same for tables that are loaded already
 drop_unknown      remove keys that another version of hpcrl had
 to_struct         the struct, or a ConfigError that names the key, the value and the nearest known name
+format_toml       the text of a file
 LayeredTable      a table and the files and settings that it was made of
 suggest_name      "did you mean ...? "
 shipped_folder, user_folder, list_known_names    the places and names of recipes and sites
@@ -14,11 +15,12 @@ MAX_DEPTH, MAX_BYTES, MAX_EXTENDS, MIN_INTEGER, MAX_INTEGER        limits
 """
 
 import difflib
+import json
 import math
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -475,3 +477,15 @@ def _resolve_wildcard(trail: list[str], message: str, table: TomlTable, kind: ty
             if str(error) == message:
                 return [*trail[:at], key, *trail[at + 1 :]]
     return trail
+
+
+def format_toml(comment: str, top: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of a file: its top level, then its tables; values are texts, numbers and lists of them."""
+    blocks = [f"# {comment}\n" + _format_keys(top)]
+    blocks += [f"[{name}]\n{_format_keys(table)}" for name, table in tables.items() if table]
+    return "\n".join(blocks)
+
+
+def _format_keys(table: Mapping[str, Any]) -> str:
+    # JSON writes these values as TOML does
+    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in table.items())

@@ -36,12 +36,19 @@ JOB_IDS_PER_PORT = 1_000
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """The nodes name1..nameN, and the partition `name` over them."""
+    """The nodes name1..nameN, and the partition `name` over them, if they have one."""
 
     name: str
     num_nodes: int
     gpu: str = ""
     num_gpus: int = 0
+    has_partition: bool = True
+    num_cpus: int = 0
+    """0: those of the cluster; so is the memory."""
+    mem_mib: int = 0
+    threads_per_core: int = 1
+    features: tuple[str, ...] = ()
+    """What jobs may name as a constraint, besides the type of the GPUs."""
     preemptible: str = ""
     """Name of a second partition over the same nodes; its jobs are requeued when the first one needs the nodes."""
 
@@ -51,12 +58,14 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class WidePartition:
-    """A partition over the nodes of several groups, in addition to their own partitions."""
+    """A partition over the nodes of groups, in addition to their own partitions."""
 
     name: str
     groups: tuple[str, ...]
     is_preemptible: bool = False
     """True if its jobs are requeued when another partition needs the nodes."""
+    walltime_min: int = 0
+    """0: that of the cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +74,7 @@ class LabCluster:
 
     groups: tuple[NodeGroup, ...]
     default: str
-    """The group whose partition gets jobs that name none."""
+    """The partition that gets jobs that name none."""
     wide: tuple[WidePartition, ...] = ()
     name: str = "lab"
     num_cpus: int = 16
@@ -77,6 +86,10 @@ class LabCluster:
     """Directories below /tmp that the nodes of a strict lab share, besides those that every job needs."""
     preempt_grace_s: int = 0
     """Time between TERM and the end of a job that is preempted, in the wide partitions."""
+
+    qos: tuple[str, ...] = ()
+    """Names that jobs may give as their QOS."""
+    licenses: tuple[str, ...] = ()
 
     def node_names(self) -> list[str]:
         return [name for group in self.groups for name in group.node_names()]
@@ -231,6 +244,7 @@ def _make_template_values(lab: LabDir, *, cluster: LabCluster, ports: list[int],
         "num_cpus": cluster.num_cpus,
         "mem_mib": cluster.mem_mib,
         "walltime_min": cluster.walltime_min,
+        "licenses": f"Licenses={','.join(cluster.licenses)}" if cluster.licenses else "",
         "tracking": "\n".join(choose_tracking(is_strict=cluster.is_strict)),
         "nodes": "\n".join(_format_node_lines(cluster, hostname=hostname, node_ports=node_ports)),
         "partitions": "\n".join(_format_partition_lines(cluster)),
@@ -240,7 +254,11 @@ def _make_template_values(lab: LabDir, *, cluster: LabCluster, ports: list[int],
 
 def _format_node_lines(cluster: LabCluster, *, hostname: str, node_ports: dict[str, int]) -> Iterator[str]:
     for group in cluster.groups:
-        what = f"Gres=gpu:{group.gpu}:{group.num_gpus} Feature={group.gpu}" if group.num_gpus else "Feature=cpu"
+        features = ",".join(dict.fromkeys([group.gpu if group.num_gpus else "cpu", *group.features]))
+        what = f"Gres=gpu:{group.gpu}:{group.num_gpus} Feature={features}" if group.num_gpus else f"Feature={features}"
+        if group.num_cpus:
+            cores, threads = group.num_cpus // group.threads_per_core, group.threads_per_core
+            what += f" CPUs={group.num_cpus} CoresPerSocket={cores} ThreadsPerCore={threads} RealMemory={group.mem_mib}"
         for name in group.node_names():
             yield f"NodeName={name} NodeHostname={hostname} NodeAddr=127.0.0.1 Port={node_ports[name]} {what}"
 
@@ -249,13 +267,20 @@ def _format_partition_lines(cluster: LabCluster) -> Iterator[str]:
     low = "PriorityTier=1 PreemptMode=REQUEUE"
     for group in cluster.groups:
         nodes = ",".join(group.node_names())
-        yield f"PartitionName={group.name} Nodes={nodes} Default={'YES' if group.name == cluster.default else 'NO'}"
+        if group.has_partition:
+            yield f"PartitionName={group.name} Nodes={nodes} {_format_default(group.name, cluster)}"
         if group.preemptible:
             yield f"PartitionName={group.preemptible} Nodes={nodes} {low}"
     for partition in cluster.wide:
         names = [name for group in cluster.groups if group.name in partition.groups for name in group.node_names()]
         grace = [f"{low} GraceTime={cluster.preempt_grace_s}"] if partition.is_preemptible else []
-        yield " ".join([f"PartitionName={partition.name} Nodes={','.join(names)}", *grace])
+        limit = [f"MaxTime={partition.walltime_min}"] if partition.walltime_min else []
+        default = [_format_default(partition.name, cluster)] if partition.name == cluster.default else []
+        yield " ".join([f"PartitionName={partition.name} Nodes={','.join(names)}", *default, *limit, *grace])
+
+
+def _format_default(partition: str, cluster: LabCluster) -> str:
+    return f"Default={'YES' if partition == cluster.default else 'NO'}"
 
 
 def _format_gres_lines(lab: LabDir, cluster: LabCluster) -> Iterator[str]:

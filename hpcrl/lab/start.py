@@ -75,6 +75,7 @@ class LabStartup:
             self._wait_until_listening("slurmctld", (socket.AF_INET, ("127.0.0.1", ports[0])))
             self._wait_until("slurmctld", "every node idle", lambda: _is_every_node_idle(self.lab, self.cluster))
             self._wait_until("slurmdbd", "the cluster in the accounts", lambda: _is_accounted(self.lab, self.cluster))
+            self._add_qos()
         self._publish(complete=True)
 
     def restart_node(self, node: str) -> None:
@@ -110,6 +111,11 @@ class LabStartup:
         )
         self._start_daemon("mariadbd", "mariadbd", defaults)
         self._wait_until_listening("mariadbd", (socket.AF_UNIX, str(self.lab.db_socket)))
+
+    def _add_qos(self) -> None:
+        """Make the cluster's QOS known; slurmctld learns of them from slurmdbd."""
+        for name in self.cluster.qos:
+            run_slurm_command(self.lab, "sacctmgr", "--immediate", "add", "qos", name)
 
     def _start_daemon(self, name: str, command: str, *arguments: str) -> LabDaemon:
         daemon = daemons.spawn_daemon(

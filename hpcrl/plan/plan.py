@@ -365,7 +365,8 @@ def _warn_unverified(site: Site, components: list[JobComponent]) -> list[str]:
     """Warn of facts about the site that are not confirmed."""
     found = []
     if not site.verified:
-        found.append(f"the facts about {site.name} were collected from documents and not checked on the machine")
+        when = f" ({site.checked_on})" if site.checked_on else ""
+        found.append(f"the facts about {site.name} were collected from documents{when} and not checked on the machine")
     for component in components:
         partition = site.partitions[component.partition]
         if partition.unverified:

@@ -9,7 +9,6 @@ choose_gpu_name   the catalogue's name of a GPU type of Slurm: pure
 Nothing is queued. What Slurm does not report keeps its default, and what was guessed is listed under `unverified`.
 """
 
-import json
 import os
 import re
 import shutil
@@ -17,14 +16,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any, get_args
 
 from hpcrl.config.site import ContainerTool, load_site
-from hpcrl.config.toml import NAME_PATTERN, PATTERN_MEANINGS, find_toml, list_known_names, user_folder
+from hpcrl.config.toml import NAME_PATTERN, PATTERN_MEANINGS, find_toml, format_toml, list_known_names, user_folder
 from hpcrl.errors import ConfigError, SlurmError
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.slurm.commands import ask_slurm, expand_nodes, run_slurm
@@ -92,7 +91,7 @@ def detect_site(name: str) -> DetectedSite:
     }
     tables: dict[str, dict[str, Any]] = {"network": _find_network(), "mpi": _find_mpi()}
     tables |= _describe_partitions(kinds, partitions, config, notes)
-    found.text = _write_toml(f"Made by `hpcrl site new {name} --detect`. Correct what is wrong.", top, tables)
+    found.text = format_toml(f"Made by `hpcrl site new {name} --detect`. Correct what is wrong.", top, tables)
     return found
 
 
@@ -299,17 +298,3 @@ def _find_mpi() -> dict[str, Any]:
         if called in probe and plugin in plugins:
             return {"flavour": flavour, "srun_type": plugin}
     return {"flavour": "none"}
-
-
-def _write_toml(comment: str, top: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> str:
-    blocks = [f"# {comment}\n" + _write_keys(top)]
-    blocks += [f"[{name}]\n{_write_keys(table)}" for name, table in tables.items() if table]
-    return "\n".join(blocks)
-
-
-def _write_keys(table: Mapping[str, Any]) -> str:
-    return "".join(f"{key} = {_write_value(value)}\n" for key, value in table.items())
-
-
-def _write_value(value: str | float | bool | Sequence[str]) -> str:
-    return json.dumps(value, ensure_ascii=False)  # the same in TOML for texts, numbers and lists of them

@@ -45,7 +45,7 @@ class StepSetup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 ImageWords = Callable[[str, Sequence[str], str], list[str]]
-"""Makes words, already quoted for bash, from an image, the directories bound in it, and the GPUs' maker."""
+"""A function that makes words, quoted for bash, from an image, the directories bound in it, and the GPUs' maker."""
 
 
 def _run_apptainer(program: str, image: str, binds: Sequence[str], maker: str) -> list[str]:

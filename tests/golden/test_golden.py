@@ -1,8 +1,12 @@
-"""The plan JSON and batch script of every shipped recipe on every site, byte for byte, and plans for real models.
+"""The plan and batch script of every shipped recipe on every site, byte for byte, and plans for real models.
+
+The first five sites have a file for each plan and script, the others one file with the scripts of all recipes and what
+the plans warn of: the rest of a plan is in the script.
 
 After an intended change: HPCRL_UPDATE_GOLDEN=1 python -m pytest tests/golden, then read the diff.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -12,11 +16,14 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.toml import shipped_folder
 from hpcrl.errors import PlanError
 from hpcrl.slurm.script import make_batch_script
-from tests.support.plans import plan_recipe
+from hpcrl.slurm.step_script import make_step_script
+from tests.support.plans import make_site, plan_recipe
+from tests.support.shell_scripts import find_script_problems
 
 GOLDEN = Path(__file__).parent / "files"
 RECIPES = sorted(path.stem for path in shipped_folder("recipes").glob("*.toml"))
-SITES = sorted(path.stem for path in shipped_folder("sites").glob("*.toml"))
+SITES = ("lab", "lab-hetstep", "local", "perlmutter", "leonardo")
+MORE_SITES = sorted({path.stem for path in shipped_folder("sites").glob("*.toml")} - set(SITES))
 
 
 REAL_MODELS = ("qwen3-8b", "qwen3-8b-128k", "qwen3-30b-a3b", "llama-3-70b")
@@ -40,6 +47,38 @@ def test_plan_and_script_are_as_recorded(recipe: str, site: str) -> None:
     script = make_batch_script(plan, job=run.job(0), python="/opt/hpcrl/bin/python")
     made = {f"{recipe}.{site}.json": plan.to_json().decode(), f"{recipe}.{site}.sh": script}
     compare(made)
+
+
+@pytest.mark.parametrize("site", MORE_SITES)
+def test_scripts_and_warnings_for_a_site_are_as_recorded(site: str) -> None:
+    compare({f"{site}.txt": "\n".join(describe_plan(recipe, site) for recipe in RECIPES)})
+
+
+def describe_plan(recipe: str, site: str) -> str:
+    """Return the script of a recipe, and what else its plan has to report."""
+    try:
+        plan = plan_recipe(recipe=recipe, site=site)
+    except PlanError as refusal:
+        return f"=== {recipe}\nrefused: {refusal}\n"
+    job = CampaignDir(Path(f"/scratch/someone/hpcrl/{recipe}-1")).job(0)
+    script = make_batch_script(plan, job=job, python="/opt/hpcrl/bin/python")
+    remarks = [f"{plan.layout}: {plan.layout_reason}", *plan.sizes, *plan.fallbacks, *plan.warnings]
+    return "\n".join([f"=== {recipe}", *remarks, script])
+
+
+@pytest.mark.parametrize("site", SITES + tuple(MORE_SITES))
+def test_scripts_are_bash(site: str, tmp_path: Path) -> None:
+    job = CampaignDir(tmp_path / "c").job(0)
+    scripts = {}
+    for recipe in RECIPES:
+        with contextlib.suppress(PlanError):  # which is recorded
+            plan = plan_recipe(recipe=recipe, site=site)
+            scripts[f"{recipe}.sh"] = make_batch_script(plan, job=job, python="python")
+    loaded = make_site(site)
+    for label in loaded.partitions:
+        setup = make_step_script(loaded, label, driver_prologue=None, binds=["/campaigns/a b"])
+        scripts |= {} if setup is None else {f"step-{label}.sh": setup}
+    assert find_script_problems(scripts, tmp_path) == ""
 
 
 @pytest.mark.parametrize("site", CLUSTERS)

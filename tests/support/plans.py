@@ -23,6 +23,10 @@ from hpcrl.plan.plan import Plan, make_plan
 from hpcrl.testing.recipes import load_recipe
 
 ACCOUNTS = {
+    **{
+        name: ("account=proj42",)
+        for name in ("frontier", "lumi", "marenostrum5", "jupiter", "jureca-dc", "alps", "delta", "deltaai", "expanse")
+    },
     "perlmutter": ("account=m1234",),
     "leonardo": ("partitions.booster.account=IscrC_x", "partitions.dcgp.account=IscrC_x_dcgp"),
 }

@@ -9,7 +9,7 @@
 #SBATCH --open-mode=append
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=128
+#SBATCH --cpus-per-task=256
 #SBATCH --constraint=cpu
 #SBATCH --qos=regular
 #SBATCH --account=m1234
@@ -24,7 +24,7 @@
 #SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=64
+#SBATCH --cpus-per-task=128
 #SBATCH --constraint=gpu
 #SBATCH --qos=regular
 #SBATCH --account=m1234_g
@@ -41,7 +41,7 @@
 #SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=64
+#SBATCH --cpus-per-task=128
 #SBATCH --constraint=gpu&hbm80g
 #SBATCH --qos=regular
 #SBATCH --account=m1234_g
@@ -58,7 +58,7 @@
 #SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=64
+#SBATCH --cpus-per-task=128
 #SBATCH --constraint=gpu
 #SBATCH --qos=regular
 #SBATCH --account=m1234_g

@@ -9,7 +9,7 @@
 #SBATCH --open-mode=append
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=64
+#SBATCH --cpus-per-task=128
 #SBATCH --constraint=gpu
 #SBATCH --qos=regular
 #SBATCH --account=m1234_g

@@ -137,7 +137,7 @@ def test_the_commands_list_show_and_write_sites(cluster: Path, capsys: pytest.Ca
     assert main(["site", "show", "campus"]) == 0
     out = capsys.readouterr().out
     assert "submit quickstart --site campus --dry-run" in out
-    assert "campus       the cluster campus, as its Slurm described it\n" in out
+    assert "campus         the cluster campus, as its Slurm described it\n" in out
     assert '[partitions.gpu-H200]\nslurm_partition = "gpu"\n' in out
     assert main(["site", "show", "nowhere"]) == 2
     assert load_site("campus").name == "campus"
