@@ -21,9 +21,8 @@ from tests.unit.lab.test_likeness import WITH_SLURM
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 RECIPES = sorted(path.stem for path in shipped_folder("recipes").glob("*.toml"))
-RUNNABLE = [name for name in DESCRIBED if name != "one-node"]  # whose roles would have to share a node
 QUICK = ("gh200", "mi300a")
-"""Two interpreters, and whole nodes in one allocation; the others run with `pytest -m long`."""
+"""Two interpreters, and whole nodes; the others run with `pytest -m long`."""
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def lab_dir(needs_slurm: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
             hpcrl("lab", "down")
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in RUNNABLE])
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in DESCRIBED])
 def test_a_cluster_of_a_few_lines_runs_a_campaign(name: str, lab_dir: Path, home: Path) -> None:
     assert f"submit quickstart --site {lab_dir}/site.toml" in hpcrl("lab", "up", "--like", find_described(name)).stdout
     hpcrl("submit", "quickstart", "--site", f"{lab_dir}/site.toml", "--name", "q", "--watch", *SIMULATED)

@@ -68,7 +68,4 @@ def test_a_site_without_slurm_cannot_be_imitated() -> None:
 
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_a_few_lines_describe_a_cluster_that_is_planned(name: str) -> None:
-    settings = ["job.layout=hetstep"] if name == "one-node" else []
-    if name == "one-node":
-        pytest.skip("its roles share a node")
-    assert plan_recipe(*settings, site=find_described(name)).components
+    assert plan_recipe(site=find_described(name)).components
