@@ -70,7 +70,7 @@ gpu-check:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m bench.gpu --device $(DEVICE) --json $(JSON)
 
 clean:
-	rm -rf $(VENV) .venv-envs .venv-verifiers .venv-agents build dist *.egg-info
+	rm -rf $(VENV) .venv-envs .venv-verifiers .venv-agents .venv-trl build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hpcrl needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -102,6 +102,15 @@ $(VENV)/.vllm: $(VENV)/.local
 	@touch $@
 .venv-envs/.done: PACKAGES = --editable '.[envs]'
 .venv-verifiers/.done: PACKAGES = 'verifiers>=0.4,<0.5'
+
+# What bench.whole compares with; torch and transformers are those of the main environment.
+.venv-trl/.done: $(VENV)/.local | $(BIN)/uv
+	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-trl
+	@echo "$(CURDIR)/$(VENV)/lib/$$($(BIN)/python -c 'import sys; print(f"python{sys.version_info[0]}.{sys.version_info[1]}")')/site-packages" \
+		> "$$(echo .venv-trl/lib/python3*/site-packages)/shared.pth"
+	@$(UV) pip install --quiet --python .venv-trl/bin/python --no-deps trl==1.16.0 accelerate datasets pandas \
+		multiprocess dill fsspec pyarrow python-dateutil six pytz tzdata
+	@touch $@
 
 # The packages are those of tests/agents/requirements.txt; without npm the programs in Node are skipped.
 .venv-agents/.done: tests/agents/requirements.txt tests/agents/package.json | $(BIN)/uv

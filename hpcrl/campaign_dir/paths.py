@@ -27,6 +27,7 @@ CAMPAIGN/
         terminated: the node of a step that received SIGTERM
         end-trainer-0: present to request the end of one start of the trainer
         windows, reward-jobs: shared memory to be removed, and reward jobs to be cancelled, after this job
+        wakeups/: an empty file for each process that others wake; its name is the address (hpcrl.system.wakeups)
         engine-groups/: where the parts of engines over several nodes meet
         ranks-0.json: the address where the ranks of one start of the trainer meet
         couriers-INCARNATION.json, meetings/INCARNATION: status of the couriers, and their addresses for TCP
@@ -289,6 +290,11 @@ class JobDir:
         """The meetings of the parts of engines over several nodes, and the answers of their ranks."""
         return self.root / "engine-groups"
 
+    @property
+    def wakeups(self) -> Path:
+        """The addresses of the processes that others wake when there is something new for them."""
+        return self.root / "wakeups"
+
     def ranks(self, start: int) -> Path:
         """Return the file where the ranks of one start of the trainer meet."""
         return self.root / _RANKS_NAME.format(start)
@@ -300,7 +306,7 @@ class JobDir:
     def list_messages(self) -> list[Path]:
         """List what the processes of one run of this job leave for each other: another run must not read it."""
         starts = [path for name in (_RANKS_NAME, _TRAINER_END_NAME) for path in self.root.glob(name.format("*"))]
-        return [self.drain, self.end, self.terminated, self.outcome, self.dump_stacks, *starts]
+        return [self.drain, self.end, self.terminated, self.outcome, self.dump_stacks, self.wakeups, *starts]
 
     def courier_status(self, incarnation: str) -> Path:
         """Return the status file of one incarnation of the couriers, so that an old one cannot overwrite it."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.system.files import publish_json
+from hpcrl.system.files import replace_file
 
 MIN_DROPPED_GROUPS = 16
 """Fewer groups in a row without anything to learn from are chance."""
@@ -49,8 +49,8 @@ class TrainProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_train_progress(path: Path, progress: TrainProgress) -> None:
-    """Publish the trainer's progress."""
-    publish_json(path, msgspec.structs.asdict(progress))
+    """Publish the trainer's progress, which no other job reads."""
+    replace_file(path, msgspec.json.encode(progress))
 
 
 def read_train_progress(path: Path) -> TrainProgress:

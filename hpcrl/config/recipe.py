@@ -330,8 +330,8 @@ class RouterConfig(ConfigTable, frozen=True, kw_only=True):
     """Return to the engine that holds the trajectory's KV, unless the turn is much less work for another."""
     migration_factor: Annotated[float, Meta(ge=1)] = 2.0
     """Factor by which a turn must be less work elsewhere, its whole prompt included, for a trajectory to migrate."""
-    remote_prefill: Literal["always", "auto", "never"] = "always"
-    """auto: if the cost model estimates that the prompt is ready earlier there."""
+    remote_prefill: Literal["always", "auto", "never"] = "auto"
+    """auto: if the cost model estimates that the prompt is ready earlier there; without one, if it is not short."""
     priority: Literal["least-attained", "arrival"] = "least-attained"
     """The turn that goes first at a full engine: of the trajectory served least so far, or the first to arrive."""
     fair_domains: bool = True

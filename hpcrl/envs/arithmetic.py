@@ -12,7 +12,7 @@ import random
 import re
 from typing import TYPE_CHECKING
 
-from hpcrl.envs.base import Step
+from hpcrl.envs.base import Step, quick_reward
 from hpcrl.errors import ConfigError
 
 if TYPE_CHECKING:  # it needs numpy
@@ -27,6 +27,7 @@ _ANSWER = re.compile(r"\s*=?\s*(?P<value>-?\d{1,64})(?![\d.]|\s*[-+*/(])")
 _TOKEN = re.compile(r"\s*(?:(?P<number>\d+)|(?P<symbol>[-+*()]))")
 
 
+@quick_reward
 def correct(trajectory: "Trajectory") -> float:
     """Return 1 if the answer is right, else 0: only a right answer earns RIGHT_REWARD."""
     return float(any(turn.reward >= RIGHT_REWARD for turn in trajectory.turns))

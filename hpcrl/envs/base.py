@@ -6,13 +6,15 @@
     choose_seed                  the seed of a task, which its row may have
     ProgramEnv, ModelAccess      an environment that calls the model itself, and how it reaches it
     RewardFunction, env_reward   the score of a trajectory, and the default one
+    quick_reward, is_quick_reward   a function that env workers call themselves
     make_env_in_thread, make_program, construct_env  make one by its name in a recipe
     adapt_env, is_program_domain  its async form, and its kind
     check_signatures             refuse an environment whose methods cannot be called as they will be
     accepts                      whether a function can be called with given arguments
     check_program_choices        refuse options of a program that have other values than those known
     SamplingSource, ConversationChoice  two options that every agent program has
-    OwnThread                    a thread for code that blocks
+    OwnThread, take_thread       a thread for code that blocks
+    MAX_IDLE_THREADS             the threads that wait for another environment
     INVALID_COST                 the cost of a step that is not understood, in the environments of this package
 
 An environment is a class that the recipe names as `package.module:Name`, made with the domain's `options`. Any
@@ -81,10 +83,27 @@ class OwnThread:
         self._calls.put(run)
         return answer
 
+    def release(self) -> None:
+        """Leave the thread to another environment, or let it end if enough are idle, or a call has not returned."""
+        if self.busy or len(_idle_threads) >= MAX_IDLE_THREADS:
+            self.end()
+        else:
+            _idle_threads.append(self)
+
     def end(self) -> None:
         """Let the thread end after its calls."""
         self._calls.put(None)
         self._thread = None
+
+
+MAX_IDLE_THREADS = 32
+_idle_threads: list[OwnThread] = []
+"""Threads whose environments are closed, used by the event loop's thread alone."""
+
+
+def take_thread() -> OwnThread:
+    """Return an idle thread, or a new one."""
+    return _idle_threads.pop() if _idle_threads else OwnThread()
 
 
 def _run_calls(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
@@ -213,6 +232,23 @@ RewardFunction = Callable[["Trajectory"], float | dict[str, float]]
 """A function that returns the score of a finished trajectory, or named parts whose sum is the score."""
 
 
+RewardCode = TypeVar("RewardCode", bound=Callable[..., Any])
+
+
+def quick_reward(function: RewardCode) -> RewardCode:
+    """Mark a reward function that takes microseconds and never hangs: env workers call it where an episode ends.
+
+    Others are called by reward workers, in processes with a time limit.
+    """
+    function.is_quick_reward = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_quick_reward(function: Callable[..., Any]) -> bool:
+    return getattr(function, "is_quick_reward", False) is True
+
+
+@quick_reward
 def env_reward(trajectory: "Trajectory") -> float:
     """Return the sum of the environment's rewards over all turns."""
     return float(sum(turn.reward for turn in trajectory.turns))
@@ -220,7 +256,7 @@ def env_reward(trajectory: "Trajectory") -> float:
 
 async def make_env_in_thread(name: str, options: dict[str, Any], *, what: str) -> Env:
     """Make it in a thread, so that importing and making block no other episode and can be cancelled."""
-    thread = OwnThread()
+    thread = take_thread()
     try:
         return adapt_env(await thread.call(partial(construct_env, name, options, what=what)), thread=thread)
     except BaseException:
@@ -263,9 +299,9 @@ def _check_option_names(kind: Any, options: dict[str, Any], *, what: str, rename
 def adapt_env(env: Any, *, thread: OwnThread | None = None) -> Env:
     """Return the async form of an environment; plain methods run in `thread`, an async one is returned unchanged."""
     if not _check_methods(env):
-        return _ThreadedEnv(env, thread or OwnThread())
+        return _ThreadedEnv(env, thread or take_thread())
     if thread is not None:
-        thread.end()
+        thread.release()
     return cast(Env, env)
 
 
@@ -361,8 +397,8 @@ class _ThreadedEnv:
         return await self._thread.call(self._env.step, action)
 
     async def close(self) -> None:
-        thread = OwnThread() if self._thread.busy else self._thread
+        thread = take_thread() if self._thread.busy else self._thread
         await thread.call(self._env.close)
-        thread.end()
+        thread.release()
         if thread is not self._thread:
             self._thread.end()

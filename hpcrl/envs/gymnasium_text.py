@@ -24,7 +24,7 @@ from gymnasium.envs.toy_text.blackjack import BlackjackEnv
 from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_random_map
 from gymnasium.envs.toy_text.taxi import TaxiEnv
 
-from hpcrl.envs.base import INVALID_COST, Step
+from hpcrl.envs.base import INVALID_COST, Step, quick_reward
 from hpcrl.errors import ConfigError
 from hpcrl.spool.record import Trajectory
 
@@ -35,11 +35,13 @@ TransitionTable = Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bo
 """Gymnasium's `P`: state -> action -> [(probability, next state, reward, whether the episode ends there)]."""
 
 
+@quick_reward
 def success(trajectory: Trajectory) -> float:
     """Return 1 if the task was solved, else 0: only the turn that arrives earns more than GOAL_SHARE."""
     return float(any(turn.reward > GOAL_SHARE for turn in trajectory.turns))
 
 
+@quick_reward
 def goal_and_way(trajectory: Trajectory) -> dict[str, float]:
     """Return the environment's rewards as a part for arriving and a part for the way (less invalid turns)."""
     goal = GOAL_SHARE * success(trajectory)

@@ -24,12 +24,14 @@ from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import EngineConfig, Recipe, RoleName
 from hpcrl.config.site import DEVICE_VARIABLES, STEP_DEVICE_VARIABLES, DeviceVariable, Site
+from hpcrl.errors import ConfigError
 from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU, GPU_CATALOGUE, GpuModel
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.system.file_watch import MAX_PAUSE_S, NameWatch
 from hpcrl.system.network import current_node, find_bind_address
 from hpcrl.system.variables import PARTITION_VARIABLE, PROGRESS_BARS_VARIABLE
+from hpcrl.system.wakeups import WakeListener, WakeSender
 
 LOOK_INTERVAL_S = 0.25
 TRAINER_PAUSE_S = 0.5
@@ -100,6 +102,17 @@ class WorkerContext:
     def has_request(self, request: Path) -> bool:
         """Return whether the driver has published a request, a file of the job's directory."""
         return request.name in self._requests.names()
+
+    def open_listener(self) -> WakeListener | None:
+        """Let other processes wake this worker; None where it cannot listen, and only polls."""
+        try:
+            return WakeListener(self.job.wakeups, f"{self.role}-{self.index}", host=self.find_address())
+        except (OSError, ConfigError):
+            return None
+
+    def make_sender(self, *roles: str) -> WakeSender:
+        """Return what wakes all workers of some roles."""
+        return WakeSender(self.job.wakeups, *(f"{role}-" for role in roles))
 
     def pause(self, seconds: float) -> None:
         """Wait for `seconds`, or until the job is to end."""

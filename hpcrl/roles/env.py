@@ -37,6 +37,7 @@ from hpcrl.rollout.flow_control import HoldWriter, TrainerProgress
 from hpcrl.rollout.groups import EpisodeGroups, GroupOutcome
 from hpcrl.rollout.journal import TaskJournal
 from hpcrl.rollout.judges.proxy import open_judge_proxy
+from hpcrl.rollout.quick_rewards import QuickScorer
 from hpcrl.rollout.reporting import CountingPolicy, EpisodeReporter
 from hpcrl.rollout.reward_process import RewardProcess
 from hpcrl.rollout.rollout_spool import RolloutSpool, open_rollout_spool
@@ -49,6 +50,7 @@ from hpcrl.rollout.trajectory_scorer import TrajectoryScorer
 from hpcrl.spool.reader import list_last_groups
 from hpcrl.spool.record import Trajectory
 from hpcrl.system.file_watch import WatchedValue
+from hpcrl.system.wakeups import WakeEvent
 from hpcrl.weights.versions import find_newest_version
 
 POLL_INTERVAL_S = 0.1
@@ -93,13 +95,31 @@ async def _run_env_worker(context: WorkerContext) -> None:
         has_turns = not all(map(is_program_domain, recipe.domains.values()))
         layout = load_chat_layout(campaign.model, recipe.model) if has_turns else None
         template = layout.template if layout else load_chat_template(campaign.model, recipe.model)
+        wakeups, readers = WakeEvent(), context.make_sender("train", "reward")
+        if (listener := context.open_listener()) is not None:
+            stack.callback(listener.close)
+            wakeups.attach(listener)
+            stack.callback(wakeups.detach, listener)
+        loop = asyncio.get_running_loop()
+
+        def wake_readers() -> None:
+            readers.wake()
+            wakeups.set_from_thread(loop)
+
         env_worker = EnvWorker(
             context,
             router=router,
             layout=layout,
             rollouts=open_rollout_spool(
-                campaign.spool("rollouts"), recipe=recipe, producer=context.name, emit=context.events.emit
+                campaign.spool("rollouts"),
+                recipe=recipe,
+                producer=context.name,
+                emit=context.events.emit,
+                scored=campaign.spool("scored"),
+                on_sealed=wake_readers,
             ),
+            wakeups=wakeups,
+            wake_trainer=context.make_sender("train").wake,
         )
         env_worker.player.read_answer = make_thought_reader(context, template)
         if env_worker.task_queue.program_domains:
@@ -118,6 +138,10 @@ class EnvWorker:
     """None if all domains are agent programs."""
     rollouts: RolloutSpool
     open_env: EnvOpener = open_env
+    wakeups: WakeEvent = field(default_factory=WakeEvent)
+    """Ends the pause between two rounds early."""
+    wake_trainer: Callable[[], object] = int
+    """Called when the hold has changed."""
     episodes: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -165,6 +189,7 @@ class EnvWorker:
             emit=context.events.emit,
             num_workers=self.worker.count,
         )
+        self.quick_scorer = QuickScorer(recipe, model=campaign.model)
         self.scorer = TrajectoryScorer(
             RewardProcess(
                 campaign.root, concurrency=recipe.reward.concurrency, num_cpus=context.role_plan.cpus_per_worker
@@ -184,12 +209,34 @@ class EnvWorker:
             await self._start_groups()
             self._continue_evaluation()
             self._write_hold()
-            self.accounts.record_sealed(await self.rollouts.seal_due())
+            await self._seal()
             self.reporter.report_due(now=loop_time())
-            due = loop_time() + POLL_INTERVAL_S
-            await asyncio.sleep(POLL_INTERVAL_S)
-            self.reporter.note_delay(loop_time() - due)
+            await self._pause()
         await self._drain()
+
+    async def _pause(self) -> None:
+        """Wait for the next round, which comes early if another process, or the end of a group, asks for it."""
+        due = loop_time() + POLL_INTERVAL_S
+        if await self.wakeups.wait(POLL_INTERVAL_S):
+            self.progress.hurry()
+            self.rollouts.hurry()
+        else:
+            self.reporter.note_delay(loop_time() - due)
+
+    async def _seal(self) -> None:
+        """Make durable what is old enough, or completes a batch."""
+        is_whole = self.admission.should_seal(
+            self.accounts.groups,
+            num_open=self.rollouts.num_open,
+            num_unsealed=self.rollouts.num_unsealed,
+            num_waiting=self._count_waiting(),
+        )
+        seal = self.rollouts.seal_early if is_whole else self.rollouts.seal_due
+        self.accounts.record_sealed(await seal())
+
+    def _count_waiting(self) -> int:
+        """Count the trajectories of all env workers that are durable and not settled."""
+        return self.rollouts.count_sealed() - self.progress.num_settled
 
     def _follow_curriculum(self) -> None:
         """Draw tasks by the new weights of the curriculum, if there are any."""
@@ -217,8 +264,9 @@ class EnvWorker:
     async def _start_groups(self) -> None:
         """Start all groups that are admitted now."""
         groups = self.accounts.groups
-        num_waiting = self.rollouts.count_sealed() - self.progress.num_settled
-        admitted = self.admission.num_admitted(groups, num_unsealed=self.rollouts.num_unsealed, num_waiting=num_waiting)
+        admitted = self.admission.num_admitted(
+            groups, num_unsealed=self.rollouts.num_unsealed, num_waiting=self._count_waiting()
+        )
         if admitted and not self._is_served():
             await self.router.refresh_soon()
             if not self._is_served():
@@ -282,7 +330,9 @@ class EnvWorker:
 
     def _apply_outcome(self, task: AgentTask, outcome: GroupOutcome) -> None:
         self.reporter.count_endings(outcome.booked)
-        self.rollouts.release(outcome.released)
+        if outcome.released:
+            self.rollouts.release(self.quick_scorer.score(outcome.released))
+            self.wakeups.set()
         unneeded = [*outcome.abort]
         if outcome.released and self.admission.record_release():
             closed = self.accounts.close_groups()
@@ -305,7 +355,8 @@ class EnvWorker:
         """Ask the trainer to delay a version that would make running episodes too old, where that is worth it."""
         max_lag = self.context.recipe.rollout.max_lag
         limit = self.accounts.in_flight.limit(newest=self.progress.newest_version, max_lag=max_lag)
-        self.hold_writer.write(limit, now=loop_time())
+        if self.hold_writer.write(limit, now=loop_time()):
+            self.wake_trainer()
 
     async def _drain(self) -> None:
         for task in self.episodes.values():

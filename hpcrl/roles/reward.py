@@ -4,12 +4,12 @@
     ScoringSession         the segments that a task has under way
     RepeatedFaults         the failures of rewards, of which few are reported
     ELASTIC_INDEX_OFFSET   the first index of workers in reward jobs
-    MAX_SESSION_S, MAX_LINGER_S, RECEIVE_TIMEOUT_S, MAX_REASONS    limits
+    MAX_SESSION_S, MAX_IDLE_S, MAX_LINGER_S, RECEIVE_TIMEOUT_S, MAX_REASONS    limits
 
 All calls of reward functions of a worker run at the same time, also those of several segments, in processes that are
 killed when they hang (`hpcrl.rollout.reward_process`). Where there is a worker for each shard, a task takes segments
-for as long as it has some under way; where reward jobs may be fewer, it leaves what takes long to a later task. A task
-may run twice (a lost worker, a preempted node): the twin has one name and is either complete or absent.
+for as long as there are some, and env workers wake it; where reward jobs may be fewer, it leaves what takes long to a
+later task. A task may run twice (a lost worker, a preempted node): the twin has one name, and is complete or absent.
 """
 
 import functools
@@ -39,11 +39,14 @@ from hpcrl.spool.writer import MAX_PAUSE_S, MIN_PAUSE_S, derive_segment
 from hpcrl.system.file_watch import retry_passing
 from hpcrl.system.processes import MAX_RESTARTS
 from hpcrl.system.variables import PARTITION_VARIABLE
+from hpcrl.system.wakeups import WakeListener
 
 ELASTIC_INDEX_OFFSET = 1_000_000
 """Workers in reward jobs are numbered from here on: Parsl numbers the blocks of each pool from 0."""
 MAX_SESSION_S = 30.0
 """A task starts no more segments after this time where there are reward jobs, so that a worker serves every shard."""
+MAX_IDLE_S = 60.0
+"""The time that a task waits for more segments where each shard has a worker: env workers wake it."""
 MAX_LINGER_S = 5.0
 """The further time that it waits for those under way. Their scores go on being computed: the next task of this worker
 writes them, unless another worker was faster."""
@@ -57,12 +60,17 @@ def score(campaign: str, job_number: int, segments: list[str], shard: int, num_s
     faults = _open_faults(campaign, job_number)
     session = ScoringSession(context, _open_reward_process(campaign, job_number), faults)
     listings = [SegmentListing(context.campaign.spool(name)) for name in ("scored", "rollouts")]
-    ends_at = time.monotonic() + (math.inf if context.plan.reward_jobs is None else MAX_SESSION_S)
+    has_own_worker = context.plan.reward_jobs is None
+    ends_at = time.monotonic() + (math.inf if has_own_worker else MAX_SESSION_S)
+    idle_until = 0.0
+    listener = _open_reward_listener(campaign, job_number)
     try:
         session.start(segments)
-        while session.under_way:
-            session.receive()
+        while session.under_way or (time.monotonic() < idle_until and not context.draining):
+            session.receive(listener)
             now = time.monotonic()
+            if session.under_way and has_own_worker:
+                idle_until = now + MAX_IDLE_S
             if now > ends_at + MAX_LINGER_S:
                 return
             if now < ends_at and not context.draining:
@@ -101,6 +109,7 @@ class ScoringSession:
         self._context = context
         self._process = process
         self._faults = faults
+        self._sender = context.make_sender("train")
         self._rollouts, self._scored = (context.campaign.spool(name) for name in ("rollouts", "scored"))
         self._seen: set[str] = set()
         self._num_restarts = 0
@@ -114,10 +123,13 @@ class ScoringSession:
                 self.under_way.add(name)
                 self._request([name])
 
-    def receive(self) -> None:
-        """Wait a moment for the scores of a segment, which may be of an earlier task, and write its twin."""
+    def receive(self, listener: WakeListener | None = None) -> None:
+        """Wait a moment for the scores of a segment, which may be of an earlier task, and write its twin.
+
+        The wait ends early when another process wakes this one.
+        """
         try:
-            answer = self._process.receive(RECEIVE_TIMEOUT_S)
+            answer = self._process.receive(RECEIVE_TIMEOUT_S, wake=listener)
         except RewardError as error:
             self._restart(error)
             return
@@ -159,6 +171,7 @@ class ScoringSession:
             apply_next = functools.partial(self._apply_next, scores, counts)
             try:
                 derive_segment(source, self._scored, apply_next, compression=context.recipe.spool.compression)
+                self._sender.wake()
             except SpoolError as error:
                 pause_s = _handle_spool_error(error, source, context, pause_s=pause_s)
                 continue
@@ -255,6 +268,11 @@ def _open_reward_context(campaign: str, job_number: int) -> WorkerContext:
     context = open_context(campaign_dir, job_number, "reward", index)
     context.events.emit(WorkerStarted(pid=os.getpid(), gpus=[]))
     return context
+
+
+@functools.cache
+def _open_reward_listener(campaign: str, job_number: int) -> WakeListener | None:
+    return _open_reward_context(campaign, job_number).open_listener()
 
 
 @functools.cache

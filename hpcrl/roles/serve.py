@@ -45,6 +45,7 @@ from hpcrl.system.file_watch import LONG_PAUSE_S, WatchedValue
 from hpcrl.system.files import expand_path
 from hpcrl.system.garbage import pause_collection
 from hpcrl.system.network import current_node
+from hpcrl.system.wakeups import WakeEvent
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.store import NewestSource, WeightSource
 from hpcrl.weights.stores.window_store import WindowStore
@@ -259,12 +260,16 @@ class WeightFollower:
         self._context = context
         self._loaded = -1
         self._behind_since: float | None = None
+        self._sender = context.make_sender("env")
         weights = context.campaign.weights
         self._published = WatchedValue(weights, lambda: find_newest_version(weights), longest_s=LONG_PAUSE_S)
 
     async def follow(self, *, engine: WorkerEngine) -> None:
         """Load new versions until the job ends. If the engine fails, raise the cause: the worker is then restarted."""
         failed = asyncio.create_task(engine.wait_until_failed(), name="engine failed")
+        wakeups, listener = WakeEvent(), self._context.open_listener()
+        if listener is not None:
+            wakeups.attach(listener)
         while not self._context.draining:
             if failed.done():
                 failed.result()
@@ -272,8 +277,11 @@ class WeightFollower:
             if newest is not None and newest.version > self._loaded:
                 await self.load(newest)
             await asyncio.to_thread(self._check_lag)
-            await asyncio.sleep(POLL_INTERVAL_S)
+            await wakeups.wait(POLL_INTERVAL_S)
         failed.cancel()
+        if listener is not None:
+            wakeups.detach(listener)
+            listener.close()
 
     async def load(self, manifest: VersionManifest) -> None:
         """Load a version; if it cannot be loaded, the current one stays in use, and the newest is tried next."""
@@ -288,6 +296,7 @@ class WeightFollower:
                     self._context.events.emit(FaultReported(what="weights", detail=str(error)))
             return
         self._loaded = manifest.version
+        self._sender.wake()
         wall_s = round(time.monotonic() - started, 4)
         self._context.events.emit(VersionLoaded(version=manifest.version, wall_s=wall_s, stall_s=round(stall_s, 4)))
 

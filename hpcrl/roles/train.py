@@ -49,6 +49,7 @@ from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_OUT_OF_MEMORY
 from hpcrl.system.garbage import pause_collection
 from hpcrl.system.network import find_interface
 from hpcrl.system.variables import TRAINER_START_VARIABLE
+from hpcrl.system.wakeups import WakeListener
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.base import RankTrainer, StepMetrics, Trainer
 from hpcrl.trainers.leader import RankLeader, follow_orders
@@ -141,7 +142,7 @@ def _run_steps(context: WorkerContext, training_loop: "TrainingLoop") -> int:
             return EXIT_DRAINED
         if not training_loop.try_step():
             training_loop.poll()
-            time.sleep(POLL_INTERVAL_S)
+            training_loop.pause()
     training_loop.await_evaluation()
     training_loop.finish()
     training_loop.check_evidence()
@@ -240,6 +241,8 @@ class TrainingLoop:
     reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "spool"))
     """The thread that reads new trajectories while a step runs."""
     waiting_since: float = field(default_factory=time.monotonic)
+    listener: WakeListener | None = None
+    """Ends its pauses when another worker has something for it."""
 
     @classmethod
     def start_or_resume(
@@ -258,7 +261,7 @@ class TrainingLoop:
         if found is not None:
             manifest, consumed = checkpoint.read_checkpoint(found)
             step, version, evidence = manifest.step, manifest.version, LearningEvidence.from_checkpoint(manifest.extra)
-        train_queue = TrainQueue(context, consumed=consumed)
+        train_queue = TrainQueue(context, consumed=consumed, on_settled=context.make_sender("env").wake)
         leader = _make_leader(context, rank_trainer, train_queue, warmup) if rank_trainer.world.size > 1 else None
         publisher = _make_publisher(context, rank_trainer, leader) if context.recipe.has_rollouts else None
         trainer: Trainer = leader or rank_trainer
@@ -279,6 +282,7 @@ class TrainingLoop:
             saved_step=step if found is not None else -1,
             warmup=warmup,
             evidence=evidence,
+            listener=context.open_listener(),
         )
         training_loop.train_queue.recover()
         write_train_progress(context.campaign.train_progress, training_loop.progress)  # not that of an earlier start
@@ -451,6 +455,13 @@ class TrainingLoop:
         for detail in self.evidence.list_failing_domains():
             self.context.events.emit(FaultReported(what="reward", detail=detail))
 
+    def pause(self) -> None:
+        """Wait a moment, or until other workers have something for training."""
+        if self.listener is None:
+            time.sleep(POLL_INTERVAL_S)
+        elif self.listener.wait(POLL_INTERVAL_S):
+            self.train_queue.hurry()
+
     def poll(self) -> None:
         """Do background work while there is nothing to train on."""
         if self.publisher is not None:
@@ -496,6 +507,8 @@ class TrainingLoop:
         if self.publisher is not None:
             self.publisher.close()
         self.train_queue.close()
+        if self.listener is not None:
+            self.listener.close()
 
     def start_checkpoint(self) -> None:
         """Save trainer state and consumed ids in one commit; training pauses only for the copy in memory."""
@@ -592,6 +605,7 @@ def _make_publisher(context: WorkerContext, rank_trainer: RankTrainer, leader: R
         events=context.events,
         keep_versions=context.recipe.train.keep_versions,
         layout=layout,
+        on_readable=context.make_sender("prefill", "decode").wake,
     )
     if context.plan.is_on_one_node:
         publisher.set_transport(Transport(name="window", reason="every worker is on this node"))

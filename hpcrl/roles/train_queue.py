@@ -9,7 +9,7 @@ workers read how many are settled (hpcrl.rollout.flow_control).
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpcrl.campaign_dir.events import FaultReported, SegmentsRetired
@@ -40,7 +40,10 @@ MAX_HOLD_PAUSE_S = 0.5
 class TrainQueue:
     """The trajectories of "scored" as the trainer sees them."""
 
-    def __init__(self, context: WorkerContext, *, consumed: ConsumedTrajectories) -> None:
+    def __init__(
+        self, context: WorkerContext, *, consumed: ConsumedTrajectories, on_settled: Callable[[], object] = int
+    ) -> None:
+        """Read what is scored; `on_settled` is called when another number of trajectories is settled."""
         spool = context.campaign.spool
         self._context = context
         self._consumed = consumed
@@ -51,7 +54,7 @@ class TrainQueue:
         self._version = 0
         self._hold_pace = PollPace(longest_s=MAX_HOLD_PAUSE_S)
         self._refused_version: int | None = None
-        self._settled_writer = SettledWriter(context.campaign.settled)
+        self._settled_writer = SettledWriter(context.campaign.settled, on_change=on_settled)
         self._settled = SettledSegments(grace_s=context.recipe.spool.retire_after_s)
         self._times_damaged: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -66,6 +69,10 @@ class TrainQueue:
             lower_settled=lambda _: self._settled_writer.write(SettledCount()),
             compression=self._context.recipe.spool.compression,
         )
+
+    def hurry(self) -> None:
+        """Look at the holds with the next choice: another worker has changed something."""
+        self._hold_pace.note_change()
 
     def choose(self, *, version: int) -> GroupChoice:
         """Choose the trajectories of the next step, if there are enough; `mark_trained` must follow."""

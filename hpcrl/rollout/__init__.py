@@ -17,6 +17,7 @@ journal           the running episodes, on disk
 reporting         counters and events of the worker
 evaluation        rounds of evaluation
 rewards           a domain's reward function, and the score of an episode
+quick_rewards     rewards that the worker gives itself
 teacher_scores    the log-probs of a judge that is the teacher
 reward_process    the process that computes the rewards of a worker
 trajectory_scorer  the rewards of single trajectories, of evaluations

@@ -4,6 +4,7 @@ AdmissionControl       decides how many groups an env worker may start now, in e
 count_needed_groups    how many groups of one of several env workers training needs
 count_groups_with_room how many whole groups one of several env workers has room for
 get_mode_lag           how far ahead of training a mode lets episodes start
+completes_batch        whether trajectories that become durable now complete a batch
 limit_to_batch         a whole batch or nothing, for the mode that waits for the last episode of each
 add_spare_groups       a batch with spare groups, so that the slowest are not waited for
 compute_share          one worker's part of a whole; the parts sum to the whole
@@ -68,6 +69,11 @@ def add_spare_groups(admitted: int, *, num_in_flight: int, spare: int, room: int
     return admitted if num_in_flight or not admitted else max(admitted, min(admitted + spare, room))
 
 
+def completes_batch(num_more: int, *, num_waiting: int, batch: int) -> bool:
+    """Return whether `num_more` trajectories complete a batch, with those that wait or are being trained on."""
+    return (num_waiting + num_more) // batch > max(num_waiting, 0) // batch
+
+
 def compute_share(total: int, worker: EnvWorkerId) -> int:
     """Return one env worker's part of `total`; the parts differ by one at most and sum to it exactly."""
     return total // worker.count + (worker.index < total % worker.count)
@@ -118,6 +124,23 @@ class AdmissionControl:
         if self.is_batched:
             return min(versions, default=-1) >= newest
         return max(versions, default=-1) >= max(0, newest - self._rollout.max_lag)
+
+    def should_seal(self, groups: EpisodeGroups, *, num_open: int, num_unsealed: int, num_waiting: int) -> bool:
+        """Return whether released trajectories should become durable now, though they are few and young.
+
+        `num_open` of the unsealed ones are not even being written. They should if they complete a batch, or this
+        worker's part of one, or if no group runs whose trajectories could go into the same segment.
+        """
+        if not num_open:
+            return False
+        batch = self._groups_per_step * self._rollout.group_size
+        on_the_way = num_waiting + num_unsealed - num_open
+        own_part = self._own_share(self._groups_per_step) * self._rollout.group_size
+        return (
+            completes_batch(num_open, num_waiting=on_the_way, batch=batch)
+            or num_open >= max(own_part, self._rollout.group_size)
+            or not groups.num_open
+        )
 
     def num_to_start(self, num_groups: int, groups: EpisodeGroups) -> int:
         """Return how many groups to start, spare ones included; `record_release` reports when a batch is complete.

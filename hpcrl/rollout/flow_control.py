@@ -23,6 +23,7 @@ run there, waiting would cost more than cutting.
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +31,7 @@ import msgspec
 
 from hpcrl.rollout.groups import GroupOutcome
 from hpcrl.system.file_watch import LONG_PAUSE_S, WatchedValue
-from hpcrl.system.files import publish_file, publish_json
+from hpcrl.system.files import replace_file
 from hpcrl.weights.versions import find_newest_version
 
 RENEW_INTERVAL_S = 10.0
@@ -53,23 +54,26 @@ class SettledCount(msgspec.Struct, frozen=True, kw_only=True):
 class SettledWriter:
     """The trainer's settled.json, written when it changes."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, on_change: Callable[[], object] = int) -> None:
+        """Write to `path`; `on_change` is called when something else was written."""
         self._path = path
+        self._on_change = on_change
         self._written: SettledCount | None = None
 
     def write(self, settled: SettledCount) -> None:
         """Publish the count to all env workers; on a full file system, with a later call."""
         if settled != self._written:
             with contextlib.suppress(OSError):  # an older count only lets fewer episodes start
-                publish_json(self._path, msgspec.structs.asdict(settled))
+                replace_file(self._path, msgspec.json.encode(settled))
                 self._written = settled
+                self._on_change()
 
 
 def read_settled(path: Path) -> SettledCount:
     """Read how much the trainer has settled; 0 until it has written the file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=SettledCount)
-    except FileNotFoundError:
+    except (FileNotFoundError, msgspec.DecodeError):  # a crash of the machine may leave an empty file
         return SettledCount()
 
 
@@ -81,6 +85,11 @@ class TrainerProgress:
         self._newest = WatchedValue(weights, lambda: find_newest_version(weights), longest_s=LONG_PAUSE_S)
         self.newest_version = 0
         self.num_settled = 0
+
+    def hurry(self) -> None:
+        """Look for changes at the next call."""
+        self._settled.hurry()
+        self._newest.hurry()
 
     def poll(self) -> None:
         """Read what has changed."""
@@ -174,13 +183,15 @@ class HoldWriter:
         self._written_limit: int | None = None
         self._written_at = float("-inf")
 
-    def write(self, limit: int | None, *, now: float) -> None:
-        """Write the hold if that is due; `now` is by the caller's clock."""
+    def write(self, limit: int | None, *, now: float) -> bool:
+        """Write the hold if that is due; return whether the limit has changed. `now` is by the caller's clock."""
+        is_other = limit != self._written_limit
         is_due = limit is not None and now - self._written_at > RENEW_INTERVAL_S  # without a limit, old is as good
-        if limit != self._written_limit or is_due or self._written_at == float("-inf"):
+        if is_other or is_due or self._written_at == float("-inf"):
             with contextlib.suppress(OSError):  # a full file system: training does not wait for this worker
-                publish_file(self._path, msgspec.json.encode(StalenessHold(limit=limit, at=time.time())))
+                replace_file(self._path, msgspec.json.encode(StalenessHold(limit=limit, at=time.time())))
                 self._written_limit, self._written_at = limit, now
+        return is_other and self._written_limit == limit
 
 
 def may_publish(hold_paths: list[Path], *, version: int) -> bool:

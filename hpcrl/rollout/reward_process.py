@@ -23,6 +23,7 @@ from hpcrl.envs.process import SINGLE_THREAD_VARIABLES
 from hpcrl.errors import RewardError
 from hpcrl.rollout.rewards import RewardScore
 from hpcrl.system.processes import end_group
+from hpcrl.system.wakeups import WakeListener
 
 CLOSE_GRACE_S = 2.0
 
@@ -68,12 +69,19 @@ class RewardProcess:
         except OSError:
             raise self._explain_end() from None
 
-    def receive(self, timeout_s: float) -> SegmentScores | None:
-        """Return the next scores, or None if there are none in time; raise RewardError if the process has ended."""
-        assert self._connection is not None
+    def receive(self, timeout_s: float, *, wake: WakeListener | None = None) -> SegmentScores | None:
+        """Return the next scores; None if there are none in time, or when another process has sent a wake-up.
+
+        RewardError if the process has ended. Without a request there is none, and only the wait.
+        """
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._received:
-            if not select.select([self._connection], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+            sources = [source for source in (self._connection, wake) if source is not None]
+            ready = select.select(sources, [], [], max(deadline - time.monotonic(), 0.0))[0]
+            if wake in ready:
+                assert wake is not None
+                wake.receive()
+            if self._connection is None or self._connection not in ready:
                 return None
             with contextlib.suppress(OSError):
                 if data := self._connection.recv(1 << 16):

@@ -31,6 +31,7 @@ import msgspec
 
 from hpcrl.config.recipe import MAX_REWARD, DomainConfig, RewardUnit
 from hpcrl.config.user_code import load_code
+from hpcrl.envs.base import is_quick_reward
 from hpcrl.envs.judge_access import find_judges
 from hpcrl.errors import EnvFault, PolicyFailure
 from hpcrl.models.chat_layout import load_text_decoder
@@ -70,6 +71,8 @@ class RewardCaller:
     is_async: bool
     decode: Callable[[list[int]], str] | None = None
     takes_judges: bool = False
+    is_quick: bool = False
+    """True if it is marked as quick (`hpcrl.envs.base.quick_reward`)."""
     unit: RewardUnit = "episode"
 
     def call(self, trajectories: Sequence[Trajectory]) -> Any:
@@ -116,6 +119,7 @@ def load_reward(name: str, domain: DomainConfig, *, model: Path) -> RewardCaller
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         decode=_load_decoder(model) if ("texts" if takes_list else "text") in parameters else None,
         takes_judges="judges" in parameters,
+        is_quick=is_quick_reward(function),
         unit=domain.reward_unit,
     )
 

@@ -10,11 +10,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpcrl.campaign_dir.events import CampaignEvent, FaultReported
+from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, SegmentScored
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import SpoolError
+from hpcrl.spool.ids import get_domain
 from hpcrl.spool.listing import SegmentListing, count_trajectories
-from hpcrl.spool.record import Trajectory
+from hpcrl.spool.record import PackedTrajectory, Trajectory
 from hpcrl.spool.writer import BatchLimits, BatchWriter, DiskSpoolWriter
 from hpcrl.system.file_watch import PollPace
 
@@ -25,10 +26,19 @@ class RolloutSpool:
     """The spool "rollouts", written in threads by one env worker."""
 
     def __init__(
-        self, writer: BatchWriter, *, count_sealed: Callable[[], int], emit: Callable[[CampaignEvent], None]
+        self,
+        writer: BatchWriter,
+        *,
+        count_sealed: Callable[[], int],
+        emit: Callable[[CampaignEvent], None],
+        hurry: Callable[[], object] = int,
     ) -> None:
-        """Write with `writer`; `count_sealed` counts the durable trajectories of all env workers."""
+        """Write with `writer`; `count_sealed` counts the durable trajectories of all env workers.
+
+        `hurry` is called when it should look again, since something may have changed.
+        """
         self._writer = writer
+        self.hurry = hurry
         self._emit = emit
         self.count_sealed = count_sealed
         self.num_unsealed = 0
@@ -44,9 +54,18 @@ class RolloutSpool:
         while not self._writer.has_room:
             await asyncio.sleep(ROOM_INTERVAL_S)
 
+    @property
+    def num_open(self) -> int:
+        """Released trajectories that are in no segment yet, not even in one that is being written."""
+        return self._writer.num_open
+
     async def seal_due(self) -> list[str]:
         """Make durable what is due; return the episodes that are durable now."""
-        return await self._seal(self._writer.flush_due)
+        return await self._seal(self._writer.flush_due) if self._writer.needs_flush else []
+
+    async def seal_early(self) -> list[str]:
+        """Make all durable that is open; return the episodes that are durable now."""
+        return await self._seal(self._writer.flush_early)
 
     async def close(self) -> list[str]:
         """Make everything durable; return the episodes that are durable now."""
@@ -59,6 +78,8 @@ class RolloutSpool:
         except SpoolError as error:
             self._emit(FaultReported(what="spool", detail=str(error)))
             return []
+        if sealed:
+            self.hurry()
         self.num_unsealed -= len(sealed)  # a separate statement after the await: meanwhile, ending episodes add to it
         return sealed
 
@@ -71,6 +92,10 @@ class SealedCount:
         self._pace = pace or PollPace()
         self._num = 0
 
+    def hurry(self) -> None:
+        """Look at the next call."""
+        self._pace.note_change()
+
     def count(self) -> int:
         """Return the number as of the last look, which comes ever more rarely while nothing changes."""
         if self._pace.is_due():
@@ -82,13 +107,44 @@ class SealedCount:
 
 
 def open_rollout_spool(
-    directory: Path, *, recipe: Recipe, producer: str, emit: Callable[[CampaignEvent], None]
+    directory: Path,
+    *,
+    recipe: Recipe,
+    producer: str,
+    emit: Callable[[CampaignEvent], None],
+    scored: Path | None = None,
+    on_sealed: Callable[[], object] = int,
 ) -> RolloutSpool:
-    """Open the spool on disk for one producer."""
+    """Open the spool on disk for one producer.
+
+    What has rewards already gets a twin in `scored`; `on_sealed` is called in a thread when a segment is durable.
+    """
     spool = recipe.spool
     batching = BatchLimits(
         max_bytes=spool.max_segment_mib << 20, max_count=recipe.rollout.group_size * 64, max_age_s=spool.seal_after_s
     )
     listing = SegmentListing(directory)
-    writer = DiskSpoolWriter(directory, producer=producer, batching=batching, compression=spool.compression)
-    return RolloutSpool(writer, count_sealed=SealedCount(listing).count, emit=emit)
+
+    def report_sealed(name: str, twin: Sequence[PackedTrajectory]) -> None:
+        if twin:
+            emit(_summarise_twin(name, twin))
+        on_sealed()
+
+    writer = DiskSpoolWriter(
+        directory,
+        producer=producer,
+        batching=batching,
+        compression=spool.compression,
+        scored=scored,
+        on_sealed=report_sealed,
+    )
+    sealed = SealedCount(listing)
+    return RolloutSpool(writer, count_sealed=sealed.count, emit=emit, hurry=sealed.hurry)
+
+
+def _summarise_twin(name: str, twin: Sequence[PackedTrajectory]) -> SegmentScored:
+    rewards: dict[str, list[float]] = {}
+    for packed in twin:
+        rewards.setdefault(get_domain(packed.id), []).append(packed.reward or 0.0)
+    given = [reward for domain in rewards.values() for reward in domain]
+    return SegmentScored(segment=name, num=len(given), reward_mean=sum(given) / len(given), rewards=rewards)

@@ -58,6 +58,11 @@ def get_group(episode: str) -> str:
     return episode.rpartition("/")[0]
 
 
+def get_domain(episode: str) -> str:
+    """Return the domain of the task of an episode."""
+    return get_group(get_group(episode))
+
+
 def get_index(episode: str) -> int:
     """Return the index of an episode in its group."""
     return int(episode.rpartition("/")[2])

@@ -152,6 +152,8 @@ class PackedTrajectory:
     facts: bytes
     """The facts as one JSON object."""
     columns: dict[str, NDArray[Any]]
+    reward: float | None = None
+    """The reward, if it has one already: then it is stored in "scored" as it is in "rollouts"."""
 
     @property
     def num_bytes(self) -> int:
@@ -177,7 +179,7 @@ def pack_trajectory(trajectory: Trajectory) -> PackedTrajectory:
                 f"trajectory {trajectory.id!r}: a turn from {turn.start} to {turn.end} has {len(turn.token_rewards)} "
                 "token_rewards: one for each of its tokens, or none"
             )
-    return PackedTrajectory(id=trajectory.id, facts=facts, columns=columns)
+    return PackedTrajectory(id=trajectory.id, facts=facts, columns=columns, reward=trajectory.reward)
 
 
 def parse_facts(data: bytes) -> TrajectoryFacts:

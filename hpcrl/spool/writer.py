@@ -3,8 +3,10 @@
     BatchLimits      when a batch is due
     BatchWriter      holds trajectories until they are durable
     BatchDrafter     the function of a BatchWriter that writes a batch
+    SealedHook       the function that is called after that
     DiskSpoolWriter  writes the segments of one producer
     derive_segment   makes one segment from another, such as scored from rollouts
+    link_segment     makes one that is the same file
 
 A disk spool is a directory of segments. Every producer appends its own segments, so no process waits for another and
 nothing is locked. A trajectory is acknowledged when its segment is durable. One that was not acknowledged may be
@@ -30,7 +32,7 @@ from hpcrl.errors import SpoolError
 from hpcrl.spool.listing import SegmentName, announce_changes, check_producer, find_next_number, sweep_leftovers
 from hpcrl.spool.record import PackedTrajectory, Trajectory, pack_trajectory
 from hpcrl.spool.segment import draft_packed, read_segment, write_segment
-from hpcrl.system.files import make_private_dir
+from hpcrl.system.files import make_private_dir, sync_directory
 
 MIN_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
@@ -49,6 +51,9 @@ BatchDrafter = Callable[[Sequence[PackedTrajectory]], Callable[[], None]]
 
 Both may raise SpoolError, and leave nothing then.
 """
+
+SealedHook = Callable[[str, Sequence[PackedTrajectory]], object]
+"""A function that is called with the name of a segment, and what is in its scored twin if that was made too."""
 
 
 class BatchWriter:
@@ -74,6 +79,17 @@ class BatchWriter:
         """Return False while as much is held as is allowed: callers that can wait should, until it is written."""
         return self._num_bytes < 2 * self._batching.max_bytes
 
+    @property
+    def num_open(self) -> int:
+        """The trajectories that no batch has yet."""
+        return len(self._open)
+
+    @property
+    def needs_flush(self) -> bool:
+        """Return whether `flush_due` has anything to do now."""
+        pending = self._pending
+        return (pending is not None and pending.is_finished) or bool(self._acknowledged) or self._is_due()
+
     def append(self, *trajectories: Trajectory) -> None:
         """Hold trajectories in memory; they get into one segment. After an error none is held."""
         packed = [pack_trajectory(trajectory) for trajectory in trajectories]
@@ -89,10 +105,17 @@ class BatchWriter:
         Returns the ids that became durable and were not returned yet. It waits only for a batch that is still being
         written when the next is due. An error is that of an earlier batch, which is kept and tried again later.
         """
+        return self._flush_if(self._is_due)
+
+    def flush_early(self) -> list[str]:
+        """Do the same with a batch that is neither full nor old, unless the disk has just failed."""
+        return self._flush_if(self._may_write)
+
+    def _flush_if(self, should_write: Callable[[], bool]) -> list[str]:
         with self._flush_lock:
             if self._pending is not None and self._pending.is_finished:
                 self._await_pending()
-            if self._is_due():
+            if should_write():
                 self._write_open()
             return self._take_acknowledged()
 
@@ -154,9 +177,12 @@ class BatchWriter:
         acknowledged, self._acknowledged = self._acknowledged, []
         return acknowledged
 
+    def _may_write(self) -> bool:
+        return bool(self._open) and not (self._pause_s and self._clock() < self._pause_ends)
+
     def _is_due(self) -> bool:
         with self._state_lock:
-            if not self._open or (self._pause_s and self._clock() < self._pause_ends):
+            if not self._may_write():
                 return False
             pending_bytes = self._pending.num_bytes if self._pending else 0
             is_full = (
@@ -213,12 +239,20 @@ class DiskSpoolWriter(BatchWriter):
         batching: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
         compression: Compression = "none",
         clock: Callable[[], float] = time.monotonic,
+        scored: Path | None = None,
+        on_sealed: SealedHook = lambda name, batch: None,
     ) -> None:
-        """Write as `producer`: a name that one process at a time uses, so it includes the job."""
+        """Write as `producer`: a name that one process at a time uses, so it includes the job.
+
+        A segment whose trajectories all have rewards gets its twin in `scored` at once, if that is given. `on_sealed`
+        is called in a thread when a segment is durable, with what its twin has, if that exists too.
+        """
         super().__init__(self._draft_segment, batching=batching, clock=clock)
         self._directory = directory
         self._producer = check_producer(producer)
         self._compression = compression
+        self._scored = scored
+        self._on_sealed = on_sealed
         self._number: int | None = None
 
     def _draft_segment(self, batch: Sequence[PackedTrajectory]) -> Callable[[], None]:
@@ -232,9 +266,16 @@ class DiskSpoolWriter(BatchWriter):
         def publish() -> None:
             with self._explain_errors(len(batch)):
                 publish_draft()
+            has_twin = self._link_twin(str(name), batch)
             announce_changes(self._directory, added=[str(name)])
+            self._on_sealed(str(name), batch if has_twin else ())
 
         return publish
+
+    def _link_twin(self, name: str, batch: Sequence[PackedTrajectory]) -> bool:
+        if self._scored is None or any(packed.reward is None for packed in batch):
+            return False
+        return link_segment(self._directory / name, self._scored)
 
     @contextlib.contextmanager
     def _explain_errors(self, num: int) -> Iterator[None]:
@@ -271,3 +312,19 @@ def derive_segment(
         write_segment(target, derived, compression=compression)
         announce_changes(target_dir, added=[target.name])
     return target
+
+
+def link_segment(source: Path, target_dir: Path) -> bool:
+    """Make the segment of the same name in `target_dir` the same file; return False where that is not possible.
+
+    Then it is made by `derive_segment`, as after a crash before the link.
+    """
+    target = target_dir / source.name
+    try:
+        make_private_dir(target_dir)
+        target.hardlink_to(source)
+        sync_directory(target_dir)
+    except OSError:
+        return False
+    announce_changes(target_dir, added=[target.name])
+    return True

@@ -9,6 +9,7 @@ memory      the processes that the kernel ended for a lack of memory
 network     names, addresses, ports
 terminal    text that is safe to print
 garbage     the collector while a process starts
+wakeups     end waits for files of other processes early
 exit_codes  why a worker ended
 variables   environment variables between processes
 package_range  the versions of packages that hpcrl works with

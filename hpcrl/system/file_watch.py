@@ -112,6 +112,10 @@ class PathWatch:
         self._seen: tuple[int, int, int] | None = None
         self._read_at = float("-inf")
 
+    def hurry(self) -> None:
+        """Look at the next call."""
+        self._pace.note_change()
+
     def has_changed(self) -> bool:
         """Return whether the path must be read now: after a change, from time to time, and at first."""
         if not self._pace.is_due():
@@ -161,6 +165,10 @@ class WatchedValue(Generic[T]):
         """The last value; empty before the first."""
         self._failing_since: float | None = None
         self._lock = threading.Lock()
+
+    def hurry(self) -> None:
+        """Look for a change at the next call."""
+        self._watch.hurry()
 
     def poll(self) -> T:
         """Return the value as of the last change that was noticed."""

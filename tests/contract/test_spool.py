@@ -18,7 +18,7 @@ from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter, derive_segment
 from hpcrl.testing.memory import MemorySpool, MemorySpoolReader, MemorySpoolWriter
 from tests.support.clocks import SettableClock
-from tests.support.trajectories import dump_exactly, make_odd_trajectory
+from tests.support.trajectories import dump_exactly, make_odd_trajectory, make_trajectory
 
 FORK = multiprocessing.get_context("fork")
 
@@ -462,3 +462,34 @@ def test_readers_get_every_trajectory_of_working_writers_once(disk):
     producers = [f"000-env-{index}" for index in range(4)]
     wanted = [f"{producer}/{index}" for producer in producers for index in range(60)]
     run_all([*((consume, disk, wanted) for _ in range(2)), *((produce, disk, name, 60) for name in producers)])
+
+
+def test_a_segment_whose_trajectories_have_rewards_is_its_own_twin(tmp_path):
+    rollouts, scored, sealed = tmp_path / "rollouts", tmp_path / "scored", []
+    writer = DiskSpoolWriter(
+        rollouts, producer="w", scored=scored, on_sealed=lambda name, twin: sealed.append([one.reward for one in twin])
+    )
+    writer.append(make_trajectory("math/0/0", reward=1.0), make_trajectory("math/0/1", reward=0.5))
+    writer.flush()
+    (name,) = list_segments(scored)
+    assert (scored / name).samefile(rollouts / name)
+    assert sealed == [[1.0, 0.5]]
+
+
+def test_a_segment_with_one_trajectory_that_has_no_reward_gets_no_twin(tmp_path):
+    rollouts, scored, sealed = tmp_path / "rollouts", tmp_path / "scored", []
+    writer = DiskSpoolWriter(
+        rollouts, producer="w", scored=scored, on_sealed=lambda name, twin: sealed.append(list(twin))
+    )
+    writer.append(make_trajectory("math/0/0", reward=1.0), make_trajectory("math/0/1"))
+    writer.flush()
+    assert (list_segments(scored), len(list_segments(rollouts)), sealed) == ([], 1, [[]])
+
+
+def test_a_twin_that_cannot_be_linked_is_left_to_a_reward_worker(tmp_path):
+    rollouts, scored = tmp_path / "rollouts", tmp_path / "scored"
+    scored.touch()  # no directory
+    writer = DiskSpoolWriter(rollouts, producer="w", scored=scored)
+    writer.append(make_trajectory("math/0/0", reward=1.0))
+    assert writer.flush() == ["math/0/0"]
+    assert len(list_segments(rollouts)) == 1

@@ -62,7 +62,7 @@ def test_turns_and_their_kv_go_to_the_hardware_of_their_domain_and_a_worker_swit
     campaigns: Path, recipe: str
 ) -> None:
     """These turns have prompts of a few tokens: one prefill worker is enough, and decode lacks one."""
-    sizing = ("-s", "router.sizing=auto", "-s", "train.num_steps=100000")
+    sizing = ("-s", "router.remote_prefill=always", "-s", "router.sizing=auto", "-s", "train.num_steps=100000")
     hpcrl("submit", recipe, "--site", "local", "--name", "flip", *SMALL, *sizing)
     run = CampaignDir(campaigns / "flip")
     until(lambda: all(_is_at_home(run, domain) for domain in FAST), what=f"domains are served by {FAST}")

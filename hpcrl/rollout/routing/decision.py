@@ -36,6 +36,9 @@ from hpcrl.rollout.routing.trajectories import TrajectoryState
 T = TypeVar("T")
 ASSUMED_BATCH = 32.0
 """The number of sequences decoded together, which share the fixed cost of a step."""
+MIN_REMOTE_TOKENS = 256
+"""The tokens that remote prefill must compute where no cost model knows whether it pays: CPUs take milliseconds for a
+short prompt, and as long to hand its KV over."""
 PRICE_EXPONENT = 8
 """The steepness of the price: at 0.8 of the places it is a sixth above that of an idle engine, at 1.0 it is twice and
 at 1.2 five times that."""
@@ -142,13 +145,14 @@ def remote_prefill_is_faster(
     num_prompt: int,
     num_cached: int,
 ) -> bool:
-    """Return whether remote prefill is faster than computing the prompt where it is decoded; True without a cost model.
+    """Return whether remote prefill is faster than computing the prompt where it is decoded.
 
     Remote prefill takes a separate step, which reads all weights; a local one shares a step that is done anyway.
+    Without a cost model it is assumed to be faster for prompts that are not short.
     """
-    if decode_speed is None or prefill_speed is None:
-        return True
     missing = max(0, num_prompt - num_cached)
+    if decode_speed is None or prefill_speed is None:
+        return missing >= MIN_REMOTE_TOKENS
     local = decode_speed.prefill_s(missing, num_known=num_prompt - missing)
     hand_over = num_prompt * decode_speed.shape.kv_bytes_per_token / LINK_BYTES_PER_S
     return wait_s + prefill_speed.base_step_s(num_prompt) + prefill_speed.prefill_s(num_prompt) + hand_over < local

@@ -69,8 +69,13 @@ class WeightPublisher:
         events: EventLog,
         keep_versions: int,
         layout: TensorLayout | None = None,
+        on_readable: Callable[[], object] = int,
     ) -> None:
-        """Set `layout`, which is the window's too, to publish tensors in its types."""
+        """Set `layout`, which is the window's too, to publish tensors in its types.
+
+        `on_readable` is called when engines of this machine can read a new version.
+        """
+        self._on_readable = on_readable
         self._layout = layout
         self._files = files
         self._window = window
@@ -170,6 +175,7 @@ class WeightPublisher:
     def _commit(self, commit: Callable[[], VersionManifest], weight_version: WeightVersion) -> None:
         announce_version(self._files.directory, weight_version)
         commit()
+        self._on_readable()
 
     def _write_files(self, tensors: Tensors, weight_version: WeightVersion) -> None:
         layout = self._layout or TensorLayout.from_tensors(tensors)

@@ -60,7 +60,9 @@ class RewardStage:
         for name, value in (("context", context), ("process", self.process)):
             monkeypatch.setattr(reward, f"_open_reward_{name}", lambda *_, value=value: value)
         monkeypatch.setattr(reward, "_open_faults", lambda *_: self.faults)
+        monkeypatch.setattr(reward, "_open_reward_listener", lambda *_: None)
         monkeypatch.setattr(reward, "MAX_SESSION_S", 0.0)
+        monkeypatch.setattr(reward, "MAX_IDLE_S", 0.0)
         monkeypatch.setattr(reward, "MAX_LINGER_S", 0.0 if placement == "elastic" else reward.MAX_LINGER_S)
         return lambda *segments: reward.score(str(self.run.root), 0, list(segments), 0, 1)
 

@@ -122,3 +122,30 @@ def test_no_group_of_the_first_version_starts_before_there_is_an_engine(mode):
     assert not gate_of(mode).has_fresh_weights([], newest=0)
     assert not gate_of(mode).has_fresh_weights([-1], newest=0)
     assert gate_of(mode).has_fresh_weights([0], newest=0)
+
+
+@pytest.mark.parametrize(
+    ("num_open", "num_waiting", "is_sealed"),
+    [(0, 6, False), (2, 4, False), (2, 6, True), (2, 8, False), (6, 2, True), (8, 0, True)],
+)
+def test_what_completes_a_batch_becomes_durable_at_once(num_open, num_waiting, is_sealed):
+    gate = gate_of("async")
+    assert (
+        gate.should_seal(groups_of(3), num_open=num_open, num_unsealed=num_open, num_waiting=num_waiting) == is_sealed
+    )
+
+
+def test_trajectories_that_are_being_written_count_towards_a_batch():
+    assert gate_of("async").should_seal(groups_of(3), num_open=2, num_unsealed=8, num_waiting=0)
+
+
+def test_the_last_group_that_runs_is_waited_for_by_none():
+    gate = gate_of("sync")
+    sealed = [gate.should_seal(groups_of(num), num_open=2, num_unsealed=2, num_waiting=0) for num in (1, 0)]
+    assert sealed == [False, True]
+
+
+def test_one_of_several_env_workers_seals_its_part_of_a_batch():
+    gate = gate_of("async", host=1, num_hosts=2)
+    sealed = [gate.should_seal(groups_of(3), num_open=num, num_unsealed=num, num_waiting=0) for num in (2, 4)]
+    assert sealed == [False, True]

@@ -14,7 +14,7 @@ from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.rollout.routing.engines import RouterTimeouts
 from hpcrl.rollout.routing.role_switch import MIN_OVERLOAD_S, RoleSwitcher, read_switched_roles
-from hpcrl.rollout.routing.router import Router
+from hpcrl.rollout.routing.router import DEFAULT_RULES, Router
 from hpcrl.testing.virtual_time import run_virtual
 
 FAST = RouterTimeouts(
@@ -26,6 +26,7 @@ FAST = RouterTimeouts(
     no_decode_timeout_s=0.5,
     max_attempts=3,
 )
+ALWAYS = RouterConfig(remote_prefill="always")
 REQUEST = GenerateRequest(request_id="lake/0/0/0/0/0", token_ids=[1, 2], max_new_tokens=4)
 
 
@@ -97,8 +98,8 @@ class Pool:
     def connect(self, endpoint):
         return self.engines.setdefault(endpoint.worker, Fake(endpoint))
 
-    def router(self, *, seed=0, patience=FAST):
-        return Router(self.endpoints, connect=self.connect, seed=seed, timeouts=patience)
+    def router(self, *, seed=0, patience=FAST, rules=DEFAULT_RULES):
+        return Router(self.endpoints, connect=self.connect, seed=seed, timeouts=patience, rules=rules)
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_a_turn_is_prefilled_and_handed_over(pool):
     pool.add("decode")
 
     async def run():
-        async with pool.router() as router:
+        async with pool.router(rules=ALWAYS) as router:
             return await router.generate(REQUEST), router.reasons
 
     completion, reasons = asyncio.run(run())
@@ -134,7 +135,7 @@ def test_the_prefill_worker_knows_what_the_decode_worker_holds(pool):
     longer = msgspec.structs.replace(first, token_ids=[*REQUEST.token_ids, 9, 5, 6, 7])
 
     async def run():
-        async with pool.router() as router:
+        async with pool.router(rules=ALWAYS) as router:
             await router.generate(first)
             await router.generate(longer)
 

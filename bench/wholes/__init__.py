@@ -1,0 +1,1 @@
+"""Parts of bench.whole: its tasks, a measured campaign, and the times of its hand-overs."""
