@@ -67,10 +67,10 @@ def score(campaign: str, job_number: int, segments: list[str], shard: int, num_s
     try:
         session.start(segments)
         while session.under_way or (time.monotonic() < idle_until and not context.draining):
+            if session.under_way and has_own_worker:
+                idle_until = time.monotonic() + MAX_IDLE_S
             session.receive(listener)
             now = time.monotonic()
-            if session.under_way and has_own_worker:
-                idle_until = now + MAX_IDLE_S
             if now > ends_at + MAX_LINGER_S:
                 return
             if now < ends_at and not context.draining:
