@@ -690,7 +690,16 @@ class JobConfig(ConfigTable, frozen=True, kw_only=True):
     GPUs and cores split among the roles; auto: by the site, and colocated where one node is enough."""
     stall_timeout_min: Annotated[float, Meta(gt=0)] = 15.0
     """A job without progress for this long is ended, so that nodes are never held idle. Progress are tokens, segments,
-    groups and versions; a training step may take four times as long."""
+    groups and versions; a training step may take four times as long. One worker that does nothing of its work for this
+    long is started again."""
+    silence_timeout_s: Annotated[float, Meta(ge=5)] | None = None
+    """A worker that stands still for this long is ended, after it has written its stacks, and started again. None: half
+    of `stall_timeout_min`, at least 30 s and at most 120 s."""
+
+    @property
+    def silence_s(self) -> float:
+        """How long a worker may stand still."""
+        return self.silence_timeout_s or min(max(self.stall_timeout_min * 30, 30.0), 120.0)
 
 
 class LimitsConfig(ConfigTable, frozen=True, kw_only=True):

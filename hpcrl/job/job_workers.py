@@ -23,7 +23,7 @@ from hpcrl.plan.plan import Plan
 from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.slurm.end_policy import find_bad_nodes
 from hpcrl.slurm.status import query_failed_nodes
-from hpcrl.system.exit_codes import EXIT_OUT_OF_MEMORY
+from hpcrl.system.exit_codes import EXIT_HUNG, EXIT_OUT_OF_MEMORY
 from hpcrl.system.files import read_last_line
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ class JobWorkers:
         """Return why the trainer ended."""
         if code == EXIT_OUT_OF_MEMORY:
             return f"{KILLED}: raise resources.train.mem_gib_per_worker"
+        if code == EXIT_HUNG:
+            return read_last_line(self.job.log("train-step"))
         return f"exit code {code}: {read_last_line(self.job.log('train-0'))}"
 
     def _restart_trainer(self, runtime: "JobRuntime", code: int) -> None:

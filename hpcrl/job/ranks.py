@@ -2,7 +2,7 @@
 
 Each gets RANK, WORLD_SIZE and LOCAL_RANK as from torchrun, and its rank as the last argument. When one fails the
 others are ended too: they would wait for it forever. The exit code is special if the kernel ended a rank because the
-memory of its control group was used up.
+memory of its control group was used up, or if one stood still or did not work and was ended.
 """
 
 import os
@@ -12,9 +12,10 @@ import sys
 import time
 from types import FrameType
 
-from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_OUT_OF_MEMORY, encode_exit_code
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_HUNG, EXIT_OUT_OF_MEMORY, encode_exit_code
 from hpcrl.system.memory import count_oom_kills
 from hpcrl.system.processes import die_with_parent
+from hpcrl.system.pulse import LOOK_INTERVAL_S, PulseWatch, end_silent
 
 POLL_INTERVAL_S = 0.25
 SUCCESS_CODES = (EXIT_DONE, EXIT_DRAINED)
@@ -31,16 +32,31 @@ def main(size: int, first: int, num: int, command: list[str]) -> int:
 
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(sig, forward)
-    parent = os.getppid()
+    parent, pulses = os.getppid(), PulseWatch()
+    next_look, has_hung = 0.0, False
     while any(rank.poll() is None for rank in ranks) and not any(_failure_code(rank) for rank in ranks):
         if os.getppid() != parent:  # the step was killed
             break
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + LOOK_INTERVAL_S
+            has_hung = _end_silent_ranks(pulses)
         time.sleep(POLL_INTERVAL_S)
     code = next((_failure_code(rank) for rank in ranks if _failure_code(rank)), ranks[0].returncode or 0)
     if code == -signal.SIGKILL and _has_kernel_killed(num_kills):
         code = EXIT_OUT_OF_MEMORY
+    if has_hung:
+        code = EXIT_HUNG
     _end_ranks(ranks)
     return encode_exit_code(code)
+
+
+def _end_silent_ranks(pulses: PulseWatch) -> bool:
+    """End a rank that stands still or does not work, after it has written its stacks; return whether there was one."""
+    silent = pulses.look()
+    for rank in silent:
+        print(f"process {rank.pid} was ended: {rank.reason}; its stacks are in its log", flush=True)  # noqa: T201
+        end_silent(rank.pid)
+    return bool(silent)
 
 
 def _has_kernel_killed(num_before: int | None) -> bool:

@@ -3,6 +3,7 @@
     call_by_name        the task of every worker
     end_with_children   end the pool when a process is gone that Parsl does not start again
     use_own_queues      let no worker that is killed stop the others, or lose a task
+    end_silent_workers  end workers that stand still or do not work
     LOOK_INTERVAL_S, MAX_DEAD_S   times
 
 Parsl spawns the workers and a process that holds what they share. Each runs this module again, under another name;
@@ -25,6 +26,8 @@ from hpcrl.job.parsl_programs import forget_packages, load_program
 from hpcrl.job.pool_queue import LOOK_INTERVAL_S as LEDGER_INTERVAL_S
 from hpcrl.job.pool_queue import PoolQueue, TaskLedger
 from hpcrl.system.processes import is_zombie
+from hpcrl.system.pulse import LOOK_INTERVAL_S as PULSE_INTERVAL_S
+from hpcrl.system.pulse import PulseWatch, SilentProcess, end_silent
 
 LOOK_INTERVAL_S = 2.0
 MAX_DEAD_S = 15.0
@@ -101,13 +104,36 @@ def use_own_queues() -> None:
     SpawnContext.Queue = PoolQueue
 
 
+def end_silent_workers() -> None:
+    """End workers that stand still or do not work; their tasks fail with the reason."""
+    pulses = PulseWatch()
+    while True:
+        time.sleep(PULSE_INTERVAL_S)
+        for worker in pulses.look():
+            _end_worker(worker)
+
+
+def _end_worker(worker: SilentProcess) -> None:
+    manager = globals()["manager"]
+    task = manager._tasks_in_progress.pop(worker.rank, None)  # Parsl would report that its worker was lost
+    end_silent(worker.pid)
+    if task is not None:
+        error = RuntimeError(f"{worker.reason}; its stacks are in its log")
+        manager.pending_result_queue.put(_make_failure(task["task_id"], error))
+
+
 def _make_lost_result(id: int) -> bytes:
-    """Return the result of a task that was lost with its worker, in the form of Parsl's pool."""
-    from parsl.app.errors import RemoteExceptionWrapper  # noqa: TID251
+    """Return the result of a task that was lost with its worker."""
     from parsl.executors.high_throughput.errors import WorkerLost  # noqa: TID251
+
+    return _make_failure(id, WorkerLost("that took the task", platform.node()))
+
+
+def _make_failure(id: int, error: Exception) -> bytes:
+    """Return the result of a task that failed, in the form of Parsl's pool."""
+    from parsl.app.errors import RemoteExceptionWrapper  # noqa: TID251
     from parsl.serialize import serialize  # noqa: TID251
 
-    error = WorkerLost("that took the task", platform.node())
     wrapped = serialize(RemoteExceptionWrapper(type(error), error, None))
     return pickle.dumps({"type": "result", "task_id": id, "exception": wrapped})
 
@@ -126,4 +152,5 @@ if __name__ == "__main__":
     threading.Thread(target=end_with_children, name="children", daemon=True).start()
     program = load_program(PROGRAM)
     use_own_queues()
+    threading.Thread(target=end_silent_workers, name="pulses", daemon=True).start()
     exec(program)

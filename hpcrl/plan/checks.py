@@ -457,7 +457,17 @@ def _check_limits(recipe: Recipe) -> None:
             raise PlanError(
                 f"limits.until = {until!r} is not a date: give one such as 2026-12-24, or 2026-12-24T18:00"
             ) from None
-    stall_min = recipe.job.stall_timeout_min
+    stall_min, silence_s = recipe.job.stall_timeout_min, recipe.job.silence_timeout_s
+    if silence_s is not None and silence_s >= stall_min * 60:
+        raise PlanError(
+            f"job.silence_timeout_s = {silence_s:g} is not less than job.stall_timeout_min = {stall_min:g}: the job "
+            "would end before a worker that stands still is started again; lower the first or raise the second"
+        )
+    if recipe.teacher is not None and recipe.teacher.judge and recipe.teacher.timeout_s >= stall_min * 60:
+        raise PlanError(
+            f"teacher.timeout_s = {recipe.teacher.timeout_s:g} is not less than job.stall_timeout_min = {stall_min:g}: "
+            "the job would be ended as stalled; lower the first or raise the second"
+        )
     for name, domain in recipe.domains.items():
         for key in ("create_timeout_s", "reset_timeout_s", "step_timeout_s", "reward_timeout_s"):
             if (wait_s := getattr(domain, key)) >= stall_min * 60:

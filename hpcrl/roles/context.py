@@ -30,6 +30,7 @@ from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.system.file_watch import MAX_PAUSE_S, NameWatch
 from hpcrl.system.network import current_node, find_bind_address
+from hpcrl.system.pulse import start_pulse
 from hpcrl.system.variables import PARTITION_VARIABLE, PROGRESS_BARS_VARIABLE
 from hpcrl.system.wakeups import WakeListener, WakeSender
 
@@ -73,6 +74,11 @@ class WorkerContext:
     def partition(self) -> str:
         """The partition of this worker's node, by the site's name."""
         return os.environ.get(PARTITION_VARIABLE, self.plan.components[self.role_plan.component].partition)
+
+    @property
+    def stall_s(self) -> float:
+        """How long a worker may do nothing of its work."""
+        return self.recipe.job.stall_timeout_min * 60
 
     def find_address(self) -> str:
         """Return the address of this node at which other nodes reach it."""
@@ -120,7 +126,7 @@ class WorkerContext:
 
 
 def open_context(campaign: CampaignDir, job_number: int, role: RoleName, index: int) -> WorkerContext:
-    """Read the campaign, open this worker's event log and start its heartbeat."""
+    """Read the campaign, open this worker's event log, and start its pulse and its heartbeat."""
     job = campaign.job(job_number)
     plan = read_plan(campaign)
     component = plan.components[plan.role(role).component]
@@ -143,6 +149,7 @@ def open_context(campaign: CampaignDir, job_number: int, role: RoleName, index: 
         plan=plan,
         events=events,
     )
+    start_pulse(rank=int(os.environ.get("PARSL_WORKER_RANK", "0")), silence_s=context.recipe.job.silence_s)
     threading.Thread(target=_run_heartbeat, args=(context,), name="beat", daemon=True).start()
     return context
 

@@ -50,6 +50,7 @@ from hpcrl.rollout.trajectory_scorer import TrajectoryScorer
 from hpcrl.spool.reader import list_last_groups
 from hpcrl.spool.record import Trajectory
 from hpcrl.system.file_watch import WatchedValue
+from hpcrl.system.pulse import expect_work, note_work
 from hpcrl.system.wakeups import WakeEvent
 from hpcrl.weights.versions import find_newest_version
 
@@ -201,8 +202,11 @@ class EnvWorker:
         """Start groups, seal and report until the job drains; then abort running episodes and seal what is finished."""
         released = self.accounts.list_released()
         self.accounts.recover(durable=_find_durable(self.context, released) if released else ())
+        expect_work("ended no turn and no episode", self._find_work_limit())
         while not self.context.draining:
             self.progress.poll()
+            if not self.episodes or not self._is_served():
+                note_work()  # it has nothing to do
             self._follow_curriculum()
             self._follow_training(now=loop_time())
             self._end_late_groups()
@@ -237,6 +241,11 @@ class EnvWorker:
     def _count_waiting(self) -> int:
         """Count the trajectories of all env workers that are durable and not settled."""
         return self.rollouts.count_sealed() - self.progress.num_settled
+
+    def _find_work_limit(self) -> float:
+        """Return how long no turn and no episode may end: an agent program may work for long between two turns."""
+        domains = self.context.recipe.domains.values()
+        return max(self.context.stall_s, *(one.episode_timeout_s for one in domains if is_program_domain(one)), 0.0)
 
     def _follow_curriculum(self) -> None:
         """Draw tasks by the new weights of the curriculum, if there are any."""
@@ -309,12 +318,14 @@ class EnvWorker:
         self._record_result(task, trajectory)
 
     def _record_turn(self, episode: str, completion: Completion) -> None:
+        note_work()
         version = min(completion.versions, default=self.progress.newest_version)
         self.accounts.in_flight.record_version(episode, version=version)
         self.reporter.record_turn(episode, len(completion.token_ids))
 
     def _record_result(self, task: AgentTask, trajectory: Trajectory) -> None:
         """Do what the end of an episode means for its group: release it, abort the rest of it, or replace a member."""
+        note_work()
         now = loop_time()
         outcome = self.accounts.end_episode(task, trajectory, newest=self.progress.newest_version, now=now)
         if outcome is None:

@@ -24,6 +24,7 @@ from hpcrl.rollout.judges.server import EngineApi, ModelApi, VllmApi, serve_judg
 from hpcrl.system import network
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.garbage import pause_collection
+from hpcrl.system.pulse import expect_work, note_work
 
 if TYPE_CHECKING:
     from hpcrl.engines.vllm.server import VllmLaunch
@@ -62,6 +63,7 @@ async def _serve(context: WorkerContext) -> None:
             job=context.job.number,
         )
         endpoints.announce_endpoint(make_private_dir(place.endpoints), endpoint)
+        expect_work("stood in one turn of its loop", context.stall_s)
         try:
             await _wait_until_ending(context, opened)
         finally:
@@ -74,6 +76,7 @@ async def _wait_until_ending(context: WorkerContext, opened: OpenedApi) -> None:
     while not context.draining:
         if failed.done():
             failed.result()
+        note_work()
         await asyncio.sleep(POLL_INTERVAL_S)
     failed.cancel()
 

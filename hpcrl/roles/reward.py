@@ -38,6 +38,7 @@ from hpcrl.spool.segment import is_out_of_reach, read_segment
 from hpcrl.spool.writer import MAX_PAUSE_S, MIN_PAUSE_S, derive_segment
 from hpcrl.system.file_watch import retry_passing
 from hpcrl.system.processes import MAX_RESTARTS
+from hpcrl.system.pulse import expect_nothing, expect_work, note_work
 from hpcrl.system.variables import PARTITION_VARIABLE
 from hpcrl.system.wakeups import WakeListener
 
@@ -64,9 +65,11 @@ def score(campaign: str, job_number: int, segments: list[str], shard: int, num_s
     ends_at = time.monotonic() + (math.inf if has_own_worker else MAX_SESSION_S)
     idle_until = 0.0
     listener = _open_reward_listener(campaign, job_number)
+    expect_work("stood in the writing of one segment", context.stall_s)
     try:
         session.start(segments)
         while session.under_way or (time.monotonic() < idle_until and not context.draining):
+            note_work()
             if session.under_way and has_own_worker:
                 idle_until = time.monotonic() + MAX_IDLE_S
             session.receive(listener)
@@ -78,6 +81,8 @@ def score(campaign: str, job_number: int, segments: list[str], shard: int, num_s
                 session.start([one for one in sealed - scored if find_shard(one, num_shards=num_shards) == shard])
     except HpcrlError as error:
         raise RuntimeError(str(error)) from None  # a plain exception reaches the driver whatever packages it has
+    finally:
+        expect_nothing()
 
 
 class RepeatedFaults:
@@ -166,6 +171,7 @@ class ScoringSession:
             return
         pause_s = MIN_PAUSE_S
         while self._needs_twin(name):
+            note_work()
             counts = _ScoredCounts()
             scores = zip(answer.scores, answer.teacher or [None] * len(answer.scores), strict=True)
             apply_next = functools.partial(self._apply_next, scores, counts)

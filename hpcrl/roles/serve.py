@@ -7,7 +7,9 @@
     WorkerEngine       the interface of the served engine
     WeightFollower     keep an engine at the newest version
     LoadReporter       report the load of an engine
-    POLL_INTERVAL_S, FAULT_PAUSE_S, MAX_BEHIND_S, LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S   constants
+    EngineWork         note whether it generates
+    POLL_INTERVAL_S, FAULT_PAUSE_S, MAX_BEHIND_S, LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S,
+    WORK_INTERVAL_S   constants
 
 A prefill worker computes the KV of prompts and hands it to decode workers. A decode worker generates tokens, from that
 KV or from its own prefill; where the plan has no prefill workers it always is its own.
@@ -35,7 +37,7 @@ from hpcrl.config.recipe import EngineConfig
 from hpcrl.config.site import OUR_CONNECTOR, Site
 from hpcrl.engines.base import LoadFigures, TokenGenerator, UpdatableEngine
 from hpcrl.engines.http import ServedEngine, make_client_session, make_kv_fetcher, serve_over_http
-from hpcrl.errors import HpcrlError, WeightsError
+from hpcrl.errors import EngineError, HpcrlError, WeightsError
 from hpcrl.hardware.memory_model import GIB
 from hpcrl.plan.plan import RolePlan
 from hpcrl.roles.context import WorkerContext
@@ -45,6 +47,7 @@ from hpcrl.system.file_watch import LONG_PAUSE_S, WatchedValue
 from hpcrl.system.files import expand_path
 from hpcrl.system.garbage import pause_collection
 from hpcrl.system.network import current_node
+from hpcrl.system.pulse import expect_work, note_work
 from hpcrl.system.wakeups import WakeEvent
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.store import NewestSource, WeightSource
@@ -61,6 +64,7 @@ FAULT_PAUSE_S = 1.0
 MAX_BEHIND_S = 30.0
 """The time that an engine may lag behind a published version before it asks for files."""
 LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S = 1.0, 10.0
+WORK_INTERVAL_S = 5.0
 
 
 class WorkerEngine(ServedEngine, UpdatableEngine, Protocol):
@@ -82,6 +86,7 @@ async def serve_engine(context: WorkerContext) -> None:
     first = await _await_first_version(context, source)
     if first is None:
         return
+    expect_work("not become ready to generate", max(context.recipe.engine.start_timeout_s, context.stall_s))
     async with make_client_session() as session, open_engine(context, source, session=session) as engine:
         follower = WeightFollower(engine, source, context)
         await follower.load(first)
@@ -233,6 +238,7 @@ async def _announce_and_follow(engine: WorkerEngine, follower: "WeightFollower",
         num_gpus=role.gpus_per_worker * role.nodes_per_engine,
     )
     endpoints.announce_endpoint(context.campaign.endpoints, endpoint)
+    expect_work("generated nothing for the requests that it runs", context.stall_s)
     reporting = asyncio.create_task(LoadReporter(engine, context.events.emit).report(), name="load of the engine")
     try:
         await follower.follow(engine=engine)
@@ -251,6 +257,28 @@ async def _await_first_version(context: WorkerContext, source: WeightSource) -> 
     return None
 
 
+class EngineWork:
+    """The work of an engine: while it runs requests, it generates tokens."""
+
+    def __init__(self, *, has_tokens: bool) -> None:
+        """Take whether its requests lead to tokens here: a prefill worker's do so elsewhere."""
+        self._has_tokens = has_tokens
+        self._num_generated = -1
+        self._next_look = float("-inf")
+
+    async def look(self, engine: WorkerEngine) -> None:
+        """Note work if the engine has generated a token, or has nothing to do."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + WORK_INTERVAL_S
+        with contextlib.suppress(EngineError):
+            figures = await engine.load_figures()
+            if not self._has_tokens or not figures.num_running or figures.num_generated_tokens != self._num_generated:
+                note_work()
+            self._num_generated = figures.num_generated_tokens
+
+
 class WeightFollower:
     """The follower that keeps an engine at the newest version."""
 
@@ -262,6 +290,7 @@ class WeightFollower:
         self._behind_since: float | None = None
         self._sender = context.make_sender("env")
         weights = context.campaign.weights
+        self._work = EngineWork(has_tokens=context.role != "prefill")
         self._published = WatchedValue(weights, lambda: find_newest_version(weights), longest_s=LONG_PAUSE_S)
 
     async def follow(self, *, engine: WorkerEngine) -> None:
@@ -277,6 +306,7 @@ class WeightFollower:
             if newest is not None and newest.version > self._loaded:
                 await self.load(newest)
             await asyncio.to_thread(self._check_lag)
+            await self._work.look(engine)
             await wakeups.wait(POLL_INTERVAL_S)
         failed.cancel()
         if listener is not None:

@@ -4,6 +4,7 @@
     TrainingLoop                the trainer, its step and its version
     POLL_INTERVAL_S             the pause while there is nothing to train on
     EVALUATION_POLL_INTERVAL_S  the pause while the last evaluation runs
+    WORK_FACTOR                 the time limit of a part of a step
     LAST_CHECKPOINT_TIMEOUT_S   the time that a checkpoint has to be complete after memory ran out
 
 A checkpoint records which trajectories it has consumed.
@@ -48,6 +49,7 @@ from hpcrl.spool.rows import TRAINED, count_by_fate
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_OUT_OF_MEMORY
 from hpcrl.system.garbage import pause_collection
 from hpcrl.system.network import find_interface
+from hpcrl.system.pulse import expect_work, note_work
 from hpcrl.system.variables import TRAINER_START_VARIABLE
 from hpcrl.system.wakeups import WakeListener
 from hpcrl.trainers import checkpoint
@@ -66,6 +68,8 @@ from hpcrl.weights.versions import Transport, WeightVersion
 from hpcrl.weights.window.file import WindowKey, make_window_key
 
 POLL_INTERVAL_S = 0.05
+WORK_FACTOR = 3
+"""A micro-batch, or what follows a step, may take so many times `job.stall_timeout_min`."""
 EVALUATION_POLL_INTERVAL_S = 0.5
 LAST_CHECKPOINT_TIMEOUT_S = 60.0
 
@@ -136,10 +140,12 @@ def _run_leader(context: WorkerContext, rank_trainer: RankTrainer, warmup: Warmu
 
 
 def _run_steps(context: WorkerContext, training_loop: "TrainingLoop") -> int:
+    expect_work("finished no micro-batch, step or checkpoint", WORK_FACTOR * context.stall_s)
     while training_loop.step < context.recipe.train.num_steps:
         if context.draining:
             training_loop.finish()
             return EXIT_DRAINED
+        note_work()
         if not training_loop.try_step():
             training_loop.poll()
             training_loop.pause()

@@ -5,6 +5,7 @@ file_watch  follow shared files with few operations
 file_systems  which of them the nodes share
 free_space  what the file system and quotas leave
 processes   processes that this one started
+pulse       whether a worker stands still, or does not work
 memory      the processes that the kernel ended for a lack of memory
 network     names, addresses, ports
 terminal    text that is safe to print

@@ -11,6 +11,8 @@ EXIT_DRAINED = 3
 """The trainer's process has saved a checkpoint, and the campaign is to continue in another job."""
 EXIT_OUT_OF_MEMORY = 4
 """A rank of the trainer has run out of memory, or the kernel ended it for that."""
+EXIT_HUNG = 5
+"""A rank of the trainer stood still, or did not work, and was ended."""
 EXIT_INTERRUPTED = 130
 
 

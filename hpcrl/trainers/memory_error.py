@@ -16,6 +16,7 @@ import torch
 
 from hpcrl.errors import TrainError, show_error
 from hpcrl.learn.batch import MicroBatch
+from hpcrl.system.pulse import note_work
 
 _MESSAGES = (
     "CUDA error: out of memory",
@@ -48,6 +49,7 @@ class StepMemoryError(TrainError):
 @contextmanager
 def watch_memory(micro: MicroBatch | None = None) -> Iterator[None]:
     """Raise StepMemoryError if memory runs out inside, with the size of the micro-batch that is computed there."""
+    note_work()
     try:
         yield
     except StepMemoryError:

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.token_head import HeadForm, compute_from_hidden
+from hpcrl.system.pulse import note_work
 from hpcrl.trainers.megatron.weight_names import ModelDims
 
 if find_spec("transformer_engine") is None:  # Megatron 0.16.1 looks for its own module with parts of that name
@@ -141,6 +142,7 @@ def compute_token_logprobs(
     has_entropy_bonus: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probs of the micro-batch's model tokens, and the entropies of their distributions."""
+    note_work()
     weight_VH = module.output_layer.weight
     if weight_VH is None:  # the embedding's
         weight_VH = module.shared_embedding_or_output_weight()

@@ -267,6 +267,11 @@ def test_a_wait_that_looks_like_a_stall_is_refused(key: str) -> None:
     check_recipe(make_recipe(f"domains.lake.{key}=119", "job.stall_timeout_min=2", "domains.lake.reward_timeout_s=60"))
 
 
+def test_a_silence_that_is_not_shorter_than_a_stall_is_refused():
+    refusal = refuse_plan("job.silence_timeout_s=900")
+    assert refusal.startswith("job.silence_timeout_s = 900 is not less than job.stall_timeout_min = 15: the job would")
+
+
 def test_a_limit_that_is_not_a_date_is_refused() -> None:
     assert "limits.until = 'soon' is not a date: give one such as 2026-12-24" in refuse_plan('limits.until="soon"')
     check_recipe(make_recipe('limits.until="2026-12-24T18:00"'))

@@ -10,7 +10,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.engines.base import LoadFigures
 from hpcrl.errors import WeightsError
 from hpcrl.roles import serve
-from hpcrl.roles.serve import LOAD_REPORT_INTERVAL_S, LoadReporter, WeightFollower
+from hpcrl.roles.serve import LOAD_REPORT_INTERVAL_S, EngineWork, LoadReporter, WeightFollower
 from hpcrl.system.files import make_private_dir
 from hpcrl.weights.versions import VersionManifest
 from tests.support.plans import make_recipe
@@ -70,3 +70,36 @@ def test_the_load_of_an_engine_is_one_event_a_window():
             num_tokens=300,
         )
     ]
+
+
+class CountedEngine:
+    """An engine with settable figures."""
+
+    def __init__(self, *, num_running: int) -> None:
+        self.num_running, self.num_generated = num_running, 0
+
+    async def load_figures(self) -> LoadFigures:
+        return LoadFigures(
+            version=0, num_running=self.num_running, num_waiting=0, num_generated_tokens=self.num_generated
+        )
+
+
+@pytest.mark.parametrize(
+    ("num_running", "num_new", "has_tokens", "num_noted"),
+    [(0, 0, True, 3), (4, 0, True, 1), (4, 7, True, 3), (4, 0, False, 3)],
+)
+def test_an_engine_that_runs_requests_works_only_while_it_generates(
+    monkeypatch, num_running, num_new, has_tokens, num_noted
+):
+    noted = []
+    monkeypatch.setattr(serve, "note_work", lambda: noted.append(1))
+    monkeypatch.setattr(serve, "WORK_INTERVAL_S", 0.0)
+    engine, work = CountedEngine(num_running=num_running), EngineWork(has_tokens=has_tokens)
+
+    async def look_thrice() -> None:
+        for _ in range(3):
+            await work.look(engine)
+            engine.num_generated += num_new
+
+    asyncio.run(look_thrice())
+    assert len(noted) == num_noted
