@@ -22,6 +22,7 @@ import msgspec
 from hpcrl.campaign import directory, lifecycle
 from hpcrl.campaign.fixed_settings import explain_fixed_setting, flatten_table, list_fixed_settings
 from hpcrl.campaign.lifecycle import CampaignRequest, RequestSource
+from hpcrl.campaign.walltime import refuse_short_walltime
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site
@@ -97,6 +98,7 @@ def resume(
         last, recorded.site, is_done=next_job.find_last_step(campaign) >= request.recipe.train.num_steps
     )
     lifecycle.refuse_without_journals(campaign)
+    refuse_short_walltime(campaign, walltime_min=request.recipe.job.walltime_min)
     if failure := lifecycle.find_final_failure(campaign, num_steps=request.recipe.train.num_steps):
         raise CampaignError(
             f"campaign {campaign.name!r} cannot be resumed: all {request.recipe.train.num_steps} steps were made, and "

@@ -9,6 +9,7 @@ No data passes through the driver.
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,11 +110,13 @@ class JobDriver:
     """Called in each turn of the loop: the guardian ends a driver that hangs."""
     is_supervising: bool = False
     """True once everything was started."""
+    queueing: threading.Thread | None = None
+    """The thread that queues the next job."""
 
     def __post_init__(self) -> None:
         self.campaign, self.job = self.place.campaign, self.place.job
         emit, recipe = self.events.emit, self.recipe
-        trainer_events = EventReader.for_role(self.campaign.events, "train", job=self.job.number)
+        trainer_events = EventReader.for_role(self.campaign.events, "train")  # of earlier jobs too
         margin = DrainMargin(trainer_events.poll, least_s=recipe.job.drain_s)
         self.use = find_campaign_use(self.job, limits=recipe.limits, plan=self.plan)
         self.drain = JobDrain(self.job, margin=margin, use=self.use, emit=emit)
@@ -192,12 +195,13 @@ class JobDriver:
                 self.weight_plane.start(self.site.mpi)
             runtime.start()
             self.workers.start(runtime)
-            self.note_turn()  # a Slurm that is silent may have cost most of a turn, and may again
             self._queue_next(allocation)
             self.is_supervising = True
             end = self._supervise(runtime, allocation)
         finally:
             self.weight_plane.close()
+            if self.queueing is not None:
+                self.queueing.join(self.drain.choose_grace())
             runtime.close(grace_s=self.drain.choose_grace())
             self.reporter.close()
         self.events.emit(JobEnded(outcome=end.outcome, reason=end.reason))
@@ -216,8 +220,13 @@ class JobDriver:
         return None if known is None else JobEnd(outcome=known[0], reason=known[1])
 
     def _queue_next(self, allocation: JobAllocation) -> None:
+        """Queue the next job in a thread: a Slurm that is slow must not delay the answer to SIGTERM."""
+        if self.queueing is not None and self.queueing.is_alive():
+            return
         slurm_id, emit = allocation.job_id, self.events.emit
-        next_job.try_follow(self.place, plan=self.plan, site=self.site, slurm_id=slurm_id, emit=emit)
+        options = {"plan": self.plan, "site": self.site, "slurm_id": slurm_id, "emit": emit}
+        self.queueing = threading.Thread(target=next_job.try_follow, args=(self.place,), kwargs=options, daemon=True)
+        self.queueing.start()
 
     def _supervise(self, runtime: "JobRuntime", allocation: JobAllocation) -> JobEnd:
         watch = watch_campaign(self.campaign, recipe=self.recipe, count_segments=self.scoring.num_segments)

@@ -6,7 +6,7 @@ child, even if that was killed.
     send_outcome         send the outcome to the guardian; without a guardian, clean up and record it
     cancel_reward_jobs   end the reward jobs of a driver that was killed
     CLOSE_GRACE_S, TERM_CLOSE_GRACE_S, OUTCOME_TIMEOUT_S, FORWARDED_SIGNALS, PULSE_INTERVAL_S, MAX_SILENCE_S,
-    MAX_TURN_S, STACKS_GRACE_S, HANG_CLOSE_S   constants
+    MAX_TURN_S, HANG_CLOSE_S   constants
 """
 
 import contextlib
@@ -34,6 +34,7 @@ from hpcrl.system.exit_codes import EXIT_FAILED, encode_exit_code
 from hpcrl.system.files import publish_file
 from hpcrl.system.memory import count_oom_kills
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, wait_for_descendants
+from hpcrl.system.pulse import STACKS_GRACE_S
 from hpcrl.weights.window.file import unlink_recorded_windows
 from hpcrl.weights.window.shm_cleanup import remove_orphans
 
@@ -50,8 +51,6 @@ MAX_SILENCE_S = 45.0
 """The driver's process was stopped, or hangs with all its threads."""
 MAX_TURN_S = 400.0
 """The longest turn of the driver's loop: a Slurm that is silent may take this long to refuse a job."""
-STACKS_GRACE_S = 5.0
-"""Time to write stacks: workers look for that request every 2 s."""
 HANG_CLOSE_S = 30.0
 """The time to clean up after a driver that hangs: what made it hang, such as a file system, may stop this too."""
 

@@ -1,8 +1,8 @@
-"""What goes between a worker pool of Parsl and its workers, any of which may be killed at any moment.
+"""The queue between a worker pool of Parsl and its workers, any of which may be killed at any moment.
 
     PoolQueue      a queue in which no lock is held: the kernel gives each message to one reader, whole
     TaskLedger     the tasks of a pool without a result, of which some are lost with the worker that took them
-    LOST_AFTER_S, LOOK_INTERVAL_S   times
+    LOST_AFTER_S, LEDGER_INTERVAL_S   times
     MAX_MESSAGE_BYTES               a longer message goes through a file
 
 The queue of `multiprocessing` is locked by the reader that waits: a worker that is killed while it is idle, its usual
@@ -28,7 +28,7 @@ from typing import Any
 MAX_MESSAGE_BYTES = 1 << 15
 LOST_AFTER_S = 30.0
 """A worker notes within milliseconds which task it has taken, unless it was killed, or is stopped for a while."""
-LOOK_INTERVAL_S = 5.0
+LEDGER_INTERVAL_S = 5.0
 _IN_FILE, _IN_MESSAGE = b"f", b"m"
 
 
@@ -133,7 +133,7 @@ class TaskLedger:
         now = self._clock()
         if now < self._next_look:
             return False
-        self._next_look = now + LOOK_INTERVAL_S
+        self._next_look = now + LEDGER_INTERVAL_S
         return True
 
     def find_lost(self, running: Collection[int]) -> int | None:

@@ -23,11 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.job.parsl_programs import forget_packages, load_program
-from hpcrl.job.pool_queue import LOOK_INTERVAL_S as LEDGER_INTERVAL_S
-from hpcrl.job.pool_queue import PoolQueue, TaskLedger
+from hpcrl.job.pool_queue import LEDGER_INTERVAL_S, PoolQueue, TaskLedger
 from hpcrl.system.processes import is_zombie
-from hpcrl.system.pulse import LOOK_INTERVAL_S as PULSE_INTERVAL_S
-from hpcrl.system.pulse import PulseWatch, SilentProcess, end_silent
+from hpcrl.system.pulse import WATCH_INTERVAL_S, PulseWatch, SilentProcess, end_silent
 
 LOOK_INTERVAL_S = 2.0
 MAX_DEAD_S = 15.0
@@ -72,7 +70,7 @@ def use_own_queues() -> None:
     from parsl.multiprocessing import SpawnContext  # noqa: TID251
 
     class NotedScheduler(mpi_resource_management.TaskScheduler):  # type: ignore[misc]
-        """What passes tasks to workers and results back, and answers for a worker that was killed with a new task."""
+        """The scheduler of a pool, which answers for a worker that was killed while it took a task."""
 
         def __init__(self, tasks: PoolQueue, results: PoolQueue) -> None:
             super().__init__(tasks, results)
@@ -108,7 +106,7 @@ def end_silent_workers() -> None:
     """End workers that stand still or do not work; their tasks fail with the reason."""
     pulses = PulseWatch()
     while True:
-        time.sleep(PULSE_INTERVAL_S)
+        time.sleep(WATCH_INTERVAL_S)
         for worker in pulses.look():
             _end_worker(worker)
 

@@ -6,7 +6,7 @@
     PulseWatch       the look of a parent at the pulses of its children
     SilentProcess    its result
     end_silent       let a process write its stacks, then kill it
-    PULSE_PREFIX, BEAT_INTERVAL_S, LOOK_INTERVAL_S, STACKS_GRACE_S   constants
+    PULSE_PREFIX, BEAT_INTERVAL_S, WATCH_INTERVAL_S, STACKS_GRACE_S   constants
 
 A pulse is a small file on the node's own disk that both have mapped: no shared file system is asked, and a process that
 is stopped, or hangs with all its threads, cannot hide it.
@@ -29,23 +29,23 @@ from typing import NamedTuple
 
 PULSE_PREFIX = "hpcrl-pulse-"
 BEAT_INTERVAL_S = 0.5
-LOOK_INTERVAL_S = 2.0
+WATCH_INTERVAL_S = 2.0
 STACKS_GRACE_S = 5.0
-"""The time to write stacks before the end."""
+"""The time to write stacks before the end; workers look for a request to do so every 2 s."""
 _PULSE = struct.Struct("<ddddi60s")
 
 
 class PulseRecord(NamedTuple):
-    """What a process shows of itself; times are those of the node's monotonic clock."""
+    """The pulse of a process, as it shows it; times are those of the node's monotonic clock."""
 
     beat: float
-    """When a thread of it last ran."""
+    """The time at which a thread of it last ran."""
     work: float
-    """When it last did what it is to do."""
+    """The time at which it last did what it is to do."""
     silence_s: float
-    """How long it may stand still."""
+    """The longest time that it may stand still."""
     limit_s: float
-    """How long it may do nothing of its work."""
+    """The longest time that it may do nothing of its work."""
     rank: int
     what: bytes
     """Its work, in words."""
@@ -134,7 +134,7 @@ class PulseWatch:
     def look(self) -> list[SilentProcess]:
         """Return the children that are to be ended; call it every few seconds."""
         now = self._clock()
-        if now - self._looked_at > 5 * LOOK_INTERVAL_S:  # the whole node stood still, or this process did
+        if now - self._looked_at > 5 * WATCH_INTERVAL_S:  # the whole node stood still, or this process did
             self._since = now
         self._looked_at = now
         found = []

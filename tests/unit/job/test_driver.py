@@ -1,12 +1,13 @@
 """How the driver ends a job: one in which nothing happens, one that failed, one that is complete."""
 
 import dataclasses
+import threading
 
 import pytest
 
 from hpcrl.campaign_dir.driver_lease import DriverLease
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
-from hpcrl.campaign_dir.events import FaultReported
+from hpcrl.campaign_dir.events import FaultReported, StepFinished
 from hpcrl.campaign_dir.job_end import JobError
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.campaign_dir.train_progress import MIN_DROPPED_GROUPS, TrainProgress, write_train_progress
@@ -18,6 +19,7 @@ from hpcrl.job.driver import JobDriver, _describe_failure
 from hpcrl.job.progress_watch import watch_campaign
 from hpcrl.job.supervision import CampaignUse, DrainRequest
 from hpcrl.plan.plan import make_plan
+from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.system.files import make_private_dir
 from tests.support.plans import make_recipe
 
@@ -89,3 +91,27 @@ def test_a_job_that_makes_its_last_step_while_it_drains_is_complete(driver):
     driver.drain.start(DrainRequest(reason="its walltime is nearly over", grace_s=1.0, cause="walltime"))
     end = driver._finish("done", "every training step was made")
     assert (end.outcome, end.cause) == ("done", "complete")
+
+
+def test_a_job_drains_as_early_as_the_steps_of_earlier_jobs_need(driver):
+    trainer = EventLog.open(driver.campaign, "train", 0, job=0, role="train")
+    trainer.emit(StepFinished(step=1, step_s=800.0))
+    place = WorkerPlace(driver.campaign.job(1), "n")
+    later = dataclasses.replace(driver, place=place)
+    assert later.drain._margin.find_seconds() > 800.0
+
+
+def test_a_slow_slurm_does_not_hold_the_driver_when_the_next_job_is_queued(driver, monkeypatch):
+    answer, asked = threading.Event(), []
+
+    def follow_slowly(*_: object, **__: object) -> None:
+        asked.append(1)
+        answer.wait(60)
+
+    monkeypatch.setattr("hpcrl.job.driver.next_job.try_follow", follow_slowly)
+    allocation = JobAllocation(job_id="7", nodes=[], het=False, end_time=0.0, kill_wait_s=30.0)
+    for _ in range(2):  # at the start, and again at the walltime
+        driver._queue_next(allocation)
+    answer.set()
+    driver.queueing.join(60)
+    assert asked == [1]
