@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved, JobStarted, StepFinished
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import CampaignError
@@ -39,7 +39,8 @@ def refuse_short_walltime(campaign: CampaignDir, *, walltime_min: float) -> None
     raise CampaignError(
         f"job.walltime_min = {walltime_min:g} cannot hold a step and its checkpoint: by the events of this campaign a "
         f"job takes {needs.start_s:.0f} s until its first step, {needs.step_s:.0f} s for a step and "
-        f"{needs.save_s:.0f} s for a checkpoint. Resume it with -s job.walltime_min={least}, or lower train.groups_per_step"
+        f"{needs.save_s:.0f} s for a checkpoint. Resume it with -s job.walltime_min={least}, or lower "
+        "train.groups_per_step"
     )
 
 
@@ -47,7 +48,7 @@ def _measure_needs(campaign: CampaignDir) -> JobNeeds | None:
     """Return what jobs have needed, by their events; None if no step was made."""
     started = {
         event.job: event.time
-        for event in EventReader.for_role(campaign.events, "driver").poll()
+        for event in EventReader(campaign.events, pattern=f"*-driver{EVENT_SUFFIX}").poll()
         if isinstance(event, JobStarted)
     }
     steps: list[StepFinished] = []
