@@ -3,7 +3,6 @@
 lifecycle         submit, dry run, stop
 continuation      resume and extend, also with changes
 fixed_settings    the settings that no change may touch
-walltime          the walltime that a campaign needs, by what its jobs have recorded
 model_check       a command that checks a model as the job would
 surplus           files that a campaign no longer needs
 directory         find, list and reserve campaign directories

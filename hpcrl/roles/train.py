@@ -69,7 +69,7 @@ from hpcrl.weights.window.file import WindowKey, make_window_key
 
 POLL_INTERVAL_S = 0.05
 WORK_FACTOR = 3
-"""A micro-batch, or what follows a step, may take so many times `job.stall_timeout_min`."""
+"""A micro-batch, or what follows a step, may take `job.stall_timeout_min` times this."""
 EVALUATION_POLL_INTERVAL_S = 0.5
 LAST_CHECKPOINT_TIMEOUT_S = 60.0
 

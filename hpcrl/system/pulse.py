@@ -1,7 +1,7 @@
 """The pulse of a worker: the process that started it, on the same node, ends it when it stands still or does not work.
 
     start_pulse      give this process a pulse
-    expect_work      say what this process is to do, and how long it may do nothing of that
+    expect_work      name what this process is to do, and how long it may do nothing of that
     note_work        note that it has done some
     PulseWatch       the look of a parent at the pulses of its children
     SilentProcess    its result

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign.walltime import refuse_short_walltime
+from hpcrl.campaign.continuation import refuse_short_walltime
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import CheckpointSaved, JobStarted, StepFinished
 from hpcrl.campaign_dir.paths import CampaignDir

@@ -97,7 +97,7 @@ def test_a_process_that_beats_and_does_not_work_is_silent_only_where_work_is_exp
     assert found == [] if reason is None else [reason]
 
 
-def test_a_parent_that_stood_still_itself_waits_anew(start, clock, tmp_path):
+def test_a_parent_that_stood_still_itself_waits_again(start, clock, tmp_path):
     child = start()
     child.send_signal(signal.SIGSTOP)
     watch = PulseWatch(tmp_path, clock=clock)
