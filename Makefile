@@ -33,6 +33,7 @@ test test-fast test-envs test-agents: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.dev $(VENV)/.vllm
 	bash jobs/lab/packages.sh
+	bash jobs/lab/packages.sh chromium
 	$(BIN)/python .ci/suites.py $(FAST)
 
 # The adapters of environment families, with the real packages, in two virtual environments.

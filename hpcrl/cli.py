@@ -51,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_gc(commands)
     _add_traj(commands)
+    _add_report(commands)
     _add_site(commands)
     _add_lab(commands)
     add_commands(commands)
@@ -143,6 +144,14 @@ def _add_traj(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     traj = commands.add_parser("traj", help="read, count, export and verify the trajectories of a campaign")
     add_commands(traj)
     traj.set_defaults(run=_run_traj)
+
+
+def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from hpcrl.report.arguments import add_arguments
+
+    report = commands.add_parser("report", help="write a page about campaigns: verdict, curves, time, trajectories")
+    add_arguments(report)
+    report.set_defaults(run=_run_report)
 
 
 def _add_site(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -314,6 +323,28 @@ def _run_traj(arguments: argparse.Namespace) -> int:
         raise HpcrlError(
             f"{python!r}, which would read the trajectories, cannot be run here ({error.strerror}): {hint}"
         ) from error
+
+
+def _run_report(arguments: argparse.Namespace) -> int:
+    """Replace this process by an interpreter that can read segments."""
+    from hpcrl.campaign import directory
+
+    campaigns = [directory.find_campaign(name) for name in arguments.campaigns]
+    options = [f"--format={arguments.format}", *(f"--{name}" for name in ("json", "png") if getattr(arguments, name))]
+    if arguments.output is not None:
+        options.append(f"--output={arguments.output}")
+    python = _find_report_python(campaigns[0])
+    sys.stdout.flush()
+    os.execv(python, [python, "-m", "hpcrl.report", *options, "--", *(str(campaign.root) for campaign in campaigns)])
+
+
+def _find_report_python(campaign_dir: "CampaignDir") -> str:
+    """Return an interpreter that reads trajectories if there is one; without it the report has none of them."""
+    try:
+        python = _find_python_with("h5py", campaign_dir)
+    except HpcrlError:  # the campaign's records are damaged
+        return sys.executable
+    return python if os.access(python, os.X_OK) else sys.executable
 
 
 def _find_python_with(module: str, campaign_dir: "CampaignDir") -> str:

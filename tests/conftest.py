@@ -15,7 +15,7 @@ hypothesis.settings.load_profile("untimed")
 
 LEFTOVERS = pytest.StashKey[LeftoverCheck]()
 IN_CI = bool(os.environ.get("CI"))
-MUST_RUN_IN_CI = ("mpi", "slurm", "vllm")
+MUST_RUN_IN_CI = ("browser", "mpi", "slurm", "vllm")
 KILLERS = {"agents", "e2e", "mpi", "slurm", "vllm"}
 """The folders whose tests kill steps of campaigns."""
 

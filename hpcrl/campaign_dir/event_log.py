@@ -3,7 +3,7 @@
 EventLog     append events
 EventReader  read new events
 find_worker_node   the node on which a worker has last run
-EVENT_SUFFIX, BEAT_INTERVAL_S, MAX_PENDING_LINES, MAX_LOOK_INTERVAL_S, TAIL_BYTES   constants
+EVENT_SUFFIX, BEAT_INTERVAL_S, MAX_PENDING_LINES, MAX_LOOK_INTERVAL_S, TAIL_BYTES, BLOCK_BYTES   constants
 
 A line is written by one write(2) on an O_APPEND descriptor, so a killed process tears at most its own last line.
 Work never ends for an event: on a full or unreachable file system lines wait in memory, the oldest are dropped where
@@ -14,6 +14,7 @@ Every line has `time` (seconds since the epoch), `event`, and its writer: `job`,
 import contextlib
 import errno
 import fnmatch
+import heapq
 import json
 import os
 import stat
@@ -32,6 +33,8 @@ from hpcrl.system.files import parse_json_lines
 
 EVENT_SUFFIX = ".jsonl"
 TAIL_BYTES = 1 << 16
+BLOCK_BYTES = 1 << 16
+"""The bytes of each file that a merge of all files has in memory."""
 BEAT_INTERVAL_S = 10.0
 """The time between heartbeats: a third of the age at which a process counts as ended."""
 MAX_PENDING_LINES = 1000
@@ -163,6 +166,43 @@ class EventReader:
     def poll(self) -> Iterator[CampaignEvent]:
         """Return new events, file by file; incomplete lines wait for the next call, unknown ones are skipped."""
         return (event for line in self.poll_lines() if (event := parse_event(line)) is not None)
+
+    def poll_merged(self) -> Iterator[CampaignEvent]:
+        """Yield new events in the order of jobs and time, with a block of each file in memory."""
+        self.unreadable.clear()
+        return heapq.merge(*map(self._iter_new_events, self._list_paths()), key=lambda event: (event.job, event.time))
+
+    def _iter_new_events(self, path: Path) -> Iterator[CampaignEvent]:
+        """Yield the new events of one file, block by block; it is closed in between, as there may be thousands."""
+        num_bytes = BLOCK_BYTES
+        while True:
+            try:
+                data, is_last = self._read_block(path, num_bytes)
+            except OSError as error:
+                self.unreadable[path.name] = error.strerror or str(error)
+                return
+            for line in parse_json_lines(data):
+                if (event := parse_event(line)) is not None:
+                    yield event
+            if is_last:
+                return
+            num_bytes = BLOCK_BYTES if data else 2 * num_bytes  # a line that is longer than a block
+
+    def _read_block(self, path: Path, num_bytes: int) -> tuple[bytes, bool]:
+        """Return some of the complete lines that were added to one file, and whether these are all."""
+        facts = path.stat()
+        self.touched[path.stem] = facts.st_mtime
+        offset = self.offsets.get(path.name, 0)
+        if facts.st_size <= offset or not stat.S_ISREG(facts.st_mode):
+            return b"", True
+        if path.name in self._paces:
+            self._paces[path.name].note_change()
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(num_bytes)
+        end = data.rfind(b"\n") + 1
+        self.offsets[path.name] = offset + end
+        return data[:end], offset + len(data) >= facts.st_size
 
     def poll_lines(self) -> Iterator[dict[str, Any]]:
         """Yield new lines of every kind as dicts."""

@@ -53,12 +53,20 @@ def make_slurm_query(site: Site) -> SlurmQuery:
 class SnapshotCollector:
     """The collector of one campaign; it keeps what has been read so far."""
 
-    def __init__(self, campaign_dir: CampaignDir, *, query: SlurmQuery, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        campaign_dir: CampaignDir,
+        *,
+        query: SlurmQuery,
+        clock: Callable[[], float] = time.time,
+        progress: CampaignProgress | None = None,
+    ) -> None:
+        """Read a campaign into `progress`, an empty one, for callers that count more than a snapshot has."""
         self._campaign_dir = campaign_dir
         self._query = query
         self._clock = clock
         self._reader = EventReader(campaign_dir.events, is_sparing=True)
-        self._progress = CampaignProgress()
+        self._progress = progress if progress is not None else CampaignProgress()
         self._jobs: dict[int, JobRecord] = {}
         self._ended_jobs: frozenset[int] = frozenset()
         """The jobs that had ended at the last call; what they wrote has been read."""
@@ -124,7 +132,8 @@ class SnapshotCollector:
         directory = self._campaign_dir.events
         if directory.exists() and not os.access(directory, os.R_OK | os.X_OK, effective_ids=True):
             problems.append(f"{directory.name}/ cannot be read: permission denied")
-        self._progress.add_all(self._reader.poll())
+        for event in self._reader.poll_merged():
+            self._progress.add(event)
         problems += [f"{name} cannot be read: {why}" for name, why in self._reader.unreadable.items()]
 
     def _query_slurm(self, ids: Sequence[str], now: float) -> None:

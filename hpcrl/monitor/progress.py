@@ -8,7 +8,7 @@ MAX_FAULT_CAUSES    what is counted, and limits
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -306,7 +306,7 @@ class CampaignProgress:
     notes: NoteLog = field(default_factory=NoteLog)
 
     def add(self, event: CampaignEvent) -> None:
-        """Add one event."""
+        """Add one event; they come in the order of jobs and time."""
         job = self._update_job(event)
         match event:
             case EpisodesCounted() | SegmentScored() | EngineCounted():  # nearly all events; none has a note
@@ -343,11 +343,6 @@ class CampaignProgress:
             truncated=self.totals.truncated - num_truncated,
             env_fault=self.totals.env_fault + num_done + num_truncated,
         )
-
-    def add_all(self, events: Iterable[CampaignEvent]) -> None:
-        """Add the events of several files, in order of jobs and time."""
-        for event in sorted(events, key=lambda event: (event.job, event.time)):
-            self.add(event)
 
     def mean_tokens_per_s(self) -> float:
         """Return the mean over all the time that jobs have run."""

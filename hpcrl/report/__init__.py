@@ -1,0 +1,16 @@
+"""The report of campaigns: one HTML page and the same figures as JSON, from their directories, without a server.
+
+arguments     the command line, light enough for a login node
+__main__      the command, in an interpreter that has h5py if there is one
+build         the figures of a campaign
+history       what its events have besides the monitor's figures
+charts        its charts
+trajectories  a sample of what was played
+comparison    several campaigns
+figures       all of this as structs
+page          the page, with its charts
+sections      its sections
+conversations   its trajectories and groups
+markup        parts of them
+picture       a picture of it
+"""

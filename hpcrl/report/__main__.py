@@ -1,0 +1,103 @@
+"""Report on campaigns: `python -m hpcrl.report ARGUMENTS -- ROOT ...`."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.errors import CampaignError, HpcrlError
+from hpcrl.report.arguments import add_arguments
+from hpcrl.report.build import build_document
+from hpcrl.report.figures import ReportDocument, TrajectoryFigures
+from hpcrl.report.page import render_page
+from hpcrl.report.picture import write_picture
+from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
+from hpcrl.system.files import publish_file
+from hpcrl.system.terminal import print_to_stderr
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; an error that the user can fix is one message and exit code 2."""
+    parser = argparse.ArgumentParser(prog="hpcrl report")
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        _run_command(arguments, [CampaignDir(Path(root)) for root in arguments.campaigns])
+        sys.stdout.flush()
+    except HpcrlError as error:
+        print_to_stderr(f"hpcrl: {error}")
+        return EXIT_USAGE
+    except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _run_command(arguments: argparse.Namespace, campaigns: Sequence[CampaignDir]) -> None:
+    if arguments.format == "inspect":
+        _write_inspect_logs(campaigns, arguments.output)
+        return
+    show = print_to_stderr if sys.stderr.isatty() else str
+    document = build_document(campaigns, read_trajectories=_read_trajectories, show_progress=show)
+    data = msgspec.json.format(msgspec.json.encode(document), indent=1)
+    if arguments.json or arguments.format == "json":
+        if arguments.output is None:
+            sys.stdout.write(data.decode() + "\n")
+        else:
+            _publish(arguments.output, data + b"\n")
+        return
+    _write_page(document, data, arguments)
+
+
+def _write_page(document: ReportDocument, data: bytes, arguments: argparse.Namespace) -> None:
+    names = "-".join(Path(root).name for root in arguments.campaigns)
+    page: Path = arguments.output or Path(f"{names[:100]}-report.html")
+    twin = page.with_suffix(".json")
+    text = render_page(document)
+    _publish(page, text)
+    _publish(twin, data + b"\n")
+    sys.stdout.write(f"{page} ({len(text) / 1e6:.1f} MB), the same figures in {twin}\n")
+    for campaign in document.campaigns:
+        sys.stdout.write(f"{campaign.name}: {campaign.verdict}\n")
+    if arguments.png:
+        picture = page.with_suffix(".png")
+        write_picture(page, picture)
+        sys.stdout.write(f"{picture}\n")
+
+
+def _publish(path: Path, data: bytes | str) -> None:
+    try:
+        publish_file(path, data)
+    except OSError as error:
+        raise CampaignError(f"{path} cannot be written ({error.strerror}): choose another file with -o") from error
+
+
+def _read_trajectories(campaign: CampaignDir) -> TrajectoryFigures:
+    """Read the trajectories, if this interpreter can."""
+    try:
+        from hpcrl.report.trajectories import read_trajectories
+    except ModuleNotFoundError as error:
+        missing = f"trajectories are not shown: {sys.executable} has no {error.name} (pip install 'hpcrl[local]')"
+        return TrajectoryFigures(
+            num=0, num_groups=0, num_flat_groups=0, sampled=[], groups=[], charts=[], problems=[missing]
+        )
+    return read_trajectories(campaign)
+
+
+def _write_inspect_logs(campaigns: Sequence[CampaignDir], target: Path | None) -> None:
+    from hpcrl.traj.export import export_trajectories
+    from hpcrl.traj.history import TrajectoryHistory, TrajectorySelection
+
+    if target is None or len(campaigns) != 1:
+        raise CampaignError("--format inspect writes a directory for one campaign: name it with -o DIRECTORY")
+    history = TrajectoryHistory(campaigns[0])
+    export_trajectories(history, TrajectorySelection(), target=target, kind="inspect", force=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,161 @@
+(function () {
+  "use strict";
+  var charts = JSON.parse(document.getElementById("chart-data").textContent);
+  var plots = [];
+
+  function color(name) {
+    return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  }
+  function width(element) {
+    return Math.max(element.clientWidth, 120);
+  }
+  function show(value) {
+    if (value === null || value === undefined) return "-";
+    var size = Math.abs(value);
+    return size >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
+  }
+  function shownX(chart, index) {
+    if (chart.kind === "category") return chart.labels[index];
+    if (chart.kind === "time") return new Date(chart.x[index] * 1000).toISOString().slice(0, 19).replace("T", " ");
+    return show(chart.x[index]);
+  }
+  function seriesColor(chart, number) {
+    if (chart.series[number].style === "faint") return color("--faint");
+    var before = chart.series.slice(0, number).filter(function (one) { return one.style !== "faint"; }).length;
+    return color("--s" + (before % 8));
+  }
+  function makeSeries(chart) {
+    var bars = chart.series.filter(function (one) { return one.style === "bars"; }).length;
+    var seen = 0;
+    return chart.series.map(function (one, number) {
+      var stroke = seriesColor(chart, number);
+      var made = { label: one.name, stroke: stroke, width: one.style === "faint" ? 1 : 2, points: { show: false }, spanGaps: true };
+      if (one.style === "points") {
+        made.paths = function () { return null; };
+        made.points = { show: true, size: 9, fill: stroke, stroke: color("--page"), width: 1 };
+      } else if (one.style === "bars") {
+        made.fill = stroke;
+        made.paths = uPlot.paths.bars({ size: [0.85 / bars, 100], align: bars === 1 ? 0 : seen === 0 ? -1 : 1 });
+        seen += 1;
+      } else if (one.values.filter(function (value) { return value !== null; }).length < 2) {
+        made.points = { show: true, size: 7, fill: stroke };
+      }
+      return made;
+    });
+  }
+  function makeOptions(chart, element) {
+    var isCategory = chart.kind === "category";
+    var axis = { stroke: color("--soft"), grid: { stroke: color("--grid"), width: 1 }, ticks: { stroke: color("--grid"), width: 1 }, font: "12px system-ui, sans-serif" };
+    var x = Object.assign({}, axis, { label: undefined, space: isCategory ? 60 : 50 });
+    if (isCategory) {
+      x.grid = { show: false };
+      x.splits = function (plot) {
+        var step = Math.max(1, Math.ceil(chart.x.length * 90 / Math.max(plot.width, 90)));
+        return chart.x.filter(function (_, index) { return index % step === 0; });
+      };
+      x.values = function (plot, splits) {
+        return splits.map(function (value) { var at = chart.x.indexOf(value); return at < 0 ? "" : chart.labels[at].split(" to ")[0]; });
+      };
+    }
+    var y = Object.assign({}, axis, { size: 58, values: function (plot, splits) { return splits.map(show); } });
+    var hasBars = chart.series.some(function (one) { return one.style === "bars"; });
+    var low = chart.x[0], high = chart.x[chart.x.length - 1];
+    var scaleX = { time: chart.kind === "time" };
+    if (isCategory) scaleX.range = [low - 0.6, high + 0.6];
+    else if (low === high) scaleX.range = [low - 1, high + 1];
+    return {
+      width: width(element), height: element.clientHeight || 220, legend: { show: false },
+      padding: [10, 12, 0, 0],
+      scales: { x: scaleX, y: hasBars ? { range: function (plot, least, most) { return [0, most > 0 ? most * 1.05 : 1]; } } : {} },
+      axes: [x, y],
+      cursor: { y: false, points: { size: 7 }, drag: { x: false, y: false } },
+      series: [{}].concat(makeSeries(chart)),
+      hooks: { setCursor: [function (plot) { readOut(chart, element, plot.cursor.idx); }] }
+    };
+  }
+  function readOut(chart, element, index) {
+    var line = element.parentNode.querySelector(".readout");
+    if (index === null || index === undefined) { line.textContent = ""; return; }
+    line.textContent = chart.x_label + " " + shownX(chart, index) + ": " + chart.series.map(function (one) {
+      return one.name + " " + show(one.values[index]);
+    }).join(", ");
+  }
+  function draw() {
+    plots.forEach(function (one) { one.plot.destroy(); });
+    plots = [];
+    document.querySelectorAll("[data-chart]").forEach(function (element) {
+      var chart = charts[Number(element.dataset.chart)];
+      var data = [chart.x].concat(chart.series.map(function (one) { return one.values; }));
+      plots.push({ element: element, chart: chart, plot: new uPlot(makeOptions(chart, element), data, element) });
+      element.dataset.drawn = "yes";
+    });
+  }
+  function resize() {
+    plots.forEach(function (one) {
+      if (one.plot.width !== width(one.element)) one.plot.setSize({ width: width(one.element), height: one.element.clientHeight });
+    });
+  }
+  function walk(event) {
+    var step = { ArrowLeft: -1, ArrowRight: 1, Home: -1e9, End: 1e9 }[event.key];
+    var found = plots.filter(function (one) { return one.element === event.currentTarget; })[0];
+    if (!step || !found) return;
+    event.preventDefault();
+    var last = found.chart.x.length - 1;
+    var index = found.plot.cursor.idx;
+    index = Math.min(Math.max((index === null || index === undefined ? (step > 0 ? -1 : last + 1) : index) + step, 0), last);
+    found.plot.setCursor({ left: found.plot.valToPos(found.chart.x[index], "x"), top: 10 });
+  }
+  function sortTable(button) {
+    var head = button.closest("th"), table = head.closest("table");
+    var column = Array.prototype.indexOf.call(head.parentNode.children, head);
+    var sign = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+    table.querySelectorAll("th[aria-sort]").forEach(function (one) { one.removeAttribute("aria-sort"); });
+    head.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
+    var body = table.tBodies[0];
+    Array.prototype.slice.call(body.rows).map(function (row) {
+      var cell = row.cells[column], value = cell.dataset.value === undefined ? cell.textContent : cell.dataset.value;
+      return { row: row, value: value !== "" && !isNaN(value) ? Number(value) : value };
+    }).sort(function (a, b) {
+      if (a.value === "" || b.value === "") return (a.value === "") - (b.value === "");
+      if (typeof a.value === "number" && typeof b.value === "number") return sign * (a.value - b.value);
+      return sign * String(a.value).localeCompare(String(b.value));
+    }).forEach(function (one) { body.appendChild(one.row); });
+  }
+  function filterTable(form) {
+    var table = document.getElementById(form.dataset.table);
+    var text = form.querySelector("[name=text]").value.toLowerCase();
+    var chosen = {};
+    form.querySelectorAll("select").forEach(function (one) { chosen[one.name] = one.value; });
+    var num = 0;
+    Array.prototype.forEach.call(table.tBodies[0].rows, function (row) {
+      var fits = row.textContent.toLowerCase().indexOf(text) >= 0 && Object.keys(chosen).every(function (name) {
+        return !chosen[name] || row.dataset[name].split(" ").indexOf(chosen[name]) >= 0;
+      });
+      row.hidden = !fits;
+      num += fits;
+    });
+    form.querySelector("[role=status]").textContent = num + " shown";
+  }
+  function openTarget() {
+    var target = location.hash.length > 1 ? document.getElementById(decodeURIComponent(location.hash.slice(1))) : null;
+    for (var one = target; one; one = one.parentElement) if (one.tagName === "DETAILS") one.open = true;
+    if (target) target.scrollIntoView();
+  }
+
+  draw();
+  document.querySelectorAll("[data-chart]").forEach(function (element) { element.addEventListener("keydown", walk); });
+  document.querySelectorAll("th button").forEach(function (button) {
+    button.addEventListener("click", function () { sortTable(button); });
+  });
+  document.querySelectorAll("form.filters").forEach(function (form) {
+    form.hidden = false;
+    form.addEventListener("submit", function (event) { event.preventDefault(); });
+    form.addEventListener("input", function () { filterTable(form); });
+  });
+  window.addEventListener("hashchange", openTarget);
+  window.addEventListener("resize", resize);
+  window.addEventListener("beforeprint", draw);
+  window.addEventListener("afterprint", draw);
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  openTarget();
+})();

@@ -1,0 +1,375 @@
+"""Build the report of a campaign from its directory: while it runs, after its end, and after a crash.
+
+build_report      one campaign
+build_document    several, with their comparison
+"""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from hpcrl import __version__
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.site import Site
+from hpcrl.monitor.advisories import Advisory
+from hpcrl.monitor.collect import SlurmQuery, SnapshotCollector, make_slurm_query
+from hpcrl.monitor.job_state import read_json_as
+from hpcrl.monitor.snapshot import CampaignSnapshot, JobView
+from hpcrl.report.charts import (
+    build_engine_charts,
+    build_reward_charts,
+    build_stability_charts,
+    build_staleness_charts,
+    build_time_charts,
+    finite_or_none,
+)
+from hpcrl.report.comparison import compare_campaigns
+from hpcrl.report.figures import (
+    REPORT_VERSION,
+    CampaignReport,
+    FailureFigures,
+    JobFigures,
+    KeyFigures,
+    ProvenanceEntry,
+    ReportDocument,
+    RoleFigures,
+    TrajectoryFigures,
+    WorkerFigures,
+)
+from hpcrl.report.history import CampaignHistory, RoleWork, WorkerSpan
+from hpcrl.slurm.submit import SubmittedJob
+from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
+from hpcrl.spool.token_fates import measure_trained_share
+
+MAX_WORKER_ROWS = 120
+MAX_FAILURE_ROWS = 60
+MAX_REASON_CHARS = 2000
+_POLICY_FAULTS = frozenset({OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT, "reward"})
+
+TrajectoryReader = Callable[[CampaignDir], TrajectoryFigures]
+
+
+def build_document(
+    campaigns: Sequence[CampaignDir],
+    *,
+    read_trajectories: TrajectoryReader,
+    show_progress: Callable[[str], object] = str,
+) -> ReportDocument:
+    """Return the reports of campaigns, and their comparison if they are several."""
+    reports = []
+    for campaign in campaigns:
+        show_progress(f"{campaign.name}: reading events")
+        reports.append(build_report(campaign, read_trajectories=read_trajectories, show_progress=show_progress))
+    return ReportDocument(
+        report=REPORT_VERSION,
+        hpcrl=__version__,
+        created=time.time(),
+        campaigns=reports,
+        comparison=compare_campaigns(reports) if len(reports) > 1 else None,
+    )
+
+
+def build_report(
+    campaign: CampaignDir, *, read_trajectories: TrajectoryReader, show_progress: Callable[[str], object] = str
+) -> CampaignReport:
+    """Return the report of one campaign."""
+    history = CampaignHistory()
+    problems: list[str] = []
+    snapshot = SnapshotCollector(campaign, query=_find_query(campaign, problems), progress=history).poll()
+    show_progress(f"{campaign.name}: reading trajectories")
+    trajectories = read_trajectories(campaign)
+    recipe = _read_table(campaign.recipe)
+    plan = _read_table(campaign.plan)
+    jobs = [_build_job(view, campaign, history, plan, now=snapshot.detail.now) for view in snapshot.jobs]
+    figures = _build_key_figures(snapshot, history, jobs, plan)
+    workers = sorted(history.spans, key=_rank_span)[:MAX_WORKER_ROWS]
+    return CampaignReport(
+        name=snapshot.name,
+        state=snapshot.state,
+        reason=snapshot.detail.reason,
+        verdict=describe_verdict(snapshot, figures),
+        advisories=snapshot.advisories,
+        key_figures=figures,
+        provenance=_build_provenance(campaign, recipe, plan),
+        reward_charts=build_reward_charts(history),
+        stability_charts=build_stability_charts(history),
+        time_charts=build_time_charts(history),
+        staleness_charts=build_staleness_charts(history),
+        engine_charts=build_engine_charts(history),
+        jobs=jobs,
+        roles=_build_roles(history, jobs, plan),
+        workers=[
+            WorkerFigures(
+                worker=span.worker, role=span.role, node=span.node, job=span.job, start=span.start, end=span.end,
+                ending=span.ending,
+            )
+            for span in sorted(workers, key=lambda span: (span.role, span.worker, span.start))
+        ],
+        num_workers_left_out=max(len(history.spans) - MAX_WORKER_ROWS, 0),
+        outcomes={name: view.outcomes for name, view in snapshot.domains.items()},
+        token_fates={name: view.token_fates for name, view in snapshot.domains.items() if view.token_fates},
+        failures=_build_failures(history),
+        trajectories=trajectories,
+        recipe=flatten_settings(recipe),
+        problems=list(dict.fromkeys([*problems, *snapshot.detail.problems])),
+    )  # fmt: skip
+
+
+def describe_verdict(snapshot: CampaignSnapshot, figures: KeyFigures) -> str:
+    """Return one sentence: how far it is, what was learned, and how much needs attention."""
+    steps = f"{figures.step:,}" + (f" of {figures.num_steps:,}" if figures.num_steps is not None else "") + " steps"
+    heads = {
+        "done": f"Done after {steps}",
+        "running": f"Running: {steps} so far",
+        "draining": f"Ending: {steps} so far",
+        "failed": f"Failed after {steps}",
+        "stopped": f"Stopped after {steps}",
+        "queued": f"Waiting in the queue after {steps}",
+        "planned": "Not submitted yet",
+    }
+    parts = [heads.get(snapshot.state, f"In an unknown state after {steps}")]
+    first, last = figures.reward_first, figures.reward_last
+    if first is not None and last is not None:
+        verb = "rose" if last > first else "fell" if last < first else "stayed"
+        parts.append(
+            f"the reward {verb} from {first:.3f} to {last:.3f}" if verb != "stayed" else f"the reward is {last:.3f}"
+        )
+    elif figures.step:
+        parts.append("no step has a reward")
+    if figures.evaluation_last is not None:
+        parts.append(f"held-out tasks give {figures.evaluation_last:.3f}")
+    return "; ".join([*parts, _count_advisories(snapshot.advisories)]) + "."
+
+
+def _count_advisories(advisories: Sequence[Advisory]) -> str:
+    urgent = [advisory for advisory in advisories if advisory.severity != "notice"]
+    if not urgent:
+        return "nothing needs attention"
+    return f"{len(urgent)} finding{'s need' if len(urgent) > 1 else ' needs'} attention"
+
+
+def flatten_settings(table: Mapping[str, Any], trail: str = "") -> dict[str, str]:
+    """Return every setting of a recipe by its dotted key, as JSON."""
+    found: dict[str, str] = {}
+    for name, value in table.items():
+        key = f"{trail}{name}"
+        if isinstance(value, dict) and value:
+            found |= flatten_settings(value, f"{key}.")
+        else:
+            found[key] = json.dumps(value)
+    return found
+
+
+def _find_query(campaign: CampaignDir, problems: list[str]) -> SlurmQuery:
+    site = read_json_as(campaign.site, Site, problems)
+    return make_slurm_query(site) if site is not None else lambda ids: {}
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        table = json.loads(path.read_bytes())
+        if isinstance(table, dict):
+            return table
+    return {}
+
+
+def _list_tables(table: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    value = table.get(name)
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _number(table: Mapping[str, Any], name: str, default: float = 0) -> float:
+    value = table.get(name, default)
+    return value if isinstance(value, int | float) and math.isfinite(value) else default
+
+
+def _count_nodes(plan: Mapping[str, Any]) -> int:
+    return int(sum(_number(component, "nodes") for component in _list_tables(plan, "components")))
+
+
+def _build_job(
+    view: JobView, campaign: CampaignDir, history: CampaignHistory, plan: Mapping[str, Any], *, now: float
+) -> JobFigures:
+    submitted = read_json_as(campaign.job(view.number).submission, SubmittedJob, [])
+    progress = history.jobs.get(view.number)
+    started = progress.started_at if progress else None
+    is_open = view.state in {"running", "draining"}
+    steps = [step.step for step in history.steps.values() if step.job == view.number]
+    return JobFigures(
+        number=view.number,
+        id=view.id,
+        state=view.state,
+        reason=view.reason,
+        queued=submitted.time if submitted else None,
+        started=started,
+        ended=None if started is None or progress is None else now if is_open else progress.last_event_time,
+        num_nodes=_count_nodes(plan),
+        first_step=min(steps, default=None),
+        last_step=max(steps, default=None),
+    )
+
+
+def _build_key_figures(
+    snapshot: CampaignSnapshot, history: CampaignHistory, jobs: Sequence[JobFigures], plan: Mapping[str, Any]
+) -> KeyFigures:
+    rewards = [value for value in map(finite_or_none, snapshot.reward_mean) if value is not None]
+    evaluations = [
+        one.reward_mean
+        for one in snapshot.evaluations
+        if one.reward_mean is not None and math.isfinite(one.reward_mean)
+    ]
+    size = max(len(rewards) // 10, 1)
+    wall_s = sum(job.ended - job.started for job in jobs if job.started is not None and job.ended is not None)
+    queued_s = sum(max(job.started - job.queued, 0.0) for job in jobs if job.started is not None and job.queued)
+    gpus = sum(_number(part, "nodes") * _number(part, "gpus_per_node") for part in _list_tables(plan, "components"))
+    fates: dict[str, int] = {}
+    for view in snapshot.domains.values():
+        for name, num in view.token_fates.items():
+            fates[name] = fates.get(name, 0) + num
+    return KeyFigures(
+        step=snapshot.step,
+        num_steps=snapshot.num_steps,
+        version=snapshot.version,
+        reward_first=fmean(rewards[:size]) if rewards else None,
+        reward_last=fmean(rewards[-size:]) if rewards else None,
+        reward_best=max(rewards, default=None),
+        evaluation_last=evaluations[-1] if evaluations else None,
+        evaluation_best=max(evaluations, default=None),
+        num_episodes=snapshot.episodes.done,
+        num_faulted=snapshot.episodes.faulted,
+        num_aborted=snapshot.episodes.aborted,
+        num_tokens=history.totals.num_tokens,
+        tokens_per_s=round(history.mean_tokens_per_s(), 1),
+        wall_s=wall_s,
+        queued_s=queued_s,
+        node_hours=_count_nodes(plan) * wall_s / 3600,
+        gpu_hours=gpus * wall_s / 3600,
+        trained_share=measure_trained_share(fates),
+    )
+
+
+def _build_roles(history: CampaignHistory, jobs: Sequence[JobFigures], plan: Mapping[str, Any]) -> list[RoleFigures]:
+    held_s = sum(job.ended - job.started for job in jobs if job.started is not None and job.ended is not None)
+    spans_by_role: dict[str, list[WorkerSpan]] = {}
+    for span in history.spans:
+        spans_by_role.setdefault(span.role, []).append(span)
+    components = _list_tables(plan, "components")
+    roles = []
+    for table in _list_tables(plan, "roles"):
+        role = str(table.get("role"))
+        spans, work = spans_by_role.get(role, []), history.work.get(role, RoleWork())
+        index = int(_number(table, "component"))
+        component = components[index] if 0 <= index < len(components) else {}
+        num_sharing = max(len(component.get("roles") or [role]), 1)
+        node_hours = _number(component, "nodes") * held_s / 3600 / num_sharing
+        roles.append(_build_role(role, spans, work, num_planned=int(_number(table, "num_workers", 1)), held_s=held_s,
+                                 node_hours=node_hours))  # fmt: skip
+    return roles
+
+
+def _build_role(
+    role: str, spans: Sequence[WorkerSpan], work: RoleWork, *, num_planned: int, held_s: float, node_hours: float
+) -> RoleFigures:
+    num_workers = max(num_planned, 1)
+    total_s = held_s * num_workers
+    up_s = sum(span.end - span.start for span in spans)
+    total_s = max(total_s, up_s)
+    if total_s <= 0:
+        return RoleFigures(
+            role=role, num_workers=num_planned, node_hours=0.0, busy_share=None, waiting_share=None, starting_share=0.0,
+            idle_share=0.0, tokens_per_s=None, num_pauses=0, pause_s=0.0,
+        )  # fmt: skip
+    # The leader of a trainer reports for all its ranks.
+    factor = len({span.worker for span in spans if span.job == spans[0].job}) if role == "train" and spans else 1
+    busy_s = min(work.busy_s * factor, up_s)
+    starting_s = min(work.starting_s * factor, up_s - busy_s)
+    is_measured = work.busy_s > 0 or work.starting_s > 0
+    return RoleFigures(
+        role=role,
+        num_workers=num_planned,
+        node_hours=node_hours,
+        busy_share=busy_s / total_s if is_measured else None,
+        waiting_share=(up_s - busy_s - starting_s) / total_s if is_measured else None,
+        starting_share=starting_s / total_s,
+        idle_share=max(total_s - up_s, 0.0) / total_s,
+        tokens_per_s=work.num_tokens / up_s if work.num_tokens and up_s else None,
+        num_pauses=work.num_pauses,
+        pause_s=work.pause_s / work.num_pauses if work.num_pauses else 0.0,
+    )
+
+
+def _rank_span(span: WorkerSpan) -> tuple[bool, int, str, float]:
+    """Rank spans by how much they are worth a row: those that failed first, then the first workers of each role."""
+    index = span.worker.rpartition("-")[2]
+    return (span.ending != "failed", int(index) if index.isdigit() else 0, span.role, span.start)
+
+
+def _build_failures(history: CampaignHistory) -> list[FailureFigures]:
+    found = [
+        FailureFigures(
+            what=cause.what,
+            kind="policy" if cause.what in _POLICY_FAULTS else "infrastructure",
+            domain=cause.domain,
+            node=cause.node,
+            num=num,
+            newest=history.newest_faults[cause].text[:MAX_REASON_CHARS],
+            time=history.newest_faults[cause].time,
+        )
+        for cause, num in history.faults.most_common(MAX_FAILURE_ROWS)
+    ]
+    return sorted(found, key=lambda one: (one.kind, -one.num))
+
+
+def _build_provenance(
+    campaign: CampaignDir, recipe: Mapping[str, Any], plan: Mapping[str, Any]
+) -> list[ProvenanceEntry]:
+    manifest = _read_table(campaign.manifest)
+    source = manifest.get("source")
+    source = source if isinstance(source, dict) else {}
+    model = recipe.get("model")
+    model = model if isinstance(model, dict) else {}
+    engine = recipe.get("engine")
+    engine = engine if isinstance(engine, dict) else {}
+    settings = source.get("settings")
+    entries = {
+        "recipe": recipe.get("name"),
+        "description": recipe.get("description"),
+        "recipe file": source.get("recipe"),
+        "settings": " ".join(map(str, settings)) if isinstance(settings, list) else None,
+        "site": manifest.get("site"),
+        "layout": plan.get("layout"),
+        "model": model.get("path") or ("tiny, made at the start" if model.get("tiny") else None),
+        "engine": engine.get("backend"),
+        "seed": recipe.get("seed"),
+        "version of hpcrl": manifest.get("hpcrl") or manifest.get("version"),
+        "created": _format_created(manifest.get("created")),
+        "directory": str(campaign.root),
+        "digest of recipe.json": (manifest.get("digests") or {}).get("recipe.json"),
+    }
+    changes = manifest.get("changes")
+    for number, change in enumerate(changes if isinstance(changes, list) else [], start=1):
+        entries[f"change {number}"] = json.dumps(change)
+    components = [
+        f"{component.get('nodes')} x {component.get('partition')}"
+        + (f" ({component.get('gpus_per_node')} {component.get('gpu')} each)" if component.get("gpus_per_node") else "")
+        + f": {', '.join(map(str, component.get('roles') or []))}"
+        for component in _list_tables(plan, "components")
+    ]
+    entries["nodes"] = "; ".join(components)
+    return [
+        ProvenanceEntry(name=name, value=str(value)) for name, value in entries.items() if value not in (None, "", [])
+    ]
+
+
+def _format_created(value: object) -> str | None:
+    if not isinstance(value, int | float):
+        return None
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
+    except (OverflowError, ValueError, OSError):
+        return None

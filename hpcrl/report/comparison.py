@@ -1,0 +1,82 @@
+"""Compare campaigns: what their recipes have different, and what came of it. Pure.
+
+compare_campaigns    the comparison of some reports
+"""
+
+from collections.abc import Sequence
+
+from hpcrl.report.figures import (
+    CampaignComparison,
+    CampaignReport,
+    ChartSeries,
+    ComparedValue,
+    KeyFigures,
+    ReportChart,
+)
+
+_IGNORED_SETTINGS = ("name", "description")
+
+
+def compare_campaigns(reports: Sequence[CampaignReport]) -> CampaignComparison:
+    """Return the settings that differ, the results side by side, and the rewards in one chart."""
+    settings = [
+        ComparedValue(key=key, values=values)
+        for key in sorted({key for report in reports for key in report.recipe})
+        if key not in _IGNORED_SETTINGS and len(set(values := [report.recipe.get(key, "") for report in reports])) > 1
+    ]
+    return CampaignComparison(
+        verdict=_describe_differences(settings, reports),
+        settings=settings,
+        results=[
+            ComparedValue(key=name.replace("_", " "), values=[_format(report.key_figures, name) for report in reports])
+            for name in KeyFigures.__struct_fields__
+        ],
+        charts=_overlay_charts(reports),
+    )
+
+
+def _describe_differences(settings: Sequence[ComparedValue], reports: Sequence[CampaignReport]) -> str:
+    names = [one.key for one in settings]
+    best = max(reports, key=lambda report: _or_lowest(report.key_figures))
+    if not names:
+        text = "The recipes are the same"
+    elif names == ["seed"]:
+        text = "The recipes differ in the seed alone"
+    elif len(names) == 1:
+        text = f"The recipes differ in one setting, {names[0]}"
+    else:
+        text = f"The recipes differ in {len(names)} settings, so no difference of the results has a single cause"
+    if best.key_figures.reward_last is None:
+        return f"{text}."
+    return f"{text}. The highest reward at the end has {best.name}: {best.key_figures.reward_last:.3f}."
+
+
+def _or_lowest(figures: KeyFigures) -> float:
+    return figures.reward_last if figures.reward_last is not None else float("-inf")
+
+
+def _format(figures: KeyFigures, name: str) -> str:
+    value = getattr(figures, name)
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e6 else f"{value:,.0f}"
+
+
+def _overlay_charts(reports: Sequence[CampaignReport]) -> list[ReportChart]:
+    """Return the smoothed reward of each campaign over the same axis."""
+    curves: dict[str, dict[float, float]] = {}
+    for number, report in enumerate(reports, start=1):
+        for chart in report.reward_charts[:1]:
+            smooth = next((one for one in chart.series if one.name == "moving mean"), None)
+            if smooth is not None:
+                name = report.name if report.name not in curves else f"{report.name} ({number})"
+                curves[name] = {x: y for x, y in zip(chart.x, smooth.values, strict=True) if y is not None}
+    x = sorted({point for curve in curves.values() for point in curve})
+    if not x:
+        return []
+    series = [ChartSeries(name=name, values=[curve.get(point) for point in x]) for name, curve in curves.items()]
+    return [
+        ReportChart(
+            id="compare", title="Reward of each campaign", x_label="step", y_label="mean reward", x=x, series=series
+        )
+    ]

@@ -1,0 +1,259 @@
+"""The figures of a report: what its JSON twin contains, and what its page shows. Without numpy.
+
+CampaignReport    one campaign
+KeyFigures, JobFigures, RoleFigures, WorkerFigures, FailureFigures, ProvenanceEntry    its parts
+ReportChart, ChartSeries    a chart and its numbers
+SampledTrajectory, SampledTurn, SampledToken, SampledGroup, TrajectoryFigures    what was played
+ReportDocument    all campaigns of a report, and their comparison
+CampaignComparison, ComparedValue    the differences of their recipes and results
+REPORT_VERSION    the version of the JSON
+"""
+
+import msgspec
+
+from hpcrl.monitor.advisories import Advisory
+
+REPORT_VERSION = 1
+
+
+class ChartSeries(msgspec.Struct, frozen=True, kw_only=True):
+    """One line, row of points or row of bars of a chart."""
+
+    name: str
+    values: list[float | None]
+    """One for each value of x."""
+    style: str = "line"
+    """`line`, `faint`, `points` or `bars`."""
+
+
+class ReportChart(msgspec.Struct, frozen=True, kw_only=True):
+    """A chart and its numbers."""
+
+    id: str
+    title: str
+    x_label: str
+    y_label: str
+    x: list[float]
+    series: list[ChartSeries]
+    kind: str = "number"
+    """The kind of x: `number`, `time` (seconds since the epoch) or `category` (see `labels`)."""
+    labels: list[str] = []
+    note: str = ""
+
+
+class KeyFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures by which campaigns are compared."""
+
+    step: int
+    num_steps: int | None
+    version: int
+    reward_first: float | None
+    """Mean of the first tenth of the steps."""
+    reward_last: float | None
+    """Mean of the last tenth."""
+    reward_best: float | None
+    evaluation_last: float | None
+    evaluation_best: float | None
+    num_episodes: int
+    num_faulted: int
+    num_aborted: int
+    num_tokens: int
+    tokens_per_s: float
+    wall_s: float
+    """Time that jobs ran."""
+    queued_s: float
+    """Time that jobs waited in the queue."""
+    node_hours: float
+    gpu_hours: float
+    trained_share: float | None
+    """The share of generated tokens that is trained."""
+
+
+class ProvenanceEntry(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    value: str
+
+
+class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """A job of the chain."""
+
+    number: int
+    id: str
+    state: str
+    reason: str
+    queued: float | None
+    started: float | None
+    ended: float | None
+    num_nodes: int
+    first_step: int | None
+    last_step: int | None
+
+
+class RoleFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a role's workers went; the shares are of the time that jobs held nodes for them."""
+
+    role: str
+    num_workers: int
+    node_hours: float
+    """Of its nodes, divided among the roles that share them."""
+    busy_share: float | None
+    """None if its work is not measured."""
+    waiting_share: float | None
+    starting_share: float
+    idle_share: float
+    """Held without a live worker."""
+    tokens_per_s: float | None
+    """Of all its workers, while they were up."""
+    num_pauses: int
+    """Loads of new weights."""
+    pause_s: float
+    """Mean time without generation while weights were loaded."""
+
+
+class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """A time in which a worker was up."""
+
+    worker: str
+    role: str
+    node: str
+    job: int
+    start: float
+    end: float
+    ending: str
+
+
+class FailureFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports of failures of one kind."""
+
+    what: str
+    kind: str
+    """`infrastructure` or `policy`."""
+    domain: str
+    node: str
+    num: int
+    newest: str
+    time: float
+
+
+class SampledToken(msgspec.Struct, frozen=True, kw_only=True):
+    text: str
+    logprob: float
+    version: int
+
+
+class SampledTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A message of a conversation."""
+
+    role: str
+    text: str
+    num_left_out: int = 0
+    """Characters of the text that are left out."""
+    reward: float | None = None
+    versions: str = ""
+    fate: str = ""
+    num_tokens: int = 0
+    generate_s: float = 0.0
+    step_s: float = 0.0
+    tokens: list[SampledToken] = []
+    """The first tokens of what the model generated."""
+
+
+class SampledTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """A trajectory that was chosen to be shown."""
+
+    id: str
+    chosen: list[str]
+    """Reasons for choosing it: best, worst, longest, failed, newest, random."""
+    domain: str
+    group: str
+    status: str
+    outcome: str
+    reward: float | None
+    num_tokens: int
+    num_turns: int
+    start_version: int
+    end_version: int
+    created: float
+    producer: str
+    conversation: list[SampledTurn] = []
+    note: str = ""
+    """The parts that are not shown, and the reason for a missing text."""
+
+
+class SampledGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """The attempts at one task, side by side."""
+
+    id: str
+    chosen: str
+    domain: str
+    reward_mean: float
+    reward_std: float
+    attempts: list[SampledTrajectory]
+
+
+class TrajectoryFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The trajectories in the spools."""
+
+    num: int
+    num_groups: int
+    num_flat_groups: int
+    sampled: list[SampledTrajectory]
+    groups: list[SampledGroup]
+    charts: list[ReportChart]
+    problems: list[str]
+    """Segments that could not be read, and what is missing."""
+
+
+class CampaignReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One campaign."""
+
+    name: str
+    state: str
+    reason: str
+    verdict: str
+    advisories: list[Advisory]
+    key_figures: KeyFigures
+    provenance: list[ProvenanceEntry]
+    reward_charts: list[ReportChart]
+    stability_charts: list[ReportChart]
+    time_charts: list[ReportChart]
+    staleness_charts: list[ReportChart]
+    engine_charts: list[ReportChart]
+    jobs: list[JobFigures]
+    roles: list[RoleFigures]
+    workers: list[WorkerFigures]
+    num_workers_left_out: int
+    outcomes: dict[str, dict[str, int]]
+    """Ended episodes by domain and outcome."""
+    token_fates: dict[str, dict[str, int]]
+    failures: list[FailureFigures]
+    trajectories: TrajectoryFigures
+    recipe: dict[str, str]
+    """Every setting by its dotted key, as JSON."""
+    problems: list[str]
+    """Files that could not be read."""
+
+
+class ComparedValue(msgspec.Struct, frozen=True, kw_only=True):
+    key: str
+    values: list[str]
+    """One per campaign; "" where it is not set."""
+
+
+class CampaignComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """The differences of several campaigns."""
+
+    verdict: str
+    settings: list[ComparedValue]
+    results: list[ComparedValue]
+    charts: list[ReportChart]
+
+
+class ReportDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """All campaigns of a report, and their comparison."""
+
+    report: int
+    hpcrl: str
+    created: float
+    campaigns: list[CampaignReport]
+    comparison: CampaignComparison | None = None

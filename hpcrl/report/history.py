@@ -1,0 +1,214 @@
+"""Fold the events of a campaign into what its report shows besides the monitor's figures: series, spans, work of roles.
+
+CampaignHistory   the fold
+WorkerSpan        a time in which a worker was up
+BinnedSeries      sums by time, in bins that grow with the time covered
+RoleWork          the worker-seconds of a role
+"""
+
+from dataclasses import dataclass, field
+
+from hpcrl.campaign_dir.events import (
+    CampaignEvent,
+    EngineCounted,
+    EpisodesCounted,
+    EvaluationFinished,
+    JobEnded,
+    JobStarted,
+    SegmentScored,
+    StepFinished,
+    VersionLoaded,
+    VersionPublished,
+    WorkerEnded,
+    WorkerFailed,
+    WorkerRestarted,
+)
+from hpcrl.campaign_dir.paths import make_worker_name
+from hpcrl.monitor.progress import CampaignProgress
+
+MAX_BINS = 240
+MAX_COUNT_GAP_S = 30.0
+"""The longest time between two counts of an env worker for which the first one holds."""
+
+
+@dataclass
+class WorkerSpan:
+    """A time in which a worker was up."""
+
+    worker: str
+    role: str
+    node: str
+    job: int
+    start: float
+    end: float
+    ending: str = ""
+    """`failed`, `ended`, or "" while nothing reports its end."""
+
+
+@dataclass
+class RoleWork:
+    """The worker-seconds of a role that are known, over all its workers and jobs."""
+
+    busy_s: float = 0.0
+    starting_s: float = 0.0
+    num_tokens: int = 0
+    pause_s: float = 0.0
+    """Time without generation while weights were loaded."""
+    num_pauses: int = 0
+
+
+@dataclass
+class BinnedSeries:
+    """Sums by time, in bins that grow with the time covered."""
+
+    width_s: float = 10.0
+    start: float | None = None
+    bins: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def add(self, time: float, **values: float) -> None:
+        """Add values to the bin of a time."""
+        self.start = time if self.start is None else self.start
+        index = int((time - self.start) // self.width_s)
+        while abs(index) >= MAX_BINS:
+            self._double_width()
+            index = int((time - self.start) // self.width_s)
+        sums = self.bins.setdefault(index, {})
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0.0) + value
+
+    def _double_width(self) -> None:
+        old, self.bins, self.width_s = self.bins, {}, 2 * self.width_s
+        for index, sums in old.items():
+            joined = self.bins.setdefault(index // 2, {})
+            for name, value in sums.items():
+                joined[name] = joined.get(name, 0.0) + value
+
+    def list_bins(self) -> list[tuple[float, dict[str, float]]]:
+        """Return the middle of each bin with its sums, in order of time."""
+        start = self.start or 0.0
+        return [(start + (index + 0.5) * self.width_s, self.bins[index]) for index in sorted(self.bins)]
+
+
+@dataclass
+class CampaignHistory(CampaignProgress):
+    """The progress of a campaign, and how it came about."""
+
+    spans: list[WorkerSpan] = field(default_factory=list)
+    work: dict[str, RoleWork] = field(default_factory=dict)
+    engine_series: dict[str, BinnedSeries] = field(default_factory=dict)
+    """The load of engines by role."""
+    domain_rewards: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    """The sum and the number of rewards of each domain, by the newest step."""
+    evaluation_steps: dict[int, int] = field(default_factory=dict)
+    """The newest step when an evaluation was reported, by its number."""
+    publish_times: list[float] = field(default_factory=list)
+    """Seconds in which versions were published."""
+    _open_spans: dict[str, WorkerSpan] = field(default_factory=dict)
+    _ended_jobs: set[int] = field(default_factory=set)
+    """The jobs that have ended; what their workers still report starts nothing."""
+    _has_worked: set[str] = field(default_factory=set)
+    _counted_at: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """The time of the newest counts of an env worker, and its running episodes."""
+
+    def add(self, event: CampaignEvent) -> None:
+        """Add one event; they come in the order of jobs and time."""
+        super().add(event)
+        subject = self._name_subject(event)
+        if subject:
+            self._extend_span(event, subject)
+        match event:
+            case EpisodesCounted():
+                self._add_episodes(event)
+            case SegmentScored():
+                step = next(reversed(self.steps), 0)
+                for domain, rewards in event.rewards.items():
+                    sums = self.domain_rewards.setdefault(domain, {}).setdefault(step, [0.0, 0])
+                    sums[0] += sum(rewards)
+                    sums[1] += len(rewards)
+            case EngineCounted():
+                self._add_engine(event)
+            case StepFinished():
+                self._find_work("train").busy_s += event.step_s or 0.0
+                self._note_work(event, before_s=(event.step_s or 0.0) + (event.wait_s or 0.0))
+            case _:
+                self._add_rare_event(event)
+
+    def _add_rare_event(self, event: CampaignEvent) -> None:
+        match event:
+            case VersionLoaded():
+                work = self._find_work(event.role)
+                work.pause_s += event.stall_s or 0.0
+                work.num_pauses += 1
+            case VersionPublished() if event.wall_s is not None:
+                self.publish_times.append(event.wall_s)
+            case EvaluationFinished():
+                self.evaluation_steps.setdefault(event.number, next(reversed(self.steps), 0))
+            case JobStarted():  # again, if Slurm has requeued it
+                self._ended_jobs.discard(event.job)
+            case JobEnded():
+                self._ended_jobs.add(event.job)
+                for name in [name for name, span in self._open_spans.items() if span.job == event.job]:
+                    self._close_span(name, event.time, "ended")
+
+    def _find_work(self, role: str) -> RoleWork:
+        return self.work.setdefault(role, RoleWork())
+
+    @staticmethod
+    def _name_subject(event: CampaignEvent) -> str:
+        """Return the name of the worker that an event is about; "" for the driver's."""
+        subject = getattr(event, "of", None)
+        if isinstance(subject, str) and subject:
+            return make_worker_name(event.job, subject.removeprefix(make_worker_name(event.job) + "-"))
+        return "" if event.role in ("", "driver", "guardian", "couriers") else event.worker
+
+    def _extend_span(self, event: CampaignEvent, name: str) -> None:
+        is_end = isinstance(event, WorkerEnded | WorkerFailed)
+        span = self._open_spans.get(name)
+        if span is None and not is_end and event.job not in self._ended_jobs:
+            role = name.split("-", 1)[-1].rpartition("-")[0] or event.role
+            span = WorkerSpan(name, role, event.node or "", event.job, event.time, event.time)
+            self._open_spans[name] = span
+            self.spans.append(span)
+            self._has_worked.discard(name)
+        if span is None:
+            return
+        span.end = max(span.end, event.time)
+        if is_end or isinstance(event, WorkerRestarted):
+            self._close_span(
+                name, event.time, "failed" if isinstance(event, WorkerFailed | WorkerRestarted) else "ended"
+            )
+
+    def _close_span(self, name: str, time: float, ending: str) -> None:
+        span = self._open_spans.pop(name)
+        span.end, span.ending = max(span.end, time), ending
+
+    def _note_work(self, event: CampaignEvent, *, before_s: float = 0.0) -> None:
+        """Count the time from a worker's start to its first work, which started `before_s` before the event."""
+        span = self._open_spans.get(event.worker)
+        if span is not None and event.worker not in self._has_worked:
+            self._has_worked.add(event.worker)
+            self._find_work(span.role).starting_s += max(event.time - before_s - span.start, 0.0)
+
+    def _add_episodes(self, event: EpisodesCounted) -> None:
+        before = self._counted_at.get(event.worker)
+        if before is not None and before[1] > 0:
+            self._find_work(event.role).busy_s += min(max(event.time - before[0], 0.0), MAX_COUNT_GAP_S)
+        self._counted_at[event.worker] = (event.time, event.running)
+        if event.running or event.done:
+            self._note_work(event)
+
+    def _add_engine(self, event: EngineCounted) -> None:
+        work = self._find_work(event.role)
+        work.busy_s += event.window_s * event.busy_share
+        work.num_tokens += event.num_tokens
+        self._note_work(event)
+        values = {
+            "window_s": event.window_s,
+            "busy_s": event.window_s * event.busy_share,
+            "running": event.window_s * event.running,
+            "waiting": event.window_s * event.waiting,
+            "num_tokens": float(event.num_tokens),
+        }
+        if event.kv_share is not None:
+            values |= {"kv": event.window_s * event.kv_share, "kv_window_s": event.window_s}
+        self.engine_series.setdefault(event.role, BinnedSeries()).add(event.time, **values)

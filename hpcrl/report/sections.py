@@ -1,0 +1,197 @@
+"""The sections of a campaign's page, each from its figures; charts are in `page`.
+
+write_summary     advisories and key figures
+write_problems    what could not be read
+write_roles, write_jobs, write_workers    where the time went
+write_failures    outcomes and faults
+write_provenance  what the campaign was made from
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from hpcrl.monitor.advisories import Advisory
+from hpcrl.report.figures import CampaignReport, RoleFigures
+from hpcrl.report.markup import esc, format_number, format_share, format_span, format_time, write_bar, write_table
+
+
+def write_summary(report: CampaignReport) -> str:
+    return _write_advisories(report.advisories) + _write_tiles(report) + write_problems(report.problems)
+
+
+def _write_advisories(advisories: Sequence[Advisory]) -> str:
+    if not advisories:
+        return '<p class="fine">No rule found anything wrong.</p>'
+    return f'<ol class="advisories">{"".join(map(_write_advisory, advisories))}</ol>'
+
+
+def _write_advisory(advisory: Advisory) -> str:
+    is_share = advisory.unit.startswith("share")
+    show = format_share if is_share else format_span if advisory.unit == "s" else format_number
+    unit = "" if advisory.unit == "s" else f" ({esc(advisory.unit)})"
+    return (
+        f'<li class="{esc(advisory.severity)}"><p class="found"><span class="severity">{esc(advisory.severity)}'
+        f"</span>{esc(advisory.text)}</p><dl>"
+        f"<dt>Figure</dt><dd>{show(advisory.figure)}, threshold {show(advisory.threshold)}{unit}</dd>"
+        f"<dt>Likely cause</dt><dd>{esc(advisory.cause)}</dd>"
+        f"<dt>What to do</dt><dd>{esc(advisory.remedy)}</dd></dl></li>"
+    )
+
+
+def _write_tiles(report: CampaignReport) -> str:
+    figures = report.key_figures
+    tiles = [
+        ("Steps", format_number(figures.step), f"of {figures.num_steps:,}" if figures.num_steps is not None else "")
+    ]
+    if figures.reward_last is not None:
+        more = f"from {format_number(figures.reward_first)}, best step {format_number(figures.reward_best)}"
+        tiles.append(("Reward", format_number(figures.reward_last), more))
+    if figures.evaluation_last is not None:
+        tiles.append(
+            ("Held out", format_number(figures.evaluation_last), f"best {format_number(figures.evaluation_best)}")
+        )
+    ended = f"{figures.num_faulted:,} faulted, {figures.num_aborted:,} aborted"
+    tiles += [
+        ("Episodes", format_number(figures.num_episodes), ended),
+        ("Tokens", format_number(figures.num_tokens), f"{format_number(figures.tokens_per_s)} a second"),
+        ("Tokens trained", format_share(figures.trained_share), "of those generated"),
+        ("Time", format_span(figures.wall_s), f"{format_span(figures.queued_s)} in the queue"),
+        ("Node-hours", format_number(figures.node_hours), f"{format_number(figures.gpu_hours)} GPU-hours"),
+    ]
+    items = "".join(
+        f'<li><span class="label">{esc(label)}</span><span class="value">{esc(value)}</span>'
+        f'<span class="more">{esc(more)}</span></li>'
+        for label, value, more in tiles
+    )
+    return f'<ul class="tiles">{items}</ul>'
+
+
+def write_problems(problems: Sequence[str]) -> str:
+    if not problems:
+        return ""
+    items = "".join(f"<li>{esc(problem)}</li>" for problem in problems)
+    return f'<details><summary>Could not be read: {len(problems)}</summary><ul class="small">{items}</ul></details>'
+
+
+def write_roles(roles: Sequence[RoleFigures]) -> str:
+    rows = []
+    for role in roles:
+        shares = [
+            ("busy", role.busy_share or 0.0), ("waiting", role.waiting_share or 0.0),
+            ("starting", role.starting_share), ("up", _measure_up(role)), ("idle", role.idle_share),
+        ]  # fmt: skip
+        ends = list(itertools.accumulate(share for _, share in shares))
+        parts = [(end - share, end, name) for (name, share), end in zip(shares, ends, strict=True)]
+        label = ", ".join(f"{name} {format_share(share)}" for name, share in shares if share)
+        rows.append(
+            [
+                esc(role.role), format_number(role.num_workers), format_number(role.node_hours),
+                write_bar(parts, f"{role.role}: {label}", name="shares"),
+                format_share(role.busy_share), format_share(role.waiting_share), format_share(role.starting_share),
+                format_share(role.idle_share),
+            ]
+        )  # fmt: skip
+    heads = ["role", "workers", "node-hours", "share of the time", "busy", "waiting", "starting", "held idle"]
+    legend = "".join(
+        f'<li><svg viewBox="0 0 20 10" aria-hidden="true"><rect class="{name}" width="20" height="10"/></svg>'
+        f"{text}</li>"
+        for name, text in (
+            ("busy", "busy"), ("waiting", "waiting for work"), ("starting", "starting"), ("up", "up, not measured"),
+            ("idle", "held without a live worker"),
+        )
+    )  # fmt: skip
+    table = write_table("The time of each role's workers", heads, rows, numbers=(1, 2, 4, 5, 6, 7), is_full=True)
+    return f'<ul class="legend">{legend}</ul>{table}'
+
+
+def _measure_up(role: RoleFigures) -> float:
+    """Return the share in which workers were up whose work is not measured."""
+    return max(1 - role.idle_share - role.starting_share, 0.0) if role.busy_share is None else 0.0
+
+
+def write_jobs(report: CampaignReport) -> str:
+    times = [time for job in report.jobs for time in (job.queued, job.started, job.ended) if time is not None]
+    low, high = min(times, default=0.0), max(times, default=1.0)
+
+    def place(time: float) -> float:
+        return (time - low) / max(high - low, 1e-9)
+
+    rows = []
+    for job in report.jobs:
+        parts = []
+        if job.queued is not None and job.started is not None:
+            parts.append((place(job.queued), place(job.started), "queued"))
+        if job.started is not None and job.ended is not None:
+            parts.append((place(job.started), place(job.ended), "failed" if job.state == "failed" else "up"))
+        steps = f"{job.first_step} to {job.last_step}" if job.first_step is not None else "none"
+        ran = job.ended - job.started if job.started is not None and job.ended is not None else None
+        waited = job.started - job.queued if job.started is not None and job.queued is not None else None
+        rows.append(
+            [
+                format_number(job.number), esc(job.id), esc(job.state),
+                write_bar(parts, f"job {job.number}: waited {format_span(waited)}, ran {format_span(ran)}"),
+                format_span(waited), format_span(ran), steps, esc(job.reason),
+            ]
+        )  # fmt: skip
+    heads = ["job", "id", "state", "timeline", "queued", "ran", "steps", "reason"]
+    return "<h4>Chain of jobs</h4>" + write_table("Jobs of the campaign", heads, rows, numbers=(4, 5), is_full=True)
+
+
+def write_workers(report: CampaignReport) -> str:
+    low, high = min(one.start for one in report.workers), max(one.end for one in report.workers)
+    rows = []
+    for one in report.workers:
+        start, end = ((time - low) / max(high - low, 1e-9) for time in (one.start, one.end))
+        kind = "failed" if one.ending == "failed" else "up"
+        label = f"{one.worker} from {format_time(one.start)} for {format_span(one.end - one.start)}"
+        rows.append(
+            [
+                f"<code>{esc(one.worker)}</code>", esc(one.node or "-"), write_bar([(start, end, kind)], label),
+                f'<span class="nowrap">{format_time(one.start)}</span>', format_span(one.end - one.start),
+                esc(one.ending or "up"),
+            ]
+        )  # fmt: skip
+    heads = ["worker", "node", "timeline", "start", "up for", "end"]
+    left_out = f"; {report.num_workers_left_out:,} more are left out" if report.num_workers_left_out else ""
+    table = write_table(
+        f"Times in which workers were up{left_out}", heads, rows, numbers=(4,), is_tall=True, is_full=True
+    )
+    return f"<h4>Workers</h4>{table}"
+
+
+# ---- failures
+
+
+def write_failures(report: CampaignReport) -> str:
+    text = ""
+    if any(report.outcomes.values()):
+        names = sorted({name for outcomes in report.outcomes.values() for name in outcomes})
+        rows = [
+            [esc(domain), *(format_number(outcomes.get(name, 0)) for name in names)]
+            for domain, outcomes in report.outcomes.items()
+        ]
+        text += write_table("How episodes ended", ["domain", *names], rows, numbers=range(1, len(names) + 1))
+    for kind, title in (("infrastructure", "Failures of the infrastructure"), ("policy", "Failures of the policy")):
+        found = [one for one in report.failures if one.kind == kind]
+        if found:
+            rows = [
+                [
+                    esc(one.what), esc(one.domain or "-"), esc(one.node or "-"),
+                    format_number(one.num), format_time(one.time), esc(one.newest),
+                ]
+                for one in found
+            ]  # fmt: skip
+            heads = ["what", "domain", "node", "reports", "newest (UTC)", "newest report"]
+            text += f"<h4>{title}</h4>" + write_table(
+                f"{title}, by domain and node", heads, rows, numbers=(3,), is_full=True
+            )
+    if report.failures:
+        text += '<p class="soft small">Of failures that repeat, workers report the 1st, 10th, 100th and so on.</p>'
+    return text
+
+
+def write_provenance(report: CampaignReport) -> str:
+    facts = "".join(f"<dt>{esc(one.name)}</dt><dd>{esc(one.value)}</dd>" for one in report.provenance)
+    rows = [[f"<code>{esc(key)}</code>", f"<code>{esc(value)}</code>"] for key, value in report.recipe.items()]
+    settings = write_table("Every setting of the recipe", ["setting", "value"], rows, is_tall=True)
+    return f'<dl class="facts">{facts}</dl><details><summary>The recipe as resolved</summary>{settings}</details>'

@@ -1,0 +1,398 @@
+"""Choose the trajectories that a report shows, in one pass over the facts of all; their text is bounded in bytes.
+
+read_trajectories    the figures of all trajectories, with samples
+MAX_TEXT_BYTES, MAX_TRAJECTORY_BYTES, MAX_TURN_CHARS, MAX_TOKENS    how much text is shown
+
+It reads segments, so it needs the interpreter of `hpcrl traj`.
+"""
+
+import heapq
+import itertools
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import NamedTuple
+
+import msgspec
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.errors import SpoolError
+from hpcrl.report.charts import build_histogram, finite_or_none
+from hpcrl.report.figures import SampledGroup, SampledToken, SampledTrajectory, SampledTurn, TrajectoryFigures
+from hpcrl.spool.outcome import name_outcome
+from hpcrl.spool.record import MASK_REASONS, TRAINABLE, Trajectory
+from hpcrl.spool.rows import expand_row, list_placed_turns
+from hpcrl.spool.segment import Segment, read_segment
+from hpcrl.spool.status import EpisodeStatus
+from hpcrl.traj.conversation import (
+    ChatExchange,
+    TokenDecoder,
+    build_conversation,
+    find_main_row,
+    load_token_decoder,
+    restore_rows,
+)
+from hpcrl.traj.history import SeenIds, TrajectoryHistory
+
+MAX_TEXT_BYTES = 1_500_000
+"""The text of all trajectories of a report."""
+MAX_TRAJECTORY_BYTES = 40_000
+MAX_TURN_CHARS = 6_000
+MAX_TOKENS = 160
+"""The tokens of a trajectory that are shown with their log-probabilities."""
+MAX_SAMPLES = 150
+MAX_HISTOGRAM_VALUES = 20_000
+MAX_PROBLEMS = 20
+_NUM_BY_REASON = {"best": 3, "worst": 3, "longest": 2, "newest": 3, "failed": 4, "random": 5}
+_NUM_GROUPS = {"widest spread": 3, "random": 3, "all alike": 1}
+
+
+class _TurnGlance(msgspec.Struct, frozen=True):
+    start: int
+    end: int
+
+
+class _FactsGlance(msgspec.Struct, frozen=True):
+    """The facts by which trajectories are chosen; the others are not parsed."""
+
+    id: str
+    group: str
+    domain: str
+    status: EpisodeStatus
+    created: float
+    turns: list[_TurnGlance]
+    outcome: str = ""
+    reward: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(turn.end - turn.start for turn in self.turns)
+
+
+_DECODER = msgspec.json.Decoder(_FactsGlance, strict=False)
+
+
+class _RowPlace(NamedTuple):
+    """The place of a trajectory."""
+
+    path: Path
+    row: int
+
+
+class _Candidate(NamedTuple):
+    """A trajectory, or the places of a group, by how much it is wanted."""
+
+    score: float
+    order: int
+    """Different for each, so that nothing else is compared."""
+    places: tuple[_RowPlace, ...]
+    group: str = ""
+
+
+@dataclass
+class _BestOf:
+    """The candidates with the highest scores."""
+
+    most: int
+    heap: list[_Candidate] = field(default_factory=list)
+
+    def offer(self, candidate: _Candidate) -> None:
+        if len(self.heap) < self.most:
+            heapq.heappush(self.heap, candidate)
+        elif candidate > self.heap[0]:
+            heapq.heapreplace(self.heap, candidate)
+
+    def ranked(self) -> list[_Candidate]:
+        return sorted(self.heap, reverse=True)
+
+
+@dataclass
+class _TrajectorySampler:
+    """The choice and the counts, while trajectories are passed by."""
+
+    num: int = 0
+    num_groups: int = 0
+    num_flat_groups: int = 0
+    rewards: dict[str, Counter[float]] = field(default_factory=lambda: defaultdict(Counter))
+    lengths: dict[str, Counter[float]] = field(default_factory=lambda: defaultdict(Counter))
+    chosen: dict[tuple[str, str], _BestOf] = field(default_factory=dict)
+    """The best candidates by domain and reason."""
+    groups: dict[str, _BestOf] = field(default_factory=dict)
+    _order: Iterator[int] = field(default_factory=itertools.count)
+    _random: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def add(self, facts: _FactsGlance, place: _RowPlace) -> None:
+        """Count a trajectory, and keep it if it is wanted."""
+        self.num += 1
+        reward, length = finite_or_none(facts.reward), facts.num_tokens
+        scores = {"newest": facts.created, "random": self._random.random()}
+        if facts.status in TRAINABLE:
+            scores["longest"] = length
+            _count_value(self.lengths[facts.domain], float(length))
+            if reward is not None:
+                scores |= {"best": reward, "worst": -reward}
+                _count_value(self.rewards[facts.domain], reward)
+        elif not facts.status.startswith("aborted"):
+            scores = {"failed": facts.created}
+        order = next(self._order)
+        for reason, score in scores.items():
+            best = self.chosen.setdefault((facts.domain, reason), _BestOf(_NUM_BY_REASON[reason]))
+            best.offer(_Candidate(score, order, (place,)))
+
+    def add_groups(self, members: dict[str, list[tuple[float, _RowPlace]]]) -> None:
+        """Count the groups of a segment, and keep those that are wanted."""
+        for group, rewards_and_places in members.items():
+            rewards = [reward for reward, _ in rewards_and_places]
+            if len(rewards) < 2:
+                continue
+            spread = pstdev(rewards)
+            self.num_groups += 1
+            self.num_flat_groups += spread == 0
+            places = tuple(place for _, place in rewards_and_places)
+            scores = {"random": self._random.random()} | (
+                {"widest spread": spread} if spread else {"all alike": self._random.random()}
+            )
+            for reason, score in scores.items():
+                best = self.groups.setdefault(reason, _BestOf(_NUM_GROUPS[reason]))
+                best.offer(_Candidate(score, next(self._order), places, group))
+
+
+def read_trajectories(campaign: CampaignDir, *, max_text_bytes: int = MAX_TEXT_BYTES) -> TrajectoryFigures:
+    """Read the facts of all trajectories once, and the text of those that are chosen."""
+    history = TrajectoryHistory(campaign)
+    sampler = _TrajectorySampler()
+    _pass_by(history, sampler)
+    decoder = load_token_decoder(campaign)
+    writer = _SampleWriter(decoder, max_text_bytes=max_text_bytes)
+    sampled = list(_write_samples(sampler, writer))
+    groups = list(_write_groups(sampler, writer))
+    charts = [
+        build_histogram("reward-histogram", "Rewards of trajectories", "reward", sampler.rewards),
+        build_histogram("length-histogram", "Lengths of trajectories", "generated tokens", sampler.lengths),
+    ]
+    problems = [*history.problems.values(), *writer.problems]
+    if decoder.missing_reason:
+        problems.append(f"token ids stand for the text: {decoder.missing_reason}")
+    return TrajectoryFigures(
+        num=sampler.num,
+        num_groups=sampler.num_groups,
+        num_flat_groups=sampler.num_flat_groups,
+        sampled=sampled,
+        groups=groups,
+        charts=[chart for chart in charts if chart is not None],
+        problems=list(dict.fromkeys(problems))[:MAX_PROBLEMS],
+    )
+
+
+def _pass_by(history: TrajectoryHistory, sampler: _TrajectorySampler) -> None:
+    """Offer every trajectory to the sampler, each once."""
+    seen = {True: SeenIds(), False: SeenIds()}
+    for location in history.segment_locations():
+        try:
+            segment = read_segment(location.path, verify=False)
+        except SpoolError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):  # retired meanwhile
+                history.problems[location.path] = str(error)
+            continue
+        members: dict[str, list[tuple[float, _RowPlace]]] = defaultdict(list)
+        for index in range(len(segment)):
+            try:
+                facts = _DECODER.decode(segment.facts.raw(index))
+            except msgspec.MsgspecError as error:
+                history.problems[location.path] = f"{location.path.name} has facts that cannot be read: {error}"
+                continue
+            if not seen[facts.status in TRAINABLE].add(facts.id):
+                continue
+            place = _RowPlace(location.path, index)
+            sampler.add(facts, place)
+            if facts.status in TRAINABLE and facts.reward is not None and math.isfinite(facts.reward):
+                members[facts.group].append((facts.reward, place))
+        sampler.add_groups(members)
+
+
+def _count_value(counts: Counter[float], value: float) -> None:
+    """Count a value; where there are too many different ones, rounded to three digits, then to two."""
+    digits = 12 if len(counts) < MAX_HISTOGRAM_VALUES else 3 if len(counts) < 2 * MAX_HISTOGRAM_VALUES else 2
+    counts[float(f"{value:.{digits}g}")] += 1
+
+
+def _write_samples(sampler: _TrajectorySampler, writer: "_SampleWriter") -> Iterator[SampledTrajectory]:
+    """Yield the chosen trajectories: first the first choice of every domain and reason, then the second ones."""
+    reasons: dict[_RowPlace, list[str]] = {}
+    ranked = {key: best.ranked() for key, best in sampler.chosen.items()}
+    order = {reason: number for number, reason in enumerate(_NUM_BY_REASON)}
+    keys = sorted(ranked, key=lambda key: (order[key[1]], key[0]))
+    for rank in range(max(_NUM_BY_REASON.values())):
+        for key in keys:
+            if rank < len(ranked[key]):
+                place = ranked[key][rank].places[0]
+                if place in reasons or len(reasons) < MAX_SAMPLES:
+                    reasons.setdefault(place, []).append(key[1])
+    for place, chosen in reasons.items():
+        found = writer.write(place, chosen=chosen, with_tokens=True)
+        if found is not None:
+            yield found
+
+
+def _write_groups(sampler: _TrajectorySampler, writer: "_SampleWriter") -> Iterator[SampledGroup]:
+    shown: set[str] = set()
+    for reason in _NUM_GROUPS:
+        for candidate in sampler.groups[reason].ranked() if reason in sampler.groups else ():
+            if candidate.group in shown:
+                continue
+            shown.add(candidate.group)
+            found = [writer.write(place, chosen=[], with_tokens=False) for place in candidate.places]
+            attempts = [one for one in found if one is not None]
+            rewards = [one.reward for one in attempts if one.reward is not None]
+            if rewards:
+                yield SampledGroup(
+                    id=candidate.group,
+                    chosen=reason,
+                    domain=attempts[0].domain,
+                    reward_mean=fmean(rewards),
+                    reward_std=pstdev(rewards),
+                    attempts=attempts,
+                )
+
+
+class _SampleWriter:
+    """Writes chosen trajectories, until the text of all of them is used up."""
+
+    def __init__(self, decoder: TokenDecoder, *, max_text_bytes: int) -> None:
+        self._decoder = decoder
+        self._left = max_text_bytes
+        self._segments: dict[Path, Segment | None] = {}
+        self.problems: list[str] = []
+
+    def write(self, place: _RowPlace, *, chosen: Sequence[str], with_tokens: bool) -> SampledTrajectory | None:
+        """Return a trajectory with as much of its text as there is room for; None if it is gone."""
+        segment = self._open_segment(place.path)
+        if segment is None:
+            return None
+        try:
+            trajectory = restore_rows(segment[place.row])
+        except SpoolError as error:
+            self.problems.append(str(error))
+            return None
+        conversation, note = self._write_conversation(trajectory, with_tokens=with_tokens)
+        return SampledTrajectory(
+            id=trajectory.id,
+            chosen=list(chosen),
+            domain=trajectory.domain,
+            group=trajectory.group,
+            status=trajectory.status,
+            outcome=name_outcome(trajectory.status, trajectory.outcome),
+            reward=finite_or_none(trajectory.reward),
+            num_tokens=sum(turn.end - turn.start for turn in trajectory.turns),
+            num_turns=len(trajectory.turns),
+            start_version=trajectory.start_version,
+            end_version=trajectory.end_version,
+            created=trajectory.created,
+            producer=trajectory.producer,
+            conversation=conversation,
+            note=note,
+        )
+
+    def _open_segment(self, path: Path) -> Segment | None:
+        if path not in self._segments:
+            self._segments.clear()  # the samples of one segment come together at best; mapped files are not kept
+            try:
+                self._segments[path] = read_segment(path, verify=False)
+            except SpoolError as error:
+                self.problems.append(str(error))
+                self._segments[path] = None
+        return self._segments[path]
+
+    def _write_conversation(self, trajectory: Trajectory, *, with_tokens: bool) -> tuple[list[SampledTurn], str]:
+        notes = [str(trajectory.extra[name]) for name in ("fault", "reason") if name in trajectory.extra]
+        allowance = min(MAX_TRAJECTORY_BYTES, self._left)
+        if allowance < MAX_TURN_CHARS:
+            return [], "; ".join([*notes, "its text is left out, since the report would become too large"])
+        turns_by_row = list_placed_turns(trajectory)
+        row = find_main_row(turns_by_row)
+        if len(turns_by_row) > 1:
+            notes.append(f"conversation {row + 1} of {len(turns_by_row)}, in which most was generated")
+        columns = expand_row(trajectory, row)
+        exchanges = build_conversation(trajectory, self._decoder, row=row, turns=turns_by_row[row])
+        turns, num_shown_tokens, used = [], 0, 0
+        shown, num_hidden = _choose_exchanges(exchanges, allowance)
+        if num_hidden:
+            notes.append(f"{num_hidden:,} turns in the middle are left out")
+        for exchange in shown:
+            for message in exchange.messages or [{"role": "user", "content": exchange.input_text}]:
+                turns.append(_shorten_turn(message["role"], message["content"]))
+            num_tokens = min(exchange.end - exchange.output_start, max(MAX_TOKENS - num_shown_tokens, 0)) * with_tokens
+            num_shown_tokens += num_tokens
+            tokens = [
+                SampledToken(
+                    text=self._decoder.decode_token(int(columns.token_ids[index]))
+                    or str(int(columns.token_ids[index])),
+                    logprob=round(float(columns.logprobs[index]), 4),
+                    version=int(columns.versions[index]),
+                )
+                for index in range(exchange.output_start, exchange.output_start + num_tokens)
+            ]
+            turns.append(_make_answer(exchange, tokens))
+        used = sum(len(turn.text.encode(errors="replace")) + 60 * len(turn.tokens) + 200 for turn in turns)
+        self._left -= used
+        return turns, "; ".join(notes)
+
+
+def _choose_exchanges(exchanges: Sequence[ChatExchange], allowance: int) -> tuple[list[ChatExchange], int]:
+    """Return the first and the last exchanges that fit, and the number of those between."""
+    sizes = [
+        min(sum(len(one["content"]) for one in exchange.messages), MAX_TURN_CHARS)
+        + min(len(exchange.output_text), MAX_TURN_CHARS)
+        + 400
+        for exchange in exchanges
+    ]
+    kept: set[int] = set()
+    order = [index for pair in itertools.zip_longest(range(len(sizes)), reversed(range(len(sizes)))) for index in pair]
+    for index in order:
+        if index is None or index in kept:
+            continue
+        allowance -= sizes[index]
+        if allowance < 0 and kept:
+            break
+        kept.add(index)
+    return [exchange for index, exchange in enumerate(exchanges) if index in kept], len(exchanges) - len(kept)
+
+
+def _make_answer(exchange: ChatExchange, tokens: list[SampledToken]) -> SampledTurn:
+    answer = _shorten_turn("assistant", exchange.opening + exchange.output_text)
+    turn = exchange.turn
+    versions = exchange.versions
+    fate = (
+        "not completed"
+        if turn is None
+        else "trained"
+        if not turn.masked
+        else MASK_REASONS.get(turn.masked, turn.masked)
+    )
+    return msgspec.structs.replace(
+        answer,
+        reward=finite_or_none(turn.reward) if turn is not None else None,
+        versions=""
+        if versions is None
+        else f"{versions[0]}"
+        if versions[0] == versions[1]
+        else f"{versions[0]}-{versions[1]}",
+        fate=fate,
+        num_tokens=exchange.end - exchange.output_start,
+        generate_s=turn.generate_s if turn is not None else 0.0,
+        step_s=turn.step_s if turn is not None else 0.0,
+        tokens=tokens,
+    )
+
+
+def _shorten_turn(role: str, text: str) -> SampledTurn:
+    """Return a message; of a long text the middle is left out."""
+    if len(text) <= MAX_TURN_CHARS:
+        return SampledTurn(role=role, text=text)
+    half = MAX_TURN_CHARS // 2
+    left_out = len(text) - 2 * half
+    return SampledTurn(role=role, text=f"{text[:half]}\n[...]\n{text[-half:]}", num_left_out=left_out)

@@ -1,0 +1,307 @@
+"""The figures of reports, from directories written by real event logs and spools."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpcrl.campaign_dir.events import (
+    CheckpointSaved,
+    EngineCounted,
+    EpisodesCounted,
+    EvaluationFinished,
+    FaultReported,
+    JobEnded,
+    SegmentScored,
+    StepFinished,
+    VersionLoaded,
+    WorkerFailed,
+)
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.report import __main__ as command
+from hpcrl.report.build import build_document, build_report
+from hpcrl.report.charts import MAX_POINTS, smooth_values, thin_points
+from hpcrl.report.figures import CampaignReport, ChartSeries, ReportDocument, TrajectoryFigures
+from hpcrl.report.trajectories import read_trajectories
+from hpcrl.spool.segment import write_segment
+from hpcrl.system.files import publish_json
+from tests.support.synthetic import T0, SyntheticCampaign
+from tests.support.trajectories import make_lake_trajectory, make_trajectory
+
+STEP_S = 10.0
+NUM_STEPS = 20
+
+
+@pytest.fixture
+def campaign(tmp_path: Path) -> Iterator[SyntheticCampaign]:
+    campaign = SyntheticCampaign(tmp_path / "lakes", num_steps=NUM_STEPS)
+    yield campaign
+    campaign.close()
+
+
+def play(campaign: SyntheticCampaign) -> SyntheticCampaign:
+    """Make a campaign of two domains that makes all its steps: 10 s each, of which 4 s are waiting."""
+    campaign.submit_local()
+    campaign.now += 5
+    campaign.start()
+    for number in range(1, NUM_STEPS + 1):
+        campaign.now = T0 + 5 + number * STEP_S
+        counts = EpisodesCounted(
+            running=8, done=16 * number, num_tokens=160 * number, turns=16 * number,
+            outcomes={"lake": {"finished": 8 * number}, "taxi": {"finished": 7 * number, "exit": number}},
+            token_fates={"lake": {"trained": 90 * number, "sampling": 10 * number}},
+        )  # fmt: skip
+        campaign.emit("env-0", counts)
+        rewards = {"lake": [0.05 * number] * 8, "taxi": [0.0, 0.1] * 4}
+        campaign.emit("reward-0", SegmentScored(num=16, rewards=rewards))
+        load = {"busy_share": 0.6, "running": 3.0, "waiting": 0.5, "kv_share": 0.25, "num_tokens": 80}
+        campaign.emit("decode-0", EngineCounted(window_s=STEP_S, **load))
+        campaign.emit("decode-0", VersionLoaded(version=number, stall_s=0.2))
+        figures = {
+            "kl": 0.01,
+            "entropy": 1.0,
+            "grad_norm": 0.5,
+            "step_s": 6.0,
+            "wait_s": 4.0,
+            "lags": {"0": 4, "1": 12},
+        }
+        campaign.emit("train-0", StepFinished(step=number, version=number, reward_mean=0.05 * number, **figures))
+        campaign.now += 0.1
+        if number % 10 == 0:
+            campaign.emit("train-0", CheckpointSaved(step=number))
+            campaign.emit("env-0", EvaluationFinished(number=number, version=number, reward_mean=0.04 * number))
+    campaign.emit("env-0", FaultReported(what="env-fault", detail="no such file", domain="taxi", id="taxi/1/0"))
+    campaign.emit("decode-0", WorkerFailed(reason="killed by signal 9"))
+    campaign.emit("driver", JobEnded(outcome="done", reason="every training step was made"))
+    campaign.outcome("done", "every training step was made")
+    return campaign
+
+
+def add_segment(run: CampaignDir, *trajectories: object, spool: str = "scored", number: int = 0) -> None:
+    write_segment(run.spool(spool) / f"000-env-0-{number:08d}-{len(trajectories)}-0123abcd.h5", trajectories)
+
+
+def report_on(campaign: SyntheticCampaign) -> CampaignReport:
+    return build_report(campaign.run, read_trajectories=read_trajectories)
+
+
+def test_the_key_figures_are_those_of_the_events(campaign: SyntheticCampaign) -> None:
+    figures = report_on(play(campaign)).key_figures
+
+    assert (figures.step, figures.num_steps) == (20, 20)
+    assert figures.reward_first == pytest.approx(0.075)
+    assert figures.reward_last == pytest.approx(0.975)
+    assert (figures.evaluation_last, figures.evaluation_best) == (pytest.approx(0.8), pytest.approx(0.8))
+    assert (figures.num_episodes, figures.num_tokens) == (320, 3200)
+    assert figures.trained_share == pytest.approx(0.9)
+    assert (figures.wall_s, figures.queued_s) == (pytest.approx(200.1), pytest.approx(5.0))
+
+
+def test_the_verdict_is_one_sentence_about_state_reward_and_findings(campaign: SyntheticCampaign) -> None:
+    report = report_on(play(campaign))
+    assert report.verdict == (
+        "Done after 20 of 20 steps; the reward rose from 0.075 to 0.975; held-out tasks give 0.800; "
+        "nothing needs attention."
+    )
+
+
+def test_the_time_of_roles_is_divided_into_shares(campaign: SyntheticCampaign) -> None:
+    roles = {role.role: role for role in report_on(play(campaign)).roles}
+
+    assert roles["train"].busy_share == pytest.approx(120 / 200, rel=0.01)
+    assert roles["decode"].busy_share == pytest.approx(0.6, rel=0.01)
+    assert roles["decode"].pause_s == pytest.approx(0.2)
+    assert roles["reward"].busy_share is None
+    for role in roles.values():
+        if role.busy_share is not None:
+            shares = (role.busy_share, role.waiting_share or 0.0, role.starting_share, role.idle_share)
+            assert sum(shares) == pytest.approx(1.0)
+
+
+def test_rewards_are_charted_by_domain_and_with_evaluations(campaign: SyntheticCampaign) -> None:
+    (chart,) = report_on(play(campaign)).reward_charts
+    series = {one.name: one.values for one in chart.series}
+
+    assert chart.x == [float(number) for number in range(21)][1 if chart.x[0] else 0 :]
+    assert series["each step"][-1] == pytest.approx(1.0)
+    assert series["held-out evaluation"][-1] == pytest.approx(0.8)
+    assert {"lake", "taxi"} <= series.keys()
+
+
+def test_engines_and_staleness_have_their_numbers(campaign: SyntheticCampaign) -> None:
+    report = report_on(play(campaign))
+    charts = {chart.id: chart for chart in [*report.engine_charts, *report.staleness_charts]}
+
+    assert charts["engine-tokens"].series[0].values[0] == pytest.approx(8.0)
+    assert charts["engine-kv"].series[0].values[0] == pytest.approx(0.25)
+    assert charts["lags"].series[0].values == [80.0, 240.0]
+
+
+def test_failures_are_counted_by_domain_and_node(campaign: SyntheticCampaign) -> None:
+    failures = {(one.what, one.domain, one.node): one for one in report_on(play(campaign)).failures}
+
+    assert failures["env-fault", "taxi", "env0"].newest == "no such file"
+    assert failures["worker decode", "", "decode0"].kind == "infrastructure"
+
+
+def test_a_worker_has_a_span_with_its_end(campaign: SyntheticCampaign) -> None:
+    spans = {one.worker: one for one in report_on(play(campaign)).workers}
+
+    assert spans["000-decode-0"].ending == "failed"
+    assert spans["000-env-0"].ending == "ended"
+    assert spans["000-env-0"].end - spans["000-env-0"].start == pytest.approx(200.1)
+
+
+def test_a_campaign_without_any_step_has_a_report(campaign: SyntheticCampaign) -> None:
+    campaign.submit_local()
+    report = report_on(campaign)
+    assert report.reward_charts == report.stability_charts == []
+    assert report.key_figures.reward_last is None
+
+
+def test_trajectories_are_sampled_by_reward_length_and_failure(campaign: SyntheticCampaign) -> None:
+    group = [make_lake_trajectory(1, index, reward=index / 8) for index in range(8)]
+    failed = msgspec.structs.replace(
+        make_lake_trajectory(2, 0, reward=None), status="env-fault", extra={"fault": "gone"}
+    )
+    add_segment(campaign.run, *group)
+    add_segment(campaign.run, failed, number=1)
+
+    found = read_trajectories(campaign.run)
+
+    assert (found.num, found.num_groups, found.num_flat_groups) == (9, 1, 0)
+    chosen = {reason: one for one in reversed(found.sampled) for reason in one.chosen}
+    assert chosen["best"].reward == pytest.approx(7 / 8)
+    assert chosen["worst"].reward == 0.0
+    assert chosen["failed"].note == "gone"
+    assert [turn.role for turn in chosen["best"].conversation] == ["user", "assistant", "user", "assistant"]
+    assert [len(turn.tokens) for turn in chosen["best"].conversation] == [0, 3, 0, 1]
+    assert len(found.groups[0].attempts) == 8
+
+
+def test_a_retried_episode_and_a_scored_twin_count_once(campaign: SyntheticCampaign) -> None:
+    one = make_lake_trajectory(1, 0, reward=1.0)
+    add_segment(campaign.run, one)
+    add_segment(campaign.run, one, number=7, spool="archive")
+    assert read_trajectories(campaign.run).num == 1
+
+
+def test_a_trajectory_of_five_megabytes_is_shortened(campaign: SyntheticCampaign) -> None:
+    huge = make_trajectory("lake/1/0", 1_300_000, reward=1.0)
+    add_segment(campaign.run, huge)
+
+    found = read_trajectories(campaign.run)
+
+    turns = found.sampled[0].conversation
+    assert found.sampled[0].num_tokens == 1_300_000
+    assert max(turn.num_left_out for turn in turns) > 1_000_000
+    assert sum(len(turn.text) for turn in turns) < 20_000
+
+
+def test_a_damaged_segment_is_named_and_skipped(campaign: SyntheticCampaign) -> None:
+    add_segment(campaign.run, make_lake_trajectory(1, 0, reward=1.0))
+    (campaign.run.spool("scored") / "000-env-0-00000009-1-0123abcd.h5").write_bytes(b"not a segment" * 300)
+    found = read_trajectories(campaign.run)
+    assert found.num == 1
+    assert any("000-env-0-00000009" in problem for problem in found.problems)
+
+
+def test_long_series_are_thinned_to_means_of_neighbours() -> None:
+    x = [float(number) for number in range(4 * MAX_POINTS)]
+    thin_x, (thin,) = thin_points(x, [ChartSeries(name="y", values=list(x))])
+    assert len(thin_x) == MAX_POINTS
+    assert thin_x[0] == thin.values[0] == pytest.approx(1.5)
+
+
+def test_a_moving_mean_skips_what_is_missing() -> None:
+    assert smooth_values([1.0, None, 3.0]) == [2.0, None, 2.0]
+
+
+def test_campaigns_are_compared_with_the_difference_of_their_recipes(tmp_path: Path) -> None:
+    campaigns = [SyntheticCampaign(tmp_path / name, num_steps=NUM_STEPS) for name in ("one", "two")]
+    for campaign in campaigns:
+        play(campaign).close()
+    publish_json(campaigns[1].run.recipe, {"name": "quickstart", "train": {"num_steps": NUM_STEPS}, "seed": 1})
+    document = build_document([one.run for one in campaigns], read_trajectories=read_trajectories)
+    assert document.comparison is not None
+    assert [(one.key, one.values) for one in document.comparison.settings] == [("seed", ["0", "1"])]
+    assert document.comparison.verdict.startswith("The recipes differ in the seed alone.")
+    assert len(document.comparison.charts[0].series) == 2
+
+
+# Bad input
+
+
+def break_events(run: CampaignDir) -> None:
+    (run.events / "000-train-0.jsonl").write_bytes(b'{"time": 1, "event": "step", "step": \xff}\n{"torn')
+
+
+def break_plan(run: CampaignDir) -> None:
+    run.plan.write_text('{"components": [3, {"nodes": "many"}], "roles": "all"}')
+
+
+def remove_records(run: CampaignDir) -> None:
+    for path in (run.plan, run.recipe, run.site):
+        path.unlink(missing_ok=True)
+
+
+def write_newer_version(run: CampaignDir) -> None:
+    publish_json(run.plan, {"layout": "mesh", "components": {"a": 1}, "roles": [{"role": "critic", "num_workers": 2}]})
+    publish_json(run.recipe, {"name": "quickstart", "train": {"num_steps": 4, "future": True}, "worlds": [1, 2]})
+    with (run.events / "000-env-0.jsonl").open("a") as file:
+        file.write('{"time": 1800000001, "event": "teleported", "job": 0, "role": "env", "worker": "000-env-0"}\n')
+
+
+def empty_directory(run: CampaignDir) -> None:
+    for path in run.events.iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize("damage", [break_events, break_plan, remove_records, write_newer_version, empty_directory])
+def test_a_damaged_or_newer_campaign_has_a_report(campaign: SyntheticCampaign, tmp_path: Path, damage) -> None:
+    damage(play(campaign).run)
+    page = tmp_path / "report.html"
+    assert command.main(["-o", str(page), "--", str(campaign.run.root)]) == 0
+    assert page.stat().st_size < 5_000_000
+    msgspec.json.decode(page.with_suffix(".json").read_bytes(), type=ReportDocument)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_campaign_has_a_report_with_its_problems(campaign: SyntheticCampaign) -> None:
+    play(campaign).run.events.chmod(0)
+    try:
+        assert report_on(campaign).problems
+    finally:
+        campaign.run.events.chmod(0o700)
+
+
+def test_the_json_twin_has_the_numbers_of_the_page(campaign: SyntheticCampaign, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    assert command.main(["-o", str(page), "--", str(play(campaign).run.root)]) == 0
+    twin = json.loads(page.with_suffix(".json").read_text())
+    text = page.read_text()
+    shown = json.loads(text.partition('id="chart-data">')[2].partition("</script>")[0])
+    charts = [
+        chart for name in twin["campaigns"][0] if name.endswith("_charts") for chart in twin["campaigns"][0][name]
+    ]
+    assert [chart["id"] for chart in shown] == [chart["id"] for chart in charts]
+    assert all(chart in shown for chart in charts)
+    assert twin["campaigns"][0]["verdict"] in text
+
+
+def test_a_report_that_cannot_be_written_is_refused_in_one_line(
+    campaign: SyntheticCampaign, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["-o", "/proc/no/report.html", "--", str(campaign.run.root)]) == 2
+    assert capsys.readouterr().err.startswith("hpcrl: /proc/no/report.html cannot be written")
+
+
+def test_without_h5py_a_report_names_the_package_that_trajectories_need(
+    campaign: SyntheticCampaign, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "hpcrl.report.trajectories", None)
+    figures: TrajectoryFigures = command._read_trajectories(campaign.run)
+    assert figures.problems[0].startswith("trajectories are not shown")
