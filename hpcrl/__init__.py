@@ -22,6 +22,7 @@ weights       new weights from the trainer to every engine
 spool         trajectories on disk
 envs          environments
 monitor       the state of a campaign, on a screen
+report        a page about campaigns
 traj          trajectories for people
 system        files, processes, network
 testing       stand-ins that ship with hpcrl for tests of one's own

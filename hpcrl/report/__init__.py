@@ -10,7 +10,7 @@ comparison    several campaigns
 figures       all of this as structs
 page          the page, with its charts
 sections      its sections
-conversations   its trajectories and groups
+conversation_html  its trajectories and groups
 markup        parts of them
 picture       a picture of it
 """

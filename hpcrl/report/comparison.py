@@ -6,25 +6,25 @@ compare_campaigns    the comparison of some reports
 from collections.abc import Sequence
 
 from hpcrl.report.figures import (
-    CampaignComparison,
     CampaignReport,
     ChartSeries,
     ComparedValue,
     KeyFigures,
     ReportChart,
+    ReportComparison,
 )
 
 _IGNORED_SETTINGS = ("name", "description")
 
 
-def compare_campaigns(reports: Sequence[CampaignReport]) -> CampaignComparison:
+def compare_campaigns(reports: Sequence[CampaignReport]) -> ReportComparison:
     """Return the settings that differ, the results side by side, and the rewards in one chart."""
     settings = [
         ComparedValue(key=key, values=values)
         for key in sorted({key for report in reports for key in report.recipe})
         if key not in _IGNORED_SETTINGS and len(set(values := [report.recipe.get(key, "") for report in reports])) > 1
     ]
-    return CampaignComparison(
+    return ReportComparison(
         verdict=_describe_differences(settings, reports),
         settings=settings,
         results=[

@@ -5,7 +5,7 @@ KeyFigures, JobFigures, RoleFigures, WorkerFigures, FailureFigures, ProvenanceEn
 ReportChart, ChartSeries    a chart and its numbers
 SampledTrajectory, SampledTurn, SampledToken, SampledGroup, TrajectoryFigures    what was played
 ReportDocument    all campaigns of a report, and their comparison
-CampaignComparison, ComparedValue    the differences of their recipes and results
+ReportComparison, ComparedValue    the differences of their recipes and results
 REPORT_VERSION    the version of the JSON
 """
 
@@ -90,12 +90,12 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a role's workers went; the shares are of the time that jobs held nodes for them."""
+    """The use of the time of a role's workers; the shares are of the time that jobs held nodes for them."""
 
     role: str
     num_workers: int
     node_hours: float
-    """Of its nodes, divided among the roles that share them."""
+    """The hours of its nodes, divided among the roles that share them."""
     busy_share: float | None
     """None if its work is not measured."""
     waiting_share: float | None
@@ -103,7 +103,7 @@ class RoleFigures(msgspec.Struct, frozen=True, kw_only=True):
     idle_share: float
     """Held without a live worker."""
     tokens_per_s: float | None
-    """Of all its workers, while they were up."""
+    """The rate of all its workers, while they were up."""
     num_pauses: int
     """Loads of new weights."""
     pause_s: float
@@ -240,7 +240,7 @@ class ComparedValue(msgspec.Struct, frozen=True, kw_only=True):
     """One per campaign; "" where it is not set."""
 
 
-class CampaignComparison(msgspec.Struct, frozen=True, kw_only=True):
+class ReportComparison(msgspec.Struct, frozen=True, kw_only=True):
     """The differences of several campaigns."""
 
     verdict: str
@@ -256,4 +256,4 @@ class ReportDocument(msgspec.Struct, frozen=True, kw_only=True):
     hpcrl: str
     created: float
     campaigns: list[CampaignReport]
-    comparison: CampaignComparison | None = None
+    comparison: ReportComparison | None = None

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.report.conversations import write_conversation, write_groups, write_trajectory_table
-from hpcrl.report.figures import CampaignComparison, CampaignReport, ReportChart, ReportDocument
+from hpcrl.report.conversation_html import write_conversation, write_groups, write_trajectory_table
+from hpcrl.report.figures import CampaignReport, ReportChart, ReportComparison, ReportDocument
 from hpcrl.report.markup import esc, format_number, format_share, format_span, format_time, write_table
 from hpcrl.report.sections import (
     write_failures,
@@ -214,7 +214,7 @@ class _PageWriter:
             text += "".join(write_conversation(one, f"{key}-t{number}") for number, one in enumerate(found.sampled))
         return text
 
-    def _write_comparison(self, comparison: CampaignComparison) -> Iterator[str]:
+    def _write_comparison(self, comparison: ReportComparison) -> Iterator[str]:
         names = [one.name for one in self._document.campaigns]
         yield '<section id="compare"><h2>Comparison</h2>'
         yield self._write_charts(comparison.charts, "compare", is_wide=True)

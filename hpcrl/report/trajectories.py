@@ -106,7 +106,7 @@ class _BestOf:
         elif candidate > self.heap[0]:
             heapq.heapreplace(self.heap, candidate)
 
-    def ranked(self) -> list[_Candidate]:
+    def rank_candidates(self) -> list[_Candidate]:
         return sorted(self.heap, reverse=True)
 
 
@@ -223,7 +223,7 @@ def _count_value(counts: Counter[float], value: float) -> None:
 def _write_samples(sampler: _TrajectorySampler, writer: "_SampleWriter") -> Iterator[SampledTrajectory]:
     """Yield the chosen trajectories: first the first choice of every domain and reason, then the second ones."""
     reasons: dict[_RowPlace, list[str]] = {}
-    ranked = {key: best.ranked() for key, best in sampler.chosen.items()}
+    ranked = {key: best.rank_candidates() for key, best in sampler.chosen.items()}
     order = {reason: number for number, reason in enumerate(_NUM_BY_REASON)}
     keys = sorted(ranked, key=lambda key: (order[key[1]], key[0]))
     for rank in range(max(_NUM_BY_REASON.values())):
@@ -241,7 +241,7 @@ def _write_samples(sampler: _TrajectorySampler, writer: "_SampleWriter") -> Iter
 def _write_groups(sampler: _TrajectorySampler, writer: "_SampleWriter") -> Iterator[SampledGroup]:
     shown: set[str] = set()
     for reason in _NUM_GROUPS:
-        for candidate in sampler.groups[reason].ranked() if reason in sampler.groups else ():
+        for candidate in sampler.groups[reason].rank_candidates() if reason in sampler.groups else ():
             if candidate.group in shown:
                 continue
             shown.add(candidate.group)

@@ -12,7 +12,7 @@ from hpcrl.report.build import build_document
 from hpcrl.report.figures import SampledTrajectory, SampledTurn, TrajectoryFigures
 from hpcrl.report.page import ASSETS, UPLOT_VERSION, render_page
 from tests.support.synthetic import SyntheticCampaign
-from tests.unit.report.test_report import play
+from tests.unit.report.test_build import play
 
 HOSTILE = "<script>alert(1)</script></script><img src=x onerror=alert(2)>\x1b[31m\u202e\"'&]]>"
 
