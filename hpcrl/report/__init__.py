@@ -8,9 +8,8 @@ charts        its charts
 trajectories  a sample of what was played
 comparison    several campaigns
 figures       all of this as structs
-page          the page, with its charts
+page          the page with its charts, and a picture of it
 sections      its sections
 conversation_html  its trajectories and groups
 markup        parts of them
-picture       a picture of it
 """

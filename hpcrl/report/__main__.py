@@ -13,8 +13,7 @@ from hpcrl.errors import CampaignError, HpcrlError
 from hpcrl.report.arguments import add_arguments
 from hpcrl.report.build import build_document
 from hpcrl.report.figures import ReportDocument, TrajectoryFigures
-from hpcrl.report.page import render_page
-from hpcrl.report.picture import write_picture
+from hpcrl.report.page import render_page, write_picture
 from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
 from hpcrl.system.files import publish_file
 from hpcrl.system.terminal import print_to_stderr

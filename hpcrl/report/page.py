@@ -1,6 +1,8 @@
 """Write a report as one HTML page: no server, no network, no style or script but its own. Everything shown is escaped.
 
 render_page     the page
+write_picture   a PNG of the top of a page, by a Chromium that is installed here, for slides
+find_chromium   this program
 
 A chart is drawn by uPlot from numbers in the page, and has a table of the same numbers. The page works without its
 script too, then without drawings. Its policy (CSP) admits this script and these styles by their hashes, and no others.
@@ -9,11 +11,15 @@ script too, then without drawings. Its policy (CSP) admits this script and these
 import base64
 import hashlib
 import itertools
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from hpcrl.errors import CampaignError
 from hpcrl.report.conversation_html import write_conversation, write_groups, write_trajectory_table
 from hpcrl.report.figures import CampaignReport, ReportChart, ReportComparison, ReportDocument
 from hpcrl.report.markup import esc, format_number, format_share, format_span, format_time, write_table
@@ -30,6 +36,9 @@ from hpcrl.report.sections import (
 ASSETS = Path(__file__).parent / "assets"
 UPLOT_VERSION = "1.6.32"
 NUM_COLORS = 8
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+PICTURE_TIMEOUT_S = 120.0
+WIDTH_PX, HEIGHT_PX = 1280, 1600
 
 
 def render_page(document: ReportDocument) -> str:
@@ -62,6 +71,34 @@ def render_page(document: ReportDocument) -> str:
 </body>
 </html>
 """
+
+
+def find_chromium() -> str | None:
+    """Return the path of a Chromium on PATH."""
+    return next((path for path in map(shutil.which, CHROMIUM_NAMES) if path), None)
+
+
+def write_picture(page: Path, picture: Path) -> None:
+    """Write a PNG of the top of a page; refuse without Chromium."""
+    program = find_chromium()
+    if program is None:
+        raise CampaignError(
+            f"--png needs Chromium, and none of {', '.join(CHROMIUM_NAMES)} is on PATH: "
+            f"open {page} in a browser instead"
+        )
+    with tempfile.TemporaryDirectory(prefix="hpcrl-chromium-") as profile:
+        command = [
+            program, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            "--force-device-scale-factor=2", f"--user-data-dir={profile}", f"--window-size={WIDTH_PX},{HEIGHT_PX}",
+            f"--screenshot={picture.absolute()}", page.absolute().as_uri(),
+        ]  # fmt: skip
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PICTURE_TIMEOUT_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CampaignError(f"{program} made no picture of {page}: {error}") from error
+    if done.returncode or not picture.exists():
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise CampaignError(f"{program} made no picture of {page} (exit code {done.returncode}): {last}")
 
 
 def _read_asset(name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.report.picture import find_chromium
+from hpcrl.report.page import find_chromium
 from tests.support.campaigns import SIMULATED, driver_of, hpcrl, outcome, snapshot, steps, until
 
 pytestmark = [
