@@ -57,7 +57,7 @@ class CampaignWatch:
         return [f"version {b} was published after {a}" for a, b in itertools.pairwise(versions) if b <= a]
 
     def _check_checkpoints(self) -> list[str]:
-        committed = sorted(self.campaign.checkpoints.glob("*-step-*"))
+        committed = sorted(self.campaign.checkpoints.glob("[0-9]*-step-*[0-9]"))
         for path in committed:
             if path.name not in self._checked:
                 with contextlib.suppress(FileNotFoundError):  # a newer one has replaced it just now

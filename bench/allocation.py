@@ -1,0 +1,138 @@
+"""Useful share of the allocation over jobs in a row that end at their walltime: `python -m bench.allocation`.
+
+A campaign with simulated engines on a strict lab (as root). Each job ends at its real walltime, after a drain with a
+checkpoint, and the next one continues, until the campaign has made its last step; the number of its steps follows from
+the pace of the first job. The useful time of a job is that from the start of its first step to the end of its last one;
+steps that were made again count once. The rest of what Slurm has allocated is starting and ending. Jobs of minutes are
+the worst case: the time to start and end one is the same for jobs of a day, for which the share follows.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from bench.faults.places import LabPlace
+from bench.faults.watch import CampaignWatch
+from bench.figures import Figure, main
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.job_end import read_job_end
+from hpcrl.campaign_dir.paths import CampaignDir
+
+_GROUPS_PER_STEP = 2
+_BAR = 0.9
+_SETTINGS = (
+    *("train.num_steps=40", f"train.groups_per_step={_GROUPS_PER_STEP}", "rollout.group_size=4", "engine.backend=sim"),
+    *("engine.sim.speed=0.01", "rollout.max_running=16", "train.checkpoint_every_steps=1000000", "spool.keep=all"),
+)
+_START_TIMEOUT_S = 120.0
+_MIN_PACE_STEPS = 15
+_END_RESERVE_S = 30.0
+
+
+@dataclass(frozen=True)
+class JobUse:
+    """The use of one job's allocation."""
+
+    allocated_s: float
+    useful_s: float
+    num_steps: int
+    outcome: str
+
+
+def measure(full: bool, arguments: argparse.Namespace) -> list[Figure]:
+    num_jobs = arguments.jobs or (20 if full else 8)
+    walltime_min = arguments.walltime or (5 if full else 2)
+    with tempfile.TemporaryDirectory(prefix="hpcrl-", ignore_cleanup_errors=True) as directory:
+        place = LabPlace(Path(directory))
+        with place.running():
+            uses, violations, is_done = run_chain(place, num_jobs=num_jobs, walltime_min=walltime_min)
+    for use in uses:
+        print(json.dumps(vars(use)), file=sys.stderr)
+    for violation in violations:
+        print(violation, file=sys.stderr)
+    ended = uses[:-1]  # the last job ends with the campaign, whenever that is
+    overhead = fmean(use.allocated_s - use.useful_s for use in ended)
+    share = sum(use.useful_s for use in ended) / sum(use.allocated_s for use in ended)
+    return [
+        Figure(name="jobs of the campaign", value=len(uses), unit="", bar=num_jobs),
+        Figure(name="jobs that ended at their walltime with a checkpoint", value=_count_drained(ended), bar=len(ended)),
+        Figure(name="campaigns that made their last step", value=float(is_done), unit="", bar=1),
+        Figure(name="invariants that did not hold", value=len(violations), unit="", bar=0, better="lower"),
+        Figure(name="starting and ending of a job, mean", value=overhead, unit="s"),
+        Figure(name=f"useful share of {walltime_min} min", value=share, unit="", bar=_BAR if full else None),
+        Figure(name="useful share of 60 min with that start and end", value=1.0 - overhead / 3600, unit="", bar=_BAR),
+    ]
+
+
+def _count_drained(uses: list[JobUse]) -> int:
+    return sum(use.outcome == "drained (walltime)" for use in uses)
+
+
+def run_chain(place: LabPlace, *, num_jobs: int, walltime_min: int) -> tuple[list[JobUse], list[str], bool]:
+    """Run a campaign over this many jobs; return their use, what was wrong, and whether it made its last step."""
+    options = [*_SETTINGS, f"job.walltime_min={walltime_min}", f"job.num_jobs={num_jobs + 4}", "job.drain_s=15"]
+    words = [word for setting in options for word in ("-s", setting)]
+    done = place.command("submit", "quickstart", *place.site_words, "--name", "chain", *words)
+    assert done.returncode == 0, done.stderr
+    campaign = CampaignDir(place.home / "campaigns" / "chain")
+    watch = CampaignWatch(campaign, groups_per_step=_GROUPS_PER_STEP)
+    last_step = _set_last_step(place, watch, num_jobs=num_jobs, walltime_min=walltime_min)
+    violations: list[str] = []
+    deadline = time.monotonic() + (num_jobs + 4) * (walltime_min * 60 + _START_TIMEOUT_S)
+    while not place.is_over() and time.monotonic() < deadline:
+        violations += [one for one in watch.find_violations() if one not in violations]
+        time.sleep(5.0)
+    place.command("stop", "--now", "chain")
+    violations += [one for one in watch.find_violations() if one not in violations]
+    steps = [event for event in EventReader(campaign.events).poll_lines() if event.get("event") == "step"]
+    made = {event["step"] for event in steps}
+    if left := place.list_shared_memory(campaign):
+        violations.append(f"shared memory was left: {', '.join(left)}")
+    return _list_uses(campaign, steps), violations, made == set(range(1, last_step + 1))
+
+
+def _set_last_step(place: LabPlace, watch: CampaignWatch, *, num_jobs: int, walltime_min: int) -> int:
+    """Give the campaign as many steps as this number of jobs make, and half of one less."""
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while watch.look() == 0 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    started, first = time.monotonic(), watch.look()
+    while watch.look() < first + _MIN_PACE_STEPS and time.monotonic() < deadline:
+        time.sleep(0.2)
+    pace_s = (time.monotonic() - started) / (watch.look() - first)
+    last_step = int((num_jobs - 0.5) * (walltime_min * 60 - _END_RESERVE_S) / pace_s)
+    done = place.command("extend", "chain", "--steps", str(last_step))
+    assert done.returncode == 0, done.stderr
+    return last_step
+
+
+def _list_uses(campaign: CampaignDir, steps: list[dict[str, float]]) -> list[JobUse]:
+    kept = {event["step"]: event for event in steps}  # a step that was made again counts once
+    starts = {
+        event["job"]: event["time"]
+        for event in EventReader(campaign.events).poll_lines()
+        if event.get("event") == "job-started"
+    }
+    uses = []
+    for number, started in sorted(starts.items()):
+        times = sorted(event["time"] for event in kept.values() if event["job"] == number)
+        end = read_job_end(campaign.job(int(number)))
+        ended = end.time if end is not None else max(times, default=started)
+        useful = (times[-1] - times[0]) * len(times) / (len(times) - 1) if len(times) > 1 else 0.0
+        outcome = f"{end.outcome} ({end.cause})" if end is not None else "none"
+        uses.append(JobUse(allocated_s=ended - started, useful_s=useful, num_steps=len(times), outcome=outcome))
+    return uses
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--jobs", type=int, help="how many jobs (default: 8, with --full 20)")
+    parser.add_argument("--walltime", type=int, help="minutes of each (default: 2, with --full 5)")
+
+
+if __name__ == "__main__":
+    sys.exit(main("allocation", measure, add_options=add_options))
