@@ -1,10 +1,10 @@
 """Useful share of the allocation over jobs in a row that end at their walltime: `python -m bench.allocation`.
 
 A campaign with simulated engines on a strict lab (as root). Each job ends at its real walltime, after a drain with a
-checkpoint, and the next one continues, until the campaign has made its last step; the number of its steps follows from
-the pace of the first job. The useful time of a job is that from the start of its first step to the end of its last one;
-steps that were made again count once. The rest of what Slurm has allocated is starting and ending. Jobs of minutes are
-the worst case: the time to start and end one is the same for jobs of a day, for which the share follows.
+checkpoint, and the next one continues, until the campaign has made its last step: `hpcrl extend` keeps it some steps
+away until the last of the jobs runs. The useful time of a job is from the start of its first step to the end of its
+last one; steps that were made again count once. The rest of what Slurm has allocated is starting and ending. Jobs of
+minutes are the worst case: the time to start and end one is the same for jobs of a day, for which the share follows.
 """
 
 import argparse
@@ -25,13 +25,18 @@ from hpcrl.campaign_dir.paths import CampaignDir
 
 _GROUPS_PER_STEP = 2
 _BAR = 0.9
+_START_TIMEOUT_S = 120.0
+_FIRST_STEPS, _LEAD_STEPS = 200, 60
+"""The steps at first, and the least by which the last one is kept away: no job makes more between two looks."""
 _SETTINGS = (
-    *("train.num_steps=40", f"train.groups_per_step={_GROUPS_PER_STEP}", "rollout.group_size=4", "engine.backend=sim"),
+    *(
+        f"train.num_steps={_FIRST_STEPS}",
+        f"train.groups_per_step={_GROUPS_PER_STEP}",
+        "rollout.group_size=4",
+        "engine.backend=sim",
+    ),
     *("engine.sim.speed=0.01", "rollout.max_running=16", "train.checkpoint_every_steps=1000000", "spool.keep=all"),
 )
-_START_TIMEOUT_S = 120.0
-_MIN_PACE_STEPS = 15
-_END_RESERVE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,15 @@ def run_chain(place: LabPlace, *, num_jobs: int, walltime_min: int) -> tuple[lis
     assert done.returncode == 0, done.stderr
     campaign = CampaignDir(place.home / "campaigns" / "chain")
     watch = CampaignWatch(campaign, groups_per_step=_GROUPS_PER_STEP)
-    last_step = _set_last_step(place, watch, num_jobs=num_jobs, walltime_min=walltime_min)
     violations: list[str] = []
     deadline = time.monotonic() + (num_jobs + 4) * (walltime_min * 60 + _START_TIMEOUT_S)
+    last_step = _FIRST_STEPS
     while not place.is_over() and time.monotonic() < deadline:
         violations += [one for one in watch.find_violations() if one not in violations]
-        time.sleep(5.0)
+        if watch.last_job < num_jobs - 1 and last_step < watch.last_step + _LEAD_STEPS:
+            last_step = watch.last_step + 2 * _LEAD_STEPS
+            place.command("extend", "chain", "--steps", str(last_step))
+        time.sleep(2.0)
     place.command("stop", "--now", "chain")
     violations += [one for one in watch.find_violations() if one not in violations]
     steps = [event for event in EventReader(campaign.events).poll_lines() if event.get("event") == "step"]
@@ -94,21 +102,6 @@ def run_chain(place: LabPlace, *, num_jobs: int, walltime_min: int) -> tuple[lis
     if left := place.list_shared_memory(campaign):
         violations.append(f"shared memory was left: {', '.join(left)}")
     return _list_uses(campaign, steps), violations, made == set(range(1, last_step + 1))
-
-
-def _set_last_step(place: LabPlace, watch: CampaignWatch, *, num_jobs: int, walltime_min: int) -> int:
-    """Give the campaign as many steps as this number of jobs make, and half of one less."""
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while watch.look() == 0 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    started, first = time.monotonic(), watch.look()
-    while watch.look() < first + _MIN_PACE_STEPS and time.monotonic() < deadline:
-        time.sleep(0.2)
-    pace_s = (time.monotonic() - started) / (watch.look() - first)
-    last_step = int((num_jobs - 0.5) * (walltime_min * 60 - _END_RESERVE_S) / pace_s)
-    done = place.command("extend", "chain", "--steps", str(last_step))
-    assert done.returncode == 0, done.stderr
-    return last_step
 
 
 def _list_uses(campaign: CampaignDir, steps: list[dict[str, float]]) -> list[JobUse]:

@@ -1,6 +1,7 @@
 """The command line (`main`). Every command imports its modules when it runs, so that `hpcrl --help` starts fast."""
 
 import argparse
+import dataclasses
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from hpcrl.system.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 if TYPE_CHECKING:
     from hpcrl.campaign_dir.paths import CampaignDir
     from hpcrl.config.recipe import Recipe
+    from hpcrl.lab.conf import LabCluster
     from hpcrl.plan.plan import Plan
 
 
@@ -178,6 +180,10 @@ def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     lab.add_argument("--dir", type=Path, help="state directory (default: $HPCRL_LAB, else one per user)")
     lab.add_argument("--strict", action="store_true", help="up: nodes that share less and limit memory (as root)")
     lab.add_argument("--like", metavar="SITE", help="up: partitions, GPUs and QOS of a site, with few nodes each")
+    lab.add_argument("--kill-wait", type=int, metavar="S", help="up: seconds between SIGTERM and SIGKILL (10)")
+    lab.add_argument("--grace", type=int, metavar="S", help="up: the same for a job that is preempted (strict: 20)")
+    lab.add_argument("--over-time-limit", type=int, metavar="MIN", help="up: minutes beyond the walltime (0)")
+    lab.add_argument("--no-requeue", action="store_true", help="up: a job whose node failed is not requeued")
     lab.set_defaults(run=_run_lab)
 
 
@@ -436,6 +442,17 @@ def _run_gc(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _apply_settings(cluster: "LabCluster", arguments: argparse.Namespace) -> "LabCluster":
+    """Return a cluster with the settings of Slurm that the command line names."""
+    return dataclasses.replace(
+        cluster,
+        kill_wait_s=cluster.kill_wait_s if arguments.kill_wait is None else arguments.kill_wait,
+        preempt_grace_s=cluster.preempt_grace_s if arguments.grace is None else arguments.grace,
+        over_time_limit_min=arguments.over_time_limit or 0,
+        requeues=not arguments.no_requeue,
+    )
+
+
 def _run_lab(arguments: argparse.Namespace) -> int:
     from hpcrl.config.site import default_lab_dir
     from hpcrl.lab import lab, outages
@@ -449,7 +466,7 @@ def _run_lab(arguments: argparse.Namespace) -> int:
         case "restore":
             outages.restore_part(state_dir, arguments.part)
         case "up":
-            _bring_up_lab(state_dir, like=arguments.like, is_strict=arguments.strict)
+            _bring_up_lab(state_dir, arguments)
         case "down":
             _print_line(
                 f"the lab in {state_dir} is {'down: everything is removed' if lab.down(state_dir) else 'not up'}"
@@ -464,27 +481,26 @@ def _run_lab(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _bring_up_lab(state_dir: Path, *, like: str | None, is_strict: bool) -> None:
+def _bring_up_lab(state_dir: Path, arguments: argparse.Namespace) -> None:
     from hpcrl.lab import conf, lab
 
-    if like is not None:
-        _bring_up_likeness(state_dir, like, is_strict=is_strict)
+    if arguments.like is not None:
+        _bring_up_likeness(state_dir, arguments)
         return
-    cluster = conf.STRICT_CLUSTER if is_strict else conf.DEFAULT_CLUSTER
-    _print_line(str(lab.up(state_dir, cluster=cluster)))
+    cluster = conf.STRICT_CLUSTER if arguments.strict else conf.DEFAULT_CLUSTER
+    _print_line(str(lab.up(state_dir, cluster=_apply_settings(cluster, arguments))))
 
 
-def _bring_up_likeness(state_dir: Path, name: str, *, is_strict: bool) -> None:
-    from dataclasses import replace
-
+def _bring_up_likeness(state_dir: Path, arguments: argparse.Namespace) -> None:
     from hpcrl.config.site import load_site
     from hpcrl.config.toml import find_toml
     from hpcrl.lab import lab, likeness
 
-    site = load_site(name)
-    now = lab.up(state_dir, cluster=replace(likeness.imitate_site(site), is_strict=is_strict))
+    site = load_site(arguments.like)
+    cluster = dataclasses.replace(likeness.imitate_site(site), is_strict=arguments.strict)
+    now = lab.up(state_dir, cluster=_apply_settings(cluster, arguments))
     _print_line(str(now))
-    path = likeness.write_lab_site(site, source=find_toml("sites", name), root=now.state_dir)
+    path = likeness.write_lab_site(site, source=find_toml("sites", arguments.like), root=now.state_dir)
     _print_line(f"{path} is site {site.name} for use with it; next: hpcrl submit quickstart --site {path} --watch")
 
 

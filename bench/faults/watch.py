@@ -26,7 +26,9 @@ class CampaignWatch:
     def __init__(self, campaign: CampaignDir, *, groups_per_step: int) -> None:
         self.campaign = campaign
         self.acknowledged: set[str] = set()
-        self.num_steps = 0
+        self.num_steps = self.last_step = 0
+        self.last_job = 0
+        """The last job that has made a step."""
         self.published: list[tuple[float, int]] = []
         self._groups_per_step = groups_per_step
         self._events = EventReader(campaign.events)
@@ -39,6 +41,7 @@ class CampaignWatch:
         for line in self._events.poll_lines():
             if line.get("event") == "step":
                 self.num_steps += 1
+                self.last_step, self.last_job = max(self.last_step, line["step"]), max(self.last_job, line["job"])
             elif line.get("event") == "published":
                 self.published.append((line["time"], line["version"]))
         self.acknowledged |= self._list_ids("rollouts")

@@ -3,6 +3,7 @@
 StepProvider        blocks as steps of this job, one on each node of a component
 JobProvider         blocks as separate small Slurm jobs, started and ended with the work
 STATUS_INTERVAL_S   how often Parsl asks for the status of jobs
+MIN_LOST_AGE_S      the least age of a pool that is taken for lost
 LOST_GRACE_S        the time in which a step that was lost must end
 """
 
@@ -26,6 +27,8 @@ from hpcrl.system.files import publish_file
 from hpcrl.system.processes import MIN_RESTART_INTERVAL_S, end_group
 
 STATUS_INTERVAL_S = 5
+MIN_LOST_AGE_S = 40.0
+"""A pool that Parsl reports as lost has been silent for 20 s; one that was started since then is another."""
 LOST_GRACE_S = 15.0
 """The time after which srun abandons a step whose node does not answer: it waits for KillWait and 2 s."""
 
@@ -108,10 +111,16 @@ class StepProvider(ExecutionProvider):
 
     def end_lost(self, host: str) -> None:
         """End the block on a host whose worker pool Parsl has lost: srun waits for ever for a node that restarted."""
-        name = host.partition(".")[0]
-        for node, block in zip(self._nodes, self._running, strict=True):
+        name, latest = host.partition(".")[0], time.monotonic() - MIN_LOST_AGE_S
+        for node, block, started_at in zip(self._nodes, self._running, self._started_at, strict=True):
             is_there = node.partition(".")[0] == name or len(self._nodes) == 1
-            if is_there and block is not None and block.poll() is None and block.pid not in self._lost:
+            if (
+                is_there
+                and started_at <= latest
+                and block is not None
+                and block.poll() is None
+                and block.pid not in self._lost
+            ):
                 os.killpg(block.pid, self._end_signal)
                 self._lost[block.pid] = time.monotonic()
 

@@ -86,10 +86,25 @@ class LabCluster:
     """Directories below /tmp that the nodes of a strict lab share, besides those that every job needs."""
     preempt_grace_s: int = 0
     """Time between TERM and the end of a job that is preempted, in the wide partitions."""
+    kill_wait_s: int = 10
+    """Time between TERM and KILL of a job that is cancelled or at its walltime (KillWait)."""
+    over_time_limit_min: int = 0
+    """Minutes that a job may run beyond its walltime (OverTimeLimit)."""
+    requeues: bool = True
+    """True if jobs that name neither are requeued after a node failed (JobRequeue)."""
+    binds_cpus: bool = False
+    """True if steps are bound to CPUs; nodes have no more of them than the machine then."""
 
     qos: tuple[str, ...] = ()
     """Names that jobs may give as their QOS."""
     licenses: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.binds_cpus and self.num_cpus > (os.cpu_count() or 1):
+            raise LabError(
+                f"nodes with {self.num_cpus} CPUs cannot bind steps to them: this machine has {os.cpu_count()}; lower "
+                "num_cpus, or leave binds_cpus False"
+            )
 
     def node_names(self) -> list[str]:
         return [name for group in self.groups for name in group.node_names()]
@@ -245,7 +260,10 @@ def _make_template_values(lab: LabDir, *, cluster: LabCluster, ports: list[int],
         "mem_mib": cluster.mem_mib,
         "walltime_min": cluster.walltime_min,
         "licenses": f"Licenses={','.join(cluster.licenses)}" if cluster.licenses else "",
-        "tracking": "\n".join(choose_tracking(is_strict=cluster.is_strict)),
+        "kill_wait_s": cluster.kill_wait_s,
+        "over_time_limit_min": cluster.over_time_limit_min,
+        "job_requeue": int(cluster.requeues),
+        "tracking": "\n".join(choose_tracking(is_strict=cluster.is_strict, binds_cpus=cluster.binds_cpus)),
         "nodes": "\n".join(_format_node_lines(cluster, hostname=hostname, node_ports=node_ports)),
         "partitions": "\n".join(_format_partition_lines(cluster)),
         "gres": "\n".join(_format_gres_lines(lab, cluster)),

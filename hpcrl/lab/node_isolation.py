@@ -53,11 +53,20 @@ def find_shared_dirs(root: Path, *, shared: Iterable[str]) -> list[Path]:
     return sorted(path for path in below if not any(other in path.parents for other in below))
 
 
-def choose_tracking(*, is_strict: bool) -> list[str]:
+def choose_tracking(*, is_strict: bool, binds_cpus: bool = False) -> list[str]:
     """Return the lines of slurm.conf: control groups that limit memory where there are some, else a watcher."""
-    if not is_strict:
-        return list(_BY_PROCESS_TREE)
-    return list(_BY_CGROUP) if _has_cgroups() else [*_BY_PROCESS_TREE, _MEMORY_WATCHER]
+    lines = list(_BY_PROCESS_TREE)
+    if is_strict:
+        lines = list(_BY_CGROUP) if _has_cgroups() else [*_BY_PROCESS_TREE, _MEMORY_WATCHER]
+    return [_bind_cpus(line) if binds_cpus else line for line in lines]
+
+
+def _bind_cpus(line: str) -> str:
+    """Add the plugin that binds steps to CPUs to the line of task plugins."""
+    if not line.startswith("TaskPlugin="):
+        return line
+    others = [name for name in line.removeprefix("TaskPlugin=").split(",") if name != "task/none"]
+    return f"TaskPlugin={','.join(['task/affinity', *others])}"
 
 
 def name_cgroup(token: str) -> str:

@@ -5,7 +5,7 @@
     CONTROLLER   the name of slurmctld
 
 A node that starts again has an empty /dev/shm in a strict lab. Slurm takes a node for down after a minute of silence
-(SlurmdTimeout), or when it registers again and the steps that ran there are gone.
+(SlurmdTimeout); of one that starts again before that, it misses the steps that ran there only after a while.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from hpcrl.lab.conf import LabCluster, LabDir
 from hpcrl.lab.daemons import LabDaemon
 from hpcrl.lab.lab import hold_lock, read_record, resolve_lab_dir
 from hpcrl.lab.start import LabRecord, LabStartup
+from hpcrl.system.processes import list_descendants
 
 CONTROLLER = "slurmctld"
 _END_TIMEOUT_S = 10.0
@@ -73,16 +74,30 @@ def _kill_node(lab: LabDir, record: LabRecord, *, node: str) -> None:
     deadline = time.monotonic() + _END_TIMEOUT_S
     while True:
         found = daemons.find_processes(record.make_marks(lab))
-        left = {pid: ticks for pid, ticks in found.items() if _is_on_node(pid, node=node, namespace=namespace)}
+        below = set(list_descendants(keeper.pid)) if keeper.is_alive() else set()  # slurmstepd has no other mark
+        left = {
+            pid: ticks
+            for pid, ticks in found.items()
+            if pid in below or _is_on_node(pid, node=node, namespace=namespace)
+        }
         if keeper.is_alive():
             left[keeper.pid] = keeper.ticks
         if not left:
             return
         if time.monotonic() > deadline:
             raise LabError(f"processes {sorted(left)} of {node} do not end; see ps -o pid,stat,wchan")
-        for pid in sorted(left, key=keeper.pid.__eq__):  # the keeper last: it is the parent of what has no other mark
+        for pid in sorted(left, key=lambda pid: _choose_turn(pid, keeper=keeper)):
             daemons.kill_process(pid, ticks=left[pid])
         time.sleep(0.02)
+
+
+def _choose_turn(pid: int, *, keeper: LabDaemon) -> int:
+    """Kill Slurm's processes first, or they report how tasks ended, and the keeper last, the parent of orphans."""
+    if pid == keeper.pid:
+        return 2
+    with contextlib.suppress(OSError):
+        return int(not Path(f"/proc/{pid}/comm").read_text().startswith("slurm"))
+    return 1
 
 
 def _read_namespace(keeper: LabDaemon) -> str:

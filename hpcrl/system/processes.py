@@ -58,8 +58,9 @@ def prefer_to_die() -> None:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT))
 
 
-def list_descendants() -> list[int]:
-    """List the live processes below this one, found by walking /proc."""
+def list_descendants(root: int | None = None) -> list[int]:
+    """List the live processes below another one, or below this one, found by walking /proc."""
+    root = os.getpid() if root is None else root
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -69,11 +70,11 @@ def list_descendants() -> list[int]:
                 continue
             if fields[0] != "Z":
                 parents[int(entry.name)] = int(fields[1])
-    below = {os.getpid()}
+    below = {root}
     while True:
         more = {pid for pid, parent in parents.items() if parent in below} - below
         if not more:
-            return sorted(below - {os.getpid()})
+            return sorted(below - {root})
         below |= more
 
 

@@ -68,8 +68,18 @@ def test_the_step_of_a_pool_that_parsl_has_lost_is_ended(
     steps: StepProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str
 ) -> None:
     monkeypatch.setattr(blocks, "LOST_GRACE_S", 0.5)
+    monkeypatch.setattr(blocks, "MIN_LOST_AGE_S", 0.0)
     start_two_pools(steps, tmp_path, shell, "exec sleep 600")
     assert steps.lost_nodes() == []
     steps.end_lost("n1.cluster")
     until(lambda: steps.lost_nodes() == ["n1"], what="its step has ended", timeout_s=30)
     assert steps.num_running() == 1
+
+
+def test_a_pool_that_has_replaced_a_lost_one_continues(steps: StepProvider, tmp_path: Path) -> None:
+    start_two_pools(steps, tmp_path, "exit 1", "exec sleep 600")
+    until(lambda: steps.lost_nodes() == ["n1"], what="the first has ended")
+    start_pool(steps, "exec sleep 600")
+    steps.end_lost("n1")  # Parsl reports the loss of the first one only now
+    assert steps.num_running() == 2
+    assert steps.lost_nodes() == []

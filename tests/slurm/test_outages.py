@@ -1,0 +1,117 @@
+"""Outages of a lab: a node that is booted again, a controller that falls silent, an answer of sbatch that is lost."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.errors import LabError
+from hpcrl.lab import lab as labs
+from hpcrl.lab import outages
+from hpcrl.lab.conf import LabCluster, NodeGroup
+from hpcrl.system.processes import is_zombie
+from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, steps, until
+from tests.support.lab_tools import Lab, running_lab, short_dir
+
+pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
+
+SMALL_CLUSTER = LabCluster(groups=(NodeGroup(name="n", num_nodes=2),), default="n", num_cpus=2, binds_cpus=True)
+LATE_SBATCH = """#!/bin/sh
+# The job is queued, and the answer is lost.
+{sbatch} "$@" > /dev/null || exit 1
+echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2
+exit 1
+"""
+
+
+@pytest.fixture(scope="module")
+def small_lab(needs_slurm: None) -> Iterator[Lab]:
+    """A lab of two nodes with other settings."""
+    cluster = replace(SMALL_CLUSTER, kill_wait_s=3, over_time_limit_min=2, requeues=False)
+    with short_dir() as folder:
+        labs.up(folder / "lab", cluster=cluster)
+        try:
+            yield Lab(folder / "lab", cluster)
+        finally:
+            labs.down(folder / "lab")
+
+
+def test_settings_of_slurm_are_those_of_the_cluster(small_lab: Lab) -> None:
+    config = dict(
+        line.split("=", 1) for line in small_lab.run("scontrol", "show", "config").splitlines() if "=" in line
+    )
+    found = {name.strip(): value.strip() for name, value in config.items()}
+    assert (found["KillWait"], found["OverTimeLimit"], found["JobRequeue"]) == ("3 sec", "2 min", "0")
+
+
+def test_steps_are_bound_to_cpus_where_nodes_have_no_more_of_them_than_the_machine(small_lab: Lab) -> None:
+    bound = small_lab.run("srun", "-N1", "-n2", "-c1", "--mem=50", "sh", "-c", "taskset -pc $$")
+    assert sorted(line.rpartition(": ")[2] for line in bound.splitlines()) == ["0", "1"]
+
+
+def test_a_silent_controller_answers_once_it_is_restored(small_lab: Lab) -> None:
+    outages.break_part(small_lab.state_dir, "slurmctld")
+    assert labs.status(small_lab.state_dir).nodes == (), "no answer"
+    outages.restore_part(small_lab.state_dir, "slurmctld")
+    assert {node.name for node in labs.status(small_lab.state_dir).nodes} == {"n1", "n2"}
+
+
+def test_a_node_that_is_booted_again_has_lost_its_processes(small_lab: Lab, tmp_path: Path) -> None:
+    job = small_lab.submit(tmp_path, "echo $$ > pid; exec sleep 600", "--mem=50", "-w", "n1")
+    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "", what="it runs")
+    pid = int((tmp_path / "pid").read_text())
+    outages.break_part(small_lab.state_dir, "n1")
+    assert is_zombie(pid)
+    assert not labs.status(small_lab.state_dir).is_up
+    outages.restore_part(small_lab.state_dir, "n1")
+    assert labs.status(small_lab.state_dir).is_up
+    small_lab.run("srun", "-w", "n1", "-n1", "--mem=50", "true")
+    small_lab.run("scancel", job)
+
+
+def test_an_unknown_part_is_refused_with_those_that_there_are(small_lab: Lab) -> None:
+    with pytest.raises(LabError, match=r"no node 'n7': it has slurmctld, n1, n2"):
+        outages.break_part(small_lab.state_dir, "n7")
+
+
+@pytest.fixture
+def lab(needs_slurm: None, tmp_path: Path) -> Iterator[Lab]:
+    """A separate lab, which may lose a node."""
+    with running_lab(tmp_path) as lab:
+        yield lab
+
+
+def test_a_campaign_whose_sbatch_timed_out_has_one_job(
+    lab: Lab, campaigns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapper = tmp_path / "bin" / "sbatch"
+    wrapper.parent.mkdir()
+    wrapper.write_text(LATE_SBATCH.format(sbatch=shutil.which("sbatch")))
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{wrapper.parent}:/usr/bin:/bin")
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "t", *SIMULATED)
+    run = CampaignDir(campaigns / "t")
+    assert len(set(lab.run("squeue", "-h", "-o", "%A").split())) == 1
+    assert outcome(run)["outcome"] == "done"
+
+
+def test_a_campaign_whose_decode_node_was_booted_again_continues_there(lab: Lab, campaigns: Path) -> None:
+    endless = ("-s", "train.num_steps=100000", "-s", "job.survive_node_loss=true")
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "b", *SIMULATED, *endless)
+    run = CampaignDir(campaigns / "b")
+    until(lambda: len(steps(run)) > 2, what="steps are made")
+    outages.break_part(lab.state_dir, "decode1")
+    outages.restore_part(lab.state_dir, "decode1")
+    until(
+        lambda: any(
+            "worker pool" in e["detail"] or "decode on decode1" in e["detail"] for e in events_of(run, "fault")
+        ),
+        what="the step of the lost worker pool is ended",
+    )
+    made = len(steps(run))
+    until(lambda: len(steps(run)) > made + 2, what="steps are made again")
+    hpcrl("stop", "b")
+    assert outcome(run)["outcome"] == "stopped"
