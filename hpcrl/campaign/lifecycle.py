@@ -34,6 +34,7 @@ import msgspec
 from hpcrl.campaign import directory
 from hpcrl.campaign.fixed_settings import list_fixed_settings
 from hpcrl.campaign.model_check import MISSING_PACKAGE, explain_missing_config
+from hpcrl.campaign.own_gpus import add_own_gpus
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
 from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.config.program import resolve_options
@@ -126,7 +127,7 @@ def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> C
     site_settings = tuple(s.removeprefix("site.") for s in settings if s.startswith("site."))
     recipe_settings = tuple(s for s in settings if not s.startswith("site."))
     loaded_recipe = resolve_recipe(load_table("recipes", recipe, settings=recipe_settings))
-    loaded_site = load_site(site, settings=site_settings)
+    loaded_site = add_own_gpus(load_site(site, settings=site_settings))
     if (warmup := loaded_recipe.warmup) is not None:
         loaded_recipe = fill_warmup_steps(
             loaded_recipe, warmup, num_conversations=_count_conversations(loaded_recipe, warmup, site=loaded_site)

@@ -158,8 +158,12 @@ def make_local_component(recipe: Recipe, site: Site, choices: dict[RoleName, Par
     """Make one component with all roles; its partition bounds each of them, not their sum (roles idle in turns)."""
     placed = recipe.placed_roles
     needs = [compute_node_needs(role, recipe, workers_per_node=choices[role].workers_per_node) for role in placed]
+    partition = site.partitions[choices[placed[0]].partition]
+    num_gpus = min(sum_node_needs(choices, recipe)[2], partition.gpus_per_node)
     return JobComponent(
         index=0,
+        gpus_per_node=num_gpus,
+        gpu=partition.gpu if num_gpus else None,
         partition=choices[placed[0]].partition,
         roles=recipe.planned_roles,
         nodes=1,

@@ -116,13 +116,14 @@ def sum_node_needs(choices: Mapping[RoleName, PartitionChoice], recipe: Recipe) 
     return sum(cpus for cpus, _ in needs), sum(mem_gib for _, mem_gib in needs), gpus
 
 
-def deal_gpus(choices: Mapping[RoleName, PartitionChoice]) -> dict[RoleName, PartitionChoice]:
-    """Deal the GPUs of one node to the roles that want any, the trainer first."""
+def deal_gpus(choices: Mapping[RoleName, PartitionChoice], *, num_gpus: int) -> dict[RoleName, PartitionChoice]:
+    """Deal the GPUs of one node to the roles that want any, the trainer first; the last ones share if they are few."""
     first, dealt = 0, dict(choices)
     for role in sorted(choices, key=lambda role: role != "train"):
         choice = choices[role]
-        dealt[role] = replace(choice, first_gpu=first if choice.gpus_per_worker else 0)
-        first += choice.gpus_per_worker * choice.workers_per_node
+        num = choice.gpus_per_worker * choice.workers_per_node
+        dealt[role] = replace(choice, first_gpu=min(first, num_gpus - num) if num else 0)
+        first += num
     return dealt
 
 

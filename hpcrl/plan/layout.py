@@ -156,7 +156,8 @@ def _fits_one_partition(recipe: Recipe, site: Site) -> bool:
 def _best_partition_each(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str) -> JobPlacement:
     """Place every role on the partition that suits it best; roles choose in the order of `recipe.placed_roles`."""
     on_one_machine = layout == "local"
-    gpus = _find_engine_gpus(_choose_partitions(with_single_workers(recipe), site, one_machine=on_one_machine), site)
+    singles = _choose_partitions(with_single_workers(recipe), site, one_machine=on_one_machine)
+    gpus = _find_engine_gpus(singles, site)
 
     def keeps_gpus(smaller: Recipe) -> bool:
         try:
@@ -164,9 +165,29 @@ def _best_partition_each(recipe: Recipe, site: Site, *, layout: JobLayout, reaso
         except PlanError:
             return False
 
-    recipe, sizes = _find_most_workers(find_worker_numbers(recipe, gpus=gpus), keeps_gpus)
+    recipe, sizes = _find_most_workers(find_worker_numbers(recipe, gpus=_find_gpus(singles, site)), keeps_gpus)
     choices = _choose_partitions(recipe, site, one_machine=on_one_machine)
+    if on_one_machine:
+        choices = _share_machine(choices, recipe, site)
     return JobPlacement(layout=layout, reason=reason, recipe=recipe, sizes=sizes, choices=choices, warnings=[])
+
+
+def _share_machine(
+    choices: dict[RoleName, PartitionChoice], recipe: Recipe, site: Site
+) -> dict[RoleName, PartitionChoice]:
+    """Deal the GPUs of one machine; where they are too few, roles share some, which vLLM's servers cannot."""
+    partition = site.partitions[choices["train"].partition]
+    num_gpus = sum_node_needs(choices, recipe)[2]
+    dealt = deal_gpus(choices, num_gpus=partition.gpus_per_node)
+    if num_gpus <= partition.gpus_per_node:
+        return dealt
+    few = f"all roles need {num_gpus} GPUs, and site {site.name} has {partition.gpus_per_node}"
+    if "vllm" in (recipe.engine.backend, *(judge.engine.backend for judge in recipe.judge.values())):
+        raise PlanError(
+            f"{few}: a server of vLLM takes the memory of its GPUs, and takes no turns with the trainer: lower "
+            'num_workers or gpus_per_worker in [resources], or set engine.backend = "embedded"'
+        )
+    return dealt | {"train": replace(dealt["train"], fallback=f"{few}: roles share them, and their memory")}
 
 
 def _find_most_workers(numbers: WorkerNumbers, fits: Callable[[Recipe], bool]) -> tuple[Recipe, list[str]]:
@@ -222,7 +243,7 @@ def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> Job
         return not isinstance(_choose_nodes_in(label, smaller, site), str)
 
     try:
-        numbers = find_worker_numbers(recipe, gpus=_find_engine_gpus(one_each, site))
+        numbers = find_worker_numbers(recipe, gpus=_find_gpus(one_each, site))
     except PlanError as error:  # only about this partition: another may fit
         return f"{label}: {error}"
     recipe, sizes = _find_most_workers(numbers, keeps_gpus)
@@ -285,7 +306,7 @@ def _place_on_node_of(label: str, recipe: Recipe, site: Site, *, reason: str, ha
     if isinstance(one_each, str):
         return one_each
     try:
-        numbers = find_worker_numbers(recipe, gpus=_find_engine_gpus(one_each, site))
+        numbers = find_worker_numbers(recipe, gpus=_find_gpus(one_each, site))
     except PlanError as error:  # only about this partition: another may fit
         return f"{label}: {error}"
 
@@ -317,7 +338,7 @@ def _choose_on_node(label: str, recipe: Recipe, site: Site) -> dict[RoleName, Pa
     for need, limit, unit in zip(sum_node_needs(choices, recipe), has, ("cores", "GiB", "GPUs"), strict=True):
         if need > limit:
             return f"all roles need {need} {unit}, and a node of {label} has {limit:g}"
-    return deal_gpus(choices)
+    return deal_gpus(choices, num_gpus=partition.gpus_per_node)
 
 
 def _choose_nodes_in(label: str, recipe: Recipe, site: Site) -> dict[RoleName, PartitionChoice] | str:
@@ -334,8 +355,12 @@ def _choose_nodes_in(label: str, recipe: Recipe, site: Site) -> dict[RoleName, P
 
 def _find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> dict[RoleName, GpuModel | None]:
     """Return the GPU type that workers of prefill and decode get."""
+    return {role: gpu for role, gpu in _find_gpus(choices, site).items() if role in ENGINE_ROLES}
+
+
+def _find_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> dict[RoleName, GpuModel | None]:
+    """Return the GPU type that workers of each role get."""
     return {
-        role: site.find_gpu(site.partitions[choices[role].partition].gpu) if choices[role].gpus_per_worker else None
-        for role in ENGINE_ROLES
-        if role in choices
+        role: site.find_gpu(site.partitions[choice.partition].gpu) if choice.gpus_per_worker else None
+        for role, choice in choices.items()
     }

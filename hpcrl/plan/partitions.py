@@ -70,7 +70,7 @@ def _match_affinity(demand: RoleDemand, site: Site) -> tuple[Affinity, int, str 
     role, wanted, gpus = demand.role, demand.resources.affinity, demand.resources.gpus_per_worker
     kinds = {p.gpu for p in site.partitions.values() if p.gpu and not p.preemptible}
     if wanted == "cpu" or gpus == 0:
-        if all(p.gpu for p in site.partitions.values()):
+        if site.scheduler != "local" and all(p.gpu for p in site.partitions.values()):
             return "cpu", 0, f"{role} wanted CPU nodes, got cores of GPU nodes: site {site.name} has no CPU nodes"
         return "cpu", 0, None
     if not kinds:

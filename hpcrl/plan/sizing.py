@@ -6,7 +6,8 @@
     warn_busy_loops                      whether the env workers bear the calls
 
 Both numbers follow from one signal, the tokens that can be decoded in a second, as HeteroScale sizes its pools: enough
-decode workers to hold all running episodes, and enough prefill workers to compute the prompts of their turns.
+decode workers to generate what training consumes, but no more than hold all running episodes; and enough prefill
+workers to compute the prompts of their turns.
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,11 @@ from hpcrl.errors import PlanError
 from hpcrl.hardware.cost_model import WorkerSpeed, estimate_speed, make_model_shape
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.loop_model import estimate_call_rate
+
+TRAINING_FLOPS_SHARE = 0.5
+"""The share of its peak that a trainer reaches at most: a slower one leaves engines idle, but never waits for them."""
+TRAINING_PASSES = 4
+"""Passes over a token that are as much work as a forward pass: two are the backward pass, one the log-probs before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +110,13 @@ def _find_worker_demands(recipe: Recipe, gpus: dict[RoleName, GpuModel | None]) 
         return []
     turn, running = compute_average_turn(recipe), recipe.rollout.max_running
     most = min(recipe.engine.max_batch, _count_held_episodes(decode, turn, gpu.name))
-    num_decode = ceil(running / most) if num_asked == "auto" else num_asked
+    if num_asked == "auto":
+        num_decode, why = _choose_decode_number(recipe, decode, turn, most=most, gpus=gpus)
+    else:
+        num_decode, why = num_asked, ""
     tokens_per_s = _estimate_token_rate(decode, turn, most=most, num_decode=num_decode, running=running)
     open_ones = []
     if num_asked == "auto":
-        why = f"each holds {most} of the {running} episodes, of {turn.num_context:.0f} tokens on average"
         open_ones.append(_WorkerDemand(role="decode", num=num_decode, why=why))
     if num_prefill == "auto" and prefill is not None:
         busy = tokens_per_s / turn.num_reply * prefill.prefill_s(turn.num_new, num_known=turn.num_context)
@@ -118,6 +126,47 @@ def _find_worker_demands(recipe: Recipe, gpus: dict[RoleName, GpuModel | None]) 
         )
         open_ones.append(_WorkerDemand(role="prefill", num=ceil(busy), why=why))
     return open_ones
+
+
+def _choose_decode_number(
+    recipe: Recipe, decode: WorkerSpeed, turn: AverageTurn, *, most: int, gpus: dict[RoleName, GpuModel | None]
+) -> tuple[int, str]:
+    """Return the decode workers that generate what training consumes, at most those that hold all episodes; and why.
+
+    In mode "sync" training waits for the engines, which then gain from every worker.
+    """
+    rollout, running = recipe.rollout, recipe.rollout.max_running
+    num_held = ceil(running / most)
+    holds = f"each holds {most} of the {running} episodes, of {turn.num_context:.0f} tokens on average"
+    consumed = _estimate_consumption(recipe, turn, gpus.get("train"))
+    if consumed is None or rollout.mode == "sync":
+        return num_held, holds
+    num_allowed = (rollout.max_lag + 1) * recipe.train.groups_per_step * rollout.episodes_per_group
+    at_once = min(running, num_allowed)
+
+    def generate_rate(num: int) -> float:
+        rate = _estimate_token_rate(decode, turn, most=most, num_decode=num, running=at_once)
+        prompt_s = 0.0 if recipe.has_prefill else decode.prefill_s(turn.num_new, num_known=turn.num_context) / num
+        return turn.num_reply / (turn.num_reply / rate + prompt_s)
+
+    num = next((num for num in range(1, num_held) if generate_rate(num) >= consumed), num_held)
+    if num == num_held:
+        return num_held, holds
+    return num, (
+        f"together they generate {generate_rate(num):.0f} tokens/s, and training consumes about {consumed:.0f} "
+        f"(to hold all {running} episodes at once: {num_held} workers)"
+    )
+
+
+def _estimate_consumption(recipe: Recipe, turn: AverageTurn, gpu: GpuModel | None) -> float | None:
+    """Estimate the generated tokens that the trainer's GPUs consume in a second, with those of extra episodes."""
+    architecture, train = recipe.model.architecture, recipe.resources.train
+    if gpu is None or gpu.bf16_tflops is None or architecture is None:
+        return None
+    flops = gpu.bf16_tflops * 1e12 * train.num_workers * train.gpus_per_worker * TRAINING_FLOPS_SHARE
+    tokens_per_s = flops / (TRAINING_PASSES * 2 * make_model_shape(architecture).num_active)
+    share = turn.num_reply / (turn.num_new + turn.num_reply)
+    return tokens_per_s * share * recipe.rollout.episodes_per_group / recipe.rollout.group_size
 
 
 def _estimate_token_rate(decode: WorkerSpeed, turn: AverageTurn, *, most: int, num_decode: int, running: int) -> float:

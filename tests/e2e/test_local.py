@@ -170,3 +170,19 @@ def test_a_recipe_that_only_imitates_has_only_a_trainer_and_continues_after_a_si
     assert events_of(run, "fault") == []
     hpcrl("export", "i", "--hf", str(tmp_path / "exported"))
     assert (tmp_path / "exported" / "model.safetensors").exists()
+
+
+def test_a_machine_with_gpus_gives_trainer_and_engines_some_each(
+    campaigns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nfor gpu in 0 1 2 3; do echo 'NVIDIA H100 80GB HBM3, 81559'; done\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    two_each = ("-s", "resources.train.num_workers=2", "-s", "resources.decode.num_workers=2")
+    hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "g", *SIMULATED, *two_each)
+    run = CampaignDir(campaigns / "g")
+    assert outcome(run)["outcome"] == "done"
+    started = events_of(run, "worker-started")
+    gpus = {role: sorted(event["gpus"] for event in started if event["role"] == role) for role in ("train", "decode")}
+    assert gpus == {"train": [["0"], ["1"]], "decode": [["2"], ["3"]]}

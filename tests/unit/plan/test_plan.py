@@ -341,7 +341,7 @@ def test_to_survive_node_loss_every_role_has_two_nodes_of_one_allocation() -> No
 
 def test_workers_are_sized_for_the_gpus_of_the_one_partition() -> None:
     settings = ("model.num_params=1000000000", "rollout.max_running=512", "resources.train.num_workers=4")
-    large = ("job.layout=hetstep", *settings)
+    large = ("job.layout=hetstep", "rollout.mode=sync", *settings)
     assert plan_recipe(*large, site="perlmutter").role("decode").num_workers >= 8
     assert plan_recipe(*large, site="perlmutter").sizes
 
@@ -415,6 +415,7 @@ def test_gpus_of_an_engine_that_cannot_be_divided_are_refused(settings: tuple[st
 
 
 LARGE = (
+    "rollout.mode=sync",
     "model.num_params=8000000000",
     "resources.train.num_workers=4",
     "train.sharding=full",

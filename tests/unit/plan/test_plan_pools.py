@@ -61,5 +61,5 @@ def test_workers_that_switch_roles_are_in_two_pools(setting: str) -> None:
 
 def test_the_engines_of_one_pool_are_sized_for_the_episodes() -> None:
     large = ("model.num_params=8000000000", "train.sharding=full", "resources.train.num_workers=4")
-    made = plan_recipe(*large, NONE, "rollout.max_running=512", site="perlmutter")
+    made = plan_recipe(*large, NONE, "rollout.mode=sync", "rollout.max_running=512", site="perlmutter")
     assert made.role("decode").num_workers > 1

@@ -9,6 +9,7 @@ from hpcrl.plan.plan import Plan
 from tests.support.plans import make_recipe, plan_recipe
 
 SETTINGS = (
+    "rollout.mode=sync",
     "model.num_params=8000000000",
     "resources.train.num_workers=4",
     "train.sharding=full",
@@ -51,6 +52,38 @@ def test_the_workers_of_one_allocation_are_limited_by_its_nodes() -> None:
     together = planned('job.layout="hetstep"', site=("partitions.gpu.max_nodes=8", "partitions.gpu-hbm80g.max_nodes=8"))
     assert 7 <= sum(component.nodes for component in together.components) <= 8
     assert any("because more do not fit" in line for line in together.sizes)
+
+
+ASYNC = ("rollout.mode=async", "resources.prefill.num_workers=0", "domains.lake.usual_reply_tokens=600")
+
+
+def count_decode(*settings: str) -> int:
+    return planned(*ASYNC, *settings).role("decode").num_workers
+
+
+def test_there_are_as_many_engines_as_training_needs_with_the_reason() -> None:
+    made = planned(*ASYNC)
+    assert 1 < made.role("decode").num_workers < count_decode("rollout.mode=sync")
+    assert any("tokens/s, and training consumes about" in line for line in made.sizes)
+
+
+def test_more_ranks_consume_more_and_get_more_engines() -> None:
+    assert count_decode("resources.train.num_workers=8") > count_decode()
+
+
+def test_a_larger_lag_needs_no_more_engines() -> None:
+    numbers = [count_decode(f"rollout.max_lag={lag}") for lag in (0, 1, 4, 16)]
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] > numbers[-1]
+
+
+def test_there_are_never_more_engines_than_hold_all_episodes() -> None:
+    many = ("resources.train.num_workers=64", "rollout.max_running=256")
+    assert count_decode(*many) == count_decode(*many, "rollout.mode=sync")
+
+
+def test_extra_episodes_of_a_group_are_generated_too() -> None:
+    assert count_decode("rollout.redundancy=8") > count_decode()
 
 
 def test_a_conversation_whose_kv_fits_no_worker_is_refused() -> None:
