@@ -17,6 +17,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.system.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 
 if TYPE_CHECKING:
+    from hpcrl.campaign.lifecycle import CampaignRequest
     from hpcrl.campaign_dir.paths import CampaignDir
     from hpcrl.config.recipe import Recipe
     from hpcrl.lab.conf import LabCluster
@@ -73,6 +74,7 @@ def _add_planning(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     plan = commands.add_parser("plan", help="show the resources that a recipe needs on a site, and their cost")
     _add_request(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("--suggest", action="store_true", help="print other plans for the recipe, with their cost")
     plan.add_argument(
         "--dag", choices=["text", "dot", "mermaid"], nargs="?", const="text", help="print the learning pipeline"
     )
@@ -193,13 +195,33 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     request = lifecycle.load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     for note in lifecycle.check_plan(request):
         _print_note(note)
-    if arguments.json:
+    if arguments.suggest:
+        _print_suggestions(request, as_json=arguments.json)
+    elif arguments.json:
         sys.stdout.write(request.plan.to_json().decode())
     elif arguments.dag:
         _show_dag(request.recipe, how=arguments.dag)
     else:
         _show_plan(request.plan, lifecycle.preview_script(request, name=f"{request.recipe.name}-1"))
     return 0
+
+
+def _print_suggestions(request: "CampaignRequest", *, as_json: bool) -> None:
+    """Print the size of the plan that was made, and of others."""
+    import msgspec
+
+    from hpcrl.plan.suggestions import suggest_plans
+
+    suggestions = suggest_plans(request.recipe, request.site, request.plan)
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(suggestions), indent=2).decode() + "\n")
+        return
+    plan, cost = request.plan, request.plan.cost
+    _print_line(f"planned   {plan.layout}, {cost.node_hours:g} node-hours and {cost.gpu_hours:g} GPU-hours a job")
+    for suggestion in suggestions:
+        _print_line(f"or        {suggestion.describe()}")
+    if not suggestions:
+        _print_line(f"site {request.site.name} can hold it in no other size that is known")
 
 
 def _show_dag(recipe: "Recipe", *, how: str) -> None:

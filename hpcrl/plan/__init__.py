@@ -5,11 +5,12 @@ checks      the consistency of a recipe
 demand      the cores and memory that a role needs on a node
 engine_nodes  engines that are larger than a node
 partitions  the best partition for one role
-layout      the placement of all roles: hetjob, hetstep, local
+layout      the placement of all roles: hetjob, hetstep, colocated, local
 sizing      the number of workers where the recipe leaves it open
 storage     the space for checkpoints and weights
 trainer_memory  the memory of the trainer's GPUs and nodes
 programs    the programs of agents against the memory of their nodes
 records     recipe, site and plan of a campaign, read again
+suggestions other plans for a recipe and a site, with their cost
 components  het groups and sbatch flags of a finished layout
 """
