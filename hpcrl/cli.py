@@ -210,18 +210,14 @@ def _print_suggestions(request: "CampaignRequest", *, as_json: bool) -> None:
     """Print the size of the plan that was made, and of others."""
     import msgspec
 
-    from hpcrl.plan.suggestions import suggest_plans
+    from hpcrl.plan.suggestions import show_suggestions, suggest_plans
 
     suggestions = suggest_plans(request.recipe, request.site, request.plan)
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(suggestions), indent=2).decode() + "\n")
         return
-    plan, cost = request.plan, request.plan.cost
-    _print_line(f"planned   {plan.layout}, {cost.node_hours:g} node-hours and {cost.gpu_hours:g} GPU-hours a job")
-    for suggestion in suggestions:
-        _print_line(f"or        {suggestion.describe()}")
-    if not suggestions:
-        _print_line(f"site {request.site.name} can hold it in no other size that is known")
+    for line in show_suggestions(suggestions, request.plan):
+        _print_line(line)
 
 
 def _show_dag(recipe: "Recipe", *, how: str) -> None:

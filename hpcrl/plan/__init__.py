@@ -11,6 +11,6 @@ storage     the space for checkpoints and weights
 trainer_memory  the memory of the trainer's GPUs and nodes
 programs    the programs of agents against the memory of their nodes
 records     recipe, site and plan of a campaign, read again
-suggestions other plans for a recipe and a site, with their cost
+suggestions  other plans for a recipe and a site, with their cost
 components  het groups and sbatch flags of a finished layout
 """

@@ -1,6 +1,7 @@
 """Other plans for the same recipe and site, with what they cost. Pure.
 
 suggest_plans     up to MAX_SUGGESTIONS of them, the cheapest first
+show_suggestions  the lines of text for them
 PlanSuggestion    one of them: the settings that lead to it, and its size
 """
 
@@ -23,13 +24,18 @@ class PlanSuggestion(msgspec.Struct, frozen=True, kw_only=True):
     """Another plan: the settings (`-s`) that lead to it, and its size beside the one that was made."""
 
     settings: list[str]
+    """The values that are changed, as `key=value`."""
     layout: JobLayout
     nodes: int
     gpus: int
+    """The GPUs that are charged, on all nodes."""
     node_hours: float
+    """The most that one job may use: its whole walltime."""
     gpu_hours: float
     num_engines: int
+    """Workers of prefill and decode together; an engine over several nodes counts once for each."""
     num_ranks: int
+    """Ranks of the trainer."""
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -66,6 +72,15 @@ def suggest_plans(recipe: Recipe, site: Site, plan: Plan) -> list[PlanSuggestion
     larger = [one for one in ranked if one.node_hours > made.node_hours]
     num_larger = max(MAX_SUGGESTIONS - len(cheaper), 1)
     return [*cheaper[: MAX_SUGGESTIONS - min(num_larger, len(larger))], *larger[:num_larger]]
+
+
+def show_suggestions(suggestions: list[PlanSuggestion], plan: Plan) -> list[str]:
+    """Return the lines for the plan that was made, and for others."""
+    cost = plan.cost
+    made = f"planned   {plan.layout}, {cost.node_hours:g} node-hours and {cost.gpu_hours:g} GPU-hours a job"
+    if not suggestions:
+        return [made, f"site {plan.site} can hold it in none of the other sizes that were tried"]
+    return [made, *(f"or        {suggestion.describe()}" for suggestion in suggestions)]
 
 
 def _list_changes(recipe: Recipe, plan: Plan) -> Iterator[dict[str, Any]]:
