@@ -1,6 +1,7 @@
 """The command line (`main`). Every command imports its modules when it runs, so that `hpcrl --help` starts fast."""
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -414,11 +415,16 @@ def _run_site_ls(arguments: argparse.Namespace) -> int:
 
 
 def _run_site_show(arguments: argparse.Namespace) -> int:
+    from hpcrl.campaign.own_gpus import describe_own_gpus
+    from hpcrl.config.site import load_site
     from hpcrl.config.toml import find_toml
 
     path = find_toml("sites", arguments.name)
     _print_line(f"# {path}")
     sys.stdout.write(path.read_text())
+    with contextlib.suppress(HpcrlError):  # a site that cannot be used is shown too
+        for line in describe_own_gpus(load_site(arguments.name)):
+            _print_line(f"# {line}")
     return 0
 
 

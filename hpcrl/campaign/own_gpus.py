@@ -1,6 +1,7 @@
 """The GPUs of this machine, for a site without a scheduler.
 
 add_own_gpus     the site with the GPUs that its machine has
+describe_own_gpus  what is added to a site, for people
 list_own_gpus    these, as their vendor's program lists them, less those that variables hide
 OwnGpu           one of them
 """
@@ -49,6 +50,15 @@ def add_own_gpus(site: Site) -> Site:
     label, partition = next(iter(site.partitions.items()))
     own = replace(partition, gpu=name, gpus_per_node=len(gpus), gpu_variable=partition.gpu_variable or variable)
     return replace(site, partitions=site.partitions | {label: own}, gpus=figures)
+
+
+def describe_own_gpus(site: Site) -> list[str]:
+    """Return a line for each kind of node that gets GPUs of this machine."""
+    return [
+        f"this machine has {own.gpus_per_node} GPUs ({own.gpu}), of {own.gpu_variable}"
+        for label, own in add_own_gpus(site).partitions.items()
+        if own != site.partitions[label]
+    ]
 
 
 def list_own_gpus() -> tuple[DeviceVariable | None, list[OwnGpu]]:

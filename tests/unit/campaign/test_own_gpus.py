@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign.lifecycle import load_request
-from hpcrl.campaign.own_gpus import add_own_gpus, list_own_gpus
+from hpcrl.campaign.own_gpus import add_own_gpus, describe_own_gpus, list_own_gpus
 from hpcrl.config.site import DEVICE_VARIABLES
 from hpcrl.errors import PlanError
 from hpcrl.plan.plan import Plan
@@ -93,6 +93,12 @@ def test_one_gpu_is_shared_with_a_fallback_but_not_with_vllm(programs: Path) -> 
     assert any("all roles need 2 GPUs, and site local has 1: roles share them" in line for line in made.fallbacks)
     with pytest.raises(PlanError, match=r"vLLM .* takes no turns with the trainer"):
         plan("engine.backend=vllm")
+
+
+def test_the_gpus_of_a_machine_are_described(programs: Path) -> None:
+    assert describe_own_gpus(make_site("local")) == []
+    has_gpus(programs, "nvidia-smi", *[H100] * 4)
+    assert describe_own_gpus(make_site("local")) == ["this machine has 4 GPUs (h100), of CUDA_VISIBLE_DEVICES"]
 
 
 def test_sites_with_a_scheduler_or_with_gpus_in_their_file_are_left_alone(programs: Path) -> None:

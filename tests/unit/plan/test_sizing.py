@@ -61,7 +61,7 @@ def count_decode(*settings: str) -> int:
     return planned(*ASYNC, *settings).role("decode").num_workers
 
 
-def test_there_are_as_many_engines_as_training_needs_with_the_reason() -> None:
+def test_training_decides_the_number_of_engines_with_the_reason() -> None:
     made = planned(*ASYNC)
     assert 1 < made.role("decode").num_workers < count_decode("rollout.mode=sync")
     assert any("tokens/s, and training consumes about" in line for line in made.sizes)
