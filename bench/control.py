@@ -6,9 +6,11 @@ strace then counts, for some seconds, the calls below the campaign's directory t
 sees (opens, stats, listings, and changes; not the stat of an open file, whose attributes came with it), and the
 requests for an engine's load. What a process does with files of single peers grows with their number, the rest does
 not; so follow the rates of 100 env workers and 200 engines, and of the steps on their nodes. Couriers, which this
-machine does not need, are not counted. The quick run has 16 and 32 workers.
+machine does not need, are not counted. The quick run has 16 and 32 workers. `--busy` counts while the trainer works: small
+episodes of simulated engines, so that far more is written for each worker than by a real campaign.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -107,10 +109,10 @@ class CampaignCount:
         ) / num / num_peers
 
 
-def measure(full: bool) -> list[Figure]:
+def measure(full: bool, arguments: argparse.Namespace) -> list[Figure]:
     if shutil.which("strace") is None:
         raise SystemExit("bench.control counts with strace, which is not installed: apt-get install strace")
-    counts = [_count_campaign(num) for num in ((4, 16, 64) if full else (16, 32))]
+    counts = [_count_campaign(num, is_busy=arguments.busy) for num in ((4, 16, 64) if full else (16, 32))]
     figures = []
     for count in counts:
         size = f"{count.num_env} + {count.num_engines} workers"
@@ -119,10 +121,10 @@ def measure(full: bool) -> list[Figure]:
             for process in sorted(count.rates)
         ]
         figures.append(Figure(name=f"{size}: /load requests/s of an engine", value=count.loads, unit="/s"))
-    return [*figures, *_extrapolate(counts[-2], counts[-1])]
+    return [*figures, *_extrapolate(counts[-2], counts[-1], has_bars=not arguments.busy)]
 
 
-def _extrapolate(small: CampaignCount, large: CampaignCount) -> list[Figure]:
+def _extrapolate(small: CampaignCount, large: CampaignCount, *, has_bars: bool) -> list[Figure]:
     """Return the figures of a campaign of 100 env workers and 200 engines, as ratios to their bars."""
 
     def at(process: str, num_peers: int) -> float:
@@ -151,25 +153,25 @@ def _extrapolate(small: CampaignCount, large: CampaignCount) -> list[Figure]:
         Figure(
             name=f"{size}: operations / {BAR_OPERATIONS:g} a second",
             value=sum(rates.values()) / BAR_OPERATIONS,
-            bar=1.0,
+            bar=1.0 if has_bars else None,
             better="lower",
         ),
         Figure(name=f"{size}: /load / {BAR_LOADS:g} a second", value=loads / BAR_LOADS, bar=1.0, better="lower"),
     ]
 
 
-def _count_campaign(num_workers: int) -> CampaignCount:
-    """Run a campaign until it is idle, and count."""
+def _count_campaign(num_workers: int, *, is_busy: bool) -> CampaignCount:
+    """Run a campaign until it is idle, or at its work, and count."""
     num_env, num_prefill = num_workers // 2, num_workers // 4
     num_decode = num_workers - num_env - num_prefill
     sizes = {"env": num_env, "prefill": num_prefill, "decode": num_decode}
     with tempfile.TemporaryDirectory() as home:
         environ = os.environ | {"HPCRL_HOME": home}
         with _run_campaign(Path(home), sizes, environ) as campaign:
-            _await_idle(campaign, num_engines=num_prefill + num_decode, num_env=num_env)
+            _await_idle(campaign, num_engines=num_prefill + num_decode, num_env=num_env, is_busy=is_busy)
             monitor = [sys.executable, "-m", "hpcrl.cli", "monitor", campaign.name]
             with subprocess.Popen(monitor, env=environ, stdout=subprocess.DEVNULL) as watching:
-                time.sleep(IDLE_S)
+                time.sleep(0.0 if is_busy else IDLE_S)
                 processes = _find_processes(campaign) | {watching.pid: "monitor"}
                 calls = _trace(list(processes), Path(home) / "trace")
                 watching.terminate()
@@ -196,13 +198,15 @@ def _run_campaign(home: Path, sizes: dict[str, int], environ: dict[str, str]) ->
         subprocess.run([*hpcrl, "stop", "--now", "idle"], env=environ, check=False, stdout=subprocess.DEVNULL)
 
 
-def _await_idle(campaign: CampaignDir, *, num_engines: int, num_env: int) -> None:
-    """Suspend the trainer once all workers run, and wait until nothing new is played or scored."""
+def _await_idle(campaign: CampaignDir, *, num_engines: int, num_env: int, is_busy: bool) -> None:
+    """Suspend the trainer once all workers run, and wait until nothing new is played or scored; not if it is busy."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not _is_complete(campaign, num_engines=num_engines, num_env=num_env):
         if time.monotonic() > deadline:
             raise SystemExit(f"the workers of {campaign.root} did not start in {START_TIMEOUT_S:g} s: see its logs")
         time.sleep(0.5)
+    if is_busy:
+        return
     for pid, kind in _find_processes(campaign).items():
         if kind == "trainer":
             os.kill(pid, signal.SIGSTOP)
@@ -331,5 +335,9 @@ def _is_free(call: str, rest: str) -> bool:
     return ("AT_EMPTY_PATH" in rest and '""' in rest) or (call == "getdents64" and rest.endswith("= 0"))
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--busy", action="store_true", help="count at work; the bars are those of an idle campaign")
+
+
 if __name__ == "__main__":
-    sys.exit(main("control", measure))
+    sys.exit(main("control", measure, add_options=add_options))
