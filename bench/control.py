@@ -6,8 +6,8 @@ strace then counts, for some seconds, the calls below the campaign's directory t
 sees (opens, stats, listings, and changes; not the stat of an open file, whose attributes came with it), and the
 requests for an engine's load. What a process does with files of single peers grows with their number, the rest does
 not; so follow the rates of 100 env workers and 200 engines, and of the steps on their nodes. Couriers, which this
-machine does not need, are not counted. The quick run has 16 and 32 workers. `--busy` counts while the trainer works: small
-episodes of simulated engines, so that far more is written for each worker than by a real campaign.
+machine does not need, are not counted. The quick run has 16 and 32 workers. `--busy` counts at work: the
+episodes of simulated engines are small, so that each worker writes far more than in a real campaign.
 """
 
 import argparse

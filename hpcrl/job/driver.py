@@ -30,7 +30,7 @@ from hpcrl.config.site import Site
 from hpcrl.errors import EngineError, HpcrlError, SlurmError, WeightsError
 from hpcrl.job.campaign_lease import take_campaign_lease
 from hpcrl.job.courier_step import WeightPlane
-from hpcrl.job.domain_watch import watch_domains
+from hpcrl.job.domain_watch import DomainWatch, watch_domains
 from hpcrl.job.guardian import CLOSE_GRACE_S, DriverPulse, cancel_reward_jobs, run_guarded, send_outcome
 from hpcrl.job.job_drain import JobDrain
 from hpcrl.job.job_workers import JobWorkers
@@ -38,7 +38,7 @@ from hpcrl.job.memory_watch import TrainerMemoryWatch
 from hpcrl.job.metrics_process import MetricsProcess
 from hpcrl.job.progress_watch import ProgressWatch, watch_campaign
 from hpcrl.job.reward_tasks import RewardScoring
-from hpcrl.job.supervision import DrainMargin, LookInterval, RestartBudget, find_campaign_use
+from hpcrl.job.supervision import DrainMargin, FileOutage, LookInterval, RestartBudget, find_campaign_use
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm import next_job
@@ -114,6 +114,7 @@ class JobDriver:
     """The thread that queues the next job."""
 
     def __post_init__(self) -> None:
+        self.outage = FileOutage()
         self.campaign, self.job = self.place.campaign, self.place.job
         emit, recipe = self.events.emit, self.recipe
         trainer_events = EventReader.for_role(self.campaign.events, "train")  # of earlier jobs too
@@ -243,15 +244,26 @@ class JobDriver:
             if (end := self._find_end(code)) is not None:
                 return end
             if self.drain.limits.reason is None:
-                self.weight_plane.tend()
-                self.reporter.keep_running()
-                if self.workers.restart_failed(runtime, trainer_code=code):
-                    self.weight_plane.go_around()
-                self.scoring.poll(runtime)
-                self._check_progress(watch)
-                if why := domains.find_end():
-                    raise JobError(why, cause="user-code")
+                try:
+                    self._tend_workers(runtime, trainer_code=code, watch=watch, domains=domains)
+                except OSError as error:
+                    self.outage.note(error)
+                else:
+                    self.outage.end()
             time.sleep(POLL_INTERVAL_S)
+
+    def _tend_workers(
+        self, runtime: "JobRuntime", *, trainer_code: int | None, watch: ProgressWatch, domains: DomainWatch
+    ) -> None:
+        """Restart what has failed, start what has work, and end a job that makes no progress."""
+        self.weight_plane.tend()
+        self.reporter.keep_running()
+        if self.workers.restart_failed(runtime, trainer_code=trainer_code):
+            self.weight_plane.go_around()
+        self.scoring.poll(runtime)
+        self._check_progress(watch)
+        if why := domains.find_end():
+            raise JobError(why, cause="user-code")
 
     def _find_end(self, code: int | None) -> JobEnd | None:
         """Return how the job ends, if it does now; `code` is the exit code of the trainer."""

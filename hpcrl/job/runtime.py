@@ -1,6 +1,7 @@
 """Run the workers of one job with Parsl: one executor per role over its component, and one for reward jobs.
 
     JobRuntime      start and end the workers of a job
+    ask_to_end      publish a request to end
     PARSL_ROLES, WEIGHT_ROLES, ELASTIC_EXECUTOR   roles and executors
     HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, TRAINER_END_GRACE_S, KERNEL_STOP_TIMEOUT_S   times
     WORKER_FUNCTION                                                   the function of workers
@@ -45,6 +46,7 @@ from hpcrl.slurm.commands import cancel_steps
 from hpcrl.slurm.script import make_reward_script
 from hpcrl.slurm.step_script import StepSetup, choose_step_python, read_step_setup
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
+from hpcrl.system.file_watch import retry_passing
 from hpcrl.system.files import publish_file
 from hpcrl.system.processes import end_group
 from hpcrl.system.variables import PARTITION_VARIABLE, TRAINER_START_VARIABLE
@@ -85,6 +87,14 @@ POOL_OPTIONS = (
     "--mpi-launcher={mpi_launcher}",
 )
 """The options of Parsl's worker pool, one a line, so that paths may contain spaces; `StepProvider` splits them."""
+
+
+def ask_to_end(path: Path) -> None:
+    """Publish a request to end; where the file system refuses it for long, those that it is for are killed later."""
+    try:
+        retry_passing(lambda: publish_file(path, ""))
+    except OSError as error:
+        print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
 
 
 class JobRuntime:
@@ -181,7 +191,7 @@ class JobRuntime:
                 break
             ranks = [python, *RANKS_COMMAND, str(plan.num_workers), str(first), str(num), *role]
             step_words = [python, *STEP_COMMAND, str(self._job.root), str(end), *ranks]
-            with self._job.log("train-step").open("ab") as log:
+            with retry_passing(lambda: self._job.log("train-step").open("ab")) as log:
                 step = subprocess.Popen(
                     [*name_step(prefix, step_name), *step_words],
                     stdin=subprocess.DEVNULL,
@@ -199,7 +209,7 @@ class JobRuntime:
     def _end_trainer(self, *, grace_s: float) -> bool:
         """End every step of the trainer: when one has failed the others would wait for it; return whether one hung."""
         if self._trainer:
-            publish_file(self._job.trainer_end(self._num_starts - 1), "")
+            ask_to_end(self._job.trainer_end(self._num_starts - 1))
         deadline = time.monotonic() + grace_s
         while any(process.poll() is None for process in self._trainer) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -272,7 +282,7 @@ class JobRuntime:
     def close(self, *, grace_s: float) -> None:
         """End every worker pool and executor; ask first, since a step that srun ends is killed without notice."""
         deadline = time.monotonic() + grace_s
-        publish_file(self._job.end, "")
+        ask_to_end(self._job.end)
         while any(steps.num_running() for steps in self._steps.values()) and time.monotonic() < deadline:
             time.sleep(0.1)
         for steps in self._steps.values():

@@ -3,6 +3,7 @@
 EndRequests         signals, notices of SIGTERM, a user's stop file and the end of the walltime
 DrainRequest        the reason to drain, and the time for it
 plan_termination    the request of a job that received SIGTERM
+FileOutage          errors of the file system that pass
 LookInterval        the time between two looks
 RestartBudget       the failures of each worker, pool and segment in the last hour
 find_quorum         the workers of a role without which the job ends
@@ -14,6 +15,7 @@ CLOSE_RESERVE_S, MAX_CLOSE_SHARE, MARGIN_FACTOR, NUM_STEPS, READ_INTERVAL_S, BUD
 
 import math
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -31,6 +33,7 @@ from hpcrl.job.guardian import CLOSE_GRACE_S
 from hpcrl.monitor.job_state import find_last_beat
 from hpcrl.plan.plan import Plan
 from hpcrl.slurm.end_policy import FailureRecord
+from hpcrl.system.file_watch import PATIENCE_S, is_passing
 from hpcrl.system.processes import MAX_RESTARTS
 
 CLOSE_RESERVE_S = 12.0
@@ -247,6 +250,27 @@ class DrainMargin:
             self._step_times.append((event.step_s or 0.0) + event.times.get("publish", 0.0))
         elif isinstance(event, CheckpointSaved):
             self._save_times.append(event.wall_s or 0.0)
+
+
+class FileOutage:
+    """A file system that is away for a while: the driver tries again at each turn until its patience ends."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: float | None = None
+
+    def note(self, error: OSError) -> None:
+        """Note an error; raise it if it does not pass by itself, or lasts too long."""
+        now = self._clock()
+        if self._since is None:
+            print(f"hpcrl: {error}: tried again", file=sys.stderr, flush=True)  # noqa: T201 - for the batch log
+            self._since = now
+        if not is_passing(error) or now - self._since > PATIENCE_S:
+            raise error
+
+    def end(self) -> None:
+        """Note that the file system works."""
+        self._since = None
 
 
 class LookInterval:

@@ -144,6 +144,23 @@ def test_a_call_that_hangs_holds_up_its_process_and_no_event_is_lost(process: Fa
     assert read_steps(folder) == [1, 2]
 
 
+@pytest.mark.parametrize("error", [*GONE, *FULL])
+def test_a_request_to_end_that_the_file_system_refuses_ends_no_driver(
+    process: FaultyProcess, folder: Path, error: int
+) -> None:
+    start = """
+from pathlib import Path
+from hpcrl.system import file_watch
+file_watch.RETRY_TIMEOUT_S = 0.1
+from hpcrl.job import runtime
+"""
+    assert process.run(start) is None
+    with process.failing(error):
+        assert process.run(f"runtime.ask_to_end(Path({str(folder / 'end')!r}))") is None
+    assert process.run(f"runtime.ask_to_end(Path({str(folder / 'end')!r}))") is None
+    assert (folder / "end").exists()
+
+
 @pytest.mark.parametrize("error", GONE)
 def test_a_reward_task_waits_for_segments_that_cannot_be_looked_at(
     process: FaultyProcess, folder: Path, error: int

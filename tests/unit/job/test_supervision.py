@@ -24,12 +24,14 @@ from hpcrl.job.supervision import (
     DrainMargin,
     DrainRequest,
     EndRequests,
+    FileOutage,
     LookInterval,
     RestartBudget,
     find_quorum,
     measure_hours,
     plan_termination,
 )
+from hpcrl.system.file_watch import PATIENCE_S
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.processes import MAX_RESTARTS
 
@@ -242,3 +244,20 @@ def test_an_error_of_the_file_system_requests_and_ends_nothing(tmp_path, monkeyp
     monkeypatch.setattr(type(tmp_path), "exists", fail)
     assert not watched.has_termination()
     assert watched.find_drain(now=0.0, end_time=END_TIME, drain_s=DRAIN_S, kill_wait_s=KILL_WAIT_S) is None
+
+
+def test_an_outage_of_the_file_system_ends_a_job_only_when_it_lasts() -> None:
+    now = [0.0]
+    outage = FileOutage(clock=lambda: now[0])
+    outage.note(OSError(errno.ESTALE, "stale"))
+    outage.end()
+    now[0] = PATIENCE_S + 1.0
+    outage.note(OSError(errno.EIO, "again"))
+    now[0] += PATIENCE_S + 1.0
+    with pytest.raises(OSError, match="again"):
+        outage.note(OSError(errno.EIO, "again"))
+
+
+def test_an_error_that_does_not_pass_ends_a_job_at_once() -> None:
+    with pytest.raises(PermissionError):
+        FileOutage().note(PermissionError(errno.EACCES, "denied"))
