@@ -2,6 +2,7 @@
 
 trainer       the trainer
 model         the model, on GPUs and on CPUs
+copies        data-parallel copies: each updates and saves a share of the tensors
 layers        the parts of its layers that are not Megatron's, and log-probs from its hidden states
 weight_names  shards of Megatron's tensors by Hugging Face names
 """

@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.hardware.architecture import read_max_context
+from hpcrl.trainers.megatron.copies import ModelCopies
 from hpcrl.trainers.megatron.layers import list_attentions, make_block_spec, replicate_downward, skip_output_layer
 from hpcrl.trainers.megatron.weight_names import (
     ModelDims,
@@ -116,8 +117,8 @@ class MegatronPart(NamedTuple):
     module: Any
     dims: ModelDims
     rank: ParallelRank
-    num_copies: int
-    """The ranks with the same part of what is not an expert: the data-parallel degree."""
+    copies: ModelCopies
+    """The ranks with the same tensors, and which of them updates each."""
     max_length: int
     stored: StoredTensors
     """The tensors of the model directory that make up each of the model's."""
@@ -125,9 +126,15 @@ class MegatronPart(NamedTuple):
 
     def mapped_tensors(self) -> Iterator[tuple[ShardMapping, Tensor]]:
         """Yield every shard of this rank with the parameter or buffer that contains it."""
-        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        tensors = _list_tensors(self.module)
         for mapping in map_shards(self.dims, self.rank):
             yield mapping, tensors[mapping.megatron_name]
+
+    def owned_tensors(self) -> Iterator[tuple[ShardMapping, Tensor]]:
+        """Yield the shards that this rank provides, also in a checkpoint; over all ranks, each value comes once."""
+        for mapping, tensor in self.mapped_tensors():
+            if mapping.is_owner and self.copies.is_own(mapping.megatron_name):
+                yield mapping, tensor
 
     def list_shards(self, mapping: ShardMapping, tensor: Tensor, *, part: str) -> Iterator[StateShard]:
         """Yield what a tensor of Megatron's form has of this shard, by the names of the model directory."""
@@ -174,13 +181,17 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
         module=module.to(world.device).eval(),
         dims=dims,
         rank=rank,
-        num_copies=parallel_state.get_data_parallel_world_size(),
+        copies=ModelCopies(_list_tensors(module), rank),
         max_length=read_max_context(fields) or int(fields["max_position_embeddings"]),
         stored=source.stored or {},
         precise_names=source.find_precise_names(),
     )
     _fill(model_part, source)
     return model_part
+
+
+def _list_tensors(module: Any) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 def _join_groups(train: TrainConfig, *, seed: int) -> None:

@@ -6,8 +6,9 @@ Legend: B rows of a micro-batch, T positions, S those of this rank, N model toke
 
 All ranks of one model replica get the same rows, padded to a length that tensor parallelism divides. Only the last
 stage sees log-probs, so only it computes the loss; its sums are shared with all ranks. The loss is a sum over the
-tokens of all data-parallel ranks, so gradients are summed, not averaged. The optimizer is plain AdamW on float32:
-Megatron's own keeps flat ranges of its buffers, which another parallelism could not read.
+tokens of all data-parallel ranks, so gradients are summed, not averaged. The optimizer is plain AdamW on float32, of
+which each data-parallel copy has a share of the tensors (copies.py): Megatron's own keeps flat ranges of its buffers,
+which another parallelism could not read.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -89,14 +90,15 @@ class MegatronTrainer:
                 load=lambda path: build_model_part(path, train=train, world=world, seed=seed),
             )
         self._parameters: dict[str, Tensor] = dict(self._model_part.module.named_parameters())
+        own = [each for name, each in self._parameters.items() if self._model_part.copies.is_own(name)]
         self._optimizer = make_optimizer(
-            self._parameters.values(), train=train, learning_rate=train.learning_rate, update=load_update(train)
+            own or [torch.zeros(0)], train=train, learning_rate=train.learning_rate, update=load_update(train)
         )
 
     @property
     def num_shares(self) -> int:
         """The number of shares that a step is divided into."""
-        return self._model_part.num_copies
+        return self._model_part.copies.num
 
     @property
     def share(self) -> int:
@@ -167,9 +169,7 @@ class MegatronTrainer:
 
     def _state_shards(self) -> Iterator[StateShard]:
         list_shards = self._model_part.list_shards
-        for mapping, tensor in self._model_part.mapped_tensors():
-            if not mapping.is_owner:
-                continue
+        for mapping, tensor in self._model_part.owned_tensors():
             state = self._optimizer.state.get(tensor, {})
             for held in list_shards(mapping, tensor, part=WEIGHT_PART):
                 yield held
@@ -184,7 +184,8 @@ class MegatronTrainer:
         list_shards = self._model_part.list_shards
         for mapping, tensor in self._model_part.mapped_tensors():
             yield from list_shards(mapping, tensor, part=WEIGHT_PART)
-            if not with_moments or not tensor.requires_grad:
+            is_updated = tensor.requires_grad and self._model_part.copies.is_own(mapping.megatron_name)
+            if not with_moments or not is_updated:
                 continue
             state = self._optimizer.state[tensor]
             if not state:
@@ -255,8 +256,8 @@ class MegatronTrainer:
     def clip_gradient(self) -> float:
         """Clip the gradient and return the whole model's norm before clipping, in which every value counts once."""
         total = torch.zeros((), dtype=torch.double, device=self.world.device)
-        for mapping, tensor in self._model_part.mapped_tensors():
-            if mapping.is_owner and tensor.grad is not None:
+        for mapping, tensor in self._model_part.owned_tensors():
+            if tensor.grad is not None:
                 total += tensor.grad[mapping.rows].double().square().sum()
         norm = float(self.world.sum(total).sqrt())
         scale = self._train.max_grad_norm / (norm + 1e-6)
@@ -271,11 +272,13 @@ class MegatronTrainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.discard_gradient()
+        self._model_part.copies.send_weights(self._parameters)
 
     def discard_gradient(self) -> None:
         """Clear the gradient and leave the weights as they are."""
-        self._optimizer.zero_grad()
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def _of_one_shape(self, part: Minibatch) -> Minibatch:
         """Pad a minibatch so that all ranks have the same number of micro-batches, of one shape."""
@@ -317,7 +320,7 @@ class MegatronTrainer:
         return torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=enabled)
 
     def _exchange_gradients(self) -> None:
-        """Sum the gradient of every parameter that several ranks hold."""
+        """Sum the gradient of every parameter over the ranks that hold it, in the one that updates it."""
         rank = self._model_part.rank
         undivided = {
             mapping.megatron_name
@@ -327,17 +330,13 @@ class MegatronTrainer:
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if ".local_experts." in name:
-                dist.all_reduce(parameter.grad, group=parallel_state.get_expert_data_parallel_group())
-                continue
             if rank.num_tp > 1 and name in undivided:
                 # Each rank has seen its own positions, or its own heads, only.
                 dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
-            if self._model_part.num_copies > 1:
-                dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
         if self._model_part.dims.shape.is_tied and rank.num_pp > 1 and (rank.is_first or rank.is_last):
             name = "embedding.word_embeddings.weight" if rank.is_first else "output_layer.weight"
             dist.all_reduce(self._parameters[name].grad, group=parallel_state.get_embedding_group())
+        self._model_part.copies.collect_gradients(self._parameters)
 
 
 def _make_step_shard(held: StateShard, count: Tensor) -> StateShard:

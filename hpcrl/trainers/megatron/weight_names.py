@@ -79,7 +79,7 @@ class ShardMapping(NamedTuple):
     rows: slice
     """The rows of Megatron's tensor, with all columns."""
     is_owner: bool
-    """The flag of the one rank, of all, that provides the shard when weights are collected."""
+    """True on the one rank of a copy of the model whose shard counts, where several hold the same one."""
 
 
 def read_model_dims(fields: Mapping[str, Any]) -> ModelDims:
@@ -230,7 +230,7 @@ def _map_qkv(
                 whole_shape=(shape.num_kv_heads * rows, *columns),
                 megatron_name=f"{megatron_name}.linear_qkv.{kind}",
                 rows=slice(local_group * block + offset, local_group * block + offset + rows),
-                is_owner=rank.copy == 0,
+                is_owner=True,
             )
 
 
@@ -268,7 +268,7 @@ def _map_mlp(dims: ModelDims, rank: ParallelRank, name: str, megatron_name: str,
             whole_shape=(inner, hidden),
             megatron_name=f"{megatron_name}.linear_fc1.weight",
             rows=slice(number * own, (number + 1) * own),
-            is_owner=rank.copy == 0,
+            is_owner=True,
         )
     yield _map_columns(f"{name}.down_proj.weight", f"{megatron_name}.linear_fc2.weight", hidden, inner, rank)
 
@@ -294,7 +294,7 @@ def _map_experts(dims: ModelDims, rank: ParallelRank, name: str, megatron_name: 
                 whole_shape=(shape.num_experts, rows, columns),
                 megatron_name=f"{megatron_name}.experts.local_experts.{own}.{layer}.weight",
                 rows=slice(0, rows),
-                is_owner=rank.expert_copy == 0,
+                is_owner=True,
             )
     if shape.shared_inner:
         shared = "shared_experts"
@@ -304,15 +304,14 @@ def _map_experts(dims: ModelDims, rank: ParallelRank, name: str, megatron_name: 
 def _map_replicated(name: str, megatron_name: str, size: int | tuple[int, int], rank: ParallelRank) -> ShardMapping:
     """Map a vector or matrix that every rank of a tensor-parallel group holds."""
     shape = size if isinstance(size, tuple) else (size,)
-    is_owner = rank.tp == 0 and rank.copy == 0
-    return ShardMapping(name, (0,) * len(shape), shape, shape, megatron_name, slice(0, shape[0]), is_owner)
+    return ShardMapping(name, (0,) * len(shape), shape, shape, megatron_name, slice(0, shape[0]), rank.tp == 0)
 
 
 def _map_rows(name: str, megatron_name: str, whole: tuple[int, int], rank: ParallelRank) -> ShardMapping:
     """Map a matrix that is split over ranks by rows."""
     own = whole[0] // rank.num_tp
     return ShardMapping(
-        name, (rank.tp * own, 0), (own, whole[1]), whole, megatron_name, slice(0, own), is_owner=rank.copy == 0
+        name, (rank.tp * own, 0), (own, whole[1]), whole, megatron_name, slice(0, own), is_owner=True
     )
 
 
@@ -326,7 +325,7 @@ def _map_columns(name: str, megatron_name: str, num_rows: int, width: int, rank:
         (num_rows, width),
         megatron_name,
         slice(0, num_rows),
-        is_owner=rank.copy == 0,
+        is_owner=True,
     )
 
 
@@ -345,5 +344,5 @@ def _map_vocab_rows(
         (vocabulary, hidden),
         megatron_name,
         slice(0, num_rows),
-        is_owner=is_owner and rank.copy == 0,
+        is_owner=is_owner,
     )
