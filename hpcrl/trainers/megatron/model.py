@@ -357,7 +357,22 @@ def _set_positions(module: Any, source: ModelSource) -> None:
 def _recompute_layers(module: Any) -> None:
     """Let every layer keep only its input for the gradient, and compute the rest of its forward pass again."""
     for layer in module.decoder.layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        forward = partial(_forward_and_release, layer, layer.forward)
+        layer.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def _forward_and_release(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a layer's forward pass, and let its dispatcher forget the tensors of this pass.
+
+    It would keep them until the next one, and with them all that attention has computed again for the gradient.
+    """
+    try:
+        return forward(*args, **kwargs)
+    finally:  # what is computed again ends with an exception, as soon as enough is there
+        dispatcher = getattr(layer.mlp, "token_dispatcher", None)
+        for name, held in vars(dispatcher).items() if dispatcher is not None else ():
+            if isinstance(held, Tensor) and held.requires_grad:
+                setattr(dispatcher, name, None)
 
 
 def _fill(model_part: MegatronPart, source: ModelSource) -> None:
