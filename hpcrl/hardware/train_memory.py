@@ -109,7 +109,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
         return self.state + self.gathers + self.activations + self.logits
 
 
-class _Moment(NamedTuple):
+class PassMoment(NamedTuple):
     """The bytes that a rank holds at one moment beside its state."""
 
     name: str
@@ -175,7 +175,7 @@ def count_adapter_params(shape: ModelArchitecture, *, rank: int) -> int:
     )
 
 
-def _list_sharded_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens: int) -> list[_Moment]:
+def _list_sharded_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens: int) -> list[PassMoment]:
     """List the moments of shards (FSDP2): a layer is gathered while it computes, and the next one meanwhile."""
     each, hidden = setup.compute_bytes, shape.hidden_size
     layer, outer = shape.largest_layer_params, shape.head_params
@@ -190,30 +190,30 @@ def _list_sharded_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens
         head_hidden = (BYTES_FP32 - each) * hidden * num_tokens
         working = _count_working_bytes(shape, setup, num_tokens)
         return [
-            _Moment("forward", kept + 2 * each * outer, inputs + last + stream, chunk),
-            _Moment("head", kept + each * outer, inputs + last + head_hidden, chunk),
-            _Moment("layer", kept + 2 * ahead, inputs + working),
+            PassMoment("forward", kept + 2 * each * outer, inputs + last + stream, chunk),
+            PassMoment("head", kept + each * outer, inputs + last + head_hidden, chunk),
+            PassMoment("layer", kept + 2 * ahead, inputs + working),
         ]
     head_grad = each * shape.embedding_params
     reduced = BYTES_FP32 * outer * (1 + 1 / setup.num_shards)
     tied_grad = 0 if outer else head_grad  # the embedding's gradient is exchanged after the first layer's
     working = _count_working_bytes(shape, setup, num_tokens)
     return [
-        _Moment("forward", kept + 2 * each * outer, inputs + last + stream, chunk),
-        _Moment(
+        PassMoment("forward", kept + 2 * each * outer, inputs + last + stream, chunk),
+        PassMoment(
             "head", kept + each * outer, inputs + last + (BYTES_FP32 - each) * hidden * num_tokens, chunk + head_grad
         ),
-        _Moment("head-exchange", kept + ahead + reduced, inputs + last, head_grad),
-        _Moment(
+        PassMoment("head-exchange", kept + ahead + reduced, inputs + last, head_grad),
+        PassMoment(
             "layer",
             kept + tied_grad + 2 * ahead + BYTES_FP32 * max(layer, outer) + _count_first_gradient(shape, setup),
             inputs + working,
         ),
-        _Moment("embedding", BYTES_FP32 * (shape.embedding_params + layer) + 2 * tied_grad + head_grad, stream),
+        PassMoment("embedding", BYTES_FP32 * (shape.embedding_params + layer) + 2 * tied_grad + head_grad, stream),
     ]
 
 
-def _list_whole_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens: int) -> list[_Moment]:
+def _list_whole_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens: int) -> list[PassMoment]:
     """List the moments of a rank with the whole model; with bf16, autocast copies each weight that multiplies."""
     hidden, chunk = shape.hidden_size, CHUNK_BYTES
     layer, embedding = shape.largest_layer_params, shape.embedding_params
@@ -229,10 +229,10 @@ def _list_whole_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens: 
     working = _count_working_bytes(shape, setup, num_tokens)
     stream = setup.stream_bytes * hidden * num_tokens
     return [
-        _Moment("forward", casts + head, inputs + last + stream, chunk),
-        _Moment("head", kept + head, inputs + last + stream, chunk + head_grad),
-        _Moment("head-gradient", kept, inputs + last, head_grad + converted),
-        _Moment("layer", kept + one + gradient * trains_head, inputs + working),
+        PassMoment("forward", casts + head, inputs + last + stream, chunk),
+        PassMoment("head", kept + head, inputs + last + stream, chunk + head_grad),
+        PassMoment("head-gradient", kept, inputs + last, head_grad + converted),
+        PassMoment("layer", kept + one + gradient * trains_head, inputs + working),
     ]
 
 

@@ -317,7 +317,8 @@ class MegatronTrainer:
         return list(found)
 
     def _autocast(self, enabled: bool) -> torch.autocast:
-        return torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=enabled)
+        """Return the precision of a pass. No copy of a weight is kept: of all layers they would be 2 bytes a weight."""
+        return torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
     def _exchange_gradients(self) -> None:
         """Sum the gradient of every parameter over the ranks that hold it, in the one that updates it."""

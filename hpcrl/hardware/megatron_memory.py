@@ -1,0 +1,218 @@
+"""The memory of a rank of trainer "megatron", from the architecture of what it trains and its parallelism. Pure.
+
+    estimate_megatron_memory     bytes on the device of a rank, by what they are for
+    MegatronSetup                the settings that decide them
+
+A rank has the layers of its stage, a part of each by tensor parallelism, and whole experts by expert parallelism. With
+tensor parallelism the positions between layers are divided too. The first stage keeps the activations of as many
+micro-batches as there are stages; the last one makes logits. The one that needs more decides.
+
+The terms are those of trainers/megatron/layers.py; a test compares them with what its passes hold.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from hpcrl.hardware.architecture import ModelArchitecture
+from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP32
+from hpcrl.hardware.train_memory import CHUNK_BYTES, MAX_CHUNK_LOGITS, PassMoment, RankMemory
+
+NORM_BYTES = 2 * BYTES_FP32
+"""A norm keeps its input and the normalized one, in float32 whatever the precision of products is."""
+DENSE_INNER_PARTS = 5
+"""Tensors of the inner size that an MLP keeps: both factors and their joint tensor, the activated one, the product."""
+EXPERT_INNER_PARTS = 6
+"""The same of an expert, whose product is weighted too."""
+
+
+class MegatronSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of the trainer that decide what a rank holds."""
+
+    num_ranks: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    is_bf16: bool = False
+    has_recompute: bool = False
+    """True if layers keep only their inputs, and compute the rest again for the gradient."""
+
+    @property
+    def compute_bytes(self) -> int:
+        """The bytes of a number in a matrix product, and between layers."""
+        return BYTES_BF16 if self.is_bf16 else BYTES_FP32
+
+    @property
+    def num_copies(self) -> int:
+        """The ranks with the same part of what is not an expert; each updates some of its tensors."""
+        return max(self.num_ranks // (self.tensor_parallel * self.pipeline_parallel), 1)
+
+    @property
+    def num_expert_copies(self) -> int:
+        return max(self.num_ranks // (self.expert_parallel * self.pipeline_parallel), 1)
+
+
+class _Stage(NamedTuple):
+    """The layers of a rank, and what stands before and behind them."""
+
+    num_dense: int
+    num_with_experts: int
+    num_in_flight: int
+    """The micro-batches whose activations it keeps at once."""
+    is_first: bool
+    is_last: bool
+
+
+def estimate_megatron_memory(shape: ModelArchitecture, setup: MegatronSetup, *, num_tokens: int) -> RankMemory:
+    """Estimate the memory of the rank that needs most, with micro-batches of this many tokens, padding included."""
+    stages = (_make_stage(shape, setup, index=index) for index in {0, setup.pipeline_parallel - 1})
+    found = (_estimate_stage(shape, setup, stage, num_tokens=num_tokens) for stage in stages)
+    return max(found, key=lambda memory: memory.total)
+
+
+def _make_stage(shape: ModelArchitecture, setup: MegatronSetup, *, index: int) -> _Stage:
+    """Return a stage; layers without experts are the first ones."""
+    per_stage = -(-shape.num_layers // setup.pipeline_parallel)
+    num_dense = min(max(shape.num_dense_layers - index * per_stage, 0), per_stage)
+    return _Stage(
+        num_dense=num_dense,
+        num_with_experts=per_stage - num_dense,
+        num_in_flight=setup.pipeline_parallel - index,
+        is_first=index == 0,
+        is_last=index == setup.pipeline_parallel - 1,
+    )
+
+
+def _estimate_stage(
+    shape: ModelArchitecture, setup: MegatronSetup, stage: _Stage, *, num_tokens: int
+) -> RankMemory:
+    experts = stage.num_with_experts * shape.routed_params / setup.expert_parallel
+    others = _count_other_params(shape, setup, stage)
+    # A tensor is updated as a whole: a copy has at least the largest one.
+    updated = max(others / setup.num_copies, _count_largest_tensor(shape, setup, stage))
+    updated += experts / setup.num_expert_copies
+    peak = max(_list_moments(shape, setup, stage, num_tokens), key=lambda moment: moment.total)
+    return RankMemory(
+        weights=BYTES_FP32 * (others + experts),
+        gradients=BYTES_FP32 * (others + experts),
+        optimizer=2 * BYTES_FP32 * updated,
+        buckets=0.0,
+        gathers=peak.gathers,
+        activations=peak.activations,
+        logits=peak.logits,
+        peak=peak.name,
+    )
+
+
+def _count_other_params(shape: ModelArchitecture, setup: MegatronSetup, stage: _Stage) -> float:
+    """Count the weights of a rank that are not those of experts."""
+    num_tp, num_layers = setup.tensor_parallel, stage.num_dense + stage.num_with_experts
+    is_alone_with_tied = stage.is_first and stage.is_last and shape.is_tied
+    num_tables = stage.is_first + stage.is_last - is_alone_with_tied
+    divided = num_layers * _count_divided_attention(shape) + stage.num_dense * shape.dense_mlp_params
+    divided += num_tables * shape.embedding_params
+    divided += stage.num_with_experts * 3 * shape.hidden_size * shape.shared_inner
+    whole = num_layers * (shape.attention_params - _count_divided_attention(shape) + shape.norm_params)
+    whole += stage.num_with_experts * shape.hidden_size * shape.num_experts + stage.is_last * shape.hidden_size
+    return divided / num_tp + whole
+
+
+def _count_divided_attention(shape: ModelArchitecture) -> int:
+    """Count the weights of attention that tensor parallelism divides: not those that compress."""
+    if not shape.kv_rank:
+        return shape.attention_params
+    compressing = shape.hidden_size * (shape.query_rank + shape.kv_rank + shape.rope_dim)
+    return shape.attention_params - compressing
+
+
+def _count_largest_tensor(shape: ModelArchitecture, setup: MegatronSetup, stage: _Stage) -> float:
+    table = shape.embedding_params if stage.is_first or stage.is_last else 0
+    return max(table, _count_first_matrix(shape, stage)) / setup.tensor_parallel
+
+
+def _count_first_matrix(shape: ModelArchitecture, stage: _Stage) -> int:
+    """Count the weights of an MLP's first matrix, for both factors of its inner values."""
+    return 2 * shape.hidden_size * (shape.dense_inner if stage.num_dense else max(shape.shared_inner, shape.expert_inner))
+
+
+def _list_moments(
+    shape: ModelArchitecture, setup: MegatronSetup, stage: _Stage, num_tokens: int
+) -> list[PassMoment]:
+    """List what a rank holds beside its state: in the backward pass of a layer, and at the last stage's head."""
+    num_tp, each, hidden = setup.tensor_parallel, setup.compute_bytes, shape.hidden_size
+    kept = num_tokens * (
+        stage.num_dense * _count_kept_bytes(shape, setup, has_experts=False)
+        + stage.num_with_experts * _count_kept_bytes(shape, setup, has_experts=True)
+    )
+    kinds = [False] * bool(stage.num_dense) + [True] * bool(stage.num_with_experts)
+    working = num_tokens * max(_count_working_bytes(shape, setup, has_experts=kind) for kind in kinds)
+    gradient = (BYTES_FP32 + each * setup.is_bf16) * _count_first_matrix(shape, stage) / num_tp
+    moments = [PassMoment("layer", gradient, stage.num_in_flight * kept + working)]
+    if setup.has_recompute:
+        again = num_tokens * max(_count_again_bytes(shape, setup, has_experts=kind) for kind in kinds)
+        # Weights that multiply are kept in bf16 until the whole layer is computed.
+        copies = BYTES_BF16 * setup.is_bf16 * _count_layer_params(shape, setup, stage)
+        moments.append(PassMoment("again", copies, stage.num_in_flight * kept + again))
+    if stage.is_last:
+        last = num_tokens / num_tp * (NORM_BYTES * hidden + 2 * each * hidden)
+        whole = each * shape.embedding_params * (num_tp > 1 or setup.is_bf16)  # gathered, or in another precision
+        head_gradient = each * shape.embedding_params + BYTES_FP32 * shape.embedding_params / num_tp * setup.is_bf16
+        chunk = CHUNK_BYTES * min(num_tokens / num_tp * shape.vocabulary_size / MAX_CHUNK_LOGITS, 1.0)
+        moments.append(PassMoment("head", whole, kept + last, chunk + head_gradient))
+    return moments
+
+
+def _count_layer_params(shape: ModelArchitecture, setup: MegatronSetup, stage: _Stage) -> float:
+    """Count the weights of a rank's largest layer."""
+    common, num_tp = _count_divided_attention(shape) / setup.tensor_parallel, setup.tensor_parallel
+    dense = shape.dense_mlp_params / num_tp if stage.num_dense else 0.0
+    experts = shape.routed_params / setup.expert_parallel + 3 * shape.hidden_size * shape.shared_inner / num_tp
+    return common + max(dense, experts if stage.num_with_experts else 0.0)
+
+
+def _count_kept_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_experts: bool) -> float:
+    """Count what a layer keeps of a token from the forward pass."""
+    if setup.has_recompute:
+        return setup.compute_bytes * shape.hidden_size / setup.tensor_parallel
+    return _count_saved_bytes(shape, setup, has_experts=has_experts)
+
+
+def _count_saved_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_experts: bool) -> float:
+    """Count what a layer keeps of a token if it keeps all."""
+    each, hidden = setup.compute_bytes, shape.hidden_size
+    around = shape.num_layer_norms * (NORM_BYTES + each) * hidden + _count_attention_bytes(shape, setup)
+    if not has_experts:
+        return (around + DENSE_INNER_PARTS * each * shape.dense_inner) / setup.tensor_parallel
+    routed = each * shape.experts_per_token * (hidden + EXPERT_INNER_PARTS * shape.expert_inner)
+    router = BYTES_FP32 * shape.num_experts
+    shared = DENSE_INNER_PARTS * each * shape.shared_inner
+    return (around + routed + router + shared) / setup.tensor_parallel
+
+
+def _count_attention_bytes(shape: ModelArchitecture, setup: MegatronSetup) -> int:
+    """Count what attention keeps of a token: queries, keys, values, its output, the sums of its softmax, its norms."""
+    each = setup.compute_bytes
+    queries, outputs = shape.num_heads * shape.head_dim, shape.num_heads * shape.value_dim
+    num_kv_heads = shape.num_heads if shape.kv_rank else shape.num_kv_heads
+    keys, values = num_kv_heads * shape.head_dim, num_kv_heads * shape.value_dim
+    # Queries and keys are kept after they were turned by their positions, beside the tensor that they come from.
+    kept = queries + keys + (queries + keys + values) + outputs
+    norms = NORM_BYTES * ((queries + keys) * shape.has_query_norm + shape.query_rank + shape.kv_rank)
+    return each * kept + norms + BYTES_FP32 * shape.num_heads
+
+
+def _count_working_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_experts: bool) -> float:
+    """Count what the backward pass of one layer needs of a token beside what all layers keep."""
+    each, hidden = setup.compute_bytes, shape.hidden_size
+    if has_experts:
+        needed = each * shape.experts_per_token * (2 * hidden + shape.expert_inner) / setup.tensor_parallel
+    else:  # the gradient of the output, and of both factors of the inner values
+        needed = each * (hidden + 2 * shape.dense_inner / setup.tensor_parallel)
+    return needed + setup.has_recompute * _count_saved_bytes(shape, setup, has_experts=has_experts)
+
+
+def _count_again_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_experts: bool) -> float:
+    """Count what a token holds at the end of a layer that is computed again: also its output, or those of experts."""
+    each, hidden = setup.compute_bytes, shape.hidden_size
+    outputs = 2 * each * hidden * (shape.experts_per_token if has_experts else 1) / setup.tensor_parallel
+    return outputs + _count_saved_bytes(shape, setup, has_experts=has_experts)
