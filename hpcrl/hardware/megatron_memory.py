@@ -24,6 +24,10 @@ DENSE_INNER_PARTS = 5
 """Tensors of the inner size that an MLP keeps: both factors and their joint tensor, the activated one, the product."""
 EXPERT_INNER_PARTS = 6
 """The same of an expert, whose product is weighted too."""
+EXPERT_OUTPUT_PARTS = 5
+"""Tensors of all outputs of experts at the end of a layer: by expert, by rank, in the order of tokens."""
+EXPERT_IMBALANCE = 1.5
+"""The tokens of the rank with the busiest experts, over their mean: an assumption, since routers decide."""
 
 
 class MegatronSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,9 +87,7 @@ def _make_stage(shape: ModelArchitecture, setup: MegatronSetup, *, index: int) -
     )
 
 
-def _estimate_stage(
-    shape: ModelArchitecture, setup: MegatronSetup, stage: _Stage, *, num_tokens: int
-) -> RankMemory:
+def _estimate_stage(shape: ModelArchitecture, setup: MegatronSetup, stage: _Stage, *, num_tokens: int) -> RankMemory:
     experts = stage.num_with_experts * shape.routed_params / setup.expert_parallel
     others = _count_other_params(shape, setup, stage)
     # A tensor is updated as a whole: a copy has at least the largest one.
@@ -132,12 +134,12 @@ def _count_largest_tensor(shape: ModelArchitecture, setup: MegatronSetup, stage:
 
 def _count_first_matrix(shape: ModelArchitecture, stage: _Stage) -> int:
     """Count the weights of an MLP's first matrix, for both factors of its inner values."""
-    return 2 * shape.hidden_size * (shape.dense_inner if stage.num_dense else max(shape.shared_inner, shape.expert_inner))
+    return (
+        2 * shape.hidden_size * (shape.dense_inner if stage.num_dense else max(shape.shared_inner, shape.expert_inner))
+    )
 
 
-def _list_moments(
-    shape: ModelArchitecture, setup: MegatronSetup, stage: _Stage, num_tokens: int
-) -> list[PassMoment]:
+def _list_moments(shape: ModelArchitecture, setup: MegatronSetup, stage: _Stage, num_tokens: int) -> list[PassMoment]:
     """List what a rank holds beside its state: in the backward pass of a layer, and at the last stage's head."""
     num_tp, each, hidden = setup.tensor_parallel, setup.compute_bytes, shape.hidden_size
     kept = num_tokens * (
@@ -150,9 +152,7 @@ def _list_moments(
     moments = [PassMoment("layer", gradient, stage.num_in_flight * kept + working)]
     if setup.has_recompute:
         again = num_tokens * max(_count_again_bytes(shape, setup, has_experts=kind) for kind in kinds)
-        # Weights that multiply are kept in bf16 until the whole layer is computed.
-        copies = BYTES_BF16 * setup.is_bf16 * _count_layer_params(shape, setup, stage)
-        moments.append(PassMoment("again", copies, stage.num_in_flight * kept + again))
+        moments.append(PassMoment("again", 0.0, stage.num_in_flight * kept + again))
     if stage.is_last:
         last = num_tokens / num_tp * (NORM_BYTES * hidden + 2 * each * hidden)
         whole = each * shape.embedding_params * (num_tp > 1 or setup.is_bf16)  # gathered, or in another precision
@@ -160,14 +160,6 @@ def _list_moments(
         chunk = CHUNK_BYTES * min(num_tokens / num_tp * shape.vocabulary_size / MAX_CHUNK_LOGITS, 1.0)
         moments.append(PassMoment("head", whole, kept + last, chunk + head_gradient))
     return moments
-
-
-def _count_layer_params(shape: ModelArchitecture, setup: MegatronSetup, stage: _Stage) -> float:
-    """Count the weights of a rank's largest layer."""
-    common, num_tp = _count_divided_attention(shape) / setup.tensor_parallel, setup.tensor_parallel
-    dense = shape.dense_mlp_params / num_tp if stage.num_dense else 0.0
-    experts = shape.routed_params / setup.expert_parallel + 3 * shape.hidden_size * shape.shared_inner / num_tp
-    return common + max(dense, experts if stage.num_with_experts else 0.0)
 
 
 def _count_kept_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_experts: bool) -> float:
@@ -183,7 +175,7 @@ def _count_saved_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_ex
     around = shape.num_layer_norms * (NORM_BYTES + each) * hidden + _count_attention_bytes(shape, setup)
     if not has_experts:
         return (around + DENSE_INNER_PARTS * each * shape.dense_inner) / setup.tensor_parallel
-    routed = each * shape.experts_per_token * (hidden + EXPERT_INNER_PARTS * shape.expert_inner)
+    routed = _count_routed(shape, setup) * each * (hidden + EXPERT_INNER_PARTS * shape.expert_inner)
     router = BYTES_FP32 * shape.num_experts
     shared = DENSE_INNER_PARTS * each * shape.shared_inner
     return (around + routed + router + shared) / setup.tensor_parallel
@@ -205,7 +197,7 @@ def _count_working_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_
     """Count what the backward pass of one layer needs of a token beside what all layers keep."""
     each, hidden = setup.compute_bytes, shape.hidden_size
     if has_experts:
-        needed = each * shape.experts_per_token * (2 * hidden + shape.expert_inner) / setup.tensor_parallel
+        needed = each * _count_routed(shape, setup) * (2 * hidden + shape.expert_inner) / setup.tensor_parallel
     else:  # the gradient of the output, and of both factors of the inner values
         needed = each * (hidden + 2 * shape.dense_inner / setup.tensor_parallel)
     return needed + setup.has_recompute * _count_saved_bytes(shape, setup, has_experts=has_experts)
@@ -213,6 +205,11 @@ def _count_working_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_
 
 def _count_again_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_experts: bool) -> float:
     """Count what a token holds at the end of a layer that is computed again: also its output, or those of experts."""
-    each, hidden = setup.compute_bytes, shape.hidden_size
-    outputs = 2 * each * hidden * (shape.experts_per_token if has_experts else 1) / setup.tensor_parallel
+    num_outputs = EXPERT_OUTPUT_PARTS * _count_routed(shape, setup) if has_experts else 2
+    outputs = num_outputs * setup.compute_bytes * shape.hidden_size / setup.tensor_parallel
     return outputs + _count_saved_bytes(shape, setup, has_experts=has_experts)
+
+
+def _count_routed(shape: ModelArchitecture, setup: MegatronSetup) -> float:
+    """Count the experts that compute for a token on the busiest rank."""
+    return shape.experts_per_token * (EXPERT_IMBALANCE if setup.expert_parallel > 1 else 1.0)

@@ -1,7 +1,7 @@
 """The memory of a rank of trainer "torch" and of its node, from the architecture of what it trains. Pure.
 
     estimate_rank_memory, RankMemory    bytes on the device of a rank, by what they are for
-    find_most_tokens                    the largest micro-batch that fits
+    find_most_tokens, find_largest      the largest micro-batch that fits
     estimate_node_memory, NodeMemory    bytes of host memory of a node of the trainer
     RankSetup                           the settings that decide both
     count_trained_params, count_adapter_params    the weights that change, and those of LoRA
@@ -15,6 +15,7 @@ The terms are those of transformers' layers under PyTorch's attention without a 
 kernels of its own, keeps less.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -149,11 +150,15 @@ def estimate_rank_memory(shape: ModelArchitecture, setup: RankSetup, *, num_toke
 
 def find_most_tokens(shape: ModelArchitecture, setup: RankSetup, *, num_bytes: float) -> int:
     """Return the tokens of the largest micro-batch that fits into this memory; 0 if none does."""
+    return find_largest(lambda num: estimate_rank_memory(shape, setup, num_tokens=num).total, num_bytes=num_bytes)
+
+
+def find_largest(count_bytes: Callable[[int], float], *, num_bytes: float) -> int:
+    """Return the largest number of tokens whose bytes are within this memory; 0 if none is."""
     low, high = 0, MAX_TOKENS
     while high - low > 1:
         middle = (low + high) // 2
-        fits = estimate_rank_memory(shape, setup, num_tokens=middle).total <= num_bytes
-        low, high = (middle, high) if fits else (low, middle)
+        low, high = (middle, high) if count_bytes(middle) <= num_bytes else (low, middle)
     return low
 
 

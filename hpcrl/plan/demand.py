@@ -9,7 +9,8 @@ sum_node_needs               cores, GiB and GPUs of one node for several roles t
 deal_gpus                    the GPUs of one node, dealt to its roles
 compute_window_gib           the shared memory of weights on one node
 make_rank_setup              what decides the memory of a rank of trainer "torch"
-estimate_trainer_node        the host memory of a node of that trainer
+make_megatron_setup          the same of trainer "megatron"
+estimate_trainer_node        the host memory of a node of the trainer
 MemoryNeed, list_memory_needs  the GiB that the models of a role's worker take
 FixedModel, list_fixed_models, advise_on_fixed_models  the models that the trainer only reads
 show_weights                 a number of weights, for messages
@@ -21,10 +22,13 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
+import msgspec
+
 from hpcrl.config.pipeline import list_fixed_nodes
 from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import Recipe, RoleName, WorkerResources
 from hpcrl.hardware import memory_model
+from hpcrl.hardware.megatron_memory import MegatronSetup
 from hpcrl.hardware.train_memory import NodeMemory, RankSetup, estimate_node_memory
 from hpcrl.plan.engine_nodes import ENGINE_ROLES, may_span_nodes
 
@@ -148,14 +152,30 @@ def make_rank_setup(recipe: Recipe, *, has_recompute: bool) -> RankSetup:
     )
 
 
+def make_megatron_setup(recipe: Recipe, *, has_recompute: bool) -> MegatronSetup:
+    """Return the settings that decide what a rank of trainer "megatron" holds."""
+    train = recipe.train
+    return MegatronSetup(
+        num_ranks=recipe.resources.train.num_workers,
+        tensor_parallel=train.tensor_parallel,
+        pipeline_parallel=train.pipeline_parallel,
+        expert_parallel=train.expert_parallel,
+        is_bf16=train.has_bf16(on_gpus=recipe.resources.train.gpus_per_worker > 0),
+        has_recompute=has_recompute,
+    )
+
+
 def estimate_trainer_node(recipe: Recipe, *, num_ranks: int) -> NodeMemory | None:
-    """Estimate the host memory of a node with this many ranks of trainer "torch"; None without GPUs or sizes."""
+    """Estimate the host memory of a node with this many ranks of the trainer; None without GPUs or sizes."""
     shape = recipe.model.architecture
-    if shape is None or recipe.train.trainer != "torch" or not recipe.resources.train.gpus_per_worker:
+    if shape is None or not recipe.resources.train.gpus_per_worker:
         return None
+    setup = make_rank_setup(recipe, has_recompute=False)
+    if recipe.train.trainer == "megatron":  # all its ranks save and publish a share
+        setup = msgspec.structs.replace(setup, is_sharded=setup.num_ranks > 1)
     return estimate_node_memory(
         shape,
-        make_rank_setup(recipe, has_recompute=False),
+        setup,
         num_ranks=num_ranks,
         published_dtype=choose_published_dtype(recipe, recipe.model.config) if recipe.has_rollouts else None,
     )
@@ -174,7 +194,7 @@ class MemoryNeed:
 
 
 def list_memory_needs(recipe: Recipe) -> list[MemoryNeed]:
-    """Return the needs of the roles with a model of known size, but not of trainer "torch" (trainer_memory.py)."""
+    """Return the needs of the engines with a model of known size; trainer_memory.py has those of the trainer."""
     found: list[MemoryNeed] = []
     engines: list[tuple[RoleName, int | None]] = [(role, recipe.model.num_weights) for role in ("prefill", "decode")]
     engines += zip(recipe.judge_roles, (judge.num_weights for judge in recipe.judge.values()), strict=True)
@@ -182,7 +202,7 @@ def list_memory_needs(recipe: Recipe) -> list[MemoryNeed]:
         if num_params is not None:
             gib = memory_model.engine_memory_gib(num_params)
             found.append(MemoryNeed(role=role, gib=gib, what=f"{show_weights(num_params)} weights"))
-    return [*found, *(_list_megatron_needs(recipe) if recipe.train.trainer == "megatron" else [])]
+    return found
 
 
 class FixedModel(NamedTuple):
@@ -215,27 +235,6 @@ def advise_on_fixed_models(models: Sequence[FixedModel]) -> list[str]:
     settings = list(dict.fromkeys(model.setting for model in models))
     found = [f"a smaller model for {setting}" for setting in settings if setting != "train.kl"]
     return [*found, *["teacher.judge in place of teacher.path"] * ("teacher.path" in settings)]
-
-
-def _list_megatron_needs(recipe: Recipe) -> list[MemoryNeed]:
-    """Return the need of a rank of trainer "megatron": its part of what trains, and of what it only reads."""
-    train, policy = recipe.train, recipe.model.num_weights
-    num_split = train.tensor_parallel * train.pipeline_parallel
-    models = list_fixed_models(recipe)
-    gib, what = 0.0, []
-    if policy is not None:
-        experts = 0 if recipe.model.architecture is None else recipe.model.architecture.num_expert_params
-        gib = memory_model.train_memory_gib(policy - experts, num_workers=num_split)
-        gib += memory_model.train_memory_gib(experts, num_workers=train.expert_parallel * train.pipeline_parallel)
-        what = [f"{show_weights(policy)} weights"]
-    for model in models:
-        each = memory_model.fixed_memory_gib(model.num_params, num_shards=1 if model.is_whole else num_split)
-        gib += each
-        what.append(f"{show_weights(model.num_params)} of the model of {model.setting} ({each:.0f} GiB)")
-    more = " or train.expert_parallel" * bool(policy is not None and experts)
-    advice = [f"raise resources.train.num_workers and train.tensor_parallel{more}", *advise_on_fixed_models(models)]
-    need = MemoryNeed(role="train", gib=gib, what=" and ".join(what), advice=", or ".join(advice))
-    return [need] if gib else []
 
 
 def _find_node_size(recipe: Recipe, name: str) -> int | None:

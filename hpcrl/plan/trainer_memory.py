@@ -1,4 +1,4 @@
-"""The memory of the GPUs and nodes of trainer "torch": whether what trains fits, and what would make it fit. Pure.
+"""The memory of the GPUs and nodes of the trainer: whether what trains fits, and what would make it fit. Pure.
 
 find_trainer_memory      what each GPU and node holds
 explain_trainer_refusal  why it does not fit, and what to change
@@ -13,6 +13,8 @@ trajectory is never divided. With train.recompute = "auto" layers are computed a
 With train.tokens_per_micro_batch = "auto" what is left of a GPU is used for tokens.
 """
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,19 +26,23 @@ from hpcrl.config.site import Site
 from hpcrl.hardware.architecture import ModelArchitecture, find_context_conflict
 from hpcrl.hardware.cost_model import USABLE_SHARE
 from hpcrl.hardware.gpus import GpuModel
+from hpcrl.hardware.megatron_memory import estimate_megatron_memory
 from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP32, GIB
-from hpcrl.hardware.train_memory import RankMemory, estimate_rank_memory, find_most_tokens
+from hpcrl.hardware.train_memory import RankMemory, estimate_rank_memory, find_largest
 from hpcrl.plan.demand import (
     PartitionChoice,
     advise_on_fixed_models,
     estimate_trainer_node,
     list_fixed_models,
+    make_megatron_setup,
     make_rank_setup,
     show_weights,
 )
 
 MAX_MICRO_BATCH_TOKENS = 1 << 16
 """The most tokens of a rank in a micro-batch that is chosen here: with fewer already, a GPU waits for nothing."""
+MAX_TENSOR_RANKS = 8
+"""The most ranks of a tensor-parallel group in an advice: they belong on one node."""
 MAX_RANKS = 8192
 """The largest trainer that is tried for an advice."""
 TOKEN_STEP = 256
@@ -124,7 +130,7 @@ class _RankNeed(NamedTuple):
 
 
 def find_trainer_memory(recipe: Recipe, choice: PartitionChoice | None, site: Site) -> TrainerMemory | None:
-    """Find what each GPU and node of the trainer holds; None without GPUs, sizes, or trainer "torch"."""
+    """Find what each GPU and node of the trainer holds; None without GPUs or sizes."""
     shape, gpu = recipe.model.architecture, _find_gpu(recipe, choice, site)
     if shape is None or choice is None or gpu is None:
         return None
@@ -159,11 +165,11 @@ def find_trainer_memory(recipe: Recipe, choice: PartitionChoice | None, site: Si
 
 
 def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site: Site) -> str | None:
-    """Return why a rank of trainer "torch" does not fit, and what would make it fit; None if it does.
+    """Return why a rank of the trainer does not fit, and what would make it fit; None if it does.
 
     A model that is known by its number of weights alone is refused only if its weights do not fit.
     """
-    if choice is None or recipe.train.trainer != "torch":
+    if choice is None:
         return None
     gpu, shape = _find_gpu(recipe, choice, site), recipe.model.architecture
     if gpu is None or shape is None:
@@ -180,7 +186,8 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
         f"activations and logits of {num_tokens} tokens": need.memory.activations + need.memory.logits,
     }
     advice = _list_advice(recipe, shape, num_bytes=usable, num_tokens=num_tokens)
-    if not recipe.train.offload and recipe.resources.train.num_workers > 1:
+    is_torch = recipe.train.trainer == "torch"
+    if is_torch and not recipe.train.offload and recipe.resources.train.num_workers > 1:
         settings = ({"train.sharding": "full"} if recipe.train.sharding == "none" else {}) | {"train.offload": True}
         changed = _change_recipe(recipe, settings)
         node = estimate_trainer_node(changed, num_ranks=choice.workers_per_node)
@@ -275,8 +282,7 @@ def _explain_state_refusal(recipe: Recipe, choice: PartitionChoice, gpu: GpuMode
         return None
     parts = _list_other_parts(recipe)
     if shape is not None:
-        setup = make_rank_setup(recipe, has_recompute=True)
-        state = estimate_rank_memory(shape, setup, num_tokens=0).state
+        state = _estimate_memory(recipe, shape, has_recompute=True, num_tokens=0).state
         parts = {f"{show_weights(shape.num_params)} weights": state} | parts
     needed = sum(parts.values())
     if needed <= limit:
@@ -288,7 +294,7 @@ def _explain_state_refusal(recipe: Recipe, choice: PartitionChoice, gpu: GpuMode
 
 
 def _find_gpu(recipe: Recipe, choice: PartitionChoice | None, site: Site) -> GpuModel | None:
-    if choice is None or not choice.gpus_per_worker or recipe.train.trainer != "torch":
+    if choice is None or not choice.gpus_per_worker:
         return None
     return site.find_gpu(site.partitions[choice.partition].gpu)
 
@@ -310,7 +316,7 @@ def _choose_micro_batch(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: 
         return wanted
     need = _compute_need(recipe, shape, num_bytes=num_bytes, num_tokens=wanted)
     setup = make_rank_setup(recipe, has_recompute=need.has_recompute)
-    most = find_most_tokens(shape, setup, num_bytes=num_bytes - need.others)
+    most = _find_most_tokens(recipe, shape, has_recompute=need.has_recompute, num_bytes=num_bytes - need.others)
     # The mask of packed rows, and the time that it takes, grow with the square of their tokens.
     limit = wanted if setup.has_mask else max(MAX_MICRO_BATCH_TOKENS * setup.context_parallel, longest)
     return max(min(_round_tokens(most), limit), longest or DEFAULT_MICRO_BATCH_TOKENS)
@@ -320,8 +326,8 @@ def _compute_need(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float,
     """Compute what a rank needs; layers are computed again only where they must be, or where the recipe asks for it."""
     asked, others = recipe.train.recompute, _count_other_bytes(recipe)
     for has_recompute in (False, True) if asked == "auto" else (asked,):
-        setup = make_rank_setup(recipe, has_recompute=has_recompute)
-        need = _RankNeed(estimate_rank_memory(shape, setup, num_tokens=num_tokens), others, has_recompute)
+        memory = _estimate_memory(recipe, shape, has_recompute=has_recompute, num_tokens=num_tokens)
+        need = _RankNeed(memory, others, has_recompute)
         if need.total <= num_bytes:
             break
     return need
@@ -331,14 +337,30 @@ def _find_row_limit(recipe: Recipe, shape: ModelArchitecture, need: _RankNeed, *
     """Find the longest row that fits; None for a model that is known by its number of weights alone."""
     if not recipe.model.config:
         return None
-    setup = make_rank_setup(recipe, has_recompute=need.has_recompute)
-    return find_most_tokens(shape, setup, num_bytes=num_bytes - need.others) or None
+    left = num_bytes - need.others
+    return _find_most_tokens(recipe, shape, has_recompute=need.has_recompute, num_bytes=left) or None
 
 
 def _find_room(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float) -> int:
     """Find the tokens of the largest micro-batch that fits."""
-    setup = make_rank_setup(recipe, has_recompute=recipe.train.recompute is not False)
-    return find_most_tokens(shape, setup, num_bytes=num_bytes - _count_other_bytes(recipe))
+    left, has_recompute = num_bytes - _count_other_bytes(recipe), recipe.train.recompute is not False
+    return _find_most_tokens(recipe, shape, has_recompute=has_recompute, num_bytes=left)
+
+
+def _estimate_memory(recipe: Recipe, shape: ModelArchitecture, *, has_recompute: bool, num_tokens: int) -> RankMemory:
+    """Estimate what a rank of the recipe's trainer holds for the policy."""
+    if recipe.train.trainer == "megatron":
+        parallel = make_megatron_setup(recipe, has_recompute=has_recompute)
+        return estimate_megatron_memory(shape, parallel, num_tokens=num_tokens)
+    return estimate_rank_memory(shape, make_rank_setup(recipe, has_recompute=has_recompute), num_tokens=num_tokens)
+
+
+def _find_most_tokens(recipe: Recipe, shape: ModelArchitecture, *, has_recompute: bool, num_bytes: float) -> int:
+    """Return the tokens of the largest micro-batch that the policy's part of a rank has room for."""
+    return find_largest(
+        lambda num: _estimate_memory(recipe, shape, has_recompute=has_recompute, num_tokens=num).total,
+        num_bytes=num_bytes,
+    )
 
 
 def _list_other_parts(recipe: Recipe) -> dict[str, float]:
@@ -348,9 +370,11 @@ def _list_other_parts(recipe: Recipe) -> dict[str, float]:
     if shape is not None and needs_critic(recipe.train):
         full = msgspec.structs.replace(setup, lora_rank=0)
         found["the critic"] = estimate_rank_memory(shape, full, num_tokens=0).state
-    each = BYTES_BF16 if setup.is_bf16 else BYTES_FP32
+    each, num_shards = BYTES_BF16 if setup.is_bf16 else BYTES_FP32, setup.num_shards
+    if recipe.train.trainer == "megatron":
+        each, num_shards = BYTES_FP32, recipe.train.tensor_parallel * recipe.train.pipeline_parallel
     for model in list_fixed_models(recipe):
-        size = model.num_params * (BYTES_FP32 if model.is_whole else each / setup.num_shards)
+        size = model.num_params * (BYTES_FP32 if model.is_whole else each / num_shards)
         name = f"{show_weights(model.num_params)} weights of the model of {model.setting}"
         found[name] = found.get(name, 0.0) + size
     return found
@@ -366,8 +390,9 @@ def _show_parts(parts: Mapping[str, float]) -> str:
 
 def _list_advice(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, num_tokens: int) -> list[str]:
     """List the changes after each of which the micro-batch fits; the fewest settings first."""
-    found = []
-    for changes in (_list_changes(recipe), _list_context_changes(recipe)):
+    found, is_megatron = [], recipe.train.trainer == "megatron"
+    kinds = [_list_megatron_changes] if is_megatron else [_list_changes, _list_context_changes]
+    for changes in (list_changes(recipe) for list_changes in kinds):
         for settings in changes:
             changed = _change_recipe(recipe, settings)
             if _compute_need(changed, shape, num_bytes=num_bytes, num_tokens=num_tokens).total <= num_bytes:
@@ -387,7 +412,7 @@ def _list_advice(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, 
         again = {"train.recompute": "auto"} if enough is not recipe else {}
         found.append(_show_settings(again | shorter))
     models = list_fixed_models(recipe)
-    if models:
+    if models and not is_megatron:
         found.append('train.trainer = "megatron" with train.tensor_parallel, which splits all models')
     found += advise_on_fixed_models(models)
     return found or ["choose a partition whose GPUs have more memory, or a smaller model"]
@@ -414,6 +439,41 @@ def _list_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
         for settings in (always, single):
             yield settings | {"resources.train.num_workers": more}
         more *= 2
+
+
+def _list_megatron_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Yield settings to try for trainer "megatron": first recomputation, then parallelism of more and more ranks."""
+    train, shape, num_ranks = recipe.train, recipe.model.architecture, recipe.resources.train.num_workers
+    again: dict[str, Any] = {"train.recompute": "auto"} if train.recompute is False else {}
+    if again:
+        yield again
+    if shape is None:
+        return
+    now = (train.tensor_parallel, train.pipeline_parallel, train.expert_parallel)
+    tried = itertools.product(
+        _list_divisors(
+            shape.num_heads if shape.kv_rank else shape.num_kv_heads, at_least=now[0], at_most=MAX_TENSOR_RANKS
+        ),
+        _list_divisors(shape.num_layers, at_least=now[1]),
+        _list_divisors(shape.num_experts or 1, at_least=now[2]),
+    )
+    found = []
+    for degrees in tried:
+        num_tp, num_pp, num_ep = degrees
+        each = math.lcm(num_tp, num_ep) * num_pp
+        found.append((max(-(-num_ranks // each) * each, each), sum(degrees), degrees))
+    names = ("train.tensor_parallel", "train.pipeline_parallel", "train.expert_parallel")
+    for num, _, degrees in sorted(found):
+        settings = {name: new for name, old, new in zip(names, now, degrees, strict=True) if new != old}
+        if num != num_ranks:
+            settings["resources.train.num_workers"] = num
+        if settings and num <= MAX_RANKS:
+            yield again | settings
+    yield from (again | {"resources.train.num_workers": num_ranks * more} for more in (2, 4, 8, 16, 32))
+
+
+def _list_divisors(number: int, *, at_least: int, at_most: int = MAX_RANKS) -> list[int]:
+    return [each for each in range(at_least, min(number, at_most) + 1) if number % each == 0]
 
 
 def _list_context_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:

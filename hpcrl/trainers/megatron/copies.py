@@ -26,7 +26,7 @@ class ModelCopies:
     def __init__(self, tensors: Mapping[str, Tensor], rank: ParallelRank) -> None:
         self._rank = rank
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
-        self.num = parallel_state.get_data_parallel_world_size()
+        self.num: int = parallel_state.get_data_parallel_world_size()
         experts = {name: size for name, size in sizes.items() if _is_expert(name)}
         others = {name: size for name, size in sizes.items() if not _is_expert(name)}
         num_expert_copies = parallel_state.get_expert_data_parallel_world_size()
@@ -41,7 +41,7 @@ class ModelCopies:
         _wait_for_all(
             dist.reduce(parameter.grad, group_dst=self._copies[name], group=group, async_op=True)
             for name, parameter in parameters.items()
-            if (group := _find_group(name)).size() > 1
+            if parameter.grad is not None and (group := _find_group(name)).size() > 1
         )
 
     def send_weights(self, parameters: Mapping[str, Tensor]) -> None:

@@ -310,9 +310,7 @@ def _map_replicated(name: str, megatron_name: str, size: int | tuple[int, int], 
 def _map_rows(name: str, megatron_name: str, whole: tuple[int, int], rank: ParallelRank) -> ShardMapping:
     """Map a matrix that is split over ranks by rows."""
     own = whole[0] // rank.num_tp
-    return ShardMapping(
-        name, (rank.tp * own, 0), (own, whole[1]), whole, megatron_name, slice(0, own), is_owner=True
-    )
+    return ShardMapping(name, (rank.tp * own, 0), (own, whole[1]), whole, megatron_name, slice(0, own), is_owner=True)
 
 
 def _map_columns(name: str, megatron_name: str, num_rows: int, width: int, rank: ParallelRank) -> ShardMapping:

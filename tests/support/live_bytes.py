@@ -1,0 +1,73 @@
+"""The bytes of all tensors that are alive, and the most there were: those of a rank's passes."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """A mode that counts the tensors which are made under it, each storage once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: set[int] = set()
+        self._current = 0
+        self.peak = 0
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Leave a tensor that exists already out of the count."""
+        self._known.add(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: Any) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self._current += num_bytes
+            self.peak = max(self.peak, self._current)
+            weakref.finalize(storage, self._forget, key, num_bytes)
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self._current -= num_bytes
+
+
+def measure_megatron_passes(world: Any, cases: list[dict[str, Any]]) -> list[int]:
+    """Return the most bytes that Megatron's passes hold beside weights and gradients, for each case."""
+    from hpcrl.testing.fake_steps import make_micro_batch
+    from hpcrl.trainers.megatron.layers import compute_token_logprobs
+    from hpcrl.trainers.megatron.trainer import MegatronTrainer
+    from tests.support.learners import settings
+
+    found = []
+    for case in cases:
+        train = settings(trainer="megatron", precision="bf16", **case["train"])
+        trainer = MegatronTrainer(Path(case["model"]), train, world=world)
+        module = trainer._model_part.module
+
+        def sum_logprobs(micro: Any, hidden: Any, trainer: Any = trainer, module: Any = module) -> Any:
+            size = trainer.vocabulary_size
+            logprobs, _ = compute_token_logprobs(module, micro, hidden, vocabulary_size=size, temperature=1.0)
+            return logprobs.sum(), None
+
+        micro = make_micro_batch(case["num_tokens"], is_packed=False, has_mask=True)
+        batches = [micro] * train.pipeline_parallel
+        # Gradients exist from the first passes on.
+        trainer._run_schedule(batches, sum_logprobs, forward_only=False, module=module)
+        with LiveBytes() as live:
+            for parameter in module.parameters():
+                live.ignore(parameter)
+                live.ignore(parameter.grad)
+            trainer._run_schedule(batches, sum_logprobs, forward_only=False, module=module)
+        found.append(live.peak)
+    return found

@@ -1,0 +1,96 @@
+"""The memory of a rank of trainer "megatron", against numbers by hand and the trainer's own passes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from hpcrl.hardware.architecture import read_architecture
+from hpcrl.hardware.megatron_memory import MegatronSetup, estimate_megatron_memory
+from tests.unit.hardware.test_train_memory import LLAMA_70B, make_plain
+
+EIGHT = MegatronSetup(num_ranks=8, tensor_parallel=2, pipeline_parallel=2)
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8},
+    **{"num_key_value_heads": 4, "head_dim": 64, "vocab_size": 256, "max_position_embeddings": 4096},
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 384}
+NUM_TOKENS = 2048
+ONE_RANK = [(family, recompute) for family in ("qwen3", "qwen3_moe") for recompute in (False, True)]
+TWO_RANKS = [("tensor_parallel", True), ("tensor_parallel", False), ("pipeline_parallel", True)]
+
+
+def test_the_state_of_a_small_model_is_counted_by_hand() -> None:
+    """A stage has one of two layers, and one table of words: half of each, and norms whole."""
+    divided = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 12 + 10 * 8
+    memory = estimate_megatron_memory(make_plain(), EIGHT, num_tokens=1)
+    norms = 2 * 8 + 8  # those of the last stage's layer, and the last one
+    assert memory.weights == memory.gradients == 4 * (divided / 2 + norms)
+    assert memory.optimizer == 8 * max((divided / 2 + norms) / 2, 2 * 8 * 12 / 2)
+
+
+def test_more_copies_share_the_moments_up_to_the_largest_tensor() -> None:
+    shape = read_architecture(LLAMA_70B)
+    moments = [
+        estimate_megatron_memory(shape, MegatronSetup(num_ranks=num, tensor_parallel=8), num_tokens=0).optimizer
+        for num in (8, 16, 8 * 4096)
+    ]
+    assert moments[0] == 2 * moments[1]
+    assert moments[2] == 8 * 128256 * 8192 / 8, "the words' table"
+
+
+def test_the_first_stage_keeps_a_micro_batch_for_every_stage() -> None:
+    shape, setup = read_architecture(LLAMA_70B), MegatronSetup(num_ranks=8, pipeline_parallel=8, is_bf16=True)
+    kept = [
+        estimate_megatron_memory(shape, each, num_tokens=8192).activations
+        for each in (setup, msgspec.structs.replace(setup, num_ranks=1, pipeline_parallel=1))
+    ]
+    assert kept[0] == pytest.approx(kept[1], rel=0.01), "an eighth of the layers, eight times"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder, found = tmp_path_factory.mktemp("models"), {}
+    for family, more in (("qwen3", {}), ("qwen3_moe", EXPERTS)):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **more)).save_pretrained(folder / family)
+        found[family] = folder / family
+    return found
+
+
+def measure(num_ranks: int, models: dict[str, Path], cases: list[tuple[str, dict[str, Any]]]) -> list[int]:
+    """Return, for each case, the bytes of the rank that holds most."""
+    from hpcrl.testing.ranks import run_ranks
+
+    given = [{"model": str(models[family]), "train": train, "num_tokens": NUM_TOKENS} for family, train in cases]
+    ranks = run_ranks(num_ranks, "tests.support.live_bytes:measure_megatron_passes", given, timeout_s=600)
+    return [max(each) for each in zip(*ranks, strict=True)]
+
+
+def estimate(model: Path, **setup: Any) -> float:
+    """Return what the passes hold beside the state, by the estimate."""
+    shape = read_architecture(json.loads((model / "config.json").read_bytes()))
+    memory = estimate_megatron_memory(shape, MegatronSetup(is_bf16=True, **setup), num_tokens=NUM_TOKENS)
+    return memory.total - memory.state
+
+
+@pytest.mark.timeout(900)  # ranks are processes that import torch and transformers
+def test_the_passes_of_one_rank_hold_what_is_estimated(models: dict[str, Path]) -> None:
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    measured = measure(1, models, [(family, {"recompute": recompute}) for family, recompute in ONE_RANK])
+    for (family, recompute), num_bytes in zip(ONE_RANK, measured, strict=True):
+        estimated = estimate(models[family], has_recompute=recompute)
+        assert estimated == pytest.approx(num_bytes, rel=0.07), (family, recompute)
+
+
+@pytest.mark.timeout(900)
+def test_the_passes_of_parallel_ranks_hold_what_is_estimated(models: dict[str, Path]) -> None:
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    measured = measure(2, models, [("qwen3", {name: 2, "recompute": recompute}) for name, recompute in TWO_RANKS])
+    for (name, recompute), num_bytes in zip(TWO_RANKS, measured, strict=True):
+        estimated = estimate(models["qwen3"], num_ranks=2, has_recompute=recompute, **{name: 2})
+        assert estimated == pytest.approx(num_bytes, rel=0.07), (name, recompute)
