@@ -4,6 +4,7 @@ gpus          the catalogue of GPUs
 architecture  the sizes of a model, and its weights by kind
 cost_model    time of a turn and cost of a plan
 loop_model    calls that the event loop of an env worker bears
-memory_model  memory of engines, windows, environments, and trainer "megatron"
-train_memory  memory of a rank of trainer "torch", by its parts, and of its node
+memory_model     memory of engines, windows, environments
+train_memory     memory of a rank of trainer "torch", by its parts, and of its node
+megatron_memory  memory of a rank of trainer "megatron"
 """

@@ -56,7 +56,7 @@ class MegatronSetup(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.num_ranks // (self.expert_parallel * self.pipeline_parallel), 1)
 
 
-class _Stage(NamedTuple):
+class _StageLayers(NamedTuple):
     """The layers of a rank, and what stands before and behind them."""
 
     num_dense: int
@@ -74,11 +74,11 @@ def estimate_megatron_memory(shape: ModelArchitecture, setup: MegatronSetup, *, 
     return max(found, key=lambda memory: memory.total)
 
 
-def _make_stage(shape: ModelArchitecture, setup: MegatronSetup, *, index: int) -> _Stage:
+def _make_stage(shape: ModelArchitecture, setup: MegatronSetup, *, index: int) -> _StageLayers:
     """Return a stage; layers without experts are the first ones."""
     per_stage = -(-shape.num_layers // setup.pipeline_parallel)
     num_dense = min(max(shape.num_dense_layers - index * per_stage, 0), per_stage)
-    return _Stage(
+    return _StageLayers(
         num_dense=num_dense,
         num_with_experts=per_stage - num_dense,
         num_in_flight=setup.pipeline_parallel - index,
@@ -87,7 +87,7 @@ def _make_stage(shape: ModelArchitecture, setup: MegatronSetup, *, index: int) -
     )
 
 
-def _estimate_stage(shape: ModelArchitecture, setup: MegatronSetup, stage: _Stage, *, num_tokens: int) -> RankMemory:
+def _estimate_stage(shape: ModelArchitecture, setup: MegatronSetup, stage: _StageLayers, *, num_tokens: int) -> RankMemory:
     experts = stage.num_with_experts * shape.routed_params / setup.expert_parallel
     others = _count_other_params(shape, setup, stage)
     # A tensor is updated as a whole: a copy has at least the largest one.
@@ -106,7 +106,7 @@ def _estimate_stage(shape: ModelArchitecture, setup: MegatronSetup, stage: _Stag
     )
 
 
-def _count_other_params(shape: ModelArchitecture, setup: MegatronSetup, stage: _Stage) -> float:
+def _count_other_params(shape: ModelArchitecture, setup: MegatronSetup, stage: _StageLayers) -> float:
     """Count the weights of a rank that are not those of experts."""
     num_tp, num_layers = setup.tensor_parallel, stage.num_dense + stage.num_with_experts
     is_alone_with_tied = stage.is_first and stage.is_last and shape.is_tied
@@ -127,19 +127,19 @@ def _count_divided_attention(shape: ModelArchitecture) -> int:
     return shape.attention_params - compressing
 
 
-def _count_largest_tensor(shape: ModelArchitecture, setup: MegatronSetup, stage: _Stage) -> float:
+def _count_largest_tensor(shape: ModelArchitecture, setup: MegatronSetup, stage: _StageLayers) -> float:
     table = shape.embedding_params if stage.is_first or stage.is_last else 0
     return max(table, _count_first_matrix(shape, stage)) / setup.tensor_parallel
 
 
-def _count_first_matrix(shape: ModelArchitecture, stage: _Stage) -> int:
+def _count_first_matrix(shape: ModelArchitecture, stage: _StageLayers) -> int:
     """Count the weights of an MLP's first matrix, for both factors of its inner values."""
     return (
         2 * shape.hidden_size * (shape.dense_inner if stage.num_dense else max(shape.shared_inner, shape.expert_inner))
     )
 
 
-def _list_moments(shape: ModelArchitecture, setup: MegatronSetup, stage: _Stage, num_tokens: int) -> list[PassMoment]:
+def _list_moments(shape: ModelArchitecture, setup: MegatronSetup, stage: _StageLayers, num_tokens: int) -> list[PassMoment]:
     """List what a rank holds beside its state: in the backward pass of a layer, and at the last stage's head."""
     num_tp, each, hidden = setup.tensor_parallel, setup.compute_bytes, shape.hidden_size
     kept = num_tokens * (

@@ -28,7 +28,7 @@ from hpcrl.hardware.cost_model import USABLE_SHARE
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.megatron_memory import estimate_megatron_memory
 from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP32, GIB
-from hpcrl.hardware.train_memory import RankMemory, estimate_rank_memory, find_largest
+from hpcrl.hardware.train_memory import RankMemory, estimate_rank_memory, find_largest, find_most_tokens
 from hpcrl.plan.demand import (
     PartitionChoice,
     advise_on_fixed_models,
@@ -312,7 +312,8 @@ def _choose_micro_batch(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: 
     if recipe.train.max_row_tokens != "auto":
         longest = min(longest, recipe.train.max_row_tokens)
     wanted = max(recipe.train.micro_batch_tokens, longest)
-    if recipe.train.tokens_per_micro_batch != "auto" or not recipe.model.config:
+    has_stages = recipe.train.pipeline_parallel > 1  # which work at once only on several micro-batches
+    if recipe.train.tokens_per_micro_batch != "auto" or not recipe.model.config or has_stages:
         return wanted
     need = _compute_need(recipe, shape, num_bytes=num_bytes, num_tokens=wanted)
     setup = make_rank_setup(recipe, has_recompute=need.has_recompute)
@@ -357,9 +358,11 @@ def _estimate_memory(recipe: Recipe, shape: ModelArchitecture, *, has_recompute:
 
 def _find_most_tokens(recipe: Recipe, shape: ModelArchitecture, *, has_recompute: bool, num_bytes: float) -> int:
     """Return the tokens of the largest micro-batch that the policy's part of a rank has room for."""
+    if recipe.train.trainer == "torch":
+        return find_most_tokens(shape, make_rank_setup(recipe, has_recompute=has_recompute), num_bytes=num_bytes)
+    parallel = make_megatron_setup(recipe, has_recompute=has_recompute)
     return find_largest(
-        lambda num: _estimate_memory(recipe, shape, has_recompute=has_recompute, num_tokens=num).total,
-        num_bytes=num_bytes,
+        lambda num: estimate_megatron_memory(shape, parallel, num_tokens=num).total, num_bytes=num_bytes
     )
 
 

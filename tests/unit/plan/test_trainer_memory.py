@@ -322,3 +322,41 @@ MEMORY_120 = (
 def test_without_gpus_or_sizes_nothing_is_known() -> None:
     assert plan_recipe(site="perlmutter").train_memory is None
     assert plan_recipe(site="local").train_memory is None
+
+
+LLAMA_70B = (
+    *("model.config.model_type=llama", "model.config.hidden_size=8192", "model.config.intermediate_size=28672"),
+    *("model.config.num_hidden_layers=80", "model.config.num_attention_heads=64", "model.config.vocab_size=128256"),
+    *("model.config.num_key_value_heads=8", "model.config.max_position_embeddings=131072"),
+    *("train.trainer=megatron", "train.groups_per_step=128", "train.precision=bf16", "engine.max_model_len=16384"),
+    *("resources.prefill.gpus_per_worker=4", "resources.decode.gpus_per_worker=4"),
+)
+
+
+def test_megatron_ranks_of_a_model_of_70b_are_planned_with_what_each_holds() -> None:
+    parallel = ("train.tensor_parallel=4", "train.pipeline_parallel=8", "resources.train.num_workers=128")
+    plan = plan_recipe(*LLAMA_70B, *parallel, site="perlmutter")
+    memory = plan.train_memory
+    assert memory is not None
+    assert memory.recompute, "eight micro-batches of 16k tokens with all activations would not fit"
+    assert 0 < memory.free_gib < memory.usable_gib
+    assert memory.weights_gib == pytest.approx(4 * 70.55e9 / 32 / 2**30, rel=0.1)
+    assert memory.optimizer_gib == pytest.approx(memory.weights_gib / 2, rel=0.01), "two moments, in four copies"
+    assert memory.num_tokens == 16384
+
+
+def test_a_refusal_of_megatron_names_a_parallelism_that_fits() -> None:
+    (advice,) = re.findall(r": set (.*?)(?:, or |$)", refuse("train.trainer=megatron"))
+    settings = [setting.replace(" ", "") for setting in advice.split(" and ")]
+    assert settings == ["train.pipeline_parallel=2", "resources.train.num_workers=2"]
+    assert find_memory("train.trainer=megatron", *settings).free_gib > 0
+
+
+def test_experts_are_divided_by_their_own_parallelism() -> None:
+    steps = ("train.groups_per_step=16", "engine.max_model_len=16384", "resources.train.num_workers=64")
+    engines = ("resources.prefill.gpus_per_worker=4", "resources.decode.gpus_per_worker=4", "train.precision=bf16")
+    parallel = ("train.trainer=megatron", "train.tensor_parallel=4", "train.expert_parallel=16")
+    memory = plan_recipe(*QWEN3_30B, *engines, *steps, *parallel, site="perlmutter").train_memory
+    assert memory is not None
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert memory.weights_gib == pytest.approx(4 * ((30.5e9 - experts) / 4 + experts / 16) / 2**30, rel=0.03)
