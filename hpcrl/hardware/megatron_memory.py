@@ -87,7 +87,9 @@ def _make_stage(shape: ModelArchitecture, setup: MegatronSetup, *, index: int) -
     )
 
 
-def _estimate_stage(shape: ModelArchitecture, setup: MegatronSetup, stage: _StageLayers, *, num_tokens: int) -> RankMemory:
+def _estimate_stage(
+    shape: ModelArchitecture, setup: MegatronSetup, stage: _StageLayers, *, num_tokens: int
+) -> RankMemory:
     experts = stage.num_with_experts * shape.routed_params / setup.expert_parallel
     others = _count_other_params(shape, setup, stage)
     # A tensor is updated as a whole: a copy has at least the largest one.
@@ -139,7 +141,9 @@ def _count_first_matrix(shape: ModelArchitecture, stage: _StageLayers) -> int:
     )
 
 
-def _list_moments(shape: ModelArchitecture, setup: MegatronSetup, stage: _StageLayers, num_tokens: int) -> list[PassMoment]:
+def _list_moments(
+    shape: ModelArchitecture, setup: MegatronSetup, stage: _StageLayers, num_tokens: int
+) -> list[PassMoment]:
     """List what a rank holds beside its state: in the backward pass of a layer, and at the last stage's head."""
     num_tp, each, hidden = setup.tensor_parallel, setup.compute_bytes, shape.hidden_size
     kept = num_tokens * (
