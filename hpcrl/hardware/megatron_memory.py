@@ -57,7 +57,7 @@ class MegatronSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _StageLayers(NamedTuple):
-    """The layers of a rank, and what stands before and behind them."""
+    """The layers of a rank, and its place among the stages."""
 
     num_dense: int
     num_with_experts: int

@@ -1,8 +1,7 @@
 """The Megatron-core trainer.
 
 trainer       the trainer
-model         the model, on GPUs and on CPUs
-copies        data-parallel copies: each updates and saves a share of the tensors
+model         the model, on GPUs and on CPUs, and its data-parallel copies
 layers        the parts of its layers that are not Megatron's, and log-probs from its hidden states
 weight_names  shards of Megatron's tensors by Hugging Face names
 """

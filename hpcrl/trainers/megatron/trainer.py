@@ -7,7 +7,7 @@ Legend: B rows of a micro-batch, T positions, S those of this rank, N model toke
 All ranks of one model replica get the same rows, padded to a length that tensor parallelism divides. Only the last
 stage sees log-probs, so only it computes the loss; its sums are shared with all ranks. The loss is a sum over the
 tokens of all data-parallel ranks, so gradients are summed, not averaged. The optimizer is plain AdamW on float32, of
-which each data-parallel copy has a share of the tensors (copies.py): Megatron's own keeps flat ranges of its buffers,
+which each data-parallel copy has a share of the tensors (model.py): Megatron's own keeps flat ranges of its buffers,
 which another parallelism could not read.
 """
 

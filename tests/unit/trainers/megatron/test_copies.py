@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from hpcrl.trainers.megatron.copies import choose_copies
+from hpcrl.trainers.megatron.model import choose_copies
 
 SIZES = {"embedding": 900, **{f"layer.{number}": 100 for number in range(30)}, "norm": 1}
 
