@@ -4,8 +4,8 @@
     MegatronSetup                the settings that decide them
 
 A rank has the layers of its stage, a part of each by tensor parallelism, and whole experts by expert parallelism. With
-tensor parallelism the positions between layers are divided too. The first stage keeps the activations of as many
-micro-batches as there are stages; the last one makes logits. The one that needs more decides.
+tensor parallelism the positions between layers are divided too. The first stage keeps the activations of one
+micro-batch for each stage; the last one makes logits. The one that needs more decides.
 
 The terms are those of trainers/megatron/layers.py; a test compares them with what its passes hold.
 """

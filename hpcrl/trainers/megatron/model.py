@@ -10,7 +10,7 @@
 Sizes come from config.json, and so do the settings of routers; frequencies of RoPE and the scale of attention come from
 transformers' own model, which is made without memory for its weights.
 
-Each copy of a part updates, saves and publishes a share of its tensors, and only it has their moments. The others send it
+Each copy of a part updates, saves and publishes a share of its tensors, and only it has their moments. Others send it
 their gradients and receive the new weights: the traffic is that of a sum over all copies. A tensor is never divided, so
 that an update may look at the whole of it.
 
