@@ -14,7 +14,7 @@ INSTALL_uv = $(UV) pip install --quiet --python $(BIN)/python
 INSTALL_pip = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALL = $(INSTALL_$(INSTALLER))
 
-.PHONY: install vllm demo test test-envs test-agents test-fast check names bench gpu-check clean
+.PHONY: install vllm demo test test-envs test-agents test-fast compile check names bench gpu-check clean
 
 install: $(VENV)/.local
 
@@ -29,7 +29,7 @@ FAST := tests/unit/trainers tests/unit/learn tests/unit/spool tests/contract tes
 FAST += --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 # A campaign starts some thirty processes: each would compile the package again.
-test test-fast test-envs test-agents: export PYTHONDONTWRITEBYTECODE =
+test test-fast test-envs test-agents compile: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.dev $(VENV)/.vllm
 	bash jobs/lab/packages.sh
@@ -47,6 +47,11 @@ test-agents: $(VENV)/.dev .venv-agents/.done
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest $(FAST)
+
+# Installers leave packages uncompiled: the first processes to import them, which are several at once, all compile them.
+COMPILED := hpcrl.trainers.megatron.trainer openai anthropic parsl.executors h5py vllm.entrypoints.openai.api_server
+compile: $(VENV)/.dev
+	-@for name in $(COMPILED); do $(BIN)/python -W ignore -c "import $$name" 2>/dev/null; done
 
 names:
 	@$(PYTHON) .ci/names.py

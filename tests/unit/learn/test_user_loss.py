@@ -10,6 +10,7 @@ from hpcrl.learn.user_loss import arrange_by_row, mark_tokens
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import batch, make_model, settings, trained
+from tests.support.megatron import skip_without_megatron
 from tests.support.plans import make_recipe, refuse_recipe
 
 NO_CLIP = {"clip_low": 0.99, "clip_high": 1e6, "correction": "none", "proximal": "behaviour", "num_minibatches": 2}
@@ -120,7 +121,7 @@ def test_a_loss_with_other_arguments_is_refused_before_anything_is_queued():
 
 @pytest.mark.timeout(900)
 def test_megatron_trains_the_users_loss_with_a_teacher_as_torch_does(model, tmp_path):
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    skip_without_megatron()
     nodes = teacher_node(make_model(tmp_path / "teacher", family="llama")) | own_loss(
         "distilled_loss", inputs=TEACHER_INPUTS
     )
@@ -134,7 +135,7 @@ def test_megatron_trains_the_users_loss_with_a_teacher_as_torch_does(model, tmp_
 
 @pytest.mark.timeout(900)
 def test_the_kl_of_megatron_is_that_of_torch(model):
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    skip_without_megatron()
     changed = {"kl": "k3", "kl_coef": 1.0, "num_minibatches": 2}
     expected = trained(TorchTrainer(model, settings(**changed), seed=3), last=2)
     parallel = {"trainer": "megatron", "pipeline_parallel": 2}

@@ -11,6 +11,7 @@ from hpcrl.roles import train
 from hpcrl.roles.train import _make_trainer
 from hpcrl.system.files import make_private_dir
 from hpcrl.trainers.world import SINGLE_RANK
+from tests.support.megatron import skip_without_megatron
 from tests.support.plans import make_recipe, plan_recipe
 from tests.support.workers import make_worker_context
 
@@ -34,7 +35,7 @@ def make_context(tmp_path, model_dir, *settings):
 )
 def test_a_rank_holds_a_reference_unless_a_judge_is_the_teacher(tmp_path, tiny_model_dir, trainer, settings, models):
     if trainer == "megatron":
-        pytest.importorskip("megatron.core", reason="needs megatron-core")
+        skip_without_megatron()
     given = [setting.replace("{model}", str(tiny_model_dir)) for setting in settings]
     context = make_context(tmp_path, tiny_model_dir, "train.kl=k2", f"train.trainer={trainer}", *given)
     made = _make_trainer(context, SINGLE_RANK)

@@ -11,6 +11,7 @@ from hpcrl.testing.learning import load_checkpoint, save_checkpoint
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import batch, make_model, settings, trained
+from tests.support.megatron import skip_without_megatron
 from tests.support.plans import make_recipe, refuse_recipe
 
 ADAM = {"update": {"function": "tests.support.nodes:adam_update"}}
@@ -102,7 +103,7 @@ def test_the_state_of_an_update_is_part_of_a_checkpoint(model, tmp_path):
 )
 def test_functions_of_the_users_give_the_same_on_many_ranks(model, teacher, trainer, changed):
     if trainer == "megatron":
-        pytest.importorskip("megatron.core", reason="needs megatron-core")
+        skip_without_megatron()
     shared = {
         "advantage": "gae",
         "kl": "k3",
@@ -132,7 +133,7 @@ def test_functions_of_the_users_give_the_same_on_many_ranks(model, teacher, trai
     ],
 )
 def test_a_kl_in_the_reward_is_the_same_on_the_stages_of_megatron(model, advantage, nodes, spread):
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    skip_without_megatron()
     shared = {"kl": "k1", "kl_in": "reward", "kl_coef": 0.5, "num_minibatches": 2, "advantage": advantage}
     expected = trained(TorchTrainer(model, settings(**shared, pipeline=nodes), seed=3), last=2)
     changed = shared | {"trainer": "megatron", "pipeline_parallel": 2, "pipeline": nodes | spread}

@@ -15,6 +15,7 @@ from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import WindowKey, unlink_recorded_windows
 from tests.support.learners import batch, make_model, settings
+from tests.support.megatron import skip_without_megatron
 
 pytestmark = pytest.mark.timeout(900)  # ranks are processes that import torch and transformers
 LORA = {"sharding": "full", "lora_rank": 3}
@@ -42,7 +43,7 @@ def run(tmp_path):
 def publish(run, model_dir, case, *, window_dir, nodes=("n", "n"), transport="window", dtype="float32"):
     trainer, changed = TRAINERS.get(case, ("torch", LORA))
     if trainer == "megatron":
-        pytest.importorskip("megatron.core")
+        skip_without_megatron()
     arguments = (str(model_dir), str(run.root), trainer, changed, str(window_dir), nodes, transport, dtype)
     return run_ranks(2, "tests.support.learners:publish_parts", *arguments)
 

@@ -9,6 +9,7 @@ from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.spread_model import pack_inputs, unpack_inputs
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import VOCABULARY, make_model, settings, trained
+from tests.support.megatron import skip_without_megatron
 
 KL = {"kl": "k3", "kl_coef": 1.0, "num_minibatches": 2}
 
@@ -68,7 +69,7 @@ def test_half_of_the_ranks_have_the_reference_of_all(model):
 
 @pytest.mark.timeout(900)
 def test_every_rank_of_a_megatron_replica_has_the_reference(model):
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    skip_without_megatron()
     expected = trained(TorchTrainer(model, settings(**KL), seed=3), last=2)
     changed = nodes_of(2) | {"trainer": "megatron", "pipeline_parallel": 2}
     found = run_ranks(2, "tests.support.learners:train_counted", str(model), "megatron", changed)

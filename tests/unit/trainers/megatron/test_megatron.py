@@ -10,8 +10,9 @@ from hpcrl.learn.distribute import distribute_step
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.learners import CONTEXT, forked_batch, forked_turns, make_model, settings, train_forked, train_torch
+from tests.support.megatron import skip_without_megatron
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+skip_without_megatron()
 
 RELATIVE = 1e-4
 pytestmark = pytest.mark.timeout(900)  # ranks are processes that import torch and transformers

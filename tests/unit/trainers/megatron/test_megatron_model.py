@@ -10,8 +10,9 @@ from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.architectures import FAMILIES, make_small
 from tests.support.learners import CONTEXT, settings, train_torch
+from tests.support.megatron import skip_without_megatron
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+skip_without_megatron()
 
 RELATIVE = 1e-4
 pytestmark = pytest.mark.timeout(900)  # ranks are processes that import torch and transformers
