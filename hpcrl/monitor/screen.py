@@ -5,7 +5,7 @@ finite_values, format_step_count, format_clock_time, format_date, format_shares 
 shorten_middle                      a text that fits a line, with its end
 find_low_shares, find_failing       the domains that need a look
 LongLines                           what becomes of lines that are wider than the screen
-DEFAULT_HEIGHT, NOTE_WIDTH, STATE_STYLES, SEVERITY_STYLES, MAX_SHOWN_ADVISORIES    height, colours and a limit
+DEFAULT_HEIGHT, NOTE_WIDTH, STATE_STYLES, SEVERITY_STYLES, MAX_SHOWN_ADVISORIES, LOAD_COLUMNS    height, colours, limits
 """
 
 import datetime
@@ -20,7 +20,7 @@ from rich.text import Text
 
 from hpcrl.hardware.loop_model import BUSY_LOOP_SHARE
 from hpcrl.monitor.advisories import Advisory
-from hpcrl.monitor.snapshot import CampaignSnapshot, JobView
+from hpcrl.monitor.snapshot import CampaignSnapshot, JobView, RoleView, find_bottleneck
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, measure_failures, measure_outcomes
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
 from hpcrl.system.terminal import Sparkline
@@ -42,6 +42,7 @@ STATE_STYLES = {
 
 SEVERITY_STYLES = {"critical": "bold red", "warning": "yellow", "notice": "dim"}
 MAX_SHOWN_ADVISORIES = 3
+LOAD_COLUMNS = ("busy", "queue", "tokens/s", "kv", "version")
 
 
 def render_screen(
@@ -143,13 +144,30 @@ def _render_roles(snapshot: CampaignSnapshot) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True, header_style="dim")
     table.add_column("role", min_width=8, no_wrap=True)
     table.add_column("alive", justify="right", no_wrap=True)
+    loads = {role: _format_load(view) for role, view in snapshot.roles.items()}
+    shown = [name for name in LOAD_COLUMNS if any(load.get(name) for load in loads.values())]
+    for name in shown:
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("partition", no_wrap=True, overflow="ellipsis")
     table.add_column("nodes", ratio=1, no_wrap=True, overflow="ellipsis")
     for role, view in snapshot.roles.items():
         partitions, nodes = _locate_role(snapshot, role)
         alive = Text(f"{view.alive}/{view.workers}", style=_alive_style(snapshot, view.alive, view.workers))
-        table.add_row(role, alive, Text(", ".join(partitions) or "-"), Text(_format_names(nodes)))
+        load = [loads[role].get(name, "") for name in shown]
+        table.add_row(role, alive, *load, Text(", ".join(partitions) or "-"), Text(_format_names(nodes)))
     return table
+
+
+def _format_load(view: RoleView) -> dict[str, str]:
+    """Return the load of a role by column; what is not known is missing."""
+    known = {
+        "busy": None if view.busy_share is None else f"{view.busy_share:.0%}",
+        "queue": None if view.queue is None else f"{view.queue:,}",
+        "tokens/s": None if view.tokens_per_s is None else f"{view.tokens_per_s:,.0f}",
+        "kv": None if view.kv_share is None else f"{view.kv_share:.0%}",
+        "version": None if view.version is None else f"{view.version}",
+    }
+    return {name: text for name, text in known.items() if text is not None}
 
 
 def _alive_style(snapshot: CampaignSnapshot, alive: int, workers: int) -> str:
@@ -231,8 +249,15 @@ def _iter_rollout_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
         yield "failed", f"{len(snapshot.failed_tasks):,} tasks abandoned   the last: {newest.group}: {newest.reason}"
     if trained := list(_iter_trained_shares(snapshot)):
         yield "trained", "   ".join(trained)
-    yield "waiting", "   ".join(f"{spool.depth:,} in {spool.name}" for spool in snapshot.spools)
+    yield "waiting", "   ".join(_format_waiting(snapshot))
     yield "weights", "   ".join(_format_weights(snapshot))
+
+
+def _format_waiting(snapshot: CampaignSnapshot) -> Iterator[str]:
+    """Yield what waits between the stages, and the role that the others wait for."""
+    yield from (f"{spool.depth:,} in {spool.name}" for spool in snapshot.spools)
+    if snapshot.state == "running" and (role := find_bottleneck(snapshot.roles, snapshot.spools)):
+        yield f"bottleneck: {role}"
 
 
 def _format_lengths(snapshot: CampaignSnapshot) -> Iterator[str]:
@@ -308,7 +333,9 @@ def _format_weights(snapshot: CampaignSnapshot) -> Iterator[str]:
         yield f"engines serve {oldest}" if oldest == newest else f"engines serve {oldest} to {newest}"
     step = snapshot.detail.last_step
     if step is not None and step.lag_mean is not None:
-        yield f"lag {step.lag_mean:.2f}"
+        total = sum(step.lags.values())
+        shares = ", ".join(f"{lag}: {num / total:.0%}" for lag, num in step.lags.items()) if total else ""
+        yield f"lag {step.lag_mean:.2f}" + (f" ({shares})" if len(step.lags) > 1 else "")
 
 
 def _format_learning(snapshot: CampaignSnapshot) -> Iterator[str]:

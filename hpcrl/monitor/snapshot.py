@@ -5,23 +5,33 @@ ComponentView, JobView, RoleView, EpisodesView, DomainView, EvaluationView, Spoo
 SnapshotDetail, RoleDetail          what the screen shows besides the contract
 encode_snapshot                     the contract as JSON
 build_snapshot, SnapshotInputs      the snapshot from what was read
+find_bottleneck                     the role that the others wait for
+BOTTLENECK_SHARE, MIN_WAITING_ROLLOUTS    the limits of that
 CampaignSummary, RecipeSummary, TrainSummary, PlanSummary, ComponentSummary, RoleSummary    fields of files
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 import msgspec
 
 from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.config.recipe import ROLES
-from hpcrl.monitor.advisories import Advisory
+from hpcrl.monitor.advisories import RECENT_STEPS, Advisory
 from hpcrl.monitor.job_state import ALIVE_WITHIN_S, CampaignState, JobVerdict, derive_component_state
 from hpcrl.monitor.notes import MonitorNote
 from hpcrl.monitor.progress import CampaignProgress, DomainProgress, JobProgress, WorkerProgress
 from hpcrl.slurm.commands import expand_nodes
 from hpcrl.spool.episode_lengths import LengthSummary, summarize_lengths
 from hpcrl.spool.token_fates import measure_trained_share
+
+BOTTLENECK_SHARE = 0.8
+"""The share of time from which on a role is the one that others wait for."""
+MIN_WAITING_ROLLOUTS = 64
+"""The fewest trajectories that wait for rewards where these are the bottleneck."""
 
 
 class ComponentView(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,10 +51,22 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     components: list[ComponentView]
 
 
-class RoleView(msgspec.Struct, frozen=True, kw_only=True):
+class RoleView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The workers of a role; what is not known is left out."""
+
     workers: int
     """Number of workers planned, or seen if there are more."""
     alive: int
+    busy_share: float | None = None
+    """The share of the last minutes (of the trainer: of the last steps) in which it worked."""
+    queue: int | None = None
+    """The work that waits for it: requests in engines, trajectories before rewards and trainer."""
+    tokens_per_s: float | None = None
+    """Generated tokens of all its workers."""
+    kv_share: float | None = None
+    """The share of KV memory in use, the mean of its engines."""
+    version: int | None = None
+    """The oldest version of the weights that a worker serves; of the trainer, the newest that it made."""
 
 
 class EpisodesView(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,7 +297,7 @@ def build_snapshot(inputs: SnapshotInputs) -> CampaignSnapshot:
         site=inputs.campaign.site if inputs.campaign else None,
         created=inputs.campaign.created if inputs.campaign else None,
         jobs=[_build_job_view(verdict, inputs) for verdict in inputs.verdicts],
-        roles=_build_role_views(inputs.plan, workers, live_workers),
+        roles=_build_role_views(inputs, workers, live_workers),
         version=progress.version,
         step=next(reversed(progress.steps), 0),
         num_steps=inputs.recipe.train.num_steps if inputs.recipe else None,
@@ -340,15 +362,66 @@ def _component_nodes(component: ComponentSummary, progress: JobProgress, *, is_s
 
 
 def _build_role_views(
-    plan: PlanSummary, workers: Sequence[WorkerProgress], live_workers: Sequence[WorkerProgress]
+    inputs: SnapshotInputs, workers: Sequence[WorkerProgress], live_workers: Sequence[WorkerProgress]
 ) -> dict[str, RoleView]:
-    planned = {role.role: role.num_workers for role in plan.roles}
+    planned = {role.role: role.num_workers for role in inputs.plan.roles}
     seen, alive = _group_by_role(workers), _group_by_role(live_workers)
     return {
-        role: RoleView(workers=max(planned.get(role, 0), len(seen.get(role, ()))), alive=len(alive.get(role, ())))
+        role: RoleView(
+            workers=max(planned.get(role, 0), len(seen.get(role, ()))),
+            alive=len(alive.get(role, ())),
+            **(_measure_load(role, inputs, alive[role]) if role in alive else {}),
+        )
         for role in dict.fromkeys([*ROLES, *planned])
         if role in planned or role in seen
     }
+
+
+def _measure_load(role: str, inputs: SnapshotInputs, workers: Sequence[WorkerProgress]) -> dict[str, Any]:
+    """Return the fields of a role's load that are known."""
+    waiting = {spool.name: spool.depth for spool in _build_spool_views(inputs)}
+    if role == "reward":
+        return {"queue": waiting["rollouts"]}
+    if role == "train":
+        return _measure_trainer_load(inputs.progress) | {"queue": waiting["scored"]}
+    loads = [worker.engine for worker in workers if worker.engine is not None]
+    if not loads:
+        return {}
+    window_s = sum(worker.engine_window_s for worker in workers)
+    kv_shares = [load.kv_share for load in loads if load.kv_share is not None]
+    return {
+        "busy_share": round(sum(worker.engine_busy_s for worker in workers) / max(window_s, 1e-9), 3),
+        "queue": round(sum(load.waiting for load in loads)),
+        "tokens_per_s": round(sum(load.num_tokens / load.window_s for load in loads if load.window_s > 0), 1),
+        "kv_share": round(fmean(kv_shares), 3) if kv_shares else None,
+        "version": min(load.version for load in loads),
+    }
+
+
+def _measure_trainer_load(progress: CampaignProgress) -> dict[str, Any]:
+    steps = [progress.steps[number] for number in itertools.islice(reversed(progress.steps), RECENT_STEPS)]
+    known = [(step.step_s, step.wait_s) for step in steps if step.step_s is not None and step.wait_s is not None]
+    total_s = sum(step_s + wait_s for step_s, wait_s in known)
+    if not total_s:
+        return {}
+    return {"busy_share": round(sum(step_s for step_s, _ in known) / total_s, 3), "version": progress.version}
+
+
+def find_bottleneck(roles: Mapping[str, RoleView], spools: Sequence[SpoolView]) -> str:
+    """Return the role that all others wait for, as far as the figures show one; "" if they show none."""
+    depths = {spool.name: spool.depth for spool in spools}
+    shares = {role: view.busy_share for role, view in roles.items() if view.busy_share is not None}
+    if "train" not in shares:
+        return ""
+    if shares["train"] >= BOTTLENECK_SHARE:
+        return "train"
+    if depths.get("rollouts", 0) > max(depths.get("scored", 0), MIN_WAITING_ROLLOUTS):
+        return "reward"
+    engines = {role: share for role, share in shares.items() if role != "train"}
+    busiest = max(engines, key=lambda role: engines[role], default="")
+    if busiest and engines[busiest] >= BOTTLENECK_SHARE:
+        return busiest
+    return "env" if engines else ""
 
 
 def _group_by_role(workers: Sequence[WorkerProgress]) -> dict[str, list[WorkerProgress]]:

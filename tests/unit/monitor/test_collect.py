@@ -95,6 +95,7 @@ def test_the_json_has_exactly_the_fields_of_the_contract(campaign: SyntheticCamp
         "index": 0, "partition": "env", "state": "running", "nodes": ["env0", "env1"], "roles": ["env", "reward"],
     }  # fmt: skip
     assert printed["roles"]["decode"] == {"workers": 1, "alive": 1}
+    assert printed["roles"]["reward"] == {"workers": 1, "alive": 1, "queue": 0}
     assert printed["episodes"] == {
         "done": 0, "aborted": 0, "faulted": 0, "running": 0, "loop_share": 0.0, "loop_delay_s": 0.0,
     }  # fmt: skip

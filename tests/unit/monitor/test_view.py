@@ -10,11 +10,13 @@ from rich.console import Console  # noqa: TID251
 
 from hpcrl.campaign_dir.events import (
     CheckpointSaved,
+    EngineCounted,
     EpisodesCounted,
     EvaluationFinished,
     FaultReported,
     JobStarted,
     SegmentScored,
+    StepFinished,
     VersionLoaded,
     WorkerStarted,
 )
@@ -101,7 +103,8 @@ def test_the_screen_shows_the_main_facts(tmp_path: Path) -> None:
         "job 123   00:03:20 elapsed   00:56:40 left",
         "20/40",
         "0.100 -> 2.000",
-        "env         3/3  env        env0",
+        "env         3/3",
+        "train       3/3   83%",
         "5 running   160 done   0 aborted   1 faulted",
         "60/s   12.0 k generated   90% of turns prefilled remotely",
         "version 20   engines serve 20   lag 0.50",
@@ -389,3 +392,31 @@ def test_an_advisory_is_shown_once_in_lines_and_first_on_the_screen(tmp_path: Pa
     screen = text_of(after)
     assert next(line for line in screen if "critical" in line).split()[:3] == ["critical", "domain", "sums:"]
     assert len(screen) <= 24
+
+
+def test_the_load_of_roles_and_the_bottleneck_are_shown(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    load = EngineCounted(
+        window_s=10.0, version=3, busy_share=0.9, running=4.0, waiting=7.0, num_tokens=500, kv_share=0.5
+    )
+    campaign.emit("decode-0", load)
+    for step in range(21, 41):
+        campaign.emit("train-0", StepFinished(step=step, step_s=2.0, wait_s=8.0, lag_mean=0.5, lags={"0": 1, "1": 3}))
+    screen = text_of(collector(campaign).poll())
+
+    heads = next(line for line in screen if line.startswith("role")).split()
+    assert heads[:7] == ["role", "alive", "busy", "queue", "tokens/s", "kv", "version"]
+    assert next(line for line in screen if line.startswith("decode")).split()[2:7] == ["90%", "7", "50", "50%", "3"]
+    assert next(line for line in screen if line.startswith("train ")).split()[2] == "20%"
+    assert any(line.startswith("waiting") and line.endswith("bottleneck: decode") for line in screen)
+    assert any("lag 0.50 (0: 25%, 1: 75%)" in line for line in screen)
+
+
+@pytest.mark.parametrize("width", [20, 40, 200])
+def test_a_screen_fits_any_width(tmp_path: Path, width: int) -> None:
+    campaign = running(tmp_path)
+    campaign.emit("env-1", EpisodesCounted(outcomes={"sums": {"exit": 20}}))
+    campaign.emit("decode-0", EngineCounted(window_s=10.0, busy_share=0.9, num_tokens=500))
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(render_screen(collector(campaign).poll()))
+    assert max(map(len, console.file.getvalue().splitlines())) <= width
