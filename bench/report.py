@@ -1,7 +1,7 @@
 """Measure the report of a long campaign, made of real event logs and segments: `python -m bench.report [--full]`.
 
 The campaign has 100,000 trajectories (--full: 1,000,000) in groups of 8, of 64 env workers that report their counts
-once a second, 16 engines and 2,000 steps. The report is made by its command in a process of its own; time and memory
+once a second, 16 engines and 2,000 steps. The report is made by its command in another process; time and memory
 are that process's. The floor is what every reader has to do: each event line parsed by json, each trajectory's facts by
 msgspec into a dict.
 """
