@@ -57,6 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_traj(commands)
     _add_report(commands)
     _add_site(commands)
+    _add_doctor(commands)
     _add_lab(commands)
     add_commands(commands)
     add_examples(parser)
@@ -172,6 +173,16 @@ def _add_site(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--detect", action="store_true", required=True, help="ask Slurm (sinfo, scontrol); nothing is queued"
     )
     new.set_defaults(run=_run_site_new)
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    doctor = commands.add_parser("doctor", help="check a site file against the machine it describes")
+    doctor.add_argument("--site", required=True, help="a site's name or file")
+    add_settings(doctor, help="override a key of the site (account=m1234)")
+    doctor.add_argument("--job", action="store_true", help="also check a node of each partition, by short jobs")
+    doctor.add_argument("--timeout", type=float, default=900.0, metavar="S", help="the time to wait for them (900 s)")
+    doctor.add_argument("--json", action="store_true")
+    doctor.set_defaults(run=_run_doctor)
 
 
 def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -475,6 +486,15 @@ def _apply_settings(cluster: "LabCluster", arguments: argparse.Namespace) -> "La
         over_time_limit_min=arguments.over_time_limit or 0,
         requeues=not arguments.no_requeue,
     )
+
+
+def _run_doctor(arguments: argparse.Namespace) -> int:
+    from hpcrl.config.site import load_site
+    from hpcrl.doctor.report import run_doctor
+
+    settings = tuple(setting.removeprefix("site.") for setting in arguments.settings)
+    site = load_site(arguments.site, settings=settings)
+    return run_doctor(site, has_job=arguments.job, as_json=arguments.json, timeout_s=arguments.timeout)
 
 
 def _run_lab(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ make_shared_components    the shares of the roles in one allocation
 make_colocated_component  one node with all roles
 make_local_component      all roles on one machine
 plan_reward_jobs          separate jobs for rewards
+make_slurm_flags          the sbatch flags of one of them
 find_account              the account that a partition is charged to
 JobComponent, PerNode, RewardJobPlan    the results
 EXCLUDE_FLAG              the flag that names nodes to avoid
@@ -120,7 +121,7 @@ def _build_component(
 ) -> JobComponent:
     """Build a component; `nodes` is the number requested from Slurm, of which this role may have only a share."""
     partition = site.partitions[choice.partition]
-    flags = _make_slurm_flags(nodes, per_node, partition, account=account, site=site)
+    flags = make_slurm_flags(nodes, per_node, partition, account=account, site=site)
     return JobComponent(
         index=index,
         partition=choice.partition,
@@ -206,10 +207,10 @@ def plan_reward_jobs(recipe: Recipe, site: Site) -> tuple[RewardJobPlan | None, 
 
 
 def _make_reward_flags(per_node: PerNode, partition: SitePartition, *, account: str | None, site: Site) -> list[str]:
-    return [*_make_slurm_flags(1, per_node, partition, account=account, site=site), *_list_license_flags(site)]
+    return [*make_slurm_flags(1, per_node, partition, account=account, site=site), *_list_license_flags(site)]
 
 
-def _make_slurm_flags(
+def make_slurm_flags(
     nodes: int, per_node: PerNode, partition: SitePartition, *, account: str | None, site: Site
 ) -> list[str]:
     """Return the sbatch flags of a component; Slurm copies none of them to the next, so each needs all."""

@@ -59,6 +59,15 @@ def find_interface(wanted: Sequence[str]) -> tuple[str | None, str]:
     )
 
 
+def is_reachable(host: str, port: int, *, timeout_s: float = 3.0) -> bool:
+    """Return whether a server accepts a connection."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
 def _list_addresses() -> dict[str, str]:
     """Return the IPv4 address of each interface that has one."""
     found = {}

@@ -1,0 +1,241 @@
+"""The checks of a node: `python -m hpcrl.doctor.node_checks REQUEST`, a JSON file, stores the results beside it.
+
+NodeRequest     the site, the partition, and what the step asked Slurm for
+run_node_checks all of them
+check_*         one check each
+"""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.config.site import DEVICE_VARIABLES, DeviceVariable, Site
+from hpcrl.doctor.result import CheckResult, fail_check, leave_unknown, pass_check, warn_of
+from hpcrl.errors import ConfigError
+from hpcrl.system.files import publish_file
+from hpcrl.system.network import find_interface, is_reachable
+
+MIN_OPEN_FILES = 4096
+MIN_SHARED_MEMORY_GIB = 1.0
+LAG_TIMEOUT_S = 90.0
+MAX_LAG_S = 5.0
+POLL_INTERVAL_S = 0.1
+INTERNET_HOST = ("huggingface.co", 443)
+PROGRAM_TIMEOUT_S = 30.0
+DRIVER_PROGRAMS = ("nvidia-smi", "rocm-smi", "amd-smi")
+HDF5_PROBE = """
+import h5py, sys
+with h5py.File(sys.argv[1], "w") as file:
+    file["x"] = [1]
+with h5py.File(sys.argv[1]) as file:
+    assert file["x"][0] == 1
+"""
+_GIB = 2**30
+
+
+class NodeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is checked on a node."""
+
+    site: Site
+    partition: str
+    cpus: int
+    """The CPUs that Slurm was asked for."""
+    signal_file: str
+    """The file that appears while nodes wait for it: how late they see it is the lag of the file system."""
+    script: str
+    """A batch script that Slurm is to judge, from the node."""
+
+
+def run_node_checks(request: NodeRequest) -> Iterator[CheckResult]:
+    """Yield the results."""
+    site, label = request.site, request.partition
+    part = site.partitions[label]
+    yield check_interface(site.list_interfaces(label))
+    yield check_cores(len(os.sched_getaffinity(0)), request.cpus)
+    yield check_shared_memory(Path("/dev/shm"))
+    yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield check_namespaces()
+    yield check_temporary_files(os.environ.get("TMPDIR", tempfile.gettempdir()))
+    if part.gpus_per_node:
+        yield check_devices(os.environ, part.gpu_variable, 1)
+        yield check_gpu_driver()
+    yield check_internet(site, is_reachable(*INTERNET_HOST))
+    yield check_submission(site, Path(request.script))
+    yield from check_hdf5(Path(request.signal_file).parent)
+    yield check_lag(Path(request.signal_file))
+
+
+def check_interface(wanted: list[str]) -> CheckResult:
+    """Check that the node has the interface that roles bind to."""
+    try:
+        name, address = find_interface(wanted)
+    except (ConfigError, OSError) as error:
+        return fail_check("interface", str(error), "correct network.interface, or the interface of this partition")
+    return pass_check("interface", f"{name or 'of the host name'} {address}")
+
+
+def check_cores(seen: int, asked: int) -> CheckResult:
+    """Check that a step may run on the CPUs that it asked for."""
+    if seen < asked:
+        change = "if Slurm counts hardware threads, set threads_per_core = 2 in the partition"
+        return fail_check("cores", f"{seen} of {asked} CPUs", change)
+    return pass_check("cores", f"{seen} CPUs, {asked} asked for")
+
+
+def check_shared_memory(folder: Path) -> CheckResult:
+    """Check the space for weights that engines of a node share."""
+    if not os.access(folder, os.W_OK):
+        return fail_check(
+            "shared-memory", f"{folder} cannot be written", "set mpi.couriers = false: weights go by files"
+        )
+    size_gib = shutil.disk_usage(folder).total / _GIB
+    if size_gib < MIN_SHARED_MEMORY_GIB:
+        change = "set mpi.couriers = false, or ask the site for a larger /dev/shm: it has two versions of the weights"
+        return warn_of("shared-memory", f"{size_gib:.3g} GiB", change)
+    return pass_check("shared-memory", f"{size_gib:.3g} GiB")
+
+
+def check_open_files(soft: int, hard: int) -> CheckResult:
+    """Check the limit of open files."""
+    most = hard if hard != resource.RLIM_INFINITY else soft
+    if 0 < most < MIN_OPEN_FILES:
+        change = "ask the site for a higher limit, or lower rollout.max_running: each episode may have several files"
+        return warn_of("open-files", f"at most {most}", change)
+    return pass_check("open-files", f"{soft}, at most {hard}")
+
+
+def check_namespaces() -> CheckResult:
+    """Check that environments can have a sandbox."""
+    if shutil.which("bwrap") is None:
+        found = next((name for name in ("apptainer", "singularity") if shutil.which(name)), None)
+        if found is None:
+            change = 'install bubblewrap, or allow code without a sandbox by isolation = "none"'
+            return warn_of("sandbox", "neither bwrap nor apptainer is installed", change)
+        return pass_check("sandbox", f"{found}, with an image")
+    done = _run("bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--", "true")
+    if done is None or done.returncode:
+        why = "it does not end" if done is None else done.stderr.strip()[-200:]
+        return warn_of("sandbox", f"bwrap is refused: {why}", 'use apptainer with an image: sandbox = "apptainer"')
+    return pass_check("sandbox", "bwrap")
+
+
+def check_temporary_files(folder: str) -> CheckResult:
+    """Check the directory of temporary files."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+    except OSError as error:
+        return fail_check("temporary-files", f"{folder}: {error.strerror}", "set temporary_dir in the site file")
+    return pass_check("temporary-files", folder)
+
+
+def check_devices(environ: Mapping[str, str], variable: DeviceVariable | None, asked: int) -> CheckResult:
+    """Check that a variable names the GPUs of the step."""
+    found = {name: value for name in DEVICE_VARIABLES if (value := environ.get(name))}
+    if not found:
+        change = "set gpu_variable in the partition; without it each worker takes devices by its number on the node"
+        return warn_of("gpu-variable", "Slurm sets none", change)
+    first = next(iter(found))
+    if variable is not None and variable not in found:
+        return fail_check("gpu-variable", f"Slurm sets {', '.join(found)}", f"set gpu_variable = {first!r}")
+    num = len(found[first if variable is None else variable].split(","))
+    if num != asked:
+        return fail_check(
+            "gpu-variable", f"{num} devices where {asked} was asked for: {found}", "see Slurm's gres.conf"
+        )
+    return pass_check("gpu-variable", ", ".join(f"{name}={value}" for name, value in found.items()))
+
+
+def check_gpu_driver() -> CheckResult:
+    """Check that the driver of the GPUs answers."""
+    program = next((name for name in DRIVER_PROGRAMS if shutil.which(name)), None)
+    if program is None:
+        return leave_unknown("gpu-driver", f"none of {', '.join(DRIVER_PROGRAMS)} is on PATH")
+    done = _run(program)
+    if done is None or done.returncode:
+        return fail_check(
+            "gpu-driver", f"{program} fails", "exclude the node (`exclude` in the partition) and tell the site"
+        )
+    return pass_check("gpu-driver", program)
+
+
+def check_internet(site: Site, is_open: bool) -> CheckResult:
+    """Compare the way to the internet with what the site file states."""
+    stated = site.network.internet_on_compute
+    if stated == "yes" and not is_open:
+        change = 'set network.internet_on_compute = "no", and environment.HF_HUB_OFFLINE = "1"'
+        return fail_check("internet", f"{INTERNET_HOST[0]} is not reached", change)
+    if stated == "no" and is_open:
+        return warn_of("internet", "there is a way out", 'set network.internet_on_compute = "yes"')
+    return pass_check("internet", "reached" if is_open else "not reached")
+
+
+def check_submission(site: Site, script: Path) -> CheckResult:
+    """Check that Slurm accepts a job from the node, without queueing one."""
+    done = _run("sbatch", "--test-only", str(script))
+    works = done is not None and done.returncode == 0
+    if works or not site.nodes_may_submit:
+        found = "accepted" if works else "refused, as the site file has it"
+        return pass_check("submission", f"sbatch from the node: {found}")
+    why = "no answer" if done is None else (done.stderr or done.stdout).strip()[-200:]
+    return fail_check("submission", f"sbatch from the node: {why}", "set nodes_may_submit = false")
+
+
+def check_hdf5(folder: Path) -> Iterator[CheckResult]:
+    """Check that segments can be written to the campaigns' file system."""
+    path = folder / f"probe-{os.getpid()}.h5"
+    done = _run(sys.executable, "-c", HDF5_PROBE, str(path))
+    path.unlink(missing_ok=True)
+    if done is None or done.returncode:
+        why = "it hangs" if done is None else done.stderr.strip().rpartition("\n")[2]
+        change = 'export HDF5_USE_FILE_LOCKING=FALSE: environment.HDF5_USE_FILE_LOCKING = "FALSE"'
+        yield fail_check("hdf5", why, change)
+    else:
+        yield pass_check("hdf5", "a file was written and read")
+
+
+def check_lag(signal_file: Path) -> CheckResult:
+    """Wait for a file of another node, after it was seen to be absent, and compare its time with now."""
+    deadline = time.monotonic() + LAG_TIMEOUT_S
+    signal_file.exists()
+    signal_file.with_suffix(".looked").touch()
+    while not signal_file.exists():
+        if time.monotonic() > deadline:
+            change = "set campaigns_dir to a file system that all nodes share"
+            return fail_check("file-lag", f"{signal_file} was not seen within {LAG_TIMEOUT_S:g} s", change)
+        time.sleep(POLL_INTERVAL_S)
+    lag_s = max(time.time() - float(signal_file.read_text() or time.time()), 0.0)
+    if lag_s > MAX_LAG_S:
+        change = (
+            "set campaigns_dir to a file system that shows new files earlier; raise job.drain_s above twice the lag"
+        )
+        return warn_of("file-lag", f"{lag_s:.1f} s", change)
+    return pass_check("file-lag", f"{lag_s:.1f} s")
+
+
+def _run(*command: str) -> "subprocess.CompletedProcess[str] | None":
+    """Run a program; None if it is missing or does not end."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def main(path: Path) -> None:
+    """Run the checks of a request, and store the results beside it."""
+    request = msgspec.json.decode(path.read_bytes(), type=NodeRequest)
+    results = [msgspec.structs.replace(result, place=request.partition) for result in run_node_checks(request)]
+    publish_file(path.with_suffix(".results"), msgspec.json.encode(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

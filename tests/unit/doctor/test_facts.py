@@ -1,0 +1,40 @@
+"""What `hpcrl doctor --job` writes into a user's site file."""
+
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config.site import load_site
+from hpcrl.config.toml import user_folder
+from hpcrl.doctor.facts import write_facts
+from hpcrl.doctor.result import pass_check
+
+TODAY = date(2027, 1, 2)
+REFUSED = pass_check("submission", "sbatch from the node: refused, as the site file has it")
+
+
+@pytest.fixture
+def own(home: Path) -> Path:
+    """The user's own file of the site `lab`."""
+    return user_folder("sites") / "lab.toml"
+
+
+def test_a_new_file_extends_the_site(own: Path) -> None:
+    assert write_facts("lab", [REFUSED], today=TODAY) == own
+    site = load_site("lab")
+    assert (site.verified, site.checked_on, site.nodes_may_submit) == (True, "2027-01-02", False)
+    assert site.partitions["train"].gpu == "h100"
+
+
+def test_what_the_user_wrote_stays_and_facts_are_replaced(own: Path) -> None:
+    own.parent.mkdir(parents=True)
+    top = '# mine\nextends = "lab"\naccount = "m1"  # of the project\nverified = false\n'
+    mine = f"{top}\n[partitions.train]\nmax_nodes = 1\n"
+    own.write_text(mine)
+    for _ in range(2):
+        write_facts("lab", [], today=TODAY)
+    text = own.read_text()
+    assert '# mine\nextends = "lab"\naccount = "m1"  # of the project\n' in text
+    assert text.count("verified = true") == text.count("checked_on") == text.count("hpcrl doctor") == 1
+    assert load_site("lab").partitions["train"].max_nodes == 1

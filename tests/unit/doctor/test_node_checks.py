@@ -1,0 +1,95 @@
+"""Faults that `hpcrl doctor --job` finds on a node."""
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.doctor import node_checks as checks
+from tests.support.plans import make_site
+
+
+def test_an_interface_that_a_partition_lacks_is_a_fault() -> None:
+    result = checks.check_interface(["hsn9"])
+    assert (result.state, "hsn9" in result.found) == ("failed", True)
+    assert checks.check_interface(["lo"]).state == "ok"
+
+
+def test_fewer_cpus_than_asked_for_are_hardware_threads() -> None:
+    assert "threads_per_core = 2" in checks.check_cores(2, 4).change
+    assert checks.check_cores(4, 2).state == "ok"
+
+
+def test_shared_memory_that_is_small_or_cannot_be_written_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "cannot be written" in checks.check_shared_memory(tmp_path / "absent").found
+    monkeypatch.setattr(checks, "MIN_SHARED_MEMORY_GIB", 1e9)
+    assert checks.check_shared_memory(tmp_path).state == "warning"
+
+
+def test_a_low_limit_of_open_files_is_found() -> None:
+    assert checks.check_open_files(256, 1024).state == "warning"
+    assert checks.check_open_files(1024, 1 << 20).state == "ok"
+
+
+def test_a_node_without_a_sandbox_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "neither bwrap nor apptainer" in checks.check_namespaces().found
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2; exit 1\n")
+    (tmp_path / "bwrap").chmod(0o700)
+    assert "No permissions to create new namespace" in checks.check_namespaces().found
+
+
+def test_a_directory_of_temporary_files_that_is_missing_is_a_fault(tmp_path: Path) -> None:
+    assert checks.check_temporary_files(str(tmp_path / "absent")).state == "failed"
+    assert checks.check_temporary_files(str(tmp_path)).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("environ", "variable", "state"),
+    [
+        ({}, None, "warning"),
+        ({"ROCR_VISIBLE_DEVICES": "0"}, None, "ok"),
+        ({"ROCR_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES", "failed"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None, "failed"),
+    ],
+)
+def test_the_variable_that_names_the_gpus_is_checked(environ: dict[str, str], variable: None, state: str) -> None:
+    assert checks.check_devices(environ, variable, 1).state == state
+
+
+def test_a_gpu_driver_that_fails_excludes_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert checks.check_gpu_driver().state == "unknown"
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o700)
+    assert "exclude the node" in checks.check_gpu_driver().change
+
+
+@pytest.mark.parametrize(
+    ("stated", "is_open", "state"),
+    [("yes", False, "failed"), ("no", True, "warning"), ("no", False, "ok"), ("unknown", True, "ok")],
+)
+def test_an_offline_node_of_a_site_with_internet_is_a_fault(stated: str, is_open: bool, state: str) -> None:
+    assert checks.check_internet(make_site("lab", f"network.internet_on_compute={stated}"), is_open).state == state
+
+
+def test_nodes_that_may_not_submit_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Access denied' >&2; exit 1\n")
+    (tmp_path / "sbatch").chmod(0o700)
+    assert checks.check_submission(make_site("lab"), tmp_path / "x").change == "set nodes_may_submit = false"
+    assert checks.check_submission(make_site("lab", "nodes_may_submit=false"), tmp_path / "x").state == "ok"
+
+
+def test_a_file_that_is_never_seen_is_on_no_shared_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "LAG_TIMEOUT_S", 0.0)
+    assert "that all nodes share" in checks.check_lag(tmp_path / "x.signal").change
+    (tmp_path / "late.signal").write_text("0")
+    assert checks.check_lag(tmp_path / "late.signal").state == "warning"
+
+
+def test_hdf5_is_tried_where_campaigns_are(tmp_path: Path) -> None:
+    assert [result.state for result in checks.check_hdf5(tmp_path)] == ["ok"]
+    assert "HDF5_USE_FILE_LOCKING" in next(iter(checks.check_hdf5(tmp_path / "absent"))).change
+    assert list(tmp_path.iterdir()) == []
