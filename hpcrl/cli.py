@@ -490,7 +490,7 @@ def _apply_settings(cluster: "LabCluster", arguments: argparse.Namespace) -> "La
 
 def _run_doctor(arguments: argparse.Namespace) -> int:
     from hpcrl.config.site import load_site
-    from hpcrl.doctor.report import run_doctor
+    from hpcrl.doctor.node_job import run_doctor
 
     settings = tuple(setting.removeprefix("site.") for setting in arguments.settings)
     site = load_site(arguments.site, settings=settings)

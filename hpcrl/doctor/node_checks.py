@@ -163,7 +163,7 @@ def check_gpu_driver() -> CheckResult:
     done = _run(program)
     if done is None or done.returncode:
         return fail_check(
-            "gpu-driver", f"{program} fails", "exclude the node (`exclude` in the partition) and tell the site"
+            "gpu-driver", f"{program} fails", "exclude the node (`exclude` in the partition) and report it"
         )
     return pass_check("gpu-driver", program)
 

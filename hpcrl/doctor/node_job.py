@@ -1,29 +1,36 @@
 """Short jobs of one node, one for each partition of a site, that run the checks of nodes.
 
+run_doctor        check a site, also by such jobs, print the results, and return the exit code
 run_node_jobs     submit them, wait for them, and return the results
 make_node_script  the batch script of one
 """
 
 import os
 import shlex
+import tempfile
 import time
 from collections.abc import Callable, Iterable
+from datetime import date
 from pathlib import Path
 
 import msgspec
 
+from hpcrl.campaign.directory import show_campaigns_root
 from hpcrl.config.site import Site
+from hpcrl.doctor.login_checks import run_login_checks
 from hpcrl.doctor.node_checks import NodeRequest
-from hpcrl.doctor.result import CheckResult, fail_check
-from hpcrl.errors import HpcrlError, SlurmError
+from hpcrl.doctor.result import MARKS, CheckResult, fail_check, print_results, write_facts
+from hpcrl.errors import ConfigError, HpcrlError, SlurmError
 from hpcrl.plan.components import PerNode, find_account, make_slurm_flags
 from hpcrl.slurm.commands import ask_slurm, cancel_jobs, queue_script
 from hpcrl.slurm.script import read_prologue
 from hpcrl.slurm.step_script import make_step_script, make_step_setup
 from hpcrl.slurm.submit import make_site_environment
-from hpcrl.system.files import make_private_dir, publish_file, read_last_line
+from hpcrl.system.files import make_private_dir, publish_file, read_last_line, remove_path
+from hpcrl.system.terminal import print_json, print_line, print_to_stderr
 
 WALLTIME_MIN = 10
+EXIT_FOUND_FAULTS = 1
 NUM_CPUS = 2
 MEM_GIB = 2
 POLL_INTERVAL_S = 1.0
@@ -143,3 +150,33 @@ def _find_results(folder: Path, label: str) -> Path:
 
 def _place(result: CheckResult, label: str) -> CheckResult:
     return msgspec.structs.replace(result, place=label)
+
+
+def run_doctor(site: Site, *, has_job: bool, as_json: bool, timeout_s: float) -> int:
+    """Check a site; the exit code is 1 if a check failed."""
+    campaigns = show_campaigns_root(site)
+    results = list(run_login_checks(site, campaigns=campaigns))
+    if not as_json:
+        print_line(f"{site.name}: {site.description}")
+        print_line(f"facts: {', '.join(site.sources) or 'no sources'}, {site.checked_on or 'no date'}")
+        print_results(results)
+    if has_job:
+        if site.scheduler != "slurm":
+            raise ConfigError(f"site {site.name!r} has no Slurm, so that no job can check its nodes: leave out --job")
+        folder = Path(tempfile.mkdtemp(prefix="doctor-", dir=make_private_dir(campaigns)))
+        found = run_node_jobs(site, folder=folder, timeout_s=timeout_s, show=print_to_stderr)
+        if all(result.name != "node-job" for result in found):
+            remove_path(folder)
+        if not as_json:
+            print_results(found)
+        results += found
+    has_failed = any(result.state == "failed" for result in results)
+    if as_json:
+        print_json({"site": site.name, "time": time.time(), "results": results})
+    else:
+        counts = {state: sum(result.state == state for result in results) for state in MARKS}
+        print_line(", ".join(f"{num} {state}" for state, num in counts.items() if num))
+    if has_job and not has_failed:
+        path = write_facts(site.name, results, today=date.today())
+        print_to_stderr(f"{path}: the site is verified now")
+    return EXIT_FOUND_FAULTS if has_failed else 0

@@ -1,13 +1,25 @@
-"""The record of one check.
+"""The record of one check, its print, and what a user's own site file records of it.
 
 CheckResult     its name, state, what was found, and what to change
 pass_check, warn_of, fail_check, leave_unknown   make one
+print_results   show them
+write_facts     record in the user's own site file that a site was checked, and what its nodes showed
 """
 
-from typing import Literal
+import re
+import tomllib
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
+from hpcrl.config.toml import format_toml, user_folder
+from hpcrl.system.files import make_private_dir, publish_file
+from hpcrl.system.terminal import print_line
+
+MARKS = {"ok": "ok      ", "warning": "warning ", "failed": "FAILED  ", "unknown": "unknown "}
 CheckState = Literal["ok", "warning", "failed", "unknown"]
 
 
@@ -42,3 +54,42 @@ def fail_check(name: str, found: str, change: str) -> CheckResult:
 def leave_unknown(name: str, why: str) -> CheckResult:
     """Return the result of a check that could not be made."""
     return CheckResult(name=name, state="unknown", found=why)
+
+
+def print_results(results: Sequence[CheckResult]) -> None:
+    """Print a line for each result, and one for what to change."""
+    width = max((len(_name(result)) for result in results), default=0)
+    for result in results:
+        print_line(f"{MARKS[result.state]} {_name(result):<{width}}  {result.found}")
+        if result.change:
+            print_line(f"{'':9} {'':<{width}}  -> {result.change}")
+
+
+def _name(result: CheckResult) -> str:
+    return f"{result.name} ({result.place})" if result.place else result.name
+
+
+def write_facts(name: str, results: Sequence[CheckResult], *, today: date) -> Path:
+    """Set `verified`, `checked_on` and `nodes_may_submit` in the user's file of a site, and leave the rest of it."""
+    facts: dict[str, Any] = {"verified": True, "checked_on": today.isoformat()}
+    submissions = [result for result in results if result.name == "submission"]
+    if submissions:
+        facts["nodes_may_submit"] = all("accepted" in result.found for result in submissions)
+    path = user_folder("sites") / f"{name}.toml"
+    make_private_dir(path.parent)
+    text = path.read_text() if path.exists() else f'extends = "{name}"\n'
+    publish_file(path, _set_keys(text, facts))
+    return path
+
+
+def _set_keys(text: str, facts: dict[str, Any]) -> str:
+    """Replace keys of the top level, which ends at the first table, or add them at the end of it."""
+    found = re.search(r"^\s*\[", text, re.MULTILINE)
+    top, tables = (text[: found.start()], text[found.start() :]) if found else (text, "")
+    for key in facts:
+        top = re.sub(rf"^{key}\s*=.*\n", "", top, flags=re.MULTILINE)
+    written = format_toml("Written by `hpcrl doctor --job`.", facts, {})
+    top = top.replace("# Written by `hpcrl doctor --job`.\n", "")
+    merged = f"{top.rstrip()}\n{written}\n{tables}".lstrip() if tables else f"{top.rstrip()}\n{written}".lstrip()
+    tomllib.loads(merged)
+    return merged

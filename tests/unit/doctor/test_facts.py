@@ -7,8 +7,7 @@ import pytest
 
 from hpcrl.config.site import load_site
 from hpcrl.config.toml import user_folder
-from hpcrl.doctor.facts import write_facts
-from hpcrl.doctor.result import pass_check
+from hpcrl.doctor.result import pass_check, write_facts
 
 TODAY = date(2027, 1, 2)
 REFUSED = pass_check("submission", "sbatch from the node: refused, as the site file has it")

@@ -156,7 +156,7 @@ def test_a_proxy_that_is_down_is_found() -> None:
     assert "no proxy is named" in find_faults(checks.check_proxy(make_site("lab", "network.internet_on_compute=proxy")))
 
 
-def test_a_machine_without_slurms_commands_is_no_login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_commands_of_slurm_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert checks.check_commands().found == "missing: sbatch, srun, squeue, scancel"
     assert os.environ["PATH"] == str(tmp_path)
