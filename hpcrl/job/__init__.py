@@ -8,6 +8,7 @@ supervision      requests to end, the time to drain, failures that repeat
 progress_watch   find out whether the job has stalled
 domain_watch     find out that no domain trains anything
 memory_watch     lower limits of a trainer that ran out of memory
+batch_log        notes in the log of the batch script
 guardian         run the driver and clean up after it
 runtime          start workers with Parsl
 parsl_providers  Parsl blocks as steps and as jobs

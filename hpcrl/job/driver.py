@@ -28,6 +28,7 @@ from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site
 from hpcrl.errors import EngineError, HpcrlError, SlurmError, WeightsError
+from hpcrl.job.batch_log import note_exception, note_in_log
 from hpcrl.job.campaign_lease import take_campaign_lease
 from hpcrl.job.courier_step import WeightPlane
 from hpcrl.job.domain_watch import DomainWatch, watch_domains
@@ -63,7 +64,7 @@ def main() -> int:
     place = WorkerPlace(campaign.job(number), current_node())
     lease = take_campaign_lease(place, has_scheduler=read_plan(campaign).layout != "local")
     if isinstance(lease, LeaseHolder):  # nothing is touched, not even the outcome: the other job may have this number
-        print(f"hpcrl: {lease.describe()}: this one ends", file=sys.stderr, flush=True)  # noqa: T201 - the batch log
+        note_in_log(f"hpcrl: {lease.describe()}: this one ends")
         return EXIT_FAILED
     return run_guarded(lambda outcome_fd, pulse: _drive_job(place, lease, pulse, outcome_fd=outcome_fd), place)
 
@@ -76,9 +77,9 @@ def _drive_job(place: WorkerPlace, lease: DriverLease, pulse: DriverPulse, *, ou
         end = driver.drive()
     except BaseException as error:  # noqa: BLE001 - whatever failed, the guardian must receive the reason
         if isinstance(error, HpcrlError):
-            print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
+            note_in_log(f"hpcrl: {error}")
         else:
-            sys.excepthook(*sys.exc_info())  # os._exit follows, so nothing else prints it
+            note_exception()  # os._exit follows, so nothing else prints it
         end = _describe_failure(error, is_supervising=driver is not None and driver.is_supervising)
     if driver is not None:
         end = msgspec.structs.replace(end, nodes=sorted({*end.nodes, *driver.workers.list_bad_nodes()}))

@@ -15,7 +15,6 @@ import mmap
 import os
 import signal
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from hpcrl.campaign_dir.job_end import EndCause, JobEnd
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.errors import SlurmError
+from hpcrl.job.batch_log import note_in_log
 from hpcrl.plan.records import read_plan, read_site
 from hpcrl.slurm import next_job
 from hpcrl.slurm.commands import cancel_recorded_jobs
@@ -153,7 +153,7 @@ def _publish_outcome(job: JobDir, record: bytes) -> None:
             if time.monotonic() < deadline:
                 time.sleep(OUTCOME_TIMEOUT_S / 10)
                 continue
-            print(f"hpcrl: {error}: the outcome is {record.decode()}", file=sys.stderr, flush=True)  # noqa: T201
+            note_in_log(f"hpcrl: {error}: the outcome is {record.decode()}")
         return
 
 
@@ -198,7 +198,7 @@ def _wait_for_driver(driver: int, signals: set[int], pulse: DriverPulse) -> int 
 
 def _end_hung_driver(driver: int, reason: str, *, job: JobDir, outcome_fd: int) -> int:
     """Let all processes write their stacks, kill the driver and clean up; nothing of this may hang for long."""
-    print(f"hpcrl: {reason}: its stacks follow", file=sys.stderr, flush=True)  # noqa: T201 - the batch log
+    note_in_log(f"hpcrl: {reason}: its stacks follow")
     os.kill(driver, signal.SIGUSR1)
     os.kill(driver, signal.SIGCONT)  # a process that was stopped writes no stacks
     _run_briefly(lambda: publish_file(job.dump_stacks, ""), timeout_s=STACKS_GRACE_S)
@@ -237,4 +237,4 @@ def _try_cleanup(action: Callable[[], object]) -> None:
     try:
         action()
     except (SlurmError, OSError) as error:
-        print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
+        note_in_log(f"hpcrl: {error}")

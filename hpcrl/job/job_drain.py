@@ -6,7 +6,6 @@ CLOCK_SKEW_S, END_QUERY_TIMEOUT_S, LIMITS_INTERVAL_S, MIN_CLOSE_GRACE_S, NOTICE_
 """
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from hpcrl.campaign_dir.events import CampaignEvent, DrainStarted
 from hpcrl.campaign_dir.job_end import EndCause
 from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.job.batch_log import note_in_log
 from hpcrl.job.guardian import CLOSE_GRACE_S
 from hpcrl.job.supervision import (
     CampaignUse,
@@ -115,7 +115,7 @@ class JobDrain:
         try:
             publish_file(self._job.drain, self.limits.reason or reason)
         except OSError as error:
-            print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
+            note_in_log(f"hpcrl: {error}")
         else:
             self._is_published = True
 

@@ -36,6 +36,7 @@ from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.pipeline import SCORE_FUNCTION
 from hpcrl.config.recipe import RoleName
 from hpcrl.config.site import Site
+from hpcrl.job.batch_log import note_in_log
 from hpcrl.job.courier_step import TransportCommand
 from hpcrl.job.parsl_providers import JobProvider, StepProvider
 from hpcrl.job.worker_pool import call_by_name
@@ -94,7 +95,7 @@ def ask_to_end(path: Path) -> None:
     try:
         retry_passing(lambda: publish_file(path, ""))
     except OSError as error:
-        print(f"hpcrl: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the batch log is where people look
+        note_in_log(f"hpcrl: {error}")
 
 
 class JobRuntime:

@@ -15,7 +15,6 @@ CLOSE_RESERVE_S, MAX_CLOSE_SHARE, MARGIN_FACTOR, NUM_STEPS, READ_INTERVAL_S, BUD
 
 import math
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -29,6 +28,7 @@ from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, JobStarted
 from hpcrl.campaign_dir.job_end import EndCause, JobError, read_job_end
 from hpcrl.campaign_dir.paths import JobDir, make_worker_name
 from hpcrl.config.recipe import LimitsConfig
+from hpcrl.job.batch_log import note_in_log
 from hpcrl.job.guardian import CLOSE_GRACE_S
 from hpcrl.monitor.job_state import find_last_beat
 from hpcrl.plan.plan import Plan
@@ -263,7 +263,7 @@ class FileOutage:
         """Note an error; raise it if it does not pass by itself, or lasts too long."""
         now = self._clock()
         if self._since is None:
-            print(f"hpcrl: {error}: tried again", file=sys.stderr, flush=True)  # noqa: T201 - for the batch log
+            note_in_log(f"hpcrl: {error}: tried again")
             self._since = now
         if not is_passing(error) or now - self._since > PATIENCE_S:
             raise error

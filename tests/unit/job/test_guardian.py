@@ -187,6 +187,13 @@ def test_on_a_full_disk_everything_is_cleaned_up_and_the_outcome_is_in_the_batch
     assert 'the outcome is {"outcome":"drained"' in done.stderr
 
 
+def test_a_batch_log_on_the_full_disk_keeps_nothing_from_being_cleaned_up(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as log:
+        command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, check=False, timeout=60)
+    assert done.stdout == "windows\n"
+
+
 @pytest.mark.parametrize(
     ("cause", "cancelled"), [("cancellation", False), ("infrastructure", False), ("user-code", True)]
 )
