@@ -91,7 +91,7 @@ def _add_planning(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _add_request(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, or the name of a shipped one")
-    parser.add_argument("--site", required=True, help="a site's name or file, such as local or lab")
+    parser.add_argument("--site", help="a site's name or file, such as local or lab (required)")
     add_settings(
         parser, help="override a key of the recipe (rollout.group_size=16) or of the site (site.account=m1234)"
     )
@@ -201,10 +201,19 @@ def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     lab.set_defaults(run=_run_lab)
 
 
+def _load_request(arguments: argparse.Namespace) -> "CampaignRequest":
+    from hpcrl.campaign import lifecycle
+    from hpcrl.config.toml import list_known_names
+
+    if arguments.site is None:
+        raise HpcrlError(f"--site is missing: give one of {', '.join(list_known_names('sites'))}, or a file")
+    return lifecycle.load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+
+
 def _run_plan(arguments: argparse.Namespace) -> int:
     from hpcrl.campaign import lifecycle
 
-    request = lifecycle.load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+    request = _load_request(arguments)
     for note in lifecycle.check_plan(request):
         _print_note(note)
     if arguments.suggest:
@@ -241,7 +250,7 @@ def _show_dag(recipe: "Recipe", *, how: str) -> None:
 def _run_submit(arguments: argparse.Namespace) -> int:
     from hpcrl.campaign import lifecycle
 
-    request = lifecycle.load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+    request = _load_request(arguments)
     if arguments.dry_run:
         opinion = lifecycle.dry_run(request, show_note=_print_note)
         _show_plan(request.plan, lifecycle.preview_script(request, name=arguments.name or f"{request.recipe.name}-1"))

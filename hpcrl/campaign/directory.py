@@ -70,6 +70,16 @@ def reserve_campaign(name: str | None, *, stem: str, site: Site) -> CampaignDir:
     """Create the directory of a new campaign; without a name, it gets the stem and the next free number."""
     if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         raise CampaignError(f"--name {name!r}: letters, digits, '.', '_' and '-' only, at most 64 of them")
+    try:
+        return _reserve_name(name, stem=stem, site=site)
+    except OSError as error:
+        raise CampaignError(
+            f"campaigns cannot be stored in {_find_campaigns_home()} or in site.campaigns_dir: {error.strerror} "
+            f"({error.filename}): set $HPCRL_HOME, or the site's campaigns_dir, to a directory that can be written"
+        ) from error
+
+
+def _reserve_name(name: str | None, *, stem: str, site: Site) -> CampaignDir:
     campaigns = make_private_dir(_find_campaigns_home())
     for candidate in [name] if name else _generate_names(stem, campaigns):
         path = find_campaigns_root(site) / candidate

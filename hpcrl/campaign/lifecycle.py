@@ -616,7 +616,7 @@ def final_summary(
     )
     learned = f": {what} {_describe_change(values, num_steps=len(rewards))}" if values else ""
     if state in ("queued", "running", "draining"):
-        return [f"campaign {campaign.name} continues; `{hpcrl} monitor {campaign.name}` shows it again"]
+        return []  # what watched it has printed how to see it again
     if state != "done":
         failure = find_final_failure(campaign, num_steps=read_recipe(campaign).train.num_steps)
         then = "" if failure else f", then `{hpcrl} resume {campaign.name}`"

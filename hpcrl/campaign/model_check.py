@@ -27,7 +27,7 @@ from hpcrl.errors import ConfigError, HpcrlError
 from hpcrl.hardware.architecture import read_rope_factor
 from hpcrl.models.weight_headers import check_weight_files
 from hpcrl.plan.checks import check_lengths
-from hpcrl.system.files import read_json
+from hpcrl.system.files import is_directory, is_file, read_json
 
 if TYPE_CHECKING:
     from hpcrl.models.model_config import ModelDescription
@@ -88,7 +88,16 @@ def check_model(recipe: Recipe) -> None:
 
 def explain_missing_config(setting: str, path: str) -> str:
     """Explain that a model directory lacks its first file."""
-    return f"{setting} = {path!r} is not a model directory: it has no config.json"
+    place = Path(path)
+    why = "it has no config.json"
+    if is_file(place):
+        why = f"it is a file: give its directory, {str(place.parent)!r}"
+    elif not is_directory(place) and place.parent.parent == Path.cwd():
+        name = "/".join(place.parts[-2:])
+        why += f"; names of the hub are not looked up: `hf download {name} --local-dir DIR`, then {setting} = DIR"
+    elif not is_directory(place):
+        why += ", and does not exist"
+    return f"{setting} = {path!r} is not a model directory: {why}"
 
 
 def _read_config(setting: str, path: Path) -> "ModelDescription":

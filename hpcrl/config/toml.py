@@ -97,8 +97,10 @@ def find_toml(kind: ConfigKind, name: str, *, beside: Path | None = None) -> Pat
         if is_file(candidate):
             return candidate
     names = list_known_names(kind)
+    here = Path(f"{name}.toml")
+    hint = f"did you mean './{here}'? " if here.parent == Path() and is_file(here) else suggest_name(name, names)
     raise ConfigError(
-        f"no {kind[:-1]} {name!r}: {suggest_name(name, names)}known by name: {', '.join(names) or 'none'}; "
+        f"no {kind[:-1]} {name!r}: {hint}known by name: {', '.join(names) or 'none'}; "
         f"a path must name a .toml file (your own go to {user_folder(kind)})"
     )
 
@@ -164,7 +166,13 @@ def apply_settings(
 def to_struct(layered: LayeredTable, kind: type[T]) -> T:
     """Convert the table, or raise a ConfigError that names the wrong key, the value seen and what is expected."""
     for trail, known in _find_unknown(layered.table, kind):
-        raise ConfigError(_explain_unknown_key(layered.find_source(trail), trail, known))
+        raise ConfigError(_explain_unknown_key(layered.find_source(trail), trail, known, kind))
+    if missing := list(_find_missing(layered.table, kind)):
+        if len(missing) == 1:
+            raise ConfigError(f"{layered.file}: {'.'.join(missing[0][0])}: missing; it has no default, so add it")
+        keys = ", ".join(f"{'.'.join(trail)} ({what})" for trail, what in missing)
+        raise ConfigError(f"{layered.file}: these are missing and have no default, so add them: {keys}")
+    _round_whole_numbers(layered.table, kind)
     try:
         return msgspec.convert(layered.table, kind)
     except msgspec.ValidationError as error:
@@ -391,18 +399,95 @@ def _find_unknown(
             pass
 
 
-def _explain_unknown_key(source: str, trail: Sequence[str], known: Iterable[str]) -> str:
+def _find_missing(value: Any, kind: Any, *, trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the keys without a default that a table lacks, each with what belongs there."""
+    info = kind if isinstance(kind, msgspec.inspect.Type) else msgspec.inspect.type_info(kind)
+    match info:
+        case msgspec.inspect.StructType(fields=fields) if isinstance(value, dict):
+            for field in fields:
+                inner = (*trail, field.encode_name)
+                if field.encode_name in value:
+                    yield from _find_missing(value[field.encode_name], field.type, trail=inner)
+                elif field.required and isinstance(field.type, msgspec.inspect.StructType):
+                    yield from list(_find_missing({}, field.type, trail=inner)) or [(inner, "a table")]
+                elif field.required:
+                    yield inner, _name_type(field.type)
+        case msgspec.inspect.DictType(value_type=value_type) if isinstance(value, dict):
+            for key, inner_value in value.items():
+                yield from _find_missing(inner_value, value_type, trail=(*trail, key))
+        case msgspec.inspect.UnionType(types=types) if isinstance(value, dict):
+            for member in types:
+                yield from _find_missing(value, member, trail=trail)
+        case _:
+            pass
+
+
+def _name_type(info: msgspec.inspect.Type) -> str:
+    names: tuple[tuple[type[msgspec.inspect.Type], str], ...] = (
+        (msgspec.inspect.IntType, "an integer"),
+        (msgspec.inspect.FloatType, "a number"),
+        (msgspec.inspect.StrType, "a text"),
+        (msgspec.inspect.LiteralType, "one of some texts"),
+        (msgspec.inspect.DictType, "a table"),
+    )
+    return next((name for kind, name in names if isinstance(info, kind)), "a value")
+
+
+def _round_whole_numbers(value: Any, kind: Any) -> None:
+    """Replace whole numbers such as 8.2e9, in place, where only an integer is taken."""
+    info = kind if isinstance(kind, msgspec.inspect.Type) else msgspec.inspect.type_info(kind)
+    match info:
+        case msgspec.inspect.StructType(fields=fields) if isinstance(value, dict):
+            for field in fields:
+                inner = value.get(field.encode_name)
+                if type(inner) is float and inner.is_integer() and _takes_integer_only(field.type):
+                    value[field.encode_name] = int(inner)
+                else:
+                    _round_whole_numbers(inner, field.type)
+        case msgspec.inspect.DictType(value_type=value_type) if isinstance(value, dict):
+            for inner in value.values():
+                _round_whole_numbers(inner, value_type)
+        case msgspec.inspect.UnionType(types=types):
+            for member in types:
+                _round_whole_numbers(value, member)
+        case _:
+            pass
+
+
+def _takes_integer_only(info: msgspec.inspect.Type) -> bool:
+    types = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
+    kinds = {type(one) for one in types}
+    return msgspec.inspect.IntType in kinds and msgspec.inspect.FloatType not in kinds
+
+
+def _find_namesakes(name: str, kind: Any, *, trail: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the keys of this name in the tables of a struct."""
+    info = kind if isinstance(kind, msgspec.inspect.Type) else msgspec.inspect.type_info(kind)
+    members = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
+    for member in members:
+        if not isinstance(member, msgspec.inspect.StructType) or len(trail) > MAX_DEPTH:
+            continue
+        for field in member.fields:
+            inner = (*trail, field.encode_name)
+            if field.encode_name == name:
+                yield ".".join(inner)
+            yield from _find_namesakes(name, field.type, trail=inner)
+
+
+def _explain_unknown_key(source: str, trail: Sequence[str], known: Iterable[str], kind: type[msgspec.Struct]) -> str:
     where = ".".join(trail)
     if where in RENAMED_KEYS:
         return f"{source}: {where!r} is now called {RENAMED_KEYS[where]!r}: use the new name"
     names = sorted(known)
     table = f"[{'.'.join(trail[:-1])}]" if trail[1:] else "the top level"
-    return f"{source}: unknown key {where!r}: {suggest_name(trail[-1], names)}{table} takes {', '.join(names)}"
+    namesakes = [] if trail[1:] else [*_find_namesakes(trail[-1], kind)]  # its table may have been left out
+    hint = suggest_name(trail[-1], namesakes, cutoff=0.0) or suggest_name(trail[-1], names)
+    return f"{source}: unknown key {where!r}: {hint}{table} takes {', '.join(names)}"
 
 
-def suggest_name(name: str, names: Sequence[str]) -> str:
+def suggest_name(name: str, names: Sequence[str], *, cutoff: float = 0.5) -> str:
     """Return "did you mean ...? " with the closest known name; empty if none is close."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return f"did you mean {close[0]!r}? " if close else ""
 
 

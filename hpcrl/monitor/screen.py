@@ -91,7 +91,7 @@ def format_date(time: float) -> str:
 
 def _render_header(snapshot: CampaignSnapshot) -> RenderableType:
     detail = snapshot.detail
-    top = Table.grid(expand=True)
+    top = Table.grid(padding=(0, 1, 0, 0), pad_edge=False, expand=True)
     top.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     top.add_column(justify="right", no_wrap=True)
     where = f"  [dim]{escape(snapshot.recipe or '?')} on {escape(snapshot.site or '?')}[/]"
@@ -152,7 +152,9 @@ def _render_roles(snapshot: CampaignSnapshot) -> RenderableType:
     table.add_column("nodes", ratio=1, no_wrap=True, overflow="ellipsis")
     for role, view in snapshot.roles.items():
         partitions, nodes = _locate_role(snapshot, role)
-        alive = Text(f"{view.alive}/{view.workers}", style=_alive_style(snapshot, view.alive, view.workers))
+        has_ended = snapshot.state in {"done", "failed", "stopped"} and not view.alive
+        number = f"{view.workers}" if has_ended else f"{view.alive}/{view.workers}"
+        alive = Text(number, style=_alive_style(snapshot, view.alive, view.workers))
         load = [loads[role].get(name, "") for name in shown]
         table.add_row(role, alive, *load, Text(", ".join(partitions) or "-"), Text(_format_names(nodes)))
     return table

@@ -126,7 +126,13 @@ def show_snapshot(snapshot: CampaignSnapshot, *, console: Console) -> None:
     """Print one frame; a line that is too long is cut on a terminal only."""
     _replace_unprintable(console)
     height = max(console.height - 1, DEFAULT_HEIGHT - 1)  # a prompt follows
-    console.print(render_screen(snapshot, height=height, long_lines="cut" if console.is_terminal else "wrapped"))
+    if console.is_terminal:
+        console.print(render_screen(snapshot, height=height))
+        return
+    with console.capture() as capture:
+        console.print(render_screen(snapshot, height=height, long_lines="wrapped"))
+    for line in capture.get().splitlines():  # tables are padded with blanks, which a file need not have
+        console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 
 def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> list[str]:
@@ -188,9 +194,10 @@ def _poll_snapshots(collector: SnapshotCollector, *, until_done: bool, interval_
 def _show_live(snapshots: Iterator[CampaignSnapshot], console: Console) -> CampaignSnapshot:
     snapshot = next(snapshots)
     try:
-        with Live(render_screen(snapshot, height=console.height), console=console, auto_refresh=False) as live:
+        height = console.height - 1  # a frame that fills the screen leaves its first line behind
+        with Live(render_screen(snapshot, height=height), console=console, auto_refresh=False) as live:
             for snapshot in snapshots:
-                live.update(render_screen(snapshot, height=console.height), refresh=True)
+                live.update(render_screen(snapshot, height=console.height - 1), refresh=True)
     except KeyboardInterrupt:
         _print_still_running(snapshot, console)
     return snapshot
@@ -259,7 +266,9 @@ def _is_far_from(old: CampaignSnapshot, new: CampaignSnapshot) -> bool:
 
 def _build_campaign_table(lines: Sequence[CampaignLine]) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for heading in ("name", "site", "state", "created"):
+    width = max(len(line.name) for line in lines)
+    table.add_column("name", no_wrap=True, min_width=width)  # it is copied into the next command
+    for heading in ("site", "state", "created"):
         table.add_column(heading, no_wrap=True, overflow="ellipsis")
     for line in lines:
         created = format_date(line.created) if isinstance(line.created, float) else str(line.created or "?")

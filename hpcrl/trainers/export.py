@@ -84,7 +84,8 @@ def _find_checkpoint(campaign: CampaignDir, step: int | None) -> Path:
         saved_steps = ", ".join(str(number) for number in checkpoint.list_saved_steps(campaign.checkpoints)) or "none"
         wanted = "" if step is None else f" of step {step}"
         raise TrainError(
-            f"campaign {campaign.name} has no intact checkpoint{wanted} (steps: {saved_steps}): let it train further"
+            f"campaign {campaign.name} has no intact checkpoint{wanted} (steps: {saved_steps}): give one of these, as "
+            "only train.keep_checkpoints are kept, or let it train further"
         )
     return found
 

@@ -43,6 +43,10 @@ def nothing_left(home: Path) -> bool:
         (("submit", "quickstart", "--site", "local", "-s", "domains.lake.options.map=9x9"), "9x9"),
         (("submit", "quickstart", "--site", "local", "--name", "a/b"), "--name 'a/b'"),
         (("plan", "quickstart", "--site", "lab", "-s", "nonsense"), "expected key=value"),
+        (
+            ("plan", "quickstart"),
+            "--site is missing: give one of lab, ",
+        ),
         (("monitor", "missing"), "no campaign 'missing'"),
         (("resume", "missing"), "no campaign 'missing'"),
         (("stop", "missing"), "no campaign 'missing'"),
@@ -349,3 +353,31 @@ def test_a_plan_elsewhere_says_what_it_did_not_check(home: Path, monkeypatch: py
     monkeypatch.setenv("PATH", "/nowhere")
     planned = hpcrl("plan", "code-repair", "--site", "perlmutter", "-s", "site.account=m1")
     assert "this machine has no Slurm, so it is not a login node of perlmutter" in planned.stderr
+
+
+@pytest.mark.parametrize("root", ["/proc/nope", "/dev/null"])
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_directory_of_campaigns_that_cannot_be_made_is_named(
+    monkeypatch: pytest.MonkeyPatch, root: str, more: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("HPCRL_HOME", root)
+    message = refused("submit", "quickstart", "--site", "local", *more)
+    assert f"campaigns cannot be stored in {root}/campaigns" in message
+    assert "set $HPCRL_HOME" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("Qwen/Qwen3-8B", "`hf download Qwen/Qwen3-8B --local-dir DIR`"),
+        ("model/config.json", "it is a file: give its directory"),
+        ("/no/such/place", "it has no config.json, and does not exist"),
+    ],
+)
+def test_a_path_that_is_no_model_directory_is_refused_with_what_it_is(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert expected in refused("submit", "quickstart", "--site", "local", "-s", f"model.path={path}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign.lifecycle import check_request, load_request
-from hpcrl.config.recipe import fill_warmup_steps
+from hpcrl.config.recipe import fill_warmup_steps, make_recipe
 from hpcrl.config.site import load_site
 from hpcrl.config.toml import MAX_BYTES, RENAMED_KEYS, find_toml, list_known_names, load_table
 from hpcrl.errors import ConfigError
@@ -428,3 +428,31 @@ def test_a_warm_up_from_neither_a_file_of_data_nor_a_campaign_is_refused(home: P
         ConfigError, match=r"warmup\.path = 'rows\.json' is not a data file \(\.jsonl, .* there are none"
     ):
         load_request("sft", site="local", settings=("warmup.path=rows.json",))
+
+
+def test_all_missing_keys_are_named_at_once(tmp_path):
+    path = tmp_path / "gaps.toml"
+    path.write_text('name = "gaps"\n[model.tiny]\n[domains.a]\n[rollout]\nmax_lag = 1\n[train]\nnum_steps = 3\n')
+    with pytest.raises(ConfigError) as caught:
+        make_recipe(load_table("recipes", str(path)))
+    for key in ("domains.a.env (a text)", "rollout.group_size (an integer)", "train.learning_rate (a number)"):
+        assert key in str(caught.value)
+
+
+def test_a_key_that_another_table_has_is_found_there():
+    with pytest.raises(ConfigError, match=r"did you mean 'rollout\.group_size'\?"):
+        make_recipe(load_table("recipes", "quickstart", settings=["group_size=16"]))
+
+
+def test_a_whole_number_may_be_written_with_an_exponent():
+    recipe = make_recipe(load_table("recipes", "quickstart", settings=["model.num_params=8.2e9"]))
+    assert recipe.model.num_params == 8_200_000_000
+    with pytest.raises(ConfigError, match="expected int"):
+        make_recipe(load_table("recipes", "quickstart", settings=["rollout.group_size=8.5"]))
+
+
+def test_a_recipe_beside_the_user_is_offered_by_its_path(tmp_path, monkeypatch):
+    (tmp_path / "guess.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"did you mean '\./guess\.toml'\?"):
+        load_table("recipes", "guess")
