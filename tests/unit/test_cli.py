@@ -349,7 +349,7 @@ def test_what_nodes_may_have_is_a_note(home: Path, tmp_path: Path, monkeypatch: 
     assert "a node may have it" in line
 
 
-def test_a_plan_elsewhere_says_what_it_did_not_check(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_elsewhere_names_what_it_did_not_check(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     planned = hpcrl("plan", "code-repair", "--site", "perlmutter", "-s", "site.account=m1")
     assert "this machine has no Slurm, so it is not a login node of perlmutter" in planned.stderr
@@ -374,7 +374,7 @@ def test_a_directory_of_campaigns_that_cannot_be_made_is_named(
         ("/no/such/place", "it has no config.json, and does not exist"),
     ],
 )
-def test_a_path_that_is_no_model_directory_is_refused_with_what_it_is(
+def test_a_path_without_a_model_directory_is_refused_with_what_it_is(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, expected: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
