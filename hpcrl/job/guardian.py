@@ -4,9 +4,10 @@ child, even if that was killed.
     run_guarded          fork, forward signals, wait, clean up, and only then record the outcome
     DriverPulse          the heartbeat of the driver: one that hangs is ended with all its processes
     send_outcome         send the outcome to the guardian; without a guardian, clean up and record it
+    sweep_nodes          remove what killed steps have left on any node
     cancel_reward_jobs   end the reward jobs of a driver that was killed
     CLOSE_GRACE_S, TERM_CLOSE_GRACE_S, OUTCOME_TIMEOUT_S, FORWARDED_SIGNALS, PULSE_INTERVAL_S, MAX_SILENCE_S,
-    MAX_TURN_S, HANG_CLOSE_S   constants
+    MAX_TURN_S, HANG_CLOSE_S, SWEEP_TIMEOUT_S   constants
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import mmap
 import os
 import signal
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -25,15 +27,18 @@ import msgspec
 from hpcrl.campaign_dir.job_end import EndCause, JobEnd
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
-from hpcrl.errors import SlurmError
+from hpcrl.errors import HpcrlError
 from hpcrl.job.batch_log import note_in_log
+from hpcrl.plan.components import JobComponent
 from hpcrl.plan.records import read_plan, read_site
 from hpcrl.slurm import next_job
+from hpcrl.slurm.allocation import read_own_nodes, scrub_environment
 from hpcrl.slurm.commands import cancel_recorded_jobs
+from hpcrl.slurm.step_script import choose_step_python, read_step_setup
 from hpcrl.system.exit_codes import EXIT_FAILED, encode_exit_code
 from hpcrl.system.files import publish_file
 from hpcrl.system.memory import count_oom_kills
-from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, wait_for_descendants
+from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, end_group, wait_for_descendants
 from hpcrl.system.pulse import STACKS_GRACE_S
 from hpcrl.weights.window.file import unlink_recorded_windows
 from hpcrl.weights.window.shm_cleanup import remove_orphans
@@ -51,7 +56,8 @@ MAX_SILENCE_S = 45.0
 """The driver's process was stopped, or hangs with all its threads."""
 MAX_TURN_S = 400.0
 """The longest turn of the driver's loop: a Slurm that is silent may take this long to refuse a job."""
-HANG_CLOSE_S = 30.0
+SWEEP_TIMEOUT_S = 15.0
+HANG_CLOSE_S = 45.0
 """The time to clean up after a driver that hangs: what made it hang, such as a file system, may stop this too."""
 
 
@@ -114,6 +120,8 @@ def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace) ->
     if isinstance(code, str):
         return _end_hung_driver(driver, code, job=job, outcome_fd=outcome_fd)
     _clean_up(job, grace_s=TERM_CLOSE_GRACE_S if signal.SIGTERM in signals else CLOSE_GRACE_S)
+    if signal.SIGTERM not in signals:
+        _try_cleanup(lambda: sweep_nodes(job))
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
     _record_end(job, _describe_crash(code, f"the driver {how}"), outcome_fd=outcome_fd)
     return encode_exit_code(code)
@@ -208,6 +216,7 @@ def _end_hung_driver(driver: int, reason: str, *, job: JobDir, outcome_fd: int) 
 
     def close() -> None:
         _clean_up(job, grace_s=CLOSE_GRACE_S)
+        _try_cleanup(lambda: sweep_nodes(job))
         timed = msgspec.structs.replace(end, time=time.time())
         _record_end(job, timed, outcome_fd=outcome_fd, has_hung=True)
 
@@ -232,9 +241,28 @@ def _clean_up(job: JobDir, *, grace_s: float) -> None:
     cancel_reward_jobs(job)
 
 
+def sweep_nodes(job: JobDir) -> None:
+    """Remove what steps that were killed have left, by one short step on all nodes; a lost one may hang it."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return
+    plan = read_plan(job.campaign)
+    allocation, environ = read_own_nodes(plan), dict(os.environ)
+    scrub_environment(environ)
+
+    def make_words(component: JobComponent) -> list[str]:
+        setup = read_step_setup(job.campaign, component.partition)
+        return [*setup.srun_flags, *setup.words, choose_step_python(setup), "-m", "hpcrl.job.step", str(job.root)]
+
+    command = allocation.mpi_step_command(plan.components, make_words, mpi="none")
+    sweep = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        sweep.wait(SWEEP_TIMEOUT_S)
+    end_group(sweep, grace_s=0.0)
+
+
 def _try_cleanup(action: Callable[[], object]) -> None:
     """Run a cleanup and print its error; a job left behind ends at its walltime, or when it finds no work."""
     try:
         action()
-    except (SlurmError, OSError) as error:
+    except (HpcrlError, OSError) as error:
         note_in_log(f"hpcrl: {error}")

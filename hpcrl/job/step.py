@@ -4,7 +4,8 @@ The command gets its own temporary directory, and is ended when the file END app
 would kill it without notice, and resources outside its memory (semaphores, sockets) would stay on the node. Processes
 that it leaves running, in any session, are ended too, also where Slurm tracks processes only by group. The semaphores
 of processes that were killed are removed from the node's shared memory, and at the end of the job its windows. If this
-process is killed too, the next step on the node removes them, and its temporary directory.
+process is killed too, the next step on the node removes them, and its temporary directory; the last one is that of the
+guardian, which has a JOB and no command.
 
 SIGTERM is not forwarded: Slurm sends it to every step at the start of a grace time, in which the trainer has a
 checkpoint to save. It becomes a notice in the job's directory, and the driver decides what is still possible. Without
@@ -105,6 +106,15 @@ def main(job: JobDir | None, end: Path, command: list[str]) -> int:
     return encode_exit_code(code)
 
 
+def clean_node(job: JobDir) -> int:
+    """Remove what steps that were killed have left on this node, at the end of the job."""
+    remove_orphans()
+    unlink_recorded_windows(job)
+    return 0
+
+
 if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        sys.exit(clean_node(JobDir(Path(sys.argv[1]))))
     own_job = None if PARTITION_VARIABLE in os.environ else JobDir(Path(sys.argv[1]))
     sys.exit(main(own_job, Path(sys.argv[2]), sys.argv[3:]))

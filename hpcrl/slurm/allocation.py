@@ -1,6 +1,7 @@
 """The allocation of the current job: the nodes of each component, its end time, and the commands that start steps."""
 
 import contextlib
+import math
 import os
 import re
 import time
@@ -109,9 +110,17 @@ def _format_node_flags(nodes: Sequence[str]) -> list[str]:
 
 def read_allocation(plan: Plan) -> JobAllocation:
     """Read the allocation from the environment and Slurm; without a scheduler it is this machine."""
+    allocation = read_own_nodes(plan)
+    if allocation.job_id is None:
+        return replace(allocation, end_time=time.time() + plan.cost.walltime_min * 60)
+    end_time, kill_wait_s = _find_end_time(allocation.job_id, plan), _query_kill_wait()
+    return replace(allocation, end_time=end_time, kill_wait_s=kill_wait_s)
+
+
+def read_own_nodes(plan: Plan) -> JobAllocation:
+    """Read the nodes of this job from the environment alone; its end is left open."""
     if plan.layout == "local":
-        end_time = time.time() + plan.cost.walltime_min * 60
-        return JobAllocation(job_id=None, end_time=end_time, nodes=[[current_node()] for _ in plan.components])
+        return JobAllocation(job_id=None, end_time=math.inf, nodes=[[current_node()] for _ in plan.components])
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
         raise SlurmError("the driver runs inside a Slurm job, and SLURM_JOB_ID is not set: use `hpcrl submit`")
@@ -120,8 +129,7 @@ def read_allocation(plan: Plan) -> JobAllocation:
     for component, names in zip(plan.components, nodes, strict=True):
         if len(names) != component.nodes:
             raise SlurmError(f"component {component.index} has {len(names)} nodes, and the plan has {component.nodes}")
-    end_time, kill_wait_s = _find_end_time(job_id, plan), _query_kill_wait()
-    return JobAllocation(job_id=job_id, end_time=end_time, nodes=nodes, het=het, kill_wait_s=kill_wait_s)
+    return JobAllocation(job_id=job_id, end_time=math.inf, nodes=nodes, het=het)
 
 
 class JobSchedule(NamedTuple):

@@ -103,6 +103,19 @@ def test_the_nodes_of_a_driver_that_hangs_are_freed(lab: Lab, campaigns: Path) -
     assert lab.run("squeue", "-h", "-j", following, "-o", "%A") == "", "there is no checkpoint to continue from"
 
 
+def test_a_node_whose_steps_were_killed_is_swept_after_a_crash_of_the_driver(lab: Lab, campaigns: Path) -> None:
+    run, _ = start(campaigns, "s")
+    (_, driver) = find_batch_processes(run)
+    driver.suspend()  # it must not start the steps again
+    for process in psutil.process_iter(["cmdline"]):
+        if "hpcrl.job.step" in (process.info["cmdline"] or []) and process.environ()["SLURMD_NODENAME"] == "decode1":
+            process.kill()
+    driver.kill()
+    await_end(lab, run)
+    assert outcome(run)["cause"] == "infrastructure"
+    assert lab.list_shared_memory() == {}
+
+
 def test_a_queued_job_is_changed_to_avoid_nodes(lab: Lab, campaigns: Path) -> None:
     run, _ = start(campaigns, "x", "-s", "job.num_jobs=2")
     following = json.loads(run.job(1).submission.read_text())["id"]

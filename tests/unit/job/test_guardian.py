@@ -11,10 +11,14 @@ import pytest
 
 from hpcrl.campaign_dir.job_end import EndCause, JobEnd, read_job_end
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
+from hpcrl.config.site import load_site
 from hpcrl.job import guardian
-from hpcrl.system.files import make_private_dir, read_json
+from hpcrl.plan.plan import make_plan
+from hpcrl.plan.records import read_plan
+from hpcrl.system.files import make_private_dir, publish_file, read_json
 from hpcrl.system.processes import read_start_ticks
 from tests.support.campaigns import until
+from tests.support.plans import make_recipe
 
 PROGRAM = """
 import signal, sys
@@ -87,7 +91,10 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.config.site import load_site
 from hpcrl.job import guardian
+from hpcrl.plan.plan import make_plan
+from hpcrl.plan.records import read_plan
 
 guardian.MAX_SILENCE_S, guardian.MAX_TURN_S, guardian.STACKS_GRACE_S = 2.0, 6.0, 0.5
 place = WorkerPlace(CampaignDir(Path(sys.argv[1])).job(0), "node0")
@@ -164,7 +171,10 @@ import errno, os, sys
 from pathlib import Path
 from hpcrl.campaign_dir.job_end import JobEnd
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.site import load_site
 from hpcrl.job import guardian
+from hpcrl.plan.plan import make_plan
+from hpcrl.plan.records import read_plan
 
 def refuse(path, data):
     raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
@@ -218,3 +228,63 @@ def test_the_next_job_stays_where_slurm_may_know_more_of_the_end(
     guardian._record_end(job, JobEnd(outcome="failed"), outcome_fd=read_end)
     os.close(read_end)
     assert calls[-1:] == [job], "a user has asked for the end"
+
+
+SRUN = """#!/bin/sh
+echo "$@" >> {folder}/calls
+while [ "$1" != "-m" ]; do python=$1; shift; done
+exec "$python" "$@"
+"""
+
+
+@pytest.fixture
+def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fake srun that runs the command of its step here; returns the record of its calls."""
+    program = make_private_dir(tmp_path / "bin") / "srun"
+    program.write_text(SRUN.format(folder=program.parent))
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return program.parent / "calls"
+
+
+def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobDir:
+    """Make a het job that has left a window on this node."""
+    campaign = CampaignDir(tmp_path / "c")
+    job = campaign.job(0)
+    make_private_dir(job.windows)
+    plan = make_plan(make_recipe(), load_site("lab"))
+    publish_file(campaign.plan, plan.to_json())
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for part in plan.components:
+        names = ",".join(f"{part.partition}{number}" for number in range(part.nodes))
+        monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{part.index}", names)
+    window = tmp_path / "window"
+    window.touch(mode=0o600)
+    (job.windows / "window").write_text(str(window))
+    return job
+
+
+def test_the_last_sweep_removes_what_killed_steps_have_left_on_all_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: Path
+) -> None:
+    job = make_job(tmp_path, monkeypatch)
+    guardian.sweep_nodes(job)
+    assert not (tmp_path / "window").exists()
+    (call,) = srun.read_text().splitlines()
+    num = len(read_plan(job.campaign).components)
+    assert call.startswith(f"--het-group={','.join(map(str, range(num)))} --ntasks-per-node=1 ")
+
+
+def test_a_sweep_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: Path) -> None:
+    job = make_job(tmp_path, monkeypatch)
+    (srun.parent / "srun").write_text("#!/bin/sh\nexec sleep 600\n")
+    monkeypatch.setattr(guardian, "SWEEP_TIMEOUT_S", 0.2)
+    guardian.sweep_nodes(job)
+    assert (tmp_path / "window").exists()
+
+
+def test_a_job_without_a_scheduler_has_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: Path) -> None:
+    job = make_job(tmp_path, monkeypatch)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    guardian.sweep_nodes(job)
+    assert not srun.exists()
