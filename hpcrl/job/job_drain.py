@@ -70,11 +70,15 @@ class JobDrain:
         """True once Slurm has named the end after SIGTERM."""
         self.schedule_looks = LookInterval(END_QUERY_TIMEOUT_S)
         self._job, self._margin, self._use, self._emit = job, margin, use, emit
-        self._started_at = time.time()
+        self._started_at, self._started_turn = time.time(), time.monotonic()
         self._limit_looks, self._notice_looks = LookInterval(LIMITS_INTERVAL_S), LookInterval(NOTICE_INTERVAL_S)
         self._limits_before: DrainLimits | None = None
         """The limits before SIGTERM; None until SIGTERM was taken into account."""
         self._is_published = False
+
+    def read_time(self) -> float:
+        """Return the time since the epoch, by the clock as it was at the start: one that jumps ends no job."""
+        return self._started_at + time.monotonic() - self._started_turn
 
     @property
     def is_overdue(self) -> bool:
@@ -121,7 +125,7 @@ class JobDrain:
 
     def choose_grace(self) -> float:
         """Return how long one part of the end may take: all of it must be over when Slurm kills the job."""
-        return min(CLOSE_GRACE_S, max((self.limits.kill_time - time.time()) / 4, MIN_CLOSE_GRACE_S))
+        return min(CLOSE_GRACE_S, max((self.limits.kill_time - self.read_time()) / 4, MIN_CLOSE_GRACE_S))
 
     def _terminate(self, allocation: JobAllocation, before: DrainLimits) -> None:
         """Drain after SIGTERM in the time that Slurm names, which may answer only when it is asked again."""
@@ -132,16 +136,16 @@ class JobDrain:
     def _find_request(self, allocation: JobAllocation) -> DrainRequest | None:
         drain_s = self._margin.find_seconds()
         if self._limit_looks.is_due():
-            limit = self._use.find_drain(now=time.time(), job_start=self._started_at, drain_s=drain_s)
+            limit = self._use.find_drain(now=self.read_time(), job_start=self._started_at, drain_s=drain_s)
             if limit is not None:
                 return limit
         return self.requests.find_drain(
-            now=time.time(), end_time=allocation.end_time, drain_s=drain_s, kill_wait_s=allocation.kill_wait_s
+            now=self.read_time(), end_time=allocation.end_time, drain_s=drain_s, kill_wait_s=allocation.kill_wait_s
         )
 
     def _plan_termination(self, allocation: JobAllocation) -> DrainRequest:
         """Return how to drain after SIGTERM; on a machine without a scheduler no SIGKILL follows."""
-        now, end = time.time(), allocation.end_time
+        now, end = self.read_time(), allocation.end_time
         kill_wait_s, drain_s = allocation.kill_wait_s, self._margin.find_seconds()
         cause: EndCause = "walltime" if now >= end - CLOCK_SKEW_S else "cancellation"
         self.has_schedule = allocation.job_id is None

@@ -1,5 +1,6 @@
 """How a job drains: what SIGTERM and Slurm's answers make of its time, and a file system that refuses the request."""
 
+import dataclasses
 import errno
 import os
 import time
@@ -81,3 +82,14 @@ def test_a_drain_that_the_file_system_refuses_is_asked_for_again(drain, job, mon
     assert not job.drain.exists()
     drain.check_requests(ALLOCATION)
     assert job.drain.read_text() == "a user asked for it"
+
+
+@pytest.mark.parametrize("jump_s", [86_400.0, -86_400.0])
+def test_a_clock_that_jumps_does_not_end_a_job(drain, job, monkeypatch, jump_s):
+    now = time.time()
+    monkeypatch.setattr(job_drain.time, "time", lambda: now + jump_s)
+    assert drain.check_requests(dataclasses.replace(ALLOCATION, end_time=now + 3600)) is None
+    assert not job.drain.exists()
+    request = drain.check_requests(dataclasses.replace(ALLOCATION, end_time=now + 30))
+    assert request is not None
+    assert request.is_at_walltime
