@@ -69,7 +69,7 @@ class StepEnd:
             if not self._has_published:
                 publish_file(self._job.terminated, current_node())
                 self._has_published = True
-            is_answered = self._job.drain.exists()
+            is_answered = self._job.drain.name in self._requests.names()
         self.is_alone = time.monotonic() > self._noticed_at + NOTICE_TIMEOUT_S and not is_answered
         return self.is_alone
 

@@ -10,7 +10,8 @@ find_quorum         the workers of a role without which the job ends
 measure_hours       the time that a job has run
 CampaignUse, find_campaign_use    what the campaign has used and reached, for its limits
 DrainMargin         the time that a job needs to drain, learned from its trainer
-CLOSE_RESERVE_S, MAX_CLOSE_SHARE, MARGIN_FACTOR, NUM_STEPS, READ_INTERVAL_S, BUDGET_PERIOD_S, MAX_RECORDS   constants
+CLOSE_RESERVE_S, MAX_CLOSE_SHARE, MARGIN_FACTOR, NUM_STEPS, READ_INTERVAL_S, REQUEST_PAUSE_S, BUDGET_PERIOD_S,
+MAX_RECORDS   constants
 """
 
 import math
@@ -33,7 +34,7 @@ from hpcrl.job.guardian import CLOSE_GRACE_S
 from hpcrl.monitor.job_state import find_last_beat
 from hpcrl.plan.plan import Plan
 from hpcrl.slurm.end_policy import FailureRecord
-from hpcrl.system.file_watch import PATIENCE_S, is_passing
+from hpcrl.system.file_watch import PATIENCE_S, NameWatch, is_passing
 from hpcrl.system.processes import MAX_RESTARTS
 
 CLOSE_RESERVE_S = 12.0
@@ -45,6 +46,8 @@ MARGIN_FACTOR = 1.3
 NUM_STEPS = 20
 """The number of the last steps that count."""
 READ_INTERVAL_S = 5.0
+REQUEST_PAUSE_S = 0.5
+"""The longest time between two looks for requests to end a job."""
 BUDGET_PERIOD_S = 3600.0
 """Failures that are older do not count: what leaks and ends once in hours works."""
 MAX_RECORDS = 10_000
@@ -77,6 +80,11 @@ class EndRequests:
     is_terminated: bool = False
     is_near_end: bool = False
 
+    def __post_init__(self) -> None:
+        # By listing: the client of a network file system remembers for long that a file is not there.
+        self._stops = NameWatch(self.stop.parent, longest_s=REQUEST_PAUSE_S)
+        self._notices = NameWatch(self.terminated.parent, longest_s=REQUEST_PAUSE_S)
+
     def listen(self) -> None:
         """Take the signals of this process as requests."""
         signal.signal(signal.SIGTERM, self._on_term)
@@ -85,11 +93,11 @@ class EndRequests:
 
     def has_termination(self) -> bool:
         """Return whether this process or a step received SIGTERM."""
-        return self.is_terminated or _is_there(self.terminated)
+        return self.is_terminated or _is_there(self.terminated, self._notices)
 
     def find_drain(self, *, now: float, end_time: float, drain_s: float, kill_wait_s: float) -> DrainRequest | None:
         """Return the request of a user or of the clock to drain; both times are seconds since the epoch."""
-        if _is_there(self.stop):
+        if _is_there(self.stop, self._stops):
             return DrainRequest(reason="a user asked for it (hpcrl stop)", grace_s=drain_s, cause="user-request")
         if self.is_near_end or now > end_time - drain_s:
             grace_s = max(end_time - now - CLOSE_GRACE_S, 1.0)
@@ -107,10 +115,10 @@ class EndRequests:
         self.is_near_end = True
 
 
-def _is_there(path: Path) -> bool:
+def _is_there(path: Path, names: NameWatch) -> bool:
     """Return whether a file is there; an error of the file system ends no job, and the next look comes soon."""
     try:
-        return path.exists()
+        return path.name in names.names()
     except OSError:
         return False
 
