@@ -192,8 +192,9 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     """Licences that every job needs, such as `scratch:1`."""
     environment: dict[EnvironmentName, str] = {}
     """Variables of every process of the jobs; $NAME in a value is expanded on the node."""
-    exports: list[str] = []
-    """Variables of the shell that jobs get besides the usual ones; a name may end with `*`."""
+    exports: list[str] | None = None
+    """The variables of the shell that jobs get besides those of the system, modules and libraries; a name may end with
+    `*`. None: all of them, also keys and tokens."""
     temporary_dir: str | None = None
     """The directory of temporary files of each step (TMPDIR), made if it is missing; $NAME is expanded on the node."""
     cache_dir: str | None = None

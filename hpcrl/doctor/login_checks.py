@@ -359,7 +359,7 @@ def check_image(site: Site) -> Iterator[CheckResult]:
         if path.exists():
             yield pass_check("image", str(path))
         else:
-            yield fail_check("image", f"{path} does not exist", "build it (`hpcrl image`), or correct `image`")
+            yield fail_check("image", f"{path} does not exist", "build it, or correct `image`")
 
 
 def check_temporary_dirs(site: Site) -> Iterator[CheckResult]:

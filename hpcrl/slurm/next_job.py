@@ -39,7 +39,7 @@ from hpcrl.slurm import commands
 from hpcrl.slurm.end_policy import UNCOUNTED_CAUSES, SavedProgress, decide_campaign_end, name_slurm_cause
 from hpcrl.slurm.script import list_excluded_nodes, make_job_script, make_mark
 from hpcrl.slurm.status import UNKNOWN, query_job_states
-from hpcrl.slurm.submit import SubmittedJob, make_site_environment, record_submission
+from hpcrl.slurm.submit import SubmittedJob, make_job_environment, record_submission
 from hpcrl.system.files import make_private_dir, publish_file, read_json, remove_path
 
 UNCERTAIN_CAUSES: frozenset[EndCause] = frozenset({"unknown", "cancellation", "infrastructure"})
@@ -93,7 +93,7 @@ def claim_job_dir(job: JobDir) -> bool:
 
 def queue_chain(job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> list[str]:
     """Queue all jobs that may follow `job`, each after the one before, and return their ids."""
-    env, ids = os.environ | make_site_environment(site), [slurm_id]
+    env, ids = make_job_environment(site), [slurm_id]
     while (id := queue_next_job(job, plan=plan, site=site, slurm_id=ids[-1], env=env)) is not None:
         ids.append(id)
         job = job.next_job

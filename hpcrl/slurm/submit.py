@@ -8,6 +8,8 @@ interrupt_job          ask a running job to end now and clean up
 cancel_job             end a job
 has_slurm, require_slurm  check that Slurm's commands are installed
 make_site_environment  variables that Slurm's commands need to reach a site
+make_job_environment   the environment of a submission
+select_exports, USUAL_EXPORTS  the variables of the shell that jobs get
 expand_path            expand `~` and variables in a path of a site file
 REQUIRED_COMMANDS      commands that a Slurm site must have
 """
@@ -19,6 +21,8 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
@@ -40,6 +44,16 @@ from hpcrl.system.files import publish_file
 from hpcrl.system.processes import is_alive, read_start_ticks
 
 REQUIRED_COMMANDS = ("sbatch", "srun", "squeue", "scancel")
+USUAL_EXPORTS = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LC_*", "TMPDIR", "SLURM_CONF", "HPCRL_*"),
+    *("SCRATCH", "PSCRATCH", "WORK", "PROJECT", "MEMBERWORK", "CFS", "XDG_*", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_*"),
+    *("LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "BASH_ENV", "BASH_FUNC_*", "MODULE*", "LOADEDMODULES", "_LMFILES_*"),
+    *("LMOD_*", "__LMOD_*", "_ModuleTable*", "CRAY*", "PE_*", "ROCM_*", "HIP_*", "HSA_*", "CUDA_*", "NCCL_*", "RCCL_*"),
+    *("UCX_*", "FI_*", "OMPI_*", "MPICH_*", "PMI*", "I_MPI_*", "OMP_*", "MKL_*", "TORCH_*", "PYTORCH_*", "TRITON_*"),
+    *("VLLM_*", "HDF5_*", "HF_HOME", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_DATASETS_*", "TRANSFORMERS_*"),
+    *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_*"),
+)
+"""The variables that jobs get from the shell where the site names `exports`: none of them is meant for a secret."""
 
 
 class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +107,9 @@ def require_slurm(site: Site) -> None:
 
 def submit_job(script: str, *, job: JobDir, site: Site) -> SubmittedJob:
     """Start a job of a campaign and record its id at once."""
-    submitted = _submit_local(script, job=job) if site.scheduler == "local" else _submit_slurm(script, job, site)
+    submitted = (
+        _submit_local(script, job=job, site=site) if site.scheduler == "local" else _submit_slurm(script, job, site)
+    )
     record_submission(submitted, job=job)
     return submitted
 
@@ -105,7 +121,7 @@ def record_submission(submitted: SubmittedJob, *, job: JobDir) -> None:
 
 def check_script(script: Path, *, site: Site) -> str:
     """Return Slurm's judgement of the script, without queueing it."""
-    done = run_slurm(["sbatch", "--test-only", str(script)], env=_slurm_environment(site))
+    done = run_slurm(["sbatch", "--test-only", str(script)], env=make_job_environment(site))
     check_answer("sbatch", done.returncode, done.stderr or done.stdout)
     return (done.stdout + done.stderr).strip()
 
@@ -113,7 +129,7 @@ def check_script(script: Path, *, site: Site) -> str:
 def interrupt_job(submitted: SubmittedJob, *, site: Site) -> None:
     """Ask a running job to end now and clean up; a job that scancel kills cannot clean up."""
     if submitted.scheduler == "slurm":
-        ask_slurm(["scancel", "--batch", "--signal=INT", submitted.id], env=_slurm_environment(site))
+        ask_slurm(["scancel", "--batch", "--signal=INT", submitted.id], env=make_job_environment(site))
     else:
         _send_signal(submitted, signal.SIGINT)
 
@@ -121,7 +137,7 @@ def interrupt_job(submitted: SubmittedJob, *, site: Site) -> None:
 def cancel_job(submitted: SubmittedJob, *, site: Site) -> None:
     """End a job; it is not an error if the job has already ended."""
     if submitted.scheduler == "slurm":
-        ask_slurm(["scancel", submitted.id], env=_slurm_environment(site))
+        ask_slurm(["scancel", submitted.id], env=make_job_environment(site))
     else:
         _send_signal(submitted, signal.SIGTERM)
 
@@ -132,12 +148,17 @@ def _send_signal(submitted: SubmittedJob, sig: signal.Signals) -> None:
         os.kill(submitted.pid, sig)
 
 
-def _submit_local(script: str, *, job: JobDir) -> SubmittedJob:
+def _submit_local(script: str, *, job: JobDir, site: Site) -> SubmittedJob:
     """Run the script with bash in a separate session; `exec` makes its pid the driver's."""
     publish_file(job.script, script, mode=0o700)
     with job.log("batch").open("ab") as log:
         process = subprocess.Popen(
-            ["bash", str(job.script)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            ["bash", str(job.script)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=select_exports(os.environ, site.exports),
         )
     pid = process.pid
     ticks = read_start_ticks(pid)
@@ -156,10 +177,10 @@ def _submit_slurm(script: str, job: JobDir, site: Site) -> SubmittedJob:
             return command
 
         def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-            return limited_command(["sbatch", str(submission_file_path)], env=_slurm_environment(site))
+            return limited_command(["sbatch", str(submission_file_path)], env=make_job_environment(site))
 
     executor = HetExecutor(folder=job.root)
-    mark, env = make_mark(job), _slurm_environment(site)
+    mark, env = make_mark(job), make_job_environment(site)
     if job.number and (known := find_marked_job(mark, env=env)) is not None:  # of an earlier try
         return SubmittedJob(id=known, scheduler="slurm", time=time.time())
     try:
@@ -176,5 +197,14 @@ def _submit_slurm(script: str, job: JobDir, site: Site) -> SubmittedJob:
     return SubmittedJob(id=submitted.job_id, scheduler="slurm", time=time.time())
 
 
-def _slurm_environment(site: Site) -> dict[str, str]:
-    return {**os.environ, **make_site_environment(site)}
+def make_job_environment(site: Site) -> dict[str, str]:
+    """Return the environment of a submission, which is that of its jobs."""
+    return {**select_exports(os.environ, site.exports), **make_site_environment(site)}
+
+
+def select_exports(environ: Mapping[str, str], allowed: Sequence[str] | None) -> dict[str, str]:
+    """Return the variables that jobs may have: all, or those of the system, modules and libraries, and `allowed`."""
+    if allowed is None:
+        return dict(environ)
+    patterns = (*USUAL_EXPORTS, *allowed)
+    return {name: value for name, value in environ.items() if any(fnmatchcase(name, one) for one in patterns)}

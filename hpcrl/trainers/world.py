@@ -12,6 +12,7 @@ of a node that runs on other ranks than the policy.
 
 import datetime
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -134,10 +135,20 @@ def _select_device(local_rank: int) -> torch.device:
 
 
 def _open_store(meeting_file: Path, size: int, environ: Mapping[str, str]) -> TCPStore:
-    """Open rank 0's store, on a port that the system chooses."""
+    """Open rank 0's store, on a port that the system chooses, at one address: by itself it listens on all of them."""
     host = environ.get("MASTER_ADDR", "127.0.0.1")
-    store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=_to_timedelta(JOIN_TIMEOUT_S))
-    publish_file(meeting_file, msgspec.json.encode(StoreAddress(host=host, port=store.port)))
+    listener = socket.create_server((host, 0), backlog=size)
+    port = int(listener.getsockname()[1])
+    store = TCPStore(
+        host,
+        port,
+        size,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_to_timedelta(JOIN_TIMEOUT_S),
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
+    publish_file(meeting_file, msgspec.json.encode(StoreAddress(host=host, port=port)))
     return store
 
 

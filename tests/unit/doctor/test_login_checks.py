@@ -141,7 +141,7 @@ def test_a_missing_image_and_a_missing_program_are_faults(tmp_path: Path, monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     found = find_faults(checks.check_image(image_site(container="apptainer", image=f"{tmp_path}/x.sif")))
     assert "warning container: apptainer is not on PATH here" in found
-    assert "x.sif does not exist -> build it (`hpcrl image`)" in found
+    assert "x.sif does not exist -> build it, or correct `image`" in found
 
 
 def test_a_long_directory_of_temporary_files_is_a_fault() -> None:
