@@ -62,7 +62,7 @@ def _require_record(lab: LabDir) -> LabRecord:
 def _find_daemon(record: LabRecord, name: str) -> LabDaemon:
     found = [daemon for daemon in record.daemons if daemon.name == name]
     if not found:
-        names = [one.name.removeprefix("slurmd-") for one in record.daemons if one.name.startswith("slurmd-")]
+        names = sorted(one.name.removeprefix("slurmd-") for one in record.daemons if one.name.startswith("slurmd-"))
         raise LabError(f"the lab has no node {name.removeprefix('slurmd-')!r}: it has {CONTROLLER}, {', '.join(names)}")
     return found[0]
 
