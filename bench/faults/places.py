@@ -169,6 +169,7 @@ class LabPlace(LocalPlace):
                 self._run("scancel", victim)
             case _:
                 self._run("sbatch", "-p", "h100", "-N4", "--exclusive", "--mem=0", "-o/dev/null", "--wrap=true")
+                time.sleep(self.pause_s)  # the job that must give way learns of it only now
 
     def _list_jobs(self, states: str) -> list[str]:
         return sorted(set(self._run("squeue", "-h", "-t", states, "-o", "%A").split()))

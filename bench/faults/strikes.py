@@ -16,6 +16,7 @@ import psutil
 from bench.faults.places import CampaignPlace
 
 _MAX_PAUSE_S = 8.0
+_PROCESSES_TIMEOUT_S = 60.0
 _SIGNALS, _SIGNAL_WEIGHTS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM), (5, 3, 2)
 _DISK_SHARE, _OUTAGE_SHARE = 0.2, 0.3
 _DISK_ERRORS = {
@@ -76,7 +77,7 @@ def _fail_disk(place: CampaignPlace, rng: random.Random, *, job: int) -> ChaosFa
     assert place.disk is not None
     name = rng.choice(sorted(_DISK_ERRORS))
     error, kinds = _DISK_ERRORS[name]
-    processes = place.find_processes()
+    processes = _await_processes(place)
     program = rng.choice(sorted(processes))
     pid = rng.choice(processes[program]).pid if rng.random() < 0.5 else None
     fault = ChaosFault(kind=f"disk {name}", victim=program if pid else "all", job=job, at=time.time())
@@ -89,7 +90,7 @@ def _fail_disk(place: CampaignPlace, rng: random.Random, *, job: int) -> ChaosFa
 
 def _send_signal(place: CampaignPlace, rng: random.Random, *, job: int) -> ChaosFault:
     """Choose a program, one of its processes, and a signal."""
-    processes = place.find_processes()
+    processes = _await_processes(place)
     program = rng.choice(sorted(processes))
     kind = rng.choices(_SIGNALS, _SIGNAL_WEIGHTS)[0]
     fault = ChaosFault(kind=kind.name, victim=program, job=job, at=time.time())
@@ -101,3 +102,12 @@ def _send_signal(place: CampaignPlace, rng: random.Random, *, job: int) -> Chaos
             time.sleep(fault.pause_s)
             victim.send_signal(signal.SIGCONT)
     return fault
+
+
+def _await_processes(place: CampaignPlace) -> dict[str, list[psutil.Process]]:
+    """Return the processes of the campaign once there are some: a job may have ended by itself just now."""
+    deadline = time.monotonic() + _PROCESSES_TIMEOUT_S
+    while not (processes := place.find_processes()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert processes, "the campaign has no process: it ended by itself"
+    return processes
