@@ -7,5 +7,6 @@ notes       lines for a person, one for each cause
 advisories  what is wrong with it, ranked
 snapshot    a campaign at one moment
 screen      one screen
+keys        the keys of its terminal
 view        `hpcrl monitor`, `ls` and `--watch`
 """

@@ -1,11 +1,12 @@
 """Render one screen of a campaign, from 80x24 up.
 
-render_screen                       the screen of a snapshot
+render_screen, render_page          the screen of a snapshot, and the page that a key has chosen
 finite_values, format_step_count, format_clock_time, format_date, format_shares    parts that plain lines share
 shorten_middle                      a text that fits a line, with its end
 find_low_shares, find_failing       the domains that need a look
 LongLines                           what becomes of lines that are wider than the screen
-DEFAULT_HEIGHT, NOTE_WIDTH, STATE_STYLES, SEVERITY_STYLES, MAX_SHOWN_ADVISORIES, LOAD_COLUMNS    height, colours, limits
+DEFAULT_HEIGHT, NOTE_WIDTH, STATE_STYLES, SEVERITY_STYLES    sizes and colours
+MAX_SHOWN_ADVISORIES, LOAD_COLUMNS, HELP_LINES    a limit, columns and a text
 """
 
 import datetime
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from hpcrl.hardware.loop_model import BUSY_LOOP_SHARE
 from hpcrl.monitor.advisories import Advisory
+from hpcrl.monitor.keys import ScreenPage
 from hpcrl.monitor.snapshot import CampaignSnapshot, JobView, RoleView, find_bottleneck
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, measure_failures, measure_outcomes
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
@@ -42,6 +44,13 @@ STATE_STYLES = {
 
 SEVERITY_STYLES = {"critical": "bold red", "warning": "yellow", "notice": "dim"}
 MAX_SHOWN_ADVISORIES = 3
+HELP_LINES = (
+    "a   what is wrong, with figures, causes and remedies",
+    "e   recent events in full",
+    "o   the overview; so does the key of a page that is shown",
+    "q   stop watching; the campaign continues",
+    "hpcrl logs NAME [ROLE], hpcrl traj show NAME and hpcrl report NAME show more",
+)
 LOAD_COLUMNS = ("busy", "queue", "tokens/s", "kv", "version")
 
 
@@ -65,6 +74,35 @@ def render_screen(
     num_note_lines = max(height - num_used_lines - min(len(problem_lines), 2) - 1, 2)
     notes = _render_notes(snapshot, max_lines=num_note_lines, long_lines=long_lines)
     return Group(*_insert_blank_lines([*parts, notes]), *problem_lines[:2])
+
+
+def render_page(snapshot: CampaignSnapshot, *, page: ScreenPage, height: int, hint: str = "") -> RenderableType:
+    """Render the page that a key has chosen; the last line names the keys, if there are any."""
+    left = height - bool(hint)
+    body: RenderableType
+    match page:
+        case "overview":
+            body = render_screen(snapshot, height=left)
+        case "advisories":
+            texts = [_explain_advisory(advisory) for advisory in snapshot.advisories]
+            body = Group(_render_header(snapshot), "", *(texts or [Text("no rule found anything wrong")]))
+        case "events":
+            num_lines = max(left - 2 - _count_header_lines(snapshot), 1)
+            body = Group(
+                _render_header(snapshot), "", _render_notes(snapshot, max_lines=num_lines, long_lines="wrapped")
+            )
+        case "help":
+            body = Group(_render_header(snapshot), "", *map(Text, HELP_LINES))
+    footer = Text(hint, style="dim", no_wrap=True, overflow="ellipsis")
+    return Group(body, footer) if hint else body
+
+
+def _explain_advisory(advisory: Advisory) -> Text:
+    text = Text(f"{advisory.severity}: {advisory.text}\n", style=SEVERITY_STYLES[advisory.severity])
+    figures = f"{advisory.figure:.3g}, threshold {advisory.threshold:.3g} ({advisory.unit})"
+    for label, value in (("figure", figures), ("cause", advisory.cause), ("to do", advisory.remedy)):
+        text.append(f"  {label:<8}{value}\n", style="not bold default")
+    return text
 
 
 def _render_advisory(advisory: Advisory, *, long_lines: LongLines) -> Text:

@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from rich.console import Console, RenderableType
@@ -34,6 +34,7 @@ from hpcrl.monitor.job_state import (
     read_json_as,
     select_slurm_ids,
 )
+from hpcrl.monitor.keys import KEY_HINT, KeyReader, open_keys
 from hpcrl.monitor.screen import (
     DEFAULT_HEIGHT,
     STATE_STYLES,
@@ -43,6 +44,7 @@ from hpcrl.monitor.screen import (
     format_clock_time,
     format_date,
     format_step_count,
+    render_page,
     render_screen,
 )
 from hpcrl.monitor.snapshot import CampaignSnapshot, CampaignSummary
@@ -115,11 +117,11 @@ LINES_PER_START = 8
 def watch_campaign(
     collector: SnapshotCollector, *, console: Console, until_done: bool, interval_s: float = 1.0
 ) -> CampaignSnapshot:
-    """Show a campaign until it ends (or forever); Ctrl-C stops watching, not the campaign."""
-    snapshots = _poll_snapshots(collector, until_done=until_done, interval_s=interval_s)
+    """Show a campaign until it ends (or forever); q or Ctrl-C stop watching, not the campaign."""
     _replace_unprintable(console)
-    show = _show_live if console.is_terminal else _show_lines
-    return show(snapshots, console)
+    with open_keys(is_wanted=console.is_terminal) as keys:
+        snapshots = _poll_snapshots(collector, until_done=until_done, interval_s=interval_s, wait=keys.wait)
+        return _show_live(snapshots, console, keys) if console.is_terminal else _show_lines(snapshots, console)
 
 
 def show_snapshot(snapshot: CampaignSnapshot, *, console: Console) -> None:
@@ -182,22 +184,26 @@ def _replace_unprintable(console: Console) -> None:
         console.file.reconfigure(errors="replace")
 
 
-def _poll_snapshots(collector: SnapshotCollector, *, until_done: bool, interval_s: float) -> Iterator[CampaignSnapshot]:
+def _poll_snapshots(
+    collector: SnapshotCollector, *, until_done: bool, interval_s: float, wait: Callable[[float], None]
+) -> Iterator[CampaignSnapshot]:
     while True:
         snapshot = collector.poll()
         yield snapshot
         if until_done and snapshot.state in FINAL_STATES:
             return
-        time.sleep(interval_s)
+        wait(interval_s)
 
 
-def _show_live(snapshots: Iterator[CampaignSnapshot], console: Console) -> CampaignSnapshot:
+def _show_live(snapshots: Iterator[CampaignSnapshot], console: Console, keys: KeyReader) -> CampaignSnapshot:
+    hint = KEY_HINT if keys.has_keys else ""
     snapshot = next(snapshots)
     try:
         height = console.height - 1  # a frame that fills the screen leaves its first line behind
         with Live(render_screen(snapshot, height=height), console=console, auto_refresh=False) as live:
             for snapshot in snapshots:
-                live.update(render_screen(snapshot, height=console.height - 1), refresh=True)
+                page = render_page(snapshot, page=keys.page, height=console.height - 1, hint=hint)
+                live.update(page, refresh=True)
     except KeyboardInterrupt:
         _print_still_running(snapshot, console)
     return snapshot

@@ -1,0 +1,68 @@
+"""Read single keys of a terminal while a campaign is watched; without a terminal there are none.
+
+open_keys    opens those of this process's terminal
+KeyReader    waits for a key, and keeps the page that is shown
+ScreenPage   the pages
+PAGE_KEYS    the key of each page
+KEY_HINT     a line that names them
+"""
+
+import contextlib
+import os
+import select
+import sys
+import time
+from collections.abc import Iterator
+from typing import Literal
+
+ScreenPage = Literal["overview", "advisories", "events", "help"]
+PAGE_KEYS: dict[str, ScreenPage] = {"o": "overview", "a": "advisories", "e": "events", "h": "help", "?": "help"}
+KEY_HINT = "a advisories   e events   o overview   h help   q quit"
+_QUIT_KEYS = ("q", "Q")
+
+
+class KeyReader:
+    """The keys of one terminal."""
+
+    def __init__(self, *, fd: int | None = None) -> None:
+        """Read keys from a terminal; without one, only wait."""
+        self.page: ScreenPage = "overview"
+        self._fd = fd
+
+    @property
+    def has_keys(self) -> bool:
+        return self._fd is not None
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the time is over or a key changes the page; the key that quits is as Ctrl-C."""
+        if self._fd is None:
+            time.sleep(seconds)
+            return
+        ready, _, _ = select.select([self._fd], [], [], seconds)
+        for key in os.read(self._fd, 64).decode(errors="replace") if ready else "":
+            if key in _QUIT_KEYS:
+                raise KeyboardInterrupt
+            page = PAGE_KEYS.get(key.lower())
+            if page is not None:
+                self.page = "overview" if page == self.page else page
+
+
+@contextlib.contextmanager
+def open_keys(*, is_wanted: bool) -> Iterator[KeyReader]:
+    """Make the terminal send keys at once and show none; restore it at the end, whatever happens."""
+    try:
+        fd = sys.stdin.fileno() if is_wanted and sys.stdin.isatty() else None
+    except (OSError, ValueError, AttributeError):  # closed, or replaced by something without a descriptor
+        fd = None
+    if fd is None or os.getpgrp() != os.tcgetpgrp(fd):  # a background process must not touch its terminal
+        yield KeyReader()
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(fd)
+    try:
+        tty.setcbreak(fd)
+        yield KeyReader(fd=fd)
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

@@ -1,0 +1,45 @@
+"""Keys while a campaign is watched, on a real pseudo-terminal."""
+
+import os
+import pty
+import termios
+from collections.abc import Iterator
+
+import pytest
+
+from hpcrl.monitor.keys import KeyReader
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    user, process = pty.openpty()
+    settings = termios.tcgetattr(process)
+    settings[3] &= ~(termios.ICANON | termios.ECHO)
+    termios.tcsetattr(process, termios.TCSANOW, settings)
+    yield user, process
+    os.close(user)
+    os.close(process)
+
+
+def test_a_key_chooses_a_page_and_the_same_key_leaves_it(terminal: tuple[int, int]) -> None:
+    user, process = terminal
+    keys = KeyReader(fd=process)
+    pages = []
+    for key in (b"a", b"a", b"E", b"?", b"x", b"o"):
+        os.write(user, key)
+        keys.wait(5.0)
+        pages.append(keys.page)
+    assert pages == ["advisories", "overview", "events", "help", "help", "overview"]
+
+
+def test_the_key_that_quits_is_as_an_interrupt(terminal: tuple[int, int]) -> None:
+    user, process = terminal
+    os.write(user, b"q")
+    with pytest.raises(KeyboardInterrupt):
+        KeyReader(fd=process).wait(5.0)
+
+
+def test_without_a_terminal_there_are_no_keys() -> None:
+    keys = KeyReader()
+    keys.wait(0.0)
+    assert not keys.has_keys
