@@ -14,7 +14,7 @@ INSTALL_uv = $(UV) pip install --quiet --python $(BIN)/python
 INSTALL_pip = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALL = $(INSTALL_$(INSTALLER))
 
-.PHONY: install vllm demo test test-envs test-agents test-fast compile check names bench gpu-check clean
+.PHONY: docs dist sbom install vllm demo test test-envs test-agents test-fast compile check names bench gpu-check clean
 
 install: $(VENV)/.local
 
@@ -75,8 +75,20 @@ gpu-check: export PYTHONPATH = $(CURDIR)
 gpu-check:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m bench.gpu --device $(DEVICE) --json $(JSON)
 
+# The site in site/, which needs neither network nor server.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "the site is in site/index.html"
+
+# A wheel and an sdist in dist/, and what they are installed with.
+dist: $(VENV)/.docs
+	$(BIN)/python -c 'import hatchling.build as build; print(build.build_wheel("dist"), build.build_sdist("dist"))'
+
+sbom: $(VENV)/.local
+	$(BIN)/python .ci/sbom.py
+
 clean:
-	rm -rf $(VENV) .venv-envs .venv-verifiers .venv-agents .venv-trl build dist *.egg-info
+	rm -rf site $(VENV) .venv-envs .venv-verifiers .venv-agents .venv-trl build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hpcrl needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -124,6 +136,10 @@ $(VENV)/.vllm: $(VENV)/.local
 	@$(UV) pip install --quiet --python .venv-agents/bin/python -r tests/agents/requirements.txt
 	cp tests/agents/package.json .venv-agents/
 	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .venv-agents; fi
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.local
+	@$(INSTALL) --editable '.[local,docs]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev

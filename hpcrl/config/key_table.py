@@ -120,7 +120,7 @@ def _format_default(field: msgspec.structs.FieldInfo) -> str | None:
         value = field.default
     if isinstance(value, msgspec.Struct):
         return "its own defaults"
-    if value is None:
+    if value is None or value is msgspec.UNSET:
         return "none"
     text = "true" if value is True else "false" if value is False else msgspec.json.encode(value).decode()
     return text if len(text) <= MAX_DEFAULT_CHARS else f"{text[:MAX_DEFAULT_CHARS]}..."

@@ -410,6 +410,7 @@ ACROSS_MODULES = {
     "spool/test_state_machine.py",
     "test_docs.py",
     "test_leftovers.py",
+    "test_release.py",
     "test_source.py",
     "trainers/test_algorithms.py",
     "trainers/test_distillation.py",

@@ -1,0 +1,84 @@
+"""What is released: wheel and sdist hold everything that hpcrl ships, and the documentation site has every page."""
+
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+hatchling = pytest.importorskip("hatchling.build")
+SHIPPED = ("recipes", "sites", "jobs")
+
+
+def list_source(folder: str) -> set[str]:
+    return {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("dist")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        hatchling.build_wheel(str(directory))
+        hatchling.build_sdist(str(directory))
+    return directory
+
+
+def test_the_wheel_has_every_module_and_all_that_is_found_by_name(built: Path) -> None:
+    (wheel,) = built.glob("hpcrl-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in list_source("hpcrl") if name.endswith(".py")} <= names
+    for folder in SHIPPED:
+        assert {f"hpcrl/_shipped/{name}" for name in list_source(folder)} <= names
+
+
+def test_the_wheel_has_its_licence_and_its_command(built: Path) -> None:
+    (wheel,) = built.glob("hpcrl-*.whl")
+    archive = zipfile.ZipFile(wheel)
+    names = archive.namelist()
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+    (entry_points,) = (name for name in names if name.endswith("/entry_points.txt"))
+    assert "hpcrl = hpcrl.cli:main" in archive.read(entry_points).decode()
+
+
+def test_the_sdist_has_what_a_wheel_is_built_from(built: Path) -> None:
+    (sdist,) = built.glob("hpcrl-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "CITATION.cff"} <= names
+    for folder in ("hpcrl", *SHIPPED):
+        assert list_source(folder) - names == set()
+
+
+def test_the_site_has_every_page_and_no_broken_link(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = {page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md") if page.name != "README.md"}
+    assert all((tmp_path / page).with_suffix(".html").is_file() for page in pages)
+    assert "rollout.group_size" in (tmp_path / "reference" / "recipe.html").read_text()
+    assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)"', (tmp_path / "index.html").read_text())
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if page not in text] == []
+
+
+def test_the_bill_of_materials_names_what_is_installed() -> None:
+    done = subprocess.run([sys.executable, ".ci/sbom.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    document = json.loads(done.stdout)
+    assert document["bomFormat"] == "CycloneDX"
+    assert {"msgspec", "rich", "submitit", "torch"} <= {one["name"] for one in document["components"]}
