@@ -378,15 +378,20 @@ class JobRuntime:
         setup = self._find_setup(component.partition)
         threads_per_core = self._site.partitions[component.partition].threads_per_core
         cpus, gpus = role.cpus_per_worker * role.workers_per_node, role.gpus_per_worker * role.workers_per_node
+        mem_gib, is_alone = role.step_mem_gib, component.roles == [role.role]
         if self._plan.layout == "colocated":  # steps that overlap would get the same first cores and GPUs each
-            cpus, gpus = component.cpus_per_node, component.gpus_per_node if gpus else 0
+            gpus = component.gpus_per_node if gpus else 0
+        if is_alone:
+            mem_gib = component.mem_gib_per_node
+        if is_alone or self._plan.layout == "colocated":
+            cpus = component.cpus_per_node
         return {
             node: [
                 *self._allocation.step_prefix(
                     component,
                     node,
                     cpus=cpus * threads_per_core,
-                    mem_gib=role.step_mem_gib,
+                    mem_gib=mem_gib,
                     gpus=gpus,
                 ),
                 *(setup.srun_flags if self._allocation.job_id is not None else []),

@@ -101,12 +101,16 @@ def _per_node(placed: Sequence[tuple[RoleName, PartitionChoice]], recipe: Recipe
 
 
 def _add_gpu_shares(needs: PerNode, partition: SitePartition) -> PerNode:
-    """Return what is requested, with at least the cores and the memory that the site gives with each GPU."""
-    return PerNode(
-        max(needs.cpus, needs.gpus * (partition.cores_per_gpu or 0)),
-        max(needs.mem_gib, ceil(needs.gpus * (partition.mem_gib_per_gpu or 0))),
-        needs.gpus,
-    )
+    """Return what is requested, with at least the cores and the memory that belong to each GPU.
+
+    They are the site's numbers, else the GPU's share of the node, which other jobs have little use for.
+    """
+    if not needs.gpus:
+        return needs
+    cores = partition.cores_per_gpu or partition.cores_per_node / partition.gpus_per_node
+    given_gib = ceil(needs.gpus * (partition.mem_gib_per_gpu or 0))
+    mem_gib = given_gib or int(needs.gpus * partition.mem_gib_per_node / partition.gpus_per_node)
+    return PerNode(max(needs.cpus, int(needs.gpus * cores)), max(needs.mem_gib, mem_gib), needs.gpus)
 
 
 def _build_component(

@@ -83,11 +83,11 @@ def choose_pools(recipe: Recipe, site: Site, *, is_one_partition: bool) -> tuple
 
 def _explain_one_pool(recipe: Recipe, site: Site, *, is_one_partition: bool) -> str | None:
     """Return why separate prefill workers are not worth it; None if they are."""
-    if is_one_partition:
-        return "one partition has one kind of GPU"
     nodes = sum(p.max_nodes for p in site.partitions.values() if p.gpu and not p.preemptible)
     if not nodes:
         return f"site {site.name} has no GPUs"
+    if is_one_partition or site.scheduler == "local":
+        return "one partition has one kind of GPU"
     if nodes < MIN_SPLIT_NODES:
         return f"site {site.name} has {nodes} GPU nodes, and roles on separate nodes need {MIN_SPLIT_NODES}"
     try:

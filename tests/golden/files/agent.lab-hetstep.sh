@@ -9,7 +9,7 @@
 #SBATCH --open-mode=append
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=5
+#SBATCH --cpus-per-task=8
 #SBATCH --partition=prefill
 #SBATCH --mem=16G
 #SBATCH --gres=gpu:h100:2

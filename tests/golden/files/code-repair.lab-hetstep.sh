@@ -9,7 +9,7 @@
 #SBATCH --open-mode=append
 #SBATCH --nodes=3
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=3
+#SBATCH --cpus-per-task=4
 #SBATCH --partition=h100
 #SBATCH --mem=14G
 #SBATCH --gres=gpu:h100:1

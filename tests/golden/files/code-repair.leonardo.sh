@@ -9,10 +9,10 @@
 #SBATCH --open-mode=append
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=5
+#SBATCH --cpus-per-task=16
 #SBATCH --partition=boost_usr_prod
 #SBATCH --account=IscrC_x
-#SBATCH --mem=22G
+#SBATCH --mem=240G
 #SBATCH --gres=gpu:2
 
 set -eu

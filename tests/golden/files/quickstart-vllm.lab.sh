@@ -21,7 +21,7 @@
 #SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=1
+#SBATCH --cpus-per-task=4
 #SBATCH --partition=prefill
 #SBATCH --mem=6G
 #SBATCH --gres=gpu:h100:1
@@ -34,7 +34,7 @@
 #SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=1
+#SBATCH --cpus-per-task=4
 #SBATCH --partition=decode
 #SBATCH --mem=6G
 #SBATCH --gres=gpu:h20:1
@@ -47,7 +47,7 @@
 #SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=1
+#SBATCH --cpus-per-task=4
 #SBATCH --partition=train
 #SBATCH --mem=4G
 #SBATCH --gres=gpu:h100:1

@@ -22,10 +22,10 @@
 #SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=1
+#SBATCH --cpus-per-task=8
 #SBATCH --partition=boost_usr_prod
 #SBATCH --account=IscrC_x
-#SBATCH --mem=6G
+#SBATCH --mem=120G
 #SBATCH --gres=gpu:1
 #SBATCH hetjob
 #SBATCH --job-name=hpcrl-quickstart-vllm-1
@@ -36,10 +36,10 @@
 #SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=1
+#SBATCH --cpus-per-task=8
 #SBATCH --partition=boost_usr_prod
 #SBATCH --account=IscrC_x
-#SBATCH --mem=6G
+#SBATCH --mem=120G
 #SBATCH --gres=gpu:1
 #SBATCH hetjob
 #SBATCH --job-name=hpcrl-quickstart-vllm-1
@@ -50,10 +50,10 @@
 #SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=1
+#SBATCH --cpus-per-task=8
 #SBATCH --partition=boost_usr_prod
 #SBATCH --account=IscrC_x
-#SBATCH --mem=4G
+#SBATCH --mem=120G
 #SBATCH --gres=gpu:1
 
 set -eu

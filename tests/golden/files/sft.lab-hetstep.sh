@@ -9,7 +9,7 @@
 #SBATCH --open-mode=append
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=2
+#SBATCH --cpus-per-task=4
 #SBATCH --partition=prefill
 #SBATCH --mem=6G
 #SBATCH --gres=gpu:h100:1

@@ -9,10 +9,10 @@
 #SBATCH --open-mode=append
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=2
+#SBATCH --cpus-per-task=8
 #SBATCH --partition=boost_usr_prod
 #SBATCH --account=IscrC_x
-#SBATCH --mem=6G
+#SBATCH --mem=120G
 #SBATCH --gres=gpu:1
 
 set -eu

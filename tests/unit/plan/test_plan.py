@@ -270,7 +270,7 @@ def test_one_allocation_has_the_nodes_of_all_roles_and_the_largest_need_per_node
     made = plan_recipe("resources.decode.gpus_per_worker=2", "resources.train.mem_gib_per_worker=9", site="lab-hetstep")
     script = make_batch_script(made, job=CampaignDir(Path("/c/x")).job(0), python="python")
     asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
-    assert {"--nodes=3", "--cpus-per-task=3", "--mem=9G", "--gres=gpu:h100:2", "--partition=h100"} <= set(asked)
+    assert {"--nodes=3", "--cpus-per-task=8", "--mem=9G", "--gres=gpu:h100:2", "--partition=h100"} <= set(asked)
     assert "hetjob" not in asked
     assert len([flag for flag in asked if flag.startswith("--nodes")]) == 1
 

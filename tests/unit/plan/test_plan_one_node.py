@@ -31,16 +31,25 @@ def test_the_gpus_of_one_node_are_dealt_to_the_roles() -> None:
 
 
 def test_one_node_is_requested_with_the_sum_of_all_roles() -> None:
-    made = plan_recipe(COLOCATED, *TWO_AND_TWO, *SMALL)
+    own = ("site.partitions.prefill.cores_per_gpu=1", "site.partitions.prefill.mem_gib_per_gpu=1")
+    made = plan_recipe(COLOCATED, *TWO_AND_TWO, *SMALL, *own)
     expected = {"--nodes=1", "--cpus-per-task=7", "--mem=8G", "--gres=gpu:h100:4", "--partition=prefill"}
     assert describe_flags(made) == expected
 
 
 def test_the_window_of_weights_is_counted_once_on_one_node() -> None:
-    made = plan_recipe(COLOCATED, "model.num_params=1000000000", site="leonardo")
+    little = "site.partitions.booster.mem_gib_per_gpu=1"
+    made = plan_recipe(COLOCATED, "model.num_params=1000000000", little, site="leonardo")
     workers_gib = sum(role.mem_gib_per_worker * role.num_workers for role in made.roles if role.role != "train")
     assert made.components[0].mem_gib_per_node == ceil(made.role("train").step_mem_gib) + workers_gib + DRIVER_MEM_GIB
     assert made.role("train").step_mem_gib > made.train_memory.node_window_gib > 0
+
+
+def test_gpus_come_with_their_share_of_the_node() -> None:
+    made = plan_recipe("job.layout=hetjob", NONE, site="leonardo")
+    train = made.components[made.role("train").component]
+    assert (train.gpus_per_node, train.cpus_per_node, train.mem_gib_per_node) == (1, 8, 120)
+    assert made.components[0].cpus_per_node == 3
 
 
 @pytest.mark.parametrize("site", ["leonardo", "lab-hetstep"])
