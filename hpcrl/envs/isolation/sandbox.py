@@ -117,10 +117,15 @@ def wrap_with_disks(command: Sequence[str], disks: Sequence[str], *, max_mb: int
 
 
 def list_readable_paths(*more: str) -> tuple[str, ...]:
-    """Return the paths of Python, its packages and hpcrl, and those given."""
+    """Return the paths of Python, its packages and hpcrl, and those given.
+
+    An entry of PYTHONPATH that contains the home directory is left out: it would show the user's keys.
+    """
     package = Path(__file__).resolve().parents[2]
     places = [sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages(), str(package)]
-    places += [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    home = Path.home().resolve()
+    entries = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    places += [entry for entry in entries if not home.is_relative_to(Path(entry).resolve())]
     return tuple(dict.fromkeys(str(Path(place)) for place in [*places, *more] if Path(place).exists()))
 
 
