@@ -10,7 +10,7 @@ LayeredTable      a table and the files and settings that it was made of
 suggest_name      "did you mean ...? "
 shipped_folder, user_folder, list_known_names    the places and names of recipes and sites
 ConfigKind, ShippedFolder, TomlTable             types
-USER_CODE_PATTERN, NAME_PATTERN, JUDGE_NAME_PATTERN, PATTERN_MEANINGS, RENAMED_KEYS    what is accepted
+USER_CODE_PATTERN, NAME_PATTERN, JUDGE_NAME_PATTERN, PATTERN_MEANINGS, RENAMED_KEYS, RENAMED_VALUES    what is accepted
 MAX_DEPTH, MAX_BYTES, MAX_EXTENDS, MIN_INTEGER, MAX_INTEGER        limits
 """
 
@@ -65,6 +65,8 @@ RENAMED_KEYS = {
     "spool.keep_versions": "spool.archive_versions",
 }
 """Old keys of recipes and their new names, for error messages."""
+RENAMED_VALUES = {("resources.decode.num_workers", 0): '"auto"'}
+"""Old values of recipes and their new names, for error messages."""
 
 
 def shipped_folder(folder: ShippedFolder) -> Path:
@@ -523,7 +525,10 @@ def _explain_error(message: str, layered: LayeredTable, kind: type[msgspec.Struc
         number = ", or a number" * any(isinstance(one, msgspec.inspect.FloatType) for one in types)
         hint = f"{suggest_name(str(seen), names)}it takes {', '.join(names)}{number}"
         return f"{source}: {'.'.join(trail)}: unknown value {_show_value(seen)}: {hint}"
-    return f"{source}: {'.'.join(trail)}: {what[:1].lower()}{what[1:]} (seen: {_show_value(seen)})"
+    where = ".".join(trail)
+    if isinstance(seen, int) and (new_value := RENAMED_VALUES.get((where, seen))) is not None:
+        return f"{source}: {where} = {_show_value(seen)} is now written {new_value}: use the new value"
+    return f"{source}: {where}: {what[:1].lower()}{what[1:]} (seen: {_show_value(seen)})"
 
 
 def _find_types(info: msgspec.inspect.Type, trail: Sequence[str]) -> Iterator[msgspec.inspect.Type]:

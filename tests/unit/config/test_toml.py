@@ -286,6 +286,11 @@ def test_the_error_for_an_old_key_names_the_new_one(recipe: Path, old: str, new:
     assert name in getattr(load_recipe(str(recipe)), table).__struct_fields__
 
 
+def test_an_old_value_is_refused_with_its_new_name(recipe: Path) -> None:
+    refusal = refused(recipe, "resources.decode.num_workers=0")
+    assert 'resources.decode.num_workers = 0 is now written "auto": use the new value' in refusal
+
+
 MANY_DIGITS = "9" * 5000
 
 
