@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from hpcrl.system.file_watch import MAX_PAUSE_S, NameWatch
 from hpcrl.system.network import current_node, find_bind_address
 from hpcrl.system.pulse import start_pulse
 from hpcrl.system.variables import PARTITION_VARIABLE, PROGRESS_BARS_VARIABLE
-from hpcrl.system.wakeups import WakeListener, WakeSender
+from hpcrl.system.wakeups import WakeEvent, WakeListener, WakeSender
 
 LOOK_INTERVAL_S = 0.25
 TRAINER_PAUSE_S = 0.5
@@ -108,6 +108,30 @@ class WorkerContext:
     def has_request(self, request: Path) -> bool:
         """Return whether the driver has published a request, a file of the job's directory."""
         return request.name in self._requests.names()
+
+    async def await_model(self, wakeups: WakeEvent) -> bool:
+        """Wait until the trainer has made the model directory; return False if the job ends before."""
+        names = NameWatch(self.campaign.root)
+        while self.campaign.model.name not in names.names():
+            if self.draining:
+                return False
+            if await wakeups.wait(LOOK_INTERVAL_S):
+                names = NameWatch(self.campaign.root)
+        return True
+
+    @contextlib.contextmanager
+    def open_wakeups(self) -> Iterator[WakeEvent]:
+        """Return what ends the waits of this worker's event loop, also when another process wakes it."""
+        wakeups, listener = WakeEvent(), self.open_listener()
+        if listener is None:
+            yield wakeups
+            return
+        wakeups.attach(listener)
+        try:
+            yield wakeups
+        finally:
+            wakeups.detach(listener)
+            listener.close()
 
     def open_listener(self) -> WakeListener | None:
         """Let other processes wake this worker; None where it cannot listen, and only polls."""

@@ -66,12 +66,23 @@ def run(context: WorkerContext) -> None:
 
 
 async def _run_env_worker(context: WorkerContext) -> None:
+    with context.open_wakeups() as wakeups:
+        await _play_until_drained(context, wakeups)
+
+
+async def _play_until_drained(context: WorkerContext, wakeups: WakeEvent) -> None:
     campaign, recipe = context.campaign, context.recipe
+    if not await context.await_model(wakeups):
+        return
+    has_turns = not all(map(is_program_domain, recipe.domains.values()))
+    layout = load_chat_layout(campaign.model, recipe.model) if has_turns else None
+    template = layout.template if layout else load_chat_template(campaign.model, recipe.model)
     newest = WatchedValue(campaign.weights, lambda: find_newest_version(campaign.weights))
-    while newest.poll() is None:  # the trainer makes model directory and first version
+    while newest.poll() is None:
         if context.draining:
             return
-        await asyncio.sleep(POLL_INTERVAL_S)
+        if await wakeups.wait(POLL_INTERVAL_S):
+            newest.hurry()
     async with contextlib.AsyncExitStack() as stack:
         report = make_judge_report(context)
         stack.enter_context(open_judge_proxy(recipe, campaign, job=context.job.number, report=report))
@@ -93,15 +104,7 @@ async def _run_env_worker(context: WorkerContext) -> None:
                 find_gpu=context.site.find_gpu,
             )
         )
-        has_turns = not all(map(is_program_domain, recipe.domains.values()))
-        layout = load_chat_layout(campaign.model, recipe.model) if has_turns else None
-        template = layout.template if layout else load_chat_template(campaign.model, recipe.model)
-        wakeups, readers = WakeEvent(), context.make_sender("train", "reward")
-        if (listener := context.open_listener()) is not None:
-            stack.callback(listener.close)
-            wakeups.attach(listener)
-            stack.callback(wakeups.detach, listener)
-        loop = asyncio.get_running_loop()
+        readers, loop = context.make_sender("train", "reward"), asyncio.get_running_loop()
 
         def wake_readers() -> None:
             readers.wake()

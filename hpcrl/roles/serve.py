@@ -18,6 +18,7 @@ KV or from its own prefill; where the plan has no prefill workers it always is i
 import asyncio
 import contextlib
 import dataclasses
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -47,7 +48,7 @@ from hpcrl.system.file_watch import LONG_PAUSE_S, WatchedValue
 from hpcrl.system.files import expand_path
 from hpcrl.system.garbage import pause_collection
 from hpcrl.system.network import current_node
-from hpcrl.system.pulse import expect_work, note_work
+from hpcrl.system.pulse import expect_nothing, expect_work, note_work
 from hpcrl.system.wakeups import WakeEvent
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.store import NewestSource, WeightSource
@@ -75,7 +76,7 @@ class WorkerEngine(ServedEngine, UpdatableEngine, Protocol):
 
 
 async def serve_engine(context: WorkerContext) -> None:
-    """Wait for the first version, then serve until the job ends; further nodes of an engine only run its processes."""
+    """Open the engine, wait for the first version, and serve until the job ends; further nodes only run processes."""
     if context.index % context.role_plan.nodes_per_engine:
         await _run_engine_part(context)
         return
@@ -83,14 +84,27 @@ async def serve_engine(context: WorkerContext) -> None:
     place = context.place
     window = WindowStore(make_window_key(place.campaign, node=place.node), job=place.job)
     source = NewestSource(window, FileStore(weights, watch_s=LONG_PAUSE_S))
-    first = await _await_first_version(context, source)
-    if first is None:
-        return
-    expect_work("not become ready to generate", max(context.recipe.engine.start_timeout_s, context.stall_s))
-    async with make_client_session() as session, open_engine(context, source, session=session) as engine:
-        follower = WeightFollower(engine, source, context)
-        await follower.load(first)
-        await _announce_and_follow(engine, follower, context)
+    with context.open_wakeups() as wakeups:
+        _import_engine(context.recipe.engine)
+        if not await context.await_model(wakeups):
+            return
+        expect_work("not become ready to generate", max(context.recipe.engine.start_timeout_s, context.stall_s))
+        async with make_client_session() as session, open_engine(context, source, session=session) as engine:
+            expect_nothing()  # the trainer may warm up for hours
+            first = await _await_first_version(context, source, wakeups)
+            if first is None:
+                return
+            expect_work("not become ready to generate", max(context.recipe.engine.start_timeout_s, context.stall_s))
+            follower = WeightFollower(engine, source, context, wakeups=wakeups)
+            await follower.load(first)
+            await _announce_and_follow(engine, follower, context)
+
+
+def _import_engine(engine: EngineConfig) -> None:
+    """Import the slow packages of an engine while the trainer imports its own and makes the model."""
+    if engine.backend == "embedded":
+        with pause_collection():
+            importlib.import_module("hpcrl.engines.embedded.engine")
 
 
 def open_engine(
@@ -248,12 +262,14 @@ async def _announce_and_follow(engine: WorkerEngine, follower: "WeightFollower",
         await runner.cleanup()
 
 
-async def _await_first_version(context: WorkerContext, source: WeightSource) -> VersionManifest | None:
+async def _await_first_version(
+    context: WorkerContext, source: WeightSource, wakeups: WakeEvent
+) -> VersionManifest | None:
     """Wait until the trainer has published the initial weights; None if the job ends before."""
     while not context.draining:
         if (newest := await asyncio.to_thread(source.newest)) is not None:
             return newest
-        await asyncio.sleep(POLL_INTERVAL_S)
+        await wakeups.wait(POLL_INTERVAL_S)
     return None
 
 
@@ -282,10 +298,13 @@ class EngineWork:
 class WeightFollower:
     """The follower that keeps an engine at the newest version."""
 
-    def __init__(self, engine: UpdatableEngine, source: WeightSource, context: WorkerContext) -> None:
+    def __init__(
+        self, engine: UpdatableEngine, source: WeightSource, context: WorkerContext, *, wakeups: WakeEvent
+    ) -> None:
         self._engine = engine
         self._source = source
         self._context = context
+        self._wakeups = wakeups
         self._loaded = -1
         self._behind_since: float | None = None
         self._sender = context.make_sender("env")
@@ -296,9 +315,6 @@ class WeightFollower:
     async def follow(self, *, engine: WorkerEngine) -> None:
         """Load new versions until the job ends. If the engine fails, raise the cause: the worker is then restarted."""
         failed = asyncio.create_task(engine.wait_until_failed(), name="engine failed")
-        wakeups, listener = WakeEvent(), self._context.open_listener()
-        if listener is not None:
-            wakeups.attach(listener)
         while not self._context.draining:
             if failed.done():
                 failed.result()
@@ -307,11 +323,8 @@ class WeightFollower:
                 await self.load(newest)
             await asyncio.to_thread(self._check_lag)
             await self._work.look(engine)
-            await wakeups.wait(POLL_INTERVAL_S)
+            await self._wakeups.wait(POLL_INTERVAL_S)
         failed.cancel()
-        if listener is not None:
-            wakeups.detach(listener)
-            listener.close()
 
     async def load(self, manifest: VersionManifest) -> None:
         """Load a version; if it cannot be loaded, the current one stays in use, and the newest is tried next."""

@@ -100,6 +100,7 @@ def _run_rank(context: WorkerContext, world: World) -> int:
     """Run the loop on rank 0; other ranks follow its orders."""
     if world.rank == 0:
         _make_model(context)
+        context.make_sender("prefill", "decode", "env").wake()
     world.wait()
     rank_trainer = _make_trainer(context, world)
     warmup = _open_warmup(context)

@@ -12,6 +12,7 @@ from hpcrl.errors import WeightsError
 from hpcrl.roles import serve
 from hpcrl.roles.serve import LOAD_REPORT_INTERVAL_S, EngineWork, LoadReporter, WeightFollower
 from hpcrl.system.files import make_private_dir
+from hpcrl.system.wakeups import WakeEvent
 from hpcrl.weights.versions import VersionManifest
 from tests.support.plans import make_recipe
 from tests.support.workers import make_worker_context
@@ -40,7 +41,7 @@ def test_a_version_that_cannot_be_loaded_is_a_fault_unless_the_job_ends(tmp_path
     context = make_worker_context(campaign, "decode", make_recipe())
     if is_ending:
         context.job.drain.write_text("every training step was made")
-    follower = WeightFollower(BrokenEngine(), EmptySource(), context)
+    follower = WeightFollower(BrokenEngine(), EmptySource(), context, wakeups=WakeEvent())
     asyncio.run(follower.load(VersionManifest(version=3, step=3, checksums={}, created=0.0)))
     faults = [event.detail for event in EventReader(campaign.events).poll()]
     assert faults == ([] if is_ending else ["version 3 is not available"])
