@@ -38,7 +38,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "hpcrl traj export quickstart-1 logs/ --format inspect",
     ),
     "traj verify": ("hpcrl traj verify quickstart-1",),
-    "gc": ("hpcrl gc", "hpcrl gc quickstart-1 --yes"),
     "report": ("hpcrl report quickstart-1", "hpcrl report quickstart-1 quickstart-2 -o compared.html --png"),
     "doctor": ("hpcrl doctor --site mycluster", "hpcrl doctor --site lab --job"),
     "site ls": ("hpcrl site ls",),
