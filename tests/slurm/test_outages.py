@@ -1,30 +1,21 @@
-"""Outages of a lab: a node that is booted again, a controller that falls silent, an answer of sbatch that is lost."""
+"""Settings and outages of a lab: a node that is booted again, a controller that falls silent."""
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import LabError
 from hpcrl.lab import lab as labs
 from hpcrl.lab import outages
 from hpcrl.lab.conf import LabCluster, NodeGroup
 from hpcrl.system.processes import is_zombie
-from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, steps, until
-from tests.support.lab_tools import Lab, running_lab, short_dir
+from tests.support.lab_tools import Lab, short_dir, until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slurm
 
 SMALL_CLUSTER = LabCluster(groups=(NodeGroup(name="n", num_nodes=2),), default="n", num_cpus=2, binds_cpus=True)
-LATE_SBATCH = """#!/bin/sh
-# The job is queued, and the answer is lost.
-{sbatch} "$@" > /dev/null || exit 1
-echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2
-exit 1
-"""
 
 
 @pytest.fixture(scope="module")
@@ -75,43 +66,3 @@ def test_a_node_that_is_booted_again_has_lost_its_processes(small_lab: Lab, tmp_
 def test_an_unknown_part_is_refused_with_those_that_there_are(small_lab: Lab) -> None:
     with pytest.raises(LabError, match=r"no node 'n7': it has slurmctld, n1, n2"):
         outages.break_part(small_lab.state_dir, "n7")
-
-
-@pytest.fixture
-def lab(needs_slurm: None, tmp_path: Path) -> Iterator[Lab]:
-    """A separate lab, which may lose a node."""
-    with running_lab(tmp_path) as lab:
-        yield lab
-
-
-def test_a_campaign_whose_sbatch_timed_out_has_one_job(
-    lab: Lab, campaigns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wrapper = tmp_path / "bin" / "sbatch"
-    wrapper.parent.mkdir()
-    wrapper.write_text(LATE_SBATCH.format(sbatch=shutil.which("sbatch")))
-    wrapper.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{wrapper.parent}:/usr/bin:/bin")
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "t", *SIMULATED)
-    run = CampaignDir(campaigns / "t")
-    assert len(set(lab.run("squeue", "-h", "-o", "%A").split())) == 1
-    assert outcome(run)["outcome"] == "done"
-
-
-def test_a_campaign_whose_decode_node_was_booted_again_continues_there(lab: Lab, campaigns: Path) -> None:
-    endless = ("-s", "train.num_steps=100000", "-s", "job.survive_node_loss=true")
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "b", *SIMULATED, *endless)
-    run = CampaignDir(campaigns / "b")
-    until(lambda: len(steps(run)) > 2, what="steps are made")
-    outages.break_part(lab.state_dir, "decode1")
-    outages.restore_part(lab.state_dir, "decode1")
-    until(
-        lambda: any(
-            "worker pool" in e["detail"] or "decode on decode1" in e["detail"] for e in events_of(run, "fault")
-        ),
-        what="the step of the lost worker pool is ended",
-    )
-    made = len(steps(run))
-    until(lambda: len(steps(run)) > made + 2, what="steps are made again")
-    hpcrl("stop", "b")
-    assert outcome(run)["outcome"] == "stopped"
