@@ -44,7 +44,7 @@ CONTAINER_PROGRAMS = {"bubblewrap": "bwrap", "pyxis": "srun", "container-engine"
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmAnswers:
-    """What Slurm reports of itself."""
+    """The answers of Slurm about itself."""
 
     config: dict[str, str] = field(default_factory=dict)
     partitions: dict[str, dict[str, str]] = field(default_factory=dict)

@@ -42,7 +42,7 @@ _GIB = 2**30
 
 
 class NodeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is checked on a node."""
+    """The checks that a node is asked for."""
 
     site: Site
     partition: str
