@@ -155,7 +155,7 @@ def run_report(campaign: CampaignDir, page: Path) -> float:
 
 
 def measure(full: bool) -> list[Figure]:
-    """Measure one campaign, and one without trajectories for what a report takes in any case."""
+    """Measure one campaign, and one without trajectories for what every report needs."""
     num = NUM_FULL if full else NUM
     directory = Path(tempfile.mkdtemp(prefix="hpcrl-bench-report-"))
     try:
