@@ -52,7 +52,7 @@ def test_a_silent_controller_answers_once_it_is_restored(small_lab: Lab) -> None
 
 def test_a_node_that_is_booted_again_has_lost_its_processes(small_lab: Lab, tmp_path: Path) -> None:
     job = small_lab.submit(tmp_path, "echo $$ > pid; exec sleep 600", "--mem=50", "-w", "n1")
-    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "", what="it runs")
+    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
     pid = int((tmp_path / "pid").read_text())
     outages.break_part(small_lab.state_dir, "n1")
     assert is_zombie(pid)
