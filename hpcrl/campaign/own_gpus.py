@@ -23,7 +23,7 @@ QUERY_TIMEOUT_S = 20.0
 NVIDIA_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 AMD_QUERY = ("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--csv")
 HIDDEN = ("", "-1", "NoDevFiles")
-"""What variables name where no device is to be used."""
+"""Values of the variables where no device is to be used."""
 
 
 class OwnGpu(NamedTuple):

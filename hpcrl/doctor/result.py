@@ -31,7 +31,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     found: str
     """The value that was seen."""
     change: str = ""
-    """What to change, and where; empty if nothing."""
+    """The change to make, and where; empty if there is none."""
     place: str = ""
     """The partition of the node that was checked; empty for the login node."""
 

@@ -48,7 +48,7 @@ class NodeGroup:
     mem_mib: int = 0
     threads_per_core: int = 1
     features: tuple[str, ...] = ()
-    """What jobs may name as a constraint, besides the type of the GPUs."""
+    """The features that jobs may name as a constraint, besides the type of the GPUs."""
     preemptible: str = ""
     """Name of a second partition over the same nodes; its jobs are requeued when the first one needs the nodes."""
 

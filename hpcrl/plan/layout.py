@@ -310,10 +310,10 @@ def _place_on_node_of(label: str, recipe: Recipe, site: Site, *, reason: str, ha
     except PlanError as error:  # only about this partition: another may fit
         return f"{label}: {error}"
 
-    def fits(smaller: Recipe) -> bool:
+    def may_fit(smaller: Recipe) -> bool:
         return not isinstance(_choose_on_node(label, smaller, site), str)
 
-    recipe, sizes = numbers.limit(numbers.largest) if has_all else _find_most_workers(numbers, fits)
+    recipe, sizes = numbers.limit(numbers.largest) if has_all else _find_most_workers(numbers, may_fit)
     choices = _choose_on_node(label, recipe, site)
     if isinstance(choices, str):
         return choices

@@ -45,7 +45,7 @@ def nothing_left(home: Path) -> bool:
         (("plan", "quickstart", "--site", "lab", "-s", "nonsense"), "expected key=value"),
         (
             ("plan", "quickstart"),
-            "--site is missing: give one of lab, ",
+            "--site is missing: give one of ",
         ),
         (("monitor", "missing"), "no campaign 'missing'"),
         (("resume", "missing"), "no campaign 'missing'"),
