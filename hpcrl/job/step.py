@@ -30,7 +30,7 @@ from hpcrl.system.network import current_node
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants
 from hpcrl.system.variables import PARTITION_VARIABLE
 from hpcrl.weights.window.file import unlink_recorded_windows
-from hpcrl.weights.window.shm_cleanup import SCRATCH_PREFIX, SegmentLedger, remove_orphans
+from hpcrl.weights.window.shm_cleanup import SCRATCH_PREFIX, SegmentLedger, remove_orphan_mpi, remove_orphans
 
 TERM_GRACE_S = 3.0
 NOTICE_TIMEOUT_S = 4.0
@@ -109,6 +109,7 @@ def main(job: JobDir | None, end: Path, command: list[str]) -> int:
 def clean_node(job: JobDir) -> int:
     """Remove what steps that were killed have left on this node, at the end of the job."""
     remove_orphans()
+    remove_orphan_mpi()
     unlink_recorded_windows(job)
     return 0
 

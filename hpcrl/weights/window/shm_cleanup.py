@@ -36,6 +36,8 @@ MIN_LOOK_INTERVAL_S, MAX_LOOK_INTERVAL_S = 1.0, 60.0
 """The interval between looks at the shared memory of a child's processes doubles from one to the other."""
 _SEGMENT_NAME = re.compile(r"(?:psm_|sem\.mp-)[\w.-]+")
 """Names that Python's multiprocessing gives to its memory and its semaphores."""
+_MPI_SEGMENTS = ("mpich_*", "ucx_shm_posix_*")
+"""The names of MPI's segments. UCX removes a name as soon as it has mapped the memory, unless it is killed before."""
 _MAPPING_LINE = re.compile(r"\S+ \S+ \S+ \S+ (\d+)\s+(/\S+)(?: \(deleted\))?")
 
 
@@ -70,12 +72,13 @@ def _remove_orphan(path: Path) -> list[str]:
 
 
 def remove_orphan_mpi(directory: Path = SHARED_MEMORY) -> list[str]:
-    """Remove MPICH's segments that no process has mapped; return their names.
+    """Remove the segments of MPICH, and of UCX below it, that no process has mapped; return their names.
 
-    They are named after the step's number, which is used again where Slurm restarts its count, as in a new lab. A world
-    that finds such a segment takes it for its own, and waits for ended processes forever.
+    MPICH's are named after the step's number, which is used again where Slurm restarts its count, as in a new lab. A
+    world that finds such a segment takes it for its own, and waits for ended processes forever.
     """
-    orphans = {path for path in directory.glob("mpich_*") if is_own_file(path) and _measure_age_s(path) > MIN_MPI_AGE_S}
+    found = (path for pattern in _MPI_SEGMENTS for path in directory.glob(pattern))
+    orphans = {path for path in found if is_own_file(path) and _measure_age_s(path) > MIN_MPI_AGE_S}
     if orphans:
         orphans -= {Path(found[2]) for maps in Path("/proc").glob("[0-9]*/maps") for found in _read_mappings(maps)}
     for path in orphans:

@@ -195,8 +195,11 @@ def test_a_name_that_was_used_again_is_left_alone(
 # ---- MPI's segments
 
 
-def test_an_mpi_segment_that_no_process_has_mapped_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dead, alive, other = tmp_path / "mpich_shm_9c14bc10_0", tmp_path / "mpich_vci_9c14bc10_0", tmp_path / "shm_9c_0"
+@pytest.mark.parametrize("name", ["mpich_shm_9c14bc10_0", "ucx_shm_posix_3d80418a"])
+def test_an_mpi_segment_that_no_process_has_mapped_is_removed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, alive, other = tmp_path / name, tmp_path / "mpich_vci_9c14bc10_0", tmp_path / "shm_9c_0"
     for path in (dead, alive, other):
         path.write_bytes(bytes(mmap.PAGESIZE))
     assert remove_orphan_mpi(tmp_path) == [], "they may be about to be mapped"
