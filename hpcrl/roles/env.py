@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.campaign_dir.event_log import EventReader
@@ -303,7 +304,9 @@ class EnvWorker:
     def _start_episodes(self, task: AgentTask, indices: Iterable[int]) -> None:
         for index in indices:
             episode = task.episode(index)
-            self.episodes[episode] = asyncio.create_task(self._run_episode(task, index), name=episode)
+            running = asyncio.create_task(self._run_episode(task, index), name=episode)
+            self.episodes[episode] = running
+            running.add_done_callback(partial(self._abort_unstarted, task, index))
 
     async def _run_episode(self, task: AgentTask, index: int) -> None:
         episode = task.episode(index)
@@ -311,14 +314,27 @@ class EnvWorker:
             trajectory = await self.player.play_training(task, index)
             await self.rollouts.wait_for_room()
         except asyncio.CancelledError:
-            self.reporter.count_endings(self.accounts.abort_episode(task, index).booked)
-            self.reporter.abort_episode(episode)
-            self.task_queue.end_task(task)
+            self._abort_episode(task, index)
             return
         finally:
             del self.episodes[episode]
             self.router.forget(episode)
         self._record_result(task, trajectory)
+
+    def _abort_episode(self, task: AgentTask, index: int) -> None:
+        self.reporter.count_endings(self.accounts.abort_episode(task, index).booked)
+        self.reporter.abort_episode(task.episode(index))
+        self.task_queue.end_task(task)
+
+    def _abort_unstarted(self, task: AgentTask, index: int, ended: "asyncio.Task[None]") -> None:
+        """Abort an episode that was cancelled before its first step, of which its coroutine has seen nothing.
+
+        Its group would wait for it for ever, and the trainer for the group.
+        """
+        episode = task.episode(index)
+        if self.episodes.get(episode) is ended:
+            del self.episodes[episode]
+            self._abort_episode(task, index)
 
     def _record_turn(self, episode: str, completion: Completion) -> None:
         note_work()

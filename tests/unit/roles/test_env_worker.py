@@ -166,6 +166,29 @@ def test_a_complete_batch_cancels_its_spare_groups(tmp_path):
     assert len(stage.sealed_groups()) == 2
 
 
+def test_an_episode_that_is_cancelled_before_its_first_step_holds_up_no_group(tmp_path):
+    """As a replaced episode is, if a batch becomes complete in the same round of the event loop."""
+    stage = WorkerStage(tmp_path, make_env=lambda: GatedEnv(asyncio.Event()))
+
+    async def run():
+        async with stage.open() as (worker, _):
+            await asyncio.sleep(ROUNDS_S)
+            running = dict(worker.episodes)
+            task = worker.task_queue.take_task(now=asyncio.get_running_loop().time())
+            worker._start_group(task)
+            started = worker.episodes.keys() - running.keys()
+            for episode in started:
+                worker.episodes[episode].cancel()
+            await asyncio.sleep(ROUNDS_S)
+            left = started & worker.episodes.keys(), started & worker.accounts.in_flight._episodes.keys()
+            return len(started), left, worker.accounts.groups.num_running, len(worker.episodes)
+
+    num_started, left, num_running, num_episodes = run_virtual(run())
+    assert num_started == 2
+    assert left == (set(), set())
+    assert num_running == num_episodes
+
+
 def test_a_worker_that_drains_aborts_what_runs_and_loses_nothing(tmp_path):
     stage = WorkerStage(tmp_path, make_env=lambda: GatedEnv(asyncio.Event()))
 
