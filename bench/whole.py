@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from bench.campaigns.campaign import ROOT, MeasuredCampaign, open_campaign
+from bench.campaigns.handovers import HandoverTimes, measure_handovers, median_ms
+from bench.campaigns.tasks import ESSAY_TOKENS, GROUP_SIZE, GROUPS_PER_STEP, MAX_RUNNING, write_recipe
 from bench.figures import Figure, main
-from bench.wholes.campaign import ROOT, MeasuredCampaign, open_campaign
-from bench.wholes.handovers import HandoverTimes, measure_handovers, median_ms
-from bench.wholes.tasks import ESSAY_TOKENS, GROUP_SIZE, GROUPS_PER_STEP, MAX_RUNNING, write_recipe
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.campaign_dir.events import EpisodesCounted
 from hpcrl.config.recipe import TinyModel

@@ -12,7 +12,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.wholes.tasks import GROUP_SIZE, GROUPS_PER_STEP, LEARNING_RATE, draw_sum, score_answer
+from bench.campaigns.tasks import GROUP_SIZE, GROUPS_PER_STEP, LEARNING_RATE, draw_sum, score_answer
 
 
 def main() -> None:

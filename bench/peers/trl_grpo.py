@@ -22,7 +22,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from bench.wholes.tasks import (
+from bench.campaigns.tasks import (
     GROUP_SIZE,
     GROUPS_PER_STEP,
     LEARNING_RATE,

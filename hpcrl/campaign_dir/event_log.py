@@ -158,7 +158,7 @@ class EventReader:
         number = "*" if job is None else make_worker_name(job)
         return cls(directory, pattern=f"{number}-{role}-*{EVENT_SUFFIX}", is_sparing=True)
 
-    def hurry(self) -> None:
+    def expect_change(self) -> None:
         """Look at everything at the next call."""
         self._names = None
         self._paces.clear()

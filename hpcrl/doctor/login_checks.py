@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from hpcrl.config.site import Site
-from hpcrl.doctor.result import CheckResult, fail_check, leave_unknown, pass_check, warn_of
+from hpcrl.doctor.result import CheckResult, fail_check, leave_unknown, pass_check, warn_check
 from hpcrl.errors import HpcrlError, PlanError
 from hpcrl.slurm.commands import run_slurm
 from hpcrl.slurm.script import read_prologue
@@ -137,13 +137,13 @@ def check_version(answers: SlurmAnswers, site: Site) -> Iterator[CheckResult]:
     wanted = tuple(map(int, re.findall(r"\d+", site.slurm_min or "")))
     if numbers[: len(wanted)] < wanted:
         change = f"check the site file again and set slurm_min = {text!r}"
-        yield warn_of("slurm-version", f"{text}, older than slurm_min = {site.slurm_min}", change)
+        yield warn_check("slurm-version", f"{text}, older than slurm_min = {site.slurm_min}", change)
     else:
         yield pass_check("slurm-version", text)
     for plugin, fixed, defect in VERSION_GATES:
         if numbers < fixed and site.het_jobs != "no" and plugin in site.mpi.srun_type:
             found = f"{text}: with --mpi={site.mpi.srun_type} {defect} before {'.'.join(map(str, fixed))}"
-            yield warn_of("slurm-defect", found, 'if jobs hang, set het_jobs = "no"')
+            yield warn_check("slurm-defect", found, 'if jobs hang, set het_jobs = "no"')
 
 
 def check_partitions(answers: SlurmAnswers, site: Site) -> Iterator[CheckResult]:
@@ -160,7 +160,7 @@ def check_partitions(answers: SlurmAnswers, site: Site) -> Iterator[CheckResult]
             yield fail_check(name, f"Slurm has no partition {part.slurm_partition!r}", change)
             continue
         if fields.get("State") != "UP":
-            yield warn_of(name, f"it is {fields.get('State', 'in no state')}", "wait, or choose another partition")
+            yield warn_check(name, f"it is {fields.get('State', 'in no state')}", "wait, or choose another partition")
         allowed = _read_minutes(fields.get("MaxTime", ""))
         if allowed is not None and allowed < part.max_walltime_min:
             change = f"set {where}.max_walltime_min = {allowed}"
@@ -248,7 +248,7 @@ def check_kill_wait(answers: SlurmAnswers) -> CheckResult:
         return leave_unknown("kill-wait", "scontrol does not report KillWait")
     if int(found[0]) < MIN_KILL_WAIT_S:
         change = "after scancel a checkpoint may not be finished: end campaigns by `hpcrl stop`"
-        return warn_of("kill-wait", f"KillWait = {found[0]} s", change)
+        return warn_check("kill-wait", f"KillWait = {found[0]} s", change)
     return pass_check("kill-wait", f"{found[0]} s")
 
 
@@ -260,7 +260,7 @@ def check_grace(answers: SlurmAnswers, site: Site) -> Iterator[CheckResult]:
             grace = fields.get("GraceTime", "0")
             if grace == "0":
                 change = "what runs there is lost when it is preempted: use it for rewards only"
-                yield warn_of(f"grace {label}", "GraceTime = 0", change)
+                yield warn_check(f"grace {label}", "GraceTime = 0", change)
             else:
                 yield pass_check(f"grace {label}", f"{grace} s")
 
@@ -284,12 +284,12 @@ def check_campaigns_dir(root: Path) -> Iterator[CheckResult]:
     yield pass_check("campaigns-dir", str(root))
     free_gib = shutil.disk_usage(existing).free / 2**30
     if free_gib < MIN_FREE_GIB:
-        yield warn_of("free-space", f"{free_gib:.3g} GiB in {existing}", "set campaigns_dir to a larger file system")
+        yield warn_check("free-space", f"{free_gib:.3g} GiB in {existing}", "set campaigns_dir to a larger file system")
     else:
         yield pass_check("free-space", f"{free_gib:.0f} GiB")
     if rate < MIN_FSYNCS_PER_S:
         change = "set campaigns_dir to a faster file system, or rollout.seal_after_s higher"
-        yield warn_of("fsync-rate", f"{rate:.3g} files/s in {existing}", change)
+        yield warn_check("fsync-rate", f"{rate:.3g} files/s in {existing}", change)
     else:
         yield pass_check("fsync-rate", f"{rate:.0f} files/s")
 
@@ -331,7 +331,7 @@ def check_prologue(name: str) -> CheckResult:
             "prologue", f"{name} ends the script with {done.returncode}", "remove `exit` and `exec` from it"
         )
     if done.stderr.strip():
-        return warn_of(
+        return warn_check(
             "prologue", f"{name} prints: {done.stderr.strip().splitlines()[-1]}", "see whether that is meant"
         )
     return pass_check("prologue", name)
@@ -345,7 +345,7 @@ def check_image(site: Site) -> Iterator[CheckResult]:
     program = CONTAINER_PROGRAMS.get(site.container, site.container)
     if shutil.which(program) is None:
         change = "it may be on the nodes alone (`--job` sees that); else correct `container`"
-        yield warn_of("container", f"{program} is not on PATH here", change)
+        yield warn_check("container", f"{program} is not on PATH here", change)
     else:
         yield pass_check("container", program)
     for image in images:
@@ -385,8 +385,8 @@ def check_proxy(site: Site) -> Iterator[CheckResult]:
             yield pass_check("proxy", f"{address.hostname}:{port}")
         else:
             change = f"correct environment.{name}, or stage files first and set HF_HUB_OFFLINE"
-            yield warn_of("proxy", f"{address.hostname}:{port} does not answer here", change)
+            yield warn_check("proxy", f"{address.hostname}:{port} does not answer here", change)
         return
     if site.network.internet_on_compute == "proxy":
         change = "set environment.https_proxy to it"
-        yield warn_of("proxy", 'network.internet_on_compute = "proxy", and no proxy is named', change)
+        yield warn_check("proxy", 'network.internet_on_compute = "proxy", and no proxy is named', change)

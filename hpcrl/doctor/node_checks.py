@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.config.site import DEVICE_VARIABLES, DeviceVariable, Site
-from hpcrl.doctor.result import CheckResult, fail_check, leave_unknown, pass_check, warn_of
+from hpcrl.doctor.result import CheckResult, fail_check, leave_unknown, pass_check, warn_check
 from hpcrl.errors import ConfigError
 from hpcrl.system.files import publish_file
 from hpcrl.system.network import find_interface, is_reachable
@@ -99,7 +99,7 @@ def check_shared_memory(folder: Path) -> CheckResult:
     size_gib = shutil.disk_usage(folder).total / _GIB
     if size_gib < MIN_SHARED_MEMORY_GIB:
         change = "set mpi.couriers = false, or ask the site for a larger /dev/shm: it has two versions of the weights"
-        return warn_of("shared-memory", f"{size_gib:.3g} GiB", change)
+        return warn_check("shared-memory", f"{size_gib:.3g} GiB", change)
     return pass_check("shared-memory", f"{size_gib:.3g} GiB")
 
 
@@ -108,7 +108,7 @@ def check_open_files(soft: int, hard: int) -> CheckResult:
     most = hard if hard != resource.RLIM_INFINITY else soft
     if 0 < most < MIN_OPEN_FILES:
         change = "ask the site for a higher limit, or lower rollout.max_running: each episode may have several files"
-        return warn_of("open-files", f"at most {most}", change)
+        return warn_check("open-files", f"at most {most}", change)
     return pass_check("open-files", f"{soft}, at most {hard}")
 
 
@@ -118,12 +118,12 @@ def check_namespaces() -> CheckResult:
         found = next((name for name in ("apptainer", "singularity") if shutil.which(name)), None)
         if found is None:
             change = 'install bubblewrap, or allow code without a sandbox by isolation = "none"'
-            return warn_of("sandbox", "neither bwrap nor apptainer is installed", change)
+            return warn_check("sandbox", "neither bwrap nor apptainer is installed", change)
         return pass_check("sandbox", f"{found}, with an image")
     done = _run("bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--", "true")
     if done is None or done.returncode:
         why = "it does not end" if done is None else done.stderr.strip()[-200:]
-        return warn_of("sandbox", f"bwrap is refused: {why}", 'use apptainer with an image: sandbox = "apptainer"')
+        return warn_check("sandbox", f"bwrap is refused: {why}", 'use apptainer with an image: sandbox = "apptainer"')
     return pass_check("sandbox", "bwrap")
 
 
@@ -143,7 +143,7 @@ def check_devices(environ: Mapping[str, str], variable: DeviceVariable | None, a
     found = {name: value for name in DEVICE_VARIABLES if (value := environ.get(name))}
     if not found:
         change = "set gpu_variable in the partition; without it each worker takes devices by its number on the node"
-        return warn_of("gpu-variable", "Slurm sets none", change)
+        return warn_check("gpu-variable", "Slurm sets none", change)
     first = next(iter(found))
     if variable is not None and variable not in found:
         return fail_check("gpu-variable", f"Slurm sets {', '.join(found)}", f"set gpu_variable = {first!r}")
@@ -175,7 +175,7 @@ def check_internet(site: Site, is_open: bool) -> CheckResult:
         change = 'set network.internet_on_compute = "no", and environment.HF_HUB_OFFLINE = "1"'
         return fail_check("internet", f"{INTERNET_HOST[0]} is not reached", change)
     if stated == "no" and is_open:
-        return warn_of("internet", "there is a way out", 'set network.internet_on_compute = "yes"')
+        return warn_check("internet", "there is a way out", 'set network.internet_on_compute = "yes"')
     return pass_check("internet", "reached" if is_open else "not reached")
 
 
@@ -218,7 +218,7 @@ def check_lag(signal_file: Path) -> CheckResult:
         change = (
             "set campaigns_dir to a file system that shows new files earlier; raise job.drain_s above twice the lag"
         )
-        return warn_of("file-lag", f"{lag_s:.1f} s", change)
+        return warn_check("file-lag", f"{lag_s:.1f} s", change)
     return pass_check("file-lag", f"{lag_s:.1f} s")
 
 

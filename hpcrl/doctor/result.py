@@ -1,7 +1,8 @@
 """The record of one check, its print, and what a user's own site file records of it.
 
+DoctorReport    all checks of a site, as JSON
 CheckResult     its name, state, what was found, and what to change
-pass_check, warn_of, fail_check, leave_unknown   make one
+pass_check, warn_check, fail_check, leave_unknown   make one
 print_results   show them
 write_facts     record in the user's own site file that a site was checked, and what its nodes showed
 """
@@ -36,12 +37,20 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The partition of the node that was checked; empty for the login node."""
 
 
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
+    """All checks of a site, as `hpcrl doctor --json` prints them."""
+
+    site: str
+    time: float
+    results: list[CheckResult]
+
+
 def pass_check(name: str, found: str) -> CheckResult:
     """Return a result in order."""
     return CheckResult(name=name, state="ok", found=found)
 
 
-def warn_of(name: str, found: str, change: str) -> CheckResult:
+def warn_check(name: str, found: str, change: str) -> CheckResult:
     """Return a result with which campaigns run, but not well or not everywhere."""
     return CheckResult(name=name, state="warning", found=found, change=change)
 

@@ -1,6 +1,6 @@
 """Find out that no domain of a job trains anything, so that its nodes are not held for nothing.
 
-DomainWatch     the look at how the episodes and rewards of each domain end
+DomainWatch     follows how the episodes and rewards of each domain end
 watch_domains   makes it for a job
 DOMAIN_INTERVAL_S, MIN_FAILURES, MIN_STEPS, FAULT_PATIENCE_S     limits
 
@@ -28,7 +28,7 @@ FAULT_PATIENCE_S = 120.0
 
 
 def watch_domains(campaign: CampaignDir, *, job: int, recipe: Recipe) -> "DomainWatch":
-    """Return the look at the domains of a job that are trained."""
+    """Return the watch over the domains of a job that are trained."""
     readers = [EventReader.for_role(campaign.events, role, job=job) for role in ("env", "reward")]
     return DomainWatch(
         [name for name, domain in recipe.domains.items() if not domain.held_out] if recipe.has_rollouts else [],
@@ -38,7 +38,7 @@ def watch_domains(campaign: CampaignDir, *, job: int, recipe: Recipe) -> "Domain
 
 
 class DomainWatch:
-    """Looks at the events of one job."""
+    """Finds, in the events of one job, that none of its domains trains anything."""
 
     def __init__(
         self,

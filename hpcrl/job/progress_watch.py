@@ -1,6 +1,6 @@
 """Find out whether a job has stalled, so that nodes are never held idle.
 
-ProgressWatch       the look at the figures of a job
+ProgressWatch       follows the figures of a job
 watch_campaign      make it for a campaign
 JobStall            its result
 ActivityFigures     what changes while engines work
@@ -49,7 +49,7 @@ class JobStall(NamedTuple):
 
 @dataclass(kw_only=True)
 class ProgressWatch:
-    """Looks at the figures of a job; those of the engines only once it seems to have stalled."""
+    """Finds that a job has stalled; the figures of the engines are read only once it seems so."""
 
     timeout_s: float
     start_timeout_s: float
@@ -111,7 +111,7 @@ class ProgressWatch:
 def watch_campaign(
     campaign: CampaignDir, *, recipe: Recipe, count_segments: Callable[[], tuple[int, int]]
 ) -> ProgressWatch:
-    """Return the look at the figures of a job; files that do not change are read ever more rarely."""
+    """Return the watch over the figures of a job; files that do not change are read ever more rarely."""
     progress = WatchedValue(
         campaign.train_progress, lambda: read_train_progress(campaign.train_progress), longest_s=LOOK_INTERVAL_S
     )

@@ -25,6 +25,7 @@ import msgspec
 from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.monitor.progress import CampaignProgress, FailureRun, WorkerProgress, is_failure
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, OUTCOMES, measure_outcomes
+from hpcrl.system.terminal import format_duration
 
 Severity = Literal["critical", "warning", "notice"]
 _SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "notice")
@@ -427,7 +428,7 @@ def _find_late_step(facts: HealthFacts) -> Iterator[Advisory]:
             name="step-overdue",
             severity="critical",
             subject="train",
-            text=f"no step for {_format_span(since_s)}; they took {_format_span(median(gaps))} before",
+            text=f"no step for {format_duration(since_s)}; they took {format_duration(median(gaps))} before",
             figure=since_s,
             threshold=limit_s,
             unit="s",
@@ -452,7 +453,7 @@ def _find_old_checkpoint(facts: HealthFacts) -> Iterator[Advisory]:
             name="no-checkpoint",
             severity="warning",
             subject="train",
-            text=f"no checkpoint for {_format_span(facts.now - since)}",
+            text=f"no checkpoint for {format_duration(facts.now - since)}",
             figure=facts.now - since,
             threshold=limit_s,
             unit="s",
@@ -511,12 +512,6 @@ def _finite(values: Iterable[float | None]) -> list[float]:
 def _noise(first: Sequence[float], last: Sequence[float]) -> float:
     """Return the change of a mean that is within the noise of the values."""
     return NUM_ERRORS * math.sqrt(sum(stdev(part) ** 2 / len(part) for part in (first, last) if len(part) > 1))
-
-
-def _format_span(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 RULES: tuple[Callable[[HealthFacts], Iterator[Advisory]], ...] = (

@@ -91,7 +91,7 @@ class SnapshotCollector:
         ended = frozenset(job.number for job in jobs if job.outcome is not None)
         self._reader.ended_jobs = ended & self._ended_jobs
         if ended != self._ended_jobs:
-            self._reader.hurry()
+            self._reader.expect_change()
         self._jobs, self._ended_jobs = {job.number: job for job in jobs}, ended
         self._read_events(problems)
         self._query_slurm(select_slurm_ids(jobs), now)

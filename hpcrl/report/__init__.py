@@ -2,7 +2,7 @@
 
 arguments     the command line, light enough for a login node
 __main__      the command, in an interpreter that has h5py if there is one
-build         the figures of a campaign
+builder       the figures of a campaign
 history       what its events have besides the monitor's figures
 charts        its charts
 trajectories  a sample of what was played

@@ -11,7 +11,7 @@ import msgspec
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import CampaignError, HpcrlError
 from hpcrl.report.arguments import add_arguments
-from hpcrl.report.build import build_document
+from hpcrl.report.builder import build_document
 from hpcrl.report.figures import ReportDocument, TrajectoryFigures
 from hpcrl.report.page import render_page, write_picture
 from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE

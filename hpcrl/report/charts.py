@@ -7,7 +7,6 @@ build_histogram    counts of values as bars
 MAX_POINTS      the most points of a chart
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
@@ -15,6 +14,8 @@ from statistics import fmean
 from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.report.figures import ChartSeries, ReportChart
 from hpcrl.report.history import CampaignHistory
+from hpcrl.report.markup import format_number
+from hpcrl.system.json_numbers import finite_or_none
 
 MAX_POINTS = 400
 NUM_HISTOGRAM_BARS = 20
@@ -138,18 +139,13 @@ def build_histogram(name: str, title: str, unit: str, counts: Mapping[str, Mappi
             bars[min(int((value - low) / width), num_bars - 1)] += num
         series.append(ChartSeries(name=key, values=list(bars), style="bars"))
     starts = [low + index * width for index in range(num_bars)]
-    labels = [f"{format_short(start)} to {format_short(start + width)}" for start in starts]
+    labels = [f"{format_number(start)} to {format_number(start + width)}" for start in starts]
     if num_bars == 1:
-        labels = [format_short(low)]
+        labels = [format_number(low)]
     return ReportChart(
         id=name, title=title, x_label=unit, y_label="trajectories", x=[float(index) for index in range(num_bars)],
         series=series, kind="category", labels=labels,
     )  # fmt: skip
-
-
-def finite_or_none(value: float | None) -> float | None:
-    """Return a number that JSON has; None for the others."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def smooth_values(values: Sequence[float | None]) -> list[float | None]:
@@ -164,11 +160,6 @@ def smooth_values(values: Sequence[float | None]) -> list[float | None]:
         start, end = max(place - reach, 0), min(place + reach + 1, len(known))
         smoothed[index] = (sums[end] - sums[start]) / (end - start)
     return smoothed
-
-
-def format_short(value: float) -> str:
-    """Return a number with three significant digits."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def thin_points(

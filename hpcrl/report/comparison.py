@@ -37,7 +37,7 @@ def compare_campaigns(reports: Sequence[CampaignReport]) -> ReportComparison:
 
 def _describe_differences(settings: Sequence[ComparedValue], reports: Sequence[CampaignReport]) -> str:
     names = [one.key for one in settings]
-    best = max(reports, key=lambda report: _or_lowest(report.key_figures))
+    best = max(reports, key=lambda report: _rank_by_reward(report.key_figures))
     if not names:
         text = "The recipes are the same"
     elif names == ["seed"]:
@@ -51,7 +51,7 @@ def _describe_differences(settings: Sequence[ComparedValue], reports: Sequence[C
     return f"{text}. The highest reward at the end has {best.name}: {best.key_figures.reward_last:.3f}."
 
 
-def _or_lowest(figures: KeyFigures) -> float:
+def _rank_by_reward(figures: KeyFigures) -> float:
     return figures.reward_last if figures.reward_last is not None else float("-inf")
 
 

@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 
 from hpcrl.report.figures import SampledGroup, SampledTrajectory, SampledTurn
-from hpcrl.report.markup import count_tokens, esc, format_number, format_span, format_time
+from hpcrl.report.markup import count_tokens, esc, format_number, format_time
+from hpcrl.system.terminal import format_duration
 
 MAX_GROUP_TURNS = 6
 _RARE_LOGPROB, _SOME_LOGPROB = math.log(0.05), math.log(0.3)
@@ -72,8 +73,8 @@ def write_conversation(one: SampledTrajectory, key: str) -> str:
 def _write_turn(turn: SampledTurn) -> str:
     facts = [f"<b>{esc(turn.role)}</b>"]
     if turn.num_tokens:
-        facts.append(f"{count_tokens(turn.num_tokens)} in {format_span(turn.generate_s)}")
-        facts.append(f"step {format_span(turn.step_s)}")
+        facts.append(f"{count_tokens(turn.num_tokens)} in {format_duration(turn.generate_s)}")
+        facts.append(f"step {format_duration(turn.step_s)}")
     if turn.versions:
         facts.append(f"version {esc(turn.versions)}")
     if turn.fate:

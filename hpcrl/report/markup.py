@@ -1,7 +1,7 @@
 """Parts of a page: escaped text, figures as people read them, tables and bars.
 
 esc             text as HTML, with control characters spelled out
-format_number, format_time, format_span, format_share, count_tokens    figures
+format_number, format_time, format_share, count_tokens    figures
 write_table     a table that can be scrolled
 write_bar       a bar with parts
 """
@@ -41,17 +41,6 @@ def format_time(value: float | None) -> str:
         return datetime.datetime.fromtimestamp(value, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):
         return "-"
-
-
-def format_span(seconds: float | None) -> str:
-    """Return a duration in the unit that suits it."""
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
 def format_share(value: float | None) -> str:

@@ -22,7 +22,7 @@ import msgspec
 from hpcrl.errors import CampaignError
 from hpcrl.report.conversation_html import write_conversation, write_groups, write_trajectory_table
 from hpcrl.report.figures import CampaignReport, ReportChart, ReportComparison, ReportDocument
-from hpcrl.report.markup import esc, format_number, format_share, format_span, format_time, write_table
+from hpcrl.report.markup import esc, format_number, format_share, format_time, write_table
 from hpcrl.report.sections import (
     write_failures,
     write_jobs,
@@ -32,6 +32,7 @@ from hpcrl.report.sections import (
     write_summary,
     write_workers,
 )
+from hpcrl.system.terminal import format_duration
 
 ASSETS = Path(__file__).parent / "assets"
 UPLOT_VERSION = "1.6.32"
@@ -219,7 +220,7 @@ class _PageWriter:
                 esc(role.role),
                 format_number(role.tokens_per_s),
                 format_number(role.num_pauses),
-                format_span(role.pause_s),
+                format_duration(role.pause_s),
             ]
             for role in report.roles
             if role.num_pauses or role.tokens_per_s

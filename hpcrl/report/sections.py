@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from hpcrl.monitor.advisories import Advisory
 from hpcrl.report.figures import CampaignReport, RoleFigures
-from hpcrl.report.markup import esc, format_number, format_share, format_span, format_time, write_bar, write_table
+from hpcrl.report.markup import esc, format_number, format_share, format_time, write_bar, write_table
+from hpcrl.system.terminal import format_duration
 
 
 def write_summary(report: CampaignReport) -> str:
@@ -27,7 +28,7 @@ def _write_advisories(advisories: Sequence[Advisory]) -> str:
 
 def _write_advisory(advisory: Advisory) -> str:
     is_share = advisory.unit.startswith("share")
-    show = format_share if is_share else format_span if advisory.unit == "s" else format_number
+    show = format_share if is_share else format_duration if advisory.unit == "s" else format_number
     unit = "" if advisory.unit == "s" else f" ({esc(advisory.unit)})"
     return (
         f'<li class="{esc(advisory.severity)}"><p class="found"><span class="severity">{esc(advisory.severity)}'
@@ -55,7 +56,7 @@ def _write_tiles(report: CampaignReport) -> str:
         ("Episodes", format_number(figures.num_episodes), ended),
         ("Tokens", format_number(figures.num_tokens), f"{format_number(figures.tokens_per_s)} a second"),
         ("Tokens trained", format_share(figures.trained_share), "of those generated"),
-        ("Time", format_span(figures.wall_s), f"{format_span(figures.queued_s)} in the queue"),
+        ("Time", format_duration(figures.wall_s), f"{format_duration(figures.queued_s)} in the queue"),
         ("Node-hours", format_number(figures.node_hours), f"{format_number(figures.gpu_hours)} GPU-hours"),
     ]
     items = "".join(
@@ -129,8 +130,8 @@ def write_jobs(report: CampaignReport) -> str:
         rows.append(
             [
                 format_number(job.number), esc(job.id), esc(job.state),
-                write_bar(parts, f"job {job.number}: waited {format_span(waited)}, ran {format_span(ran)}"),
-                format_span(waited), format_span(ran), steps, esc(job.reason),
+                write_bar(parts, f"job {job.number}: waited {format_duration(waited)}, ran {format_duration(ran)}"),
+                format_duration(waited), format_duration(ran), steps, esc(job.reason),
             ]
         )  # fmt: skip
     heads = ["job", "id", "state", "timeline", "queued", "ran", "steps", "reason"]
@@ -143,11 +144,11 @@ def write_workers(report: CampaignReport) -> str:
     for one in report.workers:
         start, end = ((time - low) / max(high - low, 1e-9) for time in (one.start, one.end))
         kind = "failed" if one.ending == "failed" else "up"
-        label = f"{one.worker} from {format_time(one.start)} for {format_span(one.end - one.start)}"
+        label = f"{one.worker} from {format_time(one.start)} for {format_duration(one.end - one.start)}"
         rows.append(
             [
                 f"<code>{esc(one.worker)}</code>", esc(one.node or "-"), write_bar([(start, end, kind)], label),
-                f'<span class="nowrap">{format_time(one.start)}</span>', format_span(one.end - one.start),
+                f'<span class="nowrap">{format_time(one.start)}</span>', format_duration(one.end - one.start),
                 esc(one.ending or "up"),
             ]
         )  # fmt: skip

@@ -21,13 +21,14 @@ import msgspec
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import SpoolError
-from hpcrl.report.charts import build_histogram, finite_or_none
+from hpcrl.report.charts import build_histogram
 from hpcrl.report.figures import SampledGroup, SampledToken, SampledTrajectory, SampledTurn, TrajectoryFigures
 from hpcrl.spool.outcome import name_outcome
 from hpcrl.spool.record import MASK_REASONS, TRAINABLE, Trajectory
 from hpcrl.spool.rows import expand_row, list_placed_turns
 from hpcrl.spool.segment import Segment, read_segment
 from hpcrl.spool.status import EpisodeStatus
+from hpcrl.system.json_numbers import finite_or_none
 from hpcrl.traj.conversation import (
     ChatExchange,
     TokenDecoder,
@@ -51,12 +52,12 @@ _NUM_BY_REASON = {"best": 3, "worst": 3, "longest": 2, "newest": 3, "failed": 4,
 _NUM_GROUPS = {"widest spread": 3, "random": 3, "all alike": 1}
 
 
-class _TurnGlance(msgspec.Struct, frozen=True):
+class _TurnRange(msgspec.Struct, frozen=True):
     start: int
     end: int
 
 
-class _FactsGlance(msgspec.Struct, frozen=True):
+class _ChoiceFacts(msgspec.Struct, frozen=True):
     """The facts by which trajectories are chosen; the others are not parsed."""
 
     id: str
@@ -64,7 +65,7 @@ class _FactsGlance(msgspec.Struct, frozen=True):
     domain: str
     status: EpisodeStatus
     created: float
-    turns: list[_TurnGlance]
+    turns: list[_TurnRange]
     outcome: str = ""
     reward: float | None = None
 
@@ -73,7 +74,7 @@ class _FactsGlance(msgspec.Struct, frozen=True):
         return sum(turn.end - turn.start for turn in self.turns)
 
 
-_DECODER = msgspec.json.Decoder(_FactsGlance, strict=False)
+_DECODER = msgspec.json.Decoder(_ChoiceFacts, strict=False)
 
 
 class _RowPlace(NamedTuple):
@@ -129,7 +130,7 @@ class _TrajectorySampler:
     _order: Iterator[int] = field(default_factory=itertools.count)
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def add(self, facts: _FactsGlance, place: _RowPlace) -> None:
+    def add(self, facts: _ChoiceFacts, place: _RowPlace) -> None:
         """Count a trajectory, and keep it if it is wanted."""
         self.num += 1
         reward, length = finite_or_none(facts.reward), facts.num_tokens
@@ -171,7 +172,7 @@ def read_trajectories(campaign: CampaignDir, *, max_text_bytes: int = MAX_TEXT_B
     """Read the facts of all trajectories once, and the text of those that are chosen."""
     history = TrajectoryHistory(campaign)
     sampler = _TrajectorySampler()
-    _pass_by(history, sampler)
+    _offer_trajectories(history, sampler)
     decoder = load_token_decoder(campaign)
     writer = _SampleWriter(decoder, max_text_bytes=max_text_bytes)
     sampled = list(_write_samples(sampler, writer))
@@ -194,7 +195,7 @@ def read_trajectories(campaign: CampaignDir, *, max_text_bytes: int = MAX_TEXT_B
     )
 
 
-def _pass_by(history: TrajectoryHistory, sampler: _TrajectorySampler) -> None:
+def _offer_trajectories(history: TrajectoryHistory, sampler: _TrajectorySampler) -> None:
     """Offer every trajectory to the sampler, each once."""
     seen = {True: SeenIds(), False: SeenIds()}
     for location in history.segment_locations():

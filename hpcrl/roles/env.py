@@ -83,7 +83,7 @@ async def _play_until_drained(context: WorkerContext, wakeups: WakeEvent) -> Non
         if context.draining:
             return
         if await wakeups.wait(POLL_INTERVAL_S):
-            newest.hurry()
+            newest.expect_change()
     async with contextlib.AsyncExitStack() as stack:
         report = make_judge_report(context)
         stack.enter_context(open_judge_proxy(recipe, campaign, job=context.job.number, report=report))
@@ -226,8 +226,8 @@ class EnvWorker:
         """Wait for the next round, which comes early if another process, or the end of a group, asks for it."""
         due = loop_time() + POLL_INTERVAL_S
         if await self.wakeups.wait(POLL_INTERVAL_S):
-            self.progress.hurry()
-            self.rollouts.hurry()
+            self.progress.expect_change()
+            self.rollouts.expect_change()
         else:
             self.reporter.note_delay(loop_time() - due)
 

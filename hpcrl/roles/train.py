@@ -467,7 +467,7 @@ class TrainingLoop:
         if self.listener is None:
             time.sleep(POLL_INTERVAL_S)
         elif self.listener.wait(POLL_INTERVAL_S):
-            self.train_queue.hurry()
+            self.train_queue.expect_change()
 
     def poll(self) -> None:
         """Do background work while there is nothing to train on."""

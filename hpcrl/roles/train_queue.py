@@ -70,7 +70,7 @@ class TrainQueue:
             compression=self._context.recipe.spool.compression,
         )
 
-    def hurry(self) -> None:
+    def expect_change(self) -> None:
         """Look at the holds with the next choice: another worker has changed something."""
         self._hold_pace.note_change()
 

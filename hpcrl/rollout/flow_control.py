@@ -86,10 +86,10 @@ class TrainerProgress:
         self.newest_version = 0
         self.num_settled = 0
 
-    def hurry(self) -> None:
+    def expect_change(self) -> None:
         """Look for changes at the next call."""
-        self._settled.hurry()
-        self._newest.hurry()
+        self._settled.expect_change()
+        self._newest.expect_change()
 
     def poll(self) -> None:
         """Read what has changed."""

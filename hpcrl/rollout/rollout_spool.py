@@ -31,14 +31,14 @@ class RolloutSpool:
         *,
         count_sealed: Callable[[], int],
         emit: Callable[[CampaignEvent], None],
-        hurry: Callable[[], object] = int,
+        expect_change: Callable[[], object] = int,
     ) -> None:
         """Write with `writer`; `count_sealed` counts the durable trajectories of all env workers.
 
-        `hurry` is called when it should look again, since something may have changed.
+        `expect_change` is called when it should look again, since something may have changed.
         """
         self._writer = writer
-        self.hurry = hurry
+        self.expect_change = expect_change
         self._emit = emit
         self.count_sealed = count_sealed
         self.num_unsealed = 0
@@ -79,7 +79,7 @@ class RolloutSpool:
             self._emit(FaultReported(what="spool", detail=str(error)))
             return []
         if sealed:
-            self.hurry()
+            self.expect_change()
         self.num_unsealed -= len(sealed)  # a separate statement after the await: meanwhile, ending episodes add to it
         return sealed
 
@@ -92,7 +92,7 @@ class SealedCount:
         self._pace = pace or PollPace()
         self._num = 0
 
-    def hurry(self) -> None:
+    def expect_change(self) -> None:
         """Look at the next call."""
         self._pace.note_change()
 
@@ -139,7 +139,7 @@ def open_rollout_spool(
         on_sealed=report_sealed,
     )
     sealed = SealedCount(listing)
-    return RolloutSpool(writer, count_sealed=sealed.count, emit=emit, hurry=sealed.hurry)
+    return RolloutSpool(writer, count_sealed=sealed.count, emit=emit, expect_change=sealed.expect_change)
 
 
 def _summarise_twin(name: str, twin: Sequence[PackedTrajectory]) -> SegmentScored:

@@ -112,7 +112,7 @@ class PathWatch:
         self._seen: tuple[int, int, int] | None = None
         self._read_at = float("-inf")
 
-    def hurry(self) -> None:
+    def expect_change(self) -> None:
         """Look at the next call."""
         self._pace.note_change()
 
@@ -166,9 +166,9 @@ class WatchedValue(Generic[T]):
         self._failing_since: float | None = None
         self._lock = threading.Lock()
 
-    def hurry(self) -> None:
+    def expect_change(self) -> None:
         """Look for a change at the next call."""
-        self._watch.hurry()
+        self._watch.expect_change()
 
     def poll(self) -> T:
         """Return the value as of the last change that was noticed."""

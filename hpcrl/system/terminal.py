@@ -101,8 +101,10 @@ def format_timestamp(timestamp: float) -> str:
         return "at an unknown time"
 
 
-def format_duration(seconds: float) -> str:
-    """Format a duration in the unit that reads best."""
+def format_duration(seconds: float | None) -> str:
+    """Format a duration in the unit that reads best; a dash for None."""
+    if seconds is None:
+        return "-"
     if not math.isfinite(seconds):
         return "?"
     if seconds < 1:

@@ -12,6 +12,7 @@ from hpcrl.learn.advantage import group_indices, is_flat
 from hpcrl.learn.distribute import StepShares
 from hpcrl.learn.loss import LossSums, compute_ratio_quantiles
 from hpcrl.spool.record import Trajectory
+from hpcrl.system.json_numbers import finite_or_none
 from hpcrl.trainers.base import StepMetrics
 
 
@@ -133,8 +134,3 @@ def _summarize_trajectories(trajectories: Sequence[Trajectory], *, version: int)
         "lag_max": max(lags, default=0),
         "lags": {str(lag): lags.count(lag) for lag in sorted(set(lags))},
     }
-
-
-def finite_or_none(value: float) -> float | None:
-    """Return None for a number that JSON cannot represent."""
-    return float(value) if math.isfinite(value) else None

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.report.build import build_document
+from hpcrl.report.builder import build_document
 from hpcrl.report.figures import SampledTrajectory, SampledTurn, TrajectoryFigures
 from hpcrl.report.page import ASSETS, UPLOT_VERSION, render_page
 from tests.support.synthetic import SyntheticCampaign
-from tests.unit.report.test_build import play
+from tests.unit.report.test_builder import play
 
 HOSTILE = "<script>alert(1)</script></script><img src=x onerror=alert(2)>\x1b[31m\u202e\"'&]]>"
 

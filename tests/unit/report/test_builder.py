@@ -22,7 +22,7 @@ from hpcrl.campaign_dir.events import (
 )
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.report import __main__ as command
-from hpcrl.report.build import build_document, build_report
+from hpcrl.report.builder import build_document, build_report
 from hpcrl.report.charts import MAX_POINTS, smooth_values, thin_points
 from hpcrl.report.figures import CampaignReport, ChartSeries, ReportDocument, TrajectoryFigures
 from hpcrl.report.trajectories import read_trajectories

@@ -26,7 +26,6 @@ from hpcrl.report.charts import (
     build_stability_charts,
     build_staleness_charts,
     build_time_charts,
-    finite_or_none,
 )
 from hpcrl.report.comparison import compare_campaigns
 from hpcrl.report.figures import (
@@ -45,6 +44,7 @@ from hpcrl.report.history import CampaignHistory, RoleWork, WorkerSpan
 from hpcrl.slurm.submit import SubmittedJob
 from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
 from hpcrl.spool.token_fates import measure_trained_share
+from hpcrl.system.json_numbers import finite_or_none
 
 MAX_WORKER_ROWS = 120
 MAX_FAILURE_ROWS = 60

@@ -94,7 +94,7 @@ description = "A campaign of bench.whole."
 [model.tiny]
 
 [domains.sums]
-env = "bench.wholes.tasks:{ENVS[task]}"
+env = "bench.campaigns.tasks:{ENVS[task]}"
 max_turns = {NUM_TURNS if task == "slow" else 1}
 
 [rollout]

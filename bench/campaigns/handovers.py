@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bench.wholes.campaign import MeasuredCampaign
+from bench.campaigns.campaign import MeasuredCampaign
 from hpcrl.campaign_dir.events import StepFinished, VersionLoaded, VersionPublished
 from hpcrl.spool.listing import list_segments
 from hpcrl.spool.segment import read_segment

@@ -1,0 +1,1 @@
+"""The campaigns that bench.whole and its peers measure: their tasks, one that runs, and the times of its hand-overs."""
