@@ -3,6 +3,7 @@
 show_schema       prints one, or the list
 make_schema       makes one
 JSON_OUTPUTS      the outputs by name
+WITHOUT_SCHEMA    commands whose JSON follows what a campaign has recorded
 """
 
 import importlib
@@ -36,8 +37,13 @@ JSON_OUTPUTS = {
     "try": JsonOutput("hpcrl try RECIPE --json", "hpcrl.trial.report:TrialEpisode", is_list=True),
     "traj-ls": JsonOutput("hpcrl traj ls CAMPAIGN --json", "hpcrl.traj.listing:ListLine", is_list=True),
     "traj-verify": JsonOutput("hpcrl traj verify CAMPAIGN --json", "hpcrl.traj.verify:VerifyReport"),
+    "traj-stats": JsonOutput("hpcrl traj stats CAMPAIGN --json", "hpcrl.traj.stats:CampaignStats"),
+    "report": JsonOutput("hpcrl report CAMPAIGN ... --json", "hpcrl.report.figures:ReportDocument"),
+    "doctor": JsonOutput("hpcrl doctor SITE --json", "hpcrl.doctor.result:DoctorReport"),
     "events": JsonOutput("hpcrl events CAMPAIGN --json (each line)", "hpcrl.campaign_dir.events:CampaignEvent"),
 }
+
+WITHOUT_SCHEMA = frozenset({"traj-show"})
 
 
 def show_schema(name: str | None) -> None:
@@ -47,6 +53,8 @@ def show_schema(name: str | None) -> None:
         for known, output in JSON_OUTPUTS.items():
             print_line(f"{known:<{width}}  {output.command}")
         return
+    if name in WITHOUT_SCHEMA:
+        raise HpcrlError(f"{name} has no schema: its fields are those that the campaign has recorded")
     if name not in JSON_OUTPUTS:
         names = list(JSON_OUTPUTS)
         raise HpcrlError(f"no schema {name!r}: {suggest_name(name, names)}there are {', '.join(names)}")

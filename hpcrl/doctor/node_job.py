@@ -19,7 +19,7 @@ from hpcrl.campaign.directory import show_campaigns_root
 from hpcrl.config.site import Site
 from hpcrl.doctor.login_checks import run_login_checks
 from hpcrl.doctor.node_checks import NodeRequest
-from hpcrl.doctor.result import MARKS, CheckResult, fail_check, print_results, write_facts
+from hpcrl.doctor.result import MARKS, CheckResult, DoctorReport, fail_check, print_results, write_facts
 from hpcrl.errors import ConfigError, HpcrlError, SlurmError
 from hpcrl.plan.components import PerNode, find_account, make_slurm_flags
 from hpcrl.slurm.commands import ask_slurm, cancel_jobs, queue_script
@@ -172,7 +172,7 @@ def run_doctor(site: Site, *, has_job: bool, as_json: bool, timeout_s: float) ->
         results += found
     has_failed = any(result.state == "failed" for result in results)
     if as_json:
-        print_json({"site": site.name, "time": time.time(), "results": results})
+        print_json(DoctorReport(site=site.name, time=time.time(), results=results))
     else:
         counts = {state: sum(result.state == state for result in results) for state in MARKS}
         print_line(", ".join(f"{num} {state}" for state, num in counts.items() if num))

@@ -4,6 +4,7 @@ show_stats               prints them
 count_by_domain          counts the trajectories of each domain
 count_fates              counts the tokens of one by what became of them
 DomainTally              the running counts of a domain
+CampaignStats            the figures of all, which are JSON
 DomainFigures            its figures; they consist of
 ValueSpread, measure_spread    the distribution of a quantity
 VersionReward, mean_reward_by_version    the mean reward of a version
@@ -66,7 +67,7 @@ class VersionReward(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DomainFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a domain, as `stats --json` prints them."""
+    """The figures of a domain."""
 
     domain: str
     num_trajectories: int
@@ -94,6 +95,13 @@ class DomainFigures(msgspec.Struct, frozen=True, kw_only=True):
     reset_s: float
     """Sums over all trajectories."""
     by_version: list[VersionReward]
+
+
+class CampaignStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of all domains, as `stats --json` prints them."""
+
+    campaign: str
+    domains: list[DomainFigures]
 
 
 @dataclass
@@ -205,7 +213,7 @@ def show_stats(history: TrajectoryHistory, selection: TrajectorySelection, *, as
     """Print the figures of every domain."""
     domains = count_by_domain(history, selection)
     if as_json:
-        print_json({"campaign": history.campaign.name, "domains": domains})
+        print_json(CampaignStats(campaign=history.campaign.name, domains=domains))
         return 0
     console = make_console(pipe_width=100)
     if not domains:

@@ -16,7 +16,7 @@ import pytest
 from hpcrl.cli import main, make_parser
 from hpcrl.commands.completion import SHELLS, find_candidates, make_script
 from hpcrl.commands.examples import EXAMPLES, find_parsers
-from hpcrl.commands.schemas import JSON_OUTPUTS, make_schema
+from hpcrl.commands.schemas import JSON_OUTPUTS, WITHOUT_SCHEMA, make_schema
 from hpcrl.commands.topics import TOPICS, make_man_page
 from hpcrl.config.key_table import list_keys
 from hpcrl.config.recipe import Recipe
@@ -126,6 +126,15 @@ def test_bash_completes_a_command(home: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{bin_dir}:{os.environ['PATH']}"}
     done = subprocess.run([bash, "-c", "\n".join(lines)], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "monitor\n"
+
+
+def test_every_command_with_json_has_a_schema_or_is_named_as_one_without() -> None:
+    with_json = {
+        name.replace(" ", "-")
+        for name, parser in find_parsers(make_parser()).items()
+        if "--json" in parser._option_string_actions
+    }
+    assert with_json == JSON_OUTPUTS.keys() | WITHOUT_SCHEMA
 
 
 @pytest.mark.parametrize("name", JSON_OUTPUTS)
