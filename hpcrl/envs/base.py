@@ -13,8 +13,7 @@
     accepts                      whether a function can be called with given arguments
     check_program_choices        refuse options of a program that have other values than those known
     SamplingSource, ConversationChoice  two options that every agent program has
-    OwnThread, take_thread       a thread for code that blocks
-    MAX_IDLE_THREADS             the threads that wait for another environment
+    OwnThread                    a thread for code that blocks
     INVALID_COST                 the cost of a step that is not understood, in the environments of this package
 
 An environment is a class that the recipe names as `package.module:Name`, made with the domain's `options`. Any
@@ -83,27 +82,10 @@ class OwnThread:
         self._calls.put(run)
         return answer
 
-    def release(self) -> None:
-        """Leave the thread to another environment, or let it end if enough are idle, or a call has not returned."""
-        if self.busy or len(_idle_threads) >= MAX_IDLE_THREADS:
-            self.end()
-        else:
-            _idle_threads.append(self)
-
     def end(self) -> None:
         """Let the thread end after its calls."""
         self._calls.put(None)
         self._thread = None
-
-
-MAX_IDLE_THREADS = 32
-_idle_threads: list[OwnThread] = []
-"""Threads whose environments are closed, used by the event loop's thread alone."""
-
-
-def take_thread() -> OwnThread:
-    """Return an idle thread, or a new one."""
-    return _idle_threads.pop() if _idle_threads else OwnThread()
 
 
 def _run_calls(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
@@ -256,7 +238,7 @@ def env_reward(trajectory: "Trajectory") -> float:
 
 async def make_env_in_thread(name: str, options: dict[str, Any], *, what: str) -> Env:
     """Make it in a thread, so that importing and making block no other episode and can be cancelled."""
-    thread = take_thread()
+    thread = OwnThread()
     try:
         return adapt_env(await thread.call(partial(construct_env, name, options, what=what)), thread=thread)
     except BaseException:
@@ -299,9 +281,9 @@ def _check_option_names(kind: Any, options: dict[str, Any], *, what: str, rename
 def adapt_env(env: Any, *, thread: OwnThread | None = None) -> Env:
     """Return the async form of an environment; plain methods run in `thread`, an async one is returned unchanged."""
     if not _check_methods(env):
-        return _ThreadedEnv(env, thread or take_thread())
+        return _ThreadedEnv(env, thread or OwnThread())
     if thread is not None:
-        thread.release()
+        thread.end()
     return cast(Env, env)
 
 
@@ -397,8 +379,8 @@ class _ThreadedEnv:
         return await self._thread.call(self._env.step, action)
 
     async def close(self) -> None:
-        thread = take_thread() if self._thread.busy else self._thread
+        thread = OwnThread() if self._thread.busy else self._thread
         await thread.call(self._env.close)
-        thread.release()
+        thread.end()
         if thread is not self._thread:
             self._thread.end()

@@ -213,7 +213,8 @@ def test_a_reader_that_always_fails_is_restarted_a_few_times_only(run):
     reporter.close()
     assert len(faults) == MAX_RESTARTS + 1
     assert "exit code 1" in faults[0]
-    assert "recipe.json: name: missing" in faults[0]
+    assert "recipe.json" in faults[0]
+    assert "the campaign is damaged" in faults[0]
 
 
 def test_a_package_that_is_missing_is_refused_before_anything_is_queued():
