@@ -398,7 +398,9 @@ def _find_python_with(module: str, campaign_dir: "CampaignDir") -> str:
 
     from hpcrl.plan.records import read_site
 
-    return sys.executable if find_spec(module) else read_site(campaign_dir).python or sys.executable
+    if find_spec(module):
+        return sys.executable
+    return read_site(campaign_dir, skips_unknown=True).python or sys.executable
 
 
 def _run_export(arguments: argparse.Namespace) -> int:

@@ -558,7 +558,7 @@ def _describe_end(campaign: CampaignDir) -> str | None:
     jobs = read_jobs(campaign)[-1:]
     heartbeats = read_heartbeats(campaign.events)
     ids = select_slurm_ids(jobs)
-    statuses = _query_states(ids, read_site(campaign)) if ids else {}
+    statuses = _query_states(ids, read_site(campaign, skips_unknown=True)) if ids else {}
     _, verdicts = judge_jobs(campaign, jobs, statuses=statuses, events={}, heartbeats=heartbeats, now=time.time())
     if not verdicts or verdicts[0].state not in FINAL_JOB_STATES:
         return None
@@ -571,7 +571,7 @@ def _query_states(ids: list[str], site: Site) -> dict[str, JobStatus]:
 
 def _request_stop(campaign: CampaignDir) -> tuple[JobDir, Site]:
     """Publish the stop request, and cancel the jobs that only wait for another one. Return the job that is left."""
-    every, site = directory.list_jobs(campaign), read_site(campaign)
+    every, site = directory.list_jobs(campaign), read_site(campaign, skips_unknown=True)
     publish_file(campaign.stop, "")
     *_, last = [job for job in every if job.submission.exists()] or every
     states = find_job_states(every, site)
@@ -623,7 +623,7 @@ def final_summary(
         hint = f"see `{hpcrl} logs {campaign.name}`{then}"
         return [f"campaign {campaign.name} ended as {state}{learned}; {hint}"]
     recipe = _read_recipe_name(campaign)
-    if read_site(campaign).scheduler == "local":
+    if read_site(campaign, skips_unknown=True).scheduler == "local":
         elsewhere = (f"plan {recipe} --site lab", "the same as a heterogeneous Slurm job; `lab up` makes a Slurm here")
     else:
         elsewhere = (f"plan {recipe} --site perlmutter -s site.account=m1234", "the same on a large machine")

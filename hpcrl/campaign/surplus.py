@@ -46,7 +46,8 @@ class SurplusPart:
 def find_surplus(campaign: CampaignDir, *, with_archive: bool = False) -> list[SurplusPart]:
     """Return what may be removed; with the archive, also the trajectories that training is done with."""
     jobs = directory.list_jobs(campaign)
-    states = find_job_states([job for job in jobs if job.submission.exists()], read_site(campaign))
+    site = read_site(campaign, skips_unknown=True)
+    states = find_job_states([job for job in jobs if job.submission.exists()], site)
     over = [job for job in jobs if states.get(job) == "gone"]
     is_quiet = len(over) == len(jobs)  # a job without a record may be submitted just now
     found = {"files of ended jobs for their own processes": _list_meetings(over)}

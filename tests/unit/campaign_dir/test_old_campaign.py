@@ -1,4 +1,4 @@
-"""A campaign whose recipe.json has keys by their old names can still be listed, shown and exported.
+"""A campaign whose recipe.json has keys by their old names can still be listed, shown, exported, stopped and cleaned.
 
 `old_campaign` was written by hpcrl at commit fd23084: `hpcrl submit quickstart` with one training step. Weights,
 checkpoints and logs are left out.
@@ -6,11 +6,15 @@ checkpoints and logs are left out.
 
 import json
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.toml import RENAMED_KEYS
+from hpcrl.system.processes import read_start_ticks
 from tests.support.campaigns import hpcrl
 
 STORED = Path(__file__).with_name("old_campaign")
@@ -19,6 +23,19 @@ STORED = Path(__file__).with_name("old_campaign")
 @pytest.fixture(autouse=True)
 def old(home: Path) -> Path:
     return shutil.copytree(STORED, home / "campaigns" / "old")
+
+
+@pytest.fixture
+def running(old: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Let the campaign run: its job has no outcome, and a process that is alive."""
+    job = old / "jobs" / "000"
+    (job / "outcome.json").unlink()
+    with subprocess.Popen(["sleep", "300"], start_new_session=True) as guardian:
+        submission = json.loads((job / "submitted.json").read_text())
+        submission |= {"pid": guardian.pid, "start_ticks": read_start_ticks(guardian.pid)}
+        (job / "submitted.json").write_text(json.dumps(submission))
+        yield guardian
+        guardian.kill()
 
 
 def test_the_stored_recipe_has_every_old_key(old: Path) -> None:
@@ -49,3 +66,21 @@ def test_trajectories_of_an_old_campaign_are_listed_shown_and_counted() -> None:
 def test_trajectories_of_an_old_campaign_are_exported(tmp_path: Path) -> None:
     hpcrl("traj", "export", "old", str(tmp_path / "old.jsonl"))
     assert len((tmp_path / "old.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_running_old_campaign_is_asked_to_stop(old: Path, running: subprocess.Popen[bytes]) -> None:
+    assert "is stopping" in hpcrl("stop", "old").stdout
+    assert CampaignDir(old).stop.exists()
+    assert running.poll() is None
+
+
+def test_a_running_old_campaign_is_ended_at_once(running: subprocess.Popen[bytes]) -> None:
+    assert "is cancelled" in hpcrl("stop", "old", "--now").stdout
+    assert running.wait() < 0
+
+
+def test_surplus_of_an_old_campaign_is_removed(old: Path) -> None:
+    meetings = old / "jobs" / "000" / "parsl"
+    meetings.mkdir()
+    hpcrl("gc", "old", "--yes")
+    assert not meetings.exists()
