@@ -10,7 +10,8 @@ LayeredTable      a table and the files and settings that it was made of
 suggest_name      "did you mean ...? "
 shipped_folder, user_folder, list_known_names    the places and names of recipes and sites
 ConfigKind, ShippedFolder, TomlTable             types
-USER_CODE_PATTERN, NAME_PATTERN, JUDGE_NAME_PATTERN, PATTERN_MEANINGS, RENAMED_KEYS, RENAMED_VALUES    what is accepted
+USER_CODE_PATTERN, NAME_PATTERN, JUDGE_NAME_PATTERN, PATTERN_MEANINGS       what is accepted
+RENAMED_KEYS, REMOVED_KEYS, RENAMED_VALUES       what was accepted
 MAX_DEPTH, MAX_BYTES, MAX_EXTENDS, MIN_INTEGER, MAX_INTEGER        limits
 """
 
@@ -65,6 +66,11 @@ RENAMED_KEYS = {
     "spool.keep_versions": "spool.archive_versions",
 }
 """Old keys of recipes and their new names, for error messages."""
+REMOVED_KEYS = {
+    "containers": 'its list is now one word, the program that runs images, as in container = "apptainer"',
+    "partitions.*.notes": "remove it",
+}
+"""Old keys of sites whose value no other key takes, and what to write instead; `*` is any name."""
 RENAMED_VALUES = {("resources.decode.num_workers", 0): '"auto"'}
 """Old values of recipes and their new names, for error messages."""
 
@@ -480,11 +486,22 @@ def _explain_unknown_key(source: str, trail: Sequence[str], known: Iterable[str]
     where = ".".join(trail)
     if where in RENAMED_KEYS:
         return f"{source}: {where!r} is now called {RENAMED_KEYS[where]!r}: use the new name"
+    if (cure := _find_cure(trail)) is not None:
+        return f"{source}: there is no {where!r} any more: {cure}"
     names = sorted(known)
     table = f"[{'.'.join(trail[:-1])}]" if trail[1:] else "the top level"
     namesakes = [] if trail[1:] else [*_find_namesakes(trail[-1], kind)]  # its table may have been left out
     hint = suggest_name(trail[-1], namesakes, cutoff=0.0) or suggest_name(trail[-1], names)
     return f"{source}: unknown key {where!r}: {hint}{table} takes {', '.join(names)}"
+
+
+def _find_cure(trail: Sequence[str]) -> str | None:
+    """Return what to write instead of a key that was removed."""
+    for key, cure in REMOVED_KEYS.items():
+        parts = key.split(".")
+        if len(parts) == len(trail) and all(part in ("*", name) for part, name in zip(parts, trail, strict=True)):
+            return cure
+    return None
 
 
 def suggest_name(name: str, names: Sequence[str], *, cutoff: float = 0.5) -> str:

@@ -1,10 +1,12 @@
-"""A campaign whose recipe.json has keys by their old names can still be listed, shown, exported, stopped and cleaned.
+"""A campaign whose recipe.json and site.json have old keys can still be listed, shown, exported, stopped and cleaned.
 
 `old_campaign` was written by hpcrl at commit fd23084: `hpcrl submit quickstart` with one training step. Weights,
 checkpoints and logs are left out.
 """
 
+import functools
 import json
+import operator
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.toml import RENAMED_KEYS
+from hpcrl.config.toml import REMOVED_KEYS, RENAMED_KEYS
 from hpcrl.system.processes import read_start_ticks
 from tests.support.campaigns import hpcrl
 
@@ -43,6 +45,13 @@ def test_the_stored_recipe_has_every_old_key(old: Path) -> None:
     for key in RENAMED_KEYS:
         table, name = key.split(".")
         assert name in recipe[table]
+
+
+def test_the_stored_site_has_every_old_key(old: Path) -> None:
+    site = json.loads((old / "site.json").read_text())
+    for key in REMOVED_KEYS:
+        *tables, name = key.replace("*", "host").split(".")
+        assert name in functools.reduce(operator.getitem, tables, site)
 
 
 def test_an_old_campaign_is_listed() -> None:
