@@ -48,7 +48,7 @@ def find_surplus(campaign: CampaignDir, *, with_archive: bool = False) -> list[S
     jobs = directory.list_jobs(campaign)
     site = read_site(campaign, skips_unknown=True)
     states = find_job_states([job for job in jobs if job.submission.exists()], site)
-    over = [job for job in jobs if states.get(job) == "gone"]
+    over = [job for job in jobs if job.outcome.exists() or states.get(job) == "gone"]
     is_quiet = len(over) == len(jobs)  # a job without a record may be submitted just now
     found = {"files of ended jobs for their own processes": _list_meetings(over)}
     if is_quiet:

@@ -82,6 +82,11 @@ def test_what_a_campaign_without_a_job_does_not_need_is_removed(campaign: Campai
     }
 
 
+def test_a_job_whose_end_is_recorded_keeps_nothing(campaign: CampaignDir) -> None:
+    publish_json(campaign.job(0).outcome, {"outcome": "done", "reason": "", "time": 1.0})
+    assert "old versions of the weights" in [part.kind for part in surplus.find_surplus(campaign)]
+
+
 def test_of_a_campaign_that_runs_only_the_traces_of_earlier_jobs_are_removed(campaign: CampaignDir) -> None:
     add_job(campaign, 1, pid=os.getpid())
     before = list_files(campaign)
