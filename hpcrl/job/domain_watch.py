@@ -18,7 +18,8 @@ from hpcrl.campaign_dir.events import CampaignEvent, EpisodesCounted, FaultRepor
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import Recipe
 from hpcrl.monitor.progress import CampaignProgress, DomainProgress
-from hpcrl.spool.outcome import OUTCOMES
+from hpcrl.spool.ids import parse_domain
+from hpcrl.spool.outcome import is_infrastructure
 
 DOMAIN_INTERVAL_S = 5.0
 MIN_FAILURES = 64
@@ -82,7 +83,7 @@ class DomainWatch:
             case EpisodesCounted() | SegmentScored():
                 self._progress.add(event)
             case FaultReported(what="env-fault" | "policy-fault" | "reward"):
-                domain = event.domain or (event.id or "").partition("/")[0]
+                domain = event.domain or parse_domain(event.id or "")
                 self._reasons[domain] = event.detail
 
     def _is_hopeless(self, domain: DomainProgress, now: float) -> bool:
@@ -108,9 +109,5 @@ def _count_failures(domain: DomainProgress) -> int:
 def _fails_by_itself(domain: DomainProgress) -> bool:
     """Return whether most failures are of the policy or of a reward function, and not of the infrastructure."""
     outcomes = domain.settle_outcomes()
-    num_faults = sum(num for name, num in outcomes.items() if _is_fault(name))
+    num_faults = sum(num for name, num in outcomes.items() if is_infrastructure(name))
     return bool(domain.reward_errors) or 2 * num_faults < outcomes.total()
-
-
-def _is_fault(outcome: str) -> bool:
-    return outcome in OUTCOMES and OUTCOMES[outcome].cause == "infrastructure"

@@ -24,7 +24,7 @@ import msgspec
 
 from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.monitor.progress import CampaignProgress, FailureRun, WorkerProgress, is_failure
-from hpcrl.spool.outcome import MAX_FAILED_SHARE, OUTCOMES, measure_outcomes
+from hpcrl.spool.outcome import MAX_FAILED_SHARE, OUTCOMES, is_infrastructure, measure_outcomes
 from hpcrl.system.terminal import format_duration
 
 Severity = Literal["critical", "warning", "notice"]
@@ -159,7 +159,7 @@ def _limit_in_row(run: FailureRun) -> int:
 def _find_env_faults(facts: HealthFacts) -> Iterator[Advisory]:
     for name, domain in sorted(facts.progress.domains.items()):
         shares = measure_outcomes(domain.recent_outcomes)
-        share = sum(num for outcome, num in shares.items() if _is_infrastructure(outcome))
+        share = sum(num for outcome, num in shares.items() if is_infrastructure(outcome))
         if domain.num_ended >= MIN_ENDED and MAX_ENV_FAULT_SHARE < share <= MAX_FAILED_SHARE:
             yield Advisory(
                 name="env-faults",
@@ -214,10 +214,6 @@ def _find_stale_episodes(facts: HealthFacts) -> Iterator[Advisory]:
             cause="episodes take longer than rollout.max_lag steps of the trainer",
             remedy="raise rollout.max_lag, add decode workers, or raise train.groups_per_step",
         )
-
-
-def _is_infrastructure(outcome: str) -> bool:
-    return outcome in OUTCOMES and OUTCOMES[outcome].cause == "infrastructure"
 
 
 def _name_worst(outcomes: Mapping[str, float]) -> str:

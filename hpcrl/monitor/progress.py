@@ -45,6 +45,7 @@ from hpcrl.campaign_dir.events import (
 from hpcrl.campaign_dir.paths import make_worker_name
 from hpcrl.monitor.notes import MonitorNote, NoteLog, make_cause
 from hpcrl.spool.episode_lengths import LengthCounts, join_lengths
+from hpcrl.spool.ids import parse_domain
 from hpcrl.spool.outcome import (
     OUTCOME_EXIT,
     OUTCOME_FINISHED,
@@ -509,7 +510,7 @@ def _find_cause(event: CampaignEvent) -> tuple[tuple[str, ...] | None, int | Non
     """Return what an event has in common with others of its kind, and their number if it names that."""
     match event:
         case FaultReported():
-            domain = event.domain or (event.id or "").partition("/")[0]
+            domain = event.domain or parse_domain(event.id or "")
             return ("fault", event.what, domain, *make_cause(event.detail)), event.num or None
         case WorkerFailed() | EventsLost():
             return (type(event).__name__, *make_cause(getattr(event, "of", None) or event.worker, event.reason)), None

@@ -53,6 +53,11 @@ def parse_request_id(request: str) -> tuple[str, str] | None:
     return (parts[0], "/".join(parts[:3])) if len(parts) >= 3 else None
 
 
+def parse_domain(id: str) -> str:
+    """Return the domain that an id of any of these kinds starts with; the whole text if it has no other part."""
+    return id.partition("/")[0]
+
+
 def get_group(episode: str) -> str:
     """Return the id of the group of an episode."""
     return episode.rpartition("/")[0]

@@ -6,6 +6,7 @@
     name_outcome               the outcome of an episode by its record
     measure_outcomes           the share of each outcome among the episodes that ended
     measure_failures           the share of the episodes that ended in a failure of the policy
+    is_infrastructure          whether infrastructure caused an outcome
 
 What the policy causes is an outcome with a reward, so that training and evaluations count it; infrastructure that
 fails is retried, and never scored.
@@ -70,6 +71,11 @@ def measure_failures(counts: Mapping[str, float]) -> float:
     """Return the share that failed for what the policy did, limits of length not among it."""
     failed = (OUTCOME_TIMEOUT, OUTCOME_EXIT, OUTCOME_REWARD_ERROR)
     return sum(share for name, share in measure_outcomes(counts).items() if name in failed)
+
+
+def is_infrastructure(outcome: str) -> bool:
+    """Return whether infrastructure caused this outcome, and not the policy."""
+    return outcome in OUTCOMES and OUTCOMES[outcome].cause == "infrastructure"
 
 
 def _is_counted(facts: OutcomeFacts) -> bool:

@@ -17,7 +17,14 @@ from hpcrl.rollout.rewards import (
     mark_outage,
     needs_score,
 )
-from hpcrl.spool.outcome import OUTCOME_SETTINGS, OUTCOMES, measure_failures, measure_outcomes, name_outcome
+from hpcrl.spool.outcome import (
+    OUTCOME_SETTINGS,
+    OUTCOMES,
+    is_infrastructure,
+    measure_failures,
+    measure_outcomes,
+    name_outcome,
+)
 from hpcrl.spool.status import STATUSES
 from hpcrl.system.variables import JUDGE_OUTAGES_VARIABLE
 from tests.support.plans import make_recipe
@@ -142,6 +149,10 @@ def test_a_setting_that_is_no_reward_is_refused(value):
 def test_every_status_and_every_setting_has_an_outcome():
     assert {name_outcome(status, "") for status in STATUSES} <= set(OUTCOMES)
     assert all(name in DomainConfig.__struct_fields__ for name in OUTCOME_SETTINGS.values())
+
+
+def test_infrastructure_causes_faults_and_no_other_outcome():
+    assert {name for name in (*OUTCOMES, "an-unknown-one") if is_infrastructure(name)} == {"env-fault", "policy-fault"}
 
 
 def test_shares_leave_out_what_training_aborted():

@@ -25,6 +25,11 @@ def test_request_id_names_its_domain_and_episode():
     assert ids.parse_request_id(ids.make_request_id(request, "2.0")) == ("lake", "lake/12/3")
 
 
+@pytest.mark.parametrize("id", ["lake", "lake/12", "lake/12/3", "lake/12/3/0", "lake/12/3/0/5"])
+def test_every_id_starts_with_its_domain(id):
+    assert ids.parse_domain(id) == "lake"
+
+
 def test_request_id_without_an_episode_is_not_parsed():
     assert ids.parse_request_id("lake/12") is None
 
