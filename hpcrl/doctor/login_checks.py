@@ -22,7 +22,7 @@ from hpcrl.doctor.result import CheckResult, fail_check, leave_unknown, pass_che
 from hpcrl.errors import HpcrlError, PlanError
 from hpcrl.slurm.commands import run_slurm
 from hpcrl.slurm.script import read_prologue
-from hpcrl.slurm.site_detection import parse_gres
+from hpcrl.slurm.site_detection import parse_config, parse_gres, parse_partitions
 from hpcrl.slurm.submit import REQUIRED_COMMANDS, expand_path, make_site_environment
 from hpcrl.system.network import is_reachable
 
@@ -90,30 +90,23 @@ def ask_for_answers(site: Site) -> SlurmAnswers:
     """Ask Slurm once for everything; what it does not answer stays empty."""
     env = {**os.environ, **make_site_environment(site)}
 
-    def ask(*command: str) -> list[str]:
+    def ask(*command: str) -> str:
         done = run_slurm(command, env=env)
-        return done.stdout.splitlines() if done.returncode == 0 else []
+        return done.stdout if done.returncode == 0 else ""
 
     nodes: dict[str, list[tuple[int, int, str, int]]] = {}
-    for line in ask("sinfo", "-h", "-o", "%R|%c|%m|%G"):
+    for line in ask("sinfo", "-h", "-o", "%R|%c|%m|%G").splitlines():
         name, cpus, memory, gres = line.split("|")
         nodes.setdefault(name, []).append((int(cpus.rstrip("+")), int(memory.rstrip("+")), *parse_gres(gres)))
     user = os.environ.get("USER") or str(os.getuid())
     return SlurmAnswers(
-        config=dict(
-            (name.strip(), value.strip())
-            for name, _, value in (row.partition("=") for row in ask("scontrol", "show", "config"))
-        ),
-        partitions={
-            fields["PartitionName"]: fields
-            for row in ask("scontrol", "show", "partition", "-o")
-            if "PartitionName" in (fields := dict(re.findall(r"(\w+)=(\S*)", row)))
-        },
+        config=parse_config(ask("scontrol", "show", "config")),
+        partitions=parse_partitions(ask("scontrol", "show", "partition", "-o")),
         nodes=nodes,
-        accounts=ask("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account"),
-        qos=ask("sacctmgr", "-nP", "show", "qos", "format=name"),
-        reservations=re.findall(r"ReservationName=(\S+)", "\n".join(ask("scontrol", "show", "reservation"))),
-        licenses=re.findall(r"LicenseName=(\S+)", "\n".join(ask("scontrol", "show", "licenses"))),
+        accounts=ask("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account").splitlines(),
+        qos=ask("sacctmgr", "-nP", "show", "qos", "format=name").splitlines(),
+        reservations=re.findall(r"ReservationName=(\S+)", ask("scontrol", "show", "reservation")),
+        licenses=re.findall(r"LicenseName=(\S+)", ask("scontrol", "show", "licenses")),
     )
 
 

@@ -3,6 +3,7 @@
 write_site        describe this cluster in a site file of the user's own
 detect_site       the text of a site file, and notes on what a person has to check
 DetectedSite      both
+parse_config, parse_partitions    what scontrol prints of Slurm's settings and partitions
 parse_gres        the type and number of GPUs in a gres of Slurm
 choose_gpu_name   the catalogue's name of a GPU type of Slurm: pure
 
@@ -65,12 +66,9 @@ class _NodeKind:
 
 def detect_site(name: str) -> DetectedSite:
     """Describe this cluster; raise SlurmError if its Slurm does not answer."""
-    config = _read_fields(ask_slurm(["scontrol", "show", "config"]), separator=r"\s*=\s*")
-    partitions = {
-        fields["PartitionName"]: fields
-        for line in ask_slurm(["scontrol", "show", "partition", "-o"]).splitlines()
-        if (fields := dict(re.findall(r"(\w+)=(\S*)", line))) and fields.get("State") == "UP"
-    }
+    config = parse_config(ask_slurm(["scontrol", "show", "config"]))
+    every = parse_partitions(ask_slurm(["scontrol", "show", "partition", "-o"]))
+    partitions = {label: fields for label, fields in every.items() if fields.get("State") == "UP"}
     kinds = [kind for kind in _read_kinds() if kind.partition in partitions]
     if not kinds:
         raise SlurmError("sinfo reports no partition that is up: there is nothing to describe")
@@ -111,9 +109,16 @@ def write_site(name: str) -> tuple[Path, list[str]]:
     return path, found.notes
 
 
-def _read_fields(text: str, *, separator: str) -> dict[str, str]:
-    rows = (re.split(separator, line.strip(), maxsplit=1) for line in text.splitlines())
+def parse_config(text: str) -> dict[str, str]:
+    """Return the settings that `scontrol show config` prints."""
+    rows = (re.split(r"\s*=\s*", line.strip(), maxsplit=1) for line in text.splitlines())
     return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def parse_partitions(text: str) -> dict[str, dict[str, str]]:
+    """Return the fields of each partition that `scontrol show partition -o` prints."""
+    rows = (dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines())
+    return {fields["PartitionName"]: fields for fields in rows if "PartitionName" in fields}
 
 
 def _read_kinds() -> list[_NodeKind]:

@@ -10,9 +10,10 @@ import pytest
 from hpcrl.campaign.lifecycle import load_request
 from hpcrl.cli import main
 from hpcrl.config.site import load_site
+from hpcrl.doctor.login_checks import ask_for_answers
 from hpcrl.errors import ConfigError, SlurmError
 from hpcrl.hardware.gpus import GPU_CATALOGUE
-from hpcrl.slurm.site_detection import choose_gpu_name, parse_gres, write_site
+from hpcrl.slurm.site_detection import choose_gpu_name, parse_config, parse_gres, parse_partitions, write_site
 from hpcrl.system.files import make_private_dir
 
 CONFIG = """Configuration data as of 2026-11-23T10:00:00
@@ -66,6 +67,14 @@ def cluster(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def describe(name: str = "campus") -> tuple[dict[str, Any], list[str]]:
     path, notes = write_site(name)
     return tomllib.loads(path.read_text()), notes
+
+
+def test_doctor_reads_what_the_description_of_a_site_is_made_of(cluster: Path) -> None:
+    (cluster / "nodes").write_text("std|128|257000|(null)\n")
+    answers = ask_for_answers(load_site("local"))
+    assert (answers.config, answers.partitions) == (parse_config(CONFIG), parse_partitions(PARTITIONS))
+    assert answers.config["SLURM_VERSION"] == "23.11.4"
+    assert list(answers.partitions) == ["std", "short", "gpu", "scavenge", "old"]
 
 
 def test_partitions_are_described_with_their_nodes_limits_and_gpus(cluster: Path) -> None:
