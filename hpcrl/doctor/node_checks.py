@@ -19,7 +19,8 @@ import msgspec
 
 from hpcrl.config.site import DEVICE_VARIABLES, DeviceVariable, Site
 from hpcrl.doctor.result import CheckResult, fail_check, leave_unknown, pass_check, warn_check
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, SlurmError
+from hpcrl.slurm.commands import run_slurm
 from hpcrl.system.files import publish_file
 from hpcrl.system.network import find_interface, is_reachable
 
@@ -181,12 +182,14 @@ def check_internet(site: Site, is_open: bool) -> CheckResult:
 
 def check_submission(site: Site, script: Path) -> CheckResult:
     """Check that Slurm accepts a job from the node, without queueing one."""
-    done = _run("sbatch", "--test-only", str(script))
-    works = done is not None and done.returncode == 0
+    try:
+        done = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=PROGRAM_TIMEOUT_S)
+        works, why = done.returncode == 0, (done.stderr or done.stdout).strip()[-200:]
+    except SlurmError as error:
+        works, why = False, str(error)
     if works or not site.nodes_may_submit:
         found = "accepted" if works else "refused, as the site file has it"
         return pass_check("submission", f"sbatch from the node: {found}")
-    why = "no answer" if done is None else (done.stderr or done.stdout).strip()[-200:]
     return fail_check("submission", f"sbatch from the node: {why}", "set nodes_may_submit = false")
 
 

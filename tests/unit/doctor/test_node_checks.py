@@ -82,6 +82,24 @@ def test_nodes_that_may_not_submit_are_found(tmp_path: Path, monkeypatch: pytest
     assert checks.check_submission(make_site("lab", "nodes_may_submit=false"), tmp_path / "x").state == "ok"
 
 
+def test_a_job_is_tried_without_the_variables_of_the_job_that_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SBATCH_PARTITION"):
+        monkeypatch.setenv(name, "1")
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n! env | grep -E '^(SLURM|SBATCH)_' >&2\n")
+    (tmp_path / "sbatch").chmod(0o700)
+    assert checks.check_submission(make_site("lab"), tmp_path / "x").state == "ok"
+
+
+def test_a_node_without_sbatch_may_not_submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = checks.check_submission(make_site("lab"), tmp_path / "x")
+    assert (result.state, result.change) == ("failed", "set nodes_may_submit = false")
+
+
 def test_a_file_that_is_never_seen_is_on_no_shared_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "LAG_TIMEOUT_S", 0.0)
     assert "that all nodes share" in checks.check_lag(tmp_path / "x.signal").change
