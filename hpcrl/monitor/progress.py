@@ -3,6 +3,7 @@
 CampaignProgress    all figures
 JobProgress, WorkerProgress, EpisodeTotals, DomainProgress, FailureRun, TokenRate    its parts
 FaultCause, is_failure    what failures are counted by
+name_subject, parse_role  the worker that an event of another one is about, and the role in a name
 EPISODE_COUNTERS, RATE_WINDOW_S, MAX_RECENT_REWARDS, MAX_RECENT_OUTCOMES, MAX_ENGINE_WINDOW_S,
 MAX_FAULT_CAUSES    what is counted, and limits
 """
@@ -373,12 +374,8 @@ class CampaignProgress:
                 job.end_event = event
 
     def _find_worker(self, event: CampaignEvent) -> WorkerProgress:
-        subject = getattr(event, "of", None)
-        if subject:
-            short_name = subject.removeprefix(make_worker_name(event.job) + "-")
-            name, role = make_worker_name(event.job, short_name), short_name.rpartition("-")[0]
-        else:
-            name, role = event.worker, event.role
+        subject = name_subject(event)
+        name, role = (subject, parse_role(subject)) if subject else (event.worker, event.role)
         workers = self.jobs[event.job].workers
         if name not in workers:
             workers[name] = WorkerProgress(name=name, role=role, is_up=True)
@@ -504,6 +501,19 @@ class CampaignProgress:
             self.steps = {number: old for number, old in self.steps.items() if number < first_dropped}
             kept = {number: old for number, old in self.skipped_rows.items() if number < first_dropped}
             self.skipped_rows = kept
+
+
+def name_subject(event: CampaignEvent) -> str:
+    """Return the full name of the worker that an event of another one is about; "" if it is about its own."""
+    subject = getattr(event, "of", None)
+    if not isinstance(subject, str) or not subject:
+        return ""
+    return make_worker_name(event.job, subject.removeprefix(make_worker_name(event.job) + "-"))
+
+
+def parse_role(worker: str) -> str:
+    """Return the role in the full name of a worker; "" if the name has none."""
+    return worker.partition("-")[2].rpartition("-")[0]
 
 
 def _find_cause(event: CampaignEvent) -> tuple[tuple[str, ...] | None, int | None]:

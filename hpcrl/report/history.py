@@ -23,8 +23,7 @@ from hpcrl.campaign_dir.events import (
     WorkerFailed,
     WorkerRestarted,
 )
-from hpcrl.campaign_dir.paths import make_worker_name
-from hpcrl.monitor.progress import CampaignProgress
+from hpcrl.monitor.progress import CampaignProgress, name_subject, parse_role
 
 MAX_BINS = 240
 MAX_COUNT_GAP_S = 30.0
@@ -113,7 +112,7 @@ class CampaignHistory(CampaignProgress):
     def add(self, event: CampaignEvent) -> None:
         """Add one event; they come in the order of jobs and time."""
         super().add(event)
-        subject = self._name_subject(event)
+        subject = _name_worker(event)
         if subject:
             self._extend_span(event, subject)
         match event:
@@ -153,19 +152,11 @@ class CampaignHistory(CampaignProgress):
     def _find_work(self, role: str) -> RoleWork:
         return self.work.setdefault(role, RoleWork())
 
-    @staticmethod
-    def _name_subject(event: CampaignEvent) -> str:
-        """Return the name of the worker that an event is about; "" for the driver's."""
-        subject = getattr(event, "of", None)
-        if isinstance(subject, str) and subject:
-            return make_worker_name(event.job, subject.removeprefix(make_worker_name(event.job) + "-"))
-        return "" if event.role in ("", "driver", "guardian", "couriers") else event.worker
-
     def _extend_span(self, event: CampaignEvent, name: str) -> None:
         is_end = isinstance(event, WorkerEnded | WorkerFailed)
         span = self._open_spans.get(name)
         if span is None and not is_end and event.job not in self._ended_jobs:
-            role = name.split("-", 1)[-1].rpartition("-")[0] or event.role
+            role = parse_role(name) or event.role
             span = WorkerSpan(name, role, event.node or "", event.job, event.time, event.time)
             self._open_spans[name] = span
             self.spans.append(span)
@@ -212,3 +203,9 @@ class CampaignHistory(CampaignProgress):
         if event.kv_share is not None:
             values |= {"kv": event.window_s * event.kv_share, "kv_window_s": event.window_s}
         self.engine_series.setdefault(event.role, BinnedSeries()).add(event.time, **values)
+
+
+def _name_worker(event: CampaignEvent) -> str:
+    """Return the name of the worker that an event is about; "" for the driver's."""
+    is_of_driver = event.role in ("", "driver", "guardian", "couriers")
+    return name_subject(event) or ("" if is_of_driver else event.worker)
