@@ -486,8 +486,8 @@ def _explain_unknown_key(source: str, trail: Sequence[str], known: Iterable[str]
     where = ".".join(trail)
     if where in RENAMED_KEYS:
         return f"{source}: {where!r} is now called {RENAMED_KEYS[where]!r}: use the new name"
-    if (cure := _find_cure(trail)) is not None:
-        return f"{source}: there is no {where!r} any more: {cure}"
+    if (advice := _find_advice(trail)) is not None:
+        return f"{source}: there is no {where!r} any more: {advice}"
     names = sorted(known)
     table = f"[{'.'.join(trail[:-1])}]" if trail[1:] else "the top level"
     namesakes = [] if trail[1:] else [*_find_namesakes(trail[-1], kind)]  # its table may have been left out
@@ -495,12 +495,12 @@ def _explain_unknown_key(source: str, trail: Sequence[str], known: Iterable[str]
     return f"{source}: unknown key {where!r}: {hint}{table} takes {', '.join(names)}"
 
 
-def _find_cure(trail: Sequence[str]) -> str | None:
+def _find_advice(trail: Sequence[str]) -> str | None:
     """Return what to write instead of a key that was removed."""
-    for key, cure in REMOVED_KEYS.items():
+    for key, advice in REMOVED_KEYS.items():
         parts = key.split(".")
         if len(parts) == len(trail) and all(part in ("*", name) for part, name in zip(parts, trail, strict=True)):
-            return cure
+            return advice
     return None
 
 

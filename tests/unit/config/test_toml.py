@@ -287,13 +287,13 @@ def test_the_error_for_an_old_key_names_the_new_one(recipe: Path, old: str, new:
 
 
 @pytest.mark.parametrize(
-    ("key", "cure"),
+    ("key", "advice"),
     [("containers", "its list is now one word"), ("partitions.host.notes", "remove it")],
 )
-def test_the_error_for_a_removed_key_of_a_site_has_a_cure(key: str, cure: str) -> None:
+def test_the_error_for_a_removed_key_of_a_site_has_advice(key: str, advice: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_site("local", settings=(f'{key}=["apptainer"]',))
-    assert f"there is no {key!r} any more: {cure}" in str(caught.value)
+    assert f"there is no {key!r} any more: {advice}" in str(caught.value)
 
 
 def test_an_old_value_is_refused_with_its_new_name(recipe: Path) -> None:
