@@ -487,7 +487,7 @@ def _explain_unknown_key(source: str, trail: Sequence[str], known: Iterable[str]
     if where in RENAMED_KEYS:
         return f"{source}: {where!r} is now called {RENAMED_KEYS[where]!r}: use the new name"
     if (advice := _find_advice(trail)) is not None:
-        return f"{source}: there is no {where!r} any more: {advice}"
+        return f"{source}: {where!r} was removed: {advice}"
     names = sorted(known)
     table = f"[{'.'.join(trail[:-1])}]" if trail[1:] else "the top level"
     namesakes = [] if trail[1:] else [*_find_namesakes(trail[-1], kind)]  # its table may have been left out
