@@ -3,16 +3,19 @@
 list_fixed_settings     those of a recipe
 explain_fixed_setting   the reason why a setting is kept
 flatten_table           settings with their dotted keys
+find_differences        the settings in which such tables differ
 FIXED_SETTINGS, DOMAIN_SETTINGS   the settings and the reasons
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from hpcrl.config.recipe import Recipe
 
+NAMING_SETTINGS = frozenset({"name", "description", "site.name", "site.description"})
+"""Settings in which campaigns may differ without being different."""
 FIXED_SETTINGS = {
     "name": "it names the campaign's files",
     "seed": "the tasks in flight were drawn with it",
@@ -40,6 +43,14 @@ def flatten_table(table: Mapping[str, Any], trail: str = "") -> Iterator[tuple[s
             yield from flatten_table(value, f"{trail}{key}.")
         else:
             yield f"{trail}{key}", value
+
+
+def find_differences(tables: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the settings in which flat tables differ, with the value of each; None where one does not have it."""
+    for name in dict.fromkeys(name for table in tables for name in table):
+        values = [table.get(name) for table in tables]
+        if name not in NAMING_SETTINGS and any(value != values[0] for value in values):
+            yield name, values
 
 
 def explain_fixed_setting(key: str) -> str | None:

@@ -6,7 +6,7 @@ CampaignComparison, ComparedFigure, ComparedSetting    its parts, also the contr
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +14,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from hpcrl.campaign.fixed_settings import flatten_table
+from hpcrl.campaign.fixed_settings import find_differences, flatten_table
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import CampaignError
 from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
@@ -22,8 +22,6 @@ from hpcrl.monitor.snapshot import CampaignSnapshot
 from hpcrl.plan.records import read_site
 from hpcrl.system.files import read_json
 from hpcrl.system.terminal import escape_to_one_line, format_number, make_console
-
-IGNORED_SETTINGS = frozenset({"name", "description", "site.name", "site.description"})
 
 
 class ComparedFigure(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +58,10 @@ def compare_campaigns(first: CampaignDir, second: CampaignDir) -> CampaignCompar
         first=first.name,
         second=second.name,
         figures=[ComparedFigure(name=name, first=both[0].get(name), second=both[1].get(name)) for name in names],
-        settings=list(_find_differences(*settings)),
+        settings=[
+            ComparedSetting(setting=name, first=values[0], second=values[1])
+            for name, values in find_differences(settings)
+        ],
     )
 
 
@@ -126,13 +127,6 @@ def _read_settings(campaign: CampaignDir) -> dict[str, Any]:
         return dict(flatten_table(recipe)) | dict(flatten_table(site, "site."))
     except (OSError, ValueError, AttributeError) as error:
         raise CampaignError(f"campaign {campaign.name}: its recipe or site cannot be read: {error}") from error
-
-
-def _find_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[ComparedSetting]:
-    for name in dict.fromkeys([*first, *second]):
-        values = first.get(name), second.get(name)
-        if values[0] != values[1] and name not in IGNORED_SETTINGS:
-            yield ComparedSetting(setting=name, first=values[0], second=values[1])
 
 
 def _make_table(headings: Sequence[str], rows: Iterator[tuple[str, str, str]]) -> Table:

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from hpcrl import __version__
+from hpcrl.campaign.fixed_settings import flatten_table
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.site import Site
 from hpcrl.monitor.advisories import Advisory
@@ -27,7 +28,7 @@ from hpcrl.report.charts import (
     build_staleness_charts,
     build_time_charts,
 )
-from hpcrl.report.comparison import compare_campaigns
+from hpcrl.report.comparison import compare_reports
 from hpcrl.report.figures import (
     REPORT_VERSION,
     CampaignReport,
@@ -70,7 +71,7 @@ def build_document(
         hpcrl=__version__,
         created=time.time(),
         campaigns=reports,
-        comparison=compare_campaigns(reports) if len(reports) > 1 else None,
+        comparison=compare_reports(reports) if len(reports) > 1 else None,
     )
 
 
@@ -115,7 +116,7 @@ def build_report(
         token_fates={name: view.token_fates for name, view in snapshot.domains.items() if view.token_fates},
         failures=_build_failures(history),
         trajectories=trajectories,
-        recipe=flatten_settings(recipe),
+        recipe={key: json.dumps(value) for key, value in flatten_table(recipe)},
         problems=list(dict.fromkeys([*problems, *snapshot.detail.problems])),
     )  # fmt: skip
 
@@ -151,18 +152,6 @@ def _count_advisories(advisories: Sequence[Advisory]) -> str:
     if not urgent:
         return "nothing needs attention"
     return f"{len(urgent)} finding{'s need' if len(urgent) > 1 else ' needs'} attention"
-
-
-def flatten_settings(table: Mapping[str, Any], trail: str = "") -> dict[str, str]:
-    """Return every setting of a recipe by its dotted key, as JSON."""
-    found: dict[str, str] = {}
-    for name, value in table.items():
-        key = f"{trail}{name}"
-        if isinstance(value, dict) and value:
-            found |= flatten_settings(value, f"{key}.")
-        else:
-            found[key] = json.dumps(value)
-    return found
 
 
 def _find_query(campaign: CampaignDir, problems: list[str]) -> SlurmQuery:

@@ -1,10 +1,11 @@
 """Compare campaigns: what their recipes have different, and what came of it. Pure.
 
-compare_campaigns    the comparison of some reports
+compare_reports    the comparison of some reports
 """
 
 from collections.abc import Sequence
 
+from hpcrl.campaign.fixed_settings import find_differences
 from hpcrl.report.figures import (
     CampaignReport,
     ChartSeries,
@@ -14,15 +15,12 @@ from hpcrl.report.figures import (
     ReportComparison,
 )
 
-_IGNORED_SETTINGS = ("name", "description")
 
-
-def compare_campaigns(reports: Sequence[CampaignReport]) -> ReportComparison:
+def compare_reports(reports: Sequence[CampaignReport]) -> ReportComparison:
     """Return the settings that differ, the results side by side, and the rewards in one chart."""
     settings = [
-        ComparedValue(key=key, values=values)
-        for key in sorted({key for report in reports for key in report.recipe})
-        if key not in _IGNORED_SETTINGS and len(set(values := [report.recipe.get(key, "") for report in reports])) > 1
+        ComparedValue(key=key, values=[value or "" for value in values])
+        for key, values in sorted(find_differences([report.recipe for report in reports]))
     ]
     return ReportComparison(
         verdict=_describe_differences(settings, reports),
