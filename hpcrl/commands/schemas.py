@@ -39,7 +39,7 @@ JSON_OUTPUTS = {
     "traj-verify": JsonOutput("hpcrl traj verify CAMPAIGN --json", "hpcrl.traj.verify:VerifyReport"),
     "traj-stats": JsonOutput("hpcrl traj stats CAMPAIGN --json", "hpcrl.traj.stats:CampaignStats"),
     "report": JsonOutput("hpcrl report CAMPAIGN ... --json", "hpcrl.report.figures:ReportDocument"),
-    "doctor": JsonOutput("hpcrl doctor SITE --json", "hpcrl.doctor.result:DoctorReport"),
+    "doctor": JsonOutput("hpcrl doctor --site SITE --json", "hpcrl.doctor.result:DoctorReport"),
     "events": JsonOutput("hpcrl events CAMPAIGN --json (each line)", "hpcrl.campaign_dir.events:CampaignEvent"),
 }
 

@@ -149,6 +149,7 @@ def test_a_schema_is_one(name: str) -> None:
         ("ls", ["ls", "--json"]),
         ("monitor", ["monitor", "one", "--json"]),
         ("compare", ["compare", "one", "one", "--json"]),
+        ("doctor", ["doctor", "--site", "local", "--json"]),
     ],
 )
 def test_the_json_of_a_command_has_its_schema(
@@ -157,6 +158,16 @@ def test_the_json_of_a_command_has_its_schema(
     make_campaign("one")
     assert main(words) == 0
     jsonschema.validate(json.loads(capsys.readouterr().out), make_schema(name))
+
+
+@pytest.mark.parametrize(("name", "words"), [("traj-stats", ["traj", "stats"]), ("report", ["report"])])
+def test_the_json_of_a_command_that_becomes_another_program_has_its_schema(
+    make_campaign: CampaignMaker, name: str, words: list[str]
+) -> None:
+    make_campaign("one")
+    command = [sys.executable, "-m", "hpcrl.cli", *words, "one", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    jsonschema.validate(json.loads(done.stdout), make_schema(name))
 
 
 def test_every_line_of_events_has_their_schema(
