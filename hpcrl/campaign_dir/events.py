@@ -1,6 +1,7 @@
 """The events of a campaign, one struct a kind; emitters construct them, and readers get them back.
 
 CampaignEvent   the base of all events
+count_rewards   make the event of a scored segment
 build_line      make the line of an event
 parse_event     read a line of an event file; None for torn, foreign or newer lines
 describe_event  describe the event to a person, if it is worth a line
@@ -461,6 +462,13 @@ class FaultReported(CampaignEvent, frozen=True, kw_only=True, tag="fault"):
 _EVENT_TYPES: dict[str, type[CampaignEvent]] = {
     str(kind.__struct_config__.tag): kind for kind in CampaignEvent.__subclasses__()
 }
+
+
+def count_rewards(segment: str, rewards: dict[str, list[float]]) -> SegmentScored:
+    """Make the event of a segment from its rewards by domain."""
+    given = [reward for domain in rewards.values() for reward in domain]
+    mean = sum(given) / len(given) if given else None
+    return SegmentScored(segment=segment, num=len(given), reward_mean=mean, rewards=rewards)
 
 
 def parse_event(line: Mapping[str, Any]) -> CampaignEvent | None:

@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
-from hpcrl.campaign_dir.events import FaultReported, SegmentScored, WorkerStarted
+import msgspec
+
+from hpcrl.campaign_dir.events import FaultReported, SegmentScored, WorkerStarted, count_rewards
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import HpcrlError, RewardError, SpoolError
 from hpcrl.monitor.notes import make_cause
@@ -230,13 +232,8 @@ class _ScoredCounts:
             replaced[name_outcome(played.status, played.outcome)] += 1
 
     def summarise(self, segment: str) -> SegmentScored:
-        given = [reward for domain in self.rewards.values() for reward in domain]
-        mean = sum(given) / len(given) if given else None
-        return SegmentScored(
-            segment=segment,
-            num=len(given),
-            reward_mean=mean,
-            rewards=self.rewards,
+        return msgspec.structs.replace(
+            count_rewards(segment, self.rewards),
             reward_errors={name: replaced.total() for name, replaced in self.replaced_outcomes.items()},
             replaced_outcomes={name: dict(replaced) for name, replaced in self.replaced_outcomes.items()},
             reward_faults={name: dict(failed) for name, failed in self.faults.items()},

@@ -45,6 +45,7 @@ from hpcrl.campaign_dir.events import (
     WorkerFailed,
     WorkerRestarted,
     WorkerStarted,
+    count_rewards,
     describe_event,
     parse_event,
 )
@@ -385,6 +386,12 @@ def test_no_emitter_passes_a_string():
             if len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Constant | ast.JoinedStr):
                 found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
     assert found == []
+
+
+def test_rewards_of_a_segment_are_counted_over_its_domains() -> None:
+    event = count_rewards("a.h5", {"lake": [1.0, 0.0], "taxi": [0.5]})
+    assert (event.segment, event.num, event.reward_mean) == ("a.h5", 3, 0.5)
+    assert count_rewards("b.h5", {}).reward_mean is None
 
 
 def _name_of(function: ast.expr) -> str:

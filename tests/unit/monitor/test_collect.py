@@ -32,6 +32,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import SlurmError
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.job_state import JobFacts, JobState, derive_campaign_state, derive_job_state
+from hpcrl.monitor.progress import name_subject, parse_role
 from hpcrl.monitor.snapshot import CampaignSnapshot, encode_snapshot
 from hpcrl.monitor.view import survey_campaigns
 from hpcrl.slurm.status import JobStatus, parse_queue
@@ -376,6 +377,12 @@ def test_a_restarted_worker_is_alive_again(campaign: SyntheticCampaign) -> None:
     campaign.emit("driver", WorkerRestarted(of="decode-0"))
 
     assert reading.poll().roles["decode"].alive == 1
+
+
+@pytest.mark.parametrize("of", ["decode-0", "000-decode-0"])
+def test_an_event_of_the_driver_is_about_the_worker_that_it_names(of: str) -> None:
+    subject = name_subject(WorkerFailed(worker="000-driver", role="driver", of=of))
+    assert (subject, parse_role(subject)) == ("000-decode-0", "decode")
 
 
 def test_a_worker_that_reports_its_own_failure_by_its_full_name_is_the_same_worker(campaign: SyntheticCampaign) -> None:
