@@ -58,7 +58,15 @@ def test_a_cancelled_job_saves_its_last_step(lab: Lab, campaigns: Path) -> None:
 
 def test_a_job_that_is_preempted_with_a_grace_time_uses_it_for_a_checkpoint(lab: Lab, campaigns: Path) -> None:
     # Slurm preempts a heterogeneous job only if it may preempt all its components.
-    run, _ = start(campaigns, "p", "-s", "site.partitions.h100.slurm_partition=spare", site="lab-hetstep")
+    run, _ = start(
+        campaigns,
+        "p",
+        "-s",
+        "site.partitions.h100.slurm_partition=spare",
+        "-s",
+        "job.layout=hetstep",
+        site="lab-hetstep",
+    )
     taker = lab.run("sbatch", "--parsable", "-p", "h100", "-N4", "--exclusive", "--mem=0", "-o/dev/null", "--wrap=true")
     assert await_end(lab, run) in ("PREEMPTED", "COMPLETED"), "it may end within the grace time"
     assert (outcome(run)["outcome"], outcome(run)["cause"]) == ("drained", "preemption")
