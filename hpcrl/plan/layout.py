@@ -212,20 +212,29 @@ def _choose_partitions(recipe: Recipe, site: Site, *, one_machine: bool) -> dict
 
 def _one_partition_for_all(recipe: Recipe, site: Site, *, reason: str) -> JobPlacement:
     """Place all roles on the partition with the fewest compromises; among equals the site's order decides."""
+    return _place_in_best(
+        site,
+        lambda label: _place_all_in(label, recipe, site, reason=reason),
+        refusal=f"{reason}, and no partition of {site.name} can hold them",
+        advice="Lower what is refused, or choose another site",
+    )
+
+
+def _place_in_best(
+    site: Site, place: Callable[[str], JobPlacement | str], *, refusal: str, advice: str
+) -> JobPlacement:
+    """Return the placement with the fewest compromises of those that `place` finds in single partitions."""
     found: list[JobPlacement] = []
     refusals: list[str] = []
     for label, partition in site.partitions.items():
         if not partition.preemptible:
-            placed = _place_all_in(label, recipe, site, reason=reason)
+            placed = place(label)
             if isinstance(placed, JobPlacement):
                 found.append(placed)
             else:
                 refusals.append(placed)
     if not found:
-        raise PlanError(
-            f"{reason}, and no partition of {site.name} can hold them: {'; '.join(refusals)}. "
-            "Lower what is refused, or choose another site"
-        )
+        raise PlanError(f"{refusal}: {'; '.join(refusals)}. {advice}")
     return min(found, key=lambda placement: len(placement.fallbacks()))
 
 
@@ -280,21 +289,12 @@ def _one_node_for_all(recipe: Recipe, site: Site, *, reason: str, has_all: bool 
     """
     if recipe.job.survive_node_loss:
         raise PlanError(f"job.survive_node_loss = true needs two nodes a role, and {reason}: remove one of them")
-    found: list[JobPlacement] = []
-    refusals: list[str] = []
-    for label, partition in site.partitions.items():
-        if not partition.preemptible:
-            placed = _place_on_node_of(label, recipe, site, reason=reason, has_all=has_all)
-            if isinstance(placed, JobPlacement):
-                found.append(placed)
-            else:
-                refusals.append(placed)
-    if not found:
-        raise PlanError(
-            f"{reason}, and no node of {site.name} can hold all roles: {'; '.join(refusals)}. Lower what is refused, "
-            'or set job.layout = "auto"'
-        )
-    return min(found, key=lambda placement: len(placement.fallbacks()))
+    return _place_in_best(
+        site,
+        lambda label: _place_on_node_of(label, recipe, site, reason=reason, has_all=has_all),
+        refusal=f"{reason}, and no node of {site.name} can hold all roles",
+        advice='Lower what is refused, or set job.layout = "auto"',
+    )
 
 
 def _place_on_node_of(label: str, recipe: Recipe, site: Site, *, reason: str, has_all: bool) -> JobPlacement | str:
