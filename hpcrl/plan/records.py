@@ -15,6 +15,7 @@ from hpcrl.config.site import Site
 from hpcrl.config.toml import LayeredTable, drop_unknown, to_struct
 from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.plan.plan import Plan
+from hpcrl.system.file_watch import retry_passing
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -40,7 +41,7 @@ def read_record(path: Path, kind: type[T], *, skips_unknown: bool = False) -> T:
     With `skips_unknown` keys are skipped that this version does not have.
     """
     try:
-        data = path.read_bytes()
+        data = retry_passing(path.read_bytes)
         try:
             return msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError:  # a key that was renamed since gets its new name in the message

@@ -2,11 +2,13 @@
 
 work            the Parsl task
 main            the step: `python -m hpcrl.roles ROLE CAMPAIGN JOB INDEX`
+await_files     after an error of the file system that passes, wait until it has passed
 outlive_grace   let SIGTERM end this process only where its step is to end
 QuickExit       ends the step without the teardown of the interpreter
 """
 
 import atexit
+import contextlib
 import importlib
 import os
 import signal
@@ -20,6 +22,7 @@ from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, ROLES, RoleName
 from hpcrl.plan.records import read_plan, read_site
 from hpcrl.roles.context import open_context, pin_devices, redirect_output
 from hpcrl.system.exit_codes import encode_exit_code
+from hpcrl.system.file_watch import PATIENCE_S, is_passing, retry_passing
 from hpcrl.system.garbage import pause_collection
 from hpcrl.system.variables import TRAINER_START_VARIABLE
 
@@ -30,7 +33,8 @@ MODULES = {"prefill": "serve", "decode": "serve"}
 def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     """Run one worker until the job ends; heavy packages are imported only after devices are pinned."""
     campaign_dir = CampaignDir(Path(campaign))
-    redirect_output(campaign_dir.job(job_number), role, index)
+    job = campaign_dir.job(job_number)
+    retry_passing(lambda: redirect_output(job, role, index), timeout_s=PATIENCE_S)
     plan = read_plan(campaign_dir)
     component = plan.components[plan.role(role).component]
     devices = pin_devices(plan.role(role), read_site(campaign_dir).partitions[component.partition].gpu_variable)
@@ -43,11 +47,22 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
         code: int = worker.run(context) or 0
     except Exception as error:  # noqa: BLE001 - whatever it was, the driver must be able to read it
         traceback.print_exc()
+        await_files(job.root, error)
         reason = f"{type(error).__name__}: {error}"
         context.events.emit(WorkerFailed(of=context.name, reason=reason))
         raise RuntimeError(reason) from None  # a plain exception reaches the driver whatever packages it has
     context.events.emit(WorkerEnded(reason="the job is ending"))
     return code
+
+
+def await_files(directory: Path, error: BaseException | None) -> None:
+    """Wait until the file system works if it has caused `error`: started earlier, the worker would fail again."""
+    while error is not None:
+        if isinstance(error, OSError) and is_passing(error):
+            with contextlib.suppress(OSError):  # it is away for longer than anything waits
+                retry_passing(lambda: list(directory.iterdir()), timeout_s=PATIENCE_S)
+            return
+        error = error.__cause__ or error.__context__
 
 
 def outlive_grace(job: JobDir) -> None:

@@ -179,3 +179,30 @@ stage.add({name!r})
         time.sleep(0.3)
     assert process.wait() == [name]
     assert process.run("finish(session)\nstage.process.close()", f"len(stage.twin({name!r}))") == 4
+
+
+@pytest.mark.parametrize("error", GONE)
+def test_a_worker_starts_once_its_file_system_is_back(process: FaultyProcess, folder: Path, error: int) -> None:
+    """The restarts that a worker has are not used up in a second in which nothing could start."""
+    start = f"""
+import sys, types
+from pathlib import Path
+import msgspec
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.plan.plan import make_plan
+from hpcrl.roles import __main__ as roles
+from tests.support.plans import make_recipe, make_site
+campaign = CampaignDir(Path({str(folder)!r}))
+for path in (campaign.events, campaign.job(0).logs):
+    path.mkdir(parents=True)
+for path, record in ((campaign.recipe, make_recipe()), (campaign.site, make_site())):
+    path.write_bytes(msgspec.json.encode(record))
+campaign.plan.write_bytes(make_plan(make_recipe(), make_site()).to_json())
+roles.redirect_output = lambda job, role, index: job.log(role).touch()
+sys.modules["hpcrl.roles.env"] = types.SimpleNamespace(run=lambda context: 0)
+"""
+    assert process.run(start) is None
+    with process.failing(error):
+        process.start(f"code = roles.work({str(folder)!r}, 0, 'env', 0)", "code")
+        time.sleep(0.3)
+    assert process.wait() == 0
