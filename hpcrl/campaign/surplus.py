@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.campaign import directory
-from hpcrl.campaign.lifecycle import find_job_states
+from hpcrl.campaign.running_jobs import find_job_states
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.plan.records import read_site
 from hpcrl.spool.listing import list_segments

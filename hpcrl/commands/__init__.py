@@ -1,13 +1,19 @@
-"""Commands of the login node that no other package owns, each in its module; `hpcrl/cli.py` calls `add_commands`.
+"""The commands of the login node; `hpcrl/cli.py` runs them.
 
-arguments    their command lines
+arguments    the command lines of all, with the function that each runs
+examples     the examples of every command
+planning     `hpcrl plan` and `submit`
+monitoring   `hpcrl ls` and `monitor`, and what follows a campaign to its end
+campaign_logs  `hpcrl logs` and `events`
+campaigns    `hpcrl stop`, `resume` and `extend`
+removal      `hpcrl rm` and `gc`
+comparison   `hpcrl compare`: two campaigns side by side
+interpreters  `hpcrl traj`, `report` and `export`, which another interpreter runs
+sites        `hpcrl site` and `doctor`
+lab          `hpcrl lab`
 trial        `hpcrl try`: a few episodes of each domain
 skeleton     `hpcrl init`: a recipe and an environment to start from
-campaign_logs  `hpcrl logs` and `hpcrl events`
-removal      `hpcrl rm`
-comparison   `hpcrl compare`: two campaigns side by side
 topics       `hpcrl help` and `hpcrl man`
-examples     the examples of every command
 completion   `hpcrl completion`: for bash, zsh and fish
 schemas      `hpcrl schema`: the JSON that commands print
 """

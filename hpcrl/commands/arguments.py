@@ -1,8 +1,6 @@
-"""The command lines of these commands. It imports nothing heavy: `hpcrl --help` reads it.
+"""The command lines of all commands. It imports nothing heavy: `hpcrl --help` reads it.
 
-add_commands      adds the commands to those of `hpcrl`
-add_logs          adds `hpcrl logs`
-add_settings      adds what changes a recipe or a site
+add_commands      adds the commands to `hpcrl`; `run` of each names its function, `module:function` in this package
 """
 
 import argparse
@@ -10,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.commands.completion import SHELLS
+from hpcrl.report.arguments import add_arguments
+from hpcrl.traj.arguments import add_commands as add_actions
 
 if TYPE_CHECKING:
     CommandParsers = argparse._SubParsersAction[Any]
@@ -18,7 +18,18 @@ NUM_EVENTS, NUM_LINES, NUM_EPISODES = 40, 40, 3
 
 
 def add_commands(commands: "CommandParsers") -> None:
-    """Add the commands; each runs the function that is its `run`."""
+    """Add the commands; a function that only `run` names is imported when its command runs."""
+    _add_planning(commands)
+    _add_monitoring(commands)
+    _add_logs(commands)
+    _add_campaigns(commands)
+    _add_export(commands)
+    _add_gc(commands)
+    _add_traj(commands)
+    _add_report(commands)
+    _add_site(commands)
+    _add_doctor(commands)
+    _add_lab(commands)
     _add_try(commands)
     _add_init(commands)
     _add_events(commands)
@@ -27,19 +38,144 @@ def add_commands(commands: "CommandParsers") -> None:
     _add_help(commands)
 
 
-def add_logs(commands: "CommandParsers") -> None:
-    """Add `hpcrl logs`."""
+def _add_planning(commands: "CommandParsers") -> None:
+    plan = commands.add_parser("plan", help="show the resources that a recipe needs on a site, and their cost")
+    _add_request(plan)
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("--suggest", action="store_true", help="print other plans for the recipe, with their cost")
+    plan.add_argument(
+        "--dag", choices=["text", "dot", "mermaid"], nargs="?", const="text", help="print the learning pipeline"
+    )
+    plan.set_defaults(run="planning:run_plan")
+    submit = commands.add_parser("submit", help="start a campaign")
+    _add_request(submit)
+    submit.add_argument("--name", help="the campaign's name (default: the recipe's, numbered)")
+    submit.add_argument("--dry-run", action="store_true", help="check everything, ask Slurm, submit nothing")
+    submit.add_argument("--watch", action="store_true", help="follow the campaign until it ends")
+    submit.set_defaults(run="planning:run_submit")
+
+
+def _add_request(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, or the name of a shipped one")
+    parser.add_argument("--site", help="a site's name or file, such as local or lab (required)")
+    _add_settings(
+        parser, help="override a key of the recipe (rollout.group_size=16) or of the site (site.account=m1234)"
+    )
+
+
+def _add_settings(parser: argparse.ArgumentParser, *, help: str) -> None:
+    parser.add_argument("-s", "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help=help)
+
+
+def _add_monitoring(commands: "CommandParsers") -> None:
+    ls = commands.add_parser("ls", help="list campaigns, newest first")
+    ls.add_argument("--json", action="store_true")
+    ls.set_defaults(run="monitoring:run_ls")
+    monitor = commands.add_parser("monitor", help="watch a campaign")
+    monitor.add_argument("campaign", metavar="CAMPAIGN")
+    monitor.add_argument("--once", action="store_true", help="print one frame")
+    monitor.add_argument("--json", action="store_true", help="print one snapshot as JSON")
+    monitor.set_defaults(run="monitoring:run_monitor")
+
+
+def _add_logs(commands: "CommandParsers") -> None:
     logs = commands.add_parser("logs", help="show the logs of the last job")
     logs.add_argument("campaign", metavar="CAMPAIGN")
     logs.add_argument("role", metavar="ROLE", nargs="?", help="env, prefill, decode, reward, train, judge-NAME, driver")
     logs.add_argument("-n", "--lines", type=int, default=NUM_LINES, help=f"lines of each log (default {NUM_LINES})")
     logs.add_argument("-f", "--follow", action="store_true", help="continue with what is added, until the job ends")
-    logs.set_defaults(run=_run_logs)
+    logs.set_defaults(run="campaign_logs:run_logs")
 
 
-def add_settings(parser: argparse.ArgumentParser, *, help: str) -> None:
-    """Add `-s KEY=VALUE`."""
-    parser.add_argument("-s", "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help=help)
+def _add_campaigns(commands: "CommandParsers") -> None:
+    stop = commands.add_parser("stop", help="checkpoint and end a campaign")
+    stop.add_argument("campaign", metavar="CAMPAIGN")
+    stop.add_argument("--now", action="store_true", help="cancel its job at once")
+    stop.set_defaults(run="campaigns:run_stop")
+    resume = commands.add_parser("resume", help="continue from the last checkpoint in a new job")
+    resume.add_argument("campaign", metavar="CAMPAIGN")
+    _add_settings(resume, help="change a setting of the recipe (job.walltime_min=120) or of the site (site.account=m1)")
+    resume.add_argument(
+        "--accept", action="store_true", help="take over changed files, edited records and another version of hpcrl"
+    )
+    resume.add_argument("--watch", action="store_true", help="follow the campaign until it ends")
+    resume.set_defaults(run="campaigns:run_resume")
+    extend = commands.add_parser("extend", help="give a campaign more steps or jobs, also while it runs")
+    extend.add_argument("campaign", metavar="CAMPAIGN")
+    extend.add_argument("--steps", type=int, metavar="N", help="the new number of training steps")
+    extend.add_argument("--jobs", type=int, default=0, metavar="N", help="N more jobs may follow the last one")
+    extend.set_defaults(run="campaigns:run_extend")
+
+
+def _add_export(commands: "CommandParsers") -> None:
+    export = commands.add_parser("export", help="write a checkpoint as a model directory")
+    export.add_argument("campaign", metavar="CAMPAIGN")
+    export.add_argument(
+        "--hf", type=Path, required=True, metavar="DIR", help="a new directory, for transformers and vLLM"
+    )
+    export.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
+    export.set_defaults(run="interpreters:run_export")
+
+
+def _add_gc(commands: "CommandParsers") -> None:
+    gc = commands.add_parser("gc", help="list what campaigns no longer need on disk, and remove it with --yes")
+    gc.add_argument("campaigns", metavar="CAMPAIGN", nargs="*", help="default: all campaigns")
+    gc.add_argument("--archive", action="store_true", help="also the trajectories that training is done with")
+    gc.add_argument("--yes", action="store_true", help="remove it")
+    gc.set_defaults(run="removal:run_gc")
+
+
+def _add_traj(commands: "CommandParsers") -> None:
+    traj = commands.add_parser("traj", help="read, count, export and verify the trajectories of a campaign")
+    add_actions(traj)
+    traj.set_defaults(run="interpreters:run_traj")
+
+
+def _add_report(commands: "CommandParsers") -> None:
+    report = commands.add_parser("report", help="write a page about campaigns: verdict, curves, time, trajectories")
+    add_arguments(report)
+    report.set_defaults(run="interpreters:run_report")
+
+
+def _add_site(commands: "CommandParsers") -> None:
+    site = commands.add_parser("site", help="list, show and describe clusters")
+    actions = site.add_subparsers(metavar="ACTION", required=True)
+    actions.add_parser("ls", help="list the sites that are known by name").set_defaults(run="sites:run_site_ls")
+    show = actions.add_parser("show", help="print the file of a site, and where it is")
+    show.add_argument("name", metavar="NAME")
+    show.set_defaults(run="sites:run_site_show")
+    new = actions.add_parser("new", help="describe the cluster of this login node in a file of your own")
+    new.add_argument("name", metavar="NAME")
+    new.add_argument(
+        "--detect", action="store_true", required=True, help="ask Slurm (sinfo, scontrol); nothing is queued"
+    )
+    new.set_defaults(run="sites:run_site_new")
+
+
+def _add_doctor(commands: "CommandParsers") -> None:
+    doctor = commands.add_parser("doctor", help="check a site file against the machine it describes")
+    doctor.add_argument("--site", required=True, help="a site's name or file")
+    _add_settings(doctor, help="override a key of the site (account=m1234)")
+    doctor.add_argument("--job", action="store_true", help="also check a node of each partition, by short jobs")
+    doctor.add_argument("--timeout", type=float, default=900.0, metavar="S", help="the time to wait for them (900 s)")
+    doctor.add_argument("--json", action="store_true")
+    doctor.set_defaults(run="sites:run_doctor")
+
+
+def _add_lab(commands: "CommandParsers") -> None:
+    lab = commands.add_parser("lab", help="a real Slurm on this machine, to try things out")
+    lab.add_argument("action", choices=["up", "down", "status", "env", "break", "restore"])
+    lab.add_argument(
+        "part", nargs="?", help="break, restore: a node that loses power, or slurmctld, which falls silent"
+    )
+    lab.add_argument("--dir", type=Path, help="state directory (default: $HPCRL_LAB, else one per user)")
+    lab.add_argument("--strict", action="store_true", help="up: nodes that share less and limit memory (as root)")
+    lab.add_argument("--like", metavar="SITE", help="up: partitions, GPUs and QOS of a site, with few nodes each")
+    lab.add_argument("--kill-wait", type=int, metavar="S", help="up: seconds between SIGTERM and SIGKILL (10)")
+    lab.add_argument("--grace", type=int, metavar="S", help="up: the same for a job that is preempted (strict: 20)")
+    lab.add_argument("--over-time-limit", type=int, metavar="MIN", help="up: minutes beyond the walltime (0)")
+    lab.add_argument("--no-requeue", action="store_true", help="up: a job whose node failed is not requeued")
+    lab.set_defaults(run="lab:run_lab")
 
 
 def _add_try(commands: "CommandParsers") -> None:
@@ -51,14 +187,14 @@ def _add_try(commands: "CommandParsers") -> None:
         "-n", "--episodes", type=int, default=NUM_EPISODES, metavar="N", help=f"of each (default {NUM_EPISODES})"
     )
     trial.add_argument("--json", action="store_true", help="print the results as JSON")
-    add_settings(trial, help="override a key of the recipe (rollout.temperature=0.5)")
-    trial.set_defaults(run=_run_try)
+    _add_settings(trial, help="override a key of the recipe (rollout.temperature=0.5)")
+    trial.set_defaults(run="trial:run_try")
 
 
 def _add_init(commands: "CommandParsers") -> None:
     init = commands.add_parser("init", help="write a recipe and an environment to start from")
     init.add_argument("directory", metavar="DIRECTORY", type=Path, help="a new directory; its name is the recipe's")
-    init.set_defaults(run=_run_init)
+    init.set_defaults(run="skeleton:run_init")
 
 
 def _add_events(commands: "CommandParsers") -> None:
@@ -71,124 +207,32 @@ def _add_events(commands: "CommandParsers") -> None:
     )
     events.add_argument("-f", "--follow", action="store_true", help="continue with those that are added")
     events.add_argument("--json", action="store_true", help="print a line of JSON for each")
-    events.set_defaults(run=_run_events)
+    events.set_defaults(run="campaign_logs:run_events")
 
 
 def _add_compare(commands: "CommandParsers") -> None:
     compare = commands.add_parser("compare", help="show two campaigns side by side, and how their recipes differ")
     compare.add_argument("campaigns", metavar="CAMPAIGN", nargs=2)
     compare.add_argument("--json", action="store_true", help="print the comparison as JSON")
-    compare.set_defaults(run=_run_compare)
+    compare.set_defaults(run="comparison:run_compare")
 
 
 def _add_rm(commands: "CommandParsers") -> None:
     rm = commands.add_parser("rm", help="remove campaigns that have ended, with all their files")
     rm.add_argument("campaigns", metavar="CAMPAIGN", nargs="+")
     rm.add_argument("-y", "--yes", action="store_true", help="do not ask")
-    rm.set_defaults(run=_run_rm)
+    rm.set_defaults(run="removal:run_rm")
 
 
 def _add_help(commands: "CommandParsers") -> None:
     topics = commands.add_parser("help", help="explain a command or a topic")
     topics.add_argument("topic", metavar="TOPIC", nargs="*", help="a command or a topic (default: list the topics)")
-    topics.set_defaults(run=_run_help)
+    topics.set_defaults(run="topics:run_help")
     schema = commands.add_parser("schema", help="print the JSON schema of what a command prints with --json")
     schema.add_argument("name", metavar="NAME", nargs="?", help="such as monitor (default: list the names)")
-    schema.set_defaults(run=_run_schema)
+    schema.set_defaults(run="schemas:run_schema")
     completion = commands.add_parser("completion", help="print the completion of a shell")
     completion.add_argument("shell", choices=SHELLS)
-    completion.set_defaults(run=_run_completion)
+    completion.set_defaults(run="completion:run_completion")
     man = commands.add_parser("man", help="print the manual page, in the format of man")
-    man.set_defaults(run=_run_man)
-
-
-def _run_try(arguments: argparse.Namespace) -> int:
-    from hpcrl.commands.trial import try_recipe
-
-    return try_recipe(
-        arguments.recipe,
-        site=arguments.site,
-        settings=tuple(arguments.settings),
-        domains=arguments.domain,
-        num_episodes=arguments.episodes,
-        as_json=arguments.json,
-    )
-
-
-def _run_init(arguments: argparse.Namespace) -> int:
-    from hpcrl.commands.skeleton import describe_next, write_skeleton
-    from hpcrl.system.terminal import print_line
-
-    files = write_skeleton(arguments.directory)
-    for line in describe_next(files):
-        print_line(line)
-    return 0
-
-
-def _run_logs(arguments: argparse.Namespace) -> int:
-    from hpcrl.campaign import directory
-    from hpcrl.commands.campaign_logs import show_logs
-
-    campaign = directory.find_campaign(arguments.campaign)
-    show_logs(campaign, role=arguments.role, num_lines=arguments.lines, follow=arguments.follow)
-    return 0
-
-
-def _run_events(arguments: argparse.Namespace) -> int:
-    from hpcrl.campaign import directory
-    from hpcrl.commands.campaign_logs import list_events
-
-    list_events(
-        directory.find_campaign(arguments.campaign),
-        kinds=arguments.kind,
-        roles=arguments.role,
-        limit=max(arguments.limit, 0),
-        as_json=arguments.json,
-        follow=arguments.follow,
-    )
-    return 0
-
-
-def _run_compare(arguments: argparse.Namespace) -> int:
-    from hpcrl.campaign import directory
-    from hpcrl.commands.comparison import show_comparison
-
-    first, second = map(directory.find_campaign, arguments.campaigns)
-    show_comparison(first, second, as_json=arguments.json)
-    return 0
-
-
-def _run_rm(arguments: argparse.Namespace) -> int:
-    from hpcrl.commands.removal import remove_campaigns
-
-    remove_campaigns(arguments.campaigns, is_agreed=arguments.yes)
-    return 0
-
-
-def _run_help(arguments: argparse.Namespace) -> int:
-    from hpcrl.commands.topics import show_topic
-
-    return show_topic(arguments.topic, parser=arguments.make_parser())
-
-
-def _run_schema(arguments: argparse.Namespace) -> int:
-    from hpcrl.commands.schemas import show_schema
-
-    show_schema(arguments.name)
-    return 0
-
-
-def _run_completion(arguments: argparse.Namespace) -> int:
-    from hpcrl.commands.completion import make_script
-    from hpcrl.system.terminal import print_line
-
-    print_line(make_script(arguments.shell))
-    return 0
-
-
-def _run_man(arguments: argparse.Namespace) -> int:
-    from hpcrl.commands.topics import make_man_page
-    from hpcrl.system.terminal import print_line
-
-    print_line(make_man_page(arguments.make_parser()))
-    return 0
+    man.set_defaults(run="topics:run_man")

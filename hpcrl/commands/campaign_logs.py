@@ -7,6 +7,7 @@ format_event     an event as a line for a person
 FOLLOW_INTERVAL_S, ROLE_LOGS, TAIL_BYTES    the time between two looks, names of logs, a limit
 """
 
+import argparse
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
@@ -29,6 +30,24 @@ TAIL_BYTES = 1 << 20
 """The end of a log in which its last lines are looked for."""
 FOLLOW_INTERVAL_S = 0.5
 _COMMON = frozenset({"event", *CampaignEvent.__struct_fields__})
+
+
+def run_logs(arguments: argparse.Namespace) -> int:
+    campaign = directory.find_campaign(arguments.campaign)
+    show_logs(campaign, role=arguments.role, num_lines=arguments.lines, follow=arguments.follow)
+    return 0
+
+
+def run_events(arguments: argparse.Namespace) -> int:
+    list_events(
+        directory.find_campaign(arguments.campaign),
+        kinds=arguments.kind,
+        roles=arguments.role,
+        limit=max(arguments.limit, 0),
+        as_json=arguments.json,
+        follow=arguments.follow,
+    )
+    return 0
 
 
 def show_logs(campaign: CampaignDir, *, role: str | None, num_lines: int, follow: bool = False) -> None:

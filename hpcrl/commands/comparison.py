@@ -5,6 +5,7 @@ compare_campaigns       makes it
 CampaignComparison, ComparedFigure, ComparedSetting    its parts, also the contract of `hpcrl compare --json`
 """
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from statistics import fmean
@@ -14,6 +15,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from hpcrl.campaign import directory
 from hpcrl.campaign.fixed_settings import find_differences, flatten_table
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import CampaignError
@@ -63,6 +65,12 @@ def compare_campaigns(first: CampaignDir, second: CampaignDir) -> CampaignCompar
             for name, values in find_differences(settings)
         ],
     )
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    first, second = map(directory.find_campaign, arguments.campaigns)
+    show_comparison(first, second, as_json=arguments.json)
+    return 0
 
 
 def show_comparison(first: CampaignDir, second: CampaignDir, *, as_json: bool) -> None:

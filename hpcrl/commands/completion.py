@@ -40,6 +40,13 @@ complete -c hpcrl -a '(__hpcrl_candidates)'""",
 }
 
 
+def run_completion(arguments: argparse.Namespace) -> int:
+    from hpcrl.system.terminal import print_line
+
+    print_line(make_script(arguments.shell))
+    return 0
+
+
 def make_script(shell: str) -> str:
     """Return the script of a shell."""
     return _SCRIPTS[shell].replace("@COMMAND@", COMPLETE_COMMAND)

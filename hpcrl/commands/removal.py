@@ -1,19 +1,49 @@
-"""Remove campaigns that have ended, with everything in their directories: `hpcrl rm`.
+"""Remove campaigns that have ended, `hpcrl rm`, and files that campaigns no longer need, `hpcrl gc`.
 
+run_rm, run_gc        the commands
 remove_campaigns      removes them, after the user has agreed
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
 
-from hpcrl.campaign import directory
+from hpcrl.campaign import directory, surplus
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import CampaignError, HpcrlError
 from hpcrl.monitor.view import survey_campaigns
-from hpcrl.system.terminal import format_bytes, print_line
+from hpcrl.system.terminal import format_bytes, print_line, print_note
 
 REMOVABLE_STATES = frozenset({"done", "failed", "stopped", "planned"})
+
+
+def run_rm(arguments: argparse.Namespace) -> int:
+    remove_campaigns(arguments.campaigns, is_agreed=arguments.yes)
+    return 0
+
+
+def run_gc(arguments: argparse.Namespace) -> int:
+    campaigns = [directory.find_campaign(name) for name in arguments.campaigns] or directory.list_campaigns()
+    parts: list[surplus.SurplusPart] = []
+    for campaign in campaigns:
+        try:
+            parts += surplus.find_surplus(campaign, with_archive=arguments.archive)
+        except (HpcrlError, OSError, ValueError) as error:
+            if arguments.campaigns:
+                raise
+            print_note(f"campaign {campaign.name} is left alone: {error}")
+    for part in parts:
+        print_line(f"{part.campaign.name}: {part.kind}: {len(part.paths)}, {format_bytes(part.num_bytes)}")
+    total = format_bytes(sum(part.num_bytes for part in parts))
+    if not arguments.yes:
+        print_line(f"{total} in all; `hpcrl gc --yes` removes it" if parts else "nothing can be removed")
+        return 0
+    failed = surplus.remove_surplus(parts)
+    for line in failed:
+        print_note(f"not removed: {line}")
+    print_line(f"{total} in all, {'removed' if not failed else 'removed but for what is named above'}")
+    return 1 if failed else 0
 
 
 def remove_campaigns(names: Sequence[str], *, is_agreed: bool) -> None:

@@ -6,6 +6,7 @@ JSON_OUTPUTS      the outputs by name
 WITHOUT_SCHEMA    commands whose JSON follows what a campaign has recorded
 """
 
+import argparse
 import importlib
 from typing import Any, NamedTuple
 
@@ -44,6 +45,11 @@ JSON_OUTPUTS = {
 }
 
 WITHOUT_SCHEMA = frozenset({"traj-show"})
+
+
+def run_schema(arguments: argparse.Namespace) -> int:
+    show_schema(arguments.name)
+    return 0
 
 
 def show_schema(name: str | None) -> None:

@@ -4,6 +4,7 @@ write_skeleton, describe_next     writes them into a directory; the lines that n
 RECIPE_TEXT, ENVIRONMENT_TEXT    what is written
 """
 
+import argparse
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from hpcrl.config.toml import NAME_PATTERN, PATTERN_MEANINGS
 from hpcrl.errors import ConfigError
 from hpcrl.system.files import publish_file
+from hpcrl.system.terminal import print_line
 
 RECIPE_TEXT = """\
 # What to learn. `hpcrl try recipe.toml` plays a few episodes, `hpcrl submit recipe.toml --site local --watch` trains.
@@ -82,6 +84,12 @@ def reward(trajectory: Trajectory) -> float:
     """Return the reward of a finished episode: here the sum of its steps' rewards."""
     return sum(turn.reward for turn in trajectory.turns)
 '''
+
+
+def run_init(arguments: argparse.Namespace) -> int:
+    for line in describe_next(write_skeleton(arguments.directory)):
+        print_line(line)
+    return 0
 
 
 def write_skeleton(directory: Path) -> list[Path]:

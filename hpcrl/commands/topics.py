@@ -105,6 +105,15 @@ TOPICS: dict[str, tuple[str, Callable[[Sequence[str]], str]]] = {
 _COMMANDS_FIRST = frozenset({"site ls", "site show", "site new", "site probe"})
 
 
+def run_help(arguments: argparse.Namespace) -> int:
+    return show_topic(arguments.topic, parser=arguments.make_parser())
+
+
+def run_man(arguments: argparse.Namespace) -> int:
+    print_line(make_man_page(arguments.make_parser()))
+    return 0
+
+
 def show_topic(words: Sequence[str], *, parser: argparse.ArgumentParser) -> int:
     """Print what these words name: a topic, a command, or nothing, which lists both."""
     parsers = find_parsers(parser)

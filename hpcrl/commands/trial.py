@@ -4,22 +4,36 @@ try_recipe        plays and shows them
 MAX_EPISODES      how many, at most
 """
 
+import argparse
 import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.campaign import lifecycle
+from hpcrl.campaign.request import load_request
+from hpcrl.campaign.submission import write_description
+from hpcrl.campaign.submission_checks import check_request
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import ConfigError
 from hpcrl.system.files import make_private_dir
-from hpcrl.system.terminal import print_to_stderr
+from hpcrl.system.terminal import print_note
 from hpcrl.system.variables import PROGRESS_BARS_VARIABLE
 
 MAX_EPISODES = 100
+
+
+def run_try(arguments: argparse.Namespace) -> int:
+    return try_recipe(
+        arguments.recipe,
+        site=arguments.site,
+        settings=tuple(arguments.settings),
+        domains=arguments.domain,
+        num_episodes=arguments.episodes,
+        as_json=arguments.json,
+    )
 
 
 def try_recipe(
@@ -34,14 +48,14 @@ def try_recipe(
     """Play `num_episodes` of each of these domains (by default of all); return 1 if one has no good episode."""
     if not 1 <= num_episodes <= MAX_EPISODES:
         raise ConfigError(f"-n {num_episodes}: give a number from 1 to {MAX_EPISODES}")
-    request = lifecycle.load_request(recipe, site=site, settings=settings)
+    request = load_request(recipe, site=site, settings=settings)
     chosen = _choose_domains(request.recipe, domains)
-    for note in lifecycle.check_request(request):
-        print_to_stderr(f"hpcrl: note: {note}")
+    for note in check_request(request):
+        print_note(note)
     with tempfile.TemporaryDirectory(prefix="hpcrl-try-") as folder:
         campaign = CampaignDir(Path(folder) / "try")
         make_private_dir(campaign.root)
-        lifecycle.write_description(campaign, request)
+        write_description(campaign, request)
         options = ["--episodes", str(num_episodes), *(["--json"] if as_json else [])]
         words = [request.site.choose_python(), "-m", "hpcrl.trial", str(campaign.root), *options, *chosen]
         environment = {PROGRESS_BARS_VARIABLE: "1", **os.environ}
@@ -61,7 +75,7 @@ def _choose_domains(recipe: Recipe, wanted: Sequence[str]) -> list[str]:
     if judged and wanted:
         raise ConfigError(f"domains.{judged[0]} needs judges, which only a campaign serves: try another domain")
     for name in judged:
-        print_to_stderr(f"hpcrl: note: domain {name} is left out: it needs judges, which only a campaign serves")
+        print_note(f"domain {name} is left out: it needs judges, which only a campaign serves")
         chosen.remove(name)
     if not chosen:
         raise ConfigError(f"every domain of recipe {recipe.name!r} needs judges, which only a campaign serves")

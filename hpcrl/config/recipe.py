@@ -754,6 +754,13 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
         return {name: domain.max_turns * (domain.max_new_tokens or longest) for name, domain in self.domains.items()}
 
     @property
+    def served_models(self) -> dict[str, str]:
+        """The directories of the model and of the judges, by their settings."""
+        tables: dict[str, ModelConfig] = {"model": self.model}
+        tables |= {f"judge.{name}": judge for name, judge in self.judge.items()}
+        return {f"{table}.path": model.path for table, model in tables.items() if model.path is not None}
+
+    @property
     def further_models(self) -> dict[str, str]:
         """The model directories that must have the tokens of the policy, by their settings."""
         found = {f"train.pipeline.{name}.model": node.model for name, node in self.train.pipeline.items() if node.model}

@@ -74,6 +74,11 @@ def print_to_stderr(text: str) -> None:
     print(escape_to_one_line(text).encode(errors="replace").decode(), file=sys.stderr)  # noqa: T201
 
 
+def print_note(note: str) -> None:
+    """Print a note of a command to stderr."""
+    print_to_stderr(f"hpcrl: note: {note}")
+
+
 def print_json(value: Any) -> None:
     """Print a value as JSON, with every character that could control a terminal escaped."""
     text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()

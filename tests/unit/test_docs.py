@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign.lifecycle import load_request
+from hpcrl.campaign.request import load_request
 from hpcrl.campaign_dir.events import CampaignEvent
 from hpcrl.config.pipeline import make_pipeline, render_text
 

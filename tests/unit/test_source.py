@@ -258,7 +258,7 @@ def test_folders_do_not_import_each_other(folder, other):
 OWNERS = {
     "parsl": {"job/interchange.py", "job/parsl_providers.py", "job/runtime.py", "job/worker_pool.py"},
     "mpi4py": {"weights/couriers/wire_mpi.py"},
-    "rich": {"cli.py", "commands/comparison.py", "monitor", "system/terminal.py", "traj"},
+    "rich": {"commands", "monitor", "system/terminal.py", "traj"},
     "vllm": {"engines/vllm"},
     "megatron": {"trainers/megatron"},
     "h5py": {"spool/hdf5.py"},

@@ -7,7 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcrl.campaign import continuation, lifecycle
+from hpcrl.campaign import continuation, running_jobs
+from hpcrl.campaign.request import load_request
+from hpcrl.campaign.running_jobs import stop_gracefully, stop_now
+from hpcrl.campaign.submission import start_job, write_description
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_limits import make_recipe_digest
 from hpcrl.errors import CampaignError, ConfigError, SlurmError
@@ -54,9 +57,9 @@ def submitted(tmp_path: Path, recipe: Path, *settings: str, site: str = "perlmut
     """A campaign with a first job, as `hpcrl submit` leaves it."""
     campaign = CampaignDir(make_private_dir(tmp_path / "c"))
     own = ("site.account=m1",) if site == "perlmutter" else ()
-    request = lifecycle.load_request(str(recipe), site=site, settings=(*own, *settings))
-    lifecycle.write_description(campaign, request)
-    lifecycle.start_job(campaign, request, number=0)
+    request = load_request(str(recipe), site=site, settings=(*own, *settings))
+    write_description(campaign, request)
+    start_job(campaign, request, number=0)
     return campaign
 
 
@@ -241,7 +244,7 @@ def test_fewer_steps_and_a_campaign_that_ends_are_not_extended(tmp_path: Path, s
 
 def test_without_a_scheduler_further_steps_are_for_a_later_job(tmp_path: Path, recipe: Path) -> None:
     campaign = CampaignDir(make_private_dir(tmp_path / "c"))
-    lifecycle.write_description(campaign, lifecycle.load_request(str(recipe), site="local"))
+    write_description(campaign, load_request(str(recipe), site="local"))
     make_private_dir(campaign.job(0).root)
     alive = SubmittedJob(
         id="local-1", scheduler="local", time=0.0, pid=os.getpid(), start_ticks=read_start_ticks(os.getpid())
@@ -269,12 +272,12 @@ def test_where_nodes_may_not_submit_all_jobs_are_queued_from_the_login_node(chai
     assert [chain.job(number).chain_marker.read_text() for number in (1, 2)] == ["1", "0"]
 
 
-@pytest.mark.parametrize("stop", [lifecycle.stop_gracefully, lifecycle.stop_now])
+@pytest.mark.parametrize("stop", [stop_gracefully, stop_now])
 @pytest.mark.parametrize("running", [(), (71,), (72,)])
 def test_stop_cancels_every_job_that_waits(
     chain: CampaignDir, slurm: Path, stop: object, running: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle, "STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(running_jobs, "STOP_TIMEOUT_S", 0.1)
     if running == (72,):
         publish_json(chain.job(0).outcome, {"outcome": "drained", "reason": "", "time": 0.0})
     runs(slurm, *running)
@@ -284,7 +287,7 @@ def test_stop_cancels_every_job_that_waits(
         id for call in (slurm / "calls").read_text().splitlines() if call.startswith("scancel")
         for id in call.split() if id.isdigit() and "--signal" not in call
     }  # fmt: skip
-    left = set() if not running or stop is lifecycle.stop_now else {str(running[0])}
+    left = set() if not running or stop is stop_now else {str(running[0])}
     waiting = {"71", "72", "73"} if running != (72,) else {"72", "73"}
     assert cancelled == waiting - left, message
     assert chain.stop.exists()
@@ -330,7 +333,7 @@ def test_a_resume_that_was_killed_blocks_others_only_for_a_while(tmp_path: Path,
     make_private_dir(campaign.job(1).root)
     with pytest.raises(CampaignError, match=r"another process is submitting job 1; if it was killed, try again 10 min"):
         continuation.resume(str(campaign.root))
-    assert "has ended already" in lifecycle.stop_gracefully(str(campaign.root))
+    assert "has ended already" in stop_gracefully(str(campaign.root))
     os.utime(campaign.job(1).root, (0, 0))
     continuation.resume(str(campaign.root))
     assert campaign.job(1).submission.exists()

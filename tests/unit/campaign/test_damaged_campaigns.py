@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign.directory import find_campaign, list_campaigns, reserve_campaign
-from hpcrl.campaign.lifecycle import load_request, stop_gracefully, stop_now, write_description
+from hpcrl.campaign.request import load_request
+from hpcrl.campaign.running_jobs import stop_gracefully, stop_now
+from hpcrl.campaign.submission import write_description
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.cli import main
 from hpcrl.errors import CampaignError

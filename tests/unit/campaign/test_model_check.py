@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from hpcrl.campaign import lifecycle
+from hpcrl.campaign import submission_checks
 from hpcrl.campaign.model_check import check_model
+from hpcrl.campaign.request import CampaignRequest, load_request
+from hpcrl.campaign.submission import submit
+from hpcrl.campaign.submission_checks import check_request, run_model_check
 from hpcrl.errors import ConfigError, HpcrlError, PlanError
 from hpcrl.models.weight_headers import INDEX_FILE
 from hpcrl.testing.model_templates import FAMILIES, save_family
@@ -29,8 +32,8 @@ def model(tmp_path: Path) -> Path:
     return save_family(tmp_path / "model", FAMILIES["Qwen3"])
 
 
-def request_of(model: Path, *settings: str) -> lifecycle.CampaignRequest:
-    return lifecycle.load_request("quickstart", site="local", settings=(f'model.path="{model}"', *settings))
+def request_of(model: Path, *settings: str) -> CampaignRequest:
+    return load_request("quickstart", site="local", settings=(f'model.path="{model}"', *settings))
 
 
 def test_a_variable_that_the_template_reads_may_be_set(model: Path, home: Path) -> None:
@@ -101,7 +104,7 @@ def test_a_directory_without_a_model_is_refused_in_one_line(
     else:
         (folder / "config.json").write_text(config)
     settings = (f'{setting}="{folder}"', 'train.kl="k1"', 'train.kl_in="reward"')  # a teacher needs these
-    request = lifecycle.load_request("quickstart", site="local", settings=settings)
+    request = load_request("quickstart", site="local", settings=settings)
     with pytest.raises(ConfigError, match=rf"^{setting}.*{problem}"):
         check_model(request.recipe)
 
@@ -171,14 +174,14 @@ def test_a_judge_that_a_job_could_not_serve_is_refused(
         (judge / "config.json").unlink()
     else:
         change_config(judge, architectures=[architecture])
-    request = lifecycle.load_request("quickstart", site="local", settings=(f'judge.grader.path="{judge}"', *settings))
+    request = load_request("quickstart", site="local", settings=(f'judge.grader.path="{judge}"', *settings))
     with pytest.raises(ConfigError, match=problem):
-        lifecycle.check_request(request)
+        check_request(request)
 
 
 def test_a_judge_on_another_machine_is_planned_with_a_note(tmp_path: Path, home: Path) -> None:
     settings = (f'judge.grader.path="{tmp_path / "elsewhere"}"',)
-    note = lifecycle.check_model(lifecycle.load_request("quickstart", site="local", settings=settings))
+    note = run_model_check(load_request("quickstart", site="local", settings=settings))
     assert "judge.grader.path = " in note
     assert "is not on this machine" in note
 
@@ -187,31 +190,31 @@ def test_a_reward_model_may_be_a_judge_of_vllm(tmp_path: Path, home: Path) -> No
     judge = save_family(tmp_path / "judge", FAMILIES["Qwen3"])
     change_config(judge, architectures=["Qwen3ForSequenceClassification"])
     settings = (f'judge.grader.path="{judge}"', 'judge.grader.engine.backend="vllm"')
-    assert lifecycle.check_model(lifecycle.load_request("quickstart", site="local", settings=settings)) == ""
+    assert run_model_check(load_request("quickstart", site="local", settings=settings)) == ""
 
 
 def test_submission_refuses_a_bad_template_and_leaves_no_campaign(model: Path, home: Path) -> None:
     (model / "chat_template.jinja").write_text("{{ raise_exception('not today') }}")
     with pytest.raises(ConfigError, match=r"recipe 'quickstart': .*not today"):
-        lifecycle.submit(request_of(model))
+        submit(request_of(model))
     assert not list(home.glob("campaigns/*"))
 
 
 def test_a_template_that_never_ends_is_refused(model: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "MODEL_CHECK_TIMEOUT_S", 1)
+    monkeypatch.setattr(submission_checks, "MODEL_CHECK_TIMEOUT_S", 1)
     (model / "chat_template.jinja").write_text(NEVER_ENDS)
     with pytest.raises(ConfigError, match=r"set model\.chat_template to one that ends"):
-        lifecycle.check_model(request_of(model))
+        run_model_check(request_of(model))
 
 
 def test_a_template_that_takes_all_memory_is_refused(model: Path, home: Path) -> None:
     (model / "chat_template.jinja").write_text("{{ '{:>100000000000}'.format(1)|length }}")
     with pytest.raises(ConfigError, match="refuses this conversation"):
-        lifecycle.check_model(request_of(model))
+        run_model_check(request_of(model))
 
 
 def test_a_model_on_another_machine_is_planned_with_a_note(tmp_path: Path, home: Path) -> None:
-    assert "is not on this machine" in lifecycle.check_model(request_of(tmp_path / "elsewhere"))
+    assert "is not on this machine" in run_model_check(request_of(tmp_path / "elsewhere"))
 
 
 def test_a_template_file_beside_the_recipe_is_found(model: Path, home: Path, tmp_path: Path) -> None:
@@ -220,7 +223,7 @@ def test_a_template_file_beside_the_recipe_is_found(model: Path, home: Path, tmp
     recipe.write_text(
         f'extends = "quickstart"\nname = "mine"\n[model]\npath = "{model}"\nchat_template = "chat.jinja"\n'
     )
-    loaded = lifecycle.load_request(str(recipe), site="local").recipe
+    loaded = load_request(str(recipe), site="local").recipe
     assert loaded.model.chat_template == str(tmp_path / "chat.jinja")
     check_model(loaded)
 
@@ -241,9 +244,9 @@ def test_a_template_without_a_layout_of_turns_is_refused_only_if_an_environment_
     (model / "chat_template.jinja").write_text(OPENS_LATER_ANSWERS_DIFFERENTLY)
     with pytest.raises(ConfigError, match="opens the first answer by"):
         check_model(request_of(model).recipe)
-    check_model(lifecycle.load_request("agent", site="local", settings=(f'model.path="{model}"',)).recipe)
+    check_model(load_request("agent", site="local", settings=(f'model.path="{model}"',)).recipe)
     native = 'domains.sums={env = "hpcrl.envs.arithmetic:Arithmetic"}'
-    both = lifecycle.load_request("agent", site="local", settings=(f'model.path="{model}"', native)).recipe
+    both = load_request("agent", site="local", settings=(f'model.path="{model}"', native)).recipe
     with pytest.raises(ConfigError, match="opens the first answer by"):
         check_model(both)
 
@@ -256,7 +259,7 @@ def test_the_size_of_a_teacher_is_that_of_its_config(tmp_path: Path) -> None:
     with pytest.raises(
         PlanError, match=r"a train worker needs 119 GiB \(119 for 64\.0 billion weights of the model of teacher\.path"
     ):
-        lifecycle.load_request("quickstart", site="lab", settings=teacher)
+        load_request("quickstart", site="lab", settings=teacher)
 
 
 def test_a_plan_reads_the_size_of_the_model_from_its_config_json(tmp_path: Path) -> None:
@@ -266,4 +269,4 @@ def test_a_plan_reads_the_size_of_the_model_from_its_config_json(tmp_path: Path)
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(PlanError, match=r"gradients and optimizer of 8\.2 billion weights"):
-        lifecycle.load_request("quickstart", site="lab-hetstep", settings=(f'model.path="{tmp_path}"',))
+        load_request("quickstart", site="lab-hetstep", settings=(f'model.path="{tmp_path}"',))

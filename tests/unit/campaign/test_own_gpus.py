@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign.lifecycle import load_request
 from hpcrl.campaign.own_gpus import add_own_gpus, describe_own_gpus, list_own_gpus
+from hpcrl.campaign.request import load_request
 from hpcrl.config.site import DEVICE_VARIABLES
 from hpcrl.errors import PlanError
 from hpcrl.plan.plan import Plan

@@ -7,7 +7,8 @@ import pytest
 
 from hpcrl.campaign import surplus
 from hpcrl.campaign.directory import reserve_campaign
-from hpcrl.campaign.lifecycle import load_request, write_description
+from hpcrl.campaign.request import load_request
+from hpcrl.campaign.submission import write_description
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.cli import main
 from hpcrl.system.files import make_private_dir, publish_json

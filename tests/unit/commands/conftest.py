@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign.lifecycle import load_request, write_description
+from hpcrl.campaign.request import load_request
+from hpcrl.campaign.submission import write_description
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import CheckpointSaved, FaultReported, StepFinished
 from hpcrl.campaign_dir.paths import CampaignDir

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcrl.cli import main, make_parser
+from hpcrl.cli import load_command, main, make_parser
 from hpcrl.commands.completion import SHELLS, find_candidates, make_script
 from hpcrl.commands.examples import EXAMPLES, find_parsers
 from hpcrl.commands.schemas import JSON_OUTPUTS, WITHOUT_SCHEMA, make_schema
@@ -38,7 +38,7 @@ def test_the_help_of_a_command_ends_with_examples_that_it_accepts(name: str) -> 
     for example in EXAMPLES[name]:
         words = shlex.split(re.sub(r'^eval "\$\((.*)\)"$', r"\1", example).partition(" > ")[0])
         assert words[0] == "hpcrl"
-        assert make_parser().parse_args(words[1:]).run
+        assert callable(load_command(make_parser().parse_args(words[1:]).run))
 
 
 def test_examples_are_of_commands_that_exist() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.campaign.lifecycle import load_request
+from hpcrl.campaign.request import load_request
 from hpcrl.config.program import AGENT_PROGRAM, resolve_options
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign.lifecycle import load_request, preview_script
+from hpcrl.campaign.request import load_request
+from hpcrl.campaign.submission import preview_script
 from hpcrl.config.site import load_site
 from hpcrl.errors import ConfigError, PlanError
 from hpcrl.hardware.gpus import GPU_CATALOGUE

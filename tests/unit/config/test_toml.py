@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign.lifecycle import check_request, load_request
+from hpcrl.campaign.request import load_request
+from hpcrl.campaign.submission_checks import check_request
 from hpcrl.config.recipe import fill_warmup_steps, make_recipe
 from hpcrl.config.site import load_site
 from hpcrl.config.toml import MAX_BYTES, RENAMED_KEYS, find_toml, list_known_names, load_table

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign import lifecycle
-from hpcrl.campaign.lifecycle import check_request, load_request
+from hpcrl.campaign import submission_checks
+from hpcrl.campaign.request import load_request
+from hpcrl.campaign.submission_checks import check_request
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
 from hpcrl.plan.storage import estimate_storage
@@ -44,16 +45,16 @@ def test_a_campaign_without_room_for_its_checkpoints_is_refused_before_it_is_que
     need = estimate_storage(request.recipe)
     assert need is not None
     free = int(need.gib * GIB)
-    monkeypatch.setattr(lifecycle, "find_free_space", lambda _: FreeSpace(free - 1, 1e6))
+    monkeypatch.setattr(submission_checks, "find_free_space", lambda _: FreeSpace(free - 1, 1e6))
     with pytest.raises(
         ConfigError, match=r"GiB free \(by .*this campaign needs .*site.campaigns_dir.*keep_checkpoints"
     ):
         check_request(request)
-    monkeypatch.setattr(lifecycle, "find_free_space", lambda _: FreeSpace(free + 1, 1e6))
+    monkeypatch.setattr(submission_checks, "find_free_space", lambda _: FreeSpace(free + 1, 1e6))
     check_request(request)
 
 
 def test_a_campaign_without_room_for_its_files_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "find_free_space", lambda _: FreeSpace(1e15, 900.0, source="`quota`"))
+    monkeypatch.setattr(submission_checks, "find_free_space", lambda _: FreeSpace(1e15, 900.0, source="`quota`"))
     with pytest.raises(ConfigError, match=r"has room for 900 more files \(by `quota`\)"):
         check_request(load_request("quickstart", site="local", settings=(SIZE,)))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.campaign.lifecycle import load_request
+from hpcrl.campaign.request import load_request
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import Recipe, TaskSetConfig
 from hpcrl.envs.task_set import import_task_set

@@ -10,7 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcrl.campaign import lifecycle
+from hpcrl.campaign import submission
+from hpcrl.campaign.request import CampaignRequest, load_request
+from hpcrl.campaign.submission import write_description
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, NextJobQueued
 from hpcrl.campaign_dir.job_end import EndCause, JobEnd
@@ -23,16 +25,16 @@ from hpcrl.system.files import make_private_dir, publish_json
 
 
 @pytest.fixture
-def asked() -> lifecycle.CampaignRequest:
-    return lifecycle.load_request("quickstart", site="perlmutter", settings=("site.account=m1", "job.num_jobs=3"))
+def asked() -> CampaignRequest:
+    return load_request("quickstart", site="perlmutter", settings=("site.account=m1", "job.num_jobs=3"))
 
 
 @pytest.fixture
-def run(home: Path, tmp_path: Path, asked: lifecycle.CampaignRequest) -> CampaignDir:
+def run(home: Path, tmp_path: Path, asked: CampaignRequest) -> CampaignDir:
     """A campaign with a first job."""
     made = CampaignDir(make_private_dir(tmp_path / "c"))
-    lifecycle.write_description(made, asked)
-    lifecycle._make_job_dir(made, 0)
+    write_description(made, asked)
+    submission._make_job_dir(made, 0)
     return made
 
 
@@ -49,7 +51,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def follow(run: CampaignDir, number: int, asked: lifecycle.CampaignRequest) -> str | None:
+def follow(run: CampaignDir, number: int, asked: CampaignRequest) -> str | None:
     return next_job.queue_next_job(run.job(number), plan=asked.plan, site=asked.site, slurm_id="4711")
 
 
@@ -73,7 +75,7 @@ def checkpointed(run: CampaignDir, number: int) -> None:
 
 
 def test_jobs_follow_one_another_up_to_the_number_in_the_recipe(
-    run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest
+    run: CampaignDir, slurm: Path, asked: CampaignRequest
 ) -> None:
     assert follow(run, 0, asked) == "4712"
     assert follow(run, 0, asked) is None, "there is one"
@@ -84,7 +86,7 @@ def test_jobs_follow_one_another_up_to_the_number_in_the_recipe(
     assert follow(run, 2, asked) is None, "three in a row"
 
 
-def test_a_queued_job_is_reported_once(run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest) -> None:
+def test_a_queued_job_is_reported_once(run: CampaignDir, slurm: Path, asked: CampaignRequest) -> None:
     reported: list[CampaignEvent] = []
     place = WorkerPlace(run.job(0), "node0")
     for _ in range(2):
@@ -95,7 +97,7 @@ def test_a_queued_job_is_reported_once(run: CampaignDir, slurm: Path, asked: lif
 
 
 def test_a_refused_job_leaves_nothing_and_may_be_tried_again(
-    run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest
+    run: CampaignDir, slurm: Path, asked: CampaignRequest
 ) -> None:
     works = (slurm / "sbatch").read_text()
     (slurm / "sbatch").write_text("#!/bin/sh\necho no more jobs >&2; exit 1\n")
@@ -107,7 +109,7 @@ def test_a_refused_job_leaves_nothing_and_may_be_tried_again(
 
 
 def test_a_waiting_job_is_cancelled_and_its_files_removed(
-    run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest
+    run: CampaignDir, slurm: Path, asked: CampaignRequest
 ) -> None:
     next_job.cancel_next_jobs(run.job(0))
     assert not (slurm / "calls").exists()
@@ -118,7 +120,7 @@ def test_a_waiting_job_is_cancelled_and_its_files_removed(
 
 
 def test_a_job_that_a_user_submitted_is_never_cancelled(run: CampaignDir, slurm: Path) -> None:
-    lifecycle._make_job_dir(run, 1)
+    submission._make_job_dir(run, 1)
     next_job.cancel_next_jobs(run.job(0))
     assert run.job_numbers() == [0, 1]
     assert not (slurm / "calls").exists()
@@ -136,7 +138,7 @@ def test_a_job_that_a_user_submitted_is_never_cancelled(run: CampaignDir, slurm:
     ],
 )
 def test_a_campaign_continues_if_there_is_more_to_do_and_progress(
-    run: CampaignDir, asked: lifecycle.CampaignRequest, outcome: str, with_checkpoint: bool, ends: str | None
+    run: CampaignDir, asked: CampaignRequest, outcome: str, with_checkpoint: bool, ends: str | None
 ) -> None:
     if with_checkpoint:
         checkpointed(run, 0)
@@ -147,14 +149,14 @@ def test_a_campaign_continues_if_there_is_more_to_do_and_progress(
 
 
 def test_a_job_that_made_every_step_is_followed_if_the_campaign_was_extended_meanwhile(
-    run: CampaignDir, asked: lifecycle.CampaignRequest
+    run: CampaignDir, asked: CampaignRequest
 ) -> None:
     make_private_dir(run.checkpoints / f"000001-step-{asked.recipe.train.num_steps - 1:06d}")
     assert next_job.campaign_outcome(ended(run, 0, "done")) is None
 
 
 def test_all_jobs_of_a_chain_are_cancelled_the_last_first(
-    run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest
+    run: CampaignDir, slurm: Path, asked: CampaignRequest
 ) -> None:
     ids = next_job.queue_chain(run.job(0), plan=asked.plan, site=asked.site, slurm_id="4711")
     assert (ids, run.job_numbers()) == (["4712", "4712"], [0, 1, 2])
@@ -194,7 +196,7 @@ def test_a_campaign_ends_with_advice_when_two_jobs_in_a_row_had_no_time_for_a_ch
     assert next_job.campaign_outcome(run.job(1)) is None
 
 
-def test_a_job_that_starts_with_nothing_to_do_ends_at_once(run: CampaignDir, asked: lifecycle.CampaignRequest) -> None:
+def test_a_job_that_starts_with_nothing_to_do_ends_at_once(run: CampaignDir, asked: CampaignRequest) -> None:
     ended(run, 0, "done", "every training step was made")
     make_private_dir(run.checkpoints / f"000001-step-{asked.recipe.train.num_steps:06d}")
     make_private_dir(run.job(1).logs)
@@ -215,7 +217,7 @@ def test_jobs_that_never_started_end_nothing_that_has_a_checkpoint(run: Campaign
 
 
 def test_slurm_names_the_cause_of_a_job_without_an_outcome(
-    run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest
+    run: CampaignDir, slurm: Path, asked: CampaignRequest
 ) -> None:
     follow(run, 0, asked)
     checkpointed(run, 0)
@@ -233,7 +235,7 @@ def test_slurm_names_the_cause_of_a_job_without_an_outcome(
     assert next_job.campaign_outcome(run.job(3), state="timeout") is not None
 
 
-def test_the_next_job_avoids_nodes_that_failed(run: CampaignDir, slurm: Path, asked: lifecycle.CampaignRequest) -> None:
+def test_the_next_job_avoids_nodes_that_failed(run: CampaignDir, slurm: Path, asked: CampaignRequest) -> None:
     ended_for(run, 0, "node-failure", nodes=("nid1", "nid2"))
     follow(run, 0, asked)
     script = run.job(1).script.read_text()
@@ -244,9 +246,7 @@ def test_the_next_job_avoids_nodes_that_failed(run: CampaignDir, slurm: Path, as
     assert (slurm / "calls").read_text().endswith("scontrol update JobId=4712 ExcNodeList=nid1,nid2\n")
 
 
-def test_no_more_nodes_are_avoided_than_a_partition_can_spare(
-    run: CampaignDir, asked: lifecycle.CampaignRequest
-) -> None:
+def test_no_more_nodes_are_avoided_than_a_partition_can_spare(run: CampaignDir, asked: CampaignRequest) -> None:
     ended_for(run, 0, "node-failure", nodes=("nid1", "nid2"))
     now = time.time()
     parts = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.campaign.lifecycle import load_request
+from hpcrl.campaign.request import load_request
 from hpcrl.cli import main
 from hpcrl.config.site import load_site
 from hpcrl.doctor.login_checks import ask_for_answers

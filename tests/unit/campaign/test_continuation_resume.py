@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign import continuation, lifecycle
+from hpcrl.campaign import continuation, continuation_checks
+from hpcrl.campaign.request import load_request
+from hpcrl.campaign.submission import write_description
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import TrainProgress, write_train_progress
+from hpcrl.commands.monitoring import final_summary
 from hpcrl.errors import CampaignError
 from hpcrl.slurm.submit import SubmittedJob, record_submission
 from hpcrl.system.files import make_private_dir, read_json
@@ -55,7 +58,7 @@ sys.exit(run_guarded(drive, place))
 
 def test_the_error_for_an_old_key_in_a_stored_recipe_names_the_new_one(tmp_path: Path) -> None:
     campaign = CampaignDir(make_private_dir(tmp_path / "c"))
-    lifecycle.write_description(campaign, lifecycle.load_request("quickstart", site="local"))
+    write_description(campaign, load_request("quickstart", site="local"))
     recipe = json.loads(campaign.recipe.read_text())
     recipe["router"]["reluctance"] = recipe["router"].pop("mismatch_penalty", 1.0)
     campaign.recipe.unlink()
@@ -66,7 +69,7 @@ def test_the_error_for_an_old_key_in_a_stored_recipe_names_the_new_one(tmp_path:
 
 def test_a_campaign_whose_tasks_were_recorded_elsewhere_is_refused(tmp_path: Path) -> None:
     campaign = CampaignDir(make_private_dir(tmp_path / "c"))
-    lifecycle.write_description(campaign, lifecycle.load_request("quickstart", site="local"))
+    write_description(campaign, load_request("quickstart", site="local"))
     make_private_dir(campaign.job(0).root)
     campaign.job(0).outcome.write_text(json.dumps({"outcome": "stopped"}))
     campaign.job(0).submission.write_text(
@@ -81,9 +84,7 @@ def test_a_campaign_whose_tasks_were_recorded_elsewhere_is_refused(tmp_path: Pat
 def failed(tmp_path: Path) -> CampaignDir:
     """A campaign of 3 steps whose trainer failed for good."""
     campaign = CampaignDir(make_private_dir(tmp_path / "c"))
-    lifecycle.write_description(
-        campaign, lifecycle.load_request("quickstart", site="local", settings=("train.num_steps=3",))
-    )
+    write_description(campaign, load_request("quickstart", site="local", settings=("train.num_steps=3",)))
     make_private_dir(campaign.job(0).root)
     campaign.job(0).outcome.write_text(json.dumps({"outcome": "failed"}))
     campaign.job(0).submission.write_text(
@@ -97,7 +98,7 @@ def test_a_campaign_that_failed_with_all_its_steps_made_is_not_resumed_nor_is_th
     failed: CampaignDir,
 ) -> None:
     make_private_dir(failed.checkpoints / "000002-step-000003")
-    (line,) = lifecycle.final_summary(failed, state="failed", rewards=[])
+    (line,) = final_summary(failed, state="failed", rewards=[])
     assert "hpcrl logs c" in line
     assert "resume" not in line
     with pytest.raises(CampaignError, match=r"all 3 steps .* no reward was ever computed: correct it"):
@@ -110,8 +111,8 @@ def test_a_campaign_that_failed_before_its_last_step_is_resumed(
 ) -> None:
     make_private_dir(failed.checkpoints / "000001-step-000002")
     started: list[int] = []
-    monkeypatch.setattr(lifecycle, "start_job", lambda *_, number, **_options: started.append(number))
-    (line,) = lifecycle.final_summary(failed, state="failed", rewards=[])
+    monkeypatch.setattr(continuation, "start_job", lambda *_, number, **_options: started.append(number))
+    (line,) = final_summary(failed, state="failed", rewards=[])
     assert "hpcrl resume c" in line
     continuation.resume(str(failed.root))
     assert started == [1]
@@ -134,7 +135,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def killed_guardian(directory: Path, *settings: str, site: str) -> Iterator[tuple[CampaignDir, int]]:
     """Make a campaign, start the guardian of its first job, and kill it; yields the driver, which drains the job."""
     campaign, note = CampaignDir(make_private_dir(directory / "c")), directory / "draining"
-    lifecycle.write_description(campaign, lifecycle.load_request("quickstart", site=site, settings=settings))
+    write_description(campaign, load_request("quickstart", site=site, settings=settings))
     make_private_dir(campaign.job(0).root)
     command = [sys.executable, "-c", PROGRAM, str(campaign.root), str(note)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as guardian:
@@ -178,7 +179,7 @@ def test_a_campaign_without_a_scheduler_is_not_resumed_while_a_driver_drains(tmp
 def test_a_job_that_was_killed_as_a_whole_is_resumed_after_a_silence(
     tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle, "ALIVE_WITHIN_S", 1.0)
+    monkeypatch.setattr(continuation_checks, "ALIVE_WITHIN_S", 1.0)
     with killed_guardian(tmp_path, "site.account=m1", site="perlmutter") as (campaign, driver):
         os.kill(driver, signal.SIGKILL)
         continuation.resume(str(campaign.root))
@@ -195,5 +196,5 @@ def test_a_job_that_was_killed_as_a_whole_is_resumed_after_a_silence(
 def test_the_last_line_has_the_means_of_the_first_and_last_tenth_of_the_steps(
     failed: CampaignDir, rewards: list[float | None], learned: str
 ) -> None:
-    (line,) = lifecycle.final_summary(failed, state="failed", rewards=rewards)
+    (line,) = final_summary(failed, state="failed", rewards=rewards)
     assert learned in line

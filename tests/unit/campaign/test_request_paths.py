@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign.lifecycle import load_request
+from hpcrl.campaign.request import load_request
 from hpcrl.config.program import AGENT_PROGRAM
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.toml import shipped_folder

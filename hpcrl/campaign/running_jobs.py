@@ -1,0 +1,125 @@
+"""The jobs of a campaign that Slurm has: their states, and how to stop them.
+
+read_submission      the recorded submission of a job
+find_job_states      the states of all jobs without a recorded end
+find_job_state       the state of one job
+stop_gracefully, stop_now    end a campaign, with a checkpoint or without
+STOP_TIMEOUT_S, POLL_INTERVAL_S    the time that a job gets to end, and between two looks at it
+"""
+
+import os
+import time
+from collections.abc import Iterable
+
+from hpcrl.campaign import directory
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir
+from hpcrl.config.site import Site
+from hpcrl.monitor.job_state import FINAL_JOB_STATES, judge_jobs, read_heartbeats, read_jobs, select_slurm_ids
+from hpcrl.plan.records import read_record, read_site
+from hpcrl.slurm import next_job
+from hpcrl.slurm import submit as slurm
+from hpcrl.slurm.status import ACTIVE, UNKNOWN, WAITING, JobStatus, query_job_states
+from hpcrl.system.files import publish_file, publish_json
+from hpcrl.system.processes import is_alive
+
+STOP_TIMEOUT_S = 30.0
+POLL_INTERVAL_S = 0.2
+
+
+def read_submission(job: JobDir) -> slurm.SubmittedJob:
+    """Read the recorded submission of a job."""
+    return read_record(job.submission, slurm.SubmittedJob)
+
+
+def find_job_states(jobs: Iterable[JobDir], site: Site) -> dict[JobDir, str]:
+    """Ask the scheduler once for the states of jobs: queued, running, gone or unknown.
+
+    Jobs that were never submitted, and those whose end is recorded, are left out.
+    """
+    return _ask_job_states([job for job in jobs if job.submission.exists() and not job.outcome.exists()], site)
+
+
+def find_job_state(job: JobDir, site: Site) -> str:
+    """Ask the scheduler for the state of a submitted job: queued, running, gone or unknown."""
+    return _ask_job_states([job], site)[job]
+
+
+def _ask_job_states(jobs: Iterable[JobDir], site: Site) -> dict[JobDir, str]:
+    records = {job: read_submission(job) for job in jobs}
+    ids = [record.id for record in records.values() if record.scheduler != "local"]
+    statuses = _query_states(ids, site) if ids else {}
+    return {job: _describe_state(record, statuses.get(record.id)) for job, record in records.items()}
+
+
+def _describe_state(record: slurm.SubmittedJob, status: JobStatus | None) -> str:
+    if status is None:
+        return "running" if is_alive(record.pid, record.start_ticks) else "gone"
+    match status.state:
+        case state if state in WAITING:
+            return "queued"
+        case state if state in ACTIVE:
+            return "running"
+        case state if state == UNKNOWN:
+            return "unknown"
+    return "gone"
+
+
+def _query_states(ids: list[str], site: Site) -> dict[str, JobStatus]:
+    return query_job_states(ids, env=os.environ | slurm.make_site_environment(site))
+
+
+def stop_gracefully(name: str) -> str:
+    """Ask a campaign to make a checkpoint and end, or cancel a job that is only queued. Return a message."""
+    campaign = directory.find_campaign(name)
+    if (ended := _describe_end(campaign)) is not None:
+        return ended
+    job, site = _request_stop(campaign)
+    if site.scheduler == "slurm" and find_job_state(job, site) == "queued":
+        return _end_job(job, site)
+    hint = f"`hpcrl monitor {campaign.name}` shows it"
+    return f"campaign {campaign.name} is stopping: it makes a checkpoint and ends ({hint})"
+
+
+def stop_now(name: str) -> str:
+    """End a campaign without a checkpoint. Return a message."""
+    campaign = directory.find_campaign(name)
+    return _describe_end(campaign) or _end_job(*_request_stop(campaign))
+
+
+def _describe_end(campaign: CampaignDir) -> str | None:
+    """Return the message for a campaign that has ended already; None if its last job may still run."""
+    jobs = read_jobs(campaign)[-1:]
+    heartbeats = read_heartbeats(campaign.events)
+    ids = select_slurm_ids(jobs)
+    statuses = _query_states(ids, read_site(campaign, skips_unknown=True)) if ids else {}
+    _, verdicts = judge_jobs(campaign, jobs, statuses=statuses, events={}, heartbeats=heartbeats, now=time.time())
+    if not verdicts or verdicts[0].state not in FINAL_JOB_STATES:
+        return None
+    return f"campaign {campaign.name} has ended already ({verdicts[0].state}: {verdicts[0].reason})"
+
+
+def _request_stop(campaign: CampaignDir) -> tuple[JobDir, Site]:
+    """Publish the stop request, and cancel the jobs that only wait for another one. Return the job that is left."""
+    every, site = directory.list_jobs(campaign), read_site(campaign, skips_unknown=True)
+    publish_file(campaign.stop, "")
+    *_, last = [job for job in every if job.submission.exists()] or every
+    states = find_job_states(every, site)
+    first = next((job for job, state in states.items() if state != "gone"), last)
+    next_job.cancel_next_jobs(first, env=os.environ | slurm.make_site_environment(site))
+    return first, site
+
+
+def _end_job(job: JobDir, site: Site) -> str:
+    """End a job without a checkpoint: interrupt it, and cancel it by its recorded id if it does not end."""
+    campaign = job.campaign
+    resumable = f"`hpcrl resume {campaign.name}` continues from the last checkpoint"
+    if find_job_state(job, site) == "running":
+        slurm.interrupt_job(read_submission(job), site=site)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while not job.outcome.exists() and time.monotonic() < deadline:
+            time.sleep(POLL_INTERVAL_S)
+        if job.outcome.exists():
+            return f"campaign {campaign.name}: job {read_submission(job).id} has ended; {resumable}"
+    slurm.cancel_job(read_submission(job), site=site)
+    publish_json(job.outcome, {"outcome": "stopped", "reason": "cancelled (hpcrl stop --now)", "time": time.time()})
+    return f"campaign {campaign.name}: job {read_submission(job).id} is cancelled; {resumable}"

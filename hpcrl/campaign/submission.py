@@ -1,0 +1,162 @@
+"""Submit a campaign: its directory, the records that its jobs read, and its jobs.
+
+submit, dry_run      create a campaign with its first job, or only try whether that would succeed
+preview_script       the batch script, for `hpcrl plan`
+write_description    the campaign's directory with its records
+write_records, digest_records    these records again, after a change, and the digests by which an edited one is known
+start_job            a further job
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.campaign import directory
+from hpcrl.campaign.fixed_settings import list_fixed_settings
+from hpcrl.campaign.request import CampaignRequest, make_imitation_model
+from hpcrl.campaign.submission_checks import check_request
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.site import Site
+from hpcrl.envs.task_set import import_conversations, import_task_set
+from hpcrl.errors import CampaignError, SlurmError
+from hpcrl.slurm import next_job
+from hpcrl.slurm import submit as slurm
+from hpcrl.slurm.script import find_driver_environment, make_batch_script, make_job_script
+from hpcrl.slurm.step_script import write_step_setups
+from hpcrl.system.files import make_private_dir, publish_file, publish_json, remove_path
+
+
+def submit(
+    request: CampaignRequest, *, name: str | None = None, show_note: Callable[[str], object] = str
+) -> CampaignDir:
+    """Check the user's code, create the campaign's directory, submit its first job; on failure leave no files.
+
+    `show_note` is called with each problem that is found here and that nodes may not have.
+    """
+    for note in check_request(request):
+        show_note(note)
+    campaign = directory.reserve_campaign(name, stem=request.recipe.name, site=request.site)
+    try:
+        write_description(campaign, request)
+        start_job(campaign, request, number=0, show_note=show_note)
+    except BaseException:
+        directory.release_campaign(campaign)
+        raise
+    return campaign
+
+
+def dry_run(request: CampaignRequest, *, show_note: Callable[[str], object] = str) -> str:
+    """Check everything that submission checks, and let Slurm test the script; leave no files. Return Slurm's answer."""
+    for note in check_request(request):
+        show_note(note)
+    campaign = directory.reserve_campaign(None, stem=request.recipe.name, site=request.site)
+    try:
+        write_description(campaign, request)
+        if request.site.scheduler == "local":
+            return "no test by a scheduler: the site has none"
+        job = _make_job_dir(campaign, 0)
+        publish_file(job.script, preview_script(request, name=campaign.name), mode=0o700)
+        return slurm.check_script(job.script, site=request.site)
+    finally:
+        directory.release_campaign(campaign)
+
+
+def preview_script(request: CampaignRequest, *, name: str) -> str:
+    """Return the batch script for `hpcrl plan`; submission only fills in the campaign's path."""
+    campaign = CampaignDir(directory.show_campaigns_root(request.site) / name)
+    plan, site = request.plan, request.site
+    return make_batch_script(
+        plan,
+        job=campaign.job(0),
+        python=site.choose_python(plan.components[0].partition),
+        exports=_shell_exports().items(),
+        environment=find_driver_environment(plan, site),
+    )
+
+
+def start_job(
+    campaign: CampaignDir, request: CampaignRequest, *, number: int, show_note: Callable[[str], object] = str
+) -> None:
+    """Submit a job; with it those that may follow, if its nodes may not submit them."""
+    job = _make_job_dir(campaign, number)
+    try:
+        script = make_job_script(request.plan, job=job, site=request.site)
+        submitted = slurm.submit_job(script, job=job, site=request.site)
+    except BaseException:
+        remove_path(job.root)
+        raise
+    if submitted.scheduler == "slurm" and not request.site.nodes_may_submit:
+        try:
+            next_job.queue_chain(job, plan=request.plan, site=request.site, slurm_id=submitted.id)
+        except SlurmError as error:
+            num = len(next_job.list_followers(job))
+            show_note(f"{num} of {request.plan.num_jobs - 1} jobs that may follow are queued: {error}")
+
+
+def _make_job_dir(campaign: CampaignDir, number: int) -> JobDir:
+    job = campaign.job(number)
+    make_private_dir(campaign.jobs)
+    if not next_job.claim_job_dir(job):
+        raise CampaignError(
+            f"campaign {campaign.name!r}: another process is submitting job {number}; if it was killed, try again "
+            f"{next_job.CLAIM_TIMEOUT_S / 60:.0f} minutes after it"
+        )
+    make_private_dir(job.logs)
+    return job
+
+
+def write_description(campaign: CampaignDir, request: CampaignRequest) -> None:
+    """Write the recipe, the site and the plan; campaign.json is written last and marks a complete campaign."""
+    for folder in _campaign_folders(campaign):
+        make_private_dir(folder)
+    write_records(campaign, request)
+    _import_task_sets(campaign, request.recipe, request.site)
+    named = {"name": campaign.name, "recipe": request.recipe.name, "site": request.site.name}
+    source = {
+        "source": msgspec.to_builtins(request.source),
+        "digests": digest_records(campaign),
+        "fixed": list_fixed_settings(request.recipe),
+    }
+    publish_json(campaign.manifest, {**named, "created": time.time(), "exports": _shell_exports(), **source})
+
+
+def write_records(campaign: CampaignDir, request: CampaignRequest) -> None:
+    """Write the recipe, the site and the plan, which jobs read."""
+    for path, value in ((campaign.recipe, request.recipe), (campaign.site, request.site)):
+        publish_file(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    publish_file(campaign.plan, request.plan.to_json())
+    paths = (request.recipe.served_models | request.recipe.further_models).values()
+    write_step_setups(campaign, request.plan, request.site, paths=paths)
+
+
+def digest_records(campaign: CampaignDir) -> dict[str, str]:
+    """Return the digests of recipe and site, by which an edited one is known."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (campaign.recipe, campaign.site)}
+
+
+def _import_task_sets(campaign: CampaignDir, recipe: Recipe, site: Site) -> None:
+    """Copy the rows of the domains' task sets, and the conversations of the warm-up, into the campaign."""
+    if recipe.warmup is not None:
+        make_private_dir(campaign.warmup)
+        model = make_imitation_model(recipe, site)
+        import_conversations(recipe.warmup, directory=campaign.warmup, model=model)
+    for name, domain in recipe.domains.items():
+        if domain.task_set is not None:
+            make_private_dir(campaign.tasks)
+            import_task_set(domain.task_set, domain=name, directory=campaign.tasks, only_held_out=domain.held_out)
+
+
+def _campaign_folders(campaign: CampaignDir) -> list[Path]:
+    spools = [campaign.spool(name) for name in SPOOLS]
+    return [campaign.events, campaign.endpoints, campaign.weights, campaign.checkpoints, campaign.env_workers, *spools]
+
+
+def _shell_exports() -> dict[str, str]:
+    """Return the variables of this shell that jobs, also resumed ones, need to find the user's code."""
+    path = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in path.split(os.pathsep))} if path else {}

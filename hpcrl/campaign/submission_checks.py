@@ -1,0 +1,187 @@
+"""The checks before a campaign is submitted, of what would otherwise fail only in the queue or in the job.
+
+check_request    everything, for a submission
+check_plan       the same for a plan, where this machine may be no login node of the site
+run_model_check  the model, by the interpreter of the jobs
+run_length_check the lengths of the conversations of a warm-up
+PythonMissing    that interpreter is not on this machine
+CHECK_TIMEOUT_S, MODEL_CHECK_TIMEOUT_S, MIN_FREE_FILES    limits of these checks
+"""
+
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.campaign import directory
+from hpcrl.campaign.model_check import MISSING_PACKAGE, explain_missing_config
+from hpcrl.campaign.request import CampaignRequest
+from hpcrl.config.recipe import Recipe
+from hpcrl.envs.program_files import SUBJECT_END, ProblemJudge
+from hpcrl.envs.task_set import check_task_set
+from hpcrl.errors import ConfigError, SlurmError
+from hpcrl.plan.storage import estimate_storage
+from hpcrl.slurm import submit as slurm
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_USAGE, describe_end
+from hpcrl.system.files import is_directory, is_file
+from hpcrl.system.free_space import find_free_space
+
+CHECK_TIMEOUT_S = 120
+MODEL_CHECK_TIMEOUT_S = 60
+MIN_FREE_FILES = 10_000
+"""A campaign whose file system, or quota, has room for fewer files would soon stop."""
+
+
+class PythonMissing(ConfigError):
+    """The interpreter of the jobs cannot be run on this machine."""
+
+
+def check_plan(request: CampaignRequest) -> list[str]:
+    """Check what submission checks, but for Slurm; return notes on what is not certain here."""
+    notes = [*_list_idle_parts(request.recipe), *([unchecked] if (unchecked := run_model_check(request)) else [])]
+    if request.site.scheduler == "slurm" and not slurm.has_slurm():
+        why = f"this machine has no Slurm, so it is not a login node of {request.site.name}"
+        return [*notes, f"the files and the code that the recipe names are not checked: {why}"]
+    for name, domain in request.recipe.domains.items():
+        if domain.task_set is not None:
+            check_task_set(domain.task_set, domain=name, only_held_out=domain.held_out)
+    notes += [] if unchecked else run_length_check(request)
+    try:
+        return notes + _check_user_code(request)
+    except PythonMissing as error:
+        return [*notes, f"the recipe's code is not checked: {error}"]
+
+
+def check_request(request: CampaignRequest) -> list[str]:
+    """Check everything that would otherwise fail only in the queue or in the job; return what is not certain here."""
+    for setting, model in (request.recipe.served_models | request.recipe.further_models).items():
+        if not is_file(Path(model) / "config.json"):
+            raise ConfigError(explain_missing_config(setting, model))
+    if request.site.scheduler == "slurm":
+        slurm.require_slurm(request.site)
+        slurm.make_site_environment(request.site)
+    if unchecked := run_model_check(request):
+        raise ConfigError(unchecked)
+    _check_free_space(request)
+    return [*_list_idle_parts(request.recipe), *run_length_check(request), *_check_user_code(request)]
+
+
+def _list_idle_parts(recipe: Recipe) -> list[str]:
+    """Return a note on what has no effect where every step is one of the warm-up, though there are domains."""
+    if not recipe.domains or recipe.has_rollouts:
+        return []
+    return [
+        f"train.num_steps = {recipe.train.num_steps} are all of the warm-up: [domains], [rollout] and train.pipeline "
+        "have no effect until it is more than warmup.steps"
+    ]
+
+
+def _check_free_space(request: CampaignRequest) -> None:
+    """Raise ConfigError if the file system of the campaigns has no room for checkpoints and weights."""
+    need = estimate_storage(request.recipe)
+    try:
+        root = directory.find_campaigns_root(request.site)
+    except SlurmError:  # a variable of the site is unset here
+        return
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    free = find_free_space(existing)
+    if free.num_files < MIN_FREE_FILES:
+        raise ConfigError(
+            f"{existing} has room for {free.num_files:.0f} more files (by {free.source}), and a campaign makes "
+            "thousands: remove some (`hpcrl gc` lists what old campaigns no longer need), or set site.campaigns_dir"
+        )
+    if need is not None and need.gib > free.num_bytes / 2**30:
+        raise ConfigError(
+            f"{existing} has {free.num_bytes / 2**30:.3g} GiB free (by {free.source}), and this campaign needs up to "
+            f"{need.describe()}: set site.campaigns_dir to a larger file system, lower train.keep_checkpoints, "
+            "keep_best or keep_versions, or free space (`hpcrl gc`)"
+        )
+
+
+def run_model_check(request: CampaignRequest) -> str:
+    """Check the model with the interpreter of the jobs; raise ConfigError, or return a note on what was not checked."""
+    recipe, path = request.recipe, request.recipe.model.path
+    for setting, model in recipe.served_models.items():
+        if not is_directory(Path(model)):
+            return f"{setting} = {model!r} is not on this machine, so the model is not checked"
+    if path is None and recipe.model.chat_template is None and not recipe.judge and not recipe.further_models:
+        return ""
+    command = [request.site.choose_python(), "-m", "hpcrl.campaign.model_check"]
+    try:
+        completed = _run_check(command, request, timeout_s=MODEL_CHECK_TIMEOUT_S)
+    except OSError as error:
+        return f"the model is not checked: the site's python {command[0]!r} cannot be run here ({error.strerror})"
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"model.path = {path!r}: its chat template did not render a short conversation in "
+            f"{MODEL_CHECK_TIMEOUT_S} s: set model.chat_template to one that ends"
+        ) from error
+    message = " ".join(completed.stdout.decode(errors="replace").splitlines())
+    if completed.returncode == MISSING_PACKAGE:
+        return f"the model is not checked: {command[0]} lacks the package {message}: pip install 'hpcrl[local]' there"
+    if completed.returncode:
+        lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["its check ended without a message"]
+        raise ConfigError(f"recipe {request.recipe.name!r}: {message or lines[-1]}")
+    return ""
+
+
+def run_length_check(request: CampaignRequest) -> list[str]:
+    """Count the warm-up's conversations that are too long, and return notes; raise ConfigError if all are."""
+    warmup = request.recipe.warmup
+    if warmup is None or any(is_directory(Path(path)) for path in warmup.paths):
+        return []  # the trajectories of a campaign were within the context of its model
+    command = [request.site.choose_python(), "-m", "hpcrl.roles.warmup_check"]
+    try:
+        completed = _run_check(command, request, timeout_s=CHECK_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"warmup.path: the lengths of its conversations are not checked: {error}"]
+    text = " ".join(completed.stdout.decode(errors="replace").splitlines())
+    if completed.returncode == EXIT_USAGE:
+        raise ConfigError(f"recipe {request.recipe.name!r}: {text}")
+    if completed.returncode:
+        last = completed.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        return [f"warmup.path: the lengths of its conversations are not checked: {last}"]
+    return [text] if text else []
+
+
+def _check_user_code(request: CampaignRequest) -> list[str]:
+    """Import environments and rewards with the interpreter of the jobs, before anything is queued.
+
+    Return the problems that are found here and that nodes may not have.
+    """
+    judge = ProblemJudge(
+        is_local=request.site.scheduler == "local",
+        has_prologue=request.plan.prologue is not None,
+        campaigns=str(directory.show_campaigns_root(request.site)),
+    )
+    command = [request.site.choose_python(), "-m", "hpcrl.envs.check", msgspec.json.encode(judge).decode()]
+    try:
+        completed = _run_check(command, request, timeout_s=CHECK_TIMEOUT_S)
+    except OSError as error:
+        raise PythonMissing(f"the site's python {command[0]!r} cannot be run here: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"importing the environments of recipe {request.recipe.name!r} took over {CHECK_TIMEOUT_S} s: "
+            "importing must be quick; open files and start servers in reset()"
+        ) from error
+    *subjects, answer = completed.stdout.decode(errors="replace").split(SUBJECT_END)
+    last = completed.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    if not subjects and last.startswith("ModuleNotFoundError"):  # no user code ran yet: hpcrl's own imports
+        raise ConfigError(f"{command[0]} lacks what a job needs ({last}): pip install 'hpcrl[local]' there")
+    if not subjects or subjects[-1] or completed.returncode not in (EXIT_DONE, EXIT_USAGE):
+        subject = next((name for name in reversed(subjects) if name), "its code cannot be checked")
+        raise ConfigError(
+            f"recipe {request.recipe.name!r}: {subject}: the process that checks it "
+            f"{describe_end(completed.returncode)}" + f", its last output: {last[-300:]}" * bool(last)
+        )
+    if completed.returncode:
+        raise ConfigError(f"recipe {request.recipe.name!r}: {'; '.join(answer.splitlines())}")
+    return answer.splitlines()
+
+
+def _run_check(
+    command: list[str], request: CampaignRequest, *, timeout_s: float
+) -> "subprocess.CompletedProcess[bytes]":
+    """Run a check of the recipe, which it reads from its standard input."""
+    recipe = msgspec.json.encode(request.recipe)
+    return subprocess.run(command, input=recipe, capture_output=True, check=False, timeout=timeout_s)

@@ -1,0 +1,72 @@
+"""Commands that need packages which this interpreter may lack, run by the one of the campaign's jobs.
+
+run_traj, run_report, run_export    `hpcrl traj`, `hpcrl report` and `hpcrl export`
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+from hpcrl.campaign import directory
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.errors import HpcrlError
+from hpcrl.plan.records import read_site
+
+
+def run_traj(arguments: argparse.Namespace) -> int:
+    """Replace this process by an interpreter that can read segments."""
+    campaign = directory.find_campaign(arguments.campaign)
+    python = _find_python_with("h5py", campaign)
+    sys.stdout.flush()
+    try:
+        os.execv(python, [python, "-m", "hpcrl.traj", str(campaign.root), *arguments.words[1:]])
+    except OSError as error:
+        hint = "pip install 'hpcrl[local]' here"
+        raise HpcrlError(
+            f"{python!r}, which would read the trajectories, cannot be run here ({error.strerror}): {hint}"
+        ) from error
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """Replace this process by an interpreter that can read segments."""
+    campaigns = [directory.find_campaign(name) for name in arguments.campaigns]
+    options = [f"--format={arguments.format}", *(f"--{name}" for name in ("json", "png") if getattr(arguments, name))]
+    if arguments.output is not None:
+        options.append(f"--output={arguments.output}")
+    python = _find_report_python(campaigns[0])
+    sys.stdout.flush()
+    os.execv(python, [python, "-m", "hpcrl.report", *options, "--", *(str(campaign.root) for campaign in campaigns)])
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    """Run the export with an interpreter that has torch."""
+    campaign = directory.find_campaign(arguments.campaign)
+    step = [] if arguments.step is None else [str(arguments.step)]
+    words = [
+        _find_python_with("torch", campaign),
+        "-m",
+        "hpcrl.trainers.export",
+        str(campaign.root),
+        str(arguments.hf.absolute()),
+        *step,
+    ]
+    return subprocess.run(words, check=False).returncode
+
+
+def _find_report_python(campaign_dir: CampaignDir) -> str:
+    """Return an interpreter that reads trajectories if there is one; without it the report has none of them."""
+    try:
+        python = _find_python_with("h5py", campaign_dir)
+    except HpcrlError:  # the campaign's records are damaged
+        return sys.executable
+    return python if os.access(python, os.X_OK) else sys.executable
+
+
+def _find_python_with(module: str, campaign_dir: CampaignDir) -> str:
+    """Return this interpreter if it has the module, else the interpreter of the campaign's jobs."""
+
+    if find_spec(module):
+        return sys.executable
+    return read_site(campaign_dir, skips_unknown=True).python or sys.executable

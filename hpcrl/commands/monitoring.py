@@ -1,0 +1,142 @@
+"""Watch campaigns: `hpcrl ls`, `hpcrl monitor`, and what follows a campaign to its end.
+
+run_ls, run_monitor    the commands
+watch_campaign         follow a campaign until it ends
+final_summary          the text at its end
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+
+from hpcrl.campaign import directory
+from hpcrl.campaign.continuation_checks import find_final_failure
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.monitor.advisories import UNTRAINED_DOMAIN, describe_advisory
+from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
+from hpcrl.monitor.snapshot import encode_snapshot
+from hpcrl.monitor.view import print_campaigns, show_snapshot
+from hpcrl.monitor.view import watch_campaign as watch_snapshots
+from hpcrl.plan.records import read_recipe, read_site
+from hpcrl.system.exit_codes import EXIT_FAILED
+from hpcrl.system.files import read_json
+from hpcrl.system.terminal import print_line
+
+
+def run_ls(arguments: argparse.Namespace) -> int:
+    return print_campaigns(directory.list_campaigns(), as_json=arguments.json)
+
+
+def run_monitor(arguments: argparse.Namespace) -> int:
+
+    campaign_dir = directory.find_campaign(arguments.campaign)
+    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir, skips_unknown=True)))
+    if arguments.json:
+        sys.stdout.write(encode_snapshot(collector.poll()).decode())
+    elif arguments.once:
+        show_snapshot(collector.poll(), console=Console(highlight=False))
+    else:
+        watch_snapshots(collector, console=Console(highlight=False), until_done=False)
+    return 0
+
+
+def watch_campaign(name: str) -> int:
+    """Follow a campaign to its end and print the result."""
+
+    campaign_dir = directory.find_campaign(name)
+    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir, skips_unknown=True)))
+    snapshot = watch_snapshots(collector, console=Console(highlight=False), until_done=True)
+    untrained = [describe_advisory(one) for one in snapshot.advisories if one.name == UNTRAINED_DOMAIN]
+    summary = final_summary(
+        campaign_dir,
+        state=snapshot.state,
+        rewards=snapshot.reward_mean,
+        losses=snapshot.detail.losses,
+        untrained=untrained,
+    )
+    for line in summary:
+        print_line(line)
+    has_failed = snapshot.state not in ("done", "stopped", "queued", "running", "draining")
+    return EXIT_FAILED if has_failed or (snapshot.state == "done" and untrained) else 0
+
+
+def final_summary(
+    campaign: CampaignDir,
+    *,
+    state: str,
+    rewards: Sequence[float | None],
+    losses: Sequence[float | None] = (),
+    untrained: Sequence[str] = (),
+) -> list[str]:
+    """Return the final lines of a campaign: what was done, where the results are, and what to try next.
+
+    The losses are named where no step has a reward: conversations were imitated. `untrained` is why
+    domains train nothing.
+    """
+    hpcrl = _command_name()
+    known_rewards = [reward for reward in rewards if reward is not None]
+    what, values = (
+        ("mean reward", known_rewards) if known_rewards else ("loss", [loss for loss in losses if loss is not None])
+    )
+    learned = f": {what} {_describe_change(values, num_steps=len(rewards))}" if values else ""
+    if state in ("queued", "running", "draining"):
+        return []  # what watched it has printed how to see it again
+    if state != "done":
+        failure = find_final_failure(campaign, num_steps=read_recipe(campaign).train.num_steps)
+        then = "" if failure else f", then `{hpcrl} resume {campaign.name}`"
+        hint = f"see `{hpcrl} logs {campaign.name}`{then}"
+        return [f"campaign {campaign.name} ended as {state}{learned}; {hint}"]
+    recipe = _read_recipe_name(campaign)
+    if read_site(campaign, skips_unknown=True).scheduler == "local":
+        elsewhere = (f"plan {recipe} --site lab", "the same as a heterogeneous Slurm job; `lab up` makes a Slurm here")
+    else:
+        elsewhere = (f"plan {recipe} --site perlmutter -s site.account=m1234", "the same on a large machine")
+    commands = [
+        (f"monitor {campaign.name} --once", "how it went"),
+        (f"traj show {campaign.name} --best", "what the model has learned to generate")
+        if known_rewards
+        else (f"export {campaign.name} --hf DIR", "the model, as a directory for transformers and vLLM"),
+        elsewhere,
+    ]
+    width = max(len(command) for command, _ in commands)
+    return [
+        f"campaign {campaign.name} made every step, but did not train everything{learned}"
+        if untrained
+        else f"campaign {campaign.name} is done{learned}",
+        *(f"  not trained   {why}" for why in untrained),
+        f"  in            {campaign.root}",
+        *([f"  weights       {campaign.weights}"] if known_rewards else []),
+        f"  checkpoints   {campaign.checkpoints}",
+        *([f"  trajectories  {campaign.spool('scored')}"] if known_rewards else []),
+        "next:",
+        *(f"  {hpcrl} {command:<{width}}   # {why}" for command, why in commands),
+    ]
+
+
+def _read_recipe_name(campaign: CampaignDir) -> str:
+    """Return the recipe as it was named at submission."""
+    try:
+        return shlex.quote(str(read_json(campaign.manifest)["source"]["recipe"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return "quickstart"
+
+
+def _describe_change(values: Sequence[float], *, num_steps: int) -> str:
+    """Describe how a figure of steps changed, by means: the last steps get what took longest, so one alone misleads."""
+    num = max(len(values) // 10, 1)
+    first, last = fmean(values[:num]), fmean(values[-num:])
+    means = f" (means of the first and last {num})" if num > 1 else ""
+    return f"{first:.2f} -> {last:.2f} in {num_steps} steps{means}"
+
+
+def _command_name() -> str:
+    """Return the command that runs hpcrl: its name if it is on PATH, else the path that was just called."""
+    called = Path(sys.argv[0])
+    return os.path.relpath(called) if called.name == "hpcrl" and not shutil.which("hpcrl") else "hpcrl"

@@ -1,0 +1,115 @@
+"""Plan and submit: `hpcrl plan`, `hpcrl submit`.
+
+run_plan, run_submit    the commands
+"""
+
+import argparse
+import sys
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hpcrl.campaign.request import CampaignRequest, load_request
+from hpcrl.campaign.running_jobs import read_submission
+from hpcrl.campaign.submission import dry_run, preview_script, submit
+from hpcrl.campaign.submission_checks import check_plan
+from hpcrl.config.pipeline import RENDERERS, make_running_pipeline
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.toml import list_known_names
+from hpcrl.errors import HpcrlError
+from hpcrl.plan.plan import Plan
+from hpcrl.plan.suggestions import show_suggestions, suggest_plans
+from hpcrl.system.terminal import print_line, print_note
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    request = _load_request(arguments)
+    for note in check_plan(request):
+        print_note(note)
+    if arguments.suggest:
+        _print_suggestions(request, as_json=arguments.json)
+    elif arguments.json:
+        sys.stdout.write(request.plan.to_json().decode())
+    elif arguments.dag:
+        _show_dag(request.recipe, how=arguments.dag)
+    else:
+        _show_plan(request.plan, preview_script(request, name=f"{request.recipe.name}-1"))
+    return 0
+
+
+def run_submit(arguments: argparse.Namespace) -> int:
+    request = _load_request(arguments)
+    if arguments.dry_run:
+        opinion = dry_run(request, show_note=print_note)
+        _show_plan(request.plan, preview_script(request, name=arguments.name or f"{request.recipe.name}-1"))
+        print_line(f"dry run: nothing was submitted. {request.site.name}: {opinion}")
+        return 0
+    campaign_dir = submit(request, name=arguments.name, show_note=print_note)
+    job = read_submission(campaign_dir.job(0))
+    print_line(
+        f"campaign {campaign_dir.name}: {request.recipe.name} on {request.site.name}, job {job.id}, "
+        f"in {campaign_dir.root}"
+    )
+    if arguments.watch:
+        from hpcrl.commands.monitoring import watch_campaign
+
+        return watch_campaign(campaign_dir.name)
+    print_line(f"watch it with `hpcrl monitor {campaign_dir.name}`")
+    return 0
+
+
+def _load_request(arguments: argparse.Namespace) -> CampaignRequest:
+    if arguments.site is None:
+        raise HpcrlError(f"--site is missing: give one of {', '.join(list_known_names('sites'))}, or a file")
+    return load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+
+
+def _print_suggestions(request: CampaignRequest, *, as_json: bool) -> None:
+    """Print the size of the plan that was made, and of others."""
+
+    suggestions = suggest_plans(request.recipe, request.site, request.plan)
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(suggestions), indent=2).decode() + "\n")
+        return
+    for line in show_suggestions(suggestions, request.plan):
+        print_line(line)
+
+
+def _show_dag(recipe: Recipe, *, how: str) -> None:
+    print_line(RENDERERS[how](make_running_pipeline(recipe)))
+
+
+def _show_plan(plan: Plan, script: str) -> None:
+    """Print a plan: the place of every role, compromises, cost, and the batch script."""
+    console = Console(highlight=False)
+    console.print(f"[bold]{plan.recipe}[/] on [bold]{plan.site}[/]")
+    console.print(f"layout    {plan.layout}: {plan.layout_reason}", soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading, align in (("role", "left"), ("component", "right"), ("partition", "left"), ("nodes", "right")):
+        table.add_column(heading, justify=align, no_wrap=True)  # type: ignore[arg-type]
+    for heading in ("ranks", "GPUs each", "cores each", "GiB each"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for role in plan.roles:
+        component = plan.components[role.component]
+        gpus = f"{role.gpus_per_worker} {component.gpu}" if role.gpus_per_worker else "-"
+        where = (str(component.index), component.partition, str(component.nodes))
+        each = (str(role.num_workers), gpus, str(role.cpus_per_worker), f"{role.mem_gib_per_worker:g}")
+        table.add_row(role.role, *where, *each)
+    console.print(table)
+    for line in plan.train_memory.describe() if plan.train_memory is not None else ():
+        console.print(f"memory    {line}", soft_wrap=True)
+    for size in plan.sizes:
+        console.print(f"sizes     {size}", soft_wrap=True)
+    for fallback in plan.fallbacks:
+        console.print(f"[yellow]fallback[/]  {fallback}", soft_wrap=True)
+    for warning in plan.warnings:
+        console.print(f"[yellow]warning[/]   {warning}", soft_wrap=True)
+    cost = plan.cost
+    chain = f", at most {plan.num_jobs} jobs in a row" if plan.num_jobs > 1 else ""
+    console.print(
+        f"cost      at most {cost.node_hours:g} node-hours and {cost.gpu_hours:g} GPU-hours a job "
+        f"(walltime {cost.walltime_min} min){chain}"
+    )
+    console.print(f"\n[dim]{escape(script.rstrip())}[/]", soft_wrap=True)  # not wrapped, so that it can be copied
