@@ -27,12 +27,15 @@ FAKE = Path(__file__).parents[2] / "support" / "fakes" / "squeue"
 PROGRAM = """
 import os, signal, sys, threading, time
 from pathlib import Path
+from hpcrl.campaign_dir import event_log
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.job_end import JobEnd
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.job import guardian
 from hpcrl.job.guardian import run_guarded, send_outcome
 
+event_log.BEAT_INTERVAL_S = guardian.CLOSE_GRACE_S = 1.0
 campaign = CampaignDir(Path(sys.argv[1]))
 place = WorkerPlace(campaign.job(0), "node0")
 

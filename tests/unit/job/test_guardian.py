@@ -26,8 +26,10 @@ from pathlib import Path
 from hpcrl.campaign_dir.job_end import JobEnd
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.job import guardian
 from hpcrl.job.guardian import run_guarded, send_outcome
 
+guardian.CLOSE_GRACE_S = 1.0
 campaign = CampaignDir(Path(sys.argv[1]))
 place = WorkerPlace(campaign.job(0), "node0")
 
@@ -97,6 +99,7 @@ from hpcrl.plan.plan import make_plan
 from hpcrl.plan.records import read_plan
 
 guardian.MAX_SILENCE_S, guardian.MAX_TURN_S, guardian.STACKS_GRACE_S = 2.0, 6.0, 0.5
+guardian.CLOSE_GRACE_S = 1.0
 place = WorkerPlace(CampaignDir(Path(sys.argv[1])).job(0), "node0")
 
 def hang_in_one_place():
