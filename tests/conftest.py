@@ -1,8 +1,10 @@
 """Fixtures of all suites: a private home, a tiny model, reports of failed campaigns, checks of skips and leftovers."""
 
+import functools
 import os
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -18,6 +20,21 @@ IN_CI = bool(os.environ.get("CI"))
 MUST_RUN_IN_CI = ("browser", "mpi", "slurm", "vllm")
 KILLERS = {"agents", "e2e", "mpi", "slurm", "vllm"}
 """The folders whose tests kill steps of campaigns."""
+
+LONG_FILES = (
+    "test_megatron_model.py",
+    "test_context_group.py",
+    "test_cli.py",
+    "test_worker_pool.py",
+    "test_guardian.py",
+    "test_reward_process.py",
+    "test_state_machine.py",
+    "test_algorithms.py",
+    "test_agent.py",
+    "test_courier_step.py",
+    "test_trainer.py",
+)
+"""The files of the fast suites that take longest, the longest first."""
 
 
 @pytest.fixture
@@ -37,6 +54,37 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny") / "model"
     make_tiny_model(directory, TinyModel(), seed=0)
     return directory
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move the files that take longest to the front: one that starts last leaves the other processes idle."""
+    places = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give one process all files that start ranks: their server takes seconds to import torch and Megatron."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class RankScheduling(LoadFileScheduling):
+        """Scheduling by files, where those that start ranks count as two: with Megatron and without."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            name = super()._split_scope(nodeid)
+            return find_rank_group(config.rootpath / name) or name
+
+    return RankScheduling(config, log)
+
+
+@functools.cache
+def find_rank_group(path: Path) -> str:
+    text = path.read_text()
+    if "run_ranks" not in text and "RANK_SERVER" not in text:
+        return ""
+    return "ranks of Megatron" if "megatron" in text else "ranks"
 
 
 @pytest.hookimpl(wrapper=True)

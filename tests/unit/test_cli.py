@@ -14,8 +14,19 @@ from tests.support.campaigns import hpcrl
 HEAVY = ("torch", "parsl", "vllm", "mpi4py", "h5py", "numpy", "aiohttp", "transformers", "submitit", "rich")
 
 
+LOOK_OFTEN = """
+from hpcrl.slurm import commands
+commands.LOOKUP_INTERVAL_S = 0.1  # between looks for a job whose submission was not answered
+from hpcrl.cli import main
+raise SystemExit(main())
+"""
+
+
 def refused(*arguments: str) -> str:
-    done = hpcrl(*arguments, check=False)
+    return check_refusal(hpcrl(*arguments, check=False))
+
+
+def check_refusal(done: "subprocess.CompletedProcess[str]") -> str:
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
@@ -211,17 +222,24 @@ def test_a_lab_that_is_not_up_is_named_with_the_fix(
 def test_a_controller_that_is_down_is_named(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "echo 'sbatch: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
     monkeypatch.setenv("PATH", f"{fake_slurm(tmp_path, script)}:{os.environ['PATH']}")
-    message = refused("submit", "quickstart", "--site", "perlmutter", "-s", "site.account=m1", *here(tmp_path))
+    message = refused_without_answer(tmp_path)
     assert "the controller is down" in message
     assert nothing_left(home)
 
 
 def test_a_slurm_that_does_not_answer_times_out(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{fake_slurm(tmp_path, 'exec sleep 1000')}:{os.environ['PATH']}")
-    monkeypatch.setenv("HPCRL_SLURM_TIMEOUT_S", "1")
-    message = refused("submit", "quickstart", "--site", "perlmutter", "-s", "site.account=m1", *here(tmp_path))
+    monkeypatch.setenv("HPCRL_SLURM_TIMEOUT_S", "0.3")
+    message = refused_without_answer(tmp_path)
     assert "did not answer" in message
     assert nothing_left(home)
+
+
+def refused_without_answer(tmp_path: Path) -> str:
+    """Return why a submission is refused that Slurm does not answer; the job is looked for in quick succession."""
+    command = [sys.executable, "-c", LOOK_OFTEN, "submit", "quickstart", "--site", "perlmutter"]
+    settings = ("-s", "site.account=m1", *here(tmp_path))
+    return check_refusal(subprocess.run([*command, *settings], capture_output=True, text=True, timeout=120, check=False))
 
 
 def here(tmp_path: Path) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG_FILES
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hpcrl"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -439,3 +441,4 @@ def test_unit_tests_are_named_after_the_module_that_they_test():
 def test_no_two_test_files_have_one_name():
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+    assert set(LONG_FILES) <= set(names)

@@ -9,6 +9,7 @@ import pytest
 
 from hpcrl.hardware.architecture import read_architecture
 from hpcrl.hardware.megatron_memory import MegatronSetup, estimate_megatron_memory
+from tests.support.megatron import skip_without_megatron
 from tests.unit.hardware.test_train_memory import LLAMA_70B, make_plain
 
 EIGHT = MegatronSetup(num_ranks=8, tensor_parallel=2, pipeline_parallel=2)
@@ -80,7 +81,7 @@ def estimate(model: Path, **setup: Any) -> float:
 
 @pytest.mark.timeout(900)  # ranks are processes that import torch and transformers
 def test_the_passes_of_one_rank_hold_what_is_estimated(models: dict[str, Path]) -> None:
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    skip_without_megatron()
     measured = measure(1, models, [(family, {"recompute": recompute}) for family, recompute in ONE_RANK])
     for (family, recompute), num_bytes in zip(ONE_RANK, measured, strict=True):
         estimated = estimate(models[family], has_recompute=recompute)
@@ -89,7 +90,7 @@ def test_the_passes_of_one_rank_hold_what_is_estimated(models: dict[str, Path]) 
 
 @pytest.mark.timeout(900)
 def test_the_passes_of_parallel_ranks_hold_what_is_estimated(models: dict[str, Path]) -> None:
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    skip_without_megatron()
     measured = measure(2, models, [("qwen3", {name: 2, "recompute": recompute}) for name, recompute in TWO_RANKS])
     for (name, recompute), num_bytes in zip(TWO_RANKS, measured, strict=True):
         estimated = estimate(models["qwen3"], num_ranks=2, has_recompute=recompute, **{name: 2})

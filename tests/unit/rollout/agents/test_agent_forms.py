@@ -7,7 +7,6 @@ from pathlib import Path
 from threading import Event, get_ident
 
 import aiohttp
-import anthropic
 import msgspec
 import openai
 import pytest
@@ -40,6 +39,8 @@ def on(template, body, *words, **changed):
 
 
 def claude(client):
+    import anthropic  # takes seconds, and every process imports this module
+
     return anthropic.AsyncAnthropic(
         base_url=client.proxy.url.removesuffix("/v1"), api_key=client.api_key, max_retries=0
     )
