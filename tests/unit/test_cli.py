@@ -239,7 +239,9 @@ def refused_without_answer(tmp_path: Path) -> str:
     """Return why a submission is refused that Slurm does not answer; the job is looked for in quick succession."""
     command = [sys.executable, "-c", LOOK_OFTEN, "submit", "quickstart", "--site", "perlmutter"]
     settings = ("-s", "site.account=m1", *here(tmp_path))
-    return check_refusal(subprocess.run([*command, *settings], capture_output=True, text=True, timeout=120, check=False))
+    return check_refusal(
+        subprocess.run([*command, *settings], capture_output=True, text=True, timeout=120, check=False)
+    )
 
 
 def here(tmp_path: Path) -> tuple[str, ...]:
