@@ -5,12 +5,15 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hpcrl.cli import main
 from tests.support.campaigns import hpcrl
 
+Refusal = Callable[..., str]
 HEAVY = ("torch", "parsl", "vllm", "mpi4py", "h5py", "numpy", "aiohttp", "transformers", "submitit", "rich")
 
 
@@ -22,15 +25,23 @@ raise SystemExit(main())
 """
 
 
-def refused(*arguments: str) -> str:
-    return check_refusal(hpcrl(*arguments, check=False))
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str]) -> Refusal:
+    """Run a command that is refused, in this process; return its message."""
+
+    def run(*arguments: str) -> str:
+        code = main(arguments)
+        printed = capfd.readouterr()
+        return check_refusal(code, printed.out, printed.err)
+
+    return run
 
 
-def check_refusal(done: "subprocess.CompletedProcess[str]") -> str:
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
-    return done.stderr
+def check_refusal(code: int, output: str, message: str) -> str:
+    assert code == 2, output + message
+    assert output == ""
+    assert "Traceback" not in message
+    return message
 
 
 def nothing_left(home: Path) -> bool:
@@ -64,7 +75,9 @@ def nothing_left(home: Path) -> bool:
         (("logs", "missing"), "no campaign 'missing'"),
     ],
 )
-def test_a_user_error_gives_one_message_with_the_fix(home: Path, arguments: tuple[str, ...], expected: str) -> None:
+def test_a_user_error_gives_one_message_with_the_fix(
+    home: Path, arguments: tuple[str, ...], expected: str, refused: Refusal
+) -> None:
     message = refused(*arguments)
     assert expected in message
     assert len(message.splitlines()) == 1
@@ -72,7 +85,9 @@ def test_a_user_error_gives_one_message_with_the_fix(home: Path, arguments: tupl
 
 
 @pytest.mark.parametrize("command", ["plan", "submit"])
-def test_a_recipe_that_is_nested_too_deep_is_refused(home: Path, tmp_path: Path, command: str) -> None:
+def test_a_recipe_that_is_nested_too_deep_is_refused(
+    home: Path, tmp_path: Path, command: str, refused: Refusal
+) -> None:
     recipe = tmp_path / "deep.toml"
     recipe.write_text("x = " + "[" * 2000 + "]" * 2000)
     message = refused(command, str(recipe), "--site", "local")
@@ -103,7 +118,7 @@ def my_reward(trajectory):
 """
 
 
-def test_a_path_without_a_model_is_refused(home: Path, tmp_path: Path) -> None:
+def test_a_path_without_a_model_is_refused(home: Path, tmp_path: Path, refused: Refusal) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text(
         'name = "r"\n[model]\npath = "nowhere"\n[domains.a]\nenv = "json:loads"\n[rollout]\ngroup_size = 2\n'
@@ -113,7 +128,7 @@ def test_a_path_without_a_model_is_refused(home: Path, tmp_path: Path) -> None:
 
 
 def test_an_env_that_kills_the_interpreter_is_refused(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refusal
 ) -> None:
     (tmp_path / "breaking.py").write_text("import os\nos._exit(7)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -137,7 +152,7 @@ def test_an_env_that_kills_the_interpreter_is_refused(
     ],
 )
 def test_an_env_whose_code_ends_its_check_is_named_with_what_ended_it(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, expected: str
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, expected: str, refused: Refusal
 ) -> None:
     (tmp_path / "dying.py").write_text(f"import os, sys\n{code}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -167,7 +182,7 @@ atexit.register(os.write, 2, b"written at the end\\n")
     ],
 )
 def test_an_env_that_prints_is_refused_with_the_message_of_its_exception(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, expected: str
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, expected: str, refused: Refusal
 ) -> None:
     (tmp_path / "noisy.py").write_text(NOISE + code + "\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -187,7 +202,7 @@ def test_an_env_that_prints_is_refused_with_the_message_of_its_exception(
     ],
 )
 def test_a_curriculum_that_cannot_be_used_is_refused(
-    home: Path, monkeypatch: pytest.MonkeyPatch, name: str, expected: str
+    home: Path, monkeypatch: pytest.MonkeyPatch, name: str, expected: str, refused: Refusal
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     message = refused("submit", "quickstart", "--site", "local", "-s", f"rollout.curriculum={name}")
@@ -203,7 +218,9 @@ def test_a_plan_for_a_site_can_be_seen_on_any_machine(home: Path, monkeypatch: p
     assert nothing_left(home)
 
 
-def test_missing_slurm_commands_are_named(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_slurm_commands_are_named(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refusal
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     message = refused("submit", "quickstart", "--site", "perlmutter", "-s", "site.account=m1")
     assert "sbatch" in message
@@ -211,7 +228,7 @@ def test_missing_slurm_commands_are_named(home: Path, tmp_path: Path, monkeypatc
 
 
 def test_a_lab_that_is_not_up_is_named_with_the_fix(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refusal
 ) -> None:
     monkeypatch.setenv("PATH", f"{fake_slurm(tmp_path, 'exit 0')}:{os.environ['PATH']}")
     monkeypatch.setenv("HPCRL_LAB", str(tmp_path / "no-lab"))
@@ -239,9 +256,8 @@ def refused_without_answer(tmp_path: Path) -> str:
     """Return why a submission is refused that Slurm does not answer; the job is looked for in quick succession."""
     command = [sys.executable, "-c", LOOK_OFTEN, "submit", "quickstart", "--site", "perlmutter"]
     settings = ("-s", "site.account=m1", *here(tmp_path))
-    return check_refusal(
-        subprocess.run([*command, *settings], capture_output=True, text=True, timeout=120, check=False)
-    )
+    done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=120, check=False)
+    return check_refusal(done.returncode, done.stdout, done.stderr)
 
 
 def here(tmp_path: Path) -> tuple[str, ...]:
@@ -297,7 +313,7 @@ def test_a_plan_for_people_shows_roles_cost_and_script(home: Path) -> None:
         assert part in output
 
 
-def test_an_existing_name_is_refused(home: Path) -> None:
+def test_an_existing_name_is_refused(home: Path, refused: Refusal) -> None:
     (home / "campaigns" / "mine").mkdir(parents=True)
     assert "campaign 'mine' exists already" in refused("submit", "quickstart", "--site", "local", "--name", "mine")
 
@@ -339,7 +355,7 @@ tasks = "rows.jsonl"
     ],
 )
 def test_a_task_set_that_cannot_be_used_is_refused(
-    home: Path, tmp_path: Path, env: str, line: str, expected: str
+    home: Path, tmp_path: Path, env: str, line: str, expected: str, refused: Refusal
 ) -> None:
     """The file is found beside the recipe."""
     (tmp_path / "rows.toml").write_text(ROWS_RECIPE.format(env=env))
@@ -352,7 +368,7 @@ def test_a_task_set_that_cannot_be_used_is_refused(
 
 
 @pytest.mark.parametrize("command", ["plan", "submit"])
-def test_a_program_that_cannot_work_is_refused_with_its_option(home: Path, command: str) -> None:
+def test_a_program_that_cannot_work_is_refused_with_its_option(home: Path, command: str, refused: Refusal) -> None:
     setting = "domains.sums.options.command=['minni']"
     message = refused(command, "agent", "--site", "local", "-s", setting)
     assert "recipe 'agent': domains.sums.options.command = ['minni', ...]: no such program on PATH" in message
@@ -378,7 +394,7 @@ def test_a_plan_elsewhere_names_what_it_did_not_check(home: Path, monkeypatch: p
 @pytest.mark.parametrize("root", ["/proc/nope", "/dev/null"])
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
 def test_a_directory_of_campaigns_that_cannot_be_made_is_named(
-    monkeypatch: pytest.MonkeyPatch, root: str, more: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, root: str, more: tuple[str, ...], refused: Refusal
 ) -> None:
     monkeypatch.setenv("HPCRL_HOME", root)
     message = refused("submit", "quickstart", "--site", "local", *more)
@@ -395,7 +411,7 @@ def test_a_directory_of_campaigns_that_cannot_be_made_is_named(
     ],
 )
 def test_a_path_without_a_model_directory_is_refused_with_what_it_is(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, expected: str
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, expected: str, refused: Refusal
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()

@@ -35,6 +35,12 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def walk(path: Path) -> list[ast.AST]:
+    """Return the nodes of a module, which many tests look at."""
+    return list(ast.walk(parse(path)))
+
+
 def list_definitions(body: list[ast.stmt]) -> Iterator[tuple[str, list[ast.stmt]]]:
     """Yield the names that a module or class defines, with what a class consists of; no local name and no import."""
     for node in body:
@@ -60,24 +66,19 @@ def defined_names(path: Path) -> set[str]:
 
 @functools.cache
 def importable_names(path: Path) -> set[str]:
-    tree = parse(path)
-    imported = {
-        a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names
-    }
+    imported = {a.asname or a.name for n in walk(path) if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names}
     return defined_names(path) | imported
 
 
 @functools.cache
 def list_strings(path: Path) -> set[str]:
-    return {
-        node.value for node in ast.walk(parse(path)) if isinstance(node, ast.Constant) if isinstance(node.value, str)
-    }
+    return {node.value for node in walk(path) if isinstance(node, ast.Constant) if isinstance(node.value, str)}
 
 
 def test_every_class_name_is_defined_in_one_module():
     homes = defaultdict(set)
     for path in MODULES:
-        for node in ast.walk(parse(path)):
+        for node in walk(path):
             if isinstance(node, ast.ClassDef):
                 homes[node.name.strip("_")].add(label(path))
     assert {name: sorted(places) for name, places in homes.items() if len(places) > 1} == {}
@@ -108,7 +109,7 @@ def test_the_map_of_a_package_names_its_modules(path):
 def imported_names(path: Path) -> list[tuple[str, str]]:
     """Return the module and the name of every import from our own code, also those inside functions."""
     found = []
-    for node in ast.walk(parse(path)):
+    for node in walk(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("hpcrl", "bench", "tests"):
             found += [(node.module or "", alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -140,7 +141,7 @@ def test_every_import_of_our_own_code_resolves(folder):
 def used_names(path: Path) -> set[str]:
     """Return every name that a module uses; strings may name what is loaded by name."""
     names = set()
-    for node in ast.walk(parse(path)):
+    for node in walk(path):
         if isinstance(node, ast.Name):
             names.add(node.id)
         elif isinstance(node, ast.Attribute):
@@ -152,9 +153,9 @@ def used_names(path: Path) -> set[str]:
     return names
 
 
-def own_definitions(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+def own_definitions(path: Path) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield functions, classes, and methods of classes without bases: no other package calls those by name."""
-    for node in ast.walk(tree):
+    for node in walk(path):
         if isinstance(node, ast.Module) or (isinstance(node, ast.ClassDef) and not node.bases):
             yield from (b for b in node.body if isinstance(b, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
 
@@ -202,7 +203,7 @@ def test_a_literal_of_three_texts_or_more_is_written_once():
     """Its name is used everywhere else, and `get_args` makes a tuple of it."""
     places = defaultdict(list)
     for path in MODULES:
-        for node in ast.walk(parse(path)):
+        for node in walk(path):
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
                 texts = frozenset(ast.literal_eval(node.slice)) if isinstance(node.slice, ast.Tuple) else ()
                 if len(texts) > 2:
@@ -214,12 +215,10 @@ def test_every_constant_is_used_by_its_module_or_another_of_the_package():
     """One that only tests and benches use belongs into hpcrl/testing."""
     modules = [path for path in MODULES if PACKAGE / "testing" not in path.parents]
     imported = {(find_source(module), name) for path in modules for module, name in imported_names(path)}
-    attributes = {node.attr for path in modules for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)}
+    attributes = {node.attr for path in modules for node in walk(path) if isinstance(node, ast.Attribute)}
     unused = []
     for path in modules:
-        read = {
-            node.id for node in ast.walk(parse(path)) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-        }
+        read = {node.id for node in walk(path) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         for name, _ in list_constants(path):
             if name not in read | attributes and (path, name) not in imported:
                 unused.append(f"{label(path)}: {name}")
@@ -240,7 +239,7 @@ def test_what_the_package_defines_is_used_there_or_described_for_users():
     unused = [
         f"{label(path)}:{node.lineno}: {node.name}"
         for path in modules
-        for node in own_definitions(parse(path))
+        for node in own_definitions(path)
         if node.name not in used and not node.name.startswith("__")
     ]
     assert unused == []
@@ -274,9 +273,9 @@ OWNERS = {
 RUN_MODULE = {"import_module", "load_program", "__import__"}
 
 
-def imported_packages(tree: ast.Module) -> Iterator[tuple[str, int]]:
+def imported_packages(path: Path) -> Iterator[tuple[str, int]]:
     """Yield every package that is imported, also by its name in a string, and the line."""
-    for node in ast.walk(tree):
+    for node in walk(path):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -291,7 +290,7 @@ def test_every_owned_package_is_imported_by_its_owners_and_nowhere_else():
     found, used = [], set()
     for path in MODULES:
         places = {label(path), *(label(parent) for parent in path.parents if parent.is_relative_to(PACKAGE))}
-        for package, line in imported_packages(parse(path)):
+        for package, line in imported_packages(path):
             owners = OWNERS.get(package, places) & places
             used |= {(package, owner) for owner in owners}
             if not owners:
@@ -330,7 +329,7 @@ def starts_with_verb(docstring: str) -> bool:
 def test_the_docstring_of_a_function_starts_with_an_imperative_verb():
     wrong = []
     for path in MODULES:
-        for node in ast.walk(parse(path)):
+        for node in walk(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (docstring := ast.get_docstring(node)):
                 decorators = {getattr(call, "id", getattr(call, "attr", "")) for call in node.decorator_list}
                 if not decorators & PROPERTIES and not starts_with_verb(docstring):
@@ -341,9 +340,9 @@ def test_the_docstring_of_a_function_starts_with_an_imperative_verb():
 CLAUSES = {"By", "From", "How", "Of", "That", "Those", "To", "What", "Where", "Whether", "Why"}
 
 
-def described_nodes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def described_nodes(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the docstrings of a module, of its classes, and of fields and constants; with their lines."""
-    for node in ast.walk(tree):
+    for node in walk(path):
         body = node.body if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) else []
         if not isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node) if body else None):
             yield body[0].lineno, docstring
@@ -357,7 +356,7 @@ def test_the_docstring_of_a_module_class_field_or_constant_starts_with_a_noun_or
     wrong = [
         f"{label(path)}:{line}: {docstring.splitlines()[0]}"
         for path in MODULES
-        for line, docstring in described_nodes(parse(path))
+        for line, docstring in described_nodes(path)
         if docstring.split()[0].strip(":,") in CLAUSES
     ]
     assert wrong == []
@@ -370,7 +369,7 @@ def test_the_name_of_a_function_is_no_participle():
     """A word alone: `finished_segments` returns segments, and `arrived` may do anything."""
     wrong = []
     for path in MODULES:
-        for node in ast.walk(parse(path)):
+        for node in walk(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and NO_FUNCTIONS.fullmatch(node.name):
                 decorators = {getattr(call, "id", getattr(call, "attr", "")) for call in node.decorator_list}
                 if not decorators & PROPERTIES:

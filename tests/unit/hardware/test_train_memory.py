@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import msgspec
@@ -158,7 +157,9 @@ def test_offloaded_state_moves_from_the_gpus_to_the_nodes() -> None:
 @pytest.fixture(scope="module")
 def fresh_process() -> Iterator[ProcessPoolExecutor]:
     """Yield a fresh process: other tests of this one may have left a process group."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    from hpcrl.testing.ranks import RANK_SERVER
+
+    with ProcessPoolExecutor(1, mp_context=RANK_SERVER) as pool:
         yield pool
 
 

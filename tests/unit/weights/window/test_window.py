@@ -1,7 +1,6 @@
 """The window of a node: readers get whole versions, whatever happens to writers, readers, memory and names."""
 
 import mmap
-import multiprocessing
 import os
 import random
 import resource
@@ -19,6 +18,7 @@ import xxhash
 
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.errors import WeightsError
+from hpcrl.testing.ranks import RANK_SERVER
 from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.store import CHUNK_BYTES, NewestSource
@@ -35,7 +35,6 @@ from hpcrl.weights.window.file import (
 from hpcrl.weights.window.window import Window
 from tests.support.disks import largest_file
 
-SPAWN = multiprocessing.get_context("spawn")
 LAYOUT = TensorLayout.pack([("a", "float32", (1000,)), ("b", "bfloat16", (7, 3)), ("c", "int64", ())])
 LARGE = TensorLayout.pack([("a", "uint8", (32 << 20,))])
 
@@ -234,7 +233,7 @@ def test_a_header_read_half_old_half_new_counts_as_no_version(run: CampaignDir) 
 
 
 def child(work: Callable[..., None], *args: Any) -> Any:
-    process = SPAWN.Process(target=work, args=args)
+    process = RANK_SERVER.Process(target=work, args=args)
     process.start()
     return process
 
@@ -249,7 +248,7 @@ def stopped_in_mid_write(root: Path, reached: Event) -> None:
 
 
 def test_a_writer_killed_in_mid_write_leaves_the_other_version_and_its_successor_continues(run: CampaignDir) -> None:
-    reached = SPAWN.Event()
+    reached = RANK_SERVER.Event()
     process = child(stopped_in_mid_write, run.root, reached)
     assert reached.wait(60)
     reader = opened(run)
@@ -266,7 +265,7 @@ def test_a_writer_killed_in_mid_write_leaves_the_other_version_and_its_successor
 
 
 def test_a_second_writer_on_a_node_is_refused_while_the_first_lives(run: CampaignDir) -> None:
-    reached = SPAWN.Event()
+    reached = RANK_SERVER.Event()
     process = child(stopped_in_mid_write, run.root, reached)
     assert reached.wait(60)
     with pytest.raises(WeightsError, match=f"made by {process.pid}"):
@@ -295,7 +294,7 @@ def test_a_reader_killed_while_it_loads_does_not_hold_up_the_writer(run: Campaig
     writer = made(run)
     put(writer, 1)
     put(writer, 2)
-    reached = SPAWN.Event()
+    reached = RANK_SERVER.Event()
     process = child(holds_a_version, run.root, reached)
     assert reached.wait(60)
     process.kill()
@@ -332,7 +331,7 @@ def reads_until(root: Path, last: int, seed: int, answers: Any) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_reader_ever_sees_a_mixed_version(run: CampaignDir, seed: int) -> None:
     last, dice = 200, random.Random(seed)
-    answers = SPAWN.Queue()
+    answers = RANK_SERVER.Queue()
     readers = [child(reads_until, run.root, last, seed * 10 + i, answers) for i in range(4)]
     store = WindowStore(key(run), job=run.job(0))
     for version in range(last + 1):
@@ -461,7 +460,7 @@ def test_full_shared_memory_is_an_error_and_not_a_signal(run: CampaignDir, tmp_p
 
 
 def test_what_killed_processes_left_is_removed_by_the_records_of_their_job(run: CampaignDir) -> None:
-    reached = SPAWN.Event()
+    reached = RANK_SERVER.Event()
     process = child(stopped_in_mid_write, run.root, reached)
     assert reached.wait(60)
     key(run).path.with_name(key(run).path.name + ".new").touch(mode=0o600)  # killed while it created another
