@@ -52,6 +52,7 @@ test-fast: $(VENV)/.dev
 COMPILED := hpcrl.trainers.megatron.trainer openai anthropic parsl.executors h5py vllm.entrypoints.openai.api_server
 compile: $(VENV)/.dev
 	-@for name in $(COMPILED); do $(BIN)/python -W ignore -c "import $$name" 2>/dev/null; done
+	-@$(BIN)/python -m pytest --collect-only --quiet tests bench >/dev/null 2>&1 # so do the processes that run tests
 
 names:
 	@$(PYTHON) .ci/names.py
