@@ -23,7 +23,7 @@ vllm: $(VENV)/.vllm
 demo: $(VENV)/.local
 	$(BIN)/hpcrl submit recipes/quickstart.toml --site local --watch
 
-# What needs neither Slurm nor vLLM nor a campaign runs in two processes per core, as many tests wait for others; the rest
+# What needs neither Slurm nor vLLM nor a campaign runs in two processes per core, since many tests wait; the rest
 # two folders at a time.
 FAST := tests/unit tests/contract tests/golden
 FAST += --numprocesses $(shell expr 2 '*' $$(nproc)) --maxprocesses 8 --dist loadfile --no-loadscope-reorder

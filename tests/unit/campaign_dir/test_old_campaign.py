@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign import lifecycle
+from hpcrl.campaign import running_jobs
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.cli import main
 from hpcrl.config.toml import REMOVED_KEYS, RENAMED_KEYS
@@ -88,7 +88,7 @@ def test_a_running_old_campaign_is_asked_to_stop(old: Path, running: subprocess.
 def test_a_running_old_campaign_is_ended_at_once(
     running: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lifecycle, "STOP_TIMEOUT_S", 0.5)  # this guardian ends at once, without an outcome
+    monkeypatch.setattr(running_jobs, "STOP_TIMEOUT_S", 0.5)  # this guardian ends at once, without an outcome
     assert main(["stop", "old", "--now"]) == 0
     assert "is cancelled" in capsys.readouterr().out
     assert running.wait() < 0
