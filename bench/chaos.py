@@ -5,13 +5,16 @@ and SIGCONT after a while; its file system, or that of one process, returns erro
 on the lab, nodes lose power, slurmctld falls silent, jobs are cancelled, and preempted (`--place spare`). Then either
 steps continue, or the job ends, must leave no process, no job in the queue and no shared memory, and `hpcrl resume`
 continues the campaign. After each fault: no acknowledged trajectory is lost, none was trained on twice, versions rise,
-every checkpoint is whole. Victims and kinds are seeded; the moment is the machine's. `--report FILE` collects runs: the
-figures are those of all of them. The lab needs root.
+every checkpoint is whole. Victims and kinds are seeded; the moment is the machine's. With `--burst N`, N faults follow
+each other within seconds, whatever the ones before have done, and steps must continue after the last: what must hold is
+checked after each, and the time until nodes are free counts from the first. `--report FILE` collects runs: the figures
+are those of all of them. The lab needs root.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -21,6 +24,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from bench.faults.places import CampaignPlace, LabPlace, LocalPlace
@@ -81,18 +85,22 @@ class ChaosCampaign:
         return job.drain.exists() or job.end.exists() or "hpcrl.job.driver" not in self.place.find_processes()
 
 
-def run_chaos(home: Path, place: CampaignPlace, *, num_faults: int, seed: int) -> ChaosRun:
-    """Make this number of faults in a campaign, which is stopped then; one that does not recover is the last."""
+def run_chaos(
+    home: Path, place: CampaignPlace, *, num_faults: int, seed: int, burst: int = 1, longest_s: float = math.inf
+) -> ChaosRun:
+    """Make faults in a campaign, which is stopped then; one that does not recover is the last."""
+    deadline = time.monotonic() + longest_s
     rng, campaign = random.Random(seed), ChaosCampaign(home, place)
     run = ChaosRun(place=place.name, seed=seed)
     campaign.start()
     try:
-        while len(run.faults) < num_faults:
-            fault = make_fault(place, rng, job=campaign.num_jobs - 1)
-            run.faults.append(fault)
-            follow_fault(campaign, fault)
-            print(json.dumps(asdict(fault)), file=sys.stderr, flush=True)
-            if fault.recovered_s is None:
+        while len(run.faults) < num_faults and time.monotonic() < deadline:
+            faults = make_burst(campaign, rng, most=burst)
+            run.faults += faults
+            follow_burst(campaign, faults)
+            for fault in faults:
+                print(json.dumps(asdict(fault)), file=sys.stderr, flush=True)
+            if faults[-1].recovered_s is None:
                 break
     finally:
         campaign.stop()
@@ -103,12 +111,22 @@ def run_chaos(home: Path, place: CampaignPlace, *, num_faults: int, seed: int) -
     return run
 
 
-def follow_fault(campaign: ChaosCampaign, fault: ChaosFault) -> None:
+def make_burst(campaign: ChaosCampaign, rng: random.Random, *, most: int) -> list[ChaosFault]:
+    """Make some faults, fewer if one of them ends the job; check after each what must hold."""
+    faults: list[ChaosFault] = []
+    while len(faults) < most and not (faults and campaign.is_ending):
+        faults.append(make_fault(campaign.place, rng, job=campaign.num_jobs - 1))
+        faults[-1].violations += campaign.watch.find_violations()
+    return faults
+
+
+def follow_burst(campaign: ChaosCampaign, faults: list[ChaosFault]) -> None:
     """Wait until steps continue, in this job or in another one; note what is wrong."""
+    fault = faults[-1]
     started, num_before = time.monotonic(), campaign.watch.look()
     while time.monotonic() < started + _RECOVERY_TIMEOUT_S:
         if campaign.place.is_over():
-            note_end(campaign, fault)
+            note_end(campaign, faults)
             if refusal := campaign.resume():
                 fault.violations.append(refusal)
                 return
@@ -116,7 +134,8 @@ def follow_fault(campaign: ChaosCampaign, fault: ChaosFault) -> None:
         if campaign.is_ending:
             num_before = campaign.watch.look()  # steps of a job that ends do not count
         elif campaign.watch.look() > num_before + 1:
-            fault.recovered_s = round(time.time() - fault.at - fault.pause_s, 2)
+            for one in faults:
+                one.recovered_s = round(time.time() - fault.at - fault.pause_s, 2)
             break
         time.sleep(0.5)
     fault.violations += campaign.watch.find_violations()
@@ -140,12 +159,13 @@ def describe_stall(campaign: ChaosCampaign) -> list[str]:
     return found
 
 
-def note_end(campaign: ChaosCampaign, fault: ChaosFault) -> None:
+def note_end(campaign: ChaosCampaign, faults: list[ChaosFault]) -> None:
     """Note when nothing of the job was left, and what it has left in shared memory."""
-    fault.ended_job, fault.freed_s = True, round(time.time() - fault.at - fault.pause_s, 2)
+    fault, first = faults[-1], faults[0]
+    fault.ended_job, fault.freed_s = True, round(time.time() - first.at - first.pause_s, 2)
     end = read_job_end(campaign.run.job(campaign.num_jobs - 1))
     fault.outcome = f"{end.outcome} ({end.cause}): {end.reason[:200]}" if end is not None else "none was recorded"
-    if fault.kind.startswith("disk"):
+    if all(one.kind.startswith("disk") for one in faults):
         fault.violations.append(f"a file system that failed for {fault.pause_s:g} s has ended the job")
     if left := campaign.place.list_shared_memory(campaign.run):
         fault.violations.append(f"shared memory was left: {', '.join(left)}")
@@ -158,19 +178,22 @@ def _await(fact: Callable[[], bool]) -> None:
         time.sleep(0.5)
 
 
-def run_in_place(name: str, *, num_faults: int, seed: int, keep: Path | None = None) -> ChaosRun:
-    """Run the bench in a new home; one in which something is wrong is copied to `keep`."""
+def run_in_place(arguments: argparse.Namespace, *, num_faults: int) -> ChaosRun:
+    """Run the bench in a new home; one in which something is wrong is copied to where `--keep` asks for."""
+    name, keep = arguments.place, arguments.keep
+    limits = {"num_faults": num_faults, "longest_s": 60 * arguments.minutes}
+    run_there = partial(run_chaos, seed=arguments.seed, burst=arguments.burst, **limits)
     with tempfile.TemporaryDirectory(prefix="hpcrl-", ignore_cleanup_errors=True) as directory:
         home = Path(directory)
         if name == "local":
-            run = run_chaos(home, LocalPlace(home), num_faults=num_faults, seed=seed)
+            run = run_there(home, LocalPlace(home))
         else:
             place = LabPlace(home, is_preemptible=name == "spare")
             place.name = name
             with place.running():
-                run = run_chaos(home, place, num_faults=num_faults, seed=seed)
+                run = run_there(home, place)
         if keep is not None and (run.violations or any(fault.violations for fault in run.faults)):
-            shutil.copytree(home / "campaigns", keep / f"{name}-{seed}", symlinks=True, dirs_exist_ok=True)
+            shutil.copytree(home / "campaigns", keep / f"{name}-{arguments.seed}", symlinks=True, dirs_exist_ok=True)
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     run.commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return run
@@ -178,13 +201,15 @@ def run_in_place(name: str, *, num_faults: int, seed: int, keep: Path | None = N
 
 def measure(full: bool, arguments: argparse.Namespace) -> list[Figure]:
     num_faults = arguments.faults or (_NUM_FAULTS_FULL if full else _NUM_FAULTS)
-    run = run_in_place(arguments.place, num_faults=num_faults, seed=arguments.seed, keep=arguments.keep)
+    run = run_in_place(arguments, num_faults=num_faults)
     return make_figures(add_run(arguments.report, run) if arguments.report else [run])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--place", choices=["local", "lab", "spare"], default="local")
     parser.add_argument("--faults", type=int, help=f"how many (default: {_NUM_FAULTS}, with --full {_NUM_FAULTS_FULL})")
+    parser.add_argument("--burst", type=int, default=1, help="faults that follow each other (default: 1)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="make no fault after this time")
     parser.add_argument("--seed", type=int, default=_SEED)
     parser.add_argument("--report", type=Path, help="a file that collects runs")
     parser.add_argument("--keep", type=Path, help="where campaigns in which something was wrong are copied to")

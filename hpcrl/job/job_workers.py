@@ -60,6 +60,8 @@ class JobWorkers:
     emit: Callable[[CampaignEvent], object]
     allocation: JobAllocation | None = None
     long_lived: list[LongLivedWorker] = field(default_factory=list)
+    is_trainer_due: bool = False
+    """True from the end of a trainer until it has been started again, which the file system may refuse for a while."""
 
     def start(self, runtime: "JobRuntime") -> None:
         """Start the long-lived workers."""
@@ -70,8 +72,12 @@ class JobWorkers:
 
     def restart_failed(self, runtime: "JobRuntime", *, trainer_code: int | None) -> bool:
         """Restart what ended too early, each within its own limit; return whether the job continues without a node."""
-        if trainer_code is not None:
-            self._restart_trainer(runtime, trainer_code)
+        if trainer_code is not None and not self.is_trainer_due:
+            self._count_trainer_failure(trainer_code)
+            self.is_trainer_due = True
+        if self.is_trainer_due:
+            runtime.start_trainer()
+            self.is_trainer_due = False
         is_without = [self._count_lost_pool(runtime, role, node) for role, node in runtime.replace_lost_blocks()]
         for worker in self.long_lived:
             if worker.is_resting:
@@ -104,7 +110,7 @@ class JobWorkers:
             return read_last_line(self.job.log("train-step"))
         return f"exit code {code}: {read_last_line(self.job.log('train-0'))}"
 
-    def _restart_trainer(self, runtime: "JobRuntime", code: int) -> None:
+    def _count_trainer_failure(self, code: int) -> None:
         self._refuse_restart()
         if not self.memory.report_shortage(code):
             reason = self.describe_trainer_end(code)
@@ -112,7 +118,6 @@ class JobWorkers:
             cause: EndCause = "out-of-memory" if code == EXIT_OUT_OF_MEMORY else "user-code"
             self.budget.count_failure("train-0", reason, cause=cause)
             self.emit(WorkerRestarted(of="train-0"))
-        runtime.start_trainer()
 
     def _refuse_restart(self) -> None:
         """Raise what ended the trainer if it would only fail again."""

@@ -252,7 +252,9 @@ class JobRuntime:
         return self._allocation.nodes[plan.component][:num]
 
     def trainer_exit_code(self) -> int | None:
-        """Return the exit code of the trainer; None while it runs."""
+        """Return the exit code of the trainer; None while it runs, or if its last start was refused."""
+        if not self._trainer:
+            return None
         codes = [process.poll() for process in self._trainer]
         failed = [code for code in codes if code not in (None, EXIT_DONE, EXIT_DRAINED)]
         return failed[0] if failed else codes[0] if None not in codes else None

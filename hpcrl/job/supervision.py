@@ -34,7 +34,7 @@ from hpcrl.job.guardian import CLOSE_GRACE_S
 from hpcrl.monitor.job_state import find_last_beat
 from hpcrl.plan.plan import Plan
 from hpcrl.slurm.end_policy import FailureRecord
-from hpcrl.system.file_watch import PATIENCE_S, NameWatch, is_passing
+from hpcrl.system.file_watch import PATIENCE_S, NameWatch, is_outage
 from hpcrl.system.processes import MAX_RESTARTS
 
 CLOSE_RESERVE_S = 12.0
@@ -261,7 +261,7 @@ class DrainMargin:
 
 
 class FileOutage:
-    """A file system that is away for a while: the driver tries again at each turn until its patience ends."""
+    """A file system that is away, full or read-only: the driver tries again at each turn until its patience ends."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -273,7 +273,7 @@ class FileOutage:
         if self._since is None:
             note_in_log(f"hpcrl: {error}: tried again")
             self._since = now
-        if not is_passing(error) or now - self._since > PATIENCE_S:
+        if not is_outage(error) or now - self._since > PATIENCE_S:
             raise error
 
     def end(self) -> None:

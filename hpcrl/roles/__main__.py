@@ -22,7 +22,7 @@ from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, ROLES, RoleName
 from hpcrl.plan.records import read_plan, read_site
 from hpcrl.roles.context import open_context, pin_devices, redirect_output
 from hpcrl.system.exit_codes import encode_exit_code
-from hpcrl.system.file_watch import PATIENCE_S, is_passing, retry_passing
+from hpcrl.system.file_watch import PATIENCE_S, is_outage, is_passing, retry_passing
 from hpcrl.system.garbage import pause_collection
 from hpcrl.system.variables import TRAINER_START_VARIABLE
 
@@ -34,7 +34,7 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     """Run one worker until the job ends; heavy packages are imported only after devices are pinned."""
     campaign_dir = CampaignDir(Path(campaign))
     job = campaign_dir.job(job_number)
-    retry_passing(lambda: redirect_output(job, role, index), timeout_s=PATIENCE_S)
+    retry_passing(lambda: redirect_output(job, role, index), timeout_s=PATIENCE_S, passes=is_outage)
     plan = read_plan(campaign_dir)
     component = plan.components[plan.role(role).component]
     devices = pin_devices(plan.role(role), read_site(campaign_dir).partitions[component.partition].gpu_variable)

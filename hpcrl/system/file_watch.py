@@ -2,6 +2,7 @@
 
 retry_passing   call a function again after an error that passes
 is_passing, is_full   whether an error may pass, or is that of a file system without room
+is_outage       whether a file system that gave an error may work again: it was away, full, or read-only
 PollPace        when to look again: ever more rarely while nothing changes
 PathWatch       notices that a file, or the names in a directory, may have changed
 WatchedValue    what was read from a path, read again after a change
@@ -64,14 +65,21 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def retry_passing(action: Callable[[], T], *, timeout_s: float = RETRY_TIMEOUT_S) -> T:
-    """Call `action`; after an error that passes call it again, for up to `timeout_s`."""
+def is_outage(error: OSError) -> bool:
+    """Return whether a file system may work again that gave this error: it was away, full, or read-only."""
+    return is_passing(error) or is_full(error) or error.errno == errno.EROFS
+
+
+def retry_passing(
+    action: Callable[[], T], *, timeout_s: float = RETRY_TIMEOUT_S, passes: Callable[[OSError], bool] = is_passing
+) -> T:
+    """Call `action`; after an error that `passes` call it again, for up to `timeout_s`."""
     deadline, pause_s = time.monotonic() + timeout_s, FIRST_RETRY_S
     while True:
         try:
             return action()
         except OSError as error:
-            if not is_passing(error) or time.monotonic() + pause_s > deadline:
+            if not passes(error) or time.monotonic() + pause_s > deadline:
                 raise
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, MAX_PAUSE_S)

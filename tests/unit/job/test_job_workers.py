@@ -1,10 +1,13 @@
 """What a job does about workers that fail again and again, and about a trainer that has failed for good."""
 
+import errno
+import os
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
-from hpcrl.campaign_dir.events import FaultReported
+from hpcrl.campaign_dir.events import FaultReported, WorkerFailed
 from hpcrl.campaign_dir.job_end import JobError
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import TrainProgress, write_train_progress
@@ -43,6 +46,37 @@ def test_a_trainer_that_learned_nothing_is_not_started_again(workers):
     write_train_progress(workers.job.campaign.train_progress, TrainProgress(failure="no reward was ever computed"))
     with pytest.raises(HpcrlError, match=r"^no reward was ever computed$"):
         workers._refuse_restart()
+
+
+class RefusedRuntime:
+    """A runtime whose file system refuses the first starts of the trainer."""
+
+    def __init__(self, num_refused: int) -> None:
+        self.num_refused = num_refused
+        self.num_started = 0
+
+    def start_trainer(self):
+        if self.num_refused:
+            self.num_refused -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.num_started += 1
+
+    def replace_lost_blocks(self):
+        return []
+
+
+def test_a_trainer_whose_start_is_refused_by_a_full_file_system_has_failed_once_and_is_started_later(workers, events):
+    runtime = RefusedRuntime(num_refused=MAX_RESTARTS + 2)
+    workers.memory = SimpleNamespace(report_shortage=lambda code: False)
+    code = 1
+    while runtime.num_refused:
+        with pytest.raises(OSError, match="No space left"):
+            workers.restart_failed(runtime, trainer_code=code)
+        code = None  # none runs
+    assert workers.restart_failed(runtime, trainer_code=code) is False
+    assert workers.restart_failed(runtime, trainer_code=None) is False
+    assert runtime.num_started == 1
+    assert [event.of for event in events if isinstance(event, WorkerFailed)] == ["train-0"]
 
 
 def fail_worker(workers, worker, times=MAX_RESTARTS + 1):

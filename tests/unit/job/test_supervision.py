@@ -246,10 +246,11 @@ def test_an_error_of_the_file_system_requests_and_ends_nothing(tmp_path, monkeyp
     assert watched.find_drain(now=0.0, end_time=END_TIME, drain_s=DRAIN_S, kill_wait_s=KILL_WAIT_S) is None
 
 
-def test_an_outage_of_the_file_system_ends_a_job_only_when_it_lasts() -> None:
+@pytest.mark.parametrize("first", [errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_an_outage_of_the_file_system_ends_a_job_only_when_it_lasts(first: int) -> None:
     now = [0.0]
     outage = FileOutage(clock=lambda: now[0])
-    outage.note(OSError(errno.ESTALE, "stale"))
+    outage.note(OSError(first, os.strerror(first)))
     outage.end()
     now[0] = PATIENCE_S + 1.0
     outage.note(OSError(errno.EIO, "again"))
