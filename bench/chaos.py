@@ -181,8 +181,8 @@ def _await(fact: Callable[[], bool]) -> None:
 def run_in_place(arguments: argparse.Namespace, *, num_faults: int) -> ChaosRun:
     """Run the bench in a new home; one in which something is wrong is copied to where `--keep` asks for."""
     name, keep = arguments.place, arguments.keep
-    limits = {"num_faults": num_faults, "longest_s": 60 * arguments.minutes}
-    run_there = partial(run_chaos, seed=arguments.seed, burst=arguments.burst, **limits)
+    seed, burst, longest_s = arguments.seed, arguments.burst, 60 * arguments.minutes
+    run_there = partial(run_chaos, num_faults=num_faults, seed=seed, burst=burst, longest_s=longest_s)
     with tempfile.TemporaryDirectory(prefix="hpcrl-", ignore_cleanup_errors=True) as directory:
         home = Path(directory)
         if name == "local":

@@ -4,4 +4,5 @@ places     this machine, or a strict lab: what runs there, what was left, what m
 watch      a campaign as it is seen from outside, and its invariants
 strikes    the faults, chosen at random
 report     the faults of many runs in one file, and their figures
+slow_episodes   episodes and steps that only take time, for campaigns and for their peers
 """
