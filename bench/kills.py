@@ -62,6 +62,7 @@ seal_after_s = 0.2
 num_steps = 100000
 groups_per_step = {GROUPS_PER_STEP}
 checkpoint_every_steps = 1
+learning_rate = 1e-4
 [train.pipeline.wait]
 function = "{_EPISODES}:wait_step"
 inputs = ["score"]
@@ -231,8 +232,11 @@ def running_apps(directory: Path) -> Iterator[ParslSystem]:
 
 
 def _make_environ() -> dict[str, str]:
-    root = str(Path(__file__).parents[1])
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    """Return the environment in which both import this package, and Parsl finds its programs."""
+    first = {"PYTHONPATH": Path(__file__).parents[1], "PATH": Path(sys.executable).parent}
+    return os.environ | {
+        name: os.pathsep.join(filter(None, (str(path), os.environ.get(name)))) for name, path in first.items()
+    }
 
 
 def measure(full: bool, arguments: argparse.Namespace) -> list[Figure]:
