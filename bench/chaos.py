@@ -29,7 +29,7 @@ from pathlib import Path
 
 from bench.faults.places import CampaignPlace, LabPlace, LocalPlace
 from bench.faults.report import ChaosRun, add_run, make_figures
-from bench.faults.strikes import ChaosFault, make_fault
+from bench.faults.strikes import CampaignGoneError, ChaosFault, make_fault
 from bench.faults.watch import CampaignWatch
 from bench.figures import Figure, main
 from hpcrl.campaign_dir.endpoints import list_endpoints
@@ -115,8 +115,14 @@ def make_burst(campaign: ChaosCampaign, rng: random.Random, *, most: int) -> lis
     """Make some faults, fewer if one of them ends the job; check after each what must hold."""
     faults: list[ChaosFault] = []
     while len(faults) < most and not (faults and campaign.is_ending):
-        faults.append(make_fault(campaign.place, rng, job=campaign.num_jobs - 1))
-        faults[-1].violations += campaign.watch.find_violations()
+        try:
+            fault = make_fault(campaign.place, rng, job=campaign.num_jobs - 1)
+        except CampaignGoneError:
+            if not faults:
+                raise
+            break  # the last one has ended the job meanwhile
+        fault.violations += campaign.watch.find_violations()
+        faults.append(fault)
     return faults
 
 

@@ -1,6 +1,6 @@
 """Episodes and training steps that take time but no computing, for campaigns and for their peers.
 
-SlowEnv       an environment whose turns take as long as its seed says
+SlowEnv       an environment whose turns take the times of its seed
 wait_step     a node of the pipeline: the time of a training step
 list_turns    the times of the turns of an episode
 TRAIN_S       the time of a training step

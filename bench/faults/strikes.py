@@ -2,6 +2,7 @@
 
 ChaosFault    one fault, and what followed
 make_fault    choose one, and make it
+CampaignGoneError   the campaign has no process that could be struck
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import psutil
 from bench.faults.places import CampaignPlace
 
 _MAX_PAUSE_S = 8.0
-_PROCESSES_TIMEOUT_S = 60.0
+_PROCESSES_TIMEOUT_S = 30.0
 _SIGNALS, _SIGNAL_WEIGHTS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM), (5, 3, 2)
 _DISK_SHARE, _OUTAGE_SHARE = 0.2, 0.3
 _DISK_ERRORS = {
@@ -29,6 +30,10 @@ _DISK_ERRORS = {
     "hang": (0, "rw"),
 }
 _LAG_MS = {"lag": 200, "hang": -1}
+
+
+class CampaignGoneError(Exception):
+    """The campaign has no process that could be struck."""
 
 
 @dataclass
@@ -109,5 +114,6 @@ def _await_processes(place: CampaignPlace) -> dict[str, list[psutil.Process]]:
     deadline = time.monotonic() + _PROCESSES_TIMEOUT_S
     while not (processes := place.find_processes()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert processes, "the campaign has no process: it ended by itself"
+    if not processes:
+        raise CampaignGoneError("the campaign has no process: it ended by itself")
     return processes

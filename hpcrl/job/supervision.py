@@ -46,6 +46,8 @@ MARGIN_FACTOR = 1.3
 NUM_STEPS = 20
 """The number of the last steps that count."""
 READ_INTERVAL_S = 5.0
+SIGNAL_EARLY_S = 60.0
+"""Slurm may send the signal before the walltime so much earlier than it was asked to."""
 REQUEST_PAUSE_S = 0.5
 """The longest time between two looks for requests to end a job."""
 BUDGET_PERIOD_S = 3600.0
@@ -99,7 +101,9 @@ class EndRequests:
         """Return the request of a user or of the clock to drain; both times are seconds since the epoch."""
         if _is_there(self.stop, self._stops):
             return DrainRequest(reason="a user asked for it (hpcrl stop)", grace_s=drain_s, cause="user-request")
-        if self.is_near_end or now > end_time - drain_s:
+        early_s = end_time - drain_s - now
+        is_warned = self.is_near_end and not 0.0 <= early_s <= SIGNAL_EARLY_S
+        if is_warned or early_s < 0.0:
             grace_s = max(end_time - now - CLOSE_GRACE_S, 1.0)
             reason, kill_time = "its walltime is nearly over", end_time + kill_wait_s
             return DrainRequest(reason=reason, grace_s=grace_s, cause="walltime", kill_time=kill_time)

@@ -20,6 +20,7 @@ from hpcrl.job.supervision import (
     MARGIN_FACTOR,
     NUM_STEPS,
     READ_INTERVAL_S,
+    SIGNAL_EARLY_S,
     CampaignUse,
     DrainMargin,
     DrainRequest,
@@ -72,9 +73,18 @@ def test_a_job_past_its_end_still_has_a_moment_to_drain(requests):
 
 def test_a_signal_before_the_end_of_the_walltime_drains_the_job_for_the_next_one(requests):
     os.kill(os.getpid(), signal.SIGUSR2)
-    request = find_drain(requests, now=END_TIME - 120.0)
+    request = find_drain(requests, now=END_TIME - 150.0)
     assert request is not None
-    assert (request.grace_s, request.is_at_walltime) == (120.0 - CLOSE_GRACE_S, True)
+    assert (request.grace_s, request.is_at_walltime) == (150.0 - CLOSE_GRACE_S, True)
+
+
+def test_a_signal_that_slurm_has_sent_early_takes_no_time_from_the_job(requests):
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert find_drain(requests, now=END_TIME - DRAIN_S - SIGNAL_EARLY_S) is None
+    assert find_drain(requests, now=END_TIME - DRAIN_S) is None
+    request = find_drain(requests, now=END_TIME - DRAIN_S + 1.0)
+    assert request is not None
+    assert request.is_at_walltime
 
 
 def test_sigterm_counts_whether_this_process_or_a_step_received_it(requests):
