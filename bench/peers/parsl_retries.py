@@ -5,7 +5,7 @@
     train     an app: load the last checkpoint, take the time of a training step, save the next one
     main      keep all workers busy, and train whenever a step's groups have been played
 
-Each app leaves the id of its process in DIRECTORY/workers, for those who kill; each step adds a line to DIRECTORY/steps.
+Each app leaves the id of its process in DIRECTORY/workers, and each step adds a line to DIRECTORY/steps.
 Heartbeats are as short as those of hpcrl's own executors, and a task may be retried any number of times.
 """
 
