@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hpcrl.campaign.fixed_settings import explain_fixed_setting, flatten_table
+from hpcrl.campaign.fixed_settings import explain_fixed_setting
 from hpcrl.campaign.running_jobs import POLL_INTERVAL_S, STOP_TIMEOUT_S, find_job_state, read_submission
 from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved, JobStarted, StepFinished
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.config.site import Site
+from hpcrl.config.toml import flatten_table
 from hpcrl.errors import CampaignError
 from hpcrl.monitor.job_state import ALIVE_WITHIN_S, await_new_beat, find_last_beat
 from hpcrl.slurm import next_job

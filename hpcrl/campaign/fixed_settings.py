@@ -2,7 +2,6 @@
 
 list_fixed_settings     those of a recipe
 explain_fixed_setting   the reason why a setting is kept
-flatten_table           settings with their dotted keys
 find_differences        the settings in which such tables differ
 FIXED_SETTINGS, DOMAIN_SETTINGS   the settings and the reasons
 """
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.config.recipe import Recipe
+from hpcrl.config.toml import flatten_table
 
 NAMING_SETTINGS = frozenset({"name", "description", "site.name", "site.description"})
 """Settings in which campaigns may differ without being different."""
@@ -34,15 +34,6 @@ DOMAIN_SETTINGS = {
     "held_out": "its rows were copied at submission",
 }
 """The same for the settings of each domain."""
-
-
-def flatten_table(table: Mapping[str, Any], trail: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a table with their dotted keys."""
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from flatten_table(value, f"{trail}{key}.")
-        else:
-            yield f"{trail}{key}", value
 
 
 def find_differences(tables: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:

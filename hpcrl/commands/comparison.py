@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcrl.campaign import directory
-from hpcrl.campaign.fixed_settings import find_differences, flatten_table
+from hpcrl.campaign.fixed_settings import find_differences
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.toml import flatten_table
 from hpcrl.errors import CampaignError
 from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
 from hpcrl.monitor.snapshot import CampaignSnapshot

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from hpcrl.campaign_dir.events import JobOutcome
 from hpcrl.config.toml import JUDGE_NAME_PATTERN, NAME_PATTERN, USER_CODE_PATTERN, LayeredTable, to_struct
 from hpcrl.errors import ConfigError
 from hpcrl.hardware.architecture import ModelArchitecture, guess_architecture, read_architecture
@@ -582,6 +583,24 @@ class MetricsConfig(ConfigTable, frozen=True, kw_only=True):
     wandb: Literal["off", "offline", "online"] = "off"
     """A run of Weights & Biases, offline for `wandb sync` later; needs the package wandb."""
     wandb_project: str = "hpcrl"
+    mlflow: bool = False
+    """A run on the server that MLFLOW_TRACKING_URI names; needs the package mlflow-skinny, and a way to the server."""
+    mlflow_experiment: str = "hpcrl"
+
+
+NoticeState = Literal["started"] | JobOutcome
+"""The states of a job that people may want to hear of."""
+
+
+class NoticesConfig(ConfigTable, frozen=True, kw_only=True):
+    """The notices that the campaign's jobs send when they start and when they have ended (docs/jobs.md)."""
+
+    command: list[str] = []
+    """A command that gets the notice as JSON on its standard input; it runs on the first node of the job."""
+    webhook: Annotated[str, Meta(pattern=r"^(|https?://\S+|\$\w+)$")] = ""
+    """An address that gets the notice by POST, or $NAME: the variable of the job that holds the address."""
+    states: list[NoticeState] = []
+    """The states that are reported; empty: all."""
 
 
 class WorkerShare(ConfigTable, frozen=True, kw_only=True):
@@ -733,6 +752,7 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
     judge: dict[JudgeName, JudgeConfig] = {}
     evaluation: EvaluationConfig = EvaluationConfig()
     metrics: MetricsConfig = MetricsConfig()
+    notices: NoticesConfig = NoticesConfig()
     spool: SpoolConfig = SpoolConfig()
     reward: RewardConfig = RewardConfig()
     engine: EngineConfig = EngineConfig()

@@ -6,6 +6,7 @@ apply_settings    the same for tables that are loaded already
 drop_unknown      remove keys that another version of hpcrl had
 to_struct         the struct, or a ConfigError that names the key, the value and the nearest known name
 format_toml       the text of a file
+flatten_table     the settings of a table with their dotted keys
 LayeredTable      a table and the files and settings that it was made of
 suggest_name      "did you mean ...? "
 shipped_folder, user_folder, list_known_names    the places and names of recipes and sites
@@ -596,3 +597,12 @@ def format_toml(comment: str, top: Mapping[str, Any], tables: Mapping[str, Mappi
 def _format_keys(table: Mapping[str, Any]) -> str:
     # JSON writes these values as TOML does
     return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in table.items())
+
+
+def flatten_table(table: Mapping[str, Any], trail: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a table with their dotted keys."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from flatten_table(value, f"{trail}{key}.")
+        else:
+            yield f"{trail}{key}", value

@@ -228,7 +228,8 @@ def _check_curriculum(recipe: Recipe) -> None:
 def check_packages(recipe: Recipe) -> None:
     """Raise ConfigError if an optional package that the recipe needs is not installed."""
     metrics = recipe.metrics
-    for package, asked in (("tensorboard", metrics.tensorboard), ("wandb", metrics.wandb != "off")):
+    wanted = {"tensorboard": metrics.tensorboard, "wandb": metrics.wandb != "off", "mlflow": metrics.mlflow}
+    for package, asked in wanted.items():
         if asked and find_spec(package) is None:
             raise ConfigError(
                 f"[metrics] needs the package {package}, which {sys.executable} does not have: "

@@ -34,6 +34,7 @@ from hpcrl.job.courier_step import WeightPlane
 from hpcrl.job.domain_watch import DomainWatch, watch_domains
 from hpcrl.job.guardian import CLOSE_GRACE_S, DriverPulse, cancel_reward_jobs, run_guarded, send_outcome
 from hpcrl.job.job_drain import JobDrain
+from hpcrl.job.job_notices import JobNotices
 from hpcrl.job.job_workers import JobWorkers
 from hpcrl.job.memory_watch import TrainerMemoryWatch
 from hpcrl.job.metrics_process import MetricsProcess
@@ -172,6 +173,7 @@ class JobDriver:
         self.drain.requests.listen()
         self.workers.allocation = allocation = read_allocation(self.plan)
         self.events.emit(JobStarted(slurm_id=allocation.job_id, end_time=allocation.end_time))
+        JobNotices(self.job, self.recipe.notices).report_start()
         self.events.emit(LayoutChosen(layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes))
         if allocation.job_id is not None:
             scrub_environment(os.environ)

@@ -29,8 +29,9 @@ from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.errors import HpcrlError
 from hpcrl.job.batch_log import note_in_log
+from hpcrl.job.job_notices import JobNotices
 from hpcrl.plan.components import JobComponent
-from hpcrl.plan.records import read_plan, read_site
+from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm import next_job
 from hpcrl.slurm.allocation import read_own_nodes, scrub_environment
 from hpcrl.slurm.commands import cancel_recorded_jobs
@@ -131,7 +132,8 @@ def _record_end(job: JobDir, by_default: JobEnd, *, outcome_fd: int, has_hung: b
     """Record what the driver has sent, once no process holds the other end; then cancel or adapt the next job."""
     record = os.read(outcome_fd, 1 << 16) or by_default.encode()
     _publish_outcome(job, record)
-    cause = msgspec.json.decode(record, type=JobEnd).likely_cause
+    end = msgspec.json.decode(record, type=JobEnd)
+    cause = end.likely_cause
     # Of an uncertain cause only the next job can learn more, from Slurm: it sees then whether there is anything to do.
     is_certain = has_hung or cause not in next_job.UNCERTAIN_CAUSES or job.campaign.stop.exists()
     if is_certain and next_job.campaign_outcome(job) is not None:
@@ -139,6 +141,7 @@ def _record_end(job: JobDir, by_default: JobEnd, *, outcome_fd: int, has_hung: b
     elif job.next_job.submission.exists():
         campaign = job.campaign
         _try_cleanup(lambda: next_job.avoid_nodes(job, plan=read_plan(campaign), site=read_site(campaign)))
+    _try_cleanup(lambda: _send_notices(job, end))
 
 
 def send_outcome(end: JobEnd, *, outcome_fd: int, job: JobDir) -> None:
@@ -149,6 +152,11 @@ def send_outcome(end: JobEnd, *, outcome_fd: int, job: JobDir) -> None:
     except BrokenPipeError:
         _clean_up(job, grace_s=CLOSE_GRACE_S)
         _publish_outcome(job, record)
+        _try_cleanup(lambda: _send_notices(job, end))
+
+
+def _send_notices(job: JobDir, end: JobEnd) -> None:
+    JobNotices(job, read_recipe(job.campaign).notices).report_end(end)
 
 
 def _publish_outcome(job: JobDir, record: bytes) -> None:

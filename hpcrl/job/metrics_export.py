@@ -1,16 +1,16 @@
-"""The metrics process: `python -m hpcrl.job.metrics_export CAMPAIGN JOB` sends figures to TensorBoard and W&B.
+"""Send the figures of training to TensorBoard, Weights & Biases and MLflow.
 
     extract_figures       the figures of an event, or None (pure)
-    EventFigures          the figures of one event, with their step
     FIELDS_BY_HEADING     the headings of a step's fields
-    make_sink_factories   the sinks that a recipe asks for, by name, not yet opened
-    MetricsSink           the interface of a sink
-    TensorBoardSink, WandbSink   its implementations
     MetricsFeeder         read new events and send their figures to every sink
+    select_valid_figures  the figures of all events, without those of steps that were trained again
+    send_recorded         send what a campaign has recorded to one tracker, and what is new when called again
+    export_recorded       the same as the command that `hpcrl export` runs
     POLL_INTERVAL_S       the time between two reads
 
-It is a separate process, started by the driver, so that no worker waits for a sink. It continues where the metrics
-process of the job before stopped; on SIGTERM it exports the remaining events and ends.
+`python -m hpcrl.job.metrics_export CAMPAIGN JOB` is the metrics process. The driver starts it, so that no worker waits
+for a sink. It continues where the metrics process of the job before stopped; on SIGTERM it exports the remaining events
+and ends. `python -m hpcrl.job.metrics_export CAMPAIGN wandb|mlflow` is the work of `hpcrl export`.
 """
 
 import contextlib
@@ -18,22 +18,20 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
-
-import msgspec
-import xxhash
+from typing import Any
 
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, EvaluationFinished, FaultReported, StepFinished, TrainingResumed
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.recipe import MetricsConfig
+from hpcrl.errors import HpcrlError
+from hpcrl.job.metric_sinks import EventFigures, MetricsSink, MlflowSink, WandbSink, make_sink_factories
 from hpcrl.plan.records import read_recipe
 from hpcrl.system.files import make_private_dir, publish_json, read_json
 from hpcrl.system.network import current_node
 from hpcrl.system.processes import die_with_parent
+from hpcrl.system.terminal import print_line, print_to_stderr, track_progress
 
 FIELDS_BY_HEADING = {
     "reward": ("reward_mean", "reward_std", "num_trajectories", "num_groups", "num_flat_groups", "num_too_long"),
@@ -44,15 +42,6 @@ FIELDS_BY_HEADING = {
     "speed": ("tokens_per_s", "mfu", "step_s", "wait_s", "imbalance"),
 }
 """The fields of a step, by the heading under which they are shown."""
-
-
-class EventFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of one event that TensorBoard and W&B get, under their headings."""
-
-    time: float
-    step: int
-    """The training step; for an evaluation, the version of the weights."""
-    values: dict[str, float]
 
 
 def extract_figures(event: CampaignEvent) -> EventFigures | None:
@@ -81,93 +70,6 @@ def _evaluation_values(event: EvaluationFinished) -> Iterator[tuple[str, Any]]:
     for name in ("reward_mean", "length_mean", "num_episodes", "num_faults"):
         yield f"evaluation/{name}", getattr(event, name)
     yield from ((f"evaluation/reward_mean/{name}", reward) for name, reward in event.domains.items())
-
-
-class MetricsSink(Protocol):
-    """The interface of a sink that shows figures. A sink that raises is dropped; the others continue."""
-
-    def write(self, figures: EventFigures) -> None: ...
-
-    def rewind_before(self, step: int) -> None:
-        """Mark figures of this step and later as obsolete: training was resumed before it."""
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def make_sink_factories(metrics: MetricsConfig, *, campaign: CampaignDir) -> dict[str, Callable[[], MetricsSink]]:
-    """Return functions that open the sinks that the recipe asks for, by name."""
-    found: dict[str, Callable[[], MetricsSink]] = {}
-    if metrics.tensorboard:
-        found["tensorboard"] = partial(TensorBoardSink, campaign.metrics / "tensorboard")
-    if metrics.wandb != "off":
-        found["wandb"] = partial(WandbSink, campaign, metrics)
-    return found
-
-
-class TensorBoardSink:
-    """The event files of TensorBoard: `tensorboard --logdir CAMPAIGN/metrics/tensorboard` shows them."""
-
-    def __init__(self, directory: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # noqa: TID251
-        from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: TID251
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: TID251
-
-        self._event, self._session, self._summary = Event, SessionLog, Summary
-        self._writer = EventFileWriter(str(make_private_dir(directory)))
-
-    def write(self, figures: EventFigures) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.values.items()]
-        summary = self._summary(value=values)
-        self._writer.add_event(self._event(wall_time=figures.time, step=figures.step, summary=summary))
-
-    def rewind_before(self, step: int) -> None:
-        restart = self._session(status=self._session.START)
-        self._writer.add_event(self._event(step=step, session_log=restart))
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbSink:
-    """A run of Weights & Biases, one for all jobs of a campaign; offline, `wandb sync` sends its directories later."""
-
-    def __init__(self, campaign: CampaignDir, metrics: MetricsConfig) -> None:
-        import wandb  # noqa: TID251
-
-        created = read_json(campaign.manifest)["created"]
-        mode: Literal["online", "offline"] = "online" if metrics.wandb == "online" else "offline"
-        settings = wandb.Settings(
-            console="off", disable_code=True, disable_git=True, x_disable_machine_info=True, x_disable_stats=True
-        )
-        self._run: Any = wandb.init(
-            project=metrics.wandb_project,
-            name=campaign.name,
-            id=xxhash.xxh3_64_hexdigest(f"{campaign.name}/{created}".encode()),
-            resume="allow" if mode == "online" else None,
-            mode=mode,
-            dir=str(make_private_dir(campaign.metrics / "wandb")),
-            config=read_json(campaign.recipe),
-            settings=settings,
-        )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")  # our step may decrease, W&B's own may not
-
-    def write(self, figures: EventFigures) -> None:
-        self._run.log({"step": figures.step, **figures.values})
-
-    def rewind_before(self, step: int) -> None:
-        """Do nothing: new figures are drawn over the obsolete ones."""
-
-    def flush(self) -> None:
-        """Do nothing: W&B's process writes continuously."""
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 POLL_INTERVAL_S = 2.0
@@ -235,8 +137,56 @@ class MetricsFeeder:
             self._emit(FaultReported(what="metrics", detail=detail))
 
 
-def main() -> int:
-    campaign, job = CampaignDir(Path(sys.argv[1])), int(sys.argv[2])
+def select_valid_figures(events: Iterable[CampaignEvent]) -> list[EventFigures]:
+    """Return the figures of events in their order; a step that was trained again after a resume counts once."""
+    steps: list[EventFigures] = []
+    evaluations: list[EventFigures] = []
+    for event in sorted(events, key=lambda event: (event.job, event.time)):
+        if isinstance(event, TrainingResumed):
+            steps = [figures for figures in steps if figures.step <= event.step]
+        elif (figures := extract_figures(event)) is not None:
+            (steps if isinstance(event, StepFinished) else evaluations).append(figures)
+    return sorted([*steps, *evaluations], key=lambda figures: figures.time)
+
+
+def send_recorded(campaign: CampaignDir, name: str, make_sink: Callable[[], MetricsSink]) -> int:
+    """Send the figures that this tracker has not got yet; return their number."""
+    state = make_private_dir(campaign.metrics) / f"sent-{name}.json"
+    sent_until = 0.0
+    with contextlib.suppress(FileNotFoundError):
+        sent_until = read_json(state)["time"]
+    figures = [one for one in select_valid_figures(EventReader(campaign.events).poll()) if one.time > sent_until]
+    if not figures:
+        return 0
+    sink = make_sink()
+    for one in track_progress(figures, f"to {name}"):
+        sink.write(one)
+    sink.flush()
+    sink.close()
+    publish_json(state, {"time": figures[-1].time})
+    return len(figures)
+
+
+def export_recorded(campaign: CampaignDir, name: str) -> int:
+    """Send what a campaign has recorded to `wandb` or `mlflow`, say how much it was, and return the exit code."""
+    metrics = read_recipe(campaign).metrics
+    sinks: dict[str, Callable[[], MetricsSink]] = {
+        "wandb": lambda: WandbSink(campaign, metrics),
+        "mlflow": lambda: MlflowSink(campaign, metrics),
+    }
+    try:
+        num = send_recorded(campaign, name, sinks[name])
+    except HpcrlError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a foreign package may raise anything
+        print_to_stderr(f"hpcrl: {name}: {type(error).__name__}: {error}")
+        return 1
+    print_line(f"{num} records of figures were sent to {name}" if num else f"{name} has all figures already")
+    return 0
+
+
+def _feed_continuously(campaign: CampaignDir, job: int) -> int:
+    """Run the metrics process of a job until SIGTERM."""
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     die_with_parent()
@@ -250,6 +200,11 @@ def main() -> int:
     feeder.feed()
     feeder.close()
     return 0
+
+
+def main() -> int:
+    campaign, target = CampaignDir(Path(sys.argv[1])), sys.argv[2]
+    return _feed_continuously(campaign, int(target)) if target.isdigit() else export_recorded(campaign, target)
 
 
 if __name__ == "__main__":

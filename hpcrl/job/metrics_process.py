@@ -24,7 +24,7 @@ class MetricsProcess:
     """The metrics process of one job; it does not run if the recipe has metrics only in the events."""
 
     def __init__(self, place: WorkerPlace, *, metrics: MetricsConfig, emit: Callable[[CampaignEvent], None]) -> None:
-        self._is_wanted = metrics.tensorboard or metrics.wandb != "off"
+        self._is_wanted = metrics.tensorboard or metrics.mlflow or metrics.wandb != "off"
         campaign, job = place.campaign, place.job
         self._command = [sys.executable, "-m", "hpcrl.job.metrics_export", str(campaign.root), str(job.number)]
         self._log = job.log("metrics-0")

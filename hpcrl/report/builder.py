@@ -14,9 +14,9 @@ from statistics import fmean
 from typing import Any
 
 from hpcrl import __version__
-from hpcrl.campaign.fixed_settings import flatten_table
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.site import Site
+from hpcrl.config.toml import flatten_table
 from hpcrl.monitor.advisories import Advisory
 from hpcrl.monitor.collect import SlurmQuery, SnapshotCollector, make_slurm_query
 from hpcrl.monitor.job_state import read_json_as

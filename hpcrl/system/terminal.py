@@ -1,5 +1,6 @@
 """Print safely: the output of models and environments may contain terminal control sequences."""
 
+import contextlib
 import datetime
 import io
 import itertools
@@ -8,14 +9,16 @@ import math
 import re
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.segment import Segment
 from rich.text import Text
+
+T = TypeVar("T")
 
 # Controls (C0 and C1 except tab and newline), marks that reorder a line, line separators, lone surrogates, tags.
 _UNSAFE_CHARACTERS = re.compile(
@@ -77,6 +80,22 @@ def print_to_stderr(text: str) -> None:
 def print_note(note: str) -> None:
     """Print a note of a command to stderr."""
     print_to_stderr(f"hpcrl: note: {note}")
+
+
+def track_progress(items: Sequence[T], description: str) -> Iterable[T]:
+    """Yield the items, with a progress bar on stderr if that is a terminal."""
+    from rich.progress import track  # late: most commands show no progress
+
+    console = Console(stderr=True)
+    return track(items, description, console=console, transient=True, disable=not items or not console.is_terminal)
+
+
+@contextlib.contextmanager
+def show_wait(description: str) -> Iterator[None]:
+    """Show on stderr, if that is a terminal, that something takes its time."""
+    console = Console(stderr=True)
+    with console.status(description) if console.is_terminal else contextlib.nullcontext():
+        yield
 
 
 def print_json(value: Any) -> None:

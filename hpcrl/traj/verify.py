@@ -12,15 +12,14 @@ The severities of findings:
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 import numpy as np
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
@@ -35,7 +34,7 @@ from hpcrl.spool.rows import list_row_turns, list_spans
 from hpcrl.spool.segment import Segment, read_segment
 from hpcrl.system.exit_codes import EXIT_FAILED
 from hpcrl.system.files import read_json
-from hpcrl.system.terminal import escape_to_one_line, format_bytes, make_console, print_json
+from hpcrl.system.terminal import escape_to_one_line, format_bytes, make_console, print_json, track_progress
 from hpcrl.traj.history import SeenIds
 
 MIN_LEFTOVER_AGE_S = 3600.0
@@ -133,7 +132,6 @@ def _file_age_s(path: Path) -> float:
         return 0.0
 
 
-T = TypeVar("T")
 FindingSeverity = Literal["damage", "note"]
 
 
@@ -193,7 +191,7 @@ class SpoolVerifier:
     def _verify_live_spools(self) -> None:
         """Verify both live spools, twin by twin."""
         names = {spool: set(self._list_spool(spool)) for spool in ("rollouts", "scored")}
-        for name in _track_progress(sorted(names["rollouts"] | names["scored"]), "live segments"):
+        for name in track_progress(sorted(names["rollouts"] | names["scored"]), "live segments"):
             rollouts = self._verify_segment("rollouts", name) if name in names["rollouts"] else None
             scored = self._verify_segment("scored", name, twin=rollouts) if name in names["scored"] else None
             difference = twin_difference(rollouts, scored) if rollouts is not None and scored is not None else None
@@ -210,7 +208,7 @@ class SpoolVerifier:
             self._some_vanished = False
             names = [name for name in self._list_spool("archive") if name not in done]
             done.update(names)
-            for name in _track_progress(names, "archive"):
+            for name in track_progress(names, "archive"):
                 self._verify_segment("archive", name)
 
     def _report_quarantined(self) -> None:
@@ -333,12 +331,6 @@ def _read_keep_setting(campaign: CampaignDir) -> str:
         return str(read_json(campaign.recipe)["spool"]["keep"])
     except (OSError, ValueError, KeyError, TypeError):
         return "all"
-
-
-def _track_progress(items: Sequence[T], description: str) -> Iterable[T]:
-    """Show a progress bar on stderr if that is a terminal."""
-    console = Console(stderr=True)
-    return track(items, description, console=console, transient=True, disable=not items or not console.is_terminal)
 
 
 MAX_SHOWN_NOTES = 100

@@ -266,8 +266,9 @@ OWNERS = {
     "hdf5plugin": {"spool/hdf5.py"},
     "submitit": {"slurm/submit.py"},
     "pyarrow": {"envs/task_set.py", "traj/parquet.py"},
-    "tensorboard": {"job/metrics_export.py"},
-    "wandb": {"job/metrics_export.py"},
+    "mlflow": {"job/metric_sinks.py"},
+    "tensorboard": {"job/metric_sinks.py"},
+    "wandb": {"job/metric_sinks.py"},
 }
 """The modules or packages of hpcrl that may import a package; the checks of ruff end at a noqa or an ignored file."""
 RUN_MODULE = {"import_module", "load_program", "__import__"}

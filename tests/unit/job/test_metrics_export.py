@@ -13,7 +13,13 @@ from hpcrl.campaign_dir.events import EpisodesCounted, EvaluationFinished, StepF
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import MetricsConfig
-from hpcrl.job.metrics_export import MetricsFeeder, extract_figures
+from hpcrl.job.metrics_export import (
+    MetricsFeeder,
+    export_recorded,
+    extract_figures,
+    select_valid_figures,
+    send_recorded,
+)
 from hpcrl.job.metrics_process import MetricsProcess
 from hpcrl.system.files import make_private_dir, publish_json, read_json
 from hpcrl.system.processes import MAX_RESTARTS
@@ -156,7 +162,7 @@ def test_a_sink_that_fails_is_reported_and_the_others_continue(run):
 
 def test_tensorboard_shows_no_withdrawn_steps(run):
     pytest.importorskip("tensorboard")
-    from hpcrl.job.metrics_export import make_sink_factories
+    from hpcrl.job.metric_sinks import make_sink_factories
 
     log = trainer(run)
     made, reported = feeder(run, **make_sink_factories(MetricsConfig(tensorboard=True), campaign=run))
@@ -240,3 +246,62 @@ def test_the_position_is_recorded_only_after_figures_were_sent(run):
     made, _ = feeder(run, slow=Slow)
     made.feed()
     assert read_json(run.metrics / "read.json")["000-train-0.jsonl"] > 0
+
+
+def test_a_step_that_was_trained_again_counts_once_in_what_is_sent_afterwards():
+    events = [
+        StepFinished(time=1.0, step=1, **STEP),
+        StepFinished(time=2.0, step=2, **STEP),
+        EvaluationFinished(time=2.5, number=1, version=2, reward_mean=0.1, num_episodes=1, num_faults=0, domains={}),
+        TrainingResumed(time=3.0, job=1, step=1, version=1),
+        StepFinished(time=4.0, job=1, step=2, **STEP),
+    ]
+    assert [(one.time, one.step) for one in select_valid_figures(events)] == [(1.0, 1), (2.5, 2), (4.0, 2)]
+
+
+def test_what_is_sent_afterwards_is_sent_once(run):
+    log = trainer(run)
+    log.emit(StepFinished(step=1, **STEP))
+    shelf = Shelf()
+    assert send_recorded(run, "wandb", lambda: shelf) == 1
+    assert send_recorded(run, "wandb", lambda: shelf) == 0
+    log.emit(StepFinished(step=2, **STEP))
+    assert send_recorded(run, "wandb", lambda: shelf) == 1
+    assert [step for step, _ in shelf.shown] == [1, 2]
+
+
+def test_a_tracker_that_fails_gets_everything_the_next_time(run):
+    log = trainer(run)
+    for step in (1, 2):
+        log.emit(StepFinished(step=step, **STEP))
+    with pytest.raises(OSError, match="full"):
+        send_recorded(run, "wandb", lambda: Shelf(breaks_at=2))
+    shelf = Shelf()
+    assert send_recorded(run, "wandb", lambda: shelf) == 2
+
+
+def test_mlflow_has_one_run_of_a_campaign_with_its_figures_and_settings(run, tmp_path, monkeypatch, capsys):
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    log = trainer(run)
+    for step in (1, 2):
+        log.emit(StepFinished(step=step, **STEP))
+        assert export_recorded(run, "mlflow") == 0
+        assert "1 records" in capsys.readouterr().out
+    client = mlflow.MlflowClient()
+    (sent,) = client.search_runs([client.get_experiment_by_name("hpcrl").experiment_id])
+    history = client.get_metric_history(sent.info.run_id, "reward/reward_mean")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.5)]
+    assert sent.data.params["rollout.group_size"] == str(make_recipe().rollout.group_size)
+    assert (sent.info.run_name, sent.info.status) == (run.name, "FINISHED")
+
+
+def test_a_tracker_that_cannot_be_reached_is_named_in_one_line(run, monkeypatch, capsys):
+    pytest.importorskip("mlflow")
+    trainer(run).emit(StepFinished(step=1, **STEP))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    assert export_recorded(run, "mlflow") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hpcrl: mlflow: ")
