@@ -19,7 +19,9 @@ parsl_programs   import no more of Parsl than its programs need
 courier_step     start, watch and restart the couriers
 reward_tasks     one task per shard, and the number of reward jobs
 metrics_process  start and restart the metrics process
-metrics_export   send metrics to TensorBoard and W&B
+metrics_export   send figures to trackers, during a job and afterwards
+metric_sinks     the trackers: TensorBoard, W&B, MLflow
+job_notices      report start and end of the job to people
 step             run one command of a step
 ranks            start the ranks of a step on one node
 """

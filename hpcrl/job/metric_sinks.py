@@ -23,7 +23,7 @@ from hpcrl.config.toml import flatten_table
 from hpcrl.system.files import make_private_dir, read_json
 
 MLFLOW_MAX_METRICS, MLFLOW_MAX_PARAMETERS = 1000, 100
-"""What one request to MLflow may hold."""
+"""The most that one request to MLflow may hold."""
 MLFLOW_VALUE_CHARS = 6000
 MLFLOW_ID_TAG = "hpcrl.campaign"
 """The tag by which the run of a campaign is found again."""
