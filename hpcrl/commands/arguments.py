@@ -108,10 +108,23 @@ def _add_campaigns(commands: "CommandParsers") -> None:
 
 
 def _add_export(commands: "CommandParsers") -> None:
-    export = commands.add_parser("export", help="write a checkpoint as a model directory")
+    export = commands.add_parser("export", help="write a checkpoint as a model directory, or send figures to a tracker")
     export.add_argument("campaign", metavar="CAMPAIGN")
-    export.add_argument(
-        "--hf", type=Path, required=True, metavar="DIR", help="a new directory, for transformers and vLLM"
+    target = export.add_mutually_exclusive_group(required=True)
+    target.add_argument("--hf", type=Path, metavar="DIR", help="a new directory, for transformers and vLLM")
+    target.add_argument(
+        "--wandb",
+        dest="tracker",
+        action="store_const",
+        const="wandb",
+        help="send recorded figures to Weights & Biases; again: what is new",
+    )
+    target.add_argument(
+        "--mlflow",
+        dest="tracker",
+        action="store_const",
+        const="mlflow",
+        help="the same to the MLflow server or database that MLFLOW_TRACKING_URI names",
     )
     export.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
     export.set_defaults(run="interpreters:run_export")

@@ -29,7 +29,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "extend": ("hpcrl extend quickstart-1 --steps 80", "hpcrl extend quickstart-1 --jobs 2"),
     "gc": ("hpcrl gc", "hpcrl gc quickstart-1 --archive --yes"),
-    "export": ("hpcrl export quickstart-1 --hf model/", "hpcrl export quickstart-1 --hf model/ --step 30"),
+    "export": (
+        "hpcrl export quickstart-1 --hf model/",
+        "hpcrl export quickstart-1 --hf model/ --step 30",
+        "hpcrl export quickstart-1 --mlflow",
+    ),
     "traj ls": ("hpcrl traj ls quickstart-1", "hpcrl traj ls quickstart-1 --domain lake --status truncated -n 5"),
     "traj show": ("hpcrl traj show quickstart-1 --best", "hpcrl traj show quickstart-1 lake/3/0 --tokens"),
     "traj stats": ("hpcrl traj stats quickstart-1", "hpcrl traj stats quickstart-1 --json"),

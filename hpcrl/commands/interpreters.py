@@ -13,6 +13,7 @@ from hpcrl.campaign import directory
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import HpcrlError
 from hpcrl.plan.records import read_site
+from hpcrl.system.terminal import show_wait
 
 
 def run_traj(arguments: argparse.Namespace) -> int:
@@ -41,18 +42,19 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Run the export with an interpreter that has torch."""
+    """Run the export with an interpreter that has what it needs."""
     campaign = directory.find_campaign(arguments.campaign)
+    if arguments.tracker:
+        if arguments.step is not None:
+            raise HpcrlError("export --step chooses a checkpoint: it goes with --hf only")
+        python = _find_python_with(arguments.tracker, campaign)
+        words = [python, "-m", "hpcrl.job.metrics_export", str(campaign.root), arguments.tracker]
+        return subprocess.run(words, check=False).returncode
     step = [] if arguments.step is None else [str(arguments.step)]
-    words = [
-        _find_python_with("torch", campaign),
-        "-m",
-        "hpcrl.trainers.export",
-        str(campaign.root),
-        str(arguments.hf.absolute()),
-        *step,
-    ]
-    return subprocess.run(words, check=False).returncode
+    python = _find_python_with("torch", campaign)
+    words = [python, "-m", "hpcrl.trainers.export", str(campaign.root), str(arguments.hf.absolute()), *step]
+    with show_wait("the checkpoint is written as a model"):
+        return subprocess.run(words, check=False).returncode
 
 
 def _find_report_python(campaign_dir: CampaignDir) -> str:

@@ -11,7 +11,7 @@ from hpcrl.config.site import default_lab_dir, load_site
 from hpcrl.config.toml import find_toml
 from hpcrl.errors import HpcrlError
 from hpcrl.lab import conf, lab, likeness, outages
-from hpcrl.system.terminal import print_line
+from hpcrl.system.terminal import print_line, show_wait
 
 
 def run_lab(arguments: argparse.Namespace) -> int:
@@ -44,13 +44,18 @@ def _bring_up_lab(state_dir: Path, arguments: argparse.Namespace) -> None:
         _bring_up_likeness(state_dir, arguments)
         return
     cluster = conf.STRICT_CLUSTER if arguments.strict else conf.DEFAULT_CLUSTER
-    print_line(str(lab.up(state_dir, cluster=_apply_settings(cluster, arguments))))
+    print_line(str(_start_lab(state_dir, _apply_settings(cluster, arguments))))
+
+
+def _start_lab(state_dir: Path, cluster: conf.LabCluster) -> lab.LabStatus:
+    with show_wait("Slurm starts: controller, accounting and nodes"):
+        return lab.up(state_dir, cluster=cluster)
 
 
 def _bring_up_likeness(state_dir: Path, arguments: argparse.Namespace) -> None:
     site = load_site(arguments.like)
     cluster = dataclasses.replace(likeness.imitate_site(site), is_strict=arguments.strict)
-    now = lab.up(state_dir, cluster=_apply_settings(cluster, arguments))
+    now = _start_lab(state_dir, _apply_settings(cluster, arguments))
     print_line(str(now))
     path = likeness.write_lab_site(site, source=find_toml("sites", arguments.like), root=now.state_dir)
     print_line(f"{path} is site {site.name} for use with it; next: hpcrl submit quickstart --site {path} --watch")

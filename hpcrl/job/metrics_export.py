@@ -25,9 +25,9 @@ from typing import Any
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, EvaluationFinished, FaultReported, StepFinished, TrainingResumed
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.errors import HpcrlError
 from hpcrl.job.metric_sinks import EventFigures, MetricsSink, MlflowSink, WandbSink, make_sink_factories
 from hpcrl.plan.records import read_recipe
+from hpcrl.system.exit_codes import EXIT_USAGE
 from hpcrl.system.files import make_private_dir, publish_json, read_json
 from hpcrl.system.network import current_node
 from hpcrl.system.processes import die_with_parent
@@ -168,7 +168,7 @@ def send_recorded(campaign: CampaignDir, name: str, make_sink: Callable[[], Metr
 
 
 def export_recorded(campaign: CampaignDir, name: str) -> int:
-    """Send what a campaign has recorded to `wandb` or `mlflow`, say how much it was, and return the exit code."""
+    """Send what a campaign has recorded to `wandb` or `mlflow`, print how much it was, and return the exit code."""
     metrics = read_recipe(campaign).metrics
     sinks: dict[str, Callable[[], MetricsSink]] = {
         "wandb": lambda: WandbSink(campaign, metrics),
@@ -176,8 +176,9 @@ def export_recorded(campaign: CampaignDir, name: str) -> int:
     }
     try:
         num = send_recorded(campaign, name, sinks[name])
-    except HpcrlError:
-        raise
+    except ImportError:
+        print_to_stderr(f"hpcrl: {sys.executable} has no package {name}: pip install 'hpcrl[{name}]' there")
+        return EXIT_USAGE
     except Exception as error:  # noqa: BLE001 - a foreign package may raise anything
         print_to_stderr(f"hpcrl: {name}: {type(error).__name__}: {error}")
         return 1

@@ -49,8 +49,8 @@ def reader_of(run: CampaignDir) -> psutil.Process | None:
 def test_metrics_are_complete_though_the_exporter_was_killed(campaigns: Path, tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     recipe = tmp_path / "nodes.toml"
-    told = tmp_path / "told"
-    recipe.write_text(RECIPE + f'[notices]\ncommand = ["sh", "-c", "cat >> {told}; echo >> {told}"]\n')
+    sent = tmp_path / "sent"
+    recipe.write_text(RECIPE + f'[notices]\ncommand = ["sh", "-c", "cat >> {sent}; echo >> {sent}"]\n')
     hpcrl("submit", str(recipe), "--site", "local", "--name", "m", *SIMULATED, "-s", "train.num_steps=30")
     run = CampaignDir(campaigns / "m")
     until((run.metrics / "read.json").exists, what="the exporter has read events")
@@ -59,8 +59,8 @@ def test_metrics_are_complete_though_the_exporter_was_killed(campaigns: Path, tm
     os.kill(reader.pid, signal.SIGKILL)
     assert outcome(run)["outcome"] == "done"
     assert snapshot("m")["state"] == "done"
-    until(lambda: told.read_text().count("\n") == 2, what="start and end were reported")
-    assert [json.loads(line)["state"] for line in told.read_text().splitlines()] == ["started", "done"]
+    until(lambda: sent.read_text().count("\n") == 2, what="start and end were reported")
+    assert [json.loads(line)["state"] for line in sent.read_text().splitlines()] == ["started", "done"]
     shown = events.EventAccumulator(str(run.metrics / "tensorboard"))
     shown.Reload()
     seen = {one.step: one.value for one in shown.Scalars("reward/reward_mean")}

@@ -37,7 +37,7 @@ STEP = {
 }
 
 
-class Shelf:
+class SinkRecorder:
     """A sink that keeps all figures, until it fails."""
 
     def __init__(self, *, breaks_at: int = -1) -> None:
@@ -121,33 +121,33 @@ def test_every_figure_of_the_issue_is_in_a_step_event_and_under_a_heading():
 
 
 def test_a_reader_continues_where_the_last_one_stopped(run):
-    log, first, second = trainer(run), Shelf(), Shelf()
+    log, first, second = trainer(run), SinkRecorder(), SinkRecorder()
     log.emit(StepFinished(step=1, **STEP))
-    one, _ = feeder(run, shelf=lambda: first)
+    one, _ = feeder(run, recorder=lambda: first)
     one.feed()
     log.emit(StepFinished(step=2, **STEP))
-    two, _ = feeder(run, shelf=lambda: second)
+    two, _ = feeder(run, recorder=lambda: second)
     two.feed()
     assert [step for step, _ in first.shown] == [1]
     assert [step for step, _ in second.shown] == [2]
 
 
 def test_steps_after_the_checkpoint_of_a_resume_are_withdrawn(run):
-    log, shelf = trainer(run), Shelf()
-    made, _ = feeder(run, shelf=lambda: shelf)
+    log, recorder = trainer(run), SinkRecorder()
+    made, _ = feeder(run, recorder=lambda: recorder)
     for step in (1, 2, 3):
         log.emit(StepFinished(step=step, **STEP))
     log.emit(TrainingResumed(step=1, version=4))
     log.emit(StepFinished(step=2, **STEP))
     made.feed()
-    assert [step for step, _ in shelf.shown] == [1, 2]
+    assert [step for step, _ in recorder.shown] == [1, 2]
 
 
 def test_a_sink_that_fails_is_reported_and_the_others_continue(run):
     def never():
         raise ImportError("no such package")
 
-    log, bad, good = trainer(run), Shelf(breaks_at=2), Shelf()
+    log, bad, good = trainer(run), SinkRecorder(breaks_at=2), SinkRecorder()
     made, reported = feeder(run, missing=never, bad=lambda: bad, good=lambda: good)
     for step in (1, 2, 3):
         log.emit(StepFinished(step=step, **STEP))
@@ -238,7 +238,7 @@ def test_a_package_that_is_missing_is_refused_before_anything_is_queued():
 
 
 def test_the_position_is_recorded_only_after_figures_were_sent(run):
-    class Slow(Shelf):
+    class Slow(SinkRecorder):
         def flush(self):
             assert not (run.metrics / "read.json").exists()
 
@@ -262,12 +262,12 @@ def test_a_step_that_was_trained_again_counts_once_in_what_is_sent_afterwards():
 def test_what_is_sent_afterwards_is_sent_once(run):
     log = trainer(run)
     log.emit(StepFinished(step=1, **STEP))
-    shelf = Shelf()
-    assert send_recorded(run, "wandb", lambda: shelf) == 1
-    assert send_recorded(run, "wandb", lambda: shelf) == 0
+    recorder = SinkRecorder()
+    assert send_recorded(run, "wandb", lambda: recorder) == 1
+    assert send_recorded(run, "wandb", lambda: recorder) == 0
     log.emit(StepFinished(step=2, **STEP))
-    assert send_recorded(run, "wandb", lambda: shelf) == 1
-    assert [step for step, _ in shelf.shown] == [1, 2]
+    assert send_recorded(run, "wandb", lambda: recorder) == 1
+    assert [step for step, _ in recorder.shown] == [1, 2]
 
 
 def test_a_tracker_that_fails_gets_everything_the_next_time(run):
@@ -275,9 +275,9 @@ def test_a_tracker_that_fails_gets_everything_the_next_time(run):
     for step in (1, 2):
         log.emit(StepFinished(step=step, **STEP))
     with pytest.raises(OSError, match="full"):
-        send_recorded(run, "wandb", lambda: Shelf(breaks_at=2))
-    shelf = Shelf()
-    assert send_recorded(run, "wandb", lambda: shelf) == 2
+        send_recorded(run, "wandb", lambda: SinkRecorder(breaks_at=2))
+    recorder = SinkRecorder()
+    assert send_recorded(run, "wandb", lambda: recorder) == 2
 
 
 def test_mlflow_has_one_run_of_a_campaign_with_its_figures_and_settings(run, tmp_path, monkeypatch, capsys):
@@ -305,3 +305,10 @@ def test_a_tracker_that_cannot_be_reached_is_named_in_one_line(run, monkeypatch,
     assert export_recorded(run, "mlflow") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hpcrl: mlflow: ")
+
+
+def test_a_tracker_whose_package_is_missing_is_refused_with_a_fix(run, monkeypatch, capsys):
+    trainer(run).emit(StepFinished(step=1, **STEP))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert export_recorded(run, "wandb") == 2
+    assert "pip install 'hpcrl[wandb]'" in capsys.readouterr().err
