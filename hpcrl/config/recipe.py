@@ -589,7 +589,7 @@ class MetricsConfig(ConfigTable, frozen=True, kw_only=True):
 
 
 NoticeState = Literal["started"] | JobOutcome
-"""The states of a job that people may want to hear of."""
+"""The states of a job that a notice may report."""
 
 
 class NoticesConfig(ConfigTable, frozen=True, kw_only=True):
