@@ -3,7 +3,7 @@
 find_toml         the file meant by `quickstart` or `my/recipe.toml`
 load_table        its table, with `extends` resolved and `-s key=value` applied
 apply_settings    the same for tables that are loaded already
-drop_unknown      remove keys that another version of hpcrl had
+drop_unknown      rename and remove what another version of hpcrl had
 to_struct         the struct, or a ConfigError that names the key, the value and the nearest known name
 format_toml       the text of a file
 flatten_table     the settings of a table with their dotted keys
@@ -66,14 +66,14 @@ RENAMED_KEYS = {
     "router.sampled": "router.log_share",
     "spool.keep_versions": "spool.archive_versions",
 }
-"""Old keys of recipes and their new names, for error messages."""
+"""Old keys of recipes and their new names."""
 REMOVED_KEYS = {
     "containers": 'its list is now one word, the program that runs images, as in container = "apptainer"',
     "partitions.*.notes": "remove it",
 }
 """Old keys of sites whose value no other key takes, and what to write instead; `*` is any name."""
-RENAMED_VALUES = {("resources.decode.num_workers", 0): '"auto"'}
-"""Old values of recipes and their new names, for error messages."""
+RENAMED_VALUES = {("resources.decode.num_workers", 0): "auto"}
+"""Old values of recipes and their new names."""
 
 
 def shipped_folder(folder: ShippedFolder) -> Path:
@@ -189,8 +189,12 @@ def to_struct(layered: LayeredTable, kind: type[T]) -> T:
 
 
 def drop_unknown(table: TomlTable, kind: type[msgspec.Struct]) -> list[str]:
-    """Rename the keys of a table that have a new name, and remove those that `kind` does not have; describe them."""
-    dropped = []
+    """Rename what has a new name, and remove the keys that `kind` does not have; describe both."""
+    dropped = [
+        f'{where} = {_show_value(old)} is now "{new}"'
+        for (where, old), new in RENAMED_VALUES.items()
+        if _renew_value(table, where)
+    ]
     for trail, _ in list(_find_unknown(table, kind)):
         *path, key = trail
         inner: Any = table
@@ -202,6 +206,23 @@ def drop_unknown(table: TomlTable, kind: type[msgspec.Struct]) -> list[str]:
             inner.setdefault(new_name.rpartition(".")[2], value)
         dropped.append(f"{where} is now {new_name}" if new_name else f"{where} is dropped")
     return dropped
+
+
+def _renew_value(table: TomlTable, where: str) -> bool:
+    """Replace a value by its new name, if it has one; return whether it has."""
+    inner: Any = table
+    *path, key = where.split(".")
+    for part in path:
+        inner = inner.get(part) if isinstance(inner, dict) else None
+    if not isinstance(inner, dict) or (new_value := _find_new_value(where, inner.get(key))) is None:
+        return False
+    inner[key] = new_value
+    return True
+
+
+def _find_new_value(where: str, value: Any) -> str | None:
+    """Return the new name of a value of a recipe; None if it has none."""
+    return RENAMED_VALUES.get((where, value)) if type(value) is int else None  # not for False
 
 
 def _load_files(kind: ConfigKind, path: Path) -> list[tuple[str, TomlTable]]:
@@ -544,8 +565,8 @@ def _explain_error(message: str, layered: LayeredTable, kind: type[msgspec.Struc
         hint = f"{suggest_name(str(seen), names)}it takes {', '.join(names)}{number}"
         return f"{source}: {'.'.join(trail)}: unknown value {_show_value(seen)}: {hint}"
     where = ".".join(trail)
-    if isinstance(seen, int) and (new_value := RENAMED_VALUES.get((where, seen))) is not None:
-        return f"{source}: {where} = {_show_value(seen)} is now written {new_value}: use the new value"
+    if (new_value := _find_new_value(where, seen)) is not None:
+        return f'{source}: {where} = {_show_value(seen)} is now written "{new_value}": use the new value'
     return f"{source}: {where}: {what[:1].lower()}{what[1:]} (seen: {_show_value(seen)})"
 
 

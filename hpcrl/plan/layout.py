@@ -50,6 +50,10 @@ class JobPlacement:
         return [choice.fallback for choice in self.choices.values() if choice.fallback]
 
 
+RoleChooser = Callable[[str, Recipe, Site], dict[RoleName, PartitionChoice] | str]
+"""Chooses the nodes of a partition that each role gets, or returns why they are too few."""
+
+
 def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
     """Choose the layout that the site and the recipe allow, and a partition for every role."""
     layout, reason = _choose_layout(recipe, site)
@@ -214,7 +218,9 @@ def _one_partition_for_all(recipe: Recipe, site: Site, *, reason: str) -> JobPla
     """Place all roles on the partition with the fewest compromises; among equals the site's order decides."""
     return _place_in_best(
         site,
-        lambda label: _place_all_in(label, recipe, site, reason=reason),
+        lambda label: _place_in_partition(
+            label, recipe, site, choose=_choose_nodes_in, layout="hetstep", reason=reason
+        ),
         refusal=f"{reason}, and no partition of {site.name} can hold them",
         advice="Lower what is refused, or choose another site",
     )
@@ -238,32 +244,41 @@ def _place_in_best(
     return min(found, key=lambda placement: len(placement.fallbacks()))
 
 
-def _place_all_in(label: str, recipe: Recipe, site: Site, *, reason: str) -> JobPlacement | str:
-    """Place all roles on one partition, or return why it cannot hold them."""
+def _place_in_partition(
+    label: str,
+    recipe: Recipe,
+    site: Site,
+    *,
+    choose: RoleChooser,
+    layout: JobLayout,
+    reason: str,
+    has_all: bool = False,
+) -> JobPlacement | str:
+    """Place all roles on the nodes of a partition that `choose` gives them, or return why it cannot hold them."""
     longest = site.partitions[label].max_walltime_min
     if recipe.job.walltime_min > longest:
         return f"{label} allows {longest} min, and job.walltime_min = {recipe.job.walltime_min}"
 
-    one_each = _choose_nodes_in(label, with_single_workers(recipe), site)
+    one_each = choose(label, with_single_workers(recipe), site)
     if isinstance(one_each, str):
         return one_each
 
-    def keeps_gpus(smaller: Recipe) -> bool:
-        return not isinstance(_choose_nodes_in(label, smaller, site), str)
+    def fits(smaller: Recipe) -> bool:
+        return not isinstance(choose(label, smaller, site), str)
 
     try:
         numbers = find_worker_numbers(recipe, gpus=_find_gpus(one_each, site))
     except PlanError as error:  # only about this partition: another may fit
         return f"{label}: {error}"
-    recipe, sizes = _find_most_workers(numbers, keeps_gpus)
-    choices = _choose_nodes_in(label, recipe, site)
+    recipe, sizes = numbers.limit(numbers.largest) if has_all else _find_most_workers(numbers, fits)
+    choices = choose(label, recipe, site)
     if isinstance(choices, str):
         return choices
     trainer_first = sorted(choices, key=lambda role: role != "train")
     refusals = (explain_memory_refusal(role, recipe, choices[role], site) for role in trainer_first)
     if (refusal := next(filter(None, refusals), None)) is not None:
         return refusal
-    return JobPlacement(layout="hetstep", reason=reason, recipe=recipe, sizes=sizes, choices=choices, warnings=[])
+    return JobPlacement(layout=layout, reason=reason, recipe=recipe, sizes=sizes, choices=choices, warnings=[])
 
 
 def _find_small_job(recipe: Recipe, site: Site) -> JobPlacement | None:
@@ -291,36 +306,12 @@ def _one_node_for_all(recipe: Recipe, site: Site, *, reason: str, has_all: bool 
         raise PlanError(f"job.survive_node_loss = true needs two nodes a role, and {reason}: remove one of them")
     return _place_in_best(
         site,
-        lambda label: _place_on_node_of(label, recipe, site, reason=reason, has_all=has_all),
+        lambda label: _place_in_partition(
+            label, recipe, site, choose=_choose_on_node, layout="colocated", reason=reason, has_all=has_all
+        ),
         refusal=f"{reason}, and no node of {site.name} can hold all roles",
         advice='Lower what is refused, or set job.layout = "auto"',
     )
-
-
-def _place_on_node_of(label: str, recipe: Recipe, site: Site, *, reason: str, has_all: bool) -> JobPlacement | str:
-    """Place all roles on one node of a partition, or return why it cannot hold them."""
-    longest = site.partitions[label].max_walltime_min
-    if recipe.job.walltime_min > longest:
-        return f"{label} allows {longest} min, and job.walltime_min = {recipe.job.walltime_min}"
-    one_each = _choose_on_node(label, with_single_workers(recipe), site)
-    if isinstance(one_each, str):
-        return one_each
-    try:
-        numbers = find_worker_numbers(recipe, gpus=_find_gpus(one_each, site))
-    except PlanError as error:  # only about this partition: another may fit
-        return f"{label}: {error}"
-
-    def may_fit(smaller: Recipe) -> bool:
-        return not isinstance(_choose_on_node(label, smaller, site), str)
-
-    recipe, sizes = numbers.limit(numbers.largest) if has_all else _find_most_workers(numbers, may_fit)
-    choices = _choose_on_node(label, recipe, site)
-    if isinstance(choices, str):
-        return choices
-    refusals = (explain_memory_refusal(role, recipe, choices[role], site) for role in choices)
-    if (refusal := next(filter(None, refusals), None)) is not None:
-        return refusal
-    return JobPlacement(layout="colocated", reason=reason, recipe=recipe, sizes=sizes, choices=choices, warnings=[])
 
 
 def _choose_on_node(label: str, recipe: Recipe, site: Site) -> dict[RoleName, PartitionChoice] | str:

@@ -20,9 +20,9 @@ from hpcrl.system.file_watch import retry_passing
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def read_recipe(campaign: CampaignDir) -> Recipe:
-    """Read the recipe of a campaign with all its settings."""
-    return read_record(campaign.recipe, Recipe)
+def read_recipe(campaign: CampaignDir, *, skips_unknown: bool = False) -> Recipe:
+    """Read the recipe of a campaign with all its settings; `skips_unknown` is as for `read_site`."""
+    return read_record(campaign.recipe, Recipe, skips_unknown=skips_unknown)
 
 
 def read_site(campaign: CampaignDir, *, skips_unknown: bool = False) -> Site:
@@ -38,7 +38,7 @@ def read_plan(campaign: CampaignDir) -> Plan:
 def read_record(path: Path, kind: type[T], *, skips_unknown: bool = False) -> T:
     """Read a file as `kind`; refuse one that is damaged or of another version, with what does not fit.
 
-    With `skips_unknown` keys are skipped that this version does not have.
+    With `skips_unknown` keys and values are renamed that were renamed since, and other unknown keys are skipped.
     """
     try:
         data = retry_passing(path.read_bytes)

@@ -60,7 +60,7 @@ def _read_weights(campaign: CampaignDir, source: Path) -> Mapping[str, torch.Ten
     names = [name for part, name in read_whole_shapes(source) if part == WEIGHT_PART]
     if not any(name.startswith(ADAPTER_PREFIX) for name in names):
         return read_whole_tensors(source, names=[name for name in names if not name.startswith(CRITIC_PREFIX)])
-    train, source_model = read_recipe(campaign).train, open_causal(campaign.model)
+    train, source_model = read_recipe(campaign, skips_unknown=True).train, open_causal(campaign.model)
     module = source_model.module
     source_model.fill(module, torch.device("cpu"))
     add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)

@@ -182,6 +182,7 @@ def test_records_of_another_version_are_read_without_what_this_one_does_not_know
     record, plan = json.loads(campaign.recipe.read_text()), json.loads(campaign.plan.read_text())
     record["train"]["magic"] = 1
     record["router"]["reluctance"] = record["router"].pop("mismatch_penalty", None) or 2.5
+    record["resources"]["decode"]["num_workers"] = 0
     del plan["layout"]
     campaign.recipe.write_text(json.dumps(record))
     campaign.plan.write_text(json.dumps(plan))
@@ -193,6 +194,8 @@ def test_records_of_another_version_are_read_without_what_this_one_does_not_know
     continuation.resume(str(campaign.root), accept=True, show_note=notes.append)
     assert "recipe.json: train.magic is dropped" in notes
     assert "recipe.json: router.reluctance is now router.mismatch_penalty" in notes
+    assert 'recipe.json: resources.decode.num_workers = 0 is now "auto"' in notes
+    assert read_recipe(campaign).resources.decode.num_workers == "auto"
     assert read_plan(campaign).layout == "hetjob"
 
 

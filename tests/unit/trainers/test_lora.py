@@ -1,5 +1,7 @@
 """LoRA adapters: only they are trained, and published or exported weights include them."""
 
+import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import finalize
@@ -100,6 +102,18 @@ def test_a_checkpoint_has_adapters_only_and_is_exported_merged(saved, model_dir)
     exported = read_weights(saved.exported)
     assert exported.keys() == restored.tensors().keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in restored.tensors().items())
+
+
+def test_adapters_of_a_campaign_of_another_version_are_exported(saved, model_dir, tmp_path):
+    run = CampaignDir(tmp_path / "campaign")
+    shutil.copytree(model_dir.parent, run.root, ignore=shutil.ignore_patterns("hf"))
+    recipe = json.loads(run.recipe.read_bytes())
+    recipe["resources"]["decode"]["num_workers"] = 0  # "auto" today
+    recipe["train"]["magic"] = 1
+    run.recipe.write_text(json.dumps(recipe))
+    export_model(run, tmp_path / "hf")
+    exported, expected = read_weights(tmp_path / "hf"), read_weights(saved.exported)
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_checkpoint_without_adapters_is_refused(model_dir, tmp_path):
