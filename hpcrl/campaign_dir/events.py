@@ -107,11 +107,6 @@ class EpisodesCounted(CampaignEvent, frozen=True, kw_only=True, tag="episodes"):
     num_tokens: NonNegativeCount = 0
     turns: NonNegativeCount = 0
     remote_prefills: NonNegativeCount = 0
-    groups_lost: NonNegativeCount = 0
-    replaced: NonNegativeCount = 0
-    evicted: NonNegativeCount = 0
-    by_domain: dict[str, dict[str, int]] = {}
-    """Ended episodes by domain and status."""
     outcomes: dict[str, dict[str, int]] = {}
     """Ended episodes by domain and outcome (hpcrl.spool.outcome)."""
     token_fates: dict[str, dict[str, int]] = {}
@@ -382,7 +377,6 @@ class SegmentsRetired(CampaignEvent, frozen=True, kw_only=True, tag="retired"):
     """The spools released trajectories that no process needs any more."""
 
     num: NonNegativeCount
-    num_segments: NonNegativeCount = 0
     archive: str | None = None
     """The archive's segment that holds them now."""
 

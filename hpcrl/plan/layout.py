@@ -263,14 +263,14 @@ def _place_in_partition(
     if isinstance(one_each, str):
         return one_each
 
-    def fits(smaller: Recipe) -> bool:
+    def may_fit(smaller: Recipe) -> bool:
         return not isinstance(choose(label, smaller, site), str)
 
     try:
         numbers = find_worker_numbers(recipe, gpus=_find_gpus(one_each, site))
     except PlanError as error:  # only about this partition: another may fit
         return f"{label}: {error}"
-    recipe, sizes = numbers.limit(numbers.largest) if has_all else _find_most_workers(numbers, fits)
+    recipe, sizes = numbers.limit(numbers.largest) if has_all else _find_most_workers(numbers, may_fit)
     choices = choose(label, recipe, site)
     if isinstance(choices, str):
         return choices

@@ -190,11 +190,7 @@ class TrainQueue:
             return False
         with self._lock:
             self._settled.drop(intent.segments)
-        emit(
-            SegmentsRetired(
-                num=count_trajectories(intent.segments), num_segments=len(intent.segments), archive=intent.archive
-            )
-        )
+        emit(SegmentsRetired(num=count_trajectories(intent.segments), archive=intent.archive))
         return len(intent.segments) == len(segments)  # damaged ones were not retired: look again at the next step
 
     def _lower_settled(self, segments: list[str]) -> None:

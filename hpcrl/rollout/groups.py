@@ -121,12 +121,6 @@ class EpisodeGroups:
         self.ledger = EpisodeLedger()
         self.num_open = 0
         """Groups that may still be released."""
-        self.num_lost = 0
-        """Groups that could not be filled."""
-        self.num_replaced = 0
-        """Episodes started in place of lost ones."""
-        self.num_evicted = 0
-        """Trajectories that were kept and then grew too old before their group was full."""
 
     @property
     def max_episodes(self) -> int:
@@ -200,7 +194,6 @@ class EpisodeGroups:
         self.ledger.record_end(episode, "aborted-redundant")
         outcome = GroupOutcome()
         if not members.is_closed and len(members.kept) + len(members.running) < self._group_size:
-            self.num_lost += 1
             outcome = self._close_group(members)
         if not members.running:
             del self._groups[group]
@@ -235,14 +228,12 @@ class EpisodeGroups:
             (kept for kept in group.kept if not self._is_stale(kept, newest=newest)),
             key=lambda kept: get_index(kept.id),
         )
-        self.num_evicted += len(evicted)
         booked = self._book(evicted, "aborted-stale")
         members = self._find_members(group, now=now)
         missing = self._group_size - len(group.kept) - len(group.running)
         if members:
             outcome = self._close_group(group, members)
         elif missing > group.num_left:
-            self.num_lost += 1
             outcome = replace(self._close_group(group), is_lost=True)
         else:
             outcome = GroupOutcome(start=self._start_replacements(name, group, max(missing, 0)))
@@ -267,7 +258,6 @@ class EpisodeGroups:
         group.num_left -= missing
         group.running.update(episodes)
         self.ledger.record_start(episodes)
-        self.num_replaced += missing
         return indices
 
     def _is_late(self, group: _GroupState, *, now: float) -> bool:

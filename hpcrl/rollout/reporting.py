@@ -126,7 +126,6 @@ class EpisodeReporter:
         self._policy = policy
         self._task_queue = task_queue
         self._emit = emit
-        self._by_domain: dict[str, Counter[str]] = {}
         self._outcomes: dict[str, Counter[str]] = {}
         self._token_fates: dict[str, Counter[str]] = {}
         self._lengths: dict[str, LengthCounts] = {}
@@ -164,7 +163,6 @@ class EpisodeReporter:
     def count_endings(self, endings: Iterable[tuple[Trajectory, EpisodeStatus]]) -> None:
         """Count endings by the status that the ledger has."""
         for trajectory, status in endings:
-            self._by_domain.setdefault(trajectory.domain, Counter())[status] += 1
             outcome = trajectory.outcome if status == trajectory.status else ""
             self._outcomes.setdefault(trajectory.domain, Counter())[name_outcome(status, outcome)] += 1
             fates = count_by_fate(trajectory)
@@ -212,10 +210,6 @@ class EpisodeReporter:
             num_tokens=self._policy.num_tokens,
             turns=self._policy.num_turns,
             remote_prefills=self._policy.num_remote_prefills,
-            groups_lost=self._groups.num_lost,
-            replaced=self._groups.num_replaced,
-            evicted=self._groups.num_evicted,
-            by_domain={name: dict(counter) for name, counter in self._by_domain.items()},
             outcomes={name: dict(counter) for name, counter in self._outcomes.items()},
             token_fates={name: dict(counter) for name, counter in self._token_fates.items()},
             lengths={status: {**counts} for status, counts in self._lengths.items()},

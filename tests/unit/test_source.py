@@ -6,7 +6,7 @@ import graphlib
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -442,3 +442,68 @@ def test_no_two_test_files_have_one_name():
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
     assert set(LONG_FILES) <= set(names)
+
+
+EVENTS = PACKAGE / "campaign_dir" / "events.py"
+FOR_PEOPLE = {
+    "CurriculumUpdated": {"weights"},
+    "DrainStarted": {"grace_s"},
+    "EvaluationFinished": {"newest", "oldest"},
+    "FaultReported": {"at", "bucket", "bytes", "rank"},
+    "FlatGroupsDropped": {"shares"},
+    "MemoryRanOut": {"max_row_tokens", "num_rows", "rank"},
+    "ParsersChosen": {"reasoning_parser", "tool_parser"},
+    "RowsSkipped": {"share"},
+    "TrainingResumed": {"checkpoint"},
+    "TurnRouted": {"is_home", "wait_s"},
+    "VersionDelivered": {"bytes", "codec", "sent_bytes", "sources", "to", "wall_s"},
+    "WorkerStarted": {"gpus"},
+}
+"""The fields that only `hpcrl events` prints, for a person who looks for a cause; no module decides by them."""
+
+
+def list_event_fields() -> dict[str, set[str]]:
+    """Return the fields of each kind of event, without those of every line."""
+    return {
+        node.name: {field.target.id for field in node.body if isinstance(field, ast.AnnAssign)}
+        for node in parse(EVENTS).body
+        if isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["CampaignEvent"]
+    }
+
+
+def list_read_names(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the attributes that a module reads, and the names in its patterns, strings and classes of figures."""
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            names.add(node.attr)
+        elif isinstance(node, ast.MatchClass):
+            names.update(node.kwd_attrs)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names
+
+
+def list_received_kinds(path: Path, kinds: set[str]) -> set[str]:
+    """Return the kinds of events that a module names otherwise than to make or import one."""
+    made = {node.func for node in walk(path) if isinstance(node, ast.Call)}
+    return {node.id for node in walk(path) if isinstance(node, ast.Name) and node not in made} & kinds
+
+
+def test_every_field_of_an_event_is_read_by_the_package_or_meant_for_people():
+    """A kind is read by the modules that name it, and by those that import what they define."""
+    fields = list_event_fields()
+    used = {kind: set() for kind in fields}
+    receivers = {path: list_received_kinds(path, set(fields)) for path in MODULES if path != EVENTS}
+    for path in MODULES:
+        sources = {find_source(module) for module, _ in imported_names(path)} & receivers.keys()
+        received = set().union(receivers.get(path, set()), *(receivers[source] for source in sources))
+        read = list_read_names(walk(path)) if received else set()
+        for kind in received:
+            used[kind] |= read
+    functions = [node for node in parse(EVENTS).body if isinstance(node, ast.FunctionDef)]
+    described = list_read_names(node for function in functions for node in ast.walk(function))
+    unread = {kind: names - used[kind] - described for kind, names in fields.items()}
+    assert {kind: names for kind, names in unread.items() if names} == FOR_PEOPLE

@@ -83,10 +83,6 @@ LINES = [
             num_tokens=30,
             turns=4,
             remote_prefills=3,
-            groups_lost=0,
-            replaced=0,
-            evicted=0,
-            by_domain={"lake": {"done": 2}},
             outcomes={"lake": {"exit": 2}},
             token_fates={"lake": {"trained": 30}},
             lengths={"done": {"4": 2, "tokens": 30}},
@@ -95,8 +91,7 @@ LINES = [
         ),
         "episodes",
         '"running": 1, "done": 2, "truncated": 0, "aborted_stale": 0, "aborted_redundant": 0, "env_fault": 0, '
-        '"policy_fault": 0, "num_tokens": 30, "turns": 4, "remote_prefills": 3, "groups_lost": 0, "replaced": 0, '
-        '"evicted": 0, "by_domain": {"lake": {"done": 2}}, '
+        '"policy_fault": 0, "num_tokens": 30, "turns": 4, "remote_prefills": 3, '
         '"outcomes": {"lake": {"exit": 2}}, "token_fates": {"lake": {"trained": 30}}, '
         '"lengths": {"done": {"4": 2, "tokens": 30}}, "loop_share": 0.25, "loop_delay_s": 0.5',
     ),
@@ -263,7 +258,7 @@ LINES = [
         "events-lost",
         '"num": 3, "reason": "No space left on device"',
     ),
-    (SegmentsRetired(num=8, num_segments=1, archive=None), "retired", '"num": 8, "num_segments": 1, "archive": null'),
+    (SegmentsRetired(num=8, archive=None), "retired", '"num": 8, "archive": null'),
     (
         TrainingResumed(step=4, version=6, checkpoint="000001-step-000004"),
         "resumed",
