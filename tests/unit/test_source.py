@@ -459,7 +459,7 @@ FOR_PEOPLE = {
     "VersionDelivered": {"bytes", "codec", "sent_bytes", "sources", "to", "wall_s"},
     "WorkerStarted": {"gpus"},
 }
-"""The fields that only `hpcrl events` prints, for a person who looks for a cause; no module decides by them."""
+"""The fields that only `hpcrl events` prints, for a person in search of a cause; no module decides by them."""
 
 
 def list_event_fields() -> dict[str, set[str]]:
