@@ -60,10 +60,10 @@ def measure_megatron_passes(world: Any, cases: list[dict[str, Any]]) -> list[int
             logprobs, _ = compute_token_logprobs(module, micro, hidden, vocabulary_size=size, temperature=1.0)
             return logprobs.sum(), None
 
-        micro = make_micro_batch(case["num_tokens"], is_packed=False, has_mask=True)
+        # Gradients exist from the first passes on, however few tokens these have.
+        few, micro = (make_micro_batch(num, is_packed=False, has_mask=True) for num in (32, case["num_tokens"]))
+        trainer._run_schedule([few] * train.pipeline_parallel, sum_logprobs, forward_only=False, module=module)
         batches = [micro] * train.pipeline_parallel
-        # Gradients exist from the first passes on.
-        trainer._run_schedule(batches, sum_logprobs, forward_only=False, module=module)
         with LiveBytes() as live:
             for parameter in module.parameters():
                 live.ignore(parameter)
