@@ -11,13 +11,25 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SLOW = (("tests/slurm",), ("tests/e2e",), ("tests/vllm",), ("tests/mpi", "tests/gpu", "bench"))
-"""The slow suites, the longest first: whichever comes next starts when one has ended."""
+JOBS = tuple(f"tests/slurm/test_{name}.py" for name in ("job_ends", "jobs_in_a_row", "reward_jobs", "one_allocation"))
+"""About half of tests/slurm; each half has a lab."""
+SLOW = (
+    JOBS,
+    ("tests/e2e",),
+    ("tests/slurm", *(f"--ignore={path}" for path in JOBS)),
+    ("tests/vllm",),
+    ("tests/mpi", "tests/gpu", "bench"),
+)
+"""The slow suites: whichever comes next starts when one has ended, so the short ones come last.
+
+A suite of the lab waits much and computes little, so it runs beside one that computes.
+"""
 NUM_AT_ONCE = 2
 MAX_REPEATED = 3
 """More failures than this are not the machine's: they are not repeated."""
@@ -71,11 +83,14 @@ def run_together(suites: Sequence[Sequence[str]], home: Path) -> list[int]:
     logs = [home / f"{number}.log" for number in range(1, len(suites))]
 
     def run_suite(number: int) -> int:
-        command = make_command(suites[number], home / str(number))
+        start, command = time.monotonic(), make_command(suites[number], home / str(number))
         if number == 0:
-            return subprocess.run(command, check=False).returncode
-        with logs[number - 1].open("w") as output:
-            return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+            code = subprocess.run(command, check=False).returncode
+        else:
+            with logs[number - 1].open("w") as output:
+                code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        print(f"{time.monotonic() - start:8.0f} s  {' '.join(suites[number])}", flush=True)
+        return code
 
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         codes = list(pool.map(run_suite, range(len(suites))))

@@ -118,10 +118,8 @@ def test_a_node_whose_steps_were_killed_is_swept_after_a_crash_of_the_driver(lab
     (_, driver) = find_batch_processes(run)
     driver.suspend()  # it must not start the steps again
     for process in psutil.process_iter(["cmdline"]):
-        if (
-            "hpcrl.job.step" in (process.info["cmdline"] or [])
-            and process.environ().get("SLURMD_NODENAME") == "decode1"
-        ):
+        is_step = {"hpcrl.job.step", str(run.job(0).root)} <= set(process.info["cmdline"] or [])
+        if is_step and process.environ().get("SLURMD_NODENAME") == "decode1":
             process.kill()
     driver.kill()
     await_end(lab, run)
