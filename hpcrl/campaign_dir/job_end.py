@@ -4,8 +4,12 @@ EndCause        why a job ended; `hpcrl.slurm.end_policy` has what follows from 
 JobEnd          the record
 JobError        the error that ends a job for such a cause
 read_job_end    read it
+DrainNotice     the request to drain, for the workers
+read_time_left  read how much time it leaves
 """
 
+import math
+import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -59,6 +63,23 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
     def encode(self) -> bytes:
         """Return the record for a file; a reason may be as long as the output of a program."""
         return msgspec.json.encode(msgspec.structs.replace(self, reason=self.reason[:MAX_REASON_CHARS]))
+
+
+class DrainNotice(msgspec.Struct, frozen=True, kw_only=True):
+    """The request to drain that a driver publishes for its workers."""
+
+    reason: str
+    deadline: float | None = None
+    """When a worker must have drained, in seconds since the epoch; None if there is no limit."""
+
+
+def read_time_left(job: JobDir) -> float:
+    """Return how many seconds are left to drain; without end if the request names no limit or cannot be read."""
+    try:
+        deadline = msgspec.json.decode(job.drain.read_bytes(), type=DrainNotice).deadline
+    except (OSError, msgspec.MsgspecError):
+        return math.inf
+    return math.inf if deadline is None else deadline - time.time()
 
 
 class JobError(HpcrlError):

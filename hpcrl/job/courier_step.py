@@ -23,7 +23,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from hpcrl.campaign_dir.events import CampaignEvent, TransportChanged, WorkerFailed, WorkerRestarted
+from hpcrl.campaign_dir.job_end import DrainNotice
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import MpiConfig
@@ -291,7 +294,7 @@ class WeightPlane:
         """End the couriers; the drain file asks them to remove their windows first."""
         if self._couriers is not None:
             if not self._job.drain.exists():
-                publish_file(self._job.drain, "the job is ending")
+                publish_file(self._job.drain, msgspec.json.encode(DrainNotice(reason="the job is ending")))
             self._couriers.close()
 
     def _use_transport(self, transport: Transport) -> None:

@@ -2,7 +2,7 @@
 
     main               start the guardian with the driver as its child
     JobDriver          supervise one job: allocation -> runtime -> supervise until the trainer is done -> outcome
-    LIMIT_OUTCOMES, POLL_INTERVAL_S, LEASE_INTERVAL_S   constants
+    LIMIT_OUTCOMES, POLL_INTERVAL_S, LEASE_INTERVAL_S, CONFIRM_TIMEOUT_S   constants
 
 No data passes through the driver.
 """
@@ -57,6 +57,7 @@ POLL_INTERVAL_S = 0.1
 LIMIT_OUTCOMES: dict[EndCause, JobOutcome] = {"goal-reached": "done", "budget-used": "stopped"}
 """The outcome of a job that drained for a limit of the campaign."""
 LEASE_INTERVAL_S = 10.0
+CONFIRM_TIMEOUT_S = 20.0
 
 
 def main() -> int:
@@ -112,6 +113,8 @@ class JobDriver:
     """Called in each turn of the loop: the guardian ends a driver that hangs."""
     is_supervising: bool = False
     """True once everything was started."""
+    unconfirmed_since: float | None = None
+    """The time since when the trainer has seemed to be done, without a checkpoint of its last step."""
     queueing: threading.Thread | None = None
     """The thread that queues the next job."""
 
@@ -131,6 +134,8 @@ class JobDriver:
             quorum=recipe.job.quorum,
             budget=RestartBudget(self.job.logs),
             memory=TrainerMemoryWatch(self.campaign, recipe=recipe, has_gpus=has_gpus, emit=emit),
+            silence_s=recipe.job.silence_s,
+            start_timeout_s=recipe.engine.start_timeout_s,
             emit=emit,
         )
         self.reporter = MetricsProcess(self.place, metrics=recipe.metrics, emit=emit)
@@ -194,7 +199,7 @@ class JobDriver:
         )
         try:
             self.workers.memory.note_limits()
-            runtime.start_trainer()  # first: all others wait for its weights
+            self.workers.start_trainer(runtime)  # first: all others wait for its weights
             if self.plan.has_role("decode"):
                 self.weight_plane.start(self.site.mpi)
             runtime.start()
@@ -243,7 +248,7 @@ class JobDriver:
             request = self.drain.check_requests(allocation)
             if request is not None and request.is_at_walltime:
                 self._queue_next(allocation)  # Slurm may have refused it before; the steps end with the drain
-            code = runtime.trainer_exit_code()
+            code = self._confirm_done(runtime.trainer_exit_code())
             if (end := self._find_end(code)) is not None:
                 return end
             if self.drain.limits.reason is None:
@@ -267,6 +272,18 @@ class JobDriver:
         self._check_progress(watch)
         if why := domains.find_end():
             raise JobError(why, cause="user-code")
+
+    def _confirm_done(self, code: int | None) -> int | None:
+        """Return the exit code of the trainer; 0 counts only with the checkpoint of the last step.
+
+        srun ends with 0 too when the node of its step was lost. Another node may see a new checkpoint late.
+        """
+        if code != EXIT_DONE or next_job.find_last_step(self.campaign) >= self.recipe.train.num_steps:
+            self.unconfirmed_since = None
+            return code
+        now = time.monotonic()
+        self.unconfirmed_since = self.unconfirmed_since or now
+        return EXIT_FAILED if now > self.unconfirmed_since + CONFIRM_TIMEOUT_S else None
 
     def _find_end(self, code: int | None) -> JobEnd | None:
         """Return how the job ends, if it does now; `code` is the exit code of the trainer."""

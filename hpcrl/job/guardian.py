@@ -51,7 +51,7 @@ CLOSE_GRACE_S = 10.0
 """The time that processes may take to end."""
 TERM_CLOSE_GRACE_S = 1.5
 """The same after SIGTERM, when SIGKILL is near."""
-FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 PULSE_INTERVAL_S = 0.2
 MAX_SILENCE_S = 45.0
 """The driver's process was stopped, or hangs with all its threads."""
@@ -191,7 +191,8 @@ def _wait_for_driver(driver: int, signals: set[int], pulse: DriverPulse) -> int 
     def forward(number: int, _: FrameType | None) -> None:
         signals.add(number)
         with contextlib.suppress(ProcessLookupError):  # it has ended just now
-            os.kill(driver, number)
+            # Either is a warning that the job will end; in the driver SIGUSR1 has another meaning.
+            os.kill(driver, signal.SIGUSR2 if number == signal.SIGUSR1 else number)
 
     for sig in FORWARDED_SIGNALS:
         signal.signal(sig, forward)

@@ -8,10 +8,12 @@ CLOCK_SKEW_S, END_QUERY_TIMEOUT_S, LIMITS_INTERVAL_S, MIN_CLOSE_GRACE_S, NOTICE_
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from hpcrl.campaign_dir.events import CampaignEvent, DrainStarted
-from hpcrl.campaign_dir.job_end import EndCause
+from hpcrl.campaign_dir.job_end import DrainNotice, EndCause
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.job.batch_log import note_in_log
 from hpcrl.job.guardian import CLOSE_GRACE_S
@@ -71,6 +73,8 @@ class JobDrain:
         self.schedule_looks = LookInterval(END_QUERY_TIMEOUT_S)
         self._job, self._margin, self._use, self._emit = job, margin, use, emit
         self._started_at, self._started_turn = time.time(), time.monotonic()
+        self._warned_end: tuple[float, EndCause] | None = None
+        """The end that Slurm has named after a warning, and its cause."""
         self._limit_looks, self._notice_looks = LookInterval(LIMITS_INTERVAL_S), LookInterval(NOTICE_INTERVAL_S)
         self._limits_before: DrainLimits | None = None
         """The limits before SIGTERM; None until SIGTERM was taken into account."""
@@ -105,7 +109,8 @@ class JobDrain:
 
     def start(self, request: DrainRequest) -> None:
         """Drain, or shorten a drain."""
-        self.limits = self.limits.tighten(request)
+        before, self.limits = self.limits, self.limits.tighten(request)
+        self._is_published = self._is_published and self.limits.deadline == before.deadline
         self.publish()
         self._emit(DrainStarted(reason=request.reason, grace_s=request.grace_s))
 
@@ -116,8 +121,12 @@ class JobDrain:
         """
         if self._is_published:
             return
+        left_s = self.limits.deadline - time.monotonic()
+        notice = DrainNotice(
+            reason=self.limits.reason or reason, deadline=time.time() + left_s if math.isfinite(left_s) else None
+        )
         try:
-            publish_file(self._job.drain, self.limits.reason or reason)
+            publish_file(self._job.drain, msgspec.json.encode(notice))
         except OSError as error:
             note_in_log(f"hpcrl: {error}")
         else:
@@ -139,9 +148,27 @@ class JobDrain:
             limit = self._use.find_drain(now=self.read_time(), job_start=self._started_at, drain_s=drain_s)
             if limit is not None:
                 return limit
-        return self.requests.find_drain(
-            now=self.read_time(), end_time=allocation.end_time, drain_s=drain_s, kill_wait_s=allocation.kill_wait_s
+        request = self.requests.find_drain(
+            now=self.read_time(),
+            end_time=self._find_end_time(allocation),
+            drain_s=drain_s,
+            kill_wait_s=allocation.kill_wait_s,
         )
+        if request is None or self._warned_end is None or self._warned_end[1] != "preemption":
+            return request
+        return replace(request, reason="it is preempted", cause="preemption", kill_time=self._warned_end[0])
+
+    def _find_end_time(self, allocation: JobAllocation) -> float:
+        """Return when the job ends; after a warning by Slurm's answer, since a preemption may be the reason."""
+        if not self.requests.is_near_end or allocation.job_id is None:
+            return allocation.end_time
+        if self._warned_end is None:
+            self._warned_end = allocation.end_time, "walltime"
+            schedule = query_schedule(allocation.job_id, timeout_s=END_QUERY_TIMEOUT_S)
+            if schedule is not None and schedule.running_end is not None:
+                cause: EndCause = "preemption" if schedule.is_preempted else "walltime"
+                self._warned_end = schedule.running_end, cause
+        return self._warned_end[0]
 
     def _plan_termination(self, allocation: JobAllocation) -> DrainRequest:
         """Return how to drain after SIGTERM; on a machine without a scheduler no SIGKILL follows."""

@@ -3,33 +3,38 @@
 JobWorkers         all of them; how often each has failed
 LongLivedWorker    a worker that runs until the job ends
 LONG_LIVED_ROLES   the roles of those, but for judges
+CLOCK_SKEW_S       the most by which the clocks of nodes differ
 """
 
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpcrl.campaign_dir.event_log import find_worker_node
+from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, find_worker_node
 from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, WorkerFailed, WorkerRestarted
 from hpcrl.campaign_dir.job_end import EndCause, JobError
-from hpcrl.campaign_dir.paths import JobDir
+from hpcrl.campaign_dir.paths import JobDir, make_worker_name
 from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.config.recipe import RoleName
 from hpcrl.job.memory_watch import KILLED, TrainerMemoryWatch
-from hpcrl.job.supervision import RestartBudget, find_quorum
-from hpcrl.plan.plan import Plan
+from hpcrl.job.progress_watch import BEAT_LOOK_INTERVAL_S, MAX_BEAT_AGE_S, RankBeats
+from hpcrl.job.supervision import LookInterval, RestartBudget, find_quorum
+from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.slurm.end_policy import find_bad_nodes
-from hpcrl.slurm.status import query_failed_nodes
+from hpcrl.slurm.status import query_failed_nodes, query_lost_nodes, query_restarted_nodes
 from hpcrl.system.exit_codes import EXIT_HUNG, EXIT_OUT_OF_MEMORY
+from hpcrl.system.file_watch import PATIENCE_S
 from hpcrl.system.files import read_last_line
 
 if TYPE_CHECKING:
     from hpcrl.job.runtime import JobRuntime
 
 LONG_LIVED_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env")
+CLOCK_SKEW_S = 5.0
 
 
 @dataclass
@@ -57,11 +62,31 @@ class JobWorkers:
     """The share of a role's workers, and of its nodes, without which the job ends."""
     budget: RestartBudget
     memory: TrainerMemoryWatch
+    silence_s: float
+    """How long a worker may stand still."""
+    start_timeout_s: float
+    """How long a trainer may take to start."""
     emit: Callable[[CampaignEvent], object]
     allocation: JobAllocation | None = None
     long_lived: list[LongLivedWorker] = field(default_factory=list)
     is_trainer_due: bool = False
     """True from the end of a trainer until it has been started again, which the file system may refuse for a while."""
+    trainer_started_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        names = [make_worker_name(self.job.number, "train", rank) for rank in range(self._trainer.num_workers)]
+        self.beat_looks = LookInterval(BEAT_LOOK_INTERVAL_S)
+        self.beats = RankBeats([self.job.campaign.events / f"{name}{EVENT_SUFFIX}" for name in names])
+
+    @property
+    def _trainer(self) -> RolePlan:
+        return self.plan.role("train")
+
+    def start_trainer(self, runtime: "JobRuntime") -> None:
+        """Start the trainer, or start it again after the end of what is left of it."""
+        runtime.start_trainer()
+        self.trainer_started_at = time.time()
+        self.beats.restart()
 
     def start(self, runtime: "JobRuntime") -> None:
         """Start the long-lived workers."""
@@ -72,13 +97,14 @@ class JobWorkers:
 
     def restart_failed(self, runtime: "JobRuntime", *, trainer_code: int | None) -> bool:
         """Restart what ended too early, each within its own limit; return whether the job continues without a node."""
-        if trainer_code is not None and not self.is_trainer_due:
-            self._count_trainer_failure(trainer_code)
-            self.is_trainer_due = True
+        num_nodes = len(self._list_trainer_nodes())
+        if not self.is_trainer_due:
+            self.is_trainer_due = self._has_trainer_failed(runtime, trainer_code)
         if self.is_trainer_due:
-            runtime.start_trainer()
+            self.start_trainer(runtime)
             self.is_trainer_due = False
-        is_without = [self._count_lost_pool(runtime, role, node) for role, node in runtime.replace_lost_blocks()]
+        is_without = [len(self._list_trainer_nodes()) < num_nodes]
+        is_without += [self._count_lost_pool(runtime, role, node) for role, node in runtime.replace_lost_blocks()]
         for worker in self.long_lived:
             if worker.is_resting:
                 if not self.budget.is_used_up(worker.name):
@@ -110,14 +136,59 @@ class JobWorkers:
             return read_last_line(self.job.log("train-step"))
         return f"exit code {code}: {read_last_line(self.job.log('train-0'))}"
 
-    def _count_trainer_failure(self, code: int) -> None:
+    def _has_trainer_failed(self, runtime: "JobRuntime", code: int | None) -> bool:
+        """Count a trainer that has ended, or whose node is gone; return whether it has to be started again."""
+        if code is None:
+            if reason := self._find_lost_ranks(runtime):
+                self._count_trainer_failure(reason, cause="node-failure")
+            return bool(reason)
         self._refuse_restart()
         if not self.memory.report_shortage(code):
-            reason = self.describe_trainer_end(code)
-            self.emit(WorkerFailed(of="train-0", reason=reason))
             cause: EndCause = "out-of-memory" if code == EXIT_OUT_OF_MEMORY else "user-code"
-            self.budget.count_failure("train-0", reason, cause=cause)
-            self.emit(WorkerRestarted(of="train-0"))
+            self._drop_lost_nodes(runtime, self._list_trainer_nodes())
+            self._count_trainer_failure(self.describe_trainer_end(code), cause=cause)
+        return True
+
+    def _count_trainer_failure(self, reason: str, *, cause: EndCause) -> None:
+        self.emit(WorkerFailed(of="train-0", reason=reason))
+        self.budget.count_failure("train-0", reason, cause=cause)
+        self.emit(WorkerRestarted(of="train-0"))
+
+    def _list_trainer_nodes(self) -> list[str]:
+        """Return the nodes of the trainer, the first of which have its ranks; none on a machine without Slurm."""
+        if self.allocation is None or self.allocation.job_id is None:
+            return []
+        return self.allocation.nodes[self._trainer.component]
+
+    def _find_lost_ranks(self, runtime: "JobRuntime") -> str:
+        """Return why ranks of the trainer count as lost, though srun waits for them; empty if none does."""
+        every = self._list_trainer_nodes()
+        if not every or not self.beat_looks.is_due():
+            return ""
+        silent = self.beats.find_silent(max_age_s=MAX_BEAT_AGE_S, max_start_s=MAX_BEAT_AGE_S)
+        nodes = list(dict.fromkeys(every[rank // self._trainer.workers_per_node] for rank in silent))
+        if not nodes:
+            return ""
+        if lost := self._drop_lost_nodes(runtime, nodes):
+            return f"{', '.join(lost)} failed"
+        since = self.trainer_started_at + CLOCK_SKEW_S
+        if restarted := query_restarted_nodes(nodes, since=since, env=os.environ):
+            return f"{', '.join(restarted)} was started again, and the trainer's processes there are gone"
+        longest_s = self.silence_s + PATIENCE_S
+        if self.beats.find_silent(max_age_s=longest_s, max_start_s=max(longest_s, self.start_timeout_s)):
+            return f"there was no sign of the trainer on {', '.join(nodes)} for {longest_s:g} s"
+        return ""
+
+    def _drop_lost_nodes(self, runtime: "JobRuntime", nodes: list[str]) -> list[str]:
+        """Continue without the nodes of the trainer that have failed, and return them; too few left end the job."""
+        failed = query_lost_nodes(nodes, env=os.environ)
+        for node in failed:
+            if self.allocation is None or not runtime.drop_trainer_node(node):
+                reason = f"{', '.join(failed)} of the trainer failed, and it has no other node in this job"
+                raise JobError(reason, cause="node-failure", nodes=failed)
+            self.allocation = self.allocation.without_node(node)
+            self.emit(FaultReported(what="node", detail=f"train continues without {node}"))
+        return failed
 
     def _refuse_restart(self) -> None:
         """Raise what ended the trainer if it would only fail again."""

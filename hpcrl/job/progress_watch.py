@@ -5,6 +5,7 @@ watch_campaign      make it for a campaign
 JobStall            its result
 ActivityFigures     what changes while engines work
 count_activity      count them over all engines
+RankBeats           the heartbeats of a trainer's ranks, which end with their node
 
 New segments, groups, versions and steps of a warm-up are progress. Where the trainer could only drop groups, more
 segments are none. Engines that generate show that the job is alive: a group counts only when its slowest episode has
@@ -12,9 +13,11 @@ ended, which may take longer than `job.stall_timeout_min`. A training step may t
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from hpcrl.campaign_dir.endpoints import EngineEndpoint, list_endpoints
@@ -28,6 +31,9 @@ from hpcrl.weights import versions
 STEP_FACTOR = 4
 LOOK_INTERVAL_S = 1.0
 """The longest time between two looks at a file, while nothing changes."""
+BEAT_LOOK_INTERVAL_S = 10.0
+MAX_BEAT_AGE_S = 60.0
+"""The age of a heartbeat at which Slurm is asked about its node; clients of a file server see one late, up to this."""
 
 
 class ActivityFigures(NamedTuple):
@@ -156,3 +162,42 @@ async def _count_activity(endpoints: list[EngineEndpoint]) -> ActivityFigures:
 
         answers = [answer for answer in await asyncio.gather(*map(ask, endpoints)) if answer is not None]
     return ActivityFigures(frozenset(name for name, _ in answers), sum(num for _, num in answers))
+
+
+class RankBeats:
+    """The heartbeats of a trainer's ranks, seen from the driver's node.
+
+    A rank that stands still is ended on its own node (`hpcrl/job/ranks.py`). If the node is lost, nothing there is
+    left to do that, and srun may wait for it for ever. Only changes count, since the clocks of nodes differ.
+    """
+
+    def __init__(self, files: Sequence[Path], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Take the file that each rank touches."""
+        self._files = list(files)
+        self._clock = clock
+        self._times: list[int | None] = [None] * len(self._files)
+        self.restart()
+
+    def restart(self) -> None:
+        """Note that the ranks were started again."""
+        self._changed_at = [self._clock()] * len(self._files)
+        self._has_beaten = [False] * len(self._files)
+
+    def find_silent(self, *, max_age_s: float, max_start_s: float) -> list[int]:
+        """Return the ranks whose last heartbeat is too old; those that have just started have longer."""
+        now = self._clock()
+        self._look(now)
+        limits = [max_age_s if has_beaten else max_start_s for has_beaten in self._has_beaten]
+        return [
+            rank
+            for rank, (changed_at, limit_s) in enumerate(zip(self._changed_at, limits, strict=True))
+            if now - changed_at > limit_s
+        ]
+
+    def _look(self, now: float) -> None:
+        for rank, file in enumerate(self._files):
+            with contextlib.suppress(OSError):  # it is not there yet, or the file system is away
+                time_ns = file.stat().st_mtime_ns
+                if time_ns != self._times[rank]:
+                    self._has_beaten[rank] = self._times[rank] is not None or self._has_beaten[rank]
+                    self._times[rank], self._changed_at[rank] = time_ns, now

@@ -4,6 +4,7 @@
     ask_to_end      publish a request to end
     PARSL_ROLES, WEIGHT_ROLES, ELASTIC_EXECUTOR   roles and executors
     HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, TRAINER_END_GRACE_S, KERNEL_STOP_TIMEOUT_S   times
+    SRUN_OUT_OF_MEMORY                                                an exit code
     WORKER_FUNCTION                                                   the function of workers
     STEP_COMMAND, RANKS_COMMAND, INTERCHANGE_COMMAND, POOL_COMMAND, POOL_OPTIONS   what processes run
 
@@ -11,6 +12,7 @@ Every node of a role's component is one Parsl block, started as a separate Slurm
 one step), or as a process group on a machine without a scheduler. Task arguments are names, never data.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -46,7 +48,7 @@ from hpcrl.slurm.allocation import JobAllocation, name_step
 from hpcrl.slurm.commands import cancel_steps
 from hpcrl.slurm.script import make_reward_script
 from hpcrl.slurm.step_script import StepSetup, choose_step_python, read_step_setup
-from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_OUT_OF_MEMORY
 from hpcrl.system.file_watch import retry_passing
 from hpcrl.system.files import publish_file
 from hpcrl.system.processes import end_group
@@ -63,6 +65,8 @@ HEARTBEAT_TIMEOUT_S = 20
 TRAINER_END_GRACE_S = 5.0
 """The time that the steps of a trainer may take to end before another start."""
 KERNEL_STOP_TIMEOUT_S = 10.0
+SRUN_OUT_OF_MEMORY = 1
+"""The exit code of srun where the kernel has killed a process of a step for its memory, whatever that of the step."""
 WORKER_FUNCTION = "hpcrl.roles.__main__:work"
 
 STEP_COMMAND = ("-m", "hpcrl.job.step")
@@ -115,6 +119,8 @@ class JobRuntime:
         self._reward_jobs: StepProvider | JobProvider | None = None
         self._kernel: parsl.DataFlowKernel | None = None
         self._trainer: list[subprocess.Popen[bytes]] = []
+        self._trainer_log_start = 0
+        """The size of the log of the trainer's steps when they were last started."""
         self._num_starts = 0
 
     def start(self) -> None:
@@ -185,6 +191,7 @@ class JobRuntime:
         environ = {TRAINER_START_VARIABLE: str(self._num_starts), "MASTER_ADDR": master}
         self._num_starts += 1
         first = 0
+        self._trainer_log_start = _read_size(self._job.log("train-step"))
         step_name = self._name_step(self._num_starts - 1)
         for prefix in self._prefixes(plan).values():
             num = min(plan.workers_per_node, plan.num_workers - first)
@@ -257,7 +264,16 @@ class JobRuntime:
             return None
         codes = [process.poll() for process in self._trainer]
         failed = [code for code in codes if code not in (None, EXIT_DONE, EXIT_DRAINED)]
+        if failed[:1] == [SRUN_OUT_OF_MEMORY] and self._has_run_out_of_memory():
+            return EXIT_OUT_OF_MEMORY
         return failed[0] if failed else codes[0] if None not in codes else None
+
+    def _has_run_out_of_memory(self) -> bool:
+        """Return whether srun has reported that the kernel killed a process of the trainer's steps for its memory."""
+        with contextlib.suppress(OSError), self._job.log("train-step").open("rb") as log:
+            log.seek(self._trainer_log_start)
+            return b": Out Of Memory" in log.read()
+        return False
 
     def replace_lost_blocks(self) -> list[tuple[RoleName, str]]:
         """Start a new worker pool for every one that has ended; return their roles and nodes."""
@@ -276,6 +292,15 @@ class JobRuntime:
             return False
         if node not in self._trainer_nodes():
             self._allocation = self._allocation.without_node(node)
+        return True
+
+    def drop_trainer_node(self, node: str) -> bool:
+        """Exclude a node from the trainer and the transport of weights; False if there is none to take its place."""
+        plan = self._plan.role("train")
+        left = self._allocation.without_node(node)
+        if len(left.nodes[plan.component]) * plan.workers_per_node < plan.num_workers:
+            return False
+        self._allocation = left
         return True
 
     def num_nodes(self, role: RoleName) -> int:
@@ -401,6 +426,13 @@ class JobRuntime:
             ]
             for node in self._allocation.nodes[role.component]
         }
+
+
+def _read_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _escape_template(path: Path) -> str:

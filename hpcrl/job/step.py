@@ -9,7 +9,9 @@ guardian, which has a JOB and no command.
 
 SIGTERM is not forwarded: Slurm sends it to every step at the start of a grace time, in which the trainer has a
 checkpoint to save. It becomes a notice in the job's directory, and the driver decides what is still possible. Without
-a driver the step ends. So does the step of a reward job: its SIGTERM is not for the driver's job.
+a driver the step ends. So does the step of a reward job: its SIGTERM is not for the driver's job. SIGUSR1 and SIGUSR2
+are warnings of the same kind (`scancel --signal`), which would end processes that do not expect them: what the step
+starts ignores them.
 """
 
 import contextlib
@@ -32,6 +34,7 @@ from hpcrl.system.variables import PARTITION_VARIABLE
 from hpcrl.weights.window.file import unlink_recorded_windows
 from hpcrl.weights.window.shm_cleanup import SCRATCH_PREFIX, SegmentLedger, remove_orphan_mpi, remove_orphans
 
+WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 TERM_GRACE_S = 3.0
 NOTICE_TIMEOUT_S = 4.0
 """Time for a driver to answer a notice of SIGTERM: Slurm may send SIGKILL soon."""
@@ -51,8 +54,9 @@ class StepEnd:
         """True if no driver has answered a notice."""
 
     def listen(self) -> None:
-        """Take SIGTERM of this process as a notice."""
-        signal.signal(signal.SIGTERM, self._on_term)
+        """Take SIGTERM of this process, and the warnings before it, as a notice."""
+        for number in (signal.SIGTERM, *WARNING_SIGNALS):
+            signal.signal(number, self._on_term)
 
     def is_over(self) -> bool:
         """Return whether the step is to end; publish a notice that is due."""
@@ -78,20 +82,19 @@ class StepEnd:
 
 
 def main(job: JobDir | None, end: Path, command: list[str]) -> int:
-    """Run `command`, forward signals, clean up; return its exit code."""
+    """Run `command`, forward SIGINT, clean up; return its exit code."""
     adopt_orphans()
     remove_orphans()
     requests = StepEnd(job, end)
     requests.listen()
     with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, ignore_cleanup_errors=True) as scratch:
         ledger = SegmentLedger(scratch=Path(scratch))
-        child = subprocess.Popen(command, env=os.environ | {"TMPDIR": scratch}, preexec_fn=die_with_parent)
+        child = subprocess.Popen(command, env=os.environ | {"TMPDIR": scratch}, preexec_fn=_prepare_child)
 
         def forward(number: int, _: FrameType | None) -> None:
             child.send_signal(number)
 
-        for sig in (signal.SIGINT, signal.SIGUSR2):
-            signal.signal(sig, forward)
+        signal.signal(signal.SIGINT, forward)
         code = ledger.wait(child, is_over=requests.is_over)
         grace_s = 0.0 if requests.is_alone else TERM_GRACE_S
         if child.poll() is None:
@@ -104,6 +107,13 @@ def main(job: JobDir | None, end: Path, command: list[str]) -> int:
         if job is not None and (job.end.exists() or requests.is_alone):
             unlink_recorded_windows(job)
     return encode_exit_code(code)
+
+
+def _prepare_child() -> None:
+    """Let the command, and all that it starts, outlive warnings that Slurm sends to every process of a step."""
+    die_with_parent()
+    for number in WARNING_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def clean_node(job: JobDir) -> int:

@@ -86,6 +86,8 @@ class LabCluster:
     """Directories below /tmp that the nodes of a strict lab share, besides those that every job needs."""
     preempt_grace_s: int = 0
     """Time between TERM and the end of a job that is preempted, in the wide partitions."""
+    warns_preempted: bool = False
+    """True if a preempted job gets its own warning (`--signal`) instead of SIGTERM (preempt_send_user_signal)."""
     kill_wait_s: int = 10
     """Time between TERM and KILL of a job that is cancelled or at its walltime (KillWait)."""
     over_time_limit_min: int = 0
@@ -261,6 +263,7 @@ def _make_template_values(lab: LabDir, *, cluster: LabCluster, ports: list[int],
         "walltime_min": cluster.walltime_min,
         "licenses": f"Licenses={','.join(cluster.licenses)}" if cluster.licenses else "",
         "kill_wait_s": cluster.kill_wait_s,
+        "preemption": "SlurmctldParameters=preempt_send_user_signal" if cluster.warns_preempted else "",
         "over_time_limit_min": cluster.over_time_limit_min,
         "job_requeue": int(cluster.requeues),
         "tracking": "\n".join(choose_tracking(is_strict=cluster.is_strict, binds_cpus=cluster.binds_cpus)),

@@ -2,9 +2,11 @@
 
     run                         train until the last step, or until the job drains
     TrainingLoop                the trainer, its step and its version
+    DrainTimes                  the times of steps and checkpoints, and whether a step still fits
     POLL_INTERVAL_S             the pause while there is nothing to train on
     EVALUATION_POLL_INTERVAL_S  the pause while the last evaluation runs
     WORK_FACTOR                 the time limit of a part of a step
+    NUM_TIMES, TIME_FACTOR      how many of the last steps count, and how much longer the next may be
     LAST_CHECKPOINT_TIMEOUT_S   the time that a checkpoint has to be complete after memory ran out
 
 A checkpoint records which trajectories it has consumed.
@@ -13,7 +15,7 @@ A checkpoint records which trajectories it has consumed.
 import math
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ from hpcrl.campaign_dir.events import (
     StepFinished,
     TrainingResumed,
 )
+from hpcrl.campaign_dir.job_end import read_time_left
 from hpcrl.campaign_dir.train_progress import TrainProgress, read_train_progress, write_train_progress
 from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import make_warmup_settings
@@ -53,7 +56,7 @@ from hpcrl.system.pulse import expect_work, note_work
 from hpcrl.system.variables import TRAINER_START_VARIABLE
 from hpcrl.system.wakeups import WakeListener
 from hpcrl.trainers import checkpoint
-from hpcrl.trainers.base import RankTrainer, StepMetrics, Trainer
+from hpcrl.trainers.base import RankTrainer, StepAbandonedError, StepMetrics, Trainer
 from hpcrl.trainers.leader import RankLeader, follow_orders
 from hpcrl.trainers.memory_error import StepMemoryError
 from hpcrl.trainers.publishing import make_published_layout, open_shard_store
@@ -71,6 +74,8 @@ POLL_INTERVAL_S = 0.05
 WORK_FACTOR = 3
 """A micro-batch, or what follows a step, may take `job.stall_timeout_min` times this."""
 EVALUATION_POLL_INTERVAL_S = 0.5
+NUM_TIMES = 20
+TIME_FACTOR = 1.1
 LAST_CHECKPOINT_TIMEOUT_S = 60.0
 
 
@@ -132,6 +137,7 @@ def _open_warmup(context: WorkerContext) -> WarmupData | None:
 
 def _run_leader(context: WorkerContext, rank_trainer: RankTrainer, warmup: WarmupData | None) -> int:
     training_loop = TrainingLoop.start_or_resume(context, rank_trainer, warmup=warmup)
+    rank_trainer.must_abandon = training_loop.must_abandon_step
     try:
         return _run_steps(context, training_loop)
     except StepMemoryError:
@@ -147,7 +153,13 @@ def _run_steps(context: WorkerContext, training_loop: "TrainingLoop") -> int:
             training_loop.finish()
             return EXIT_DRAINED
         note_work()
-        if not training_loop.try_step():
+        try:
+            has_stepped = training_loop.try_step()
+        except StepAbandonedError as error:
+            context.events.emit(FaultReported(what="step", detail=str(error)))
+            training_loop.finish()
+            return EXIT_DRAINED
+        if not has_stepped:
             training_loop.poll()
             training_loop.pause()
     training_loop.await_evaluation()
@@ -214,6 +226,23 @@ def _make_model(context: WorkerContext) -> None:
 
 
 @dataclass
+class DrainTimes:
+    """The seconds that the last steps took, with their publishing, and the last checkpoints."""
+
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMES))
+    saves: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMES))
+
+    def is_too_late(self, *, step_age_s: float, left_s: float) -> bool:
+        """Return whether the rest of a step that has run for a while, and a checkpoint, need more time than is left.
+
+        What was not measured yet counts as nothing.
+        """
+        save_s = TIME_FACTOR * max(self.saves, default=0.0)
+        rest_s = max(TIME_FACTOR * max(self.steps, default=0.0) - step_age_s, 0.0)
+        return left_s < rest_s + save_s
+
+
+@dataclass
 class TrainingLoop:
     """The trainer and its place in the campaign."""
 
@@ -248,6 +277,8 @@ class TrainingLoop:
     reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "spool"))
     """The thread that reads new trajectories while a step runs."""
     waiting_since: float = field(default_factory=time.monotonic)
+    step_started_at: float = field(default_factory=time.monotonic)
+    times: DrainTimes = field(default_factory=DrainTimes)
     listener: WakeListener | None = None
     """Ends its pauses when another worker has something for it."""
 
@@ -312,7 +343,9 @@ class TrainingLoop:
         """Make one step of the warm-up; after the last one, publish the version that episodes start with."""
         conversations = warmup.choose(self.step + 1)
         self.note_progress(num_warmup_steps=self.step, is_training=True)
+        self.step_started_at = time.monotonic()
         metrics = self.trainer.train_step(conversations, step=self.step + 1, version=self.version, train=warmup.train)
+        self.times.steps.append(time.monotonic() - self.step_started_at)
         self.step += 1
         no_rewards = {"reward_mean": None, "reward_std": None, "num_flat_groups": 0, "lag_mean": 0.0, "lag_max": 0}
         metrics = msgspec.structs.replace(metrics, **no_rewards, lags={})
@@ -329,6 +362,13 @@ class TrainingLoop:
             self.start_checkpoint()
         self.waiting_since = time.monotonic()
 
+    def must_abandon_step(self) -> bool:
+        """Return whether the job ends before the step that runs would be made, published and saved."""
+        if not self.context.draining:
+            return False
+        age_s = time.monotonic() - self.step_started_at
+        return self.times.is_too_late(step_age_s=age_s, left_s=read_time_left(self.context.job))
+
     def try_step(self) -> bool:
         """Make one step; return False if there are not enough groups for it."""
         recipe = self.context.recipe
@@ -343,6 +383,7 @@ class TrainingLoop:
         if not choice.chosen:
             return False
         wait_s = time.monotonic() - self.waiting_since
+        self.step_started_at = time.monotonic()
         gathering = self.reading.submit(self.train_queue.gather)
         metrics = self.trainer.train_step(choice.chosen, step=self.step + 1, version=self.version)
         gathering.result()
@@ -351,6 +392,7 @@ class TrainingLoop:
         self.version += 1
         started = time.monotonic()
         self.publish()
+        self.times.steps.append(time.monotonic() - self.step_started_at)
         times = metrics.times | {"publish": round(time.monotonic() - started, 6), "wait": round(wait_s, 6)}
         self.train_queue.mark_trained(version=self.version)
         values = msgspec.structs.asdict(metrics) | {"times": times, "mfu": self.compute_mfu(metrics)}
@@ -553,6 +595,7 @@ class TrainingLoop:
         )
         self.train_queue.mark_covered(saved)
         wall_s = time.monotonic() - started
+        self.times.saves.append(wall_s)
         wall_s, stall_s = round(wall_s, 4), round(stall_s, 4)
         self.context.events.emit(
             CheckpointSaved(step=moment.step, version=moment.version, wall_s=wall_s, stall_s=stall_s)

@@ -5,7 +5,9 @@ JobStatus                  the state of one job
 ComponentStatus            the state of one of its components
 parse_queue, parse_ended   parse the two text formats (JSON changes between Slurm versions)
 combine_states             the state of a heterogeneous job from those of its components
-query_failed_nodes         ask sinfo which nodes cannot be used
+query_failed_nodes         ask sinfo which nodes take no job
+query_lost_nodes           ask sinfo which nodes run nothing
+query_restarted_nodes      ask scontrol which nodes have started again
 explain_reason             why a job waits or ended, in plain words
 UNKNOWN, WAITING, ACTIVE, ENDED   states
 
@@ -149,12 +151,38 @@ def query_job_states(ids: Sequence[str], *, env: Mapping[str, str], timeout_s: f
 
 def query_failed_nodes(nodes: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 10.0) -> list[str]:
     """Return the nodes that Slurm reports as down, failed, drained or silent; none without an answer."""
+    states = _query_node_states(nodes, env, timeout_s=timeout_s)
+    return [node for node in nodes if states.get(node, "").endswith("*") or states.get(node, "").startswith(_FAILED)]
+
+
+def query_lost_nodes(nodes: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 10.0) -> list[str]:
+    """Return the nodes that Slurm reports as down; none without an answer. One that drains still runs its jobs."""
+    states = _query_node_states(nodes, env, timeout_s=timeout_s)
+    return [node for node in nodes if states.get(node, "").startswith("down")]
+
+
+def _query_node_states(nodes: Sequence[str], env: Mapping[str, str], *, timeout_s: float) -> dict[str, str]:
     if not nodes:
-        return []
+        return {}
     command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N %T"]
     rows = (line.split() for line in _query_slurm(command, env, timeout_s=timeout_s).text.splitlines())
-    states = {row[0]: row[1] for row in rows if len(row) == 2}
-    return [node for node in nodes if states.get(node, "").endswith("*") or states.get(node, "").startswith(_FAILED)]
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def query_restarted_nodes(
+    nodes: Sequence[str], *, since: float, env: Mapping[str, str], timeout_s: float = 10.0
+) -> list[str]:
+    """Return the nodes that were booted after a time, or whose slurmd was started then; none without an answer."""
+    if not nodes:
+        return []
+    command = ["scontrol", "--oneliner", "show", "node", ",".join(nodes)]
+    found = []
+    for line in _query_slurm(command, env, timeout_s=timeout_s).text.splitlines():
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        starts = [_parse_time(fields.get(name, "")) for name in ("BootTime", "SlurmdStartTime")]
+        if any(start is not None and start > since for start in starts):
+            found.append(fields.get("NodeName", ""))
+    return [node for node in nodes if node in found]
 
 
 def parse_queue(text: str) -> dict[str, JobStatus]:

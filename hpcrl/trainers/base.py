@@ -7,6 +7,7 @@
     StepMetrics        the metrics of a step
     WritableState      state that a thread can write
     RankSnapshot       one rank's state in memory
+    StepAbandonedError  there is no time for the rest of a step
     check_trainable    refuse trajectories that no step can use
     load_fixed_models  the models of nodes that never train, by node
 
@@ -37,6 +38,10 @@ from hpcrl.trainers.world import World
 from hpcrl.weights.stores.sharded_store import LocalShards
 
 T = TypeVar("T")
+
+
+class StepAbandonedError(TrainError):
+    """A step was abandoned before it changed a weight: the job ends before it would be made and saved."""
 
 
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +145,10 @@ class Trainer(Protocol):
         """Continue exactly as if `snapshot` had been the last call, whatever parallelism wrote the directory."""
 
 
+def nothing_to_check() -> None:
+    """Let a step continue."""
+
+
 Minibatch = list[MicroBatch]
 """The micro-batches of one optimizer step, on this rank's device."""
 TokenColumns = list[Tensor | None]
@@ -183,6 +192,9 @@ class RankTrainer(Trainer, Protocol):
     has_scored_reference: bool
     """True if the log-probs of the reference come with the trajectories, from a teacher's engine."""
 
+    must_abandon: Callable[[], bool]
+    """A function that is asked during a step whether there is no time for the rest of it; that of rank 0 counts."""
+
     fitting_tokens: int
     """The tokens of the largest micro-batch of any rank so far, padding included: there was memory for it."""
 
@@ -203,9 +215,18 @@ class RankTrainer(Trainer, Protocol):
         """Compute the log-probs of all tokens under the policy, or under the model of the node with this name."""
 
     def accumulate_gradient(
-        self, minibatch: Minibatch, priors: list[PriorLogprobs], *, totals: MinibatchTotals, policy_loss: PolicyLoss
+        self,
+        minibatch: Minibatch,
+        priors: list[PriorLogprobs],
+        *,
+        totals: MinibatchTotals,
+        policy_loss: PolicyLoss,
+        check: Callable[[], None] = nothing_to_check,
     ) -> LossSums:
-        """Add the gradient of a minibatch, over all ranks."""
+        """Add the gradient of a minibatch, over all ranks; `check` may end the step before any micro-batch.
+
+        All ranks make that call for the same micro-batches.
+        """
 
     def clip_gradient(self) -> float:
         """Clip the gradient and return its norm before clipping, over all ranks."""

@@ -35,7 +35,7 @@ from hpcrl.learn.distribute import RankShare, ShareItem, StepShares, distribute_
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.segment import read_segment
 from hpcrl.system.files import remove_path
-from hpcrl.trainers.base import RankTrainer, StepMetrics, WritableState
+from hpcrl.trainers.base import RankTrainer, StepAbandonedError, StepMetrics, WritableState
 from hpcrl.trainers.publishing import WindowOrders, open_shard_store
 from hpcrl.trainers.step import learn_rows, train_step
 from hpcrl.trainers.step_metrics import Stopwatch
@@ -294,21 +294,22 @@ def follow_orders(
         match order.do:
             case "learn":
                 source = _choose_source(warmup, order.step)
-                learn_rows(
-                    trainer,
-                    order,
-                    train=train if source is None else source.train,
-                    step=order.step,
-                    read_share=lambda order: _take_rows(
-                        prefetcher,
-                        order.shares,
-                        order.ahead,
-                        share=trainer.share,
-                        source=_choose_source(warmup, order.step),
-                    ),
-                    skipped=order.skipped,
-                    watch=Stopwatch(),
-                )
+                with suppress(StepAbandonedError):  # rank 0 orders what comes instead
+                    learn_rows(
+                        trainer,
+                        order,
+                        train=train if source is None else source.train,
+                        step=order.step,
+                        read_share=lambda order: _take_rows(
+                            prefetcher,
+                            order.shares,
+                            order.ahead,
+                            share=trainer.share,
+                            source=_choose_source(warmup, order.step),
+                        ),
+                        skipped=order.skipped,
+                        watch=Stopwatch(),
+                    )
             case "stage" | "leave":
                 assert store is not None, "all ranks have a store, or none"
                 _publish_part(trainer, order, store=store)

@@ -27,7 +27,7 @@ from hpcrl.learn.advantage import STEP_ESTIMATORS
 from hpcrl.learn.batch import MicroBatch, TrainingRow, make_micro_batches, make_packed_batches
 from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import NodeWork
-from hpcrl.trainers.base import Minibatch, RankTrainer, TokenColumns
+from hpcrl.trainers.base import Minibatch, RankTrainer, StepAbandonedError, TokenColumns, nothing_to_check
 from hpcrl.trainers.critic import estimate_advantages
 from hpcrl.trainers.micro_batch_loss import (
     MinibatchTotals,
@@ -53,6 +53,11 @@ class StepWork(NodeWork):
     """The minibatch for which nodes run that run for each."""
     totals: list[MinibatchTotals] = field(default_factory=list)
     """The counts of each minibatch."""
+
+    def check_time(self) -> None:
+        """Raise StepAbandonedError on all ranks if rank 0 has no time for the rest of the step."""
+        if self.trainer.world.any(self.trainer.must_abandon()):
+            raise StepAbandonedError(f"step {self.step} was abandoned: the job ends before it would be made and saved")
 
 
 def read_rows(work: StepWork, shares: Any) -> list[list[TrainingRow]]:
@@ -134,12 +139,23 @@ def estimate_values(work: StepWork, minibatches: list[Minibatch], *columns: list
 
 
 def compute_gradient(work: StepWork, minibatches: list[Minibatch], *columns: list[TokenColumns]) -> LossSums:
-    """Add the gradient of the loss of one minibatch, over all ranks."""
+    """Add the gradient of the loss of one minibatch, over all ranks.
+
+    A step may be abandoned before its first update: the weights are those of the last step then.
+    """
     minibatch = minibatches[work.number]
     priors = _list_priors(work, minibatch, columns, work.number)
-    return work.trainer.accumulate_gradient(
-        minibatch, priors, totals=work.totals[work.number], policy_loss=work.policy_loss
-    )
+    try:
+        return work.trainer.accumulate_gradient(
+            minibatch,
+            priors,
+            totals=work.totals[work.number],
+            policy_loss=work.policy_loss,
+            check=nothing_to_check if work.result.norms else work.check_time,
+        )
+    except StepAbandonedError:
+        work.trainer.discard_gradient()
+        raise
 
 
 def update_policy(work: StepWork, sums: LossSums) -> None:

@@ -26,7 +26,14 @@ from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import load_update
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.adapters import ADAPTER_PREFIX, add_adapters
-from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, load_fixed_models
+from hpcrl.trainers.base import (
+    Minibatch,
+    RankSnapshot,
+    StepMetrics,
+    TokenColumns,
+    load_fixed_models,
+    nothing_to_check,
+)
 from hpcrl.trainers.context_group import make_context_group
 from hpcrl.trainers.critic import Critic
 from hpcrl.trainers.expert_balance import ExpertBalance
@@ -44,6 +51,9 @@ from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
 from hpcrl.trainers.torch_model import TrainedModel, choose_frozen_dtype, load_fixed
 from hpcrl.trainers.world import SINGLE_RANK, World
 from hpcrl.weights.stores.sharded_store import LocalShards
+
+MAX_CHECKS = 16
+"""The most micro-batches of a minibatch before which ranks agree whether to abandon the step."""
 
 
 class TorchTrainer:
@@ -71,6 +81,7 @@ class TorchTrainer:
         self.has_scored_reference = has_scored_reference
         self.world = world
         self.fitting_tokens = 0
+        self.must_abandon: Callable[[], bool] = bool
         source = open_causal(model_dir, dtype=choose_frozen_dtype(train, world) if train.lora_rank else torch.float32)
         module = source.module
         self._precise_names = source.find_precise_names()
@@ -207,12 +218,20 @@ class TorchTrainer:
             return compute_token_logprobs(module, micro, temperature=self._temperature)[0]
 
     def accumulate_gradient(
-        self, minibatch: Minibatch, priors: list[PriorLogprobs], *, totals: MinibatchTotals, policy_loss: PolicyLoss
+        self,
+        minibatch: Minibatch,
+        priors: list[PriorLogprobs],
+        *,
+        totals: MinibatchTotals,
+        policy_loss: PolicyLoss,
+        check: Callable[[], None] = nothing_to_check,
     ) -> LossSums:
         """Add the gradient of a minibatch; ranks exchange theirs during its last micro-batch."""
         total = LossSums.zero(self.world.device)
-        last = len(minibatch) - 1
+        last, check_interval = len(minibatch) - 1, -(-len(minibatch) // MAX_CHECKS)
         for number, (micro, prior) in enumerate(zip(minibatch, priors, strict=True)):
+            if number % check_interval == 0:
+                check()
             with watch_memory(micro), self._policy.accumulation_context(last=number == last):
                 with self._balance.watch(micro):
                     logprobs_N, entropy_N = compute_token_logprobs(

@@ -67,6 +67,14 @@ class World:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return int(tensor)
 
+    def any(self, is_so: bool) -> bool:
+        """Return whether something is so on any rank, on each; without waiting for a GPU."""
+        if self.size == 1:
+            return is_so
+        tensor = torch.tensor(int(is_so))
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group if self.cpu_group is None else self.cpu_group)
+        return bool(tensor)
+
     def broadcast(self, message: bytes) -> bytes:
         """Send rank 0's message to all ranks and return it; the message of the others is ignored."""
         if self.size == 1:

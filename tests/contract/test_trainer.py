@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from hpcrl.config.pipeline import PipelineNode
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
+from hpcrl.trainers.base import StepAbandonedError
 from hpcrl.trainers.memory_error import StepMemoryError
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import SINGLE_RANK
@@ -209,6 +210,30 @@ def test_rows_longer_than_the_memory_allows_are_left_out_and_the_others_keep_the
     assert metrics.num_rows == 6
     assert metrics.reward_mean == whole.train_step(episodes, step=1, version=1).reward_mean
     assert not same(trainer.tensors(), whole.tensors())
+
+
+def test_a_step_that_is_abandoned_leaves_all_as_before_it(make):
+    trainer, other = make(tokens_per_micro_batch=40), make(tokens_per_micro_batch=40)
+    for one in (trainer, other):
+        one.train_step(batch(), step=1, version=1)
+    answers = [] if hasattr(trainer, "_run_schedule") else [False]  # a schedule of stages is not interrupted
+    trainer.must_abandon = lambda: not answers or answers.pop()
+    with pytest.raises(StepAbandonedError, match=r"^step 2 was abandoned"):
+        trainer.train_step(batch(1), step=2, version=2)
+    assert same(trainer.tensors(), other.tensors())
+    trainer.must_abandon = bool
+    for one in (trainer, other):
+        one.train_step(batch(2), step=2, version=2)
+    assert same(trainer.tensors(), other.tensors()), "neither its gradient nor the state of the optimizer has changed"
+
+
+def test_a_step_that_has_changed_the_weights_is_completed(make):
+    trainer, updates = make(epochs=2), []
+    trainer.must_abandon = lambda: bool(updates)
+    apply = trainer.apply_gradient
+    trainer.apply_gradient = lambda **options: updates.append(apply(**options))
+    assert trainer.train_step(batch(), step=1, version=1).skipped is None
+    assert len(updates) == 2
 
 
 def test_a_step_that_runs_out_of_memory_names_its_micro_batch_and_can_be_made_again(make, monkeypatch):

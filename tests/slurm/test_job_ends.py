@@ -8,43 +8,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.campaign_dir.paths import CampaignDir
-from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, snapshot, steps, until
+from tests.support.campaigns import hpcrl, outcome, steps, until
+from tests.support.lab_campaigns import PREEMPTIBLE, await_end, find_batch_processes, list_saved_steps, start
 from tests.support.lab_tools import Lab
 
 pytestmark = [
     *(pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)),
     pytest.mark.skipif(os.geteuid() != 0, reason="a strict lab needs root"),
 ]
-
-ENDLESS = ("-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=100000")
-"""A campaign that makes a checkpoint only when it drains."""
-
-
-def start(campaigns: Path, name: str, *settings: str, site: str = "lab") -> tuple[CampaignDir, str]:
-    """Submit a campaign and wait for its first steps; return it with the id of its job."""
-    hpcrl("submit", "quickstart", "--site", site, "--name", name, *SIMULATED, *ENDLESS, *settings)
-    run = CampaignDir(campaigns / name)
-    until(lambda: len(steps(run)) > 2, what="steps are made")
-    return run, snapshot(name)["jobs"][0]["id"]
-
-
-def list_saved_steps(run: CampaignDir) -> list[int]:
-    return [event["step"] for event in events_of(run, "checkpoint")]
-
-
-def find_batch_processes(run: CampaignDir) -> list[psutil.Process]:
-    """Return the guardian and the driver of the first job."""
-    mark = ["hpcrl.job.driver", str(run.root), "0"]
-    found = [one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [])[-3:] == mark]
-    return sorted(found, key=lambda one: one.ppid() in {other.pid for other in found})
-
-
-def await_end(lab: Lab, run: CampaignDir) -> str:
-    """Wait until Slurm has ended the first job; return its state in the accounting."""
-    id = json.loads(run.job(0).submission.read_text())["id"]
-    until(lambda: id not in lab.run("squeue", "-h", "-o", "%A"), what="the job has left the queue", timeout_s=60)
-    return lab.accounted(id)[0]["State"].split()[0]
 
 
 def test_a_cancelled_job_saves_its_last_step(lab: Lab, campaigns: Path) -> None:
@@ -57,16 +28,7 @@ def test_a_cancelled_job_saves_its_last_step(lab: Lab, campaigns: Path) -> None:
 
 
 def test_a_job_that_is_preempted_with_a_grace_time_uses_it_for_a_checkpoint(lab: Lab, campaigns: Path) -> None:
-    # Slurm preempts a heterogeneous job only if it may preempt all its components.
-    run, _ = start(
-        campaigns,
-        "p",
-        "-s",
-        "site.partitions.h100.slurm_partition=spare",
-        "-s",
-        "job.layout=hetstep",
-        site="lab-hetstep",
-    )
+    run, _ = start(campaigns, "p", *PREEMPTIBLE, site="lab-hetstep")
     taker = lab.run("sbatch", "--parsable", "-p", "h100", "-N4", "--exclusive", "--mem=0", "-o/dev/null", "--wrap=true")
     assert await_end(lab, run) in ("PREEMPTED", "COMPLETED"), "it may end within the grace time"
     assert (outcome(run)["outcome"], outcome(run)["cause"]) == ("drained", "preemption")

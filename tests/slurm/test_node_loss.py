@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.lab import outages
 from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, steps, until
 from tests.support.lab_tools import Lab, running_lab
 
@@ -46,6 +47,36 @@ def test_a_campaign_continues_without_a_lost_node_and_its_weights_are_still_sent
     assert f"decode continues without {LOST}" in faults
     assert [event["transport"] for event in events_of(run, "transport")][-1] == "mpi"
     hpcrl("stop", "n")
+    assert outcome(run)["outcome"] == "stopped"
+
+
+ENDLESS = ("-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=5")
+
+
+def test_a_trainer_whose_node_was_booted_again_is_started_again(lab: Lab, campaigns: Path) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "b", *SIMULATED, *ENDLESS)
+    run = CampaignDir(campaigns / "b")
+    until(lambda: len(steps(run)) > 6, what="steps are made")
+    outages.break_part(lab.state_dir, "train1")
+    outages.restore_part(lab.state_dir, "train1")
+    until(lambda: bool(events_of(run, "worker-restarted")), what="the driver misses the trainer")
+    made = len(steps(run))
+    until(lambda: len(steps(run)) > made + 1, what="steps are made again")
+    (failure,) = [event for event in events_of(run, "worker-failed") if event["of"] == "train-0"]
+    assert "train1 was started again" in failure["reason"]
+    hpcrl("stop", "b")
+    assert outcome(run)["outcome"] == "stopped"
+
+
+def test_a_trainer_whose_node_is_lost_continues_on_the_spare_one(lab: Lab, campaigns: Path) -> None:
+    survives = ("-s", "job.survive_node_loss=true")
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "t", *SIMULATED, *ENDLESS, *survives)
+    run = CampaignDir(campaigns / "t")
+    until(lambda: len(steps(run)) > 6, what="steps are made")
+    lose(lab, "train1")
+    until(lambda: steps(run)[-1]["node"] == "train2", what="steps are made on the other node")
+    assert "train continues without train1" in [event["detail"] for event in events_of(run, "fault")]
+    hpcrl("stop", "t")
     assert outcome(run)["outcome"] == "stopped"
 
 

@@ -33,11 +33,15 @@ class Lab:
 
     def run(self, *command: str) -> str:
         """Run a command and return its output; fail with its output if it fails."""
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=WAIT_S, check=False
-        )
+        done = self.try_run(*command)
         assert done.returncode == 0, f"{command}: {done.returncode}: {done.stderr}"
         return done.stdout.strip()
+
+    def try_run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command that may fail."""
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=WAIT_S, check=False
+        )
 
     def submit(self, folder: Path, body: str, *options: str) -> str:
         """Submit a script that writes to `folder`/out; return the job's id."""
@@ -94,11 +98,11 @@ def short_dir() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def running_lab(shared: Path | None = None) -> Iterator[Lab]:
+def running_lab(shared: Path | None = None, **changes: int) -> Iterator[Lab]:
     """Start a lab as shipped, or as root a strict one whose nodes see `shared`; remove it afterwards."""
-    cluster = DEFAULT_CLUSTER
+    cluster = replace(DEFAULT_CLUSTER, **changes)  # type: ignore[arg-type]
     if shared is not None and os.geteuid() == 0:
-        cluster = replace(STRICT_CLUSTER, shared=(str(shared),))
+        cluster = replace(STRICT_CLUSTER, shared=(str(shared),), **changes)  # type: ignore[arg-type]
     with short_dir() as folder:
         labs.up(folder / "lab", cluster=cluster)
         try:

@@ -18,6 +18,7 @@ from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.testing import ranks
 from hpcrl.testing.learning import load_checkpoint, save_checkpoint
+from hpcrl.trainers.base import StepAbandonedError
 from hpcrl.trainers.checkpoint import find_newest
 from hpcrl.trainers.leader import RankLeader, follow_orders
 from hpcrl.trainers.publishing import make_published_layout, open_shard_store
@@ -352,6 +353,38 @@ def lead_steps(world, model_dir, spool, checkpoints, last, dies_at=None):
         save_checkpoint(Path(checkpoints), step=step, version=step, trainer=leader, consumed=consumed)
     leader.close()
     return losses
+
+
+def abandon_a_step(world, model_dir, spool, sharding):
+    """Make a step, abandon the second between two micro-batches, and make it then."""
+    torch.set_num_threads(1)
+    train = settings(sharding=sharding, tokens_per_micro_batch=40)
+    mine = TorchTrainer(Path(model_dir), train, seed=3, world=world)
+    if world.rank:
+        follow_orders(mine, train=train, spool=Path(spool))
+        return None
+    leader = RankLeader(
+        mine,
+        train=train,
+        seed=3,
+        spool=Path(spool),
+        checkpoints=Path(spool),
+        segment_of=lambda episode: segment_of_step(int(episode.group.partition("/")[2]) // 3),
+        upcoming=lambda version: batch(version + 1),
+    )
+    losses, answers = [leader.train_step(batch(1), step=1, version=0).loss], [True, False]
+    before = leader.tensors()
+    mine.must_abandon = answers.pop
+    try:
+        leader.train_step(batch(2), step=2, version=1)
+    except StepAbandonedError as error:
+        losses.append(str(error))
+    after = leader.tensors()
+    is_same = all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    mine.must_abandon = bool
+    losses.append(leader.train_step(batch(2), step=2, version=1).loss)
+    leader.close()
+    return [is_same, *losses]
 
 
 def segment_of_step(step):

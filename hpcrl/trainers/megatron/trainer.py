@@ -29,7 +29,14 @@ from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import load_update
 from hpcrl.plan.checks import find_megatron_conflict
 from hpcrl.spool.record import Trajectory
-from hpcrl.trainers.base import Minibatch, RankSnapshot, StepMetrics, TokenColumns, load_fixed_models
+from hpcrl.trainers.base import (
+    Minibatch,
+    RankSnapshot,
+    StepMetrics,
+    TokenColumns,
+    load_fixed_models,
+    nothing_to_check,
+)
 from hpcrl.trainers.megatron.layers import compute_token_logprobs
 from hpcrl.trainers.megatron.model import build_model_part, patch_for_cpu
 from hpcrl.trainers.memory_error import watch_memory
@@ -78,6 +85,7 @@ class MegatronTrainer:
         self.has_scored_reference = has_scored_reference
         self.world = world
         self.fitting_tokens = 0
+        self.must_abandon: Callable[[], bool] = bool
         self.critic = None  # `find_megatron_conflict` refuses recipes that need one
         with patch_for_cpu():
             self._model_part = build_model_part(model_dir, train=train, world=world, seed=seed)
@@ -218,9 +226,16 @@ class MegatronTrainer:
         return found
 
     def accumulate_gradient(
-        self, minibatch: Minibatch, priors: list[PriorLogprobs], *, totals: MinibatchTotals, policy_loss: PolicyLoss
+        self,
+        minibatch: Minibatch,
+        priors: list[PriorLogprobs],
+        *,
+        totals: MinibatchTotals,
+        policy_loss: PolicyLoss,
+        check: Callable[[], None] = nothing_to_check,
     ) -> LossSums:
         """Add the gradient of a minibatch on all ranks: run Megatron's schedule, then sum over the ranks."""
+        check()  # between the micro-batches of a schedule, stages are at different ones
         remaining = iter(priors)
 
         def judge(micro: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, LossSums]:

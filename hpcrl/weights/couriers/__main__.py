@@ -76,6 +76,8 @@ def main() -> NoReturn:
     """Run one rank of the couriers' step until the driver ends it."""
     die_with_parent(signal.SIGKILL)  # a stopped process must end with its step too
     faulthandler.enable()
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # warnings of the end, which the driver heeds
+        signal.signal(number, signal.SIG_IGN)
     settings = _parse_settings(sys.argv[1:])
     here = settings.here
     events = EventLog.open(here.campaign, "courier", here.node, job=here.job.number, role="courier", node=here.node)

@@ -20,6 +20,7 @@ from hpcrl.job.progress_watch import watch_campaign
 from hpcrl.job.supervision import CampaignUse, DrainRequest
 from hpcrl.plan.plan import make_plan
 from hpcrl.slurm.allocation import JobAllocation
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
 from hpcrl.system.files import make_private_dir
 from tests.support.plans import make_recipe
 
@@ -85,6 +86,21 @@ def test_a_campaign_that_has_reached_a_limit_starts_nothing(driver):
     end = driver._find_campaign_end()
     assert (end.outcome, end.cause) == ("stopped", "budget-used")
     assert "limits.node_hours" in end.reason
+
+
+def test_a_trainer_is_done_only_with_the_checkpoint_of_its_last_step(driver):
+    assert driver._confirm_done(EXIT_DONE) is None, "srun ends with 0 too if its node was lost"
+    assert driver._confirm_done(EXIT_DRAINED) == EXIT_DRAINED
+    assert driver._confirm_done(None) is None
+    make_private_dir(driver.campaign.checkpoints / f"000001-step-{driver.recipe.train.num_steps:06d}")
+    assert driver._confirm_done(EXIT_DONE) == EXIT_DONE
+
+
+def test_a_trainer_that_seems_done_without_that_checkpoint_has_failed(driver, monkeypatch):
+    monkeypatch.setattr("hpcrl.job.driver.CONFIRM_TIMEOUT_S", 0.0)
+    make_private_dir(driver.campaign.checkpoints / "000001-step-000001")
+    assert driver._confirm_done(EXIT_DONE) is None
+    assert driver._confirm_done(EXIT_DONE) == EXIT_FAILED
 
 
 def test_a_job_that_makes_its_last_step_while_it_drains_is_complete(driver):

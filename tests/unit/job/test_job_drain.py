@@ -8,6 +8,7 @@ from datetime import datetime
 
 import pytest
 
+from hpcrl.campaign_dir.job_end import read_time_left
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import LimitsConfig
 from hpcrl.job import job_drain
@@ -57,15 +58,36 @@ def test_a_job_with_sigterm_drains_though_slurm_is_silent_and_a_later_answer_giv
     assert (drain.limits.cause, drain.has_schedule) == ("cancellation", False)
     short = drain.limits.deadline - time.monotonic()
     assert short < ALLOCATION.kill_wait_s
+    assert short - 5 < read_time_left(job) < short + 5
     later = datetime.fromtimestamp(time.time() + 600).isoformat(timespec="seconds")
     fake_squeue(tmp_path, monkeypatch, f'echo "RUNNING {later} {later}"')
     drain.schedule_looks = LookInterval(0.0)
     drain.check_requests(ALLOCATION)
     assert (drain.limits.cause, drain.has_schedule) == ("preemption", True)
     assert drain.limits.deadline - time.monotonic() > short + 10
+    assert read_time_left(job) > short + 10, "the workers know of it"
     assert drain.limits.kill_time > time.time() + 500
     drain.check_requests(ALLOCATION)
     assert (tmp_path / "order").read_text() == "drained\n", "it was asked once more, and an answer is enough"
+
+
+def test_a_warning_of_a_preemption_gives_the_job_what_is_left_of_the_grace_time(drain, tmp_path, monkeypatch):
+    end = time.time() + 40
+    named = datetime.fromtimestamp(end).isoformat(timespec="seconds")
+    fake_squeue(tmp_path, monkeypatch, f'echo "RUNNING {named} {named}"')
+    drain.requests.is_near_end = True
+    request = drain.check_requests(ALLOCATION)
+    assert (request.cause, request.reason) == ("preemption", "it is preempted")
+    assert request.grace_s <= 40 - 9
+    assert request.kill_time <= end
+
+
+def test_a_warning_without_an_answer_of_slurm_counts_as_the_end_of_the_walltime(drain, tmp_path, monkeypatch):
+    fake_squeue(tmp_path, monkeypatch, "exit 1")
+    drain.requests.is_near_end = True
+    request = drain.check_requests(dataclasses.replace(ALLOCATION, end_time=time.time() + 3600))
+    assert request.is_at_walltime
+    assert 3000 < request.grace_s < 3600
 
 
 def test_a_drain_that_the_file_system_refuses_is_asked_for_again(drain, job, monkeypatch):
@@ -81,7 +103,7 @@ def test_a_drain_that_the_file_system_refuses_is_asked_for_again(drain, job, mon
     drain.start(DrainRequest(reason="a user asked for it", grace_s=1.0, cause="user-request"))
     assert not job.drain.exists()
     drain.check_requests(ALLOCATION)
-    assert job.drain.read_text() == "a user asked for it"
+    assert b"a user asked for it" in job.drain.read_bytes()
 
 
 @pytest.mark.parametrize("jump_s", [86_400.0, -86_400.0])

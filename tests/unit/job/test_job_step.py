@@ -7,6 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+import pytest
+
 from hpcrl.job.step import NOTICE_TIMEOUT_S
 from hpcrl.system.variables import PARTITION_VARIABLE
 
@@ -88,6 +91,21 @@ def test_sigterm_becomes_a_notice_and_the_command_runs_on_while_the_driver_drain
     (job / "drain").touch()
     with run_sleeping_step(job, seconds=NOTICE_TIMEOUT_S + 2) as step:
         step.terminate()
+        assert step.wait(30) == 0, "the command came to its end"
+    assert (job / "terminated").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_warning_becomes_a_notice_and_ends_nothing_that_the_step_has_started(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    job = tmp_path / "jobs" / "000"
+    job.mkdir(parents=True)
+    (job / "drain").touch()
+    with run_sleeping_step(job, seconds=NOTICE_TIMEOUT_S + 2) as step:
+        step.send_signal(number)
+        for child in psutil.Process(step.pid).children(recursive=True):
+            child.send_signal(number)
         assert step.wait(30) == 0, "the command came to its end"
     assert (job / "terminated").read_text()
 

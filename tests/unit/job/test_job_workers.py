@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -13,10 +14,13 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import TrainProgress, write_train_progress
 from hpcrl.config.site import load_site
 from hpcrl.errors import HpcrlError
+from hpcrl.job import job_workers
 from hpcrl.job.job_workers import JobWorkers, LongLivedWorker
 from hpcrl.job.memory_watch import TrainerMemoryWatch
-from hpcrl.job.supervision import RestartBudget
+from hpcrl.job.progress_watch import MAX_BEAT_AGE_S, RankBeats
+from hpcrl.job.supervision import LookInterval, RestartBudget
 from hpcrl.plan.plan import make_plan
+from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.processes import MAX_RESTARTS
 from tests.support.plans import make_recipe
@@ -37,6 +41,8 @@ def workers(tmp_path, events):
         quorum=recipe.job.quorum,
         budget=RestartBudget(campaign.job(0).logs),
         memory=TrainerMemoryWatch(campaign, recipe=recipe, has_gpus=False, emit=events.append),
+        silence_s=120.0,
+        start_timeout_s=900.0,
         emit=events.append,
     )
 
@@ -100,3 +106,101 @@ def test_engines_that_fail_everywhere_are_not_the_fault_of_a_recipe(workers):
     with pytest.raises(JobError) as ended:
         fail_worker(workers, workers.long_lived[0])
     assert ended.value.cause == "infrastructure"
+
+
+class FakeClock:
+    """A clock that the test moves."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def lost(workers, clock, monkeypatch):
+    """The workers of a job on Slurm whose trainer has shown a heartbeat for the last time; and Slurm's answers."""
+    file = workers.job.campaign.events / "000-train-0.jsonl"
+    file.write_text("")
+    workers.allocation = JobAllocation(job_id="7", end_time=1e12, nodes=[["t1"] for _ in workers.plan.components])
+    workers.beats, workers.beat_looks = RankBeats([file], clock=clock), LookInterval(0.0)
+    workers.trainer_started_at = time.time()
+    answers = SimpleNamespace(lost=[], restarted=[])
+    monkeypatch.setattr(job_workers, "query_lost_nodes", lambda nodes, **_: answers.lost)
+    monkeypatch.setattr(job_workers, "query_restarted_nodes", lambda nodes, **_: answers.restarted)
+    for number in range(2):
+        file.write_text(f"{number}")
+        workers.beats.find_silent(max_age_s=1.0, max_start_s=1.0)
+    clock.now += MAX_BEAT_AGE_S + 1
+    return answers
+
+
+class StartedTrainers:
+    """A runtime that counts how often the trainer is started."""
+
+    def __init__(self, *, has_spare=False):
+        self.num = 0
+        self.has_spare = has_spare
+
+    def start_trainer(self):
+        self.num += 1
+
+    def replace_lost_blocks(self):
+        return []
+
+    def drop_trainer_node(self, node):
+        return self.has_spare
+
+
+def test_a_trainer_whose_node_was_booted_again_is_started_again(workers, lost, events):
+    runtime = StartedTrainers()
+    workers.restart_failed(runtime, trainer_code=None)
+    assert runtime.num == 0, "Slurm knows of nothing: it may be a file server that is away"
+    lost.restarted = ["t1"]
+    workers.restart_failed(runtime, trainer_code=None)
+    assert runtime.num == 1
+    assert [event.reason for event in events if isinstance(event, WorkerFailed)] == [
+        "t1 was started again, and the trainer's processes there are gone"
+    ]
+    workers.restart_failed(runtime, trainer_code=None)
+    assert runtime.num == 1, "the new start has its time"
+
+
+def test_a_trainer_whose_node_is_lost_ends_the_job_and_the_next_one_avoids_the_node(workers, lost):
+    lost.lost = ["t1"]
+    with pytest.raises(JobError, match=r"^t1 of the trainer failed, and it has no other node in this job$") as ended:
+        workers.restart_failed(StartedTrainers(), trainer_code=None)
+    assert (ended.value.cause, ended.value.nodes) == ("node-failure", ["t1"])
+    workers.job.campaign.recipe.write_text("{}")
+    with pytest.raises(JobError, match="t1 of the trainer failed"):
+        workers.restart_failed(StartedTrainers(), trainer_code=1)
+
+
+def test_a_trainer_whose_node_is_lost_continues_on_a_spare_one(workers, lost, events):
+    lost.lost, runtime = ["t1"], StartedTrainers(has_spare=True)
+    assert workers.restart_failed(runtime, trainer_code=None), "the couriers go around it"
+    assert runtime.num == 1
+    assert not any("t1" in names for names in workers.allocation.nodes)
+    assert "train continues without t1" in [event.detail for event in events if isinstance(event, FaultReported)]
+
+
+def test_a_trainer_of_which_there_is_no_sign_for_long_is_started_again_whatever_slurm_says(workers, lost, clock):
+    runtime = StartedTrainers()
+    clock.now += workers.silence_s + 300
+    workers.restart_failed(runtime, trainer_code=None)
+    assert runtime.num == 1
+
+
+def test_a_trainer_that_has_just_started_has_longer_for_its_first_heartbeat(clock, tmp_path):
+    file = tmp_path / "beats"
+    beats = RankBeats([file], clock=clock)
+    clock.now += 50
+    assert beats.find_silent(max_age_s=10.0, max_start_s=60.0) == []
+    clock.now += 11
+    assert beats.find_silent(max_age_s=10.0, max_start_s=60.0) == [0]

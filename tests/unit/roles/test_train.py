@@ -8,7 +8,7 @@ from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.errors import NodeResultError
 from hpcrl.learn.pipeline import check_trajectories
 from hpcrl.roles import train
-from hpcrl.roles.train import _make_trainer
+from hpcrl.roles.train import DrainTimes, _make_trainer
 from hpcrl.system.files import make_private_dir
 from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.megatron import skip_without_megatron
@@ -72,3 +72,19 @@ def test_a_node_with_a_result_that_cannot_be_used_ends_the_campaign(tmp_path, ti
     with pytest.raises(NodeResultError, match="returned None"):
         train.run(context)
     assert "train.pipeline.filter returned None" in read_train_progress(context.campaign.train_progress).failure
+
+
+@pytest.mark.parametrize(
+    ("age_s", "left_s", "is_too_late"),
+    [(0.0, 34.0, False), (0.0, 32.0, True), (15.0, 19.0, False), (15.0, 17.0, True), (500.0, 12.0, False)],
+)
+def test_a_step_is_abandoned_if_its_rest_and_a_checkpoint_do_not_fit(age_s, left_s, is_too_late):
+    times = DrainTimes()
+    times.steps.extend((8.0, 20.0, 9.0))
+    times.saves.extend((10.0, 1.0))
+    assert times.is_too_late(step_age_s=age_s, left_s=left_s) == is_too_late
+
+
+def test_a_step_is_not_abandoned_before_any_was_measured():
+    assert not DrainTimes().is_too_late(step_age_s=50.0, left_s=1.0)
+    assert not DrainTimes().is_too_late(step_age_s=0.0, left_s=float("inf"))

@@ -1,13 +1,23 @@
 """The state of jobs, from text that real commands printed and from fake programs on PATH."""
 
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from hpcrl.errors import SlurmError
 from hpcrl.slurm.commands import expand_nodes
-from hpcrl.slurm.status import combine_states, explain_reason, parse_ended, parse_queue, query_job_states
+from hpcrl.slurm.status import (
+    combine_states,
+    explain_reason,
+    parse_ended,
+    parse_queue,
+    query_failed_nodes,
+    query_job_states,
+    query_lost_nodes,
+    query_restarted_nodes,
+)
 from hpcrl.system.processes import read_start_ticks
 
 FAKES = Path(__file__).parents[2] / "support" / "fakes"
@@ -281,3 +291,24 @@ def test_reasons_become_plain_words_and_unknown_ones_stay(reason: str, words: st
 )
 def test_node_lists_are_expanded_as_slurm_means_them(nodelist: str, nodes: list[str]) -> None:
     assert expand_nodes(nodelist) == nodes
+
+
+def test_nodes_that_drain_fail_and_only_those_that_are_down_are_lost(slurm: FakeSlurm) -> None:
+    slurm.answer("sinfo", out="a mixed\nb draining\nc down*\nd allocated*\ne down\n")
+    nodes = ["a", "b", "c", "d", "e"]
+    assert query_failed_nodes(nodes, env=slurm.env) == ["b", "c", "d", "e"]
+    assert query_lost_nodes(nodes, env=slurm.env) == ["c", "e"]
+    slurm.answer("sinfo", code="1")
+    assert query_lost_nodes(nodes, env=slurm.env) == []
+
+
+def test_nodes_that_were_booted_or_whose_daemon_was_started_are_found(slurm: FakeSlurm) -> None:
+    slurm.answer(
+        "scontrol",
+        out="NodeName=a Arch=x86_64 State=MIXED BootTime=2026-11-20T10:00:00 SlurmdStartTime=2026-11-20T10:00:30\n"
+        "NodeName=b State=MIXED BootTime=2026-11-19T10:00:00 SlurmdStartTime=2026-11-20T11:00:00\n"
+        "NodeName=c State=DOWN BootTime=None SlurmdStartTime=None\n",
+    )
+    since = datetime.fromisoformat("2026-11-20T10:30:00").timestamp()
+    assert query_restarted_nodes(["a", "b", "c"], since=since, env=slurm.env) == ["b"]
+    assert query_restarted_nodes([], since=since, env=slurm.env) == []

@@ -1,4 +1,4 @@
-"""Ranks that prefetch the next step, killed in the middle of a step: they resume to the same state."""
+"""Ranks that prefetch the next step, killed in the middle of a step, or told to abandon it: the state is the same."""
 
 import pytest
 
@@ -30,3 +30,17 @@ def test_ranks_killed_while_they_prefetch_resume_to_the_same_state(tmp_path):
         assert all(one in consumed for one in ids)
     assert (last[0] / "consumed.json").read_bytes() == (last[1] / "consumed.json").read_bytes()
     assert (last[0] / "state-00000.safetensors").read_bytes() == (last[1] / "state-00000.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_all_ranks_abandon_a_step_between_two_micro_batches_and_make_it_afterwards(tmp_path, sharding):
+    model_dir, spool = str(make_model(tmp_path / "model")), tmp_path / "spool"
+    spool.mkdir()
+    for step in (1, 2):
+        write_segment(spool / segment_of_step(step), batch(step))
+    is_same, first, abandoned, second = run_ranks(
+        2, "tests.support.learners:abandon_a_step", model_dir, str(spool), sharding
+    )[0]
+    assert is_same, "no weight has changed"
+    assert abandoned.startswith("step 2 was abandoned")
+    assert first != second

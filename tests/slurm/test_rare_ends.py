@@ -1,0 +1,137 @@
+"""Rarer events in the life of a job: a lack of memory, a requeue, warnings by signals, an sbatch that times out."""
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.lab import outages
+from hpcrl.system.files import read_json
+from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, snapshot, steps, until
+from tests.support.lab_campaigns import await_end, list_saved_steps, start
+from tests.support.lab_tools import Lab
+from tests.support.memory_losses import FILL_VARIABLE
+from tests.support.slow_losses import SLOW_VARIABLE
+
+pytestmark = [
+    *(pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)),
+    pytest.mark.skipif(os.geteuid() != 0, reason="a strict lab needs root"),
+]
+
+OWN_CODE = Path(__file__).parents[2]
+
+
+def test_a_trainer_that_the_kernel_kills_for_its_memory_is_started_again_and_the_reason_is_named(
+    lab: Lab, campaigns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = tmp_path / "fill"
+    monkeypatch.setenv("PYTHONPATH", str(OWN_CODE))
+    monkeypatch.setenv(FILL_VARIABLE, str(request))
+    run, _ = start(campaigns, "m", "-s", 'train.pipeline.loss.function="tests.support.memory_losses:fill_memory"')
+    request.touch()
+    until(lambda: not request.exists(), what="a step fills the memory")
+    until(lambda: bool(events_of(run, "worker-restarted")), what="the trainer is started again")
+    made = len(steps(run))
+    until(lambda: len(steps(run)) > made, what="it makes steps again")
+    hpcrl("stop", "m")
+    assert outcome(run)["outcome"] == "stopped"
+    (failure,) = events_of(run, "worker-failed")
+    if Path("/sys/fs/cgroup/memory").exists():  # otherwise Slurm's watcher ends the step, and srun does not say why
+        assert failure["reason"].startswith("the kernel ended it, since the memory of its control group was used up")
+
+
+def test_a_step_that_does_not_fit_into_what_is_left_is_abandoned_and_the_last_one_is_saved(
+    lab: Lab, campaigns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "slow"
+    monkeypatch.setenv("PYTHONPATH", str(OWN_CODE))
+    monkeypatch.setenv(SLOW_VARIABLE, str(slow))
+    loss = ("-s", 'train.pipeline.loss.function="tests.support.slow_losses:wait_before"')
+    run, id = start(campaigns, "a", *loss, "-s", "train.tokens_per_micro_batch=40")
+    slow.write_text("2")
+    until(lambda: steps(run)[-1]["step_s"] > 10, what="a step is slow")
+    lab.run("scancel", id)  # KillWait is 10 s here
+    assert (outcome(run)["outcome"], outcome(run)["cause"]) == ("drained", "cancellation")
+    assert list_saved_steps(run) == [steps(run)[-1]["step"]]
+    (fault,) = events_of(run, "fault")
+    assert fault["detail"].startswith(f"step {steps(run)[-1]['step'] + 1} was abandoned")
+
+
+def test_a_requeue_is_refused_and_where_an_administrator_allows_it_the_job_continues_from_its_checkpoint(
+    lab: Lab, campaigns: Path
+) -> None:
+    run, id = start(campaigns, "r")
+    refused = lab.try_run("scontrol", "requeue", id)
+    assert refused.returncode != 0
+    assert "disabled" in refused.stderr
+    lab.run("scontrol", "update", f"JobId={id}", "Requeue=1")
+    lab.run("scontrol", "requeue", id)
+    assert outcome(run)["outcome"] == "drained"
+    saved = list_saved_steps(run)
+    until(lambda: len(events_of(run, "job-started")) == 2, what="the job runs again")
+    until(lambda: steps(run)[-1]["step"] > saved[-1] + 1, what="it makes further steps")
+    made = [step["step"] for step in steps(run)]
+    assert made == list(range(1, len(made) + 1)), "no step was lost or made twice"
+    assert snapshot("r")["state"] == "running"
+    hpcrl("stop", "r")
+    assert outcome(run)["outcome"] == "stopped"
+    assert await_end(lab, run) == "COMPLETED"
+
+
+@pytest.mark.parametrize("target", [["--signal=USR1"], ["--signal=USR2"], ["--batch", "--signal=USR1"]])
+def test_a_warning_to_steps_or_to_the_batch_script_drains_the_job(lab: Lab, campaigns: Path, target: list[str]) -> None:
+    run, id = start(campaigns, "w")
+    lab.run("scancel", *target, id)
+    assert outcome(run)["outcome"] == "drained"
+    assert list_saved_steps(run) == [steps(run)[-1]["step"]]
+    assert events_of(run, "worker-failed") == []
+    assert await_end(lab, run) == "COMPLETED"
+
+
+@pytest.fixture
+def slow_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Put an sbatch on PATH that queues the job and then does not answer; return the file that counts its calls."""
+    calls, folder = tmp_path / "calls", tmp_path / "programs"
+    folder.mkdir()
+    program = folder / "sbatch"
+    program.write_text(
+        f'#!/bin/sh\necho called >> {calls}\n{shutil.which("sbatch")} "$@" > /dev/null\nexec sleep 600\n'
+    )
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("HPCRL_SLURM_TIMEOUT_S", "8")
+    return calls
+
+
+def test_a_job_whose_sbatch_timed_out_after_queueing_it_is_found_and_no_second_is_submitted(
+    lab: Lab, campaigns: Path, slow_sbatch: Path
+) -> None:
+    run, id = start(campaigns, "s", "-s", "job.num_jobs=2")
+    until(run.job(1).submission.exists, what="the next job is found, which the driver has queued in the same way")
+    following = read_json(run.job(1).submission)["id"]
+    queued = lab.run("squeue", "-h", "-o", "%i").split()
+    assert {name.partition("+")[0] for name in queued} == {id, following}
+    assert slow_sbatch.read_text().split() == ["called"] * 2
+    hpcrl("stop", "s")
+    assert outcome(run)["outcome"] == "stopped"
+
+
+def test_a_job_that_a_silent_controller_queues_later_is_found(
+    lab: Lab, campaigns: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCRL_SLURM_TIMEOUT_S", "8")
+    outages.break_part(lab.state_dir, "slurmctld")
+    restore = threading.Timer(12.0, outages.restore_part, (lab.state_dir, "slurmctld"))
+    restore.start()
+    try:
+        hpcrl("submit", "quickstart", "--site", "lab", "--name", "c", *SIMULATED)
+    finally:
+        restore.join()
+    run = CampaignDir(campaigns / "c")
+    assert outcome(run)["outcome"] == "done"
+    assert [step["step"] for step in steps(run)] == [1, 2, 3, 4]
+    assert len(lab.accounted(read_json(run.job(0).submission)["id"])) == 4, "the components of one job"

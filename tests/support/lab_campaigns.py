@@ -1,0 +1,43 @@
+"""Campaigns on a lab that are ended in some way."""
+
+import json
+from pathlib import Path
+
+import psutil
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from tests.support.campaigns import SIMULATED, events_of, hpcrl, snapshot, steps, until
+from tests.support.lab_tools import Lab
+
+ENDLESS = ("-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=100000")
+"""A campaign that makes a checkpoint only when it drains."""
+
+PREEMPTIBLE = ("-s", "site.partitions.h100.slurm_partition=spare", "-s", "job.layout=hetstep")
+"""A campaign of the site lab-hetstep whose nodes a job of the partition h100 may take: Slurm preempts a heterogeneous
+job only if it may preempt all its components."""
+
+
+def start(campaigns: Path, name: str, *settings: str, site: str = "lab") -> tuple[CampaignDir, str]:
+    """Submit a campaign and wait for its first steps; return it with the id of its job."""
+    hpcrl("submit", "quickstart", "--site", site, "--name", name, *SIMULATED, *ENDLESS, *settings)
+    run = CampaignDir(campaigns / name)
+    until(lambda: len(steps(run)) > 2, what="steps are made")
+    return run, snapshot(name)["jobs"][0]["id"]
+
+
+def list_saved_steps(run: CampaignDir) -> list[int]:
+    return [event["step"] for event in events_of(run, "checkpoint")]
+
+
+def find_batch_processes(run: CampaignDir) -> list[psutil.Process]:
+    """Return the guardian and the driver of the first job."""
+    mark = ["hpcrl.job.driver", str(run.root), "0"]
+    found = [one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [])[-3:] == mark]
+    return sorted(found, key=lambda one: one.ppid() in {other.pid for other in found})
+
+
+def await_end(lab: Lab, run: CampaignDir) -> str:
+    """Wait until Slurm has ended the first job; return its state in the accounting."""
+    id = json.loads(run.job(0).submission.read_text())["id"]
+    until(lambda: id not in lab.run("squeue", "-h", "-o", "%A"), what="the job has left the queue", timeout_s=60)
+    return lab.accounted(id)[0]["State"].split()[0]
