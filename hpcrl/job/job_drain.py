@@ -162,13 +162,16 @@ class JobDrain:
         """Return when the job ends; after a warning by Slurm's answer, since a preemption may be the reason."""
         if not self.requests.is_near_end or allocation.job_id is None:
             return allocation.end_time
-        if self._warned_end is None:
-            self._warned_end = allocation.end_time, "walltime"
-            schedule = query_schedule(allocation.job_id, timeout_s=END_QUERY_TIMEOUT_S)
-            if schedule is not None and schedule.running_end is not None:
-                cause: EndCause = "preemption" if schedule.is_preempted else "walltime"
-                self._warned_end = schedule.running_end, cause
-        return self._warned_end[0]
+        if self._warned_end is not None:
+            return self._warned_end[0]
+        end_time = allocation.end_time
+        cause: EndCause = "walltime"
+        schedule = query_schedule(allocation.job_id, timeout_s=END_QUERY_TIMEOUT_S)
+        if schedule is not None and schedule.running_end is not None:
+            end_time = schedule.running_end
+            cause = "preemption" if schedule.is_preempted else "walltime"
+        self._warned_end = end_time, cause
+        return end_time
 
     def _plan_termination(self, allocation: JobAllocation) -> DrainRequest:
         """Return how to drain after SIGTERM; on a machine without a scheduler no SIGKILL follows."""
