@@ -70,7 +70,7 @@ class DrainNotice(msgspec.Struct, frozen=True, kw_only=True):
 
     reason: str
     deadline: float | None = None
-    """When a worker must have drained, in seconds since the epoch; None if there is no limit."""
+    """When a worker must have drained, in seconds since the epoch; None without a limit."""
 
 
 def read_time_left(job: JobDir) -> float:

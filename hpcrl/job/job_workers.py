@@ -176,7 +176,7 @@ class JobWorkers:
             return f"{', '.join(restarted)} was started again, and the trainer's processes there are gone"
         longest_s = self.silence_s + PATIENCE_S
         if self.beats.find_silent(max_age_s=longest_s, max_start_s=max(longest_s, self.start_timeout_s)):
-            return f"there was no sign of the trainer on {', '.join(nodes)} for {longest_s:g} s"
+            return f"the trainer on {', '.join(nodes)} has sent no heartbeat for {longest_s:g} s"
         return ""
 
     def _drop_lost_nodes(self, runtime: "JobRuntime", nodes: list[str]) -> list[str]:

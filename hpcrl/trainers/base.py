@@ -7,7 +7,7 @@
     StepMetrics        the metrics of a step
     WritableState      state that a thread can write
     RankSnapshot       one rank's state in memory
-    StepAbandonedError  there is no time for the rest of a step
+    StepAbandonedError  the time is too short for the rest of a step
     check_trainable    refuse trajectories that no step can use
     load_fixed_models  the models of nodes that never train, by node
 
@@ -193,7 +193,7 @@ class RankTrainer(Trainer, Protocol):
     """True if the log-probs of the reference come with the trajectories, from a teacher's engine."""
 
     must_abandon: Callable[[], bool]
-    """A function that is asked during a step whether there is no time for the rest of it; that of rank 0 counts."""
+    """A function that is asked during a step whether the time is too short for its rest; that of rank 0 counts."""
 
     fitting_tokens: int
     """The tokens of the largest micro-batch of any rank so far, padding included: there was memory for it."""

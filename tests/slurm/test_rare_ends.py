@@ -1,4 +1,4 @@
-"""Rarer events in the life of a job: a lack of memory, a requeue, warnings by signals, an sbatch that times out."""
+"""Rarer events during a job: a lack of memory, a requeue, warnings by signals, an sbatch that times out."""
 
 import os
 import shutil
@@ -40,7 +40,7 @@ def test_a_trainer_that_the_kernel_kills_for_its_memory_is_started_again_and_the
     hpcrl("stop", "m")
     assert outcome(run)["outcome"] == "stopped"
     (failure,) = events_of(run, "worker-failed")
-    if Path("/sys/fs/cgroup/memory").exists():  # otherwise Slurm's watcher ends the step, and srun does not say why
+    if Path("/sys/fs/cgroup/memory").exists():  # otherwise Slurm's watcher ends the step, and srun does not report why
         assert failure["reason"].startswith("the kernel ended it, since the memory of its control group was used up")
 
 

@@ -76,7 +76,7 @@ def main() -> NoReturn:
     """Run one rank of the couriers' step until the driver ends it."""
     die_with_parent(signal.SIGKILL)  # a stopped process must end with its step too
     faulthandler.enable()
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # warnings of the end, which the driver heeds
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # warnings of the end, which are for the driver
         signal.signal(number, signal.SIG_IGN)
     settings = _parse_settings(sys.argv[1:])
     here = settings.here

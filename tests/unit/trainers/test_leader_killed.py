@@ -1,4 +1,4 @@
-"""Ranks that prefetch the next step, killed in the middle of a step, or told to abandon it: the state is the same."""
+"""Ranks that prefetch the next step, killed in the middle of a step, or asked to abandon it: the state is the same."""
 
 import pytest
 
