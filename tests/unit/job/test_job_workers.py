@@ -190,7 +190,7 @@ def test_a_trainer_whose_node_is_lost_continues_on_a_spare_one(workers, lost, ev
     assert "train continues without t1" in [event.detail for event in events if isinstance(event, FaultReported)]
 
 
-def test_a_trainer_without_a_heartbeat_for_long_is_started_again_whatever_slurm_says(workers, lost, clock):
+def test_a_trainer_without_a_heartbeat_for_long_is_started_again_whatever_slurm_reports(workers, lost, clock):
     runtime = StartedTrainers()
     clock.now += workers.silence_s + 300
     workers.restart_failed(runtime, trainer_code=None)
