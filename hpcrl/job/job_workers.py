@@ -3,7 +3,6 @@
 JobWorkers         all of them; how often each has failed
 LongLivedWorker    a worker that runs until the job ends
 LONG_LIVED_ROLES   the roles of those, but for judges
-CLOCK_SKEW_S       the most by which the clocks of nodes differ
 """
 
 import os
@@ -19,8 +18,9 @@ from hpcrl.campaign_dir.job_end import EndCause, JobError
 from hpcrl.campaign_dir.paths import JobDir, make_worker_name
 from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.config.recipe import RoleName
+from hpcrl.job.job_drain import CLOCK_SKEW_S
 from hpcrl.job.memory_watch import KILLED, TrainerMemoryWatch
-from hpcrl.job.progress_watch import BEAT_LOOK_INTERVAL_S, MAX_BEAT_AGE_S, RankBeats
+from hpcrl.job.progress_watch import MAX_BEAT_AGE_S, RANK_LOOK_INTERVAL_S, RankBeats
 from hpcrl.job.supervision import LookInterval, RestartBudget, find_quorum
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.slurm.allocation import JobAllocation
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from hpcrl.job.runtime import JobRuntime
 
 LONG_LIVED_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env")
-CLOCK_SKEW_S = 5.0
 
 
 @dataclass
@@ -75,7 +74,7 @@ class JobWorkers:
 
     def __post_init__(self) -> None:
         names = [make_worker_name(self.job.number, "train", rank) for rank in range(self._trainer.num_workers)]
-        self.beat_looks = LookInterval(BEAT_LOOK_INTERVAL_S)
+        self.beat_looks = LookInterval(RANK_LOOK_INTERVAL_S)
         self.beats = RankBeats([self.job.campaign.events / f"{name}{EVENT_SUFFIX}" for name in names])
 
     @property

@@ -31,7 +31,7 @@ from hpcrl.weights import versions
 STEP_FACTOR = 4
 LOOK_INTERVAL_S = 1.0
 """The longest time between two looks at a file, while nothing changes."""
-BEAT_LOOK_INTERVAL_S = 10.0
+RANK_LOOK_INTERVAL_S = 10.0
 MAX_BEAT_AGE_S = 60.0
 """The age of a heartbeat at which Slurm is asked about its node; clients of a file server see one late, up to this."""
 
