@@ -62,9 +62,9 @@ class JobWorkers:
     budget: RestartBudget
     memory: TrainerMemoryWatch
     silence_s: float
-    """How long a worker may stand still."""
+    """The time that a worker may stand still."""
     start_timeout_s: float
-    """How long a trainer may take to start."""
+    """The time that a trainer may take to start."""
     emit: Callable[[CampaignEvent], object]
     allocation: JobAllocation | None = None
     long_lived: list[LongLivedWorker] = field(default_factory=list)

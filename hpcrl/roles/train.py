@@ -6,7 +6,7 @@
     POLL_INTERVAL_S             the pause while there is nothing to train on
     EVALUATION_POLL_INTERVAL_S  the pause while the last evaluation runs
     WORK_FACTOR                 the time limit of a part of a step
-    NUM_TIMES, TIME_FACTOR      how many of the last steps count, and how much longer the next may be
+    NUM_MEASURED, TIME_FACTOR      how many of the last steps count, and how much longer the next may be
     LAST_CHECKPOINT_TIMEOUT_S   the time that a checkpoint has to be complete after memory ran out
 
 A checkpoint records which trajectories it has consumed.
@@ -74,7 +74,7 @@ POLL_INTERVAL_S = 0.05
 WORK_FACTOR = 3
 """A micro-batch, or what follows a step, may take `job.stall_timeout_min` times this."""
 EVALUATION_POLL_INTERVAL_S = 0.5
-NUM_TIMES = 20
+NUM_MEASURED = 20
 TIME_FACTOR = 1.1
 LAST_CHECKPOINT_TIMEOUT_S = 60.0
 
@@ -229,8 +229,8 @@ def _make_model(context: WorkerContext) -> None:
 class DrainTimes:
     """The seconds that the last steps took, with their publishing, and the last checkpoints."""
 
-    steps: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMES))
-    saves: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMES))
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_MEASURED))
+    saves: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_MEASURED))
 
     def is_too_late(self, *, step_age_s: float, left_s: float) -> bool:
         """Return whether the rest of a step that has run for a while, and a checkpoint, need more time than is left.
