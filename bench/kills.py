@@ -2,10 +2,10 @@
 
 A campaign and the same work as apps of Parsl (bench/peers/parsl_retries.py) run at the same time on this machine: seven
 workers play, two serve, one trains. Turns and training steps take time and no computing. After some undisturbed steps,
-one of the ten workers gets SIGKILL in every step, at a random time: 10 % of the workers a step, each of them twice in
-twenty steps, in random order. The useful share is the mean time of an undisturbed step over that of a step with a kill.
+one of the ten workers gets SIGKILL in every step, at a random time: 10 % of the workers a step, each of them once in
+ten steps, in random order. The useful share is the mean time of an undisturbed step over that of a step with a kill.
 
-A step takes about 25 s here, and minutes in reality: the time until a killed worker works again counts for far more
+A step takes about 50 s here, and minutes in reality: the time until a killed worker works again counts for far more
 here. Both have the same interval of heartbeats, 5 s. In a campaign the engines that are left serve what runs; an app of
 Parsl that asks a killed engine fails, and is retried from its start.
 """

@@ -159,6 +159,12 @@ class LabPlace(LocalPlace):
             return sorted(self._run("scontrol", "show", "hostnames", ",".join(nodes)).split()) if nodes else []
         return ["slurmctld"] if kind == "silent controller" else self._list_jobs("running")
 
+    def list_allocations(self) -> dict[str, tuple[float, float]]:
+        """Return the start and the end of every job that has ended, by its id, as Slurm accounts them."""
+        table = self._run("env", "SLURM_TIME_FORMAT=%s", "sacct", "-X", "-n", "-P", "--format=JobIDRaw,Start,End")
+        rows = [line.split("|") for line in table.splitlines()]
+        return {id: (float(start), float(end)) for id, start, end in rows if start.isdigit() and end.isdigit()}
+
     def strike(self, kind: str, *, victim: str) -> None:
         match kind:
             case "node crash" | "silent controller":

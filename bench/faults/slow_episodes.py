@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from hpcrl.envs.base import Step, quick_reward
 from hpcrl.spool.record import Trajectory
 
-TRAIN_S = 4.0
+TRAIN_S = 10.0
 _NUM_TURNS = 6
-_TURN_S = (2.0, 5.0)
+_TURN_S = (5.0, 10.0)
 
 
 def list_turns(seed: int) -> list[float]:
