@@ -6,8 +6,8 @@ strace then counts, for some seconds, the calls below the campaign's directory t
 sees (opens, stats, listings, and changes; not the stat of an open file, whose attributes came with it), and the
 requests for an engine's load. What a process does with files of single peers grows with their number, the rest does
 not; so follow the rates of 100 env workers and 200 engines, and of the steps on their nodes. Couriers, which this
-machine does not need, are not counted. The quick run has 16 and 32 workers. `--busy` counts at work: the
-episodes of simulated engines are small, so that each worker writes far more than in a real campaign.
+machine does not need, are not counted. The quick run has 16 and 32 workers. `--busy` counts at work: the episodes of
+simulated engines are small, so that each worker writes far more than in a real campaign.
 """
 
 import argparse
@@ -112,7 +112,8 @@ class CampaignCount:
 def measure(full: bool, arguments: argparse.Namespace) -> list[Figure]:
     if shutil.which("strace") is None:
         raise SystemExit("bench.control counts with strace, which is not installed: apt-get install strace")
-    counts = [_count_campaign(num, is_busy=arguments.busy) for num in ((4, 16, 64) if full else (16, 32))]
+    sizes = arguments.workers or ((4, 16, 64) if full else (16, 32))
+    counts = [_count_campaign(num, is_busy=arguments.busy) for num in sizes]
     figures = []
     for count in counts:
         size = f"{count.num_env} + {count.num_engines} workers"
@@ -336,6 +337,7 @@ def _is_free(call: str, rest: str) -> bool:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, nargs="+", help="two sizes of campaigns or more, in rising order")
     parser.add_argument("--busy", action="store_true", help="count at work; the bars are those of an idle campaign")
 
 
