@@ -27,8 +27,8 @@ from hpcrl.campaign_dir.paths import CampaignDir
 _GROUPS_PER_STEP = 2
 _BAR = 0.9
 _START_TIMEOUT_S = 120.0
-_FIRST_STEPS, _LEAD_STEPS = 200, 60
-"""The steps at first, and the least by which the last one is kept away: no job makes more between two looks."""
+_FIRST_STEPS, _LEAD_STEPS = 200, 100
+"""The steps at first, and the least by which the last one is kept away: no job of some minutes makes more."""
 _SETTINGS = (
     *(
         f"train.num_steps={_FIRST_STEPS}",
@@ -36,7 +36,7 @@ _SETTINGS = (
         "rollout.group_size=4",
         "engine.backend=sim",
     ),
-    *("engine.sim.speed=0.01", "rollout.max_running=16", "train.checkpoint_every_steps=1000000", "spool.keep=all"),
+    *("engine.sim.speed=0.002", "rollout.max_running=16", "train.checkpoint_every_steps=1000000", "spool.keep=all"),
 )
 
 
