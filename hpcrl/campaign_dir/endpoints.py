@@ -15,12 +15,13 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from hpcrl.system.file_watch import LONG_PAUSE_S, WatchedValue, retry_passing
+from hpcrl.system.file_watch import LONG_PAUSE_S, SETTLE_S, WatchedValue, retry_passing
 from hpcrl.system.files import publish_file
 
 HELLO_PATH = "/hello"
@@ -85,33 +86,68 @@ def withdraw_all(directory: Path) -> None:
 
 
 class EndpointReader:
-    """The endpoints of one job; a file is read again only if another has taken its name."""
+    """The endpoints of one job; a file is read again only if another has taken its name.
 
-    def __init__(self, directory: Path, *, job: int, longest_s: float = LONG_PAUSE_S) -> None:
+    That changes the directory: while that has not changed for a while, files are not looked at.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        job: int,
+        longest_s: float = LONG_PAUSE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._directory = directory
         self._job = job
+        self._clock = clock
+        self._listed: tuple[tuple[int, int, int], frozenset[str]] | None = None
+        """The stamp of the directory and the names in it at the last reading."""
+        self._listed_since = float("-inf")
+        self._is_settled = False
+        """True once all files were looked at so late after a change that no other one has left the same stamp."""
         self._known: dict[str, tuple[tuple[int, int, int], EngineEndpoint]] = {}
         """The stamp and the content of each file, by its name."""
-        self._endpoints = WatchedValue(directory, self._read_new, longest_s=longest_s)
+        self._endpoints = WatchedValue(directory, self._read_new, longest_s=longest_s, clock=clock)
 
     def poll(self) -> list[EngineEndpoint]:
         """Return the endpoints announced now, sorted by worker name."""
         return self._endpoints.poll()
 
     def _read_new(self) -> list[EngineEndpoint]:
+        now, listed = self._clock(), _list_directory(self._directory)
+        if listed != self._listed:
+            self._listed, self._listed_since, self._is_settled = listed, now, False
+        if not self._is_settled:
+            self._read_files(listed[1] if listed is not None else ())
+            self._is_settled = now - self._listed_since >= SETTLE_S
+        return [self._known[name][1] for name in sorted(self._known) if self._known[name][1].job == self._job]
+
+    def _read_files(self, names: Iterable[str]) -> None:
         stamps: dict[str, tuple[int, int, int]] = {}
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._directory) as entries:
-            for one in entries:
-                with contextlib.suppress(FileNotFoundError):  # withdrawn since
-                    if one.name.endswith(".json"):
-                        stamps[one.name] = _stamp_file(one.stat())
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # withdrawn since
+                stamps[name] = _stamp_file((self._directory / name).stat())
         known = {name: one for name, one in self._known.items() if stamps.get(name) == one[0]}
         for name in stamps.keys() - known.keys():
             with contextlib.suppress(FileNotFoundError):  # withdrawn since
                 data = retry_passing((self._directory / name).read_bytes)
                 known[name] = stamps[name], msgspec.json.decode(data, type=EngineEndpoint)
         self._known = known
-        return [known[name][1] for name in sorted(known) if known[name][1].job == self._job]
+
+
+def _list_directory(directory: Path) -> tuple[tuple[int, int, int], frozenset[str]] | None:
+    """Return the stamp of a directory and the names of endpoints in it, which asks the server; None if it is absent."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    try:
+        names = frozenset(name for name in os.listdir(fd) if name.endswith(".json"))  # noqa: PTH208 - of an open one
+        return _stamp_file(os.fstat(fd)), names
+    finally:
+        os.close(fd)
 
 
 def _stamp_file(facts: os.stat_result) -> tuple[int, int, int]:

@@ -14,6 +14,7 @@ from hpcrl.campaign_dir.endpoints import (
     withdraw_all,
     withdraw_endpoint,
 )
+from hpcrl.system.file_watch import REREAD_INTERVAL_S
 
 
 def endpoint(number: int, *, job: int = 1) -> EngineEndpoint:
@@ -41,6 +42,25 @@ def test_a_file_is_read_once_while_it_stays_the_same(tmp_path, num_reads):
     for _ in range(5):
         assert reader.poll() == [endpoint(number) for number in range(3)]
     assert len(num_reads) == 3
+
+
+def test_files_are_not_looked_at_while_their_directory_stays_the_same(tmp_path, monkeypatch):
+    now, looks, stat = [0.0], [], Path.stat
+
+    def look(path, **options):
+        looks.append(path.name)
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", look)
+    reader = EndpointReader(tmp_path, job=1, clock=lambda: now[0])
+    for number in range(3):
+        announce_endpoint(tmp_path, endpoint(number))
+    for _ in range(10):
+        assert len(reader.poll()) == 3
+        now[0] += REREAD_INTERVAL_S + 1.0
+    assert len(looks) == 2 * 3, "at first, and once later: the change may not have been the last in that moment"
+    os.utime(announce_endpoint(tmp_path, msgspec.structs.replace(endpoint(0), url="http://n:9")))
+    assert [one.url for one in reader.poll()] == ["http://n:9", "http://n:1", "http://n:2"]
 
 
 def test_an_endpoint_that_another_replaced_is_read_again(tmp_path):
