@@ -16,6 +16,9 @@ from tests.support.leftovers import LeftoverCheck, start_check
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores, and threads that wait for each other use them up
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 LEFTOVERS = pytest.StashKey[LeftoverCheck]()
 IN_CI = bool(os.environ.get("CI"))
 MUST_RUN_IN_CI = ("browser", "mpi", "slurm", "vllm")
