@@ -6,6 +6,7 @@ JobError        the error that ends a job for such a cause
 read_job_end    read it
 DrainNotice     the request to drain, for the workers
 read_time_left  read how much time it leaves
+is_sigterm_answered  read whether it answers SIGTERM
 """
 
 import math
@@ -71,6 +72,8 @@ class DrainNotice(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     deadline: float | None = None
     """When a worker must have drained, in seconds since the epoch; None without a limit."""
+    answers_sigterm: bool = False
+    """True if the driver knows of the SIGTERM that steps have reported: it was alive after that."""
 
 
 def read_time_left(job: JobDir) -> float:
@@ -80,6 +83,14 @@ def read_time_left(job: JobDir) -> float:
     except (OSError, msgspec.MsgspecError):
         return math.inf
     return math.inf if deadline is None else deadline - time.time()
+
+
+def is_sigterm_answered(job: JobDir) -> bool:
+    """Return whether the request to drain answers the SIGTERM that steps have reported; one without a record does."""
+    try:
+        return msgspec.json.decode(job.drain.read_bytes(), type=DrainNotice).answers_sigterm
+    except msgspec.MsgspecError:
+        return True
 
 
 class JobError(HpcrlError):

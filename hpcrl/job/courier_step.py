@@ -294,7 +294,9 @@ class WeightPlane:
         """End the couriers; the drain file asks them to remove their windows first."""
         if self._couriers is not None:
             if not self._job.drain.exists():
-                publish_file(self._job.drain, msgspec.json.encode(DrainNotice(reason="the job is ending")))
+                publish_file(
+                    self._job.drain, msgspec.json.encode(DrainNotice(reason="the job is ending", answers_sigterm=True))
+                )
             self._couriers.close()
 
     def _use_transport(self, transport: Transport) -> None:

@@ -79,6 +79,8 @@ class JobDrain:
         self._limits_before: DrainLimits | None = None
         """The limits before SIGTERM; None until SIGTERM was taken into account."""
         self._is_published = False
+        self._has_answered = False
+        """True once steps have been sent an answer to their SIGTERM."""
 
     def read_time(self) -> float:
         """Return the time since the epoch, by the clock as it was at the start: one that jumps ends no job."""
@@ -123,7 +125,9 @@ class JobDrain:
             return
         left_s = self.limits.deadline - time.monotonic()
         notice = DrainNotice(
-            reason=self.limits.reason or reason, deadline=time.time() + left_s if math.isfinite(left_s) else None
+            reason=self.limits.reason or reason,
+            deadline=time.time() + left_s if math.isfinite(left_s) else None,
+            answers_sigterm=self._limits_before is not None,
         )
         try:
             publish_file(self._job.drain, msgspec.json.encode(notice))
@@ -138,6 +142,10 @@ class JobDrain:
 
     def _terminate(self, allocation: JobAllocation, before: DrainLimits) -> None:
         """Drain after SIGTERM in the time that Slurm names, which may answer only when it is asked again."""
+        if before.reason is not None and not self._has_answered:  # steps wait for it, and Slurm may be slow
+            self._is_published = False
+            self.publish()
+        self._has_answered = True
         request = self._plan_termination(allocation)
         self.limits = before
         self.start(request)

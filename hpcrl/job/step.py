@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from hpcrl.campaign_dir.job_end import is_sigterm_answered
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.file_watch import NameWatch
@@ -50,6 +51,7 @@ class StepEnd:
         self._is_terminated = False
         self._noticed_at: float | None = None
         self._has_published = False
+        self._is_answered = False
         self.is_alone = False
         """True if no driver has answered a notice."""
 
@@ -68,13 +70,15 @@ class StepEnd:
         if self._job is None:
             return True
         self._noticed_at = self._noticed_at or time.monotonic()
-        is_answered = False
+        if self._is_answered:
+            return False
         with contextlib.suppress(OSError):  # a full or unreachable file system: the notice is tried again
             if not self._has_published:
                 publish_file(self._job.terminated, current_node())
                 self._has_published = True
-            is_answered = self._job.drain.name in self._requests.names()
-        self.is_alone = time.monotonic() > self._noticed_at + NOTICE_TIMEOUT_S and not is_answered
+            # A drain that was published before the SIGTERM does not show that the driver is alive.
+            self._is_answered = self._job.drain.name in self._requests.names() and is_sigterm_answered(self._job)
+        self.is_alone = time.monotonic() > self._noticed_at + NOTICE_TIMEOUT_S and not self._is_answered
         return self.is_alone
 
     def _on_term(self, *_: object) -> None:

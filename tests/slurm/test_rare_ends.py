@@ -12,7 +12,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.lab import outages
 from hpcrl.system.files import read_json
 from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, snapshot, steps, until
-from tests.support.lab_campaigns import await_end, list_saved_steps, start
+from tests.support.lab_campaigns import await_end, find_batch_processes, list_saved_steps, start
 from tests.support.lab_tools import Lab
 from tests.support.memory_losses import FILL_VARIABLE
 from tests.support.slow_losses import SLOW_VARIABLE
@@ -59,6 +59,24 @@ def test_a_step_that_does_not_fit_into_what_is_left_is_abandoned_and_the_last_on
     assert list_saved_steps(run) == [steps(run)[-1]["step"]]
     (fault,) = events_of(run, "fault")
     assert fault["detail"].startswith(f"step {steps(run)[-1]['step'] + 1} was abandoned")
+
+
+def test_nodes_are_left_clean_if_driver_and_guardian_are_killed_during_a_drain(
+    lab: Lab, campaigns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "slow"
+    monkeypatch.setenv("PYTHONPATH", str(OWN_CODE))
+    monkeypatch.setenv(SLOW_VARIABLE, str(slow))
+    run, _ = start(campaigns, "d", "-s", 'train.pipeline.loss.function="tests.support.slow_losses:wait_before"')
+    slow.write_text("60")
+    run.stop.touch()
+    until(run.job(0).drain.exists, what="the job drains")
+    guardian, driver = find_batch_processes(run)
+    guardian.suspend()
+    driver.kill()
+    guardian.kill()
+    await_end(lab, run)
+    until(lambda: lab.list_shared_memory() == {}, what="steps without a driver clean up", timeout_s=30)
 
 
 def test_a_requeue_is_refused_and_where_an_administrator_allows_it_the_job_continues_from_its_checkpoint(

@@ -8,7 +8,7 @@ from datetime import datetime
 
 import pytest
 
-from hpcrl.campaign_dir.job_end import read_time_left
+from hpcrl.campaign_dir.job_end import is_sigterm_answered, read_time_left
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import LimitsConfig
 from hpcrl.job import job_drain
@@ -69,6 +69,16 @@ def test_a_job_with_sigterm_drains_though_slurm_is_silent_and_a_later_answer_giv
     assert drain.limits.kill_time > time.time() + 500
     drain.check_requests(ALLOCATION)
     assert (tmp_path / "order").read_text() == "drained\n", "it was asked once more, and an answer is enough"
+
+
+def test_sigterm_during_a_drain_is_answered_before_slurm_is_asked(drain, job, tmp_path, monkeypatch):
+    drain.start(DrainRequest(reason="a user asked for it", grace_s=1.0, cause="user-request"))
+    assert not is_sigterm_answered(job)
+    fake_squeue(tmp_path, monkeypatch, f"grep -c '\"answers_sigterm\":true' {job.drain} > {tmp_path}/answered; exit 1")
+    drain.requests.is_terminated = True
+    drain.check_requests(ALLOCATION)
+    assert (tmp_path / "answered").read_text() == "1\n"
+    assert is_sigterm_answered(job)
 
 
 def test_a_warning_of_a_preemption_gives_the_job_what_is_left_of_the_grace_time(drain, tmp_path, monkeypatch):

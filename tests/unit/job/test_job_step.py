@@ -7,9 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
+from hpcrl.campaign_dir.job_end import DrainNotice
 from hpcrl.job.step import NOTICE_TIMEOUT_S
 from hpcrl.system.variables import PARTITION_VARIABLE
 
@@ -88,11 +90,21 @@ def run_sleeping_step(job: Path, *, seconds: float) -> "subprocess.Popen[str]":
 def test_sigterm_becomes_a_notice_and_the_command_runs_on_while_the_driver_drains(tmp_path: Path) -> None:
     job = tmp_path / "jobs" / "000"
     job.mkdir(parents=True)
-    (job / "drain").touch()
+    (job / "drain").write_bytes(msgspec.json.encode(DrainNotice(reason="SIGTERM", answers_sigterm=True)))
     with run_sleeping_step(job, seconds=NOTICE_TIMEOUT_S + 2) as step:
         step.terminate()
         assert step.wait(30) == 0, "the command came to its end"
     assert (job / "terminated").read_text()
+
+
+def test_a_step_whose_driver_was_killed_after_it_had_published_a_drain_ends_after_its_notice(tmp_path: Path) -> None:
+    job = tmp_path / "jobs" / "000"
+    job.mkdir(parents=True)
+    (job / "drain").write_bytes(msgspec.json.encode(DrainNotice(reason="its walltime is nearly over")))
+    with run_sleeping_step(job, seconds=60) as step:
+        step.terminate()
+        assert step.wait(30) == 0
+    assert (job / "terminated").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
