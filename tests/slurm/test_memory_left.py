@@ -1,0 +1,37 @@
+"""No node of a strict lab keeps shared memory of a job, however it has ended; test_job_ends.py has the other ends."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.campaigns import outcome, until
+from tests.support.lab_campaigns import await_end, find_batch_processes, list_saved_steps, start
+from tests.support.lab_tools import Lab
+
+pytestmark = [
+    *(pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)),
+    pytest.mark.skipif(os.geteuid() != 0, reason="a strict lab needs root"),
+]
+
+
+def await_no_memory(lab: Lab) -> None:
+    until(lambda: lab.list_shared_memory() == {}, what="no node keeps shared memory", timeout_s=60)
+
+
+def test_no_node_keeps_memory_after_a_walltime(lab: Lab, campaigns: Path) -> None:
+    run, _ = start(campaigns, "w", "-s", "job.walltime_min=2", "-s", "job.drain_s=60")
+    assert lab.list_shared_memory() != {}, "windows of weights"
+    until(run.job(0).outcome.exists, what="the walltime is nearly over")
+    assert (outcome(run)["outcome"], outcome(run)["cause"]) == ("drained", "walltime")
+    await_end(lab, run)
+    assert lab.list_shared_memory() == {}
+    assert len(list_saved_steps(run)) == 1
+
+
+def test_no_node_keeps_memory_after_a_crash_of_the_guardian(lab: Lab, campaigns: Path) -> None:
+    run, _ = start(campaigns, "g")
+    guardian, _ = find_batch_processes(run)
+    guardian.kill()
+    await_end(lab, run)
+    await_no_memory(lab)
