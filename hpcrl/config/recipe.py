@@ -763,7 +763,7 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
 
     @property
     def max_context(self) -> int | None:
-        """The tokens that a conversation may have, with its answers; None if only the model's files say so."""
+        """The tokens that a conversation may have, with its answers; None if only the model's files have it."""
         tiny = self.model.tiny
         return self.engine.max_model_len or (tiny.context_length if tiny else None)
 

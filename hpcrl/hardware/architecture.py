@@ -175,11 +175,6 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
             return self.num_layers * (self.kv_rank + self.rope_dim)
         return self.num_layers * self.num_kv_heads * (self.head_dim + self.value_dim)
 
-    @property
-    def is_known(self) -> bool:
-        """True if the counts are exact."""
-        return self.family in KNOWN_FAMILIES
-
 
 def select_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json that a plan needs; those of a nested `text_config` take precedence."""

@@ -241,7 +241,7 @@ _SETTING_USES: Mapping[str, _SettingUse] = {
     ),
     "lora_alpha": _SettingUse(lambda train: train.lora_rank > 0, "train.lora_rank above 0"),
 }
-"""The settings that act only with others; what clips a ratio has a check of its own."""
+"""The settings that act only with others; what clips a ratio has a separate check."""
 
 
 def _check_used_settings(train: TrainConfig) -> None:
@@ -691,7 +691,7 @@ def _check_judges(recipe: Recipe) -> None:
             domain.reward_options.get("judge") or domain.reward_options.get("url")
         ):
             raise PlanError(
-                f"domains.{name}.reward = {JUDGE_REWARD!r} asks a model, and is not told which: set "
+                f"domains.{name}.reward = {JUDGE_REWARD!r} asks a model, and no option names one: set "
                 f"domains.{name}.reward_options.judge to one of domains.{name}.judges, or reward_options.url"
             )
         for option, chosen in _list_chosen_judges(domain):

@@ -43,10 +43,6 @@ class DomainTrial:
     trajectories: list[Trajectory]
 
     @property
-    def num_scored(self) -> int:
-        return sum(one.reward is not None for one in self.trajectories)
-
-    @property
     def outcomes(self) -> list[str]:
         return [name_outcome(one.status, one.outcome) for one in self.trajectories]
 

@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(300)]
 JOIN = """
 import faulthandler, os
 faulthandler.dump_traceback_later(60, exit=True)
-from hpcrl.weights.couriers import wire_mpi
-wire, nodes = wire_mpi.join_ranks(os.environ["SLURMD_NODENAME"], num_ranks=2)
+from hpcrl.weights.couriers import mpi_transport
+wire, nodes = mpi_transport.join_ranks(os.environ["SLURMD_NODENAME"], num_ranks=2)
 print(*sorted(nodes), flush=True)
 os._exit(0)
 """

@@ -138,21 +138,6 @@ def test_every_import_of_our_own_code_resolves(folder):
     assert broken == []
 
 
-def used_names(path: Path) -> set[str]:
-    """Return every name that a module uses; strings may name what is loaded by name."""
-    names = set()
-    for node in walk(path):
-        if isinstance(node, ast.Name):
-            names.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            names.add(node.attr)
-        elif isinstance(node, ast.keyword):
-            names.add(node.arg or "")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
-            names.update(re.findall(r"\w+", node.value))
-    return names
-
-
 def own_definitions(path: Path) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield functions, classes, and methods of classes without bases: no other package calls those by name."""
     for node in walk(path):
@@ -225,23 +210,38 @@ def test_every_constant_is_used_by_its_module_or_another_of_the_package():
     assert unused == []
 
 
-CALLED_BY_OTHERS = {"attach_router", "init_state"}  # of vLLM's server, on a plugin without a base
+CALLED_BY_OTHERS = {"FilesConnector", "attach_router", "init_state"}  # of vLLM's server
 CALLED_BY_OTHERS |= {"qsize", "get_result", "put_task"}  # of Parsl's pool
 
 
-def test_what_the_package_defines_is_used_there_or_described_for_users():
-    """What only tests and benches use belongs into hpcrl/testing."""
+def list_code_names(text: str) -> set[str]:
+    """Return the names that a string or a document gives as `module:name`, as `:name`, or alone."""
+    return set(re.findall(r":([A-Za-z_]\w*)", text)) | ({text} if text.isidentifier() else set())
+
+
+def test_what_the_package_defines_is_used_there_or_by_its_users():
+    """What only tests and benches import belongs into hpcrl/testing.
+
+    A function or class is imported by another module, used in its own, or loaded by its name; a method is called
+    somewhere. Environments are for users: a document names their module.
+    """
     modules = [path for path in MODULES if PACKAGE / "testing" not in path.parents]
-    texts = [path for folder in ("docs", "recipes", "sites", "jobs") for path in (ROOT / folder).rglob("*.*")]
-    texts += [ROOT / "README.md", ROOT / "pyproject.toml"]
-    used = {word for path in texts if path.is_file() for word in re.findall(r"\w+", path.read_text())}
-    used |= CALLED_BY_OTHERS.union(*map(used_names, modules))
-    unused = [
-        f"{label(path)}:{node.lineno}: {node.name}"
-        for path in modules
-        for node in own_definitions(path)
-        if node.name not in used and not node.name.startswith("__")
-    ]
+    texts = [path for folder in ("docs", "recipes", "sites") for path in (ROOT / folder).rglob("*.*")]
+    documents = "\n".join(path.read_text() for path in (*texts, ROOT / "README.md", ROOT / "pyproject.toml"))
+    shown = "\n".join(line for line in documents.splitlines() if "import " in line)
+    named = CALLED_BY_OTHERS | list_code_names(documents) | set(re.findall(r"\w+", shown))
+    named = named.union(*(list_code_names(string) for path in modules for string in list_strings(path)))
+    imported = {(find_source(module), name) for path in modules for module, name in imported_names(path)}
+    attributes = {node.attr for path in modules for node in walk(path) if isinstance(node, ast.Attribute)}
+    unused = []
+    for path in modules:
+        own = {node.id for node in walk(path) if isinstance(node, ast.Name)}
+        if path.parent.name == "envs" and f"hpcrl.envs.{path.stem}" in documents:
+            continue
+        for node in own_definitions(path):
+            is_used = node.name in own | attributes | named or (path, node.name) in imported
+            if not is_used and not node.name.startswith("__"):
+                unused.append(f"{label(path)}:{node.lineno}: {node.name}")
     assert unused == []
 
 
@@ -258,7 +258,7 @@ def test_folders_do_not_import_each_other(folder, other):
 
 OWNERS = {
     "parsl": {"job/interchange.py", "job/parsl_providers.py", "job/runtime.py", "job/worker_pool.py"},
-    "mpi4py": {"weights/couriers/wire_mpi.py"},
+    "mpi4py": {"weights/couriers/mpi_transport.py"},
     "rich": {"commands", "monitor", "system/terminal.py", "traj"},
     "vllm": {"engines/vllm"},
     "megatron": {"trainers/megatron"},

@@ -28,7 +28,7 @@ from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents.reasoning_parsers import MAX_HEADER_CHARS, REASONING_PARSERS, ReasoningParser
 from hpcrl.rollout.agents.recording import TurnPrompt
 from hpcrl.rollout.agents.requests import ModelCall
-from hpcrl.rollout.agents.tool_families import CALL_BEGIN, CALL_FORMS, GEMMA_CALLS, TOOL_PARSERS
+from hpcrl.rollout.agents.tool_families import CALL_FORMS, CALL_START, GEMMA_CALLS, TOOL_PARSERS
 from hpcrl.rollout.agents.tool_parsers import (
     AnswerPiece,
     ContentText,
@@ -46,7 +46,7 @@ TOOL_MARKS = (
     ("<|channel|>", "gpt-oss"),
     ("<function=", "qwen3-coder"),
     ("<arg_key>", "glm"),
-    (CALL_BEGIN, "deepseek"),
+    (CALL_START, "deepseek"),
     ("[TOOL_CALLS]", "mistral"),
     ("<|tool_call>", "gemma"),
     ("<start_function_call>", "gemma"),

@@ -72,12 +72,12 @@ def deepseek_mark(words: str) -> str:
     return f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")
 
 
-CALL_BEGIN, _CALL_SEPARATOR, _CALL_END = map(deepseek_mark, ("tool call begin", "tool sep", "tool call end"))
+CALL_START, _CALL_SEPARATOR, _CALL_END = map(deepseek_mark, ("tool call begin", "tool sep", "tool call end"))
 _DEEPSEEK_FRAMES = (deepseek_mark("tool calls begin"), deepseek_mark("tool calls end"))
 
 
 def _parse_deepseek(block: str, _: ToolSchemas) -> list[ToolCall] | None:
-    body = block.removeprefix(CALL_BEGIN).removesuffix(_CALL_END)
+    body = block.removeprefix(CALL_START).removesuffix(_CALL_END)
     name, _mark, arguments = body.partition(_CALL_SEPARATOR)
     if name.strip() == "function" and not arguments.lstrip().startswith("{"):  # V3 and R1: a type, and a fence
         name, _line, arguments = arguments.partition("\n")
@@ -542,11 +542,11 @@ TOOL_PARSERS: Mapping[str, ToolParser] = {
     ),
     "glm": BlockParser(openings=("<tool_call>",), closings=("</tool_call>",), parse_block=_parse_glm),
     "deepseek": BlockParser(
-        openings=(CALL_BEGIN,),
+        openings=(CALL_START,),
         closings=(_CALL_END,),
         frames=_DEEPSEEK_FRAMES,
         parse_block=_parse_deepseek,
-        marks=(CALL_BEGIN, _CALL_SEPARATOR, _CALL_END, *_DEEPSEEK_FRAMES),
+        marks=(CALL_START, _CALL_SEPARATOR, _CALL_END, *_DEEPSEEK_FRAMES),
     ),
     "mistral": BlockParser(
         openings=("[TOOL_CALLS]",), parse_block=_parse_mistral, marks=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
@@ -581,7 +581,7 @@ CALL_FORMS: Mapping[str, CallForm] = {
     ),
     "glm": CallForm("<tool_call>NAME\n", "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n", "</tool_call>"),
     "deepseek": CallForm(
-        f"{_DEEPSEEK_FRAMES[0]}{CALL_BEGIN}NAME{_CALL_SEPARATOR}", after=_CALL_END + _DEEPSEEK_FRAMES[1]
+        f"{_DEEPSEEK_FRAMES[0]}{CALL_START}NAME{_CALL_SEPARATOR}", after=_CALL_END + _DEEPSEEK_FRAMES[1]
     ),
     "mistral": CallForm('[TOOL_CALLS][{"name": "NAME", "arguments": ', after="}]"),
     "gpt-oss": CallForm("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"),

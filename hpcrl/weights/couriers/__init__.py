@@ -7,8 +7,8 @@ receiver      receive versions into the window of a node
 protocol      messages between couriers, and detection of stuck ones
 spans         the bytes of a part in each message
 link          the connection to the other couriers
-wire_mpi      transport over MPI
-wire_tcp      transport over TCP
+mpi_transport  transport over MPI
+tcp_transport  transport over TCP
 delta_codec   encode only the values that changed
 codec_choice  choose full or delta by measured times
 """

@@ -133,17 +133,17 @@ def _run_courier(settings: CourierSettings, events: EventLog) -> NoReturn:
 
 def _join_mpi(settings: CourierSettings) -> tuple[ByteTransport, list[str]]:
     """Return the transport, and the node of every rank."""
-    from hpcrl.weights.couriers import wire_mpi  # each transport imports a package that the other does not need
+    from hpcrl.weights.couriers import mpi_transport  # each transport imports a package that the other does not need
 
     faulthandler.dump_traceback_later(JOIN_TIMEOUT_S, exit=True)
-    return wire_mpi.join_ranks(settings.here.node, num_ranks=len(settings.nodes))
+    return mpi_transport.join_ranks(settings.here.node, num_ranks=len(settings.nodes))
 
 
 def _join_tcp(settings: CourierSettings) -> tuple[ByteTransport, list[str]]:
-    from hpcrl.weights.couriers import wire_tcp
+    from hpcrl.weights.couriers import tcp_transport
 
     faulthandler.dump_traceback_later(JOIN_TIMEOUT_S, exit=True)
-    transport = wire_tcp.join_ranks(
+    transport = tcp_transport.join_ranks(
         settings.here.node,
         nodes=settings.nodes,
         meeting=settings.here.job.meeting(settings.incarnation),

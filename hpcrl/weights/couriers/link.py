@@ -1,6 +1,6 @@
 """The connection between couriers, over any transport.
 
-ByteTransport                       the interface of transports: wire_mpi, wire_tcp
+ByteTransport                       the interface of transports: mpi_transport, tcp_transport
 CourierConnection                   messages, chunks and polling over a transport; detects silent peers
 MessageTag                          the kinds of small messages
 ByteChunk, split_into_chunks        one bucket and its source - some bytes as chunks

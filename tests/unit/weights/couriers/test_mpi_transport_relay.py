@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from hpcrl.system.processes import list_descendants
-from hpcrl.weights.couriers.wire_mpi import MAX_VALUE_NBYTES, limit_value_size
+from hpcrl.weights.couriers.mpi_transport import MAX_VALUE_NBYTES, limit_value_size
 
 
 @pytest.fixture
