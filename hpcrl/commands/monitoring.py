@@ -80,7 +80,6 @@ def final_summary(
     The losses are named where no step has a reward: conversations were imitated. `untrained` is why
     domains train nothing.
     """
-    hpcrl = _command_name()
     known_rewards = [reward for reward in rewards if reward is not None]
     what, values = (
         ("mean reward", known_rewards) if known_rewards else ("loss", [loss for loss in losses if loss is not None])
@@ -89,23 +88,10 @@ def final_summary(
     if state in ("queued", "running", "draining"):
         return []  # what watched it has printed how to see it again
     if state != "done":
-        failure = find_final_failure(campaign, num_steps=read_recipe(campaign).train.num_steps)
+        hpcrl, failure = _command_name(), find_final_failure(campaign, num_steps=read_recipe(campaign).train.num_steps)
         then = "" if failure else f", then `{hpcrl} resume {campaign.name}`"
         hint = f"see `{hpcrl} logs {campaign.name}`{then}"
         return [f"campaign {campaign.name} ended as {state}{learned}; {hint}"]
-    recipe = _read_recipe_name(campaign)
-    if read_site(campaign, skips_unknown=True).scheduler == "local":
-        elsewhere = (f"plan {recipe} --site lab", "the same as a heterogeneous Slurm job; `lab up` makes a Slurm here")
-    else:
-        elsewhere = (f"plan {recipe} --site perlmutter -s site.account=m1234", "the same on a large machine")
-    commands = [
-        (f"monitor {campaign.name} --once", "how it went"),
-        (f"traj show {campaign.name} --best", "what the model has learned to generate")
-        if known_rewards
-        else (f"export {campaign.name} --hf DIR", "the model, as a directory for transformers and vLLM"),
-        elsewhere,
-    ]
-    width = max(len(command) for command, _ in commands)
     return [
         f"campaign {campaign.name} made every step, but did not train everything{learned}"
         if untrained
@@ -116,8 +102,27 @@ def final_summary(
         f"  checkpoints   {campaign.checkpoints}",
         *([f"  trajectories  {campaign.spool('scored')}"] if known_rewards else []),
         "next:",
-        *(f"  {hpcrl} {command:<{width}}   # {why}" for command, why in commands),
+        *_suggest_commands(campaign, has_rewards=bool(known_rewards)),
     ]
+
+
+def _suggest_commands(campaign: CampaignDir, *, has_rewards: bool) -> list[str]:
+    """Return what to try next after a campaign, each command with its purpose."""
+    recipe = _read_recipe_name(campaign)
+    if read_site(campaign, skips_unknown=True).scheduler == "local":
+        elsewhere = (f"plan {recipe} --site lab", "the same as a heterogeneous Slurm job; `lab up` makes a Slurm here")
+    else:
+        elsewhere = (f"plan {recipe} --site perlmutter -s site.account=m1234", "the same on a large machine")
+    commands = [
+        (f"monitor {campaign.name} --once", "how it went"),
+        (f"traj show {campaign.name} --best", "what the model has learned to generate")
+        if has_rewards
+        else (f"export {campaign.name} --hf DIR", "the model, as a directory for transformers and vLLM"),
+        elsewhere,
+    ]
+    width = max(len(command) for command, _ in commands)
+    hpcrl = _command_name()
+    return [f"  {hpcrl} {command:<{width}}   # {why}" for command, why in commands]
 
 
 def _read_recipe_name(campaign: CampaignDir) -> str:

@@ -16,7 +16,7 @@ from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved, CurriculumUpdated, FlatGroupsDropped, StaleDropped
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.config.recipe import DomainConfig
+from hpcrl.config.recipe import DomainConfig, RolloutConfig
 from hpcrl.engines.base import Completion, InferenceEngine
 from hpcrl.engines.http import RemoteEngine, make_client_session
 from hpcrl.envs.base import Env, is_program_domain
@@ -78,51 +78,18 @@ async def _play_until_drained(context: WorkerContext, wakeups: WakeEvent) -> Non
     has_turns = not all(map(is_program_domain, recipe.domains.values()))
     layout = load_chat_layout(campaign.model, recipe.model) if has_turns else None
     template = layout.template if layout else load_chat_template(campaign.model, recipe.model)
-    newest = WatchedValue(campaign.weights, lambda: find_newest_version(campaign.weights))
-    while newest.poll() is None:
-        if context.draining:
-            return
-        if await wakeups.wait(POLL_INTERVAL_S):
-            newest.expect_change()
+    if not await _await_first_version(context, wakeups):
+        return
     async with contextlib.AsyncExitStack() as stack:
         report = make_judge_report(context)
         stack.enter_context(open_judge_proxy(recipe, campaign, job=context.job.number, report=report))
         session = await stack.enter_async_context(make_client_session())
-
-        def connect(endpoint: EngineEndpoint) -> InferenceEngine:
-            return RemoteEngine(endpoint, session)
-
-        seed = stable_hash(recipe.seed, context.name, bits=31)
-        router = await stack.enter_async_context(
-            make_router(
-                recipe,
-                campaign,
-                job=context.job.number,
-                worker=EnvWorkerId(context.index, context.role_plan.num_workers),
-                connect=connect,
-                seed=seed,
-                events=context.events,
-                find_gpu=context.site.find_gpu,
-            )
-        )
-        readers, loop = context.make_sender("train", "reward"), asyncio.get_running_loop()
-
-        def wake_readers() -> None:
-            readers.wake()
-            wakeups.set_from_thread(loop)
-
+        router = _make_worker_router(context, connect=lambda endpoint: RemoteEngine(endpoint, session))
         env_worker = EnvWorker(
             context,
-            router=router,
+            router=await stack.enter_async_context(router),
             layout=layout,
-            rollouts=open_rollout_spool(
-                campaign.spool("rollouts"),
-                recipe=recipe,
-                producer=context.name,
-                emit=context.events.emit,
-                scored=campaign.spool("scored"),
-                on_sealed=wake_readers,
-            ),
+            rollouts=_open_rollouts(context, wakeups),
             wakeups=wakeups,
             wake_trainer=context.make_sender("train").wake,
         )
@@ -131,6 +98,49 @@ async def _play_until_drained(context: WorkerContext, wakeups: WakeEvent) -> Non
             proxy = make_proxy(context, env_worker.policy, template=template)
             env_worker.player.proxy = await stack.enter_async_context(proxy)
         await env_worker.run_until_drained()
+
+
+async def _await_first_version(context: WorkerContext, wakeups: WakeEvent) -> bool:
+    """Wait until there are weights to play with; return False if the job drains before."""
+    weights = context.campaign.weights
+    newest = WatchedValue(weights, lambda: find_newest_version(weights))
+    while newest.poll() is None:
+        if context.draining:
+            return False
+        if await wakeups.wait(POLL_INTERVAL_S):
+            newest.expect_change()
+    return True
+
+
+def _make_worker_router(context: WorkerContext, *, connect: Callable[[EngineEndpoint], InferenceEngine]) -> Router:
+    return make_router(
+        context.recipe,
+        context.campaign,
+        job=context.job.number,
+        worker=EnvWorkerId(context.index, context.role_plan.num_workers),
+        connect=connect,
+        seed=stable_hash(context.recipe.seed, context.name, bits=31),
+        events=context.events,
+        find_gpu=context.site.find_gpu,
+    )
+
+
+def _open_rollouts(context: WorkerContext, wakeups: WakeEvent) -> RolloutSpool:
+    """Open the spool; a sealed segment wakes its readers, and this worker, which counts what waits."""
+    readers, loop = context.make_sender("train", "reward"), asyncio.get_running_loop()
+
+    def wake_readers() -> None:
+        readers.wake()
+        wakeups.set_from_thread(loop)
+
+    return open_rollout_spool(
+        context.campaign.spool("rollouts"),
+        recipe=context.recipe,
+        producer=context.name,
+        emit=context.events.emit,
+        scored=context.campaign.spool("scored"),
+        on_sealed=wake_readers,
+    )
 
 
 @dataclass
@@ -160,13 +170,7 @@ class EnvWorker:
         self.task_queue = _make_task_queue(self)
         self.curriculum = Curriculum.from_recipe(recipe, events=campaign.events)
         self.accounts = EpisodeAccounts(
-            EpisodeGroups(
-                group_size=recipe.rollout.group_size,
-                episodes_per_group=recipe.rollout.episodes_per_group,
-                replacements=recipe.rollout.replacements,
-                max_lag=recipe.rollout.max_lag,
-                late_after_s=recipe.rollout.late_after_s,
-            ),
+            _make_groups(recipe.rollout),
             journal=self.journal,
             return_task=self.task_queue.return_task,
             emit=context.events.emit,
@@ -176,16 +180,7 @@ class EnvWorker:
         self.looked_at = float("-inf")
         self.hold_writer = HoldWriter(campaign.hold(context.index))
         self.policy = CountingPolicy(self.router, on_turn=self._record_turn)
-        self.player = EpisodePlayer(
-            recipe=recipe,
-            layout=self.layout,
-            policy=self.policy,
-            task_queue=self.task_queue,
-            read_fields=self.task_sets.read_fields,
-            context_length=read_context_length(campaign.model, max_model_len=recipe.engine.max_model_len),
-            newest_version=lambda: self.progress.newest_version,
-            producer=context.name,
-        )
+        self.player = _make_player(self)
         self.reporter = EpisodeReporter(
             recipe.domains,
             groups=self.accounts.groups,
@@ -195,11 +190,7 @@ class EnvWorker:
             num_workers=self.worker.count,
         )
         self.quick_scorer = QuickScorer(recipe, model=campaign.model)
-        self.scorer = TrajectoryScorer(
-            RewardProcess(
-                campaign.root, concurrency=recipe.reward.concurrency, num_cpus=context.role_plan.cpus_per_worker
-            )
-        )
+        self.scorer = _make_scorer(context)
         self.evaluator = _make_evaluator(self) if recipe.evaluation.every_versions else None
 
     async def run_until_drained(self) -> None:
@@ -399,6 +390,35 @@ class EnvWorker:
         self.accounts.record_sealed(await self.rollouts.close())
         self.accounts.close()
         self.reporter.report()
+
+
+def _make_groups(rollout: RolloutConfig) -> EpisodeGroups:
+    return EpisodeGroups(
+        group_size=rollout.group_size,
+        episodes_per_group=rollout.episodes_per_group,
+        replacements=rollout.replacements,
+        max_lag=rollout.max_lag,
+        late_after_s=rollout.late_after_s,
+    )
+
+
+def _make_player(env_worker: EnvWorker) -> EpisodePlayer:
+    context, recipe = env_worker.context, env_worker.context.recipe
+    return EpisodePlayer(
+        recipe=recipe,
+        layout=env_worker.layout,
+        policy=env_worker.policy,
+        task_queue=env_worker.task_queue,
+        read_fields=env_worker.task_sets.read_fields,
+        context_length=read_context_length(context.campaign.model, max_model_len=recipe.engine.max_model_len),
+        newest_version=lambda: env_worker.progress.newest_version,
+        producer=context.name,
+    )
+
+
+def _make_scorer(context: WorkerContext) -> TrajectoryScorer:
+    concurrency, num_cpus = context.recipe.reward.concurrency, context.role_plan.cpus_per_worker
+    return TrajectoryScorer(RewardProcess(context.campaign.root, concurrency=concurrency, num_cpus=num_cpus))
 
 
 def _make_task_queue(env_worker: EnvWorker) -> TaskQueue:

@@ -9,7 +9,7 @@ from hpcrl.errors import WeightsError
 from hpcrl.spool.reader import SpoolCursor
 from hpcrl.spool.record import PackedTrajectory, Trajectory, attach_columns, parse_facts
 from hpcrl.spool.writer import BatchLimits, BatchWriter
-from hpcrl.weights.stores.store import Tensors, _checksums, _make_manifest, _verify_tensors
+from hpcrl.weights.stores.store import Tensors, compute_checksums, make_manifest, verify_tensors
 from hpcrl.weights.versions import VersionManifest, WeightVersion, check_newer
 
 
@@ -58,7 +58,7 @@ class MemoryStore:
         version = weight_version.version
         check_newer(version, newest=max(self._versions, default=None))
         copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-        manifest = _make_manifest(weight_version, _checksums(copies))
+        manifest = make_manifest(weight_version, compute_checksums(copies))
         self._versions[version] = (manifest, copies)
         return manifest
 
@@ -70,7 +70,7 @@ class MemoryStore:
             available = ", ".join(map(str, sorted(self._versions))) or "none"
             raise WeightsError(f"version {version} is not in memory (available: {available}): load the newest")
         manifest, tensors = self._versions[version]
-        _verify_tensors(tensors, manifest, where="memory")
+        verify_tensors(tensors, manifest, where="memory")
         return dict(tensors)
 
     @contextmanager

@@ -245,6 +245,16 @@ def test_what_the_package_defines_is_used_there_or_by_its_users():
     assert unused == []
 
 
+def test_no_module_imports_a_private_name_of_another():
+    private = [
+        f"{label(path)}: from {module} import {name}"
+        for path in MODULES
+        for module, name in imported_names(path)
+        if name.startswith("_") and not name.startswith("__")
+    ]
+    assert private == []
+
+
 @pytest.mark.parametrize(("folder", "other"), [("bench", "tests"), ("tests", "bench"), ("hpcrl", "tests")])
 def test_folders_do_not_import_each_other(folder, other):
     found = [

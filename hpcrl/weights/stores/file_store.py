@@ -15,7 +15,7 @@ from hpcrl.system.file_watch import WatchedValue
 from hpcrl.system.files import make_private_dir, publish_file, remove_path, staged_path
 from hpcrl.weights import tensor_file
 from hpcrl.weights.layout import TensorLayout
-from hpcrl.weights.stores.store import Tensors, _checksums, _make_manifest, _save_tensors, _verify_tensors
+from hpcrl.weights.stores.store import Tensors, compute_checksums, make_manifest, save_tensors, verify_tensors
 from hpcrl.weights.versions import (
     VersionManifest,
     WeightVersion,
@@ -42,9 +42,9 @@ class FileStore:
         version = weight_version.version
         check_newer(version, newest=max(list_versions(self.directory), default=None))
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        manifest = _make_manifest(weight_version, _checksums(on_cpu))
+        manifest = make_manifest(weight_version, compute_checksums(on_cpu))
         with self._make_version(version, nbytes=sum(tensor.nbytes for tensor in on_cpu.values())) as temporary:
-            _save_tensors(on_cpu, temporary / tensors_file(self.directory, version).name)
+            save_tensors(on_cpu, temporary / tensors_file(self.directory, version).name)
             publish_file(temporary / "manifest.json", msgspec.json.encode(manifest))
         return manifest
 
@@ -57,7 +57,7 @@ class FileStore:
         with self._make_version(version, nbytes=layout.nbytes) as temporary:
             path = temporary / tensors_file(self.directory, version).name
             checksums = tensor_file.write_tensors(layout, tensors, path)
-            manifest = _make_manifest(weight_version, checksums)
+            manifest = make_manifest(weight_version, checksums)
             publish_file(temporary / "manifest.json", msgspec.json.encode(manifest))
         return manifest
 
@@ -73,7 +73,7 @@ class FileStore:
             tensors: Tensors = load_file(path)
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{path} cannot be read ({error}): remove {path.parent}, or load the newest") from error
-        _verify_tensors(tensors, manifest, where=str(path))
+        verify_tensors(tensors, manifest, where=str(path))
         return tensors
 
     @contextmanager

@@ -160,7 +160,7 @@ def iterate_bytes(tensors: Tensors, layout: TensorLayout) -> Iterator[memoryview
         yield source.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _copy_tensors(tensors: Tensors, slot: memoryview, layout: TensorLayout) -> list[bytes]:
+def copy_tensors(tensors: Tensors, slot: memoryview, layout: TensorLayout) -> list[bytes]:
     """Copy all tensors into a slot on a few threads; return the checksums of the copies."""
     sums = [b""] * len(layout.tensors)
     targets = view_tensors(slot, layout)
@@ -202,13 +202,13 @@ def _view_bytes(tensor: "torch.Tensor") -> memoryview:
     return data
 
 
-def _make_manifest(weight_version: WeightVersion, checksums: dict[str, str]) -> VersionManifest:
+def make_manifest(weight_version: WeightVersion, checksums: dict[str, str]) -> VersionManifest:
     return VersionManifest(
         version=weight_version.version, step=weight_version.step, checksums=checksums, created=time.time()
     )
 
 
-def _checksums(tensors: Tensors) -> dict[str, str]:
+def compute_checksums(tensors: Tensors) -> dict[str, str]:
     return {name: _hash_tensor(tensor) for name, tensor in tensors.items()}
 
 
@@ -219,7 +219,7 @@ def _hash_tensor(tensor: "torch.Tensor") -> str:
     return hash_bytes(flat.numpy().data).hex()
 
 
-def _save_tensors(tensors: Tensors, path: Path) -> None:
+def save_tensors(tensors: Tensors, path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(tensors, path)
@@ -227,7 +227,7 @@ def _save_tensors(tensors: Tensors, path: Path) -> None:
     sync_file(path)
 
 
-def _verify_tensors(tensors: Tensors, manifest: VersionManifest, *, where: str) -> None:
+def verify_tensors(tensors: Tensors, manifest: VersionManifest, *, where: str) -> None:
     if unmatched := sorted(tensors.keys() ^ manifest.checksums.keys()):
         raise WeightsError(f"{where}: tensor {unmatched[0]!r} is in the file or in the manifest, but not in both")
     for name, tensor in tensors.items():

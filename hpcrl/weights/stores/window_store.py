@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
 from hpcrl.weights.layout import TensorLayout
-from hpcrl.weights.stores.store import Tensors, WeightStore, _copy_tensors, check_tensors, view_tensors
+from hpcrl.weights.stores.store import Tensors, WeightStore, check_tensors, copy_tensors, view_tensors
 from hpcrl.weights.versions import VersionManifest, WeightVersion
 from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import Window
@@ -36,7 +36,7 @@ class WindowStore:
             self._window = Window.create(self._key, layout, job=self._job)
         self._window.layout.check_same(layout, own_name="the window", other_name="the trainer")
         slot = self._window.start_version(weight_version.version, step=weight_version.step)
-        return _copy_tensors(tensors, slot, layout)
+        return copy_tensors(tensors, slot, layout)
 
     def commit(self, sums: list[bytes]) -> VersionManifest:
         """Make visible what was staged with these checksums; it is safe in another thread than `stage`."""

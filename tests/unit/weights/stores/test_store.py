@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hpcrl.weights.checksum import hash_bytes
 from hpcrl.weights.layout import TensorLayout
-from hpcrl.weights.stores.store import _copy_rounded, _copy_tensors, iterate_bytes, view_tensors
+from hpcrl.weights.stores.store import _copy_rounded, copy_tensors, iterate_bytes, view_tensors
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=4)
 
@@ -23,7 +23,7 @@ def test_copies_have_the_bits_of_torchs_rounding(
         tensors = {name: tensor.transpose(0, -1) if tensor.ndim else tensor for name, tensor in tensors.items()}
     layout = TensorLayout.pack((name, dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
     slot = memoryview(bytearray(layout.nbytes))
-    sums = _copy_tensors(tensors, slot, layout)
+    sums = copy_tensors(tensors, slot, layout)
     expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     for name, tensor in view_tensors(slot, layout).items():
         assert torch.equal(tensor, expected[name])
@@ -37,7 +37,7 @@ def test_a_large_tensor_is_copied_chunk_by_chunk_to_its_last_value() -> None:
     source = torch.randn(300_001)
     layout = TensorLayout.pack([("a", "bfloat16", (300_001,))])
     slot = memoryview(bytearray(layout.nbytes))
-    [checksum] = _copy_tensors({"a": source}, slot, layout)
+    [checksum] = copy_tensors({"a": source}, slot, layout)
     assert torch.equal(view_tensors(slot, layout)["a"], source.bfloat16())
     assert checksum == hash_bytes(slot[: 2 * 300_001])
 
