@@ -11,6 +11,7 @@ campaign      submit, resume, stop and find campaigns, on a login node
 campaign_dir  what the processes of a campaign share on disk
 job           inside a job: the driver, its guardian and what they start
 slurm         the commands of Slurm
+staging       models, data and images brought to a site
 doctor        a site file beside the machine that it describes
 lab           a real Slurm on one machine
 roles         what each worker runs

@@ -5,6 +5,7 @@
     ├── PlanError         recipe and site do not fit each other
     ├── CampaignError     a campaign that is missing, exists already, or is in the wrong state
     ├── SlurmError        Slurm refused, is missing, or did not answer
+    ├── StageError        what a recipe names could not be brought to the file system of a site
     ├── LabError          the lab (a private Slurm on one machine) could not do what was asked
     ├── SpoolError        trajectories could not be written or read
     ├── WeightsError      a version of the weights could not be published or loaded
@@ -42,6 +43,10 @@ class CampaignError(HpcrlError):
 
 class SlurmError(HpcrlError):
     """Slurm refused, is missing, or did not answer."""
+
+
+class StageError(HpcrlError):
+    """Files that a recipe names could not be brought to the file system of a site."""
 
 
 class LabError(HpcrlError):

@@ -31,6 +31,7 @@ from hpcrl.campaign.continuation_checks import (
 from hpcrl.campaign.fixed_settings import list_fixed_settings
 from hpcrl.campaign.request import CampaignRequest, RequestSource, load_request, resolve_recipe
 from hpcrl.campaign.running_jobs import find_job_states, read_submission
+from hpcrl.campaign.staged_files import find_staging_dir
 from hpcrl.campaign.submission import digest_records, start_job, write_records
 from hpcrl.campaign.submission_checks import check_request
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
@@ -215,10 +216,11 @@ def _change_settings(campaign: CampaignDir, base: CampaignRequest, settings: Seq
     """Return a request with other settings, and a new plan."""
     own = [setting for setting in settings if not setting.startswith("site.")]
     of_site = [setting.removeprefix("site.") for setting in settings if setting.startswith("site.")]
-    recipe_file = (str(campaign.recipe), msgspec.to_builtins(base.recipe))
-    recipe = resolve_recipe(apply_settings("recipes", [recipe_file], settings=own))
     site_file = (str(campaign.site), msgspec.to_builtins(base.site))
     site = to_struct(apply_settings("sites", [site_file], settings=of_site), Site)
+    recipe_file = (str(campaign.recipe), msgspec.to_builtins(base.recipe))
+    layered = apply_settings("recipes", [recipe_file], settings=own)
+    recipe = resolve_recipe(layered, staging=find_staging_dir(site))
     return CampaignRequest(recipe=recipe, site=site, plan=make_plan(recipe, site))
 
 

@@ -92,9 +92,6 @@ def explain_missing_config(setting: str, path: str) -> str:
     why = "it has no config.json"
     if is_file(place):
         why = f"it is a file: give its directory, {str(place.parent)!r}"
-    elif not is_directory(place) and place.parent.parent == Path.cwd():
-        name = "/".join(place.parts[-2:])
-        why += f"; names of the hub are not looked up: `hf download {name} --local-dir DIR`, then {setting} = DIR"
     elif not is_directory(place):
         why += ", and does not exist"
     return f"{setting} = {path!r} is not a model directory: {why}"

@@ -15,7 +15,8 @@ import msgspec
 
 from hpcrl.campaign import directory
 from hpcrl.campaign.own_gpus import add_own_gpus
-from hpcrl.config.program import resolve_options
+from hpcrl.campaign.staged_files import StagingDir, advise_staging, find_staging_dir, is_registry_image
+from hpcrl.config.program import AGENT_PROGRAM, resolve_options
 from hpcrl.config.recipe import (
     MIN_PARAMS,
     DomainConfig,
@@ -60,9 +61,14 @@ def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> C
     """Load recipe and site, and make the plan; settings are `key=value` of the recipe, `site.key=value` of the site."""
     site_settings = tuple(s.removeprefix("site.") for s in settings if s.startswith("site."))
     recipe_settings = tuple(s for s in settings if not s.startswith("site."))
-    loaded_recipe = resolve_recipe(load_table("recipes", recipe, settings=recipe_settings))
     loaded_site = add_own_gpus(load_site(site, settings=site_settings))
+    staging = find_staging_dir(loaded_site)
+    loaded_site = staging.use_images(loaded_site)
+    loaded_recipe = resolve_recipe(load_table("recipes", recipe, settings=recipe_settings), staging=staging)
     if (warmup := loaded_recipe.warmup) is not None:
+        for path in warmup.paths:
+            if problem := staging.describe_problem(path):
+                raise ConfigError(f"warmup.path: {problem}: {advise_staging(recipe, site, settings)}")
         loaded_recipe = fill_warmup_steps(
             loaded_recipe, warmup, num_conversations=_count_conversations(loaded_recipe, warmup, site=loaded_site)
         )
@@ -77,9 +83,9 @@ def _fix_name(name: str) -> str:
     return str(expand_path(name).absolute()) if name.endswith(".toml") or "/" in name else name
 
 
-def resolve_recipe(layered: LayeredTable) -> Recipe:
-    """Make the recipe of a table, with absolute paths."""
-    return _resolve_paths(make_recipe(layered), layered)
+def resolve_recipe(layered: LayeredTable, *, staging: StagingDir) -> Recipe:
+    """Make the recipe of a table, with absolute paths; names of the hub become those of what is staged."""
+    return _resolve_paths(make_recipe(layered), layered, staging)
 
 
 def _count_conversations(recipe: Recipe, warmup: WarmupConfig, *, site: Site) -> int:
@@ -91,7 +97,7 @@ def make_imitation_model(recipe: Recipe, site: Site) -> ImitationModel:
     return ImitationModel(python=site.choose_python(), path=recipe.model.path)
 
 
-def _resolve_paths(recipe: Recipe, layered: LayeredTable) -> Recipe:
+def _resolve_paths(recipe: Recipe, layered: LayeredTable, staging: StagingDir) -> Recipe:
     """Make paths absolute, as a relative one would mean another directory on the workers' nodes.
 
     A file is looked for beside the TOML file that sets it, then in the current directory.
@@ -103,27 +109,31 @@ def _resolve_paths(recipe: Recipe, layered: LayeredTable) -> Recipe:
         for name, options in recipe.evaluation.options.items()
     }
     warmup = recipe.warmup and msgspec.structs.replace(
-        recipe.warmup, path=_resolve_warmup_path(recipe.warmup.path, layered)
+        recipe.warmup, path=_resolve_warmup_path(recipe.warmup.path, layered, staging)
     )
     teacher = recipe.teacher
     if teacher is not None and teacher.path is not None:
-        path = str(expand_path(teacher.path).absolute())
+        path = _resolve_model_path(teacher.path, staging)
         teacher = msgspec.structs.replace(teacher, path=path, num_params=_find_size(path, teacher.num_params))
     nodes = dict(recipe.train.pipeline)
     for name, node in nodes.items():
         if node.model is not None:
-            path = str(expand_path(node.model).absolute())
+            path = _resolve_model_path(node.model, staging)
             nodes[name] = msgspec.structs.replace(node, model=path, num_params=_find_size(path, node.num_params))
     return msgspec.structs.replace(
         recipe,
-        model=_resolve_model(recipe.model, layered, "model"),
-        domains={name: _resolve_domain(name, domain, layered) for name, domain in recipe.domains.items()},
+        model=_resolve_model(recipe.model, layered, staging, "model"),
+        domains={name: _resolve_domain(name, domain, layered, staging) for name, domain in recipe.domains.items()},
         evaluation=msgspec.structs.replace(recipe.evaluation, options=evaluated),
         train=msgspec.structs.replace(recipe.train, pipeline=nodes),
         warmup=warmup,
         teacher=teacher,
-        judge={name: _resolve_model(judge, layered, "judge", name) for name, judge in recipe.judge.items()},
+        judge={name: _resolve_model(judge, layered, staging, "judge", name) for name, judge in recipe.judge.items()},
     )
+
+
+def _resolve_model_path(path: str, staging: StagingDir) -> str:
+    return staging.find_model(path) or str(expand_path(path).absolute())
 
 
 def _resolve_file(path: str, layered: LayeredTable, *trail: str) -> str:
@@ -132,16 +142,19 @@ def _resolve_file(path: str, layered: LayeredTable, *trail: str) -> str:
     return str((near if is_file(near) or not is_file(here) else here).absolute())
 
 
-def _resolve_files(paths: str | list[str], layered: LayeredTable, *trail: str) -> str | list[str]:
-    if isinstance(paths, str):
-        return _resolve_file(paths, layered, *trail)
-    return [_resolve_file(path, layered, *trail) for path in paths]
+def _resolve_files(paths: str | list[str], layered: LayeredTable, staging: StagingDir, *trail: str) -> str | list[str]:
+    """Make the paths of data files absolute, also of those that are named as on the hub."""
+    if isinstance(paths, list):
+        return [str(_resolve_files(path, layered, staging, *trail)) for path in paths]
+    return staging.find_data(paths) or _resolve_file(paths, layered, *trail)
 
 
-def _resolve_warmup_path(paths: str | list[str], layered: LayeredTable) -> str | list[str]:
+def _resolve_warmup_path(paths: str | list[str], layered: LayeredTable, staging: StagingDir) -> str | list[str]:
     """Make the paths of files absolute, and find the directories of campaigns."""
     if isinstance(paths, list):
-        return [str(_resolve_warmup_path(path, layered)) for path in paths]
+        return [str(_resolve_warmup_path(path, layered, staging)) for path in paths]
+    if (staged := staging.find_data(paths)) is not None:
+        return staged
     if paths.endswith(DATA_SUFFIXES):
         return _resolve_file(paths, layered, "warmup", "path")
     try:
@@ -151,17 +164,21 @@ def _resolve_warmup_path(paths: str | list[str], layered: LayeredTable) -> str |
         raise ConfigError(f"warmup.path = {paths!r} is not a data file ({suffixes}), and {error}") from error
 
 
-def _resolve_domain(name: str, domain: DomainConfig, layered: LayeredTable) -> DomainConfig:
+def _resolve_domain(name: str, domain: DomainConfig, layered: LayeredTable, staging: StagingDir) -> DomainConfig:
     options = _resolve_options(domain, domain.options, layered, "domains", name, "options")
+    if domain.env == AGENT_PROGRAM and is_registry_image(options.get("image")) and staging.images.is_dir():
+        options = {"staged_images": str(staging.images), **options}
     python, tasks = domain.python, domain.tasks
     if python is not None and "/" in python:
         python = str(expand_path(python).absolute())
     trail = ("domains", name, "tasks")
     if isinstance(tasks, str):
-        tasks = _resolve_file(tasks, layered, *trail)
+        tasks = staging.find_data(tasks) or _resolve_file(tasks, layered, *trail)
     elif tasks is not None:
-        held_out = tasks.held_out_path and _resolve_files(tasks.held_out_path, layered, *trail, "held_out_path")
-        path = _resolve_files(tasks.path, layered, *trail, "path")
+        held_out = tasks.held_out_path and _resolve_files(
+            tasks.held_out_path, layered, staging, *trail, "held_out_path"
+        )
+        path = _resolve_files(tasks.path, layered, staging, *trail, "path")
         tasks = msgspec.structs.replace(tasks, path=path, held_out_path=held_out)
     return msgspec.structs.replace(domain, options=options, python=python, tasks=tasks)
 
@@ -172,8 +189,8 @@ def _resolve_options(
     return resolve_options(domain.env, options, find_folder=partial(layered.find_folder, *trail))
 
 
-def _resolve_model(model: M, layered: LayeredTable, *trail: str) -> M:
-    path = model.path and str(expand_path(model.path).absolute())
+def _resolve_model(model: M, layered: LayeredTable, staging: StagingDir, *trail: str) -> M:
+    path = model.path and _resolve_model_path(model.path, staging)
     config = model.config or (_find_config(path) if path else {})
     template = model.chat_template and _resolve_file(model.chat_template, layered, *trail, "chat_template")
     return msgspec.structs.replace(model, path=path, config=config, chat_template=template)

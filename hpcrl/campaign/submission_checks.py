@@ -2,6 +2,7 @@
 
 check_request    everything, for a submission
 check_plan       the same for a plan, where this machine may be no login node of the site
+find_unstaged    what the recipe names of the hub, and the site of registries, that the site does not have
 run_model_check  the model, by the interpreter of the jobs
 run_length_check the lengths of the conversations of a warm-up
 PythonMissing    that interpreter is not on this machine
@@ -16,6 +17,7 @@ import msgspec
 from hpcrl.campaign import directory
 from hpcrl.campaign.model_check import MISSING_PACKAGE, explain_missing_config
 from hpcrl.campaign.request import CampaignRequest
+from hpcrl.campaign.staged_files import PULLED_IMAGES, advise_staging, find_staging_dir, is_registry_image
 from hpcrl.config.recipe import Recipe
 from hpcrl.envs.program_files import SUBJECT_END, ProblemJudge
 from hpcrl.envs.task_set import check_task_set
@@ -38,6 +40,9 @@ class PythonMissing(ConfigError):
 
 def check_plan(request: CampaignRequest) -> list[str]:
     """Check what submission checks, but for Slurm; return notes on what is not certain here."""
+    if unstaged := find_unstaged(request):
+        later = "the recipe's files and code are checked once all is staged"
+        return [*_list_idle_parts(request.recipe), *unstaged, later]
     notes = [*_list_idle_parts(request.recipe), *([unchecked] if (unchecked := run_model_check(request)) else [])]
     if request.site.scheduler == "slurm" and not slurm.has_slurm():
         why = f"this machine has no Slurm, so it is not a login node of {request.site.name}"
@@ -54,6 +59,8 @@ def check_plan(request: CampaignRequest) -> list[str]:
 
 def check_request(request: CampaignRequest) -> list[str]:
     """Check everything that would otherwise fail only in the queue or in the job; return what is not certain here."""
+    for problem in find_unstaged(request):
+        raise ConfigError(problem)
     for setting, model in (request.recipe.served_models | request.recipe.further_models).items():
         if not is_file(Path(model) / "config.json"):
             raise ConfigError(explain_missing_config(setting, model))
@@ -74,6 +81,30 @@ def _list_idle_parts(recipe: Recipe) -> list[str]:
         f"train.num_steps = {recipe.train.num_steps} are all of the warm-up: [domains], [rollout] and train.pipeline "
         "have no effect until it is more than warmup.steps"
     ]
+
+
+def find_unstaged(request: CampaignRequest) -> list[str]:
+    """Return what the recipe names of the hub, and the site of registries, that is not on the site's file system."""
+    recipe, site = request.recipe, request.site
+    staging = find_staging_dir(site)
+    named: dict[str, str] = recipe.served_models | recipe.further_models
+    for name, domain in recipe.domains.items():
+        if (tasks := domain.task_set) is not None:
+            for key, paths in (("path", tasks.path), ("held_out_path", tasks.held_out_path or [])):
+                files = [paths] if isinstance(paths, str) else paths
+                named |= {f"domains.{name}.tasks.{key}" + f"[{n}]" * bool(n): file for n, file in enumerate(files)}
+    problems = {setting: staging.describe_problem(path) for setting, path in named.items()}
+    if site.network.internet_on_compute == "no" and site.container in PULLED_IMAGES:
+        images = {component.partition: site.choose_image(component.partition) for component in request.plan.components}
+        problems |= {
+            f"the image of partition {label}": f"{image} is not staged, and nodes have no internet"
+            for label, image in images.items()
+            if is_registry_image(image)
+        }
+    source = request.source
+    words = (source.recipe, source.site, source.settings) if source is not None else (recipe.name, site.name, ())
+    advice = advise_staging(*words)
+    return [f"{setting}: {problem}: {advice}" for setting, problem in problems.items() if problem]
 
 
 def _check_free_space(request: CampaignRequest) -> None:

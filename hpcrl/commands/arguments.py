@@ -53,6 +53,9 @@ def _add_planning(commands: "CommandParsers") -> None:
     submit.add_argument("--dry-run", action="store_true", help="check everything, ask Slurm, submit nothing")
     submit.add_argument("--watch", action="store_true", help="follow the campaign until it ends")
     submit.set_defaults(run="planning:run_submit")
+    stage = commands.add_parser("stage", help="fetch what a recipe names to a site's file system, on a login node")
+    _add_request(stage)
+    stage.set_defaults(run="planning:run_stage")
 
 
 def _add_request(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "hpcrl submit quickstart --site perlmutter -s site.account=m1234 --dry-run",
         "hpcrl submit my/recipe.toml --site lab --name mine -s rollout.group_size=16",
     ),
+    "stage": (
+        "hpcrl stage my/recipe.toml --site perlmutter",
+        "hpcrl stage quickstart --site local -s model.path=Qwen/Qwen3-0.6B",
+    ),
     "ls": ("hpcrl ls", "hpcrl ls --json"),
     "monitor": ("hpcrl monitor quickstart-1", "hpcrl monitor quickstart-1 --once", "hpcrl monitor quickstart-1 --json"),
     "logs": ("hpcrl logs quickstart-1", "hpcrl logs quickstart-1 train -n 100", "hpcrl logs quickstart-1 driver -f"),

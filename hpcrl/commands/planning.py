@@ -1,6 +1,6 @@
-"""Plan and submit: `hpcrl plan`, `hpcrl submit`.
+"""Plan, stage and submit: `hpcrl plan`, `hpcrl stage`, `hpcrl submit`.
 
-run_plan, run_submit    the commands
+run_plan, run_stage, run_submit    the commands
 """
 
 import argparse
@@ -60,10 +60,20 @@ def run_submit(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _load_request(arguments: argparse.Namespace) -> CampaignRequest:
+def run_stage(arguments: argparse.Namespace) -> int:
+    from hpcrl.staging.stage import stage_recipe
+
+    return stage_recipe(arguments.recipe, site=_require_site(arguments), settings=tuple(arguments.settings))
+
+
+def _require_site(arguments: argparse.Namespace) -> str:
     if arguments.site is None:
         raise HpcrlError(f"--site is missing: give one of {', '.join(list_known_names('sites'))}, or a file")
-    return load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+    return str(arguments.site)
+
+
+def _load_request(arguments: argparse.Namespace) -> CampaignRequest:
+    return load_request(arguments.recipe, site=_require_site(arguments), settings=tuple(arguments.settings))
 
 
 def _print_suggestions(request: CampaignRequest, *, as_json: bool) -> None:

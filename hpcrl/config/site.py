@@ -181,6 +181,9 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     """Path of the slurm.conf to use, if not the machine's own; `~` and $NAME are expanded."""
     campaigns_dir: str | None = None
     """The directory of all campaigns, on a file system that all nodes share; `~` and $NAME are expanded."""
+    staging_dir: str | None = None
+    """The directory of models, data and images that `hpcrl stage` fetches, on a file system that all nodes share; `~`
+    and $NAME are expanded. None: a hidden one in that of the campaigns."""
     python: str | None = None
     """Interpreter in the jobs; None: the one that runs hpcrl."""
     prologue: str | None = None

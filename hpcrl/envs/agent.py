@@ -2,7 +2,6 @@
 
     AgentProgram    run the command once for each episode, in a sandbox, and then its judge in another
     find_reward     find the reward in the output of a program
-    fill_template   put the fields of a task into a text
     INSIDE_PORT, INSIDE_WORKDIR, INSIDE_HOME, MAX_VARIABLE_CHARS, SUPERVISOR_TIMEOUT_S, INHERITED_VARIABLES,
     NUM_RESERVED_TASKS  constants
 
@@ -19,7 +18,6 @@ import json
 import logging
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -48,7 +46,9 @@ from hpcrl.envs.isolation.sandbox import (
 from hpcrl.envs.isolation.supervisor import EpisodeOutcome, EpisodeStages, Stage
 from hpcrl.envs.judge_access import keep_judges
 from hpcrl.envs.program_files import (
+    TASK_FIELD,
     ProgramProblem,
+    fill_template,
     find_command_problems,
     find_path_problem,
     list_shown_paths,
@@ -76,7 +76,6 @@ _START_CODE = (
 )
 _ROOT = Path(__file__).resolve().parents[2]
 _PASSED_PREFIXES = ("APPTAINERENV_", "SINGULARITYENV_")
-_FIELD = re.compile(r"\{(\w+)\}")
 _log = logging.getLogger(__name__)
 
 
@@ -92,7 +91,11 @@ class AgentProgram:
         self.trains = self._options.trains
         self.problem = ""
         """The way the program ended, if it failed; with a judge that alone is not a fault."""
-        self._images = ImageCache(directory=self._options.image_cache, max_gib=self._options.image_cache_gib)
+        self._images = ImageCache(
+            directory=self._options.image_cache,
+            max_gib=self._options.image_cache_gib,
+            staged=self._options.staged_images,
+        )
         if problem := self._find_judge_problem():
             raise ConfigError(f"AgentProgram: {problem}")
 
@@ -163,7 +166,7 @@ class AgentProgram:
         return self._options.image is not None and self._options.sandbox in ("auto", "apptainer")
 
     def _has_row_fields(self, template: str | None) -> bool:
-        return template is not None and not set(_FIELD.findall(template)) <= set(self._options.task)
+        return template is not None and not set(TASK_FIELD.findall(template)) <= set(self._options.task)
 
     async def run(self, seed: int, access: ModelAccess, task: TaskFields | None = None) -> float | None:
         """Run the program and return its reward, or None if it printed none.
@@ -436,22 +439,6 @@ class _SandboxFactory:
             timeout_s=timeout_s,
             timeout_name=timeout_name,
         )
-
-
-def fill_template(template: str, fields: TaskFields, *, what: str) -> str:
-    """Replace each {field} by the task's value; raises EnvFault for one that is missing or cannot be in a path."""
-
-    def fill_field(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in fields:
-            raise EnvFault(f"{what} = {template!r}: the task has no field {name!r}; it has {', '.join(sorted(fields))}")
-        value = fields[name]
-        is_plain = isinstance(value, str | int) and str(value).isprintable() and ".." not in str(value).split("/")
-        if not is_plain or not str(value):
-            raise EnvFault(f"{what} = {template!r}: the task's {name} = {value!r:.100} cannot be part of a path")
-        return str(value)
-
-    return _FIELD.sub(fill_field, template)
 
 
 def find_reward(output: str) -> float | None:

@@ -5,7 +5,8 @@
     ProgramProblem         why a program cannot work
     ProblemJudge           whether a problem that is found here is one of the nodes too
     list_shown_paths       what a sandbox without an image shows
-    INSIDE_DIRS, MODULE_TIMEOUT_S, SUBJECT_END  constants
+    fill_template          put the fields of a task into a text
+    TASK_FIELD, INSIDE_DIRS, MODULE_TIMEOUT_S, SUBJECT_END  constants
 
 On the login node it is known that nodes lack a file only if they share its file system; PATH and other variables are
 those of the job only if its site has no prologue that sets them.
@@ -15,14 +16,18 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from hpcrl.config.program import INTERPRETERS
 from hpcrl.envs.isolation.sandbox import SYSTEM_DIRS, SYSTEM_FILES, list_readable_paths
+from hpcrl.errors import EnvFault
 from hpcrl.system.file_systems import is_shared_path
+
+TASK_FIELD = re.compile(r"\{(\w+)\}")
 
 INSIDE_DIRS = ("/episode/", "/dev/", "/proc/")
 """Directories of a sandbox, in which a path is not one of this machine."""
@@ -237,3 +242,19 @@ def _read_interpreter(file: str) -> str:
         return ""
     name = line.removeprefix(b"#!").split()[:1] if line.startswith(b"#!") else []
     return os.fsdecode(name[0]) if name and name[0].startswith(b"/") else ""
+
+
+def fill_template(template: str, fields: Mapping[str, Any], *, what: str) -> str:
+    """Replace each {field} by the task's value; raises EnvFault for one that is missing or cannot be in a path."""
+
+    def fill_field(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in fields:
+            raise EnvFault(f"{what} = {template!r}: the task has no field {name!r}; it has {', '.join(sorted(fields))}")
+        value = fields[name]
+        is_plain = isinstance(value, str | int) and str(value).isprintable() and ".." not in str(value).split("/")
+        if not is_plain or not str(value):
+            raise EnvFault(f"{what} = {template!r}: the task's {name} = {value!r:.100} cannot be part of a path")
+        return str(value)
+
+    return TASK_FIELD.sub(fill_field, template)

@@ -58,6 +58,8 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True):
     image_cache: str | None = None
     """A directory of each node for images of registries."""
     image_cache_gib: float = 50.0
+    staged_images: str | None = None
+    """The directory of images that `hpcrl stage` pulled; the default is that of the site."""
     directory: str | None = None
     """A directory whose content is copied to the working directory; {field} is a task's field."""
     readable: tuple[str, ...] = ()

@@ -68,7 +68,8 @@ def make_job_script(plan: Plan, *, job: JobDir, site: Site) -> str:
 
 def find_driver_environment(plan: Plan, site: Site) -> dict[str, str]:
     """Return the site's variables for the driver, which is on a node of the first component."""
-    return site.environment | site.partitions[plan.components[0].partition].environment
+    offline = {"HF_HUB_OFFLINE": "1"} if site.network.internet_on_compute == "no" else {}
+    return offline | site.environment | site.partitions[plan.components[0].partition].environment
 
 
 def list_excluded_nodes(campaign: CampaignDir, *, plan: Plan, site: Site, now: float) -> list[str]:

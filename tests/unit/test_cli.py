@@ -405,7 +405,7 @@ def test_a_directory_of_campaigns_that_cannot_be_made_is_named(
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("Qwen/Qwen3-8B", "`hf download Qwen/Qwen3-8B --local-dir DIR`"),
+        ("Qwen/Qwen3-8B", "`hpcrl stage quickstart --site local -s model.path=Qwen/Qwen3-8B`"),
         ("model/config.json", "it is a file: give its directory"),
         ("/no/such/place", "it has no config.json, and does not exist"),
     ],

@@ -2,6 +2,7 @@
 
     open_image        use an image: its file stays as it is meanwhile
     is_remote         whether an image is one of a registry
+    pull_image        pull one of a registry into a file
     find_image_problem  why an image cannot be used, as far as that is known without pulling it
     ImageCache        the directory of a node's images, and how large it may become
     PULL_TIMEOUT_S, LOCK_POLL_S  constants
@@ -38,6 +39,8 @@ class ImageCache(msgspec.Struct, frozen=True, kw_only=True):
     directory: str | None = None
     """The default is a directory of this user in TMPDIR, which should be a disk of the node."""
     max_gib: float = 50.0
+    staged: str | None = None
+    """A directory with images that were pulled before the job, which are used as they are."""
 
     def open_directory(self) -> Path:
         """Return the directory; raises EnvFault for one in which others could put images."""
@@ -71,8 +74,11 @@ async def open_image(image: str, cache: ImageCache) -> AsyncIterator[str]:
     if not is_remote(image):
         yield image
         return
-    directory = await asyncio.to_thread(cache.open_directory)
-    path = directory / f"{hashlib.sha256(image.encode()).hexdigest()[:32]}.sif"
+    name = f"{hashlib.sha256(image.encode()).hexdigest()[:32]}.sif"
+    if cache.staged is not None and (staged := Path(cache.staged) / name).is_file():
+        yield str(staged)
+        return
+    path = await asyncio.to_thread(cache.open_directory) / name
     while (descriptor := _hold_image(path)) is None:
         await asyncio.shield(_join_pull(image, path, max_bytes=int(cache.max_gib * 2**30)))
     try:
@@ -101,7 +107,7 @@ async def _add_image(image: str, path: Path, *, max_bytes: int) -> None:
     """Pull an image unless another process has, and make room for it."""
     async with _lock(path.with_suffix(".lock")):
         if not path.exists():
-            await _pull_image(image, path)
+            await pull_image(image, path)
             await asyncio.to_thread(_evict_images, path.parent, max_bytes=max_bytes, kept=path)
 
 
@@ -119,7 +125,8 @@ def _hold_image(path: Path) -> int | None:
     return descriptor
 
 
-async def _pull_image(image: str, path: Path) -> None:
+async def pull_image(image: str, path: Path) -> None:
+    """Pull an image of a registry with apptainer; raises EnvFault if that fails."""
     for old in path.parent.glob(f"{path.stem}.*.part"):  # of a process that was killed
         old.unlink(missing_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")

@@ -1,0 +1,5 @@
+"""Files that campaigns need on the file system of a site, brought there from a login node: `hpcrl stage`.
+
+stage        what a recipe names: models, data files, images
+hub_files    files of the hub: listed, fetched, checked; the only importer of huggingface_hub
+"""
