@@ -2,7 +2,7 @@
 
 arguments    the command lines of all, with the function that each runs
 examples     the examples of every command
-planning     `hpcrl plan` and `submit`
+planning     `hpcrl plan`, `submit`, `stage` and `image`
 monitoring   `hpcrl ls` and `monitor`, and what follows a campaign to its end
 campaign_logs  `hpcrl logs` and `events`
 campaigns    `hpcrl stop`, `resume` and `extend`
@@ -10,6 +10,8 @@ removal      `hpcrl rm` and `gc`
 comparison   `hpcrl compare`: two campaigns side by side
 interpreters  `hpcrl traj`, `report` and `export`, which another interpreter runs
 sites        `hpcrl site` and `doctor`
+recipes      `hpcrl recipe`
+recipes      `hpcrl recipe`: list, show and write recipes
 lab          `hpcrl lab`
 trial        `hpcrl try`: a few episodes of each domain
 skeleton     `hpcrl init`: a recipe and an environment to start from

@@ -28,6 +28,7 @@ def add_commands(commands: "CommandParsers") -> None:
     _add_traj(commands)
     _add_report(commands)
     _add_site(commands)
+    _add_recipe(commands)
     _add_doctor(commands)
     _add_lab(commands)
     _add_try(commands)
@@ -56,6 +57,15 @@ def _add_planning(commands: "CommandParsers") -> None:
     stage = commands.add_parser("stage", help="fetch what a recipe names to a site's file system, on a login node")
     _add_request(stage)
     stage.set_defaults(run="planning:run_stage")
+    image = commands.add_parser("image", help="write the definition of an image with hpcrl, and build it")
+    image.add_argument("--site", help="a site's name or file (required)")
+    _add_settings(image, help="override a key of the site (container=apptainer)")
+    image.add_argument("--gpu", choices=["nvidia", "amd", "cpu"], help="default: that of the site's partitions")
+    image.add_argument("--base", metavar="IMAGE", help="the image to start from (default: one of vLLM, or of Python)")
+    image.add_argument("--wheel", type=Path, metavar="FILE", help="a wheel of hpcrl (default: from the package index)")
+    image.add_argument("-o", "--output", type=Path, default=Path("image"), metavar="DIR", help="default: image")
+    image.add_argument("--build", action="store_true", help="build it with the site's program")
+    image.set_defaults(run="planning:run_image")
 
 
 def _add_request(parser: argparse.ArgumentParser) -> None:
@@ -166,6 +176,19 @@ def _add_site(commands: "CommandParsers") -> None:
         "--detect", action="store_true", required=True, help="ask Slurm (sinfo, scontrol); nothing is queued"
     )
     new.set_defaults(run="sites:run_site_new")
+
+
+def _add_recipe(commands: "CommandParsers") -> None:
+    recipe = commands.add_parser("recipe", help="list, show and write recipes")
+    actions = recipe.add_subparsers(metavar="ACTION", required=True)
+    actions.add_parser("ls", help="list the recipes that are known by name").set_defaults(run="recipes:run_recipe_ls")
+    show = actions.add_parser("show", help="print the file of a recipe, and those that it extends")
+    show.add_argument("recipe", metavar="NAME")
+    show.set_defaults(run="recipes:run_recipe_show")
+    new = actions.add_parser("new", help="write a recipe of your own that extends another")
+    new.add_argument("name", metavar="NEW")
+    new.add_argument("--from", dest="parent", default="quickstart", metavar="RECIPE", help="default: quickstart")
+    new.set_defaults(run="recipes:run_recipe_new")
 
 
 def _add_doctor(commands: "CommandParsers") -> None:

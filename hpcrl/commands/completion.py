@@ -110,6 +110,8 @@ def _list_values(action: argparse.Action) -> list[str]:
     match kind:
         case "CAMPAIGN":
             return _list_campaigns()
+        case "RECIPE" if action.dest == "parent":
+            return _list_known("recipe")
         case "RECIPE" | "SITE" | "NAME" if action.dest in ("recipe", "site"):
             return _list_files() + _list_known(action.dest)
         case "ROLE":

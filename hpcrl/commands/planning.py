@@ -1,6 +1,6 @@
-"""Plan, stage and submit: `hpcrl plan`, `hpcrl stage`, `hpcrl submit`.
+"""Plan, prepare and submit: `hpcrl plan`, `hpcrl stage`, `hpcrl image`, `hpcrl submit`.
 
-run_plan, run_stage, run_submit    the commands
+run_plan, run_stage, run_image, run_submit    the commands
 """
 
 import argparse
@@ -64,6 +64,24 @@ def run_stage(arguments: argparse.Namespace) -> int:
     from hpcrl.staging.stage import stage_recipe
 
     return stage_recipe(arguments.recipe, site=_require_site(arguments), settings=tuple(arguments.settings))
+
+
+def run_image(arguments: argparse.Namespace) -> int:
+    from hpcrl.config.site import load_site
+    from hpcrl.staging.image_definition import build_image, choose_image, write_definition
+
+    settings = tuple(setting.removeprefix("site.") for setting in arguments.settings)
+    site = load_site(_require_site(arguments), settings=settings)
+    choice = choose_image(site, maker=arguments.gpu, base=arguments.base, wheel=arguments.wheel)
+    directory = arguments.output.absolute()
+    path = write_definition(choice, directory)
+    print_line(f"{path} starts from {choice.base}")
+    if arguments.build:
+        image = build_image(choice, directory)
+        print_line(f"next, in your own {site.name}.toml:")
+        print_line(f'  container = "{choice.tool}"')
+        print_line(f'  image = "{image}"')
+    return 0
 
 
 def _require_site(arguments: argparse.Namespace) -> str:

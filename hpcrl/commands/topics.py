@@ -102,7 +102,9 @@ TOPICS: dict[str, tuple[str, Callable[[Sequence[str]], str]]] = {
 }
 
 
-_COMMANDS_FIRST = frozenset({"site ls", "site show", "site new", "site probe"})
+_COMMANDS_FIRST = frozenset(
+    {"site ls", "site show", "site new", "site probe", "recipe ls", "recipe show", "recipe new"}
+)
 
 
 def run_help(arguments: argparse.Namespace) -> int:

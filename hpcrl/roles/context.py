@@ -142,7 +142,10 @@ class WorkerContext:
 
     def make_sender(self, *roles: str) -> WakeSender:
         """Return what wakes all workers of some roles."""
-        return WakeSender(self.job.wakeups, *(f"{role}-" for role in roles))
+        host = None
+        with contextlib.suppress(ConfigError):
+            host = self.find_address()
+        return WakeSender(self.job.wakeups, *(f"{role}-" for role in roles), host=host)
 
     def pause(self, seconds: float) -> None:
         """Wait for `seconds`, or until the job is to end."""

@@ -82,13 +82,17 @@ class WakeSender:
     The directory is looked at ever more rarely while nothing changes: a listener that is new polls until it is seen.
     """
 
-    def __init__(self, directory: Path, *names: str) -> None:
+    def __init__(self, directory: Path, *names: str, host: str | None = None) -> None:
+        """Send from `host`, so that the socket is not open on other networks too."""
         self._names = names
         self._watch = NameWatch(directory)
         self._seen: frozenset[str] = frozenset()
         self._addresses: list[_ListenerAddress] = []
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
+        if host is not None:
+            with contextlib.suppress(OSError):
+                self._socket.bind((host, 0))
         self._lock = threading.Lock()
 
     def wake(self) -> None:

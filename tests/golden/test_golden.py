@@ -21,7 +21,9 @@ from tests.support.plans import make_site, plan_recipe
 from tests.support.shell_scripts import find_script_problems
 
 GOLDEN = Path(__file__).parent / "files"
-RECIPES = sorted(path.stem for path in shipped_folder("recipes").glob("*.toml"))
+SHIPPED = sorted(path.stem for path in shipped_folder("recipes").glob("*.toml"))
+OF_REAL_SIZE = [name for name in SHIPPED if name.startswith("qwen3-")]
+RECIPES = [name for name in SHIPPED if name not in OF_REAL_SIZE]
 SITES = ("lab", "lab-hetstep", "local", "perlmutter", "leonardo")
 MORE_SITES = sorted({path.stem for path in shipped_folder("sites").glob("*.toml")} - set(SITES))
 
@@ -52,6 +54,24 @@ def test_plan_and_script_are_as_recorded(recipe: str, site: str) -> None:
 @pytest.mark.parametrize("site", MORE_SITES)
 def test_scripts_and_warnings_for_a_site_are_as_recorded(site: str) -> None:
     compare({f"{site}.txt": "\n".join(describe_plan(recipe, site) for recipe in RECIPES)})
+
+
+@pytest.mark.parametrize("recipe", OF_REAL_SIZE)
+def test_plans_of_a_recipe_of_real_size_on_every_site_are_as_recorded(recipe: str) -> None:
+    sites = sorted({*SITES, *MORE_SITES})
+    compare({f"{recipe}.sites.txt": "\n".join(f"##### {site}\n{describe_plan(recipe, site)}" for site in sites)})
+
+
+def test_recipes_of_real_size_fit_where_their_memory_is() -> None:
+    """Refused are only sites without enough GPUs or memory."""
+    planned: dict[str, list[str]] = {recipe: [] for recipe in OF_REAL_SIZE}
+    for recipe in OF_REAL_SIZE:
+        for site in {*SITES, *MORE_SITES}:
+            with contextlib.suppress(PlanError):
+                plan_recipe(recipe=recipe, site=site)
+                planned[recipe].append(site)
+    everywhere = {"alps", "delta", "deltaai", "frontier", "jupiter", "leonardo", "lumi", "marenostrum5", "perlmutter"}
+    assert all(everywhere <= set(sites) for sites in planned.values()), planned
 
 
 def describe_plan(recipe: str, site: str) -> str:

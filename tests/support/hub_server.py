@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import re
+import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -126,6 +127,38 @@ def find_commit(folder: Path) -> str:
 def hash_blob(data: bytes) -> str:
     """Return the digest that Git has of a file."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+class HubProcess:
+    """The server as a process, and its repositories."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.process: subprocess.Popen[str] | None = None
+        self.address = ""
+
+    def start(self, *, bytes_per_s: float = 0) -> None:
+        self.end()
+        words = [sys.executable, "-m", "tests.support.hub_server", str(self.root), f"--bytes-per-s={bytes_per_s}"]
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+    def read_requests(self) -> list[dict[str, int | str]]:
+        log = self.root / "requests.jsonl"
+        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+    def forget_requests(self) -> None:
+        (self.root / "requests.jsonl").unlink(missing_ok=True)
+
+    def find_model(self, name: str) -> Path:
+        return self.root / "models" / name
 
 
 def main() -> None:

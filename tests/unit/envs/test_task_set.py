@@ -18,6 +18,7 @@ from hpcrl.envs.process import ProcessEnv, ProcessLimits
 from hpcrl.envs.question import Question as AnsweredQuestion
 from hpcrl.envs.task_set import MAX_ROW_BYTES, TaskRows, check_task_set, import_task_set
 from hpcrl.errors import ConfigError, EnvFault
+from tests.support.plans import make_recipe
 from tests.support.row_envs import OnlySeeds, Question
 
 LIMITS = ProcessLimits(memory_bytes=512 << 20)
@@ -308,3 +309,24 @@ def test_a_row_without_the_field_of_the_question_is_a_fault_that_names_it():
         asyncio.run(AnsweredQuestion().reset(0, task={"q": "1+1", "answer": "2"}))
     with pytest.raises(ConfigError, match="not a regular expression"):
         AnsweredQuestion(pattern="(")
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("It is 1,072 dollars", 1.0), ("so 5 + 1067 = 1072.0", 1.0), ("1,072 or 3", 0.0), ("none", 0.0)],
+)
+def test_the_last_number_is_compared_with_the_number_of_the_row(text, reward):
+    pattern = make_recipe(name="qwen3-8b-math").domains["math"].options
+    question = AnsweredQuestion(**pattern)
+    row = {"question": "How much?", "answer": "It costs <<5+1067=1072>>.\n#### 1,072"}
+
+    async def play():
+        await question.reset(0, row)
+        return (await question.step(text)).reward
+
+    assert asyncio.run(play()) == reward
+
+
+def test_a_row_whose_answer_is_not_found_is_refused():
+    with pytest.raises(ConfigError, match="answer_pattern matches nothing"):
+        AnsweredQuestion(answer_pattern="#### (.+)").check_task({"question": "?", "answer": "72"})

@@ -20,50 +20,17 @@ from hpcrl.campaign.staged_files import MANIFEST
 from hpcrl.campaign.submission_checks import find_unstaged
 from hpcrl.envs.isolation.images import ImageCache, open_image
 from hpcrl.slurm.script import find_driver_environment
-from tests.support.hub_server import find_commit
+from tests.support.hub_server import HubProcess, find_commit
 
 MODEL = "acme/tiny-lm"
 Stage = Callable[..., subprocess.CompletedProcess[str]]
 
 
-class HubProcess:
-    """The server and its repositories."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.process: subprocess.Popen[str] | None = None
-        self.address = ""
-
-    def start(self, *, bytes_per_s: float = 0) -> None:
-        self.end()
-        words = [sys.executable, "-m", "tests.support.hub_server", str(self.root), f"--bytes-per-s={bytes_per_s}"]
-        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().strip()
-
-    def end(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-            self.process = None
-
-    def read_requests(self) -> list[dict[str, int | str]]:
-        log = self.root / "requests.jsonl"
-        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-
-    def forget_requests(self) -> None:
-        (self.root / "requests.jsonl").unlink(missing_ok=True)
-
-    @property
-    def model(self) -> Path:
-        return self.root / "models" / MODEL
-
-
 @pytest.fixture
 def hub(tmp_path: Path, tiny_model_dir: Path) -> Iterator[HubProcess]:
     hub = HubProcess(tmp_path / "hub")
-    shutil.copytree(tiny_model_dir, hub.model)
-    (hub.model / "pytorch_model.bin").write_bytes(b"the same weights")
+    shutil.copytree(tiny_model_dir, hub.find_model(MODEL))
+    (hub.find_model(MODEL) / "pytorch_model.bin").write_bytes(b"the same weights")
     rows = hub.root / "datasets" / "acme" / "sums" / "data"
     rows.mkdir(parents=True)
     lines = [json.dumps({"question": f"{n} + {n}", "answer": str(2 * n)}) for n in range(40)]
@@ -129,8 +96,8 @@ def test_what_a_recipe_names_is_fetched_once_and_then_kept(hub: HubProcess, home
     first = stage()
     assert first.returncode == 0, first.stderr
     folder = find_model_dir(home)
-    assert folder.name == find_commit(hub.model)
-    assert hash_file(folder / "model.safetensors") == hash_file(hub.model / "model.safetensors")
+    assert folder.name == find_commit(hub.find_model(MODEL))
+    assert hash_file(folder / "model.safetensors") == hash_file(hub.find_model(MODEL) / "model.safetensors")
     assert (folder / MANIFEST).exists()
     assert not (folder / "pytorch_model.bin").exists()
     rows = home / "campaigns" / ".staged" / "datasets" / "acme--sums" / "main" / "data" / "train.jsonl"
@@ -155,17 +122,17 @@ def test_a_damaged_file_alone_is_fetched_again(hub: HubProcess, home: Path, stag
 
     assert "damaged before: model.safetensors" in again.stdout
     assert [request["file"] for request in hub.read_requests()] == ["model.safetensors"]
-    assert hash_file(path) == hash_file(hub.model / "model.safetensors")
+    assert hash_file(path) == hash_file(hub.find_model(MODEL) / "model.safetensors")
 
 
 def test_a_campaign_keeps_its_commit_when_the_revision_moves_on(hub: HubProcess, home: Path, stage: Stage) -> None:
     stage()
     before = find_model_dir(home)
-    (hub.model / "README.md").write_text("a new version")
+    (hub.find_model(MODEL) / "README.md").write_text("a new version")
     stage()
     after = find_model_dir(home)
     assert after != before
-    assert after.name == find_commit(hub.model)
+    assert after.name == find_commit(hub.find_model(MODEL))
     assert (before / "model.safetensors").exists()
 
 
@@ -181,7 +148,7 @@ def wait_for_partial(home: Path, *, min_bytes: int) -> Path:
 
 def make_large(hub: HubProcess, *, num_bytes: int) -> None:
     """Give the model a file of weights that takes a while."""
-    (hub.model / "model.safetensors").write_bytes(os.urandom(num_bytes))
+    (hub.find_model(MODEL) / "model.safetensors").write_bytes(os.urandom(num_bytes))
 
 
 def test_what_was_killed_in_the_middle_of_a_file_is_continued_there(
@@ -203,7 +170,7 @@ def test_what_was_killed_in_the_middle_of_a_file_is_continued_there(
     starts = [request["start"] for request in hub.read_requests() if request["file"] == "model.safetensors"]
     assert starts == [kept]
     folder = find_model_dir(home)
-    assert hash_file(folder / "model.safetensors") == hash_file(hub.model / "model.safetensors")
+    assert hash_file(folder / "model.safetensors") == hash_file(hub.find_model(MODEL) / "model.safetensors")
     assert not list(folder.rglob("*.part"))
 
 
@@ -221,14 +188,14 @@ def test_two_at_once_fetch_each_file_once(
     fetched = [request["file"] for request in hub.read_requests() if request["sent"]]
     assert fetched.count("model.safetensors") == 1
     folder = find_model_dir(home)
-    assert hash_file(folder / "model.safetensors") == hash_file(hub.model / "model.safetensors")
+    assert hash_file(folder / "model.safetensors") == hash_file(hub.find_model(MODEL) / "model.safetensors")
     assert not list(folder.rglob("*.part"))
 
 
 def test_contents_with_another_digest_are_refused_and_not_recorded(hub: HubProcess, home: Path, stage: Stage) -> None:
-    data = bytearray((hub.model / "model.safetensors").read_bytes())
+    data = bytearray((hub.find_model(MODEL) / "model.safetensors").read_bytes())
     data[-1] ^= 1
-    (hub.model / "model.safetensors.sent").write_bytes(data)
+    (hub.find_model(MODEL) / "model.safetensors.sent").write_bytes(data)
     refused = stage()
     assert refused.returncode == 2
     assert "another digest" in refused.stderr
