@@ -3,10 +3,8 @@
     policies    one replay under hpcrl's router, round-robin, least-loaded and power of two choices: makespans
     hardware    RollArt's equal-cost pools, 2 H800 against 6 H20, one kind of task each
     decisions   time of a decision with 256 endpoints, and with 1,000 times the number of running trajectories
-    cost model  fitted on H100 servers, its error on servers of another GPU
 
-`--calls FILE` (or HPCRL_BENCH_CALLS) replays recorded calls instead of synthetic ones of their shape; `--points FILE`
-(or HPCRL_BENCH_POINTS) names measured servers, which the figures of the cost model need.
+`--calls FILE` (or HPCRL_BENCH_CALLS) replays recorded calls instead of synthetic ones of their shape.
 
 Choices made after figures had been seen: 720 trajectories for the rivals and not 240 (with 240 most of a run is its
 drain, and the best rival was 1.3 times slower at most); twice that number against the bound, since the drain is lost
@@ -31,7 +29,6 @@ from bench.figures import Figure, main
 from bench.routing.bounds import assign_hardware, crowded_s, free_bound_s, lower_bound_s
 from bench.routing.fleet import Fleet, Run, replay
 from bench.routing.losses import losses
-from bench.routing.serving import errors, fit, read_points
 from bench.routing.workload import Call, Script, read_calls, repeated, synthetic
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.config.recipe import RouterConfig
@@ -54,7 +51,6 @@ ASSIGNED_RULES = RouterConfig(
 """The rules for trajectories whose domain names the hardware they belong to."""
 FILES = argparse.ArgumentParser(add_help=False)
 FILES.add_argument("--calls", type=Path, default=os.environ.get("HPCRL_BENCH_CALLS"))
-FILES.add_argument("--points", type=Path, default=os.environ.get("HPCRL_BENCH_POINTS"))
 
 
 def measure(full: bool, *, files: argparse.Namespace) -> list[Figure]:
@@ -62,7 +58,6 @@ def measure(full: bool, *, files: argparse.Namespace) -> list[Figure]:
         *_policy_figures(read_calls(Path(files.calls)) if files.calls else synthetic(), full=full),
         *_hardware_figures(full=full),
         *_decision_figures(),
-        *(_cost_figures(Path(files.points)) if files.points else []),
     ]
 
 
@@ -245,17 +240,6 @@ def _decision_us(num_running: int) -> float:
         seconds.append(time.perf_counter() - started_at)
         courses.end_turn(course, request, None, seconds=1.0)
     return median(seconds) * 1e6
-
-
-def _cost_figures(path: Path) -> list[Figure]:
-    points = read_points(path)
-    seen = [point for point in points if point.gpu == "h100"]
-    unseen = [point for point in points if point.gpu != "h100"]
-    found = fit(seen)
-    return [
-        Figure(name="cost model: median error on H100, fitted there", value=median(errors(seen, found)), unit="share"),
-        Figure(name="cost model: median error on B200, not seen", value=median(errors(unseen, found)), unit="share"),
-    ]
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Parts of bench.router: the replayed turns, the fleet that serves them, the measured servers."""
+"""Parts of bench.router: the replayed turns and the fleet that serves them."""

@@ -7,6 +7,7 @@ monitoring   `hpcrl ls` and `monitor`, and what follows a campaign to its end
 campaign_logs  `hpcrl logs` and `events`
 campaigns    `hpcrl stop`, `resume` and `extend`
 removal      `hpcrl rm` and `gc`
+calibration  `hpcrl calibrate`: the cost model fitted to measurements
 comparison   `hpcrl compare`: two campaigns side by side
 interpreters  `hpcrl traj`, `report` and `export`, which another interpreter runs
 sites        `hpcrl site` and `doctor`

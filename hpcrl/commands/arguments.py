@@ -35,6 +35,7 @@ def add_commands(commands: "CommandParsers") -> None:
     _add_init(commands)
     _add_events(commands)
     _add_compare(commands)
+    _add_calibrate(commands)
     _add_rm(commands)
     _add_help(commands)
 
@@ -254,6 +255,17 @@ def _add_compare(commands: "CommandParsers") -> None:
     compare.add_argument("campaigns", metavar="CAMPAIGN", nargs=2)
     compare.add_argument("--json", action="store_true", help="print the comparison as JSON")
     compare.set_defaults(run="comparison:run_compare")
+
+
+def _add_calibrate(commands: "CommandParsers") -> None:
+    calibrate = commands.add_parser("calibrate", help="fit the cost model to measured servers, for a site file")
+    calibrate.add_argument("source", metavar="SOURCE", help="a campaign, or a CSV file of measured servers")
+    calibrate.add_argument("--site", help="the site whose GPU figures are used for a CSV file (default: the catalogue)")
+    calibrate.add_argument(
+        "--hold-out", action="append", default=[], metavar="GPU", help="only measure the error on this type"
+    )
+    calibrate.add_argument("--json", action="store_true", help="print the coefficients and errors as JSON")
+    calibrate.set_defaults(run="calibration:run_calibrate")
 
 
 def _add_rm(commands: "CommandParsers") -> None:

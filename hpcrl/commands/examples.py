@@ -63,6 +63,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "init": ("hpcrl init mine",),
     "events": ("hpcrl events quickstart-1", "hpcrl events quickstart-1 --kind fault --kind worker-failed -f"),
     "compare": ("hpcrl compare quickstart-1 quickstart-2", "hpcrl compare quickstart-1 quickstart-2 --json"),
+    "calibrate": ("hpcrl calibrate quickstart-1", "hpcrl calibrate servers.csv --hold-out b200 --json"),
     "rm": ("hpcrl rm quickstart-1", "hpcrl rm quickstart-1 quickstart-2 --yes"),
     "help": ("hpcrl help", "hpcrl help recipe", "hpcrl help recipe rollout", "hpcrl help submit"),
     "schema": ("hpcrl schema", "hpcrl schema monitor"),

@@ -35,6 +35,7 @@ JSON_OUTPUTS = {
         "hpcrl monitor CAMPAIGN --json", "hpcrl.monitor.snapshot:CampaignSnapshot", dropped=("detail",)
     ),
     "compare": JsonOutput("hpcrl compare CAMPAIGN CAMPAIGN --json", "hpcrl.commands.comparison:CampaignComparison"),
+    "calibrate": JsonOutput("hpcrl calibrate SOURCE --json", "hpcrl.commands.calibration:CalibrationReport"),
     "try": JsonOutput("hpcrl try RECIPE --json", "hpcrl.trial.report:TrialEpisode", is_list=True),
     "traj-ls": JsonOutput("hpcrl traj ls CAMPAIGN --json", "hpcrl.traj.listing:ListLine", is_list=True),
     "traj-verify": JsonOutput("hpcrl traj verify CAMPAIGN --json", "hpcrl.traj.verify:VerifyReport"),

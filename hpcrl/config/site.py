@@ -14,7 +14,7 @@ from msgspec import Meta
 from hpcrl.config.recipe import ConfigTable, Count, CountOrZero, Name
 from hpcrl.config.toml import load_table, suggest_name, to_struct
 from hpcrl.errors import ConfigError
-from hpcrl.hardware.gpus import GPU_CATALOGUE, GpuModel
+from hpcrl.hardware.gpus import DEFAULT_FIT, GPU_CATALOGUE, GpuModel, RooflineFit
 
 KnownState = Literal["yes", "no", "unknown"]
 CodecSetting = Literal["auto", "full", "delta"]
@@ -37,6 +37,8 @@ class GpuFigures(ConfigTable, frozen=True, kw_only=True):
     bf16_tflops: Figure | None = None
     """Dense, without sparsity; fp16 for a GPU without bf16. None: not known, and speeds are not estimated."""
     memory_tb_per_s: Figure | None = None
+    link_gb_per_s: Figure | None = None
+    """To the other GPUs of its node, both directions together. None: not known, and not counted."""
 
 
 DeviceVariable = Literal["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"]
@@ -171,6 +173,8 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     scheduler: SchedulerName
     partitions: Annotated[dict[Name, SitePartition], Meta(min_length=1)]
     gpus: dict[Name, GpuFigures] = {}
+    speed: RooflineFit = DEFAULT_FIT
+    """What its GPUs reach of their peak figures, as `hpcrl calibrate` prints it."""
     account: str | None = None
     account_required: bool = False
     het_jobs: KnownState = "unknown"
@@ -251,7 +255,8 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     def find_gpu(self, name: str | None) -> GpuModel | None:
         """Return the figures of a GPU type, the site's own first; None if they are not known."""
         own = self.gpus.get(name or "")
-        return GpuModel(name=name or "", **msgspec.structs.asdict(own)) if own else GPU_CATALOGUE.get(name or "")
+        found = GpuModel(name=name or "", **msgspec.structs.asdict(own)) if own else GPU_CATALOGUE.get(name or "")
+        return None if found is None else msgspec.structs.replace(found, fit=self.speed)
 
 
 def load_site(name: str, *, settings: tuple[str, ...] = ()) -> Site:

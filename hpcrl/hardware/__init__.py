@@ -2,7 +2,9 @@
 
 gpus          the catalogue of GPUs
 architecture  the sizes of a model, and its weights by kind
+model_catalogue  the sizes of common models
 cost_model    time of a turn and cost of a plan
+speed_fit     fit of the cost model to measurements
 loop_model    calls that the event loop of an env worker bears
 memory_model     memory of engines, windows, environments
 train_memory     memory of a rank of trainer "torch", by its parts, and of its node

@@ -3,29 +3,33 @@
     compute_hours                                    node-hours and GPU-hours
     ModelShape, read_model_shape, make_model_shape   the sizes of a model that decide its speed
     WorkerSpeed, estimate_speed                      seconds that one worker takes, by its GPUs and the model
-    RooflineFit                                      coefficients of the estimate
+    estimate_step_s, TrainingWork                    seconds of a training step
     USABLE_SHARE                                     of a GPU's memory
     LINK_BYTES_PER_S                                 between two workers
+    TRAINING_PASSES                                  of a training step
 
-The model is a roofline with four fitted coefficients; `python -m bench.router` reports its error on GPUs that it was
-not fitted on.
+The model is a roofline with fitted coefficients (`hpcrl.hardware.gpus.RooflineFit`); `python -m bench.costs` reports
+its error on GPUs that it was not fitted on.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import log2
 from typing import Any
 
 import msgspec
 
 from hpcrl.hardware.architecture import ModelArchitecture, read_architecture
-from hpcrl.hardware.gpus import GpuModel
+from hpcrl.hardware.gpus import GpuModel, RooflineFit
 from hpcrl.hardware.memory_model import BYTES_BF16, GIB
 
 USABLE_SHARE = 0.9
 """Share of a GPU's memory for weights and KV; the rest is for activations and the driver."""
 LINK_BYTES_PER_S = 25e9
 """The bandwidth between two workers (one 200 Gbit/s port), for handed-over KV and new weights."""
+TRAINING_PASSES = 4
+"""Passes over a token that are as much work as a forward pass: two are the backward pass, one the log-probs before."""
 
 
 def compute_hours(num: int, *, walltime_min: int) -> float:
@@ -48,6 +52,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     experts_per_token: int = 0
     num_kv_values: int = 0
     """Numbers kept of a token; 0: a key and a value of each layer's KV heads."""
+    hidden_size: int = 0
+    """0: not known, and sums over GPUs are not counted."""
     weight_bytes: float = BYTES_BF16
     kv_bytes: float = BYTES_BF16
 
@@ -71,6 +77,16 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return (self.num_dense + self.num_expert * covered) * self.weight_bytes
 
     @property
+    def pair_flops(self) -> float:
+        """The operations of attention between one token and one other."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
+    @property
+    def summed_bytes_per_token(self) -> float:
+        """The bytes of a token that the GPUs of an engine add up: after attention and MLP of each layer."""
+        return 2 * self.num_layers * self.hidden_size * BYTES_BF16
+
+    @property
     def _share_per_token(self) -> float:
         return self.experts_per_token / self.num_experts if self.num_experts else 0.0
 
@@ -85,27 +101,15 @@ def make_model_shape(architecture: ModelArchitecture) -> ModelShape:
     return ModelShape(
         num_layers=architecture.num_layers,
         num_heads=architecture.num_heads,
-        num_kv_heads=architecture.num_kv_heads,
+        num_kv_heads=1 if architecture.kv_rank else architecture.num_kv_heads,  # compressed KV is one for all heads
         head_dim=architecture.head_dim,
         num_dense=architecture.num_params - architecture.num_expert_params,
         num_expert=architecture.num_expert_params,
         num_experts=architecture.num_experts,
         experts_per_token=architecture.experts_per_token,
         num_kv_values=architecture.kv_values_per_token,
+        hidden_size=architecture.hidden_size,
     )
-
-
-class RooflineFit(msgspec.Struct, frozen=True, kw_only=True):
-    """The four coefficients between the roofline and a real server, fitted on published H100 measurements."""
-
-    layer_s: float = 9.5e-5
-    """Time per layer of every step, whatever the batch: launching kernels."""
-    read: float = 1.0
-    """Time of reading weights and KV, relative to full bandwidth."""
-    compute: float = 1.9
-    """Time of a decode step's arithmetic, relative to peak; the inverse of its efficiency."""
-    prefill: float = 1.4
-    """Time of prefill's arithmetic, relative to peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +120,9 @@ class WorkerSpeed:
     step_s: float
     """Time of an empty step."""
     byte_s: float
-    """Time per byte of weights or KV read."""
+    """Time per byte of weights read."""
+    kv_byte_s: float
+    """Time per byte of KV read."""
     row_s: float
     """Time per sequence that is decoded in a step, besides reading."""
     token_s: float
@@ -125,6 +131,8 @@ class WorkerSpeed:
     """Time per pair of a prefilled token and one that it attends to."""
     kv_tokens: int
     """Tokens of KV that fit beside the weights; 0: the weights do not fit."""
+    num_stages: int = 1
+    """Stages of a pipeline, each of which has an equal part of the batch at any time."""
 
     def prefill_s(self, num_new: float, *, num_known: float = 0) -> float:
         """Return the time to compute the KV of `num_new` tokens after `num_known` cached ones."""
@@ -140,26 +148,61 @@ class WorkerSpeed:
 
     def base_step_s(self, batch: float) -> float:
         """Return the fixed time of a step over `batch` tokens: launching kernels and reading weights."""
-        return self.step_s + self.byte_s * self.shape.bytes_read(batch)
+        return self.step_s + self.byte_s * self.shape.bytes_read(batch / self.num_stages)
 
     def _kv_s(self, num_kv: float) -> float:
-        return self.byte_s * self.shape.kv_bytes_per_token * num_kv
+        return self.kv_byte_s * self.shape.kv_bytes_per_token * num_kv
 
 
 @cache
-def estimate_speed(gpu: GpuModel, *, shape: ModelShape, tp: int = 1, fit: RooflineFit = RooflineFit()) -> WorkerSpeed:  # noqa: B008 (frozen)
-    """Estimate the speed of a worker with `tp` GPUs, of which the peak figures are known."""
+def estimate_speed(
+    gpu: GpuModel, *, shape: ModelShape, tp: int = 1, pp: int = 1, fit: RooflineFit | None = None
+) -> WorkerSpeed:
+    """Estimate the speed of a worker with `tp` * `pp` GPUs, of which the peak figures are known.
+
+    `tp` GPUs share each layer, and each of the `pp` stages has a share of the layers. Experts count as shared evenly,
+    whether each is divided or has its GPU. `fit` takes the place of the coefficients of the GPU.
+    """
     assert gpu.bf16_tflops is not None
     assert gpu.memory_tb_per_s is not None
-    flops = gpu.bf16_tflops * 1e12 * tp * BYTES_BF16 / shape.weight_bytes  # tensor cores: half the bytes, twice as fast
-    byte_s = fit.read / (gpu.memory_tb_per_s * 1e12 * tp)
-    free_bytes = gpu.memory_gib * GIB * tp * USABLE_SHARE - shape.num_params * shape.weight_bytes
+    by = fit or gpu.fit
+    bf16_flops = gpu.bf16_tflops * 1e12 * tp
+    flops = bf16_flops * BYTES_BF16 / shape.weight_bytes  # tensor cores: half the bytes, twice as fast
+    bandwidth = gpu.memory_tb_per_s * 1e12 * tp
+    kv_copies = max(1.0, tp / shape.num_kv_heads)  # a head is not divided
+    sum_s = by.link * shape.summed_bytes_per_token / (gpu.link_gb_per_s * 1e9) if gpu.link_gb_per_s and tp > 1 else 0.0
+    free_bytes = gpu.memory_gib * GIB * tp * pp * USABLE_SHARE - shape.num_params * shape.weight_bytes
     return WorkerSpeed(
         shape=shape,
-        step_s=fit.layer_s * shape.num_layers,
-        byte_s=byte_s,
-        row_s=fit.compute * 2 * shape.num_active / flops,
-        token_s=fit.prefill * 2 * shape.num_active / flops,
-        pair_s=fit.prefill * 4 * shape.num_layers * shape.num_heads * shape.head_dim / (gpu.bf16_tflops * 1e12 * tp),
-        kv_tokens=max(0, int(free_bytes / shape.kv_bytes_per_token)),
+        step_s=(by.layer_s + by.expert_layer_s * (shape.num_experts > 0) + by.hop_s * log2(tp)) * shape.num_layers,
+        byte_s=by.read / bandwidth,
+        kv_byte_s=by.kv * kv_copies / (bandwidth * pp),
+        row_s=(by.compute * 2 * shape.num_active / flops + sum_s) / pp,
+        token_s=(by.prefill * 2 * shape.num_active / flops + sum_s) / pp,
+        pair_s=by.prefill * shape.pair_flops / (bf16_flops * pp),
+        kv_tokens=max(0, int(free_bytes / (shape.kv_bytes_per_token * kv_copies))),
+        num_stages=pp,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingWork:
+    """The work of a training step, and the ranks that share it."""
+
+    num_tokens: float
+    mean_length: float
+    """Tokens of a row, which attend to each other."""
+    num_gpus: int
+    pp: int = 1
+    num_micro_batches: int = 8
+    """Those of a rank; with stages, the fewer they are, the longer stages wait for each other."""
+    num_passes: float = TRAINING_PASSES
+
+
+def estimate_step_s(gpu: GpuModel, *, shape: ModelShape, work: TrainingWork) -> float:
+    """Estimate the time of a training step, of GPUs whose FLOP/s are known."""
+    assert gpu.bf16_tflops is not None
+    each = 2 * shape.num_active + shape.pair_flops * work.mean_length / 2
+    bubble = 1 + (work.pp - 1) / work.num_micro_batches
+    peak_s = work.num_passes * each * work.num_tokens / (gpu.bf16_tflops * 1e12 * work.num_gpus)
+    return gpu.fit.train * peak_s * bubble

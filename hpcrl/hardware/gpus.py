@@ -1,9 +1,45 @@
 """The GPU catalogue (`GPU_CATALOGUE` of `GpuModel`): peak figures of common GPU types, for the planner.
 
-Sites describe others themselves. `DEFAULT_SIMULATED_GPU` is the type that simulated engines imitate on CPUs.
+Sites describe others themselves. `RooflineFit` has the coefficients between peak figures and real servers.
+`DEFAULT_SIMULATED_GPU` is the type that simulated engines imitate on CPUs.
 """
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+Coefficient = Annotated[float, Meta(ge=0)]
+
+
+class RooflineFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The coefficients between the roofline and real servers; the defaults are fitted on published H100 figures.
+
+    `hpcrl calibrate` fits them to other measurements.
+    """
+
+    layer_s: Coefficient = 6.8e-5
+    """Time per layer of every step, whatever the batch: launching kernels."""
+    expert_layer_s: Coefficient = 2.5e-5
+    """The same for experts, in addition: routing and dispatch."""
+    hop_s: Coefficient = 1.2e-6
+    """The same for sums over the GPUs of an engine, for each doubling of their number."""
+    read: Coefficient = 1.1
+    """Time of reading weights, relative to full bandwidth."""
+    kv: Coefficient = 1.08
+    """Time of reading KV, relative to full bandwidth."""
+    compute: Coefficient = 1.07
+    """Time of a decode step's arithmetic, relative to peak; the inverse of its efficiency."""
+    prefill: Coefficient = 0.92
+    """Time of prefill's arithmetic, relative to peak."""
+    link: Coefficient = 7.4
+    """Time of the sums over the GPUs of an engine, relative to one copy of their operands over the link."""
+    train: Coefficient = 2.0
+    """Time of a training step's arithmetic, relative to peak: an assumption, not a fit. A trainer hardly reaches more
+    than half of the peak."""
+
+
+DEFAULT_FIT = RooflineFit()
 
 
 class GpuModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,6 +50,9 @@ class GpuModel(msgspec.Struct, frozen=True, kw_only=True):
     bf16_tflops: float | None
     """Dense, without sparsity; fp16 for a GPU without bf16. None: not known."""
     memory_tb_per_s: float | None
+    link_gb_per_s: float | None = None
+    """To the other GPUs of its node, both directions together. None: not known, and not counted."""
+    fit: RooflineFit = DEFAULT_FIT
 
     @property
     def has_speed(self) -> bool:
@@ -22,27 +61,33 @@ class GpuModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 GPU_CATALOGUE: dict[str, GpuModel] = {
-    name: GpuModel(name=name, bf16_tflops=bf16_tflops, memory_tb_per_s=memory_tb_per_s, memory_gib=memory_gib)
-    for name, bf16_tflops, memory_tb_per_s, memory_gib in (
-        ("a100-40", 312, 1.56, 40),
-        ("a100-64", 312, 1.64, 64),
-        ("a100-80", 312, 2.0, 80),
-        ("a30", 165, 0.933, 24),
-        ("a40", 150, 0.696, 48),
-        ("b200", 2250, 8.0, 180),
-        ("gh200", 989, 4.0, 96),
-        ("h100", 989, 3.35, 80),
-        ("h20", 148, 4.0, 96),
-        ("h200", 989, 4.8, 141),
-        ("h800", 989, 3.35, 80),
-        ("l4", 121, 0.3, 24),
-        ("l40s", 362, 0.864, 48),
-        ("mi210", 181, 1.6, 64),
-        ("mi250x-gcd", 192, 1.6, 64),
-        ("mi300a", 980, 5.3, 128),
-        ("mi300x", 1307, 5.3, 192),
-        ("v100-16", 125, 0.9, 16),
-        ("v100-32", 125, 0.9, 32),
+    name: GpuModel(
+        name=name,
+        bf16_tflops=bf16_tflops,
+        memory_tb_per_s=memory_tb_per_s,
+        memory_gib=memory_gib,
+        link_gb_per_s=link_gb_per_s,
+    )
+    for name, bf16_tflops, memory_tb_per_s, memory_gib, link_gb_per_s in (
+        ("a100-40", 312, 1.56, 40, 600),
+        ("a100-64", 312, 1.64, 64, 600),
+        ("a100-80", 312, 2.0, 80, 600),
+        ("a30", 165, 0.933, 24, None),
+        ("a40", 150, 0.696, 48, None),
+        ("b200", 2250, 8.0, 180, 1800),
+        ("gh200", 989, 4.0, 96, 900),
+        ("h100", 989, 3.35, 80, 900),
+        ("h20", 148, 4.0, 96, 900),
+        ("h200", 989, 4.8, 141, 900),
+        ("h800", 989, 3.35, 80, 400),
+        ("l4", 121, 0.3, 24, 64),
+        ("l40s", 362, 0.864, 48, 64),
+        ("mi210", 181, 1.6, 64, None),
+        ("mi250x-gcd", 192, 1.6, 64, None),
+        ("mi300a", 980, 5.3, 128, None),
+        ("mi300x", 1307, 5.3, 192, 896),
+        ("v100-16", 125, 0.9, 16, 300),
+        ("v100-32", 125, 0.9, 32, 300),
     )
 }
 

@@ -17,14 +17,15 @@ import msgspec
 
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.errors import PlanError
-from hpcrl.hardware.cost_model import WorkerSpeed, estimate_speed, make_model_shape
+from hpcrl.hardware.cost_model import (
+    TrainingWork,
+    WorkerSpeed,
+    estimate_speed,
+    estimate_step_s,
+    make_model_shape,
+)
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.loop_model import estimate_call_rate
-
-TRAINING_FLOPS_SHARE = 0.5
-"""The share of its peak that a trainer reaches at most: a slower one leaves engines idle, but never waits for them."""
-TRAINING_PASSES = 4
-"""Passes over a token that are as much work as a forward pass: two are the backward pass, one the log-probs before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +164,11 @@ def _estimate_consumption(recipe: Recipe, turn: AverageTurn, gpu: GpuModel | Non
     architecture, train = recipe.model.architecture, recipe.resources.train
     if gpu is None or gpu.bf16_tflops is None or architecture is None:
         return None
-    flops = gpu.bf16_tflops * 1e12 * train.num_workers * train.gpus_per_worker * TRAINING_FLOPS_SHARE
-    tokens_per_s = flops / (TRAINING_PASSES * 2 * make_model_shape(architecture).num_active)
+    num_gpus = train.num_workers * train.gpus_per_worker
+    if not num_gpus:
+        return None
+    one = TrainingWork(num_tokens=1.0, mean_length=0.0, num_gpus=num_gpus)  # the most: without attention
+    tokens_per_s = 1 / estimate_step_s(gpu, shape=make_model_shape(architecture), work=one)
     share = turn.num_reply / (turn.num_new + turn.num_reply)
     return tokens_per_s * share * recipe.rollout.episodes_per_group / recipe.rollout.group_size
 
@@ -220,7 +224,7 @@ def _estimate_role_speed(recipe: Recipe, role: RoleName, gpus: dict[RoleName, Gp
     gpu, architecture = gpus.get(role), recipe.model.architecture
     if gpu is None or not gpu.has_speed or architecture is None:
         return None
-    found = estimate_speed(
-        gpu, shape=make_model_shape(architecture), tp=max(1, getattr(recipe.resources, role).gpus_per_worker)
-    )
+    num_gpus, engine = max(1, getattr(recipe.resources, role).gpus_per_worker), recipe.engine
+    num_stages = engine.pipeline_parallel if engine.backend == "vllm" else 1
+    found = estimate_speed(gpu, shape=make_model_shape(architecture), tp=max(1, num_gpus // num_stages), pp=num_stages)
     return found if found.kv_tokens else None

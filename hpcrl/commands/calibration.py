@@ -1,0 +1,423 @@
+"""Fit the cost model to what servers and trainers took, and print the coefficients for a site file: `hpcrl calibrate`.
+
+run_calibrate, calibrate_speed    fits, and prints the coefficients and the error
+read_serving_csv      the measured servers of a CSV file
+read_campaign_points  those of a campaign, by its own events
+CalibrationReport     the result
+MeasuredServers       the points of a source, and what was left out
+fit_servers, measure_group, GpuError    the fit, and its error on the servers of a GPU type
+CSV_COLUMNS           the columns of a CSV file, with the names that they may have
+
+Servers whose KV does not fit are left out, since requests queue there and the time per token has no meaning.
+"""
+
+import argparse
+import csv
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hpcrl.campaign import directory
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import EngineCounted, EpisodesCounted, StepFinished
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.site import Site, load_site
+from hpcrl.config.toml import suggest_name
+from hpcrl.errors import CampaignError, ConfigError
+from hpcrl.hardware.cost_model import ModelShape, TrainingWork, estimate_speed, read_model_shape
+from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU, GPU_CATALOGUE, GpuModel, RooflineFit
+from hpcrl.hardware.model_catalogue import find_model_config
+from hpcrl.hardware.speed_fit import (
+    MIN_POINTS,
+    ServingPoint,
+    StepPoint,
+    correlate_ranks,
+    estimate_token_s,
+    fit_speed,
+    measure_errors,
+)
+from hpcrl.plan.records import read_plan, read_recipe, read_site
+from hpcrl.system.terminal import print_line
+
+
+class _CsvColumn(NamedTuple):
+    """A column of a CSV file."""
+
+    names: tuple[str, ...]
+    """Its names, the usual one first."""
+    default: str | None = None
+    """None: the column is required."""
+
+
+CSV_COLUMNS = {
+    "gpu": _CsvColumn(("gpu", "system")),
+    "model": _CsvColumn(("model", "model_path")),
+    "batch": _CsvColumn(("batch", "batch_size")),
+    "prompt_tokens": _CsvColumn(("prompt_tokens", "isl")),
+    "reply_tokens": _CsvColumn(("reply_tokens", "osl")),
+    "token_ms": _CsvColumn(("token_ms", "tpot_ms", "silicon_tpot_ms")),
+    "tp": _CsvColumn(("tp", "tp_size"), "1"),
+    "pp": _CsvColumn(("pp", "pp_size"), "1"),
+    "precision": _CsvColumn(("precision",), ""),
+    "attention_dp": _CsvColumn(("attention_dp", "attention_dp_size"), "1"),
+}
+WEIGHT_BYTES = {"": 2.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.56, "int4": 0.56}
+"""Bytes per weight; those of 4 bits include the scale of every block of 16 or 32."""
+MIN_RUNNING = 0.5
+"""The mean number of requests below which an engine's times are mostly those of waiting."""
+
+
+@dataclass
+class MeasuredServers:
+    """The points of a source, and what was left out."""
+
+    source: str
+    points: list[ServingPoint] = field(default_factory=list)
+    steps: list[StepPoint] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Numbers of rows by reason."""
+
+
+class GpuError(msgspec.Struct, frozen=True, kw_only=True):
+    """The error of the fitted model on the servers of one GPU type."""
+
+    gpu: str
+    num_points: int
+    is_fitted: bool
+    """False if none of them was used for the fit."""
+    median_error: float
+    """Of the sizes of relative errors."""
+    bias: float
+    """The median relative error; below 0 if the model is too fast."""
+    rank_correlation: float
+
+
+class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a calibration."""
+
+    source: str
+    fit: RooflineFit
+    num_points: int
+    num_steps: int
+    errors: list[GpuError]
+    left_out: dict[str, int]
+
+
+def run_calibrate(arguments: argparse.Namespace) -> int:
+    site = None if arguments.site is None else load_site(arguments.site)
+    return calibrate_speed(arguments.source, site=site, held_out=arguments.hold_out, as_json=arguments.json)
+
+
+def calibrate_speed(source: str, *, site: Site | None, held_out: Sequence[str], as_json: bool) -> int:
+    """Fit to a campaign or a CSV file, but not to the GPU types in `held_out`, and print the result."""
+    if source.endswith(".csv") or Path(source).is_file():
+        servers = read_serving_csv(Path(source), find_gpu=GPU_CATALOGUE.get if site is None else site.find_gpu)
+    else:
+        servers = read_campaign_points(directory.find_campaign(source))
+    report = fit_servers(servers, held_out=held_out)
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+        return 0
+    for line in _describe_report(report):
+        print_line(line)
+    return 0
+
+
+def fit_servers(servers: MeasuredServers, *, held_out: Sequence[str] = ()) -> CalibrationReport:
+    """Fit to the servers of all GPU types but those in `held_out`; report the error on each type."""
+    types = Counter(point.gpu.name for point in servers.points)
+    for name in held_out:
+        if name not in types:
+            raise ConfigError(
+                f"--hold-out {name}: {suggest_name(name, list(types))}{servers.source} has measurements of "
+                f"{', '.join(types) or 'no GPU'}"
+            )
+    seen = [point for point in servers.points if point.gpu.name not in held_out]
+    if len(seen) < MIN_POINTS and not servers.steps:
+        reasons = "; ".join(f"{num} left out: {why}" for why, num in servers.left_out.items())
+        raise ConfigError(
+            f"{servers.source} has {len(seen)} measurements that can be fitted to, and {MIN_POINTS} are needed"
+            f"{f' ({reasons})' if reasons else ''}: give more rows, or fewer --hold-out"
+        )
+    fit = fit_speed(seen, steps=servers.steps)
+    return CalibrationReport(
+        source=servers.source,
+        fit=fit,
+        num_points=len(seen),
+        num_steps=len(servers.steps),
+        errors=[
+            measure_group([point for point in servers.points if point.gpu.name == name], fit, held_out=held_out)
+            for name in sorted(types)
+        ],
+        left_out=dict(servers.left_out),
+    )
+
+
+def measure_group(points: Sequence[ServingPoint], fit: RooflineFit, *, held_out: Sequence[str] = ()) -> GpuError:
+    """Measure the error on points of one GPU type."""
+    errors = measure_errors(points, fit)
+    return GpuError(
+        gpu=points[0].gpu.name,
+        num_points=len(points),
+        is_fitted=points[0].gpu.name not in held_out,
+        median_error=round(median(map(abs, errors)), 4),
+        bias=round(median(errors), 4),
+        rank_correlation=round(
+            correlate_ranks([estimate_token_s(point, fit) for point in points], [point.token_s for point in points]), 4
+        ),
+    )
+
+
+# ---- a CSV file
+
+
+def read_serving_csv(path: Path, *, find_gpu: Callable[[str], GpuModel | None] = GPU_CATALOGUE.get) -> MeasuredServers:
+    """Read measured servers; refuse a file that lacks columns or rows, or has values that cannot be."""
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            names = _match_columns(path, reader.fieldnames or ())
+            found = MeasuredServers(source=str(path))
+            for number, row in enumerate(reader, 2):
+                values = {key: (row.get(name) or "").strip() if name else "" for key, name in names.items()}
+                _add_row(found, values, place=f"{path}, line {number}", folder=path.parent, find_gpu=find_gpu)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} cannot be read as CSV: {error}") from error
+    if not found.points and not found.left_out:
+        raise ConfigError(f"{path} has no rows below its header: give a row for each measurement")
+    return found
+
+
+def _match_columns(path: Path, given: Iterable[str]) -> dict[str, str | None]:
+    known = set(given)
+    names = {key: next((name for name in column.names if name in known), None) for key, column in CSV_COLUMNS.items()}
+    missing = [key for key, column in CSV_COLUMNS.items() if names[key] is None and column.default is None]
+    if missing:
+        raise ConfigError(
+            f"{path} has no column {', '.join(map(repr, missing))}: it has {', '.join(sorted(known)) or 'none'}, and "
+            f"needs {', '.join(key for key, column in CSV_COLUMNS.items() if column.default is None)}"
+        )
+    return names
+
+
+def _add_row(
+    found: MeasuredServers,
+    values: dict[str, str],
+    *,
+    place: str,
+    folder: Path,
+    find_gpu: Callable[[str], GpuModel | None],
+) -> None:
+    """Add the point of a row, or count why there is none."""
+    numbers = {
+        name: _read_number(values[name] or CSV_COLUMNS[name].default or "", name, place=place)
+        for name in ("batch", "prompt_tokens", "reply_tokens", "token_ms", "tp", "pp", "attention_dp")
+    }
+    if values["precision"] not in WEIGHT_BYTES:
+        raise ConfigError(
+            f"{place}: precision = {values['precision']!r}: it is one of {', '.join(filter(None, WEIGHT_BYTES))}"
+        )
+    if not values["gpu"]:
+        raise ConfigError(f"{place}: column 'gpu' is empty: name the GPU type, such as h100")
+    gpu = find_gpu(values["gpu"].lower().removesuffix("_sxm").removesuffix("_pcie").replace("_", "-"))
+    config = _find_config(values["model"], folder=folder)
+    if gpu is None or not gpu.has_speed:
+        found.left_out[f"GPU {values['gpu']!r} is in no catalogue (describe it in [gpus.NAME] of a site)"] += 1
+    elif config is None:
+        found.left_out[f"model {values['model']!r} is not known (give the path of its config.json)"] += 1
+    elif numbers["attention_dp"] > 1:
+        found.left_out["attention is data-parallel"] += 1
+    else:
+        shape = msgspec.structs.replace(read_model_shape(config), weight_bytes=WEIGHT_BYTES[values["precision"]])
+        point = _make_point(gpu, shape, numbers)
+        room = estimate_speed(gpu, shape=shape, tp=point.tp, pp=point.pp).kv_tokens
+        if point.batch * (numbers["prompt_tokens"] + numbers["reply_tokens"]) > room:
+            found.left_out["its KV does not fit"] += 1
+        else:
+            found.points.append(point)
+
+
+def _make_point(gpu: GpuModel, shape: ModelShape, numbers: dict[str, float]) -> ServingPoint:
+    num_prompt, num_new = numbers["prompt_tokens"], numbers["reply_tokens"]
+    return ServingPoint(
+        gpu=gpu,
+        shape=shape,
+        tp=int(numbers["tp"]),
+        pp=int(numbers["pp"]),
+        batch=numbers["batch"],
+        num_context=num_prompt + num_new / 2,
+        num_prefilled=num_prompt,
+        num_new=num_new,
+        token_s=numbers["token_ms"] / 1e3,
+    )
+
+
+def _read_number(text: str, name: str, *, place: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e12:
+        raise ConfigError(f"{place}: {name} = {text!r}: give a number above 0")
+    return value
+
+
+def _find_config(model: str, *, folder: Path) -> dict[str, Any] | None:
+    """Return the sizes of a model by its name, or by the path of its directory or config.json."""
+    if (known := find_model_config(model)) is not None:
+        return known
+    for path in (folder / model, folder / model / "config.json"):
+        if model and path.is_file():
+            try:
+                config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+                read_model_shape(config)
+            except (OSError, msgspec.DecodeError, KeyError) as error:
+                raise ConfigError(f"{path} is not the config.json of a language model ({error!r})") from error
+            return config
+    return None
+
+
+# ---- a campaign
+
+
+def read_campaign_points(campaign: CampaignDir) -> MeasuredServers:
+    """Read what engines and trainer took from the events of a campaign, a point for each engine and step."""
+    recipe, site = read_recipe(campaign), read_site(campaign, skips_unknown=True)
+    shape = _read_campaign_shape(campaign, recipe)
+    events = list(EventReader(campaign.events).poll_merged())
+    found = MeasuredServers(source=f"campaign {campaign.name}")
+    gpus = _find_role_gpus(campaign, recipe, site)
+    if gpus["decode"] is None:
+        raise CampaignError(
+            f"campaign {campaign.name} ran on no GPU whose figures are known: calibrate with one on GPUs, or with "
+            'engine.backend = "sim"'
+        )
+    lengths = _measure_lengths(events)
+    if lengths is not None:
+        _add_engine_points(found, events, shape, gpu=gpus["decode"], recipe=recipe, lengths=lengths)
+    if gpus["train"] is not None:
+        _add_step_points(found, events, shape, gpu=gpus["train"], recipe=recipe)
+    if not found.points and not found.steps:
+        raise CampaignError(f"campaign {campaign.name} has no events of busy engines or of steps: let it run longer")
+    return found
+
+
+def _read_campaign_shape(campaign: CampaignDir, recipe: Recipe) -> ModelShape:
+    path = Path(recipe.engine.sim.config or campaign.model / "config.json")
+    try:
+        return read_model_shape(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+    except (OSError, msgspec.DecodeError, KeyError) as error:
+        raise CampaignError(f"the sizes of the model of {campaign.name} cannot be read: {path}: {error!r}") from error
+
+
+def _find_role_gpus(campaign: CampaignDir, recipe: Recipe, site: Site) -> dict[str, GpuModel | None]:
+    plan, gpus = read_plan(campaign), dict[str, GpuModel | None]()
+    for role in ("decode", "train"):
+        planned = plan.role(role) if plan.has_role(role) else None
+        name = plan.components[planned.component].gpu if planned and planned.gpus_per_worker else None
+        if role == "decode" and recipe.engine.backend == "sim":
+            name = (recipe.engine.sim.gpus or [name or DEFAULT_SIMULATED_GPU])[0]
+        gpu = site.find_gpu(name)
+        gpus[role] = gpu if gpu is not None and gpu.has_speed else None
+    return gpus
+
+
+class _TurnLengths(NamedTuple):
+    """The average turn of a campaign."""
+
+    num_new: float
+    num_fresh: float
+    """Tokens that an observation adds."""
+    num_context: float
+
+
+def _measure_lengths(events: Iterable[Any]) -> _TurnLengths | None:
+    """Return the average turn by the last counts of each env worker, and the steps; None before any episode ended."""
+    last: dict[str, EpisodesCounted] = {}
+    totals = []
+    for event in events:
+        match event:
+            case EpisodesCounted():
+                last[event.worker] = event
+            case StepFinished(length_mean=float(mean)):
+                totals.append(mean)
+    turns = sum(one.turns for one in last.values())
+    tokens = sum(one.num_tokens for one in last.values())
+    episodes = sum(one.done + one.truncated for one in last.values())
+    if not turns or not tokens or not episodes:
+        return None
+    num_new, per_episode = tokens / turns, max(1.0, turns / episodes)
+    total = max(fmean(totals), num_new) if totals else num_new * per_episode
+    fresh = max(1.0, total / per_episode - num_new)
+    return _TurnLengths(num_new=num_new, num_fresh=fresh, num_context=(total + fresh + num_new / 2) / 2)
+
+
+def _add_engine_points(
+    found: MeasuredServers,
+    events: Iterable[Any],
+    shape: ModelShape,
+    *,
+    gpu: GpuModel,
+    recipe: Recipe,
+    lengths: _TurnLengths,
+) -> None:
+    tp = max(1, recipe.resources.decode.gpus_per_worker)
+    scale = recipe.engine.sim.speed if recipe.engine.backend == "sim" else 1.0
+    for event in events:
+        if not isinstance(event, EngineCounted) or event.role == "prefill" or event.role.startswith("judge"):
+            continue
+        if event.running < MIN_RUNNING or not event.num_tokens:
+            found.left_out["an engine with next to no requests"] += 1
+            continue
+        found.points.append(
+            ServingPoint(
+                gpu=gpu,
+                shape=shape,
+                tp=tp,
+                batch=event.running / max(event.busy_share, 0.01),
+                num_context=lengths.num_context,
+                num_prefilled=lengths.num_fresh,
+                num_known=max(0.0, lengths.num_context - lengths.num_fresh),
+                num_new=lengths.num_new,
+                token_s=event.running * event.window_s * scale / event.num_tokens,
+            )
+        )
+
+
+def _add_step_points(
+    found: MeasuredServers, events: Iterable[Any], shape: ModelShape, *, gpu: GpuModel, recipe: Recipe
+) -> None:
+    train = recipe.resources.train
+    num_gpus = train.num_workers * train.gpus_per_worker
+    for event in events:
+        match event:
+            case StepFinished(step_s=float(step_s), num_tokens=int(num_tokens)) if num_gpus and num_tokens and step_s:
+                work = TrainingWork(
+                    num_tokens=num_tokens,
+                    mean_length=event.length_mean or 0.0,
+                    num_gpus=num_gpus,
+                    pp=recipe.train.pipeline_parallel,
+                )
+                found.steps.append(StepPoint(gpu=gpu, shape=shape, work=work, step_s=step_s))
+
+
+def _describe_report(report: CalibrationReport) -> list[str]:
+    lines = [f"# fitted to {report.num_points} measurements of servers and {report.num_steps} training steps of"]
+    lines.append(f"# {report.source}; for a site file:")
+    lines.append("[speed]")
+    lines += [f"{name} = {value:.4g}" for name, value in msgspec.structs.asdict(report.fit).items()]
+    for one in report.errors:
+        seen = "fitted" if one.is_fitted else "held out"
+        lines.append(
+            f"# {one.gpu} ({seen}, {one.num_points}): median error {one.median_error:.1%}, bias {one.bias:+.1%}, "
+            f"rank correlation {one.rank_correlation:.3f}"
+        )
+    lines += [f"# {num} left out: {why}" for why, num in sorted(report.left_out.items())]
+    return lines

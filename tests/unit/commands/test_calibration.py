@@ -1,0 +1,166 @@
+"""`hpcrl calibrate`: coefficients from a CSV file or a campaign, and clear refusals."""
+
+import json
+
+import msgspec
+import pytest
+
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import EngineCounted, EpisodesCounted, StepFinished
+from hpcrl.cli import main
+from hpcrl.commands.calibration import fit_servers, read_campaign_points, read_serving_csv
+from hpcrl.config.site import load_site
+from hpcrl.errors import CampaignError, ConfigError
+from hpcrl.hardware.cost_model import estimate_speed, read_model_shape
+from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
+
+HEADER = "gpu,model,precision,tp,batch,prompt_tokens,reply_tokens,token_ms"
+SHAPE = read_model_shape(MODEL_CONFIGS["Qwen/Qwen3-8B"])
+
+
+def make_rows(gpu: str, factor: float = 1.0) -> list[str]:
+    speed = estimate_speed(GPU_CATALOGUE[gpu], shape=SHAPE)
+    return [
+        f"{gpu},Qwen/Qwen3-8B,bf16,1,{batch},{prompt},200,{speed.decode_s(batch, num_kv=batch * prompt) * 1e3 * factor}"
+        for batch in (1, 4, 16)
+        for prompt in (100, 1000, 2000)
+    ]
+
+
+@pytest.fixture
+def csv_file(tmp_path):
+    path = tmp_path / "servers.csv"
+    path.write_text("\n".join([HEADER, *make_rows("h100"), *make_rows("h200")]))
+    return path
+
+
+def test_the_command_prints_a_table_for_a_site_file_and_the_error(csv_file, capsys, tmp_path):
+    assert main(["calibrate", str(csv_file), "--hold-out", "h200"]) == 0
+    printed = capsys.readouterr().out
+    assert "[speed]" in printed
+    assert "# h200 (held out, 9): median error" in printed
+    site = tmp_path / "mine.toml"
+    site.write_text(f'extends = "local"\nname = "mine"\n{printed}')
+    loaded = load_site(str(site))
+    assert loaded.find_gpu("h100").fit == loaded.speed != GPU_CATALOGUE["h100"].fit
+
+
+def test_slower_servers_give_slower_coefficients(tmp_path):
+    path = tmp_path / "slow.csv"
+    path.write_text("\n".join([HEADER, *make_rows("h100", factor=2.0)]))
+    fit = fit_servers(read_serving_csv(path)).fit
+    slow = estimate_speed(GPU_CATALOGUE["h100"], shape=SHAPE, fit=fit)
+    usual = estimate_speed(GPU_CATALOGUE["h100"], shape=SHAPE)
+    assert slow.decode_s(8, num_kv=8000) == pytest.approx(2 * usual.decode_s(8, num_kv=8000), rel=0.15)
+
+
+def test_json_has_the_coefficients_and_errors(csv_file, capsys):
+    assert main(["calibrate", str(csv_file), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["num_points"] == 18
+    assert [one["gpu"] for one in printed["errors"]] == ["h100", "h200"]
+    assert set(printed["fit"]) >= {"layer_s", "read", "train"}
+
+
+def test_published_names_of_columns_gpus_and_models_are_understood(tmp_path):
+    path = tmp_path / "published.csv"
+    path.write_text(
+        "system,model_path,isl,osl,batch_size,tp_size,silicon_tpot_ms\n"
+        "h100_sxm,nvidia/Qwen3-32B-NVFP4,1024,1024,4,4,9.5\n"
+    )
+    (point,) = read_serving_csv(path).points
+    assert (point.gpu.name, point.tp, point.batch, point.token_s) == ("h100", 4, 4, 0.0095)
+
+
+def test_a_model_may_be_given_by_its_config(tmp_path):
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(MODEL_CONFIGS["Qwen/Qwen3-8B"]))
+    path = tmp_path / "servers.csv"
+    path.write_text(f"{HEADER}\nh100,config.json,bf16,1,4,100,100,8\n")
+    assert read_serving_csv(path).points[0].shape == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("", "has no column 'gpu', 'model', 'batch'"),
+        ("gpu,model,batch\nh100,m,1\n", "has no column 'prompt_tokens', 'reply_tokens', 'token_ms'"),
+        (f"{HEADER}\n", "has no rows below its header"),
+        (f"{HEADER}\n,Qwen/Qwen3-8B,bf16,1,4,100,100,8\n", "line 2: column 'gpu' is empty"),
+        (f"{HEADER}\nh100,Qwen/Qwen3-8B,bf16,1,4,100,100,-8\n", "line 2: token_ms = '-8': give a number above 0"),
+        (f"{HEADER}\nh100,Qwen/Qwen3-8B,bf16,1,four,100,100,8\n", "batch = 'four': give a number above 0"),
+        (f"{HEADER}\nh100,Qwen/Qwen3-8B,bf16,1,4,100,nan,8\n", "reply_tokens = 'nan': give a number above 0"),
+        (f"{HEADER}\nh100,Qwen/Qwen3-8B,fp3,1,4,100,100,8\n", "precision = 'fp3': it is one of bf16"),
+        (f"{HEADER}\nh100,Qwen/Qwen3-8B,bf16\n", "batch = '': give a number above 0"),
+    ],
+)  # fmt: skip
+def test_a_file_without_what_is_needed_is_refused_with_the_place(tmp_path, capsys, text, refusal):
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    assert main(["calibrate", str(path)]) == 2
+    assert refusal in capsys.readouterr().err
+
+
+def test_gpus_and_models_that_are_not_known_are_counted_and_too_few_rows_refused(tmp_path):
+    path = tmp_path / "odd.csv"
+    path.write_text(
+        f"{HEADER}\ntpu9,Qwen/Qwen3-8B,bf16,1,4,100,100,8\nh100,who/knows,bf16,1,4,100,100,8\n"
+        "h100,Qwen/Qwen3-8B,bf16,1,4000,9000,100,8\n"
+    )
+    servers = read_serving_csv(path)
+    assert servers.points == []
+    with pytest.raises(ConfigError, match=r"0 measurements .* 8 are needed .*'tpu9' is in no catalogue"):
+        fit_servers(servers)
+
+
+def test_a_held_out_type_that_is_not_in_the_file_is_refused(csv_file):
+    with pytest.raises(ConfigError, match=r"--hold-out b200: .*has measurements of h100, h200"):
+        fit_servers(read_serving_csv(csv_file), held_out=["b200"])
+
+
+def test_a_file_that_is_missing_is_refused(capsys):
+    assert main(["calibrate", "nowhere.csv"]) == 2
+    assert "nowhere.csv cannot be read as CSV" in capsys.readouterr().err
+
+
+@pytest.fixture
+def campaign(make_campaign):
+    """A campaign of simulated engines, with the events of an env worker."""
+    made = make_campaign("measured", "engine.backend=sim", "engine.sim.gpu=h20", "resources.decode.gpus_per_worker=0")
+    made.model.mkdir()
+    (made.model / "config.json").write_bytes(msgspec.json.encode(MODEL_CONFIGS["Qwen/Qwen3-8B"]))
+    emit_to(made, "env").emit(EpisodesCounted(done=100, turns=400, num_tokens=40_000))
+    emit_to(made, "train").emit(StepFinished(step=1, length_mean=2400.0, num_tokens=100_000, step_s=3.0))
+    return made
+
+
+def emit_to(campaign, role: str) -> EventLog:
+    campaign.events.mkdir(exist_ok=True)
+    name = f"000-{role}-0"
+    return EventLog(campaign.events / f"{name}.jsonl", job=0, role=role, worker=name, node="n")
+
+
+def test_a_campaign_calibrates_by_its_engines(campaign):
+    speed = estimate_speed(GPU_CATALOGUE["h20"], shape=SHAPE)
+    log = emit_to(campaign, "decode")
+    for running in (4.0, 8.0, 16.0) * 3:
+        token_s = speed.decode_s(running, num_kv=running * 1500) * 1.5
+        log.emit(EngineCounted(window_s=10.0, busy_share=1.0, running=running, num_tokens=int(running * 10 / token_s)))
+    report = fit_servers(read_campaign_points(campaign))
+    assert report.num_points == 9
+    assert report.errors[0].gpu == "h20"
+    assert report.errors[0].median_error < 0.1
+    assert estimate_speed(GPU_CATALOGUE["h20"], shape=SHAPE, fit=report.fit).decode_s(
+        8, num_kv=12_000
+    ) > speed.decode_s(8, num_kv=12_000)
+
+
+def test_idle_engines_are_left_out(campaign):
+    emit_to(campaign, "decode").emit(EngineCounted(window_s=10.0, running=0.1, num_tokens=3))
+    with pytest.raises(CampaignError, match="no events of busy engines"):
+        read_campaign_points(campaign)
+
+
+def test_a_campaign_without_a_model_is_refused(make_campaign):
+    with pytest.raises(CampaignError, match="cannot be read"):
+        read_campaign_points(make_campaign("cpu"))

@@ -1,0 +1,100 @@
+"""The fit of the cost model: it finds the coefficients that made the measurements, on other GPU types too."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.hardware.cost_model import TrainingWork, estimate_step_s, read_model_shape
+from hpcrl.hardware.gpus import DEFAULT_FIT, GPU_CATALOGUE, RooflineFit
+from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
+from hpcrl.hardware.speed_fit import (
+    ServingPoint,
+    StepPoint,
+    correlate_ranks,
+    estimate_token_s,
+    fit_speed,
+    measure_errors,
+)
+
+TRUE_FIT = RooflineFit(
+    layer_s=5e-5, expert_layer_s=4e-5, hop_s=5e-6, read=1.3, kv=0.8, compute=2.0, prefill=1.5, link=5.0
+)
+SHAPES = [
+    read_model_shape(MODEL_CONFIGS[name])
+    for name in ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.1-70B")
+]
+
+
+def make_points(gpu: str) -> list[ServingPoint]:
+    wanted = [
+        ServingPoint(
+            gpu=GPU_CATALOGUE[gpu], shape=shape, tp=tp, batch=batch, num_context=num_prompt + num_new / 2,
+            num_prefilled=num_prompt, num_new=num_new, token_s=1.0,
+        )
+        for shape in SHAPES for tp in (1, 2, 8) for batch in (1, 16, 128)
+        for num_prompt, num_new in ((100, 1000), (8000, 500))
+    ]  # fmt: skip
+    return [
+        ServingPoint(
+            **{name: getattr(one, name) for name in one.__dataclass_fields__}
+            | {"token_s": estimate_token_s(one, TRUE_FIT)}
+        )
+        for one in wanted
+    ]
+
+
+def test_the_fit_finds_the_coefficients_that_made_the_measurements():
+    found = msgspec.structs.asdict(fit_speed(make_points("h100")))
+    wanted = msgspec.structs.asdict(TRUE_FIT)
+    assert {name: found[name] for name in wanted if name != "train"} == pytest.approx(
+        {name: wanted[name] for name in wanted if name != "train"}, rel=0.2
+    )
+
+
+def test_a_fit_on_one_gpu_type_predicts_another():
+    fit = fit_speed(make_points("h100"))
+    assert max(map(abs, measure_errors(make_points("b200"), fit))) < 0.02
+
+
+def test_a_coefficient_that_no_measurement_shows_keeps_its_value():
+    single = [point for point in make_points("h100") if point.tp == 1 and not point.shape.num_experts]
+    found = fit_speed(single)
+    assert (found.link, found.hop_s, found.expert_layer_s) == pytest.approx(
+        (DEFAULT_FIT.link, DEFAULT_FIT.hop_s, DEFAULT_FIT.expert_layer_s)
+    )
+
+
+def test_a_few_odd_servers_do_not_decide():
+    points = make_points("h100")
+    odd = [
+        ServingPoint(**{name: getattr(one, name) for name in one.__dataclass_fields__} | {"token_s": one.token_s * 30})
+        for one in points[::15]
+    ]
+    errors = measure_errors(points, fit_speed([*points, *odd]))
+    assert sorted(map(abs, errors))[len(errors) // 2] < 0.05
+
+
+def test_no_coefficient_is_negative():
+    slow_when_small = [
+        ServingPoint(**{name: getattr(one, name) for name in one.__dataclass_fields__} | {"token_s": 1 / one.batch})
+        for one in make_points("h100")
+    ]
+    assert min(msgspec.structs.asdict(fit_speed(slow_when_small)).values()) >= 0
+
+
+def test_steps_decide_the_efficiency_of_training_alone():
+    gpu, work = GPU_CATALOGUE["h100"], TrainingWork(num_tokens=1e6, mean_length=4000, num_gpus=8)
+    step_s = estimate_step_s(gpu, shape=SHAPES[0], work=work)
+    found = fit_speed([], steps=[StepPoint(gpu=gpu, shape=SHAPES[0], work=work, step_s=step_s * 1.5)])
+    assert found == msgspec.structs.replace(DEFAULT_FIT, train=DEFAULT_FIT.train * 1.5)
+
+
+@given(st.lists(st.integers(-1000, 1000), min_size=2, max_size=20, unique=True))
+def test_ranks_that_are_equal_correlate_fully_and_reversed_ones_inversely(values):
+    assert correlate_ranks(values, [value**3 for value in values]) == pytest.approx(1)
+    assert correlate_ranks(values, [-value for value in values]) == pytest.approx(-1)
+
+
+def test_equal_values_have_no_ranks():
+    assert correlate_ranks([1.0, 1.0], [1.0, 2.0]) == 0
