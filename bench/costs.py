@@ -1,7 +1,7 @@
 """Compare the cost model with measured servers of GPU types that it was not fitted on: `python -m bench.costs`.
 
 `--points FILE` (or HPCRL_BENCH_POINTS) is a CSV file of measured servers with two GPU types or more, as
-`hpcrl calibrate` reads it; without one there are no figures. For each type, the model is fitted on all others, and its
+`hpcrl calibrate` reads it; without one it measures nothing. For each type, the model is fitted on all others, and its
 error measured on this one: the time per output token of servers in steady use, whose KV fits. The rank correlation is
 over all MoE servers of the type: whether the model orders them rightly by speed.
 

@@ -8,7 +8,7 @@
     correlate_ranks       Spearman's rank correlation
     SERVING_TERMS, MIN_POINTS    the fitted coefficients of servers, and the fewest measurements
 
-Each coefficient also has a small vote for its value before, so that what measurements say nothing about stays as it is.
+Each coefficient also has a small vote for its value before, so that one that no measurement depends on stays as it is.
 """
 
 from collections import Counter
@@ -116,7 +116,7 @@ def _list_terms(point: ServingPoint, before: RooflineFit) -> list[float]:
 
 
 def _share_votes(points: Sequence[ServingPoint]) -> list[float]:
-    """Return the votes of each point, on average 1: all points of a model together have as many as those of another."""
+    """Return the votes of each point, on average 1: all points of a model together have the same number as those of another."""
     nums = Counter(point.shape for point in points)
     return [len(points) / len(nums) / nums[point.shape] for point in points]
 
