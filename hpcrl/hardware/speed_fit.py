@@ -116,7 +116,7 @@ def _list_terms(point: ServingPoint, before: RooflineFit) -> list[float]:
 
 
 def _share_votes(points: Sequence[ServingPoint]) -> list[float]:
-    """Return the votes of each point, on average 1: all points of a model together have the same number as those of another."""
+    """Return the votes of each point, on average 1: the points of each model have the same number together."""
     nums = Counter(point.shape for point in points)
     return [len(points) / len(nums) / nums[point.shape] for point in points]
 
