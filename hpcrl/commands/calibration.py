@@ -93,7 +93,7 @@ class GpuError(msgspec.Struct, frozen=True, kw_only=True):
     is_fitted: bool
     """False if none of them was used for the fit."""
     median_error: float
-    """Of the sizes of relative errors."""
+    """The median size of relative errors."""
     bias: float
     """The median relative error; below 0 if the model is too fast."""
     rank_correlation: float

@@ -38,7 +38,7 @@ class GpuFigures(ConfigTable, frozen=True, kw_only=True):
     """Dense, without sparsity; fp16 for a GPU without bf16. None: not known, and speeds are not estimated."""
     memory_tb_per_s: Figure | None = None
     link_gb_per_s: Figure | None = None
-    """To the other GPUs of its node, both directions together. None: not known, and not counted."""
+    """The bandwidth to the other GPUs of its node, both directions together. None: not known, and not counted."""
 
 
 DeviceVariable = Literal["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"]
@@ -174,7 +174,7 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     partitions: Annotated[dict[Name, SitePartition], Meta(min_length=1)]
     gpus: dict[Name, GpuFigures] = {}
     speed: RooflineFit = DEFAULT_FIT
-    """What its GPUs reach of their peak figures, as `hpcrl calibrate` prints it."""
+    """The coefficients between the peak figures of its GPUs and real times, as `hpcrl calibrate` prints them."""
     account: str | None = None
     account_required: bool = False
     het_jobs: KnownState = "unknown"

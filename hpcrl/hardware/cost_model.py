@@ -195,7 +195,7 @@ class TrainingWork:
     num_gpus: int
     pp: int = 1
     num_micro_batches: int = 8
-    """Those of a rank; with stages, the fewer they are, the longer stages wait for each other."""
+    """The micro-batches of a rank; with stages, the fewer they are, the longer stages wait for each other."""
     num_passes: float = TRAINING_PASSES
 
 

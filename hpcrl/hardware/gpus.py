@@ -51,7 +51,7 @@ class GpuModel(msgspec.Struct, frozen=True, kw_only=True):
     """Dense, without sparsity; fp16 for a GPU without bf16. None: not known."""
     memory_tb_per_s: float | None
     link_gb_per_s: float | None = None
-    """To the other GPUs of its node, both directions together. None: not known, and not counted."""
+    """The bandwidth to the other GPUs of its node, both directions together. None: not known, and not counted."""
     fit: RooflineFit = DEFAULT_FIT
 
     @property
