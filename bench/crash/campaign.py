@@ -21,8 +21,8 @@ import numpy as np
 
 from bench.peers import records
 from hpcrl.errors import HpcrlError, SpoolError
-from hpcrl.learn.batch import choose_groups
 from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.learn.group_choice import choose_groups
 from hpcrl.spool.listing import list_segments
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import COLUMNS, Trajectory

@@ -39,7 +39,7 @@ from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.envs.base import Env
 from hpcrl.hardware.cost_model import estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
-from hpcrl.learn.batch import GroupChoice, choose_groups
+from hpcrl.learn.group_choice import GroupChoice, choose_groups
 from hpcrl.plan.plan import make_plan
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.env import EnvWorker

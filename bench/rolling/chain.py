@@ -35,8 +35,8 @@ from hpcrl.campaign_dir.paths import CampaignDir, make_worker_name
 from hpcrl.config.recipe import DomainConfig
 from hpcrl.engines.sim.engine import SimEngine
 from hpcrl.envs.base import Env
-from hpcrl.learn.batch import GroupChoice, choose_groups
 from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.learn.group_choice import GroupChoice, choose_groups
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.env import EnvWorker
 from hpcrl.rollout.flow_control import SettledCount, SettledWriter, may_publish

@@ -36,9 +36,9 @@ from hpcrl.campaign_dir.train_progress import TrainProgress, read_train_progress
 from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import make_warmup_settings
 from hpcrl.errors import NodeResultError, TrainError
-from hpcrl.learn.batch import GroupChoice, count_groups
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.learn.evaluations import EvaluationStore, find_version_score, is_round_due
+from hpcrl.learn.group_choice import GroupChoice, count_groups
 from hpcrl.models.model_config import read_model_config
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.roles.context import WorkerContext

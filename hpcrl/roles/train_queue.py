@@ -15,8 +15,8 @@ from pathlib import Path
 from hpcrl.campaign_dir.events import FaultReported, SegmentsRetired
 from hpcrl.errors import SpoolError
 from hpcrl.learn.advantage import is_flat_group
-from hpcrl.learn.batch import GroupChoice, choose_groups
 from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.learn.group_choice import GroupChoice, choose_groups
 from hpcrl.learn.rewards import find_overlong
 from hpcrl.roles.context import WorkerContext
 from hpcrl.rollout.flow_control import SettledCount, SettledWriter, may_publish

@@ -13,6 +13,7 @@ often as it likes, and a file that is missing (or old, of a killed env worker) h
     TrainerProgress                             how far the trainer is, as an env worker reads it
     InFlightState, InFlightVersions             the versions at which a worker's unfinished episodes started
     StalenessHold, HoldWriter                   an env worker's hold, and how it is written
+    allows_version                              whether one env worker's hold lets training continue
     may_publish                                 whether the holds of all env workers let training continue
 
 An episode that is cut for its age is wasted, and if every long one were cut, only short tasks would be trained on.
@@ -194,6 +195,11 @@ class HoldWriter:
         return is_other and self._written_limit == limit
 
 
+def allows_version(limit: int | None, version: int) -> bool:
+    """Return whether an env worker with this limit lets training continue to a version."""
+    return limit is None or version <= limit
+
+
 def may_publish(hold_paths: list[Path], *, version: int) -> bool:
     """Return whether the holds of all env workers allow this version."""
     return all(_is_allowed(path, version) for path in hold_paths)
@@ -204,4 +210,4 @@ def _is_allowed(path: Path, version: int) -> bool:
         hold = msgspec.json.decode(path.read_bytes(), type=StalenessHold)
     except (OSError, msgspec.DecodeError):  # an env worker without a readable hold waits for nothing
         return True
-    return hold.limit is None or version <= hold.limit or time.time() - hold.at > HOLD_TIMEOUT_S
+    return allows_version(hold.limit, version) or time.time() - hold.at > HOLD_TIMEOUT_S

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.learn.batch import (
-    choose_groups,
     compute_row_lengths,
     count_row_tokens,
     credit_last_token,
     empty_micro_batch,
     make_micro_batches,
 )
+from hpcrl.learn.group_choice import choose_groups
 from hpcrl.spool.record import EpisodeTurn
 from hpcrl.testing.learning import make_rows
 from tests.support.trajectories import make_trajectory

@@ -1,0 +1,422 @@
+"""A campaign in simulated time: env workers, engines and trainer, job after job, until the last step.
+
+    simulate_campaign    runs it -> SimulationResult
+    SimulationSettings   what a recipe does not have
+    SimulatedCampaign    the parts, and what passes between them
+    MAX_HOSTS            the env workers that are simulated, at most
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from statistics import fmean
+
+import msgspec
+
+from hpcrl.campaign.request import CampaignRequest
+from hpcrl.campaign_dir.endpoints import EngineEndpoint
+from hpcrl.campaign_dir.workers import EnvWorkerId
+from hpcrl.config.recipe import ConfigTable
+from hpcrl.errors import ConfigError
+from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, TrainingWork, WorkerSpeed, estimate_step_s
+from hpcrl.rollout.routing.factory import MAX_LOAD_REQUESTS_PER_S
+from hpcrl.rollout.routing.router import DEFAULT_TIMEOUTS
+from hpcrl.rollout.tasks import AgentTask
+from hpcrl.simulation.clock import EventQueue
+from hpcrl.simulation.engine import FluidEngine
+from hpcrl.simulation.host import FaultSettings, HostLinks, SimulatedHost
+from hpcrl.simulation.result import SimulationResult, TimelineBin
+from hpcrl.simulation.routing import TurnRouter
+from hpcrl.simulation.sizes import CampaignSizes, RoleSize
+from hpcrl.simulation.trainer import SimulatedTrainer
+from hpcrl.simulation.workload import EpisodeSource
+from hpcrl.spool.ids import get_group, parse_group_id
+from hpcrl.spool.record import Trajectory
+
+MAX_HOSTS = 4
+"""Each stands for several where there are more: they share the work evenly."""
+NUM_BINS = 200
+MAX_SIMULATED_S = 400 * 86400.0
+
+
+class SimulationSettings(ConfigTable, frozen=True, kw_only=True):
+    """What a recipe does not have."""
+
+    seed: int = 0
+    num_steps: int | None = None
+    """In place of the recipe's."""
+    reward_s: float = 0.0
+    """The time to score a trajectory, on workers that are always enough."""
+    train_s: float | None = None
+    """The time of a training step, in place of an estimate."""
+    handover_s: float = 0.1
+    """The time from the end of a group until the trainer has it, without the reward."""
+    start_s: float = 60.0
+    """The time from the start of a job to its first episode."""
+    checkpoint_s: float = 20.0
+    """The time that a job takes to end, from its last step."""
+    stall_s: float | None = None
+    """The time that an engine pauses for new weights, in place of an estimate."""
+    faults: FaultSettings = FaultSettings()
+
+
+@dataclass
+class _RoleMeter:
+    """The sums of a role's shares over the spans of the timeline."""
+
+    bins: list[float] = field(default_factory=list)
+    total: float = 0.0
+
+
+class SimulatedCampaign:
+    """The parts of a campaign."""
+
+    def __init__(
+        self, request: CampaignRequest, sizes: CampaignSizes, source: EpisodeSource, settings: SimulationSettings
+    ) -> None:
+        self.request, self.sizes, self.settings = request, sizes, settings
+        self.queue = EventQueue()
+        self.recipe = request.recipe
+        self.num_steps = settings.num_steps or self.recipe.train.num_steps
+        self.num_jobs = 0
+        self.num_failures = 0
+        self.is_over = False
+        self.samples: list[tuple[float, float, float, float, float, float]] = []
+        """Times with the seconds so far that roles were busy, and shares of places."""
+        self._job_ends: list[float] = []
+        self._draw = random.Random(settings.seed)
+        self._trained_s = 0.0
+        self._num_turns = 0
+        self._tasks: dict[str, AgentTask] = {}
+        self.trainer = SimulatedTrainer(
+            queue=self.queue,
+            recipe=self.recipe,
+            estimate_s=self._estimate_step,
+            publish=self._publish,
+            list_holds=lambda: [host.hold_limit() for host in self.hosts],
+            drop=self._drop,
+            count_tokens=lambda chosen: sum(self.links.lengths[one.id] for one in chosen),
+            on_idle=self._end_step,
+        )
+        self.engines = {
+            f"000-{role}-{index}": self._make_engine(size)
+            for role, size in self._engine_roles().items()
+            for index in range(size.num_workers)
+        }
+        self.links = HostLinks(
+            queue=self.queue,
+            recipe=self.recipe,
+            source=source,
+            engines=self.engines,
+            training=self.trainer,
+            release=self._release,
+            on_hold=self.trainer.try_step,
+            faults=settings.faults,
+            draw=self._draw,
+        )
+        self.num_trained_tokens = 0
+        self.num_trained = 0
+        num_hosts = min(sizes.num_env, MAX_HOSTS)
+        self.hosts = [self._make_host(EnvWorkerId(index, num_hosts)) for index in range(num_hosts)]
+        self._refresh_s = max(DEFAULT_TIMEOUTS.refresh_interval_s, sizes.num_env / MAX_LOAD_REQUESTS_PER_S)
+
+    def run(self) -> None:
+        """Run jobs until the last step, or the last job."""
+        self._start_job()
+        self._watch()
+        self.queue.run(is_done=self._is_done, until=MAX_SIMULATED_S)
+        if not self._is_done():
+            raise ConfigError(
+                f"the simulated campaign stands still after {len(self.trainer.steps)} steps: no group can be trained "
+                "on; see rollout.max_running, group_size and max_lag"
+            )
+
+    def _is_done(self) -> bool:
+        return self.is_over or len(self.trainer.steps) >= self.num_steps
+
+    # ---- parts
+
+    def _engine_roles(self) -> dict[str, RoleSize]:
+        return {role: size for role, size in self.sizes.roles.items() if role != "train"}
+
+    def _make_engine(self, size: RoleSize) -> FluidEngine:
+        return FluidEngine(self.queue, self._find_speed(size), max_batch=self.recipe.engine.max_batch)
+
+    def _find_speed(self, size: RoleSize) -> WorkerSpeed:
+        return self.sizes.find_speed(size, self.recipe)
+
+    def _make_host(self, worker: EnvWorkerId) -> SimulatedHost:
+        endpoints, speeds, gpus = [], dict[str, WorkerSpeed](), self.sizes.roles
+        for name in self.engines:
+            role = name.split("-")[1]
+            size = gpus[role]
+            speeds[name] = self._find_speed(size)
+            endpoints.append(
+                EngineEndpoint(
+                    role=role, worker=name, node="", url=name, token="", gpu=size.gpu.name, num_gpus=size.gpus_each
+                )
+            )
+        router = TurnRouter(
+            self.engines,
+            endpoints,
+            seed=self.settings.seed * 1000 + worker.index,
+            rules=self.recipe.router,
+            weights={name: domain.weight for name, domain in self.recipe.domains.items()},
+            speed_of=lambda endpoint: speeds[endpoint.worker],
+            find_gpu=self.request.site.find_gpu,
+        )
+        return SimulatedHost(self.links, worker, router)
+
+    # ---- what passes between them
+
+    def _release(self, host: SimulatedHost, members: list[Trajectory]) -> None:
+        def seal() -> None:
+            host.num_unsealed -= len(members)
+            for one in members:
+                host.in_flight.drop(one.id)
+            self.trainer.num_waiting += len(members)
+            self.queue.call_later(self.settings.reward_s, lambda: self.trainer.offer(members))
+            self._poll_hosts()
+
+        self.queue.call_later(self.settings.handover_s, seal)
+
+    def _drop(self, stale: list[Trajectory]) -> None:
+        for one in stale:
+            self.links.fates["too old for training"] += self.links.generated.pop(one.id, 0)
+            self.links.lengths.pop(one.id, None)
+        for group in sorted({get_group(one.id) for one in stale}):
+            parsed = parse_group_id(group)
+            assert parsed is not None
+            task = AgentTask(domain=parsed[0], number=parsed[1], seed=0)
+            self.hosts[parsed[1] % len(self.hosts)].record_lost(group, task)
+        self._poll_hosts()
+
+    def _estimate_step(self, chosen: list[Trajectory]) -> float:
+        num_tokens = sum(self.links.lengths[one.id] for one in chosen)
+        self.num_trained += len(chosen)
+        seconds = self.settings.train_s
+        if seconds is None:
+            train = self.recipe.train
+            work = TrainingWork(
+                num_tokens=num_tokens,
+                mean_length=num_tokens / len(chosen),
+                num_gpus=self.sizes.train.num_gpus,
+                pp=train.pipeline_parallel,
+            )
+            seconds = estimate_step_s(self.sizes.train.gpu, shape=self.sizes.shape, work=work)
+        self._trained_s += seconds
+        self.num_trained_tokens += sum(self.links.generated.pop(one.id, 0) for one in chosen)
+        return seconds
+
+    def _publish(self, version: int) -> None:
+        shape, stall_s = self.sizes.shape, self.settings.stall_s
+        bytes_s = shape.num_params * shape.weight_bytes / LINK_BYTES_PER_S
+        for name, engine in self.engines.items():
+            size = self.sizes.roles[name.split("-")[1]]
+            pause_s = bytes_s / size.gpus_each if stall_s is None else stall_s
+            if engine.is_up:
+                self.queue.call_later(0.0, partial(self._load, engine, version, pause_s))
+        self._poll_hosts()
+
+    def _load(self, engine: FluidEngine, version: int, pause_s: float) -> None:
+        if engine.is_up and version > engine.version:
+            engine.load(version, stall_s=pause_s)
+
+    def _end_step(self) -> None:
+        self._poll_hosts()
+        if self.trainer.is_draining:
+            self._end_job()
+
+    def _poll_hosts(self) -> None:
+        for host in self.hosts:
+            host.poll()
+
+    # ---- jobs
+
+    def _start_job(self) -> None:
+        self.num_jobs += 1
+        job = self.recipe.job
+        self.queue.call_later(max(1.0, job.walltime_min * 60 - job.drain_s), partial(self._drain, self.num_jobs))
+        self.queue.call_later(self.settings.start_s, self._play)
+
+    def _play(self) -> None:
+        for engine in self.engines.values():
+            engine.is_up = True
+            engine.version = self.trainer.version
+        for host in self.hosts:
+            host.router.refresh_loads(now=self.queue.now)
+            host.resume()
+        self.trainer.resume()
+        if self.settings.faults.engine_hours is not None:
+            for name in self.engines:
+                self._await_failure(name, self.num_jobs)
+
+    def _drain(self, job: int) -> None:
+        if job != self.num_jobs or self.is_over:
+            return
+        self.trainer.is_draining = True
+        for host in self.hosts:
+            host.drain()
+        if not self.trainer.is_training:
+            self._end_job()
+
+    def _end_job(self) -> None:
+        self._job_ends.append(self.queue.now)
+        if self.num_jobs >= self.recipe.job.num_jobs:
+            self.is_over = True
+            return
+        for engine in self.engines.values():
+            engine.fail()
+        self.queue.call_later(self.settings.checkpoint_s, self._start_job)
+
+    # ---- failures
+
+    def _await_failure(self, name: str, job: int) -> None:
+        hours = self.settings.faults.engine_hours
+        if hours is not None:
+            self.queue.call_later(self._draw.expovariate(1 / (hours * 3600)), partial(self._fail_engine, name, job))
+
+    def _fail_engine(self, name: str, job: int) -> None:
+        engine = self.engines[name]
+        if job != self.num_jobs or not engine.is_up or self.trainer.is_draining:
+            return
+        self.num_failures += 1
+        engine.fail()
+        for host in self.hosts:
+            host.lose_engine(name)
+        self.queue.call_later(self.settings.faults.repair_s, partial(self._repair_engine, name, job))
+
+    def _repair_engine(self, name: str, job: int) -> None:
+        if job == self.num_jobs and not self.is_over:
+            self.engines[name].is_up = True
+            self.engines[name].version = self.trainer.version
+            self._await_failure(name, job)
+
+    # ---- measures
+
+    def _watch(self) -> None:
+        """Refresh the loads in routers, and note what is busy, in regular intervals."""
+        for host in self.hosts:
+            host.router.refresh_loads(now=self.queue.now)
+            host.poll()
+        self._sample()
+        if not self.is_over:
+            self.queue.call_later(self._refresh_s, self._watch)
+
+    def _sample(self) -> None:
+        busy: Counter[str] = Counter()
+        for name, engine in self.engines.items():
+            busy[name.split("-")[1]] += engine.busy_s  # type: ignore[assignment]
+        in_env = sum(host.num_in_env for host in self.hosts)
+        running = sum(host.groups.num_running for host in self.hosts)
+        trained_s = sum(step.ended_at - step.started_at for step in self.trainer.steps)
+        places = self.recipe.rollout.max_running
+        self.samples.append((self.queue.now, busy["decode"], busy["prefill"], trained_s, in_env / places, running / places))
+
+
+def simulate_campaign(
+    request: CampaignRequest, sizes: CampaignSizes, source: EpisodeSource, settings: SimulationSettings
+) -> SimulationResult:
+    """Simulate a campaign to its last step."""
+    campaign = SimulatedCampaign(request, sizes, source, settings)
+    for host in campaign.hosts:
+        if request.recipe.rollout.late_after_s is not None:
+            host.watch_late_groups()
+    campaign.run()
+    return _make_result(campaign)
+
+
+def _make_result(campaign: SimulatedCampaign) -> SimulationResult:
+    steps, sizes, links = campaign.trainer.steps, campaign.sizes, campaign.links
+    seconds = campaign.queue.now
+    ends = [step.ended_at for step in steps]
+    first_ends = _find_first_ends(ends, campaign._job_ends)
+    spans = [later - end for end, later in pairwise(ends)]
+    regular = sorted(span for span, later in zip(spans, ends[1:], strict=True) if later not in first_ends)
+    lags = sum((step.lags for step in steps), Counter[int]())
+    wasted = {reason: num for reason, num in sorted(links.fates.items()) if num}
+    generated = campaign.num_trained_tokens + sum(wasted.values())
+    num_gpus = sizes.num_gpus
+    return SimulationResult(
+        recipe=campaign.recipe.name,
+        site=campaign.request.site.name,
+        seed=campaign.settings.seed,
+        num_gpus=num_gpus,
+        num_nodes=sizes.num_nodes,
+        workers={role: size.num_workers for role, size in sizes.roles.items()} | {"env": sizes.num_env},
+        num_steps=len(steps),
+        is_complete=len(steps) >= campaign.num_steps,
+        num_jobs=campaign.num_jobs,
+        seconds=round(seconds, 3),
+        step_s=round(fmean(regular), 4) if regular else None,
+        step_p95_s=round(regular[int(0.95 * (len(regular) - 1))], 4) if regular else None,
+        train_s=round(fmean(step.ended_at - step.started_at for step in steps), 4) if steps else 0.0,
+        num_episodes=campaign.num_trained,
+        num_turns=sum(host.router.reasons.total() for host in campaign.hosts),
+        tokens_per_s=round(campaign.num_trained_tokens / seconds, 2) if seconds else 0.0,
+        utilisation=_measure_utilisation(campaign),
+        lag_mean=round(sum(lag * num for lag, num in lags.items()) / max(1, lags.total()), 4),
+        lags={str(lag): lags[lag] for lag in sorted(lags)},
+        waste={reason: round(num / generated, 5) for reason, num in wasted.items()} if generated else {},
+        gpu_hours=round(num_gpus * seconds / 3600, 4),
+        node_hours=round(sizes.num_nodes * seconds / 3600, 4),
+        num_failures=campaign.num_failures,
+        notes=list(sizes.notes),
+        steps=[round(span, 4) for span in spans],
+        timeline=_make_timeline(campaign),
+    )
+
+
+def _find_first_ends(ends: list[float], job_ends: list[float]) -> set[float]:
+    """Return the ends of the first steps of jobs after the first job."""
+    firsts = (next((end for end in ends if end > job_end), None) for job_end in job_ends)
+    return {end for end in firsts if end is not None}
+
+
+def _measure_utilisation(campaign: SimulatedCampaign) -> dict[str, float]:
+    """Return the busy shares from the end of the first step to the end of the last one."""
+    steps, samples = campaign.trainer.steps, campaign.samples
+    start = steps[0].ended_at if len(steps) > 1 else 0.0
+    within = [one for one in samples if start <= one[0] <= steps[-1].ended_at] if steps else []
+    if len(within) < 2:
+        within = samples
+    first, last = within[0], within[-1]
+    elapsed = max(last[0] - first[0], 1e-9)
+    sizes = campaign.sizes
+    found = {"decode": (last[1] - first[1]) / elapsed / sizes.decode.num_workers}
+    if sizes.prefill is not None:
+        found["prefill"] = (last[2] - first[2]) / elapsed / sizes.prefill.num_workers
+    trained = sum(step.ended_at - step.started_at for step in steps[1:])
+    found["train"] = trained / max(steps[-1].ended_at - start, 1e-9) if len(steps) > 1 else 0.0
+    found["env"] = fmean(one[4] for one in within)
+    found["places"] = fmean(one[5] for one in within)
+    return {role: round(min(1.0, share), 4) for role, share in found.items()}
+
+
+def _make_timeline(campaign: SimulatedCampaign) -> list[TimelineBin]:
+    samples, sizes = campaign.samples, campaign.sizes
+    stride = max(1, -(-len(samples) // NUM_BINS))
+    chosen = samples[::stride]
+    num_prefill = sizes.prefill.num_workers if sizes.prefill else 1
+    return [
+        TimelineBin(
+            start_s=round(one[0], 3),
+            decode=_share(later[1] - one[1], later[0] - one[0], sizes.decode.num_workers),
+            prefill=_share(later[2] - one[2], later[0] - one[0], num_prefill),
+            train=_share(later[3] - one[3], later[0] - one[0], 1),
+            env=round(one[4], 4),
+            running=round(one[5], 4),
+        )
+        for one, later in pairwise(chosen)
+    ]
+
+
+def _share(busy_s: float, elapsed_s: float, num: int) -> float:
+    return round(min(1.0, max(0.0, busy_s / max(elapsed_s, 1e-9) / num)), 4)
+
+
+def copy_settings(settings: SimulationSettings, **changed: object) -> SimulationSettings:
+    """Return the settings with others."""
+    return msgspec.structs.replace(settings, **changed)

@@ -1,0 +1,437 @@
+"""An env worker in simulated time (`SimulatedHost`): admission, groups, holds and routing are those of a real one.
+
+EpisodeRun       an episode that runs
+HostLinks        what a host reaches of the campaign
+SimulatedHost    the env worker
+FaultSettings    how often environments and engines fail
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from hpcrl.campaign_dir.workers import EnvWorkerId
+from hpcrl.config.recipe import ConfigTable, Recipe
+from hpcrl.engines.base import GenerateRequest
+from hpcrl.hardware.cost_model import LINK_BYTES_PER_S
+from hpcrl.rollout.admission import AdmissionControl
+from hpcrl.rollout.episode import retry_pause_s
+from hpcrl.rollout.flow_control import InFlightVersions
+from hpcrl.rollout.groups import EpisodeGroups, GroupOutcome
+from hpcrl.rollout.routing.decision import RoutingDecision
+from hpcrl.rollout.routing.trajectories import TrajectoryState
+from hpcrl.rollout.tasks import AgentTask, TaskStream
+from hpcrl.simulation.clock import EventQueue
+from hpcrl.simulation.engine import EngineRow, FluidEngine
+from hpcrl.simulation.routing import TurnRouter, count_tokens
+from hpcrl.simulation.workload import EpisodeScript, EpisodeSource
+from hpcrl.spool.ids import get_index
+from hpcrl.spool.record import Trajectory
+from hpcrl.spool.status import TRAINABLE, EpisodeStatus
+
+FIRST_PAUSE_S = 1.0
+ROOM_PAUSE_S = 0.5
+"""The time after which a turn without room for its KV is tried again."""
+LATE_INTERVAL_S = 1.0
+_NO_TOKENS = np.zeros(0, dtype=np.int32)
+_NO_FLOATS = np.zeros(0, dtype=np.float32)
+_NO_MASK = np.zeros(0, dtype=np.bool_)
+
+
+class FaultSettings(ConfigTable, frozen=True, kw_only=True):
+    """How often environments and engines fail."""
+
+    env_share: float = 0.0
+    """The share of attempts at an episode that end in a fault of the environment."""
+    engine_hours: float | None = None
+    """The mean time between two failures of an engine worker; None: none fails."""
+    repair_s: float = 120.0
+    """The time until a failed engine serves again."""
+
+
+class TrainingState(Protocol):
+    """The trainer, as far as env workers read it."""
+
+    version: int
+    num_waiting: int
+
+
+@dataclass
+class HostLinks:
+    """What a host reaches of the campaign."""
+
+    queue: EventQueue
+    recipe: Recipe
+    source: EpisodeSource
+    engines: Mapping[str, FluidEngine]
+    training: TrainingState
+    release: Callable[["SimulatedHost", list[Trajectory]], object]
+    """Called with the members of a group that is full."""
+    on_hold: Callable[[], object]
+    """Called when the hold of a host may have changed."""
+    faults: FaultSettings
+    draw: random.Random
+    fates: Counter[str] = field(default_factory=Counter)
+    """Generated tokens by the end of their episode."""
+    lengths: dict[str, int] = field(default_factory=dict)
+    """Tokens of each episode that may be trained on."""
+    generated: dict[str, int] = field(default_factory=dict)
+    """Those of them that were generated."""
+
+
+@dataclass(eq=False)
+class EpisodeRun:
+    """An episode that runs."""
+
+    task: AgentTask
+    id: str
+    script: EpisodeScript
+    start_version: int
+    turn: int = 0
+    num_context: int = 0
+    num_generated: int = 0
+    attempt: int = 0
+    is_over: bool = False
+    state: TrajectoryState | None = None
+    request: GenerateRequest | None = None
+    row: EngineRow | None = None
+    at: str = ""
+    """The engine that has its row."""
+    tracking: AbstractContextManager[None] | None = None
+    asked_at: float = 0.0
+
+
+class SimulatedHost:
+    """One env worker."""
+
+    def __init__(self, links: HostLinks, worker: EnvWorkerId, router: TurnRouter) -> None:
+        recipe = links.recipe
+        rollout = recipe.rollout
+        self.router = router
+        self.groups = EpisodeGroups(
+            group_size=rollout.group_size,
+            episodes_per_group=rollout.episodes_per_group,
+            replacements=rollout.replacements,
+            max_lag=rollout.max_lag,
+            late_after_s=rollout.late_after_s,
+        )
+        self.in_flight = InFlightVersions()
+        self.num_unsealed = 0
+        self.is_draining = False
+        self.runs: dict[str, EpisodeRun] = {}
+        self.num_in_env = 0
+        """Episodes whose environment is at work."""
+        self._links = links
+        self._queue = links.queue
+        self._admission = AdmissionControl(recipe, worker)
+        self._stream = TaskStream(worker, recipe_seed=recipe.seed)
+        self._weights = {name: one.weight for name, one in recipe.domains.items() if not one.held_out}
+        self._num_starts: Counter[str] = Counter()
+        self._is_due = False
+
+    # ---- groups
+
+    def poll(self) -> None:
+        """Look soon whether groups may start."""
+        if not self._is_due:
+            self._is_due = True
+            self._queue.call_later(0.0, self._start_groups)
+
+    def hold_limit(self) -> int | None:
+        """Return the version that training should not pass yet."""
+        max_lag = self._links.recipe.rollout.max_lag
+        return self.in_flight.limit(newest=self._links.training.version, max_lag=max_lag)
+
+    def watch_late_groups(self) -> None:
+        """Release groups whose last members are late, now and then."""
+        newest = self._links.training.version
+        for group, outcome in self.groups.end_late(newest=newest, now=self._queue.now):
+            self._apply_outcome(self._find_task(group), outcome)
+        self._queue.call_later(LATE_INTERVAL_S, self.watch_late_groups)
+
+    def drain(self) -> None:
+        """Abort what runs; its tasks are played again."""
+        self.is_draining = True
+        for run in list(self.runs.values()):
+            self._abort(run, fate="end of a job")
+
+    def resume(self) -> None:
+        """Play again, in the next job."""
+        self.is_draining = False
+        self.poll()
+
+    def record_lost(self, group: str, task: AgentTask) -> None:
+        """Play the task of a group again that the trainer has dropped."""
+        self._stream.return_task(task)
+
+    def _start_groups(self) -> None:
+        self._is_due = False
+        training, groups = self._links.training, self.groups
+        if self.is_draining:
+            return
+        admitted = self._admission.num_admitted(
+            groups, num_unsealed=self.num_unsealed, num_waiting=training.num_waiting
+        )
+        if not admitted or not self._admission.has_fresh_weights(self.router.versions(), newest=training.version):
+            return
+        for _ in range(self._admission.num_to_start(admitted, groups)):
+            self._start_group(self._stream.draw(self._weights))
+
+    def _start_group(self, task: AgentTask) -> None:
+        num_before = self._num_starts[task.group]
+        self._num_starts[task.group] += 1
+        first = num_before * self.groups.max_episodes
+        episodes = self.groups.start(task.group, first_index=first, now=self._queue.now)
+        self._start_episodes(task, [get_index(episode) for episode in episodes])
+
+    def _find_task(self, group: str) -> AgentTask:
+        return next(run.task for run in self.runs.values() if run.task.group == group)
+
+    def _apply_outcome(self, task: AgentTask, outcome: GroupOutcome) -> None:
+        """Do what the end of an episode means for its group, as the env worker does."""
+        self.in_flight.apply(outcome)
+        self._count_fates(outcome)
+        unneeded = [*outcome.abort]
+        if outcome.released:
+            self.num_unsealed += len(outcome.released)
+            self._links.release(self, list(outcome.released))
+            if self._admission.record_release():
+                closed = self.groups.close_all()
+                for dropped in closed.dropped:
+                    self.in_flight.drop(dropped)
+                self._count_fates(closed)
+                unneeded += closed.abort
+        for episode in unneeded:
+            if (run := self.runs.get(episode)) is not None:
+                self._abort(run, fate="redundant")
+        if outcome.start:
+            self._start_episodes(task, outcome.start)
+        if outcome.is_lost:
+            self._stream.return_task(task)
+        self.poll()
+
+    def _count_fates(self, outcome: GroupOutcome) -> None:
+        for trajectory, status in outcome.booked:
+            if status not in TRAINABLE:
+                self._links.fates[status.removeprefix("aborted-")] += self._links.generated.pop(trajectory.id, 0)
+                self._links.lengths.pop(trajectory.id, None)
+
+    # ---- episodes
+
+    def _start_episodes(self, task: AgentTask, indices: Iterable[int]) -> None:
+        newest = self._links.training.version
+        for index in indices:
+            episode = task.episode(index)
+            script = self._links.source.draw(task.domain, seed=episode)
+            run = EpisodeRun(task=task, id=episode, script=script, start_version=newest)
+            self.runs[episode] = run
+            self.in_flight.start(episode, version=newest)
+            self._reset(run)
+
+    def _reset(self, run: EpisodeRun) -> None:
+        self.num_in_env += 1
+        self._queue.call_later(run.script.reset_s, lambda: self._start_attempt(run))
+
+    def _start_attempt(self, run: EpisodeRun) -> None:
+        self.num_in_env -= 1
+        if run.is_over:
+            return
+        faults, domain = self._links.faults, self._links.recipe.domains[run.task.domain]
+        if not faults.env_share or self._links.draw.random() >= faults.env_share:
+            self._ask(run)
+        elif run.attempt < domain.env_retries:
+            run.attempt += 1
+            pause_s = retry_pause_s(FIRST_PAUSE_S, attempt=run.attempt, episode=run.id)
+            self._queue.call_later(pause_s, lambda: None if run.is_over else self._reset(run))
+        else:
+            self._end(run, "env-fault")
+
+    def _ask(self, run: EpisodeRun) -> None:
+        """Start the next turn, unless the episode has become stale."""
+        if self._links.training.version - run.start_version > self._links.recipe.rollout.max_lag:
+            self._end(run, "aborted-stale")
+            return
+        turn = run.script.turns[run.turn]
+        run.num_context += turn.num_fresh
+        run.request = GenerateRequest(
+            request_id=f"{run.id}/0/{run.turn}",
+            token_ids=count_tokens(run.num_context),
+            max_new_tokens=turn.num_reply,
+            trajectory=run.id,
+            domain=run.task.domain,
+        )
+        run.state = self.router.trajectories.start_turn(run.request, now=self._queue.now)
+        run.asked_at = self._queue.now
+        self._send(run)
+
+    def _send(self, run: EpisodeRun) -> None:
+        """Send a turn to the engines that the router chooses."""
+        if run.is_over:
+            return
+        assert run.request is not None
+        assert run.state is not None
+        decision = self.router.place_turn(run.request, run.state)
+        if decision.decode is None:
+            self._queue.call_later(ROOM_PAUSE_S, lambda: self._send(run))
+        elif decision.prefill is not None:
+            self._prefill(run, decision)
+        else:
+            self._decode(run, decision, num_known=0)
+
+    def _prefill(self, run: EpisodeRun, decision: RoutingDecision) -> None:
+        assert run.request is not None
+        speed = self.router.find_speed(decision.prefill or "")
+        num = len(run.request.token_ids)
+
+        def hand_over(_: EngineRow) -> None:
+            self._untrack(run)
+            if run.is_over or run.state is None or speed is None:
+                return
+            run.state.prefill_home = decision.prefill
+            wait_s = num * speed.shape.kv_bytes_per_token / LINK_BYTES_PER_S
+            self._queue.call_later(wait_s, lambda: self._decode(run, decision, num_known=num - 1))
+
+        seconds = speed.prefill_s(num) if speed else 1.0
+        self._submit(run, decision.prefill or "", num_new=0, num_known=0, seconds=seconds, on_end=hand_over)
+
+    def _decode(self, run: EpisodeRun, decision: RoutingDecision, *, num_known: int) -> None:
+        if run.is_over:
+            return
+        name = decision.decode or ""
+        if not self._links.engines[name].is_up:
+            self._send(run)
+            return
+        num_new = run.script.turns[run.turn].num_reply
+
+        def end(row: EngineRow) -> None:
+            self._untrack(run)
+            self._end_turn(run, row)
+
+        self._submit(run, name, num_new=num_new, num_known=num_known, seconds=decision.serve_s, on_end=end)
+
+    def _submit(
+        self,
+        run: EpisodeRun,
+        name: str,
+        *,
+        num_new: int,
+        num_known: int,
+        seconds: float,
+        on_end: Callable[[EngineRow], None],
+    ) -> None:
+        assert run.request is not None
+        assert run.state is not None
+        priority = self.router.find_priority(run.request, run.state)
+        num_prompt = len(run.request.token_ids)
+        run.row = EngineRow(
+            run.id, num_prompt=num_prompt, num_new=num_new, on_end=on_end, num_known=num_known, priority=priority
+        )
+        run.at = name
+        run.tracking = self.router.track_request(name, seconds=seconds)
+        run.tracking.__enter__()
+        self._links.engines[name].submit(run.row)
+
+    def _untrack(self, run: EpisodeRun) -> None:
+        if run.tracking is not None:
+            run.tracking.__exit__(None, None, None)
+            run.tracking = None
+        run.row = None
+
+    def _end_turn(self, run: EpisodeRun, row: EngineRow) -> None:
+        assert run.request is not None
+        assert run.state is not None
+        turn, engine = run.script.turns[run.turn], self._links.engines[run.at]
+        seconds = self._queue.now - run.asked_at
+        run.state.ended_at = self._queue.now
+        self.router.end_turn(
+            run.request, run.state, num_reply=turn.num_reply, version=engine.version, seconds=seconds, at=run.at
+        )
+        self.in_flight.record_version(run.id, version=row.version)
+        run.start_version = min(run.start_version, row.version)
+        run.num_context += turn.num_reply
+        run.num_generated += turn.num_reply
+        run.turn += 1
+        self.num_in_env += 1
+        self._queue.call_later(turn.env_s, lambda: self._step_environment(run))
+
+    def _step_environment(self, run: EpisodeRun) -> None:
+        self.num_in_env -= 1
+        if run.is_over:
+            return
+        if run.turn < len(run.script.turns):
+            self._ask(run)
+        else:
+            self._end(run, "done")
+
+    def lose_engine(self, name: str) -> None:
+        """Send the turns again that an engine has lost."""
+        self.router.record_failure(name, now=self._queue.now)
+        for run in [run for run in self.runs.values() if run.at == name and run.row is not None]:
+            self._untrack(run)
+            assert run.state is not None
+            run.state.num_cached = 0
+            self._send(run)
+
+    def _end(self, run: EpisodeRun, status: EpisodeStatus) -> None:
+        """End an episode, with what that means for its group."""
+        self._close(run)
+        newest, links = self._links.training.version, self._links
+        trajectory = make_trajectory(run, status, created=self._queue.now)
+        links.generated[run.id], links.lengths[run.id] = run.num_generated, run.num_context
+        outcome = self.groups.end(trajectory, newest=newest, now=self._queue.now)
+        self.in_flight.end(run.id, is_kept=outcome is not None and outcome.is_kept)
+        if outcome is not None:
+            self._apply_outcome(run.task, outcome)
+        links.on_hold()
+
+    def _abort(self, run: EpisodeRun, *, fate: str) -> None:
+        """Cancel an episode; a task of which nothing runs any more is played again."""
+        engine, row, num = self._links.engines.get(run.at), run.row, run.num_generated
+        if engine is not None and row is not None and row.state != "aborted":
+            num += int(engine.abort(row)) if row.num_new else 0
+        self._untrack(run)
+        self._close(run)
+        self._links.fates[fate] += num
+        self.in_flight.drop(run.id)
+        was_open = self.groups.num_open
+        outcome = self.groups.record_abort(run.task.group, run.id)
+        for dropped in outcome.dropped:
+            self.in_flight.drop(dropped)
+        self._count_fates(outcome)
+        if self.groups.num_open < was_open:
+            self._stream.return_task(run.task)
+        self._links.on_hold()
+
+    def _close(self, run: EpisodeRun) -> None:
+        run.is_over = True
+        del self.runs[run.id]
+        self.router.forget(run.id)
+        for engine in (self._links.engines.get(run.at),):
+            if engine is not None:
+                engine.forget(run.id)
+
+
+def make_trajectory(run: EpisodeRun, status: EpisodeStatus, *, created: float) -> Trajectory:
+    """Return the record of an episode, without its tokens."""
+    return Trajectory(
+        id=run.id,
+        group=run.task.group,
+        domain=run.task.domain,
+        seed=run.task.seed,
+        status=status,
+        producer="",
+        created=created,
+        start_version=run.start_version,
+        end_version=run.start_version,
+        turns=[],
+        reward=1.0,
+        token_ids=_NO_TOKENS,
+        logprobs=_NO_FLOATS,
+        versions=_NO_TOKENS,
+        loss_mask=_NO_MASK,
+    )

@@ -1,0 +1,157 @@
+"""The workers that a simulation has: those of the plan, or the same shares of another number of GPUs.
+
+    CampaignSizes    the workers, their GPUs and speeds
+    find_sizes       those of a recipe on a site
+"""
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from hpcrl.campaign.request import CampaignRequest
+from hpcrl.config.recipe import Recipe, RoleName
+from hpcrl.errors import ConfigError
+from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed, make_model_shape, read_model_shape
+from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU, GPU_CATALOGUE, GpuModel
+from hpcrl.models.model_config import read_model_config
+from hpcrl.system.files import expand_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSize:
+    """The workers of one role."""
+
+    num_workers: int
+    gpus_each: int
+    gpu: GpuModel
+    """The type whose figures are used."""
+    gpus_per_node: int
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_workers * self.gpus_each
+
+
+@dataclass(frozen=True, kw_only=True)
+class CampaignSizes:
+    """The workers of a simulated campaign."""
+
+    shape: ModelShape
+    decode: RoleSize
+    prefill: RoleSize | None
+    train: RoleSize
+    num_env: int
+    num_cpu_nodes: int
+    notes: tuple[str, ...] = ()
+    """What is assumed where the site or the recipe gives no figure."""
+
+    @property
+    def roles(self) -> dict[RoleName, RoleSize]:
+        """The roles with GPUs."""
+        found = {"train": self.train, "decode": self.decode}
+        return found | ({"prefill": self.prefill} if self.prefill is not None else {})
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(role.num_gpus for role in self.roles.values())
+
+    @property
+    def num_nodes(self) -> int:
+        """The nodes with GPUs, each of one role, and those of env workers."""
+        return self.num_cpu_nodes + sum(-(-role.num_gpus // max(1, role.gpus_per_node)) for role in self.roles.values())
+
+    def find_speed(self, role: RoleSize, recipe: Recipe) -> WorkerSpeed:
+        """Return the speed of an engine; ConfigError if the model does not fit into it."""
+        stages = recipe.engine.pipeline_parallel if recipe.engine.backend == "vllm" else 1
+        tp = max(1, role.gpus_each // stages)
+        found = estimate_speed(role.gpu, shape=self.shape, tp=tp, pp=stages)
+        if not found.kv_tokens:
+            raise ConfigError(
+                f"the model ({self.shape.num_params / 1e9:.1f} billion weights) does not fit into {role.gpus_each} "
+                f"{role.gpu.name} of an engine: raise resources.decode.gpus_per_worker"
+            )
+        return found
+
+
+def find_sizes(request: CampaignRequest, *, num_gpus: int | None = None) -> CampaignSizes:
+    """Return the workers of the plan, or of `num_gpus` GPUs that are divided among the roles as in the plan."""
+    notes: list[str] = []
+    roles = {role: _find_role(request, role, notes) for role in ("train", "decode", "prefill")}
+    decode, train = roles["decode"], roles["train"]
+    if decode is None or train is None:
+        raise ConfigError(f"recipe {request.recipe.name!r} plays no episodes: there is nothing to simulate")
+    env = request.plan.role("env")
+    component = request.plan.components[env.component]
+    found = CampaignSizes(
+        shape=_find_shape(request.recipe),
+        decode=decode,
+        prefill=roles["prefill"],
+        train=train,
+        num_env=env.num_workers,
+        num_cpu_nodes=0 if component.gpus_per_node else component.nodes,
+        notes=tuple(dict.fromkeys(notes)),
+    )
+    return found if num_gpus is None else _scale(found, num_gpus)
+
+
+def _find_role(request: CampaignRequest, role: RoleName, notes: list[str]) -> RoleSize | None:
+    plan, recipe, site = request.plan, request.recipe, request.site
+    if not plan.has_role(role):
+        return None
+    planned = plan.role(role)
+    component = plan.components[planned.component]
+    name = component.gpu if planned.gpus_per_worker else None
+    if recipe.engine.backend == "sim" and role != "train":
+        name = (recipe.engine.sim.gpus or [name or DEFAULT_SIMULATED_GPU])[0]
+    gpu = site.find_gpu(name)
+    if name is not None and gpu is None:
+        raise ConfigError(f"GPU {name!r} of role {role} is in no catalogue: describe it in [gpus.{name}] of the site")
+    if gpu is None or not gpu.has_speed:
+        notes.append(f"role {role} has no GPU whose speed is known: it counts as {DEFAULT_SIMULATED_GPU}")
+        gpu = msgspec.structs.replace(GPU_CATALOGUE[DEFAULT_SIMULATED_GPU], fit=site.speed)
+    return RoleSize(
+        num_workers=max(1, planned.num_workers // planned.nodes_per_engine),
+        gpus_each=max(1, planned.gpus_per_worker * planned.nodes_per_engine),
+        gpu=gpu,
+        gpus_per_node=component.gpus_per_node,
+    )
+
+
+def _find_shape(recipe: Recipe) -> ModelShape:
+    if recipe.engine.backend == "sim" and recipe.engine.sim.config:
+        return read_model_shape(read_model_config(expand_path(recipe.engine.sim.config)).fields)
+    if (architecture := recipe.model.architecture) is not None:
+        return make_model_shape(architecture)
+    tiny = recipe.model.tiny
+    if tiny is None:
+        raise ConfigError("the sizes of the model are not known: set model.num_params, or model.config")
+    hidden, heads = tiny.hidden_size, tiny.num_heads
+    config = dict(hidden_size=hidden, num_hidden_layers=tiny.num_layers, num_attention_heads=heads, vocab_size=128)
+    return read_model_shape(config | dict(num_key_value_heads=tiny.num_kv_heads, intermediate_size=4 * hidden))
+
+
+def _scale(sizes: CampaignSizes, num_gpus: int) -> CampaignSizes:
+    """Divide the GPUs among the roles as the plan does; each role has one worker at least."""
+    least = sum(role.gpus_each for role in sizes.roles.values())
+    if num_gpus < least:
+        each = ", ".join(f"{role.gpus_each} for {name}" for name, role in sizes.roles.items())
+        raise ConfigError(f"--gpus {num_gpus}: one worker of each role needs {least} GPUs ({each}): give as many at least")
+    factor = num_gpus / sizes.num_gpus
+    decode = replace(sizes.decode, num_workers=max(1, round(sizes.decode.num_workers * factor)))
+    prefill = sizes.prefill
+    if prefill is not None:
+        prefill = replace(prefill, num_workers=max(1, round(prefill.num_workers * factor)))
+    left = num_gpus - decode.num_gpus - (prefill.num_gpus if prefill else 0)
+    while left < sizes.train.gpus_each:
+        if prefill is not None and prefill.num_workers > decode.num_workers:
+            prefill = replace(prefill, num_workers=prefill.num_workers - 1)
+        else:
+            decode = replace(decode, num_workers=decode.num_workers - 1)
+        left = num_gpus - decode.num_gpus - (prefill.num_gpus if prefill else 0)
+    return replace(
+        sizes,
+        decode=decode,
+        prefill=prefill,
+        train=replace(sizes.train, num_workers=left // sizes.train.gpus_each),
+        num_cpu_nodes=max(sizes.num_cpu_nodes > 0, round(sizes.num_cpu_nodes * factor)),
+    )

@@ -1,0 +1,106 @@
+"""The trainer in simulated time (`SimulatedTrainer`): it chooses groups as a real one, and steps take time."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from hpcrl.config.recipe import Recipe
+from hpcrl.learn.group_choice import choose_groups
+from hpcrl.rollout.flow_control import allows_version
+from hpcrl.simulation.clock import EventQueue
+from hpcrl.spool.record import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedStep:
+    """A training step of a simulation."""
+
+    started_at: float
+    ended_at: float
+    waited_s: float
+    """The time before it in which the trainer had nothing to train on."""
+    num_tokens: int
+    lags: Counter[int]
+
+
+@dataclass
+class SimulatedTrainer:
+    """The trainer."""
+
+    queue: EventQueue
+    recipe: Recipe
+    estimate_s: Callable[[list[Trajectory]], float]
+    """Returns the time of a step on these trajectories."""
+    publish: Callable[[int], object]
+    """Called with each new version."""
+    list_holds: Callable[[], Iterable[int | None]]
+    """Returns the versions that env workers do not want passed yet."""
+    drop: Callable[[list[Trajectory]], object]
+    """Called with trajectories that are never trained on."""
+    count_tokens: Callable[[list[Trajectory]], int]
+    """Called with the trajectories of a step; returns their tokens."""
+    version: int = 0
+    num_waiting: int = 0
+    """Durable trajectories that are not settled."""
+    steps: list[SimulatedStep] = field(default_factory=list)
+    is_training: bool = False
+    is_draining: bool = False
+    on_idle: Callable[[], object] = int
+    """Called when a step has ended."""
+    _waiting: list[Trajectory] = field(default_factory=list)
+    _idle_since: float = 0.0
+
+    def offer(self, trajectories: list[Trajectory]) -> None:
+        """Add trajectories that have their reward."""
+        self._waiting += trajectories
+        self.try_step()
+
+    def resume(self) -> None:
+        """Train again, in the next job."""
+        self.is_draining, self._idle_since = False, self.queue.now
+        self.try_step()
+
+    def try_step(self) -> None:
+        """Start a step if there are enough groups, and no env worker asks to wait."""
+        train, rollout = self.recipe.train, self.recipe.rollout
+        batch = train.groups_per_step * rollout.group_size
+        if self.is_training or self.is_draining or len(self._waiting) < batch:
+            return
+        choice = choose_groups(
+            self._waiting,
+            groups_per_step=train.groups_per_step,
+            group_size=rollout.group_size,
+            version=self.version,
+            max_lag=rollout.max_lag,
+            consumed=(),
+        )
+        if choice.stale:
+            self._waiting = [*choice.chosen, *choice.rest]
+            self.num_waiting -= len(choice.stale)
+            self.drop(choice.stale)
+        if choice.chosen and all(allows_version(limit, self.version + 1) for limit in self.list_holds()):
+            self._waiting = choice.rest
+            self._start(choice.chosen)
+
+    def _start(self, chosen: list[Trajectory]) -> None:
+        self.is_training = True
+        started_at, waited_s = self.queue.now, self.queue.now - self._idle_since
+        lags = Counter(self.version - one.start_version for one in chosen)
+
+        def end() -> None:
+            step = SimulatedStep(
+                started_at=started_at,
+                ended_at=self.queue.now,
+                waited_s=waited_s,
+                num_tokens=self.count_tokens(chosen),
+                lags=lags,
+            )
+            self.steps.append(step)
+            self.is_training, self._idle_since = False, self.queue.now
+            self.num_waiting -= len(chosen)
+            self.version += 1
+            self.publish(self.version)
+            self.on_idle()
+            self.try_step()
+
+        self.queue.call_later(self.estimate_s(chosen), end)

@@ -1,0 +1,189 @@
+"""The episodes that a simulation plays: drawn from distributions of the recipe, or recorded ones.
+
+    EpisodeScript, TurnScript    an episode, and one of its turns
+    EpisodeSource                draws the episode of a task
+    LatencySettings              the times of environments, which no recipe has
+    DrawnEpisodes                by distributions of the recipe
+    RecordedEpisodes             recorded ones, in a seeded order
+    read_traces                  those of a CSV file with a row for each call of the model
+    TRACE_COLUMNS                its columns, with the names that they may have
+
+Lengths in characters count as a quarter in tokens. The gap between two recorded calls is the environment's time and
+the model's; the latter counts as RECORDED_TOKENS_PER_S, unless the file has `env_s`.
+"""
+
+import csv
+import random
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from math import exp
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from hpcrl.config.recipe import ConfigTable, Recipe
+from hpcrl.errors import ConfigError
+
+CHARS_PER_TOKEN = 4
+RECORDED_TOKENS_PER_S = 100.0
+TRACE_COLUMNS: dict[str, tuple[str, ...]] = {
+    "session": ("session", "episode"),
+    "t_s": ("t_s",),
+    "prompt": ("prompt_tokens", "input_chars"),
+    "reply": ("reply_tokens", "output_chars"),
+}
+_LARGEST = 1e9
+
+
+class TurnScript(NamedTuple):
+    """One turn."""
+
+    num_fresh: int
+    """Tokens that the observation adds to the conversation."""
+    num_reply: int
+    env_s: float
+    """The time of the environment after it."""
+
+
+class EpisodeScript(NamedTuple):
+    """One episode."""
+
+    reset_s: float
+    turns: tuple[TurnScript, ...]
+
+
+class EpisodeSource(Protocol):
+    """The source of episodes."""
+
+    def draw(self, domain: str, *, seed: str) -> EpisodeScript:
+        """Return an episode of a domain; the same for the same seed."""
+
+
+class LatencySettings(ConfigTable, frozen=True, kw_only=True):
+    """The distributions that a recipe does not have; all are lognormal."""
+
+    env_s: float = 1.0
+    """The mean time of a step of the environment."""
+    env_sigma: float = 1.0
+    """The sigma of its logarithm."""
+    reset_s: float = 1.0
+    """The mean time to create and reset an environment."""
+    length_sigma: float = 0.8
+    """The sigma of the logarithm of lengths."""
+
+
+class DrawnEpisodes:
+    """Episodes by the recipe's usual lengths, with a number of turns up to `max_turns`, each as likely."""
+
+    def __init__(self, recipe: Recipe, latencies: LatencySettings) -> None:
+        self._recipe = recipe
+        self._latencies = latencies
+
+    def draw(self, domain: str, *, seed: str) -> EpisodeScript:
+        """Draw one; it ends early where the conversation fills the context."""
+        draw, settings = random.Random(seed), self._latencies
+        table = self._recipe.domains[domain]
+        limit = table.max_new_tokens or self._recipe.rollout.max_new_tokens
+        usual, room = table.usual_reply_tokens or limit, self._recipe.max_context or _LARGEST
+        turns: list[TurnScript] = []
+        for _ in range(draw.randint(1, table.max_turns)):
+            fresh = max(1, round(_draw_lognormal(draw, table.usual_prompt_tokens, settings.length_sigma)))
+            reply = min(limit, max(1, round(_draw_lognormal(draw, usual, settings.length_sigma))))
+            room -= fresh + reply
+            if room < 0 and turns:
+                break
+            turns.append(TurnScript(fresh, reply, _draw_lognormal(draw, settings.env_s, settings.env_sigma)))
+        return EpisodeScript(_draw_lognormal(draw, settings.reset_s, settings.env_sigma), tuple(turns))
+
+
+class RecordedEpisodes:
+    """Recorded episodes, any of them for a task of any domain."""
+
+    def __init__(self, episodes: Sequence[EpisodeScript]) -> None:
+        self._episodes = episodes
+
+    def draw(self, domain: str, *, seed: str) -> EpisodeScript:
+        """Choose one."""
+        return random.Random(f"{domain} {seed}").choice(self._episodes)
+
+
+def _draw_lognormal(draw: random.Random, mean: float, sigma: float) -> float:
+    """Draw from the lognormal distribution with this mean."""
+    return mean * exp(draw.gauss(-sigma * sigma / 2, sigma)) if mean else 0.0
+
+
+def read_traces(path: Path) -> list[EpisodeScript]:
+    """Read recorded episodes; refuse a file that lacks columns or rows, or has values that cannot be."""
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            names = _match_columns(path, reader.fieldnames or ())
+            rows = [(number, row) for number, row in enumerate(reader, 2)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} cannot be read as CSV: {error}") from error
+    if not rows:
+        raise ConfigError(f"{path} has no rows below its header: give a row for each call of the model")
+    calls = [_read_call(path, number, row, names) for number, row in rows]
+    sessions = groupby(calls, key=lambda call: call.session)
+    return [_make_script(path, list(group)) for _, group in sessions]
+
+
+class _RecordedCall(NamedTuple):
+    """A call of the model."""
+
+    line: int
+    session: str
+    t_s: float
+    num_prompt: int
+    num_reply: int
+    env_s: float | None
+
+
+def _match_columns(path: Path, given: Sequence[str]) -> dict[str, str]:
+    found = {key: next((name for name in names if name in given), None) for key, names in TRACE_COLUMNS.items()}
+    if missing := [" or ".join(TRACE_COLUMNS[key]) for key, name in found.items() if name is None]:
+        raise ConfigError(
+            f"{path} has no column {', '.join(missing)}: it has {', '.join(given) or 'none'}; a file of traces has a "
+            f"row for each call of the model, with {', '.join(' or '.join(names) for names in TRACE_COLUMNS.values())}"
+        )
+    return {key: name for key, name in found.items() if name is not None}
+
+
+def _read_call(path: Path, line: int, row: dict[str, str], names: dict[str, str]) -> _RecordedCall:
+    def read(name: str) -> float:
+        try:
+            value = float(row[name])
+        except (TypeError, ValueError):
+            value = -1.0
+        if not 0 <= value < _LARGEST:
+            raise ConfigError(f"{path}, line {line}: {name} = {row[name]!r}: give a number, 0 or more")
+        return value
+
+    def read_tokens(name: str) -> int:
+        return max(1, int(read(name)) // (CHARS_PER_TOKEN if name.endswith("_chars") else 1))
+
+    return _RecordedCall(
+        line=line,
+        session=f"{row.get('family') or row.get('domain') or ''} {row[names['session']]}",
+        t_s=read(names["t_s"]),
+        num_prompt=read_tokens(names["prompt"]),
+        num_reply=read_tokens(names["reply"]),
+        env_s=read("env_s") if row.get("env_s") else None,
+    )
+
+
+def _make_script(path: Path, calls: Sequence[_RecordedCall]) -> EpisodeScript:
+    pauses = []
+    for call, later in pairwise(calls):
+        if later.t_s < call.t_s:
+            raise ConfigError(
+                f"{path}, line {later.line}: t_s = {later.t_s:g} is before the call above it, {call.t_s:g}: the calls "
+                "of a session are in the order of their times"
+            )
+        gap = later.t_s - call.t_s - call.num_reply / RECORDED_TOKENS_PER_S
+        pauses.append(max(0.0, gap) if call.env_s is None else call.env_s)
+    pauses.append(calls[-1].env_s or 0.0)
+    turns, known = [], 0
+    for call, pause in zip(calls, pauses, strict=True):
+        turns.append(TurnScript(max(1, call.num_prompt - known), call.num_reply, pause))
+        known = max(known, call.num_prompt) + call.num_reply
+    return EpisodeScript(0.0, tuple(turns))
