@@ -9,7 +9,7 @@ campaigns    `hpcrl stop`, `resume` and `extend`
 removal      `hpcrl rm` and `gc`
 calibration  `hpcrl calibrate`: the cost model fitted to measurements
 comparison   `hpcrl compare`: two campaigns side by side
-interpreters  `hpcrl traj`, `report` and `export`, which another interpreter runs
+interpreters  `hpcrl traj`, `report`, `export` and `simulate`, which another interpreter runs
 sites        `hpcrl site` and `doctor`
 recipes      `hpcrl recipe`
 recipes      `hpcrl recipe`: list, show and write recipes

@@ -36,6 +36,7 @@ def add_commands(commands: "CommandParsers") -> None:
     _add_events(commands)
     _add_compare(commands)
     _add_calibrate(commands)
+    _add_simulate(commands)
     _add_rm(commands)
     _add_help(commands)
 
@@ -266,6 +267,31 @@ def _add_calibrate(commands: "CommandParsers") -> None:
     )
     calibrate.add_argument("--json", action="store_true", help="print the coefficients and errors as JSON")
     calibrate.set_defaults(run="calibration:run_calibrate")
+
+
+def _add_simulate(commands: "CommandParsers") -> None:
+    simulate = commands.add_parser("simulate", help="estimate step time, waste and cost of a recipe at any size")
+    add_simulation(simulate)
+    simulate.set_defaults(run="interpreters:run_simulate")
+
+
+def add_simulation(parser: argparse.ArgumentParser) -> None:
+    """Add what `hpcrl simulate` takes."""
+    _add_request(parser)
+    parser.add_argument("--gpus", type=int, metavar="N", help="divide N GPUs among the roles as the plan does")
+    parser.add_argument("--traces", metavar="SOURCE", help="play recorded episodes: a CSV file, or a campaign")
+    parser.add_argument("--skip-invalid", action="store_true", help="leave out calls of a CSV file that are refused")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: the recipe's)")
+    parser.add_argument("--env-s", type=float, default=1.0, metavar="S", help="mean time of an environment's step (1)")
+    parser.add_argument("--env-sigma", type=float, default=1.0, metavar="X", help="sigma of its logarithm (1)")
+    parser.add_argument("--reset-s", type=float, default=1.0, metavar="S", help="mean time of a reset (1)")
+    parser.add_argument("--reward-s", type=float, default=0.0, metavar="S", help="time of a reward (0)")
+    parser.add_argument("--train-s", type=float, metavar="S", help="time of a training step (default: an estimate)")
+    parser.add_argument("--env-faults", type=float, default=0.0, metavar="SHARE", help="share of resets that fail (0)")
+    parser.add_argument("--engine-hours", type=float, metavar="H", help="mean time to the failure of an engine (none)")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw the timeline (.svg or .html)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def _add_rm(commands: "CommandParsers") -> None:

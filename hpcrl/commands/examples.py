@@ -64,6 +64,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "events": ("hpcrl events quickstart-1", "hpcrl events quickstart-1 --kind fault --kind worker-failed -f"),
     "compare": ("hpcrl compare quickstart-1 quickstart-2", "hpcrl compare quickstart-1 quickstart-2 --json"),
     "calibrate": ("hpcrl calibrate quickstart-1", "hpcrl calibrate servers.csv --hold-out b200 --json"),
+    "simulate": (
+        "hpcrl simulate quickstart --site local --steps 20",
+        "hpcrl simulate my/recipe.toml --site perlmutter --gpus 512 --traces calls.csv --timeline steps.svg",
+    ),
     "rm": ("hpcrl rm quickstart-1", "hpcrl rm quickstart-1 quickstart-2 --yes"),
     "help": ("hpcrl help", "hpcrl help recipe", "hpcrl help recipe rollout", "hpcrl help submit"),
     "schema": ("hpcrl schema", "hpcrl schema monitor"),

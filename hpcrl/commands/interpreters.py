@@ -1,6 +1,6 @@
 """Commands that need packages which this interpreter may lack, run by the one of the campaign's jobs.
 
-run_traj, run_report, run_export    `hpcrl traj`, `hpcrl report` and `hpcrl export`
+run_traj, run_report, run_export, run_simulate    `hpcrl traj`, `report`, `export` and `simulate`
 """
 
 import argparse
@@ -11,6 +11,8 @@ from importlib.util import find_spec
 
 from hpcrl.campaign import directory
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.site import load_site
+from hpcrl.config.toml import list_known_names
 from hpcrl.errors import HpcrlError
 from hpcrl.plan.records import read_site
 from hpcrl.system.terminal import show_wait
@@ -55,6 +57,15 @@ def run_export(arguments: argparse.Namespace) -> int:
     words = [python, "-m", "hpcrl.trainers.export", str(campaign.root), str(arguments.hf.absolute()), *step]
     with show_wait("the checkpoint is written as a model"):
         return subprocess.run(words, check=False).returncode
+
+
+def run_simulate(arguments: argparse.Namespace) -> int:
+    """Run the simulation with an interpreter that has numpy, which the policies need."""
+    if arguments.site is None:
+        raise HpcrlError(f"--site is missing: give one of {', '.join(list_known_names('sites'))}, or a file")
+    settings = tuple(one.removeprefix("site.") for one in arguments.settings if one.startswith("site."))
+    python = sys.executable if find_spec("numpy") else load_site(arguments.site, settings=settings).choose_python()
+    return subprocess.run([python, "-m", "hpcrl.simulation", *arguments.words[1:]], check=False).returncode
 
 
 def _find_report_python(campaign_dir: CampaignDir) -> str:

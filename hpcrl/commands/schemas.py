@@ -36,6 +36,7 @@ JSON_OUTPUTS = {
     ),
     "compare": JsonOutput("hpcrl compare CAMPAIGN CAMPAIGN --json", "hpcrl.commands.comparison:CampaignComparison"),
     "calibrate": JsonOutput("hpcrl calibrate SOURCE --json", "hpcrl.commands.calibration:CalibrationReport"),
+    "simulate": JsonOutput("hpcrl simulate RECIPE --site SITE --json", "hpcrl.simulation.result:SimulationResult"),
     "try": JsonOutput("hpcrl try RECIPE --json", "hpcrl.trial.report:TrialEpisode", is_list=True),
     "traj-ls": JsonOutput("hpcrl traj ls CAMPAIGN --json", "hpcrl.traj.listing:ListLine", is_list=True),
     "traj-verify": JsonOutput("hpcrl traj verify CAMPAIGN --json", "hpcrl.traj.verify:VerifyReport"),

@@ -1,19 +1,16 @@
 """A campaign in simulated time: env workers, engines and trainer, job after job, until the last step.
 
-    simulate_campaign    runs it -> SimulationResult
-    SimulationSettings   what a recipe does not have
-    SimulatedCampaign    the parts, and what passes between them
-    MAX_HOSTS            the env workers that are simulated, at most
+simulate_campaign    runs it -> SimulationResult
+SimulationSettings   what a recipe does not have
+SimulatedCampaign    the parts, and what passes between them
+MAX_HOSTS            the env workers that are simulated, at most
 """
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
-
-import msgspec
 
 from hpcrl.campaign.request import CampaignRequest
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
@@ -30,7 +27,7 @@ from hpcrl.simulation.host import FaultSettings, HostLinks, SimulatedHost
 from hpcrl.simulation.result import SimulationResult, TimelineBin
 from hpcrl.simulation.routing import TurnRouter
 from hpcrl.simulation.sizes import CampaignSizes, RoleSize
-from hpcrl.simulation.trainer import SimulatedTrainer
+from hpcrl.simulation.trainer import SimulatedStep, SimulatedTrainer
 from hpcrl.simulation.workload import EpisodeSource
 from hpcrl.spool.ids import get_group, parse_group_id
 from hpcrl.spool.record import Trajectory
@@ -62,14 +59,6 @@ class SimulationSettings(ConfigTable, frozen=True, kw_only=True):
     faults: FaultSettings = FaultSettings()
 
 
-@dataclass
-class _RoleMeter:
-    """The sums of a role's shares over the spans of the timeline."""
-
-    bins: list[float] = field(default_factory=list)
-    total: float = 0.0
-
-
 class SimulatedCampaign:
     """The parts of a campaign."""
 
@@ -83,13 +72,10 @@ class SimulatedCampaign:
         self.num_jobs = 0
         self.num_failures = 0
         self.is_over = False
-        self.samples: list[tuple[float, float, float, float, float, float]] = []
+        self.samples: list[tuple[float, float, float, float, float]] = []
         """Times with the seconds so far that roles were busy, and shares of places."""
         self._job_ends: list[float] = []
         self._draw = random.Random(settings.seed)
-        self._trained_s = 0.0
-        self._num_turns = 0
-        self._tasks: dict[str, AgentTask] = {}
         self.trainer = SimulatedTrainer(
             queue=self.queue,
             recipe=self.recipe,
@@ -97,7 +83,7 @@ class SimulatedCampaign:
             publish=self._publish,
             list_holds=lambda: [host.hold_limit() for host in self.hosts],
             drop=self._drop,
-            count_tokens=lambda chosen: sum(self.links.lengths[one.id] for one in chosen),
+            count_tokens=self._count_trained,
             on_idle=self._end_step,
         )
         self.engines = {
@@ -195,7 +181,6 @@ class SimulatedCampaign:
 
     def _estimate_step(self, chosen: list[Trajectory]) -> float:
         num_tokens = sum(self.links.lengths[one.id] for one in chosen)
-        self.num_trained += len(chosen)
         seconds = self.settings.train_s
         if seconds is None:
             train = self.recipe.train
@@ -206,9 +191,13 @@ class SimulatedCampaign:
                 pp=train.pipeline_parallel,
             )
             seconds = estimate_step_s(self.sizes.train.gpu, shape=self.sizes.shape, work=work)
-        self._trained_s += seconds
-        self.num_trained_tokens += sum(self.links.generated.pop(one.id, 0) for one in chosen)
         return seconds
+
+    def _count_trained(self, chosen: list[Trajectory]) -> int:
+        """Count what was trained on; return its tokens."""
+        self.num_trained += len(chosen)
+        self.num_trained_tokens += sum(self.links.generated.pop(one.id, 0) for one in chosen)
+        return sum(self.links.lengths.pop(one.id) for one in chosen)
 
     def _publish(self, version: int) -> None:
         shape, stall_s = self.sizes.shape, self.settings.stall_s
@@ -311,9 +300,8 @@ class SimulatedCampaign:
             busy[name.split("-")[1]] += engine.busy_s  # type: ignore[assignment]
         in_env = sum(host.num_in_env for host in self.hosts)
         running = sum(host.groups.num_running for host in self.hosts)
-        trained_s = sum(step.ended_at - step.started_at for step in self.trainer.steps)
         places = self.recipe.rollout.max_running
-        self.samples.append((self.queue.now, busy["decode"], busy["prefill"], trained_s, in_env / places, running / places))
+        self.samples.append((self.queue.now, busy["decode"], busy["prefill"], in_env / places, running / places))
 
 
 def simulate_campaign(
@@ -390,13 +378,13 @@ def _measure_utilisation(campaign: SimulatedCampaign) -> dict[str, float]:
         found["prefill"] = (last[2] - first[2]) / elapsed / sizes.prefill.num_workers
     trained = sum(step.ended_at - step.started_at for step in steps[1:])
     found["train"] = trained / max(steps[-1].ended_at - start, 1e-9) if len(steps) > 1 else 0.0
-    found["env"] = fmean(one[4] for one in within)
-    found["places"] = fmean(one[5] for one in within)
+    found["env"] = fmean(one[3] for one in within)
+    found["places"] = fmean(one[4] for one in within)
     return {role: round(min(1.0, share), 4) for role, share in found.items()}
 
 
 def _make_timeline(campaign: SimulatedCampaign) -> list[TimelineBin]:
-    samples, sizes = campaign.samples, campaign.sizes
+    samples, sizes, steps = campaign.samples, campaign.sizes, campaign.trainer.steps
     stride = max(1, -(-len(samples) // NUM_BINS))
     chosen = samples[::stride]
     num_prefill = sizes.prefill.num_workers if sizes.prefill else 1
@@ -405,18 +393,18 @@ def _make_timeline(campaign: SimulatedCampaign) -> list[TimelineBin]:
             start_s=round(one[0], 3),
             decode=_share(later[1] - one[1], later[0] - one[0], sizes.decode.num_workers),
             prefill=_share(later[2] - one[2], later[0] - one[0], num_prefill),
-            train=_share(later[3] - one[3], later[0] - one[0], 1),
-            env=round(one[4], 4),
-            running=round(one[5], 4),
+            train=_share(_sum_training(steps, one[0], later[0]), later[0] - one[0], 1),
+            env=round(one[3], 4),
+            running=round(one[4], 4),
         )
         for one, later in pairwise(chosen)
     ]
 
 
+def _sum_training(steps: list[SimulatedStep], start: float, end: float) -> float:
+    """Return the seconds of a span in which the trainer was in a step."""
+    return sum(max(0.0, min(step.ended_at, end) - max(step.started_at, start)) for step in steps)
+
+
 def _share(busy_s: float, elapsed_s: float, num: int) -> float:
     return round(min(1.0, max(0.0, busy_s / max(elapsed_s, 1e-9) / num)), 4)
-
-
-def copy_settings(settings: SimulationSettings, **changed: object) -> SimulationSettings:
-    """Return the settings with others."""
-    return msgspec.structs.replace(settings, **changed)

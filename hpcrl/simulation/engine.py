@@ -22,8 +22,19 @@ _ALMOST = 1e-6
 class EngineRow:
     """A request that an engine serves."""
 
-    __slots__ = ("on_end", "num_known", "num_new", "num_prompt", "num_to_prefill", "priority", "target", "trajectory",
-                 "version", "generated", "state")  # fmt: skip
+    __slots__ = (
+        "generated",
+        "num_known",
+        "num_new",
+        "num_prompt",
+        "num_to_prefill",
+        "on_end",
+        "priority",
+        "state",
+        "target",
+        "trajectory",
+        "version",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -231,7 +242,9 @@ class FluidEngine:
             return
         self._advance()
         prefilled: list[EngineRow] = []
-        while self._prefilling and self._prefilling[0].num_to_prefill <= _ALMOST * self._prefilling[0].num_prompt + 1e-3:
+        while (
+            self._prefilling and self._prefilling[0].num_to_prefill <= _ALMOST * self._prefilling[0].num_prompt + 1e-3
+        ):
             row = self._prefilling.popleft()
             self._start_decoding(row)
             prefilled += [row] * (not row.num_new)

@@ -1,7 +1,7 @@
 """The workers that a simulation has: those of the plan, or the same shares of another number of GPUs.
 
-    CampaignSizes    the workers, their GPUs and speeds
-    find_sizes       those of a recipe on a site
+CampaignSizes    the workers, their GPUs and speeds
+find_sizes       those of a recipe on a site
 """
 
 from dataclasses import dataclass, replace
@@ -135,7 +135,9 @@ def _scale(sizes: CampaignSizes, num_gpus: int) -> CampaignSizes:
     least = sum(role.gpus_each for role in sizes.roles.values())
     if num_gpus < least:
         each = ", ".join(f"{role.gpus_each} for {name}" for name, role in sizes.roles.items())
-        raise ConfigError(f"--gpus {num_gpus}: one worker of each role needs {least} GPUs ({each}): give as many at least")
+        raise ConfigError(
+            f"--gpus {num_gpus}: one worker of each role needs {least} GPUs ({each}): give this number at least"
+        )
     factor = num_gpus / sizes.num_gpus
     decode = replace(sizes.decode, num_workers=max(1, round(sizes.decode.num_workers * factor)))
     prefill = sizes.prefill

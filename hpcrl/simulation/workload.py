@@ -74,13 +74,14 @@ class LatencySettings(ConfigTable, frozen=True, kw_only=True):
 class DrawnEpisodes:
     """Episodes by the recipe's usual lengths, with a number of turns up to `max_turns`, each as likely."""
 
-    def __init__(self, recipe: Recipe, latencies: LatencySettings) -> None:
+    def __init__(self, recipe: Recipe, latencies: LatencySettings, *, seed: int = 0) -> None:
+        self._seed = seed
         self._recipe = recipe
         self._latencies = latencies
 
     def draw(self, domain: str, *, seed: str) -> EpisodeScript:
         """Draw one; it ends early where the conversation fills the context."""
-        draw, settings = random.Random(seed), self._latencies
+        draw, settings = random.Random(f"{self._seed} {seed}"), self._latencies
         table = self._recipe.domains[domain]
         limit = table.max_new_tokens or self._recipe.rollout.max_new_tokens
         usual, room = table.usual_reply_tokens or limit, self._recipe.max_context or _LARGEST
@@ -98,12 +99,13 @@ class DrawnEpisodes:
 class RecordedEpisodes:
     """Recorded episodes, any of them for a task of any domain."""
 
-    def __init__(self, episodes: Sequence[EpisodeScript]) -> None:
+    def __init__(self, episodes: Sequence[EpisodeScript], seed: int = 0) -> None:
+        self._seed = seed
         self._episodes = episodes
 
     def draw(self, domain: str, *, seed: str) -> EpisodeScript:
         """Choose one."""
-        return random.Random(f"{domain} {seed}").choice(self._episodes)
+        return random.Random(f"{self._seed} {domain} {seed}").choice(self._episodes)
 
 
 def _draw_lognormal(draw: random.Random, mean: float, sigma: float) -> float:
@@ -111,8 +113,11 @@ def _draw_lognormal(draw: random.Random, mean: float, sigma: float) -> float:
     return mean * exp(draw.gauss(-sigma * sigma / 2, sigma)) if mean else 0.0
 
 
-def read_traces(path: Path) -> list[EpisodeScript]:
-    """Read recorded episodes; refuse a file that lacks columns or rows, or has values that cannot be."""
+def read_traces(path: Path, *, skips_invalid: bool = False) -> list[EpisodeScript]:
+    """Read recorded episodes; refuse a file that lacks columns or rows, or has values that cannot be.
+
+    With `skips_invalid` calls with such values are left out.
+    """
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
@@ -122,15 +127,22 @@ def read_traces(path: Path) -> list[EpisodeScript]:
         raise ConfigError(f"{path} cannot be read as CSV: {error}") from error
     if not rows:
         raise ConfigError(f"{path} has no rows below its header: give a row for each call of the model")
-    calls = [_read_call(path, number, row, names) for number, row in rows]
+    calls = []
+    for number, row in rows:
+        try:
+            calls.append(_read_call(path, number, row, names))
+        except ConfigError as error:
+            if not skips_invalid:
+                raise ConfigError(f"{error}, or leave such calls out with --skip-invalid") from None
+    if not calls:
+        raise ConfigError(f"{path} has no call of the model whose values can be used")
     sessions = groupby(calls, key=lambda call: call.session)
-    return [_make_script(path, list(group)) for _, group in sessions]
+    return [_make_script(list(group)) for _, group in sessions]
 
 
 class _RecordedCall(NamedTuple):
     """A call of the model."""
 
-    line: int
     session: str
     t_s: float
     num_prompt: int
@@ -162,7 +174,6 @@ def _read_call(path: Path, line: int, row: dict[str, str], names: dict[str, str]
         return max(1, int(read(name)) // (CHARS_PER_TOKEN if name.endswith("_chars") else 1))
 
     return _RecordedCall(
-        line=line,
         session=f"{row.get('family') or row.get('domain') or ''} {row[names['session']]}",
         t_s=read(names["t_s"]),
         num_prompt=read_tokens(names["prompt"]),
@@ -171,14 +182,10 @@ def _read_call(path: Path, line: int, row: dict[str, str], names: dict[str, str]
     )
 
 
-def _make_script(path: Path, calls: Sequence[_RecordedCall]) -> EpisodeScript:
+def _make_script(calls: Sequence[_RecordedCall]) -> EpisodeScript:
+    """Make the episode of a session; calls that overlap have no time in between."""
     pauses = []
     for call, later in pairwise(calls):
-        if later.t_s < call.t_s:
-            raise ConfigError(
-                f"{path}, line {later.line}: t_s = {later.t_s:g} is before the call above it, {call.t_s:g}: the calls "
-                "of a session are in the order of their times"
-            )
         gap = later.t_s - call.t_s - call.num_reply / RECORDED_TOKENS_PER_S
         pauses.append(max(0.0, gap) if call.env_s is None else call.env_s)
     pauses.append(calls[-1].env_s or 0.0)

@@ -13,7 +13,7 @@ The work per turn does not depend on how many trajectories run: a turn touches o
 Engines order their queues by the level that a request carries (least attained service first).
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class PauseQuantiles:
 
     def add(self, seconds: float) -> None:
         if len(self._recent) == NUM_SAMPLES:
-            self._sorted.remove(self._recent.popleft())
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
         self._recent.append(seconds)
         insort(self._sorted, seconds)
         num = len(self._sorted)

@@ -1,0 +1,98 @@
+"""Simulate a campaign: `python -m hpcrl.simulation RECIPE --site SITE ...`, as `hpcrl simulate` runs it."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcrl.commands.arguments import add_simulation
+from hpcrl.errors import ConfigError, HpcrlError
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+
+if TYPE_CHECKING:
+    from hpcrl.config.recipe import Recipe
+    from hpcrl.simulation.workload import EpisodeSource
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulate and print the figures; 1 if the jobs ended before the last step."""
+    parser = argparse.ArgumentParser(prog="hpcrl simulate")
+    add_simulation(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        code = _run_simulation(arguments)
+        sys.stdout.flush()
+    except (HpcrlError, ModuleNotFoundError) as error:
+        hint = f": {sys.executable} needs `pip install 'hpcrl[local]'`" * isinstance(error, ModuleNotFoundError)
+        print(f"hpcrl: {error}{hint}", file=sys.stderr)  # noqa: T201
+        return EXIT_USAGE
+    except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return code
+
+
+def _run_simulation(arguments: argparse.Namespace) -> int:
+    from hpcrl.campaign.request import load_request
+    from hpcrl.simulation.campaign import SimulationSettings, simulate_campaign
+    from hpcrl.simulation.host import FaultSettings
+    from hpcrl.simulation.result import describe_result
+    from hpcrl.simulation.sizes import find_sizes
+    from hpcrl.simulation.timeline import write_timeline
+    from hpcrl.system.terminal import print_json, print_line
+
+    _check_numbers(arguments)
+    request = load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+    sizes = find_sizes(request, num_gpus=arguments.gpus)
+    settings = SimulationSettings(
+        seed=arguments.seed,
+        num_steps=arguments.steps,
+        reward_s=arguments.reward_s,
+        train_s=arguments.train_s,
+        faults=FaultSettings(env_share=arguments.env_faults, engine_hours=arguments.engine_hours),
+    )
+    result = simulate_campaign(request, sizes, _choose_source(arguments, request.recipe), settings)
+    if arguments.timeline is not None:
+        write_timeline(result, arguments.timeline)
+    if arguments.json:
+        print_json(result)
+    else:
+        for line in describe_result(result):
+            print_line(line)
+    return EXIT_DONE if result.is_complete else EXIT_FAILED
+
+
+def _choose_source(arguments: argparse.Namespace, recipe: "Recipe") -> "EpisodeSource":
+    from hpcrl.simulation.recorded import read_campaign_traces
+    from hpcrl.simulation.workload import DrawnEpisodes, LatencySettings, RecordedEpisodes, read_traces
+
+    if arguments.traces is None:
+        latencies = LatencySettings(env_s=arguments.env_s, env_sigma=arguments.env_sigma, reset_s=arguments.reset_s)
+        return DrawnEpisodes(recipe, latencies, seed=arguments.seed)
+    path = Path(arguments.traces)
+    is_file = path.suffix == ".csv" or path.is_file()
+    if is_file:
+        return RecordedEpisodes(read_traces(path, skips_invalid=arguments.skip_invalid), arguments.seed)
+    return RecordedEpisodes(read_campaign_traces(arguments.traces), arguments.seed)
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    """Refuse numbers that cannot be."""
+    for name in ("gpus", "steps"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ConfigError(f"--{name} {value}: give a number from 1")
+    for name in ("env_s", "env_sigma", "reset_s", "reward_s", "train_s"):
+        if (value := getattr(arguments, name)) is not None and not 0 <= value < 1e9:
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: give a number, 0 or more")
+    if not 0 <= arguments.env_faults < 1:
+        raise ConfigError(f"--env-faults {arguments.env_faults:g}: give a share from 0 to below 1")
+    if arguments.engine_hours is not None and arguments.engine_hours <= 0:
+        raise ConfigError(f"--engine-hours {arguments.engine_hours:g}: give a number above 0")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

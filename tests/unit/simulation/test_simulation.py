@@ -1,0 +1,293 @@
+"""Campaigns in simulated time: reproducible, in agreement with the simulated engine, with the policies of real ones."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpcrl.campaign.request import load_request
+from hpcrl.engines.base import GenerateRequest
+from hpcrl.engines.sim.engine import SimEngine, SimSettings
+from hpcrl.errors import ConfigError
+from hpcrl.hardware.cost_model import estimate_speed, read_model_shape
+from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
+from hpcrl.simulation.__main__ import main
+from hpcrl.simulation.campaign import SimulationSettings, simulate_campaign
+from hpcrl.simulation.clock import EventQueue
+from hpcrl.simulation.engine import EngineRow, FluidEngine
+from hpcrl.simulation.host import FaultSettings
+from hpcrl.simulation.sizes import find_sizes
+from hpcrl.simulation.timeline import draw_timeline
+from hpcrl.simulation.workload import DrawnEpisodes, LatencySettings, RecordedEpisodes, read_traces
+from hpcrl.testing.virtual_time import run_virtual
+
+GOLDEN = Path(__file__).parent / "quickstart.json"
+SPEED = estimate_speed(GPU_CATALOGUE["h100"], shape=read_model_shape(MODEL_CONFIGS["Qwen/Qwen3-8B"]))
+TRACES = "session,t_s,prompt_tokens,reply_tokens\n0,0,100,20\n0,1.5,200,10\n1,0,50,300\n"
+
+
+def simulate(*settings: str, source=None, **changed):
+    request = load_request("quickstart", site="local", settings=settings)
+    wanted = {"num_steps": 8, "train_s": 2.0, **changed}
+    drawn = DrawnEpisodes(request.recipe, LatencySettings(), seed=wanted.get("seed", 0))
+    return simulate_campaign(request, find_sizes(request), source or drawn, SimulationSettings(**wanted))
+
+
+# ---- the engine
+
+
+def play_fluid(turns):
+    """Return the end of each (start, prompt, reply) on the fluid engine."""
+    queue, ends = EventQueue(), {}
+    engine = FluidEngine(queue, SPEED, max_batch=16)
+    for number, (start, num_prompt, num_new) in enumerate(turns):
+        row = EngineRow(
+            str(number),
+            num_prompt=num_prompt,
+            num_new=num_new,
+            on_end=lambda row: ends.setdefault(int(row.trajectory), queue.now),
+        )
+        queue.call_at(start, lambda row=row: engine.submit(row))
+    assert queue.run(is_done=lambda: len(ends) == len(turns))
+    return [ends[number] for number in range(len(turns))], engine
+
+
+def play_steps(turns):
+    """Return the same on the simulated engine, which makes every step."""
+
+    async def play():
+        async with SimEngine(SPEED, settings=SimSettings(max_batch=16)) as engine:
+            loop = asyncio.get_running_loop()
+
+            async def ask(number, start, num_prompt, num_new):
+                await asyncio.sleep(start)
+                await engine.generate(
+                    GenerateRequest(
+                        request_id=str(number),
+                        token_ids=list(range(num_prompt)),
+                        max_new_tokens=num_new,
+                        trajectory=str(number),
+                    )
+                )
+                return loop.time()
+
+            return await asyncio.gather(*(ask(number, *turn) for number, turn in enumerate(turns)))
+
+    return run_virtual(play())
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [(0.0, 500, 200)],
+        [(0.0, 6000, 50), (0.1, 300, 400)],
+        [(0.05 * number, 200 + 700 * (number % 5), 20 + 60 * (number % 7)) for number in range(40)],
+    ],
+)
+def test_the_fluid_engine_ends_requests_when_the_simulated_engine_does(turns):
+    fluid, engine = play_fluid(turns)
+    assert fluid == pytest.approx(play_steps(turns), rel=0.03)
+    assert engine.num_generated == pytest.approx(sum(num_new for _, _, num_new in turns), rel=1e-3)
+    assert len(engine) == 0
+
+
+def test_kv_that_is_kept_between_turns_is_not_computed_again():
+    queue, ends = EventQueue(), []
+    engine = FluidEngine(queue, SPEED, max_batch=4)
+    first = EngineRow("a", num_prompt=4000, num_new=10, on_end=lambda _: ends.append(queue.now))
+    engine.submit(first)
+    queue.run(is_done=lambda: bool(ends))
+    before = engine.num_prefilled
+    engine.submit(EngineRow("a", num_prompt=4110, num_new=10, on_end=lambda _: ends.append(queue.now)))
+    queue.run(is_done=lambda: len(ends) == 2)
+    assert engine.num_prefilled - before == pytest.approx(99, abs=2)
+    assert ends[1] - ends[0] < ends[0]
+
+
+def test_new_weights_have_running_requests_computed_again_after_the_pause():
+    queue, ends = EventQueue(), []
+    engine = FluidEngine(queue, SPEED, max_batch=4)
+    engine.submit(
+        EngineRow("a", num_prompt=1000, num_new=200, on_end=lambda row: ends.append((queue.now, row.version)))
+    )
+    alone, _ = play_fluid([(0.0, 1000, 200)])
+    queue.call_at(0.5, lambda: engine.load(3, stall_s=2.0))
+    queue.run(is_done=lambda: bool(ends))
+    assert ends[0][0] > alone[0] + 2.0
+    assert ends[0][1] == 0
+    assert engine.version == 3
+
+
+def test_an_engine_that_fails_returns_its_requests():
+    queue = EventQueue()
+    engine = FluidEngine(queue, SPEED, max_batch=1)
+    rows = [EngineRow(str(number), num_prompt=10, num_new=10, on_end=lambda _: None) for number in range(3)]
+    for row in rows:
+        engine.submit(row)
+    assert sorted(engine.fail(), key=rows.index) == rows
+    assert not queue.run(is_done=lambda: False)
+    assert len(engine) == 0
+
+
+# ---- campaigns
+
+
+def test_a_seed_gives_the_same_simulation_and_another_seed_another():
+    first, again, other = simulate(), simulate(), simulate(seed=1)
+    assert first == again
+    assert first.steps != other.steps
+
+
+def test_a_simulation_is_as_recorded():
+    made = json.loads(msgspec.json.encode(simulate()))
+    del made["timeline"]
+    if os.environ.get("HPCRL_UPDATE_GOLDEN"):
+        GOLDEN.write_text(json.dumps(made, indent=2) + "\n")
+    assert made == json.loads(GOLDEN.read_text())
+
+
+def test_no_trained_episode_is_staler_than_the_recipe_allows():
+    result = simulate("rollout.max_lag=1", train_s=30.0)
+    assert set(result.lags) <= {"0", "1"}
+    assert result.num_episodes == result.num_steps * 64
+
+
+def test_sync_mode_trains_on_the_newest_weights_and_takes_longer():
+    one, other = simulate("rollout.mode=sync", train_s=5.0), simulate(train_s=5.0)
+    assert set(one.lags) == {"0"}
+    assert one.step_s > other.step_s
+
+
+def test_a_slow_trainer_is_busy_and_a_fast_one_waits():
+    slow, fast = simulate(train_s=60.0), simulate(train_s=0.01)
+    assert slow.utilisation["train"] > 0.95
+    assert slow.step_s == pytest.approx(60, rel=0.05)
+    assert fast.utilisation["train"] < 0.1
+
+
+def test_jobs_follow_each_other_at_their_walltime():
+    result = simulate("job.walltime_min=2", "job.drain_s=10", "job.num_jobs=20", train_s=20.0)
+    assert result.is_complete
+    assert result.num_jobs > 1
+    assert result.waste["end of a job"] > 0
+
+
+def test_a_chain_that_is_too_short_is_reported():
+    result = simulate("job.walltime_min=2", "job.drain_s=10", train_s=20.0, num_steps=50)
+    assert not result.is_complete
+    assert 0 < result.num_steps < 50
+
+
+def test_faults_of_environments_and_engines_slow_a_campaign_down_but_do_not_end_it():
+    result = simulate(faults=FaultSettings(env_share=0.4, engine_hours=0.005, repair_s=5.0), num_steps=20)
+    assert result.is_complete
+    assert result.num_failures > 0
+    assert result.step_s > simulate(num_steps=20).step_s
+
+
+def test_redundant_episodes_are_waste():
+    result = simulate("rollout.redundancy=4", "rollout.late_after_s=0")
+    assert result.waste["redundant"] > 0.05
+
+
+def test_a_slow_reward_delays_steps():
+    assert simulate(reward_s=30.0).seconds > simulate().seconds + 20
+
+
+def test_more_gpus_are_divided_as_in_the_plan():
+    request = load_request("quickstart", site="local")
+    sizes = find_sizes(request, num_gpus=64)
+    assert (sizes.decode.num_workers, sizes.train.num_workers, sizes.num_gpus) == (32, 32, 64)
+    with pytest.raises(ConfigError, match="--gpus 1: one worker of each role needs 2 GPUs"):
+        find_sizes(request, num_gpus=1)
+
+
+def test_a_model_that_does_not_fit_is_refused():
+    request = load_request("quickstart", site="local")
+    sizes = find_sizes(request)
+    large = msgspec.structs.replace(sizes.shape, num_dense=10**12)
+    with pytest.raises(ConfigError, match="does not fit into 1 h100"):
+        type(sizes)(**{**vars(sizes), "shape": large}).find_speed(sizes.decode, request.recipe)
+
+
+# ---- traces and the command
+
+
+def test_recorded_calls_become_turns(tmp_path):
+    path = tmp_path / "calls.csv"
+    path.write_text(TRACES)
+    first, second = read_traces(path)
+    assert [(turn.num_fresh, turn.num_reply) for turn in first.turns] == [(100, 20), (80, 10)]
+    assert first.turns[0].env_s == pytest.approx(1.3)
+    assert len(second.turns) == 1
+    result = simulate(source=RecordedEpisodes([first, second]))
+    assert result.is_complete
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("", "has no column session or episode, t_s, prompt_tokens or input_chars"),
+        ("session,t_s\n0,0\n", "has no column prompt_tokens or input_chars, reply_tokens or output_chars"),
+        ("session,t_s,prompt_tokens,reply_tokens\n", "has no rows below its header"),
+        (TRACES + "2,-1,10,10\n", "line 5: t_s = '-1': give a number, 0 or more"),
+        (TRACES + "2,0,ten,10\n", "line 5: prompt_tokens = 'ten': give a number"),
+        (TRACES + "2,0\n", "line 5: prompt_tokens = None: give a number"),
+    ],
+)
+def test_traces_that_cannot_be_are_refused_with_the_place(tmp_path, capsys, text, refusal):
+    path = tmp_path / "calls.csv"
+    path.write_text(text)
+    assert main(["quickstart", "--site", "local", "--traces", str(path)]) == 2
+    assert refusal in capsys.readouterr().err
+
+
+def test_calls_that_are_refused_can_be_left_out(tmp_path):
+    path = tmp_path / "calls.csv"
+    path.write_text(TRACES + "2,-1,10,10\n")
+    assert len(read_traces(path, skips_invalid=True)) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["--gpus", "0"], "--gpus 0: give a number from 1"),
+        (["--steps", "0"], "--steps 0: give a number from 1"),
+        (["--env-s", "-1"], "--env-s -1: give a number, 0 or more"),
+        (["--env-s", "nan"], "--env-s nan: give a number, 0 or more"),
+        (["--env-faults", "1"], "--env-faults 1: give a share"),
+        (["--engine-hours", "0"], "--engine-hours 0: give a number above 0"),
+        (["--traces", "nowhere.csv"], "nowhere.csv cannot be read as CSV"),
+        (["--timeline", "steps.png", "--steps", "2"], "give a name that ends with .svg or .html"),
+        (["-s", "engine.backend=sim", "-s", "engine.sim.gpu=x9"], "'x9' is not in the catalogue"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(capsys, words, refusal):
+    assert main(["quickstart", "--site", "local", *words]) == 2
+    assert refusal in capsys.readouterr().err
+
+
+def test_a_recipe_without_episodes_is_refused(capsys):
+    assert main(["sft", "--site", "local"]) == 2
+    assert "plays no episodes" in capsys.readouterr().err
+
+
+def test_the_command_prints_figures_and_draws_a_timeline(tmp_path, capsys):
+    picture = tmp_path / "steps.svg"
+    words = ["quickstart", "--site", "local", "--steps", "4", "--timeline", str(picture)]
+    assert main(words) == 0
+    assert "step time" in capsys.readouterr().out
+    assert picture.read_text().startswith("<svg")
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_steps"] == 4
+
+
+def test_a_timeline_has_a_row_for_each_role_and_escapes_names():
+    result = msgspec.structs.replace(simulate(num_steps=3), recipe="<b>&")
+    drawn = draw_timeline(result)
+    assert all(f">{name}<" in drawn for name in ("decode", "train", "env", "episodes"))
+    assert "<b>" not in drawn
