@@ -3,6 +3,7 @@
 cli           the commands and what they print
 commands      commands that no other package owns
 trial         a few episodes of each domain, without a campaign
+simulation    campaigns of any size, in simulated time
 errors        every error that hpcrl raises
 config        what a user writes: recipes, sites, the pipeline
 hardware      facts about GPUs, and what models need of them

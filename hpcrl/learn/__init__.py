@@ -2,7 +2,7 @@
 
 advantage    advantages of a group
 batch        trajectories as training rows
-group_choice the groups that a step trains on
+group_choice  the groups that a step trains on
 rewards      rewards as training sees them
 loss         policy losses
 token_head   log-probs from hidden states, by chunks of tokens

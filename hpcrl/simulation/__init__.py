@@ -4,7 +4,7 @@ clock        the queue of events in simulated time
 workload     the episodes: by distributions, or as recorded
 recorded     the episodes of a campaign
 engine       an engine by the cost model, in few events
-routing      the router of env workers, on simulated engines
+turn_router  the router of env workers, on simulated engines
 sizes        the number of workers of each role
 host         an env worker: admission, groups, episodes
 trainer      the trainer: choice of groups, steps, versions

@@ -25,9 +25,9 @@ from hpcrl.simulation.clock import EventQueue
 from hpcrl.simulation.engine import FluidEngine
 from hpcrl.simulation.host import FaultSettings, HostLinks, SimulatedHost
 from hpcrl.simulation.result import SimulationResult, TimelineBin
-from hpcrl.simulation.routing import TurnRouter
 from hpcrl.simulation.sizes import CampaignSizes, RoleSize
 from hpcrl.simulation.trainer import SimulatedStep, SimulatedTrainer
+from hpcrl.simulation.turn_router import TurnRouter
 from hpcrl.simulation.workload import EpisodeSource
 from hpcrl.spool.ids import get_group, parse_group_id
 from hpcrl.spool.record import Trajectory
@@ -39,7 +39,7 @@ MAX_SIMULATED_S = 400 * 86400.0
 
 
 class SimulationSettings(ConfigTable, frozen=True, kw_only=True):
-    """What a recipe does not have."""
+    """The settings that a recipe does not have."""
 
     seed: int = 0
     num_steps: int | None = None

@@ -230,9 +230,8 @@ class FluidEngine:
         to_end = max(self._ends[0][0] - self._steps, 0.0) if self._ends else float("inf")
         steps = min(to_end, to_first)
         mean_kv = self._num_kv + steps * batch / 2
-        base_s = self._speed.base_step_s(batch or chunk)
-        rows_s = self._speed.decode_s(batch, num_kv=mean_kv) - self._speed.base_step_s(batch) if batch else 0.0
-        self._step_s = base_s + prompts_s + rows_s
+        steps_s = self._speed.decode_s(batch, num_kv=mean_kv) if batch else self._speed.base_step_s(chunk)
+        self._step_s = steps_s + prompts_s
         due, start = self._due, max(self._queue.now, self._paused_until)
         self._queue.call_at(start + steps * self._step_s, lambda: self._change(due))
 

@@ -28,7 +28,7 @@ from hpcrl.rollout.routing.trajectories import TrajectoryState
 from hpcrl.rollout.tasks import AgentTask, TaskStream
 from hpcrl.simulation.clock import EventQueue
 from hpcrl.simulation.engine import EngineRow, FluidEngine
-from hpcrl.simulation.routing import TurnRouter, count_tokens
+from hpcrl.simulation.turn_router import TurnRouter, count_tokens
 from hpcrl.simulation.workload import EpisodeScript, EpisodeSource
 from hpcrl.spool.ids import get_index
 from hpcrl.spool.record import Trajectory
@@ -44,7 +44,7 @@ _NO_MASK = np.zeros(0, dtype=np.bool_)
 
 
 class FaultSettings(ConfigTable, frozen=True, kw_only=True):
-    """How often environments and engines fail."""
+    """The rates at which environments and engines fail."""
 
     env_share: float = 0.0
     """The share of attempts at an episode that end in a fault of the environment."""
@@ -63,7 +63,7 @@ class TrainingState(Protocol):
 
 @dataclass
 class HostLinks:
-    """What a host reaches of the campaign."""
+    """The parts of the campaign that a host reaches."""
 
     queue: EventQueue
     recipe: Recipe
@@ -81,7 +81,7 @@ class HostLinks:
     lengths: dict[str, int] = field(default_factory=dict)
     """Tokens of each episode that may be trained on."""
     generated: dict[str, int] = field(default_factory=dict)
-    """Those of them that were generated."""
+    """The generated ones of these."""
 
 
 @dataclass(eq=False)

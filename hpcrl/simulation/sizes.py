@@ -43,7 +43,7 @@ class CampaignSizes:
     num_env: int
     num_cpu_nodes: int
     notes: tuple[str, ...] = ()
-    """What is assumed where the site or the recipe gives no figure."""
+    """The assumptions where the site or the recipe gives no figure."""
 
     @property
     def roles(self) -> dict[RoleName, RoleSize]:

@@ -1,7 +1,6 @@
 """The router of an env worker, on simulated engines: its decisions are those of `hpcrl.rollout.routing`.
 
 TurnRouter        decides where turns go, and counts what is there
-RoutedTurn        a turn that has been sent
 count_tokens      a prompt of which only the length is known
 """
 
