@@ -11,7 +11,7 @@ from hpcrl.lab import lab as labs
 from hpcrl.lab import outages
 from hpcrl.lab.conf import LabCluster, NodeGroup
 from hpcrl.system.processes import is_zombie
-from tests.support.lab_tools import Lab, short_dir, until
+from tests.support.lab_tools import Lab, running_cluster, until
 
 pytestmark = pytest.mark.slurm
 
@@ -22,12 +22,8 @@ SMALL_CLUSTER = LabCluster(groups=(NodeGroup(name="n", num_nodes=2),), default="
 def small_lab(needs_slurm: None) -> Iterator[Lab]:
     """A lab of two nodes with other settings."""
     cluster = replace(SMALL_CLUSTER, kill_wait_s=3, over_time_limit_min=2, requeues=False)
-    with short_dir() as folder:
-        labs.up(folder / "lab", cluster=cluster)
-        try:
-            yield Lab(folder / "lab", cluster)
-        finally:
-            labs.down(folder / "lab")
+    with running_cluster(cluster) as lab:
+        yield lab
 
 
 def test_settings_of_slurm_are_those_of_the_cluster(small_lab: Lab) -> None:

@@ -103,6 +103,13 @@ def running_lab(shared: Path | None = None, **changes: int) -> Iterator[Lab]:
     cluster = replace(DEFAULT_CLUSTER, **changes)  # type: ignore[arg-type]
     if shared is not None and os.geteuid() == 0:
         cluster = replace(STRICT_CLUSTER, shared=(str(shared),), **changes)  # type: ignore[arg-type]
+    with running_cluster(cluster) as lab:
+        yield lab
+
+
+@contextlib.contextmanager
+def running_cluster(cluster: LabCluster) -> Iterator[Lab]:
+    """Start a lab with these nodes and settings; remove it afterwards."""
     with short_dir() as folder:
         labs.up(folder / "lab", cluster=cluster)
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.job.pool_queue import LOST_AFTER_S, MAX_MESSAGE_BYTES, PoolQueue, TaskLedger
+from tests.support.clocks import SettableClock
 
 
 def take_forever(tasks: PoolQueue, results: PoolQueue) -> None:
@@ -63,15 +64,8 @@ def test_a_reader_that_was_killed_while_it_waited_stops_no_other_reader() -> Non
         readers[1].join()
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_task_is_lost_once_no_worker_has_had_it_for_a_while() -> None:
-    clock = Clock()
+    clock = SettableClock()
     ledger = TaskLedger(clock=clock)
     for id in (1, 2, 3):
         ledger.note_task(id)
@@ -82,7 +76,7 @@ def test_a_task_is_lost_once_no_worker_has_had_it_for_a_while() -> None:
 
 
 def test_a_task_that_a_worker_has_taken_late_is_not_lost() -> None:
-    clock = Clock()
+    clock = SettableClock()
     ledger = TaskLedger(clock=clock)
     ledger.note_task(1)
     assert ledger.find_lost([]) is None
