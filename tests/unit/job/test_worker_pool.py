@@ -23,7 +23,7 @@ provider = StepProvider(prefixes={"n": []}, log_dir=root)
 executor = runtime._executor("env", provider, workers_per_node=1, python=sys.executable)
 options = {"run_dir": str(root), "initialize_logging": False, "strategy": "none", "usage_tracking": 0}
 runtime._kernel = parsl.DataFlowKernel(parsl.Config(executors=[executor], exit_mode="skip", **options))
-print(json.dumps([runtime._submit("env", "builtins:eval", text).result(60) for text in sys.argv[2:]]), flush=True)
+print(json.dumps([runtime._submit("env", "builtins:eval", text).result(100) for text in sys.argv[2:]]), flush=True)
 runtime._kernel.cleanup()
 """
 IS_LOADED = "'parsl.dataflow.dflow' in __import__('sys').modules"
@@ -33,7 +33,7 @@ HAS_METADATA = "len(list(__import__('importlib.metadata').metadata.distributions
 
 def test_workers_import_parsl_in_full_only_when_a_task_needs_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN_TASKS, str(tmp_path), IS_LOADED, MEMBERS, HAS_METADATA]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     logs = [path.read_text() for path in tmp_path.glob("*.log")]
     assert done.returncode == 0, (done.stderr, logs)
     is_loaded, whole, has_metadata = json.loads(done.stdout)
@@ -47,7 +47,7 @@ KILL_SHARED = (
     + """
 import os, signal, time
 import psutil
-pool, worker = (runtime._submit("env", "builtins:eval", text).result(60) for text in sys.argv[2:])
+pool, worker = (runtime._submit("env", "builtins:eval", text).result(100) for text in sys.argv[2:])
 spawned = [one for one in psutil.Process(pool).children() if "spawn_main" in " ".join(one.cmdline())]
 (shared,) = [one for one in spawned if one.pid != worker]
 shared.kill()
@@ -69,7 +69,7 @@ def test_a_pool_ends_with_the_process_that_holds_what_its_workers_share(tmp_path
         "__import__('os').getppid()",
         "__import__('os').getpid()",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     logs = [path.read_text() for path in tmp_path.glob("*.log")]
     assert (done.stdout, done.returncode) == ("0\n", 0), (done.stderr, logs)
     assert any("a process of this worker pool has ended" in log for log in logs)
@@ -79,10 +79,10 @@ KILL_IDLE = (
     RUN_TASKS.split("print(json")[0]
     + """
 import os, signal, time
-worker = runtime._submit("env", "builtins:eval", sys.argv[2]).result(60)
+worker = runtime._submit("env", "builtins:eval", sys.argv[2]).result(100)
 time.sleep(1.0)  # it waits for a task by now
 os.kill(worker, signal.SIGKILL)
-print(runtime._submit("env", "builtins:eval", sys.argv[2]).result(60) != worker, flush=True)
+print(runtime._submit("env", "builtins:eval", sys.argv[2]).result(100) != worker, flush=True)
 os._exit(0)
 """
 )
@@ -99,7 +99,7 @@ KILL_TAKING = (
     + """
 import os, signal, time
 import psutil
-pool, worker = (runtime._submit("env", "builtins:eval", text).result(60) for text in sys.argv[2:])
+pool, worker = (runtime._submit("env", "builtins:eval", text).result(100) for text in sys.argv[2:])
 spawned = [one for one in psutil.Process(pool).children() if "spawn_main" in " ".join(one.cmdline())]
 (shared,) = [one for one in spawned if one.pid != worker]
 shared.suspend()
