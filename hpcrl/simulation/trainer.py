@@ -49,6 +49,8 @@ class SimulatedTrainer:
     """Called when a step has ended."""
     _waiting: list[Trajectory] = field(default_factory=list)
     _idle_since: float = 0.0
+    _looked_at: int = -1
+    """The version at which the waiting trajectories were last looked through."""
 
     def offer(self, trajectories: list[Trajectory]) -> None:
         """Add trajectories that have their reward."""
@@ -66,6 +68,10 @@ class SimulatedTrainer:
         batch = train.groups_per_step * rollout.group_size
         if self.is_training or self.is_draining or len(self._waiting) < batch:
             return
+        is_allowed = all(allows_version(limit, self.version + 1) for limit in self.list_holds())
+        if not is_allowed and self._looked_at == self.version:  # nothing becomes stale while it waits
+            return
+        self._looked_at = self.version
         choice = choose_groups(
             self._waiting,
             groups_per_step=train.groups_per_step,
@@ -78,7 +84,7 @@ class SimulatedTrainer:
             self._waiting = [*choice.chosen, *choice.rest]
             self.num_waiting -= len(choice.stale)
             self.drop(choice.stale)
-        if choice.chosen and all(allows_version(limit, self.version + 1) for limit in self.list_holds()):
+        if choice.chosen and is_allowed:
             self._waiting = choice.rest
             self._start(choice.chosen)
 
