@@ -16,7 +16,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 QUESTION = [{"role": "user", "content": "1+1=?"}]
 
 
-class Scripted:
+class ScriptedModel:
     """Generates these words, one per request; an exception is raised, None hangs, a list is streamed in chunks."""
 
     def __init__(self, template, *words):
@@ -68,7 +68,7 @@ class Scripted:
 @asynccontextmanager
 async def opened(template, *words, proxy_options=None, **changed):
     """Yield a client with its session, policy and proxy."""
-    policy = Scripted(template, *words)
+    policy = ScriptedModel(template, *words)
     session = session_of(template, **({"limits": LIMITS} | changed))
     async with ModelProxy(policy, template=template, **(proxy_options or {})) as proxy:
         client = openai.AsyncOpenAI(base_url=proxy.url, api_key=proxy.open(session), max_retries=0)

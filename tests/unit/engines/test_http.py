@@ -44,7 +44,7 @@ REQUEST = GenerateRequest(request_id="r", token_ids=[1, 2], max_new_tokens=1)
 ROUTES = [("POST", "/generate"), ("POST", "/prefill"), ("POST", "/abort"), ("GET", "/load"), ("GET", "/kv/x")]
 
 
-class Scripted:
+class ScriptedEngine:
     """An engine whose behaviour is chosen by the id of a request."""
 
     def __init__(self) -> None:
@@ -86,9 +86,9 @@ class Scripted:
         return b"kv" * 50 if name == "abc" else None
 
 
-def on_server(body: Callable[[Scripted, str, aiohttp.ClientSession], Awaitable[Any]]) -> Any:
+def on_server(body: Callable[[ScriptedEngine, str, aiohttp.ClientSession], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        engine = Scripted()
+        engine = ScriptedEngine()
         url, runner = await serve_over_http(engine, host="127.0.0.1", token="right")
         try:
             async with make_client_session() as session:
@@ -108,7 +108,7 @@ def remote(url: str, session: aiohttp.ClientSession, *, token: str = "right") ->
 )
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_no_route_answers_without_the_token(method: str, path: str, header: str | None) -> None:
-    async def body(_: Scripted, url: str, __: aiohttp.ClientSession) -> int:
+    async def body(_: ScriptedEngine, url: str, __: aiohttp.ClientSession) -> int:
         headers = {} if header is None else {"Authorization": header}
         async with aiohttp.ClientSession() as session, session.request(method, url + path, headers=headers) as answer:
             return answer.status
@@ -121,7 +121,7 @@ def test_no_route_answers_without_the_token(method: str, path: str, header: str 
     [b"", b"{", b"[]", b'{"request_id": "r"}', b'{"request_id": 5, "token_ids": [1], "max_new_tokens": 1}', b"\xff"],
 )
 def test_a_body_that_cannot_be_read_is_answered_400_with_one_line(sent: bytes) -> None:
-    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> tuple[int, dict[str, str]]:
+    async def body(_: ScriptedEngine, url: str, session: aiohttp.ClientSession) -> tuple[int, dict[str, str]]:
         headers = {"Authorization": "Bearer right"}
         async with session.post(url + "/generate", data=sent, headers=headers) as answer:
             return answer.status, await answer.json()
@@ -134,7 +134,7 @@ def test_a_body_that_cannot_be_read_is_answered_400_with_one_line(sent: bytes) -
 
 
 def test_an_unknown_route_is_answered_404() -> None:
-    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> int:
+    async def body(_: ScriptedEngine, url: str, session: aiohttp.ClientSession) -> int:
         async with session.get(url + "/other", headers={"Authorization": "Bearer right"}) as answer:
             return answer.status
 
@@ -142,7 +142,7 @@ def test_an_unknown_route_is_answered_404() -> None:
 
 
 def test_a_refusal_of_the_engine_is_an_engine_error_with_its_message() -> None:
-    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> None:
+    async def body(_: ScriptedEngine, url: str, session: aiohttp.ClientSession) -> None:
         await remote(url, session).generate(msgspec.structs.replace(REQUEST, request_id="refuse"))
 
     with pytest.raises(EngineRequestError, match=r"^too long: 513 tokens"):
@@ -150,7 +150,7 @@ def test_a_refusal_of_the_engine_is_an_engine_error_with_its_message() -> None:
 
 
 def test_a_bug_in_the_engine_is_not_shown_to_the_client() -> None:
-    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> tuple[int, str]:
+    async def body(_: ScriptedEngine, url: str, session: aiohttp.ClientSession) -> tuple[int, str]:
         data = msgspec.json.encode(msgspec.structs.replace(REQUEST, request_id="bug"))
         async with session.post(url + "/generate", data=data, headers={"Authorization": "Bearer right"}) as answer:
             return answer.status, await answer.text()
@@ -162,7 +162,7 @@ def test_a_bug_in_the_engine_is_not_shown_to_the_client() -> None:
 
 
 def test_a_client_that_hangs_up_takes_its_request_with_it() -> None:
-    async def body(engine: Scripted, url: str, session: aiohttp.ClientSession) -> None:
+    async def body(engine: ScriptedEngine, url: str, session: aiohttp.ClientSession) -> None:
         asked = asyncio.create_task(remote(url, session).generate(msgspec.structs.replace(REQUEST, request_id="hang")))
         await engine.started.wait()
         asked.cancel()
@@ -172,7 +172,7 @@ def test_a_client_that_hangs_up_takes_its_request_with_it() -> None:
 
 
 def test_a_handle_points_to_the_server_and_fetches_the_kv() -> None:
-    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> tuple[str, KvHandle, bytes]:
+    async def body(_: ScriptedEngine, url: str, session: aiohttp.ClientSession) -> tuple[str, KvHandle, bytes]:
         handle = await remote(url, session).prefill(REQUEST)
         return url, handle, await make_kv_fetcher(session)(handle)
 
@@ -191,7 +191,7 @@ def test_a_handle_points_to_the_server_and_fetches_the_kv() -> None:
     ],
 )
 def test_kv_that_cannot_be_fetched_is_an_engine_error(change: dict[str, str], complaint: str) -> None:
-    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> None:
+    async def body(_: ScriptedEngine, url: str, session: aiohttp.ClientSession) -> None:
         handle = await remote(url, session).prefill(REQUEST)
         await make_kv_fetcher(session)(msgspec.structs.replace(handle, **change))
 
@@ -200,7 +200,7 @@ def test_kv_that_cannot_be_fetched_is_an_engine_error(change: dict[str, str], co
 
 
 def test_kv_that_is_gone_or_too_large_is_an_engine_error() -> None:
-    async def body(_: Scripted, url: str, session: aiohttp.ClientSession) -> None:
+    async def body(_: ScriptedEngine, url: str, session: aiohttp.ClientSession) -> None:
         handle = await remote(url, session).prefill(REQUEST)
         with pytest.raises(EngineError, match="larger than 10 bytes"):
             await make_kv_fetcher(session, max_bytes=10)(handle)
@@ -211,7 +211,7 @@ def test_kv_that_is_gone_or_too_large_is_an_engine_error() -> None:
 
 
 def test_a_worker_that_is_gone_is_an_engine_error_that_names_it() -> None:
-    async def body(_: Scripted, __: str, session: aiohttp.ClientSession) -> None:
+    async def body(_: ScriptedEngine, __: str, session: aiohttp.ClientSession) -> None:
         await remote("http://127.0.0.1:9", session).load_figures()
 
     with pytest.raises(EngineError, match=r"000-decode-1 at http://127\.0\.0\.1:9/load did not answer"):
@@ -294,7 +294,7 @@ def test_an_impostor_on_the_port_of_an_engine_that_died_gets_nothing_of_an_idle_
                 await make_kv_fetcher(session)(KvHandle(url=url, token="right", version=3, num_tokens=1))
 
     async def run() -> None:
-        url, runner = await serve_over_http(Scripted(), host="127.0.0.1", token="right")
+        url, runner = await serve_over_http(ScriptedEngine(), host="127.0.0.1", token="right")
         async with make_client_session() as session:
             engine = remote(url, session)
             await ask(engine, session)  # the engine has proved itself, on a connection that is kept
@@ -341,7 +341,7 @@ def test_a_server_that_never_answers_is_not_waited_for(monkeypatch: pytest.Monke
 
 
 def test_an_engine_computes_its_load_once_for_all_who_ask_at_a_time() -> None:
-    async def body(engine: Scripted, url: str, session: aiohttp.ClientSession) -> int:
+    async def body(engine: ScriptedEngine, url: str, session: aiohttp.ClientSession) -> int:
         await asyncio.gather(*(remote(url, session).load_figures() for _ in range(50)))
         return engine.num_load_requests
 
@@ -350,13 +350,13 @@ def test_an_engine_computes_its_load_once_for_all_who_ask_at_a_time() -> None:
 
 def test_an_address_that_cannot_be_listened_on_is_an_engine_error() -> None:
     async def run() -> None:
-        await serve_over_http(Scripted(), host="203.0.113.1", token="t")
+        await serve_over_http(ScriptedEngine(), host="203.0.113.1", token="t")
 
     with pytest.raises(EngineError, match=r"cannot listen on 203\.0\.113\.1"):
         asyncio.run(run())
 
 
-class Full(Scripted):
+class Full(ScriptedEngine):
     """An engine without room for any request."""
 
     def __init__(self, status: int) -> None:
@@ -373,7 +373,7 @@ class Full(Scripted):
 @pytest.mark.parametrize("status", [503, 429])
 def test_a_turn_that_one_engine_has_no_room_for_is_served_by_another(tmp_path: Path, status: int) -> None:
     async def run() -> tuple[Completion, int, dict[str, int]]:
-        full, free = Full(status), Scripted()
+        full, free = Full(status), ScriptedEngine()
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(make_client_session())
             for number, engine in enumerate((full, free)):
@@ -400,7 +400,7 @@ def test_a_turn_that_one_engine_has_no_room_for_is_served_by_another(tmp_path: P
 )
 @pytest.mark.parametrize("path", ["/generate", "/stream", "/prefill", "/abort"])
 def test_malformed_json_reaches_no_engine_on_any_route(path: str, sent: bytes) -> None:
-    async def body(engine: Scripted, url: str, session: aiohttp.ClientSession) -> tuple[int, Any]:
+    async def body(engine: ScriptedEngine, url: str, session: aiohttp.ClientSession) -> tuple[int, Any]:
         async with session.post(url + path, data=sent, headers={"Authorization": "Bearer right"}) as http:
             return http.status, await http.json()
 
@@ -413,7 +413,7 @@ def test_malformed_json_reaches_no_engine_on_any_route(path: str, sent: bytes) -
 def test_a_file_with_kv_is_fetched_into_a_file_and_removed_where_it_was(tmp_path: Path) -> None:
     left, target, small = (tmp_path / name for name in ("left", "target", "small"))
 
-    async def body(engine: Scripted, url: str, session: aiohttp.ClientSession) -> None:
+    async def body(engine: ScriptedEngine, url: str, session: aiohttp.ClientSession) -> None:
         for path, most in ((target, 1000), (small, 99)):
             left.write_bytes(b"k" * 100)
             engine.file = left

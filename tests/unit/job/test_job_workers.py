@@ -23,6 +23,7 @@ from hpcrl.plan.plan import make_plan
 from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.processes import MAX_RESTARTS
+from tests.support.clocks import SettableClock
 from tests.support.plans import make_recipe
 
 
@@ -108,19 +109,9 @@ def test_engines_that_fail_everywhere_are_not_the_fault_of_a_recipe(workers):
     assert ended.value.cause == "infrastructure"
 
 
-class FakeClock:
-    """A clock that the test moves."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return FakeClock()
+    return SettableClock(1000.0)
 
 
 @pytest.fixture

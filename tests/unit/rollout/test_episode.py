@@ -34,7 +34,7 @@ class Letters:
         return "".join(map(chr, token_ids))
 
 
-class Scripted:
+class ScriptedPolicy:
     """Generates these words, one per turn; an exception among them is raised."""
 
     def __init__(self, *words, version=5):
@@ -111,7 +111,7 @@ def run(policy, *, make_env=Echo, newest_version=lambda: 5, index=2, layout=None
 
 
 def played(*words, **changed):
-    return asyncio.run(run(Scripted(*words), **changed))
+    return asyncio.run(run(ScriptedPolicy(*words), **changed))
 
 
 def test_every_token_is_recorded_as_it_came():
@@ -144,7 +144,7 @@ def test_a_turn_without_its_closing_token_is_closed_by_the_layout():
 
 
 def test_the_prompt_of_a_turn_is_all_that_was_before_it():
-    policy = Scripted("hi.", "done.")
+    policy = ScriptedPolicy("hi.", "done.")
     asyncio.run(run(policy))
     first, second = policy.requests
     assert second.token_ids == [*first.token_ids, ord("h"), ord("i"), END, *map(ord, "[hi]")]
@@ -153,7 +153,7 @@ def test_the_prompt_of_a_turn_is_all_that_was_before_it():
 
 def test_seeds_differ_between_episodes_and_turns_and_are_the_same_again():
     def seeds(index):
-        policy = Scripted("a", "b", "c", "done")
+        policy = ScriptedPolicy("a", "b", "c", "done")
         asyncio.run(run(policy, index=index))
         return [request.seed for request in policy.requests]
 
@@ -175,7 +175,7 @@ def test_the_context_truncates_before_what_does_not_fit():
 
 
 def test_a_turn_may_generate_no_more_than_the_context_holds():
-    policy = Scripted("ab", "done")
+    policy = ScriptedPolicy("ab", "done")
     asyncio.run(run(policy, context_length=13))
     assert [request.max_new_tokens for request in policy.requests] == [8, 1]
 
@@ -194,7 +194,7 @@ def test_an_episode_too_far_behind_is_aborted_after_its_turn():
 
 
 def test_staleness_counts_from_the_weights_that_really_acted():
-    trajectory = asyncio.run(run(Scripted("a", "done", version=3), newest_version=lambda: 5))
+    trajectory = asyncio.run(run(ScriptedPolicy("a", "done", version=3), newest_version=lambda: 5))
     assert (trajectory.status, trajectory.start_version) == ("aborted-stale", 3)
 
 
@@ -219,7 +219,7 @@ def test_an_incomplete_completion_is_a_policy_fault():
 
 def test_an_interrupted_turn_continues():
     half = completion("do", version=5, finish_reason="aborted", remote_prefill=True)
-    policy = Scripted(half, completion("ne.", version=6))
+    policy = ScriptedPolicy(half, completion("ne.", version=6))
     trajectory = asyncio.run(run(policy))
     assert trajectory.status == "done"
     assert [(turn.start, turn.end, turn.remote_prefill) for turn in trajectory.turns] == [(5, 10, True)]
@@ -230,7 +230,7 @@ def test_an_interrupted_turn_continues():
 
 def test_engines_that_always_interrupt_are_a_policy_fault():
     nothing = Completion(token_ids=[], logprobs=[], versions=[], finish_reason="aborted")
-    policy = Scripted(*[nothing] * 20)
+    policy = ScriptedPolicy(*[nothing] * 20)
     trajectory = asyncio.run(run(policy))
     assert trajectory.status == "policy-fault"
     assert len(policy.requests) == MAX_INTERRUPTIONS + 1
@@ -373,13 +373,13 @@ def test_the_time_of_an_episode_that_was_played_is_the_policys():
             await asyncio.sleep(40.0)
             return await super().step(action)
 
-    trajectory = run_virtual(run(Scripted("a", "b", "c", "d"), make_env=Slow, episode_timeout_s=100.0))
+    trajectory = run_virtual(run(ScriptedPolicy("a", "b", "c", "d"), make_env=Slow, episode_timeout_s=100.0))
     assert (trajectory.status, trajectory.outcome, len(trajectory.turns)) == ("truncated", "timeout", 3)
     assert "episode_timeout_s = 100 s" in trajectory.extra["reason"]
 
 
 def test_an_episode_that_waited_for_engines_most_of_the_time_is_a_fault_of_theirs():
-    class Overloaded(Scripted):
+    class Overloaded(ScriptedPolicy):
         async def generate(self, request):
             await asyncio.sleep(40.0)
             return await super().generate(request)
@@ -391,7 +391,7 @@ def test_an_episode_that_waited_for_engines_most_of_the_time_is_a_fault_of_their
 
 def test_an_environment_that_ignores_being_cancelled_is_left_behind(faulty):
     async def play():
-        trajectory = await run(Scripted("done.", "done."), make_env=make_env, step_timeout_s=0.02)
+        trajectory = await run(ScriptedPolicy("done.", "done."), make_env=make_env, step_timeout_s=0.02)
         make_env.release.set()
         return trajectory
 
@@ -437,7 +437,7 @@ def test_a_plain_environment_that_hangs_is_abandoned():
 
 def test_cancelling_closes_the_environment_and_leaves_the_engine():
     async def cancelled():
-        env, policy = Echo(), Scripted(None)
+        env, policy = Echo(), ScriptedPolicy(None)
         task = asyncio.create_task(run(policy, make_env=lambda: env))
         await policy.asked.wait()
         task.cancel()
@@ -454,7 +454,7 @@ def test_cancelling_while_the_environment_works_closes_it():
     async def cancelled():
         env = Faulty()
         env.fault = "step hangs"
-        policy = Scripted("a")
+        policy = ScriptedPolicy("a")
         task = asyncio.create_task(run(policy, make_env=lambda: env))
         await policy.asked.wait()
         await asyncio.sleep(0)
@@ -515,7 +515,7 @@ def test_making_an_environment_has_its_own_deadline():
             index=0,
             make_env=never,
             layout=Letters(),
-            policy=Scripted(),
+            policy=ScriptedPolicy(),
             limits=EpisodeLimits(
                 max_turns=1, max_new_tokens=1, context_length=9, max_lag=1, env_retries=0, create_timeout_s=0.02
             ),

@@ -23,7 +23,7 @@ time.sleep(300)
 """
 
 
-class Clock:
+class AdvancedClock:
     """A clock that is ahead of the node's by a settable time."""
 
     ahead_s = 0.0
@@ -33,8 +33,8 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> AdvancedClock:
+    return AdvancedClock()
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def start(tmp_path: Path) -> Iterator[object]:
         child.stdout.close()
 
 
-def look_later(watch: PulseWatch, clock: Clock, *, after_s: float) -> list[SilentProcess]:
+def look_later(watch: PulseWatch, clock: AdvancedClock, *, after_s: float) -> list[SilentProcess]:
     """Look every 2 s until that time."""
     target = clock.ahead_s + after_s
     while clock.ahead_s < target:

@@ -21,7 +21,7 @@ from hpcrl.rollout.agents.tool_parsers import parse_answer
 from hpcrl.rollout.episode import EpisodeLimits
 from hpcrl.testing.model_templates import FAMILIES, save_family
 from tests.support.plans import make_recipe
-from tests.support.scripted import Scripted
+from tests.support.scripted import ScriptedModel
 from tests.support.sessions import session_of
 
 openai = pytest.importorskip("openai")
@@ -138,7 +138,7 @@ def call_model(directory, family, words, talk):
         session = session_of(template, limits=LIMITS)
         parser = AnswerParser.from_choice(choose_parsers(template.text, EngineConfig()), template, directory)
         async with (
-            ModelProxy(Scripted(template, *words), template=template, parser=parser) as proxy,
+            ModelProxy(ScriptedModel(template, *words), template=template, parser=parser) as proxy,
             openai.AsyncOpenAI(base_url=proxy.url, api_key=proxy.open(session), max_retries=0) as client,
         ):
             return await talk(client), session.recording
