@@ -25,9 +25,9 @@ def test_the_quickstart_learns_on_separate_partitions_with_weights_by_mpi(lab: L
     assert seen["state"] == "done"
     assert len(seen["jobs"][0]["components"]) == 4
     assert sum(seen["reward_mean"][-3:]) / 3 > sum(seen["reward_mean"][:3]) / 3 + 0.3
-    where = {event["role"]: event["node"] for event in events_of(run, "worker-started")}
-    partitions = {"env": "env", "prefill": "prefill", "decode": "decode", "train": "train", "reward": "env"}
-    assert {role: node.rstrip("0123456789") for role, node in where.items()} == partitions
+    where = {event["role"]: event["node"].rstrip("0123456789") for event in events_of(run, "worker-started")}
+    assert where.pop("reward", "env") == "env", "env workers score nearly all: a reward worker may find nothing to do"
+    assert where == {"env": "env", "prefill": "prefill", "decode": "decode", "train": "train"}
     expected = dict.fromkeys(("env", "prefill", "decode", "train"), "COMPLETED")
     until(lambda: states(lab, seen["jobs"][0]["id"]) == expected, what="sacct shows every component COMPLETED")
     assert [event["transport"] for event in events_of(run, "transport")] == ["files", "mpi"]
