@@ -133,11 +133,30 @@ def test_every_walk_gives_its_number_of_files_and_names_real_classes() -> None:
         if isinstance(node, ast.ClassDef)
     }
     for walk in walks:
-        num_files = len({path for path, _ in STATION.findall(walk)})
+        stations, _, _ = walk.partition("\n\n1. ")[2].partition(" files.")
+        files = {path for path, _ in STATION.findall(walk)} | named_modules(stations)
+        num_files = len(files)
+        assert {file for file in files if not ROOT.joinpath(file).is_file()} == set()
         assert f"\n{num_files} files." in walk
         assert re.search(rf"^\| {walk[0]} \| \d+ \| {num_files} \|", WALKS.read_text(), flags=re.MULTILINE)
         _, _, names = walk.partition("Names of what")
         assert set(re.findall(r"`(\w+)`", names)) <= classes
+
+
+def test_the_climbs_of_planning_are_those_that_the_walks_name() -> None:
+    """A module of hpcrl/plan whose functions n others of the package import is returned to n - 1 times."""
+    submission = WALKS.read_text().partition("## D. ")[2].partition("## Beside")[0]
+    planning = {file for file, _ in STATION.findall(submission) if file.startswith("hpcrl/plan/")}
+    callers = {file: 0 for file in planning}
+    for file in planning:
+        for node in ast.parse(ROOT.joinpath(file).read_text()).body:
+            called = f"{(getattr(node, 'module', '') or '').replace('.', '/')}.py"
+            if called in planning and any(alias.name.islower() for alias in node.names):
+                callers[called] += 1
+    climbs = {Path(file).name: count - 1 for file, count in callers.items() if count > 1}
+    paragraph = WALKS.read_text().partition("Climbs in D")[2].partition("\n\n")[0]
+    assert f"there are {sum(climbs.values())} now" in paragraph
+    assert named_modules(paragraph) == climbs.keys()
 
 
 FIRST_EXAMPLE = re.compile(r"^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
