@@ -44,6 +44,7 @@ from hpcrl.plan.records import read_plan, read_recipe, read_record, read_site
 from hpcrl.slurm import next_job
 from hpcrl.slurm.submit import make_site_environment
 from hpcrl.system.files import publish_file, publish_json, read_json, remove_path
+from hpcrl.system.processes import do_nothing
 
 T = TypeVar("T", bound=msgspec.Struct)
 ShowNote = Callable[[str], object]
@@ -53,7 +54,7 @@ MAX_SHOWN = 8
 
 
 def resume(
-    name: str, *, settings: tuple[str, ...] = (), accept: bool = False, show_note: ShowNote = str
+    name: str, *, settings: tuple[str, ...] = (), accept: bool = False, show_note: ShowNote = do_nothing
 ) -> CampaignDir:
     """Continue a campaign from the last checkpoint in a new job, with changes if there are any."""
     campaign = directory.find_campaign(name)
@@ -89,7 +90,7 @@ def resume(
     return campaign
 
 
-def extend(name: str, *, steps: int | None = None, jobs: int = 0, show_note: ShowNote = str) -> str:
+def extend(name: str, *, steps: int | None = None, jobs: int = 0, show_note: ShowNote = do_nothing) -> str:
     """Give a campaign more steps, or let more jobs follow; resume it if it has ended. Return a message."""
     campaign = directory.find_campaign(name)
     recorded = CampaignRequest(recipe=read_recipe(campaign), site=read_site(campaign), plan=read_plan(campaign))

@@ -29,10 +29,11 @@ from hpcrl.slurm import submit as slurm
 from hpcrl.slurm.script import find_driver_environment, make_batch_script, make_job_script
 from hpcrl.slurm.step_script import write_step_setups
 from hpcrl.system.files import make_private_dir, publish_file, publish_json, remove_path
+from hpcrl.system.processes import do_nothing
 
 
 def submit(
-    request: CampaignRequest, *, name: str | None = None, show_note: Callable[[str], object] = str
+    request: CampaignRequest, *, name: str | None = None, show_note: Callable[[str], object] = do_nothing
 ) -> CampaignDir:
     """Check the user's code, create the campaign's directory, submit its first job; on failure leave no files.
 
@@ -50,7 +51,7 @@ def submit(
     return campaign
 
 
-def dry_run(request: CampaignRequest, *, show_note: Callable[[str], object] = str) -> str:
+def dry_run(request: CampaignRequest, *, show_note: Callable[[str], object] = do_nothing) -> str:
     """Check everything that submission checks, and let Slurm test the script; leave no files. Return Slurm's answer."""
     for note in check_request(request):
         show_note(note)
@@ -80,7 +81,7 @@ def preview_script(request: CampaignRequest, *, name: str) -> str:
 
 
 def start_job(
-    campaign: CampaignDir, request: CampaignRequest, *, number: int, show_note: Callable[[str], object] = str
+    campaign: CampaignDir, request: CampaignRequest, *, number: int, show_note: Callable[[str], object] = do_nothing
 ) -> None:
     """Submit a job; with it those that may follow, if its nodes may not submit them."""
     job = _make_job_dir(campaign, number)

@@ -27,6 +27,7 @@ from hpcrl.slurm.script import read_prologue
 from hpcrl.slurm.step_script import make_step_script, make_step_setup
 from hpcrl.slurm.submit import make_site_environment
 from hpcrl.system.files import make_private_dir, publish_file, read_last_line, remove_path
+from hpcrl.system.processes import do_nothing
 from hpcrl.system.terminal import print_json, print_line, print_to_stderr
 
 WALLTIME_MIN = 10
@@ -39,7 +40,7 @@ SIGNAL_DELAY_S = 3.0
 
 
 def run_node_jobs(
-    site: Site, *, folder: Path, timeout_s: float, show: Callable[[str], object] = str
+    site: Site, *, folder: Path, timeout_s: float, show: Callable[[str], object] = do_nothing
 ) -> list[CheckResult]:
     """Submit the jobs, make the file that each waits for, and return what the nodes found."""
     env = {**os.environ, **make_site_environment(site)}

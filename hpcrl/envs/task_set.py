@@ -34,6 +34,7 @@ import msgspec
 from hpcrl.config.recipe import TaskSetConfig, WarmupConfig
 from hpcrl.errors import ConfigError, EnvFault, show_error
 from hpcrl.models.conversation_data import parse_conversation
+from hpcrl.system.processes import do_nothing
 
 TaskSplit = Literal["train", "held-out"]
 MAX_ROW_BYTES = 8 << 20
@@ -75,7 +76,7 @@ def check_task_set(
     *,
     domain: str,
     only_held_out: bool = False,
-    check: Callable[[dict[str, Any]], object] = bool,
+    check: Callable[[dict[str, Any]], object] = do_nothing,
 ) -> None:
     """Raise ConfigError for files that cannot be used; `check` raises it for the fields of a row, which it is given."""
     what = f"domains.{domain}.tasks"
@@ -270,7 +271,7 @@ def _copy_rows(rows: Iterator[bytes], out: BinaryIO, *, first: int, end: int | N
 
 
 def _iterate_files(
-    paths: str | list[str], *, what: str, check: Callable[[dict[str, Any]], object] = bool
+    paths: str | list[str], *, what: str, check: Callable[[dict[str, Any]], object] = do_nothing
 ) -> Iterator[bytes]:
     """Yield the rows of the files as lines of JSON; `check` raises ConfigError for a row that cannot be used."""
     for path in [paths] if isinstance(paths, str) else paths:

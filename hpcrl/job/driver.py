@@ -48,6 +48,7 @@ from hpcrl.slurm.allocation import JobAllocation, read_allocation, scrub_environ
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
 from hpcrl.system.files import make_private_dir, publish_file, remove_path
 from hpcrl.system.network import current_node, find_bind_address
+from hpcrl.system.processes import do_nothing
 
 if TYPE_CHECKING:
     from hpcrl.job.runtime import JobRuntime
@@ -109,7 +110,7 @@ class JobDriver:
     recipe: Recipe
     site: Site
     events: EventLog
-    note_turn: Callable[[], object] = int
+    note_turn: Callable[[], object] = do_nothing
     """Called in each turn of the loop: the guardian ends a driver that hangs."""
     is_supervising: bool = False
     """True once everything was started."""

@@ -32,7 +32,7 @@ from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.monitor.progress import JobProgress
 from hpcrl.slurm.status import ACTIVE, ENDED, WAITING, JobStatus
 from hpcrl.slurm.submit import SubmittedJob
-from hpcrl.system.processes import is_alive
+from hpcrl.system.processes import is_alive, return_false
 
 CampaignState = Literal["planned", "queued", "running", "draining", "done", "failed", "stopped", "unknown"]
 UnfinishedState = Literal["running", "draining", "queued", "unknown"]
@@ -250,7 +250,7 @@ def find_last_beat(job: JobDir) -> float:
     return max((beat for name, beat in beats.items() if name.startswith(make_worker_name(job.number))), default=0.0)
 
 
-def await_new_beat(job: JobDir, *, timeout_s: float, is_over: Callable[[], bool] = bool) -> bool:
+def await_new_beat(job: JobDir, *, timeout_s: float, is_over: Callable[[], bool] = return_false) -> bool:
     """Return whether a process of a job sends a heartbeat: only one that changes shows it, as clocks differ."""
     last = find_last_beat(job)
     deadline = time.monotonic() + timeout_s

@@ -16,6 +16,7 @@ from hpcrl.report.figures import ReportDocument, TrajectoryFigures
 from hpcrl.report.page import render_page, write_picture
 from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
 from hpcrl.system.files import publish_file
+from hpcrl.system.processes import do_nothing
 from hpcrl.system.terminal import print_to_stderr
 
 
@@ -41,7 +42,7 @@ def _run_command(arguments: argparse.Namespace, campaigns: Sequence[CampaignDir]
     if arguments.format == "inspect":
         _write_inspect_logs(campaigns, arguments.output)
         return
-    show = print_to_stderr if sys.stderr.isatty() else str
+    show = print_to_stderr if sys.stderr.isatty() else do_nothing
     document = build_document(campaigns, read_trajectories=_read_trajectories, show_progress=show)
     data = msgspec.json.format(msgspec.json.encode(document), indent=1)
     if arguments.json or arguments.format == "json":

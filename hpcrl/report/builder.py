@@ -46,6 +46,7 @@ from hpcrl.slurm.submit import SubmittedJob
 from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
 from hpcrl.spool.token_fates import measure_trained_share
 from hpcrl.system.json_numbers import finite_or_none
+from hpcrl.system.processes import do_nothing
 
 MAX_WORKER_ROWS = 120
 MAX_FAILURE_ROWS = 60
@@ -59,7 +60,7 @@ def build_document(
     campaigns: Sequence[CampaignDir],
     *,
     read_trajectories: TrajectoryReader,
-    show_progress: Callable[[str], object] = str,
+    show_progress: Callable[[str], object] = do_nothing,
 ) -> ReportDocument:
     """Return the reports of campaigns, and their comparison if they are several."""
     reports = []
@@ -76,7 +77,7 @@ def build_document(
 
 
 def build_report(
-    campaign: CampaignDir, *, read_trajectories: TrajectoryReader, show_progress: Callable[[str], object] = str
+    campaign: CampaignDir, *, read_trajectories: TrajectoryReader, show_progress: Callable[[str], object] = do_nothing
 ) -> CampaignReport:
     """Return the report of one campaign."""
     history = CampaignHistory()

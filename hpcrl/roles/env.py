@@ -51,6 +51,7 @@ from hpcrl.rollout.trajectory_scorer import TrajectoryScorer
 from hpcrl.spool.reader import list_last_groups
 from hpcrl.spool.record import Trajectory
 from hpcrl.system.file_watch import WatchedValue
+from hpcrl.system.processes import do_nothing
 from hpcrl.system.pulse import expect_work, note_work
 from hpcrl.system.wakeups import WakeEvent
 from hpcrl.weights.versions import find_newest_version
@@ -155,7 +156,7 @@ class EnvWorker:
     open_env: EnvOpener = open_env
     wakeups: WakeEvent = field(default_factory=WakeEvent)
     """Ends the pause between two rounds early."""
-    wake_trainer: Callable[[], object] = int
+    wake_trainer: Callable[[], object] = do_nothing
     """Called when the hold has changed."""
     episodes: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
 

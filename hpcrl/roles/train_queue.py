@@ -32,6 +32,7 @@ from hpcrl.spool.retention import (
     retire_segments,
 )
 from hpcrl.system.file_watch import PollPace
+from hpcrl.system.processes import do_nothing
 from hpcrl.trainers import checkpoint
 
 MAX_HOLD_PAUSE_S = 0.5
@@ -41,7 +42,7 @@ class TrainQueue:
     """The trajectories of "scored" as the trainer sees them."""
 
     def __init__(
-        self, context: WorkerContext, *, consumed: ConsumedTrajectories, on_settled: Callable[[], object] = int
+        self, context: WorkerContext, *, consumed: ConsumedTrajectories, on_settled: Callable[[], object] = do_nothing
     ) -> None:
         """Read what is scored; `on_settled` is called when another number of trajectories is settled."""
         spool = context.campaign.spool

@@ -33,6 +33,7 @@ import msgspec
 from hpcrl.rollout.groups import GroupOutcome
 from hpcrl.system.file_watch import LONG_PAUSE_S, WatchedValue
 from hpcrl.system.files import replace_file
+from hpcrl.system.processes import do_nothing
 from hpcrl.weights.versions import find_newest_version
 
 RENEW_INTERVAL_S = 10.0
@@ -55,7 +56,7 @@ class SettledCount(msgspec.Struct, frozen=True, kw_only=True):
 class SettledWriter:
     """The trainer's settled.json, written when it changes."""
 
-    def __init__(self, path: Path, *, on_change: Callable[[], object] = int) -> None:
+    def __init__(self, path: Path, *, on_change: Callable[[], object] = do_nothing) -> None:
         """Write to `path`; `on_change` is called when something else was written."""
         self._path = path
         self._on_change = on_change

@@ -18,6 +18,7 @@ from hpcrl.spool.listing import SegmentListing, count_trajectories
 from hpcrl.spool.record import PackedTrajectory, Trajectory
 from hpcrl.spool.writer import BatchLimits, BatchWriter, DiskSpoolWriter
 from hpcrl.system.file_watch import PollPace
+from hpcrl.system.processes import do_nothing
 
 ROOM_INTERVAL_S = 0.1
 
@@ -31,7 +32,7 @@ class RolloutSpool:
         *,
         count_sealed: Callable[[], int],
         emit: Callable[[CampaignEvent], None],
-        expect_change: Callable[[], object] = int,
+        expect_change: Callable[[], object] = do_nothing,
     ) -> None:
         """Write with `writer`; `count_sealed` counts the durable trajectories of all env workers.
 
@@ -113,7 +114,7 @@ def open_rollout_spool(
     producer: str,
     emit: Callable[[CampaignEvent], None],
     scored: Path | None = None,
-    on_sealed: Callable[[], object] = int,
+    on_sealed: Callable[[], object] = do_nothing,
 ) -> RolloutSpool:
     """Open the spool on disk for one producer.
 

@@ -9,6 +9,7 @@ from hpcrl.learn.group_choice import choose_groups
 from hpcrl.rollout.flow_control import allows_version
 from hpcrl.simulation.clock import EventQueue
 from hpcrl.spool.record import Trajectory
+from hpcrl.system.processes import do_nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class SimulatedTrainer:
     steps: list[SimulatedStep] = field(default_factory=list)
     is_training: bool = False
     is_draining: bool = False
-    on_idle: Callable[[], object] = int
+    on_idle: Callable[[], object] = do_nothing
     """Called when a step has ended."""
     _waiting: list[Trajectory] = field(default_factory=list)
     _idle_since: float = 0.0

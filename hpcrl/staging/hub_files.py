@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpcrl.campaign.staged_files import HubName, StagedFile
 from hpcrl.errors import StageError
 from hpcrl.system.files import make_private_dir, sync_directory
-from hpcrl.system.processes import is_alive, read_start_ticks
+from hpcrl.system.processes import do_nothing, is_alive, read_start_ticks
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -175,7 +175,7 @@ class StageTransfer:
     commit: str
     folder: Path
     files: dict[str, StagedFile]
-    advance: Callable[[int], object] = int
+    advance: Callable[[int], object] = do_nothing
     """Called with the bytes that are there: kept ones that were checked, and fetched ones."""
     fetched: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)

@@ -1,4 +1,7 @@
-"""Manage the processes that this one started: identify them by pid and start time, end them with all descendants."""
+"""Manage the processes that this one started: identify them by pid and start time, end them with all descendants.
+
+do_nothing and return_false are the callbacks of a process that has none.
+"""
 
 import ctypes
 import os
@@ -150,3 +153,12 @@ def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, int(value), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def do_nothing(*_: object) -> None:
+    """Do nothing: the default of a callback."""
+
+
+def return_false() -> bool:
+    """Return False: the default of a callback that is asked whether something has happened."""
+    return False

@@ -25,6 +25,7 @@ from hpcrl.learn.batch import MicroBatch, empty_micro_batch
 from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import load_update
 from hpcrl.spool.record import Trajectory
+from hpcrl.system.processes import return_false
 from hpcrl.trainers.adapters import ADAPTER_PREFIX, add_adapters
 from hpcrl.trainers.base import (
     Minibatch,
@@ -81,7 +82,7 @@ class TorchTrainer:
         self.has_scored_reference = has_scored_reference
         self.world = world
         self.fitting_tokens = 0
-        self.must_abandon: Callable[[], bool] = bool
+        self.must_abandon: Callable[[], bool] = return_false
         source = open_causal(model_dir, dtype=choose_frozen_dtype(train, world) if train.lora_rank else torch.float32)
         module = source.module
         self._precise_names = source.find_precise_names()

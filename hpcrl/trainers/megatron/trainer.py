@@ -29,6 +29,7 @@ from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import load_update
 from hpcrl.plan.checks import find_megatron_conflict
 from hpcrl.spool.record import Trajectory
+from hpcrl.system.processes import return_false
 from hpcrl.trainers.base import (
     Minibatch,
     RankSnapshot,
@@ -85,7 +86,7 @@ class MegatronTrainer:
         self.has_scored_reference = has_scored_reference
         self.world = world
         self.fitting_tokens = 0
-        self.must_abandon: Callable[[], bool] = bool
+        self.must_abandon: Callable[[], bool] = return_false
         self.critic = None  # `find_megatron_conflict` refuses recipes that need one
         with patch_for_cpu():
             self._model_part = build_model_part(model_dir, train=train, world=world, seed=seed)

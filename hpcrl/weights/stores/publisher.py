@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import TransportChanged, VersionPublished
 from hpcrl.errors import WeightsError
+from hpcrl.system.processes import do_nothing
 from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.stores.background import BackgroundWork
 from hpcrl.weights.stores.file_store import FileStore
@@ -69,7 +70,7 @@ class WeightPublisher:
         events: EventLog,
         keep_versions: int,
         layout: TensorLayout | None = None,
-        on_readable: Callable[[], object] = int,
+        on_readable: Callable[[], object] = do_nothing,
     ) -> None:
         """Set `layout`, which is the window's too, to publish tensors in its types.
 
