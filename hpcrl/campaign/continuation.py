@@ -40,7 +40,7 @@ from hpcrl.config.site import Site
 from hpcrl.config.toml import apply_settings, drop_unknown, to_struct
 from hpcrl.errors import CampaignError, ConfigError, HpcrlError, SlurmError
 from hpcrl.plan.plan import Plan, make_plan
-from hpcrl.plan.records import read_plan, read_recipe, read_record, read_site
+from hpcrl.plan.records import read_plan, read_record
 from hpcrl.slurm import next_job
 from hpcrl.slurm.submit import make_site_environment
 from hpcrl.system.files import publish_file, publish_json, read_json, remove_path
@@ -93,7 +93,7 @@ def resume(
 def extend(name: str, *, steps: int | None = None, jobs: int = 0, show_note: ShowNote = do_nothing) -> str:
     """Give a campaign more steps, or let more jobs follow; resume it if it has ended. Return a message."""
     campaign = directory.find_campaign(name)
-    recorded = CampaignRequest(recipe=read_recipe(campaign), site=read_site(campaign), plan=read_plan(campaign))
+    recorded, _ = _read_request(campaign, accept=False)
     site, recorded_steps = recorded.site, recorded.recipe.train.num_steps
     num_steps = recorded_steps if steps is None else steps
     if num_steps < recorded_steps:

@@ -99,3 +99,17 @@ def test_surplus_of_an_old_campaign_is_removed(old: Path) -> None:
     meetings.mkdir()
     hpcrl("gc", "old", "--yes")
     assert not meetings.exists()
+
+
+def test_an_old_campaign_is_neither_resumed_nor_extended_before_all_old_keys_are_accepted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(*arguments: str) -> str:
+        assert main([*arguments]) != 0
+        return capsys.readouterr().err
+
+    refused = refuse("resume", "old")
+    assert refuse("extend", "old", "--steps", "2") == refused
+    assert "`hpcrl resume old --accept`" in refused
+    for key in RENAMED_KEYS:
+        assert key in refused
