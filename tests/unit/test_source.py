@@ -282,6 +282,7 @@ OWNERS = {
     "wandb": {"job/metric_sinks.py"},
 }
 """The modules or packages of hpcrl that may import a package; the checks of ruff end at a noqa or an ignored file."""
+OWNER_ROW = re.compile(r"\| ([\w, ]+) \| ([^|]*`hpcrl/[^|]*) (?=\|)")
 RUN_MODULE = {"import_module", "load_program", "__import__"}
 
 
@@ -309,6 +310,26 @@ def test_every_owned_package_is_imported_by_its_owners_and_nowhere_else():
                 found.append(f"{label(path)}:{line}: {package}")
     assert found == []
     assert {(package, owner) for package in OWNERS for owner in OWNERS[package]} - used == set()
+
+
+def test_the_table_of_owners_for_contributors_is_that_of_the_tests():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = {
+        package: {place.strip("/") for place in re.findall(r"`hpcrl/([\w/.]+)`", places)}
+        for packages, places in OWNER_ROW.findall(text)
+        for package in packages.split(", ")
+    }
+    assert named == OWNERS
+
+
+def test_the_list_of_folders_for_contributors_names_every_package():
+    listed = (ROOT / "CONTRIBUTING.md").read_text().partition("\nhpcrl/ ")[2].partition("\nrecipes/")[0]
+    names = set().union(
+        *(re.split(r"[ ,()]+", re.split(r" {3,}", line.strip())[0]) for line in listed.splitlines()[1:])
+    )
+    packages = {path.parent for path in PACKAGE.glob("*/__init__.py")}
+    assert {folder.name for folder in packages} - names == set()
+    assert names - {""} <= {path.parent.name for path in PACKAGE.rglob("__init__.py")}
 
 
 @functools.cache
