@@ -16,7 +16,8 @@
 
 Every data-parallel worker runs the whole DAG on its own rows (DistFlow, arXiv 2507.13833). Nodes of equal depth could
 run together, but never do, so that only one model at a time needs memory for its work: `order_nodes` serialises them.
-What is drawn is what runs: `hpcrl/learn/pipeline.py` calls the function of each node with the results of its inputs.
+What is drawn is what runs: the function of each node is called with the results of its inputs, by
+`hpcrl/learn/pipeline.py`, or by `learn_rows` in `hpcrl/trainers/step.py` where no node of the user's can come between.
 
 A user's function can take three kinds of results: those of `score` cover the step, all its trajectories, which rank 0
 has; those of `rows` cover one minibatch, of which every worker has its own rows; those of `batches` are the rows as

@@ -3,7 +3,8 @@
     distribute_step       run the nodes of rank 0: trajectories -> for every rank, the rows of its minibatches, by id
     assign_credits        the node `advantage` (or `rewards`, with a critic)
     distribute_rows       the node `deal`
-    DealWork              what these nodes know beside their inputs
+    DEAL_NODES            these nodes
+    DealWork              what they know beside their inputs
     StepShares            a distributed step
     RankShare, ShareItem  one rank's part of it; one trajectory there
     find_row_limit        the longest row that is trained on
@@ -45,6 +46,7 @@ from hpcrl.learn.batch import (
     spread_credit,
 )
 from hpcrl.learn.pipeline import (
+    NodeFunction,
     NodeWork,
     PipelineExecutor,
     check_credits,
@@ -206,7 +208,7 @@ def distribute_step(
     """Distribute a step; minibatches are drawn from (seed, step), so equal input gives equal shares."""
     work = DealWork(
         train=train,
-        executor=PipelineExecutor(train),
+        executor=PipelineExecutor(train, DEAL_NODES),
         trajectories=trajectories,
         num_ranks=num_ranks,
         seed=seed,
@@ -272,6 +274,14 @@ def distribute_rows(work: DealWork, dealt: Any, credits_: Any) -> StepShares:
         too_long_tokens=dict(too_long),
         imbalance=round(worst, 4),
     )
+
+
+DEAL_NODES: dict[str, NodeFunction] = {
+    "advantage": assign_credits,
+    "rewards": assign_credits,
+    "deal": distribute_rows,
+}
+"""The functions of hpcrl that rank 0 alone runs, by node."""
 
 
 def find_row_limit(train: TrainConfig, *, max_length: int) -> int:

@@ -1,6 +1,7 @@
 """Run the nodes of the pipeline, one after the other, in the order that the planner made of the graph.
 
     PipelineExecutor                  the nodes of a recipe with their functions; every worker has one
+    NodeFunction                      a function of hpcrl for a node
     NodeWork                          what hpcrl's own nodes know beside their inputs
     compute_credits                   the advantages, or rewards where a critic turns them into advantages
     load_functions                    the user's functions by node; called early, it finds import errors before a job
@@ -14,7 +15,7 @@ A function of hpcrl is called with the work and the results of the node's inputs
 name: a step on half of its data would be worse than none.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +35,8 @@ from hpcrl.learn.rewards import shape_rewards
 from hpcrl.learn.user_loss import adapt_loss
 from hpcrl.spool.record import Trajectory
 
-RUNNERS = {
-    "loss": "hpcrl.trainers.nodes:compute_gradient",
-    "values": "hpcrl.trainers.nodes:estimate_values",
-    "update": "hpcrl.trainers.nodes:update_policy",
-}
-"""The functions of hpcrl around a loss, values or an update, which may be the user's."""
+NodeFunction = Callable[..., Any]
+"""A function of hpcrl that takes the work and the results of a node's inputs."""
 
 
 @dataclass(kw_only=True)
@@ -61,23 +58,33 @@ class NodeWork:
 class PipelineExecutor:
     """The nodes of a recipe, in the order in which a worker runs them."""
 
-    def __init__(self, train: TrainConfig) -> None:
+    def __init__(self, train: TrainConfig, own_nodes: Mapping[str, NodeFunction]) -> None:
+        """Use hpcrl's functions by node; a node of the user's with a model runs as `reference` does."""
         self.nodes = pipeline.make_pipeline(train)
+        self._own_nodes = own_nodes
         self._order = pipeline.order_nodes(self.nodes)
         self._user_functions = load_functions(train)
 
     def run(self, stage: NodeStage, *, work: NodeWork, results: dict[str, Any]) -> None:
-        """Run the nodes of a stage and add their results, until one of them gives a reason to skip the step."""
+        """Run the nodes of a stage and add their results, until one of them gives a reason to skip the step.
+
+        Those of the stage "learn" are called by `learn_rows`: no node of the user's comes between.
+        """
         for name in self._order:
             node = self.nodes[name]
             if node.stage != stage or work.skipped is not None:
                 continue
-            arguments = [results[source] for source in node.inputs]
-            if self.is_users(name) and name not in RUNNERS:
+            arguments = self.list_inputs(name, results)
+            if self.is_users(name) and name != "values":  # hpcrl's function calls the user's
                 results[name] = self._run_user_node(name, arguments)
             else:
                 work.name = name
-                results[name] = _load_own(RUNNERS.get(name, node.function))(work, *arguments)
+                own_function = self._own_nodes["reference" if node.model is not None else name]
+                results[name] = own_function(work, *arguments)
+
+    def list_inputs(self, name: str, results: Mapping[str, Any]) -> list[Any]:
+        """Return the results that a node takes."""
+        return [results[source] for source in self.nodes[name].inputs]
 
     def is_users(self, name: str) -> bool:
         """Return whether the function of a node is the user's."""
@@ -109,7 +116,7 @@ class PipelineExecutor:
         """Return the loss of a micro-batch: hpcrl's, or the user's."""
         if self.is_users("loss"):
             return adapt_loss(lambda *given: _call_node("loss", self._user_functions["loss"], given))
-        loss: PolicyLoss = _load_own(self.nodes["loss"].function)
+        loss: PolicyLoss = load_code(self.nodes["loss"].function, what="a loss of hpcrl")
         return loss
 
     def _run_user_node(self, name: str, arguments: Sequence[Any]) -> Any:
@@ -123,11 +130,6 @@ class PipelineExecutor:
             _check_rows(_call_node(name, function, rows), rows[0], name) if rows[0] else rows[0]
             for rows in zip(*arguments, strict=True)
         ]
-
-
-def _load_own(function: str) -> Callable[..., Any]:
-    loaded: Callable[..., Any] = load_code(function, what="a node of hpcrl")
-    return loaded
 
 
 def compute_credits(trajectories: Sequence[Trajectory], train: TrainConfig) -> list[FloatArray]:

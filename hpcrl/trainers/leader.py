@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -297,15 +298,15 @@ def follow_orders(
                 with suppress(StepAbandonedError):  # rank 0 orders what comes instead
                     learn_rows(
                         trainer,
-                        order,
                         train=train if source is None else source.train,
                         step=order.step,
-                        read_share=lambda order: _take_rows(
+                        read_share=partial(
+                            _take_rows,
                             prefetcher,
                             order.shares,
                             order.ahead,
                             share=trainer.share,
-                            source=_choose_source(warmup, order.step),
+                            source=source,
                         ),
                         skipped=order.skipped,
                         watch=Stopwatch(),

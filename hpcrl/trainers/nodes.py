@@ -7,17 +7,18 @@
     subtract_costs, estimate_values     costs and values: batches with other advantages
     compute_gradient                    loss: hpcrl's or the user's, over the micro-batches of a minibatch
     update_policy, update_critic        update, update-critic
+    RANK_NODES                          those that run once in a step, as the graph orders them
     reduce_totals                       the counts of each minibatch over all ranks
     find_skip_reason                    why a step cannot train, from its input alone
     compute_learning_rate               the learning rate of a step
 
-`hpcrl/learn/pipeline.py` calls them in the order of the graph. Trainers differ in the methods of `RankTrainer`.
+`learn_rows` in step.py calls them, those of RANK_NODES through `hpcrl/learn/pipeline.py`, since nodes of the user's may
+come between. Trainers differ in the methods of `RankTrainer`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.advantage import STEP_ESTIMATORS
 from hpcrl.learn.batch import MicroBatch, TrainingRow, make_micro_batches, make_packed_batches
 from hpcrl.learn.loss import LossSums, PolicyLoss
-from hpcrl.learn.pipeline import NodeWork
+from hpcrl.learn.pipeline import NodeFunction, NodeWork
 from hpcrl.trainers.base import Minibatch, RankTrainer, StepAbandonedError, TokenColumns, nothing_to_check
 from hpcrl.trainers.critic import estimate_advantages
 from hpcrl.trainers.micro_batch_loss import (
@@ -45,12 +46,10 @@ class StepWork(NodeWork):
 
     trainer: RankTrainer
     step: int
-    read_share: Callable[[Any], list[list[TrainingRow]]]
-    """A function of the result of `deal`; it returns this rank's rows of each minibatch."""
+    read_share: Callable[[], list[list[TrainingRow]]]
+    """A function that returns this rank's rows of each minibatch."""
     result: LearnResult
     policy_loss: PolicyLoss
-    number: int = 0
-    """The minibatch for which nodes run that run for each."""
     totals: list[MinibatchTotals] = field(default_factory=list)
     """The counts of each minibatch."""
 
@@ -60,9 +59,9 @@ class StepWork(NodeWork):
             raise StepAbandonedError(f"step {self.step} was abandoned: the job ends before it would be made and saved")
 
 
-def read_rows(work: StepWork, shares: Any) -> list[list[TrainingRow]]:
-    """Read the rows of this rank's share."""
-    return work.read_share(shares)
+def read_rows(work: StepWork, _deal: None) -> list[list[TrainingRow]]:
+    """Read the rows of this rank's share, which only `read_share` knows."""
+    return work.read_share()
 
 
 def make_batches(work: StepWork, minibatch_rows: list[list[TrainingRow]]) -> list[Minibatch]:
@@ -113,7 +112,8 @@ def _find_taught(micro: MicroBatch, trainer: RankTrainer) -> Tensor | None:
 def subtract_costs(work: StepWork, minibatches: list[Minibatch], *columns: list[TokenColumns]) -> list[Minibatch]:
     """Subtract what the KL costs from advantages, or from rewards where a critic follows."""
     trainer = work.trainer
-    priors = [_list_priors(work, minibatch, columns, number) for number, minibatch in enumerate(minibatches)]
+    names = work.node.inputs[1:]
+    priors = [_list_priors(names, minibatch, columns, number) for number, minibatch in enumerate(minibatches)]
     changed = subtract_kl_costs(
         minibatches,
         priors,
@@ -138,18 +138,31 @@ def estimate_values(work: StepWork, minibatches: list[Minibatch], *columns: list
     return work.trainer.critic.add_advantages(minibatches)
 
 
-def compute_gradient(work: StepWork, minibatches: list[Minibatch], *columns: list[TokenColumns]) -> LossSums:
-    """Add the gradient of the loss of one minibatch, over all ranks.
+RANK_NODES: dict[str, NodeFunction] = {
+    "rows": read_rows,
+    "batches": make_batches,
+    "reference": compute_logprobs,
+    "proximal": compute_logprobs,
+    "costs": subtract_costs,
+    "values": estimate_values,
+}
+"""The functions of hpcrl that every rank runs once in a step, by node; nodes of the user's may come between."""
+
+
+def compute_gradient(
+    work: StepWork, number: int, minibatches: list[Minibatch], *columns: list[TokenColumns]
+) -> LossSums:
+    """Add the gradient of the loss of minibatch `number`, over all ranks; the rest are the inputs of the node `loss`.
 
     A step may be abandoned before its first update: the weights are those of the last step then.
     """
-    minibatch = minibatches[work.number]
-    priors = _list_priors(work, minibatch, columns, work.number)
+    minibatch = minibatches[number]
+    priors = _list_priors(work.executor.nodes["loss"].inputs[1:], minibatch, columns, number)
     try:
         return work.trainer.accumulate_gradient(
             minibatch,
             priors,
-            totals=work.totals[work.number],
+            totals=work.totals[number],
             policy_loss=work.policy_loss,
             check=nothing_to_check if work.result.norms else work.check_time,
         )
@@ -158,10 +171,10 @@ def compute_gradient(work: StepWork, minibatches: list[Minibatch], *columns: lis
         raise
 
 
-def update_policy(work: StepWork, sums: LossSums) -> None:
+def update_policy(work: StepWork, number: int, sums: LossSums) -> None:
     """Clip the gradient and make an optimizer step; one that is not finite is not applied and ends the step."""
     trainer, result = work.trainer, work.result
-    result.add(sums, norm=trainer.clip_gradient(), num_tokens=work.totals[work.number].num_tokens)
+    result.add(sums, norm=trainer.clip_gradient(), num_tokens=work.totals[number].num_tokens)
     work.skipped = result.skipped
     if work.skipped is not None:
         trainer.discard_gradient()
@@ -169,19 +182,18 @@ def update_policy(work: StepWork, sums: LossSums) -> None:
         trainer.apply_gradient(rate=result.learning_rate)
 
 
-def update_critic(work: StepWork, _values: list[Minibatch], _update: None) -> None:
+def update_critic(work: StepWork, number: int) -> None:
     """Make the critic's optimizer step on the same minibatch."""
     assert work.trainer.critic is not None, "a pipeline with values has a critic"
     rate = compute_learning_rate(work.step, train=work.train, peak=work.train.critic_learning_rate)
-    num_tokens = work.totals[work.number].num_tokens
-    work.result.value_losses.append(work.trainer.critic.learn(work.number, num_tokens=num_tokens, rate=rate))
+    num_tokens = work.totals[number].num_tokens
+    work.result.value_losses.append(work.trainer.critic.learn(number, num_tokens=num_tokens, rate=rate))
 
 
 def _list_priors(
-    work: StepWork, minibatch: Minibatch, columns: tuple[list[TokenColumns], ...], number: int
+    names: Sequence[str], minibatch: Minibatch, columns: tuple[list[TokenColumns], ...], number: int
 ) -> list[PriorLogprobs]:
     """Name the columns that a node takes beside the batches, for each micro-batch of a minibatch."""
-    names = work.node.inputs[1:]
     if not names:
         return [PriorLogprobs() for _ in minibatch]
     found = []

@@ -4,8 +4,10 @@
     learn_rows         the part of every rank; ranks other than 0 do nothing else (`follow_orders` in leader.py)
 
 A node is a function that is called with the results of other nodes. These are all of hpcrl's, in the order in which
-`PipelineExecutor.run` of `hpcrl/learn/pipeline.py` calls them; a recipe has those that its settings need, and may add
-its own (`hpcrl plan --dag` shows them). The functions are in `hpcrl/learn/distribute.py` and `hpcrl/trainers/nodes.py`:
+they run; a recipe has those that its settings need, and may add its own (`hpcrl plan --dag` shows them). The user's
+may come between those of the first two parts, which `PipelineExecutor.run` of `hpcrl/learn/pipeline.py` therefore calls
+in the order of the graph. `learn_rows` calls those of the last part by their names. The functions are in
+`hpcrl/learn/distribute.py` and `hpcrl/trainers/nodes.py`:
 
     distribute_step: rank 0 alone
         advantage, rewards     distribute.py assign_credits     what every turn, or its tokens, is worth
@@ -23,6 +25,7 @@ its own (`hpcrl plan --dag` shows them). The functions are in `hpcrl/learn/distr
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from hpcrl.config.recipe import TrainConfig
@@ -33,7 +36,14 @@ from hpcrl.learn.pipeline import PipelineExecutor
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.base import RankTrainer, StepMetrics, check_trainable
 from hpcrl.trainers.memory_error import StepMemoryError, watch_memory
-from hpcrl.trainers.nodes import StepWork, compute_learning_rate
+from hpcrl.trainers.nodes import (
+    RANK_NODES,
+    StepWork,
+    compute_gradient,
+    compute_learning_rate,
+    update_critic,
+    update_policy,
+)
 from hpcrl.trainers.step_metrics import LearnResult, Stopwatch, build_step_metrics
 
 
@@ -64,10 +74,9 @@ def train_step(
     stopwatch.record_lap("deal")
     learn_result = learn_rows(
         trainer,
-        step_shares,
         train=train,
         step=step,
-        read_share=read_share or _make_row_reader(trajectories, share=trainer.share, train=train),
+        read_share=partial(read_share or _make_row_reader(trajectories, share=trainer.share, train=train), step_shares),
         skipped=step_shares.skipped,
         watch=stopwatch,
     )
@@ -83,21 +92,20 @@ def train_step(
 
 def learn_rows(
     trainer: RankTrainer,
-    shares: Any,
     *,
     train: TrainConfig,
     step: int,
-    read_share: Callable[[Any], list[list[TrainingRow]]],
+    read_share: Callable[[], list[list[TrainingRow]]],
     skipped: str | None,
     watch: Stopwatch,
 ) -> LearnResult:
-    """Run the nodes of every rank on its share of a step; loss and update for each minibatch and epoch.
+    """Run the nodes of every rank on its share of a step, whose rows `read_share` returns.
 
     A rank that skips a step reads its rows all the same, which starts to prefetch the next. One that runs out of memory
     raises StepMemoryError; the others wait for it then, so all have to be started again.
     """
     trainer.use_settings(train)
-    executor = PipelineExecutor(train)
+    executor = PipelineExecutor(train, RANK_NODES)
     rate = compute_learning_rate(step, train=train, peak=train.learning_rate)
     result = LearnResult(LossSums.zero(trainer.world.device), learning_rate=rate)
     work = StepWork(
@@ -109,7 +117,7 @@ def learn_rows(
         result=result,
         policy_loss=executor.make_loss(),
     )
-    results: dict[str, Any] = {"deal": shares}
+    results: dict[str, Any] = {"deal": None}  # its result is with `read_share`
     try:
         with watch_memory():
             executor.run("rows", work=work, results=results)
@@ -117,8 +125,12 @@ def learn_rows(
             work.skipped = skipped
             executor.run("prepare", work=work, results=results)
             for number in list(range(len(work.totals))) * train.epochs:
-                work.number = number
-                executor.run("learn", work=work, results=results)
+                if work.skipped is not None:
+                    break
+                sums = compute_gradient(work, number, *executor.list_inputs("loss", results))
+                update_policy(work, number, sums)
+                if "update-critic" in executor.nodes and work.skipped is None:
+                    update_critic(work, number)
     except StepMemoryError as error:
         error.step, error.fitting_tokens = step, trainer.fitting_tokens
         raise

@@ -9,9 +9,10 @@ import torch
 
 from hpcrl.config.pipeline import check_user_nodes, make_pipeline, order_nodes
 from hpcrl.errors import PlanError, TrainError
-from hpcrl.learn.distribute import DealWork, distribute_step, load_share_rows
+from hpcrl.learn.distribute import DEAL_NODES, DealWork, distribute_step, load_share_rows
 from hpcrl.learn.pipeline import PipelineExecutor, check_credits
 from hpcrl.plan.checks import check_recipe
+from hpcrl.trainers.nodes import RANK_NODES
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import CONTEXT, batch, make_model, settings
 from tests.support.nodes import against_the_best, shaped
@@ -39,7 +40,7 @@ def train_of(nodes, **changed):
 
 def assign_credits(trajectories, train):
     """Run the nodes of rank 0; return what they distribute, with the credits of its turns."""
-    executor = PipelineExecutor(train)
+    executor = PipelineExecutor(train, DEAL_NODES)
     work = DealWork(
         train=train,
         executor=executor,
@@ -58,9 +59,9 @@ def assign_credits(trajectories, train):
 
 def transform_rows(parts, train):
     """Run the nodes on the rows of each minibatch; return what is made into batches."""
-    executor = PipelineExecutor(train)
+    executor = PipelineExecutor(train, RANK_NODES)
     results = {"deal": None}
-    work = SimpleNamespace(train=train, skipped=None, read_share=lambda _: parts)
+    work = SimpleNamespace(train=train, skipped=None, read_share=lambda: parts)
     executor.run("rows", work=work, results=results)
     return results[executor.nodes["batches"].inputs[0]]
 

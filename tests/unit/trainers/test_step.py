@@ -6,14 +6,22 @@ import re
 
 import pytest
 
-from hpcrl.config.pipeline import STAGES, TRAINER_ROLES, make_standard_nodes, order_nodes
+from hpcrl.config.pipeline import (
+    STAGES,
+    TRAINER_ROLES,
+    check_user_nodes,
+    make_pipeline,
+    make_standard_nodes,
+    order_nodes,
+)
 from hpcrl.config.recipe import TrainConfig
-from hpcrl.learn.pipeline import RUNNERS
+from hpcrl.learn.distribute import DEAL_NODES
 from hpcrl.trainers import step as step_module
-from hpcrl.trainers.nodes import compute_learning_rate
+from hpcrl.trainers.nodes import RANK_NODES, compute_learning_rate
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import CONTEXT, make_model, settings
 
+HALF = {"function": "tests.support.nodes:passed_on", "inputs": ["batches", "reference"], "role": "policy"}
 STRETCHED_ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 
 
@@ -51,8 +59,29 @@ def test_the_module_lists_the_nodes_of_a_step_in_the_order_in_which_they_run(adv
     stages = list(dict.fromkeys(STAGES.values()))
     run = sorted(order_nodes(nodes), key=lambda name: stages.index(nodes[name].stage))
     assert run == [name for name in listed if name in nodes]
-    for name in run:
-        assert RUNNERS.get(name, nodes[name].function).endswith(f".{listed[name]}")
+    loss = {"loss": "nodes:compute_gradient"}  # around the loss function that the graph names
+    assert {name: listed[name] for name in run} == {
+        name: node.function.rpartition(".")[2] for name, node in nodes.items() if name in run
+    } | loss
+
+
+@pytest.mark.parametrize("adds_node", [False, True])
+@pytest.mark.parametrize("advantage", ["grpo", "gae", "sft"])
+def test_the_functions_that_run_are_those_that_the_graph_names(advantage, adds_node):
+    """`learn_rows` calls loss, update and update-critic itself: they are the last, whatever the user adds."""
+    batches = "values" if advantage == "gae" else "batches"
+    loss = {"function": "tests.support.nodes:distilled_loss", "inputs": [batches, "half", "reference"]}
+    nodes = {"half": HALF, "loss": loss} if adds_node else {}
+    train = settings(advantage=advantage, kl="k3", num_minibatches=2, pipeline=nodes)
+    assert check_user_nodes(train) == []
+    pipeline = make_pipeline(train)
+    order = [name for name in order_nodes(pipeline) if name != "half"]
+    called = ["loss", "update", *(["update-critic"] if advantage == "gae" else [])]
+    assert [name for name in order if pipeline[name].stage == "learn"] == order[-len(called) :] == called
+    tables = {"deal": DEAL_NODES, "rows": RANK_NODES, "prepare": RANK_NODES}
+    for name in order[: -len(called)]:
+        function = tables[pipeline[name].stage][name]
+        assert pipeline[name].function == f"{function.__module__}:{function.__name__}"
 
 
 def test_the_module_lists_no_node_that_no_recipe_has():
