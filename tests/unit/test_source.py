@@ -5,6 +5,7 @@ import functools
 import graphlib
 import itertools
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -347,6 +348,71 @@ def test_folders_of_a_package_do_not_import_in_a_circle():
         below[folder] |= imported_folders(path) - {folder, Path()}
     order = graphlib.TopologicalSorter({folder: below[folder] for folder in below if folder != Path()})
     order.prepare()  # raises CycleError, which names the folders
+
+
+GRAPH = "the graph of a step as data, which the login node prints without the modules' imports"
+PROGRAM = "a program of its own, often in another Python: only its command line is known here"
+SHIPPED = "code that a recipe may name as it names the user's, which only its worker loads"
+NAMED_ABOVE = {
+    "campaign/submission_checks.py": (PROGRAM, {"hpcrl.roles.warmup_check"}),
+    "commands/interpreters.py": (PROGRAM, {"hpcrl.simulation"}),
+    "commands/schemas.py": (
+        "the record of one command, loaded with it",
+        {"hpcrl.simulation.result", "hpcrl.trial.report"},
+    ),
+    "commands/trial.py": (PROGRAM, {"hpcrl.trial"}),
+    "config/pipeline.py": (
+        GRAPH,
+        {
+            "hpcrl.learn.distribute",
+            "hpcrl.learn.loss",
+            "hpcrl.roles.env",
+            "hpcrl.roles.judge",
+            "hpcrl.roles.reward",
+            "hpcrl.roles.warmup",
+            "hpcrl.trainers.nodes",
+        },
+    ),
+    "config/program.py": (SHIPPED, {"hpcrl.envs.agent", "hpcrl.envs.verifiers"}),
+    "config/recipe.py": (SHIPPED, {"hpcrl.envs.base"}),
+    "config/user_code.py": (SHIPPED, {"hpcrl.envs.repair"}),
+    "envs/check.py": (PROGRAM, {"hpcrl.engines.vllm.parsers"}),
+    "envs/task_set.py": (PROGRAM, {"hpcrl.traj.imitation"}),
+    "job/metric_sinks.py": ("no module, but a tag of MLflow", {"hpcrl.campaign"}),
+    "job/runtime.py": (PROGRAM, {"hpcrl.roles", "hpcrl.roles.__main__"}),
+    "plan/checks.py": (SHIPPED, {"hpcrl.envs.judge"}),
+    "slurm/script.py": (PROGRAM, {"hpcrl.job.driver"}),
+}
+"""The modules that name others above their layer, or beside, in a string: each with the reason, and the others."""
+MODULE_STRING = re.compile(r"(hpcrl(?:\.\w+)+)(?::\w*|\.)?")
+"""A module's name in a string, alone, with a name in it, or at the start of an f-string."""
+
+
+@functools.cache
+def read_layers() -> dict[str, int]:
+    """Return the height of each package of hpcrl, as import-linter checks it."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = [contract["layers"] for contract in settings["contracts"] if contract["type"] == "layers"]
+    return {name: height for height, layer in enumerate(reversed(layers)) for name in layer.split(" | ")}
+
+
+def list_upward_strings(path: Path) -> Iterator[str]:
+    """Yield the modules in the strings of a module that it could not import: those of a layer above, or beside."""
+    package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    heights = read_layers()
+    for string in list_strings(path):
+        match = MODULE_STRING.fullmatch(string)
+        if match is None or find_source(match[1]) is None:
+            continue
+        other = match[1].split(".")[1]
+        if other != package and heights.get(other, -1) >= heights.get(package, -1):
+            yield match[1]
+
+
+def test_a_module_names_one_above_its_layer_only_for_a_reason():
+    """A name in a string is an import that import-linter does not see."""
+    found = {(label(path), module) for path in MODULES for module in list_upward_strings(path)}
+    assert found == {(path, module) for path, (_, modules) in NAMED_ABOVE.items() for module in modules}
 
 
 NO_VERBS = {"A", "All", "An", "How", "One", "The", "This", "True", "What", "Whether"}
