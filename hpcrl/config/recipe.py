@@ -59,10 +59,15 @@ class TinyModel(ConfigTable, frozen=True, kw_only=True):
     """A seeded Qwen2 with a character tokenizer, created at start, for demos and tests."""
 
     hidden_size: Count = 64
+    """The width of the hidden states."""
     num_layers: Count = 2
+    """The number of layers."""
     num_heads: Count = 2
+    """The attention heads of a layer."""
     num_kv_heads: Count = 1
+    """The heads of keys and values of a layer."""
     context_length: Annotated[int, Meta(ge=MIN_TINY_CONTEXT)] = 512
+    """The characters that a conversation may have; each is a token."""
 
     def __post_init__(self) -> None:
         head_dim, odd = divmod(self.hidden_size, self.num_heads)
@@ -77,6 +82,7 @@ class ModelConfig(ConfigTable, frozen=True, kw_only=True):
     """The model to train: a directory that transformers can load, or a tiny model created at start."""
 
     path: str | None = None
+    """A model directory, or the name of a model on Hugging Face (docs/sites.md); either this or `tiny`."""
     tiny: TinyModel | None = None
     num_params: NumParams | None = None
     """Number of weights (not in billions), from which a plan estimates memory and workers where it has no `config`."""
@@ -124,6 +130,7 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     """A kind of task: its environment, its reward, its limits."""
 
     env: UserCode
+    """The environment, as `package.module:name` (docs/environments.md)."""
     reward: UserCode = "hpcrl.envs.base:env_reward"
     """Function that scores a finished trajectory; the default is the sum of the environment's rewards."""
     reward_options: dict[str, Any] = {}
@@ -150,6 +157,7 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     held_out: bool = False
     """True for a domain that is only evaluated ([evaluation]), never trained on."""
     max_turns: Count = 16
+    """The turns of an episode, in each of which the model is called once."""
     usual_prompt_tokens: Count = 256
     """Typical length of an observation or a question; only the planner uses it."""
     usual_reply_tokens: Count | None = None
@@ -157,8 +165,11 @@ class DomainConfig(ConfigTable, frozen=True, kw_only=True):
     max_new_tokens: Count | None = None
     """Tokens the model may generate in one turn, if different from rollout.max_new_tokens."""
     create_timeout_s: Seconds = 60.0
+    """Limit of the time in which the environment of an episode is created."""
     reset_timeout_s: Seconds = 60.0
+    """Limit of its reset, until the first observation is there."""
     step_timeout_s: Seconds = 60.0
+    """Limit of each of its steps."""
     episode_timeout_s: Seconds = 3600.0
     """Limit of the whole episode: all its attempts, including generation."""
     reward_timeout_s: Seconds = 120.0
@@ -215,6 +226,7 @@ class RolloutConfig(ConfigTable, frozen=True, kw_only=True):
     max_new_tokens: Count = 256
     """Tokens the model may generate in one turn."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
+    """The sampling temperature of training episodes; a request of an agent program may have its own."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Only the most likely tokens that together have this probability are sampled (docs/learning.md)."""
     model_aliases: list[Annotated[str, Meta(min_length=1)]] = []
@@ -375,7 +387,9 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     num_steps: CountOrZero
     """The steps of the campaign; a recipe without domains has those of its warm-up if this is left out."""
     groups_per_step: Count
+    """The groups of episodes that a training step learns from."""
     trainer: Literal["torch", "megatron"] = "torch"
+    """torch: PyTorch with the models of transformers; megatron: Megatron Core (docs/learning.md)."""
     sharding: Literal["auto", "none", "full"] = "auto"
     """With several ranks of trainer "torch": each holds the whole model (none: DDP), or a share of it (full: FSDP2);
     auto: a share where the plan finds that the whole does not fit."""
@@ -399,9 +413,11 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """With sharding = "full": weights, gradients and moments are in host memory, from which each layer is copied to the
     GPU when it computes, and the optimizer runs on the CPU."""
     learning_rate: Annotated[float, Meta(gt=0)]
+    """The learning rate of AdamW, before `schedule` lowers it."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The decay of the learning rate from the end of the warm-up to the last step."""
     warmup_steps: CountOrZero = 0
+    """The first steps, in which the learning rate rises in proportion to their number."""
     final_learning_rate: Annotated[float, Meta(ge=0)] = 0.0
     """The learning rate at which a decaying schedule ends."""
     advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline", "trloo", "gae", "sft"] = "grpo"
@@ -409,6 +425,7 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     gamma: Share = 1.0
     """Discount of a reward per turn (trloo) or per token (gae)."""
     gae_lambda: Share = 1.0
+    """The lambda of advantage "gae". 1: all later rewards count; 0: only the next one and the value after it."""
     critic_learning_rate: Annotated[float, Meta(gt=0)] = 1e-5
     """Learning rate of the critic, which advantage "gae" needs."""
     value_clip: Annotated[float, Meta(gt=0)] | None = None
@@ -433,6 +450,7 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     clip_low: Annotated[float, Meta(gt=0, le=1)] = 0.2
     """The ratio is clipped at 1 - clip_low; with 1 it has no lower bound."""
     clip_high: Annotated[float, Meta(gt=0)] = 0.2
+    """The ratio is clipped at 1 + clip_high."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
     """The ratio from which an episode with a negative advantage pushes no further."""
     aggregation: Literal["token", "sequence", "fixed"] = "token"
@@ -453,17 +471,22 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     kl_in: Literal["loss", "reward"] = "loss"
     """A term of the loss (k2, k3), or a cost in each token's reward (k1)."""
     kl_coef: Annotated[float, Meta(ge=0)] = 0.001
+    """The weight of the KL, where `kl` is set."""
     kl_gamma: Share = 0.0
     """With kl_in "reward": the discount of what later tokens of the row cost. 0: each token has its own cost alone; 1:
     the costs of the rest of the row, whose noise grows with its length."""
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
+    """The weight of the entropy bonus in the loss."""
     moe_aux_coef: Annotated[float, Meta(ge=0)] = 0.0
     """The weight of the loss that balances the experts of each layer (docs/learning.md)."""
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
+    """The largest norm of a gradient; a longer one is scaled down to it."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     """AdamW's, of matrices; norms and biases are not decayed."""
     adam_betas: tuple[BetaShare, BetaShare] = (0.9, 0.999)
+    """AdamW's decay of the mean of gradients, and of that of their squares."""
     adam_eps: Annotated[float, Meta(gt=0)] = 1e-8
+    """AdamW's term against a division by zero."""
     tokens_per_micro_batch: Literal["auto"] | Count = "auto"
     """Padded tokens in one forward pass; a step accumulates gradients over all its passes. Auto: what fits on a GPU by
     the plan, up to 65,536 or the longest trajectory; 16,384 where the plan does not know (docs/learning.md)."""
@@ -483,10 +506,13 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     max_skipped_steps: Count = 5
     """Consecutive steps skipped for a non-finite loss or gradient, after which the campaign fails."""
     checkpoint_every_steps: Count = 10
+    """The steps from one checkpoint to the next."""
     keep_checkpoints: Count = 2
+    """The number of the newest checkpoints that are kept."""
     keep_best: CountOrZero = 0
     """Checkpoints kept besides the newest: those with the highest mean reward, of evaluations if there are any."""
     keep_versions: Count = 4
+    """The number of the newest versions of the weights that are kept as files."""
     publish_dtype: WeightsDtype | Literal["auto"] = "auto"
     """Data type of the weights that engines are sent, rounded from the trainer's own, which stay float32; auto: the one
     that the engines compute in (docs/weights.md)."""
@@ -534,6 +560,7 @@ class WarmupConfig(ConfigTable, frozen=True, kw_only=True):
     epochs: CountOrZero = 0
     """The number of times that each conversation is used, in place of `steps`."""
     conversations_per_step: Count = 32
+    """The conversations that one of these steps learns from."""
     learning_rate: Annotated[float, Meta(gt=0)] | None = None
     """The learning rate of these steps in place of `train.learning_rate`."""
     shuffle: bool = True
@@ -583,9 +610,11 @@ class MetricsConfig(ConfigTable, frozen=True, kw_only=True):
     wandb: Literal["off", "offline", "online"] = "off"
     """A run of Weights & Biases, offline for `wandb sync` later; needs the package wandb."""
     wandb_project: str = "hpcrl"
+    """The project of that run."""
     mlflow: bool = False
     """A run on the server that MLFLOW_TRACKING_URI names; needs the package mlflow-skinny, and a way to the server."""
     mlflow_experiment: str = "hpcrl"
+    """The experiment of that run."""
 
 
 NoticeState = Literal["started"] | JobOutcome
@@ -607,8 +636,11 @@ class WorkerShare(ConfigTable, frozen=True, kw_only=True):
     """The resources of one worker; the planner and the site decide where they are."""
 
     gpus_per_worker: CountOrZero = 0
+    """The GPUs of each worker; 0: it runs on CPU cores alone."""
     cpus_per_worker: Count = 1
+    """The CPU cores of each worker."""
     mem_gib_per_worker: Annotated[float, Meta(gt=0)] = 4.0
+    """The host memory of each worker."""
     affinity: Affinity = "cpu"
     """compute: FLOP/s first (prefill, training) - bandwidth: memory bandwidth first (decode) - cpu: no GPU."""
 
@@ -617,6 +649,7 @@ class WorkerResources(WorkerShare, frozen=True, kw_only=True):
     """The resources of one role."""
 
     num_workers: Count = 1
+    """The number of workers."""
 
 
 class ComputeResources(WorkerResources, frozen=True, kw_only=True):
@@ -695,6 +728,7 @@ class JobConfig(ConfigTable, frozen=True, kw_only=True):
     """The limits of one job of the campaign."""
 
     walltime_min: Count = 60
+    """The walltime that each job requests."""
     num_jobs: Count = 1
     """Jobs in a chain, each started by Slurm when the previous one has ended; `hpcrl resume` starts a new chain."""
     drain_s: Seconds = 60.0
@@ -735,14 +769,18 @@ class LimitsConfig(ConfigTable, frozen=True, kw_only=True):
     reward: float | None = None
     """The mean reward of the last `reward_steps` steps."""
     reward_steps: Count = 10
+    """The steps whose mean reward is compared with `reward`."""
 
 
 class Recipe(ConfigTable, frozen=True, kw_only=True):
     """A whole recipe."""
 
     name: Name
+    """The name of the recipe, which campaigns have unless they are given another."""
     seed: CountOrZero = 0
+    """The seed of tasks, of the order of rows, and of what is drawn at random."""
     description: str = ""
+    """A line for `hpcrl recipes`."""
     model: ModelConfig
     domains: dict[Name, DomainConfig] = {}
     rollout: RolloutConfig

@@ -34,9 +34,11 @@ class GpuFigures(ConfigTable, frozen=True, kw_only=True):
     """A GPU type that the catalogue lacks, or has with other figures."""
 
     memory_gib: Figure
+    """The memory of one."""
     bf16_tflops: Figure | None = None
     """Dense, without sparsity; fp16 for a GPU without bf16. None: not known, and speeds are not estimated."""
     memory_tb_per_s: Figure | None = None
+    """The bandwidth of its memory. None: not known, and speeds are not estimated."""
     link_gb_per_s: Figure | None = None
     """The bandwidth to the other GPUs of its node, both directions together. None: not known, and not counted."""
 
@@ -70,7 +72,9 @@ class WalltimeLimit(ConfigTable, frozen=True, kw_only=True):
     """The longest walltime of jobs up to a size."""
 
     max_nodes: Count
+    """The nodes of the largest job with this limit."""
     max_walltime_min: Count
+    """The longest walltime of such a job."""
 
 
 class SitePartition(ConfigTable, frozen=True, kw_only=True):
@@ -79,7 +83,9 @@ class SitePartition(ConfigTable, frozen=True, kw_only=True):
     slurm_partition: str | None = None
     """None where nodes are chosen by constraint and QOS alone."""
     constraint: str | None = None
+    """The value of `--constraint`."""
     qos: str | None = None
+    """The value of `--qos`."""
     account: str | None = None
     """The account that this partition is charged to, if not the site's."""
     account_suffix: str = ""
@@ -87,9 +93,11 @@ class SitePartition(ConfigTable, frozen=True, kw_only=True):
     gpu: str | None = None
     """A name of the hardware catalogue, or of the site's own `[gpus.NAME]`."""
     gpus_per_node: CountOrZero = 0
+    """The GPUs of a node; 0 without `gpu`."""
     gpu_variable: DeviceVariable | None = None
     """The variable that gives a process its GPUs; None: the one that Slurm sets, and CUDA's if it sets none."""
     gpu_request: Literal["gres", "gpus-per-node"] = "gres"
+    """The flag that requests GPUs: `--gres=gpu:N` or `--gpus-per-node=N`."""
     gres_type: str | None = None
     """The type in `--gres=gpu:TYPE:N`, where the site requires one."""
     cores_per_node: Count
@@ -99,6 +107,7 @@ class SitePartition(ConfigTable, frozen=True, kw_only=True):
     cores_per_gpu: Count | None = None
     """The cores that a job has to request with each GPU; None: no such rule."""
     mem_gib_per_node: Annotated[float, Meta(gt=0)]
+    """Memory that jobs may use."""
     mem_gib_per_gpu: Annotated[float, Meta(gt=0)] | None = None
     """The memory that a job has to request with each GPU, or gets with it; None: no such rule."""
     scratch_gib_per_node: Annotated[float, Meta(gt=0)] | None = None
@@ -108,13 +117,17 @@ class SitePartition(ConfigTable, frozen=True, kw_only=True):
     exclusive: bool = False
     """Whole nodes are allocated and charged, whatever is requested."""
     preemptible: bool = False
+    """True where Slurm may end jobs in favour of others: only those of reward.placement "elastic" run there."""
     max_walltime_min: Count
+    """The longest walltime of a job."""
     walltime_limits: list[WalltimeLimit] = []
     """Shorter walltimes of smaller jobs, such as 120 minutes up to 91 nodes."""
     max_nodes: Count
+    """The most nodes that a job may have here."""
     max_jobs: Count | None = None
     """The jobs that the QOS lets a user have at once; each component of a heterogeneous job is one of them."""
     reservation: str | None = None
+    """The value of `--reservation`."""
     exclude: list[str] = []
     """Nodes that no job is to get, as in `--exclude`."""
     extra_flags: list[str] = []
@@ -146,15 +159,19 @@ class NetworkConfig(ConfigTable, frozen=True, kw_only=True):
     """The interface that roles bind to, such as `hsn0`; a name may end with `*`, and of several a node takes the first
     that it has. None: the one with the address of the host's name."""
     fabric: str | None = None
+    """The fast network, such as "slingshot-11". None: kv_connector "auto" is always "files"."""
     srun_network: str | None = None
     """The value of `--network`, where steps need it."""
     internet_on_compute: Literal["yes", "no", "proxy", "unknown"] = "unknown"
+    """The way from compute nodes to the internet; no: jobs get HF_HUB_OFFLINE = 1; proxy: through the one that
+    `environment` names."""
 
 
 class MpiConfig(ConfigTable, frozen=True, kw_only=True):
     """The way MPI programs are started."""
 
     flavour: Literal["mpich", "openmpi", "cray-mpich", "parastation", "none"] = "none"
+    """The MPI library there; none: couriers use TCP."""
     srun_type: str = "none"
     """The value of `srun --mpi`."""
     world_over_components: KnownState = "unknown"
@@ -169,14 +186,19 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     """A whole site."""
 
     name: Name
+    """The name of the site."""
     description: str = ""
+    """A line for `hpcrl sites`."""
     scheduler: SchedulerName
+    """slurm: jobs are submitted to Slurm; local: they run as processes of this machine."""
     partitions: Annotated[dict[Name, SitePartition], Meta(min_length=1)]
     gpus: dict[Name, GpuFigures] = {}
     speed: RooflineFit = DEFAULT_FIT
     """The coefficients between the peak figures of its GPUs and real times, as `hpcrl calibrate` prints them."""
     account: str | None = None
+    """The account that jobs are charged to."""
     account_required: bool = False
+    """True where Slurm refuses a job without an account."""
     het_jobs: KnownState = "unknown"
     """Support of heterogeneous jobs; no: all roles get nodes of one allocation, on one partition."""
     nodes_may_submit: bool = True
@@ -225,7 +247,9 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     verified: bool = False
     """True once the facts were checked on the machine itself."""
     checked_on: str | None = None
+    """The date on which these facts were checked, such as 2026-11-20."""
     sources: list[str] = []
+    """The origins of these facts, such as pages of the site's documentation."""
 
     def list_interfaces(self, partition: str) -> list[str]:
         """Return the names or patterns of the interfaces that roles bind to there, the preferred one first."""

@@ -526,7 +526,7 @@ def _find_advice(trail: Sequence[str]) -> str | None:
     return None
 
 
-def suggest_name(name: str, names: Sequence[str], *, cutoff: float = 0.5) -> str:
+def suggest_name(name: str, names: Sequence[str], *, cutoff: float = 0.6) -> str:
     """Return "did you mean ...? " with the closest known name; empty if none is close."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return f"did you mean {close[0]!r}? " if close else ""

@@ -63,11 +63,21 @@ def test_an_unknown_topic_is_refused_with_the_nearest(capsys: pytest.CaptureFixt
     assert "did you mean 'exit-codes'?" in capsys.readouterr().err
 
 
+def test_a_topic_that_is_like_no_other_is_refused_without_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "nope"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", [Recipe, Site])
 def test_every_key_that_a_file_may_have_is_listed_once(kind: type[msgspec.Struct]) -> None:
     keys = [key.key for key in list_keys(kind)]
     assert len(keys) == len(set(keys))
     assert {field.encode_name for field in msgspec.structs.fields(kind)} == {key.partition(".")[0] for key in keys}
+
+
+@pytest.mark.parametrize("kind", [Recipe, Site])
+def test_every_key_has_a_meaning(kind: type[msgspec.Struct]) -> None:
+    assert [key.key for key in list_keys(kind) if not key.meaning] == []
 
 
 @pytest.mark.parametrize(

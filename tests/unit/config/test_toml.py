@@ -83,6 +83,10 @@ def test_a_mistyped_key_in_a_domain_is_found(recipe: Path) -> None:
     assert "did you mean 'max_turns'?" in refused(recipe, "domains.lake.max_turn=4")
 
 
+def test_the_error_for_a_key_that_is_like_no_other_suggests_none(recipe: Path) -> None:
+    assert "did you mean" not in refused(recipe, "train.grpo=true")
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
