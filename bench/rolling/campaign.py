@@ -42,7 +42,7 @@ from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.learn.group_choice import GroupChoice, choose_groups
 from hpcrl.plan.plan import make_plan
 from hpcrl.roles.context import WorkerContext
-from hpcrl.roles.env import EnvWorker
+from hpcrl.roles.env import EnvWorker, make_env_worker
 from hpcrl.rollout.flow_control import SettledCount, SettledWriter, may_publish
 from hpcrl.rollout.rollout_spool import RolloutSpool
 from hpcrl.rollout.routing.router import Router
@@ -187,7 +187,7 @@ async def _steps(setting: Setting) -> Outcome:
         await training if training.done() else stage.living.result()
         outcome = trainer.outcome
         outcome.endings = stage.host.accounts.groups.endings.copy()
-        under_way = {episode.rpartition("/")[0] for episode in stage.host.episodes}
+        under_way = {episode.rpartition("/")[0] for episode in stage.host.runner.running}
         ended = {name: num for name, num in stage.num_generated.items() if name.rpartition("/")[0] not in under_way}
         outcome.num_generated = sum(ended.values())
         outcome.num_kept = sum(ended.get(name, 0) for name in stage.sealed() - trainer.thrown)
@@ -220,7 +220,7 @@ async def opened(setting: Setting) -> AsyncIterator[Stage]:
         num_tokens: Counter[str] = Counter()
         engines, router = await open_engines(stack, setting, context, num_tokens=num_tokens)
         spool = MemorySpool()
-        host = EnvWorker(
+        host = make_env_worker(
             context, router=router, layout=Lengths(), rollouts=_in(spool, context), open_env=_opener(setting)
         )
         living = asyncio.create_task(host.run_until_drained(), name="host")

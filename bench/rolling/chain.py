@@ -38,7 +38,7 @@ from hpcrl.envs.base import Env
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.learn.group_choice import GroupChoice, choose_groups
 from hpcrl.roles.context import WorkerContext
-from hpcrl.roles.env import EnvWorker
+from hpcrl.roles.env import make_env_worker
 from hpcrl.rollout.flow_control import SettledCount, SettledWriter, may_publish
 from hpcrl.rollout.rollout_spool import RolloutSpool
 from hpcrl.rollout.tasks import stable_hash
@@ -158,7 +158,7 @@ async def _play_job(root: Path, setting: Setting, job: int, num_tasks: int, kill
         spool = context.campaign.spool("rollouts")
         listing = SegmentListing(spool)
         writer = DiskSpoolWriter(spool, producer=context.name, batching=BatchLimits(max_age_s=LOOK_S), clock=loop.time)
-        worker = EnvWorker(
+        worker = make_env_worker(
             context,
             router=router,
             layout=Lengths(),

@@ -3,6 +3,7 @@
 __main__        the entry point of every worker
 context         the campaign, the plan and the events as one worker sees them
 env             play episodes
+episode_runner  the running episodes of an env worker
 episode_player  an episode or an agent program, in training and in evaluations
 program_proxy   the endpoint for agent programs
 reward          score finished segments

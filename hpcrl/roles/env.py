@@ -1,32 +1,36 @@
 """Role env: run many episodes at once, each on its own timeline; whole groups go to the spool "rollouts".
 
 run               run one env worker until the job ends
-EnvWorker         starts episodes, and does with their results what their groups decide
+make_env_worker   make the worker of its parts
+EnvWorker         the worker's loop; its episodes are run by EpisodeRunner
+TrainingFollower  follows what becomes of its groups in training
 POLL_INTERVAL_S   the time between two rounds of its loop
 TRAINED_INTERVAL_S    the time between two looks at what became of its groups in training
 """
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Iterable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved, CurriculumUpdated, FlatGroupsDropped, StaleDropped
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import DomainConfig, RolloutConfig
-from hpcrl.engines.base import Completion, InferenceEngine
+from hpcrl.engines.base import InferenceEngine
 from hpcrl.engines.http import RemoteEngine, make_client_session
 from hpcrl.envs.base import Env, is_program_domain
 from hpcrl.envs.pool import open_env
 from hpcrl.learn.consumed import read_consumed_groups
 from hpcrl.learn.evaluations import EvaluationStore
 from hpcrl.models.chat_layout import load_chat_layout, load_chat_template
+from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.models.model_config import read_context_length
 from hpcrl.roles.context import WorkerContext, make_judge_report
 from hpcrl.roles.episode_player import EpisodePlayer, HeldOutPlayer
+from hpcrl.roles.episode_runner import EpisodeRunner
 from hpcrl.roles.program_proxy import make_proxy, make_thought_reader
 from hpcrl.rollout.admission import AdmissionControl, compute_share
 from hpcrl.rollout.curriculum import Curriculum
@@ -35,7 +39,7 @@ from hpcrl.rollout.episode_accounts import EpisodeAccounts
 from hpcrl.rollout.evaluation import EvaluationHooks, EvaluationRunner
 from hpcrl.rollout.fault_budget import FaultBudget
 from hpcrl.rollout.flow_control import HoldWriter, TrainerProgress
-from hpcrl.rollout.groups import EpisodeGroups, GroupOutcome
+from hpcrl.rollout.groups import EpisodeGroups
 from hpcrl.rollout.journal import TaskJournal
 from hpcrl.rollout.judges.proxy import open_judge_proxy
 from hpcrl.rollout.quick_rewards import QuickScorer
@@ -44,12 +48,11 @@ from hpcrl.rollout.reward_process import RewardProcess
 from hpcrl.rollout.rollout_spool import RolloutSpool, open_rollout_spool
 from hpcrl.rollout.routing.factory import make_router
 from hpcrl.rollout.routing.router import Router
-from hpcrl.rollout.task_queue import TaskQueue
+from hpcrl.rollout.task_queue import ReadFields, TaskQueue
 from hpcrl.rollout.task_sets import TaskSets
-from hpcrl.rollout.tasks import AgentTask, TaskStream, stable_hash
+from hpcrl.rollout.tasks import TaskStream, stable_hash
 from hpcrl.rollout.trajectory_scorer import TrajectoryScorer
 from hpcrl.spool.reader import list_last_groups
-from hpcrl.spool.record import Trajectory
 from hpcrl.system.file_watch import WatchedValue
 from hpcrl.system.processes import do_nothing
 from hpcrl.system.pulse import expect_work, note_work
@@ -86,18 +89,17 @@ async def _play_until_drained(context: WorkerContext, wakeups: WakeEvent) -> Non
         stack.enter_context(open_judge_proxy(recipe, campaign, job=context.job.number, report=report))
         session = await stack.enter_async_context(make_client_session())
         router = _make_worker_router(context, connect=lambda endpoint: RemoteEngine(endpoint, session))
-        env_worker = EnvWorker(
+        env_worker = make_env_worker(
             context,
             router=await stack.enter_async_context(router),
             layout=layout,
+            template=template,
             rollouts=_open_rollouts(context, wakeups),
             wakeups=wakeups,
             wake_trainer=context.make_sender("train").wake,
         )
-        env_worker.player.read_answer = make_thought_reader(context, template)
-        if env_worker.task_queue.program_domains:
-            proxy = make_proxy(context, env_worker.policy, template=template)
-            env_worker.player.proxy = await stack.enter_async_context(proxy)
+        if (proxy := env_worker.runner.player.proxy) is not None:
+            await stack.enter_async_context(proxy)
         await env_worker.run_until_drained()
 
 
@@ -118,7 +120,7 @@ def _make_worker_router(context: WorkerContext, *, connect: Callable[[EngineEndp
         context.recipe,
         context.campaign,
         job=context.job.number,
-        worker=EnvWorkerId(context.index, context.role_plan.num_workers),
+        worker=_identify_worker(context),
         connect=connect,
         seed=stable_hash(context.recipe.seed, context.name, bits=31),
         events=context.events,
@@ -144,55 +146,57 @@ def _open_rollouts(context: WorkerContext, wakeups: WakeEvent) -> RolloutSpool:
     )
 
 
-@dataclass
+class TrainingFollower:
+    """Follows what becomes of an env worker's groups in training."""
+
+    def __init__(self, campaign: CampaignDir, *, accounts: EpisodeAccounts) -> None:
+        """Record in `accounts` what the trainer reports."""
+        self._checkpoints = campaign.checkpoints
+        self._events = EventReader.for_role(campaign.events, "train")
+        self._accounts = accounts
+        self._looked_at = float("-inf")
+
+    def poll(self, *, now: float) -> None:
+        """Start the groups again that the trainer dropped as too old; end the tasks of those that it is done with."""
+        if now - self._looked_at < TRAINED_INTERVAL_S:
+            return
+        self._looked_at = now
+        has_checkpoint = False
+        for event in self._events.poll():
+            match event:
+                case StaleDropped():
+                    self._accounts.record_dropped(event.groups, at=event.time)
+                case FlatGroupsDropped():
+                    self._accounts.record_trained(set(event.groups))
+                case CheckpointSaved():
+                    has_checkpoint = True
+        if has_checkpoint:
+            self._accounts.record_trained(read_consumed_groups(self._checkpoints))
+
+
+@dataclass(frozen=True, kw_only=True)
 class EnvWorker:
-    """The episodes of one env worker: when they start, and what their results lead to."""
+    """The loop of one env worker: when its groups start, and what it does between their episodes."""
 
     context: WorkerContext
     router: Router
-    layout: ConversationLayout | None
-    """None if all domains are agent programs."""
+    runner: EpisodeRunner
+    progress: TrainerProgress
+    task_queue: TaskQueue
+    accounts: EpisodeAccounts
+    admission: AdmissionControl
     rollouts: RolloutSpool
-    open_env: EnvOpener = open_env
-    wakeups: WakeEvent = field(default_factory=WakeEvent)
+    reporter: EpisodeReporter
+    curriculum: Curriculum | None
+    follower: TrainingFollower
+    hold_writer: HoldWriter
+    scorer: TrajectoryScorer
+    """Computes the rewards of evaluations."""
+    evaluator: EvaluationRunner | None
+    wakeups: WakeEvent
     """Ends the pause between two rounds early."""
-    wake_trainer: Callable[[], object] = do_nothing
+    wake_trainer: Callable[[], object]
     """Called when the hold has changed."""
-    episodes: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        context, campaign, recipe = self.context, self.context.campaign, self.context.recipe
-        self.worker = EnvWorkerId(context.index, context.role_plan.num_workers)
-        self.progress = TrainerProgress(weights=campaign.weights, settled=campaign.settled)
-        self.journal = TaskJournal(campaign.journal(context.index))
-        self.task_sets = TaskSets(
-            recipe, self.worker, directory=campaign.tasks, num_drawn=self.journal.state.draws.rows
-        )
-        self.task_queue = _make_task_queue(self)
-        self.curriculum = Curriculum.from_recipe(recipe, events=campaign.events)
-        self.accounts = EpisodeAccounts(
-            _make_groups(recipe.rollout),
-            journal=self.journal,
-            return_task=self.task_queue.return_task,
-            emit=context.events.emit,
-        )
-        self.admission = AdmissionControl(recipe, self.worker)
-        self.train_events = EventReader.for_role(campaign.events, "train")
-        self.looked_at = float("-inf")
-        self.hold_writer = HoldWriter(campaign.hold(context.index))
-        self.policy = CountingPolicy(self.router, on_turn=self._record_turn)
-        self.player = _make_player(self)
-        self.reporter = EpisodeReporter(
-            recipe.domains,
-            groups=self.accounts.groups,
-            policy=self.policy,
-            task_queue=self.task_queue,
-            emit=context.events.emit,
-            num_workers=self.worker.count,
-        )
-        self.quick_scorer = QuickScorer(recipe, model=campaign.model)
-        self.scorer = _make_scorer(context)
-        self.evaluator = _make_evaluator(self) if recipe.evaluation.every_versions else None
 
     async def run_until_drained(self) -> None:
         """Start groups, seal and report until the job drains; then abort running episodes and seal what is finished."""
@@ -201,11 +205,11 @@ class EnvWorker:
         expect_work("ended no turn and no episode", self._find_work_limit())
         while not self.context.draining:
             self.progress.poll()
-            if not self.episodes or not self._is_served():
+            if not self.runner.running or not self._is_served():
                 note_work()  # it has nothing to do
             self._follow_curriculum()
-            self._follow_training(now=loop_time())
-            self._end_late_groups()
+            self.follower.poll(now=loop_time())
+            self.runner.end_late_groups()
             await self._start_groups()
             self._continue_evaluation()
             self._write_hold()
@@ -249,23 +253,6 @@ class EnvWorker:
             self.task_queue.set_weights(weights)
             self.context.events.emit(CurriculumUpdated(weights=weights))
 
-    def _follow_training(self, *, now: float) -> None:
-        """Start the groups again that the trainer dropped as too old; end the tasks of those that it is done with."""
-        if now - self.looked_at < TRAINED_INTERVAL_S:
-            return
-        self.looked_at = now
-        has_checkpoint = False
-        for event in self.train_events.poll():
-            match event:
-                case StaleDropped():
-                    self.accounts.record_dropped(event.groups, at=event.time)
-                case FlatGroupsDropped():
-                    self.accounts.record_trained(set(event.groups))
-                case CheckpointSaved():
-                    has_checkpoint = True
-        if has_checkpoint:
-            self.accounts.record_trained(read_consumed_groups(self.context.campaign.checkpoints))
-
     async def _start_groups(self) -> None:
         """Start all groups that are admitted now."""
         groups = self.accounts.groups
@@ -282,94 +269,16 @@ class EnvWorker:
             task = self.task_queue.take_task(now=loop_time())
             if task is None:
                 return
-            self._start_group(task)
+            self.runner.start_group(task)
             await asyncio.sleep(0)  # thousands may start at once: let running episodes continue in between
 
     def _is_served(self) -> bool:
         return self.admission.has_fresh_weights(self.router.versions(), newest=self.progress.newest_version)
 
-    def _start_group(self, task: AgentTask) -> None:
-        """Start a group; from here on its episodes run independently."""
-        indices = self.accounts.start_group(task, version=self.progress.newest_version, now=loop_time())
-        self._start_episodes(task, indices)
-
-    def _start_episodes(self, task: AgentTask, indices: Iterable[int]) -> None:
-        for index in indices:
-            episode = task.episode(index)
-            running = asyncio.create_task(self._run_episode(task, index), name=episode)
-            self.episodes[episode] = running
-            running.add_done_callback(partial(self._abort_unstarted, task, index))
-
-    async def _run_episode(self, task: AgentTask, index: int) -> None:
-        episode = task.episode(index)
-        try:
-            trajectory = await self.player.play_training(task, index)
-            await self.rollouts.wait_for_room()
-        except asyncio.CancelledError:
-            self._abort_episode(task, index)
-            return
-        finally:
-            del self.episodes[episode]
-            self.router.forget(episode)
-        self._record_result(task, trajectory)
-
-    def _abort_episode(self, task: AgentTask, index: int) -> None:
-        self.reporter.count_endings(self.accounts.abort_episode(task, index).booked)
-        self.reporter.abort_episode(task.episode(index))
-        self.task_queue.end_task(task)
-
-    def _abort_unstarted(self, task: AgentTask, index: int, ended: "asyncio.Task[None]") -> None:
-        """Abort an episode that was cancelled before its first step, of which its coroutine has seen nothing.
-
-        Its group would wait for it for ever, and the trainer for the group.
-        """
-        episode = task.episode(index)
-        if self.episodes.get(episode) is ended:
-            del self.episodes[episode]
-            self._abort_episode(task, index)
-
-    def _record_turn(self, episode: str, completion: Completion) -> None:
-        note_work()
-        version = min(completion.versions, default=self.progress.newest_version)
-        self.accounts.in_flight.record_version(episode, version=version)
-        self.reporter.record_turn(episode, len(completion.token_ids))
-
-    def _record_result(self, task: AgentTask, trajectory: Trajectory) -> None:
-        """Do what the end of an episode means for its group: release it, abort the rest of it, or replace a member."""
-        note_work()
-        now = loop_time()
-        outcome = self.accounts.end_episode(task, trajectory, newest=self.progress.newest_version, now=now)
-        if outcome is None:
-            return
-        self.reporter.end_episode(trajectory, now=now)
-        self._apply_outcome(task, outcome)
-
-    def _end_late_groups(self) -> None:
-        """Release the groups whose last members are late."""
-        newest = self.progress.newest_version
-        for task, outcome in self.accounts.end_late(newest=newest, now=loop_time()):
-            self._apply_outcome(task, outcome)
-
-    def _apply_outcome(self, task: AgentTask, outcome: GroupOutcome) -> None:
-        self.reporter.count_endings(outcome.booked)
-        if outcome.released:
-            self.rollouts.release(self.quick_scorer.score(outcome.released))
-            self.wakeups.set()
-        unneeded = [*outcome.abort]
-        if outcome.released and self.admission.record_release():
-            closed = self.accounts.close_groups()
-            self.reporter.count_endings(closed.booked)
-            unneeded += closed.abort
-        for episode in unneeded:
-            self.episodes[episode].cancel()
-        self._start_episodes(task, outcome.start)
-        if outcome.released or outcome.is_lost:
-            self.task_queue.end_task(task)
-
     def _continue_evaluation(self) -> None:
         """Continue the evaluation, if there is one, in the room that training leaves."""
         if self.evaluator is not None:
-            max_running = compute_share(self.context.recipe.rollout.max_running, self.worker)
+            max_running = compute_share(self.context.recipe.rollout.max_running, _identify_worker(self.context))
             room = max_running - self.accounts.groups.num_running
             self.evaluator.poll(version=self.progress.newest_version, room=room, now=loop_time())
 
@@ -381,9 +290,7 @@ class EnvWorker:
             self.wake_trainer()
 
     async def _drain(self) -> None:
-        for task in self.episodes.values():
-            task.cancel()
-        await asyncio.gather(*self.episodes.values(), return_exceptions=True)
+        await self.runner.abort_all()
         if self.evaluator is not None:
             await self.evaluator.close()
         await self.scorer.close()
@@ -391,6 +298,143 @@ class EnvWorker:
         self.accounts.record_sealed(await self.rollouts.close())
         self.accounts.close()
         self.reporter.report()
+
+
+def make_env_worker(
+    context: WorkerContext,
+    *,
+    router: Router,
+    layout: ConversationLayout | None,
+    rollouts: RolloutSpool,
+    template: ChatTemplate | None = None,
+    open_env: EnvOpener = open_env,
+    wakeups: WakeEvent | None = None,
+    wake_trainer: Callable[[], object] = do_nothing,
+) -> EnvWorker:
+    """Make an env worker that continues where its earlier run ended.
+
+    `layout` is None if all domains are agent programs. With a `template`, thoughts are found in answers, and programs
+    have an endpoint, `runner.player.proxy`, which the caller opens.
+    """
+    campaign, recipe = context.campaign, context.recipe
+    wakeups = WakeEvent() if wakeups is None else wakeups
+    runner = _make_runner(
+        context,
+        router=router,
+        layout=layout,
+        rollouts=rollouts,
+        template=template,
+        open_env=open_env,
+        on_release=wakeups.set,
+    )
+    scorer = _make_scorer(context)
+    held_out = HeldOutPlayer(player=runner.player, open_env=open_env, scorer=scorer, forget=router.forget)
+    return EnvWorker(
+        context=context,
+        router=router,
+        runner=runner,
+        progress=runner.progress,
+        task_queue=runner.task_queue,
+        accounts=runner.accounts,
+        admission=runner.admission,
+        rollouts=rollouts,
+        reporter=runner.reporter,
+        curriculum=Curriculum.from_recipe(recipe, events=campaign.events),
+        follower=TrainingFollower(campaign, accounts=runner.accounts),
+        hold_writer=HoldWriter(campaign.hold(context.index)),
+        scorer=scorer,
+        evaluator=_make_evaluator(context, held_out, router) if recipe.evaluation.every_versions else None,
+        wakeups=wakeups,
+        wake_trainer=wake_trainer,
+    )
+
+
+def _make_runner(
+    context: WorkerContext,
+    *,
+    router: Router,
+    layout: ConversationLayout | None,
+    rollouts: RolloutSpool,
+    template: ChatTemplate | None,
+    open_env: EnvOpener,
+    on_release: Callable[[], None],
+) -> EpisodeRunner:
+    campaign, recipe, worker = context.campaign, context.recipe, _identify_worker(context)
+    progress = TrainerProgress(weights=campaign.weights, settled=campaign.settled)
+    journal = TaskJournal(campaign.journal(context.index))
+    task_sets = TaskSets(recipe, worker, directory=campaign.tasks, num_drawn=journal.state.draws.rows)
+    task_queue = _make_task_queue(context, journal=journal, task_sets=task_sets, open_env=open_env)
+    accounts = EpisodeAccounts(
+        _make_groups(recipe.rollout),
+        journal=journal,
+        return_task=task_queue.return_task,
+        emit=context.events.emit,
+    )
+    policy = CountingPolicy(router, on_turn=lambda episode, completion: runner.record_turn(episode, completion))
+    player = _make_player(
+        context,
+        policy,
+        layout=layout,
+        template=template,
+        task_queue=task_queue,
+        read_fields=task_sets.read_fields,
+        progress=progress,
+    )
+    reporter = EpisodeReporter(
+        recipe.domains,
+        groups=accounts.groups,
+        policy=policy,
+        task_queue=task_queue,
+        emit=context.events.emit,
+        num_workers=worker.count,
+    )
+    runner = EpisodeRunner(
+        player=player,
+        progress=progress,
+        task_queue=task_queue,
+        accounts=accounts,
+        admission=AdmissionControl(recipe, worker),
+        quick_scorer=QuickScorer(recipe, model=campaign.model),
+        rollouts=rollouts,
+        reporter=reporter,
+        forget=router.forget,
+        on_release=on_release,
+    )
+    return runner
+
+
+def _make_player(
+    context: WorkerContext,
+    policy: CountingPolicy,
+    *,
+    layout: ConversationLayout | None,
+    template: ChatTemplate | None,
+    task_queue: TaskQueue,
+    read_fields: ReadFields,
+    progress: TrainerProgress,
+) -> EpisodePlayer:
+    recipe = context.recipe
+    read_answer = proxy = None
+    if template is not None:
+        read_answer = make_thought_reader(context, template)
+        if task_queue.program_domains:
+            proxy = make_proxy(context, policy, template=template)
+    return EpisodePlayer(
+        recipe=recipe,
+        layout=layout,
+        policy=policy,
+        task_queue=task_queue,
+        read_fields=read_fields,
+        context_length=read_context_length(context.campaign.model, max_model_len=recipe.engine.max_model_len),
+        newest_version=lambda: progress.newest_version,
+        producer=context.name,
+        read_answer=read_answer,
+        proxy=proxy,
+    )
+
+
+def _identify_worker(context: WorkerContext) -> EnvWorkerId:
+    return EnvWorkerId(context.index, context.role_plan.num_workers)
 
 
 def _make_groups(rollout: RolloutConfig) -> EpisodeGroups:
@@ -403,30 +447,12 @@ def _make_groups(rollout: RolloutConfig) -> EpisodeGroups:
     )
 
 
-def _make_player(env_worker: EnvWorker) -> EpisodePlayer:
-    context, recipe = env_worker.context, env_worker.context.recipe
-    return EpisodePlayer(
-        recipe=recipe,
-        layout=env_worker.layout,
-        policy=env_worker.policy,
-        task_queue=env_worker.task_queue,
-        read_fields=env_worker.task_sets.read_fields,
-        context_length=read_context_length(context.campaign.model, max_model_len=recipe.engine.max_model_len),
-        newest_version=lambda: env_worker.progress.newest_version,
-        producer=context.name,
-    )
-
-
-def _make_scorer(context: WorkerContext) -> TrajectoryScorer:
-    concurrency, num_cpus = context.recipe.reward.concurrency, context.role_plan.cpus_per_worker
-    return TrajectoryScorer(RewardProcess(context.campaign.root, concurrency=concurrency, num_cpus=num_cpus))
-
-
-def _make_task_queue(env_worker: EnvWorker) -> TaskQueue:
-    context, journal, task_sets = env_worker.context, env_worker.journal, env_worker.task_sets
+def _make_task_queue(
+    context: WorkerContext, *, journal: TaskJournal, task_sets: TaskSets, open_env: EnvOpener
+) -> TaskQueue:
     recipe = context.recipe
     stream = TaskStream(
-        env_worker.worker,
+        _identify_worker(context),
         recipe_seed=recipe.seed,
         rows=task_sets,
         progress=journal.state.draws,
@@ -441,29 +467,19 @@ def _make_task_queue(env_worker: EnvWorker) -> TaskQueue:
         episodes_per_group=recipe.rollout.episodes_per_group,
         cpus=context.role_plan.cpus_per_worker,
         mem_gib=context.role_plan.mem_gib_per_worker,
-        open_env=env_worker.open_env,
+        open_env=open_env,
     )
 
 
-def _find_durable(context: WorkerContext, groups: Collection[str]) -> set[str]:
-    """Return those of these groups, which an earlier run of this worker released, that are trained or in the spool."""
-    campaign = context.campaign
-    consumed = read_consumed_groups(campaign.checkpoints)
-    present = list_last_groups(campaign.spool("rollouts"), worker=f"env-{context.index}")
-    return {group for group in groups if group in consumed or group in present}
+def _make_scorer(context: WorkerContext) -> TrajectoryScorer:
+    concurrency, num_cpus = context.recipe.reward.concurrency, context.role_plan.cpus_per_worker
+    return TrajectoryScorer(RewardProcess(context.campaign.root, concurrency=concurrency, num_cpus=num_cpus))
 
 
-def _make_evaluator(env_worker: EnvWorker) -> EvaluationRunner:
-    context, router = env_worker.context, env_worker.router
-    held_out = HeldOutPlayer(
-        player=env_worker.player,
-        open_env=env_worker.open_env,
-        scorer=env_worker.scorer,
-        forget=router.forget,
-    )
+def _make_evaluator(context: WorkerContext, held_out: HeldOutPlayer, router: Router) -> EvaluationRunner:
     return EvaluationRunner(
         context.recipe,
-        env_worker.worker,
+        _identify_worker(context),
         job=context.job.number,
         record=EvaluationStore(context.campaign.evaluations),
         hooks=EvaluationHooks(
@@ -473,3 +489,11 @@ def _make_evaluator(env_worker: EnvWorker) -> EvaluationRunner:
             oldest_version=lambda: min(router.versions(), default=-1),
         ),
     )
+
+
+def _find_durable(context: WorkerContext, groups: Collection[str]) -> set[str]:
+    """Return those of these groups, which an earlier run of this worker released, that are trained or in the spool."""
+    campaign = context.campaign
+    consumed = read_consumed_groups(campaign.checkpoints)
+    present = list_last_groups(campaign.spool("rollouts"), worker=f"env-{context.index}")
+    return {group for group in groups if group in consumed or group in present}

@@ -27,7 +27,7 @@ from hpcrl.rollout.turn import StreamingGenerator
 from hpcrl.spool.record import Trajectory
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EpisodePlayer:
     """Plays episodes; holds what all episodes of an env worker have in common."""
 
@@ -40,9 +40,9 @@ class EpisodePlayer:
     context_length: int
     newest_version: Callable[[], int]
     producer: str
-    read_answer: AnswerReader | None = None
+    read_answer: AnswerReader | None
     """Finds thoughts, for environments that leave them out of later prompts."""
-    proxy: ModelProxy | None = None
+    proxy: ModelProxy | None
     """The endpoint for agent programs, if there are any."""
 
     async def play_training(self, task: AgentTask, index: int) -> Trajectory:

@@ -25,11 +25,13 @@ from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.episode_player import EpisodePlayer, HeldOutPlayer
 from hpcrl.roles.program_proxy import make_proxy, make_thought_reader
+from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.fault_budget import FaultBudget
 from hpcrl.rollout.reward_process import RewardProcess
 from hpcrl.rollout.task_queue import TaskQueue
 from hpcrl.rollout.task_sets import TaskSets
 from hpcrl.rollout.tasks import TaskStream
+from hpcrl.rollout.thoughts import AnswerReader
 from hpcrl.rollout.trajectory_scorer import TrajectoryScorer
 from hpcrl.spool.outcome import name_outcome
 from hpcrl.spool.record import TRAINABLE, Trajectory
@@ -76,11 +78,11 @@ async def _play_domains(context: WorkerContext, domains: Sequence[str], num_epis
     async with contextlib.AsyncExitStack() as stack:
         engine = EmbeddedEngine(load_model(campaign.model), store=None, max_batch=recipe.engine.max_batch)
         await stack.enter_async_context(engine)
-        player = _make_player(context, engine)
         template = load_chat_template(campaign.model, recipe.model)
-        player.read_answer = make_thought_reader(context, template)
+        proxy: ModelProxy | None = None
         if any(is_program_domain(recipe.domains[name]) for name in domains):
-            player.proxy = await stack.enter_async_context(make_proxy(context, engine, template=template))
+            proxy = await stack.enter_async_context(make_proxy(context, engine, template=template))
+        player = _make_player(context, engine, read_answer=make_thought_reader(context, template), proxy=proxy)
         scorer = TrajectoryScorer(
             RewardProcess(campaign.root, concurrency=recipe.reward.concurrency, num_cpus=cpus, teacher="")
         )
@@ -90,7 +92,9 @@ async def _play_domains(context: WorkerContext, domains: Sequence[str], num_epis
         return [await _play_domain(held_out, context, name, num_episodes) for name in domains]
 
 
-def _make_player(context: WorkerContext, engine: EmbeddedEngine) -> EpisodePlayer:
+def _make_player(
+    context: WorkerContext, engine: EmbeddedEngine, *, read_answer: AnswerReader, proxy: ModelProxy | None
+) -> EpisodePlayer:
     recipe, campaign, role = context.recipe, context.campaign, context.role_plan
     tasks = TaskSets(recipe, EnvWorkerId(0, 1), directory=campaign.tasks)
     has_turns = not all(map(is_program_domain, recipe.domains.values()))
@@ -114,6 +118,8 @@ def _make_player(context: WorkerContext, engine: EmbeddedEngine) -> EpisodePlaye
         context_length=read_context_length(campaign.model, max_model_len=recipe.engine.max_model_len),
         newest_version=lambda: engine.version,
         producer=context.name,
+        read_answer=read_answer,
+        proxy=proxy,
     )
 
 

@@ -16,7 +16,7 @@ from hpcrl.envs.task_set import import_task_set
 from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.learn.evaluations import EvaluationStore
-from hpcrl.roles.env import EnvWorker
+from hpcrl.roles.env import make_env_worker
 from hpcrl.rollout.journal import TaskJournal
 from hpcrl.rollout.rollout_spool import RolloutSpool
 from hpcrl.rollout.routing.router import Router
@@ -103,7 +103,9 @@ class WorkerStage:
             SimEngine(SPEED, settings=SimSettings(context_length=1024)) as engine,
             Router(EndpointReader(self.campaign.endpoints, job=0), connect=lambda _: engine, seed=0) as router,
         ):
-            worker = EnvWorker(self.context, router=router, layout=LetterLayout(), rollouts=rollouts, open_env=open_env)
+            worker = make_env_worker(
+                self.context, router=router, layout=LetterLayout(), rollouts=rollouts, open_env=open_env
+            )
             running = asyncio.create_task(worker.run_until_drained())
             yield worker, engine
             self.context.end_requested.set()
@@ -144,7 +146,7 @@ def test_whole_groups_are_sealed_up_to_what_may_wait_for_training(tmp_path, mode
     assert set(stage.sealed_groups().values()) == {2}
     assert len(stage.sealed_groups()) == (2 if mode == "sync" else 4)  # of 2 groups a step
     assert is_balanced(worker.accounts.groups.ledger)
-    assert worker.accounts.groups.num_running == worker.rollouts.num_unsealed == len(worker.episodes) == 0
+    assert worker.accounts.groups.num_running == worker.rollouts.num_unsealed == len(worker.runner.running) == 0
 
 
 def test_a_complete_batch_cancels_its_spare_groups(tmp_path):
@@ -160,7 +162,7 @@ def test_a_complete_batch_cancels_its_spare_groups(tmp_path):
     async def run():
         async with stage.open() as (worker, _):
             await asyncio.sleep(ROUNDS_S)
-            return len(made), len(worker.episodes), worker.accounts.groups.endings["aborted-redundant"]
+            return len(made), len(worker.runner.running), worker.accounts.groups.endings["aborted-redundant"]
 
     assert run_virtual(run()) == (6, 0, 2)
     assert len(stage.sealed_groups()) == 2
@@ -173,15 +175,15 @@ def test_an_episode_that_is_cancelled_before_its_first_step_holds_up_no_group(tm
     async def run():
         async with stage.open() as (worker, _):
             await asyncio.sleep(ROUNDS_S)
-            running = dict(worker.episodes)
+            running = dict(worker.runner.running)
             task = worker.task_queue.take_task(now=asyncio.get_running_loop().time())
-            worker._start_group(task)
-            started = worker.episodes.keys() - running.keys()
+            worker.runner.start_group(task)
+            started = worker.runner.running.keys() - running.keys()
             for episode in started:
-                worker.episodes[episode].cancel()
+                worker.runner.running[episode].cancel()
             await asyncio.sleep(ROUNDS_S)
-            left = started & worker.episodes.keys(), started & worker.accounts.in_flight._episodes.keys()
-            return len(started), left, worker.accounts.groups.num_running, len(worker.episodes)
+            left = started & worker.runner.running.keys(), started & worker.accounts.in_flight._episodes.keys()
+            return len(started), left, worker.accounts.groups.num_running, len(worker.runner.running)
 
     num_started, left, num_running, num_episodes = run_virtual(run())
     assert num_started == 2
@@ -195,7 +197,7 @@ def test_a_worker_that_drains_aborts_what_runs_and_loses_nothing(tmp_path):
     async def run():
         async with stage.open() as (worker, _):
             await asyncio.sleep(ROUNDS_S)
-            num_running = len(worker.episodes)
+            num_running = len(worker.runner.running)
         return num_running, worker.accounts.groups.endings["aborted-redundant"]
 
     num_running, num_aborted = run_virtual(run())
