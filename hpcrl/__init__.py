@@ -1,7 +1,7 @@
 """hpcrl: agentic-RL campaigns as one heterogeneous Slurm job. docs/architecture.md has the picture.
 
-cli           the commands and what they print
-commands      commands that no other package owns
+cli           start a command
+commands      the commands of the login node, and what they print
 trial         a few episodes of each domain, without a campaign
 simulation    campaigns of any size, in simulated time
 errors        every error that hpcrl raises

@@ -11,7 +11,6 @@ calibration  `hpcrl calibrate`: the cost model fitted to measurements
 comparison   `hpcrl compare`: two campaigns side by side
 interpreters  `hpcrl traj`, `report`, `export` and `simulate`, which another interpreter runs
 sites        `hpcrl site` and `doctor`
-recipes      `hpcrl recipe`
 recipes      `hpcrl recipe`: list, show and write recipes
 lab          `hpcrl lab`
 trial        `hpcrl try`: a few episodes of each domain

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from rich.console import Console
-
 from hpcrl.campaign import directory
 from hpcrl.campaign.continuation_checks import find_final_failure
 from hpcrl.campaign_dir.paths import CampaignDir
@@ -27,7 +25,7 @@ from hpcrl.monitor.view import watch_campaign as watch_snapshots
 from hpcrl.plan.records import read_recipe, read_site
 from hpcrl.system.exit_codes import EXIT_FAILED
 from hpcrl.system.files import read_json
-from hpcrl.system.terminal import print_line
+from hpcrl.system.terminal import PipeConsole, print_line
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
@@ -41,9 +39,9 @@ def run_monitor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(encode_snapshot(collector.poll()).decode())
     elif arguments.once:
-        show_snapshot(collector.poll(), console=Console(highlight=False))
+        show_snapshot(collector.poll(), console=PipeConsole(highlight=False))
     else:
-        watch_snapshots(collector, console=Console(highlight=False), until_done=False)
+        watch_snapshots(collector, console=PipeConsole(highlight=False), until_done=False)
     return 0
 
 
@@ -52,7 +50,7 @@ def watch_campaign(name: str) -> int:
 
     campaign_dir = directory.find_campaign(name)
     collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir, skips_unknown=True)))
-    snapshot = watch_snapshots(collector, console=Console(highlight=False), until_done=True)
+    snapshot = watch_snapshots(collector, console=PipeConsole(highlight=False), until_done=True)
     untrained = [describe_advisory(one) for one in snapshot.advisories if one.name == UNTRAINED_DOMAIN]
     summary = final_summary(
         campaign_dir,

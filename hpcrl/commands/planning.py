@@ -7,7 +7,6 @@ import argparse
 import sys
 
 import msgspec
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -21,7 +20,7 @@ from hpcrl.config.toml import list_known_names
 from hpcrl.errors import HpcrlError
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.suggestions import show_suggestions, suggest_plans
-from hpcrl.system.terminal import print_line, print_note
+from hpcrl.system.terminal import PipeConsole, print_line, print_note
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -111,13 +110,13 @@ def _show_dag(recipe: Recipe, *, how: str) -> None:
 
 def _show_plan(plan: Plan, script: str) -> None:
     """Print a plan: the place of every role, compromises, cost, and the batch script."""
-    console = Console(highlight=False)
+    console = PipeConsole(highlight=False)
     console.print(f"[bold]{plan.recipe}[/] on [bold]{plan.site}[/]")
     console.print(f"layout    {plan.layout}: {plan.layout_reason}", soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading, align in (("role", "left"), ("component", "right"), ("partition", "left"), ("nodes", "right")):
         table.add_column(heading, justify=align, no_wrap=True)  # type: ignore[arg-type]
-    for heading in ("ranks", "GPUs each", "cores each", "GiB each"):
+    for heading in ("workers", "GPUs each", "cores each", "GiB each"):
         table.add_column(heading, justify="right", no_wrap=True)
     for role in plan.roles:
         component = plan.components[role.component]

@@ -60,7 +60,7 @@ A worker fails            `hpcrl logs NAME ROLE -n 200`
 It was killed             `hpcrl resume NAME` continues from the last checkpoint
 The reward does not rise  `hpcrl traj show NAME --worst` and `--best`; `hpcrl traj stats NAME`
 Damaged files             `hpcrl traj verify NAME`
-The disk is full          `hpcrl rm NAME` removes a campaign that has ended"""
+The disk is full          `hpcrl gc` lists what campaigns no longer need; `hpcrl rm NAME` removes one that has ended"""
 
 
 def _make_recipe_text(words: Sequence[str]) -> str:
@@ -126,8 +126,8 @@ def show_topic(words: Sequence[str], *, parser: argparse.ArgumentParser) -> int:
     command = " ".join(words)
     if first in TOPICS and command not in _COMMANDS_FIRST:
         print_line(TOPICS[first][1](rest))
-    elif command in parsers:
-        print_line(parsers[command].format_help().rstrip())
+    elif (found := command if command in parsers else first) in parsers:
+        print_line(parsers[found].format_help().rstrip())
     else:
         known = [*TOPICS, *parsers]
         raise HpcrlError(f"no topic {command!r}: {suggest_name(command, known)}topics are {', '.join(TOPICS)}")

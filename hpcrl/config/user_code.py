@@ -20,7 +20,7 @@ def load_code(name: str, *, what: str) -> Any:
     except Exception as error:
         raise ConfigError(
             f"{what} = {name!r}: importing {module_name} failed ({show_error(error)}): "
-            "install it in the environment that runs hpcrl, or fix the name"
+            f"{_choose_remedy(error, module_name)}"
         ) from error
     try:
         return getattr(module, attribute)
@@ -29,6 +29,15 @@ def load_code(name: str, *, what: str) -> Any:
             raise ConfigError(f"{what} = {name!r} is now called {RENAMED_CODE[name]!r}: use the new name") from None
         own = _list_own(module, attribute)
         raise ConfigError(f"{what} = {name!r}: {module_name} has no {attribute!r}: {own}") from None
+
+
+def _choose_remedy(error: Exception, module_name: str) -> str:
+    """Return what to do about a module that cannot be imported, which may be found and fail."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return f"correct {module_name}"
+    if module_name == error.name or module_name.startswith(f"{error.name}."):
+        return "install it in the environment that runs hpcrl, put its folder into PYTHONPATH, or fix the name"
+    return f"install {error.name}, which it imports, in the environment that runs hpcrl"
 
 
 def _list_own(module: ModuleType, attribute: str) -> str:

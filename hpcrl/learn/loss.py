@@ -43,7 +43,7 @@ docs/learning.md names the paper of every choice.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, assert_never
 
 import torch
 from torch import Tensor
@@ -179,10 +179,13 @@ def compute_policy_loss(
     log_ratio_N = _clamp_log_ratio(logprobs_N - token_inputs.proximal_N.detach())
     if train.ratio == "sequence":
         log_ratio_N = average_by_row(log_ratio_N, token_inputs.rows_N)
-    if train.surrogate == "cispo":
-        surrogate_N, clipped_N = _compute_cispo_surrogate(log_ratio_N, logprobs_N, token_inputs.advantages_N, train)
-    else:
-        surrogate_N, clipped_N = _compute_surrogate(log_ratio_N.exp(), token_inputs.advantages_N, train)
+    match train.surrogate:
+        case "cispo":
+            surrogate_N, clipped_N = _compute_cispo_surrogate(log_ratio_N, logprobs_N, token_inputs.advantages_N, train)
+        case "clip":
+            surrogate_N, clipped_N = _compute_surrogate(log_ratio_N.exp(), token_inputs.advantages_N, train)
+        case other:
+            assert_never(other)
     log_is_N = _clamp_log_ratio(token_inputs.proximal_N.detach() - token_inputs.behaviour_N)
     weights_N, truncated_N = compute_correction_weights(log_is_N, token_inputs.rows_N, train)
     terms_N = -weights_N * surrogate_N

@@ -136,7 +136,7 @@ def _find_failing_domains(facts: HealthFacts) -> Iterator[Advisory]:
                 threshold=_limit_in_row(run),
                 unit="failures in a row",
                 cause="its reward function fails" if is_scored else _name_worst(domain.recent_outcomes),
-                remedy=f"read its newest fault, and one of its episodes: `hpcrl traj show --domain {name}`",
+                remedy=f"read its newest fault, and one of its episodes: `hpcrl traj ls CAMPAIGN --domain {name}`",
             )
         elif domain.num_ended >= MIN_ENDED and share > MAX_FAILED_SHARE:
             yield Advisory(

@@ -274,7 +274,7 @@ def _iter_rollout_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
     episodes = snapshot.episodes
     ended = f"{episodes.done:,} done   {episodes.aborted:,} aborted   {episodes.faulted:,} faulted"
     yield "episodes", f"{episodes.running:,} running   {ended}"
-    if episodes.loop_share >= BUSY_LOOP_SHARE:
+    if episodes.loop_share >= BUSY_LOOP_SHARE and episodes.done:  # a start is busy, and no reason to change anything
         busy = f"{episodes.loop_share:.0%} of a core, calls wait up to {episodes.loop_delay_s:.2g} s"
         yield "env loop", f"{busy}: raise resources.env.num_workers"
     if len(snapshot.domains) > 1:

@@ -50,6 +50,7 @@ from hpcrl.monitor.screen import (
 from hpcrl.monitor.snapshot import CampaignSnapshot, CampaignSummary
 from hpcrl.slurm.status import JobStatus, query_job_states
 from hpcrl.slurm.submit import make_site_environment
+from hpcrl.system.terminal import PipeConsole
 
 
 class CampaignLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,7 +169,7 @@ def print_campaigns(campaign_dirs: Iterable[CampaignDir], *, as_json: bool) -> i
     if as_json:
         sys.stdout.write((msgspec.json.format(msgspec.json.encode(lines), indent=2) + b"\n").decode())
     else:
-        console = Console(highlight=False)
+        console = PipeConsole(highlight=False)
         _replace_unprintable(console)
         console.print(
             _build_campaign_table(lines) if lines else "no campaigns yet: `hpcrl submit` starts one", soft_wrap=True

@@ -15,7 +15,7 @@ from hpcrl.report.builder import build_document
 from hpcrl.report.figures import ReportDocument, TrajectoryFigures
 from hpcrl.report.page import render_page, write_picture
 from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
-from hpcrl.system.files import publish_file
+from hpcrl.system.files import find_output, publish_file
 from hpcrl.system.processes import do_nothing
 from hpcrl.system.terminal import print_to_stderr
 
@@ -58,6 +58,7 @@ def _write_page(document: ReportDocument, data: bytes, arguments: argparse.Names
     names = "-".join(Path(root).name for root in arguments.campaigns)
     page: Path = arguments.output or Path(f"{names[:100]}-report.html")
     twin = page.with_suffix(".json")
+    _refuse_foreign_twin(twin)
     text = render_page(document)
     _publish(page, text)
     _publish(twin, data + b"\n")
@@ -70,9 +71,21 @@ def _write_page(document: ReportDocument, data: bytes, arguments: argparse.Names
         sys.stdout.write(f"{picture}\n")
 
 
+def _refuse_foreign_twin(twin: Path) -> None:
+    """Refuse to replace a JSON file that is no report, as its name was not given."""
+    if not twin.exists():
+        return
+    try:
+        is_report = "report" in msgspec.json.decode(twin.read_bytes(), type=dict[str, msgspec.Raw])
+    except (OSError, msgspec.DecodeError):
+        is_report = False
+    if not is_report:
+        raise CampaignError(f"{twin} exists and is no report: choose another name with -o")
+
+
 def _publish(path: Path, data: bytes | str) -> None:
     try:
-        publish_file(path, data)
+        publish_file(find_output(path), data)
     except OSError as error:
         raise CampaignError(f"{path} cannot be written ({error.strerror}): choose another file with -o") from error
 

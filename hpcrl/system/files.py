@@ -21,6 +21,14 @@ def publish_file(path: Path, data: bytes | str, *, mode: int = 0o600) -> None:
             os.fsync(out.fileno())
 
 
+def find_output(path: Path) -> Path:
+    """Return the file that a user's path leads to; raise OSError where it is anything but a file, such as a device."""
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        raise FileExistsError(errno.EEXIST, "it is no regular file", str(path))
+    return target
+
+
 def replace_file(path: Path, data: bytes | str) -> None:
     """Make `path` appear with `data`, complete or not at all; after a crash of the machine it may be old, or empty.
 

@@ -56,6 +56,13 @@ def _escape_character(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
+class PipeConsole(Console):
+    """A console that leaves a closed pipe to the command, which ends as it does without one."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def make_console(*, pipe_width: int = PIPE_WIDTH) -> Console:
     """Make a console as wide as the terminal, or `pipe_width` for a pipe.
 
@@ -63,7 +70,7 @@ def make_console(*, pipe_width: int = PIPE_WIDTH) -> Console:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else pipe_width)
+    return PipeConsole(highlight=False, markup=False, width=None if sys.stdout.isatty() else pipe_width)
 
 
 def print_line(text: str) -> None:

@@ -174,6 +174,8 @@ def _check_target(target: Path, *, kind: str, force: bool) -> None:
         raise SpoolError(f"cannot write {str(target)!r}: directory {str(target.absolute().parent)!r} does not exist")
     if not os.path.lexists(target):
         return
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        raise SpoolError(f"{str(target)!r} is no regular file: choose another name")
     if not force:
         raise SpoolError(f"{str(target)!r} exists: choose another name, or replace it with --force")
     if kind not in DIRECTORY_FORMATS and target.is_dir():

@@ -158,9 +158,18 @@ def _not_found_message(history: TrajectoryHistory) -> str:
 
 
 def show_trajectory(
-    found: FoundTrajectory, *, campaign: CampaignDir, tokens: bool, as_json: bool, conversation: int | None = None
+    found: FoundTrajectory,
+    *,
+    campaign: CampaignDir,
+    tokens: bool,
+    as_json: bool,
+    conversation: int | None = None,
+    is_kept: bool = True,
 ) -> int:
-    """Print a trajectory: the tree of its conversations if it has several, and one of them, counted from 1."""
+    """Print a trajectory: the tree of its conversations if it has several, and one of them, counted from 1.
+
+    The segment of one that is not kept is not named.
+    """
     location, trajectory = found
     decoder = load_token_decoder(campaign)
     placed_turns = list_placed_turns(trajectory)
@@ -174,7 +183,8 @@ def show_trajectory(
         print_json(_build_json_fields(location, trajectory, exchanges, row=row, tokens=tokens))
         return 0
     console = make_console(pipe_width=100)
-    _print_head(console, location, trajectory, campaign=campaign)
+    kept_in = str(location.path.relative_to(campaign.root)) if is_kept else None
+    _print_head(console, trajectory, kept_in=kept_in)
     if trajectory.rows:
         console.print()
         console.print(build_conversation_tree(trajectory, placed_turns, shown=row, is_closed=decoder.is_mark))
@@ -187,7 +197,7 @@ def show_trajectory(
     return 0
 
 
-def _print_head(console: Console, location: SegmentLocation, trajectory: Trajectory, *, campaign: CampaignDir) -> None:
+def _print_head(console: Console, trajectory: Trajectory, *, kept_in: str | None) -> None:
     status = Text(trajectory.status, style=STATUS_STYLES[trajectory.status])
     head = Text.assemble((escape_to_one_line(trajectory.id), "bold"), "   ", status)
     if trajectory.reward is not None:
@@ -202,8 +212,9 @@ def _print_head(console: Console, location: SegmentLocation, trajectory: Traject
             f"{format_timestamp(trajectory.created)}, {format_age(trajectory.created)} ago, "
             f"on {escape_to_one_line(trajectory.producer)}",
         ),
-        ("kept in", escape_to_one_line(str(location.path.relative_to(campaign.root)))),
     ]
+    if kept_in is not None:
+        facts.append(("kept in", escape_to_one_line(kept_in)))
     if trajectory.extra:
         facts += [(escape_to_one_line(name), _format_fact(value)) for name, value in trajectory.extra.items()]
     console.print(_build_label_grid((Text(name, style="dim"), Text(value, overflow="fold")) for name, value in facts))

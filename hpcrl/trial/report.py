@@ -70,7 +70,7 @@ def show_trials(trials: Sequence[DomainTrial], *, campaign: CampaignDir) -> None
         write_segment(path, trial.trajectories)
         location = SegmentLocation("scored", path)
         for trajectory in trial.trajectories:
-            show_trajectory((location, trajectory), campaign=campaign, tokens=False, as_json=False)
+            show_trajectory((location, trajectory), campaign=campaign, tokens=False, as_json=False, is_kept=False)
             console.print()
     for trial in trials:
         console.print(describe_trial(trial), soft_wrap=True, style="" if is_good(trial) else "red")

@@ -59,7 +59,10 @@ def nothing_left(home: Path) -> bool:
         (("submit", "quickstart", "--site", "lab", "-s", "job.walltime_min=5000"), "allows 1440"),
         (("submit", "quickstart", "--site", "lab", "-s", "resources.train.gpus_per_worker=64"), "resources.train"),
         (("submit", "quickstart", "--site", "perlmutter"), "account"),
-        (("submit", "quickstart", "--site", "local", "-s", "domains.lake.env=no.such:Env"), "importing no.such failed"),
+        (
+            ("submit", "quickstart", "--site", "local", "-s", "domains.lake.env=no.such:Env"),
+            "put its folder into PYTHONPATH",
+        ),
         (("submit", "quickstart", "--site", "local", "-s", "domains.lake.env=json:Env"), "json has no 'Env'"),
         (("submit", "quickstart", "--site", "local", "-s", "domains.lake.env=json"), "domains.lake.env"),
         (("submit", "quickstart", "--site", "local", "-s", "domains.lake.options.map=9x9"), "9x9"),
@@ -306,7 +309,7 @@ def test_a_plan_as_json_is_deterministic(home: Path) -> None:
 def test_a_plan_for_people_shows_roles_cost_and_script(home: Path) -> None:
     output = hpcrl("plan", "quickstart", "--site", "lab").stdout
     rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.strip()}
-    assert " ".join(rows["role"]) == "component partition nodes ranks GPUs each cores each GiB each"
+    assert " ".join(rows["role"]) == "component partition nodes workers GPUs each cores each GiB each"
     assert rows["decode"] == ["2", "decode", "1", "1", "1", "h20", "1", "4"]
     assert rows["reward"] == ["0", "env", "1", "1", "-", "1", "1"]
     for part in ("hetjob: site lab", "1.33 node-hours and 1 GPU-hours", "#SBATCH hetjob"):
@@ -417,3 +420,13 @@ def test_a_path_without_a_model_directory_is_refused_with_what_it_is(
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     assert expected in refused("submit", "quickstart", "--site", "local", "-s", f"model.path={path}")
+
+
+@pytest.mark.parametrize("words", [("plan", "quickstart", "--site", "lab"), ("ls",)])
+def test_a_reader_that_closes_the_output_early_is_no_error(home: Path, words: tuple[str, ...]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "hpcrl.cli", *words]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, "")

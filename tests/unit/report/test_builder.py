@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -305,3 +306,24 @@ def test_without_h5py_a_report_names_the_package_that_trajectories_need(
     monkeypatch.setitem(__import__("sys").modules, "hpcrl.report.trajectories", None)
     figures: TrajectoryFigures = command._read_trajectories(campaign.run)
     assert figures.problems[0].startswith("trajectories are not shown")
+
+
+def test_a_report_replaces_no_device_and_no_foreign_file(
+    campaign: SyntheticCampaign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert command.main(["-o", str(tmp_path / "pipe"), "--", str(campaign.run.root)]) == 2
+    assert "it is no regular file" in capsys.readouterr().err
+    assert stat.S_ISFIFO((tmp_path / "pipe").lstat().st_mode)
+    (tmp_path / "q.json").write_text('{"mine": 1}')
+    assert command.main(["-o", str(tmp_path / "q.html"), "--", str(campaign.run.root)]) == 2
+    assert "q.json exists and is no report" in capsys.readouterr().err
+    assert (tmp_path / "q.json").read_text() == '{"mine": 1}'
+
+
+def test_a_report_is_written_through_a_link_and_again(campaign: SyntheticCampaign, tmp_path: Path) -> None:
+    (tmp_path / "link.html").symlink_to(tmp_path / "real.html")
+    for _ in range(2):
+        assert command.main(["-o", str(tmp_path / "link.html"), "--", str(campaign.run.root)]) == 0
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "real.html").read_text().startswith("<!doctype html>")
