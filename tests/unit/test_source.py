@@ -522,10 +522,9 @@ ACROSS_MODULES = {
 
 
 def is_named_after_module(path: Path) -> bool:
-    """Whether a test file's name starts or ends with a module of its package, or with the package or one in it."""
+    """Whether a test file's name starts or ends with the name of a module of its package."""
     folder = PACKAGE / path.parent.relative_to(ROOT / "tests" / "unit")
-    homes = {module.stem.strip("_") for module in folder.glob("*.py")} | {folder.name}
-    homes |= {package.parent.name for package in folder.glob("*/__init__.py")}
+    homes = {module.stem.strip("_") for module in folder.glob("*.py") if module.stem != "__init__"}
     subject = path.stem.removeprefix("test_")
     return any(subject == home or subject.startswith(f"{home}_") or subject.endswith(f"_{home}") for home in homes)
 
