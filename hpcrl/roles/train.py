@@ -137,7 +137,6 @@ def _open_warmup(context: WorkerContext) -> WarmupData | None:
 
 def _run_leader(context: WorkerContext, rank_trainer: RankTrainer, warmup: WarmupData | None) -> int:
     training_loop = TrainingLoop.start_or_resume(context, rank_trainer, warmup=warmup)
-    rank_trainer.must_abandon = training_loop.must_abandon_step
     try:
         return _run_steps(context, training_loop)
     except StepMemoryError:
@@ -344,7 +343,13 @@ class TrainingLoop:
         conversations = warmup.choose(self.step + 1)
         self.note_progress(num_warmup_steps=self.step, is_training=True)
         self.step_started_at = time.monotonic()
-        metrics = self.trainer.train_step(conversations, step=self.step + 1, version=self.version, train=warmup.train)
+        metrics = self.trainer.train_step(
+            conversations,
+            step=self.step + 1,
+            version=self.version,
+            train=warmup.train,
+            must_abandon=self.must_abandon_step,
+        )
         self.times.steps.append(time.monotonic() - self.step_started_at)
         self.step += 1
         no_rewards = {"reward_mean": None, "reward_std": None, "num_flat_groups": 0, "lag_mean": 0.0, "lag_max": 0}
@@ -385,7 +390,9 @@ class TrainingLoop:
         wait_s = time.monotonic() - self.waiting_since
         self.step_started_at = time.monotonic()
         gathering = self.reading.submit(self.train_queue.gather)
-        metrics = self.trainer.train_step(choice.chosen, step=self.step + 1, version=self.version)
+        metrics = self.trainer.train_step(
+            choice.chosen, step=self.step + 1, version=self.version, must_abandon=self.must_abandon_step
+        )
         gathering.result()
         self.consumed.update(trajectory.id for trajectory in choice.chosen)
         self.step += 1

@@ -31,6 +31,7 @@ from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.models.model_config import read_model_config
 from hpcrl.spool.record import Trajectory
+from hpcrl.system.processes import return_false
 from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs
 from hpcrl.trainers.spread_model import SpreadModel, load_spread_models
 from hpcrl.trainers.state import StateShard, state_file_name, write_state
@@ -125,11 +126,18 @@ class Trainer(Protocol):
     """The owner of the weights, as the train role sees it: one rank, or rank 0 for all of them (`RankLeader`)."""
 
     def train_step(
-        self, trajectories: Sequence[Trajectory], *, step: int, version: int, train: TrainConfig | None = None
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        step: int,
+        version: int,
+        train: TrainConfig | None = None,
+        must_abandon: Callable[[], bool] = return_false,
     ) -> StepMetrics:
         """Train on whole groups. A loss or gradient that is not finite leaves the weights as they were.
 
-        `train` has the settings of this step, where they differ from those of the recipe (a warm-up's).
+        `train` has the settings of this step, where they differ from those of the recipe (a warm-up's). `must_abandon`
+        is asked, before the step's first update, whether the time is too short for its rest.
         """
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -191,9 +199,6 @@ class RankTrainer(Trainer, Protocol):
 
     has_scored_reference: bool
     """True if the log-probs of the reference come with the trajectories, from a teacher's engine."""
-
-    must_abandon: Callable[[], bool]
-    """A function that is asked during a step whether the time is too short for its rest; that of rank 0 counts."""
 
     fitting_tokens: int
     """The tokens of the largest micro-batch of any rank so far, padding included: there was memory for it."""

@@ -36,6 +36,7 @@ from hpcrl.learn.distribute import RankShare, ShareItem, StepShares, distribute_
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.segment import read_segment
 from hpcrl.system.files import remove_path
+from hpcrl.system.processes import return_false
 from hpcrl.trainers.base import RankTrainer, StepAbandonedError, StepMetrics, WritableState
 from hpcrl.trainers.publishing import WindowOrders, open_shard_store
 from hpcrl.trainers.step import learn_rows, train_step
@@ -189,7 +190,13 @@ class RankLeader:
         self._prefetcher = _make_prefetcher(trainer, train=train, spool=spool)
 
     def train_step(
-        self, trajectories: Sequence[Trajectory], *, step: int, version: int, train: TrainConfig | None = None
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        step: int,
+        version: int,
+        train: TrainConfig | None = None,
+        must_abandon: Callable[[], bool] = return_false,
     ) -> StepMetrics:
         source = _choose_source(self._warmup, step)
         return train_step(
@@ -201,6 +208,7 @@ class RankLeader:
             version=version,
             read_share=lambda dealt: self._distribute_rows(dealt, step=step, version=version),
             segment_of=self._segment_of if source is None else lambda _: "",
+            must_abandon=must_abandon,
         )
 
     def _distribute_rows(self, step_shares: StepShares, *, step: int, version: int) -> list[list[TrainingRow]]:

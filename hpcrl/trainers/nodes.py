@@ -48,6 +48,7 @@ class StepWork(NodeWork):
     step: int
     read_share: Callable[[], list[list[TrainingRow]]]
     """A function that returns this rank's rows of each minibatch."""
+    must_abandon: Callable[[], bool]
     result: LearnResult
     policy_loss: PolicyLoss
     totals: list[MinibatchTotals] = field(default_factory=list)
@@ -55,7 +56,7 @@ class StepWork(NodeWork):
 
     def check_time(self) -> None:
         """Raise StepAbandonedError on all ranks if rank 0 has no time for the rest of the step."""
-        if self.trainer.world.any(self.trainer.must_abandon()):
+        if self.trainer.world.any(self.must_abandon()):
             raise StepAbandonedError(f"step {self.step} was abandoned: the job ends before it would be made and saved")
 
 

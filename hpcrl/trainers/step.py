@@ -34,6 +34,7 @@ from hpcrl.learn.distribute import StepShares, distribute_step, load_share_rows
 from hpcrl.learn.loss import LossSums
 from hpcrl.learn.pipeline import PipelineExecutor
 from hpcrl.spool.record import Trajectory
+from hpcrl.system.processes import return_false
 from hpcrl.trainers.base import RankTrainer, StepMetrics, check_trainable
 from hpcrl.trainers.memory_error import StepMemoryError, watch_memory
 from hpcrl.trainers.nodes import (
@@ -57,6 +58,7 @@ def train_step(
     version: int,
     read_share: Callable[[StepShares], list[list[TrainingRow]]] | None = None,
     segment_of: Callable[[Trajectory], str] = lambda _: "",
+    must_abandon: Callable[[], bool] = return_false,
 ) -> StepMetrics:
     """Make one training step; `read_share` returns this rank's rows, without it those of `trajectories`."""
     stopwatch = Stopwatch()
@@ -79,6 +81,7 @@ def train_step(
         read_share=partial(read_share or _make_row_reader(trajectories, share=trainer.share, train=train), step_shares),
         skipped=step_shares.skipped,
         watch=stopwatch,
+        must_abandon=must_abandon,
     )
     return build_step_metrics(
         trajectories,
@@ -98,11 +101,13 @@ def learn_rows(
     read_share: Callable[[], list[list[TrainingRow]]],
     skipped: str | None,
     watch: Stopwatch,
+    must_abandon: Callable[[], bool] = return_false,
 ) -> LearnResult:
     """Run the nodes of every rank on its share of a step, whose rows `read_share` returns.
 
     A rank that skips a step reads its rows all the same, which starts to prefetch the next. One that runs out of memory
-    raises StepMemoryError; the others wait for it then, so all have to be started again.
+    raises StepMemoryError; the others wait for it then, so all have to be started again. Any rank's `must_abandon` ends
+    the step before its first update; only rank 0 is given one.
     """
     trainer.use_settings(train)
     executor = PipelineExecutor(train, RANK_NODES)
@@ -114,6 +119,7 @@ def learn_rows(
         trainer=trainer,
         step=step,
         read_share=read_share,
+        must_abandon=must_abandon,
         result=result,
         policy_loss=executor.make_loss(),
     )

@@ -82,7 +82,6 @@ class TorchTrainer:
         self.has_scored_reference = has_scored_reference
         self.world = world
         self.fitting_tokens = 0
-        self.must_abandon: Callable[[], bool] = return_false
         source = open_causal(model_dir, dtype=choose_frozen_dtype(train, world) if train.lora_rank else torch.float32)
         module = source.module
         self._precise_names = source.find_precise_names()
@@ -145,10 +144,23 @@ class TorchTrainer:
         return read_max_context(self._config.to_dict()) or int(self._config.max_position_embeddings)
 
     def train_step(
-        self, trajectories: Sequence[Trajectory], *, step: int, version: int, train: TrainConfig | None = None
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        step: int,
+        version: int,
+        train: TrainConfig | None = None,
+        must_abandon: Callable[[], bool] = return_false,
     ) -> StepMetrics:
-        train = train or self._recipe_train
-        return train_step(self, trajectories, train=train, seed=self._seed, step=step, version=version)
+        return train_step(
+            self,
+            trajectories,
+            train=train or self._recipe_train,
+            seed=self._seed,
+            step=step,
+            version=version,
+            must_abandon=must_abandon,
+        )
 
     def use_settings(self, train: TrainConfig) -> None:
         """Use the settings of the step that starts."""

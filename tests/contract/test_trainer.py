@@ -217,11 +217,9 @@ def test_a_step_that_is_abandoned_leaves_all_as_before_it(make):
     for one in (trainer, other):
         one.train_step(batch(), step=1, version=1)
     answers = [] if hasattr(trainer, "_run_schedule") else [False]  # a schedule of stages is not interrupted
-    trainer.must_abandon = lambda: not answers or answers.pop()
     with pytest.raises(StepAbandonedError, match=r"^step 2 was abandoned"):
-        trainer.train_step(batch(1), step=2, version=2)
+        trainer.train_step(batch(1), step=2, version=2, must_abandon=lambda: not answers or answers.pop())
     assert same(trainer.tensors(), other.tensors())
-    trainer.must_abandon = bool
     for one in (trainer, other):
         one.train_step(batch(2), step=2, version=2)
     assert same(trainer.tensors(), other.tensors()), "neither its gradient nor the state of the optimizer has changed"
@@ -229,10 +227,9 @@ def test_a_step_that_is_abandoned_leaves_all_as_before_it(make):
 
 def test_a_step_that_has_changed_the_weights_is_completed(make):
     trainer, updates = make(epochs=2), []
-    trainer.must_abandon = lambda: bool(updates)
     apply = trainer.apply_gradient
     trainer.apply_gradient = lambda **options: updates.append(apply(**options))
-    assert trainer.train_step(batch(), step=1, version=1).skipped is None
+    assert trainer.train_step(batch(), step=1, version=1, must_abandon=lambda: bool(updates)).skipped is None
     assert len(updates) == 2
 
 

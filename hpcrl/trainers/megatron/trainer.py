@@ -86,7 +86,6 @@ class MegatronTrainer:
         self.has_scored_reference = has_scored_reference
         self.world = world
         self.fitting_tokens = 0
-        self.must_abandon: Callable[[], bool] = return_false
         self.critic = None  # `find_megatron_conflict` refuses recipes that need one
         with patch_for_cpu():
             self._model_part = build_model_part(model_dir, train=train, world=world, seed=seed)
@@ -129,10 +128,23 @@ class MegatronTrainer:
         return self._model_part.max_length
 
     def train_step(
-        self, trajectories: Sequence[Trajectory], *, step: int, version: int, train: TrainConfig | None = None
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        step: int,
+        version: int,
+        train: TrainConfig | None = None,
+        must_abandon: Callable[[], bool] = return_false,
     ) -> StepMetrics:
-        train = train or self._recipe_train
-        return train_step(self, trajectories, train=train, seed=self._seed, step=step, version=version)
+        return train_step(
+            self,
+            trajectories,
+            train=train or self._recipe_train,
+            seed=self._seed,
+            step=step,
+            version=version,
+            must_abandon=must_abandon,
+        )
 
     def use_settings(self, train: TrainConfig) -> None:
         """Use the settings of the step that starts."""
