@@ -604,3 +604,22 @@ def test_every_field_of_an_event_is_read_by_the_package_or_meant_for_people():
     described = list_read_names(node for function in functions for node in ast.walk(function))
     unread = {kind: names - used[kind] - described for kind, names in fields.items()}
     assert {kind: names for kind, names in unread.items() if names} == FOR_PEOPLE
+
+
+CONFIG = PACKAGE / "config"
+READ_BY_NAME = {"inference", "on_exit", "on_max_turns", "on_overflow", "on_timeout"}
+"""The keys that are read otherwise: `Site.choose_inference` returns the first, `getattr` the others."""
+
+
+def list_config_keys(path: Path) -> set[str]:
+    """Return the names of the keys that the tables of a module have."""
+    tables = [node for node in parse(path).body if isinstance(node, ast.ClassDef)]
+    return {field.target.id for table in tables for field in table.body if isinstance(field, ast.AnnAssign)}
+
+
+def test_every_key_of_a_recipe_and_a_site_is_read():
+    """Names are compared, without their tables: a key passes if any module reads an attribute of its name."""
+    keys = list_config_keys(CONFIG / "recipe.py") | list_config_keys(CONFIG / "site.py")
+    outside = [node for path in MODULES if path.parent != CONFIG for node in walk(path)]
+    read = {node.attr for node in outside if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    assert keys - read == READ_BY_NAME
