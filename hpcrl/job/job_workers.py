@@ -102,6 +102,7 @@ class JobWorkers:
         if self.is_trainer_due:
             self.start_trainer(runtime)
             self.is_trainer_due = False
+            self.emit(WorkerRestarted(of="train-0"))
         is_without = [len(self._list_trainer_nodes()) < num_nodes]
         is_without += [self._count_lost_pool(runtime, role, node) for role, node in runtime.replace_lost_blocks()]
         for worker in self.long_lived:
@@ -151,7 +152,6 @@ class JobWorkers:
     def _count_trainer_failure(self, reason: str, *, cause: EndCause) -> None:
         self.emit(WorkerFailed(of="train-0", reason=reason))
         self.budget.count_failure("train-0", reason, cause=cause)
-        self.emit(WorkerRestarted(of="train-0"))
 
     def _list_trainer_nodes(self) -> list[str]:
         """Return the nodes of the trainer, the first of which have its ranks; none on a machine without Slurm."""

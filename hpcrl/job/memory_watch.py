@@ -5,7 +5,7 @@ TrainerMemoryWatch    what the trainer has recorded, and what the kernel did
 
 from collections.abc import Callable
 
-from hpcrl.campaign_dir.events import CampaignEvent, MemoryRanOut, WorkerRestarted
+from hpcrl.campaign_dir.events import CampaignEvent, MemoryRanOut
 from hpcrl.campaign_dir.job_end import JobError
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_limits import (
@@ -68,7 +68,6 @@ class TrainerMemoryWatch:
         )
         if limits.failure:
             raise JobError(limits.failure, cause="memory-limits")
-        self._emit(WorkerRestarted(of="train-0"))
         return True
 
     def _halve_after_kill(self, limits: TrainLimits) -> TrainLimits:

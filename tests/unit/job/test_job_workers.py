@@ -5,10 +5,11 @@ import os
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 
-from hpcrl.campaign_dir.events import FaultReported, WorkerFailed
+from hpcrl.campaign_dir.events import FaultReported, WorkerFailed, WorkerRestarted
 from hpcrl.campaign_dir.job_end import JobError
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import TrainProgress, write_train_progress
@@ -80,10 +81,11 @@ def test_a_trainer_whose_start_is_refused_by_a_full_file_system_has_failed_once_
         with pytest.raises(OSError, match="No space left"):
             workers.restart_failed(runtime, trainer_code=code)
         code = None  # none runs
+    assert [type(event) for event in events] == [WorkerFailed], "none was started again"
     assert workers.restart_failed(runtime, trainer_code=code) is False
     assert workers.restart_failed(runtime, trainer_code=None) is False
     assert runtime.num_started == 1
-    assert [event.of for event in events if isinstance(event, WorkerFailed)] == ["train-0"]
+    assert events == [WorkerFailed(of="train-0", reason=ANY), WorkerRestarted(of="train-0")]
 
 
 def fail_worker(workers, worker, times=MAX_RESTARTS + 1):

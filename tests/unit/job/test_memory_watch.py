@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcrl.campaign_dir.events import MemoryRanOut, WorkerRestarted
+from hpcrl.campaign_dir.events import MemoryRanOut
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_limits import (
     MemoryShortage,
@@ -53,13 +53,12 @@ def watched(tmp_path):
 def test_a_recorded_shortage_is_reported_once_whatever_the_exit_code(watched, code):
     watched.run_out(900, num_rows=4)
     assert watched.watch.report_shortage(code)
-    shortage, restart = watched.events
+    (shortage,) = watched.events
     assert (shortage.step, shortage.rank, shortage.tokens_per_micro_batch) == (4, 2, 450)
     assert shortage.reason == (
         "the trainer ran out of memory in step 4 on rank 2 with 4 rows of 900 tokens: it continues from the last "
         "checkpoint with train.tokens_per_micro_batch = 450"
     )
-    assert restart == WorkerRestarted(of="train-0")
     assert not watched.watch.report_shortage(EXIT_FAILED)
 
 
@@ -76,7 +75,7 @@ def test_the_job_ends_with_the_reason_once_nothing_is_left_to_lower(watched):
     watched.run_out(400, num_rows=4)
     with pytest.raises(HpcrlError, match="nothing is left to lower: choose larger GPUs, and submit the recipe again"):
         watched.watch.report_shortage(EXIT_OUT_OF_MEMORY)
-    assert [type(event) for event in watched.events] == [MemoryRanOut, WorkerRestarted, MemoryRanOut]
+    assert [type(event) for event in watched.events] == [MemoryRanOut, MemoryRanOut]
 
 
 def test_a_rank_that_the_kernel_ended_continues_once_with_half_the_micro_batch(watched):
