@@ -2,7 +2,7 @@
 
     main               start the guardian with the driver as its child
     JobDriver          supervise one job: allocation -> runtime -> supervise until the trainer is done -> outcome
-    LIMIT_OUTCOMES, POLL_INTERVAL_S, LEASE_INTERVAL_S, CONFIRM_TIMEOUT_S   constants
+    LIMIT_OUTCOMES, POLL_INTERVAL_S, LEASE_INTERVAL_S   constants
 
 No data passes through the driver.
 """
@@ -40,7 +40,7 @@ from hpcrl.job.memory_watch import TrainerMemoryWatch
 from hpcrl.job.metrics_process import MetricsProcess
 from hpcrl.job.progress_watch import ProgressWatch, watch_campaign
 from hpcrl.job.reward_tasks import RewardScoring
-from hpcrl.job.supervision import DrainMargin, FileOutage, LookInterval, RestartBudget, find_campaign_use
+from hpcrl.job.supervision import DrainMargin, FileOutage, LastStepWatch, LookInterval, RestartBudget, find_campaign_use
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm import next_job
@@ -58,7 +58,6 @@ POLL_INTERVAL_S = 0.1
 LIMIT_OUTCOMES: dict[EndCause, JobOutcome] = {"goal-reached": "done", "budget-used": "stopped"}
 """The outcome of a job that drained for a limit of the campaign."""
 LEASE_INTERVAL_S = 10.0
-CONFIRM_TIMEOUT_S = 20.0
 
 
 def main() -> int:
@@ -114,8 +113,6 @@ class JobDriver:
     """Called in each turn of the loop: the guardian ends a driver that hangs."""
     is_supervising: bool = False
     """True once everything was started."""
-    unconfirmed_since: float | None = None
-    """The time since when the trainer has seemed to be done, without a checkpoint of its last step."""
     queueing: threading.Thread | None = None
     """The thread that queues the next job."""
 
@@ -127,6 +124,7 @@ class JobDriver:
         margin = DrainMargin(trainer_events.poll, least_s=recipe.job.drain_s)
         self.use = find_campaign_use(self.job, limits=recipe.limits, plan=self.plan)
         self.drain = JobDrain(self.job, margin=margin, use=self.use, emit=emit)
+        self.last_step = LastStepWatch(self.campaign, num_steps=recipe.train.num_steps)
         self.lease_looks = LookInterval(LEASE_INTERVAL_S)
         has_gpus = bool(self.plan.role("train").gpus_per_worker)
         self.workers = JobWorkers(
@@ -209,13 +207,17 @@ class JobDriver:
             self.is_supervising = True
             end = self._supervise(runtime, allocation)
         finally:
-            self.weight_plane.close()
-            if self.queueing is not None:
-                self.queueing.join(self.drain.choose_grace())
-            runtime.close(grace_s=self.drain.choose_grace())
-            self.reporter.close()
+            self._close(runtime)
         self.events.emit(JobEnded(outcome=end.outcome, reason=end.reason))
         return end
+
+    def _close(self, runtime: "JobRuntime") -> None:
+        """End everything that was started."""
+        self.weight_plane.close()
+        if self.queueing is not None:
+            self.queueing.join(self.drain.choose_grace())
+        runtime.close(grace_s=self.drain.choose_grace())
+        self.reporter.close()
 
     def _find_campaign_end(self) -> JobEnd | None:
         """Return the end of a campaign that has reached a limit, or that the job before this one has ended."""
@@ -249,7 +251,7 @@ class JobDriver:
             request = self.drain.check_requests(allocation)
             if request is not None and request.is_at_walltime:
                 self._queue_next(allocation)  # Slurm may have refused it before; the steps end with the drain
-            code = self._confirm_done(runtime.trainer_exit_code())
+            code = self.last_step.confirm_done(runtime.trainer_exit_code())
             if (end := self._find_end(code)) is not None:
                 return end
             if self.drain.limits.reason is None:
@@ -273,18 +275,6 @@ class JobDriver:
         self._check_progress(watch)
         if why := domains.find_end():
             raise JobError(why, cause="user-code")
-
-    def _confirm_done(self, code: int | None) -> int | None:
-        """Return the exit code of the trainer; 0 counts only with the checkpoint of the last step.
-
-        srun ends with 0 too when the node of its step was lost. Another node may see a new checkpoint late.
-        """
-        if code != EXIT_DONE or next_job.find_last_step(self.campaign) >= self.recipe.train.num_steps:
-            self.unconfirmed_since = None
-            return code
-        now = time.monotonic()
-        self.unconfirmed_since = self.unconfirmed_since or now
-        return EXIT_FAILED if now > self.unconfirmed_since + CONFIRM_TIMEOUT_S else None
 
     def _find_end(self, code: int | None) -> JobEnd | None:
         """Return how the job ends, if it does now; `code` is the exit code of the trainer."""

@@ -9,9 +9,10 @@ RestartBudget       the failures of each worker, pool and segment in the last ho
 find_quorum         the workers of a role without which the job ends
 measure_hours       the time that a job has run
 CampaignUse, find_campaign_use    what the campaign has used and reached, for its limits
+LastStepWatch       whether a trainer that has ended is done
 DrainMargin         the time that a job needs to drain, learned from its trainer
 CLOSE_RESERVE_S, MAX_CLOSE_SHARE, MARGIN_FACTOR, NUM_STEPS, READ_INTERVAL_S, REQUEST_PAUSE_S, BUDGET_PERIOD_S,
-MAX_RECORDS   constants
+MAX_RECORDS, CONFIRM_TIMEOUT_S   constants
 """
 
 import math
@@ -27,13 +28,15 @@ from statistics import fmean
 from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, JobStarted, StepFinished
 from hpcrl.campaign_dir.job_end import EndCause, JobError, read_job_end
-from hpcrl.campaign_dir.paths import JobDir, make_worker_name
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.config.recipe import LimitsConfig
 from hpcrl.job.batch_log import note_in_log
 from hpcrl.job.guardian import CLOSE_GRACE_S
 from hpcrl.monitor.job_state import find_last_beat
 from hpcrl.plan.plan import Plan
+from hpcrl.slurm import next_job
 from hpcrl.slurm.end_policy import FailureRecord
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_FAILED
 from hpcrl.system.file_watch import PATIENCE_S, NameWatch, is_outage
 from hpcrl.system.processes import MAX_RESTARTS
 
@@ -53,6 +56,8 @@ REQUEST_PAUSE_S = 0.5
 BUDGET_PERIOD_S = 3600.0
 """Failures that are older do not count: what leaks and ends once in hours works."""
 MAX_RECORDS = 10_000
+CONFIRM_TIMEOUT_S = 20.0
+"""The longest time until the driver's node sees the checkpoint of a trainer that is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,6 +267,27 @@ class DrainMargin:
             self._step_times.append((event.step_s or 0.0) + event.times.get("publish", 0.0))
         elif isinstance(event, CheckpointSaved):
             self._save_times.append(event.wall_s or 0.0)
+
+
+class LastStepWatch:
+    """The checkpoint of a campaign's last step, without which its trainer is not done."""
+
+    def __init__(self, campaign: CampaignDir, *, num_steps: int) -> None:
+        self._campaign = campaign
+        self._num_steps = num_steps
+        self._missing_since: float | None = None
+
+    def confirm_done(self, code: int | None) -> int | None:
+        """Return the exit code of the trainer; 0 counts only with the checkpoint of the last step.
+
+        srun ends with 0 too when the node of its step was lost. Another node may see a new checkpoint late.
+        """
+        if code != EXIT_DONE or next_job.find_last_step(self._campaign) >= self._num_steps:
+            self._missing_since = None
+            return code
+        now = time.monotonic()
+        self._missing_since = self._missing_since or now
+        return EXIT_FAILED if now > self._missing_since + CONFIRM_TIMEOUT_S else None
 
 
 class FileOutage:

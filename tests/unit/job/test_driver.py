@@ -89,18 +89,18 @@ def test_a_campaign_that_has_reached_a_limit_starts_nothing(driver):
 
 
 def test_a_trainer_is_done_only_with_the_checkpoint_of_its_last_step(driver):
-    assert driver._confirm_done(EXIT_DONE) is None, "srun ends with 0 too if its node was lost"
-    assert driver._confirm_done(EXIT_DRAINED) == EXIT_DRAINED
-    assert driver._confirm_done(None) is None
+    assert driver.last_step.confirm_done(EXIT_DONE) is None, "srun ends with 0 too if its node was lost"
+    assert driver.last_step.confirm_done(EXIT_DRAINED) == EXIT_DRAINED
+    assert driver.last_step.confirm_done(None) is None
     make_private_dir(driver.campaign.checkpoints / f"000001-step-{driver.recipe.train.num_steps:06d}")
-    assert driver._confirm_done(EXIT_DONE) == EXIT_DONE
+    assert driver.last_step.confirm_done(EXIT_DONE) == EXIT_DONE
 
 
 def test_a_trainer_that_seems_done_without_that_checkpoint_has_failed(driver, monkeypatch):
-    monkeypatch.setattr("hpcrl.job.driver.CONFIRM_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("hpcrl.job.supervision.CONFIRM_TIMEOUT_S", 0.0)
     make_private_dir(driver.campaign.checkpoints / "000001-step-000001")
-    assert driver._confirm_done(EXIT_DONE) is None
-    assert driver._confirm_done(EXIT_DONE) == EXIT_FAILED
+    assert driver.last_step.confirm_done(EXIT_DONE) is None
+    assert driver.last_step.confirm_done(EXIT_DONE) == EXIT_FAILED
 
 
 def test_a_job_that_makes_its_last_step_while_it_drains_is_complete(driver):
