@@ -3,6 +3,8 @@
 import functools
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores, and thread
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LEFTOVERS = pytest.StashKey[LeftoverCheck]()
+COMPILED = pytest.StashKey[Path]()
+"""The directory of what torch compiles, for all processes of this session."""
 IN_CI = bool(os.environ.get("CI"))
 MUST_RUN_IN_CI = ("browser", "mpi", "slurm", "vllm")
 KILLERS = {"agents", "e2e", "mpi", "slurm", "vllm"}
@@ -118,12 +122,15 @@ def must_run(report: pytest.TestReport | pytest.CollectReport) -> bool:
 def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):  # the processes of xdist belong to the session that started them
         session.stash[LEFTOVERS] = start_check()
+        session.stash[COMPILED] = Path(tempfile.mkdtemp(prefix="hpcrl-tests-compiled-"))
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(session.stash[COMPILED])  # else they leave one for each user
 
 
 def find_leftovers(session: pytest.Session) -> list[str]:
     """Return what this session left; tests that kill campaigns leave what the next step on a node removes."""
     if LEFTOVERS not in session.stash:
         return []
+    shutil.rmtree(session.stash[COMPILED], ignore_errors=True)
     left = session.stash[LEFTOVERS].end()
     places = [*session.config.args, *(str(item.path) for item in getattr(session, "items", []))]
     is_killer = left.may_be_of_killed or any(KILLERS & set(Path(place).parts) for place in places)

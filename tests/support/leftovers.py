@@ -24,7 +24,7 @@ import psutil
 
 from hpcrl.weights.window.shm_cleanup import remove_orphans
 
-OURS = re.compile(r"psm_|sem\.mp-|hydra_hwloc_xmlfile_|hpcrl-|vllm-|pymp-")
+OURS = re.compile(r"psm_|sem\.mp-|hydra_hwloc_xmlfile_|hpcrl-|vllm-|pymp-|torchinductor_")
 LEDGER = re.compile(r"hpcrl-\d+-ledger-")
 MARK = "HPCRL_TEST_SESSION"
 """Every program that a test session starts inherits this variable."""

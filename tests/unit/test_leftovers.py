@@ -126,3 +126,9 @@ def test_a_session_waits_until_the_first_one_has_noted_what_is_there(folder: Pat
         fcntl.flock(first, fcntl.LOCK_SH)
         check = second.result()
     assert check.end().lasting == (str(folder / "hpcrl-left"),)
+
+
+def test_what_torch_compiles_is_in_a_directory_that_the_session_removes() -> None:
+    compiled = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert compiled.name.startswith("hpcrl-tests-compiled-")
+    assert compiled.is_dir()
