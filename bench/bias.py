@@ -23,7 +23,7 @@ from functools import partial
 from statistics import mean
 
 from bench.figures import Figure, main
-from bench.rolling.campaign import Setting
+from bench.rolling.campaign import RollingSetting
 from bench.rolling.chain import ChainOutcome, run_chains
 from bench.rolling.world import Play, Turn
 
@@ -49,7 +49,7 @@ def play_lognormal(seed: int, luck: random.Random, *, median: int = MEDIAN_TOKEN
 
 def measure(full: bool) -> list[Figure]:
     num_tasks = 768 if full else 192
-    plain = Setting(
+    plain = RollingSetting(
         plays=play_lognormal,
         num_steps=10_000,
         groups_per_step=GROUPS_PER_STEP,

@@ -21,7 +21,7 @@ from typing import Any
 from bench.figures import Figure, main
 from bench.weights import NUM_READERS, SPAWN, qwen2_shapes, random_bfloat16, readers, scratch_run
 from hpcrl.errors import WeightsError
-from hpcrl.testing.nodes import MPIEXEC, Fleet, fleet, publish, wait_until
+from hpcrl.testing.nodes import MPIEXEC, CourierFleet, fleet, publish, wait_until
 from hpcrl.testing.shards import split_tensor
 from hpcrl.weights.layout import PartAssignment, TensorLayout
 from hpcrl.weights.stores.window_store import WindowStore
@@ -116,7 +116,7 @@ def two_sources(size: str, shapes: dict[str, Any], *, turns: int) -> list[Figure
     return [Figure(name=f"{size}: half from each of two sources / all from one", value=both / best, better="lower")]
 
 
-def carry(couriers: Fleet, windows: list[Window], *, num_versions: int) -> list[float]:
+def carry(couriers: CourierFleet, windows: list[Window], *, num_versions: int) -> list[float]:
     """Publish versions; return the time until an engine on the last node could load each."""
     key = couriers.key(couriers.nodes[-1])
     there = Window.open(key, job=0)
@@ -137,7 +137,7 @@ def carry(couriers: Fleet, windows: list[Window], *, num_versions: int) -> list[
     return took
 
 
-def carried(couriers: Fleet) -> int:
+def carried(couriers: CourierFleet) -> int:
     """Return the newest version that was logged as being everywhere."""
     return max((int(event["version"]) for event in couriers.events("courier")), default=-1)
 
@@ -190,7 +190,7 @@ def peers(num_ranks: int, nbytes: int, rounds: int, *ways: str) -> dict[str, flo
     return found
 
 
-def idle_share(couriers: Fleet) -> float:
+def idle_share(couriers: CourierFleet) -> float:
     """Return the share of a core that the busier courier uses while nothing is sent."""
 
     def used_s() -> dict[int, float]:
@@ -250,7 +250,7 @@ def random_kills() -> list[Figure]:
 class Engine:
     """A process that reads every version that appears on its node."""
 
-    def __init__(self, couriers: Fleet, node: str) -> None:
+    def __init__(self, couriers: CourierFleet, node: str) -> None:
         self._pipe, there = SPAWN.Pipe()
         self._process = SPAWN.Process(target=look, args=(couriers.key(node), there), daemon=True)
         self._process.start()

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from bench.figures import Figure, main
 from bench.rolling import crowd
-from bench.rolling.campaign import Setting, run_all
+from bench.rolling.campaign import RollingSetting, run_all
 from bench.rolling.world import Plays, plain, recorded
 from bench.routing.workload import read_calls, synthetic
 from hpcrl.config.recipe import RolloutMode
@@ -62,10 +62,10 @@ def measure(full: bool, *, calls: Path | None, only: str | None) -> list[Figure]
     return [figure for name in chosen for figure in parts[name]()]
 
 
-def _settings(groups: int, *, plays: Plays, num_steps: int, mode: RolloutMode = "async") -> Setting:
+def _settings(groups: int, *, plays: Plays, num_steps: int, mode: RolloutMode = "async") -> RollingSetting:
     """Return a setting in which one step's groups of 8 episodes run at once, on one GPU for 8 groups."""
     num_gpus, max_running = groups // QUARTER, groups * 8
-    return Setting(
+    return RollingSetting(
         plays=plays, num_steps=num_steps, mode=mode, groups_per_step=groups, num_gpus=num_gpus, max_running=max_running
     )
 
@@ -150,7 +150,7 @@ def _reset(groups: int) -> list[Figure]:
 
 def _alpha(alphas: Sequence[int], *, calls: Path | None, num_steps: int) -> list[Figure]:
     """Measure staleness while one step's episodes run at once; training takes no time, so versions come fastest."""
-    setting = Setting(
+    setting = RollingSetting(
         plays=recorded(read_calls(calls) if calls else synthetic()),
         num_steps=num_steps,
         groups_per_step=16,

@@ -27,7 +27,7 @@ from statistics import median
 
 from bench.figures import Figure, main
 from bench.routing.bounds import assign_hardware, crowded_s, free_bound_s, lower_bound_s
-from bench.routing.fleet import Fleet, Run, replay
+from bench.routing.fleet import Run, WorkerFleet, replay
 from bench.routing.losses import losses
 from bench.routing.workload import Call, Script, read_calls, repeated, synthetic
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
@@ -62,7 +62,7 @@ def measure(full: bool, *, files: argparse.Namespace) -> list[Figure]:
 
 
 def _policy_figures(scripts: list[Script], *, full: bool) -> list[Figure]:
-    fleet = Fleet(workers={"h100": 2, "h20": 4} if full else {"h100": 1, "h20": 2})
+    fleet = WorkerFleet(workers={"h100": 2, "h20": 4} if full else {"h100": 1, "h20": 2})
     some, many = (repeated(scripts, num) for num in ((1440, 4800) if full else (720, 1440)))
     runs = {name: replay(some, fleet, policy=name) for name in ("round-robin", "least-loaded", "power of two")}
     router = replay(some, fleet, policy="router")
@@ -82,7 +82,7 @@ def _policy_figures(scripts: list[Script], *, full: bool) -> list[Figure]:
     ]
 
 
-def _bound_figures(scripts: list[Script], fleet: Fleet) -> list[Figure]:
+def _bound_figures(scripts: list[Script], fleet: WorkerFleet) -> list[Figure]:
     """Compare the router with the bound, and report its losses."""
     router = replay(scripts, fleet, policy="router")
     assigned = replay(assign_hardware(scripts, fleet), fleet, policy="router", rules=ASSIGNED_RULES)
@@ -146,7 +146,7 @@ def _pool_run(scripts: list[Script], gpu: str, num: int, *, full: bool) -> Run:
     """Run all environments at once on a pool; one engine represents those that are like it."""
     if not full:
         scripts, num = scripts[: -(-len(scripts) // num)], 1
-    fleet = Fleet(workers={gpu: num}, max_batch=256, tokens_per_step=8192, in_flight=len(scripts))
+    fleet = WorkerFleet(workers={gpu: num}, max_batch=256, tokens_per_step=8192, in_flight=len(scripts))
     return replay(scripts, fleet, policy="sticky")
 
 
@@ -157,7 +157,7 @@ def _fewer_figure(task: str, scripts: list[Script], *, full: bool) -> Figure:
 
 def _kept_figure(task: str, scripts: list[Script]) -> Figure:
     """Measure the opposite case: few enough environments that both pools keep all KV, under hpcrl's router."""
-    pools = [Fleet(workers={gpu: num}, max_batch=256) for gpu, num in EQUAL_COST.items()]
+    pools = [WorkerFleet(workers={gpu: num}, max_batch=256) for gpu, num in EQUAL_COST.items()]
     some = scripts[:128]
     in_flight = min(len(some), *(pool.num_kept(some) for pool in pools))
     h800, h20 = (replay(some, replace(pool, in_flight=in_flight), policy="router").makespan_s for pool in pools)
@@ -165,7 +165,7 @@ def _kept_figure(task: str, scripts: list[Script]) -> Figure:
 
 
 def _bounds(name: str, scripts: list[Script]) -> Figure:
-    pools = (Fleet(workers={gpu: num}, max_batch=256) for gpu, num in EQUAL_COST.items())
+    pools = (WorkerFleet(workers={gpu: num}, max_batch=256) for gpu, num in EQUAL_COST.items())
     h800, h20 = (lower_bound_s(scripts, pool) for pool in pools)
     return Figure(name=f"{name}: the same of the lower bounds", value=h800 / h20)
 
@@ -203,7 +203,7 @@ def _decision_figures() -> list[Figure]:
 
 def _decision_us(num_running: int) -> float:
     """Return the median time of many decisions, with a home and without, by the cost model."""
-    fleet, draw, rules = Fleet(workers={}), random.Random(3), RouterConfig()
+    fleet, draw, rules = WorkerFleet(workers={}), random.Random(3), RouterConfig()
     workers = {}
     for number in range(256):
         gpu, role = ("h100", "h20")[number % 2], "prefill" if number % 4 == 0 else "decode"

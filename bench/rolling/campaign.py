@@ -1,8 +1,8 @@
 """Run a campaign of one real env worker, with simulated engines and a trainer that only takes time.
 
-    Setting      the parameters of a run
-    run          runs it in virtual time -> Outcome
-    run_all      runs several, one process for each, the same number at once as there are cores
+    RollingSetting   the parameters of a run
+    run              runs it in virtual time -> Outcome
+    run_all          runs several, one process for each, the same number at once as there are cores
 
 The env worker is that of a real campaign: admission, task queue, pools, episodes, groups, ledger, journal, router. Its
 spool is in memory; its trainer chooses groups as the real one does.
@@ -27,7 +27,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from bench.rolling.world import Lengths, Lockstep, Plays, World
+from bench.rolling.world import Lengths, Lockstep, Plays, RollingWorld
 from bench.routing.fleet import MODEL_8B
 from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint, announce_endpoint
 from hpcrl.campaign_dir.event_log import EventLog
@@ -68,7 +68,7 @@ description = "The campaign of bench.rollout."
 [model.tiny]
 
 [domains.world]
-env = "bench.rolling.world:World"
+env = "bench.rolling.world:RollingWorld"
 max_turns = 10000
 step_timeout_s = 100000.0
 episode_timeout_s = 100000.0
@@ -95,7 +95,7 @@ stall_timeout_min = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class RollingSetting:
     """The parameters of a run."""
 
     plays: Plays
@@ -150,7 +150,7 @@ class Outcome:
         return 1 - self.num_kept / self.num_generated
 
 
-def run(setting: Setting) -> Outcome:
+def run(setting: RollingSetting) -> Outcome:
     """Run one setting in virtual time."""
     started_at = time.process_time()
     outcome = run_virtual(_steps(setting))
@@ -158,7 +158,7 @@ def run(setting: Setting) -> Outcome:
     return outcome
 
 
-def run_all(settings: Sequence[Setting]) -> list[Outcome]:
+def run_all(settings: Sequence[RollingSetting]) -> list[Outcome]:
     """Run several side by side; in virtual time that slows none of them down."""
     return run_side_by_side([partial(run, setting) for setting in settings])
 
@@ -179,9 +179,9 @@ def _run_number(number: int) -> Any:
     return _calls[number]()
 
 
-async def _steps(setting: Setting) -> Outcome:
+async def _steps(setting: RollingSetting) -> Outcome:
     async with opened(setting) as stage:
-        trainer = Trainer(setting, stage)
+        trainer = RollingTrainer(setting, stage)
         training = asyncio.create_task(trainer.run())
         await asyncio.wait({training, stage.living}, return_when=asyncio.FIRST_COMPLETED)
         await training if training.done() else stage.living.result()
@@ -195,7 +195,7 @@ async def _steps(setting: Setting) -> Outcome:
 
 
 @dataclass
-class Stage:
+class RollingStage:
     """A running env worker with its spool and engines."""
 
     host: EnvWorker
@@ -212,7 +212,7 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def opened(setting: Setting) -> AsyncIterator[Stage]:
+async def opened(setting: RollingSetting) -> AsyncIterator[RollingStage]:
     """Run an env worker and its engines until the end of the block."""
     async with contextlib.AsyncExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hpcrl-bench-")))
@@ -224,7 +224,7 @@ async def opened(setting: Setting) -> AsyncIterator[Stage]:
             context, router=router, layout=Lengths(), rollouts=_in(spool, context), open_env=_opener(setting)
         )
         living = asyncio.create_task(host.run_until_drained(), name="host")
-        yield Stage(
+        yield RollingStage(
             host=host, run=context.campaign, spool=spool, engines=engines, num_generated=num_tokens, living=living
         )
         context.end_requested.set()
@@ -232,7 +232,7 @@ async def opened(setting: Setting) -> AsyncIterator[Stage]:
 
 
 async def open_engines(
-    stack: contextlib.AsyncExitStack, setting: Setting, context: WorkerContext, *, num_tokens: Counter[str]
+    stack: contextlib.AsyncExitStack, setting: RollingSetting, context: WorkerContext, *, num_tokens: Counter[str]
 ) -> tuple[list[SimEngine], Router]:
     """Start the engines of a setting, and the router to them; tokens are counted by episode."""
     engines = [await stack.enter_async_context(_engine(setting)) for _ in range(setting.num_gpus)]
@@ -246,7 +246,7 @@ async def open_engines(
     return engines, await stack.enter_async_context(router)
 
 
-def _engine(setting: Setting) -> SimEngine:
+def _engine(setting: RollingSetting) -> SimEngine:
     settings = SimSettings(max_batch=setting.max_batch, context_length=CONTEXT)
     return SimEngine(estimate_speed(GPU_CATALOGUE["h800"], shape=MODEL_8B), settings=settings)
 
@@ -257,14 +257,14 @@ def _in(spool: MemorySpool, context: WorkerContext) -> RolloutSpool:
     return RolloutSpool(writer, count_sealed=lambda: len(spool.durable), emit=context.events.emit)
 
 
-def _opener(setting: Setting) -> Callable[[str, DomainConfig], Awaitable[Env]]:
+def _opener(setting: RollingSetting) -> Callable[[str, DomainConfig], Awaitable[Env]]:
     numbers, lockstep = count(), Lockstep() if setting.lockstep else None
 
     async def open_env(_: str, __: DomainConfig) -> Env:
         number = next(numbers)
         if setting.broken(number):
             return Hanging()
-        return World(setting.plays, random.Random(number), last_s=setting.reward_in_place_s, lockstep=lockstep)
+        return RollingWorld(setting.plays, random.Random(number), last_s=setting.reward_in_place_s, lockstep=lockstep)
 
     return open_env
 
@@ -308,10 +308,10 @@ class CountingEngine:
         return await self._engine.load_figures()
 
 
-class Trainer:
+class RollingTrainer:
     """A trainer that consumes batches like the real one, and only takes time."""
 
-    def __init__(self, setting: Setting, stage: Stage) -> None:
+    def __init__(self, setting: RollingSetting, stage: RollingStage) -> None:
         self.outcome = Outcome()
         self.thrown: set[str] = set()
         """Trajectories that came too late."""
@@ -369,7 +369,7 @@ class Trainer:
         self._settled_writer.write(settled)
 
 
-def make_context(root: Path, setting: Setting, *, job: int = 0) -> WorkerContext:
+def make_context(root: Path, setting: RollingSetting, *, job: int = 0) -> WorkerContext:
     """Make a campaign directory with everything that an env worker reads, or continue one in another job."""
     asked = {name: getattr(setting, name) for name in setting.__dataclass_fields__}
     late = "" if setting.late_after_s is None else f"late_after_s = {setting.late_after_s}"

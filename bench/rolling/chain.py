@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-from bench.rolling.campaign import LOOK_S, Setting, make_context, open_engines, run_side_by_side
-from bench.rolling.world import Lengths, Play, World
+from bench.rolling.campaign import LOOK_S, RollingSetting, make_context, open_engines, run_side_by_side
+from bench.rolling.world import Lengths, Play, RollingWorld
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved, StaleDropped, TaskFailed
 from hpcrl.campaign_dir.paths import CampaignDir, make_worker_name
@@ -91,7 +91,7 @@ class ChainOutcome:
         )
 
 
-def run_chain(setting: Setting, *, num_tasks: int, kill_after_s: Sequence[float] = ()) -> ChainOutcome:
+def run_chain(setting: RollingSetting, *, num_tasks: int, kill_after_s: Sequence[float] = ()) -> ChainOutcome:
     """Run one job for each time after which it is killed, and then one until the first `num_tasks` are trained on."""
     with tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as directory:
         root, num_killed = Path(directory), 0
@@ -118,7 +118,7 @@ def run_chain(setting: Setting, *, num_tasks: int, kill_after_s: Sequence[float]
         )
 
 
-ChainPlan = tuple[Setting, int, Sequence[float]]
+ChainPlan = tuple[RollingSetting, int, Sequence[float]]
 """The setting of a chain, its number of tasks, and the times after which jobs are killed."""
 
 
@@ -132,11 +132,11 @@ def run_chains(chains: Sequence[ChainPlan]) -> list[ChainOutcome]:
     )
 
 
-def _run_job(root: Path, setting: Setting, job: int, num_tasks: int, kill_after_s: float | None) -> None:
+def _run_job(root: Path, setting: RollingSetting, job: int, num_tasks: int, kill_after_s: float | None) -> None:
     run_virtual(_play_job(root, setting, job, num_tasks, kill_after_s))
 
 
-async def _play_job(root: Path, setting: Setting, job: int, num_tasks: int, kill_after_s: float | None) -> None:
+async def _play_job(root: Path, setting: RollingSetting, job: int, num_tasks: int, kill_after_s: float | None) -> None:
     loop = asyncio.get_running_loop()
     if kill_after_s is not None:
         loop.call_later(kill_after_s, os.kill, os.getpid(), signal.SIGKILL)
@@ -152,7 +152,7 @@ async def _play_job(root: Path, setting: Setting, job: int, num_tasks: int, kill
         made = count()
 
         async def open_env(_: str, __: DomainConfig) -> Env:
-            return World(setting.plays, random.Random(f"{job}/{next(made)}"), note_start=note_start)
+            return RollingWorld(setting.plays, random.Random(f"{job}/{next(made)}"), note_start=note_start)
 
         engines, router = await open_engines(stack, setting, context, num_tokens=Counter())
         spool = context.campaign.spool("rollouts")
@@ -181,7 +181,9 @@ async def _play_job(root: Path, setting: Setting, job: int, num_tasks: int, kill
 class ChainTrainer:
     """A trainer that consumes batches and saves checkpoints like the real one, and only takes time."""
 
-    def __init__(self, root: Path, setting: Setting, context: WorkerContext, *, engines: Sequence[SimEngine]) -> None:
+    def __init__(
+        self, root: Path, setting: RollingSetting, context: WorkerContext, *, engines: Sequence[SimEngine]
+    ) -> None:
         self._state_path = root / "state.json"
         self._setting = setting
         self._run: CampaignDir = context.campaign

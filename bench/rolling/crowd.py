@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from bench.rolling.campaign import Setting, opened
+from bench.rolling.campaign import RollingSetting, opened
 from bench.rolling.world import plain
 
 GROUP_SIZE = 8
@@ -53,7 +53,7 @@ def _run(num: int, step_s: float, pipe: Connection) -> None:
 
 
 async def _crowd(num: int, *, step_s: float) -> Crowd:
-    setting = Setting(
+    setting = RollingSetting(
         plays=plain(
             mean_s=step_s, sigma_s=step_s / 4, num_turns=NUM_TURNS, num_shown=NUM_SHOWN, num_generated=NUM_GENERATED
         ),

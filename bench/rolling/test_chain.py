@@ -5,14 +5,14 @@ import random
 import pytest
 
 from bench.bias import compare_samples, play_lognormal
-from bench.rolling.campaign import Setting
+from bench.rolling.campaign import RollingSetting
 from bench.rolling.chain import run_chain
 
 NUM_TASKS = 16
 
 
 def test_a_chain_of_killed_jobs_trains_on_each_task_once():
-    setting = Setting(
+    setting = RollingSetting(
         plays=play_lognormal, num_steps=99, groups_per_step=4, group_size=2, max_running=16, max_lag=16, num_gpus=1
     )
     chain = run_chain(setting, num_tasks=NUM_TASKS, kill_after_s=[20.0, 30.0])

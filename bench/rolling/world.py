@@ -3,7 +3,7 @@
 Play, Turn       one episode: the length of each observation and reply, and the time of each step
 Plays            a function that makes the play of an episode from its task's seed
 plain, recorded  plays of normal step times, and of recorded calls
-World            an environment that performs a play
+RollingWorld     an environment that performs a play
 Lockstep         makes a batch of worlds wait for its slowest at every turn
 Lengths          the layout: the last token of a prompt is the length of the reply
 """
@@ -83,11 +83,11 @@ def recorded(scripts: Sequence[Script]) -> Plays:
 class Lockstep:
     """The worlds that play, and those of them that have finished their step."""
 
-    playing: set["World"] = field(default_factory=set)
-    arrived: set["World"] = field(default_factory=set)
+    playing: set["RollingWorld"] = field(default_factory=set)
+    arrived: set["RollingWorld"] = field(default_factory=set)
     opened: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def wait(self, world: "World") -> None:
+    async def wait(self, world: "RollingWorld") -> None:
         self.arrived.add(world)
         opened = self.opened
         self.look()
@@ -101,7 +101,7 @@ class Lockstep:
             self.opened = asyncio.Event()
 
 
-class World:
+class RollingWorld:
     """An environment that performs a play."""
 
     def __init__(

@@ -19,7 +19,7 @@ the best ones are searched for.
 from collections import Counter
 from dataclasses import replace
 
-from bench.routing.fleet import Fleet, crowded_life_s
+from bench.routing.fleet import WorkerFleet, crowded_life_s
 from bench.routing.workload import Script
 from hpcrl.hardware.cost_model import WorkerSpeed
 
@@ -27,19 +27,19 @@ NUM_SEARCHED = 30
 """Steps of the search for prices; each leaves two thirds of the range."""
 
 
-def lower_bound_s(scripts: list[Script], fleet: Fleet) -> float:
+def lower_bound_s(scripts: list[Script], fleet: WorkerFleet) -> float:
     """Return the bound for every policy that hands no KV over between engines."""
     shares = [1.0] if len(fleet.workers) == 1 else _best_shares(scripts, fleet)
     return max(_priced_s(scripts, fleet, shares), _longest_s(scripts, fleet))
 
 
-def free_bound_s(scripts: list[Script], fleet: Fleet) -> float:
+def free_bound_s(scripts: list[Script], fleet: WorkerFleet) -> float:
     """Return the bound for any policy: each turn where it is cheapest, without computing KV twice for that."""
     pieces = [piece for script in scripts for piece in turns_s(script, fleet)]
     return max(_shared_out_s(pieces, fleet), _longest_s(scripts, fleet))
 
 
-def turns_s(script: Script, fleet: Fleet) -> list[list[float]]:
+def turns_s(script: Script, fleet: WorkerFleet) -> list[list[float]]:
     """Return the least time that each turn takes on each kind of GPU, with the KV of all earlier turns present."""
     paces = [fleet.pace(gpu) for gpu in fleet.workers]
     return [
@@ -48,7 +48,7 @@ def turns_s(script: Script, fleet: Fleet) -> list[list[float]]:
     ]
 
 
-def crowded_s(scripts: list[Script], fleet: Fleet) -> float:
+def crowded_s(scripts: list[Script], fleet: WorkerFleet) -> float:
     """Return the time of the longest trajectory if it starts at once on the best worker, in full batches.
 
     `lower_bound_s` assumes such batches for the others: no schedule has both.
@@ -57,7 +57,7 @@ def crowded_s(scripts: list[Script], fleet: Fleet) -> float:
     return max(min(crowded_life_s(script, one, batch=fleet.max_batch) for one in paces) for script in scripts)
 
 
-def assign_hardware(scripts: list[Script], fleet: Fleet) -> list[Script]:
+def assign_hardware(scripts: list[Script], fleet: WorkerFleet) -> list[Script]:
     """Return the scripts with a domain that names the hardware each belongs to as a whole, all being known ahead."""
     compute, bandwidth = fleet.workers.values()
     lives = {script: [sum(turn[kind] for turn in turns_s(script, fleet)) for kind in (0, 1)] for script in set(scripts)}
@@ -76,7 +76,7 @@ def assign_hardware(scripts: list[Script], fleet: Fleet) -> list[Script]:
 # ---- two kinds of GPU that have prices
 
 
-def _best_shares(scripts: list[Script], fleet: Fleet) -> list[float]:
+def _best_shares(scripts: list[Script], fleet: WorkerFleet) -> list[float]:
     """Return the price of each kind, all its workers together, where the bound is highest: it is concave in the
     first's."""
     assert len(fleet.workers) == 2, f"prices are searched for two kinds, not for {len(fleet.workers)}"
@@ -90,7 +90,7 @@ def _best_shares(scripts: list[Script], fleet: Fleet) -> list[float]:
     return [low, 1 - low]
 
 
-def _priced_s(scripts: list[Script], fleet: Fleet, shares: list[float]) -> float:
+def _priced_s(scripts: list[Script], fleet: WorkerFleet, shares: list[float]) -> float:
     prices = [share / num for share, num in zip(shares, fleet.workers.values(), strict=True)]
     paces = [fleet.pace(gpu) for gpu in fleet.workers]
     counted = Counter(scripts).items()
@@ -117,7 +117,7 @@ def _cheapest(script: Script, paces: list[WorkerSpeed], prices: list[float], *, 
     return min(states.values())
 
 
-def _shared_out_s(pieces: list[list[float]], fleet: Fleet) -> float:
+def _shared_out_s(pieces: list[list[float]], fleet: WorkerFleet) -> float:
     """Return the end of work whose pieces, or fractions of them, are split between two pools that end together."""
     sizes = list(fleet.workers.values())
     if len(sizes) == 1:
@@ -141,7 +141,7 @@ def _turn_s(one: WorkerSpeed, num_prompt: int, fresh: int, num_new: int, batch: 
     )
 
 
-def _longest_s(scripts: list[Script], fleet: Fleet) -> float:
+def _longest_s(scripts: list[Script], fleet: WorkerFleet) -> float:
     """Return the time of the longest trajectory if every turn has the best worker to itself."""
     alone = replace(fleet, max_batch=1)
     return max(

@@ -1,6 +1,6 @@
 """Replay scripts on a fleet of simulated engines in virtual time, under a policy.
 
-    Fleet            the numbers of workers by GPU, and their slots
+    WorkerFleet      the numbers of workers by GPU, and their slots
     replay           runs scripts to their ends under a policy -> Run
     Run, WorkerResult      the result, and that of one worker
     crowded_life_s   the time of a trajectory from start to end in a batch of others like it
@@ -38,7 +38,7 @@ LONGEST_REPLY = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fleet:
+class WorkerFleet:
     """Workers by GPU, one GPU each."""
 
     workers: dict[str, int]
@@ -91,13 +91,15 @@ class WorkerResult:
     drain: Spell
 
 
-def replay(scripts: list[Script], fleet: Fleet, *, policy: PolicyName, rules: RouterConfig | None = None) -> Run:
+def replay(scripts: list[Script], fleet: WorkerFleet, *, policy: PolicyName, rules: RouterConfig | None = None) -> Run:
     """Run all scripts, `fleet.num_running` at a time; the next starts when one ends."""
     with tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as directory:
         return run_virtual(_replay(scripts, fleet, policy, rules or RouterConfig(), Path(directory)))
 
 
-async def _replay(scripts: list[Script], fleet: Fleet, policy: PolicyName, rules: RouterConfig, directory: Path) -> Run:
+async def _replay(
+    scripts: list[Script], fleet: WorkerFleet, policy: PolicyName, rules: RouterConfig, directory: Path
+) -> Run:
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         engines: dict[str, Scripted] = {}
@@ -133,7 +135,7 @@ async def _hosts(
     stack: AsyncExitStack,
     policy: PolicyName,
     rules: RouterConfig,
-    fleet: Fleet,
+    fleet: WorkerFleet,
     engines: dict[str, Scripted],
     directory: Path,
 ) -> list[Policy]:

@@ -9,12 +9,12 @@ The drain starts with the last trajectory.
 """
 
 from bench.routing.bounds import turns_s
-from bench.routing.fleet import Fleet, Run, WorkerResult
+from bench.routing.fleet import Run, WorkerFleet, WorkerResult
 from bench.routing.policies import Spell
 from bench.routing.workload import Script
 
 
-def losses(run: Run, scripts: list[Script], fleet: Fleet, *, bound_s: float) -> dict[str, float]:
+def losses(run: Run, scripts: list[Script], fleet: WorkerFleet, *, bound_s: float) -> dict[str, float]:
     """Return each loss in units of the bound."""
     whole_s = bound_s * len(run.workers)
     least = {script: turns_s(script, fleet) for script in set(scripts)}
@@ -38,6 +38,6 @@ def losses(run: Run, scripts: list[Script], fleet: Fleet, *, bound_s: float) -> 
     return {name: seconds / whole_s for name, seconds in found.items()}
 
 
-def _shared_s(spell: Spell, fleet: Fleet, gpu: str) -> float:
+def _shared_s(spell: Spell, fleet: WorkerFleet, gpu: str) -> float:
     """Return the standing cost of the steps, had all of them been full."""
     return spell.num_generated * fleet.pace(gpu).base_step_s(fleet.max_batch) / fleet.max_batch

@@ -3,12 +3,12 @@
 import pytest
 
 from bench.routing.bounds import assign_hardware, free_bound_s, lower_bound_s
-from bench.routing.fleet import Fleet, replay
+from bench.routing.fleet import WorkerFleet, replay
 from bench.routing.losses import losses
 from bench.routing.workload import Call, Script, synthetic
 
 SCRIPTS = synthetic(24)
-FLEET = Fleet(workers={"h100": 1, "h20": 2}, max_batch=4, in_flight=16)
+FLEET = WorkerFleet(workers={"h100": 1, "h20": 2}, max_batch=4, in_flight=16)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Run the couriers of several simulated nodes on one machine, for benches and tests.
 
-Fleet, fleet              the couriers of some nodes - in a block, after which nothing is left of them
+CourierFleet, fleet       the couriers of some nodes - in a block, after which nothing is left of them
 courier_pids, processes   the processes of a campaign
 wait_until                wait for a condition
 make_content, publish     the content of a test version - publish one, as a trainer does
@@ -40,10 +40,10 @@ STOP_TIMEOUT_S = 10.0
 
 
 @dataclass
-class Fleet:
+class CourierFleet:
     """The couriers, one per node; the first node, or the first few, are the trainer's."""
 
-    run: CampaignDir
+    campaign: CampaignDir
     nodes: tuple[str, ...]
     silent_s: float = 10.0
     wire: str = "mpi"
@@ -58,7 +58,7 @@ class Fleet:
 
     @property
     def job(self) -> JobDir:
-        return self.run.job(0)
+        return self.campaign.job(0)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class Fleet:
         return self.nodes[self.num_sources :]
 
     def key(self, node: str) -> WindowKey:
-        return WindowKey(campaign=self.run.root, node=node, part=self.num_sources > 1 and node in self.sources)
+        return WindowKey(campaign=self.campaign.root, node=node, part=self.num_sources > 1 and node in self.sources)
 
     def start(self) -> None:
         """Start the couriers, and wait until they serve."""
@@ -83,7 +83,7 @@ class Fleet:
     def launch(self) -> None:
         """Start one run of the step; like one of srun's, it ends when one of its ranks fails."""
         self.num_starts += 1
-        arguments = [str(self.run.root), "0", ",".join(self.nodes), ",".join(self.sources)]
+        arguments = [str(self.campaign.root), "0", ",".join(self.nodes), ",".join(self.sources)]
         arguments.append(f"--silent-s={self.silent_s:g}")
         arguments += [
             f"--wire={self.wire}",
@@ -124,13 +124,13 @@ class Fleet:
 
     def pids(self) -> dict[str, int]:
         """Return the courier's process id on every node."""
-        return courier_pids(self.run)
+        return courier_pids(self.campaign)
 
     def signal(self, node: str, number: int) -> None:
         os.kill(self.pids()[node], number)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in read_events(self.run.events) if event["event"] == name]
+        return [event for event in read_events(self.campaign.events) if event["event"] == name]
 
     def log(self) -> str:
         return self.job.log("couriers").read_text()
@@ -208,12 +208,12 @@ class Fleet:
 @contextmanager
 def fleet(
     root: Path, *nodes: str, silent_s: float = 10.0, wire: str = "mpi", codec: str = "full", num_sources: int = 1
-) -> Iterator[Fleet]:
+) -> Iterator[CourierFleet]:
     """Yield couriers for these nodes, not yet started; nothing is left of them afterwards."""
-    couriers = Fleet(
-        run=CampaignDir(root), nodes=nodes, silent_s=silent_s, wire=wire, codec=codec, num_sources=num_sources
+    couriers = CourierFleet(
+        campaign=CampaignDir(root), nodes=nodes, silent_s=silent_s, wire=wire, codec=codec, num_sources=num_sources
     )
-    for folder in (couriers.run.events, couriers.run.weights, couriers.job.logs):
+    for folder in (couriers.campaign.events, couriers.campaign.weights, couriers.job.logs):
         folder.mkdir(parents=True, mode=0o700)
     try:
         yield couriers
@@ -239,12 +239,12 @@ def _by_shell(commands: dict[str, list[str]]) -> list[str]:
     return ["bash", "-c", "\n".join([*lines, *waiting])]
 
 
-def courier_pids(run: CampaignDir) -> dict[str, int]:
+def courier_pids(campaign: CampaignDir) -> dict[str, int]:
     """Return the courier's process id on every node of a campaign."""
-    return processes(run, "hpcrl.weights.couriers", by="SLURMD_NODENAME")
+    return processes(campaign, "hpcrl.weights.couriers", by="SLURMD_NODENAME")
 
 
-def processes(run: CampaignDir, *program: str, by: str) -> dict[str, int]:
+def processes(campaign: CampaignDir, *program: str, by: str) -> dict[str, int]:
     """Find the processes of a campaign that run `python -m PROGRAM...`, by a variable of their environment."""
     found = {}
     for entry in Path("/proc").iterdir():
@@ -254,7 +254,11 @@ def processes(run: CampaignDir, *program: str, by: str) -> dict[str, int]:
                 environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
             except (OSError, UnicodeDecodeError):
                 continue
-            if arguments[1:2] == ["-m"] and arguments[2:][: len(program)] == [*program] and str(run.root) in arguments:
+            if (
+                arguments[1:2] == ["-m"]
+                and arguments[2:][: len(program)] == [*program]
+                and str(campaign.root) in arguments
+            ):
                 value = next(one for one in environment if one.startswith(f"{by}=")).partition("=")[2]
                 found[value] = int(entry.name)
     return found

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.testing.nodes import MPIEXEC, Fleet, fleet
+from hpcrl.testing.nodes import MPIEXEC, CourierFleet, fleet
 
 
 @pytest.fixture
@@ -16,14 +16,14 @@ def needs_mpi() -> None:
 
 
 @pytest.fixture
-def four_nodes(needs_mpi: None, tmp_path: Path) -> Iterator[Fleet]:
+def four_nodes(needs_mpi: None, tmp_path: Path) -> Iterator[CourierFleet]:
     """The trainer's node and three others; their couriers do not run yet."""
     with fleet(tmp_path / "campaign", "n0", "n1", "n2", "n3", silent_s=6.0) as couriers:
         yield couriers
 
 
 @pytest.fixture
-def over_tcp(tmp_path: Path) -> Iterator[Fleet]:
+def over_tcp(tmp_path: Path) -> Iterator[CourierFleet]:
     """The trainer's node and two others, without MPI."""
     with fleet(tmp_path / "campaign", "n0", "n1", "n2", silent_s=6.0, wire="tcp") as couriers:
         yield couriers

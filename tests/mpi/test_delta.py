@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcrl.testing.nodes import Fleet, fleet
+from hpcrl.testing.nodes import CourierFleet, fleet
 from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.window.window import Window
 
@@ -25,7 +25,7 @@ ON_BOTH_WIRES = pytest.mark.parametrize("three_nodes", ["mpi", "tcp"], indirect=
 
 
 @pytest.fixture
-def three_nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+def three_nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CourierFleet]:
     wire = getattr(request, "param", "mpi")
     if wire == "mpi":
         request.getfixturevalue("needs_mpi")
@@ -48,17 +48,17 @@ def publish(window: Window, number: int) -> None:
     window.commit()
 
 
-def check(couriers: Fleet, number: int) -> None:
+def check(couriers: CourierFleet, number: int) -> None:
     """Return True if every node holds that version, bit for bit."""
     for node in couriers.nodes[1:]:
         assert couriers.read(node, number) == version_of(number).tobytes()
 
 
-def codecs(couriers: Fleet, *, last: int) -> list[tuple[int, str]]:
+def codecs(couriers: CourierFleet, *, last: int) -> list[tuple[int, str]]:
     return [(event["version"], event["codec"]) for event in couriers.transfers(last)]
 
 
-def up_to(number: int, couriers: Fleet) -> Window:
+def up_to(number: int, couriers: CourierFleet) -> Window:
     couriers.start()
     window = couriers.trainer(LAYOUT)
     for version in range(1, number + 1):
@@ -68,7 +68,7 @@ def up_to(number: int, couriers: Fleet) -> Window:
 
 
 @ON_BOTH_WIRES
-def test_only_what_has_changed_is_sent_and_every_bit_arrives(three_nodes: Fleet) -> None:
+def test_only_what_has_changed_is_sent_and_every_bit_arrives(three_nodes: CourierFleet) -> None:
     up_to(3, three_nodes)
     check(three_nodes, 3)
     assert codecs(three_nodes, last=3) == [(1, "full"), (2, "delta"), (3, "delta")]
@@ -77,7 +77,7 @@ def test_only_what_has_changed_is_sent_and_every_bit_arrives(three_nodes: Fleet)
     assert 0 < delta["sent_bytes"] < LAYOUT.nbytes / 20
 
 
-def test_a_node_that_has_missed_a_version_gets_the_next_one_in_full(three_nodes: Fleet) -> None:
+def test_a_node_that_has_missed_a_version_gets_the_next_one_in_full(three_nodes: CourierFleet) -> None:
     window = up_to(2, three_nodes)
     three_nodes.signal("n2", signal.SIGKILL)
     three_nodes.wait_for_end()
@@ -93,7 +93,7 @@ def test_a_node_that_has_missed_a_version_gets_the_next_one_in_full(three_nodes:
     assert "no version in common" in three_nodes.events("courier")[2]["reason"]
 
 
-def damage(couriers: Fleet, node: str) -> None:
+def damage(couriers: CourierFleet, node: str) -> None:
     """Change one value of both versions of a node: neither is what the trainer has."""
     path = couriers.key(node).path
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
@@ -102,7 +102,7 @@ def damage(couriers: Fleet, node: str) -> None:
 
 
 @ON_BOTH_WIRES
-def test_a_base_that_is_not_what_it_was_is_detected_and_the_version_is_sent_in_full(three_nodes: Fleet) -> None:
+def test_a_base_that_is_not_what_it_was_is_detected_and_the_version_is_sent_in_full(three_nodes: CourierFleet) -> None:
     window = up_to(2, three_nodes)
     damage(three_nodes, "n2")
     publish(window, 3)
@@ -118,7 +118,7 @@ def test_a_base_that_is_not_what_it_was_is_detected_and_the_version_is_sent_in_f
     assert codecs(three_nodes, last=4)[3:] == [(4, "delta")]
 
 
-def test_no_version_is_ever_mixed_while_couriers_that_send_deltas_are_killed(three_nodes: Fleet) -> None:
+def test_no_version_is_ever_mixed_while_couriers_that_send_deltas_are_killed(three_nodes: CourierFleet) -> None:
     window = up_to(1, three_nodes)
     chosen = random.Random(7)
     for version in range(2, 8):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.testing.nodes import Fleet, fleet, publish, wait_until
+from hpcrl.testing.nodes import CourierFleet, fleet, publish, wait_until
 from hpcrl.testing.shards import split_tensor
 from hpcrl.weights.layout import PartAssignment, TensorLayout, TensorShard, make_whole_shard
 from hpcrl.weights.stores.sharded_store import _fill_slot
@@ -33,7 +33,7 @@ ON_BOTH_WIRES = pytest.mark.parametrize("two_and_two", ["mpi", "tcp"], indirect=
 
 
 @pytest.fixture
-def two_and_two(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+def two_and_two(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CourierFleet]:
     """The trainer's two nodes and two others; their couriers do not run yet."""
     wire = getattr(request, "param", "mpi")
     if wire == "mpi":
@@ -43,7 +43,7 @@ def two_and_two(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Flee
         yield couriers
 
 
-def windows(couriers: Fleet, held: list[list[TensorShard]] = HELD) -> list[Window]:
+def windows(couriers: CourierFleet, held: list[list[TensorShard]] = HELD) -> list[Window]:
     """The trainer's ends, one per node."""
     parts = PartAssignment.from_shards(LAYOUT, nodes=couriers.sources, held_by_rank=held)
     return [couriers.trainer(parts.layouts[node], node=number) for number, node in enumerate(couriers.sources)]
@@ -54,7 +54,7 @@ def publish_on_all(trainer: list[Window], version: int) -> None:
         publish(window, version)
 
 
-def up_to_two(couriers: Fleet) -> list[Window]:
+def up_to_two(couriers: CourierFleet) -> list[Window]:
     couriers.start()
     trainer = windows(couriers)
     for version in (1, 2):
@@ -63,7 +63,7 @@ def up_to_two(couriers: Fleet) -> list[Window]:
     return trainer
 
 
-def check(couriers: Fleet, node: str, version: int) -> None:
+def check(couriers: CourierFleet, node: str, version: int) -> None:
     """Return True if all tensors are there, and every 8 bytes of them belong to this version."""
     window = Window.open(couriers.key(node), job=0)
     assert window is not None
@@ -79,7 +79,7 @@ def check(couriers: Fleet, node: str, version: int) -> None:
 
 
 @ON_BOTH_WIRES
-def test_every_node_gets_the_whole_from_the_nodes_with_its_parts(two_and_two: Fleet) -> None:
+def test_every_node_gets_the_whole_from_the_nodes_with_its_parts(two_and_two: CourierFleet) -> None:
     up_to_two(two_and_two)
     for node in two_and_two.receivers:
         check(two_and_two, node, 2)
@@ -91,7 +91,7 @@ def test_every_node_gets_the_whole_from_the_nodes_with_its_parts(two_and_two: Fl
     assert (second["codec"], second["reason"]) == ("full", "the trainer's ranks are on several nodes")
 
 
-def test_parts_that_each_node_rounds_are_one_rounded_version(two_and_two: Fleet) -> None:
+def test_parts_that_each_node_rounds_are_one_rounded_version(two_and_two: CourierFleet) -> None:
     masters = {tensor.name: torch.randn(tensor.shape) for tensor in LAYOUT.tensors}
     two_and_two.start()
     for window, held in zip(windows(two_and_two), HELD, strict=True):
@@ -110,7 +110,9 @@ def test_parts_that_each_node_rounds_are_one_rounded_version(two_and_two: Fleet)
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_version_is_sent_only_once_every_node_of_the_trainer_has_its_part(two_and_two: Fleet, late: int) -> None:
+def test_a_version_is_sent_only_once_every_node_of_the_trainer_has_its_part(
+    two_and_two: CourierFleet, late: int
+) -> None:
     trainer = up_to_two(two_and_two)
     publish(trainer[1 - late], 3)
     time.sleep(1.0)
@@ -123,7 +125,7 @@ def test_a_version_is_sent_only_once_every_node_of_the_trainer_has_its_part(two_
 @ON_BOTH_WIRES
 @pytest.mark.parametrize("killed", ["n1", "n3"])
 def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_version_again(
-    two_and_two: Fleet, killed: str
+    two_and_two: CourierFleet, killed: str
 ) -> None:
     trainer = up_to_two(two_and_two)
     with two_and_two.delay_version("n2", 1):
@@ -140,7 +142,7 @@ def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_versio
 
 
 @ON_BOTH_WIRES
-def test_a_contributor_that_stops_answering_is_named_with_its_bucket(two_and_two: Fleet) -> None:
+def test_a_contributor_that_stops_answering_is_named_with_its_bucket(two_and_two: CourierFleet) -> None:
     trainer = up_to_two(two_and_two)
     with two_and_two.delay_version("n2", 1):
         publish_on_all(trainer, 3)
@@ -158,7 +160,7 @@ def test_a_contributor_that_stops_answering_is_named_with_its_bucket(two_and_two
 
 
 def test_a_part_that_is_overwritten_while_it_is_sent_is_never_read_and_the_newest_is_sent(
-    two_and_two: Fleet, monkeypatch: pytest.MonkeyPatch
+    two_and_two: CourierFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpcrl.weights.window.window.LEASE_TIMEOUT_S", 0.05)  # of the trainer, which is here
     trainer = up_to_two(two_and_two)
@@ -179,7 +181,7 @@ def test_a_part_that_is_overwritten_while_it_is_sent_is_never_read_and_the_newes
     assert [event["version"] for event in two_and_two.transfers(5)] == [1, 2, 5]
 
 
-def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(two_and_two: Fleet) -> None:
+def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(two_and_two: CourierFleet) -> None:
     trainer = up_to_two(two_and_two)
     for version in range(3, 20):
         publish_on_all(trainer, version)
@@ -190,7 +192,7 @@ def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(two_and_two:
 
 
 @pytest.mark.parametrize("giving", [0, 1])
-def test_a_node_of_the_trainer_that_holds_nothing_is_not_a_source(two_and_two: Fleet, giving: int) -> None:
+def test_a_node_of_the_trainer_that_holds_nothing_is_not_a_source(two_and_two: CourierFleet, giving: int) -> None:
     two_and_two.start()
     everything = [make_whole_shard(tensor) for tensor in LAYOUT.tensors]
     trainer = windows(two_and_two, [everything if node == giving else [] for node in range(2)])
@@ -203,7 +205,7 @@ def test_a_node_of_the_trainer_that_holds_nothing_is_not_a_source(two_and_two: F
 
 
 @ON_BOTH_WIRES
-def test_bytes_of_a_part_that_change_on_the_way_are_never_seen(two_and_two: Fleet) -> None:
+def test_bytes_of_a_part_that_change_on_the_way_are_never_seen(two_and_two: CourierFleet) -> None:
     trainer = up_to_two(two_and_two)
     publish(trainer[0], 3)
     slot = trainer[1].start_version(3, step=3)
@@ -214,7 +216,7 @@ def test_bytes_of_a_part_that_change_on_the_way_are_never_seen(two_and_two: Flee
     assert any("shard 'embed@524288,0' of rank 1" in fault["detail"] for fault in two_and_two.events("fault"))
 
 
-def test_no_version_is_ever_mixed_while_couriers_are_killed_at_random(two_and_two: Fleet) -> None:
+def test_no_version_is_ever_mixed_while_couriers_are_killed_at_random(two_and_two: CourierFleet) -> None:
     two_and_two.start()
     trainer = windows(two_and_two)
     chosen = random.Random(11)

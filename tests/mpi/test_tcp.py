@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hpcrl.testing.nodes import Fleet, make_content, publish
+from hpcrl.testing.nodes import CourierFleet, make_content, publish
 from hpcrl.weights.layout import TensorLayout
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
 LAYOUT = TensorLayout.pack([("embed", "bfloat16", (1 << 20, 16)), ("norm", "float32", (7,))])
 
 
-def test_versions_reach_every_node_and_another_model_does_too(over_tcp: Fleet) -> None:
+def test_versions_reach_every_node_and_another_model_does_too(over_tcp: CourierFleet) -> None:
     over_tcp.start()
     window = over_tcp.trainer(LAYOUT)
     for version in (1, 2, 3):
@@ -30,7 +30,7 @@ def test_versions_reach_every_node_and_another_model_does_too(over_tcp: Fleet) -
     assert over_tcp.read("n1", 4) == make_content(other, 4)
 
 
-def test_rendezvous_files_are_readable_by_the_user_alone(over_tcp: Fleet) -> None:
+def test_rendezvous_files_are_readable_by_the_user_alone(over_tcp: CourierFleet) -> None:
     over_tcp.start()
     meeting = over_tcp.job.meeting("1")
     assert stat.S_IMODE(meeting.stat().st_mode) == 0o700
@@ -40,7 +40,7 @@ def test_rendezvous_files_are_readable_by_the_user_alone(over_tcp: Fleet) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_courier_that_is_killed_or_stopped_ends_the_step_and_the_next_one_continues(
-    over_tcp: Fleet, number: signal.Signals
+    over_tcp: CourierFleet, number: signal.Signals
 ) -> None:
     over_tcp.start()
     window = over_tcp.trainer(LAYOUT)
@@ -55,8 +55,17 @@ def test_a_courier_that_is_killed_or_stopped_ends_the_step_and_the_next_one_cont
     over_tcp.wait_for(2)
 
 
-def test_a_courier_on_an_unknown_node_reports_it(over_tcp: Fleet) -> None:
-    command = [sys.executable, "-m", "hpcrl.weights.couriers", str(over_tcp.run.root), "0", "n0,n1", "n0", "--wire=tcp"]
+def test_a_courier_on_an_unknown_node_reports_it(over_tcp: CourierFleet) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "hpcrl.weights.couriers",
+        str(over_tcp.campaign.root),
+        "0",
+        "n0,n1",
+        "n0",
+        "--wire=tcp",
+    ]
     stray = subprocess.run(
         command, env=os.environ | {"SLURMD_NODENAME": "n9"}, capture_output=True, text=True, check=False, timeout=60
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcrl.testing.nodes import Fleet, fleet, make_content, publish, wait_until
+from hpcrl.testing.nodes import CourierFleet, fleet, make_content, publish, wait_until
 from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion
@@ -27,7 +27,7 @@ LAYOUT = TensorLayout.pack(
 """More than two buckets; one tensor ends in the middle of one, one is not a multiple of 64 bytes."""
 
 
-def up_to_two(couriers: Fleet) -> Window:
+def up_to_two(couriers: CourierFleet) -> Window:
     couriers.start()
     window = couriers.trainer(LAYOUT)
     for version in (1, 2):
@@ -36,7 +36,7 @@ def up_to_two(couriers: Fleet) -> Window:
     return window
 
 
-def test_every_node_gets_what_the_trainer_published(four_nodes: Fleet) -> None:
+def test_every_node_gets_what_the_trainer_published(four_nodes: CourierFleet) -> None:
     window = up_to_two(four_nodes)
     assert window.layout == LAYOUT
     for node in four_nodes.nodes[1:]:
@@ -47,7 +47,7 @@ def test_every_node_gets_what_the_trainer_published(four_nodes: Fleet) -> None:
     assert second["wall_s"] > 0
 
 
-def test_weights_that_the_trainer_rounds_are_the_same_bits_on_every_node(four_nodes: Fleet) -> None:
+def test_weights_that_the_trainer_rounds_are_the_same_bits_on_every_node(four_nodes: CourierFleet) -> None:
     masters = {"embed": torch.randn(1 << 20, 16), "norm": torch.randn(7)}
     layout = TensorLayout.pack([("embed", "bfloat16", (1 << 20, 16)), ("norm", "float32", (7,))])
     four_nodes.start()
@@ -67,7 +67,7 @@ def test_weights_that_the_trainer_rounds_are_the_same_bits_on_every_node(four_no
         received.close()
 
 
-def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(four_nodes: Fleet) -> None:
+def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(four_nodes: CourierFleet) -> None:
     window = up_to_two(four_nodes)
     for version in range(3, 30):
         publish(window, version)
@@ -76,7 +76,9 @@ def test_versions_that_follow_fast_may_be_skipped_and_never_go_back(four_nodes: 
     assert sent == sorted(set(sent))
 
 
-def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_version_again(four_nodes: Fleet) -> None:
+def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_version_again(
+    four_nodes: CourierFleet,
+) -> None:
     window = up_to_two(four_nodes)
     with four_nodes.delay_version("n1", 1):
         publish(window, 3)
@@ -90,7 +92,7 @@ def test_a_killed_courier_ends_the_step_and_the_next_one_sends_the_newest_versio
     assert four_nodes.read("n3", 3) == make_content(LAYOUT, 3)
 
 
-def test_a_node_that_has_a_version_is_not_sent_it_again(four_nodes: Fleet) -> None:
+def test_a_node_that_has_a_version_is_not_sent_it_again(four_nodes: CourierFleet) -> None:
     window = up_to_two(four_nodes)
     four_nodes.signal("n3", signal.SIGKILL)
     four_nodes.wait_for_end()
@@ -101,7 +103,9 @@ def test_a_node_that_has_a_version_is_not_sent_it_again(four_nodes: Fleet) -> No
 
 
 @pytest.mark.parametrize(("stopped", "reporter"), [("n2", "n0"), ("n0", "n1")])
-def test_a_rank_that_stops_answering_is_named_with_its_bucket(four_nodes: Fleet, stopped: str, reporter: str) -> None:
+def test_a_rank_that_stops_answering_is_named_with_its_bucket(
+    four_nodes: CourierFleet, stopped: str, reporter: str
+) -> None:
     window = up_to_two(four_nodes)
     rank = four_nodes.nodes.index(stopped)
     with four_nodes.delay_version("n1", 1):
@@ -122,7 +126,7 @@ def test_a_rank_that_stops_answering_is_named_with_its_bucket(four_nodes: Fleet,
     four_nodes.wait_for(3)
 
 
-def test_a_rank_that_stops_while_nothing_is_sent_is_detected_too(four_nodes: Fleet) -> None:
+def test_a_rank_that_stops_while_nothing_is_sent_is_detected_too(four_nodes: CourierFleet) -> None:
     up_to_two(four_nodes)
     four_nodes.signal("n3", signal.SIGSTOP)
     four_nodes.wait_for_end()
@@ -130,9 +134,9 @@ def test_a_rank_that_stops_while_nothing_is_sent_is_detected_too(four_nodes: Fle
 
 
 @contextmanager
-def program(text: str, couriers: Fleet, *, prints: bytes) -> Iterator["subprocess.Popen[bytes]"]:
+def program(text: str, couriers: CourierFleet, *, prints: bytes) -> Iterator["subprocess.Popen[bytes]"]:
     """Run a separate trainer; yield once it has printed a line."""
-    command = [sys.executable, "-c", text, str(couriers.run.root)]
+    command = [sys.executable, "-c", text, str(couriers.campaign.root)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -166,7 +170,7 @@ time.sleep(600)
 """A trainer that never finishes its second version."""
 
 
-def test_a_trainer_that_is_killed_while_it_writes_is_followed_by_another(four_nodes: Fleet) -> None:
+def test_a_trainer_that_is_killed_while_it_writes_is_followed_by_another(four_nodes: CourierFleet) -> None:
     four_nodes.start()
     with program(TRAINER, four_nodes, prints=b"half\n"):
         pass  # it is killed at the end of the block
@@ -194,7 +198,7 @@ time.sleep(600)
 """
 
 
-def test_a_trainer_that_is_killed_while_its_version_is_on_the_way_loses_nothing(four_nodes: Fleet) -> None:
+def test_a_trainer_that_is_killed_while_its_version_is_on_the_way_loses_nothing(four_nodes: CourierFleet) -> None:
     up_to_two(four_nodes).close()
     with four_nodes.delay_version("n1", 1), program(SENDING_TRAINER, four_nodes, prints=b"published\n") as trainer:
         time.sleep(0.5)  # the couriers have started by then, or start after the kill: both must work
@@ -208,7 +212,7 @@ def test_a_trainer_that_is_killed_while_its_version_is_on_the_way_loses_nothing(
     four_nodes.wait_for(4)
 
 
-def test_a_node_without_room_is_named(four_nodes: Fleet) -> None:
+def test_a_node_without_room_is_named(four_nodes: CourierFleet) -> None:
     up_to_two(four_nodes).close()
     four_nodes.signal("n0", signal.SIGKILL)
     four_nodes.wait_for_end()
@@ -236,9 +240,9 @@ with window.read_version(1) as data:
 """
 
 
-def test_an_engine_that_is_killed_while_it_reads_holds_up_no_courier(four_nodes: Fleet) -> None:
+def test_an_engine_that_is_killed_while_it_reads_holds_up_no_courier(four_nodes: CourierFleet) -> None:
     window = up_to_two(four_nodes)
-    engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(four_nodes.run.root)], stdout=subprocess.PIPE)
+    engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(four_nodes.campaign.root)], stdout=subprocess.PIPE)
     assert engine.stdout is not None
     assert engine.stdout.readline() == b"reads\n"
     publish(window, 3)
@@ -250,7 +254,7 @@ def test_an_engine_that_is_killed_while_it_reads_holds_up_no_courier(four_nodes:
     assert four_nodes.alive(), "the couriers survived it"
 
 
-def test_another_model_replaces_the_windows(four_nodes: Fleet) -> None:
+def test_another_model_replaces_the_windows(four_nodes: CourierFleet) -> None:
     up_to_two(four_nodes).close()
     other = TensorLayout.pack([("w", "float32", (1 << 20,))])
     publish(four_nodes.trainer(other), 3)
@@ -258,7 +262,7 @@ def test_another_model_replaces_the_windows(four_nodes: Fleet) -> None:
     assert four_nodes.read("n2", 3) == make_content(other, 3)
 
 
-def test_bytes_that_change_on_the_way_are_never_seen(four_nodes: Fleet) -> None:
+def test_bytes_that_change_on_the_way_are_never_seen(four_nodes: CourierFleet) -> None:
     window = up_to_two(four_nodes)
     slot = window.start_version(3, step=3)
     slot[:] = make_content(LAYOUT, 3)
@@ -272,7 +276,7 @@ def test_bytes_that_change_on_the_way_are_never_seen(four_nodes: Fleet) -> None:
 
 def test_worlds_of_one_rank_each_report_it_at_once(needs_mpi: None, tmp_path: Path) -> None:
     with fleet(tmp_path / "campaign", "n0", "n1") as couriers:
-        command = [sys.executable, "-m", "hpcrl.weights.couriers", str(couriers.run.root), "0", "n0,n1", "n0"]
+        command = [sys.executable, "-m", "hpcrl.weights.couriers", str(couriers.campaign.root), "0", "n0,n1", "n0"]
         alone = subprocess.run(
             command, env=os.environ | {"SLURMD_NODENAME": "n0"}, capture_output=True, text=True, check=False, timeout=60
         )
@@ -294,7 +298,7 @@ def test_couriers_leave_and_remove_their_window_when_the_job_drains(needs_mpi: N
         assert couriers.key("n0").path.exists(), "the trainer's window is the trainer's"
 
 
-def test_no_version_is_ever_mixed_while_couriers_are_killed_at_random(four_nodes: Fleet) -> None:
+def test_no_version_is_ever_mixed_while_couriers_are_killed_at_random(four_nodes: CourierFleet) -> None:
     four_nodes.start()
     window = four_nodes.trainer(LAYOUT)
     chosen = random.Random(4)

@@ -4,7 +4,7 @@ from hpcrl.envs.base import Step
 from hpcrl.envs.question import Question as AnsweredQuestion
 
 
-class Question:
+class RowQuestion:
     """An environment whose task is a row."""
 
     def reset(self, seed, task=None):
@@ -17,7 +17,7 @@ class Question:
     def close(self): ...
 
 
-class OnlySeeds(Question):
+class OnlySeeds(RowQuestion):
     def reset(self, seed):
         return str(seed)
 

@@ -352,7 +352,7 @@ tasks = "rows.jsonl"
 @pytest.mark.parametrize(
     ("env", "line", "expected"),
     [
-        ("Question", '{"question": "1+1", "answer":', "rows.jsonl', line 2 is not a JSON object"),
+        ("RowQuestion", '{"question": "1+1", "answer":', "rows.jsonl', line 2 is not a JSON object"),
         ("OnlySeeds", '{"question": "1+1", "answer": "2"}', "OnlySeeds cannot be given the rows of a task set"),
         ("Checked", '{"question": "1+1", "reply": "2"}', "line 2: Question: the row has no field 'answer'; it has"),
     ],

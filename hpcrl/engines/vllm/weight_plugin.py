@@ -178,8 +178,8 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
             return partial(self._load_tensors, tensors)
 
     def _open_source(self, info: VersionInitInfo) -> WeightSource:
-        run = CampaignDir(Path(info.campaign))
-        place = WorkerPlace(run.job(info.job), os.environ.get(NODE_VARIABLE) or info.node)
+        campaign = CampaignDir(Path(info.campaign))
+        place = WorkerPlace(campaign.job(info.job), os.environ.get(NODE_VARIABLE) or info.node)
         if self._source is None or self._source[0] != place:
             self._source = place, open_source(place)
         return self._source[1]

@@ -19,7 +19,7 @@ from hpcrl.envs.question import Question as AnsweredQuestion
 from hpcrl.envs.task_set import MAX_ROW_BYTES, TaskRows, check_task_set, import_task_set
 from hpcrl.errors import ConfigError, EnvFault
 from tests.support.plans import make_recipe
-from tests.support.row_envs import OnlySeeds, Question
+from tests.support.row_envs import OnlySeeds, RowQuestion
 
 LIMITS = ProcessLimits(memory_bytes=512 << 20)
 
@@ -234,12 +234,12 @@ def asked(env):
 
 
 def test_a_row_reaches_an_environment_in_this_process():
-    assert asked(adapt_env(Question())) == ("1+1 (5)", 1.0)
+    assert asked(adapt_env(RowQuestion())) == ("1+1 (5)", 1.0)
 
 
 def test_a_row_reaches_an_environment_in_a_separate_process():
     async def run():
-        env = await ProcessEnv.start("tests.support.row_envs:Question", {}, limits=LIMITS, has_tasks=True)
+        env = await ProcessEnv.start("tests.support.row_envs:RowQuestion", {}, limits=LIMITS, has_tasks=True)
         seen = await env.reset(5, task={"question": "1+1", "answer": "2"})
         await env.close()
         return seen
@@ -250,7 +250,7 @@ def test_a_row_reaches_an_environment_in_a_separate_process():
 def test_a_prepared_environment_was_reset_to_its_row():
     async def run():
         async def make():
-            return adapt_env(Question())
+            return adapt_env(RowQuestion())
 
         pool = EnvPool(make, create_timeout_s=30, reset_timeout_s=30, max_starting=2)
         pool.prepare(5, count=1, task={"question": "1+1", "answer": "2"})

@@ -72,7 +72,7 @@ def completion(word, *, version=5, finish_reason="stop", remote_prefill=False, l
     )
 
 
-class Echo:
+class WordEnv:
     """Returns each action as the observation, with reward 1; the action `done` ends it."""
 
     made = 0
@@ -93,7 +93,7 @@ class Echo:
         self.closed = True
 
 
-def run(policy, *, make_env=Echo, newest_version=lambda: 5, index=2, layout=None, **changed):
+def run(policy, *, make_env=WordEnv, newest_version=lambda: 5, index=2, layout=None, **changed):
     async def made():
         return make_env()
 
@@ -237,7 +237,7 @@ def test_engines_that_always_interrupt_are_a_policy_fault():
     assert f"interrupted this turn {len(policy.requests)} times" in trajectory.extra["fault"]
 
 
-class Faulty(Echo):
+class Faulty(WordEnv):
     """Fails as listed, once for each entry: in reset, in step, or with an invalid result."""
 
     faults = []
@@ -359,7 +359,7 @@ def test_too_many_turns_are_a_fault_if_the_recipe_says_so():
 
 
 def test_an_episode_that_ends_before_its_first_turn_is_neither_a_fault_nor_data():
-    class Lost(Echo):
+    class Lost(WordEnv):
         async def reset(self, seed):
             return Step(observation="lost", done=True)
 
@@ -368,7 +368,7 @@ def test_an_episode_that_ends_before_its_first_turn_is_neither_a_fault_nor_data(
 
 
 def test_the_time_of_an_episode_that_was_played_is_the_policys():
-    class Slow(Echo):
+    class Slow(WordEnv):
         async def step(self, action):
             await asyncio.sleep(40.0)
             return await super().step(action)
@@ -384,7 +384,7 @@ def test_an_episode_that_waited_for_engines_most_of_the_time_is_a_fault_of_their
             await asyncio.sleep(40.0)
             return await super().generate(request)
 
-    trajectory = run_virtual(run(Overloaded("a", "b", "c", "d"), make_env=Echo, episode_timeout_s=100.0))
+    trajectory = run_virtual(run(Overloaded("a", "b", "c", "d"), make_env=WordEnv, episode_timeout_s=100.0))
     assert (trajectory.status, trajectory.reward) == ("policy-fault", None)
     assert "100 s were spent waiting for engines" in trajectory.extra["fault"]
 
@@ -409,7 +409,7 @@ def test_an_environment_that_cannot_be_made_is_a_fault():
 
 
 def test_an_environment_that_cannot_be_closed_does_not_spoil_the_episode():
-    class Stuck(Echo):
+    class Stuck(WordEnv):
         async def close(self):
             raise OSError("busy")
 
@@ -437,7 +437,7 @@ def test_a_plain_environment_that_hangs_is_abandoned():
 
 def test_cancelling_closes_the_environment_and_leaves_the_engine():
     async def cancelled():
-        env, policy = Echo(), ScriptedPolicy(None)
+        env, policy = WordEnv(), ScriptedPolicy(None)
         task = asyncio.create_task(run(policy, make_env=lambda: env))
         await policy.asked.wait()
         task.cancel()
@@ -493,7 +493,7 @@ def test_the_real_chat_layout_fits(tiny_model_dir):
 def test_an_episode_over_its_whole_time_is_a_fault_and_is_not_tried_again():
     attempts = []
 
-    class Slow(Echo):
+    class Slow(WordEnv):
         async def reset(self, seed):
             attempts.append(self)
             await asyncio.sleep(0.05)
@@ -531,7 +531,7 @@ def test_a_task_may_start_with_messages(tiny_model_dir):
 
     messages = [{"role": "system", "content": "Hm."}, {"role": "user", "content": "go"}]
 
-    class Briefed(Echo):
+    class Briefed(WordEnv):
         async def reset(self, seed):
             return TaskPrompt(messages=messages)
 

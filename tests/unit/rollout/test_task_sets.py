@@ -62,7 +62,7 @@ def test_env_workers_share_an_epoch_without_overlap(num_workers, num_rows):
 def make_recipe(tmp_path, *, num_rows=6, **config):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"n": number}) + "\n" for number in range(num_rows)))
-    domain = {"env": "tests.support.row_envs:Question", "tasks": {"path": str(path), **config}}
+    domain = {"env": "tests.support.row_envs:RowQuestion", "tasks": {"path": str(path), **config}}
     table = {
         "name": "rows",
         "model": {"tiny": {}},

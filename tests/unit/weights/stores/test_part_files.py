@@ -39,7 +39,7 @@ def held(rank: int, version: int) -> LocalShards:
     return [(shard, make_tensors(LAYOUT, version)[shard.name][shard.index]) for shard in HELD[rank]]
 
 
-class Trainer:
+class PartTrainer:
     """Two ranks on two nodes, each a thread of this process."""
 
     def __init__(self, run: CampaignDir) -> None:
@@ -86,13 +86,13 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(run: CampaignDir) -> Iterator[Trainer]:
-    trainer = Trainer(run)
+def trainer(run: CampaignDir) -> Iterator[PartTrainer]:
+    trainer = PartTrainer(run)
     yield trainer
     trainer.end()
 
 
-def left(run: CampaignDir, trainer: Trainer, version: int) -> tuple[Callable[[], object], Path]:
+def left(run: CampaignDir, trainer: PartTrainer, version: int) -> tuple[Callable[[], object], Path]:
     """Return what writes the version to a file, and the directory where the other node has written its part."""
     directory = part_files.make_parts_directory(run.weights)
     trainer.stores[1].write_part(version, directory)
@@ -103,7 +103,7 @@ def left(run: CampaignDir, trainer: Trainer, version: int) -> tuple[Callable[[],
     ), directory
 
 
-def test_each_node_has_its_part_alone_and_the_file_has_everything(run: CampaignDir, trainer: Trainer) -> None:
+def test_each_node_has_its_part_alone_and_the_file_has_everything(run: CampaignDir, trainer: PartTrainer) -> None:
     for version in (1, 2):
         trainer.publish(version)
     gather, directory = left(run, trainer, 2)
@@ -130,7 +130,7 @@ def flip(path: Path) -> None:
     ],
 )
 def test_a_part_that_has_changed_makes_no_version(
-    run: CampaignDir, trainer: Trainer, damage: Callable[[Path], object], complaint: str
+    run: CampaignDir, trainer: PartTrainer, damage: Callable[[Path], object], complaint: str
 ) -> None:
     trainer.publish(1)
     gather, directory = left(run, trainer, 1)
@@ -140,7 +140,7 @@ def test_a_part_that_has_changed_makes_no_version(
     assert list_versions(run.weights) == []
 
 
-def test_a_node_that_cannot_write_its_part_is_named(run: CampaignDir, trainer: Trainer) -> None:
+def test_a_node_that_cannot_write_its_part_is_named(run: CampaignDir, trainer: PartTrainer) -> None:
     trainer.publish(1)
     with largest_file(1 << 12):
         gather, _ = left(run, trainer, 1)
@@ -148,7 +148,7 @@ def test_a_node_that_cannot_write_its_part_is_named(run: CampaignDir, trainer: T
         gather()
 
 
-def test_parts_of_a_killed_trainer_are_removed_by_the_next(run: CampaignDir, trainer: Trainer) -> None:
+def test_parts_of_a_killed_trainer_are_removed_by_the_next(run: CampaignDir, trainer: PartTrainer) -> None:
     trainer.publish(1)
     _, first = left(run, trainer, 1)
     second = part_files.make_parts_directory(run.weights)
@@ -157,11 +157,11 @@ def test_parts_of_a_killed_trainer_are_removed_by_the_next(run: CampaignDir, tra
 
 
 def test_a_version_that_one_node_alone_has_is_never_made_again(run: CampaignDir) -> None:
-    first = Trainer(run)
+    first = PartTrainer(run)
     first.publish(1)
     first.together(lambda store, rank: store.stage(held(rank, 2), WeightVersion(version=2, step=2)))
     first.end()  # rank 0 was killed before it committed
-    again = Trainer(run)
+    again = PartTrainer(run)
     assert again.stores[0].newest() is None
     assert again.stores[0].newest_started() == 2
     again.publish(3)
@@ -172,22 +172,22 @@ def test_a_version_that_one_node_alone_has_is_never_made_again(run: CampaignDir)
 
 
 def test_a_restarted_trainer_finds_the_version_that_all_nodes_have(run: CampaignDir) -> None:
-    first = Trainer(run)
+    first = PartTrainer(run)
     first.publish(1)
     first.end()
-    again = Trainer(run)
+    again = PartTrainer(run)
     newest = again.stores[0].newest()
     assert newest is not None
     assert (newest.version, again.stores[0].newest_started()) == (1, 1)
     again.end()
 
 
-def test_ranks_that_hold_other_shards_than_at_the_start_are_refused_on_all_nodes(trainer: Trainer) -> None:
+def test_ranks_that_hold_other_shards_than_at_the_start_are_refused_on_all_nodes(trainer: PartTrainer) -> None:
     swapped = trainer.together(lambda store, rank: store.stage(held(1 - rank, 1), WeightVersion(version=1, step=1)))
     assert ["other shards of the weights than at the start" in str(error) for error in swapped] == [True, True]
 
 
-def test_no_engine_reads_the_window_of_a_part(run: CampaignDir, trainer: Trainer) -> None:
+def test_no_engine_reads_the_window_of_a_part(run: CampaignDir, trainer: PartTrainer) -> None:
     trainer.publish(1)
     assert Window.open(WindowKey(campaign=run.root, node="a", directory=run.root.parent), job=0) is None
     part = Window.open(WindowKey(campaign=run.root, node="a", directory=run.root.parent, part=True), job=0)
