@@ -320,7 +320,7 @@ def test_every_owned_package_is_imported_by_its_owners_and_nowhere_else():
 
 
 def test_the_table_of_owners_for_contributors_is_that_of_the_tests():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("package has one owner:")[2].partition("\n## ")[0]
     named = {
         package: {place.strip("/") for place in re.findall(r"`hpcrl/([\w/.]+)`", places)}
         for packages, places in OWNER_ROW.findall(text)
