@@ -35,7 +35,7 @@ def test_losses_add_up_to_the_makespan_above_the_bound(runs, bound_s, policy):
 def test_a_policy_that_sends_turns_anywhere_computes_more_prompts_again_than_one_that_lets_them_stay(runs, bound_s):
     lost = {policy: losses(run, SCRIPTS, FLEET, bound_s=bound_s) for policy, run in runs.items()}
     assert lost["sticky"]["prompts computed again"] == pytest.approx(0, abs=0.02)
-    assert lost["round-robin"]["prompts computed again"] > 0.1
+    assert lost["round-robin"]["prompts computed again"] > 0.05
 
 
 def test_a_trajectory_of_one_turn_has_nothing_to_compute_again():
