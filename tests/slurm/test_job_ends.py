@@ -1,6 +1,5 @@
 """Every way in which Slurm ends a job: a checkpoint follows, the outcome names what happened, no node keeps memory."""
 
-import contextlib
 import json
 import os
 import signal
@@ -55,9 +54,8 @@ def test_nodes_are_left_clean_if_no_process_of_the_batch_step_is_left(lab: Lab, 
     run, _ = start(campaigns, "k")
     guardian, driver = find_batch_processes(run)
     driver.suspend()  # it gets SIGTERM with the end of its guardian, and must not start to drain
-    guardian.kill()  # first: the sruns of a driver that is killed alone end their steps without a notice
-    with contextlib.suppress(psutil.NoSuchProcess):  # Slurm may be faster
-        driver.kill()
+    guardian.kill()
+    driver.wait(60)  # Slurm ends what is left of the batch step; the sruns of a driver that ends first kill their steps
     await_end(lab, run)
     until(lambda: lab.list_shared_memory() == {}, what="steps without a driver clean up", timeout_s=30)
     assert not run.job(0).outcome.exists()
