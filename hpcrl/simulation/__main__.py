@@ -1,15 +1,14 @@
 """Simulate a campaign: `python -m hpcrl.simulation RECIPE --site SITE ...`, as `hpcrl simulate` runs it."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.commands.arguments import add_simulation
-from hpcrl.errors import ConfigError, HpcrlError
-from hpcrl.system.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from hpcrl.errors import ConfigError
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_FAILED, run_for_code
 
 if TYPE_CHECKING:
     from hpcrl.config.recipe import Recipe
@@ -21,19 +20,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="hpcrl simulate")
     add_simulation(parser)
     arguments = parser.parse_args(argv)
-    try:
-        code = _run_simulation(arguments)
-        sys.stdout.flush()
-    except (HpcrlError, ModuleNotFoundError) as error:
-        hint = f": {sys.executable} needs `pip install 'hpcrl[local]'`" * isinstance(error, ModuleNotFoundError)
-        print(f"hpcrl: {error}{hint}", file=sys.stderr)  # noqa: T201
-        return EXIT_USAGE
-    except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_DONE
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    return code
+    return run_for_code(lambda: _run_simulation(arguments))
 
 
 def _run_simulation(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,11 @@
-"""The exit codes of hpcrl's processes, and how the return code of a child becomes one."""
+"""The exit codes of hpcrl's processes, how a child's return code becomes one, and how the work of a command does."""
 
+import os
 import signal
+import sys
+from collections.abc import Callable
+
+from hpcrl.errors import HpcrlError
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -29,3 +34,20 @@ def describe_end(return_code: int) -> str:
         return f"was killed by {signal.Signals(-return_code).name}"
     except ValueError:
         return f"was killed by signal {-return_code}"
+
+
+def run_for_code(run: Callable[[], int]) -> int:
+    """Run the work of a command in an interpreter of its own; an error that the user can fix is one message."""
+    try:
+        code = run()
+        sys.stdout.flush()
+    except (HpcrlError, ModuleNotFoundError) as error:
+        hint = f": {sys.executable} needs `pip install 'hpcrl[local]'`" * isinstance(error, ModuleNotFoundError)
+        print(f"hpcrl: {error}{hint}", file=sys.stderr)  # noqa: T201
+        return EXIT_USAGE
+    except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return code

@@ -1,14 +1,12 @@
 """Play and show episodes of domains: `python -m hpcrl.trial DIRECTORY --episodes N [--json] DOMAIN ...`."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.errors import HpcrlError
-from hpcrl.system.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_FAILED, run_for_code
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,19 +17,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("domains", nargs="+")
     arguments = parser.parse_args(argv)
-    try:
-        code = _run_trial(arguments)
-        sys.stdout.flush()
-    except (HpcrlError, ModuleNotFoundError) as error:
-        hint = f": {sys.executable} needs `pip install 'hpcrl[local]'`" * isinstance(error, ModuleNotFoundError)
-        print(f"hpcrl: {error}{hint}", file=sys.stderr)  # noqa: T201
-        return EXIT_USAGE
-    except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_DONE
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    return code
+    return run_for_code(lambda: _run_trial(arguments))
 
 
 def _run_trial(arguments: argparse.Namespace) -> int:
