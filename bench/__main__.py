@@ -52,7 +52,7 @@ def _run(name: str, *, full: bool) -> dict[str, Any]:
 
 def _lines(result: dict[str, Any]) -> list[str]:
     about = ast.get_docstring(ast.parse((HERE / f"{result['name']}.py").read_text()))
-    lines = [f"{HEADING}{result['name']}`", "", "```", about or "", "```", "", f"On {result['machine']}.", ""]
+    lines = [f"{HEADING}{result['name']}`", "", "```text", about or "", "```", "", f"On {result['machine']}.", ""]
     lines += ["| figure | value | bar | |", "|---|---|---|---|"]
     for figure in result["figures"]:
         sign = "<=" if figure["better"] == "lower" else ">="

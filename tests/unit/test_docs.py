@@ -1,15 +1,23 @@
-"""The documents: every path that they name exists, and so does every function that a station of a walk names."""
+"""The documents: what they name exists, and what they show is accepted: recipes, sites, commands, Python."""
 
+import argparse
 import ast
 import functools
+import importlib.util
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from hpcrl.campaign.request import load_request
 from hpcrl.campaign_dir.events import CampaignEvent
+from hpcrl.cli import make_parser
 from hpcrl.config.pipeline import make_pipeline, render_text
+from hpcrl.config.recipe import Recipe, make_recipe
+from hpcrl.config.site import Site, load_site
+from hpcrl.config.toml import ConfigKind, find_toml, load_table
+from tests.support.doc_blocks import DocBlock, find_blocks, list_commands, split_session
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -190,3 +198,132 @@ def test_the_recipes_with_nodes_of_ones_own_plan_as_printed_and_show_their_graph
     last = [re.sub(" +", " ", line) for line in shown["my-update"].splitlines()]
     assert " teacher reference <- batches -> tokens /models/larger (data_parallel = 2)" in last
     assert " update policy <- loss -> weights my_package.losses:momentum (each minibatch)" in last
+
+
+LANGUAGES = ("sh", "console", "toml", "python", "json", "jinja", "text")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+REQUIREMENTS = [*PYPROJECT["project"]["dependencies"], *(name for names in EXTRAS.values() for name in names)]
+PACKAGES = {re.split(r"[^\w-]", name)[0].replace("-", "_").lower() for name in REQUIREMENTS} | {"datasets"}
+USERS_OWN = ("my_", "bare_torch")
+PLACEHOLDER = re.compile(r"[A-Z][A-Z_.-]*")
+
+
+def place(block: DocBlock) -> str:
+    return f"{block.path.name}:{block.line}"
+
+
+def blocks_of(*languages: str) -> list[DocBlock]:
+    return [block for path in DOCUMENTS for block in find_blocks(path, *languages)]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_every_block_of_a_document_has_a_language(path):
+    """Text that is none of what is checked here has `text`."""
+    assert [block.line for block in find_blocks(path) if block.language not in LANGUAGES] == []
+
+
+def is_of_site(table) -> bool:
+    """Whether a block is of a site file: its keys are, and not all are those of a recipe."""
+    return table.keys() <= set(Site.__struct_fields__) | {"extends"} and (
+        table.keys() - set(Recipe.__struct_fields__) - {"extends"} != set()
+    )
+
+
+def complete(text: str, parent: str) -> str:
+    """Return a whole file: a fragment, which neither has a name nor extends another file, extends `parent`."""
+    return text if tomllib.loads(text).keys() & {"name", "extends"} else f'extends = "{parent}"\n{text}'
+
+
+@pytest.mark.parametrize("block", blocks_of("toml"), ids=place)
+def test_an_example_in_toml_is_a_recipe_or_a_site(block, tmp_path):
+    for text, name in NAMED_EXAMPLE.findall(block.path.read_text()):  # what an example extends is beside it
+        (tmp_path / f"{name}.toml").write_text(text)
+    example = tmp_path / "the-example.toml"
+    if is_of_site(tomllib.loads(block.text)):
+        example.write_text(complete(block.text, "generic-slurm"))
+        load_site(str(example))
+    else:
+        example.write_text(complete(block.text, "quickstart"))
+        make_recipe(load_table("recipes", str(example)))
+
+
+@pytest.mark.parametrize("block", blocks_of("python"), ids=place)
+def test_an_example_in_python_compiles_and_imports_what_exists(block):
+    tree = ast.parse(block.text)
+    compile(tree, place(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            imported = [f"{node.module}.{name.name}" for name in node.names]
+        elif isinstance(node, ast.Import):
+            imported = [name.name for name in node.names]
+        else:
+            continue
+        for name in imported:
+            top = name.partition(".")[0]
+            is_known = importlib.util.find_spec(top) or top in PACKAGES or top.startswith(USERS_OWN)
+            assert resolves(name) if top == "hpcrl" else is_known, f"{place(block)}: {name}"
+
+
+def commands_of(block: DocBlock) -> list[list[str]]:
+    text = block.text
+    if block.language == "console":
+        text = "\n".join(command for command, _ in split_session(text))
+    return list(list_commands(text))
+
+
+def parse_hpcrl(words: list[str]) -> argparse.Namespace:
+    """Parse a command; N stands for a number."""
+    return make_parser().parse_args(["3" if word == "N" else word for word in words])
+
+
+def test_a_command_that_does_not_exist_and_an_option_that_does_not_are_found():
+    for command in ("hpcrl submitt quickstart --site lab", "hpcrl plan quickstart --site lab --cheap"):
+        with pytest.raises(SystemExit):
+            parse_hpcrl(next(list_commands(command))[1:])
+
+
+def test_commands_are_found_in_pipes_substitutions_and_continued_lines():
+    text = 'A=1 hpcrl ls | head  # hpcrl x\neval "$(hpcrl lab env)"\nhpcrl man > FILE && hpcrl \\\n  gc\n'
+    found = [words for words in list_commands(text) if words[0] == "hpcrl"]
+    assert found == [["hpcrl", "ls"], ["hpcrl", "lab", "env"], ["hpcrl", "man"], ["hpcrl", "gc"]]
+
+
+OTHER_PROGRAMS = {"agent/bin/pip", "apt-get", "cat", "cd", "cp", "echo", "eval", "inspect", "python", "sinfo", "source"}
+
+
+@pytest.mark.parametrize("block", blocks_of("sh", "console"), ids=place)
+def test_the_commands_of_a_document_are_accepted(block, capsys):
+    for words in commands_of(block):
+        program, *arguments = words
+        match program.removeprefix(".venv/bin/"):
+            case "hpcrl":
+                check_hpcrl(block, arguments)
+            case "make":
+                targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+                assert {word for word in arguments if "=" not in word} <= {*targets}, words
+            case "pip":
+                wanted = [name for word in arguments for name in re.findall(r"hpcrl\S*\[([\w,-]+)\]", word)]
+                assert {extra for names in wanted for extra in names.split(",")} <= EXTRAS.keys(), words
+            case "python" if arguments[:1] == ["-m"]:
+                top = arguments[1].partition(".")[0]
+                assert top not in ("hpcrl", "bench") or importlib.util.find_spec(arguments[1]), words
+            case other:
+                assert other in OTHER_PROGRAMS, words
+
+
+def check_hpcrl(block: DocBlock, arguments: list[str]) -> None:
+    """Parse a command of hpcrl; what it names exists, is a placeholder in capitals, or a path of the reader's own."""
+    assert not re.search(r"<\w+>|\.\.\.", " ".join(arguments)), arguments
+    parsed = parse_hpcrl(arguments)
+    for kind, attribute in (("recipes", "recipe"), ("sites", "site")):
+        name = getattr(parsed, attribute, None)
+        if isinstance(name, str) and not PLACEHOLDER.fullmatch(name):
+            assert is_known(kind, name), f"{place(block)}: {name}"
+
+
+def is_known(kind: ConfigKind, name: str) -> bool:
+    """Whether a recipe or site is shipped, or is the reader's own: a path, or one that begins with `my`."""
+    if name.startswith(("my", "/")):
+        return True
+    return (ROOT / name).is_file() if name.endswith(".toml") else find_toml(kind, name).is_file()

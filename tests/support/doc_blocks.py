@@ -1,0 +1,63 @@
+"""The code blocks of documents, and the commands in them.
+
+DocBlock, find_blocks    the blocks of a document
+list_commands            the commands of shell text: each as its words, without variables, redirections and comments
+split_session            a `console` block as its commands and what each prints
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ASSIGNMENT = re.compile(r"[A-Z_]+=")
+SUBSTITUTION = re.compile(r"\$\(([^()]*)\)")
+
+
+class DocBlock(NamedTuple):
+    path: Path
+    line: int
+    language: str
+    text: str
+
+
+def find_blocks(path: Path, *languages: str) -> list[DocBlock]:
+    """Return the blocks of a document in these languages; without one, all of them."""
+    text = path.read_text()
+    blocks = [DocBlock(path, text.count("\n", 0, at.start()) + 1, at[1], at[2]) for at in BLOCK.finditer(text)]
+    return [block for block in blocks if not languages or block.language in languages]
+
+
+def list_commands(text: str) -> Iterator[list[str]]:
+    for line in text.replace("\\\n", " ").splitlines():
+        for inner in SUBSTITUTION.findall(line):
+            yield from list_commands(inner)
+        words: list[str] = []
+        tokens = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+        tokens.whitespace_split = True
+        for token in tokens:
+            if set(token) <= set("|&;"):
+                yield from _strip_command(words)
+                words = []
+            else:
+                words.append(token)
+        yield from _strip_command(words)
+
+
+def _strip_command(words: list[str]) -> Iterator[list[str]]:
+    while words and ASSIGNMENT.match(words[0]):
+        words = words[1:]
+    redirections = [place for place, word in enumerate(words) if set(word) <= set("<>")]
+    words = words[: min(redirections, default=len(words))]
+    if words:
+        yield words
+
+
+def split_session(text: str) -> list[tuple[str, str]]:
+    """Return each command of a session with what it prints; a line of dots alone stands for lines left out."""
+    parts = re.split(r"^\$ ", text, flags=re.MULTILINE)
+    assert not parts[0].strip(), parts[0]
+    pairs = [part.partition("\n") for part in parts[1:]]
+    return [(command, output) for command, _, output in pairs]
