@@ -1,6 +1,7 @@
 """The checks before a campaign is submitted, of what would otherwise fail only in the queue or in the job.
 
 check_request    everything, for a submission
+check_free_space the space that is left where campaigns are stored
 check_plan       the same for a plan, where this machine may be no login node of the site
 find_unstaged    what the recipe names of the hub, and the site of registries, that the site does not have
 run_model_check  the model, by the interpreter of the jobs
@@ -22,7 +23,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.envs.program_files import SUBJECT_END, ProblemJudge
 from hpcrl.envs.task_set import check_task_set
 from hpcrl.errors import ConfigError, SlurmError
-from hpcrl.plan.storage import estimate_storage
+from hpcrl.plan.storage import forecast_storage, judge_free_space
 from hpcrl.slurm import submit as slurm
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_USAGE, describe_end
 from hpcrl.system.files import is_directory, is_file
@@ -40,11 +41,14 @@ class PythonMissing(ConfigError):
 
 def check_plan(request: CampaignRequest) -> list[str]:
     """Check what submission checks, but for Slurm; return notes on what is not certain here."""
+    is_here = request.site.scheduler == "local" or slurm.has_slurm()
+    idle = _list_idle_parts(request.recipe)
+    space = check_free_space(request) if is_here else []
     if unstaged := find_unstaged(request):
         later = "the recipe's files and code are checked once all is staged"
-        return [*_list_idle_parts(request.recipe), *unstaged, later]
-    notes = [*_list_idle_parts(request.recipe), *([unchecked] if (unchecked := run_model_check(request)) else [])]
-    if request.site.scheduler == "slurm" and not slurm.has_slurm():
+        return [*idle, *space, *unstaged, later]
+    notes = [*idle, *space, *([unchecked] if (unchecked := run_model_check(request)) else [])]
+    if not is_here:
         why = f"this machine has no Slurm, so it is not a login node of {request.site.name}"
         return [*notes, f"the files and the code that the recipe names are not checked: {why}"]
     for name, domain in request.recipe.domains.items():
@@ -69,8 +73,8 @@ def check_request(request: CampaignRequest) -> list[str]:
         slurm.make_site_environment(request.site)
     if unchecked := run_model_check(request):
         raise ConfigError(unchecked)
-    _check_free_space(request)
-    return [*_list_idle_parts(request.recipe), *run_length_check(request), *_check_user_code(request)]
+    space = check_free_space(request)
+    return [*_list_idle_parts(request.recipe), *space, *run_length_check(request), *_check_user_code(request)]
 
 
 def _list_idle_parts(recipe: Recipe) -> list[str]:
@@ -107,13 +111,15 @@ def find_unstaged(request: CampaignRequest) -> list[str]:
     return [f"{setting}: {problem}: {advice}" for setting, problem in problems.items() if problem]
 
 
-def _check_free_space(request: CampaignRequest) -> None:
-    """Raise ConfigError if the file system of the campaigns has no room for checkpoints and weights."""
-    need = estimate_storage(request.recipe)
+def check_free_space(request: CampaignRequest) -> list[str]:
+    """Compare what a campaign needs with what the file system and the quotas leave; raise ConfigError for too little.
+
+    Return how long it lasts, if the size of the model is known.
+    """
     try:
         root = directory.find_campaigns_root(request.site)
     except SlurmError:  # a variable of the site is unset here
-        return
+        return []
     existing = next(path for path in (root, *root.parents) if path.exists())
     free = find_free_space(existing)
     if free.num_files < MIN_FREE_FILES:
@@ -121,12 +127,16 @@ def _check_free_space(request: CampaignRequest) -> None:
             f"{existing} has room for {free.num_files:.0f} more files (by {free.source}), and a campaign makes "
             "thousands: remove some (`hpcrl gc` lists what old campaigns no longer need), or set site.campaigns_dir"
         )
-    if need is not None and need.gib > free.num_bytes / 2**30:
-        raise ConfigError(
-            f"{existing} has {free.num_bytes / 2**30:.3g} GiB free (by {free.source}), and this campaign needs up to "
-            f"{need.describe()}: set site.campaigns_dir to a larger file system, lower train.keep_checkpoints, "
-            "keep_best or keep_versions, or free space (`hpcrl gc`)"
+    train_gpu = request.plan.components[request.plan.role("train").component].gpu
+    forecast = forecast_storage(request.recipe, train_gpu=request.site.find_gpu(train_gpu))
+    if forecast is None:
+        return []
+    free_gib = free.num_bytes / 2**30
+    return [
+        judge_free_space(
+            forecast, free_gib=free_gib, place=f"{existing} has {free_gib:.3g} GiB free (by {free.source})"
         )
+    ]
 
 
 def run_model_check(request: CampaignRequest) -> str:

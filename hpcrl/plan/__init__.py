@@ -7,7 +7,7 @@ engine_nodes  engines that are larger than a node
 partitions  the best partition for one role
 layout      the placement of all roles: hetjob, hetstep, colocated, local
 sizing      the number of workers where the recipe leaves it open
-storage     the space for checkpoints and weights
+storage     the space for checkpoints, weights and trajectories, and its growth
 trainer_memory  the memory of the trainer's GPUs and nodes
 programs    the programs of agents against the memory of their nodes
 records     recipe, site and plan of a campaign, read again

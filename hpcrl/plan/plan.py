@@ -35,7 +35,7 @@ from hpcrl.plan.demand import PartitionChoice, compute_step_gib, compute_window_
 from hpcrl.plan.engine_nodes import check_spanning_engines
 from hpcrl.plan.layout import JobLayout, JobPlacement, place_roles
 from hpcrl.plan.programs import check_programs
-from hpcrl.plan.storage import estimate_storage
+from hpcrl.plan.storage import describe_storage, forecast_storage, warn_late_retirement
 from hpcrl.plan.trainer_memory import (
     TrainerMemory,
     describe_micro_batch,
@@ -152,6 +152,8 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
     _check_walltime(recipe, site, components)
     reward_jobs, shortfall = plan_reward_jobs(recipe, site)
     train_memory = find_trainer_memory(recipe, choices.get("train"), site)
+    train_gpu = site.find_gpu(components[component_indices["train"]].gpu)
+    forecast = forecast_storage(recipe, train_gpu=train_gpu) if recipe.model.config else None
     has_own_windows = site.mpi.couriers and placement.layout not in ("local", "colocated")
     roles = [
         _make_role_plan(role, recipe, choices, component_indices, has_own_windows=has_own_windows)
@@ -164,7 +166,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         layout_reason=placement.reason,
         components=components,
         roles=roles,
-        sizes=[*placement.sizes, *describe_micro_batch(train_memory, recipe), *_describe_storage(recipe)],
+        sizes=[*placement.sizes, *describe_micro_batch(train_memory, recipe), *describe_storage(forecast)],
         fallbacks=[*placement.fallbacks(), *shortfall],
         warnings=[
             *placement.warnings,
@@ -180,6 +182,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_check_spanning_engines(choices, recipe, site),
             *warn_long_trajectories(train_memory, recipe),
             *_warn_no_scheduler(recipe, placement.layout),
+            *warn_late_retirement(forecast, recipe),
         ],
         cost=_compute_cost(recipe, site, components),
         drain_s=recipe.job.drain_s,
@@ -233,11 +236,6 @@ def _place_with_couriers(recipe: Recipe, site: Site) -> tuple[JobPlacement, Site
         "with engines"
     )
     return dataclasses.replace(placement, sizes=[*placement.sizes, chosen]), found
-
-
-def _describe_storage(recipe: Recipe) -> list[str]:
-    need = estimate_storage(recipe) if recipe.model.config else None
-    return [] if need is None else [f"the campaign's directory has up to {need.describe()}"]
 
 
 def _place_with_sharding(recipe: Recipe, site: Site) -> JobPlacement:
