@@ -9,6 +9,7 @@
     LoadReporter       report the load of an engine
     EngineWork         note whether it generates
     POLL_INTERVAL_S, FAULT_PAUSE_S, MAX_BEHIND_S, LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S,
+    IDLE_REPORT_INTERVAL_S,
     WORK_INTERVAL_S   constants
 
 A prefill worker computes the KV of prompts and hands it to decode workers. A decode worker generates tokens, from that
@@ -65,6 +66,8 @@ FAULT_PAUSE_S = 1.0
 MAX_BEHIND_S = 30.0
 """The time that an engine may lag behind a published version before it asks for files."""
 LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S = 1.0, 10.0
+IDLE_REPORT_INTERVAL_S = 60.0
+"""The same for an engine that stays idle: whoever follows its events looks at them more rarely then."""
 WORK_INTERVAL_S = 5.0
 
 
@@ -375,6 +378,7 @@ class LoadReporter:
         self._samples: list[LoadFigures] = []
         self._started_at = clock()
         self._num_tokens = 0
+        self._window_limit_s = LOAD_REPORT_INTERVAL_S
 
     async def report(self) -> None:
         """Report until cancelled; an engine that does not answer has no load."""
@@ -384,24 +388,32 @@ class LoadReporter:
             await asyncio.sleep(LOAD_SAMPLE_INTERVAL_S)
 
     def add_sample(self, figures: LoadFigures) -> None:
-        """Add a sample, and emit an event if a window is over."""
-        self._samples.append(figures)
+        """Add a sample, and emit an event if a window is over; a long one, of an idle engine, ends with its work."""
         window_s = self._clock() - self._started_at
-        if window_s < LOAD_REPORT_INTERVAL_S:
-            return
-        samples, self._samples, self._started_at = self._samples, [], self._clock()
-        num_tokens, self._num_tokens = (
-            max(figures.num_generated_tokens - self._num_tokens, 0),
-            figures.num_generated_tokens,
+        is_idle = (
+            not figures.num_running and not figures.num_waiting and figures.num_generated_tokens == self._num_tokens
         )
+        if not is_idle and self._samples and window_s > LOAD_REPORT_INTERVAL_S:
+            self._emit_window(self._samples[-1], window_s=window_s)
+            window_s = 0.0
+        self._samples.append(figures)
+        if window_s >= (self._window_limit_s if is_idle else LOAD_REPORT_INTERVAL_S):
+            self._emit_window(figures, window_s=window_s)
+            self._window_limit_s = IDLE_REPORT_INTERVAL_S if is_idle else LOAD_REPORT_INTERVAL_S
+
+    def _emit_window(self, newest: LoadFigures, *, window_s: float) -> None:
+        """Emit the event of the samples so far, and begin a window."""
+        samples, self._samples, self._started_at = self._samples, [], self._clock()
+        num_tokens = max(newest.num_generated_tokens - self._num_tokens, 0)
+        self._num_tokens = newest.num_generated_tokens
         self._emit(
             EngineCounted(
                 window_s=round(window_s, 3),
-                version=figures.version,
+                version=newest.version,
                 busy_share=round(fmean(sample.num_running > 0 for sample in samples), 3),
                 running=round(fmean(sample.num_running for sample in samples), 2),
                 waiting=round(fmean(sample.num_waiting for sample in samples), 2),
-                num_places=figures.num_places,
+                num_places=newest.num_places,
                 kv_share=_measure_kv_share(samples),
                 num_tokens=num_tokens,
             )

@@ -73,6 +73,20 @@ def test_the_load_of_an_engine_is_one_event_a_window():
     ]
 
 
+def test_an_engine_that_stays_idle_reports_once_a_minute_and_with_its_first_work():
+    now, emitted = [0.0], []
+    reporter = LoadReporter(None, emitted.append, clock=lambda: now[0])
+    for second in range(120):
+        now[0] = float(second)
+        is_busy = second >= 100
+        figures = LoadFigures(
+            version=2, num_running=is_busy, num_waiting=0, num_generated_tokens=max(second - 99, 0) * 5
+        )  # fmt: skip
+        reporter.add_sample(figures)
+    assert [(event.window_s, event.busy_share) for event in emitted] == [(10, 0), (60, 0), (30, 0), (10, 1)]
+    assert sum(event.num_tokens for event in emitted) == 55
+
+
 class CountedEngine:
     """An engine with settable figures."""
 
