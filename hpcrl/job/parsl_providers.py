@@ -41,16 +41,14 @@ class StepProvider(ExecutionProvider):
         *,
         prefixes: Mapping[str, Sequence[str]],
         log_dir: Path,
-        initial_blocks: int | None = None,
         end_signal: signal.Signals = signal.SIGTERM,
     ) -> None:
-        """Take for each node the words that run a command there, and the number of blocks at the start.
+        """Take for each node the words that run a command there.
 
         `end_signal` ends a block without notice: srun takes SIGTERM for that, a step itself SIGKILL.
         """
         self.max_blocks = len(prefixes)
-        self.init_blocks = self.max_blocks if initial_blocks is None else initial_blocks
-        self.min_blocks = 0
+        self.init_blocks = self.min_blocks = 0
         self.nodes_per_block = 1
         self.parallelism = 1.0
         self.cores_per_node = self.mem_per_node = None

@@ -112,7 +112,7 @@ class JobRuntime:
         self._site = site
         self._allocation = allocation
         self._address = address
-        self._steps: dict[RoleName, StepProvider] = {}
+        self._steps: dict[str, StepProvider] = {}
         self._executors: dict[str, HighThroughputExecutor] = {}
         self._lost_pools: SimpleQueue[tuple[str, str]] = SimpleQueue()
         """The executors and hosts of worker pools that have fallen silent."""
@@ -137,11 +137,14 @@ class JobRuntime:
                 workers_per_node=num,
                 python=choose_step_python(self._find_setup(self._plan.reward_jobs.partition)),
             )
-        if not self._executors:
-            return
+        if self._executors:
+            self._start_kernel()
+
+    def _start_kernel(self) -> None:
+        """Start Parsl with the executors, and the worker pools of each as soon as it takes them."""
         self._kernel = parsl.DataFlowKernel(
             Config(
-                executors=list(self._executors.values()),
+                executors=[],
                 exit_mode="skip",
                 initialize_logging=False,
                 run_dir=str(self._job.parsl),
@@ -149,6 +152,10 @@ class JobRuntime:
                 usage_tracking=0,
             )
         )
+        for label, executor in self._executors.items():
+            self._kernel.add_executors([executor])
+            if label in self._steps:  # Parsl itself would start them 5 s later
+                executor.scale_out_facade(self._steps[label].num_nodes)
 
     def start_worker(self, role: RoleName, index: int) -> "Future[None]":
         """Start a long-lived worker; the future is done when the worker ends."""
@@ -365,7 +372,7 @@ class JobRuntime:
         partition = ["env", f"{PARTITION_VARIABLE}={reward_jobs.partition}", *setup.words]
         if self._allocation.job_id is None:
             prefixes = {f"{ELASTIC_EXECUTOR}-{index}": partition for index in range(reward_jobs.max_jobs)}
-            return StepProvider(prefixes=prefixes, log_dir=self._job.logs, initial_blocks=0)
+            return StepProvider(prefixes=prefixes, log_dir=self._job.logs)
 
         def script(name: str, command: list[str]) -> str:
             command = [*partition, *command]

@@ -22,7 +22,7 @@ from hpcrl.job.runtime import JobRuntime
 root = Path(sys.argv[1])
 campaign = CampaignDir(root)
 runtime = JobRuntime(None, place=WorkerPlace(campaign.job(0), "n"), site=None, allocation=None, address="127.0.0.1")
-no_pools = StepProvider(prefixes={"n": []}, log_dir=root, initial_blocks=0)
+no_pools = StepProvider(prefixes={"n": []}, log_dir=root)
 executor = runtime._executor("env", no_pools, workers_per_node=1, python=sys.executable)
 options = {"run_dir": str(root), "initialize_logging": False, "strategy": "none", "usage_tracking": 0}
 kernel = parsl.DataFlowKernel(parsl.Config(executors=[executor], **options))

@@ -10,7 +10,6 @@ import pytest
 RUN_TASKS = """
 import json, sys
 from pathlib import Path
-import parsl
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.job.parsl_providers import StepProvider
@@ -20,10 +19,12 @@ root = Path(sys.argv[1])
 place = WorkerPlace(CampaignDir(root).job(0), "n")
 runtime = JobRuntime(None, place=place, site=None, allocation=None, address="127.0.0.1")
 provider = StepProvider(prefixes={"n": []}, log_dir=root)
-executor = runtime._executor("env", provider, workers_per_node=1, python=sys.executable)
-options = {"run_dir": str(root), "initialize_logging": False, "strategy": "none", "usage_tracking": 0}
-runtime._kernel = parsl.DataFlowKernel(parsl.Config(executors=[executor], exit_mode="skip", **options))
-print(json.dumps([runtime._submit("env", "builtins:eval", text).result(100) for text in sys.argv[2:]]), flush=True)
+runtime._steps["env"] = provider
+runtime._executors["env"] = runtime._executor("env", provider, workers_per_node=1, python=sys.executable)
+runtime._start_kernel()
+num_pools = provider.num_running()
+results = [runtime._submit("env", "builtins:eval", text).result(100) for text in sys.argv[2:]]
+print(json.dumps([*results, num_pools]), flush=True)
 runtime._kernel.cleanup()
 """
 IS_LOADED = "'parsl.dataflow.dflow' in __import__('sys').modules"
@@ -31,19 +32,20 @@ MEMBERS = "__import__('parsl').python_app.__name__, __import__('parsl').executor
 HAS_METADATA = "len(list(__import__('importlib.metadata').metadata.distributions())) > 0"
 
 
-def test_workers_import_parsl_in_full_only_when_a_task_needs_it(tmp_path: Path) -> None:
+def test_pools_start_with_the_job_and_workers_import_parsl_in_full_only_when_a_task_needs_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN_TASKS, str(tmp_path), IS_LOADED, MEMBERS, HAS_METADATA]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     logs = [path.read_text() for path in tmp_path.glob("*.log")]
     assert done.returncode == 0, (done.stderr, logs)
-    is_loaded, whole, has_metadata = json.loads(done.stdout)
+    is_loaded, whole, has_metadata, num_pools = json.loads(done.stdout)
+    assert num_pools == 1, "Parsl's own timer would start the pool 5 s later"
     assert not is_loaded
     assert whole == ["python_app", "ThreadPoolExecutor"]
     assert has_metadata, "only the pool itself leaves out the metadata of packages"
 
 
 KILL_SHARED = (
-    RUN_TASKS.split("print(json")[0]
+    RUN_TASKS.split("results =")[0]
     + """
 import os, signal, time
 import psutil
@@ -52,9 +54,9 @@ spawned = [one for one in psutil.Process(pool).children() if "spawn_main" in " "
 (shared,) = [one for one in spawned if one.pid != worker]
 shared.kill()
 deadline = time.monotonic() + 60
-while executor.provider.num_running() and time.monotonic() < deadline:
+while provider.num_running() and time.monotonic() < deadline:
     time.sleep(0.2)
-print(executor.provider.num_running(), flush=True)
+print(provider.num_running(), flush=True)
 os._exit(0)
 """
 )
@@ -76,7 +78,7 @@ def test_a_pool_ends_with_the_process_that_holds_what_its_workers_share(tmp_path
 
 
 KILL_IDLE = (
-    RUN_TASKS.split("print(json")[0]
+    RUN_TASKS.split("results =")[0]
     + """
 import os, signal, time
 worker = runtime._submit("env", "builtins:eval", sys.argv[2]).result(100)
@@ -95,7 +97,7 @@ def test_a_pool_whose_idle_worker_was_killed_runs_the_next_task(tmp_path: Path) 
 
 
 KILL_TAKING = (
-    RUN_TASKS.split("print(json")[0]
+    RUN_TASKS.split("results =")[0]
     + """
 import os, signal, time
 import psutil
