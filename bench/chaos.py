@@ -55,8 +55,8 @@ class ChaosCampaign:
 
     def __init__(self, home: Path, place: CampaignPlace) -> None:
         self.place = place
-        self.run = CampaignDir(home / "campaigns" / "chaos")
-        self.watch = CampaignWatch(self.run, groups_per_step=_GROUPS_PER_STEP)
+        self.directory = CampaignDir(home / "campaigns" / "chaos")
+        self.watch = CampaignWatch(self.directory, groups_per_step=_GROUPS_PER_STEP)
         self.num_jobs = 1
 
     def start(self) -> None:
@@ -81,7 +81,7 @@ class ChaosCampaign:
 
     @property
     def is_ending(self) -> bool:
-        job = self.run.job(self.num_jobs - 1)
+        job = self.directory.job(self.num_jobs - 1)
         return job.drain.exists() or job.end.exists() or "hpcrl.job.driver" not in self.place.find_processes()
 
 
@@ -105,7 +105,7 @@ def run_chaos(
     finally:
         campaign.stop()
     run.violations = campaign.watch.find_violations()
-    if left := place.list_shared_memory(campaign.run):
+    if left := place.list_shared_memory(campaign.directory):
         run.violations.append(f"shared memory was left at the end: {', '.join(left)}")
     run.num_acknowledged, run.num_steps = len(campaign.watch.acknowledged), campaign.watch.num_steps
     return run
@@ -152,9 +152,9 @@ def follow_burst(campaign: ChaosCampaign, faults: list[ChaosFault]) -> None:
 
 def describe_stall(campaign: ChaosCampaign) -> list[str]:
     """Let all processes write their stacks to their logs; return the load of each engine, as it gives it."""
-    publish_file(campaign.run.job(campaign.num_jobs - 1).dump_stacks, "")
+    publish_file(campaign.directory.job(campaign.num_jobs - 1).dump_stacks, "")
     found = []
-    for endpoint in list_endpoints(campaign.run.endpoints):
+    for endpoint in list_endpoints(campaign.directory.endpoints):
         request = urllib.request.Request(f"{endpoint.url}/load", headers={"Authorization": f"Bearer {endpoint.token}"})
         try:
             with urllib.request.urlopen(request, timeout=5.0) as answer:
@@ -169,11 +169,11 @@ def note_end(campaign: ChaosCampaign, faults: list[ChaosFault]) -> None:
     """Note when nothing of the job was left, and what it has left in shared memory."""
     fault, first = faults[-1], faults[0]
     fault.ended_job, fault.freed_s = True, round(time.time() - first.at - first.pause_s, 2)
-    end = read_job_end(campaign.run.job(campaign.num_jobs - 1))
+    end = read_job_end(campaign.directory.job(campaign.num_jobs - 1))
     fault.outcome = f"{end.outcome} ({end.cause}): {end.reason[:200]}" if end is not None else "none was recorded"
     if all(one.kind.startswith("disk") for one in faults):
         fault.violations.append(f"a file system that failed for {fault.pause_s:g} s has ended the job")
-    if left := campaign.place.list_shared_memory(campaign.run):
+    if left := campaign.place.list_shared_memory(campaign.directory):
         fault.violations.append(f"shared memory was left: {', '.join(left)}")
 
 

@@ -146,8 +146,8 @@ def one_node(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
     """Measure the fan-out to the same number of readers by every means; only ours check what they read."""
     tensors = random_bfloat16(shapes)
     totals = []
-    with scratch_run() as run, readers(run) as pipes:
-        store = WindowStore(WindowKey(campaign=run.root, node="bench"), job=run.job(0))
+    with scratch_run() as campaign, readers(campaign) as pipes:
+        store = WindowStore(WindowKey(campaign=campaign.root, node="bench"), job=campaign.job(0))
         for version in range(rounds + 1):
             start = time.perf_counter()
             store.commit(store.stage(tensors, WeightVersion(version=version, step=version)))

@@ -213,8 +213,8 @@ def _vllm(model: Path) -> AbstractAsyncContextManager[StreamingGenerator]:
     from hpcrl.engines.vllm.server import VllmLaunch
 
     launch = VllmLaunch(model=model, log=model.parent / "vllm.log", dtype="float32", max_model_len=512)
-    run = CampaignDir(model.parent)
-    return VllmEngine(launch, place=WorkerPlace(run.job(0), "here"))
+    campaign = CampaignDir(model.parent)
+    return VllmEngine(launch, place=WorkerPlace(campaign.job(0), "here"))
 
 
 async def _compared(engine: StreamingGenerator, template: ChatTemplate, *, rounds: int) -> tuple[float, float]:

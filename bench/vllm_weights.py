@@ -55,18 +55,18 @@ def measure(full: bool) -> list[Figure]:
 
 
 async def _measure(root: Path, *, rounds: int) -> list[Figure]:
-    run = CampaignDir(root / "campaign")
-    job = run.job(0)
-    for private in (job.logs, run.weights):
+    campaign = CampaignDir(root / "campaign")
+    job = campaign.job(0)
+    for private in (job.logs, campaign.weights):
         make_private_dir(private)
-    make_tiny_model(run.model, SHAPE, seed=0)
-    tensors = {name: tensor.clone() for name, tensor in collect_parameters(load_model(run.model)).items()}
+    make_tiny_model(campaign.model, SHAPE, seed=0)
+    tensors = {name: tensor.clone() for name, tensor in collect_parameters(load_model(campaign.model)).items()}
     disk = root / "disk"
     disk.mkdir()
     save_file(tensors, disk / "model.safetensors")
-    window = WindowStore(make_window_key(run, node="here"), job=job)
+    window = WindowStore(make_window_key(campaign, node="here"), job=job)
     launch = VllmLaunch(
-        model=run.model, log=job.log("vllm"), dtype="float32", extra_args=("--enforce-eager", "--block-size", "32")
+        model=campaign.model, log=job.log("vllm"), dtype="float32", extra_args=("--enforce-eager", "--block-size", "32")
     )
     place = WorkerPlace(job, "here")
     ours, theirs, copies, alone = [], [], [], []

@@ -97,8 +97,8 @@ def fan_out(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
     """
     tensors = random_bfloat16(shapes)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    with scratch_run() as run, readers(run) as pipes:
-        store = WindowStore(make_window_key(run, node="bench"), job=run.job(0))
+    with scratch_run() as campaign, readers(campaign) as pipes:
+        store = WindowStore(make_window_key(campaign, node="bench"), job=campaign.job(0))
         spare = {name: tensor.clone() for name, tensor in tensors.items()}
         copies, stalls, visible, totals = [], [], [], []
         private = 0
@@ -113,7 +113,7 @@ def fan_out(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
             answers = [pipe.recv() for pipe in pipes]
             totals.append(max(at for at, _ in answers) - start)
             private = max(private, anonymous_nbytes() - before + sum(grown for _, grown in answers))
-        shared = make_window_key(run, node="bench").path.stat().st_blocks * 512
+        shared = make_window_key(campaign, node="bench").path.stat().st_blocks * 512
         store.close()
     copies, stalls, visible, totals = copies[1:], stalls[1:], visible[1:], totals[1:]  # the first touches new memory
     limit = 2 * nbytes + 2 * (CHUNK_MIB << 20)
@@ -180,9 +180,9 @@ Publish = Callable[[dict[str, torch.Tensor], int], dict[str, float]]
 @contextmanager
 def publication(layout: TensorLayout) -> Iterator[Publish]:
     """Start the readers of a new campaign, whose versions have this layout."""
-    with scratch_run() as run, readers(run) as pipes:
-        store = WindowStore(make_window_key(run, node="bench"), job=run.job(0), layout=layout)
-        files = FileStore(run.weights)
+    with scratch_run() as campaign, readers(campaign) as pipes:
+        store = WindowStore(make_window_key(campaign, node="bench"), job=campaign.job(0), layout=layout)
+        files = FileStore(campaign.weights)
 
         def publish(masters: dict[str, torch.Tensor], number: int) -> dict[str, float]:
             version, taken = WeightVersion(version=number, step=number), {}
@@ -206,12 +206,12 @@ def copy_all(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -
 
 
 @contextmanager
-def readers(run: CampaignDir) -> Iterator[list[Connection]]:
+def readers(campaign: CampaignDir) -> Iterator[list[Connection]]:
     """Start processes that report when they had a version, whole and checked, and the private memory it took."""
     pipes, processes = [], []
     for _ in range(NUM_READERS):
         here, there = SPAWN.Pipe()
-        process = SPAWN.Process(target=read_versions, args=(run.root, there), daemon=True)
+        process = SPAWN.Process(target=read_versions, args=(campaign.root, there), daemon=True)
         process.start()
         pipes.append(here)
         processes.append(process)
@@ -266,9 +266,9 @@ def engine_stall(*, rounds: int) -> list[Figure]:
     tensors = {name: tensor.clone() for name, tensor in collect_parameters(model).items()}
     spare = {name: tensor.clone() for name, tensor in tensors.items()}
     copy_s = min(seconds(lambda: copy_all(tensors, spare)) for _ in range(5))
-    with scratch_run() as run:
-        window = WindowStore(make_window_key(run, node="bench"), job=run.job(0))
-        files = FileStore(run.weights)
+    with scratch_run() as campaign:
+        window = WindowStore(make_window_key(campaign, node="bench"), job=campaign.job(0))
+        files = FileStore(campaign.weights)
         by_window, by_files, step_s = asyncio.run(updates(model, tensors, window, files, rounds=rounds))
         window.close()
     shortest = {name: min(stall for stall, _ in seen) for name, seen in (("window", by_window), ("disk", by_files))}
@@ -445,11 +445,11 @@ def coding_speed() -> list[Figure]:
 def scratch_run() -> Iterator[CampaignDir]:
     """Yield a campaign directory whose windows are removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="hpcrl-bench-") as directory:
-        run = CampaignDir(Path(directory) / "campaign")
+        campaign = CampaignDir(Path(directory) / "campaign")
         try:
-            yield run
+            yield campaign
         finally:
-            unlink_recorded_windows(run.job(0))
+            unlink_recorded_windows(campaign.job(0))
 
 
 def seconds(work: Callable[[], object]) -> float:

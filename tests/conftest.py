@@ -7,13 +7,16 @@ import shutil
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
 from tests.support.campaigns import last_words
 from tests.support.leftovers import LeftoverCheck, start_check
+
+if TYPE_CHECKING:
+    from hpcrl.models.chat_template import ChatTemplate
 
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
@@ -62,6 +65,14 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny") / "model"
     make_tiny_model(directory, TinyModel(), seed=0)
     return directory
+
+
+@pytest.fixture(scope="session")
+def template(tiny_model_dir: Path) -> "ChatTemplate":
+    """The chat template of the tiny model."""
+    from hpcrl.models.chat_layout import load_chat_template
+
+    return load_chat_template(tiny_model_dir)
 
 
 @pytest.hookimpl(wrapper=True)

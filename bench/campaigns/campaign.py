@@ -41,8 +41,8 @@ class MeasuredCampaign:
     events: list[CampaignEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.run = CampaignDir(self.home / "campaigns" / NAME)
-        self._reader = EventReader(self.run.events)
+        self.directory = CampaignDir(self.home / "campaigns" / NAME)
+        self._reader = EventReader(self.directory.events)
 
     def command(self, *arguments: str) -> None:
         environ = os.environ | {"HPCRL_HOME": str(self.home), "PYTHONPATH": str(ROOT)}
@@ -67,9 +67,9 @@ class MeasuredCampaign:
         """Wait for a condition; raise the ends of the logs if the job ends before, or it takes too long."""
         deadline = time.monotonic() + timeout_s
         while not condition():
-            has_ended = self.run.job(0).outcome.exists()
+            has_ended = self.directory.job(0).outcome.exists()
             if has_ended or time.monotonic() > deadline:
-                logs = sorted(self.run.job(0).logs.glob("*.log"))
+                logs = sorted(self.directory.job(0).logs.glob("*.log"))
                 ends = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-500:]}" for path in logs)
                 raise RuntimeError(f"the campaign {'has ended' if has_ended else 'did not get there in time'}:\n{ends}")
             time.sleep(LOOK_INTERVAL_S)
@@ -79,7 +79,7 @@ class MeasuredCampaign:
 
     def read_endpoint(self) -> EngineEndpoint:
         """Return the endpoint of its first decode worker."""
-        return next(one for one in list_endpoints(self.run.endpoints) if one.role == "decode")
+        return next(one for one in list_endpoints(self.directory.endpoints) if one.role == "decode")
 
     def suspend_all_but_engines(self) -> None:
         """Leave the cores to the engines, until the end of the campaign."""

@@ -49,7 +49,7 @@ def measure_handovers(campaign: MeasuredCampaign, *, first_step: int) -> Handove
     if not steps:
         return times
     from_s = steps[0].time
-    rollouts, scored = (campaign.run.spool(name) for name in ("rollouts", "scored"))
+    rollouts, scored = (campaign.directory.spool(name) for name in ("rollouts", "scored"))
     ready: list[tuple[float, float]] = []
     for name in set(list_segments(rollouts)) & set(list_segments(scored)):
         sealed_at, scored_at = ((spool / name).stat().st_ctime for spool in (rollouts, scored))

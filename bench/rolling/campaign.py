@@ -199,7 +199,7 @@ class RollingStage:
     """A running env worker with its spool and engines."""
 
     host: EnvWorker
-    run: CampaignDir
+    campaign: CampaignDir
     spool: MemorySpool
     engines: list[SimEngine]
     num_generated: Counter[str]
@@ -225,7 +225,7 @@ async def opened(setting: RollingSetting) -> AsyncIterator[RollingStage]:
         )
         living = asyncio.create_task(host.run_until_drained(), name="host")
         yield RollingStage(
-            host=host, run=context.campaign, spool=spool, engines=engines, num_generated=num_tokens, living=living
+            host=host, campaign=context.campaign, spool=spool, engines=engines, num_generated=num_tokens, living=living
         )
         context.end_requested.set()
         await living
@@ -322,7 +322,7 @@ class RollingTrainer:
         self._waiting: list[Trajectory] = []
         self._consumed: set[str] = set()
         self._version = 0
-        self._settled_writer = SettledWriter(stage.run.settled)
+        self._settled_writer = SettledWriter(stage.campaign.settled)
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -353,14 +353,14 @@ class RollingTrainer:
             max_lag=self._setting.max_lag,
             consumed=self._consumed,
         )
-        if choice.chosen and not may_publish([self._stage.run.hold(0)], version=self._version + 1):
+        if choice.chosen and not may_publish([self._stage.campaign.hold(0)], version=self._version + 1):
             return choice._replace(chosen=[], rest=[*choice.chosen, *choice.rest])
         return choice
 
     async def _publish(self) -> None:
         self._version += 1
         versions.announce_version(
-            self._stage.run.weights, versions.WeightVersion(version=self._version, step=self._version)
+            self._stage.campaign.weights, versions.WeightVersion(version=self._version, step=self._version)
         )
         await asyncio.gather(*(engine.load_version(self._version) for engine in self._stage.engines))
 
@@ -375,20 +375,27 @@ def make_context(root: Path, setting: RollingSetting, *, job: int = 0) -> Worker
     late = "" if setting.late_after_s is None else f"late_after_s = {setting.late_after_s}"
     (root / "bench.toml").write_text(RECIPE.format(**asked, late=late, longest_reply=LONGEST_REPLY))
     recipe, site = load_recipe(str(root / "bench.toml")), load_site("local")
-    run = CampaignDir(root / "campaign")
-    for directory in (run.events, run.endpoints, run.weights, run.model, run.env_workers, run.job(job).root):
+    campaign = CampaignDir(root / "campaign")
+    for directory in (
+        campaign.events,
+        campaign.endpoints,
+        campaign.weights,
+        campaign.model,
+        campaign.env_workers,
+        campaign.job(job).root,
+    ):
         directory.mkdir(parents=True, exist_ok=True)
-    if versions.find_newest_version(run.weights) is None:
-        publish_json(run.model / "config.json", {"max_position_embeddings": CONTEXT})
-        versions.announce_version(run.weights, versions.WeightVersion(version=0, step=0))
+    if versions.find_newest_version(campaign.weights) is None:
+        publish_json(campaign.model / "config.json", {"max_position_embeddings": CONTEXT})
+        versions.announce_version(campaign.weights, versions.WeightVersion(version=0, step=0))
     worker = make_worker_name(job, "env", 0)
     return WorkerContext(
-        campaign=run,
-        job=run.job(job),
+        campaign=campaign,
+        job=campaign.job(job),
         role="env",
         index=0,
         recipe=recipe,
         site=site,
         plan=make_plan(recipe, site),
-        events=EventLog(run.events / f"{worker}.jsonl", job=job, role="env", worker=worker, node="n"),
+        events=EventLog(campaign.events / f"{worker}.jsonl", job=job, role="env", worker=worker, node="n"),
     )

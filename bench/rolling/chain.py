@@ -186,19 +186,21 @@ class ChainTrainer:
     ) -> None:
         self._state_path = root / "state.json"
         self._setting = setting
-        self._run: CampaignDir = context.campaign
+        self._campaign: CampaignDir = context.campaign
         self._engines = engines
         job = context.job.number
         name = make_worker_name(job, "train", 0)
-        path = self._run.events / f"{name}.jsonl"
+        path = self._campaign.events / f"{name}.jsonl"
         self._events = EventLog(path, job=job, role="train", worker=name, node="n")
         self._consumed = ConsumedTrajectories()
-        self._reader = DiskSpoolReader(self._run.spool("rollouts"), on_damage=_refuse_damage, consumed=self._consumed)
+        self._reader = DiskSpoolReader(
+            self._campaign.spool("rollouts"), on_damage=_refuse_damage, consumed=self._consumed
+        )
         self._waiting: list[Trajectory] = []
         self._trained: list[tuple[str, PlayedEpisode]] = []
         self._step = self._version = self._num_saved = 0
-        self._settled_writer = SettledWriter(self._run.settled)
-        self._env_events = EventReader.for_role(self._run.events, "env")
+        self._settled_writer = SettledWriter(self._campaign.settled)
+        self._env_events = EventReader.for_role(self._campaign.events, "env")
         self._abandoned: set[int] = set()
         self._looked_at = float("-inf")
         self._missing: set[int] = set()
@@ -210,9 +212,9 @@ class ChainTrainer:
             self._step, self._num_saved = state["step"], state["num_saved"]
             self._trained = [(name, PlayedEpisode(*one)) for name, one in state["trained"]]
             self._consumed.update(name for name, _ in self._trained)
-            self._version = versions.find_newest_version(self._run.weights) or 0
+            self._version = versions.find_newest_version(self._campaign.weights) or 0
             await self._publish()
-        self._run.spool("rollouts").mkdir(parents=True, exist_ok=True)
+        self._campaign.spool("rollouts").mkdir(parents=True, exist_ok=True)
 
     async def run(self, *, num_tasks: int) -> None:
         """Train until the first tasks are all trained on, or abandoned."""
@@ -255,7 +257,7 @@ class ChainTrainer:
             max_lag=self._setting.max_lag,
             consumed=self._consumed,
         )
-        if choice.chosen and not may_publish(self._run.holds(), version=self._version + 1):
+        if choice.chosen and not may_publish(self._campaign.holds(), version=self._version + 1):
             return choice._replace(chosen=[], rest=[*choice.chosen, *choice.rest])
         return choice
 
@@ -267,7 +269,9 @@ class ChainTrainer:
 
     async def _publish(self) -> None:
         self._version += 1
-        versions.announce_version(self._run.weights, versions.WeightVersion(version=self._version, step=self._step))
+        versions.announce_version(
+            self._campaign.weights, versions.WeightVersion(version=self._version, step=self._step)
+        )
         await asyncio.gather(*(engine.load_version(self._version) for engine in self._engines))
 
     def _settle(self, *, num_training: int = 0) -> None:
@@ -279,7 +283,7 @@ class ChainTrainer:
         self._num_saved += 1
         state: dict[str, Any] = {"step": self._step, "num_saved": self._num_saved, "trained": self._trained}
         state["abandoned"] = sorted(self._abandoned)
-        directory = self._run.checkpoints / f"{self._num_saved:06d}-step-{self._step:06d}"
+        directory = self._campaign.checkpoints / f"{self._num_saved:06d}-step-{self._step:06d}"
         directory.mkdir(parents=True)
         data = self._consumed.encode()
         publish_file(directory / "consumed.json", data)

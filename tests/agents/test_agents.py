@@ -65,18 +65,18 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedCampaign]
             end_campaigns(folder / "home")
 
 
-def read_campaign(run: CampaignDir) -> PlayedCampaign:
-    stats = json.loads(hpcrl("traj", "stats", run.name, "--json").stdout)
-    (step,) = steps(run)
+def read_campaign(campaign: CampaignDir) -> PlayedCampaign:
+    stats = json.loads(hpcrl("traj", "stats", campaign.name, "--json").stdout)
+    (step,) = steps(campaign)
     faults: dict[str, list[str]] = {}
-    for event in read_events(run.events):
+    for event in read_events(campaign.events):
         if event["event"] == "fault" and event["what"] != "request":  # which tells how a request was served
             faults.setdefault(event.get("domain", ""), []).append(f"{event['what']}: {event.get('detail')}")
     return PlayedCampaign(
         figures={figures["domain"]: figures for figures in stats["domains"]},
         faults=faults,
         step=step,
-        trained_domains=set(read_consumed_groups(run.checkpoints).number_ranges),
+        trained_domains=set(read_consumed_groups(campaign.checkpoints).number_ranges),
     )
 
 

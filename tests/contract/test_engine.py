@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.config.recipe import TinyModel
 from hpcrl.engines.base import (
     Completion,
@@ -32,6 +31,7 @@ from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.models.tiny import MARKS, make_tiny_model
 from hpcrl.testing.memory import MemoryStore
+from tests.support.endpoints import make_endpoint
 from tests.support.structures import read_text
 
 Opened = Callable[[], AbstractAsyncContextManager[InferenceEngine]]
@@ -59,7 +59,7 @@ async def over_http(model: Any) -> AsyncIterator[InferenceEngine]:
         EmbeddedEngine(model, store=MemoryStore(), max_batch=PLACES, fetch_kv=make_kv_fetcher(session)) as engine,
     ):
         url, runner = await serve_over_http(engine, host="127.0.0.1", token="secret", max_load_age_s=0.0)
-        yield RemoteEngine(EngineEndpoint(role="decode", worker="w", node="n", url=url, token="secret"), session)
+        yield RemoteEngine(make_endpoint(url=url, token="secret"), session)
         await runner.cleanup()
 
 
@@ -82,7 +82,7 @@ async def simulated_over_http(_: Any) -> AsyncIterator[InferenceEngine]:
         SimEngine(SIM_PACE, settings=SIM, store=MemoryStore(), fetch_kv=make_kv_fetcher(session)) as engine,
     ):
         url, runner = await serve_over_http(engine, host="127.0.0.1", token="secret", max_load_age_s=0.0)
-        yield RemoteEngine(EngineEndpoint(role="decode", worker="w", node="n", url=url, token="secret"), session)
+        yield RemoteEngine(make_endpoint(url=url, token="secret"), session)
         await runner.cleanup()
 
 

@@ -34,8 +34,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> WeightStore:
         case "file":
             return FileStore(tmp_path / "weights")
         case "window":
-            run = CampaignDir(tmp_path / "campaign")
-            return WindowStore(WindowKey(campaign=run.root, node="n", directory=tmp_path), job=run.job(0))
+            campaign = CampaignDir(tmp_path / "campaign")
+            return WindowStore(WindowKey(campaign=campaign.root, node="n", directory=tmp_path), job=campaign.job(0))
         case _:
             return MemoryStore()
 

@@ -46,9 +46,9 @@ def campaign(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> 
     folder = tmp_path_factory.mktemp("offline")
     shutil.copytree(tiny_model_dir, folder / "hub" / "models" / MODEL)
     secret = secrets.token_hex(16)
-    run = OfflineCampaign(root=folder / "home", secret=secret)
+    offline = OfflineCampaign(root=folder / "home", secret=secret)
     environment = os.environ | {
-        "HPCRL_HOME": str(run.root),
+        "HPCRL_HOME": str(offline.root),
         "XDG_CONFIG_HOME": str(folder / "config"),
         SECRET_NAME: secret,
     }
@@ -67,16 +67,16 @@ def campaign(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> 
         process = subprocess.Popen(offline, env=environment, stdout=output, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + 480
         while process.poll() is None and time.monotonic() < deadline:
-            watch(process.pid, run)
+            watch(process.pid, offline)
             time.sleep(0.2)
         process.kill()
-        run.code = process.wait()
-    run.output = (folder / "output").read_text()
-    yield run
-    end_campaigns(run.root)
+        offline.code = process.wait()
+    offline.output = (folder / "output").read_text()
+    yield offline
+    end_campaigns(offline.root)
 
 
-def watch(pid: int, run: OfflineCampaign) -> None:
+def watch(pid: int, offline: OfflineCampaign) -> None:
     """Note the listening sockets of the namespace, and whether a role has the secret."""
     own = os.stat("/proc/self/ns/net").st_ino  # noqa: PTH116 - of the namespace
     try:
@@ -87,10 +87,10 @@ def watch(pid: int, run: OfflineCampaign) -> None:
                 _, local, remote, state, *_ = line.split()
                 is_open = state == LISTENING if table.startswith("tcp") else set(remote) <= {"0", ":"}
                 if is_open:
-                    run.listening.add(f"{table} {local}")
+                    offline.listening.add(f"{table} {local}")
         for child in psutil.Process(pid).children(recursive=True):
-            if not run.had_secret and "hpcrl.roles" in child.cmdline():
-                run.had_secret = child.environ().get(SECRET_NAME) == run.secret
+            if not offline.had_secret and "hpcrl.roles" in child.cmdline():
+                offline.had_secret = child.environ().get(SECRET_NAME) == offline.secret
     except (OSError, psutil.Error):  # it has ended meanwhile
         return
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
+from hpcrl.campaign_dir.endpoints import announce_endpoint
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.testing.faulty_disk import FaultyDisk
+from tests.support.endpoints import make_endpoint
 from tests.support.faulty_disk import FaultyProcess
 
 FULL = [errno.ENOSPC, errno.EDQUOT]
@@ -87,7 +88,7 @@ writer.append(make_trajectory("lake/0/0", 3))
 def test_endpoints_that_cannot_be_read_stay_in_use(process: FaultyProcess, folder: Path, error: int) -> None:
     def announce(number: int) -> None:
         name = f"000-decode-{number}"
-        announce_endpoint(folder, EngineEndpoint(role="decode", worker=name, node="n", url="u", token="t"))
+        announce_endpoint(folder, make_endpoint(name))
 
     names = "[one.worker for one in reader.poll()]"
     announce(0)

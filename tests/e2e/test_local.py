@@ -30,28 +30,28 @@ from tests.support.campaigns import (
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def pid_of(run: CampaignDir, role: str) -> int:
+def pid_of(campaign: CampaignDir, role: str) -> int:
     """Return the process of a worker, from its own event."""
-    return int([event for event in events_of(run, "worker-started") if event["role"] == role][-1]["pid"])
+    return int([event for event in events_of(campaign, "worker-started") if event["role"] == role][-1]["pid"])
 
 
 def test_the_quickstart_learns_and_leaves_nothing_running(campaigns: Path) -> None:
     output = hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "q").stdout
-    run = CampaignDir(campaigns / "q")
+    campaign = CampaignDir(campaigns / "q")
     seen = snapshot("q")
     assert seen["state"] == "done"
     assert seen["step"] == seen["num_steps"] == len(seen["reward_mean"])
     assert sum(seen["reward_mean"][-3:]) / 3 > sum(seen["reward_mean"][:3]) / 3 + 0.3
     assert "mean reward" in output
-    assert str(run.root) in output
-    assert num_consumed_groups(run) == seen["step"] * read_json(run.recipe)["train"]["groups_per_step"]
-    assert [event["transport"] for event in events_of(run, "transport")] == ["window"]
-    assert [event["version"] for event in events_of(run, "published")] == list(range(seen["step"] + 1))
-    assert {event["role"] for event in events_of(run, "loaded") if event["version"] > 0} == {"decode"}
-    assert events_of(run, "fault") == []
-    assert list_versions(run.weights) == [10, 20, 30, 40], "only those of checkpoints are in files"
-    assert (run.root.stat().st_mode & 0o777) == 0o700
-    assert list(run.endpoints.iterdir()) == []
+    assert str(campaign.root) in output
+    assert num_consumed_groups(campaign) == seen["step"] * read_json(campaign.recipe)["train"]["groups_per_step"]
+    assert [event["transport"] for event in events_of(campaign, "transport")] == ["window"]
+    assert [event["version"] for event in events_of(campaign, "published")] == list(range(seen["step"] + 1))
+    assert {event["role"] for event in events_of(campaign, "loaded") if event["version"] > 0} == {"decode"}
+    assert events_of(campaign, "fault") == []
+    assert list_versions(campaign.weights) == [10, 20, 30, 40], "only those of checkpoints are in files"
+    assert (campaign.root.stat().st_mode & 0o777) == 0o700
+    assert list(campaign.endpoints.iterdir()) == []
 
 
 SPLIT = ("-s", "resources.prefill.num_workers=1")
@@ -64,57 +64,57 @@ JUDGED = (
 @pytest.mark.usefixtures("own_code")
 def test_killed_workers_are_replaced_and_versions_only_increase(campaigns: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "local", "--name", "w", *SMALL, *JUDGED, *SPLIT, "-s", "train.num_steps=60")
-    run = CampaignDir(campaigns / "w")
+    campaign = CampaignDir(campaigns / "w")
     for role in ("train", "decode", "env", "judge-grader", "prefill"):
-        done = len(steps(run))
+        done = len(steps(campaign))
         what = f"steps continue before {role} is killed"
-        until(lambda done=done: len(steps(run)) > done + 2, what=what)
-        os.kill(pid_of(run, role), signal.SIGKILL)
-    assert outcome(run)["outcome"] == "done"
-    assert [step["step"] for step in steps(run)][-1] == 60
-    assert sum(sum(event["reward_errors"].values()) for event in events_of(run, "scored")) == 0, "a judge was away"
+        until(lambda done=done: len(steps(campaign)) > done + 2, what=what)
+        os.kill(pid_of(campaign, role), signal.SIGKILL)
+    assert outcome(campaign)["outcome"] == "done"
+    assert [step["step"] for step in steps(campaign)][-1] == 60
+    assert sum(sum(event["reward_errors"].values()) for event in events_of(campaign, "scored")) == 0, "a judge was away"
     assert snapshot("w")["roles"]["judge-grader"] == {"workers": 1, "alive": 0}
-    assert num_consumed_groups(run) == 60 * 2
-    published = [event["version"] for event in events_of(run, "published")]
+    assert num_consumed_groups(campaign) == 60 * 2
+    published = [event["version"] for event in events_of(campaign, "published")]
     assert published == sorted(set(published))
-    assert list_versions(run.weights)[-1] == published[-1]
-    for worker in {event["worker"] for event in events_of(run, "loaded")}:
-        loaded = [event["version"] for event in events_of(run, "loaded") if event["worker"] == worker]
+    assert list_versions(campaign.weights)[-1] == published[-1]
+    for worker in {event["worker"] for event in events_of(campaign, "loaded")}:
+        loaded = [event["version"] for event in events_of(campaign, "loaded") if event["worker"] == worker]
         assert loaded == sorted(loaded)
 
 
 def test_a_stopped_campaign_resumes_from_a_checkpoint_and_can_be_stopped_without_interchanges(campaigns: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "local", "--name", "s", *SIMULATED, "-s", "train.num_steps=100000")
-    run = CampaignDir(campaigns / "s")
-    until(lambda: len(steps(run)) >= 1, what="a step was made")
+    campaign = CampaignDir(campaigns / "s")
+    until(lambda: len(steps(campaign)) >= 1, what="a step was made")
     assert "is stopping" in hpcrl("stop", "s").stdout
-    assert outcome(run)["outcome"] == "stopped"
+    assert outcome(campaign)["outcome"] == "stopped"
     assert snapshot("s")["state"] == "stopped"
-    done = steps(run)[-1]["step"]
+    done = steps(campaign)[-1]["step"]
     hpcrl("resume", "s")
-    until(lambda: steps(run)[-1]["step"] > done, what="steps continue")
-    resumed = [step["step"] for step in steps(run)]
+    until(lambda: steps(campaign)[-1]["step"] > done, what="steps continue")
+    resumed = [step["step"] for step in steps(campaign)]
     assert resumed == sorted(set(resumed)), "no step was lost or made twice"
-    below = psutil.Process(driver_of(run, job=1)).children(recursive=True)
+    below = psutil.Process(driver_of(campaign, job=1)).children(recursive=True)
     alive = [process for process in below if process.status() != psutil.STATUS_ZOMBIE]
     interchanges = [process for process in alive if any("interchange" in word for word in process.cmdline())]
     assert interchanges
     for process in interchanges:
         process.kill()
     hpcrl("stop", "s", "--now")
-    assert outcome(run, job=1)["outcome"] in ("stopped", "failed")
+    assert outcome(campaign, job=1)["outcome"] in ("stopped", "failed")
 
 
 def test_the_end_of_the_walltime_drains_the_job(campaigns: Path) -> None:
     settings = ("-s", "job.walltime_min=1", "-s", "job.drain_s=25", "-s", "train.num_steps=1000")
     hpcrl("submit", "quickstart", "--site", "local", "--name", "e", *SIMULATED, *settings)
-    run = CampaignDir(campaigns / "e")
-    ended = outcome(run)
+    campaign = CampaignDir(campaigns / "e")
+    ended = outcome(campaign)
     assert ended["outcome"] == "drained"
     assert "walltime" in ended["reason"]
     assert snapshot("e")["state"] == "stopped"
-    trained = max((step["step"] for step in steps(run)), default=0)  # a slow machine may not reach the first
-    assert num_consumed_groups(run) == trained * 2
+    trained = max((step["step"] for step in steps(campaign)), default=0)  # a slow machine may not reach the first
+    assert num_consumed_groups(campaign) == trained * 2
 
 
 BROKEN = """
@@ -155,19 +155,19 @@ def test_a_recipe_that_only_imitates_has_only_a_trainer_and_continues_after_a_si
     campaigns: Path, tmp_path: Path
 ) -> None:
     hpcrl("submit", "sft", "--site", "local", "--name", "i")
-    run = CampaignDir(campaigns / "i")
-    until(lambda: len(steps(run)) >= 1, what="a step was made")
-    os.kill(read_json(run.job(0).submission)["pid"], signal.SIGTERM)
-    assert outcome(run)["outcome"] == "drained"
+    campaign = CampaignDir(campaigns / "i")
+    until(lambda: len(steps(campaign)) >= 1, what="a step was made")
+    os.kill(read_json(campaign.job(0).submission)["pid"], signal.SIGTERM)
+    assert outcome(campaign)["outcome"] == "drained"
     hpcrl("resume", "i")
-    assert outcome(run, job=1)["outcome"] == "done"
-    made = steps(run)
+    assert outcome(campaign, job=1)["outcome"] == "done"
+    made = steps(campaign)
     assert [step["step"] for step in made] == list(range(1, 60 * 28 // 16 + 1)), "no step was lost or made twice"
     assert made[-1]["loss"] < made[0]["loss"] / 4
     assert list(snapshot("i")["roles"]) == ["train"]
-    assert {event["worker"] for event in events_of(run, "worker-started")} == {"000-train-0", "001-train-0"}
-    assert events_of(run, "published") == []
-    assert events_of(run, "fault") == []
+    assert {event["worker"] for event in events_of(campaign, "worker-started")} == {"000-train-0", "001-train-0"}
+    assert events_of(campaign, "published") == []
+    assert events_of(campaign, "fault") == []
     hpcrl("export", "i", "--hf", str(tmp_path / "exported"))
     assert (tmp_path / "exported" / "model.safetensors").exists()
 
@@ -181,8 +181,8 @@ def test_a_machine_with_gpus_gives_trainer_and_engines_some_each(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     two_each = ("-s", "resources.train.num_workers=2", "-s", "resources.decode.num_workers=2")
     hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "g", *SIMULATED, *two_each)
-    run = CampaignDir(campaigns / "g")
-    assert outcome(run)["outcome"] == "done"
-    started = events_of(run, "worker-started")
+    campaign = CampaignDir(campaigns / "g")
+    assert outcome(campaign)["outcome"] == "done"
+    started = events_of(campaign, "worker-started")
     gpus = {role: sorted(event["gpus"] for event in started if event["role"] == role) for role in ("train", "decode")}
     assert gpus == {"train": [["0"], ["1"]], "decode": [["2"], ["3"]]}

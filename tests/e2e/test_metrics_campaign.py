@@ -39,9 +39,9 @@ inputs = ["weigh"]
 """
 
 
-def reader_of(run: CampaignDir) -> psutil.Process | None:
+def reader_of(campaign: CampaignDir) -> psutil.Process | None:
     """Return the process that feeds the sinks."""
-    children = psutil.Process(read_json(run.job(0).submission)["pid"]).children(recursive=True)
+    children = psutil.Process(read_json(campaign.job(0).submission)["pid"]).children(recursive=True)
     found = [process for process in children if "hpcrl.job.metrics_export" in process.cmdline()]
     return found[0] if found else None
 
@@ -52,18 +52,18 @@ def test_metrics_are_complete_though_the_exporter_was_killed(campaigns: Path, tm
     sent = tmp_path / "sent"
     recipe.write_text(RECIPE + f'[notices]\ncommand = ["sh", "-c", "cat >> {sent}; echo >> {sent}"]\n')
     hpcrl("submit", str(recipe), "--site", "local", "--name", "m", *SIMULATED, "-s", "train.num_steps=30")
-    run = CampaignDir(campaigns / "m")
-    until((run.metrics / "read.json").exists, what="the exporter has read events")
-    reader = reader_of(run)
+    campaign = CampaignDir(campaigns / "m")
+    until((campaign.metrics / "read.json").exists, what="the exporter has read events")
+    reader = reader_of(campaign)
     assert reader is not None
     os.kill(reader.pid, signal.SIGKILL)
-    assert outcome(run)["outcome"] == "done"
+    assert outcome(campaign)["outcome"] == "done"
     assert snapshot("m")["state"] == "done"
     until(lambda: sent.read_text().count("\n") == 2, what="start and end were reported")
     assert [json.loads(line)["state"] for line in sent.read_text().splitlines()] == ["started", "done"]
-    shown = events.EventAccumulator(str(run.metrics / "tensorboard"))
+    shown = events.EventAccumulator(str(campaign.metrics / "tensorboard"))
     shown.Reload()
     seen = {one.step: one.value for one in shown.Scalars("reward/reward_mean")}
-    reported = {step["step"]: pytest.approx(step["reward_mean"], abs=1e-6) for step in steps(run)}
+    reported = {step["step"]: pytest.approx(step["reward_mean"], abs=1e-6) for step in steps(campaign)}
     assert len(reported) == 30
     assert seen == reported

@@ -19,21 +19,21 @@ def test_a_sync_campaign_completes_though_rewards_fail_and_weights_go_by_files(c
     reward = "domains.lake.reward=tests.support.odd_rewards:of_every_other_group"
     failing = ("-s", reward, "-s", "domains.lake.on_reward_error=fault")
     mode = ("-s", "rollout.mode=sync", "-s", "rollout.spare_groups=1")
-    run = CampaignDir(make_private_dir(campaigns) / "f")
-    in_the_way = make_window_key(run, node=current_node()).path
+    campaign = CampaignDir(make_private_dir(campaigns) / "f")
+    in_the_way = make_window_key(campaign, node=current_node()).path
     in_the_way.symlink_to(tmp_path)  # as if another user had taken the name
     try:
         hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "f", *SIMULATED, *failing, *mode)
     finally:
         in_the_way.unlink()
     assert snapshot("f")["state"] == "done"
-    made = steps(run)
+    made = steps(campaign)
     assert [step["num_trajectories"] for step in made] == [8] * 4
     assert max(step["lag_max"] for step in made) == 0
-    faults = [event["id"] for event in events_of(run, "fault")]
+    faults = [event["id"] for event in events_of(campaign, "fault")]
     assert faults, "rewards failed"
     assert all(int(name.split("/")[1]) % 2 for name in faults)
-    assert [event["transport"] for event in events_of(run, "transport")] == ["window", "files"]
-    assert "another user has this name" in events_of(run, "transport")[-1]["reason"]
-    assert list_versions(run.weights)[-1] == 4
-    assert {event["version"] for event in events_of(run, "loaded")} & {1, 2, 3, 4}
+    assert [event["transport"] for event in events_of(campaign, "transport")] == ["window", "files"]
+    assert "another user has this name" in events_of(campaign, "transport")[-1]["reason"]
+    assert list_versions(campaign.weights)[-1] == 4
+    assert {event["version"] for event in events_of(campaign, "loaded")} & {1, 2, 3, 4}

@@ -51,15 +51,15 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
         patch.setenv("HPCRL_HOME", str(directory / "home"))
         settings = (*SIMULATED, "-s", "train.num_steps=12", "-s", "train.checkpoint_every_steps=2")
         hpcrl("submit", "quickstart", "--site", "local", "--name", "lakes", *settings)
-        run = CampaignDir(directory / "home" / "campaigns" / "lakes")
+        campaign = CampaignDir(directory / "home" / "campaigns" / "lakes")
         try:
-            until(lambda: len(steps(run)) >= 3, what="three steps are made")
+            until(lambda: len(steps(campaign)) >= 3, what="three steps are made")
             pages = {"running": write_report(directory, "running")}
-            os.kill(driver_of(run), signal.SIGKILL)
+            os.kill(driver_of(campaign), signal.SIGKILL)
             until(lambda: snapshot("lakes")["state"] == "failed", what="the campaign has failed")
             pages["crashed"] = write_report(directory, "crashed")
             hpcrl("resume", "lakes")
-            assert outcome(run, 1)["outcome"] == "done"
+            assert outcome(campaign, 1)["outcome"] == "done"
             pages["finished"] = write_report(directory, "finished")
             yield pages
         finally:

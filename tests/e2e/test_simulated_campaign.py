@@ -64,35 +64,35 @@ def test_turns_and_their_kv_go_to_the_hardware_of_their_domain_and_a_worker_swit
     """These turns have prompts of a few tokens: one prefill worker is enough, and decode lacks one."""
     sizing = ("-s", "router.remote_prefill=always", "-s", "router.sizing=auto", "-s", "train.num_steps=100000")
     hpcrl("submit", recipe, "--site", "local", "--name", "flip", *SMALL, *sizing)
-    run = CampaignDir(campaigns / "flip")
-    until(lambda: all(_is_at_home(run, domain) for domain in FAST), what=f"domains are served by {FAST}")
+    campaign = CampaignDir(campaigns / "flip")
+    until(lambda: all(_is_at_home(campaign, domain) for domain in FAST), what=f"domains are served by {FAST}")
     until(
-        lambda: "decode" in read_switched_roles(run.switched_roles).values(),
+        lambda: "decode" in read_switched_roles(campaign.switched_roles).values(),
         what="a worker has switched roles",
         timeout_s=300,
     )
-    (changed,) = read_switched_roles(run.switched_roles)
+    (changed,) = read_switched_roles(campaign.switched_roles)
     assert "-prefill-" in changed
-    until(lambda: any(route["decode"] == changed for route in routes(run)), what=f"{changed} decodes")
+    until(lambda: any(route["decode"] == changed for route in routes(campaign)), what=f"{changed} decodes")
     hpcrl("stop", "--now", "flip")
-    assert {step["num_trajectories"] for step in steps(run)} == {8}
-    assert any(turn.remote_prefill for turn in turns(run))
-    assert any("-prefill-" in (route["prefill"] or "") for route in routes(run))
-    newest = {event["role"]: event["version"] for event in events_of(run, "loaded")}
+    assert {step["num_trajectories"] for step in steps(campaign)} == {8}
+    assert any(turn.remote_prefill for turn in turns(campaign))
+    assert any("-prefill-" in (route["prefill"] or "") for route in routes(campaign))
+    newest = {event["role"]: event["version"] for event in events_of(campaign, "loaded")}
     assert set(newest) == {"prefill", "decode"}
     assert max(newest.values()) >= 1
 
 
-def routes(run: CampaignDir) -> list[dict[str, Any]]:
-    return events_of(run, "route")
+def routes(campaign: CampaignDir) -> list[dict[str, Any]]:
+    return events_of(campaign, "route")
 
 
-def turns(run: CampaignDir) -> list[EpisodeTurn]:
-    segments = [path for spool in SPOOLS for path in run.spool(spool).glob("*.h5")]
+def turns(campaign: CampaignDir) -> list[EpisodeTurn]:
+    segments = [path for spool in SPOOLS for path in campaign.spool(spool).glob("*.h5")]
     return [turn for path in segments for facts in read_segment(path).facts for turn in facts.turns]
 
 
-def _is_at_home(run: CampaignDir, domain: str) -> bool:
+def _is_at_home(campaign: CampaignDir, domain: str) -> bool:
     """Check that the domain's last 50 turns were all on its hardware, as they are once that is ready."""
-    last = [route["decode"] or "" for route in routes(run) if route["domain"] == domain][-50:]
+    last = [route["decode"] or "" for route in routes(campaign) if route["domain"] == domain][-50:]
     return len(last) == 50 and all(worker.endswith(FAST[domain]) for worker in last)

@@ -19,7 +19,7 @@ TAUGHT = ("teacher.judge=tutor", "train.kl=k1", "train.kl_in=reward", "train.kl_
 FEW_REWARDS = ("domains.lake.reward=hpcrl.envs.base:env_reward",)
 
 
-def make_teacher(directory: Path) -> Path:
+def make_sure_teacher(directory: Path) -> Path:
     """Make a model of another shape than the policy that is surer of its answers."""
     make_tiny_model(directory, TinyModel(hidden_size=32, num_layers=1), seed=1)
     model = load_causal(directory)
@@ -30,19 +30,19 @@ def make_teacher(directory: Path) -> Path:
 
 
 def test_a_campaign_distils_a_teacher_that_engines_serve(campaigns: Path, home: Path, tmp_path: Path) -> None:
-    teacher = make_teacher(tmp_path / "teacher")
+    teacher = make_sure_teacher(tmp_path / "teacher")
     settings = (
         word for setting in (*SMALL, *TAUGHT, *FEW_REWARDS, f"judge.tutor.path={teacher}") for word in ("-s", setting)
     )
     hpcrl("submit", "quickstart", "--site", "local", "--name", "t", *settings)
-    run = CampaignDir(campaigns / "t")
-    until(run.job(0).outcome.exists, what="the campaign has ended", timeout_s=500)
-    assert outcome(run)["outcome"] == "done"
-    assert events_of(run, "fault") == []
+    campaign = CampaignDir(campaigns / "t")
+    until(campaign.job(0).outcome.exists, what="the campaign has ended", timeout_s=500)
+    assert outcome(campaign)["outcome"] == "done"
+    assert events_of(campaign, "fault") == []
     until(lambda: not processes_of(home), what="no process is left", timeout_s=60)
 
     model, gaps = load_causal(teacher), dict[int, list[float]]()
-    history = TrajectoryHistory(run, spools=("scored", "archive"))
+    history = TrajectoryHistory(campaign, spools=("scored", "archive"))
     for _, one in history.trajectories(TrajectorySelection(), verify=True):
         ids_1T = torch.from_numpy(one.token_ids.astype(np.int64))[None]
         with torch.no_grad():

@@ -37,25 +37,28 @@ def test_two_ranks_killed_with_their_driver_resume_train_every_group_once_and_sa
 ) -> None:
     settings = (*SIMULATED, *TWO, *ROUNDED, "-s", f"train.num_steps={NUM_STEPS}")
     hpcrl("submit", "quickstart", "--site", "local", "--name", "two", *settings)
-    run = CampaignDir(campaigns / "two")
-    until(lambda: len(steps(run)) >= 2, what="two steps were made")
-    assert windows_of(run)
-    os.kill(driver_of(run), signal.SIGKILL)
-    assert "killed by signal 9" in outcome(run)["reason"]
+    campaign = CampaignDir(campaigns / "two")
+    until(lambda: len(steps(campaign)) >= 2, what="two steps were made")
+    assert windows_of(campaign)
+    os.kill(driver_of(campaign), signal.SIGKILL)
+    assert "killed by signal 9" in outcome(campaign)["reason"]
     until(lambda: not processes_of(home), what="no process is left", timeout_s=60)
-    assert not windows_of(run)
+    assert not windows_of(campaign)
     assert snapshot("two")["state"] == "failed"
     hpcrl("resume", "two", "--watch")
     seen = snapshot("two")
     assert (seen["state"], seen["step"], len(seen["jobs"])) == ("done", NUM_STEPS, 2)
-    assert num_consumed_groups(run) == NUM_STEPS * 2  # a group that is trained on twice counts once
-    events = list(read_events(run.events))
+    assert num_consumed_groups(campaign) == NUM_STEPS * 2  # a group that is trained on twice counts once
+    events = list(read_events(campaign.events))
     assert [event["transport"] for event in events if event["event"] == "transport"] == ["window", "window"]
     assert {event["version"] for event in events if event["event"] == "published"} >= set(range(NUM_STEPS + 1))
-    newest = sorted(run.checkpoints.iterdir())[-1]
+    newest = sorted(campaign.checkpoints.iterdir())[-1]
     assert len(list(newest.glob("state-*.safetensors"))) == 2
     hpcrl("export", "two", "--hf", str(tmp_path / "model"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert (model.config.model_type, model.dtype) == ("qwen2", torch.float32)
-    published, trained = FileStore(run.weights).load(list_versions(run.weights)[-1]), dict(model.named_parameters())
+    published, trained = (
+        FileStore(campaign.weights).load(list_versions(campaign.weights)[-1]),
+        dict(model.named_parameters()),
+    )
     assert all(torch.equal(tensor, trained[name].bfloat16()) for name, tensor in published.items())

@@ -45,8 +45,8 @@ def test_there_are_recipes_and_sites() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_plan_and_script_are_as_recorded(recipe: str, site: str) -> None:
     plan = plan_recipe(recipe=recipe, site=site)
-    run = CampaignDir(Path(f"/scratch/someone/hpcrl/{recipe}-1"))
-    script = make_batch_script(plan, job=run.job(0), python="/opt/hpcrl/bin/python")
+    campaign = CampaignDir(Path(f"/scratch/someone/hpcrl/{recipe}-1"))
+    script = make_batch_script(plan, job=campaign.job(0), python="/opt/hpcrl/bin/python")
     made = {f"{recipe}.{site}.json": plan.to_json().decode(), f"{recipe}.{site}.sh": script}
     compare(made)
 

@@ -20,21 +20,21 @@ def states(lab: Lab, job_id: str) -> dict[str, str]:
 
 def test_the_quickstart_learns_on_separate_partitions_with_weights_by_mpi(lab: Lab, campaigns: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "q", "-s", "train.num_steps=24")
-    run = CampaignDir(campaigns / "q")
+    campaign = CampaignDir(campaigns / "q")
     seen = snapshot("q")
     assert seen["state"] == "done"
     assert len(seen["jobs"][0]["components"]) == 4
     assert sum(seen["reward_mean"][-3:]) / 3 > sum(seen["reward_mean"][:3]) / 3 + 0.3
-    where = {event["role"]: event["node"].rstrip("0123456789") for event in events_of(run, "worker-started")}
+    where = {event["role"]: event["node"].rstrip("0123456789") for event in events_of(campaign, "worker-started")}
     assert where.pop("reward", "env") == "env", "env workers score nearly all: a reward worker may find nothing to do"
     assert where == {"env": "env", "prefill": "prefill", "decode": "decode", "train": "train"}
     expected = dict.fromkeys(("env", "prefill", "decode", "train"), "COMPLETED")
     until(lambda: states(lab, seen["jobs"][0]["id"]) == expected, what="sacct shows every component COMPLETED")
-    assert [event["transport"] for event in events_of(run, "transport")] == ["files", "mpi"]
-    carried = events_of(run, "courier")
+    assert [event["transport"] for event in events_of(campaign, "transport")] == ["files", "mpi"]
+    carried = events_of(campaign, "courier")
     assert {(event["node"], *event["to"]) for event in carried} == {("train1", "prefill1", "decode1")}
     assert all(event["bytes"] > 0 and event["wall_s"] > 0 for event in carried)
-    assert {event["node"] for event in events_of(run, "loaded")} == {"prefill1", "decode1"}
+    assert {event["node"] for event in events_of(campaign, "loaded")} == {"prefill1", "decode1"}
     assert lab.list_shared_memory() == {}
 
 
@@ -87,14 +87,14 @@ def test_a_campaign_is_stored_where_the_site_sets_it_and_uses_files_where_it_has
     elsewhere.mkdir()
     site = ("-s", f"site.campaigns_dir={elsewhere}", "-s", "site.mpi.couriers=false")
     hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "e", *SIMULATED, *site, "-s", "job.num_jobs=2")
-    run = CampaignDir(campaigns / "e")
+    campaign = CampaignDir(campaigns / "e")
     assert (campaigns / "e").is_symlink()
     assert (elsewhere / "e" / "campaign.json").is_file()
-    assert [event["transport"] for event in events_of(run, "transport")] == ["files"]
-    assert {event["node"] for event in events_of(run, "loaded")} == {"prefill1", "decode1"}
-    assert events_of(run, "follower"), "a second job was queued"
+    assert [event["transport"] for event in events_of(campaign, "transport")] == ["files"]
+    assert {event["node"] for event in events_of(campaign, "loaded")} == {"prefill1", "decode1"}
+    assert events_of(campaign, "follower"), "a second job was queued"
     until(lambda: lab.run("squeue", "-h") == "", what="it does not wait behind a campaign that is done")
-    assert (snapshot("e")["state"], run.job_numbers()) == ("done", [0])
+    assert (snapshot("e")["state"], campaign.job_numbers()) == ("done", [0])
 
 
 def test_a_cluster_that_was_just_described_runs_the_quickstart(in_lab: Lab, campaigns: Path) -> None:

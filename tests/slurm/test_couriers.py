@@ -15,46 +15,46 @@ from tests.support.lab_tools import Lab
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
-def transports(run: CampaignDir) -> list[object]:
-    return [event["transport"] for event in events_of(run, "transport")]
+def transports(campaign: CampaignDir) -> list[object]:
+    return [event["transport"] for event in events_of(campaign, "transport")]
 
 
 def test_a_campaign_whose_mpi_does_not_work_uses_tcp(lab: Lab, campaigns: Path) -> None:
     more = ("-s", "site.mpi.srun_type=none", "-s", "train.num_steps=100000")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "t", *SIMULATED, *more)
-    run = CampaignDir(campaigns / "t")
-    until(lambda: len(events_of(run, "courier")) > 1, what="versions were carried", timeout_s=300)
-    assert transports(run)[-1] == "tcp"
-    assert "mpi" not in transports(run)
+    campaign = CampaignDir(campaigns / "t")
+    until(lambda: len(events_of(campaign, "courier")) > 1, what="versions were carried", timeout_s=300)
+    assert transports(campaign)[-1] == "tcp"
+    assert "mpi" not in transports(campaign)
     assert any(
-        "a world of 1 where 3 ranks were started" in str(event["reason"]) for event in events_of(run, "transport")
+        "a world of 1 where 3 ranks were started" in str(event["reason"]) for event in events_of(campaign, "transport")
     )
-    assert {event["node"] for event in events_of(run, "courier")} == {"train1"}
+    assert {event["node"] for event in events_of(campaign, "courier")} == {"train1"}
     hpcrl("stop", "t", "--now")
 
 
 def test_couriers_are_restarted_alone(lab: Lab, campaigns: Path, home: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "r", *SIMULATED, "-s", "train.num_steps=100000")
-    run = CampaignDir(campaigns / "r")
+    campaign = CampaignDir(campaigns / "r")
     for number, node in ((signal.SIGKILL, "decode1"), (signal.SIGSTOP, "prefill1")):
-        carried = len(events_of(run, "courier"))
-        until(lambda carried=carried: len(events_of(run, "courier")) > carried, what="a version was carried")
-        restarted = len(events_of(run, "worker-restarted"))
-        os.kill(courier_pids(run)[node], number)
+        carried = len(events_of(campaign, "courier"))
+        until(lambda carried=carried: len(events_of(campaign, "courier")) > carried, what="a version was carried")
+        restarted = len(events_of(campaign, "worker-restarted"))
+        os.kill(courier_pids(campaign)[node], number)
         until(
-            lambda restarted=restarted: len(events_of(run, "worker-restarted")) > restarted,
+            lambda restarted=restarted: len(events_of(campaign, "worker-restarted")) > restarted,
             what="the couriers were started again",
         )
-        carried, made = len(events_of(run, "courier")), len(steps(run))
+        carried, made = len(events_of(campaign, "courier")), len(steps(campaign))
         until(
-            lambda carried=carried: len(events_of(run, "courier")) > carried + 3,
+            lambda carried=carried: len(events_of(campaign, "courier")) > carried + 3,
             what=f"versions are carried after {number}",
         )
-        assert len(steps(run)) > made
-    assert {event["of"] for event in events_of(run, "worker-failed")} == {"couriers"}
-    [fault] = [event for event in events_of(run, "fault") if event.get("at") == "prefill1"][:1]
+        assert len(steps(campaign)) > made
+    assert {event["of"] for event in events_of(campaign, "worker-failed")} == {"couriers"}
+    [fault] = [event for event in events_of(campaign, "fault") if event.get("at") == "prefill1"][:1]
     assert {"rank", "bucket", "bytes"} <= fault.keys()
-    transport = read_transport(run.weights)
+    transport = read_transport(campaign.weights)
     assert transport is not None
     assert transport.name == "mpi"
     hpcrl("stop", "r", "--now")
@@ -69,29 +69,33 @@ def test_a_trainer_on_two_nodes_sends_from_both_after_one_was_killed_and_in_the_
     sharded = ("-s", 'train.sharding="full"', "-s", "train.checkpoint_every_steps=2", "-s", "train.num_steps=100000")
     ranks += ("-s", "job.num_jobs=2")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "s", *SIMULATED, *ranks, *sharded)
-    run = CampaignDir(campaigns / "s")
-    until(lambda: len(events_of(run, "courier")) > 2, what="versions were carried")
-    os.kill(processes(run, "hpcrl.roles", "train", by="RANK")["1"], signal.SIGKILL)
-    until(lambda: bool(events_of(run, "worker-restarted")), what="the trainer is started again")
-    before = len(events_of(run, "courier"))
-    until(lambda: len(events_of(run, "courier")) > before + 2, what="versions are carried again")
-    assert events_of(run, "follower"), "a second job waits"
+    campaign = CampaignDir(campaigns / "s")
+    until(lambda: len(events_of(campaign, "courier")) > 2, what="versions were carried")
+    os.kill(processes(campaign, "hpcrl.roles", "train", by="RANK")["1"], signal.SIGKILL)
+    until(lambda: bool(events_of(campaign, "worker-restarted")), what="the trainer is started again")
+    before = len(events_of(campaign, "courier"))
+    until(lambda: len(events_of(campaign, "courier")) > before + 2, what="versions are carried again")
+    assert events_of(campaign, "follower"), "a second job waits"
     hpcrl("stop", "s")
-    assert outcome(run)["outcome"] == "stopped"
+    assert outcome(campaign)["outcome"] == "stopped"
     until(lambda: lab.run("squeue", "-h") == "", what="the job that waited was cancelled")
-    assert (snapshot("s")["state"], run.job_numbers()) == ("stopped", [0])
-    assert max(int(str(event["version"])) for event in events_of(run, "published")) in list_versions(run.weights)
-    made, before = steps(run)[-1]["step"], len(events_of(run, "courier"))
+    assert (snapshot("s")["state"], campaign.job_numbers()) == ("stopped", [0])
+    assert max(int(str(event["version"])) for event in events_of(campaign, "published")) in list_versions(
+        campaign.weights
+    )
+    made, before = steps(campaign)[-1]["step"], len(events_of(campaign, "courier"))
     hpcrl("resume", "s")
-    until(lambda: len(events_of(run, "courier")) > before + 1, what="the next job carries versions")
+    until(lambda: len(events_of(campaign, "courier")) > before + 1, what="the next job carries versions")
     hpcrl("stop", "s", "--now")
-    assert outcome(run, 1)["outcome"] == "stopped"
-    assert next(step["step"] for step in steps(run) if step["job"] == 1) == made + 1, "no step was lost or made twice"
-    carried = events_of(run, "courier")
+    assert outcome(campaign, 1)["outcome"] == "stopped"
+    assert next(step["step"] for step in steps(campaign) if step["job"] == 1) == made + 1, (
+        "no step was lost or made twice"
+    )
+    carried = events_of(campaign, "courier")
     assert {(event["node"], *event["sources"], *event["to"]) for event in carried} == {
         ("train1", "train1", "train2", "prefill1", "decode1")
     }
     versions = [int(str(event["version"])) for event in carried]
     assert versions == sorted(set(versions))
-    assert transports(run) == ["files", "mpi"] * 2
+    assert transports(campaign) == ["files", "mpi"] * 2
     assert lab.list_shared_memory() == {}

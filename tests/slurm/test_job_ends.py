@@ -20,83 +20,85 @@ pytestmark = [
 
 
 def test_a_cancelled_job_saves_its_last_step(lab: Lab, campaigns: Path) -> None:
-    run, id = start(campaigns, "c")
+    campaign, id = start(campaigns, "c")
     lab.run("scancel", id)
-    assert await_end(lab, run) == "CANCELLED"
-    assert (outcome(run)["outcome"], outcome(run)["cause"]) == ("drained", "cancellation")
-    assert list_saved_steps(run) == [steps(run)[-1]["step"]]
+    assert await_end(lab, campaign) == "CANCELLED"
+    assert (outcome(campaign)["outcome"], outcome(campaign)["cause"]) == ("drained", "cancellation")
+    assert list_saved_steps(campaign) == [steps(campaign)[-1]["step"]]
     assert lab.list_shared_memory() == {}
 
 
 def test_a_job_that_is_preempted_with_a_grace_time_uses_it_for_a_checkpoint(lab: Lab, campaigns: Path) -> None:
-    run, _ = start(campaigns, "p", *PREEMPTIBLE, site="lab-hetstep")
+    campaign, _ = start(campaigns, "p", *PREEMPTIBLE, site="lab-hetstep")
     taker = lab.run("sbatch", "--parsable", "-p", "h100", "-N4", "--exclusive", "--mem=0", "-o/dev/null", "--wrap=true")
-    assert await_end(lab, run) in ("PREEMPTED", "COMPLETED"), "it may end within the grace time"
-    assert (outcome(run)["outcome"], outcome(run)["cause"]) == ("drained", "preemption")
-    assert run.job(0).terminated.exists(), "Slurm sent SIGTERM to the steps, before the batch script got one"
-    assert list_saved_steps(run) == [steps(run)[-1]["step"]]
+    assert await_end(lab, campaign) in ("PREEMPTED", "COMPLETED"), "it may end within the grace time"
+    assert (outcome(campaign)["outcome"], outcome(campaign)["cause"]) == ("drained", "preemption")
+    assert campaign.job(0).terminated.exists(), "Slurm sent SIGTERM to the steps, before the batch script got one"
+    assert list_saved_steps(campaign) == [steps(campaign)[-1]["step"]]
     assert lab.list_shared_memory() == {}
     lab.wait_accounted(taker, "COMPLETED")
 
 
 def test_a_chain_of_jobs_whose_walltime_ends_loses_no_step(lab: Lab, campaigns: Path) -> None:
     walltime = ("-s", "job.walltime_min=2", "-s", "job.drain_s=60", "-s", "job.num_jobs=2")
-    run, _ = start(campaigns, "w", *walltime)
-    assert (outcome(run, 0)["outcome"], outcome(run, 0)["cause"]) == ("drained", "walltime")
-    assert "walltime" in outcome(run, 0)["reason"]
-    saved = list_saved_steps(run)
-    until(lambda: any(step["job"] == 1 for step in steps(run)), what="the next job makes steps")
-    made = [step["step"] for step in steps(run)]
+    campaign, _ = start(campaigns, "w", *walltime)
+    assert (outcome(campaign, 0)["outcome"], outcome(campaign, 0)["cause"]) == ("drained", "walltime")
+    assert "walltime" in outcome(campaign, 0)["reason"]
+    saved = list_saved_steps(campaign)
+    until(lambda: any(step["job"] == 1 for step in steps(campaign)), what="the next job makes steps")
+    made = [step["step"] for step in steps(campaign)]
     assert made == list(range(1, len(made) + 1)), "no step was lost or made twice"
-    assert saved == [max(step["step"] for step in steps(run) if step["job"] == 0)]
+    assert saved == [max(step["step"] for step in steps(campaign) if step["job"] == 0)]
 
 
 def test_nodes_are_left_clean_if_no_process_of_the_batch_step_is_left(lab: Lab, campaigns: Path) -> None:
-    run, _ = start(campaigns, "k")
-    guardian, driver = find_batch_processes(run)
+    campaign, _ = start(campaigns, "k")
+    guardian, driver = find_batch_processes(campaign)
     driver.suspend()  # it gets SIGTERM with the end of its guardian, and must not start to drain
     guardian.kill()
     driver.wait(60)  # Slurm ends what is left of the batch step; the sruns of a driver that ends first kill their steps
-    await_end(lab, run)
-    if not run.job(0).terminated.exists():  # Slurm has killed the steps without a signal before: the next step cleans
+    await_end(lab, campaign)
+    if not campaign.job(
+        0
+    ).terminated.exists():  # Slurm has killed the steps without a signal before: the next step cleans
         for role in ("env", "prefill", "decode", "train"):
-            clean = (sys.executable, "-m", "hpcrl.job.step", str(run.job(0).root))
+            clean = (sys.executable, "-m", "hpcrl.job.step", str(campaign.job(0).root))
             lab.run("srun", "-p", role, "-w", f"{role}1", *clean)
     until(lambda: lab.list_shared_memory() == {}, what="steps without a driver clean up", timeout_s=30)
-    assert not run.job(0).outcome.exists()
+    assert not campaign.job(0).outcome.exists()
 
 
 def test_the_nodes_of_a_driver_that_hangs_are_freed(lab: Lab, campaigns: Path) -> None:
-    run, id = start(campaigns, "h", "-s", "job.num_jobs=2")
-    following = json.loads(run.job(1).submission.read_text())["id"]
-    (_, driver) = find_batch_processes(run)
+    campaign, id = start(campaigns, "h", "-s", "job.num_jobs=2")
+    following = json.loads(campaign.job(1).submission.read_text())["id"]
+    (_, driver) = find_batch_processes(campaign)
     driver.send_signal(signal.SIGSTOP)
     until(lambda: id not in lab.run("squeue", "-h", "-t", "running,completing", "-o", "%A"), what="the job has ended")
-    assert outcome(run)["cause"] == "infrastructure"
-    assert "the driver has stood still" in outcome(run)["reason"]
-    assert "in _supervise" in run.job(0).log("batch").read_text(), "the stacks of the driver"
-    assert "Thread" in run.job(0).log("env-0").read_text(), "the stacks of workers"
+    assert outcome(campaign)["cause"] == "infrastructure"
+    assert "the driver has stood still" in outcome(campaign)["reason"]
+    assert "in _supervise" in campaign.job(0).log("batch").read_text(), "the stacks of the driver"
+    assert "Thread" in campaign.job(0).log("env-0").read_text(), "the stacks of workers"
     assert lab.list_shared_memory() == {}
     assert lab.run("squeue", "-h", "-j", following, "-o", "%A") == "", "there is no checkpoint to continue from"
 
 
 def test_a_node_whose_steps_were_killed_is_swept_after_a_crash_of_the_driver(lab: Lab, campaigns: Path) -> None:
-    run, _ = start(campaigns, "s")
-    (_, driver) = find_batch_processes(run)
+    campaign, _ = start(campaigns, "s")
+    (_, driver) = find_batch_processes(campaign)
     driver.suspend()  # it must not start the steps again
     for process in psutil.process_iter(["cmdline"]):
-        is_step = {"hpcrl.job.step", str(run.job(0).root)} <= set(process.info["cmdline"] or [])
+        is_step = {"hpcrl.job.step", str(campaign.job(0).root)} <= set(process.info["cmdline"] or [])
         if is_step and process.environ().get("SLURMD_NODENAME") == "decode1":
             process.kill()
     driver.kill()
-    await_end(lab, run)
-    assert outcome(run)["cause"] == "infrastructure"
+    await_end(lab, campaign)
+    assert outcome(campaign)["cause"] == "infrastructure"
     assert lab.list_shared_memory() == {}
 
 
 def test_a_queued_job_is_changed_to_avoid_nodes(lab: Lab, campaigns: Path) -> None:
-    run, _ = start(campaigns, "x", "-s", "job.num_jobs=2")
-    following = json.loads(run.job(1).submission.read_text())["id"]
+    campaign, _ = start(campaigns, "x", "-s", "job.num_jobs=2")
+    following = json.loads(campaign.job(1).submission.read_text())["id"]
     lab.run("scontrol", "update", f"JobId={following}", "ExcNodeList=env3,decode2")
     excluded = [
         word for word in lab.run("scontrol", "show", "job", following).split() if word.startswith("ExcNodeList=")

@@ -13,24 +13,24 @@ from tests.support.lab_tools import Lab
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(900)]
 
 
-def has_stepped(run: CampaignDir, *, job: int) -> bool:
+def has_stepped(campaign: CampaignDir, *, job: int) -> bool:
     """True once a step was made in this job."""
-    return any(step["job"] == job for step in steps(run))
+    return any(step["job"] == job for step in steps(campaign))
 
 
-def follower(run: CampaignDir, *, job: int) -> str:
+def follower(campaign: CampaignDir, *, job: int) -> str:
     """Return the Slurm id of the job that waits for this one, once it is queued."""
 
     def queued() -> list[str]:
-        return [e["slurm_id"] for e in events_of(run, "follower") if e["job"] == job]
+        return [e["slurm_id"] for e in events_of(campaign, "follower") if e["job"] == job]
 
     until(lambda: bool(queued()), what=f"a job follows job {job}")
     return queued()[0]
 
 
-def kill_driver(run: CampaignDir, *, job: int) -> None:
+def kill_driver(campaign: CampaignDir, *, job: int) -> None:
     """Kill the batch script's process and its child: no process is left to record how the job ended."""
-    mark = ["hpcrl.job.driver", str(run.root), str(job)]
+    mark = ["hpcrl.job.driver", str(campaign.root), str(job)]
     for process in psutil.process_iter(["cmdline"]):
         if (process.info["cmdline"] or [])[-3:] == mark:
             process.send_signal(signal.SIGKILL)
@@ -39,25 +39,25 @@ def kill_driver(run: CampaignDir, *, job: int) -> None:
 def test_a_campaign_continues_after_its_walltime_and_after_a_kill(lab: Lab, campaigns: Path) -> None:
     endless = ("-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=1", "-s", "job.num_jobs=3")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "n", *SIMULATED, *endless)
-    run = CampaignDir(campaigns / "n")
-    second = follower(run, job=0)
-    until(lambda: has_stepped(run, job=0), what="the first job makes steps")
+    campaign = CampaignDir(campaigns / "n")
+    second = follower(campaign, job=0)
+    until(lambda: has_stepped(campaign, job=0), what="the first job makes steps")
     seen = snapshot("n")
     assert (seen["state"], [job["state"] for job in seen["jobs"]]) == ("running", ["running", "queued"])
     assert seen["jobs"][1]["id"] == second
     lab.run("scancel", "--batch", "--signal=USR2", seen["jobs"][0]["id"])  # as Slurm does when the time is nearly over
-    assert outcome(run, 0)["outcome"] == "drained"
-    third = follower(run, job=1)
-    until(lambda: has_stepped(run, job=1), what="the second job makes steps")
-    made = [step["step"] for step in steps(run)]
+    assert outcome(campaign, 0)["outcome"] == "drained"
+    third = follower(campaign, job=1)
+    until(lambda: has_stepped(campaign, job=1), what="the second job makes steps")
+    made = [step["step"] for step in steps(campaign)]
     assert made == sorted(set(made)), "no step was lost or made twice"
-    kill_driver(run, job=1)
-    until(lambda: has_stepped(run, job=2), what="the third job makes steps")
-    assert not run.job(1).outcome.exists()
+    kill_driver(campaign, job=1)
+    until(lambda: has_stepped(campaign, job=2), what="the third job makes steps")
+    assert not campaign.job(1).outcome.exists()
     assert snapshot("n")["jobs"][2]["id"] == third
     hpcrl("stop", "n")
-    assert outcome(run, 2)["outcome"] == "stopped"
-    assert run.job_numbers() == [0, 1, 2], "three in a row"
+    assert outcome(campaign, 2)["outcome"] == "stopped"
+    assert campaign.job_numbers() == [0, 1, 2], "three in a row"
     states = [job["state"] for job in snapshot("n")["jobs"]]
     assert states == ["drained", "failed", "stopped"]
 
@@ -66,18 +66,18 @@ def test_a_campaign_that_runs_gets_more_steps_in_jobs_that_wait_from_the_start(l
     settings = ("train.num_steps=20", "job.num_jobs=3", "site.nodes_may_submit=false")
     options = [option for setting in settings for option in ("-s", setting)]
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "x", *SIMULATED, *options)
-    run = CampaignDir(campaigns / "x")
-    assert run.job_numbers() == [0, 1, 2], "the login node has queued them all"
-    until(lambda: has_stepped(run, job=0), what="the first job makes steps")
+    campaign = CampaignDir(campaigns / "x")
+    assert campaign.job_numbers() == [0, 1, 2], "the login node has queued them all"
+    until(lambda: has_stepped(campaign, job=0), what="the first job makes steps")
     assert "up to step 23" in hpcrl("extend", "x", "--steps", "23").stdout
-    assert outcome(run, 0)["outcome"] == "done"
-    assert outcome(run, 1)["outcome"] == "done"
-    made = [(step["job"], step["step"]) for step in steps(run)]
+    assert outcome(campaign, 0)["outcome"] == "done"
+    assert outcome(campaign, 1)["outcome"] == "done"
+    made = [(step["job"], step["step"]) for step in steps(campaign)]
     assert made == [*((0, step) for step in range(1, 21)), (1, 21), (1, 22), (1, 23)]
-    until(lambda: run.job_numbers() == [0, 1], what="the job that is not needed is cancelled")
+    until(lambda: campaign.job_numbers() == [0, 1], what="the job that is not needed is cancelled")
     assert snapshot("x")["state"] == "done"
     refused = hpcrl("resume", "x", check=False)
     assert (refused.returncode, "hpcrl extend x --steps N" in refused.stderr) == (2, True)
     hpcrl("resume", "x", "-s", "train.num_steps=24", "-s", "job.walltime_min=7")
-    assert outcome(run, 2)["outcome"] == "done"
-    assert steps(run)[-1]["step"] == 24
+    assert outcome(campaign, 2)["outcome"] == "done"
+    assert steps(campaign)[-1]["step"] == 24

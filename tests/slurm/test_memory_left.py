@@ -20,18 +20,18 @@ def await_no_memory(lab: Lab) -> None:
 
 
 def test_no_node_keeps_memory_after_a_walltime(lab: Lab, campaigns: Path) -> None:
-    run, _ = start(campaigns, "w", "-s", "job.walltime_min=2", "-s", "job.drain_s=60")
+    campaign, _ = start(campaigns, "w", "-s", "job.walltime_min=2", "-s", "job.drain_s=60")
     assert lab.list_shared_memory() != {}, "windows of weights"
-    until(run.job(0).outcome.exists, what="the walltime is nearly over")
-    assert (outcome(run)["outcome"], outcome(run)["cause"]) == ("drained", "walltime")
-    await_end(lab, run)
+    until(campaign.job(0).outcome.exists, what="the walltime is nearly over")
+    assert (outcome(campaign)["outcome"], outcome(campaign)["cause"]) == ("drained", "walltime")
+    await_end(lab, campaign)
     assert lab.list_shared_memory() == {}
-    assert len(list_saved_steps(run)) == 1
+    assert len(list_saved_steps(campaign)) == 1
 
 
 def test_no_node_keeps_memory_after_a_crash_of_the_guardian(lab: Lab, campaigns: Path) -> None:
-    run, _ = start(campaigns, "g")
-    guardian, _ = find_batch_processes(run)
+    campaign, _ = start(campaigns, "g")
+    guardian, _ = find_batch_processes(campaign)
     guardian.kill()
-    await_end(lab, run)
+    await_end(lab, campaign)
     await_no_memory(lab)

@@ -32,22 +32,22 @@ def test_a_campaign_continues_without_a_lost_node_and_its_weights_are_still_sent
         *("submit", "quickstart", "--site", "lab", "--name", "n", *SIMULATED, *two),
         *("-s", "job.survive_node_loss=true", "-s", "train.num_steps=100000"),
     )
-    run = CampaignDir(campaigns / "n")
+    campaign = CampaignDir(campaigns / "n")
 
     def carried() -> list[set[str]]:
-        return [set(event["to"]) for event in events_of(run, "courier")]
+        return [set(event["to"]) for event in events_of(campaign, "courier")]
 
     until(lambda: len(carried()) > 1, what="versions were carried")
     assert LOST in carried()[-1]
     lose(lab, LOST)
     until(lambda: bool(carried()) and LOST not in carried()[-1], what="versions go past the lost node")
-    made = len(steps(run))
-    until(lambda: len(steps(run)) > made + 1, what="steps are made without it")
-    faults = [event["detail"] for event in events_of(run, "fault")]
+    made = len(steps(campaign))
+    until(lambda: len(steps(campaign)) > made + 1, what="steps are made without it")
+    faults = [event["detail"] for event in events_of(campaign, "fault")]
     assert f"decode continues without {LOST}" in faults
-    assert [event["transport"] for event in events_of(run, "transport")][-1] == "mpi"
+    assert [event["transport"] for event in events_of(campaign, "transport")][-1] == "mpi"
     hpcrl("stop", "n")
-    assert outcome(run)["outcome"] == "stopped"
+    assert outcome(campaign)["outcome"] == "stopped"
 
 
 ENDLESS = ("-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=5")
@@ -55,29 +55,29 @@ ENDLESS = ("-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=5
 
 def test_a_trainer_whose_node_was_booted_again_is_started_again(lab: Lab, campaigns: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "b", *SIMULATED, *ENDLESS)
-    run = CampaignDir(campaigns / "b")
-    until(lambda: len(steps(run)) > 6, what="steps are made")
+    campaign = CampaignDir(campaigns / "b")
+    until(lambda: len(steps(campaign)) > 6, what="steps are made")
     outages.break_part(lab.state_dir, "train1")
     outages.restore_part(lab.state_dir, "train1")
-    until(lambda: bool(events_of(run, "worker-restarted")), what="the driver misses the trainer")
-    made = len(steps(run))
-    until(lambda: len(steps(run)) > made + 1, what="steps are made again")
-    (failure,) = [event for event in events_of(run, "worker-failed") if event["of"] == "train-0"]
+    until(lambda: bool(events_of(campaign, "worker-restarted")), what="the driver misses the trainer")
+    made = len(steps(campaign))
+    until(lambda: len(steps(campaign)) > made + 1, what="steps are made again")
+    (failure,) = [event for event in events_of(campaign, "worker-failed") if event["of"] == "train-0"]
     assert "train1 was started again" in failure["reason"]
     hpcrl("stop", "b")
-    assert outcome(run)["outcome"] == "stopped"
+    assert outcome(campaign)["outcome"] == "stopped"
 
 
 def test_a_trainer_whose_node_is_lost_continues_on_the_spare_one(lab: Lab, campaigns: Path) -> None:
     survives = ("-s", "job.survive_node_loss=true")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "t", *SIMULATED, *ENDLESS, *survives)
-    run = CampaignDir(campaigns / "t")
-    until(lambda: len(steps(run)) > 6, what="steps are made")
+    campaign = CampaignDir(campaigns / "t")
+    until(lambda: len(steps(campaign)) > 6, what="steps are made")
     lose(lab, "train1")
-    until(lambda: steps(run)[-1]["node"] == "train2", what="steps are made on the other node")
-    assert "train continues without train1" in [event["detail"] for event in events_of(run, "fault")]
+    until(lambda: steps(campaign)[-1]["node"] == "train2", what="steps are made on the other node")
+    assert "train continues without train1" in [event["detail"] for event in events_of(campaign, "fault")]
     hpcrl("stop", "t")
-    assert outcome(run)["outcome"] == "stopped"
+    assert outcome(campaign)["outcome"] == "stopped"
 
 
 def lose(lab: Lab, node: str) -> None:

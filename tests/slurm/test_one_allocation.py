@@ -17,13 +17,13 @@ NODES = {"env": "prefill1", "prefill": "prefill2", "decode": "train1", "train": 
 
 def test_a_site_without_het_jobs_trains_in_one_allocation_with_weights_by_mpi(lab: Lab, campaigns: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--watch", "--name", "o", *SIMULATED, *SPLIT)
-    run, seen = CampaignDir(campaigns / "o"), snapshot("o")
+    campaign, seen = CampaignDir(campaigns / "o"), snapshot("o")
     assert seen["state"] == "done"
-    assert [event["layout"] for event in events_of(run, "layout")] == ["hetstep"]
-    assert [event["transport"] for event in events_of(run, "transport")] == ["files", "mpi"]
-    carried = events_of(run, "courier")
+    assert [event["layout"] for event in events_of(campaign, "layout")] == ["hetstep"]
+    assert [event["transport"] for event in events_of(campaign, "transport")] == ["files", "mpi"]
+    carried = events_of(campaign, "courier")
     assert {(event["node"], *event["to"]) for event in carried} == {("train2", "prefill2", "train1")}
-    nodes = {event["role"]: event["node"] for event in events_of(run, "worker-started")}
+    nodes = {event["role"]: event["node"] for event in events_of(campaign, "worker-started")}
     assert NODES | nodes == NODES
     assert set(nodes) >= {"env", "prefill", "decode", "train"}, "quick rewards need no worker"
     assert [component["nodes"] for component in seen["jobs"][0]["components"]] == [
@@ -35,17 +35,17 @@ def test_a_site_without_het_jobs_trains_in_one_allocation_with_weights_by_mpi(la
 
 def test_one_allocation_is_stopped_resumed_and_ended_at_once(lab: Lab, campaigns: Path, home: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab-hetstep", "--name", "s", *SIMULATED, "-s", "train.num_steps=100000")
-    run = CampaignDir(campaigns / "s")
-    until(lambda: len(steps(run)) >= 1, what="a step was made")
+    campaign = CampaignDir(campaigns / "s")
+    until(lambda: len(steps(campaign)) >= 1, what="a step was made")
     hpcrl("stop", "s")
-    assert outcome(run)["outcome"] == "stopped"
-    made = len(steps(run))
+    assert outcome(campaign)["outcome"] == "stopped"
+    made = len(steps(campaign))
     hpcrl("resume", "s")
-    until(lambda: len(steps(run)) > made, what="the second job makes steps")
+    until(lambda: len(steps(campaign)) > made, what="the second job makes steps")
     hpcrl("stop", "s", "--now")
     until(lambda: not processes_of(home), what="no process is left", timeout_s=60)
     assert [job["state"] for job in snapshot("s")["jobs"]] == ["stopped", "stopped"]
-    numbers = [step["step"] for step in steps(run)]
+    numbers = [step["step"] for step in steps(campaign)]
     assert numbers == sorted(set(numbers)), "no step was lost or made twice"
 
 

@@ -19,11 +19,11 @@ TWO_AND_TWO = (
 
 def test_a_trainer_on_two_gpus_and_two_engines_share_one_node(lab: Lab, campaigns: Path) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "n", *SIMULATED, *TWO_AND_TWO)
-    run, seen = CampaignDir(campaigns / "n"), snapshot("n")
+    campaign, seen = CampaignDir(campaigns / "n"), snapshot("n")
     assert seen["state"] == "done"
-    assert [event["layout"] for event in events_of(run, "layout")] == ["colocated"]
-    assert [event["transport"] for event in events_of(run, "transport")] == ["window"]
-    started = events_of(run, "worker-started")
+    assert [event["layout"] for event in events_of(campaign, "layout")] == ["colocated"]
+    assert [event["transport"] for event in events_of(campaign, "transport")] == ["window"]
+    started = events_of(campaign, "worker-started")
     gpus = {role: sorted(event["gpus"] for event in started if event["role"] == role) for role in ("train", "decode")}
     assert gpus == {"train": [["0"], ["1"]], "decode": [["2"], ["3"]]}
     [row] = lab.wait_accounted(seen["jobs"][0]["id"], "COMPLETED")

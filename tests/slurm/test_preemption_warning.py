@@ -24,9 +24,9 @@ def lab(needs_slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def test_a_job_that_is_only_warned_of_its_preemption_saves_its_last_step(lab: Lab, campaigns: Path) -> None:
-    run, _ = start(campaigns, "p", *PREEMPTIBLE, site="lab-hetstep")
+    campaign, _ = start(campaigns, "p", *PREEMPTIBLE, site="lab-hetstep")
     lab.run("sbatch", "-p", "h100", "-N4", "--exclusive", "--mem=0", "-o/dev/null", "--wrap=true")
-    assert await_end(lab, run) in ("PREEMPTED", "COMPLETED"), "it may end within the grace time"
-    assert (outcome(run)["outcome"], outcome(run)["cause"]) == ("drained", "preemption")
-    assert not run.job(0).terminated.exists(), "no step received a signal"
-    assert list_saved_steps(run) == [steps(run)[-1]["step"]]
+    assert await_end(lab, campaign) in ("PREEMPTED", "COMPLETED"), "it may end within the grace time"
+    assert (outcome(campaign)["outcome"], outcome(campaign)["cause"]) == ("drained", "preemption")
+    assert not campaign.job(0).terminated.exists(), "no step received a signal"
+    assert list_saved_steps(campaign) == [steps(campaign)[-1]["step"]]

@@ -31,15 +31,15 @@ def test_a_trainer_that_the_kernel_kills_for_its_memory_is_started_again_and_the
     request = tmp_path / "fill"
     monkeypatch.setenv("PYTHONPATH", str(OWN_CODE))
     monkeypatch.setenv(FILL_VARIABLE, str(request))
-    run, _ = start(campaigns, "m", "-s", 'train.pipeline.loss.function="tests.support.memory_losses:fill_memory"')
+    campaign, _ = start(campaigns, "m", "-s", 'train.pipeline.loss.function="tests.support.memory_losses:fill_memory"')
     request.touch()
     until(lambda: not request.exists(), what="a step fills the memory")
-    until(lambda: bool(events_of(run, "worker-restarted")), what="the trainer is started again")
-    made = len(steps(run))
-    until(lambda: len(steps(run)) > made, what="it makes steps again")
+    until(lambda: bool(events_of(campaign, "worker-restarted")), what="the trainer is started again")
+    made = len(steps(campaign))
+    until(lambda: len(steps(campaign)) > made, what="it makes steps again")
     hpcrl("stop", "m")
-    assert outcome(run)["outcome"] == "stopped"
-    (failure,) = events_of(run, "worker-failed")
+    assert outcome(campaign)["outcome"] == "stopped"
+    (failure,) = events_of(campaign, "worker-failed")
     if Path("/sys/fs/cgroup/memory").exists():  # otherwise Slurm's watcher ends the step, and srun does not report why
         assert failure["reason"].startswith("the kernel ended it, since the memory of its control group was used up")
 
@@ -51,14 +51,14 @@ def test_a_step_that_does_not_fit_into_what_is_left_is_abandoned_and_the_last_on
     monkeypatch.setenv("PYTHONPATH", str(OWN_CODE))
     monkeypatch.setenv(SLOW_VARIABLE, str(slow))
     loss = ("-s", 'train.pipeline.loss.function="tests.support.slow_losses:wait_before"')
-    run, id = start(campaigns, "a", *loss, "-s", "train.tokens_per_micro_batch=40")
+    campaign, id = start(campaigns, "a", *loss, "-s", "train.tokens_per_micro_batch=40")
     slow.write_text("2")
-    until(lambda: steps(run)[-1]["step_s"] > 10, what="a step is slow")
+    until(lambda: steps(campaign)[-1]["step_s"] > 10, what="a step is slow")
     lab.run("scancel", id)  # KillWait is 10 s here
-    assert (outcome(run)["outcome"], outcome(run)["cause"]) == ("drained", "cancellation")
-    assert list_saved_steps(run) == [steps(run)[-1]["step"]]
-    (fault,) = events_of(run, "fault")
-    assert fault["detail"].startswith(f"step {steps(run)[-1]['step'] + 1} was abandoned")
+    assert (outcome(campaign)["outcome"], outcome(campaign)["cause"]) == ("drained", "cancellation")
+    assert list_saved_steps(campaign) == [steps(campaign)[-1]["step"]]
+    (fault,) = events_of(campaign, "fault")
+    assert fault["detail"].startswith(f"step {steps(campaign)[-1]['step'] + 1} was abandoned")
 
 
 def test_nodes_are_left_clean_if_driver_and_guardian_are_killed_during_a_drain(
@@ -67,47 +67,47 @@ def test_nodes_are_left_clean_if_driver_and_guardian_are_killed_during_a_drain(
     slow = tmp_path / "slow"
     monkeypatch.setenv("PYTHONPATH", str(OWN_CODE))
     monkeypatch.setenv(SLOW_VARIABLE, str(slow))
-    run, _ = start(campaigns, "d", "-s", 'train.pipeline.loss.function="tests.support.slow_losses:wait_before"')
+    campaign, _ = start(campaigns, "d", "-s", 'train.pipeline.loss.function="tests.support.slow_losses:wait_before"')
     slow.write_text("60")
-    run.stop.touch()
-    until(run.job(0).drain.exists, what="the job drains")
-    guardian, driver = find_batch_processes(run)
+    campaign.stop.touch()
+    until(campaign.job(0).drain.exists, what="the job drains")
+    guardian, driver = find_batch_processes(campaign)
     guardian.suspend()
     driver.kill()
     guardian.kill()
-    await_end(lab, run)
+    await_end(lab, campaign)
     until(lambda: lab.list_shared_memory() == {}, what="steps without a driver clean up", timeout_s=30)
 
 
 def test_a_requeue_is_refused_and_where_an_administrator_allows_it_the_job_continues_from_its_checkpoint(
     lab: Lab, campaigns: Path
 ) -> None:
-    run, id = start(campaigns, "r")
+    campaign, id = start(campaigns, "r")
     refused = lab.try_run("scontrol", "requeue", id)
     assert refused.returncode != 0
     assert "disabled" in refused.stderr
     lab.run("scontrol", "update", f"JobId={id}", "Requeue=1")
     lab.run("scontrol", "requeue", id)
-    assert outcome(run)["outcome"] == "drained"
-    saved = list_saved_steps(run)
-    until(lambda: len(events_of(run, "job-started")) == 2, what="the job runs again")
-    until(lambda: steps(run)[-1]["step"] > saved[-1] + 1, what="it makes further steps")
-    made = [step["step"] for step in steps(run)]
+    assert outcome(campaign)["outcome"] == "drained"
+    saved = list_saved_steps(campaign)
+    until(lambda: len(events_of(campaign, "job-started")) == 2, what="the job runs again")
+    until(lambda: steps(campaign)[-1]["step"] > saved[-1] + 1, what="it makes further steps")
+    made = [step["step"] for step in steps(campaign)]
     assert made == list(range(1, len(made) + 1)), "no step was lost or made twice"
     assert snapshot("r")["state"] == "running"
     hpcrl("stop", "r")
-    assert outcome(run)["outcome"] == "stopped"
-    assert await_end(lab, run) == "COMPLETED"
+    assert outcome(campaign)["outcome"] == "stopped"
+    assert await_end(lab, campaign) == "COMPLETED"
 
 
 @pytest.mark.parametrize("target", [["--signal=USR1"], ["--signal=USR2"], ["--batch", "--signal=USR1"]])
 def test_a_warning_to_steps_or_to_the_batch_script_drains_the_job(lab: Lab, campaigns: Path, target: list[str]) -> None:
-    run, id = start(campaigns, "w")
+    campaign, id = start(campaigns, "w")
     lab.run("scancel", *target, id)
-    assert outcome(run)["outcome"] == "drained"
-    assert list_saved_steps(run) == [steps(run)[-1]["step"]]
-    assert events_of(run, "worker-failed") == []
-    assert await_end(lab, run) == "COMPLETED"
+    assert outcome(campaign)["outcome"] == "drained"
+    assert list_saved_steps(campaign) == [steps(campaign)[-1]["step"]]
+    assert events_of(campaign, "worker-failed") == []
+    assert await_end(lab, campaign) == "COMPLETED"
 
 
 @pytest.fixture
@@ -128,14 +128,14 @@ def slow_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def test_a_job_whose_sbatch_timed_out_after_queueing_it_is_found_and_no_second_is_submitted(
     lab: Lab, campaigns: Path, slow_sbatch: Path
 ) -> None:
-    run, id = start(campaigns, "s", "-s", "job.num_jobs=2")
-    until(run.job(1).submission.exists, what="the next job is found, which the driver has queued in the same way")
-    following = read_json(run.job(1).submission)["id"]
+    campaign, id = start(campaigns, "s", "-s", "job.num_jobs=2")
+    until(campaign.job(1).submission.exists, what="the next job is found, which the driver has queued in the same way")
+    following = read_json(campaign.job(1).submission)["id"]
     queued = lab.run("squeue", "-h", "-o", "%i").split()
     assert {name.partition("+")[0] for name in queued} == {id, following}
     assert slow_sbatch.read_text().split() == ["called"] * 2
     hpcrl("stop", "s")
-    assert outcome(run)["outcome"] == "stopped"
+    assert outcome(campaign)["outcome"] == "stopped"
 
 
 def test_a_job_that_a_silent_controller_queues_later_is_found(
@@ -149,7 +149,7 @@ def test_a_job_that_a_silent_controller_queues_later_is_found(
         hpcrl("submit", "quickstart", "--site", "lab", "--name", "c", *SIMULATED)
     finally:
         restore.join()
-    run = CampaignDir(campaigns / "c")
-    assert outcome(run)["outcome"] == "done"
-    assert [step["step"] for step in steps(run)] == [1, 2, 3, 4]
-    assert len(lab.accounted(read_json(run.job(0).submission)["id"])) == 4, "the components of one job"
+    campaign = CampaignDir(campaigns / "c")
+    assert outcome(campaign)["outcome"] == "done"
+    assert [step["step"] for step in steps(campaign)] == [1, 2, 3, 4]
+    assert len(lab.accounted(read_json(campaign.job(0).submission)["id"])) == 4, "the components of one job"

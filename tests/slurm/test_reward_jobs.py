@@ -38,21 +38,21 @@ def reward_jobs(lab: Lab, *states: str) -> dict[str, str]:
     return {id: node for id, state, node in rows if not states or state in states}
 
 
-def ended(run: CampaignDir) -> str:
+def ended(campaign: CampaignDir) -> str:
     """Return how the campaign's job ended; reward jobs start slowly on a busy machine."""
-    until(run.job(0).outcome.exists, what="the job has ended", timeout_s=400)
-    return str(outcome(run)["outcome"])
+    until(campaign.job(0).outcome.exists, what="the job has ended", timeout_s=400)
+    return str(outcome(campaign)["outcome"])
 
 
-def is_scored(run: CampaignDir) -> Callable[[], bool]:
+def is_scored(campaign: CampaignDir) -> Callable[[], bool]:
     """Return a check that every played segment has been scored."""
-    spools = [SegmentListing(run.spool(name)) for name in ("rollouts", "scored")]
+    spools = [SegmentListing(campaign.spool(name)) for name in ("rollouts", "scored")]
     return lambda: len({frozenset(spool.name_set()) for spool in spools}) == 1
 
 
-def driver_of(run: CampaignDir, job: int = 0) -> int:
+def driver_of(campaign: CampaignDir, job: int = 0) -> int:
     """Return the driver's process."""
-    mark = f"hpcrl.job.driver\0{run.root}\0{job}\0".encode()
+    mark = f"hpcrl.job.driver\0{campaign.root}\0{job}\0".encode()
     found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is(entry, mark)]
     return max(found, key=lambda pid: (read_start_ticks(pid) or 0, pid))  # the guardian started before it
 
@@ -78,47 +78,50 @@ def test_a_reward_job_without_work_ends_while_the_campaign_continues(lab: Lab, c
         "train.num_steps=1000",
         *NO_MPI,
     )
-    run = CampaignDir(campaigns / "i")
-    until(lambda: len(events_of(run, "scored")) > 0, what="a segment was scored")
-    trainer = [event for event in events_of(run, "worker-started") if event["role"] == "train"]
+    campaign = CampaignDir(campaigns / "i")
+    until(lambda: len(events_of(campaign, "scored")) > 0, what="a segment was scored")
+    trainer = [event for event in events_of(campaign, "worker-started") if event["role"] == "train"]
     os.kill(trainer[-1]["pid"], signal.SIGSTOP)  # nothing is consumed any more, so that in the end nothing is played
     try:
-        until(is_scored(run), what="every segment is scored")
+        until(is_scored(campaign), what="every segment is scored")
         until(lambda: not reward_jobs(lab), what="no reward job is left", timeout_s=60)
-        assert not run.job(0).outcome.exists()
+        assert not campaign.job(0).outcome.exists()
         assert snapshot("i")["state"] == "running"
     finally:
         os.kill(trainer[-1]["pid"], signal.SIGCONT)
-    num = len(steps(run))
-    until(lambda: len(steps(run)) > num + 2, what="training continues, with a new reward job")
+    num = len(steps(campaign))
+    until(lambda: len(steps(campaign)) > num + 2, what="training continues, with a new reward job")
     hpcrl("stop", "--now", "i")
-    faults = [fault["detail"] for fault in events_of(run, "fault") if fault["what"] == "reward"]
+    faults = [fault["detail"] for fault in events_of(campaign, "fault") if fault["what"] == "reward"]
     assert all("loss of manager" in fault for fault in faults), "a segment was sent to a reward job that was ending"
-    scored_on = {(event["partition"], event["node"]) for event in events_of(run, "scored")}
+    scored_on = {(event["partition"], event["node"]) for event in events_of(campaign, "scored")}
     assert {partition for partition, _ in scored_on} == {"preempt"}
     assert {node for _, node in scored_on} <= ENV_NODES
-    assert [event["transport"] for event in events_of(run, "transport")][-1] == "tcp"
-    assert any("the site has no MPI" in str(event["reason"]) for event in events_of(run, "transport"))
+    assert [event["transport"] for event in events_of(campaign, "transport")][-1] == "tcp"
+    assert any("the site has no MPI" in str(event["reason"]) for event in events_of(campaign, "transport"))
 
 
 def test_a_segment_of_a_preempted_reward_job_is_still_scored(
     lab: Lab, campaigns: Path, our_code: None, tmp_path: Path
 ) -> None:
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "p", *ELASTIC, *slow(0.1), "-s", "rollout.mode=sync")
-    run = CampaignDir(campaigns / "p")
-    until(lambda: bool(events_of(run, "scored")) and bool(reward_jobs(lab, "RUNNING")), what="a reward job is at work")
+    campaign = CampaignDir(campaigns / "p")
+    until(
+        lambda: bool(events_of(campaign, "scored")) and bool(reward_jobs(lab, "RUNNING")),
+        what="a reward job is at work",
+    )
     victim, node = next(iter(reward_jobs(lab, "RUNNING").items()))
     rest = 16 - int(lab.run("squeue", "-h", "-o", "%C", "--partition=env", f"--nodelist={node}") or 0)
     greedy = ("--partition=env", f"--nodelist={node}", f"--cpus-per-task={rest}", "--mem=100M", "--time=5")
     taker = lab.submit(tmp_path, "sleep 20", *greedy)
     until(lambda: victim not in reward_jobs(lab, "RUNNING", "PENDING"), what="the reward job was preempted")
     assert lab.accounted(victim, "-D")[0]["State"].startswith("PREEMPTED")
-    assert ended(run) == "done"
+    assert ended(campaign) == "done"
     lab.run("scancel", taker)
     until(lambda: not reward_jobs(lab), what="no reward job is left", timeout_s=60)
-    made = [step["step"] for step in steps(run)]
+    made = [step["step"] for step in steps(campaign)]
     assert made == [1, 2, 3, 4]
-    scored = [event["segment"] for event in events_of(run, "scored")]
+    scored = [event["segment"] for event in events_of(campaign, "scored")]
     assert len(scored) == len(set(scored)), "a segment is scored once"
 
 
@@ -128,10 +131,10 @@ def test_a_killed_driver_leaves_no_reward_job_in_the_queue(
     lab.run("scontrol", "update", "PartitionName=preempt", "State=DOWN")  # what is submitted there waits
     try:
         hpcrl("submit", "quickstart", "--site", "lab", "--name", "k", *ELASTIC, *slow(0.01))
-        run = CampaignDir(campaigns / "k")
+        campaign = CampaignDir(campaigns / "k")
         until(lambda: bool(reward_jobs(lab, "PENDING")), what="a reward job waits")
-        os.kill(driver_of(run), signal.SIGKILL)
-        assert ended(run) == "failed"
+        os.kill(driver_of(campaign), signal.SIGKILL)
+        assert ended(campaign) == "failed"
         until(lambda: not reward_jobs(lab), what="it was taken out of the queue", timeout_s=60)
         until(lambda: not processes_of(home), what="no process is left", timeout_s=60)
     finally:

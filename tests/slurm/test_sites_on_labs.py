@@ -40,9 +40,9 @@ def lab_dir(needs_slurm: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 def test_a_cluster_of_a_few_lines_runs_a_campaign(name: str, lab_dir: Path, home: Path) -> None:
     assert f"submit quickstart --site {lab_dir}/site.toml" in hpcrl("lab", "up", "--like", find_described(name)).stdout
     hpcrl("submit", "quickstart", "--site", f"{lab_dir}/site.toml", "--name", "q", "--watch", *SIMULATED)
-    run = CampaignDir(home / "campaigns" / "q")
-    assert outcome(run)["outcome"] == "done"
-    nodes = {event["node"].rpartition("-")[0] for event in events_of(run, "worker-started")}
+    campaign = CampaignDir(home / "campaigns" / "q")
+    assert outcome(campaign)["outcome"] == "done"
+    nodes = {event["node"].rpartition("-")[0] for event in events_of(campaign, "worker-started")}
     assert nodes <= {"gh200", "x86", "apu", "h200", "l40s", "cpu", "v100", "main"}
 
 

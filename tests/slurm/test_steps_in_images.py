@@ -40,8 +40,8 @@ def test_the_steps_of_all_roles_run_in_the_image(lab: Lab, campaigns: Path, imag
     settings = ["container=apptainer", f"image={image}", f"image_python={sys.executable}", f"image_binds=[{binds}]"]
     named = [word for setting in settings for word in ("-s", f"site.{setting}")]
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "i", "--watch", *SIMULATED, *named)
-    run = CampaignDir(campaigns / "i")
-    assert outcome(run)["outcome"] == "done"
+    campaign = CampaignDir(campaigns / "i")
+    assert outcome(campaign)["outcome"] == "done"
     ran = (image.parent / "runs").read_text()
     for part in ("hpcrl.roles train", "hpcrl.job.worker_pool", "hpcrl.weights.couriers"):
         assert part in ran

@@ -20,18 +20,20 @@ class Spools:
     """A campaign directory that a test fills."""
 
     def __init__(self, root: Path) -> None:
-        self.run = CampaignDir(root)
+        self.campaign = CampaignDir(root)
         self._number = 0
         for spool in ("rollouts", "scored"):
-            make_private_dir(self.run.spool(spool))
-        publish_json(self.run.recipe, {"name": "quickstart", "domains": {"lake": {}, "taxi": {}}})
-        publish_json(self.run.manifest, {"name": root.name, "recipe": "quickstart", "site": "local", "created": 1.0})
+            make_private_dir(self.campaign.spool(spool))
+        publish_json(self.campaign.recipe, {"name": "quickstart", "domains": {"lake": {}, "taxi": {}}})
+        publish_json(
+            self.campaign.manifest, {"name": root.name, "recipe": "quickstart", "site": "local", "created": 1.0}
+        )
 
     def add(self, spool: str, *trajectories: Trajectory, name: str | None = None) -> Path:
         """Write a segment without a twin."""
         name = name or f"000-env-0-{self._number:08d}-{len(trajectories)}-0123abcd.h5"
         self._number += 1
-        path = make_private_dir(self.run.spool(spool)) / name
+        path = make_private_dir(self.campaign.spool(spool)) / name
         write_segment(path, trajectories)
         return path
 
@@ -45,7 +47,7 @@ class Spools:
         """Write a checkpoint in which these groups were trained on."""
         consumed = ConsumedTrajectories()
         consumed.update(f"{group}/0" for group in groups)
-        path = self.run.checkpoints / f"{step:06d}-step-{step:06d}" / "consumed.json"
+        path = self.campaign.checkpoints / f"{step:06d}-step-{step:06d}" / "consumed.json"
         make_private_dir(path.parent)
         data = consumed.encode()
         publish_file(path, data)
@@ -54,4 +56,4 @@ class Spools:
         return path
 
     def keep(self, policy: str) -> None:
-        publish_json(self.run.recipe, {"name": "quickstart", "domains": {"lake": {}}, "spool": {"keep": policy}})
+        publish_json(self.campaign.recipe, {"name": "quickstart", "domains": {"lake": {}}, "spool": {"keep": policy}})

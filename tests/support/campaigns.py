@@ -55,22 +55,22 @@ def _open_events(directory: Path) -> tuple[EventReader, list[dict[str, Any]]]:
     return EventReader(directory), []
 
 
-def events_of(run: CampaignDir, name: str) -> list[dict[str, Any]]:
+def events_of(campaign: CampaignDir, name: str) -> list[dict[str, Any]]:
     """Return the events with this name so far; each call reads only new lines, as `until` calls it often."""
-    reader, lines = _open_events(run.events)
+    reader, lines = _open_events(campaign.events)
     lines += reader.poll_lines()
     lines.sort(key=lambda event: float(event.get("time", 0.0)))
     return [event for event in lines if event["event"] == name]
 
 
-def steps(run: CampaignDir) -> list[dict[str, Any]]:
+def steps(campaign: CampaignDir) -> list[dict[str, Any]]:
     """Return the training steps so far."""
-    return events_of(run, "step")
+    return events_of(campaign, "step")
 
 
-def outcome(run: CampaignDir, job: int = 0) -> dict[str, Any]:
+def outcome(campaign: CampaignDir, job: int = 0) -> dict[str, Any]:
     """Wait for the end of a job's driver and return its outcome."""
-    path = run.job(job).outcome
+    path = campaign.job(job).outcome
     until(path.exists, what=f"{path} exists")
     value: dict[str, Any] = read_json(path)
     return value
@@ -91,29 +91,29 @@ def processes_of(home: Path) -> list[str]:
     return found
 
 
-def driver_of(run: CampaignDir, job: int = 0) -> int:
+def driver_of(campaign: CampaignDir, job: int = 0) -> int:
     """Return the driver of a job: the child of the guardian."""
-    guardian = read_json(run.job(job).submission)["pid"]
+    guardian = read_json(campaign.job(job).submission)["pid"]
     children = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
     return int(children[0])
 
 
-def windows_of(run: CampaignDir, *, node: str | None = None) -> list[str]:
+def windows_of(campaign: CampaignDir, *, node: str | None = None) -> list[str]:
     """Return the weight windows of a campaign on this node, or on the lab's nodes whose names start with `node`."""
-    path = make_window_key(run, node=current_node() if node is None else node).path
+    path = make_window_key(campaign, node=current_node() if node is None else node).path
     return [found.name for found in path.parent.glob(f"{path.name}*")]
 
 
 def last_words(campaigns: Path, *, most: int = 8) -> list[tuple[str, str]]:
     """Return for each campaign the last lines of its logs and its last events, only one of each frequent kind."""
     sections = []
-    for run in map(CampaignDir, sorted(campaigns.glob("*"))):
+    for campaign in map(CampaignDir, sorted(campaigns.glob("*"))):
         lines = [
             f"{path.name}: {line[:300]}"
-            for path in sorted(run.jobs.glob("*/logs/*.log"))
+            for path in sorted(campaign.jobs.glob("*/logs/*.log"))
             for line in path.read_text(errors="replace").splitlines()[-(most if path.stem == "couriers" else 1) :]
         ]
-        events = read_events(run.events)
+        events = read_events(campaign.events)
         numbers = Counter(event["event"] for event in events)
         left = {kind: most if number < 10 * most else 1 for kind, number in numbers.items()}
         rare = []
@@ -121,20 +121,20 @@ def last_words(campaigns: Path, *, most: int = 8) -> list[tuple[str, str]]:
             left[event["event"]] -= 1
             if left[event["event"]] >= 0:
                 rare.insert(0, json.dumps(event)[:300])
-        sections.append((f"campaign {run.name}", "\n".join(lines + rare)))
+        sections.append((f"campaign {campaign.name}", "\n".join(lines + rare)))
     return sections
 
 
-def num_consumed_groups(run: CampaignDir) -> int:
+def num_consumed_groups(campaign: CampaignDir) -> int:
     """Count the groups that the newest checkpoint has consumed; 0 if there is none yet."""
-    found = sorted(run.checkpoints.iterdir())
+    found = sorted(campaign.checkpoints.iterdir())
     runs = read_json(found[-1] / "consumed.json")["runs"] if found else {}
     return sum(end - start for pairs in runs.values() for start, end in pairs)
 
 
 def end_campaigns(home: Path) -> None:
     """End all processes that a test has left in its home; no process and no window of a campaign may remain."""
-    for run in (home / "campaigns").iterdir():
-        hpcrl("stop", "--now", run.name, check=False)
+    for campaign in (home / "campaigns").iterdir():
+        hpcrl("stop", "--now", campaign.name, check=False)
     until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)
-    assert [run.name for run in (home / "campaigns").iterdir() if windows_of(CampaignDir(run))] == []
+    assert [campaign.name for campaign in (home / "campaigns").iterdir() if windows_of(CampaignDir(campaign))] == []

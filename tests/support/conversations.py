@@ -5,10 +5,10 @@ from array import array
 
 from hypothesis import strategies as st
 
-from hpcrl.engines.base import Completion
 from hpcrl.rollout.agents.episode_record import CHUNK_TOKENS, EpisodeFacts
 from hpcrl.rollout.agents.recording import RecordedTurn, TurnPrompt
 from hpcrl.rollout.agents.shared_sequence import SharedSequence
+from tests.support.completions import make_completion
 
 FACTS = EpisodeFacts(
     id="sums/1/0",
@@ -36,11 +36,10 @@ def answer(
         prompt=TurnPrompt(
             parent=parent, ids=parent.ids.extend(new) if parent else SharedSequence(new), text=SharedSequence("")
         ),
-        completion=Completion(
-            token_ids=token_ids,
+        completion=make_completion(
+            token_ids,
             logprobs=distinct if logprobs is None else logprobs,
             versions=[number % 3 + position % 2 for position in range(len(token_ids))],
-            finish_reason="stop",
         ),
         text="",
         answer=None,

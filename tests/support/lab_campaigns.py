@@ -20,24 +20,24 @@ job only if it may preempt all its components."""
 def start(campaigns: Path, name: str, *settings: str, site: str = "lab") -> tuple[CampaignDir, str]:
     """Submit a campaign and wait for its first steps; return it with the id of its job."""
     hpcrl("submit", "quickstart", "--site", site, "--name", name, *SIMULATED, *ENDLESS, *settings)
-    run = CampaignDir(campaigns / name)
-    until(lambda: len(steps(run)) > 2, what="steps are made")
-    return run, snapshot(name)["jobs"][0]["id"]
+    campaign = CampaignDir(campaigns / name)
+    until(lambda: len(steps(campaign)) > 2, what="steps are made")
+    return campaign, snapshot(name)["jobs"][0]["id"]
 
 
-def list_saved_steps(run: CampaignDir) -> list[int]:
-    return [event["step"] for event in events_of(run, "checkpoint")]
+def list_saved_steps(campaign: CampaignDir) -> list[int]:
+    return [event["step"] for event in events_of(campaign, "checkpoint")]
 
 
-def find_batch_processes(run: CampaignDir) -> list[psutil.Process]:
+def find_batch_processes(campaign: CampaignDir) -> list[psutil.Process]:
     """Return the guardian and the driver of the first job."""
-    mark = ["hpcrl.job.driver", str(run.root), "0"]
+    mark = ["hpcrl.job.driver", str(campaign.root), "0"]
     found = [one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [])[-3:] == mark]
     return sorted(found, key=lambda one: one.ppid() in {other.pid for other in found})
 
 
-def await_end(lab: Lab, run: CampaignDir) -> str:
+def await_end(lab: Lab, campaign: CampaignDir) -> str:
     """Wait until Slurm has ended the first job; return its state in the accounting."""
-    id = json.loads(run.job(0).submission.read_text())["id"]
+    id = json.loads(campaign.job(0).submission.read_text())["id"]
     until(lambda: id not in lab.run("squeue", "-h", "-o", "%A"), what="the job has left the queue", timeout_s=60)
     return lab.accounted(id)[0]["State"].split()[0]

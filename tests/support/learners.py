@@ -245,27 +245,27 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, t
         with torch.no_grad():  # fresh adapters add nothing
             for adapter in mine._policy._adapters.values():
                 adapter.up_OR.add_(0.1)
-    run = CampaignDir(Path(root))
-    run.weights.mkdir(exist_ok=True)
-    key = WindowKey(campaign=run.root, node=nodes[world.rank], directory=Path(window_dir))
+    campaign = CampaignDir(Path(root))
+    campaign.weights.mkdir(exist_ok=True)
+    key = WindowKey(campaign=campaign.root, node=nodes[world.rank], directory=Path(window_dir))
     layout = make_published_layout(mine, dtype)
     if world.rank:
-        store = open_shard_store(mine, key, job=run.job(0), layout=layout)
-        follow_orders(mine, train=settings(), spool=run.spool("scored"), store=store)
+        store = open_shard_store(mine, key, job=campaign.job(0), layout=layout)
+        follow_orders(mine, train=settings(), spool=campaign.spool("scored"), store=store)
         return len(counted)
     leader = RankLeader(
         mine,
         train=settings(),
         seed=0,
-        spool=run.spool("scored"),
-        checkpoints=run.checkpoints,
+        spool=campaign.spool("scored"),
+        checkpoints=campaign.checkpoints,
         segment_of=lambda _: "",
         upcoming=lambda _: (),
     )
-    events = EventLog(run.events / "t.jsonl", job=0, role="train", worker="train-0", node="n", partition="p")
+    events = EventLog(campaign.events / "t.jsonl", job=0, role="train", worker="train-0", node="n", partition="p")
     publisher = WeightPublisher(
-        FileStore(run.weights),
-        leader.window(key, job=run.job(0), layout=layout),
+        FileStore(campaign.weights),
+        leader.window(key, job=campaign.job(0), layout=layout),
         events=events,
         keep_versions=4,
         layout=layout,
@@ -282,7 +282,7 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, t
     expected = leader.tensors()
     leader.close()
     publisher.close()
-    published = FileStore(run.weights).load(2)
+    published = FileStore(campaign.weights).load(2)
     same = expected.keys() == published.keys() and all(
         torch.equal(published[name], tensor.to(getattr(torch, dtype))) for name, tensor in expected.items()
     )
@@ -291,9 +291,9 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, t
         "trained": sorted({str(tensor.dtype) for tensor in expected.values()}),
         "rounded": any(not torch.equal(published[name].float(), tensor) for name, tensor in expected.items()),
         "num_gathered": num_gathered,
-        "transport": read_transport(run.weights).name,
+        "transport": read_transport(campaign.weights).name,
         "windows": windows,
-        "files": sorted(path.name for path in run.weights.iterdir()),
+        "files": sorted(path.name for path in campaign.weights.iterdir()),
         "nbytes": sum(tensor.nbytes for tensor in published.values()),
         "trained_nbytes": sum(tensor.nbytes for tensor in expected.values()),
     }

@@ -16,6 +16,7 @@ from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.episode import EpisodeLimits
 from hpcrl.rollout.tasks import AgentTask
 from hpcrl.spool.record import Trajectory
+from tests.support.completions import make_completion
 
 TASK = AgentTask(domain="sums", number=1, seed=5)
 ASK = """
@@ -52,7 +53,7 @@ class OneWordModel:
         if self.error is not None:
             raise self.error
         ids = self.template.encode(self.word)
-        return Completion(token_ids=ids, logprobs=[-1.0] * len(ids), versions=[0] * len(ids), finish_reason="stop")
+        return make_completion(ids)
 
 
 def play(

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import openai
 
-from hpcrl.engines.base import Completion, CompletionChunk
+from hpcrl.engines.base import CompletionChunk, join_chunks
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.episode import EpisodeLimits
 from tests.support.sessions import session_of
@@ -39,13 +39,7 @@ class ScriptedModel:
 
     async def generate(self, request):
         parts = [part async for part in self.stream(request)]
-        return Completion(
-            token_ids=[token for part in parts for token in part.token_ids],
-            logprobs=[logprob for part in parts for logprob in part.logprobs],
-            versions=[version for part in parts for version in part.versions],
-            finish_reason=parts[-1].finish_reason,
-            top=[top for part in parts for top in part.top],
-        )
+        return join_chunks(parts)
 
     async def stream(self, request):
         self.requests.append(request)

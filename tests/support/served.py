@@ -24,6 +24,7 @@ from hpcrl.system.files import make_private_dir
 from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.window.file import make_window_key
 from tests.contract.test_engine import CONTEXT
+from tests.support.endpoints import make_endpoint
 
 T = TypeVar("T")
 UP_S = 600.0
@@ -46,12 +47,12 @@ class Place:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def __post_init__(self) -> None:
-        self.run = CampaignDir(self.root)
-        self.job = self.run.job(0)
+        self.campaign = CampaignDir(self.root)
+        self.job = self.campaign.job(0)
         self.kv = self.root / "kv"
-        for directory in (self.job.logs, self.run.weights, self.run.endpoints):
+        for directory in (self.job.logs, self.campaign.weights, self.campaign.endpoints):
             make_private_dir(directory)
-        self.window = WindowStore(make_window_key(self.run, node="here"), job=self.job)
+        self.window = WindowStore(make_window_key(self.campaign, node="here"), job=self.job)
 
     def do(self, work: Coroutine[Any, Any, T], *, timeout_s: float = UP_S) -> T:
         """Run a coroutine on the engines' loop."""
@@ -87,7 +88,7 @@ class Place:
         for name, engine in zip(names, engines, strict=True):
             url, runner = await serve_over_http(engine, host="127.0.0.1", token="secret", max_load_age_s=0.0)
             stack.push_async_callback(runner.cleanup)
-            endpoint = EngineEndpoint(role="decode", worker=name, node="here", url=url, token="secret")
+            endpoint = make_endpoint(name, node="here", url=url, token="secret")
             found.append(Behind(engine=engine, endpoint=endpoint))
         return found
 

@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint, withdraw_endpoint
+from hpcrl.campaign_dir.endpoints import announce_endpoint, withdraw_endpoint
 from hpcrl.config.recipe import EngineConfig, JudgeConfig, SimulatedEngineConfig
 from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.engines.sim.engine import make_sim_engine
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.rollout.judges.server import EngineApi, serve_judge
 from hpcrl.system.files import make_private_dir
+from tests.support.endpoints import make_endpoint
 
 T = TypeVar("T")
 
@@ -35,9 +36,7 @@ async def open_judge(
         EngineApi(engine, name="grader", judge=judge, model_dir=model_dir) as api,
         serve_judge(api, host="127.0.0.1", token=f"token of {worker} {id(api)}") as url,
     ):
-        endpoint = EngineEndpoint(
-            role="judge-grader", worker=worker, node="n", url=url, token=f"token of {worker} {id(api)}", job=job
-        )
+        endpoint = make_endpoint(worker, role="judge-grader", url=url, token=f"token of {worker} {id(api)}", job=job)
         announce_endpoint(make_private_dir(directory), endpoint)
         try:
             yield url

@@ -27,14 +27,14 @@ class SyntheticCampaign:
     """A campaign directory with the files that submit, driver and workers write; `now` is its clock."""
 
     def __init__(self, root: Path, *, num_steps: int = 10, workers: int = 1) -> None:
-        self.run = CampaignDir(root)
+        self.directory = CampaignDir(root)
         self.now = T0
         make_private_dir(root)
-        for path in (self.run.jobs, self.run.events, *(self.run.spool(name) for name in SPOOLS)):
+        for path in (self.directory.jobs, self.directory.events, *(self.directory.spool(name) for name in SPOOLS)):
             make_private_dir(path)
-        publish_json(self.run.recipe, {"name": "quickstart", "train": {"num_steps": num_steps}, "seed": 0})
-        publish_json(self.run.plan, _plan(workers))
-        publish_json(self.run.manifest, {"name": root.name, "recipe": "quickstart", "site": "lab", "created": T0})
+        publish_json(self.directory.recipe, {"name": "quickstart", "train": {"num_steps": num_steps}, "seed": 0})
+        publish_json(self.directory.plan, _plan(workers))
+        publish_json(self.directory.manifest, {"name": root.name, "recipe": "quickstart", "site": "lab", "created": T0})
         self._logs: dict[str, EventLog] = {}
 
     def submit(self, number: int = 0, *, job: str = "123") -> None:
@@ -47,7 +47,7 @@ class SyntheticCampaign:
         )
 
     def outcome(self, outcome: str, reason: str = "", *, number: int = 0) -> None:
-        publish_json(self.run.job(number).outcome, {"outcome": outcome, "reason": reason, "time": self.now})
+        publish_json(self.directory.job(number).outcome, {"outcome": outcome, "reason": reason, "time": self.now})
 
     def emit(self, worker: str, event: CampaignEvent, *, job: int = 0) -> None:
         """Log an event of `worker` ("decode-0", "driver") at the campaign's clock."""
@@ -57,12 +57,12 @@ class SyntheticCampaign:
             fields = {"job": job, "role": role, "worker": name, "node": f"{role}0"}
             if role in PARTITIONS:
                 fields["partition"] = PARTITIONS[role]
-            self._logs[name] = EventLog(self.run.events / f"{name}.jsonl", **fields)
+            self._logs[name] = EventLog(self.directory.events / f"{name}.jsonl", **fields)
         self._logs[name].emit(msgspec.structs.replace(event, time=self.now))
         self.beat(name)
 
     def beat(self, name: str) -> None:
-        os.utime(self.run.events / f"{name}.jsonl", (self.now, self.now))
+        os.utime(self.directory.events / f"{name}.jsonl", (self.now, self.now))
 
     def beat_all(self) -> None:
         for name in self._logs:
@@ -87,15 +87,15 @@ class SyntheticCampaign:
         )  # fmt: skip
 
     def segment(self, spool: str, number: int, count: int) -> None:
-        (self.run.spool(spool) / f"000-env-0-{number:08d}-{count}-0123abcd.h5").touch()
+        (self.directory.spool(spool) / f"000-env-0-{number:08d}-{count}-0123abcd.h5").touch()
 
     def close(self) -> None:
         for log in self._logs.values():
             log.close()
 
     def _submitted(self, number: int, **record: Any) -> None:
-        make_private_dir(self.run.job(number).root)
-        publish_json(self.run.job(number).submission, {"time": self.now, **record})
+        make_private_dir(self.directory.job(number).root)
+        publish_json(self.directory.job(number).submission, {"time": self.now, **record})
 
 
 def _plan(workers: int) -> dict[str, Any]:

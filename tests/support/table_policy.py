@@ -100,7 +100,7 @@ def played():
                     tokens.append(int(rng.integers(VOCABULARY)))
                     logprobs.append(0.0)
                     mask.append(False)
-            episodes.append(make_episode(number, index, tokens, logprobs, mask, turns))
+            episodes.append(make_table_episode(number, index, tokens, logprobs, mask, turns))
     return episodes
 
 
@@ -126,7 +126,7 @@ def play_all():
     return {**{name: (name, played()) for name in ALL}, **earning}
 
 
-def make_episode(number, index, tokens, logprobs, mask, turns):
+def make_table_episode(number, index, tokens, logprobs, mask, turns):
     domain = "lake" if number % 2 else "sums"
     scale = 10.0 if domain == "sums" else 1.0
     turns = [EpisodeTurn(start=turn.start, end=turn.end, reward=scale * turn.reward) for turn in turns]
@@ -192,7 +192,7 @@ def play_chain(table, *, version, num_groups=6):
             second = int(rng.choice(VOCABULARY, p=np.exp(odds[first])))
             turns = [EpisodeTurn(start=1, end=2), EpisodeTurn(start=2, end=3)]
             logprobs = [0.0, odds[0, first], odds[first, second]]
-            made = make_episode(number, index, [0, first, second], logprobs, [False, True, True], turns)
+            made = make_table_episode(number, index, [0, first, second], logprobs, [False, True, True], turns)
             won = 1.0 if (first, second) == (3, 4) else 0.2 * (first == 3)
             episodes.append(msgspec.structs.replace(made, reward=won))
     return episodes

@@ -43,24 +43,24 @@ def make_deep_model(directory: Path) -> None:
 def train_and_export(directory: Path, *, make_model: Callable[[Path], None] = make_deep_model) -> ExportedModel:
     """Train a model for two steps, save a checkpoint and export it."""
     torch.set_num_threads(1)
-    run = CampaignDir(directory / "trained")
-    run.root.mkdir()
-    make_model(run.model)
-    trainer = TorchTrainer(run.model, TrainConfig(num_steps=2, groups_per_step=1, learning_rate=1e-2), seed=0)
+    campaign = CampaignDir(directory / "trained")
+    campaign.root.mkdir()
+    make_model(campaign.model)
+    trainer = TorchTrainer(campaign.model, TrainConfig(num_steps=2, groups_per_step=1, learning_rate=1e-2), seed=0)
     for step in (1, 2):
         train_once(trainer, step=step)
-    save_checkpoint(run.checkpoints, step=2, version=2, trainer=trainer, consumed=ConsumedTrajectories())
-    export_model(run, directory / "exported")
-    return ExportedModel(trainer=trainer, initial=run.model, exported=directory / "exported")
+    save_checkpoint(campaign.checkpoints, step=2, version=2, trainer=trainer, consumed=ConsumedTrajectories())
+    export_model(campaign, directory / "exported")
+    return ExportedModel(trainer=trainer, initial=campaign.model, exported=directory / "exported")
 
 
 def train_once(trainer: TorchTrainer, *, step: int) -> None:
     rng = np.random.default_rng(step)
-    episodes = [make_episode(rng.integers(0, 90, 40).tolist(), index=index) for index in range(4)]
+    episodes = [make_trained_episode(rng.integers(0, 90, 40).tolist(), index=index) for index in range(4)]
     assert trainer.train_step(episodes, step=step, version=step).skipped is None
 
 
-def make_episode(token_ids: list[int], *, index: int = 0, start: int = 6) -> Trajectory:
+def make_trained_episode(token_ids: list[int], *, index: int = 0, start: int = 6) -> Trajectory:
     """Return an episode in which the model generated all tokens from `start`."""
     generated = np.arange(len(token_ids)) >= start
     return make_trajectory(
@@ -74,7 +74,7 @@ def make_episode(token_ids: list[int], *, index: int = 0, start: int = 6) -> Tra
 
 
 def compute_logprobs(trainer: TorchTrainer, prompt: list[int], answer: list[int]) -> list[float]:
-    trajectory = make_episode([*prompt, *answer], start=len(prompt))
+    trajectory = make_trained_episode([*prompt, *answer], start=len(prompt))
     rows, _ = make_rows([trajectory], credits=[[0.0]], max_length=trainer.max_length)
     with torch.no_grad():
         packed = make_packed_batches(rows, tokens_per_micro_batch=512)[0]

@@ -145,6 +145,16 @@ def test_every_import_of_our_own_code_resolves(folder):
     assert broken == []
 
 
+def test_every_factory_of_tests_is_defined_in_one_file():
+    """What several files make is made by a factory in `tests/support`, with keywords for what differs."""
+    homes = defaultdict(list)
+    for path in sorted(ROOT.joinpath("tests").rglob("*.py")):
+        for name, _ in list_definitions(parse(path).body):
+            if name.startswith("make_"):
+                homes[name].append(str(path.relative_to(ROOT)))
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
+
+
 def own_definitions(path: Path) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield functions, classes, and methods of classes without bases: no other package calls those by name."""
     for node in walk(path):

@@ -24,6 +24,7 @@ from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.episode import EpisodeLimits
 from hpcrl.rollout.routing.engines import RouterTimeouts
 from hpcrl.rollout.routing.router import Router
+from tests.support.endpoints import make_endpoint
 from tests.support.sessions import session_of
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def test_engines_that_all_fail_are_a_server_error_and_no_hung_episode(slow_model
 
 def test_a_worker_is_reached_with_its_own_token_only(pair: "list[Behind]") -> None:
     endpoint = pair[0].endpoint
-    wrong = EngineEndpoint(role="decode", worker="w", node="here", url=endpoint.url, token="wrong")
+    wrong = make_endpoint(url=endpoint.url, token="wrong")
 
     async def body() -> None:
         async with make_client_session() as http:
@@ -203,8 +204,6 @@ async def moody(mood: str) -> AsyncIterator[EngineEndpoint]:
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        yield EngineEndpoint(
-            role="decode", worker="moody", node="here", url=f"http://127.0.0.1:{runner.addresses[0][1]}", token="t"
-        )
+        yield make_endpoint("moody", url=f"http://127.0.0.1:{runner.addresses[0][1]}")
     finally:
         await runner.cleanup()

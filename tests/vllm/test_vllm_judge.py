@@ -34,12 +34,12 @@ SETTINGS = (
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[JudgeAccess]:
     """Run the role of a judge until the tests have ended; return how its proxy is reached."""
-    run = CampaignDir(tmp_path_factory.mktemp("judge"))
+    campaign = CampaignDir(tmp_path_factory.mktemp("judge"))
     recipe = make_recipe(f"judge.grader.path={tiny_model_dir}", *SETTINGS)
-    job = run.job(0)
-    for directory in (job.logs, run.events):
+    job = campaign.job(0)
+    for directory in (job.logs, campaign.events):
         make_private_dir(directory)
-    context = make_worker_context(run, "judge-grader", recipe)
+    context = make_worker_context(campaign, "judge-grader", recipe)
     problems: list[BaseException] = []
 
     def serve() -> None:
@@ -51,9 +51,9 @@ def judge(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Ite
     thread = threading.Thread(target=serve, name="judge")
     thread.start()
     try:
-        with open_judge_proxy(recipe, run, job=0, report=problems.append) as proxy:
+        with open_judge_proxy(recipe, campaign, job=0, report=problems.append) as proxy:
             assert isinstance(proxy, JudgeProxy)
-            while not list(run.judge("grader").endpoints.glob("*")):
+            while not list(campaign.judge("grader").endpoints.glob("*")):
                 assert not problems, problems
                 assert thread.is_alive()
                 time.sleep(0.1)

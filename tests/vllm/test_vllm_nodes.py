@@ -84,7 +84,7 @@ def test_a_divided_engine_has_the_tokens_of_transformers_also_after_an_update(
     """The part that is on another node has no window there, and reads the file."""
     assert_like(load_model(vllm_place.model, device="cpu"), ask_all(vllm_place, divided), version=0)
     newer = load_model(trained.initial, device="cpu")
-    FileStore(vllm_place.run.weights).publish(collect_parameters(newer), WeightVersion(version=1, step=1))
+    FileStore(vllm_place.campaign.weights).publish(collect_parameters(newer), WeightVersion(version=1, step=1))
     vllm_place.do(divided.load_version(1))
     assert_like(newer, ask_all(vllm_place, divided), version=1)
 

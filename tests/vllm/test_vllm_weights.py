@@ -36,7 +36,7 @@ def updated(pair: "list[Behind]") -> "Behind":
 @pytest.fixture
 def version(updated: "Behind", vllm_place: "Place") -> int:
     """Return the next version; a file with the last may have been refused."""
-    newest = FileStore(vllm_place.run.weights).newest()
+    newest = FileStore(vllm_place.campaign.weights).newest()
     return max(updated.engine.version, newest.version if newest else 0) + 1
 
 
@@ -188,7 +188,7 @@ def test_a_version_older_than_the_one_in_use_is_refused(vllm_place: "Place", upd
 def test_a_version_that_cannot_be_loaded_is_named_and_the_old_one_stays(
     vllm_place: "Place", updated: "Behind", model: Any, version: int, wrong: str
 ) -> None:
-    engine, store = updated.engine, FileStore(vllm_place.run.weights)
+    engine, store = updated.engine, FileStore(vllm_place.campaign.weights)
     tensors = stir(model, seed=version)
     match wrong:
         case "missing":
@@ -200,7 +200,7 @@ def test_a_version_that_cannot_be_loaded_is_named_and_the_old_one_stays(
     if wrong != "absent":
         store.publish(tensors, WeightVersion(version=version, step=version))
     if wrong == "damaged":
-        path = tensors_file(vllm_place.run.weights, version)
+        path = tensors_file(vllm_place.campaign.weights, version)
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
@@ -215,7 +215,7 @@ def test_a_version_that_cannot_be_loaded_is_named_and_the_old_one_stays(
 def test_the_engine_continues_when_weights_come_as_files(
     vllm_place: "Place", updated: "Behind", model: Any, version: int
 ) -> None:
-    engine, store = updated.engine, FileStore(vllm_place.run.weights)
+    engine, store = updated.engine, FileStore(vllm_place.campaign.weights)
     store.publish(stir(model, seed=version), WeightVersion(version=version, step=version))
     vllm_place.do(engine.load_version(version))
     answer = vllm_place.do(engine.generate(ask("files")))

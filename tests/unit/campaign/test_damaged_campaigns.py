@@ -74,7 +74,7 @@ def test_logs_of_a_job_without_logs_name_their_directory(
 
     assert main(["logs", "good"]) == 2
 
-    assert capsys.readouterr().err == f"hpcrl: job 0 of good has no logs yet in {good.run.job(0).logs}\n"
+    assert capsys.readouterr().err == f"hpcrl: job 0 of good has no logs yet in {good.directory.job(0).logs}\n"
 
 
 @pytest.mark.parametrize("stop", [stop_gracefully, stop_now])
@@ -85,4 +85,4 @@ def test_stop_reports_that_a_local_job_without_an_outcome_has_ended(
     good.submit_local(pid=2**22 + 1)
 
     assert "good has ended already (failed: it ended without an outcome" in stop("good")
-    assert not CampaignDir(good.run.root).stop.exists()
+    assert not CampaignDir(good.directory.root).stop.exists()

@@ -15,11 +15,11 @@ from hpcrl.campaign_dir.endpoints import (
     withdraw_endpoint,
 )
 from hpcrl.system.file_watch import REREAD_INTERVAL_S
+from tests.support.endpoints import make_endpoint
 
 
-def endpoint(number: int, *, job: int = 1) -> EngineEndpoint:
-    name = f"{job:03d}-decode-{number}"
-    return EngineEndpoint(role="decode", worker=name, node="n", url=f"http://n:{number}", token="t", job=job)
+def make_numbered_endpoint(number: int, *, job: int = 1) -> EngineEndpoint:
+    return make_endpoint(f"{job:03d}-decode-{number}", url=f"http://n:{number}", job=job)
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def num_reads(monkeypatch) -> list[str]:
 def test_a_file_is_read_once_while_it_stays_the_same(tmp_path, num_reads):
     reader = EndpointReader(tmp_path, job=1)
     for number in range(3):
-        announce_endpoint(tmp_path, endpoint(number))
+        announce_endpoint(tmp_path, make_numbered_endpoint(number))
     for _ in range(5):
-        assert reader.poll() == [endpoint(number) for number in range(3)]
+        assert reader.poll() == [make_numbered_endpoint(number) for number in range(3)]
     assert len(num_reads) == 3
 
 
@@ -54,20 +54,20 @@ def test_files_are_not_looked_at_while_their_directory_stays_the_same(tmp_path, 
     monkeypatch.setattr(Path, "stat", look)
     reader = EndpointReader(tmp_path, job=1, clock=lambda: now[0])
     for number in range(3):
-        announce_endpoint(tmp_path, endpoint(number))
+        announce_endpoint(tmp_path, make_numbered_endpoint(number))
     for _ in range(10):
         assert len(reader.poll()) == 3
         now[0] += REREAD_INTERVAL_S + 1.0
     assert len(looks) == 2 * 3, "at first, and once later: the change may not have been the last in that moment"
-    os.utime(announce_endpoint(tmp_path, msgspec.structs.replace(endpoint(0), url="http://n:9")))
+    os.utime(announce_endpoint(tmp_path, msgspec.structs.replace(make_numbered_endpoint(0), url="http://n:9")))
     assert [one.url for one in reader.poll()] == ["http://n:9", "http://n:1", "http://n:2"]
 
 
 def test_an_endpoint_that_another_replaced_is_read_again(tmp_path):
     reader = EndpointReader(tmp_path, job=1)
-    announce_endpoint(tmp_path, endpoint(0))
-    assert reader.poll() == [endpoint(0)]
-    changed = msgspec.structs.replace(endpoint(0), url="http://n:9")
+    announce_endpoint(tmp_path, make_numbered_endpoint(0))
+    assert reader.poll() == [make_numbered_endpoint(0)]
+    changed = msgspec.structs.replace(make_numbered_endpoint(0), url="http://n:9")
     stamps = (tmp_path / "001-decode-0.json").stat().st_mtime_ns
     os.utime(announce_endpoint(tmp_path, changed), ns=(stamps, stamps))
     assert reader.poll() == [changed]
@@ -77,21 +77,21 @@ def test_an_endpoint_that_another_replaced_is_read_again(tmp_path):
 
 def test_an_endpoint_in_the_inode_of_the_one_before_is_read(tmp_path):
     reader = EndpointReader(tmp_path, job=1)
-    path = announce_endpoint(tmp_path, endpoint(0))
-    assert reader.poll() == [endpoint(0)]
-    changed = msgspec.structs.replace(endpoint(0), url="http://n:9")
+    path = announce_endpoint(tmp_path, make_numbered_endpoint(0))
+    assert reader.poll() == [make_numbered_endpoint(0)]
+    changed = msgspec.structs.replace(make_numbered_endpoint(0), url="http://n:9")
     path.write_bytes(msgspec.json.encode(changed))  # as a file system does that gives a new file an old inode
     (tmp_path / "another").touch()
     assert reader.poll() == [changed]
 
 
 def test_endpoints_of_another_job_are_left_out(tmp_path):
-    announce_endpoint(tmp_path, endpoint(0, job=0))
-    announce_endpoint(tmp_path, endpoint(0))
-    assert EndpointReader(tmp_path, job=1).poll() == [endpoint(0)]
+    announce_endpoint(tmp_path, make_numbered_endpoint(0, job=0))
+    announce_endpoint(tmp_path, make_numbered_endpoint(0))
+    assert EndpointReader(tmp_path, job=1).poll() == [make_numbered_endpoint(0)]
 
 
 def test_a_new_driver_withdraws_the_endpoints_of_killed_engines(tmp_path):
-    announce_endpoint(tmp_path, endpoint(0, job=0))
+    announce_endpoint(tmp_path, make_numbered_endpoint(0, job=0))
     withdraw_all(tmp_path)
     assert list_endpoints(tmp_path) == []

@@ -15,7 +15,6 @@ from hpcrl.campaign_dir.endpoints import (
     NONCE_HEADER,
     PROOF_HEADER,
     EndpointReader,
-    EngineEndpoint,
     announce_endpoint,
     make_proof,
 )
@@ -39,6 +38,8 @@ from hpcrl.engines.http import (
 )
 from hpcrl.errors import EngineError, EngineRefusedError, EngineRequestError
 from hpcrl.rollout.routing.router import Router
+from tests.support.completions import make_completion
+from tests.support.endpoints import make_endpoint
 
 REQUEST = GenerateRequest(request_id="r", token_ids=[1, 2], max_new_tokens=1)
 ROUTES = [("POST", "/generate"), ("POST", "/prefill"), ("POST", "/abort"), ("GET", "/load"), ("GET", "/kv/x")]
@@ -63,7 +64,7 @@ class ScriptedEngine:
                     await asyncio.Event().wait()
                 finally:
                     self.gone.set()
-        return Completion(token_ids=[7], logprobs=[-0.5], versions=[3], finish_reason="length")
+        return make_completion([7], version=3, logprob=-0.5, finish_reason="length")
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         yield convert_to_chunk(await self.generate(request))
@@ -100,7 +101,7 @@ def on_server(body: Callable[[ScriptedEngine, str, aiohttp.ClientSession], Await
 
 
 def remote(url: str, session: aiohttp.ClientSession, *, token: str = "right") -> RemoteEngine:
-    return RemoteEngine(EngineEndpoint(role="decode", worker="000-decode-1", node="n", url=url, token=token), session)
+    return RemoteEngine(make_endpoint("000-decode-1", url=url, token=token), session)
 
 
 @pytest.mark.parametrize(
@@ -380,9 +381,7 @@ def test_a_turn_that_one_engine_has_no_room_for_is_served_by_another(tmp_path: P
                 url, runner = await serve_over_http(engine, host="127.0.0.1", token="right")
                 stack.push_async_callback(runner.cleanup)
                 name = f"000-decode-{number}"
-                announce_endpoint(
-                    tmp_path, EngineEndpoint(role="decode", worker=name, node="n", url=url, token="right")
-                )
+                announce_endpoint(tmp_path, make_endpoint(name, url=url, token="right"))
             endpoints = EndpointReader(tmp_path, job=0)
             router = Router(endpoints, connect=lambda endpoint: RemoteEngine(endpoint, session), seed=0)
             await stack.enter_async_context(router)

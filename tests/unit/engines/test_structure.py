@@ -15,7 +15,7 @@ import pydantic
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint, announce_endpoint
+from hpcrl.campaign_dir.endpoints import EndpointReader, announce_endpoint
 from hpcrl.engines.base import (
     Completion,
     CompletionChunk,
@@ -41,6 +41,7 @@ from hpcrl.rollout.turn import generate_turn, stream_turn
 from hpcrl.testing.memory import MemoryStore
 from hpcrl.weights.model_update import collect_parameters
 from hpcrl.weights.versions import WeightVersion
+from tests.support.endpoints import make_endpoint
 from tests.support.structures import SMALL, TEXTS, encode, read_text, score_masked
 
 STOP = MARKS.index("<eos>")
@@ -190,7 +191,7 @@ def test_a_structure_that_the_tokenizer_cannot_write_is_no_failure_of_the_worker
             engine = await stack.enter_async_context(EmbeddedEngine(model, store=MemoryStore()))
             url, runner = await serve_over_http(engine, host="127.0.0.1", token="t")
             stack.push_async_callback(runner.cleanup)
-            announce_endpoint(tmp_path, EngineEndpoint(role="decode", worker="000-d-0", node="n", url=url, token="t"))
+            announce_endpoint(tmp_path, make_endpoint(url=url))
             session = await stack.enter_async_context(make_client_session())
             endpoints = EndpointReader(tmp_path, job=0)
             router = Router(endpoints, connect=lambda endpoint: RemoteEngine(endpoint, session), seed=0)

@@ -17,16 +17,10 @@ from hpcrl.envs.isolation.sandbox import SandboxSpec, choose_sandbox, wrap_comma
 from hpcrl.envs.program_options import _TYPE_WORDS, _list_option_types
 from hpcrl.errors import ConfigError, EngineError, EnvFault, PolicyFailure
 from hpcrl.models import chat_template, jinja_template
-from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.models.jinja_template import compile_template
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.system.processes import is_alive, read_start_ticks
 from tests.support.programs import ASK, OneWordModel, needs_bubblewrap, play
-
-
-@pytest.fixture
-def template(tiny_model_dir):
-    return load_chat_template(tiny_model_dir)
 
 
 @pytest.mark.parametrize("sandbox", ["none", pytest.param("bubblewrap", marks=needs_bubblewrap)])

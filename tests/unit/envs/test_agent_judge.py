@@ -11,7 +11,6 @@ import pytest
 from hpcrl.envs.agent import AgentProgram
 from hpcrl.envs.base import ModelAccess, make_program
 from hpcrl.errors import ConfigError, EnvFault
-from hpcrl.models.chat_layout import load_chat_template
 from tests.support.programs import needs_bubblewrap, play
 
 SANDBOXES = ["none", pytest.param("bubblewrap", marks=needs_bubblewrap)]
@@ -29,11 +28,6 @@ for pid in sorted(others, key=int, reverse=True): os.kill(int(pid), signal.SIGKI
 """
 """Untrusted code in the sandbox of a judge: it writes a result wherever it can, and kills what could write another."""
 READ = "import os\ntext = open(os.environ['HPCRL_WORKDIR'] + '/answer').read()\nprint(float(text == '42'))"
-
-
-@pytest.fixture
-def template(tiny_model_dir):
-    return load_chat_template(tiny_model_dir)
 
 
 def judged_by(code):

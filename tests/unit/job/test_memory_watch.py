@@ -24,24 +24,26 @@ class WatchedCampaign:
     """A campaign directory, and the driver's watch over it."""
 
     def __init__(self, root, *, has_gpus=False):
-        self.run = CampaignDir(root)
-        self.run.recipe.write_text("{}")
+        self.campaign = CampaignDir(root)
+        self.campaign.recipe.write_text("{}")
         self.has_gpus = has_gpus
         self.events = []
         self.start_job()
 
     def start_job(self):
-        self.watch = TrainerMemoryWatch(self.run, recipe=make_recipe(), has_gpus=self.has_gpus, emit=self.events.append)
+        self.watch = TrainerMemoryWatch(
+            self.campaign, recipe=make_recipe(), has_gpus=self.has_gpus, emit=self.events.append
+        )
         self.watch.note_limits()
 
     def limits(self):
-        return read_train_limits(self.run.train_limits, recipe_digest=make_recipe_digest(self.run.recipe))[0]
+        return read_train_limits(self.campaign.train_limits, recipe_digest=make_recipe_digest(self.campaign.recipe))[0]
 
     def run_out(self, num_tokens, *, num_rows):
         """Record a shortage as a rank does."""
         shortage = MemoryShortage(step=4, rank=2, num_rows=num_rows, num_tokens=num_tokens)
         lowered = lower_limits(self.limits(), shortage, micro_batch=BOUND, advice="choose larger GPUs")
-        write_train_limits(self.run.train_limits, lowered)
+        write_train_limits(self.campaign.train_limits, lowered)
 
 
 @pytest.fixture
@@ -88,13 +90,13 @@ def test_a_rank_that_the_kernel_ended_continues_once_with_half_the_micro_batch(w
 def test_micro_batches_on_gpus_are_as_they_were_after_the_host_ran_out_of_memory(tmp_path):
     watched = WatchedCampaign(tmp_path, has_gpus=True)
     assert not watched.watch.report_shortage(EXIT_OUT_OF_MEMORY)
-    assert watched.limits() == TrainLimits(recipe_digest=make_recipe_digest(watched.run.recipe))
+    assert watched.limits() == TrainLimits(recipe_digest=make_recipe_digest(watched.campaign.recipe))
 
 
 def test_a_file_that_was_damaged_while_the_job_ran_hides_no_later_shortage(watched):
     watched.run_out(900, num_rows=4)
     watched.start_job()
-    watched.run.train_limits.write_bytes(b"{")
+    watched.campaign.train_limits.write_bytes(b"{")
     watched.run_out(800, num_rows=4)
     assert watched.watch.report_shortage(EXIT_OUT_OF_MEMORY)
     assert watched.events[0].tokens_per_micro_batch == 400

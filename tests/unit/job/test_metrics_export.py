@@ -61,26 +61,26 @@ class SinkRecorder:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> CampaignDir:
-    run = CampaignDir(tmp_path)
-    for directory in (run.events, run.metrics, run.job(0).logs):
+def campaign(tmp_path: Path) -> CampaignDir:
+    campaign = CampaignDir(tmp_path)
+    for directory in (campaign.events, campaign.metrics, campaign.job(0).logs):
         make_private_dir(directory)
-    publish_json(run.manifest, {"name": "c", "created": 1.0})
+    publish_json(campaign.manifest, {"name": "c", "created": 1.0})
     recipe = make_recipe("metrics.tensorboard=true", "metrics.wandb=offline")
-    run.recipe.write_bytes(msgspec.json.encode(recipe))
-    return run
+    campaign.recipe.write_bytes(msgspec.json.encode(recipe))
+    return campaign
 
 
 WANTED = MetricsConfig(tensorboard=True)
 
 
-def trainer(run: CampaignDir) -> EventLog:
-    return EventLog(run.events / "000-train-0.jsonl", job=0, role="train", worker="000-train-0")
+def trainer(campaign: CampaignDir) -> EventLog:
+    return EventLog(campaign.events / "000-train-0.jsonl", job=0, role="train", worker="000-train-0")
 
 
-def feeder(run, **makers):
+def feeder(campaign, **makers):
     reported = []
-    made = MetricsFeeder(run, makers, emit=reported.append)
+    made = MetricsFeeder(campaign, makers, emit=reported.append)
     made.open()
     return made, reported
 
@@ -120,21 +120,21 @@ def test_every_figure_of_the_issue_is_in_a_step_event_and_under_a_heading():
     assert {"is_ratio_p05", "is_ratio_p50", "is_ratio_p95", "tokens_per_s"} <= fields
 
 
-def test_a_reader_continues_where_the_last_one_stopped(run):
-    log, first, second = trainer(run), SinkRecorder(), SinkRecorder()
+def test_a_reader_continues_where_the_last_one_stopped(campaign):
+    log, first, second = trainer(campaign), SinkRecorder(), SinkRecorder()
     log.emit(StepFinished(step=1, **STEP))
-    one, _ = feeder(run, recorder=lambda: first)
+    one, _ = feeder(campaign, recorder=lambda: first)
     one.feed()
     log.emit(StepFinished(step=2, **STEP))
-    two, _ = feeder(run, recorder=lambda: second)
+    two, _ = feeder(campaign, recorder=lambda: second)
     two.feed()
     assert [step for step, _ in first.shown] == [1]
     assert [step for step, _ in second.shown] == [2]
 
 
-def test_steps_after_the_checkpoint_of_a_resume_are_withdrawn(run):
-    log, recorder = trainer(run), SinkRecorder()
-    made, _ = feeder(run, recorder=lambda: recorder)
+def test_steps_after_the_checkpoint_of_a_resume_are_withdrawn(campaign):
+    log, recorder = trainer(campaign), SinkRecorder()
+    made, _ = feeder(campaign, recorder=lambda: recorder)
     for step in (1, 2, 3):
         log.emit(StepFinished(step=step, **STEP))
     log.emit(TrainingResumed(step=1, version=4))
@@ -143,12 +143,12 @@ def test_steps_after_the_checkpoint_of_a_resume_are_withdrawn(run):
     assert [step for step, _ in recorder.shown] == [1, 2]
 
 
-def test_a_sink_that_fails_is_reported_and_the_others_continue(run):
+def test_a_sink_that_fails_is_reported_and_the_others_continue(campaign):
     def never():
         raise ImportError("no such package")
 
-    log, bad, good = trainer(run), SinkRecorder(breaks_at=2), SinkRecorder()
-    made, reported = feeder(run, missing=never, bad=lambda: bad, good=lambda: good)
+    log, bad, good = trainer(campaign), SinkRecorder(breaks_at=2), SinkRecorder()
+    made, reported = feeder(campaign, missing=never, bad=lambda: bad, good=lambda: good)
     for step in (1, 2, 3):
         log.emit(StepFinished(step=step, **STEP))
         made.feed()
@@ -160,12 +160,12 @@ def test_a_sink_that_fails_is_reported_and_the_others_continue(run):
     assert "close" not in bad.calls
 
 
-def test_tensorboard_shows_no_withdrawn_steps(run):
+def test_tensorboard_shows_no_withdrawn_steps(campaign):
     pytest.importorskip("tensorboard")
     from hpcrl.job.metric_sinks import make_sink_factories
 
-    log = trainer(run)
-    made, reported = feeder(run, **make_sink_factories(MetricsConfig(tensorboard=True), campaign=run))
+    log = trainer(campaign)
+    made, reported = feeder(campaign, **make_sink_factories(MetricsConfig(tensorboard=True), campaign=campaign))
     for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3)):
         log.emit(StepFinished(step=step, reward_mean=reward))
     log.emit(TrainingResumed(step=1, version=4))
@@ -173,7 +173,7 @@ def test_tensorboard_shows_no_withdrawn_steps(run):
     made.feed()
     made.close()
     assert reported == []
-    assert shown_in(run.metrics / "tensorboard") == {1: 0.1, 2: 0.9}
+    assert shown_in(campaign.metrics / "tensorboard") == {1: 0.1, 2: 0.9}
 
 
 def shown_in(directory: Path) -> dict[int, float]:
@@ -184,29 +184,29 @@ def shown_in(directory: Path) -> dict[int, float]:
     return {one.step: round(one.value, 6) for one in events.Scalars("reward/reward_mean")}
 
 
-def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_asked(run):
+def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_asked(campaign):
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
-    trainer(run).emit(StepFinished(step=1, reward_mean=0.5))
+    trainer(campaign).emit(StepFinished(step=1, reward_mean=0.5))
     faults = []
-    place = WorkerPlace(run.job(0), "here")
+    place = WorkerPlace(campaign.job(0), "here")
     reporter = MetricsProcess(place, metrics=WANTED, emit=faults.append)
     reporter.keep_running()
-    until((run.metrics / "read.json").exists, what="the reader has read", timeout_s=240)
+    until((campaign.metrics / "read.json").exists, what="the reader has read", timeout_s=240)
     reporter.close()
     assert faults == []
-    assert not [line for line in (run.events / "000-metrics-0.jsonl").read_text().splitlines() if "fault" in line]
-    assert shown_in(run.metrics / "tensorboard") == {1: 0.5}
-    stored = list((run.metrics / "wandb").rglob("*.wandb"))
+    assert not [line for line in (campaign.events / "000-metrics-0.jsonl").read_text().splitlines() if "fault" in line]
+    assert shown_in(campaign.metrics / "tensorboard") == {1: 0.5}
+    stored = list((campaign.metrics / "wandb").rglob("*.wandb"))
     assert len(stored) == 1
     assert b"reward/reward_mean" in stored[0].read_bytes()
 
 
-def test_a_reader_that_always_fails_is_restarted_a_few_times_only(run):
+def test_a_reader_that_always_fails_is_restarted_a_few_times_only(campaign):
     faults = []
-    place = WorkerPlace(run.job(0), "here")
+    place = WorkerPlace(campaign.job(0), "here")
     reporter = MetricsProcess(place, metrics=WANTED, emit=lambda fault: faults.append(fault.detail))
-    run.recipe.write_text("{}")  # it cannot even read what it is asked to do
+    campaign.recipe.write_text("{}")  # it cannot even read what it is asked to do
 
     def is_abandoned() -> bool:
         reporter.keep_running()
@@ -237,15 +237,15 @@ def test_a_package_that_is_missing_is_refused_before_anything_is_queued():
     assert f"pip install 'hpcrl[{package}]'".encode() in done.stdout
 
 
-def test_the_position_is_recorded_only_after_figures_were_sent(run):
+def test_the_position_is_recorded_only_after_figures_were_sent(campaign):
     class Slow(SinkRecorder):
         def flush(self):
-            assert not (run.metrics / "read.json").exists()
+            assert not (campaign.metrics / "read.json").exists()
 
-    trainer(run).emit(StepFinished(step=1, **STEP))
-    made, _ = feeder(run, slow=Slow)
+    trainer(campaign).emit(StepFinished(step=1, **STEP))
+    made, _ = feeder(campaign, slow=Slow)
     made.feed()
-    assert read_json(run.metrics / "read.json")["000-train-0.jsonl"] > 0
+    assert read_json(campaign.metrics / "read.json")["000-train-0.jsonl"] > 0
 
 
 def test_a_step_that_was_trained_again_counts_once_in_what_is_sent_afterwards():
@@ -259,56 +259,56 @@ def test_a_step_that_was_trained_again_counts_once_in_what_is_sent_afterwards():
     assert [(one.time, one.step) for one in select_valid_figures(events)] == [(1.0, 1), (2.5, 2), (4.0, 2)]
 
 
-def test_what_is_sent_afterwards_is_sent_once(run):
-    log = trainer(run)
+def test_what_is_sent_afterwards_is_sent_once(campaign):
+    log = trainer(campaign)
     log.emit(StepFinished(step=1, **STEP))
     recorder = SinkRecorder()
-    assert send_recorded(run, "wandb", lambda: recorder) == 1
-    assert send_recorded(run, "wandb", lambda: recorder) == 0
+    assert send_recorded(campaign, "wandb", lambda: recorder) == 1
+    assert send_recorded(campaign, "wandb", lambda: recorder) == 0
     log.emit(StepFinished(step=2, **STEP))
-    assert send_recorded(run, "wandb", lambda: recorder) == 1
+    assert send_recorded(campaign, "wandb", lambda: recorder) == 1
     assert [step for step, _ in recorder.shown] == [1, 2]
 
 
-def test_a_tracker_that_fails_gets_everything_the_next_time(run):
-    log = trainer(run)
+def test_a_tracker_that_fails_gets_everything_the_next_time(campaign):
+    log = trainer(campaign)
     for step in (1, 2):
         log.emit(StepFinished(step=step, **STEP))
     with pytest.raises(OSError, match="full"):
-        send_recorded(run, "wandb", lambda: SinkRecorder(breaks_at=2))
+        send_recorded(campaign, "wandb", lambda: SinkRecorder(breaks_at=2))
     recorder = SinkRecorder()
-    assert send_recorded(run, "wandb", lambda: recorder) == 2
+    assert send_recorded(campaign, "wandb", lambda: recorder) == 2
 
 
-def test_mlflow_has_one_run_of_a_campaign_with_its_figures_and_settings(run, tmp_path, monkeypatch, capsys):
+def test_mlflow_has_one_run_of_a_campaign_with_its_figures_and_settings(campaign, tmp_path, monkeypatch, capsys):
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    log = trainer(run)
+    log = trainer(campaign)
     for step in (1, 2):
         log.emit(StepFinished(step=step, **STEP))
-        assert export_recorded(run, "mlflow") == 0
+        assert export_recorded(campaign, "mlflow") == 0
         assert "1 records" in capsys.readouterr().out
     client = mlflow.MlflowClient()
     (sent,) = client.search_runs([client.get_experiment_by_name("hpcrl").experiment_id])
     history = client.get_metric_history(sent.info.run_id, "reward/reward_mean")
     assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.5)]
     assert sent.data.params["rollout.group_size"] == str(make_recipe().rollout.group_size)
-    assert (sent.info.run_name, sent.info.status) == (run.name, "FINISHED")
+    assert (sent.info.run_name, sent.info.status) == (campaign.name, "FINISHED")
 
 
-def test_a_tracker_that_cannot_be_reached_is_named_in_one_line(run, monkeypatch, capsys):
+def test_a_tracker_that_cannot_be_reached_is_named_in_one_line(campaign, monkeypatch, capsys):
     pytest.importorskip("mlflow")
-    trainer(run).emit(StepFinished(step=1, **STEP))
+    trainer(campaign).emit(StepFinished(step=1, **STEP))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    assert export_recorded(run, "mlflow") == 1
+    assert export_recorded(campaign, "mlflow") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hpcrl: mlflow: ")
 
 
-def test_a_tracker_whose_package_is_missing_is_refused_with_a_fix(run, monkeypatch, capsys):
-    trainer(run).emit(StepFinished(step=1, **STEP))
+def test_a_tracker_whose_package_is_missing_is_refused_with_a_fix(campaign, monkeypatch, capsys):
+    trainer(campaign).emit(StepFinished(step=1, **STEP))
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert export_recorded(run, "wandb") == 2
+    assert export_recorded(campaign, "wandb") == 2
     assert "pip install 'hpcrl[wandb]'" in capsys.readouterr().err

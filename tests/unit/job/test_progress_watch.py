@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.campaign_dir.train_progress import MIN_DROPPED_GROUPS, TrainProgress
 from hpcrl.job.progress_watch import STEP_FACTOR, ActivityFigures, JobStall, ProgressWatch, count_activity
+from tests.support.endpoints import make_endpoint
 
 TIMEOUT_S = 60.0
 START_S = 100.0
@@ -184,6 +184,6 @@ def test_a_job_that_can_only_drop_groups_is_ended_with_their_number(job, before,
 
 
 def test_engines_that_do_not_answer_count_as_none():
-    gone = EngineEndpoint(role="decode", worker="000-decode-0", node="n", url="http://127.0.0.1:9", token="t")
+    gone = make_endpoint(url="http://127.0.0.1:9")
     assert count_activity([gone]) == ActivityFigures()
     assert count_activity([]) == ActivityFigures()

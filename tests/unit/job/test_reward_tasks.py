@@ -74,12 +74,12 @@ SEGMENT = "000-env-0-00000000-8-0123abcd.h5"
 
 
 @pytest.fixture
-def run(tmp_path):
-    run = CampaignDir(tmp_path)
+def campaign(tmp_path):
+    campaign = CampaignDir(tmp_path)
     for name in ("rollouts", "scored"):
-        run.spool(name).mkdir(parents=True)
-    (run.spool("rollouts") / SEGMENT).touch()
-    return run
+        campaign.spool(name).mkdir(parents=True)
+    (campaign.spool("rollouts") / SEGMENT).touch()
+    return campaign
 
 
 @pytest.fixture
@@ -93,10 +93,10 @@ def events():
 
 
 @pytest.fixture
-def make(run, spent, events):
+def make(campaign, spent, events):
     def scoring(*, elastic=True, **reward):
         return RewardScoring(
-            campaign=run,
+            campaign=campaign,
             reward=RewardConfig(**reward),
             elastic=elastic,
             emit=events.append,
@@ -147,8 +147,8 @@ def test_a_segment_that_no_reward_job_takes_goes_to_spare_cores(make):
     assert [elastic for _, elastic, _ in workers.tasks] == [True, False]
 
 
-def test_reward_jobs_end_without_work(make, run):
-    (run.spool("scored") / SEGMENT).touch()
+def test_reward_jobs_end_without_work(make, campaign):
+    (campaign.spool("scored") / SEGMENT).touch()
     workers, scoring = Workers(), make(idle_s=1e-9)
     workers.jobs = 1
     scoring.poll(workers)

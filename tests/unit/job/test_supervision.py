@@ -201,7 +201,7 @@ def make_use(*events: CampaignEvent, past_hours: float = 0.0, **limits: object) 
     return CampaignUse(config, lambda: events, past_hours=past_hours, num_nodes=4, num_gpus=16)
 
 
-def make_step(step: int, *, num_tokens: int = 10, reward: float | None = None) -> StepFinished:
+def make_used_step(step: int, *, num_tokens: int = 10, reward: float | None = None) -> StepFinished:
     return StepFinished(step=step, num_tokens=num_tokens, reward_mean=reward)
 
 
@@ -223,8 +223,13 @@ def make_step(step: int, *, num_tokens: int = 10, reward: float | None = None) -
     ],
 )
 def test_a_campaign_ends_at_the_first_of_its_limits(limits, reached):
-    again = make_step(2, reward=0.4)  # made twice: the first one was lost with a job
-    steps = (make_step(1), make_step(2, num_tokens=99, reward=9.0), again, make_step(3, reward=0.6))
+    again = make_used_step(2, reward=0.4)  # made twice: the first one was lost with a job
+    steps = (
+        make_used_step(1),
+        make_used_step(2, num_tokens=99, reward=9.0),
+        again,
+        make_used_step(3, reward=0.6),
+    )
     use = make_use(*steps, past_hours=2.0, **limits)
     now = 5 * 86400.0
     request = use.find_drain(now=now, job_start=now - 3600.0, drain_s=180.0)

@@ -30,7 +30,7 @@ NUM_STEPS = 60
 StepChange = Callable[[int], dict[str, object]]
 
 
-def make_step(number: int, **changes: object) -> StepFinished:
+def make_learning_step(number: int, **changes: object) -> StepFinished:
     """Return a step of a campaign that learns: the reward rises with some noise, the rest is as it should be."""
     noise = random.Random(number).uniform(-0.03, 0.03)
     values: dict[str, object] = {
@@ -71,7 +71,7 @@ def list_healthy_events(change: StepChange = lambda number: {}) -> Iterator[Camp
         )
         yield stamp_event("reward-0", SegmentScored(num=64, rewards={"lake": [0.5] * 64}), time=time)
         yield stamp_event("decode-0", EngineCounted(window_s=10.0, busy_share=0.9), time=time)
-        yield make_step(number, **change(number))
+        yield make_learning_step(number, **change(number))
         if number % 10 == 0:
             yield stamp_event("train-0", CheckpointSaved(step=number), time=time)
 
@@ -198,7 +198,7 @@ def test_an_advisory_fires_on_outcomes_that_are_made_bad(counts: dict[str, int],
 def test_episodes_that_use_up_their_turns_are_normal_before_training() -> None:
     counts = EpisodesCounted(outcomes={"lake": {"finished": 10, "max-turns": 90}})
     assert judge(stamp_event("env-0", counts, time=T0)) == []
-    trained = [make_step(number) for number in range(1, NUM_STEPS + 1)]
+    trained = [make_learning_step(number) for number in range(1, NUM_STEPS + 1)]
     assert [(one.name, one.severity) for one in judge(stamp_event("env-0", counts, time=T0), *trained)] == [
         ("truncation", "notice")
     ]

@@ -68,7 +68,7 @@ def campaign(tmp_path: Path) -> Iterator[SyntheticCampaign]:
 
 
 def collector(campaign: SyntheticCampaign, ask: RecordedQueries | None = None) -> SnapshotCollector:
-    return SnapshotCollector(campaign.run, query=ask or RecordedQueries(), clock=lambda: campaign.now)
+    return SnapshotCollector(campaign.directory, query=ask or RecordedQueries(), clock=lambda: campaign.now)
 
 
 def running(campaign: SyntheticCampaign) -> SyntheticCampaign:
@@ -187,7 +187,7 @@ def test_events_without_counts_of_tokens_give_no_share(campaign: SyntheticCampai
 
 
 def test_the_nodes_of_one_allocation_are_shown_by_component(campaign: SyntheticCampaign) -> None:
-    publish_json(campaign.run.plan, read_json(campaign.run.plan) | {"layout": "hetstep"})
+    publish_json(campaign.directory.plan, read_json(campaign.directory.plan) | {"layout": "hetstep"})
     nodes = [["gpu1"], ["gpu2"], ["gpu3"], ["gpu4", "gpu5"]]
     running(campaign).emit("driver", LayoutChosen(layout="hetstep", reason="one allocation", nodes=nodes))
     slurm = RecordedQueries("123|123|RUNNING|gpu|2026-11-20T10:00:00|N/A|gpu[1-5]|None\n")
@@ -199,7 +199,7 @@ def test_the_nodes_of_one_allocation_are_shown_by_component(campaign: SyntheticC
 
 
 def test_a_pending_allocation_is_queued_with_all_its_components(campaign: SyntheticCampaign) -> None:
-    publish_json(campaign.run.plan, read_json(campaign.run.plan) | {"layout": "hetstep"})
+    publish_json(campaign.directory.plan, read_json(campaign.directory.plan) | {"layout": "hetstep"})
     campaign.submit()
     slurm = RecordedQueries("123|123|PENDING|gpu|N/A|N/A||Resources\n")
 
@@ -350,7 +350,7 @@ def test_spool_depths_count_what_the_next_stage_has_not_consumed(campaign: Synth
         campaign.segment("rollouts", number, 16)
     for number in range(3):
         campaign.segment("scored", number, 16)
-    publish_json(campaign.run.settled, {"num": 24})
+    publish_json(campaign.directory.settled, {"num": 24})
 
     assert [(spool.name, spool.depth) for spool in collector(campaign).poll().spools] == [
         ("rollouts", 32), ("scored", 24),
@@ -466,7 +466,7 @@ def test_a_local_run_whose_driver_is_alive_is_running_and_slurm_is_not_asked(cam
 
 def test_a_reused_pid_is_not_the_driver(campaign: SyntheticCampaign) -> None:
     campaign.submit_local()
-    path = campaign.run.job(0).submission
+    path = campaign.directory.job(0).submission
     path.write_text(json.dumps({**json.loads(path.read_text()), "start_ticks": 1}))
 
     assert collector(campaign).poll().state == "failed"
@@ -484,7 +484,7 @@ def test_a_local_run_on_another_machine_is_judged_by_its_heartbeats(campaign: Sy
 
 
 def test_a_stop_file_makes_a_running_campaign_draining(campaign: SyntheticCampaign) -> None:
-    running(campaign).run.stop.touch()
+    running(campaign).directory.stop.touch()
 
     assert collector(campaign).poll().state == "draining"
 
@@ -533,7 +533,7 @@ def test_a_job_that_slurm_requeues_is_read_again(campaign: SyntheticCampaign) ->
     running(campaign).outcome("drained", "it received SIGTERM")
     reading = collector(campaign)
     assert reading.poll().state == "stopped"
-    campaign.run.job(0).outcome.unlink()  # as a driver does that starts a second time
+    campaign.directory.job(0).outcome.unlink()  # as a driver does that starts a second time
     campaign.start()
 
     assert reading.poll().state == "running"
@@ -573,7 +573,7 @@ def test_missing_slurm_leaves_the_job_unknown_and_is_reported(campaign: Syntheti
     def missing(ids: Sequence[str]) -> dict[str, JobStatus]:
         raise SlurmError("squeue cannot be run: load the module")
 
-    snapshot = SnapshotCollector(campaign.run, query=missing, clock=lambda: campaign.now).poll()
+    snapshot = SnapshotCollector(campaign.directory, query=missing, clock=lambda: campaign.now).poll()
 
     assert snapshot.state == "unknown"
     assert snapshot.detail.problems == ["squeue cannot be run: load the module"]
@@ -585,7 +585,7 @@ def test_campaigns_are_listed_with_their_states_and_no_event_is_read(tmp_path: P
     done.outcome("done")
     problems: list[str] = []
 
-    listed = survey_campaigns([done.run, planned.run], problems=problems)
+    listed = survey_campaigns([done.directory, planned.directory], problems=problems)
 
     assert [(line.name, line.site, line.state, line.created) for line in listed] == [
         ("a", "lab", "done", T0), ("b", "lab", "planned", T0),
@@ -596,8 +596,8 @@ def test_campaigns_are_listed_with_their_states_and_no_event_is_read(tmp_path: P
 # Garbage and half-written campaigns
 
 
-def poll(run: CampaignDir) -> CampaignSnapshot:
-    snapshot = SnapshotCollector(run, query=RecordedQueries(), clock=lambda: T0).poll()
+def poll(campaign: CampaignDir) -> CampaignSnapshot:
+    snapshot = SnapshotCollector(campaign, query=RecordedQueries(), clock=lambda: T0).poll()
     encode_snapshot(snapshot)
     return snapshot
 
@@ -614,7 +614,7 @@ def test_a_missing_directory_gives_a_snapshot_too(tmp_path: Path) -> None:
 
 def test_a_torn_last_line_waits_and_counts_once(campaign: SyntheticCampaign) -> None:
     running(campaign).step(1)
-    path = campaign.run.events / "000-train-0.jsonl"
+    path = campaign.directory.events / "000-train-0.jsonl"
     line = json.dumps({"time": T0, "event": "step", "job": 0, "worker": "000-train-0", "step": 2, "reward_mean": 0.5})
     with path.open("a") as file:
         file.write(line[:20])
@@ -649,7 +649,7 @@ def test_a_torn_last_line_waits_and_counts_once(campaign: SyntheticCampaign) -> 
 )
 def test_an_invalid_line_changes_nothing(campaign: SyntheticCampaign, line: bytes) -> None:
     running(campaign).step(1)
-    (campaign.run.events / "foreign.jsonl").write_bytes(line + b"\n")
+    (campaign.directory.events / "foreign.jsonl").write_bytes(line + b"\n")
 
     snapshot = collector(campaign).poll()
 
@@ -670,7 +670,7 @@ def test_a_broken_description_is_reported_and_the_rest_is_shown(
     campaign: SyntheticCampaign, name: str, content: bytes
 ) -> None:
     running(campaign).step(1)
-    path = getattr(campaign.run, name)
+    path = getattr(campaign.directory, name)
     if content == b'{"name": 5}' and name == "plan":
         content = b'{"roles": 5}'
     path.write_bytes(content)
@@ -683,11 +683,11 @@ def test_a_broken_description_is_reported_and_the_rest_is_shown(
 
 def test_broken_job_files_are_reported_and_the_rest_is_shown(campaign: SyntheticCampaign) -> None:
     running(campaign)
-    campaign.run.job(0).outcome.write_bytes(b'{"outcome"')
+    campaign.directory.job(0).outcome.write_bytes(b'{"outcome"')
     campaign.submit(1)
-    campaign.run.job(1).submission.write_bytes(b"")
+    campaign.directory.job(1).submission.write_bytes(b"")
     for name in ("notes.txt", "²", "7"):
-        (campaign.run.jobs / name).write_text("no job")
+        (campaign.directory.jobs / name).write_text("no job")
 
     snapshot = collector(campaign).poll()
 
@@ -697,11 +697,11 @@ def test_broken_job_files_are_reported_and_the_rest_is_shown(campaign: Synthetic
 
 def test_foreign_files_everywhere_do_no_harm(campaign: SyntheticCampaign) -> None:
     running(campaign).step(1)
-    (campaign.run.events / "directory.jsonl").mkdir()
-    (campaign.run.events / "dangling.jsonl").symlink_to("nowhere")
-    (campaign.run.events / "loop.jsonl").symlink_to("loop.jsonl")
-    os.mkfifo(campaign.run.events / "pipe.jsonl")
-    (campaign.run.spool("rollouts") / "foreign.h5").touch()
+    (campaign.directory.events / "directory.jsonl").mkdir()
+    (campaign.directory.events / "dangling.jsonl").symlink_to("nowhere")
+    (campaign.directory.events / "loop.jsonl").symlink_to("loop.jsonl")
+    os.mkfifo(campaign.directory.events / "pipe.jsonl")
+    (campaign.directory.spool("rollouts") / "foreign.h5").touch()
     campaign.segment("rollouts", 0, 3)
 
     snapshot = collector(campaign).poll()
@@ -713,7 +713,11 @@ def test_foreign_files_everywhere_do_no_harm(campaign: SyntheticCampaign) -> Non
 
 def test_unreadable_files_are_reported_and_the_rest_is_shown(campaign: SyntheticCampaign, tmp_path: Path) -> None:
     running(campaign).step(1)
-    closed = [campaign.run.recipe, campaign.run.spool("scored"), campaign.run.events / "000-train-0.jsonl"]
+    closed = [
+        campaign.directory.recipe,
+        campaign.directory.spool("scored"),
+        campaign.directory.events / "000-train-0.jsonl",
+    ]
     with as_another_user(tmp_path, closed):
         snapshot = collector(campaign).poll()
 
@@ -727,7 +731,7 @@ def test_an_unreadable_folder_is_reported_and_the_rest_is_shown(
     campaign: SyntheticCampaign, tmp_path: Path, folder: str
 ) -> None:
     running(campaign).step(1)
-    with as_another_user(tmp_path, [campaign.run.root / folder]):
+    with as_another_user(tmp_path, [campaign.directory.root / folder]):
         snapshot = collector(campaign).poll()
 
     assert snapshot.name == "quickstart-1"

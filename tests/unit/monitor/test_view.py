@@ -45,7 +45,9 @@ def text_of(snapshot: CampaignSnapshot, *, width: int = 80, height: int = 24) ->
 
 def collector(campaign: SyntheticCampaign) -> SnapshotCollector:
     return SnapshotCollector(
-        campaign.run, query=lambda ids: {i: JobStatus(id=i, state="running") for i in ids}, clock=lambda: campaign.now
+        campaign.directory,
+        query=lambda ids: {i: JobStatus(id=i, state="running") for i in ids},
+        clock=lambda: campaign.now,
     )
 
 
@@ -267,7 +269,7 @@ def test_an_interrupt_ends_watching_and_reports_that_the_campaign_continues(tmp_
         return campaign.now
 
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=120)
-    reading = SnapshotCollector(campaign.run, query=lambda ids: {}, clock=clock)
+    reading = SnapshotCollector(campaign.directory, query=lambda ids: {}, clock=clock)
 
     last = watch_campaign(reading, console=console, until_done=True, interval_s=0.01)
 
@@ -275,15 +277,15 @@ def test_an_interrupt_ends_watching_and_reports_that_the_campaign_continues(tmp_
     assert isinstance(console.file, io.StringIO)
     message = "quickstart-1 continues: `hpcrl monitor quickstart-1` shows it again, `hpcrl stop quickstart-1` ends it\n"
     assert console.file.getvalue().endswith(message)
-    assert not campaign.run.stop.exists()
+    assert not campaign.directory.stop.exists()
 
 
 def test_campaigns_are_listed_for_people_and_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     campaign = done(tmp_path)
 
-    assert print_campaigns([campaign.run], as_json=False) == 0
+    assert print_campaigns([campaign.directory], as_json=False) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["quickstart-1", "lab", "done"]
-    assert print_campaigns([campaign.run], as_json=True) == 0
+    assert print_campaigns([campaign.directory], as_json=True) == 0
     assert '"state": "done"' in capsys.readouterr().out
     assert print_campaigns([], as_json=False) == 0
     assert capsys.readouterr().out.startswith("no campaigns yet")

@@ -371,8 +371,8 @@ def test_a_thousand_node_recipe_is_planned() -> None:
 
 
 def test_a_path_with_spaces_and_quotes_is_quoted_in_the_script() -> None:
-    run = CampaignDir(Path('/scratch/my runs/it\'s 100% "new"'))
-    script = make_batch_script(plan_recipe(), job=run.job(0), python="/opt/my python/bin/python")
+    campaign = CampaignDir(Path('/scratch/my runs/it\'s 100% "new"'))
+    script = make_batch_script(plan_recipe(), job=campaign.job(0), python="/opt/my python/bin/python")
     assert '--output="/scratch/my runs/it\'s 100%% \\"new\\"/jobs/000/logs/batch.log"' in script
     assert "exec '/opt/my python/bin/python'" in script
 

@@ -81,12 +81,12 @@ def play(campaign: SyntheticCampaign) -> SyntheticCampaign:
     return campaign
 
 
-def add_segment(run: CampaignDir, *trajectories: object, spool: str = "scored", number: int = 0) -> None:
-    write_segment(run.spool(spool) / f"000-env-0-{number:08d}-{len(trajectories)}-0123abcd.h5", trajectories)
+def add_segment(campaign: CampaignDir, *trajectories: object, spool: str = "scored", number: int = 0) -> None:
+    write_segment(campaign.spool(spool) / f"000-env-0-{number:08d}-{len(trajectories)}-0123abcd.h5", trajectories)
 
 
 def report_on(campaign: SyntheticCampaign) -> CampaignReport:
-    return build_report(campaign.run, read_trajectories=read_trajectories)
+    return build_report(campaign.directory, read_trajectories=read_trajectories)
 
 
 def test_the_key_figures_are_those_of_the_events(campaign: SyntheticCampaign) -> None:
@@ -168,10 +168,10 @@ def test_trajectories_are_sampled_by_reward_length_and_failure(campaign: Synthet
     failed = msgspec.structs.replace(
         make_lake_trajectory(2, 0, reward=None), status="env-fault", extra={"fault": "gone"}
     )
-    add_segment(campaign.run, *group)
-    add_segment(campaign.run, failed, number=1)
+    add_segment(campaign.directory, *group)
+    add_segment(campaign.directory, failed, number=1)
 
-    found = read_trajectories(campaign.run)
+    found = read_trajectories(campaign.directory)
 
     assert (found.num, found.num_groups, found.num_flat_groups) == (9, 1, 0)
     chosen = {reason: one for one in reversed(found.sampled) for reason in one.chosen}
@@ -185,16 +185,16 @@ def test_trajectories_are_sampled_by_reward_length_and_failure(campaign: Synthet
 
 def test_a_retried_episode_and_a_scored_twin_count_once(campaign: SyntheticCampaign) -> None:
     one = make_lake_trajectory(1, 0, reward=1.0)
-    add_segment(campaign.run, one)
-    add_segment(campaign.run, one, number=7, spool="archive")
-    assert read_trajectories(campaign.run).num == 1
+    add_segment(campaign.directory, one)
+    add_segment(campaign.directory, one, number=7, spool="archive")
+    assert read_trajectories(campaign.directory).num == 1
 
 
 def test_a_trajectory_of_five_megabytes_is_shortened(campaign: SyntheticCampaign) -> None:
     huge = make_trajectory("lake/1/0", 1_300_000, reward=1.0)
-    add_segment(campaign.run, huge)
+    add_segment(campaign.directory, huge)
 
-    found = read_trajectories(campaign.run)
+    found = read_trajectories(campaign.directory)
 
     turns = found.sampled[0].conversation
     assert found.sampled[0].num_tokens == 1_300_000
@@ -203,9 +203,9 @@ def test_a_trajectory_of_five_megabytes_is_shortened(campaign: SyntheticCampaign
 
 
 def test_a_damaged_segment_is_named_and_skipped(campaign: SyntheticCampaign) -> None:
-    add_segment(campaign.run, make_lake_trajectory(1, 0, reward=1.0))
-    (campaign.run.spool("scored") / "000-env-0-00000009-1-0123abcd.h5").write_bytes(b"not a segment" * 300)
-    found = read_trajectories(campaign.run)
+    add_segment(campaign.directory, make_lake_trajectory(1, 0, reward=1.0))
+    (campaign.directory.spool("scored") / "000-env-0-00000009-1-0123abcd.h5").write_bytes(b"not a segment" * 300)
+    found = read_trajectories(campaign.directory)
     assert found.num == 1
     assert any("000-env-0-00000009" in problem for problem in found.problems)
 
@@ -225,8 +225,8 @@ def test_campaigns_are_compared_with_the_difference_of_their_recipes(tmp_path: P
     campaigns = [SyntheticCampaign(tmp_path / name, num_steps=NUM_STEPS) for name in ("one", "two")]
     for campaign in campaigns:
         play(campaign).close()
-    publish_json(campaigns[1].run.recipe, {"name": "quickstart", "train": {"num_steps": NUM_STEPS}, "seed": 1})
-    document = build_document([one.run for one in campaigns], read_trajectories=read_trajectories)
+    publish_json(campaigns[1].directory.recipe, {"name": "quickstart", "train": {"num_steps": NUM_STEPS}, "seed": 1})
+    document = build_document([one.directory for one in campaigns], read_trajectories=read_trajectories)
     assert document.comparison is not None
     assert [(one.key, one.values) for one in document.comparison.settings] == [("seed", ["0", "1"])]
     assert document.comparison.verdict.startswith("The recipes differ in the seed alone.")
@@ -236,52 +236,54 @@ def test_campaigns_are_compared_with_the_difference_of_their_recipes(tmp_path: P
 # Bad input
 
 
-def break_events(run: CampaignDir) -> None:
-    (run.events / "000-train-0.jsonl").write_bytes(b'{"time": 1, "event": "step", "step": \xff}\n{"torn')
+def break_events(campaign: CampaignDir) -> None:
+    (campaign.events / "000-train-0.jsonl").write_bytes(b'{"time": 1, "event": "step", "step": \xff}\n{"torn')
 
 
-def break_plan(run: CampaignDir) -> None:
-    run.plan.write_text('{"components": [3, {"nodes": "many"}], "roles": "all"}')
+def break_plan(campaign: CampaignDir) -> None:
+    campaign.plan.write_text('{"components": [3, {"nodes": "many"}], "roles": "all"}')
 
 
-def remove_records(run: CampaignDir) -> None:
-    for path in (run.plan, run.recipe, run.site):
+def remove_records(campaign: CampaignDir) -> None:
+    for path in (campaign.plan, campaign.recipe, campaign.site):
         path.unlink(missing_ok=True)
 
 
-def write_newer_version(run: CampaignDir) -> None:
-    publish_json(run.plan, {"layout": "mesh", "components": {"a": 1}, "roles": [{"role": "critic", "num_workers": 2}]})
-    publish_json(run.recipe, {"name": "quickstart", "train": {"num_steps": 4, "future": True}, "worlds": [1, 2]})
-    with (run.events / "000-env-0.jsonl").open("a") as file:
+def write_newer_version(campaign: CampaignDir) -> None:
+    publish_json(
+        campaign.plan, {"layout": "mesh", "components": {"a": 1}, "roles": [{"role": "critic", "num_workers": 2}]}
+    )
+    publish_json(campaign.recipe, {"name": "quickstart", "train": {"num_steps": 4, "future": True}, "worlds": [1, 2]})
+    with (campaign.events / "000-env-0.jsonl").open("a") as file:
         file.write('{"time": 1800000001, "event": "teleported", "job": 0, "role": "env", "worker": "000-env-0"}\n')
 
 
-def empty_directory(run: CampaignDir) -> None:
-    for path in run.events.iterdir():
+def empty_directory(campaign: CampaignDir) -> None:
+    for path in campaign.events.iterdir():
         path.unlink()
 
 
 @pytest.mark.parametrize("damage", [break_events, break_plan, remove_records, write_newer_version, empty_directory])
 def test_a_damaged_or_newer_campaign_has_a_report(campaign: SyntheticCampaign, tmp_path: Path, damage) -> None:
-    damage(play(campaign).run)
+    damage(play(campaign).directory)
     page = tmp_path / "report.html"
-    assert command.main(["-o", str(page), "--", str(campaign.run.root)]) == 0
+    assert command.main(["-o", str(page), "--", str(campaign.directory.root)]) == 0
     assert page.stat().st_size < 5_000_000
     msgspec.json.decode(page.with_suffix(".json").read_bytes(), type=ReportDocument)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_an_unreadable_campaign_has_a_report_with_its_problems(campaign: SyntheticCampaign) -> None:
-    play(campaign).run.events.chmod(0)
+    play(campaign).directory.events.chmod(0)
     try:
         assert report_on(campaign).problems
     finally:
-        campaign.run.events.chmod(0o700)
+        campaign.directory.events.chmod(0o700)
 
 
 def test_the_json_twin_has_the_numbers_of_the_page(campaign: SyntheticCampaign, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    assert command.main(["-o", str(page), "--", str(play(campaign).run.root)]) == 0
+    assert command.main(["-o", str(page), "--", str(play(campaign).directory.root)]) == 0
     twin = json.loads(page.with_suffix(".json").read_text())
     text = page.read_text()
     shown = json.loads(text.partition('id="chart-data">')[2].partition("</script>")[0])
@@ -296,7 +298,7 @@ def test_the_json_twin_has_the_numbers_of_the_page(campaign: SyntheticCampaign, 
 def test_a_report_that_cannot_be_written_is_refused_in_one_line(
     campaign: SyntheticCampaign, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(["-o", "/proc/no/report.html", "--", str(campaign.run.root)]) == 2
+    assert command.main(["-o", "/proc/no/report.html", "--", str(campaign.directory.root)]) == 2
     assert capsys.readouterr().err.startswith("hpcrl: /proc/no/report.html cannot be written")
 
 
@@ -304,7 +306,7 @@ def test_without_h5py_a_report_names_the_package_that_trajectories_need(
     campaign: SyntheticCampaign, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "hpcrl.report.trajectories", None)
-    figures: TrajectoryFigures = command._read_trajectories(campaign.run)
+    figures: TrajectoryFigures = command._read_trajectories(campaign.directory)
     assert figures.problems[0].startswith("trajectories are not shown")
 
 
@@ -312,11 +314,11 @@ def test_a_report_replaces_no_device_and_no_foreign_file(
     campaign: SyntheticCampaign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert command.main(["-o", str(tmp_path / "pipe"), "--", str(campaign.run.root)]) == 2
+    assert command.main(["-o", str(tmp_path / "pipe"), "--", str(campaign.directory.root)]) == 2
     assert "it is no regular file" in capsys.readouterr().err
     assert stat.S_ISFIFO((tmp_path / "pipe").lstat().st_mode)
     (tmp_path / "q.json").write_text('{"mine": 1}')
-    assert command.main(["-o", str(tmp_path / "q.html"), "--", str(campaign.run.root)]) == 2
+    assert command.main(["-o", str(tmp_path / "q.html"), "--", str(campaign.directory.root)]) == 2
     assert "q.json exists and is no report" in capsys.readouterr().err
     assert (tmp_path / "q.json").read_text() == '{"mine": 1}'
 
@@ -324,6 +326,6 @@ def test_a_report_replaces_no_device_and_no_foreign_file(
 def test_a_report_is_written_through_a_link_and_again(campaign: SyntheticCampaign, tmp_path: Path) -> None:
     (tmp_path / "link.html").symlink_to(tmp_path / "real.html")
     for _ in range(2):
-        assert command.main(["-o", str(tmp_path / "link.html"), "--", str(campaign.run.root)]) == 0
+        assert command.main(["-o", str(tmp_path / "link.html"), "--", str(campaign.directory.root)]) == 0
     assert (tmp_path / "link.html").is_symlink()
     assert (tmp_path / "real.html").read_text().startswith("<!doctype html>")

@@ -31,7 +31,7 @@ def hostile_trajectories(campaign: object) -> TrajectoryFigures:
 def page(tmp_path: Path) -> str:
     campaign = SyntheticCampaign(tmp_path / "lakes")
     play(campaign).close()
-    return render_page(build_document([campaign.run], read_trajectories=hostile_trajectories))
+    return render_page(build_document([campaign.directory], read_trajectories=hostile_trajectories))
 
 
 class TagCollector(HTMLParser):

@@ -8,7 +8,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint, announce_endpoint
+from hpcrl.campaign_dir.endpoints import EndpointReader, announce_endpoint
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.envs.base import Step
@@ -25,6 +25,7 @@ from hpcrl.system.files import publish_json
 from hpcrl.testing.memory import MemorySpool, MemorySpoolWriter
 from hpcrl.testing.virtual_time import run_virtual
 from hpcrl.weights.versions import WeightVersion, announce_version
+from tests.support.endpoints import make_endpoint
 from tests.support.episodes import is_balanced
 from tests.support.plans import make_recipe
 from tests.support.workers import make_worker_context
@@ -88,9 +89,7 @@ class WorkerStage:
     @contextlib.asynccontextmanager
     async def open(self):
         """Yield the worker and its engine; drain the worker at the end."""
-        endpoint = EngineEndpoint(
-            role="decode", worker="000-decode-0", node="n", url="u", token="t", gpu="h100", num_gpus=1
-        )
+        endpoint = make_endpoint(gpu="h100", num_gpus=1)
         announce_endpoint(self.campaign.endpoints, endpoint)
 
         async def open_env(name, domain):

@@ -14,12 +14,13 @@ from hpcrl.roles.train import _open_warmup, _run_leader
 from hpcrl.spool.outcome import OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
 from hpcrl.system.files import make_private_dir
 from hpcrl.trainers.torch import TorchTrainer
+from tests.support.chats import make_chat
 from tests.support.plans import make_recipe
 from tests.support.trajectories import make_trajectory
 from tests.support.workers import make_worker_context
 
 
-def make_context(tmp_path, rows, *settings):
+def make_imitation_context(tmp_path, rows, *settings):
     """Make a campaign that imitates these rows and nothing else, as its trainer sees it."""
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
@@ -40,12 +41,8 @@ def imitate(context):
     return _run_leader(context, trainer, _open_warmup(context))
 
 
-def make_chat(question, answer):
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-
 def test_a_warm_up_of_which_no_conversation_fits_fails_also_when_it_is_resumed(tmp_path):
-    context = make_context(tmp_path, [make_chat("a", "b" * 40)] * 4, "model.tiny.context_length=32")
+    context = make_imitation_context(tmp_path, [make_chat("a", "b" * 40)] * 4, "model.tiny.context_length=32")
     for _ in range(2):
         with pytest.raises(TrainError, match=r"no step of the warm-up changed .*2 rows are longer than .*\)") as caught:
             imitate(context)
@@ -54,7 +51,7 @@ def test_a_warm_up_of_which_no_conversation_fits_fails_also_when_it_is_resumed(t
 
 
 def test_a_warm_up_of_which_some_conversations_fit_is_done(tmp_path):
-    context = make_context(
+    context = make_imitation_context(
         tmp_path, [make_chat("a", "b" * 40)] * 3 + [make_chat("a", "b")], "model.tiny.context_length=32"
     )
     assert imitate(context) == 0

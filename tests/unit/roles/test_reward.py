@@ -30,8 +30,8 @@ class RewardStage:
     """A reward worker in a campaign, and the sessions that it runs."""
 
     def __init__(self, root, *, teacher=""):
-        self.run = CampaignDir(root)
-        for directory in (self.run.spool("rollouts"), self.run.spool("scored"), self.run.events):
+        self.campaign = CampaignDir(root)
+        for directory in (self.campaign.spool("rollouts"), self.campaign.spool("scored"), self.campaign.events):
             make_private_dir(directory)
         self.faults = None
         self.process = RewardProcess(root, concurrency=8, num_cpus=os.cpu_count(), teacher=teacher)
@@ -39,8 +39,8 @@ class RewardStage:
     def open(self, function, *, settings=(), **options):
         timeout = "domains.lake.reward_timeout_s=0.5"
         recipe = make_reward_recipe(f"many_rewards:{function}", timeout, *settings, **options)
-        publish_json(self.run.recipe, msgspec.to_builtins(recipe))
-        context = make_worker_context(self.run, "reward", recipe)
+        publish_json(self.campaign.recipe, msgspec.to_builtins(recipe))
+        context = make_worker_context(self.campaign, "reward", recipe)
         self.faults = self.faults or RepeatedFaults(context.events.emit)
         return ScoringSession(context, self.process, self.faults)
 
@@ -49,10 +49,10 @@ class RewardStage:
             msgspec.structs.replace(unscored(make_lake_trajectory(0, index)), outcome=outcome)
             for index, outcome in enumerate(outcomes)
         ]
-        write_segment(self.run.spool("rollouts") / name, trajectories)
+        write_segment(self.campaign.spool("rollouts") / name, trajectories)
 
     def twin(self, name):
-        return list(read_segment(self.run.spool("scored") / name))
+        return list(read_segment(self.campaign.spool("scored") / name))
 
     def open_task(self, monkeypatch, function, *, placement="spare", **options):
         """Return a function that runs tasks of one worker; each takes segments for no longer than it must."""
@@ -64,7 +64,7 @@ class RewardStage:
         monkeypatch.setattr(reward, "MAX_SESSION_S", 0.0)
         monkeypatch.setattr(reward, "MAX_IDLE_S", 0.0)
         monkeypatch.setattr(reward, "MAX_LINGER_S", 0.0 if placement == "elastic" else reward.MAX_LINGER_S)
-        return lambda *segments: reward.score(str(self.run.root), 0, list(segments), 0, 1)
+        return lambda *segments: reward.score(str(self.campaign.root), 0, list(segments), 0, 1)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_an_error_of_a_reward_is_counted_by_the_outcome_that_its_episode_had(sta
     session = stage.open("hang_for", index=2)
     session.start(["a.h5"])
     finish(session)
-    (scored,) = [event for event in read_events(stage.run.events) if event["event"] == "scored"]
+    (scored,) = [event for event in read_events(stage.campaign.events) if event["event"] == "scored"]
     assert scored["reward_errors"] == {"lake": 1}
     assert scored["replaced_outcomes"] == {"lake": {"max-turns": 1}}
 
@@ -116,7 +116,7 @@ def test_a_function_that_fails_each_time_is_reported_once_for_each_reason_and_po
         session = stage.open("refuse")
         session.start([name])
         finish(session)
-    faults = [event for event in read_events(stage.run.events) if event["event"] == "fault"]
+    faults = [event for event in read_events(stage.campaign.events) if event["event"] == "fault"]
     text = "tests.support.many_rewards:refuse: ValueError: no 'lake/0/"
     assert [(event["detail"].partition(text)[0], event["num"]) for event in faults] == [
         ("lake/0/0: ", 1),
@@ -137,7 +137,7 @@ def test_what_is_scored_already_is_not_scored_again(stage, tmp_path):
     again.start(["a.h5", "b.h5", "retired.h5"])
     finish(again)
     assert len(list((tmp_path / "calls").iterdir())) == 2 * NUM
-    scored = [event["segment"] for event in read_events(stage.run.events) if event["event"] == "scored"]
+    scored = [event["segment"] for event in read_events(stage.campaign.events) if event["event"] == "scored"]
     assert scored == ["a.h5", "b.h5"]
 
 
@@ -167,18 +167,18 @@ def test_a_task_of_reward_jobs_leaves_what_takes_long_to_the_next(stage, monkeyp
         monkeypatch, "block_together", placement="elastic", directory=str(tmp_path / "calls"), num=NUM + 1
     )
     run_task("a.h5")
-    assert not (stage.run.spool("scored") / "a.h5").exists()
+    assert not (stage.campaign.spool("scored") / "a.h5").exists()
     (tmp_path / "calls" / "last").touch()
-    while not (stage.run.spool("scored") / "a.h5").exists():
+    while not (stage.campaign.spool("scored") / "a.h5").exists():
         run_task("a.h5")
     assert [one.reward for one in stage.twin("a.h5")] == [0.0, 1.0, 2.0, 3.0]
-    assert [event["segment"] for event in read_events(stage.run.events) if event["event"] == "scored"] == ["a.h5"]
+    assert [event["segment"] for event in read_events(stage.campaign.events) if event["event"] == "scored"] == ["a.h5"]
 
 
 def test_a_twin_has_the_log_probs_of_the_teacher_and_a_fault_where_it_gave_none(tmp_path, tiny_model_dir):
     stage = RewardStage(tmp_path, teacher="grader")
     odd = unscored(make_lake_trajectory(0, 1, token_ids=[500] * 11))
-    write_segment(stage.run.spool("rollouts") / "a.h5", [unscored(make_lake_trajectory()), odd])
+    write_segment(stage.campaign.spool("rollouts") / "a.h5", [unscored(make_lake_trajectory()), odd])
     with judge_host(tiny_model_dir, tmp_path / "endpoints") as host, JudgeProxy({"grader": host.directory}, job=0):
         host.start()
         session = stage.open(
@@ -192,5 +192,5 @@ def test_a_twin_has_the_log_probs_of_the_teacher_and_a_fault_where_it_gave_none(
     assert (scored.teacher_logprobs[scored.loss_mask] < 0).all()
     assert (failed.status, failed.reward) == ("env-fault", None)
     assert np.isnan(failed.teacher_logprobs).all()
-    (fault,) = [event for event in read_events(stage.run.events) if event["event"] == "fault"]
+    (fault,) = [event for event in read_events(stage.campaign.events) if event["event"] == "fault"]
     assert "lake/0/1: teacher.judge = 'grader'" in fault["detail"]

@@ -18,10 +18,10 @@ from tests.support.workers import make_worker_context
 
 def make_context(tmp_path, model_dir, *settings):
     """Make the context of a rank of a campaign on this machine."""
-    run = CampaignDir(tmp_path)
-    make_private_dir(run.events)
-    run.model.symlink_to(model_dir)
-    return make_worker_context(run, "train", make_recipe(*settings))
+    campaign = CampaignDir(tmp_path)
+    make_private_dir(campaign.events)
+    campaign.model.symlink_to(model_dir)
+    return make_worker_context(campaign, "train", make_recipe(*settings))
 
 
 @pytest.mark.parametrize("trainer", ["torch", "megatron"])

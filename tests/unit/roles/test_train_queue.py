@@ -34,12 +34,12 @@ class Events(list):
 @pytest.fixture
 def context(tmp_path, monkeypatch):
     monkeypatch.setattr(retention, "MAX_MERGED_SEGMENTS", 1)
-    run = CampaignDir(tmp_path / "campaign")
+    campaign = CampaignDir(tmp_path / "campaign")
     for name in SPOOLS:
-        make_private_dir(run.spool(name))
+        make_private_dir(campaign.spool(name))
     recipe = make_recipe(f"rollout.group_size={GROUP}", "train.groups_per_step=1")
     recipe = msgspec.structs.replace(recipe, spool=SpoolConfig(retire_after_s=0.0))
-    return SimpleNamespace(campaign=run, recipe=recipe, events=Events())
+    return SimpleNamespace(campaign=campaign, recipe=recipe, events=Events())
 
 
 def play(context, group, *, version=0, num=GROUP, num_tokens=1, rewards=(1.0,) * GROUP):

@@ -16,14 +16,10 @@ from hpcrl.roles import warmup_check
 from hpcrl.roles.warmup import WarmupData
 from hpcrl.testing.model_templates import FAMILIES, save_family
 from tests.support.campaigns import hpcrl
+from tests.support.chats import make_chat
 from tests.support.plans import make_recipe
 
 CONTEXT = 32
-
-
-def make_chat(*texts):
-    roles = ("user", "assistant") * len(texts)
-    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
 
 
 FITS, LONG = make_chat("a", "b"), make_chat("a", "b" * 40)

@@ -14,6 +14,7 @@ from hpcrl.rollout.episode import EpisodeLimits, retry_pause_s, run_episode
 from hpcrl.rollout.tasks import AgentTask
 from hpcrl.rollout.turn import MAX_INTERRUPTIONS
 from hpcrl.testing.virtual_time import run_virtual
+from tests.support.completions import make_completion
 
 TASK = AgentTask(domain="lake", number=3, seed=11)
 END = 0
@@ -57,19 +58,13 @@ class ScriptedPolicy:
                 self.left.append(request.request_id)
         if isinstance(word, Completion):
             return word
-        return completion(word, version=self.version, limit=request.max_new_tokens)
+        return complete_word(word, version=self.version, limit=request.max_new_tokens)
 
 
-def completion(word, *, version=5, finish_reason="stop", remote_prefill=False, limit=100):
+def complete_word(word, *, version=5, limit=100, **changed):
     """Return a completion; a full stop at the end of a word is the stop token."""
     ids = ([ord(c) for c in word.rstrip(".")] + [END] * word.endswith("."))[:limit]
-    return Completion(
-        token_ids=ids,
-        logprobs=[-0.5 - i for i in range(len(ids))],
-        versions=[version] * len(ids),
-        finish_reason=finish_reason,
-        remote_prefill=remote_prefill,
-    )
+    return make_completion(ids, version=version, logprobs=[-0.5 - i for i in range(len(ids))], **changed)
 
 
 class WordEnv:
@@ -211,15 +206,15 @@ def test_an_engine_that_fails_is_a_policy_fault_with_its_reason():
 
 
 def test_an_incomplete_completion_is_a_policy_fault():
-    torn = Completion(token_ids=[1, 2], logprobs=[0.0], versions=[5, 5], finish_reason="stop")
+    torn = make_completion([1, 2], version=5, logprobs=[0.0])
     trajectory = played(torn)
     assert trajectory.status == "policy-fault"
     assert "2 tokens, 1 log-probabilities" in trajectory.extra["fault"]
 
 
 def test_an_interrupted_turn_continues():
-    half = completion("do", version=5, finish_reason="aborted", remote_prefill=True)
-    policy = ScriptedPolicy(half, completion("ne.", version=6))
+    half = complete_word("do", version=5, finish_reason="aborted", remote_prefill=True)
+    policy = ScriptedPolicy(half, complete_word("ne.", version=6))
     trajectory = asyncio.run(run(policy))
     assert trajectory.status == "done"
     assert [(turn.start, turn.end, turn.remote_prefill) for turn in trajectory.turns] == [(5, 10, True)]
@@ -229,7 +224,7 @@ def test_an_interrupted_turn_continues():
 
 
 def test_engines_that_always_interrupt_are_a_policy_fault():
-    nothing = Completion(token_ids=[], logprobs=[], versions=[], finish_reason="aborted")
+    nothing = make_completion([], finish_reason="aborted")
     policy = ScriptedPolicy(*[nothing] * 20)
     trajectory = asyncio.run(run(policy))
     assert trajectory.status == "policy-fault"
@@ -478,7 +473,7 @@ def test_the_real_chat_layout_fits(tiny_model_dir):
 
     chat = load_chat_layout(tiny_model_dir)
     (letter,) = chat.template.encode_text("x")
-    word = Completion(token_ids=[letter], logprobs=[-1.0], versions=[5], finish_reason="length")
+    word = make_completion([letter], version=5, finish_reason="length")
     trajectory = played(word, word, max_turns=2, layout=chat)
     assert trajectory.status == "truncated"
     assert [trajectory.token_ids[turn.start] for turn in trajectory.turns] == [letter, letter]
@@ -537,6 +532,6 @@ def test_a_task_may_start_with_messages(tiny_model_dir):
 
     chat = load_chat_layout(tiny_model_dir)
     (letter,) = chat.template.encode_text("x")
-    word = Completion(token_ids=[letter], logprobs=[-1.0], versions=[5], finish_reason="length")
+    word = make_completion([letter], version=5, finish_reason="length")
     trajectory = played(word, make_env=Briefed, max_turns=1, layout=chat)
     assert chat.template.decode_all(trajectory.token_ids.tolist()) == "<user>Hm.<user>go<agent>x"

@@ -11,7 +11,7 @@ import pytest
 from hpcrl.campaign_dir.endpoints import EndpointReader
 from hpcrl.campaign_dir.events import EvaluationFinished, FaultReported
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.engines.base import Completion, GenerateRequest
+from hpcrl.engines.base import GenerateRequest
 from hpcrl.errors import EnvFault, PlanError
 from hpcrl.learn.evaluations import (
     EvaluationPart,
@@ -31,6 +31,7 @@ from hpcrl.rollout.routing.trajectories import NUM_LEVELS, TrajectoryState, Traj
 from hpcrl.rollout.tasks import NUM_SEEDS, TaskStream, make_held_out_task
 from hpcrl.spool.ids import is_held_out
 from hpcrl.trainers import checkpoint
+from tests.support.completions import make_completion
 from tests.support.plans import make_recipe
 from tests.support.trajectories import make_trajectory
 
@@ -395,7 +396,7 @@ def test_turns_of_evaluations_go_behind_all_others(tmp_path):
 
 def test_turns_of_evaluations_are_not_among_the_figures_of_training():
     async def generate(request):
-        return Completion(token_ids=[1, 2], logprobs=[0.0, 0.0], versions=[3, 3], finish_reason="stop")
+        return make_completion([1, 2], version=3, logprob=0.0)
 
     acted = []
     policy = CountingPolicy(SimpleNamespace(generate=generate), on_turn=lambda *_: acted.append(1))

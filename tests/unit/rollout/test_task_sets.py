@@ -48,7 +48,7 @@ def test_without_a_shuffle_rows_come_in_the_order_of_the_file():
 @given(st.integers(1, 3), st.integers(1, 20))
 def test_env_workers_share_an_epoch_without_overlap(num_workers, num_rows):
     with TemporaryDirectory() as directory:
-        recipe = make_recipe(Path(directory), num_rows=num_rows, epochs=1)
+        recipe = make_rows_recipe(Path(directory), num_rows=num_rows, epochs=1)
         places = []
         for index in range(num_workers):
             worker, progress = EnvWorkerId(index, num_workers), DrawProgress()
@@ -59,7 +59,7 @@ def test_env_workers_share_an_epoch_without_overlap(num_workers, num_rows):
     assert sorted(places) == list(range(num_rows))
 
 
-def make_recipe(tmp_path, *, num_rows=6, **config):
+def make_rows_recipe(tmp_path, *, num_rows=6, **config):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"n": number}) + "\n" for number in range(num_rows)))
     domain = {"env": "tests.support.row_envs:RowQuestion", "tasks": {"path": str(path), **config}}
@@ -78,10 +78,10 @@ def make_recipe(tmp_path, *, num_rows=6, **config):
 
 
 def make_task_sets(tmp_path, **config):
-    return TaskSets(make_recipe(tmp_path, **config), EnvWorkerId(0, 1), directory=tmp_path / "tasks", num_drawn={})
+    return TaskSets(make_rows_recipe(tmp_path, **config), EnvWorkerId(0, 1), directory=tmp_path / "tasks", num_drawn={})
 
 
-def make_queue(recipe, task_sets, **changed):
+def make_rows_queue(recipe, task_sets, **changed):
     usual = {
         "budget": FaultBudget(max_fault_share=0.5),
         "groups_ahead": 0,
@@ -103,7 +103,7 @@ def take_rows(queue, count):
 
 def test_a_group_of_episodes_is_given_one_row_and_domains_without_rows_none(tmp_path):
     task_sets = make_task_sets(tmp_path)
-    queue = make_queue(make_recipe(tmp_path), task_sets)
+    queue = make_rows_queue(make_rows_recipe(tmp_path), task_sets)
     tasks = [queue.take_task(now=0.0) for _ in range(12)]
     rows = [task_sets.read_fields(task)["n"] for task in tasks if task.domain == "sums"]
     assert sorted(rows) == list(range(6))
@@ -113,7 +113,7 @@ def test_a_group_of_episodes_is_given_one_row_and_domains_without_rows_none(tmp_
 
 def test_a_task_that_is_returned_has_the_same_row_and_is_needed_for_its_epoch(tmp_path):
     task_sets = make_task_sets(tmp_path, num_rows=3, epochs=1)
-    queue = make_queue(make_recipe(tmp_path, num_rows=3, epochs=1), task_sets)
+    queue = make_rows_queue(make_rows_recipe(tmp_path, num_rows=3, epochs=1), task_sets)
     rows = take_rows(queue, 12)
     assert len(rows) == 3
     queue.return_task(rows[1])
@@ -122,7 +122,7 @@ def test_a_task_that_is_returned_has_the_same_row_and_is_needed_for_its_epoch(tm
 
 def test_a_domain_ends_after_its_epochs_and_the_others_continue(tmp_path):
     task_sets = make_task_sets(tmp_path, num_rows=3, epochs=2)
-    queue = make_queue(make_recipe(tmp_path, num_rows=3, epochs=2), task_sets)
+    queue = make_rows_queue(make_rows_recipe(tmp_path, num_rows=3, epochs=2), task_sets)
     domains = [queue.take_task(now=0.0).domain for _ in range(20)]
     assert domains.count("sums") == 6
     assert set(domains[12:]) == {"lake"}
@@ -138,14 +138,14 @@ def test_held_out_rows_are_the_same_in_every_round_and_never_trained_on(tmp_path
         for number in range(2)
     ]
     assert rounds == [[2, 5, 2], [2, 5, 2]]
-    tasks = take_rows(make_queue(make_recipe(tmp_path, held_out_rows=2), task_sets), 16)
+    tasks = take_rows(make_rows_queue(make_rows_recipe(tmp_path, held_out_rows=2), task_sets), 16)
     assert {task_sets.read_fields(task)["n"] for task in tasks} == {0, 1, 3, 4}
 
 
 def test_rows_that_are_gone_are_a_fault_of_their_domain_and_the_others_continue(tmp_path):
     async def run():
         task_sets = make_task_sets(tmp_path)
-        queue = make_queue(make_recipe(tmp_path), task_sets, groups_ahead=1)
+        queue = make_rows_queue(make_rows_recipe(tmp_path), task_sets, groups_ahead=1)
         for path in (tmp_path / "tasks").iterdir():
             path.unlink()
         tasks = [queue.take_task(now=0.0) for _ in range(4)]
@@ -165,7 +165,7 @@ def test_rows_that_are_gone_are_a_fault_of_their_domain_and_the_others_continue(
 
 def test_a_task_set_may_be_in_the_order_of_its_file(tmp_path):
     task_sets = make_task_sets(tmp_path, shuffle=False)
-    tasks = take_rows(make_queue(make_recipe(tmp_path, shuffle=False), task_sets), 14)
+    tasks = take_rows(make_rows_queue(make_rows_recipe(tmp_path, shuffle=False), task_sets), 14)
     assert [task_sets.read_fields(task)["n"] for task in tasks] == [0, 1, 2, 3, 4, 5, 0]
 
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.engines.base import Completion
 from hpcrl.envs.base import Step, TaskPrompt
 from hpcrl.models.chat_layout import load_chat_layout
 from hpcrl.rollout.agents.answer_parser import make_answer_reader
@@ -21,6 +20,7 @@ from hpcrl.spool.record import attach_columns, pack_trajectory, parse_facts
 from hpcrl.spool.rows import count_by_fate, expand_row, list_placed_turns
 from hpcrl.testing.model_templates import FAMILIES, save_family
 from hpcrl.traj.verify import record_error
+from tests.support.completions import make_completion
 
 START = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "go"}]
 
@@ -59,7 +59,7 @@ class Answerer:
         ids = self._layout.template.encode(self._texts[len(self.answers)])
         logprobs = [-len(self.answers) - place / 1024 for place in range(len(ids))]
         self.requests.append(request)
-        self.answers.append(Completion(token_ids=ids, logprobs=logprobs, versions=[5] * len(ids), finish_reason="stop"))
+        self.answers.append(make_completion(ids, version=5, logprobs=logprobs))
         return self.answers[-1]
 
 

@@ -30,7 +30,7 @@ def asked() -> CampaignRequest:
 
 
 @pytest.fixture
-def run(home: Path, tmp_path: Path, asked: CampaignRequest) -> CampaignDir:
+def campaign(home: Path, tmp_path: Path, asked: CampaignRequest) -> CampaignDir:
     """A campaign with a first job."""
     made = CampaignDir(make_private_dir(tmp_path / "c"))
     write_description(made, asked)
@@ -51,44 +51,44 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def follow(run: CampaignDir, number: int, asked: CampaignRequest) -> str | None:
-    return next_job.queue_next_job(run.job(number), plan=asked.plan, site=asked.site, slurm_id="4711")
+def follow(campaign: CampaignDir, number: int, asked: CampaignRequest) -> str | None:
+    return next_job.queue_next_job(campaign.job(number), plan=asked.plan, site=asked.site, slurm_id="4711")
 
 
-def ended(run: CampaignDir, number: int, outcome: str, reason: str = "so it is") -> JobDir:
-    make_private_dir(run.job(number).root)
-    publish_json(run.job(number).outcome, {"outcome": outcome, "reason": reason, "time": 0.0})
-    return run.job(number)
+def ended(campaign: CampaignDir, number: int, outcome: str, reason: str = "so it is") -> JobDir:
+    make_private_dir(campaign.job(number).root)
+    publish_json(campaign.job(number).outcome, {"outcome": outcome, "reason": reason, "time": 0.0})
+    return campaign.job(number)
 
 
-def ended_for(run: CampaignDir, number: int, cause: EndCause, *, nodes: tuple[str, ...] = ()) -> JobDir:
-    make_private_dir(run.job(number).root)
+def ended_for(campaign: CampaignDir, number: int, cause: EndCause, *, nodes: tuple[str, ...] = ()) -> JobDir:
+    make_private_dir(campaign.job(number).root)
     end = JobEnd(outcome="failed", reason="so it is", cause=cause, nodes=list(nodes), time=time.time())
-    run.job(number).outcome.write_bytes(end.encode())
+    campaign.job(number).outcome.write_bytes(end.encode())
     if number:
-        run.job(number).chain_marker.write_text("9")
-    return run.job(number)
+        campaign.job(number).chain_marker.write_text("9")
+    return campaign.job(number)
 
 
-def checkpointed(run: CampaignDir, number: int) -> None:
-    EventLog(run.events / f"{number:03d}-train-0.jsonl", job=number).emit(CheckpointSaved(step=1))
+def checkpointed(campaign: CampaignDir, number: int) -> None:
+    EventLog(campaign.events / f"{number:03d}-train-0.jsonl", job=number).emit(CheckpointSaved(step=1))
 
 
 def test_jobs_follow_one_another_up_to_the_number_in_the_recipe(
-    run: CampaignDir, slurm: Path, asked: CampaignRequest
+    campaign: CampaignDir, slurm: Path, asked: CampaignRequest
 ) -> None:
-    assert follow(run, 0, asked) == "4712"
-    assert follow(run, 0, asked) is None, "there is one"
-    assert (slurm / "calls").read_text() == (f"sbatch --parsable --dependency=afterany:4711 {run.job(1).script}\n")
-    assert json.loads(run.job(1).submission.read_text())["id"] == "4712"
-    assert f"hpcrl.job.driver {run.root} 1" in run.job(1).script.read_text()
-    assert follow(run, 1, asked) == "4712"
-    assert follow(run, 2, asked) is None, "three in a row"
+    assert follow(campaign, 0, asked) == "4712"
+    assert follow(campaign, 0, asked) is None, "there is one"
+    assert (slurm / "calls").read_text() == (f"sbatch --parsable --dependency=afterany:4711 {campaign.job(1).script}\n")
+    assert json.loads(campaign.job(1).submission.read_text())["id"] == "4712"
+    assert f"hpcrl.job.driver {campaign.root} 1" in campaign.job(1).script.read_text()
+    assert follow(campaign, 1, asked) == "4712"
+    assert follow(campaign, 2, asked) is None, "three in a row"
 
 
-def test_a_queued_job_is_reported_once(run: CampaignDir, slurm: Path, asked: CampaignRequest) -> None:
+def test_a_queued_job_is_reported_once(campaign: CampaignDir, slurm: Path, asked: CampaignRequest) -> None:
     reported: list[CampaignEvent] = []
-    place = WorkerPlace(run.job(0), "node0")
+    place = WorkerPlace(campaign.job(0), "node0")
     for _ in range(2):
         next_job.try_follow(place, plan=asked.plan, site=asked.site, slurm_id="4711", emit=reported.append)
     (queued,) = reported
@@ -97,32 +97,32 @@ def test_a_queued_job_is_reported_once(run: CampaignDir, slurm: Path, asked: Cam
 
 
 def test_a_refused_job_leaves_nothing_and_may_be_tried_again(
-    run: CampaignDir, slurm: Path, asked: CampaignRequest
+    campaign: CampaignDir, slurm: Path, asked: CampaignRequest
 ) -> None:
     works = (slurm / "sbatch").read_text()
     (slurm / "sbatch").write_text("#!/bin/sh\necho no more jobs >&2; exit 1\n")
     with pytest.raises(SlurmError, match="no more jobs"):
-        follow(run, 0, asked)
-    assert run.job_numbers() == [0]
+        follow(campaign, 0, asked)
+    assert campaign.job_numbers() == [0]
     (slurm / "sbatch").write_text(works)
-    assert follow(run, 0, asked) == "4712"
+    assert follow(campaign, 0, asked) == "4712"
 
 
 def test_a_waiting_job_is_cancelled_and_its_files_removed(
-    run: CampaignDir, slurm: Path, asked: CampaignRequest
+    campaign: CampaignDir, slurm: Path, asked: CampaignRequest
 ) -> None:
-    next_job.cancel_next_jobs(run.job(0))
+    next_job.cancel_next_jobs(campaign.job(0))
     assert not (slurm / "calls").exists()
-    follow(run, 0, asked)
-    next_job.cancel_next_jobs(run.job(0))
+    follow(campaign, 0, asked)
+    next_job.cancel_next_jobs(campaign.job(0))
     assert (slurm / "calls").read_text().endswith("scancel 4712\n")
-    assert run.job_numbers() == [0]
+    assert campaign.job_numbers() == [0]
 
 
-def test_a_job_that_a_user_submitted_is_never_cancelled(run: CampaignDir, slurm: Path) -> None:
-    submission._make_job_dir(run, 1)
-    next_job.cancel_next_jobs(run.job(0))
-    assert run.job_numbers() == [0, 1]
+def test_a_job_that_a_user_submitted_is_never_cancelled(campaign: CampaignDir, slurm: Path) -> None:
+    submission._make_job_dir(campaign, 1)
+    next_job.cancel_next_jobs(campaign.job(0))
+    assert campaign.job_numbers() == [0, 1]
     assert not (slurm / "calls").exists()
 
 
@@ -138,121 +138,123 @@ def test_a_job_that_a_user_submitted_is_never_cancelled(run: CampaignDir, slurm:
     ],
 )
 def test_a_campaign_continues_if_there_is_more_to_do_and_progress(
-    run: CampaignDir, asked: CampaignRequest, outcome: str, with_checkpoint: bool, ends: str | None
+    campaign: CampaignDir, asked: CampaignRequest, outcome: str, with_checkpoint: bool, ends: str | None
 ) -> None:
     if with_checkpoint:
-        checkpointed(run, 0)
+        checkpointed(campaign, 0)
     if outcome == "done":
-        make_private_dir(run.checkpoints / f"000001-step-{asked.recipe.train.num_steps:06d}")
-    found = next_job.campaign_outcome(ended(run, 0, outcome))
+        make_private_dir(campaign.checkpoints / f"000001-step-{asked.recipe.train.num_steps:06d}")
+    found = next_job.campaign_outcome(ended(campaign, 0, outcome))
     assert found == (None if ends is None else (ends, "so it is"))
 
 
 def test_a_job_that_made_every_step_is_followed_if_the_campaign_was_extended_meanwhile(
-    run: CampaignDir, asked: CampaignRequest
+    campaign: CampaignDir, asked: CampaignRequest
 ) -> None:
-    make_private_dir(run.checkpoints / f"000001-step-{asked.recipe.train.num_steps - 1:06d}")
-    assert next_job.campaign_outcome(ended(run, 0, "done")) is None
+    make_private_dir(campaign.checkpoints / f"000001-step-{asked.recipe.train.num_steps - 1:06d}")
+    assert next_job.campaign_outcome(ended(campaign, 0, "done")) is None
 
 
 def test_all_jobs_of_a_chain_are_cancelled_the_last_first(
-    run: CampaignDir, slurm: Path, asked: CampaignRequest
+    campaign: CampaignDir, slurm: Path, asked: CampaignRequest
 ) -> None:
-    ids = next_job.queue_chain(run.job(0), plan=asked.plan, site=asked.site, slurm_id="4711")
-    assert (ids, run.job_numbers()) == (["4712", "4712"], [0, 1, 2])
-    next_job.cancel_next_jobs(run.job(0))
+    ids = next_job.queue_chain(campaign.job(0), plan=asked.plan, site=asked.site, slurm_id="4711")
+    assert (ids, campaign.job_numbers()) == (["4712", "4712"], [0, 1, 2])
+    next_job.cancel_next_jobs(campaign.job(0))
     assert (slurm / "calls").read_text().endswith("scancel 4712 4712\n")
-    assert run.job_numbers() == [0]
+    assert campaign.job_numbers() == [0]
 
 
-def test_jobs_that_are_killed_are_followed_until_two_in_a_row_made_no_checkpoint(run: CampaignDir) -> None:
-    assert next_job.campaign_outcome(run.job(0)) is None
-    make_private_dir(run.job(1).root)
-    assert next_job.campaign_outcome(run.job(1)) is None, "a user submitted it, and may have fixed the cause"
-    run.job(1).chain_marker.write_text("1")
-    found = next_job.campaign_outcome(run.job(1))
+def test_jobs_that_are_killed_are_followed_until_two_in_a_row_made_no_checkpoint(campaign: CampaignDir) -> None:
+    assert next_job.campaign_outcome(campaign.job(0)) is None
+    make_private_dir(campaign.job(1).root)
+    assert next_job.campaign_outcome(campaign.job(1)) is None, "a user submitted it, and may have fixed the cause"
+    campaign.job(1).chain_marker.write_text("1")
+    found = next_job.campaign_outcome(campaign.job(1))
     assert found is not None
     assert found[0] == "failed"
     assert found[1].startswith(
         "jobs 0 and 1 ended without a checkpoint, the last without an outcome; raise job.walltime"
     )
-    checkpointed(run, 0)
-    assert next_job.campaign_outcome(run.job(1)) is None
-    run.stop.touch()
-    assert next_job.campaign_outcome(run.job(1)) == ("stopped", "a user asked for it (hpcrl stop)")
+    checkpointed(campaign, 0)
+    assert next_job.campaign_outcome(campaign.job(1)) is None
+    campaign.stop.touch()
+    assert next_job.campaign_outcome(campaign.job(1)) == ("stopped", "a user asked for it (hpcrl stop)")
 
 
 @pytest.mark.parametrize("how", ["cut", "drained"])
 def test_a_campaign_ends_with_advice_when_two_jobs_in_a_row_had_no_time_for_a_checkpoint(
-    run: CampaignDir, how: str
+    campaign: CampaignDir, how: str
 ) -> None:
-    assert next_job.campaign_outcome(ended(run, 0, how)) is None
-    make_private_dir(run.job(1).logs)
-    run.job(1).chain_marker.write_text("1")
-    found = next_job.campaign_outcome(ended(run, 1, how))
+    assert next_job.campaign_outcome(ended(campaign, 0, how)) is None
+    make_private_dir(campaign.job(1).logs)
+    campaign.job(1).chain_marker.write_text("1")
+    found = next_job.campaign_outcome(ended(campaign, 1, how))
     assert found is not None
     assert "jobs 0 and 1 ended without a checkpoint: so it is; raise job.walltime_min" in found[1]
-    checkpointed(run, 1)
-    assert next_job.campaign_outcome(run.job(1)) is None
+    checkpointed(campaign, 1)
+    assert next_job.campaign_outcome(campaign.job(1)) is None
 
 
-def test_a_job_that_starts_with_nothing_to_do_ends_at_once(run: CampaignDir, asked: CampaignRequest) -> None:
-    ended(run, 0, "done", "every training step was made")
-    make_private_dir(run.checkpoints / f"000001-step-{asked.recipe.train.num_steps:06d}")
-    make_private_dir(run.job(1).logs)
-    run.job(1).chain_marker.write_text("1")
-    subprocess.run([sys.executable, "-m", "hpcrl.job.driver", str(run.root), "1"], check=True, timeout=60)
-    recorded = json.loads(run.job(1).outcome.read_text())
+def test_a_job_that_starts_with_nothing_to_do_ends_at_once(campaign: CampaignDir, asked: CampaignRequest) -> None:
+    ended(campaign, 0, "done", "every training step was made")
+    make_private_dir(campaign.checkpoints / f"000001-step-{asked.recipe.train.num_steps:06d}")
+    make_private_dir(campaign.job(1).logs)
+    campaign.job(1).chain_marker.write_text("1")
+    subprocess.run([sys.executable, "-m", "hpcrl.job.driver", str(campaign.root), "1"], check=True, timeout=60)
+    recorded = json.loads(campaign.job(1).outcome.read_text())
     assert (recorded["outcome"], recorded["reason"]) == ("done", "every training step was made")
-    assert not (run.events / "001-train-0.jsonl").exists()
+    assert not (campaign.events / "001-train-0.jsonl").exists()
 
 
-def test_jobs_that_never_started_end_nothing_that_has_a_checkpoint(run: CampaignDir) -> None:
-    assert next_job.campaign_outcome(ended_for(run, 0, "not-started")) == ("failed", "so it is")
-    checkpointed(run, 0)
+def test_jobs_that_never_started_end_nothing_that_has_a_checkpoint(campaign: CampaignDir) -> None:
+    assert next_job.campaign_outcome(ended_for(campaign, 0, "not-started")) == ("failed", "so it is")
+    checkpointed(campaign, 0)
     for number in range(1, 6):
-        assert next_job.campaign_outcome(ended_for(run, number, "not-started")) is None
-    assert next_job.campaign_outcome(ended_for(run, 6, "walltime")) is None, "the first that had time for a checkpoint"
-    assert next_job.campaign_outcome(ended_for(run, 7, "walltime")) is not None
+        assert next_job.campaign_outcome(ended_for(campaign, number, "not-started")) is None
+    assert next_job.campaign_outcome(ended_for(campaign, 6, "walltime")) is None, (
+        "the first that had time for a checkpoint"
+    )
+    assert next_job.campaign_outcome(ended_for(campaign, 7, "walltime")) is not None
 
 
 def test_slurm_names_the_cause_of_a_job_without_an_outcome(
-    run: CampaignDir, slurm: Path, asked: CampaignRequest
+    campaign: CampaignDir, slurm: Path, asked: CampaignRequest
 ) -> None:
-    follow(run, 0, asked)
-    checkpointed(run, 0)
+    follow(campaign, 0, asked)
+    checkpointed(campaign, 0)
     (slurm / "squeue").unlink()
     (slurm / "squeue").write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
     (slurm / "sacct").write_text("#!/bin/sh\necho '4712|4712|NODE_FAIL|1:0|gpu|n1'\n")
     for name in ("squeue", "sacct"):
         (slurm / name).chmod(0o700)
-    assert next_job.query_end_state(run.job(1)) == "node_fail"
-    assert next_job.query_end_state(run.job(0)) == "unknown", "it was never submitted"
+    assert next_job.query_end_state(campaign.job(1)) == "node_fail"
+    assert next_job.query_end_state(campaign.job(0)) == "unknown", "it was never submitted"
     for number in (2, 3):
-        make_private_dir(run.job(number).root)
-        run.job(number).chain_marker.write_text("9")
-    assert next_job.campaign_outcome(run.job(3), state="node_fail") is None
-    assert next_job.campaign_outcome(run.job(3), state="timeout") is not None
+        make_private_dir(campaign.job(number).root)
+        campaign.job(number).chain_marker.write_text("9")
+    assert next_job.campaign_outcome(campaign.job(3), state="node_fail") is None
+    assert next_job.campaign_outcome(campaign.job(3), state="timeout") is not None
 
 
-def test_the_next_job_avoids_nodes_that_failed(run: CampaignDir, slurm: Path, asked: CampaignRequest) -> None:
-    ended_for(run, 0, "node-failure", nodes=("nid1", "nid2"))
-    follow(run, 0, asked)
-    script = run.job(1).script.read_text()
+def test_the_next_job_avoids_nodes_that_failed(campaign: CampaignDir, slurm: Path, asked: CampaignRequest) -> None:
+    ended_for(campaign, 0, "node-failure", nodes=("nid1", "nid2"))
+    follow(campaign, 0, asked)
+    script = campaign.job(1).script.read_text()
     assert script.count("#SBATCH --exclude=nid1,nid2\n") == len(asked.plan.components)
     (slurm / "scontrol").write_text(f'#!/bin/sh\necho scontrol "$@" >> {slurm}/calls\n')
     (slurm / "scontrol").chmod(0o700)
-    next_job.avoid_nodes(run.job(0), plan=asked.plan, site=asked.site)
+    next_job.avoid_nodes(campaign.job(0), plan=asked.plan, site=asked.site)
     assert (slurm / "calls").read_text().endswith("scontrol update JobId=4712 ExcNodeList=nid1,nid2\n")
 
 
-def test_no_more_nodes_are_avoided_than_a_partition_can_spare(run: CampaignDir, asked: CampaignRequest) -> None:
-    ended_for(run, 0, "node-failure", nodes=("nid1", "nid2"))
+def test_no_more_nodes_are_avoided_than_a_partition_can_spare(campaign: CampaignDir, asked: CampaignRequest) -> None:
+    ended_for(campaign, 0, "node-failure", nodes=("nid1", "nid2"))
     now = time.time()
     parts = {
         name: msgspec.structs.replace(part, max_nodes=asked.plan.components[0].nodes + 1)
         for name, part in asked.site.partitions.items()
     }
     small = msgspec.structs.replace(asked.site, partitions=parts)
-    assert list_excluded_nodes(run, plan=asked.plan, site=small, now=now) == ["nid1"]
-    assert list_excluded_nodes(run, plan=asked.plan, site=asked.site, now=now + EXCLUSION_S + 60) == []
+    assert list_excluded_nodes(campaign, plan=asked.plan, site=small, now=now) == ["nid1"]
+    assert list_excluded_nodes(campaign, plan=asked.plan, site=asked.site, now=now + EXCLUSION_S + 60) == []

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign_dir.endpoints import (
-    EngineEndpoint,
     announce_endpoint,
     list_endpoints,
     make_token,
@@ -17,6 +16,7 @@ from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import DrainStarted, JobStarted
 from hpcrl.system.files import make_private_dir, publish_file, remove_path, staged_path
 from hpcrl.testing.event_lines import read_events
+from tests.support.endpoints import make_endpoint
 
 
 def test_a_published_file_is_private_and_complete(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_events_of_all_processes_come_in_order_of_time(tmp_path: Path) -> None:
 
 
 def test_an_endpoint_is_private_and_can_be_withdrawn_twice(tmp_path: Path) -> None:
-    endpoint = EngineEndpoint(role="decode", worker="w", node="n", url="http://127.0.0.1:1", token=make_token())
+    endpoint = make_endpoint("w", token=make_token())
     path = announce_endpoint(tmp_path, endpoint)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list_endpoints(tmp_path) == [endpoint]

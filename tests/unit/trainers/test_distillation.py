@@ -36,7 +36,7 @@ def make_student(directory):
     return directory
 
 
-def make_teacher(directory):
+def make_trained_teacher(directory):
     """Make a larger model that is sure of its answers."""
     make_tiny_model(directory, TinyModel(hidden_size=64, num_layers=2), seed=1)
     model = load_causal(directory)
@@ -99,7 +99,7 @@ def distil(student, teacher, *, num_steps, score=None, **changed):
 
 
 def test_a_student_reaches_a_larger_teacher_without_any_reward(tmp_path):
-    student, teacher = make_student(tmp_path / "student"), make_teacher(tmp_path / "teacher")
+    student, teacher = make_student(tmp_path / "student"), make_trained_teacher(tmp_path / "teacher")
     taught = compute_agreement(load_causal(teacher))
     before, after = distil(student, teacher, num_steps=60)
     assert taught > 0.95
@@ -114,7 +114,7 @@ def add_column(episode, column):
 @pytest.fixture
 def taught_engine(tmp_path):
     """Return the directory of a teacher, and a function that scores trajectories by its engine."""
-    teacher = make_teacher(tmp_path / "teacher")
+    teacher = make_trained_teacher(tmp_path / "teacher")
 
     async def score_together(episodes):
         return await asyncio.gather(*(score_tokens(one, judge="grader") for one in episodes))
@@ -129,7 +129,7 @@ def taught_engine(tmp_path):
 
 
 def test_a_student_reaches_a_teacher_that_an_engine_scores(tmp_path):
-    model = load_model(make_teacher(tmp_path / "teacher"), device="cpu")
+    model = load_model(make_trained_teacher(tmp_path / "teacher"), device="cpu")
     batch = RunningBatch(model, version=0, prefix_bytes=0, stored={})
 
     def score(episodes):
@@ -173,7 +173,7 @@ def test_a_student_without_a_teacher_stays_where_it_was(tmp_path):
 
 
 def test_a_teacher_with_another_number_of_tokens_is_refused_when_the_trainer_starts(tmp_path):
-    student, teacher = make_student(tmp_path / "student"), make_teacher(tmp_path / "teacher")
+    student, teacher = make_student(tmp_path / "student"), make_trained_teacher(tmp_path / "teacher")
     config = (teacher / "config.json").read_text()
     (teacher / "config.json").write_text(config.replace('"vocab_size": ', '"vocab_size": 9'))
     with pytest.raises(TrainError, match=r"teacher\.path = .* has a vocabulary of 9\d+ tokens, the policy one of \d+"):

@@ -52,13 +52,13 @@ class TrainedAdapters:
 
 @pytest.fixture(scope="module")
 def saved(model_dir):
-    run = CampaignDir(model_dir.parent)
-    run.recipe.write_bytes(msgspec.json.encode(make_recipe(f"train.lora_rank={RANK}")))
+    campaign = CampaignDir(model_dir.parent)
+    campaign.recipe.write_bytes(msgspec.json.encode(make_recipe(f"train.lora_rank={RANK}")))
     trainer = make_trainer(model_dir)
     assert trainer.train_step(batch(1), step=1, version=0).skipped is None
-    path = save_checkpoint(run.checkpoints, step=1, version=1, trainer=trainer, consumed=ConsumedTrajectories())
-    export_model(run, run.root / "hf")
-    return TrainedAdapters(trainer, path, run.root / "hf")
+    path = save_checkpoint(campaign.checkpoints, step=1, version=1, trainer=trainer, consumed=ConsumedTrajectories())
+    export_model(campaign, campaign.root / "hf")
+    return TrainedAdapters(trainer, path, campaign.root / "hf")
 
 
 def read_weights(directory):
@@ -105,13 +105,13 @@ def test_a_checkpoint_has_adapters_only_and_is_exported_merged(saved, model_dir)
 
 
 def test_adapters_of_a_campaign_of_another_version_are_exported(saved, model_dir, tmp_path):
-    run = CampaignDir(tmp_path / "campaign")
-    shutil.copytree(model_dir.parent, run.root, ignore=shutil.ignore_patterns("hf"))
-    recipe = json.loads(run.recipe.read_bytes())
+    campaign = CampaignDir(tmp_path / "campaign")
+    shutil.copytree(model_dir.parent, campaign.root, ignore=shutil.ignore_patterns("hf"))
+    recipe = json.loads(campaign.recipe.read_bytes())
     recipe["resources"]["decode"]["num_workers"] = 0  # "auto" today
     recipe["train"]["magic"] = 1
-    run.recipe.write_text(json.dumps(recipe))
-    export_model(run, tmp_path / "hf")
+    campaign.recipe.write_text(json.dumps(recipe))
+    export_model(campaign, tmp_path / "hf")
     exported, expected = read_weights(tmp_path / "hf"), read_weights(saved.exported)
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 

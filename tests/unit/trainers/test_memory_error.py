@@ -4,20 +4,13 @@ import errno
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
 from hpcrl.errors import TrainError
-from hpcrl.learn.batch import TrainingRow, make_micro_batches, make_packed_batches
+from hpcrl.learn.batch import make_micro_batches, make_packed_batches
 from hpcrl.trainers.memory_error import StepMemoryError, is_out_of_memory, watch_memory
-
-
-def make_row(length):
-    values = np.zeros(length, np.float32)
-    tokens = np.ones(length, np.int32)
-    return TrainingRow(inputs=tokens, mask=tokens > 0, targets=tokens, behaviour=values, credit=values)
-
+from tests.support.training_rows import make_training_row
 
 SHORTAGES = {
     "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
@@ -52,7 +45,7 @@ def test_another_error_passes_as_it_is(error):
 
 @pytest.mark.parametrize(("make", "num_tokens"), [(make_micro_batches, 3 * 9), (make_packed_batches, 9 + 9 + 8)])
 def test_the_error_names_the_rows_and_tokens_of_the_micro_batch(make, num_tokens):
-    (micro,) = make([make_row(length) for length in (9, 9, 8)], tokens_per_micro_batch=99)
+    (micro,) = make([make_training_row(length) for length in (9, 9, 8)], tokens_per_micro_batch=99)
     shortage = pytest.raises(StepMemoryError, match="OutOfMemoryError: CUDA out")
     with shortage as caught, watch_memory(), watch_memory(micro):
         raise SHORTAGES["cuda"]

@@ -29,15 +29,15 @@ def logprobs_of(model, rows):
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_an_exported_model_gives_the_trainers_logprobs_within_the_error_of_its_precision(tmp_path, dtype, close):
     torch.set_num_threads(1)
-    run = CampaignDir(tmp_path / "campaign")
-    make_model(run.model)
-    AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32).to(dtype).save_pretrained(run.model)
-    trainer = TorchTrainer(run.model, settings(learning_rate=1e-2), seed=1)
-    fresh = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
+    campaign = CampaignDir(tmp_path / "campaign")
+    make_model(campaign.model)
+    AutoModelForCausalLM.from_pretrained(campaign.model, dtype=torch.float32).to(dtype).save_pretrained(campaign.model)
+    trainer = TorchTrainer(campaign.model, settings(learning_rate=1e-2), seed=1)
+    fresh = AutoModelForCausalLM.from_pretrained(campaign.model, dtype=torch.float32)
     for step in (1, 2, 3):
         trainer.train_step(batch(step), step=step, version=step)
-    save_checkpoint(run.checkpoints, step=3, version=3, trainer=trainer, consumed=ConsumedTrajectories())
-    export_model(run, tmp_path / "hf")
+    save_checkpoint(campaign.checkpoints, step=3, version=3, trainer=trainer, consumed=ConsumedTrajectories())
+    export_model(campaign, tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     assert model.dtype == dtype
     assert list_dtypes(tmp_path / "hf") == [str(dtype).removeprefix("torch.")]
@@ -57,19 +57,19 @@ def test_an_exported_model_gives_the_trainers_logprobs_within_the_error_of_its_p
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
 def test_an_export_has_the_trained_weights(tmp_path, advantage):
     torch.set_num_threads(1)
-    run = CampaignDir(tmp_path / "campaign")
-    make_model(run.model)
-    trainer = TorchTrainer(run.model, settings(advantage=advantage), seed=1)
+    campaign = CampaignDir(tmp_path / "campaign")
+    make_model(campaign.model)
+    trainer = TorchTrainer(campaign.model, settings(advantage=advantage), seed=1)
     trainer.train_step(batch(), step=1, version=0)
-    save_checkpoint(run.checkpoints, step=1, version=1, trainer=trainer, consumed=ConsumedTrajectories())
-    export_model(run, tmp_path / "hf")
+    save_checkpoint(campaign.checkpoints, step=1, version=1, trainer=trainer, consumed=ConsumedTrajectories())
+    export_model(campaign, tmp_path / "hf")
     model, fresh = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (tmp_path / "hf", run.model)
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (tmp_path / "hf", campaign.model)
     )
     exported, initial = dict(model.named_parameters()), dict(fresh.named_parameters())
     assert all(torch.equal(exported[name], tensor) for name, tensor in trainer.tensors().items())
     assert not torch.equal(exported["model.norm.weight"], initial["model.norm.weight"])
     with pytest.raises(TrainError, match="exists already"):
-        export_model(run, tmp_path / "hf")
+        export_model(campaign, tmp_path / "hf")
     with pytest.raises(TrainError, match=r"no intact checkpoint of step 7 \(steps: 1\)"):
-        export_model(run, tmp_path / "other", step=7)
+        export_model(campaign, tmp_path / "other", step=7)

@@ -33,18 +33,18 @@ def model_dir(tmp_path_factory):
 
 
 @pytest.fixture
-def run(tmp_path):
-    run = CampaignDir(tmp_path / "campaign")
-    run.events.mkdir(parents=True)
-    yield run
-    unlink_recorded_windows(run.job(0))
+def campaign(tmp_path):
+    campaign = CampaignDir(tmp_path / "campaign")
+    campaign.events.mkdir(parents=True)
+    yield campaign
+    unlink_recorded_windows(campaign.job(0))
 
 
-def publish(run, model_dir, case, *, window_dir, nodes=("n", "n"), transport="window", dtype="float32"):
+def publish(campaign, model_dir, case, *, window_dir, nodes=("n", "n"), transport="window", dtype="float32"):
     trainer, changed = TRAINERS.get(case, ("torch", LORA))
     if trainer == "megatron":
         skip_without_megatron()
-    arguments = (str(model_dir), str(run.root), trainer, changed, str(window_dir), nodes, transport, dtype)
+    arguments = (str(model_dir), str(campaign.root), trainer, changed, str(window_dir), nodes, transport, dtype)
     return run_ranks(2, "tests.support.learners:publish_parts", *arguments)
 
 
@@ -55,8 +55,8 @@ def assert_rounded(found):
 
 
 @pytest.mark.parametrize("case", TRAINERS)
-def test_no_rank_gathers_what_is_published_in_the_window(run, model_dir, case):
-    first, second = publish(run, model_dir, case, window_dir=run.root.parent)
+def test_no_rank_gathers_what_is_published_in_the_window(campaign, model_dir, case):
+    first, second = publish(campaign, model_dir, case, window_dir=campaign.root.parent)
     assert (first["same"], first["num_gathered"], first["transport"]) == (True, 0, "window")
     assert not first["rounded"]
     assert list(first["windows"]) == ["n"]
@@ -64,37 +64,41 @@ def test_no_rank_gathers_what_is_published_in_the_window(run, model_dir, case):
 
 
 @pytest.mark.parametrize("case", ["fsdp2", "tp2"])
-def test_without_a_window_all_ranks_gather_and_versions_are_in_files(run, model_dir, case):
-    first, second = publish(run, model_dir, case, window_dir=run.root / "not-there", dtype="bfloat16")
+def test_without_a_window_all_ranks_gather_and_versions_are_in_files(campaign, model_dir, case):
+    first, second = publish(campaign, model_dir, case, window_dir=campaign.root / "not-there", dtype="bfloat16")
     assert (first["same"], first["num_gathered"], first["transport"]) == (True, 2, "files")
     assert_rounded(first)
     assert second == 3
 
 
 @pytest.mark.parametrize("case", [*TRAINERS, "lora"])
-def test_ranks_on_two_nodes_write_their_parts_and_none_gathers(run, model_dir, case):
-    first, second = publish(run, model_dir, case, window_dir=run.root.parent, nodes=("a", "b"), dtype="bfloat16")
+def test_ranks_on_two_nodes_write_their_parts_and_none_gathers(campaign, model_dir, case):
+    first, second = publish(
+        campaign, model_dir, case, window_dir=campaign.root.parent, nodes=("a", "b"), dtype="bfloat16"
+    )
     assert (first["same"], first["num_gathered"], first["transport"]) == (True, 0, "window")
     assert_rounded(first)
     assert sorted(first["windows"]) == ["a+part", "b+part"]
     if case != "ddp":  # where the first one has all of it
         assert max(first["windows"].values()) < 1.25 * first["trained_nbytes"]  # two versions of a part, and headers
     assert first["files"] == ["newest.json", "transport.json", "v00000002"]
-    assert not list(run.root.parent.glob("hpcrl-*")), "every node has removed its window"
+    assert not list(campaign.root.parent.glob("hpcrl-*")), "every node has removed its window"
     assert second == 1
 
 
-def test_with_files_every_version_is_assembled_from_the_parts(run, model_dir):
-    first, _ = publish(run, model_dir, "fsdp2", window_dir=run.root.parent, nodes=("a", "b"), transport="files")
+def test_with_files_every_version_is_assembled_from_the_parts(campaign, model_dir):
+    first, _ = publish(
+        campaign, model_dir, "fsdp2", window_dir=campaign.root.parent, nodes=("a", "b"), transport="files"
+    )
     assert (first["same"], first["num_gathered"], first["transport"]) == (True, 0, "files")
     assert first["files"] == ["newest.json", "transport.json", "v00000001", "v00000002"]
 
 
-def test_training_continues_from_weights_that_are_not_rounded(run, model_dir):
+def test_training_continues_from_weights_that_are_not_rounded(campaign, model_dir):
     torch.set_num_threads(1)
     alone, publishing = (TorchTrainer(model_dir, settings(), seed=1) for _ in range(2))
-    key = WindowKey(campaign=run.root, node="n", directory=run.root.parent)
-    window = WindowStore(key, job=run.job(0), layout=make_published_layout(publishing, "bfloat16"))
+    key = WindowKey(campaign=campaign.root, node="n", directory=campaign.root.parent)
+    window = WindowStore(key, job=campaign.job(0), layout=make_published_layout(publishing, "bfloat16"))
     for step in (1, 2):
         for trainer in (alone, publishing):
             trainer.train_step(batch(step), step=step, version=step)
@@ -109,15 +113,15 @@ def test_training_continues_from_weights_that_are_not_rounded(run, model_dir):
     assert 2 * sum(t.nbytes for t in published.values()) == sum(t.nbytes for t in trained.values())
 
 
-def test_merged_adapters_are_rounded_too(run, model_dir):
+def test_merged_adapters_are_rounded_too(campaign, model_dir):
     torch.set_num_threads(1)
     trainer = TorchTrainer(model_dir, settings(lora_rank=2), seed=1)
     trainer.train_step(batch(1), step=1, version=0)
     layout = make_published_layout(trainer, "bfloat16")
-    FileStore(run.weights).publish_each(
+    FileStore(campaign.weights).publish_each(
         layout, iterate_bytes(trainer.tensors(), layout), WeightVersion(version=1, step=1)
     )
-    published = FileStore(run.weights).load(1)
+    published = FileStore(campaign.weights).load(1)
     assert all(torch.equal(published[name], tensor.bfloat16()) for name, tensor in trainer.tensors().items())
 
 

@@ -1,15 +1,15 @@
 """A node whose data-parallel degree is not the trainer's: the same numbers, and tokens are sent only then."""
 
-import numpy as np
 import pytest
 import torch
 
-from hpcrl.learn.batch import TrainingRow, make_micro_batches, make_packed_batches
+from hpcrl.learn.batch import make_micro_batches, make_packed_batches
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.spread_model import pack_inputs, unpack_inputs
 from hpcrl.trainers.torch import TorchTrainer
-from tests.support.learners import VOCABULARY, make_model, settings, trained
+from tests.support.learners import make_model, settings, trained
 from tests.support.megatron import skip_without_megatron
+from tests.support.training_rows import make_training_row
 
 KL = {"kl": "k3", "kl_coef": 1.0, "num_minibatches": 2}
 
@@ -19,22 +19,12 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("spread") / "model")
 
 
-def make_row(length, *, seed):
-    rng = np.random.default_rng(seed)
-    mask = rng.random(length) < 0.5
-    num = int(mask.sum())
-    return TrainingRow(
-        inputs=rng.integers(0, VOCABULARY, length, dtype=np.int32),
-        mask=mask,
-        targets=rng.integers(0, VOCABULARY, num, dtype=np.int32),
-        behaviour=np.zeros(num, np.float32),
-        credit=np.zeros(num, np.float32),
-    )
-
-
 @pytest.mark.parametrize("make", [make_micro_batches, make_packed_batches])
 def test_packed_inputs_are_the_same_when_unpacked(make):
-    made = make([make_row(length, seed=length) for length in (3, 9, 9, 17, 40)], tokens_per_micro_batch=40)
+    made = make(
+        [make_training_row(length, seed=length) for length in (3, 9, 9, 17, 40)],
+        tokens_per_micro_batch=40,
+    )
     assert len(made) > 1
     for before, after in zip(made, unpack_inputs(pack_inputs(made)), strict=True):
         for name in ("inputs_BT", "mask_BT", "targets_N", "positions_BT"):

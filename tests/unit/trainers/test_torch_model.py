@@ -30,18 +30,18 @@ def train_sharded(world, root):
     torch.set_num_threads(1)
     found = {}
     for family in EXPERT_FAMILIES:
-        run = CampaignDir(Path(root) / family)
-        trainer = TorchTrainer(run.model, settings(sharding="full"), seed=3, world=world)
+        campaign = CampaignDir(Path(root) / family)
+        trainer = TorchTrainer(campaign.model, settings(sharding="full"), seed=3, world=world)
         held = sum(shard.num_values for shard, _ in trainer.shards())
         found[family] = trained(trainer, last=2) | {"held": held}
         if not world.rank:
-            run.checkpoints.mkdir()
+            campaign.checkpoints.mkdir()
         world.max(0)
-        trainer.snapshot().write(run.checkpoints)
-        balanced = TorchTrainer(run.model, settings(sharding="full", moe_aux_coef=1.0), seed=3, world=world)
+        trainer.snapshot().write(campaign.checkpoints)
+        balanced = TorchTrainer(campaign.model, settings(sharding="full", moe_aux_coef=1.0), seed=3, world=world)
         found[family]["balanced_norms"] = trained(balanced, last=1)["grad_norm"]
         if family in ADAPTED_FAMILIES:
-            adapted = TorchTrainer(run.model, settings(sharding="full", **ADAPTERS), seed=3, world=world)
+            adapted = TorchTrainer(campaign.model, settings(sharding="full", **ADAPTERS), seed=3, world=world)
             found[family]["adapted"] = trained(adapted, last=2)["weights"]
             found[family]["adapted_shards"] = sum_shards(adapted)
     return found
@@ -62,9 +62,9 @@ def sum_shards(trainer):
 def sharded(tmp_path_factory):
     root = tmp_path_factory.mktemp("experts")
     for family in EXPERT_FAMILIES:
-        run = CampaignDir(root / family)
-        run.root.mkdir()
-        make_family_model(run.model, family)
+        campaign = CampaignDir(root / family)
+        campaign.root.mkdir()
+        make_family_model(campaign.model, family)
     return root, run_ranks(2, "tests.unit.trainers.test_torch_model:train_sharded", str(root), timeout_s=800)
 
 
@@ -72,10 +72,10 @@ def sharded(tmp_path_factory):
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
 def test_two_ranks_train_and_resume_a_model_with_experts_as_one_rank_does(sharded, family, tmp_path):
     root, results = sharded
-    run = CampaignDir(root / family)
+    campaign = CampaignDir(root / family)
     mine, other = (result[family] for result in results)
-    stored = load_file(run.model / "model.safetensors")
-    alone = TorchTrainer(run.model, settings(), seed=3)
+    stored = load_file(campaign.model / "model.safetensors")
+    alone = TorchTrainer(campaign.model, settings(), seed=3)
     assert alone.shapes() == {name: tuple(tensor.shape) for name, tensor in stored.items()}
     assert all(torch.equal(tensor, stored[name]) for name, tensor in alone.tensors().items())
     expected = trained(alone, last=2)
@@ -87,8 +87,8 @@ def test_two_ranks_train_and_resume_a_model_with_experts_as_one_rank_does(sharde
     assert mine["held"] + other["held"] == sum(tensor.numel() for tensor in stored.values())
     assert max(mine["held"], other["held"]) < 0.52 * sum(tensor.numel() for tensor in stored.values())
 
-    resumed = TorchTrainer(run.model, settings(), seed=3)
-    resumed.load(run.checkpoints)
+    resumed = TorchTrainer(campaign.model, settings(), seed=3)
+    resumed.load(campaign.checkpoints)
     for trainer in (alone, resumed):
         trainer.train_step(batch(3), step=3, version=3)
     for name, tensor in alone.tensors().items():
@@ -96,7 +96,7 @@ def test_two_ranks_train_and_resume_a_model_with_experts_as_one_rank_does(sharde
 
     exported = CampaignDir(tmp_path / "campaign")
     exported.root.mkdir()
-    exported.model.symlink_to(run.model)
+    exported.model.symlink_to(campaign.model)
     save_checkpoint(exported.checkpoints, step=3, version=3, trainer=resumed, consumed=ConsumedTrajectories())
     export_model(exported, tmp_path / "hf")
     assert load_file(tmp_path / "hf" / "model.safetensors").keys() == stored.keys()
@@ -106,18 +106,18 @@ def test_two_ranks_train_and_resume_a_model_with_experts_as_one_rank_does(sharde
     with torch.no_grad():
         trained_logits = resumed._policy.module(inputs).logits
         assert torch.equal(model.eval()(inputs).logits, trained_logits)
-        assert not torch.allclose(AutoModelForCausalLM.from_pretrained(run.model)(inputs).logits, trained_logits)
+        assert not torch.allclose(AutoModelForCausalLM.from_pretrained(campaign.model)(inputs).logits, trained_logits)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", ADAPTED_FAMILIES)
 def test_a_model_with_experts_and_adapters_is_published_and_exported_under_its_files_names(sharded, family, tmp_path):
     root, results = sharded
-    run = CampaignDir(tmp_path / "campaign")
-    run.root.mkdir()
-    run.model.symlink_to(root / family / "model")
-    stored = load_file(run.model / "model.safetensors")
-    trainer = TorchTrainer(run.model, settings(**ADAPTERS), seed=3)
+    campaign = CampaignDir(tmp_path / "campaign")
+    campaign.root.mkdir()
+    campaign.model.symlink_to(root / family / "model")
+    stored = load_file(campaign.model / "model.safetensors")
+    trainer = TorchTrainer(campaign.model, settings(**ADAPTERS), seed=3)
     assert all(torch.equal(trainer.tensors()[name], tensor) for name, tensor in stored.items()), "they add nothing yet"
     alone = trained(trainer, last=2)["weights"]
     assert alone.keys() == stored.keys()
@@ -126,9 +126,9 @@ def test_a_model_with_experts_and_adapters_is_published_and_exported_under_its_f
         assert [sum(part) for part in zip(*parts, strict=True)] == pytest.approx(sums, rel=1e-4, abs=1e-4), name
         assert results[0][family]["adapted"][name] == pytest.approx(sums, rel=1e-4, abs=1e-4), name
 
-    run.recipe.write_bytes(msgspec.json.encode(make_recipe("train.lora_rank=2")))
-    save_checkpoint(run.checkpoints, step=2, version=2, trainer=trainer, consumed=ConsumedTrajectories())
-    export_model(run, tmp_path / "hf")
+    campaign.recipe.write_bytes(msgspec.json.encode(make_recipe("train.lora_rank=2")))
+    save_checkpoint(campaign.checkpoints, step=2, version=2, trainer=trainer, consumed=ConsumedTrajectories())
+    export_model(campaign, tmp_path / "hf")
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert exported.keys() == stored.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in trainer.tensors().items())

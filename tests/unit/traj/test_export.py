@@ -22,7 +22,7 @@ from tests.support.trajectories import make_lake_trajectory, make_taught_traject
 @pytest.fixture
 def filled(tmp_path, tiny_model_dir):
     spools = Spools(tmp_path / "campaign")
-    spools.run.model.symlink_to(tiny_model_dir)
+    spools.campaign.model.symlink_to(tiny_model_dir)
     spools.scored(*(make_lake_trajectory(group) for group in range(3)))
     spools.scored(make_lake_trajectory(3, domain="taxi"))
     spools.add("rollouts", unscored(make_lake_trajectory(4)))
@@ -30,7 +30,7 @@ def filled(tmp_path, tiny_model_dir):
 
 
 def export(spools, *words):
-    return main([str(spools.run.root), "export", "name", *map(str, words)])
+    return main([str(spools.campaign.root), "export", "name", *map(str, words)])
 
 
 def lines(path):
@@ -171,7 +171,7 @@ def test_a_full_disk_leaves_nothing_and_keeps_the_old_export(filled, tmp_path, n
 
 
 def test_a_damaged_segment_is_skipped_named_and_reported_by_the_exit_code(filled, tmp_path, capsys):
-    path = sorted(filled.run.spool("scored").glob("*.h5"))[0]
+    path = sorted(filled.campaign.spool("scored").glob("*.h5"))[0]
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -198,7 +198,7 @@ def test_export_without_a_tokenizer_has_empty_messages_and_reports_it(tmp_path, 
 
 
 def test_a_pipe_that_is_closed_early_is_not_an_error(filled):
-    command = [sys.executable, "-m", "hpcrl.traj", str(filled.run.root), "export", "name", "-"]
+    command = [sys.executable, "-m", "hpcrl.traj", str(filled.campaign.root), "export", "name", "-"]
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)

@@ -22,13 +22,13 @@ from tests.support.trajectories import GENERATED, TOKENS, make_lake_trajectory
 @pytest.fixture
 def spools(tmp_path):
     made = Spools(tmp_path / "source")
-    publish_json(made.run.recipe, {"name": "quickstart", "model": {"tiny": {}}})
+    publish_json(made.campaign.recipe, {"name": "quickstart", "model": {"tiny": {}}})
     return made
 
 
-def read_rows(run: CampaignDir, capfdbinary, monkeypatch, *, model=None, min_reward=None):
+def read_rows(campaign: CampaignDir, capfdbinary, monkeypatch, *, model=None, min_reward=None):
     """Return the rows that the reading process prints, or what it refuses."""
-    request = {"root": str(run.root), "model": model, "min_reward": min_reward}
+    request = {"root": str(campaign.root), "model": model, "min_reward": min_reward}
     monkeypatch.setattr("sys.argv", ["imitation", json.dumps(request)])
     code = imitation.main()
     out, err = capfdbinary.readouterr()
@@ -40,9 +40,9 @@ def test_the_scored_trajectories_with_enough_reward_are_copied_with_their_tokens
     spools.scored(*(make_lake_trajectory(number) for number in range(4)))  # rewards 0, 0.1, 0.2, 0.3
     spools.add("archive", make_lake_trajectory(9), make_lake_trajectory(8, status="env-fault"))
     spools.add("rollouts", unscored(make_lake_trajectory(7)))
-    warmup = WarmupConfig(path=str(spools.run.root), steps=1, min_reward=0.2)
+    warmup = WarmupConfig(path=str(spools.campaign.root), steps=1, min_reward=0.2)
     import_conversations(warmup, directory=tmp_path)
-    shutil.rmtree(spools.run.root)  # the copy is all that training needs
+    shutil.rmtree(spools.campaign.root)  # the copy is all that training needs
     rows = TaskRows(tmp_path, domain=WARMUP_ROWS, split="train")
     assert len(rows) == 3
     made = restore_trajectory(rows.read_row(0), name="warmup/0", domain="warmup")
@@ -57,7 +57,7 @@ def test_conversations_of_an_episode_keep_what_they_share(spools, capfdbinary, m
     mask = [*GENERATED[:7], 0, 0, 0, 0]
     recorded = make_lake_trajectory(1, turns=turns, rows=branches, loss_mask=mask)
     spools.scored(recorded)
-    (fields,) = read_rows(spools.run, capfdbinary, monkeypatch)
+    (fields,) = read_rows(spools.campaign, capfdbinary, monkeypatch)
     made = restore_trajectory(fields, name="warmup/0", domain="warmup")
     for row in range(2):
         ours, theirs = expand_row(made, row), expand_row(recorded, row)
@@ -67,7 +67,7 @@ def test_conversations_of_an_episode_keep_what_they_share(spools, capfdbinary, m
 
 def test_a_campaign_without_enough_reward_is_refused(spools):
     spools.scored(make_lake_trajectory(1))
-    warmup = WarmupConfig(path=str(spools.run.root), steps=1, min_reward=0.5)
+    warmup = WarmupConfig(path=str(spools.campaign.root), steps=1, min_reward=0.5)
     with pytest.raises(ConfigError, match=r"no trajectory with a reward of 0\.5 or more among the 1 that are scored"):
         check_conversations(warmup, model=ImitationModel())
 
@@ -81,16 +81,16 @@ def test_a_campaign_whose_tokens_mean_something_else_is_refused(spools, tmp_path
     spools.scored(make_lake_trajectory(1))
     other = tmp_path / "other"
     make_tiny_model(other, TinyModel(), seed=0)
-    refusal = read_rows(spools.run, capfdbinary, monkeypatch, model=str(other))
+    refusal = read_rows(spools.campaign, capfdbinary, monkeypatch, model=str(other))
     assert "its model is a tiny one and this model is not" in refusal
-    publish_json(spools.run.recipe, {"name": "quickstart", "model": {"path": "/models/x"}})
-    shutil.copytree(other, spools.run.model)
-    assert len(read_rows(spools.run, capfdbinary, monkeypatch, model=str(other))) == 1
+    publish_json(spools.campaign.recipe, {"name": "quickstart", "model": {"path": "/models/x"}})
+    shutil.copytree(other, spools.campaign.model)
+    assert len(read_rows(spools.campaign, capfdbinary, monkeypatch, model=str(other))) == 1
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    refusal = read_rows(spools.run, capfdbinary, monkeypatch, model=str(other))
+    refusal = read_rows(spools.campaign, capfdbinary, monkeypatch, model=str(other))
     assert "another vocabulary" in refusal
     assert "'a' is" in refusal
 
@@ -98,4 +98,4 @@ def test_a_campaign_whose_tokens_mean_something_else_is_refused(spools, tmp_path
 def test_a_segment_that_cannot_be_read_is_refused_and_not_left_out(spools, capfdbinary, monkeypatch):
     path = spools.scored(make_lake_trajectory(1))
     path.write_bytes(path.read_bytes()[:200])
-    assert "a segment cannot be read" in read_rows(spools.run, capfdbinary, monkeypatch)
+    assert "a segment cannot be read" in read_rows(spools.campaign, capfdbinary, monkeypatch)

@@ -150,7 +150,7 @@ class RecordBuilder:
 def forked(tmp_path):
     """Make a campaign with one episode of three conversations and six turns."""
     spools = Spools(tmp_path / "campaign")
-    builder = RecordBuilder(make_model_dir(spools.run.model, QWEN))
+    builder = RecordBuilder(make_model_dir(spools.campaign.model, QWEN))
     template = builder.template
     builder.read(first := template.render(FIRST))
     builder.generate(CALL)
@@ -169,12 +169,12 @@ def forked(tmp_path):
 
 def name_parsers(spools, **names):
     """Give the campaign's recipe these parsers."""
-    publish_json(spools.run.recipe, {"name": "quickstart", "engine": names})
+    publish_json(spools.campaign.recipe, {"name": "quickstart", "engine": names})
     return spools
 
 
 def export(spools, *words):
-    return main([str(spools.run.root), "export", "name", *map(str, words), "--format", "inspect"])
+    return main([str(spools.campaign.root), "export", "name", *map(str, words), "--format", "inspect"])
 
 
 def read_log(directory, task):
@@ -214,7 +214,7 @@ UNTYPED = {"Qwen3.5", "GLM-4.5"}
 )
 def test_calls_and_thoughts_are_read_by_the_parsers_of_the_models_family(tmp_path, name):
     family, spools = FAMILIES[name], Spools(tmp_path / "campaign")
-    builder = RecordBuilder(save_family(spools.run.model, family))
+    builder = RecordBuilder(save_family(spools.campaign.model, family))
     builder.read(builder.template.render([FIRST[1]]))
     ids = builder.template.encode(family.write_call("look", {"x": 1}, thought="Hm."))
     builder.turns.append(EpisodeTurn(start=len(builder.ids), end=len(builder.ids) + len(ids)))
@@ -256,7 +256,7 @@ def test_each_turn_is_one_model_event_in_the_span_of_its_conversation(forked, tm
 
 def test_groups_are_samples_and_episodes_their_epochs(tmp_path, tiny_model_dir):
     spools = Spools(tmp_path / "campaign")
-    spools.run.model.symlink_to(tiny_model_dir)
+    spools.campaign.model.symlink_to(tiny_model_dir)
     spools.scored(*(make_lake_trajectory(group, index) for group in (0, 1) for index in (0, 1)))
     spools.scored(make_lake_trajectory(3, domain="taxi/../a b", reward=math.nan))
     spools.add("rollouts", unscored(make_lake_trajectory(0, status="env-fault", extra={"fault": "it broke"})))

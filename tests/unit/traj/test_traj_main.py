@@ -37,7 +37,7 @@ def spools(tmp_path):
 @pytest.fixture
 def filled(spools, tiny_model_dir):
     """Make groups 0 to 3 of two episodes in two segments; group 4 is not scored yet."""
-    spools.run.model.symlink_to(tiny_model_dir)
+    spools.campaign.model.symlink_to(tiny_model_dir)
     spools.scored(*(make_lake_trajectory(group, index) for group in (0, 1) for index in (0, 1)))
     spools.scored(*(make_lake_trajectory(group, index) for group in (2, 3) for index in (0, 1)))
     spools.add(
@@ -50,7 +50,7 @@ def filled(spools, tiny_model_dir):
 
 def traj(spools, *words, capsys):
     """Return exit code, stdout and stderr of `hpcrl traj`."""
-    code = main([str(spools.run.root), words[0], "name", *words[1:]])
+    code = main([str(spools.campaign.root), words[0], "name", *words[1:]])
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err
     return code, printed.out, printed.err
@@ -100,17 +100,17 @@ def test_ls_reads_no_more_segments_than_the_newest_need(spools, monkeypatch):
     for group in range(50):
         path = spools.scored(make_lake_trajectory(group, created=1_800_000_000.0 + 1000 * group))
         os.utime(path, (1_800_000_001 + 1000 * group,) * 2)
-    found = listing.find_newest(TrajectoryHistory(spools.run), TrajectorySelection(), limit=3)
+    found = listing.find_newest(TrajectoryHistory(spools.campaign), TrajectorySelection(), limit=3)
     assert [one.id for _, one in found] == ["lake/49/0", "lake/48/0", "lake/47/0"]
     assert len(read) == 3
 
 
 def test_a_trajectory_that_is_retired_meanwhile_is_found_in_the_archive(spools):
     first, second = spools.scored(make_lake_trajectory(0)), spools.scored(make_lake_trajectory(1))
-    trajectories = TrajectoryHistory(spools.run).trajectories(TrajectorySelection())
+    trajectories = TrajectoryHistory(spools.campaign).trajectories(TrajectorySelection())
     found = [next(trajectories)[1].id]
     for path in (first, second):  # retired between two reads: archived, then removed
-        (spools.run.spool("rollouts") / path.name).unlink()
+        (spools.campaign.spool("rollouts") / path.name).unlink()
         path.unlink()
     spools.add("archive", make_lake_trajectory(0), make_lake_trajectory(1))
     found += [one.id for _, one in trajectories]
@@ -132,14 +132,14 @@ def test_ids_are_new_once(names):
 
 
 def test_a_conversation_is_input_and_output_without_marks(filled):
-    exchanges = build_conversation(make_lake_trajectory(), load_token_decoder(filled.run))
+    exchanges = build_conversation(make_lake_trajectory(), load_token_decoder(filled.campaign))
     assert [(one.input_text, one.output_text) for one in exchanges] == [("hi", "ab"), ("?", "c")]
     assert [message["role"] for message in chat_messages(exchanges)] == ["user", "assistant"] * 2
 
 
 def test_a_turn_that_was_started_and_not_completed_is_shown_too(filled):
     unfinished = make_lake_trajectory(turns=make_lake_trajectory().turns[:1], status="policy-fault")
-    last = build_conversation(unfinished, load_token_decoder(filled.run))[-1]
+    last = build_conversation(unfinished, load_token_decoder(filled.campaign))[-1]
     assert (last.input_text, last.output_text, last.turn) == ("?", "c", None)
 
 
@@ -152,7 +152,7 @@ def test_without_a_tokenizer_the_ids_stand_for_the_text(spools, capsys):
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_shown_as_ids(filled):
-    decoder = load_token_decoder(filled.run)
+    decoder = load_token_decoder(filled.campaign)
     assert decoder.decode_text([-1, 5]) == "-1 5"
     assert decoder.decode_token(-1) == "?"
 
@@ -227,11 +227,11 @@ def test_an_empty_campaign_is_reported(spools, capsys):
 
 
 def test_damaged_foreign_and_empty_files_are_named_and_the_rest_is_read(filled, capsys):
-    scored = sorted(filled.run.spool("scored").glob("*.h5"))
+    scored = sorted(filled.campaign.spool("scored").glob("*.h5"))
     data = bytearray(scored[0].read_bytes())
     scored[0].write_bytes(data[: len(data) // 2])
-    (filled.run.spool("scored") / "empty.h5").touch()
-    (filled.run.spool("scored") / "for\neign\x1b[31m.h5").write_bytes(b"text")
+    (filled.campaign.spool("scored") / "empty.h5").touch()
+    (filled.campaign.spool("scored") / "for\neign\x1b[31m.h5").write_bytes(b"text")
     code, out, err = traj(filled, "ls", capsys=capsys)
     assert code == 0
     assert "lake/3/1" in out
@@ -268,7 +268,7 @@ def test_untrusted_text_is_printed_escaped(spools, monkeypatch, capsys):
 
     hostile = make_lake_trajectory(producer="\x1b[1m", extra={"fault\x1b": UNTRUSTED, "list": [UNTRUSTED]})
     spools.add("scored", msgspec.structs.replace(hostile, id="\x1b[0mlake\n/0/0"))
-    monkeypatch.setattr("hpcrl.traj.show.load_token_decoder", lambda run: TokenDecoder(Chat()))
+    monkeypatch.setattr("hpcrl.traj.show.load_token_decoder", lambda campaign: TokenDecoder(Chat()))
     for words in (("ls",), ("show", "--tokens"), ("show", "--json"), ("stats",), ("verify",)):
         _, out, err = traj(spools, *words, capsys=capsys)
         assert not set("\x1b\x07\x9b\u202e\r\x7f\x00") & set(out + err), words
@@ -278,7 +278,7 @@ def test_a_terminal_that_knows_only_ascii_gets_only_ascii(filled, monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
     for words in (("show",), ("stats",), ("ls",)):
-        assert main([str(filled.run.root), words[0], "name"]) == 0
+        assert main([str(filled.campaign.root), words[0], "name"]) == 0
     assert b"generate" in out.buffer.getvalue()
 
 
@@ -447,7 +447,7 @@ def test_conversations_of_an_old_record_are_shown_and_counted(filled, capsys):
         ("l", "choice"),
     ]
     assert shown["extra"] == {"note": "kept"}
-    (tally,) = count_by_domain(TrajectoryHistory(filled.run), TrajectorySelection(group="lake/9"))
+    (tally,) = count_by_domain(TrajectoryHistory(filled.campaign), TrajectorySelection(group="lake/9"))
     assert tally.token_fates == {"trained": 4, "choice": 2}
 
 
@@ -484,8 +484,8 @@ def test_a_thousand_conversations_are_drawn_on_a_page(filled, capsys):
 
 
 def test_a_spool_that_cannot_be_listed_is_named(spools, capsys):
-    spools.run.spool("scored").rmdir()
-    spools.run.spool("scored").touch()
+    spools.campaign.spool("scored").rmdir()
+    spools.campaign.spool("scored").touch()
     spools.add("rollouts", unscored(make_lake_trajectory()))
     code, out, err = traj(spools, "ls", capsys=capsys)
     assert code == 0
@@ -494,10 +494,10 @@ def test_a_spool_that_cannot_be_listed_is_named(spools, capsys):
 
 
 def test_reading_leaves_the_campaign_as_it_is(filled, capsys):
-    before = {path: path.stat().st_mtime_ns for path in Path(filled.run.root).rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in Path(filled.campaign.root).rglob("*")}
     for words in (("ls",), ("show",), ("stats",), ("verify",)):
         traj(filled, *words, capsys=capsys)
-    assert {path: path.stat().st_mtime_ns for path in Path(filled.run.root).rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in Path(filled.campaign.root).rglob("*")} == before
 
 
 def test_the_spools_are_listed_in_the_order_in_which_trajectories_move():

@@ -38,7 +38,7 @@ def notes(spools):
 
 
 def _findings(spools):
-    return SpoolVerifier(spools.run).verify_all().findings
+    return SpoolVerifier(spools.campaign).verify_all().findings
 
 
 def only_damage(spools):
@@ -47,12 +47,12 @@ def only_damage(spools):
 
 
 def first(spools, spool="scored"):
-    return sorted(spools.run.spool(spool).glob("*.h5"))[0]
+    return sorted(spools.campaign.spool(spool).glob("*.h5"))[0]
 
 
 def test_a_whole_campaign_is_clean_and_exit_code_0(spools, capsys):
     spools.consumed(*(f"lake/{group}" for group in range(3)))
-    assert main([str(spools.run.root), "verify", "name"]) == 0
+    assert main([str(spools.campaign.root), "verify", "name"]) == 0
     out = capsys.readouterr().out
     assert "clean" in out
     assert "3 groups, by checkpoint 000001-step-000001; all present" in out
@@ -60,7 +60,7 @@ def test_a_whole_campaign_is_clean_and_exit_code_0(spools, capsys):
 
 def test_damage_is_exit_code_1_and_named_in_json(spools, capsys):
     first(spools).write_bytes(b"")
-    assert main([str(spools.run.root), "verify", "name", "--json"]) == 1
+    assert main([str(spools.campaign.root), "verify", "name", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["clean"] is False
     assert report["spools"]["scored"]["num_damaged"] == 1
@@ -102,7 +102,7 @@ def test_a_name_that_does_not_fit_is_damage(spools):
 
 
 def test_a_directory_with_the_name_of_a_segment_is_damage(spools):
-    (spools.run.spool("scored") / "000-env-0-00000009-7-0123abcd.h5").mkdir()
+    (spools.campaign.spool("scored") / "000-env-0-00000009-7-0123abcd.h5").mkdir()
     assert "Is a directory" in only_damage(spools)[1]
 
 
@@ -152,7 +152,7 @@ def test_an_episode_that_is_stored_twice_is_a_note(spools):
 
 
 def test_foreign_files_and_old_leftovers_are_notes(spools):
-    scored = spools.run.spool("scored")
+    scored = spools.campaign.spool("scored")
     (scored / "notes.txt").touch()
     (scored / ".new.h5.0123.tmp").touch()
     (scored / ".hidden").touch()
@@ -215,7 +215,7 @@ def test_missing_groups_are_counted_without_walking_through_all():
 def test_a_segment_that_is_compacted_meanwhile_is_found_under_its_new_name(spools, monkeypatch):
     old = [spools.add("archive", make_lake_trajectory(group)) for group in (10, 11)]
     spools.consumed("lake/10", "lake/11")
-    verifier = SpoolVerifier(spools.run)
+    verifier = SpoolVerifier(spools.campaign)
     verify_segment = verifier._verify_segment
 
     def compacting(spool, name, **rest):
@@ -231,7 +231,7 @@ def test_a_segment_that_is_compacted_meanwhile_is_found_under_its_new_name(spool
 
 def test_a_campaign_that_runs_meanwhile_is_clean(spools):
     """Verify while another process seals, scores, archives and removes segments."""
-    writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(spools.run.root)], stdout=subprocess.PIPE)
+    writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(spools.campaign.root)], stdout=subprocess.PIPE)
     assert writer.stdout.readline()
     rounds = 0
     while writer.poll() is None or rounds < 2:
@@ -259,7 +259,7 @@ for number in range(100, 140):
         spools.add("archive", *(make_lake_trajectory(one) for one, _ in live), name=archived)
         for spool in ("rollouts", "scored"):
             for _, name in live:
-                (spools.run.spool(spool) / name).unlink()
+                (spools.campaign.spool(spool) / name).unlink()
         live = []
 """
 
@@ -267,7 +267,7 @@ for number in range(100, 140):
 def test_the_command_line_finds_the_campaign_and_passes_the_exit_code_on(spools, home):
     campaigns = home / "campaigns"
     campaigns.mkdir(parents=True)
-    (campaigns / "mine").symlink_to(spools.run.root)
+    (campaigns / "mine").symlink_to(spools.campaign.root)
     hpcrl("traj", "verify", "mine")
     first(spools).write_bytes(b"")
     done = hpcrl("traj", "verify", "mine", check=False)
@@ -292,11 +292,11 @@ def test_a_mistake_is_reported_before_anything_heavy_is_started(home, words, mes
 
 def test_traj_without_h5py_prints_a_hint(spools, home):
     (home / "campaigns").mkdir(parents=True)
-    (home / "campaigns" / "mine").symlink_to(spools.run.root)
+    (home / "campaigns" / "mine").symlink_to(spools.campaign.root)
     code = "import sys; sys.modules['h5py'] = None; sys.modules['numpy'] = None; "
     code += "from hpcrl.traj.__main__ import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
-        [sys.executable, "-c", code, str(spools.run.root), "ls", "mine"],
+        [sys.executable, "-c", code, str(spools.campaign.root), "ls", "mine"],
         capture_output=True,
         text=True,
         check=False,

@@ -10,11 +10,11 @@ from hpcrl.weights.window.file import unlink_recorded_windows
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[CampaignDir]:
+def campaign(tmp_path: Path) -> Iterator[CampaignDir]:
     """A campaign whose windows are in the real shared memory; none is left behind."""
-    run = CampaignDir(tmp_path / "campaign")
-    run.events.mkdir(parents=True)
-    run.weights.mkdir()
-    yield run
+    campaign = CampaignDir(tmp_path / "campaign")
+    campaign.events.mkdir(parents=True)
+    campaign.weights.mkdir()
+    yield campaign
     for number in (0, 1):
-        unlink_recorded_windows(run.job(number))
+        unlink_recorded_windows(campaign.job(number))

@@ -202,12 +202,14 @@ def test_rounded_weights_are_used_bit_for_bit_and_logprobs_are_theirs(
 ) -> None:
     masters = another(model, scale=1.1)
     layout = TensorLayout.pack((name, "bfloat16", tuple(tensor.shape)) for name, tensor in masters.items())
-    run = CampaignDir(tmp_path / "campaign")
-    window = WindowStore(WindowKey(campaign=run.root, node="n", directory=tmp_path), job=run.job(0), layout=layout)
+    campaign = CampaignDir(tmp_path / "campaign")
+    window = WindowStore(
+        WindowKey(campaign=campaign.root, node="n", directory=tmp_path), job=campaign.job(0), layout=layout
+    )
     window.publish(masters, WeightVersion(version=1, step=1))
     store: WeightSource = window
     if carrier == "files":
-        store = FileStore(run.weights)
+        store = FileStore(campaign.weights)
         window.make_saver(store, WeightVersion(version=1, step=1))()
     engine = EmbeddedEngine(model, store=store)
 

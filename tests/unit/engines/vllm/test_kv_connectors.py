@@ -93,11 +93,11 @@ def test_kv_that_was_not_left_has_no_handle(answer: dict[str, object]) -> None:
 
 
 def launched(connector: str | None, root: Path, *, has_handover: bool = True) -> VllmLaunch:
-    run = CampaignDir(root)
+    campaign = CampaignDir(root)
     role = plan_recipe(recipe="quickstart-vllm").role("decode")
     site = msgspec.structs.replace(make_site("local"), inference=InferenceConfig(kv_connector=connector))
-    place = WorkerPlace(run.job(0), "here")
-    log = run.job(0).log("decode-0-vllm")
+    place = WorkerPlace(campaign.job(0), "here")
+    log = campaign.job(0).log("decode-0-vllm")
     return make_vllm_launch(
         EngineConfig(),
         role=role,

@@ -7,7 +7,6 @@ import pytest
 
 from hpcrl.envs.examples import repositories
 from hpcrl.envs.examples.repositories import BUGS, PACKAGE, TESTS, run_judge, write_repository
-from hpcrl.models.chat_layout import load_chat_template
 from tests.support.programs import needs_bubblewrap, play
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -85,11 +84,6 @@ for place in [os.getcwd(), "/tmp", "/episode/home"]:
         except OSError: pass
 """
 """It seizes, writes to and prints in place of every process that it finds, and plants modules; only in a sandbox."""
-
-
-@pytest.fixture
-def template(tiny_model_dir):
-    return load_chat_template(tiny_model_dir)
 
 
 @pytest.mark.parametrize("number", range(len(BUGS)))

@@ -14,7 +14,6 @@ import pytest
 from hpcrl.envs.agent import _remove_tree
 from hpcrl.envs.isolation.sandbox import find_disk_problem
 from hpcrl.envs.isolation.supervisor import measure_tree
-from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.system.processes import list_descendants
 from tests.support.programs import needs_bubblewrap, play
 
@@ -41,11 +40,6 @@ try:
 except EnvFault as fault:
     print(fault)
 """
-
-
-@pytest.fixture
-def template(tiny_model_dir):
-    return load_chat_template(tiny_model_dir)
 
 
 def fault_of(trajectory):

@@ -25,11 +25,6 @@ CLAUDE_TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "o
 SPOKEN = ["so", f" {CALL[:15]}", f"{CALL[15:]}<eos>"]
 
 
-@pytest.fixture
-def template(tiny_model_dir):
-    return load_chat_template(tiny_model_dir)
-
-
 def on(template, body, *words, **changed):
     async def run():
         async with asyncio.timeout(120), opened(template, *words, **({"limits": LIMITS} | changed)) as client:

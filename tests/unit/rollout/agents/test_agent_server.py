@@ -24,11 +24,6 @@ from tests.support.sessions import session_of
 BROKEN_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "blob"}}}
 
 
-@pytest.fixture
-def template(tiny_model_dir):
-    return load_chat_template(tiny_model_dir)
-
-
 def chat(client, **changed):
     return client.chat.completions.create(**({"model": "hpcrl", "messages": QUESTION} | changed))
 

@@ -4,14 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.engines.base import Completion
 from hpcrl.errors import EngineError
-from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents import recording as recording_module
 from hpcrl.rollout.agents import shared_sequence
 from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.rollout.agents.recording import ConversationRecording
 from hpcrl.spool.rows import expand_row
+from tests.support.completions import make_completion
 from tests.support.conversations import FACTS
 
 THINKING = (
@@ -19,11 +18,6 @@ THINKING = (
     "{{ m['content'].split('</think>')[-1] if not loop.last else m['content'] }}<eos>"
     "{% else %}<user>{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<agent>{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def template(tiny_model_dir):
-    return load_chat_template(tiny_model_dir)
 
 
 @pytest.fixture
@@ -49,12 +43,7 @@ def record_turn(
     """Record a turn in which the model generates `text`, special tokens included."""
     prompt = recording.chat_prompt(messages, tools=tools)
     ids = ids_of(template, text)
-    completion = Completion(
-        token_ids=ids,
-        logprobs=[-0.5 - n for n in range(len(ids))],
-        versions=[version] * len(ids),
-        finish_reason="stop",
-    )
+    completion = make_completion(ids, version=version, logprobs=[-0.5 - n for n in range(len(ids))])
     answered = agent(template.decode(ids)) if answer is None else answer
     return recording.record_answer(
         prompt, completion, answer=answered, is_trained=trained, started_at=started_at, generate_s=0.25
@@ -98,7 +87,7 @@ def test_ids_that_no_tokenizer_would_make_are_used_again(recording, template):
     """The model may tokenise a word differently from the tokenizer: here with a <pad> that no text shows."""
     odd = [template.mark_ids["<pad>"], *ids_of(template, "ok"), template.close_id]
     prompt = recording.chat_prompt([user("a")], tools=None)
-    completion = Completion(token_ids=odd, logprobs=[-1.0] * 4, versions=[4] * 4, finish_reason="stop")
+    completion = make_completion(odd, version=4)
     recording.record_answer(prompt, completion, answer=agent("ok"), is_trained=True, started_at=0.0, generate_s=0.0)
     following = recording.chat_prompt([user("a"), agent("ok"), user("b")], tools=None)
     assert following.token_ids() == [*prompt.token_ids(), *odd, *ids_of(template, "<user>b<agent>")]
@@ -232,7 +221,7 @@ def test_of_conversations_that_take_turns_only_new_messages_are_hashed(recording
 def test_a_plain_completion_continues_from_its_text(recording, template):
     prompt = recording.text_prompt("once")
     ids = template.encode_text(" upon")
-    completion = Completion(token_ids=ids, logprobs=[-1.0] * 5, versions=[4] * 5, finish_reason="length")
+    completion = make_completion(ids, version=4, finish_reason="length")
     first = recording.record_answer(prompt, completion, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
     following = recording.text_prompt("once upon a time")
     assert following.parent is first
@@ -247,7 +236,7 @@ def test_marks_in_a_plain_completion_count(recording, template):
     prompt = recording.text_prompt(rendered)
     ids = template.encode("x<eos>")
     assert prompt.token_ids() == template.encode(rendered)
-    completion = Completion(token_ids=ids, logprobs=[-1.0] * 2, versions=[4] * 2, finish_reason="stop")
+    completion = make_completion(ids, version=4)
     turn = recording.record_answer(prompt, completion, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
     following = recording.text_prompt(rendered + "x<eos><user>b<agent>")
     assert following.parent is turn
@@ -275,7 +264,7 @@ def test_the_prompt_of_a_plain_completion_is_the_text_that_was_sent(template, ca
         prompt = recording.text_prompt(sent)
         assert template.decode_all(prompt.token_ids()) == prompt.rendered == sent
         ids = template.encode(generated)
-        made = Completion(token_ids=ids, logprobs=[-1.0] * len(ids), versions=[4] * len(ids), finish_reason="stop")
+        made = make_completion(ids, version=4)
         recording.record_answer(prompt, made, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
         num_generated += len(ids)
         known += [sent, sent + template.decode(ids)]
@@ -291,7 +280,7 @@ def test_the_text_before_an_unsent_stop_token_is_stored_once(recording, template
     for _ in range(5):
         ids = template.encode(" 4<eos>")
         prompt = recording.text_prompt(sent)
-        made = Completion(token_ids=ids, logprobs=[-1.0] * len(ids), versions=[4] * len(ids), finish_reason="stop")
+        made = make_completion(ids, version=4)
         recording.record_answer(prompt, made, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
         sent += " 4\n2+2="
     assert len(trajectory_of(recording)) == len(template.encode("1+1= 4")) + 4 * len(template.encode("\n2+2= 4")) + 5
@@ -310,7 +299,7 @@ def test_ids_that_many_turns_share_are_compared_once(recording, monkeypatch):
     ids = [5]
     for _ in range(100):
         prompt = recording.text_prompt(ids)
-        completion = Completion(token_ids=[7], logprobs=[-1.0], versions=[4], finish_reason="stop")
+        completion = make_completion([7], version=4)
         turn = recording.record_answer(prompt, completion, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)
         ids = [*ids, 7, 5]
     for sent, parent, fewest in ((ids, turn, 1), ([*ids[:-2], 8, 5], turn.prompt.parent, 1), ([6, *ids], None, 0)):
@@ -327,7 +316,7 @@ def test_turns_sampled_otherwise_are_recorded_and_not_trained(recording, templat
 
 
 def test_a_torn_completion_is_an_engine_error(recording):
-    torn = Completion(token_ids=[1, 2], logprobs=[0.0], versions=[4, 4], finish_reason="stop")
+    torn = make_completion([1, 2], version=4, logprobs=[0.0])
     prompt = recording.chat_prompt([user("a")], tools=None)
     with pytest.raises(EngineError, match="2 tokens, 1 log-probabilities"):
         recording.record_answer(prompt, torn, answer=None, is_trained=True, started_at=0.0, generate_s=0.0)

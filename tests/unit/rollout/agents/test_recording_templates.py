@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from hpcrl.config.recipe import ModelConfig
-from hpcrl.engines.base import Completion
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.rollout.agents.recording import ConversationRecording, RecordedTurn
 from hpcrl.rollout.agents.tool_families import CALL_FORMS
 from hpcrl.testing.model_templates import FAMILIES, save_family
+from tests.support.completions import make_completion
 
 RULES, QUESTION = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Where to?"}
 AGAIN = {"role": "user", "content": "And now?"}
@@ -64,7 +64,7 @@ def record(
     """Record the answer `said`, special tokens included, which the client receives as `answer`."""
     prompt = recording.chat_prompt(messages, tools=more.pop("tools", None), **more)
     ids = template.encode(said)
-    completion = Completion(token_ids=ids, logprobs=[-1.0] * len(ids), versions=[1] * len(ids), finish_reason="stop")
+    completion = make_completion(ids, version=1)
     return recording.record_answer(prompt, completion, answer=answer, is_trained=True, started_at=0.0, generate_s=0.0)
 
 

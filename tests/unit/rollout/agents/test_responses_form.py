@@ -10,18 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents.answers import ModelAnswer, NamedCall, TokenUsage
 from hpcrl.rollout.agents.responses_form import ResponseMemory, ResponsesForm
 from hpcrl.rollout.agents.tool_parsers import ContentText, ReasoningText
 
 USAGE = TokenUsage(num_prompt=1, num_generated=1)
 TOOLS = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
-
-
-@pytest.fixture(scope="module")
-def template(tiny_model_dir):
-    return load_chat_template(tiny_model_dir)
 
 
 def respond(memory, template, number, **asked):

@@ -5,7 +5,6 @@ import random
 import msgspec
 import pytest
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.config.recipe import RouterConfig
 from hpcrl.engines.base import LoadFigures
 from hpcrl.hardware.cost_model import ModelShape, estimate_speed
@@ -13,6 +12,7 @@ from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.rollout.routing.decision import RoutingView, TurnFacts, choose_workers, should_release_kv
 from hpcrl.rollout.routing.engines import MAX_KV_SHARE, EngineState, build_pools, estimate_foreign_kv
 from hpcrl.rollout.routing.trajectories import TrajectoryState
+from tests.support.endpoints import make_endpoint
 
 SHAPE = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_000_000_000)
 PLACES = 32
@@ -20,7 +20,7 @@ KV = {gpu: estimate_speed(GPU_CATALOGUE[gpu], shape=SHAPE).kv_tokens for gpu in 
 
 
 def worker(gpu, *, role="decode", num_running=0, held=0, holding=0):
-    endpoint = EngineEndpoint(role=role, worker=f"000-{role}-{gpu}", node="n", url="u", token="t", gpu=gpu)
+    endpoint = make_endpoint(f"000-{role}-{gpu}", gpu=gpu)
     made = EngineState(endpoint, engine=None, speed=estimate_speed(GPU_CATALOGUE[gpu], shape=SHAPE), role=role)
     made.update_load(
         LoadFigures(version=0, num_running=num_running, num_waiting=0, num_generated_tokens=0, num_places=PLACES),

@@ -6,9 +6,9 @@ import dataclasses
 import msgspec
 import pytest
 
-from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint, announce_endpoint, withdraw_endpoint
+from hpcrl.campaign_dir.endpoints import EndpointReader, announce_endpoint, withdraw_endpoint
 from hpcrl.config.recipe import RouterConfig
-from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, KvHandle, LoadFigures
+from hpcrl.engines.base import CompletionChunk, GenerateRequest, KvHandle, LoadFigures
 from hpcrl.errors import EngineError, EngineRefusedError
 from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
@@ -16,6 +16,8 @@ from hpcrl.rollout.routing.engines import RouterTimeouts
 from hpcrl.rollout.routing.role_switch import MIN_OVERLOAD_S, RoleSwitcher, read_switched_roles
 from hpcrl.rollout.routing.router import DEFAULT_RULES, Router
 from hpcrl.testing.virtual_time import run_virtual
+from tests.support.completions import make_completion
+from tests.support.endpoints import make_endpoint
 
 FAST = RouterTimeouts(
     refresh_interval_s=0.01,
@@ -54,7 +56,7 @@ class Fake:
     async def generate(self, request):
         self.generated.append(request)
         await self._feel()
-        return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason="length")
+        return make_completion(finish_reason="length")
 
     async def stream(self, request):
         for token_ids in self.pieces:
@@ -86,8 +88,7 @@ class Pool:
 
     def add(self, role, number=0, **changed):
         worker = f"000-{role}-{number}"
-        fields = {"role": role, "worker": worker, "node": "n0", "url": f"http://n0/{worker}", "token": "t"}
-        announce_endpoint(self.directory, EngineEndpoint(**(fields | changed)))
+        announce_endpoint(self.directory, make_endpoint(worker, **{"url": f"http://n/{worker}", **changed}))
         return worker
 
     @property
@@ -148,9 +149,7 @@ def test_the_prefill_worker_knows_what_the_decode_worker_holds(pool):
 def test_without_prefill_the_decode_worker_computes_the_prompt(pool, mood):
     pool.add("decode")
     if mood:
-        pool.connect(
-            EngineEndpoint(role="prefill", worker=pool.add("prefill"), node="n", url="u", token="t")
-        ).mood = mood
+        pool.connect(make_endpoint(pool.add("prefill"))).mood = mood
 
     async def run():
         async with pool.router() as router:
@@ -186,7 +185,7 @@ class Slow(Fake):
     async def generate(self, request):
         self.generated.append(request)
         await asyncio.sleep(self.answer_s)
-        return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason="length")
+        return make_completion(finish_reason="length")
 
     async def load_figures(self):
         generated = int(self.pace * asyncio.get_running_loop().time())
@@ -306,12 +305,12 @@ def test_a_worker_that_was_restarted_is_connected_again(pool):
     async def run():
         router = Router(pool.endpoints, connect=lambda e: urls.append(e.url) or Fake(e), seed=0, timeouts=FAST)
         await router.refresh()
-        pool.add("decode", url="http://n0/other")
+        pool.add("decode", url="http://n/other")
         await router.refresh()
         await router.refresh()
 
     asyncio.run(run())
-    assert urls == ["http://n0/000-decode-0", "http://n0/other"]
+    assert urls == ["http://n/000-decode-0", "http://n/other"]
 
 
 def test_loads_are_those_reported_corrected_by_requests_sent_since(pool):

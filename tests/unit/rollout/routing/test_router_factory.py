@@ -5,15 +5,17 @@ import json
 
 import pytest
 
-from hpcrl.campaign_dir.endpoints import EngineEndpoint, announce_endpoint
+from hpcrl.campaign_dir.endpoints import announce_endpoint
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.engines.base import Completion, GenerateRequest, LoadFigures
+from hpcrl.engines.base import GenerateRequest, LoadFigures
 from hpcrl.errors import EngineError, PlanError
 from hpcrl.rollout.routing.factory import make_router
 from hpcrl.testing.event_lines import read_events
 from hpcrl.testing.virtual_time import run_virtual
+from tests.support.completions import make_completion
+from tests.support.endpoints import make_endpoint
 from tests.support.plans import make_recipe, plan_recipe
 
 CONFIG = {
@@ -42,41 +44,41 @@ class FixedEngine:
     """An engine that always returns the same token."""
 
     async def generate(self, request):
-        return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason="length")
+        return make_completion(finish_reason="length")
 
     async def load_figures(self):
         return LoadFigures(version=0, num_running=0, num_waiting=0, num_generated_tokens=0)
 
 
-ENDPOINT = EngineEndpoint(role="decode", worker="000-decode-0", node="n", url="u", token="t", gpu="h20", num_gpus=1)
+ENDPOINT = make_endpoint(gpu="h20", num_gpus=1)
 
 
 def play_turn(tmp_path, config, *settings, engine_after_s=0.0):
     """Serve a turn by the router of a recipe, whose only engine is announced later; return the campaign."""
-    run = CampaignDir(tmp_path)
-    for path in (run.endpoints, run.events, run.model):
+    campaign = CampaignDir(tmp_path)
+    for path in (campaign.endpoints, campaign.events, campaign.model):
         path.mkdir(parents=True)
-    (run.model / "config.json").write_text(json.dumps(config))
+    (campaign.model / "config.json").write_text(json.dumps(config))
     recipe = make_recipe(*settings)
 
     async def turn():
-        log = EventLog(run.events / "env.jsonl", role="env")
+        log = EventLog(campaign.events / "env.jsonl", role="env")
         worker, connect = EnvWorkerId(0, 1), lambda _: FixedEngine()
-        async with make_router(recipe, run, job=0, worker=worker, connect=connect, seed=0, events=log) as router:
+        async with make_router(recipe, campaign, job=0, worker=worker, connect=connect, seed=0, events=log) as router:
             serving = asyncio.create_task(router.generate(REQUEST))
             await asyncio.sleep(engine_after_s)
-            announce_endpoint(run.endpoints, ENDPOINT)
+            announce_endpoint(campaign.endpoints, ENDPOINT)
             await serving
         log.close()
 
     run_virtual(turn())
-    return run
+    return campaign
 
 
 def routed(tmp_path, config):
     """Return the one decision that the router of a recipe logs for a turn."""
-    run = play_turn(tmp_path, config, "router.log_share=1.0")
-    (decision,) = [event for event in read_events(run.events) if event["event"] == "route"]
+    campaign = play_turn(tmp_path, config, "router.log_share=1.0")
+    (decision,) = [event for event in read_events(campaign.events) if event["event"] == "route"]
     return decision
 
 

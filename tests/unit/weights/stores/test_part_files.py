@@ -42,13 +42,13 @@ def held(rank: int, version: int) -> LocalShards:
 class PartTrainer:
     """Two ranks on two nodes, each a thread of this process."""
 
-    def __init__(self, run: CampaignDir) -> None:
+    def __init__(self, campaign: CampaignDir) -> None:
         self._barrier, self._messages = Barrier(2), [b"", b""]
         self._threads = ThreadPoolExecutor(2)
         self.stores = [
             ShardStore(
-                WindowKey(campaign=run.root, node=node, directory=run.root.parent, part=True),
-                job=run.job(0),
+                WindowKey(campaign=campaign.root, node=node, directory=campaign.root.parent, part=True),
+                job=campaign.job(0),
                 layout=LAYOUT,
                 rank=rank,
                 all_gather=self._exchange(rank),
@@ -86,34 +86,34 @@ class PartTrainer:
 
 
 @pytest.fixture
-def trainer(run: CampaignDir) -> Iterator[PartTrainer]:
-    trainer = PartTrainer(run)
+def trainer(campaign: CampaignDir) -> Iterator[PartTrainer]:
+    trainer = PartTrainer(campaign)
     yield trainer
     trainer.end()
 
 
-def left(run: CampaignDir, trainer: PartTrainer, version: int) -> tuple[Callable[[], object], Path]:
+def left(campaign: CampaignDir, trainer: PartTrainer, version: int) -> tuple[Callable[[], object], Path]:
     """Return what writes the version to a file, and the directory where the other node has written its part."""
-    directory = part_files.make_parts_directory(run.weights)
+    directory = part_files.make_parts_directory(campaign.weights)
     trainer.stores[1].write_part(version, directory)
     trainer.stores[1].close()  # waits for it
-    files = FileStore(run.weights)
+    files = FileStore(campaign.weights)
     return trainer.stores[0].make_gatherer(
         files, WeightVersion(version=version, step=version), directory=directory
     ), directory
 
 
-def test_each_node_has_its_part_alone_and_the_file_has_everything(run: CampaignDir, trainer: PartTrainer) -> None:
+def test_each_node_has_its_part_alone_and_the_file_has_everything(campaign: CampaignDir, trainer: PartTrainer) -> None:
     for version in (1, 2):
         trainer.publish(version)
-    gather, directory = left(run, trainer, 2)
+    gather, directory = left(campaign, trainer, 2)
     assert (directory / "rank-1" / "window.bin").stat().st_size == PARTS.layouts["b"].nbytes < LAYOUT.nbytes
     gather()
-    got = FileStore(run.weights).load(2)
+    got = FileStore(campaign.weights).load(2)
     assert list(got) == list(make_tensors(LAYOUT, 2))
     assert all(torch.equal(got[name], tensor) for name, tensor in make_tensors(LAYOUT, 2).items())
-    assert [path.name for path in run.weights.iterdir()] == ["v00000002"]
-    assert {oct(path.stat().st_mode & 0o077) for path in run.weights.rglob("*")} == {"0o0"}
+    assert [path.name for path in campaign.weights.iterdir()] == ["v00000002"]
+    assert {oct(path.stat().st_mode & 0o077) for path in campaign.weights.rglob("*")} == {"0o0"}
 
 
 def flip(path: Path) -> None:
@@ -130,38 +130,38 @@ def flip(path: Path) -> None:
     ],
 )
 def test_a_part_that_has_changed_makes_no_version(
-    run: CampaignDir, trainer: PartTrainer, damage: Callable[[Path], object], complaint: str
+    campaign: CampaignDir, trainer: PartTrainer, damage: Callable[[Path], object], complaint: str
 ) -> None:
     trainer.publish(1)
-    gather, directory = left(run, trainer, 1)
+    gather, directory = left(campaign, trainer, 1)
     damage(directory / "rank-1" / "window.bin")
     with pytest.raises(WeightsError, match=complaint):
         gather()
-    assert list_versions(run.weights) == []
+    assert list_versions(campaign.weights) == []
 
 
-def test_a_node_that_cannot_write_its_part_is_named(run: CampaignDir, trainer: PartTrainer) -> None:
+def test_a_node_that_cannot_write_its_part_is_named(campaign: CampaignDir, trainer: PartTrainer) -> None:
     trainer.publish(1)
     with largest_file(1 << 12):
-        gather, _ = left(run, trainer, 1)
+        gather, _ = left(campaign, trainer, 1)
     with pytest.raises(WeightsError, match=r"rank 1 cannot write its part: .*File too large"):
         gather()
 
 
-def test_parts_of_a_killed_trainer_are_removed_by_the_next(run: CampaignDir, trainer: PartTrainer) -> None:
+def test_parts_of_a_killed_trainer_are_removed_by_the_next(campaign: CampaignDir, trainer: PartTrainer) -> None:
     trainer.publish(1)
-    _, first = left(run, trainer, 1)
-    second = part_files.make_parts_directory(run.weights)
-    assert [path for path in run.weights.iterdir()] == [second]
+    _, first = left(campaign, trainer, 1)
+    second = part_files.make_parts_directory(campaign.weights)
+    assert [path for path in campaign.weights.iterdir()] == [second]
     assert first != second
 
 
-def test_a_version_that_one_node_alone_has_is_never_made_again(run: CampaignDir) -> None:
-    first = PartTrainer(run)
+def test_a_version_that_one_node_alone_has_is_never_made_again(campaign: CampaignDir) -> None:
+    first = PartTrainer(campaign)
     first.publish(1)
     first.together(lambda store, rank: store.stage(held(rank, 2), WeightVersion(version=2, step=2)))
     first.end()  # rank 0 was killed before it committed
-    again = PartTrainer(run)
+    again = PartTrainer(campaign)
     assert again.stores[0].newest() is None
     assert again.stores[0].newest_started() == 2
     again.publish(3)
@@ -171,11 +171,11 @@ def test_a_version_that_one_node_alone_has_is_never_made_again(run: CampaignDir)
     again.end()
 
 
-def test_a_restarted_trainer_finds_the_version_that_all_nodes_have(run: CampaignDir) -> None:
-    first = PartTrainer(run)
+def test_a_restarted_trainer_finds_the_version_that_all_nodes_have(campaign: CampaignDir) -> None:
+    first = PartTrainer(campaign)
     first.publish(1)
     first.end()
-    again = PartTrainer(run)
+    again = PartTrainer(campaign)
     newest = again.stores[0].newest()
     assert newest is not None
     assert (newest.version, again.stores[0].newest_started()) == (1, 1)
@@ -187,10 +187,10 @@ def test_ranks_that_hold_other_shards_than_at_the_start_are_refused_on_all_nodes
     assert ["other shards of the weights than at the start" in str(error) for error in swapped] == [True, True]
 
 
-def test_no_engine_reads_the_window_of_a_part(run: CampaignDir, trainer: PartTrainer) -> None:
+def test_no_engine_reads_the_window_of_a_part(campaign: CampaignDir, trainer: PartTrainer) -> None:
     trainer.publish(1)
-    assert Window.open(WindowKey(campaign=run.root, node="a", directory=run.root.parent), job=0) is None
-    part = Window.open(WindowKey(campaign=run.root, node="a", directory=run.root.parent, part=True), job=0)
+    assert Window.open(WindowKey(campaign=campaign.root, node="a", directory=campaign.root.parent), job=0) is None
+    part = Window.open(WindowKey(campaign=campaign.root, node="a", directory=campaign.root.parent, part=True), job=0)
     assert part is not None
     assert part.layout == PARTS.layouts["a"]
     part.close()

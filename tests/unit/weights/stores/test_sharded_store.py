@@ -75,8 +75,8 @@ def held_fsdp(rank: int, version: int) -> LocalShards:
     return [(shard, make_tensors(LAYOUT, version)[shard.name][shard.index]) for shard in held + scalars]
 
 
-def key(run: CampaignDir) -> WindowKey:
-    return WindowKey(campaign=run.root, node="n", directory=run.root.parent)
+def key(campaign: CampaignDir) -> WindowKey:
+    return WindowKey(campaign=campaign.root, node="n", directory=campaign.root.parent)
 
 
 Work = Callable[[ShardStore, int, CampaignDir], Any]
@@ -85,10 +85,10 @@ Work = Callable[[ShardStore, int, CampaignDir], Any]
 def rank_of(work: Work, root: Path, rank: int, world: int, port: int, answers: Any) -> None:
     """Run a rank: connect to the others, work, report the result."""
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    run = CampaignDir(root)
-    store = ShardStore(key(run), job=run.job(0), layout=LAYOUT, rank=rank, all_gather=make_all_gather())
+    campaign = CampaignDir(root)
+    store = ShardStore(key(campaign), job=campaign.job(0), layout=LAYOUT, rank=rank, all_gather=make_all_gather())
     try:
-        answer = work(store, rank, run)
+        answer = work(store, rank, campaign)
     except WeightsError as error:
         answer = f"refused: {error}"
     except RuntimeError:  # gloo, when another rank is gone
@@ -96,14 +96,15 @@ def rank_of(work: Work, root: Path, rank: int, world: int, port: int, answers: A
     answers.put((rank, answer))
 
 
-def ranks(work: Work, run: CampaignDir, world: int, *, num_answers: int | None = None) -> dict[int, Any]:
+def ranks(work: Work, campaign: CampaignDir, world: int, *, num_answers: int | None = None) -> dict[int, Any]:
     """Return the result of each of `world` ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     answers = RANK_SERVER.Queue()
     processes = [
-        RANK_SERVER.Process(target=rank_of, args=(work, run.root, rank, world, port, answers)) for rank in range(world)
+        RANK_SERVER.Process(target=rank_of, args=(work, campaign.root, rank, world, port, answers))
+        for rank in range(world)
     ]
     for process in processes:
         process.start()
@@ -115,9 +116,9 @@ def ranks(work: Work, run: CampaignDir, world: int, *, num_answers: int | None =
     return found
 
 
-def seen(run: CampaignDir, version: int) -> bool:
+def seen(campaign: CampaignDir, version: int) -> bool:
     """Return True if this version is in the window, checked, with the expected values."""
-    got = WindowStore(key(run), job=run.job(0)).load(version)
+    got = WindowStore(key(campaign), job=campaign.job(0)).load(version)
     return list(got) == list(make_tensors(LAYOUT, version)) and all(
         torch.equal(got[name], t) for name, t in make_tensors(LAYOUT, version).items()
     )
@@ -136,32 +137,32 @@ def publish_three(held: Callable[[int, int], LocalShards], store: ShardStore, ra
     return [(manifest.version, len(manifest.checksums)) for manifest in manifests]
 
 
-def with_tp_pp(store: ShardStore, rank: int, run: CampaignDir) -> Any:
+def with_tp_pp(store: ShardStore, rank: int, campaign: CampaignDir) -> Any:
     return publish_three(held_tp_pp, store, rank)
 
 
-def with_dp(store: ShardStore, rank: int, run: CampaignDir) -> Any:
+def with_dp(store: ShardStore, rank: int, campaign: CampaignDir) -> Any:
     return publish_three(held_dp, store, rank)
 
 
-def with_fsdp(store: ShardStore, rank: int, run: CampaignDir) -> Any:
+def with_fsdp(store: ShardStore, rank: int, campaign: CampaignDir) -> Any:
     return publish_three(held_fsdp, store, rank)
 
 
 @pytest.mark.parametrize(("work", "world"), [(with_tp_pp, 4), (with_dp, 2), (with_fsdp, 3)])
-def test_however_ranks_hold_a_model_the_window_holds_it_whole(run: CampaignDir, work: Work, world: int) -> None:
-    answers = ranks(work, run, world)
+def test_however_ranks_hold_a_model_the_window_holds_it_whole(campaign: CampaignDir, work: Work, world: int) -> None:
+    answers = ranks(work, campaign, world)
     assert answers == {rank: [] for rank in range(world)} | {
         0: [(version, len(LAYOUT.tensors)) for version in (1, 2, 5)]
     }
-    assert seen(run, 2)
-    assert seen(run, 5)
+    assert seen(campaign, 2)
+    assert seen(campaign, 5)
 
 
 # ---- errors are raised on all ranks, and nothing is visible
 
 
-def wrong_then_right(store: ShardStore, rank: int, run: CampaignDir) -> Any:
+def wrong_then_right(store: ShardStore, rank: int, campaign: CampaignDir) -> Any:
     """Each wrong version is refused on every rank alike, and the right one after them is accepted."""
     complaints = []
     extra = (TensorShard(name="0.bias", start=(0,), shape=(2,)), torch.zeros(2))
@@ -187,11 +188,11 @@ def wrong_then_right(store: ShardStore, rank: int, run: CampaignDir) -> Any:
     return complaints
 
 
-def test_an_error_of_one_rank_is_raised_on_every_rank_with_the_tensor_and_the_rank(run: CampaignDir) -> None:
-    before = WindowStore(key(run), job=run.job(0))
+def test_an_error_of_one_rank_is_raised_on_every_rank_with_the_tensor_and_the_rank(campaign: CampaignDir) -> None:
+    before = WindowStore(key(campaign), job=campaign.job(0))
     before.publish(make_tensors(LAYOUT, 1), WeightVersion(version=1, step=1))
     before.close()
-    answers = ranks(wrong_then_right, run, 4)
+    answers = ranks(wrong_then_right, campaign, 4)
     assert len({tuple(complaints) for complaints in answers.values()}) == 1
     missing, twice, extra, dtype, shape = answers[0]
     assert "tensor '1.o'" in missing
@@ -201,33 +202,33 @@ def test_an_error_of_one_rank_is_raised_on_every_rank_with_the_tensor_and_the_ra
     assert "rank 3: tensor '1.q': a shard of bfloat16 [32, 64] at [32, 0] is expected, but float64" in dtype
     assert "rank 3: tensor '1.q'" in shape
     assert "bfloat16 [32, 63] was given" in shape
-    assert WindowStore(key(run), job=run.job(0)).newest().version == 3  # type: ignore[union-attr]
-    assert seen(run, 1)
-    assert seen(run, 3)
+    assert WindowStore(key(campaign), job=campaign.job(0)).newest().version == 3  # type: ignore[union-attr]
+    assert seen(campaign, 1)
+    assert seen(campaign, 3)
 
 
-def another_model(store: ShardStore, rank: int, run: CampaignDir) -> Any:
+def another_model(store: ShardStore, rank: int, campaign: CampaignDir) -> Any:
     other = TensorLayout.pack([("a", "float32", (rank + 1,))])
     held = [(make_whole_shard(other.tensors[0]), torch.zeros(rank + 1))]
-    ShardStore(key(run), job=run.job(0), layout=other, rank=rank, all_gather=make_all_gather()).stage(
+    ShardStore(key(campaign), job=campaign.job(0), layout=other, rank=rank, all_gather=make_all_gather()).stage(
         held, WeightVersion(version=1, step=1)
     )
 
 
-def test_ranks_with_different_models_are_refused(run: CampaignDir) -> None:
-    answers = ranks(another_model, run, 2)
+def test_ranks_with_different_models_are_refused(campaign: CampaignDir) -> None:
+    answers = ranks(another_model, campaign, 2)
     assert set(answers.values()) == {"refused: rank 1 has a different layout from rank 0: do both hold the same model?"}
 
 
-def no_memory(store: ShardStore, rank: int, run: CampaignDir) -> Any:
-    nowhere = WindowKey(campaign=run.root, node="n", directory=run.root / "absent")
-    ShardStore(nowhere, job=run.job(0), layout=LAYOUT, rank=rank, all_gather=make_all_gather()).stage(
+def no_memory(store: ShardStore, rank: int, campaign: CampaignDir) -> Any:
+    nowhere = WindowKey(campaign=campaign.root, node="n", directory=campaign.root / "absent")
+    ShardStore(nowhere, job=campaign.job(0), layout=LAYOUT, rank=rank, all_gather=make_all_gather()).stage(
         held_tp_pp(rank, 1), WeightVersion(version=1, step=1)
     )
 
 
-def test_a_window_without_room_is_an_error_on_every_rank(run: CampaignDir) -> None:
-    answers = ranks(no_memory, run, 4)
+def test_a_window_without_room_is_an_error_on_every_rank(campaign: CampaignDir) -> None:
+    answers = ranks(no_memory, campaign, 4)
     assert len(answers) == 4
     assert all(answer.startswith("refused: rank 0: no window of") for answer in answers.values())
 
@@ -235,7 +236,7 @@ def test_a_window_without_room_is_an_error_on_every_rank(run: CampaignDir) -> No
 # ---- kills
 
 
-def killed_in_mid_write(store: ShardStore, rank: int, run: CampaignDir) -> Any:
+def killed_in_mid_write(store: ShardStore, rank: int, campaign: CampaignDir) -> Any:
     publish_one(store, rank, version=1)
     fill = shards_module._fill_slot
 
@@ -255,7 +256,7 @@ def publish_one(store: ShardStore, rank: int, *, version: int) -> None:
         store.commit()
 
 
-def again(store: ShardStore, rank: int, run: CampaignDir) -> Any:
+def again(store: ShardStore, rank: int, campaign: CampaignDir) -> Any:
     """The trainer after a restart."""
     before = store.newest() if rank == 0 else None
     publish_one(store, rank, version=3)
@@ -263,18 +264,20 @@ def again(store: ShardStore, rank: int, run: CampaignDir) -> Any:
     return before.version if before is not None else None
 
 
-def test_a_rank_killed_in_mid_write_leaves_the_old_version_and_the_next_trainer_continues(run: CampaignDir) -> None:
-    answers = ranks(killed_in_mid_write, run, 4, num_answers=3)
+def test_a_rank_killed_in_mid_write_leaves_the_old_version_and_the_next_trainer_continues(
+    campaign: CampaignDir,
+) -> None:
+    answers = ranks(killed_in_mid_write, campaign, 4, num_answers=3)
     assert answers == dict.fromkeys((0, 1, 3), "left alone")
-    reader = WindowStore(key(run), job=run.job(0))
+    reader = WindowStore(key(campaign), job=campaign.job(0))
     assert reader.newest().version == 1  # type: ignore[union-attr]
-    assert seen(run, 1)
-    assert ranks(again, run, 4)[0] == 1
+    assert seen(campaign, 1)
+    assert ranks(again, campaign, 4)[0] == 1
     assert reader.newest().version == 3  # type: ignore[union-attr]
-    assert seen(run, 3)
+    assert seen(campaign, 3)
 
 
-def one_killed_while_summing(store: ShardStore, rank: int, run: CampaignDir) -> Any:
+def one_killed_while_summing(store: ShardStore, rank: int, campaign: CampaignDir) -> Any:
     if rank == 1:
         Window.compute_checksums = lambda window, turn: (  # type: ignore[method-assign]
             window._heads.share_work("sum", turn.slot, turn.generation, lambda _: os.kill(os.getpid(), signal.SIGKILL))
@@ -285,18 +288,18 @@ def one_killed_while_summing(store: ShardStore, rank: int, run: CampaignDir) -> 
     return store.commit().version
 
 
-def test_checksums_that_a_killed_rank_had_started_are_computed_by_rank_0(run: CampaignDir) -> None:
-    assert ranks(one_killed_while_summing, run, 2, num_answers=1) == {0: 1}
-    assert seen(run, 1)
+def test_checksums_that_a_killed_rank_had_started_are_computed_by_rank_0(campaign: CampaignDir) -> None:
+    assert ranks(one_killed_while_summing, campaign, 2, num_answers=1) == {0: 1}
+    assert seen(campaign, 1)
 
 
 def test_a_slot_is_not_given_away_while_a_rank_still_fills_it(
-    run: CampaignDir, monkeypatch: pytest.MonkeyPatch
+    campaign: CampaignDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpcrl.weights.window.window.LEASE_TIMEOUT_S", 0.05)
-    writer = Window.create(key(run), LAYOUT, job=run.job(0))
+    writer = Window.create(key(campaign), LAYOUT, job=campaign.job(0))
     writer.start_version(1, step=1)
-    turn, part = writer.ticket(), Window.join(key(run), job=0)
+    turn, part = writer.ticket(), Window.join(key(campaign), job=0)
     with part.joint_write(turn), pytest.raises(WeightsError, match="a rank still fills slot 0"):
         writer.start_version(1, step=1)
     writer.start_version(1, step=1)
@@ -307,23 +310,23 @@ def test_a_slot_is_not_given_away_while_a_rank_still_fills_it(
 # ---- as the trainer's publisher
 
 
-def published(store: ShardStore, rank: int, run: CampaignDir) -> Any:
+def published(store: ShardStore, rank: int, campaign: CampaignDir) -> Any:
     if rank != 0:
         for version in (1, 2):
             store.stage(held_tp_pp(rank, version), WeightVersion(version=version, step=version))
         store.close()
         return None
-    events = EventLog(run.events / "train.jsonl", role="train")
-    publisher = WeightPublisher(FileStore(run.weights), store, events=events, keep_versions=2)
+    events = EventLog(campaign.events / "train.jsonl", role="train")
+    publisher = WeightPublisher(FileStore(campaign.weights), store, events=events, keep_versions=2)
     for version in (1, 2):
         publisher.publish(held_tp_pp(rank, version), WeightVersion(version=version, step=version))
     publisher.persist()
     publisher.close()
-    return [find_newest_version(run.weights), list_versions(run.weights)]
+    return [find_newest_version(campaign.weights), list_versions(campaign.weights)]
 
 
-def test_a_publisher_takes_shards_as_it_takes_tensors(run: CampaignDir) -> None:
-    assert ranks(published, run, 4)[0] == [2, [1, 2]]
-    got = FileStore(run.weights).load(2)
+def test_a_publisher_takes_shards_as_it_takes_tensors(campaign: CampaignDir) -> None:
+    assert ranks(published, campaign, 4)[0] == [2, [1, 2]]
+    got = FileStore(campaign.weights).load(2)
     assert all(torch.equal(got[name], tensor) for name, tensor in make_tensors(LAYOUT, 2).items())
-    assert not key(run).path.exists()
+    assert not key(campaign).path.exists()

@@ -74,9 +74,9 @@ def read_line(process: "subprocess.Popen[str]") -> str:
 
 
 def window(tmp_path: Path, name: str) -> Window:
-    run = CampaignDir(tmp_path / name)
-    make_private_dir(run.root)
-    made = Window.create(WindowKey(campaign=run.root, node="n", directory=tmp_path), LAYOUT, job=run.job(0))
+    campaign = CampaignDir(tmp_path / name)
+    make_private_dir(campaign.root)
+    made = Window.create(WindowKey(campaign=campaign.root, node="n", directory=tmp_path), LAYOUT, job=campaign.job(0))
     made.start_version(1, step=1)
     made.commit()
     return made

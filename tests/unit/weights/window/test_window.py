@@ -39,12 +39,12 @@ LAYOUT = TensorLayout.pack([("a", "float32", (1000,)), ("b", "bfloat16", (7, 3))
 LARGE = TensorLayout.pack([("a", "uint8", (32 << 20,))])
 
 
-def key(run: CampaignDir, node: str = "node") -> WindowKey:
-    return make_window_key(run, node=node)
+def key(campaign: CampaignDir, node: str = "node") -> WindowKey:
+    return make_window_key(campaign, node=node)
 
 
-def made(run: CampaignDir, *, job: int = 0, layout: TensorLayout = LAYOUT) -> Window:
-    return Window.create(key(run), layout, job=run.job(job))
+def made(campaign: CampaignDir, *, job: int = 0, layout: TensorLayout = LAYOUT) -> Window:
+    return Window.create(key(campaign), layout, job=campaign.job(job))
 
 
 def put(window: Window, version: int, *, fill: int | None = None) -> None:
@@ -53,8 +53,8 @@ def put(window: Window, version: int, *, fill: int | None = None) -> None:
     window.commit()
 
 
-def opened(run: CampaignDir, job: int | None = None) -> Window:
-    window = Window.open(key(run), job=job)
+def opened(campaign: CampaignDir, job: int | None = None) -> Window:
+    window = Window.open(key(campaign), job=job)
     assert window is not None
     return window
 
@@ -72,8 +72,8 @@ def newest(window: Window) -> int | None:
 # ---- versions
 
 
-def test_a_version_is_visible_only_when_it_is_committed(run: CampaignDir) -> None:
-    writer, reader = made(run), opened(run)
+def test_a_version_is_visible_only_when_it_is_committed(campaign: CampaignDir) -> None:
+    writer, reader = made(campaign), opened(campaign)
     assert newest(reader) is None
     slot = writer.start_version(4, step=2)
     slot[:] = b"\x04" * len(slot)
@@ -84,8 +84,8 @@ def test_a_version_is_visible_only_when_it_is_committed(run: CampaignDir) -> Non
     assert content(reader, 4) == {4}
 
 
-def test_two_versions_are_held_and_the_one_in_use_stays_while_the_next_is_written(run: CampaignDir) -> None:
-    writer, reader = made(run), opened(run)
+def test_two_versions_are_held_and_the_one_in_use_stays_while_the_next_is_written(campaign: CampaignDir) -> None:
+    writer, reader = made(campaign), opened(campaign)
     for version in (1, 2, 3):
         put(writer, version)
     assert reader.versions() == [2, 3]
@@ -95,21 +95,21 @@ def test_two_versions_are_held_and_the_one_in_use_stays_while_the_next_is_writte
 
 
 @pytest.mark.parametrize("version", [3, 2, -1])
-def test_versions_never_go_back(run: CampaignDir, version: int) -> None:
-    writer = made(run)
+def test_versions_never_go_back(campaign: CampaignDir, version: int) -> None:
+    writer = made(campaign)
     put(writer, 3)
     with pytest.raises(WeightsError, match="never go back"):
         writer.start_version(version, step=0)
 
 
-def test_a_version_that_is_not_there_is_refused_with_those_that_are(run: CampaignDir) -> None:
-    put(made(run), 3)
-    with pytest.raises(WeightsError, match=r"version 2 is not in .*available: 3"), opened(run).read_version(2):
+def test_a_version_that_is_not_there_is_refused_with_those_that_are(campaign: CampaignDir) -> None:
+    put(made(campaign), 3)
+    with pytest.raises(WeightsError, match=r"version 2 is not in .*available: 3"), opened(campaign).read_version(2):
         pass
 
 
-def test_checksums_of_another_node_are_compared_before_anything_is_visible(run: CampaignDir) -> None:
-    writer = made(run)
+def test_checksums_of_another_node_are_compared_before_anything_is_visible(campaign: CampaignDir) -> None:
+    writer = made(campaign)
     put(writer, 1)
     slot = writer.start_version(2, step=2)
     slot[:] = b"\x02" * len(slot)
@@ -123,41 +123,41 @@ def test_checksums_of_another_node_are_compared_before_anything_is_visible(run: 
         slot[:] = b"\x02" * len(slot)
         with pytest.raises(WeightsError, match=complaint):
             writer.commit(wrong)
-        assert newest(opened(run)) == 2
+        assert newest(opened(campaign)) == 2
     slot = writer.start_version(3, step=3)
     slot[:] = b"\x02" * len(slot)
     assert writer.commit(sums).checksums == sums
 
 
-def test_a_damaged_tensor_is_named_and_the_other_version_still_reads(run: CampaignDir) -> None:
-    writer = made(run)
+def test_a_damaged_tensor_is_named_and_the_other_version_still_reads(campaign: CampaignDir) -> None:
+    writer = made(campaign)
     put(writer, 1)
     slot = writer.start_version(2, step=2)
     slot[:] = b"\x02" * len(slot)
     writer.commit()
     slot[LAYOUT.tensors_by_name()["b"].offset] ^= 1
-    reader = opened(run)
+    reader = opened(campaign)
     with pytest.raises(WeightsError, match=r"version 2 .* tensor 'b' has checksum"), reader.read_version(2):
         pass
     assert content(reader, 1) == {1}
 
 
-def test_tensors_are_checked_once_on_a_node(run: CampaignDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(made(run), 1)
-    assert content(opened(run), 1) == {1}
+def test_tensors_are_checked_once_on_a_node(campaign: CampaignDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(made(campaign), 1)
+    assert content(opened(campaign), 1) == {1}
 
     def refuse(*_: object) -> bytes:
         raise AssertionError("checked again")
 
     monkeypatch.setattr(windows, "compute_checksum", refuse)
-    assert content(opened(run), 1) == {1}
+    assert content(opened(campaign), 1) == {1}
 
 
 def test_a_check_that_was_started_and_never_finished_is_done_by_the_next_reader(
-    run: CampaignDir, monkeypatch: pytest.MonkeyPatch
+    campaign: CampaignDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(made(run), 1)
-    reader = opened(run)
+    put(made(campaign), 1)
+    reader = opened(campaign)
     monkeypatch.setattr(windows, "compute_checksum", lambda *_: b"")
     with pytest.raises(WeightsError), reader.read_version(1):
         pass
@@ -168,10 +168,10 @@ def test_a_check_that_was_started_and_never_finished_is_done_by_the_next_reader(
 # ---- readers and the writer
 
 
-def test_the_writer_waits_for_a_reader_of_the_slot_it_needs(run: CampaignDir) -> None:
+def test_the_writer_waits_for_a_reader_of_the_slot_it_needs(campaign: CampaignDir) -> None:
     import threading
 
-    writer, reader = made(run), opened(run)
+    writer, reader = made(campaign), opened(campaign)
     put(writer, 1)
     put(writer, 2)
     done = threading.Event()
@@ -185,10 +185,10 @@ def test_the_writer_waits_for_a_reader_of_the_slot_it_needs(run: CampaignDir) ->
 
 
 def test_a_reader_that_the_writer_did_not_wait_for_gets_an_error(
-    run: CampaignDir, monkeypatch: pytest.MonkeyPatch
+    campaign: CampaignDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(windows, "LEASE_TIMEOUT_S", 0.05)
-    writer, reader = made(run), opened(run)
+    writer, reader = made(campaign), opened(campaign)
     put(writer, 1)
     put(writer, 2)
     with pytest.raises(WeightsError, match="overwritten while it was read"), reader.read_version(1):
@@ -196,8 +196,8 @@ def test_a_reader_that_the_writer_did_not_wait_for_gets_an_error(
     assert content(reader, 3) == {3}
 
 
-def test_a_version_being_overwritten_cannot_be_opened_for_reading(run: CampaignDir) -> None:
-    writer, reader = made(run), opened(run)
+def test_a_version_being_overwritten_cannot_be_opened_for_reading(campaign: CampaignDir) -> None:
+    writer, reader = made(campaign), opened(campaign)
     put(writer, 1)
     put(writer, 2)
     state = reader._state_of(1)
@@ -209,14 +209,14 @@ def test_a_version_being_overwritten_cannot_be_opened_for_reading(run: CampaignD
     monkey.undo()
 
 
-def test_what_a_reader_maps_cannot_be_written_by_it(run: CampaignDir) -> None:
-    put(made(run), 1)
-    with opened(run).read_version(1) as slot, pytest.raises(TypeError):
+def test_what_a_reader_maps_cannot_be_written_by_it(campaign: CampaignDir) -> None:
+    put(made(campaign), 1)
+    with opened(campaign).read_version(1) as slot, pytest.raises(TypeError):
         slot[0] = 1
 
 
-def test_a_header_read_half_old_half_new_counts_as_no_version(run: CampaignDir) -> None:
-    writer, reader = made(run), opened(run)
+def test_a_header_read_half_old_half_new_counts_as_no_version(campaign: CampaignDir) -> None:
+    writer, reader = made(campaign), opened(campaign)
     put(writer, 1)
     put(writer, 2)
     slot = reader._state_of(2).slot
@@ -239,23 +239,25 @@ def child(work: Callable[..., None], *args: Any) -> Any:
 
 
 def stopped_in_mid_write(root: Path, reached: Event) -> None:
-    run = CampaignDir(root)
-    writer = made(run)
+    campaign = CampaignDir(root)
+    writer = made(campaign)
     put(writer, 1)
     writer.start_version(2, step=2)[: LAYOUT.nbytes // 2] = b"\xee" * (LAYOUT.nbytes // 2)
     reached.set()
     time.sleep(600)
 
 
-def test_a_writer_killed_in_mid_write_leaves_the_other_version_and_its_successor_continues(run: CampaignDir) -> None:
+def test_a_writer_killed_in_mid_write_leaves_the_other_version_and_its_successor_continues(
+    campaign: CampaignDir,
+) -> None:
     reached = RANK_SERVER.Event()
-    process = child(stopped_in_mid_write, run.root, reached)
+    process = child(stopped_in_mid_write, campaign.root, reached)
     assert reached.wait(60)
-    reader = opened(run)
+    reader = opened(campaign)
     process.kill()
     process.join()
     assert content(reader, 1) == {1}
-    writer = made(run)
+    writer = made(campaign)
     assert newest(writer) == 1
     with pytest.raises(WeightsError, match="never go back"):
         writer.start_version(1, step=1)
@@ -264,12 +266,12 @@ def test_a_writer_killed_in_mid_write_leaves_the_other_version_and_its_successor
     assert content(reader, 2) == {2}
 
 
-def test_a_second_writer_on_a_node_is_refused_while_the_first_lives(run: CampaignDir) -> None:
+def test_a_second_writer_on_a_node_is_refused_while_the_first_lives(campaign: CampaignDir) -> None:
     reached = RANK_SERVER.Event()
-    process = child(stopped_in_mid_write, run.root, reached)
+    process = child(stopped_in_mid_write, campaign.root, reached)
     assert reached.wait(60)
     with pytest.raises(WeightsError, match=f"made by {process.pid}"):
-        made(run)
+        made(campaign)
     process.kill()
     process.join()
 
@@ -280,22 +282,22 @@ def holds_a_version(root: Path, reached: Event) -> None:
         time.sleep(600)
 
 
-def test_a_closed_writer_is_followed_also_while_its_memory_is_still_in_use(run: CampaignDir) -> None:
-    first = made(run)
+def test_a_closed_writer_is_followed_also_while_its_memory_is_still_in_use(campaign: CampaignDir) -> None:
+    first = made(campaign)
     still_mapped = first.start_version(1, step=1)
     first.close()
-    second = made(run)
+    second = made(campaign)
     put(second, 2)
     assert newest(second) == 2
     del still_mapped
 
 
-def test_a_reader_killed_while_it_loads_does_not_hold_up_the_writer(run: CampaignDir) -> None:
-    writer = made(run)
+def test_a_reader_killed_while_it_loads_does_not_hold_up_the_writer(campaign: CampaignDir) -> None:
+    writer = made(campaign)
     put(writer, 1)
     put(writer, 2)
     reached = RANK_SERVER.Event()
-    process = child(holds_a_version, run.root, reached)
+    process = child(holds_a_version, campaign.root, reached)
     assert reached.wait(60)
     process.kill()
     process.join()
@@ -305,8 +307,8 @@ def test_a_reader_killed_while_it_loads_does_not_hold_up_the_writer(run: Campaig
 
 def reads_until(root: Path, last: int, seed: int, answers: Any) -> None:
     """Read whatever is newest, at odd moments, until the last version; report what was read."""
-    dice, run, seen, overtaken = random.Random(seed), CampaignDir(root), [], 0
-    store = WindowStore(key(run), job=run.job(0))
+    dice, campaign, seen, overtaken = random.Random(seed), CampaignDir(root), [], 0
+    store = WindowStore(key(campaign), job=campaign.job(0))
     deadline = time.monotonic() + 100
     while (not seen or seen[-1] < last) and time.monotonic() < deadline:
         time.sleep(dice.random() * 0.004)
@@ -329,11 +331,11 @@ def reads_until(root: Path, last: int, seed: int, answers: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_no_reader_ever_sees_a_mixed_version(run: CampaignDir, seed: int) -> None:
+def test_no_reader_ever_sees_a_mixed_version(campaign: CampaignDir, seed: int) -> None:
     last, dice = 200, random.Random(seed)
     answers = RANK_SERVER.Queue()
-    readers = [child(reads_until, run.root, last, seed * 10 + i, answers) for i in range(4)]
-    store = WindowStore(key(run), job=run.job(0))
+    readers = [child(reads_until, campaign.root, last, seed * 10 + i, answers) for i in range(4)]
+    store = WindowStore(key(campaign), job=campaign.job(0))
     for version in range(last + 1):
         tensors = {name: torch.full((n,), float(version)) for name, n in (("a", 5000), ("b", 70), ("c", 1))}
         store.publish(tensors, WeightVersion(version=version, step=version))
@@ -346,112 +348,112 @@ def test_no_reader_ever_sees_a_mixed_version(run: CampaignDir, seed: int) -> Non
 # ---- names, owners, memory
 
 
-def test_a_window_is_private(run: CampaignDir) -> None:
-    made(run)
-    assert key(run).path.stat().st_mode & 0o777 == 0o600
-    assert key(run).path.parent == SHARED_MEMORY
+def test_a_window_is_private(campaign: CampaignDir) -> None:
+    made(campaign)
+    assert key(campaign).path.stat().st_mode & 0o777 == 0o600
+    assert key(campaign).path.parent == SHARED_MEMORY
 
 
-def test_a_file_that_others_can_read_is_not_trusted(run: CampaignDir) -> None:
-    made(run).close()
-    key(run).path.chmod(0o644)
+def test_a_file_that_others_can_read_is_not_trusted(campaign: CampaignDir) -> None:
+    made(campaign).close()
+    key(campaign).path.chmod(0o644)
     with pytest.raises(WeightsError, match="must be ours with 600"):
-        made(run)
-    assert Window.open(key(run)) is None
-    key(run).path.unlink()
+        made(campaign)
+    assert Window.open(key(campaign)) is None
+    key(campaign).path.unlink()
 
 
-def test_a_link_in_place_of_a_window_is_not_followed(run: CampaignDir, tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_window_is_not_followed(campaign: CampaignDir, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    key(run).path.symlink_to(victim)
+    key(campaign).path.symlink_to(victim)
     with pytest.raises(WeightsError, match="another user has this name"):
-        made(run)
-    assert Window.open(key(run)) is None
+        made(campaign)
+    assert Window.open(key(campaign)) is None
     assert victim.read_text() == "precious"
-    key(run).path.unlink()
+    key(campaign).path.unlink()
 
 
 def test_campaigns_nodes_and_homes_have_separate_windows(tmp_path: Path) -> None:
     runs = [CampaignDir(tmp_path / home / name) for home in ("x", "y") for name in ("one", "two")]
-    paths = {key(run, node).path for run in runs for node in ("n1", "n2")}
+    paths = {key(campaign, node).path for campaign in runs for node in ("n1", "n2")}
     assert len(paths) == 8
 
 
 def test_two_campaigns_on_one_host_do_not_meet(tmp_path: Path) -> None:
     runs = [CampaignDir(tmp_path / name) for name in ("one", "two")]
-    for number, run in enumerate(runs, start=1):
-        put(made(run), number)
-    assert [newest(opened(run)) for run in runs] == [1, 2]
+    for number, campaign in enumerate(runs, start=1):
+        put(made(campaign), number)
+    assert [newest(opened(campaign)) for campaign in runs] == [1, 2]
     assert unlink_recorded_windows(runs[0].job(0)) == [key(runs[0]).path.name]
     assert newest(opened(runs[1])) == 2
     unlink_recorded_windows(runs[1].job(0))
 
 
-def test_a_window_of_an_earlier_job_is_not_read_and_is_replaced(run: CampaignDir) -> None:
-    old = made(run, job=0)
+def test_a_window_of_an_earlier_job_is_not_read_and_is_replaced(campaign: CampaignDir) -> None:
+    old = made(campaign, job=0)
     put(old, 7)
     old.close()
-    assert Window.open(key(run), job=1) is None
-    reader = opened(run, job=0)
-    new = made(run, job=1)
+    assert Window.open(key(campaign), job=1) is None
+    reader = opened(campaign, job=0)
+    new = made(campaign, job=1)
     assert not reader.is_current()
     assert newest(new) is None
     assert newest(reader) == 7, "a process that has it mapped keeps it"
 
 
-def test_a_reader_finds_the_window_that_replaced_its_own(run: CampaignDir) -> None:
-    reader = WindowStore(key(run), job=run.job(0))
+def test_a_reader_finds_the_window_that_replaced_its_own(campaign: CampaignDir) -> None:
+    reader = WindowStore(key(campaign), job=campaign.job(0))
     assert reader.newest() is None
-    first = WindowStore(key(run), job=run.job(0))
+    first = WindowStore(key(campaign), job=campaign.job(0))
     first.publish({"a": torch.ones(3)}, WeightVersion(version=1, step=1))
     assert float(reader.load(1)["a"][0]) == 1.0
     first.close()
-    second = WindowStore(key(run), job=run.job(0))
+    second = WindowStore(key(campaign), job=campaign.job(0))
     second.publish({"a": torch.ones(5)}, WeightVersion(version=2, step=2))
     assert reader.load(2)["a"].shape == (5,)
 
 
-def test_a_window_of_another_layout_is_replaced(run: CampaignDir) -> None:
-    old = made(run)
+def test_a_window_of_another_layout_is_replaced(campaign: CampaignDir) -> None:
+    old = made(campaign)
     put(old, 7)
     old.close()
     other = TensorLayout.pack([("a", "float32", (5,))])
-    assert made(run, layout=other).layout == other
+    assert made(campaign, layout=other).layout == other
 
 
 @pytest.mark.parametrize("garbage", [b"", b"hpcrlWN1", os.urandom(5000), b"hpcrlWN1" + b"\xff" * 9000])
-def test_garbage_under_the_name_is_not_a_window_and_is_replaced(run: CampaignDir, garbage: bytes) -> None:
-    key(run).path.write_bytes(garbage)
-    key(run).path.chmod(0o600)
-    assert Window.open(key(run)) is None
-    put(made(run), 1)
-    assert newest(opened(run)) == 1
+def test_garbage_under_the_name_is_not_a_window_and_is_replaced(campaign: CampaignDir, garbage: bytes) -> None:
+    key(campaign).path.write_bytes(garbage)
+    key(campaign).path.chmod(0o600)
+    assert Window.open(key(campaign)) is None
+    put(made(campaign), 1)
+    assert newest(opened(campaign)) == 1
 
 
-def test_a_truncated_window_is_not_a_window(run: CampaignDir) -> None:
-    put(made(run), 1)
-    with key(run).path.open("r+b") as file:
+def test_a_truncated_window_is_not_a_window(campaign: CampaignDir) -> None:
+    put(made(campaign), 1)
+    with key(campaign).path.open("r+b") as file:
         file.truncate(windows.mmap.PAGESIZE * 2)
-    assert Window.open(key(run)) is None
+    assert Window.open(key(campaign)) is None
 
 
-def test_memory_that_is_short_is_an_error_with_numbers_and_leaves_nothing(run: CampaignDir) -> None:
+def test_memory_that_is_short_is_an_error_with_numbers_and_leaves_nothing(campaign: CampaignDir) -> None:
     large = TensorLayout.pack([("a", "float32", (1 << 20,))])
     with largest_file(1 << 20), pytest.raises(WeightsError, match=r"no window of 8\.0 MiB .*MiB are free.*by files"):
-        made(run, layout=large)
-    assert list(SHARED_MEMORY.glob(f"{key(run).path.name}*")) == []
+        made(campaign, layout=large)
+    assert list(SHARED_MEMORY.glob(f"{key(campaign).path.name}*")) == []
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts a small tmpfs, which only root may")
-def test_full_shared_memory_is_an_error_and_not_a_signal(run: CampaignDir, tmp_path: Path) -> None:
+def test_full_shared_memory_is_an_error_and_not_a_signal(campaign: CampaignDir, tmp_path: Path) -> None:
     small = tmp_path / "shm"
     small.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)], capture_output=True)
     if mounted.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode()}")
     try:
-        store = WindowStore(WindowKey(campaign=run.root, node="n", directory=small), job=run.job(0))
+        store = WindowStore(WindowKey(campaign=campaign.root, node="n", directory=small), job=campaign.job(0))
         with pytest.raises(WeightsError, match="No space left on device"):
             store.publish({"a": torch.ones(1 << 20)}, WeightVersion(version=0, step=0))
         assert list(small.iterdir()) == []
@@ -459,23 +461,23 @@ def test_full_shared_memory_is_an_error_and_not_a_signal(run: CampaignDir, tmp_p
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_what_killed_processes_left_is_removed_by_the_records_of_their_job(run: CampaignDir) -> None:
+def test_what_killed_processes_left_is_removed_by_the_records_of_their_job(campaign: CampaignDir) -> None:
     reached = RANK_SERVER.Event()
-    process = child(stopped_in_mid_write, run.root, reached)
+    process = child(stopped_in_mid_write, campaign.root, reached)
     assert reached.wait(60)
-    key(run).path.with_name(key(run).path.name + ".new").touch(mode=0o600)  # killed while it created another
+    key(campaign).path.with_name(key(campaign).path.name + ".new").touch(mode=0o600)  # killed while it created another
     process.kill()
     process.join()
-    assert unlink_recorded_windows(run.job(0)) == [key(run).path.name]
-    assert list(SHARED_MEMORY.glob(f"{key(run).path.name}*")) == []
-    assert unlink_recorded_windows(run.job(0)) == []
+    assert unlink_recorded_windows(campaign.job(0)) == [key(campaign).path.name]
+    assert list(SHARED_MEMORY.glob(f"{key(campaign).path.name}*")) == []
+    assert unlink_recorded_windows(campaign.job(0)) == []
 
 
-def test_a_window_whose_writer_was_killed_before_it_had_its_name_is_removed_too(run: CampaignDir) -> None:
-    made(run).close()
-    key(run).path.rename(key(run).path.with_name(key(run).path.name + ".new"))
-    assert unlink_recorded_windows(run.job(0)) == [key(run).path.name]
-    assert list(SHARED_MEMORY.glob(f"{key(run).path.name}*")) == []
+def test_a_window_whose_writer_was_killed_before_it_had_its_name_is_removed_too(campaign: CampaignDir) -> None:
+    made(campaign).close()
+    key(campaign).path.rename(key(campaign).path.with_name(key(campaign).path.name + ".new"))
+    assert unlink_recorded_windows(campaign.job(0)) == [key(campaign).path.name]
+    assert list(SHARED_MEMORY.glob(f"{key(campaign).path.name}*")) == []
 
 
 def test_a_record_removes_nothing_but_windows(tmp_path: Path) -> None:
@@ -499,30 +501,30 @@ def test_the_guardian_can_clean_up_without_heavy_imports() -> None:
 
 
 def test_what_was_summed_while_it_was_copied_is_not_checked_again(
-    run: CampaignDir, monkeypatch: pytest.MonkeyPatch
+    campaign: CampaignDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    WindowStore(key(run), job=run.job(0)).publish({"a": torch.ones(3)}, WeightVersion(version=1, step=1))
+    WindowStore(key(campaign), job=campaign.job(0)).publish({"a": torch.ones(3)}, WeightVersion(version=1, step=1))
 
     def refuse(*_: object) -> bytes:
         raise AssertionError("checked again")
 
     monkeypatch.setattr(windows, "compute_checksum", refuse)
-    with WindowStore(key(run), job=run.job(0)).read_version(1) as tensors:
+    with WindowStore(key(campaign), job=campaign.job(0)).read_version(1) as tensors:
         assert tensors["a"].tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "transposed", "empty"])
-def test_what_is_staged_has_the_checksum_that_readers_compute(run: CampaignDir, kind: str) -> None:
+def test_what_is_staged_has_the_checksum_that_readers_compute(campaign: CampaignDir, kind: str) -> None:
     """The tensor is larger than the chunks that it is copied in."""
     values = torch.arange(3 * CHUNK_BYTES // 4 + 1, dtype=torch.float32)[: None if kind != "empty" else 0]
     tensor = torch.stack([values, -values]).T if kind == "transposed" else values
-    manifest = WindowStore(key(run), job=run.job(0)).publish({"a": tensor}, WeightVersion(version=1, step=1))
+    manifest = WindowStore(key(campaign), job=campaign.job(0)).publish({"a": tensor}, WeightVersion(version=1, step=1))
     assert manifest.checksums["a"] == xxhash.xxh3_128_hexdigest(tensor.contiguous().numpy().tobytes())
-    assert torch.equal(WindowStore(key(run), job=run.job(0)).load(1)["a"], tensor)
+    assert torch.equal(WindowStore(key(campaign), job=campaign.job(0)).load(1)["a"], tensor)
 
 
-def test_a_model_that_changes_its_tensors_is_refused_by_name(run: CampaignDir) -> None:
-    store = WindowStore(key(run), job=run.job(0))
+def test_a_model_that_changes_its_tensors_is_refused_by_name(campaign: CampaignDir) -> None:
+    store = WindowStore(key(campaign), job=campaign.job(0))
     store.publish({"a": torch.ones(3), "b": torch.ones(2)}, WeightVersion(version=0, step=0))
     for tensors, complaint in (
         ({"a": torch.ones(3)}, "'b'"),
@@ -536,8 +538,8 @@ def test_a_model_that_changes_its_tensors_is_refused_by_name(run: CampaignDir) -
     assert float(store.load(0)["b"][0]) == 1.0
 
 
-def test_the_newest_of_window_and_files_is_returned_and_each_is_read_where_it_is_stored(run: CampaignDir) -> None:
-    window, files = WindowStore(key(run), job=run.job(0)), FileStore(run.weights)
+def test_the_newest_of_window_and_files_is_returned_and_each_is_read_where_it_is_stored(campaign: CampaignDir) -> None:
+    window, files = WindowStore(key(campaign), job=campaign.job(0)), FileStore(campaign.weights)
     both = NewestSource(window, files)
     assert both.newest() is None
     files.publish({"a": torch.zeros(2)}, WeightVersion(version=0, step=0))
@@ -551,15 +553,15 @@ def test_the_newest_of_window_and_files_is_returned_and_each_is_read_where_it_is
         assert float(tensors["a"][0]) == 2.0
 
 
-def test_a_reader_may_leave_the_pages_of_a_large_window_unmapped_until_it_reads(run: CampaignDir) -> None:
-    writer = made(run, layout=LARGE)
+def test_a_reader_may_leave_the_pages_of_a_large_window_unmapped_until_it_reads(campaign: CampaignDir) -> None:
+    writer = made(campaign, layout=LARGE)
     put(writer, 1)
     writer.close()
 
     def faults(touch: bool) -> tuple[int, int]:
         """Count page faults of opening the window, and of the first access to every page."""
         start = num_faults()
-        window = Window.open(key(run), touch=touch)
+        window = Window.open(key(campaign), touch=touch)
         assert window is not None
         opened = num_faults()
         with window.read_version(1) as slot:
