@@ -28,6 +28,8 @@ LEFTOVERS = pytest.StashKey[LeftoverCheck]()
 COMPILED = pytest.StashKey[Path]()
 """The directory of what torch compiles, for all processes of this session."""
 IN_CI = bool(os.environ.get("CI"))
+YOUNG_OBJECTS = 20_000
+"""New objects between two collections: Python's 700 cost tests that parse or draw a tenth of their time."""
 MUST_RUN_IN_CI = ("browser", "mpi", "slurm", "vllm")
 KILLERS = {"agents", "e2e", "mpi", "slurm", "vllm"}
 """The folders whose tests kill steps of campaigns."""
@@ -77,11 +79,13 @@ def template(tiny_model_dir: Path) -> "ChatTemplate":
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Collect no garbage during the imports, which make little: that takes a fifth of their time."""
+    """Collect no garbage during the imports, which make little, and never look through what they made again."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
+        gc.set_threshold(YOUNG_OBJECTS)
         gc.enable()
 
 

@@ -1,6 +1,7 @@
 """Stand-ins for tests of one's own; nothing in hpcrl imports them.
 
 ranks   several ranks of a trainer, each in a process
+rank_imports  what they need, imported once
 nodes   couriers of several simulated nodes
 memory  a spool and a weight store in memory
 faulty_disk  a file system that fails on command

@@ -7,6 +7,7 @@ preload_module   let the server import a module as well
 RANK_SERVER      the server, for other processes that train
 """
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 RANK_SERVER = multiprocessing.get_context("forkserver")
-PRELOADED = ["hpcrl.trainers.torch", "transformers.models.qwen2.modeling_qwen2", "hpcrl.trainers.megatron.trainer"]
+PRELOADED = ["hpcrl.testing.rank_imports"]
 RANK_SERVER.set_forkserver_preload(PRELOADED)
 RANK_VARIABLES = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "TRANSFORMERS_VERBOSITY": "error"}
 
@@ -63,6 +64,7 @@ def _run_rank(folder: Path, environ: dict[str, str], function: str, args: str) -
     """Join the other ranks, call the function, write its result as JSON."""
     import torch
 
+    gc.freeze()  # what the server imported stays: a rank does not look through it again and again
     os.environ.update(environ)
     rank = environ["RANK"]
     with (folder / f"{rank}.log").open("ab") as log:

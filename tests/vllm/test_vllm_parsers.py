@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 
 from hpcrl.config.recipe import EngineConfig
+from hpcrl.envs import check
 from hpcrl.errors import ConfigError
 from hpcrl.models.chat_layout import load_chat_template
 from hpcrl.rollout.agents.answer_parser import AnswerParser, ChainedReader, choose_parsers
 from hpcrl.rollout.agents.tool_parsers import ToolCall, parse_answer
 from hpcrl.testing.model_templates import FAMILIES, save_family
+from tests.support.plans import make_recipe
 
 pytestmark = pytest.mark.vllm
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -78,3 +80,12 @@ def test_a_mark_of_the_template_chooses_a_parser_of_vllm(tmp_path, name, call):
 def test_a_name_that_vllm_does_not_know_is_refused_with_the_list(qwen, setting):
     with pytest.raises(ConfigError, match=f"engine.{setting} = 'vllm:x' is not known to this vLLM: .*it has .*deep"):
         load_parser(qwen, **{setting: "vllm:x"})
+
+
+def test_a_parser_that_vllm_does_not_have_is_refused_with_its_list():
+    """The settings of `[engine]` differ only in their prefix."""
+    parsers_of_judge = ('engine.tool_parser="vllm:hermez"', 'engine.reasoning_parser="vllm:qwen3"')
+    recipe = make_recipe("judge.grader.path=/m", *(f"judge.grader.{setting}" for setting in parsers_of_judge))
+    refusal = r"^judge.grader.engine.tool_parser = 'vllm:hermez' is not known .*did you mean 'hermes'"
+    with pytest.raises(ConfigError, match=refusal):
+        check.check_packages(recipe)

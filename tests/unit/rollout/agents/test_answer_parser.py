@@ -183,17 +183,6 @@ def test_a_parser_of_vllm_is_refused_where_vllm_is_not_installed(tmp_path, monke
         AnswerParser.from_choice(choice, template, tmp_path)
 
 
-@pytest.mark.vllm
-def test_a_parser_that_vllm_does_not_have_is_refused_with_its_list():
-    """The settings of `[engine]` differ only in their prefix, which is that of the test above."""
-    pytest.importorskip("vllm")
-    parsers_of_judge = ('engine.tool_parser="vllm:hermez"', 'engine.reasoning_parser="vllm:qwen3"')
-    recipe = make_recipe("judge.grader.path=/m", *(f"judge.grader.{setting}" for setting in parsers_of_judge))
-    refusal = r"^judge.grader.engine.tool_parser = 'vllm:hermez' is not known .*did you mean 'hermes'"
-    with pytest.raises(ConfigError, match=refusal):
-        check.check_packages(recipe)
-
-
 def test_one_env_worker_reports_the_parsers_that_it_chose(tmp_path):
     template = load_chat_template(save_family(tmp_path, FAMILIES["GLM-4.5"]))
     events = []
