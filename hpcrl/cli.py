@@ -11,6 +11,7 @@ from hpcrl.commands.completion import COMPLETE_COMMAND
 from hpcrl.commands.examples import add_examples
 from hpcrl.errors import HpcrlError
 from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
+from hpcrl.system.file_watch import is_full, is_outage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,11 +25,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HpcrlError as error:
         print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_USAGE
-    except BrokenPipeError:  # the reader of the output has exited, as `| head` does
-        sys.stderr.close()
-        return 0
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # the reader of the output has exited, as `| head` does
+            sys.stderr.close()
+            return 0
+        if not is_outage(error):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"hpcrl: {error.strerror}{where}: {_advise_on_outage(error)}", file=sys.stderr)  # noqa: T201
+        return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _advise_on_outage(error: OSError) -> str:
+    """Return what to do about a file system that is full, read-only or away."""
+    if is_full(error):
+        return (
+            "free space, or raise the quota (`hpcrl gc` lists what campaigns no longer need), then repeat the command"
+        )
+    return "the file system takes no changes now, or is away: repeat the command when it works again"
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -234,8 +234,9 @@ def _list_edited(campaign: CampaignDir) -> list[str]:
 
 def _refuse_edited(campaign: CampaignDir, edited: Sequence[str]) -> None:
     if edited:
+        were = "was" if len(edited) == 1 else "were"
         raise CampaignError(
-            f"{' and '.join(edited)} in {campaign.root} were edited after the last submission: `hpcrl resume "
+            f"{' and '.join(edited)} in {campaign.root} {were} edited after the last submission: `hpcrl resume "
             f"{campaign.name} --accept` plans with them again, `-s key=value` changes a setting without editing"
         )
 

@@ -203,6 +203,9 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     """Support of heterogeneous jobs; no: all roles get nodes of one allocation, on one partition."""
     nodes_may_submit: bool = True
     """True if the nodes of a job may submit others; otherwise the login node queues all jobs of a chain at once."""
+    steps_per: Literal["node", "role"] = "node"
+    """The steps of worker pools: one on each node of a role, or one on all its nodes, for jobs of hundreds of nodes
+    (docs/jobs.md)."""
     slurm_conf: str | None = None
     """Path of the slurm.conf to use, if not the machine's own; `~` and $NAME are expanded."""
     campaigns_dir: str | None = None

@@ -1,6 +1,6 @@
 """Parsl blocks of two kinds.
 
-StepProvider        blocks as steps of this job, one on each node of a component
+StepProvider        blocks as steps of this job, one on each node of a component, or one on all
 JobProvider         blocks as separate small Slurm jobs, started and ended with the work
 STATUS_INTERVAL_S   how often Parsl asks for the status of jobs
 MIN_LOST_AGE_S      the least age of a pool that is taken for lost
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,33 @@ LOST_GRACE_S = 15.0
 """The time after which srun abandons a step whose node does not answer: it waits for KillWait and 2 s."""
 
 
+@dataclass
+class _NodePool:
+    """The worker pool of one node, and the process of its step, which pools of other nodes may share."""
+
+    process: "subprocess.Popen[bytes]"
+    started_at: float
+    is_lost: bool = False
+    """True if it is gone while its step runs on, for pools of other nodes."""
+
+    def is_over(self) -> bool:
+        return self.is_lost or self.process.poll() is not None
+
+
 class StepProvider(ExecutionProvider):
-    """Parsl blocks as steps of the running job, one for each node of a component."""
+    """Parsl blocks as steps of the running job: one for each node of a component, or one for all that have none."""
 
     def __init__(
         self,
         *,
         prefixes: Mapping[str, Sequence[str]],
+        join: Callable[[Sequence[str]], Sequence[str]] | None = None,
         log_dir: Path,
         end_signal: signal.Signals = signal.SIGTERM,
     ) -> None:
         """Take for each node the words that run a command there.
 
+        `join` returns those that run it on several nodes, in one step; without it each node has its own.
         `end_signal` ends a block without notice: srun takes SIGTERM for that, a step itself SIGKILL.
         """
         self.max_blocks = len(prefixes)
@@ -54,10 +70,10 @@ class StepProvider(ExecutionProvider):
         self.cores_per_node = self.mem_per_node = None
         self.script_dir = str(log_dir)
         self.resources: dict[object, Any] = {}
+        self._join = join
         self._nodes = list(prefixes)
         self._prefixes = list(prefixes.values())
-        self._running: list[subprocess.Popen[bytes] | None] = [None] * len(prefixes)
-        self._started_at = [-math.inf] * len(prefixes)
+        self._pools: list[_NodePool | None] = [None] * len(prefixes)
         self._end_signal = end_signal
         self._lost: dict[int, float] = {}
         """The processes of steps that were lost, and when they were asked to end."""
@@ -65,23 +81,35 @@ class StepProvider(ExecutionProvider):
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def submit(self, command: str, tasks_per_node: int, job_name: str = "block") -> str | None:
-        """Start a worker pool on a free node, the one with the least recent start; None if no node is free."""
+        """Start a worker pool on a free node, the one with the least recent start, or joined ones on all free nodes.
+
+        None if no node is free.
+        """
         del tasks_per_node
-        free = [slot for slot, process in enumerate(self._running) if process is None or process.poll() is not None]
+        free = [slot for slot, pool in enumerate(self._pools) if pool is None or pool.is_over()]
         if not free:
             return None
-        slot = min(free, key=self._started_at.__getitem__)
+        if self._join is None or len(free) == 1:
+            free = [min(free, key=self._read_start)]
+            prefix = self._prefixes[free[0]]
+        else:
+            prefix = self._join([self._nodes[slot] for slot in free])
         with (self._log_dir / f"{job_name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [*self._prefixes[slot], *command.split("\n")],
+                [*prefix, *command.split("\n")],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        self._running[slot], self._started_at[slot] = process, time.monotonic()
+        for slot in free:
+            self._pools[slot] = _NodePool(process, time.monotonic())
         self._processes[str(process.pid)] = process
         return str(process.pid)
+
+    def _read_start(self, slot: int) -> float:
+        pool = self._pools[slot]
+        return -math.inf if pool is None else pool.started_at
 
     def status(self, job_ids: Sequence[object]) -> list[JobStatus]:
         return [self._status(self._processes[str(job_id)]) for job_id in job_ids]
@@ -108,28 +136,33 @@ class StepProvider(ExecutionProvider):
             end_group(process, grace_s=deadline - time.monotonic())
 
     def end_lost(self, host: str) -> None:
-        """End the block on a host whose worker pool Parsl has lost: srun waits for ever for a node that restarted."""
+        """End the block on a host whose worker pool Parsl has lost: srun waits for ever for a node that restarted.
+
+        A step that has pools on other nodes too goes on, and a pool that still runs there ends for want of answers.
+        """
         name, latest = host.partition(".")[0], time.monotonic() - MIN_LOST_AGE_S
-        for node, block, started_at in zip(self._nodes, self._running, self._started_at, strict=True):
+        for node, pool in zip(self._nodes, self._pools, strict=True):
             is_there = node.partition(".")[0] == name or len(self._nodes) == 1
-            if (
-                is_there
-                and started_at <= latest
-                and block is not None
-                and block.poll() is None
-                and block.pid not in self._lost
-            ):
-                os.killpg(block.pid, self._end_signal)
-                self._lost[block.pid] = time.monotonic()
+            if not is_there or pool is None or pool.is_over() or pool.started_at > latest:
+                continue
+            if self._is_shared(pool):
+                pool.is_lost = True
+            elif pool.process.pid not in self._lost:
+                os.killpg(pool.process.pid, self._end_signal)
+                self._lost[pool.process.pid] = time.monotonic()
+
+    def _is_shared(self, pool: _NodePool) -> bool:
+        """Return whether another pool of the same step is there."""
+        return any(
+            other and other is not pool and other.process is pool.process and not other.is_lost for other in self._pools
+        )
 
     def lost_nodes(self) -> list[str]:
-        """Return the nodes whose block has ended and may be started again."""
+        """Return the nodes whose pool has ended and may be started again."""
         self._kill_lost()
         latest = time.monotonic() - MIN_RESTART_INTERVAL_S
-        blocks = zip(self._nodes, self._running, self._started_at, strict=True)
-        return [
-            node for node, block, started_at in blocks if block and block.poll() is not None and started_at <= latest
-        ]
+        pools = zip(self._nodes, self._pools, strict=True)
+        return [node for node, pool in pools if pool is not None and pool.is_over() and pool.started_at <= latest]
 
     def _kill_lost(self) -> None:
         """Kill what did not end in time after it was lost."""
@@ -144,12 +177,17 @@ class StepProvider(ExecutionProvider):
         if len(self._nodes) == 1:
             return False
         index = self._nodes.index(node)
-        del self._nodes[index], self._prefixes[index], self._running[index], self._started_at[index]
+        del self._nodes[index], self._prefixes[index], self._pools[index]
         return True
 
     @property
     def num_nodes(self) -> int:
         return len(self._nodes)
+
+    @property
+    def num_first_blocks(self) -> int:
+        """The blocks that have the pools of all nodes."""
+        return len(self._nodes) if self._join is None else 1
 
     @property
     def label(self) -> str:

@@ -9,7 +9,8 @@
     STEP_COMMAND, RANKS_COMMAND, INTERCHANGE_COMMAND, POOL_COMMAND, POOL_OPTIONS   what processes run
 
 Every node of a role's component is one Parsl block, started as a separate Slurm step (so that a lost node ends only
-one step), or as a process group on a machine without a scheduler. Task arguments are names, never data.
+one step), or as a process group on a machine without a scheduler; a site may have one step for all nodes of a role.
+Task arguments are names, never data.
 """
 
 import contextlib
@@ -155,7 +156,7 @@ class JobRuntime:
         for label, executor in self._executors.items():
             self._kernel.add_executors([executor])
             if label in self._steps:  # Parsl itself would start them 5 s later
-                executor.scale_out_facade(self._steps[label].num_nodes)
+                executor.scale_out_facade(self._steps[label].num_first_blocks)
 
     def start_worker(self, role: RoleName, index: int) -> "Future[None]":
         """Start a long-lived worker; the future is done when the worker ends."""
@@ -357,9 +358,14 @@ class JobRuntime:
         if isinstance(error, ManagerLost):
             self._lost_pools.put((executor, error.hostname))
 
+    @property
+    def _has_joined_steps(self) -> bool:
+        return self._site.steps_per == "role" and self._allocation.job_id is not None
+
     def _role_executor(self, role: RolePlan) -> HighThroughputExecutor:
         steps = self._steps[role.role] = StepProvider(
             prefixes=self._prefixes(role),
+            join=partial(self._make_prefix, role) if self._has_joined_steps else None,
             log_dir=self._job.logs,
             end_signal=signal.SIGKILL if self._allocation.job_id is None else signal.SIGTERM,
         )
@@ -408,6 +414,10 @@ class JobRuntime:
         )
 
     def _prefixes(self, role: RolePlan) -> dict[str, list[str]]:
+        return {node: self._make_prefix(role, [node]) for node in self._allocation.nodes[role.component]}
+
+    def _make_prefix(self, role: RolePlan, nodes: Sequence[str]) -> list[str]:
+        """Return the words that run a command of a role on each of these nodes."""
         component: JobComponent = self._plan.components[role.component]
         setup = self._find_setup(component.partition)
         threads_per_core = self._site.partitions[component.partition].threads_per_core
@@ -419,20 +429,11 @@ class JobRuntime:
             mem_gib = component.mem_gib_per_node
         if is_alone or self._plan.layout == "colocated":
             cpus = component.cpus_per_node
-        return {
-            node: [
-                *self._allocation.step_prefix(
-                    component,
-                    node,
-                    cpus=cpus * threads_per_core,
-                    mem_gib=mem_gib,
-                    gpus=gpus,
-                ),
-                *(setup.srun_flags if self._allocation.job_id is not None else []),
-                *setup.words,
-            ]
-            for node in self._allocation.nodes[role.component]
-        }
+        return [
+            *self._allocation.step_prefix(component, nodes, cpus=cpus * threads_per_core, mem_gib=mem_gib, gpus=gpus),
+            *(setup.srun_flags if self._allocation.job_id is not None else []),
+            *setup.words,
+        ]
 
 
 def _read_size(path: Path) -> int:

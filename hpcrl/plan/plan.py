@@ -4,6 +4,7 @@
     Plan        the result
     RolePlan, JobCost    parts of it
     LOOKS_PER_S, MAX_LOOKS_PER_S    how often workers look at shared files, and what a file system bears
+    MAX_NODE_STEPS    how many steps the driver's node bears
 
 The consistency of a recipe alone is checked in `hpcrl.plan.checks`.
 """
@@ -48,6 +49,9 @@ LOOKS_PER_S: dict[RoleName, float] = {"env": 4.0, "prefill": 2.0, "decode": 2.0}
 """The operations a second of an idle worker on shared files, with its part of a step, as bench.control counts them."""
 MAX_LOOKS_PER_S = 2000.0
 """A metadata server does some 10,000 operations a second, and other users need most of them."""
+
+MAX_NODE_STEPS = 256
+"""Steps of one node each: the two processes of srun take 3.9 MiB together where the driver runs, which has 2 GiB."""
 
 
 class RolePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -176,6 +180,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_warn_few_places(recipe),
             *_check_env_programs(recipe, site, components[0], choices.get("env")),
             *_warn_many_looks(roles, placement.layout),
+            *_warn_many_steps(roles, components, site),
             *_warn_idle_judges(recipe),
             *_warn_length_bias(recipe),
             *_warn_stale_data(recipe),
@@ -216,6 +221,17 @@ def _warn_many_looks(roles: list[RolePlan], layout: JobLayout) -> list[str]:
         f"{num_env} env workers and the engines look at shared files about {num_looks:.0f} times a second, also when "
         f"idle, and a metadata server that others use too bears about {MAX_LOOKS_PER_S:.0f}: lower "
         "resources.env.num_workers (one env worker runs hundreds of episodes, rollout.max_running is that of all)"
+    ]
+
+
+def _warn_many_steps(roles: list[RolePlan], components: list[JobComponent], site: Site) -> list[str]:
+    """Warn if the sruns of the worker pools would fill the node of the driver."""
+    num_steps = sum(components[role.component].nodes for role in roles if role.role != "train")
+    if site.steps_per == "role" or num_steps <= MAX_NODE_STEPS:
+        return []
+    return [
+        f"worker pools are started by {num_steps} sruns, one for each role and node, and the driver's node bears about "
+        f'{MAX_NODE_STEPS}: set site.steps_per = "role"'
     ]
 
 

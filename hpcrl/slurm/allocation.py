@@ -48,8 +48,13 @@ class JobAllocation:
     kill_wait_s: float = DEFAULT_KILL_WAIT_S
     """Time between SIGTERM and SIGKILL at the end of a job."""
 
-    def step_prefix(self, component: JobComponent, node: str, *, cpus: int, mem_gib: float, gpus: int) -> list[str]:
-        """Return the srun words that run a command on `node`: every size is explicit, nothing is inherited."""
+    def step_prefix(
+        self, component: JobComponent, nodes: Sequence[str], *, cpus: int, mem_gib: float, gpus: int
+    ) -> list[str]:
+        """Return the srun words that run a command on each of `nodes`: every size is explicit, nothing is inherited.
+
+        Where it runs on several, the loss of one node, or an end there, ends nothing on the others.
+        """
         if self.job_id is None:
             return []
         size = [f"--cpus-per-task={cpus}"]
@@ -57,7 +62,9 @@ class JobAllocation:
             size.append(f"--mem={int(mem_gib * 1024)}M")
         size.append(f"--gres=gpu:{gpus}" if gpus else "--gres=none")
         group = [f"--het-group={component.index}"] if self.het else []
-        place = ["--nodes=1", "--ntasks=1", f"--nodelist={node}"]
+        place = _format_node_flags(nodes)
+        if len(nodes) > 1:
+            place += ["--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
         return ["srun", *group, *place, *size, "--overlap", "--mpi=none", "--unbuffered"]
 
     def without_node(self, node: str) -> "JobAllocation":

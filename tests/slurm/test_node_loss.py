@@ -1,10 +1,8 @@
 """A node of a running campaign fails with all its processes, in a separate lab: the campaign continues without it."""
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
@@ -18,9 +16,9 @@ LOST = "decode2"
 
 
 @pytest.fixture
-def lab(needs_slurm: None) -> Iterator[Lab]:
+def lab(needs_slurm: None, tmp_path: Path) -> Iterator[Lab]:
     """A separate lab, which may lose a node."""
-    with running_lab() as lab:
+    with running_lab(tmp_path.parent) as lab:
         yield lab
 
 
@@ -68,28 +66,36 @@ def test_a_trainer_whose_node_was_booted_again_is_started_again(lab: Lab, campai
     assert outcome(campaign)["outcome"] == "stopped"
 
 
-def test_a_trainer_whose_node_is_lost_continues_on_the_spare_one(lab: Lab, campaigns: Path) -> None:
-    survives = ("-s", "job.survive_node_loss=true")
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "t", *SIMULATED, *ENDLESS, *survives)
+def test_a_campaign_with_one_step_for_a_role_continues_without_lost_nodes(lab: Lab, campaigns: Path) -> None:
+    two = ("-s", "resources.decode.num_workers=2", "-s", "resources.decode.gpus_per_worker=4")
+    survives = ("-s", "job.survive_node_loss=true", "-s", "site.steps_per=role")
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "t", *SIMULATED, *ENDLESS, *survives, *two)
     campaign = CampaignDir(campaigns / "t")
     until(lambda: len(steps(campaign)) > 6, what="steps are made")
+    assert list_pool_logs(campaign, "decode") == ["parsl.decode.block-0.log"], "one step has the pools of both nodes"
     lose(lab, "train1")
     until(lambda: steps(campaign)[-1]["node"] == "train2", what="steps are made on the other node")
-    assert "train continues without train1" in [event["detail"] for event in events_of(campaign, "fault")]
+    assert "train continues without train1" in list_faults(campaign)
+    (pool,) = [event["pid"] for event in events_of(campaign, "worker-started") if event["worker"] == "000-decode-0"]
+    lose(lab, LOST)
+    until(lambda: f"decode continues without {LOST}" in list_faults(campaign), what="the node is given up")
+    made = len(steps(campaign))
+    until(lambda: len(steps(campaign)) > made + 1, what="steps are made without it")
     hpcrl("stop", "t")
     assert outcome(campaign)["outcome"] == "stopped"
+    kept = [event["pid"] for event in events_of(campaign, "worker-started") if event["worker"] == "000-decode-0"]
+    assert kept == [pool], "the worker on the other node went on"
+
+
+def list_faults(campaign: CampaignDir) -> list[str]:
+    return [event["detail"] for event in events_of(campaign, "fault")]
+
+
+def list_pool_logs(campaign: CampaignDir, role: str) -> list[str]:
+    return sorted(path.name for path in campaign.job(0).logs.glob(f"parsl.{role}.block-*"))
 
 
 def lose(lab: Lab, node: str) -> None:
     """Kill the node's daemon and everything it has started, and inform Slurm, which notices only after a minute."""
-    doomed = {psutil.Process(int((lab.state_dir / "run" / f"{node}.pid").read_text()))}
-    mark = {"SLURMD_NODENAME": node, "SLURM_CONF": lab.environment["SLURM_CONF"]}  # other labs have such nodes too
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if mark.items() <= process.environ().items():
-                above = [one for one in process.parents() if one.name().startswith("slurmstepd")]
-                doomed |= {process, *above}
-    for process in doomed:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    outages.break_part(lab.state_dir, node)
     lab.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")

@@ -61,10 +61,13 @@ class Lab:
         return self.accounted(job)
 
     def list_shared_memory(self) -> dict[str, list[str]]:
-        """Return what each node of a strict lab has in its /dev/shm; nodes without any are left out."""
-        nodes = self.cluster.node_names() if self.cluster.is_strict else ()
-        found = {node: sorted(path.name for path in self.find_shared_memory(node).iterdir()) for node in nodes}
-        return {node: names for node, names in found.items() if names}
+        """Return what each node of a strict lab has in its /dev/shm; nodes that are off, or have none, are left out."""
+        found = {}
+        for node in self.cluster.node_names() if self.cluster.is_strict else ():
+            with contextlib.suppress(OSError, IndexError):
+                if names := sorted(path.name for path in self.find_shared_memory(node).iterdir()):
+                    found[node] = names
+        return found
 
     def find_shared_memory(self, node: str) -> Path:
         """Return a node's /dev/shm as this process sees it."""

@@ -1,5 +1,6 @@
 """User errors: exit code 2, one message with the fix, no traceback, no files left behind."""
 
+import errno
 import json
 import os
 import stat
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.campaign import submission
 from hpcrl.cli import main
 from tests.support.campaigns import hpcrl
 
@@ -20,6 +22,7 @@ HEAVY = ("torch", "parsl", "vllm", "mpi4py", "h5py", "numpy", "aiohttp", "transf
 LOOK_OFTEN = """
 from hpcrl.slurm import commands
 commands.LOOKUP_INTERVAL_S = 0.1  # between looks for a job whose submission was not answered
+from hpcrl.campaign import submission
 from hpcrl.cli import main
 raise SystemExit(main())
 """
@@ -430,3 +433,25 @@ def test_a_reader_that_closes_the_output_early_is_no_error(home: Path, words: tu
     ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "free space, or raise the quota (`hpcrl gc`"),
+        (errno.EDQUOT, "free space, or raise the quota (`hpcrl gc`"),
+        (errno.EROFS, "takes no changes now"),
+        (errno.ESTALE, "repeat the command when it works again"),
+    ],
+)
+def test_a_command_on_a_file_system_that_fails_is_refused_with_the_cure(
+    refused: Refusal, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, advice: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number), str(home))
+
+    monkeypatch.setattr(submission, "write_records", fail)
+    message = refused("submit", "quickstart", "--site", "local")
+    assert message.startswith(f"hpcrl: {os.strerror(number)} ({home}): ")
+    assert advice in message
+    assert nothing_left(home)

@@ -1,6 +1,6 @@
 """The worker pools as steps on the nodes of a component."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -83,3 +83,59 @@ def test_a_pool_that_has_replaced_a_lost_one_continues(steps: StepProvider, tmp_
     steps.end_lost("n1")  # Parsl reports the loss of the first one only now
     assert steps.num_running() == 2
     assert steps.lost_nodes() == []
+
+
+@pytest.fixture
+def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StepProvider]:
+    """A provider that starts a pool on all free nodes together; commands get the names of theirs in $NODE."""
+    monkeypatch.setattr(blocks, "MIN_RESTART_INTERVAL_S", 0.0)
+    monkeypatch.setattr(blocks, "MIN_LOST_AGE_S", 0.0)
+
+    def join(nodes: Sequence[str]) -> list[str]:
+        return ["env", f"NODE={','.join(nodes)}"]
+
+    made = StepProvider(prefixes={node: join([node]) for node in ("n1", "n2", "n3")}, join=join, log_dir=tmp_path)
+    yield made
+    made.cancel_all()
+
+
+def read_starts(folder: Path, *, num: int) -> list[str]:
+    until(lambda: len(list(folder.glob("start-*"))) == num, what="the pools have started")
+    return sorted(path.read_text().strip() for path in folder.glob("start-*"))
+
+
+def test_joined_pools_are_one_step_on_all_nodes(joined: StepProvider, tmp_path: Path) -> None:
+    assert joined.num_first_blocks == 1
+    start_pool(joined, f"echo $NODE > {tmp_path}/start-$$; exec sleep 600")
+    assert read_starts(tmp_path, num=1) == ["n1,n2,n3"]
+    assert joined.submit("true", 1) is None
+    assert (joined.num_running(), joined.num_nodes, joined.lost_nodes()) == (1, 3, [])
+
+
+def test_a_joined_pool_that_is_lost_is_replaced_on_its_node_and_the_others_go_on(
+    joined: StepProvider, tmp_path: Path
+) -> None:
+    command = f"echo $NODE > {tmp_path}/start-$$; exec sleep 600"
+    start_pool(joined, command)
+    joined.end_lost("n2.cluster")
+    assert joined.lost_nodes() == ["n2"]
+    start_pool(joined, command)
+    assert read_starts(tmp_path, num=2) == ["n1,n2,n3", "n2"]
+    assert (joined.num_running(), joined.lost_nodes()) == (2, [])
+    joined.end_lost("n2")
+    until(lambda: joined.lost_nodes() == ["n2"], what="its own step is ended")
+    assert joined.drop_node("n2")
+    assert (joined.num_running(), joined.lost_nodes()) == (1, [])
+
+
+def test_the_last_pool_of_a_joined_step_ends_with_it_and_all_are_started_together_again(
+    joined: StepProvider, tmp_path: Path
+) -> None:
+    command = f"echo $NODE > {tmp_path}/start-$$; exec sleep 600"
+    start_pool(joined, command)
+    for node in ("n1", "n2", "n3"):
+        joined.end_lost(node)
+    until(lambda: joined.num_running() == 0, what="the step has ended")
+    assert joined.lost_nodes() == ["n1", "n2", "n3"]
+    start_pool(joined, command)
+    assert read_starts(tmp_path, num=2) == ["n1,n2,n3", "n1,n2,n3"]

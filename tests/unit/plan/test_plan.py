@@ -493,3 +493,12 @@ def test_rewards_that_the_advantage_cannot_use_are_refused(
 @pytest.mark.parametrize(("unit", "advantage"), [("turn", "trloo"), ("turn", "gae"), ("token", "gae")])
 def test_rewards_that_the_advantage_uses_are_planned(unit: str, advantage: str) -> None:
     assert plan_recipe(f"domains.lake.reward_unit={unit}", f"train.advantage={advantage}")
+
+
+def test_more_steps_than_the_node_of_the_driver_bears_are_warned_of() -> None:
+    wide = ("resources.env.num_workers=200", "resources.env.cpus_per_worker=120", "rollout.max_running=4000")
+    (warning,) = [line for line in plan_recipe(*wide, site="perlmutter").warnings if "sruns" in line]
+    assert "started by 402 sruns" in warning
+    assert warning.endswith('set site.steps_per = "role"')
+    joined = plan_recipe(*wide, "site.steps_per=role", site="perlmutter")
+    assert not [line for line in joined.warnings if "sruns" in line]

@@ -65,7 +65,7 @@ def test_steps_inside_one_allocation_name_their_nodes_and_no_het_group(
     in_one: Callable[[str, str], JobAllocation],
 ) -> None:
     allocation, components = in_one("gpu[1-4]", "gpu1"), planned("lab-hetstep").components
-    alone = allocation.step_prefix(components[1], "gpu2", cpus=2, mem_gib=3, gpus=1)
+    alone = allocation.step_prefix(components[1], ["gpu2"], cpus=2, mem_gib=3, gpus=1)
     assert (option(alone, "nodelist"), option(alone, "nodes"), option(alone, "mem")) == ("gpu2", "1", "3072M")
     joined = allocation.mpi_step_command(components[1:], lambda _: COMMAND, mpi="pmi2")
     assert joined[-2:] == COMMAND
@@ -86,7 +86,9 @@ def test_steps_over_components_name_their_het_groups(answers: Path, monkeypatch:
     plan = planned("lab")
     allocation = read_allocation(plan)
     assert allocation.nodes == [["env1"], ["prefill1"], ["decode1"], ["train1"]]
-    assert option(allocation.step_prefix(plan.components[2], "decode1", cpus=1, mem_gib=1, gpus=0), "het-group") == "2"
+    assert (
+        option(allocation.step_prefix(plan.components[2], ["decode1"], cpus=1, mem_gib=1, gpus=0), "het-group") == "2"
+    )
     joined = allocation.mpi_step_command(plan.components[1:], lambda _: COMMAND, mpi="pmi2")
     assert joined[-2:] == COMMAND
     assert (option(joined, "het-group"), option(joined, "nodelist")) == ("1,2,3", None)
