@@ -17,9 +17,9 @@ from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, WorkerFailed
 from hpcrl.campaign_dir.job_end import EndCause, JobError
 from hpcrl.campaign_dir.paths import JobDir, make_worker_name
 from hpcrl.campaign_dir.train_progress import read_train_progress
-from hpcrl.config.recipe import RoleName
+from hpcrl.config.recipe import RoleName, name_role_resources
 from hpcrl.job.job_drain import CLOCK_SKEW_S
-from hpcrl.job.memory_watch import KILLED, TrainerMemoryWatch
+from hpcrl.job.memory_watch import TrainerMemoryWatch
 from hpcrl.job.progress_watch import MAX_BEAT_AGE_S, RANK_LOOK_INTERVAL_S, RankBeats
 from hpcrl.job.supervision import LookInterval, RestartBudget, find_quorum
 from hpcrl.plan.plan import Plan, RolePlan
@@ -29,6 +29,7 @@ from hpcrl.slurm.status import query_failed_nodes, query_lost_nodes, query_resta
 from hpcrl.system.exit_codes import EXIT_HUNG, EXIT_OUT_OF_MEMORY
 from hpcrl.system.file_watch import PATIENCE_S
 from hpcrl.system.files import read_last_line
+from hpcrl.system.memory import KILLED
 
 if TYPE_CHECKING:
     from hpcrl.job.runtime import JobRuntime
@@ -216,6 +217,9 @@ class JobWorkers:
 
     def _count_worker_failure(self, worker: LongLivedWorker, reason: str) -> None:
         """Count that a worker has ended; after too many ends, continue without it if enough are left."""
+        is_short = KILLED in reason
+        if is_short:
+            reason = f"{reason}: raise {name_role_resources(worker.role)}.mem_gib_per_worker"
         self.emit(WorkerFailed(of=worker.name, reason=reason))
         if node := find_worker_node(self.job.campaign, self.job.number, worker.role, worker.index):
             self.budget.note_node(worker.role, node)
@@ -228,6 +232,7 @@ class JobWorkers:
         reason = self.budget.describe(worker.name, reason)
         if num_left < find_quorum(len(alike), share=self.quorum):
             by_default: EndCause = "user-code" if worker.role == "env" else "infrastructure"
+            by_default = "out-of-memory" if is_short else by_default
             raise JobError(reason, cause="node-failure" if self.list_bad_nodes() else by_default)
         left = f"{worker.role} continues with {num_left} of {len(alike)} workers"
         self.emit(FaultReported(what="quorum", detail=f"{reason}; {left}"))

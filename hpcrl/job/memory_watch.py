@@ -19,8 +19,7 @@ from hpcrl.campaign_dir.train_limits import (
 from hpcrl.config.recipe import Recipe
 from hpcrl.plan.trainer_memory import advise_on_shortage
 from hpcrl.system.exit_codes import EXIT_OUT_OF_MEMORY
-
-KILLED = "the kernel ended it, since the memory of its control group was used up"
+from hpcrl.system.memory import KILLED
 
 
 class TrainerMemoryWatch:

@@ -13,7 +13,7 @@ import time
 from types import FrameType
 
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_HUNG, EXIT_OUT_OF_MEMORY, encode_exit_code
-from hpcrl.system.memory import count_oom_kills
+from hpcrl.system.memory import KillWatch
 from hpcrl.system.processes import die_with_parent
 from hpcrl.system.pulse import WATCH_INTERVAL_S, PulseWatch, end_silent
 
@@ -23,7 +23,7 @@ SUCCESS_CODES = (EXIT_DONE, EXIT_DRAINED)
 
 def main(size: int, first: int, num: int, command: list[str]) -> int:
     """Start the ranks, forward signals; return the first exit code of a failed rank, else that of the first rank."""
-    num_kills = count_oom_kills()
+    kills = KillWatch()
     ranks = [_start_rank(command, rank=first + local, local=local, size=size) for local in range(num)]
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -42,7 +42,7 @@ def main(size: int, first: int, num: int, command: list[str]) -> int:
             has_hung = _end_silent_ranks(pulses)
         time.sleep(POLL_INTERVAL_S)
     code = next((_failure_code(rank) for rank in ranks if _failure_code(rank)), ranks[0].returncode or 0)
-    if code == -signal.SIGKILL and _has_kernel_killed(num_kills):
+    if code == -signal.SIGKILL and kills.has_killed():
         code = EXIT_OUT_OF_MEMORY
     if has_hung:
         code = EXIT_HUNG
@@ -57,12 +57,6 @@ def _end_silent_ranks(pulses: PulseWatch) -> bool:
         print(f"process {rank.pid} was ended: {rank.reason}; its stacks are in its log", flush=True)  # noqa: T201
         end_silent(rank.pid)
     return bool(silent)
-
-
-def _has_kernel_killed(num_before: int | None) -> bool:
-    """Return whether the kernel has ended a process of this control group for a lack of memory since the start."""
-    num_now = count_oom_kills()
-    return num_before is not None and num_now is not None and num_now > num_before
 
 
 def _start_rank(command: list[str], *, rank: int, local: int, size: int) -> "subprocess.Popen[bytes]":

@@ -4,6 +4,7 @@
     end_with_children   end the pool when a process is gone that Parsl does not start again
     use_own_queues      let no worker that is killed stop the others, or lose a task
     end_silent_workers  end workers that stand still or do not work
+    name_memory_kills   name the reason where the kernel has ended a worker for its memory
     LOOK_INTERVAL_S, MAX_DEAD_S   times
 
 Parsl spawns the workers and a process that holds what they share. Each runs this module again, under another name;
@@ -24,6 +25,7 @@ from typing import Any
 
 from hpcrl.job.parsl_programs import forget_packages, load_program
 from hpcrl.job.pool_queue import LEDGER_INTERVAL_S, PoolQueue, TaskLedger
+from hpcrl.system.memory import KILLED, KillWatch
 from hpcrl.system.processes import is_zombie
 from hpcrl.system.pulse import WATCH_INTERVAL_S, PulseWatch, SilentProcess, end_silent
 
@@ -120,6 +122,18 @@ def _end_worker(worker: SilentProcess) -> None:
         manager.pending_result_queue.put(_make_failure(task["task_id"], error))
 
 
+def name_memory_kills() -> None:
+    """Let the loss of a worker name the reason where the kernel has ended it for its memory."""
+    from parsl.executors.high_throughput import errors  # noqa: TID251
+
+    kills, make_loss = KillWatch(), errors.WorkerLost
+
+    def make_named_loss(worker: object, host: str) -> Any:
+        return make_loss(f"{worker} ({KILLED})" if kills.has_killed() else worker, host)
+
+    errors.WorkerLost = make_named_loss  # before Parsl's program imports it
+
+
 def _make_lost_result(id: int) -> bytes:
     """Return the result of a task that was lost with its worker."""
     from parsl.executors.high_throughput.errors import WorkerLost  # noqa: TID251
@@ -150,5 +164,6 @@ if __name__ == "__main__":
     threading.Thread(target=end_with_children, name="children", daemon=True).start()
     program = load_program(PROGRAM)
     use_own_queues()
+    name_memory_kills()
     threading.Thread(target=end_silent_workers, name="pulses", daemon=True).start()
     exec(program)

@@ -24,6 +24,7 @@ from hpcrl.roles.context import open_context, pin_devices, redirect_output
 from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.file_watch import PATIENCE_S, is_outage, is_passing, retry_passing
 from hpcrl.system.garbage import pause_collection
+from hpcrl.system.memory import KILLED, KillWatch
 from hpcrl.system.variables import TRAINER_START_VARIABLE
 
 MODULES = {"prefill": "serve", "decode": "serve"}
@@ -40,6 +41,7 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     devices = pin_devices(plan.role(role), read_site(campaign_dir).partitions[component.partition].gpu_variable)
     context = open_context(campaign_dir, job_number, role, index)
     context.events.emit(WorkerStarted(pid=os.getpid(), gpus=devices))
+    kills = KillWatch()
     module = "judge" if role.startswith(JUDGE_ROLE_PREFIX) else MODULES.get(role, role)
     try:
         with pause_collection():
@@ -49,6 +51,8 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
         traceback.print_exc()
         await_files(job.root, error)
         reason = f"{type(error).__name__}: {error}"
+        if kills.has_killed():  # a process that the worker has started, such as a server of vLLM
+            reason += f" ({KILLED})"
         context.events.emit(WorkerFailed(of=context.name, reason=reason))
         raise RuntimeError(reason) from None  # a plain exception reaches the driver whatever packages it has
     context.events.emit(WorkerEnded(reason="the job is ending"))

@@ -1,9 +1,27 @@
 """The memory of this process's control group, as far as the kernel shows it.
 
 count_oom_kills    how many of its processes the kernel has ended for a lack of memory
+KillWatch          whether it has ended more
+KILLED             what to say then
 """
 
+from collections.abc import Callable
 from pathlib import Path
+
+KILLED = "the kernel ended it, since the memory of its control group was used up"
+
+
+class KillWatch:
+    """Notices that the kernel has ended a process of this control group for a lack of memory."""
+
+    def __init__(self, count: Callable[[], int | None] | None = None) -> None:
+        self._count = count or count_oom_kills
+        self._num = self._count()
+
+    def has_killed(self) -> bool:
+        """Return whether it has since the last call, or since the start."""
+        before, self._num = self._num, self._count()
+        return before is not None and self._num is not None and self._num > before
 
 
 def count_oom_kills(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:

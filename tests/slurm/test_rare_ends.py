@@ -11,9 +11,11 @@ import pytest
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.lab import outages
 from hpcrl.system.files import read_json
+from hpcrl.system.memory import KILLED
 from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, snapshot, steps, until
 from tests.support.lab_campaigns import await_end, find_batch_processes, list_saved_steps, start
 from tests.support.lab_tools import Lab
+from tests.support.memory_hog import MEMORY_ROOT, exhaust_memory
 from tests.support.memory_losses import FILL_VARIABLE
 from tests.support.slow_losses import SLOW_VARIABLE
 
@@ -25,7 +27,7 @@ pytestmark = [
 OWN_CODE = Path(__file__).parents[2]
 
 
-def test_a_trainer_that_the_kernel_kills_for_its_memory_is_started_again_and_the_reason_is_named(
+def test_what_the_kernel_kills_for_its_memory_is_started_again_and_the_reason_is_named(
     lab: Lab, campaigns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = tmp_path / "fill"
@@ -34,14 +36,33 @@ def test_a_trainer_that_the_kernel_kills_for_its_memory_is_started_again_and_the
     campaign, _ = start(campaigns, "m", "-s", 'train.pipeline.loss.function="tests.support.memory_losses:fill_memory"')
     request.touch()
     until(lambda: not request.exists(), what="a step fills the memory")
-    until(lambda: bool(events_of(campaign, "worker-restarted")), what="the trainer is started again")
-    made = len(steps(campaign))
-    until(lambda: len(steps(campaign)) > made, what="it makes steps again")
+    await_restart(campaign, "train-0")
+    reasons = [failure["reason"] for failure in events_of(campaign, "worker-failed")]
+    if MEMORY_ROOT.exists():  # otherwise Slurm's watcher ends the step, and srun does not report why
+        for worker in ("env-0", "decode-0"):
+            exhaust_memory(find_worker_process(campaign, worker))
+            await_restart(campaign, worker)
+        reasons = [failure["reason"] for failure in events_of(campaign, "worker-failed")]
+        assert len(reasons) == 3
+        assert all(KILLED in reason for reason in reasons), reasons
+        assert reasons[1].endswith(": raise resources.env.mem_gib_per_worker")
+        assert reasons[2].endswith(": raise resources.decode.mem_gib_per_worker")
     hpcrl("stop", "m")
     assert outcome(campaign)["outcome"] == "stopped"
-    (failure,) = events_of(campaign, "worker-failed")
-    if Path("/sys/fs/cgroup/memory").exists():  # otherwise Slurm's watcher ends the step, and srun does not report why
-        assert failure["reason"].startswith("the kernel ended it, since the memory of its control group was used up")
+
+
+def await_restart(campaign: CampaignDir, worker: str) -> None:
+    until(
+        lambda: worker in [event["of"] for event in events_of(campaign, "worker-restarted")],
+        what=f"{worker} is started again",
+    )
+    made = len(steps(campaign))
+    until(lambda: len(steps(campaign)) > made + 1, what="steps are made again")
+
+
+def find_worker_process(campaign: CampaignDir, worker: str) -> int:
+    started = [event for event in events_of(campaign, "worker-started") if event["worker"] == f"000-{worker}"]
+    return int(started[-1]["pid"])
 
 
 def test_a_step_that_does_not_fit_into_what_is_left_is_abandoned_and_the_last_one_is_saved(

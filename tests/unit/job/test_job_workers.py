@@ -23,6 +23,7 @@ from hpcrl.job.supervision import LookInterval, RestartBudget
 from hpcrl.plan.plan import make_plan
 from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.system.files import make_private_dir
+from hpcrl.system.memory import KILLED
 from hpcrl.system.processes import MAX_RESTARTS
 from tests.support.clocks import SettableClock
 from tests.support.plans import make_recipe
@@ -88,9 +89,9 @@ def test_a_trainer_whose_start_is_refused_by_a_full_file_system_has_failed_once_
     assert events == [WorkerFailed(of="train-0", reason=ANY), WorkerRestarted(of="train-0")]
 
 
-def fail_worker(workers, worker, times=MAX_RESTARTS + 1):
+def fail_worker(workers, worker, times=MAX_RESTARTS + 1, reason="exit code 1"):
     for _ in range(times):
-        workers._count_worker_failure(worker, "exit code 1")
+        workers._count_worker_failure(worker, reason)
 
 
 def test_a_job_continues_without_a_worker_that_fails_again_and_again(workers, events):
@@ -102,6 +103,14 @@ def test_a_job_continues_without_a_worker_that_fails_again_and_again(workers, ev
     with pytest.raises(JobError, match=r"^env-1 failed 4 times in an hour, the last time with: exit code 1") as ended:
         fail_worker(workers, workers.long_lived[1])
     assert ended.value.cause == "user-code"
+
+
+def test_a_worker_that_the_kernel_killed_for_its_memory_ends_a_job_for_that_cause(workers, events):
+    workers.long_lived = [LongLivedWorker("decode", 0, Future())]
+    with pytest.raises(JobError, match=r"raise resources\.decode\.mem_gib_per_worker") as ended:
+        fail_worker(workers, workers.long_lived[0], reason=f"loss of worker 0 ({KILLED}) on host n")
+    assert ended.value.cause == "out-of-memory"
+    assert events[0].reason == f"loss of worker 0 ({KILLED}) on host n: raise resources.decode.mem_gib_per_worker"
 
 
 def test_engines_that_fail_everywhere_are_not_the_fault_of_a_recipe(workers):

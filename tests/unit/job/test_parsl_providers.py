@@ -100,8 +100,13 @@ def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StepProv
 
 
 def read_starts(folder: Path, *, num: int) -> list[str]:
-    until(lambda: len(list(folder.glob("start-*"))) == num, what="the pools have started")
-    return sorted(path.read_text().strip() for path in folder.glob("start-*"))
+    """Return the nodes of each start, once there are so many."""
+
+    def read() -> list[str]:
+        return sorted(filter(None, (path.read_text().strip() for path in folder.glob("start-*"))))
+
+    until(lambda: len(read()) == num, what="the pools have started", timeout_s=60)
+    return read()
 
 
 def test_joined_pools_are_one_step_on_all_nodes(joined: StepProvider, tmp_path: Path) -> None:
@@ -133,6 +138,7 @@ def test_the_last_pool_of_a_joined_step_ends_with_it_and_all_are_started_togethe
 ) -> None:
     command = f"echo $NODE > {tmp_path}/start-$$; exec sleep 600"
     start_pool(joined, command)
+    read_starts(tmp_path, num=1)
     for node in ("n1", "n2", "n3"):
         joined.end_lost(node)
     until(lambda: joined.num_running() == 0, what="the step has ended")

@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from parsl.executors.high_throughput.errors import WorkerLost  # noqa: TID251
+
+from hpcrl.job import worker_pool
+from hpcrl.system.memory import KILLED, KillWatch
 
 RUN_TASKS = """
 import json, sys
@@ -121,3 +125,16 @@ def test_a_task_is_lost_with_the_worker_that_was_killed_while_it_took_it(tmp_pat
     command = [sys.executable, "-c", KILL_TAKING, str(tmp_path), *texts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert (done.stdout, done.returncode) == ("WorkerLost\n", 0), done.stderr[-2000:]
+
+
+def test_the_loss_of_a_worker_names_the_kernel_as_its_reason_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from parsl.executors.high_throughput import errors  # noqa: TID251
+
+    counts = iter([0, 1, 1])
+    monkeypatch.setattr(worker_pool, "KillWatch", lambda: KillWatch(lambda: next(counts)))
+    monkeypatch.setattr(errors, "WorkerLost", WorkerLost)
+    worker_pool.name_memory_kills()
+    killed, other = errors.WorkerLost(0, "n1"), errors.WorkerLost(1, "n1")
+    assert type(killed) is type(other) is WorkerLost, "drivers know it by its type"
+    assert KILLED in str(killed)
+    assert KILLED not in str(other)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.system.exit_codes import EXIT_OUT_OF_MEMORY
-from hpcrl.system.memory import count_oom_kills
+from hpcrl.system.memory import KillWatch, count_oom_kills
 
 V1 = "4:memory:/job/step\n1:cpu:/\n0::/\n"
 V2 = "0::/system.slice/job/step\n"
@@ -67,3 +67,10 @@ def test_ranks_end_with_a_code_of_their_own_if_the_kernel_ended_one_for_its_memo
     assert subprocess.run(command, preexec_fn=enter_group, check=False).returncode == EXIT_OUT_OF_MEMORY
     killed = [*command[:-1], "import os, sys, time; sys.argv[1] == '1' and os.kill(os.getpid(), 9); time.sleep(60)"]
     assert subprocess.run(killed, preexec_fn=enter_group, check=False).returncode == 128 + 9
+
+
+def test_a_kill_is_noticed_once() -> None:
+    counts = iter([2, 2, 3, 3])
+    watch = KillWatch(lambda: next(counts))
+    assert [watch.has_killed() for _ in range(3)] == [False, True, False]
+    assert not KillWatch(lambda: None).has_killed()
