@@ -17,7 +17,9 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-JOBS = tuple(f"tests/slurm/test_{name}.py" for name in ("job_ends", "jobs_in_a_row", "reward_jobs", "one_allocation"))
+JOBS = tuple(
+    f"tests/slurm/test_{name}.py" for name in ("job_ends", "jobs_in_a_row", "campaign", "reward_jobs", "one_allocation")
+)
 """About half of tests/slurm; each half has a lab."""
 SLOW = (
     JOBS,

@@ -18,7 +18,8 @@ def test_a_campaign_trains_on_what_an_agent_program_did(home: Path) -> None:
         sandbox = choose_sandbox("auto", image=None)
     except EnvFault:
         sandbox = "none"
-    settings = ("-s", "train.num_steps=2", "-s", f"domains.sums.options.sandbox={sandbox}")
+    few = ("-s", "train.num_steps=2", "-s", "train.groups_per_step=1", "-s", "rollout.max_running=4")
+    settings = (*few, "-s", f"domains.sums.options.sandbox={sandbox}")
     hpcrl("submit", "agent", "--site", "local", "--watch", "--name", "a", *settings, timeout_s=800)
     seen = snapshot("a")
     assert (seen["state"], seen["step"]) == ("done", 2)

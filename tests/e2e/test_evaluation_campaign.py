@@ -12,7 +12,7 @@ from hpcrl.rollout.tasks import NUM_SEEDS
 from hpcrl.spool.ids import is_held_out
 from hpcrl.spool.segment import read_segment
 from hpcrl.system.files import read_json
-from tests.support.campaigns import SMALL, events_of, hpcrl, outcome, snapshot, steps, until
+from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, snapshot, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -32,7 +32,7 @@ def test_held_out_tasks_are_evaluated_every_few_versions_and_never_trained_on(ca
     )
     best = ("-s", "train.checkpoint_every_steps=1", "-s", "train.keep_best=1", "-s", "train.keep_checkpoints=1")
     mode = ("-s", "rollout.mode=one-step-off")
-    hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "e", *SMALL, *settings, *best, *mode)
+    hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "e", *SIMULATED, *settings, *best, *mode)
     campaign, seen = CampaignDir(campaigns / "e"), snapshot("e")
     assert max(step["lag_max"] for step in steps(campaign)) <= 1
     reported = evaluations(campaign)
@@ -56,7 +56,7 @@ def test_held_out_tasks_are_evaluated_every_few_versions_and_never_trained_on(ca
 
 def test_an_evaluation_interrupted_by_a_crash_is_repeated_and_counts_once(campaigns: Path) -> None:
     settings = ("-s", "evaluation.every_versions=100", "-s", "evaluation.num_episodes=400")
-    hpcrl("submit", "quickstart", "--site", "local", "--name", "x", *SMALL, *settings, "-s", "train.num_steps=12")
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "x", *SIMULATED, *settings, "-s", "train.num_steps=12")
     campaign = CampaignDir(campaigns / "x")
     until((campaign.evaluations / "round.json").exists, what="an evaluation has started")
     guardian = read_json(campaign.job(0).submission)["pid"]

@@ -150,10 +150,10 @@ def test_a_request_to_end_that_the_file_system_refuses_ends_no_driver(
     process: FaultyProcess, folder: Path, error: int
 ) -> None:
     start = """
+import functools
 from pathlib import Path
-from hpcrl.system import file_watch
-file_watch.RETRY_TIMEOUT_S = 0.1
 from hpcrl.job import runtime
+runtime.retry_passing = functools.partial(runtime.retry_passing, timeout_s=0.1)
 """
     assert process.run(start) is None
     with process.failing(error):

@@ -1,24 +1,21 @@
 """Reports in a real browser: of a campaign while it runs, after its driver was killed, and after its end."""
 
-import os
-import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.report.page import find_chromium
-from tests.support.campaigns import SIMULATED, driver_of, hpcrl, outcome, snapshot, steps, until
+from tests.e2e.conftest import CrashedCampaign
 
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.e2e,
     pytest.mark.skipif(find_chromium() is None, reason="Chromium is missing: apt-get install chromium"),
 ]
-WIDTHS = (400, 1280)
+VIEWS = ((400, "light"), (1280, "dark"))
+"""Widths and colour schemes: no layout depends on the colours."""
 COUNT_CHARTS = "[...document.querySelectorAll('[data-chart]')].map(one => one.querySelectorAll('canvas').length)"
 MEASURE_OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 OPEN_ALL = "document.querySelectorAll('details').forEach(one => { one.open = true; })"
@@ -44,61 +41,35 @@ def axe() -> str:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """Reports of one campaign: while it runs, after its driver and guardian were killed, and after it was resumed."""
-    directory = tmp_path_factory.mktemp("reports")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HPCRL_HOME", str(directory / "home"))
-        settings = (*SIMULATED, "-s", "train.num_steps=12", "-s", "train.checkpoint_every_steps=2")
-        hpcrl("submit", "quickstart", "--site", "local", "--name", "lakes", *settings)
-        campaign = CampaignDir(directory / "home" / "campaigns" / "lakes")
-        try:
-            until(lambda: len(steps(campaign)) >= 3, what="three steps are made")
-            pages = {"running": write_report(directory, "running")}
-            os.kill(driver_of(campaign), signal.SIGKILL)
-            until(lambda: snapshot("lakes")["state"] == "failed", what="the campaign has failed")
-            pages["crashed"] = write_report(directory, "crashed")
-            hpcrl("resume", "lakes")
-            assert outcome(campaign, 1)["outcome"] == "done"
-            pages["finished"] = write_report(directory, "finished")
-            yield pages
-        finally:
-            hpcrl("stop", "--now", "lakes", check=False)
-            shutil.rmtree(directory / "home", ignore_errors=True)
+def reports(crashed: CrashedCampaign) -> dict[str, Path]:
+    return crashed.reports
 
 
-def write_report(directory: Path, name: str) -> Path:
-    page = directory / f"{name}.html"
-    hpcrl("report", "lakes", "-o", str(page))
-    return page
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), VIEWS)
 @pytest.mark.parametrize("state", ["running", "crashed", "finished"])
 def test_a_report_is_drawn_fits_and_is_accessible(
-    reports: dict[str, Path], browser: Any, axe: str, state: str, scheme: str
+    reports: dict[str, Path], browser: Any, axe: str, state: str, width: int, scheme: str
 ) -> None:
     assert reports[state].stat().st_size < 5_000_000
     messages: list[str] = []
-    for width in WIDTHS:
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        page = context.new_page()
-        page.on("console", lambda message: messages.append(message.text))
-        page.on("pageerror", lambda error: messages.append(str(error)))
-        page.goto(reports[state].as_uri())
-        charts = page.evaluate(COUNT_CHARTS)
-        assert len(charts) >= 5
-        assert set(charts) == {1}
-        page.evaluate(OPEN_ALL)
-        assert page.evaluate(MEASURE_OVERFLOW) == 0
-        assert messages == []
-        session = context.new_cdp_session(page)  # the page's policy admits no script, not even that of a test
-        session.send("Runtime.evaluate", {"expression": axe})
-        found = session.send(
-            "Runtime.evaluate", {"expression": FIND_VIOLATIONS, "awaitPromise": True, "returnByValue": True}
-        )
-        assert found["result"]["value"] == []
-        context.close()
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    page.on("console", lambda message: messages.append(message.text))
+    page.on("pageerror", lambda error: messages.append(str(error)))
+    page.goto(reports[state].as_uri())
+    charts = page.evaluate(COUNT_CHARTS)
+    assert len(charts) >= 5
+    assert set(charts) == {1}
+    page.evaluate(OPEN_ALL)
+    assert page.evaluate(MEASURE_OVERFLOW) == 0
+    assert messages == []
+    session = context.new_cdp_session(page)  # the page's policy admits no script, not even that of a test
+    session.send("Runtime.evaluate", {"expression": axe})
+    found = session.send(
+        "Runtime.evaluate", {"expression": FIND_VIOLATIONS, "awaitPromise": True, "returnByValue": True}
+    )
+    assert found["result"]["value"] == []
+    context.close()
 
 
 def test_the_state_of_a_campaign_is_the_first_word_of_its_report(reports: dict[str, Path], browser: Any) -> None:

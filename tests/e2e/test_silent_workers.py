@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, steps, until
+from tests.support.campaigns import CALM, SIMULATED, events_of, hpcrl, outcome, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SETTINGS = (
-    *SIMULATED,
-    *("-s", "train.num_steps=100000", "-s", "job.silence_timeout_s=15"),
+    *(*SIMULATED, *CALM),
+    *("-s", "train.num_steps=100000", "-s", "job.silence_timeout_s=10"),
     *("-s", "resources.decode.num_workers=2", "-s", "resources.env.num_workers=2"),
 )
 
@@ -31,7 +31,7 @@ def test_an_engine_and_an_env_worker_that_stand_still_are_started_again_while_ot
     hpcrl("stop", "--now", "silent")
     assert outcome(campaign)["outcome"] == "stopped"
     reasons = {event["of"]: event["reason"] for event in events_of(campaign, "worker-failed")}
-    why = "it has stood still for 15 s (job.silence_timeout_s); its stacks are in its log"
+    why = "it has stood still for 10 s (job.silence_timeout_s); its stacks are in its log"
     assert reasons == {"decode-0": why, "env-0": why}
     for worker in ("decode-0", "env-0"):
         assert "most recent call first" in campaign.job(0).log(worker).read_text()

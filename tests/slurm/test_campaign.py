@@ -38,18 +38,6 @@ def test_the_quickstart_learns_on_separate_partitions_with_weights_by_mpi(lab: L
     assert lab.list_shared_memory() == {}
 
 
-def test_a_model_that_was_warmed_up_on_a_file_learns_by_reward_in_the_same_campaign(lab: Lab, campaigns: Path) -> None:
-    hpcrl("submit", "warmup", "--site", "lab", "--watch", "--name", "u", "-s", "train.num_steps=84")
-    steps = events_of(CampaignDir(campaigns / "u"), "step")
-    assert [step["step"] for step in steps] == list(range(1, 85))
-    warmed, learned = steps[:60], [step["reward_mean"] for step in steps[60:]]
-    assert all(step["version"] == 0 for step in warmed[:-1]), "nothing is published before the warm-up is over"
-    assert warmed[-1]["loss"] < warmed[0]["loss"] / 4
-    first, last = sum(learned[:4]) / 4, sum(learned[-8:]) / 8  # every sum about once, and twice
-    assert first > 0.2, "a model without the warm-up answers no sum"
-    assert last > first
-
-
 def test_a_waiting_job_is_queued_and_can_be_cancelled(lab: Lab, campaigns: Path) -> None:
     lab.run("scontrol", "update", "PartitionName=decode", "State=DOWN")
     try:
@@ -80,26 +68,24 @@ def test_a_refused_job_leaves_nothing_behind(lab: Lab, campaigns: Path) -> None:
     assert list(campaigns.iterdir()) == []
 
 
-def test_a_campaign_is_stored_where_the_site_sets_it_and_uses_files_where_it_has_no_couriers(
-    lab: Lab, campaigns: Path, tmp_path: Path
+def test_a_cluster_that_was_just_described_runs_the_quickstart_stored_elsewhere_and_by_files_where_it_has_no_couriers(
+    in_lab: Lab, campaigns: Path, tmp_path: Path
 ) -> None:
+    hpcrl("site", "new", "mine", "--detect")
     elsewhere = tmp_path / 'my "scratch" space'
     elsewhere.mkdir()
-    site = ("-s", f"site.campaigns_dir={elsewhere}", "-s", "site.mpi.couriers=false")
-    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "e", *SIMULATED, *site, "-s", "job.num_jobs=2")
+    settings = (f"site.campaigns_dir={elsewhere}", "site.mpi.couriers=false", "job.num_jobs=2", "train.num_steps=3")
+    options = [option for setting in settings for option in ("-s", setting)]
+    hpcrl("submit", "quickstart", "--site", "mine", "--watch", "--name", "e", *SIMULATED, *options)
     campaign = CampaignDir(campaigns / "e")
     assert (campaigns / "e").is_symlink()
     assert (elsewhere / "e" / "campaign.json").is_file()
     assert [event["transport"] for event in events_of(campaign, "transport")] == ["files"]
-    assert {event["node"] for event in events_of(campaign, "loaded")} == {"prefill1", "decode1"}
+    nodes = {event["role"]: event["node"] for event in events_of(campaign, "worker-started")}
+    assert {event["node"] for event in events_of(campaign, "loaded")} == {nodes["prefill"], nodes["decode"]}
+    assert nodes["train"] not in {nodes["prefill"], nodes["decode"]}
     assert events_of(campaign, "follower"), "a second job was queued"
-    until(lambda: lab.run("squeue", "-h") == "", what="it does not wait behind a campaign that is done")
-    assert (snapshot("e")["state"], campaign.job_numbers()) == ("done", [0])
-
-
-def test_a_cluster_that_was_just_described_runs_the_quickstart(in_lab: Lab, campaigns: Path) -> None:
-    hpcrl("site", "new", "mine", "--detect")
-    hpcrl("submit", "quickstart", "--site", "mine", "--watch", "--name", "m", *SIMULATED, "-s", "train.num_steps=3")
-    seen = snapshot("m")
-    assert (seen["state"], seen["step"]) == ("done", 3)
+    until(lambda: in_lab.run("squeue", "-h") == "", what="it does not wait behind a campaign that is done")
+    seen = snapshot("e")
+    assert (seen["state"], seen["step"], campaign.job_numbers()) == ("done", 3, [0])
     assert {component["partition"] for component in seen["jobs"][0]["components"]} == {"env", "decode", "h100"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.campaigns import hpcrl, outcome, steps, until
+from tests.support.campaigns import outcome, steps, until
 from tests.support.lab_campaigns import PREEMPTIBLE, await_end, find_batch_processes, list_saved_steps, start
 from tests.support.lab_tools import Lab
 
@@ -39,12 +39,19 @@ def test_a_job_that_is_preempted_with_a_grace_time_uses_it_for_a_checkpoint(lab:
     lab.wait_accounted(taker, "COMPLETED")
 
 
-def test_a_chain_of_jobs_whose_walltime_ends_loses_no_step(lab: Lab, campaigns: Path) -> None:
-    walltime = ("-s", "job.walltime_min=2", "-s", "job.drain_s=60", "-s", "job.num_jobs=2")
+def test_a_chain_of_jobs_whose_walltime_ends_loses_no_step_and_leaves_no_memory(lab: Lab, campaigns: Path) -> None:
+    walltime = ("-s", "job.walltime_min=2", "-s", "job.drain_s=80", "-s", "job.num_jobs=2")
     campaign, _ = start(campaigns, "w", *walltime)
-    assert (outcome(campaign, 0)["outcome"], outcome(campaign, 0)["cause"]) == ("drained", "walltime")
-    assert "walltime" in outcome(campaign, 0)["reason"]
-    saved = list_saved_steps(campaign)
+    assert lab.list_shared_memory() != {}, "windows of weights"
+    lab.run("scontrol", "update", "PartitionName=decode", "State=DOWN")  # the next job waits
+    try:
+        assert (outcome(campaign, 0)["outcome"], outcome(campaign, 0)["cause"]) == ("drained", "walltime")
+        assert "walltime" in outcome(campaign, 0)["reason"]
+        await_end(lab, campaign)
+        assert lab.list_shared_memory() == {}
+        saved = list_saved_steps(campaign)
+    finally:
+        lab.run("scontrol", "update", "PartitionName=decode", "State=UP")
     until(lambda: any(step["job"] == 1 for step in steps(campaign)), what="the next job makes steps")
     made = [step["step"] for step in steps(campaign)]
     assert made == list(range(1, len(made) + 1)), "no step was lost or made twice"
@@ -68,9 +75,15 @@ def test_nodes_are_left_clean_if_no_process_of_the_batch_step_is_left(lab: Lab, 
     assert not campaign.job(0).outcome.exists()
 
 
-def test_the_nodes_of_a_driver_that_hangs_are_freed(lab: Lab, campaigns: Path) -> None:
+def test_the_nodes_of_a_driver_that_hangs_are_freed_and_a_queued_job_can_be_changed_to_avoid_nodes(
+    lab: Lab, campaigns: Path
+) -> None:
     campaign, id = start(campaigns, "h", "-s", "job.num_jobs=2")
     following = json.loads(campaign.job(1).submission.read_text())["id"]
+    lab.run("scontrol", "update", f"JobId={following}", "ExcNodeList=env3,decode2")
+    queued = lab.run("scontrol", "show", "job", following).split()
+    excluded = [word for word in queued if word.startswith("ExcNodeList=")]
+    assert excluded == ["ExcNodeList=env3,decode2"] * 4, "of each component"
     (_, driver) = find_batch_processes(campaign)
     driver.send_signal(signal.SIGSTOP)
     until(lambda: id not in lab.run("squeue", "-h", "-t", "running,completing", "-o", "%A"), what="the job has ended")
@@ -94,14 +107,3 @@ def test_a_node_whose_steps_were_killed_is_swept_after_a_crash_of_the_driver(lab
     await_end(lab, campaign)
     assert outcome(campaign)["cause"] == "infrastructure"
     assert lab.list_shared_memory() == {}
-
-
-def test_a_queued_job_is_changed_to_avoid_nodes(lab: Lab, campaigns: Path) -> None:
-    campaign, _ = start(campaigns, "x", "-s", "job.num_jobs=2")
-    following = json.loads(campaign.job(1).submission.read_text())["id"]
-    lab.run("scontrol", "update", f"JobId={following}", "ExcNodeList=env3,decode2")
-    excluded = [
-        word for word in lab.run("scontrol", "show", "job", following).split() if word.startswith("ExcNodeList=")
-    ]
-    assert excluded == ["ExcNodeList=env3,decode2"] * 4, "of each component"
-    hpcrl("stop", "--now", "x")

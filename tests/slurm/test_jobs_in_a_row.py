@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, snapshot, steps, until
+from tests.support.campaigns import CALM, SIMULATED, events_of, hpcrl, outcome, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(900)]
@@ -37,7 +37,7 @@ def kill_driver(campaign: CampaignDir, *, job: int) -> None:
 
 
 def test_a_campaign_continues_after_its_walltime_and_after_a_kill(lab: Lab, campaigns: Path) -> None:
-    endless = ("-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=1", "-s", "job.num_jobs=3")
+    endless = (*CALM, "-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=1", "-s", "job.num_jobs=3")
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "n", *SIMULATED, *endless)
     campaign = CampaignDir(campaigns / "n")
     second = follower(campaign, job=0)

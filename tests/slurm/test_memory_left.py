@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.campaigns import outcome, until
-from tests.support.lab_campaigns import await_end, find_batch_processes, list_saved_steps, start
+from tests.support.campaigns import until
+from tests.support.lab_campaigns import await_end, find_batch_processes, start
 from tests.support.lab_tools import Lab
 
 pytestmark = [
@@ -17,16 +17,6 @@ pytestmark = [
 
 def await_no_memory(lab: Lab) -> None:
     until(lambda: lab.list_shared_memory() == {}, what="no node keeps shared memory", timeout_s=60)
-
-
-def test_no_node_keeps_memory_after_a_walltime(lab: Lab, campaigns: Path) -> None:
-    campaign, _ = start(campaigns, "w", "-s", "job.walltime_min=2", "-s", "job.drain_s=60")
-    assert lab.list_shared_memory() != {}, "windows of weights"
-    until(campaign.job(0).outcome.exists, what="the walltime is nearly over")
-    assert (outcome(campaign)["outcome"], outcome(campaign)["cause"]) == ("drained", "walltime")
-    await_end(lab, campaign)
-    assert lab.list_shared_memory() == {}
-    assert len(list_saved_steps(campaign)) == 1
 
 
 def test_no_node_keeps_memory_after_a_crash_of_the_guardian(lab: Lab, campaigns: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.lab import outages
-from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, steps, until
+from tests.support.campaigns import CALM, SIMULATED, events_of, hpcrl, outcome, steps, until
 from tests.support.lab_tools import Lab, running_lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -22,14 +22,15 @@ def lab(needs_slurm: None, tmp_path: Path) -> Iterator[Lab]:
         yield lab
 
 
-def test_a_campaign_continues_without_a_lost_node_and_its_weights_are_still_sent_by_mpi(
+ENDLESS = (*CALM, "-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=5")
+
+
+def test_a_campaign_continues_without_a_lost_node_and_its_weights_are_still_sent_by_mpi_also_by_a_trainer_booted_again(
     lab: Lab, campaigns: Path
 ) -> None:
     two = ("-s", "resources.decode.num_workers=2", "-s", "resources.decode.gpus_per_worker=4")
-    hpcrl(
-        *("submit", "quickstart", "--site", "lab", "--name", "n", *SIMULATED, *two),
-        *("-s", "job.survive_node_loss=true", "-s", "train.num_steps=100000"),
-    )
+    survives = ("-s", "job.survive_node_loss=true")
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "n", *SIMULATED, *ENDLESS, *survives, *two)
     campaign = CampaignDir(campaigns / "n")
 
     def carried() -> list[set[str]]:
@@ -40,29 +41,22 @@ def test_a_campaign_continues_without_a_lost_node_and_its_weights_are_still_sent
     lose(lab, LOST)
     until(lambda: bool(carried()) and LOST not in carried()[-1], what="versions go past the lost node")
     made = len(steps(campaign))
-    until(lambda: len(steps(campaign)) > made + 1, what="steps are made without it")
+    until(lambda: len(steps(campaign)) > made + 6, what="steps are made without it")
     faults = [event["detail"] for event in events_of(campaign, "fault")]
     assert f"decode continues without {LOST}" in faults
     assert [event["transport"] for event in events_of(campaign, "transport")][-1] == "mpi"
-    hpcrl("stop", "n")
-    assert outcome(campaign)["outcome"] == "stopped"
-
-
-ENDLESS = ("-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=5")
-
-
-def test_a_trainer_whose_node_was_booted_again_is_started_again(lab: Lab, campaigns: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "b", *SIMULATED, *ENDLESS)
-    campaign = CampaignDir(campaigns / "b")
-    until(lambda: len(steps(campaign)) > 6, what="steps are made")
+    assert "train-0" not in [event["of"] for event in events_of(campaign, "worker-restarted")]
     outages.break_part(lab.state_dir, "train1")
     outages.restore_part(lab.state_dir, "train1")
-    until(lambda: bool(events_of(campaign, "worker-restarted")), what="the driver misses the trainer")
+    until(
+        lambda: "train-0" in [event["of"] for event in events_of(campaign, "worker-restarted")],
+        what="the driver misses the trainer, and starts it again",
+    )
     made = len(steps(campaign))
     until(lambda: len(steps(campaign)) > made + 1, what="steps are made again")
     (failure,) = [event for event in events_of(campaign, "worker-failed") if event["of"] == "train-0"]
     assert "train1 was started again" in failure["reason"]
-    hpcrl("stop", "b")
+    hpcrl("stop", "n")
     assert outcome(campaign)["outcome"] == "stopped"
 
 

@@ -13,7 +13,7 @@ from hpcrl.lab import outages
 from hpcrl.system.files import read_json
 from hpcrl.system.memory import KILLED
 from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, snapshot, steps, until
-from tests.support.lab_campaigns import await_end, find_batch_processes, list_saved_steps, start
+from tests.support.lab_campaigns import ENDLESS, await_end, find_batch_processes, list_saved_steps, start
 from tests.support.lab_tools import Lab
 from tests.support.memory_hog import MEMORY_ROOT, exhaust_memory
 from tests.support.memory_losses import FILL_VARIABLE
@@ -121,10 +121,10 @@ def test_a_requeue_is_refused_and_where_an_administrator_allows_it_the_job_conti
     assert await_end(lab, campaign) == "COMPLETED"
 
 
-@pytest.mark.parametrize("target", [["--signal=USR1"], ["--signal=USR2"], ["--batch", "--signal=USR1"]])
-def test_a_warning_to_steps_or_to_the_batch_script_drains_the_job(lab: Lab, campaigns: Path, target: list[str]) -> None:
+def test_a_warning_to_steps_drains_the_job(lab: Lab, campaigns: Path) -> None:
+    """A warning to the batch script: test_jobs_in_a_row.py."""
     campaign, id = start(campaigns, "w")
-    lab.run("scancel", *target, id)
+    lab.run("scancel", "--signal=USR1", id)
     assert outcome(campaign)["outcome"] == "drained"
     assert list_saved_steps(campaign) == [steps(campaign)[-1]["step"]]
     assert events_of(campaign, "worker-failed") == []
@@ -146,31 +146,25 @@ def slow_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     return calls
 
 
-def test_a_job_whose_sbatch_timed_out_after_queueing_it_is_found_and_no_second_is_submitted(
+def test_jobs_are_found_that_a_silent_controller_queues_later_or_whose_sbatch_timed_out_after_queueing_them(
     lab: Lab, campaigns: Path, slow_sbatch: Path
 ) -> None:
-    campaign, id = start(campaigns, "s", "-s", "job.num_jobs=2")
-    until(campaign.job(1).submission.exists, what="the next job is found, which the driver has queued in the same way")
-    following = read_json(campaign.job(1).submission)["id"]
-    queued = lab.run("squeue", "-h", "-o", "%i").split()
-    assert {name.partition("+")[0] for name in queued} == {id, following}
-    assert slow_sbatch.read_text().split() == ["called"] * 2
-    hpcrl("stop", "s")
-    assert outcome(campaign)["outcome"] == "stopped"
-
-
-def test_a_job_that_a_silent_controller_queues_later_is_found(
-    lab: Lab, campaigns: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HPCRL_SLURM_TIMEOUT_S", "8")
+    """The first is queued once the controller answers again; the driver queues the next one, without an answer."""
     outages.break_part(lab.state_dir, "slurmctld")
     restore = threading.Timer(12.0, outages.restore_part, (lab.state_dir, "slurmctld"))
     restore.start()
     try:
-        hpcrl("submit", "quickstart", "--site", "lab", "--name", "c", *SIMULATED)
+        hpcrl("submit", "quickstart", "--site", "lab", "--name", "s", *SIMULATED, *ENDLESS, "-s", "job.num_jobs=2")
     finally:
         restore.join()
-    campaign = CampaignDir(campaigns / "c")
-    assert outcome(campaign)["outcome"] == "done"
-    assert [step["step"] for step in steps(campaign)] == [1, 2, 3, 4]
-    assert len(lab.accounted(read_json(campaign.job(0).submission)["id"])) == 4, "the components of one job"
+    campaign = CampaignDir(campaigns / "s")
+    id = read_json(campaign.job(0).submission)["id"]
+    until(campaign.job(1).submission.exists, what="the next job is found")
+    following = read_json(campaign.job(1).submission)["id"]
+    queued = lab.run("squeue", "-h", "-o", "%i").split()
+    assert {name.partition("+")[0] for name in queued} == {id, following}
+    assert slow_sbatch.read_text().split() == ["called"] * 2
+    until(lambda: len(steps(campaign)) > 2, what="steps are made")
+    hpcrl("stop", "s")
+    assert outcome(campaign)["outcome"] == "stopped"
+    assert len(lab.accounted(id)) == 4, "the components of one job"

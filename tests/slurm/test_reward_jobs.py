@@ -10,12 +10,12 @@ import pytest
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.spool.listing import SegmentListing
 from hpcrl.system.processes import read_start_ticks
-from tests.support.campaigns import SMALL, events_of, hpcrl, outcome, processes_of, snapshot, steps, until
+from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, processes_of, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
-ELASTIC = (*SMALL, "-s", "reward.placement=elastic", "-s", "reward.idle_s=3", "-s", "reward.patience_s=300")
+ELASTIC = (*SIMULATED, "-s", "reward.placement=elastic", "-s", "reward.idle_s=3", "-s", "reward.patience_s=300")
 ENV_NODES = {"env1", "env2", "env3"}
 NO_MPI = ("-s", "site.mpi.flavour=none")
 
@@ -64,26 +64,23 @@ def _is(entry: Path, mark: bytes) -> bool:
         return False
 
 
-def test_a_reward_job_without_work_ends_while_the_campaign_continues(lab: Lab, campaigns: Path, our_code: None) -> None:
-    hpcrl(
-        "submit",
-        "quickstart",
-        "--site",
-        "lab",
-        "--name",
-        "i",
-        *ELASTIC,
-        *slow(0.01),
-        "-s",
-        "train.num_steps=1000",
-        *NO_MPI,
-    )
+def test_a_segment_of_a_preempted_reward_job_is_still_scored_and_one_without_work_ends_while_the_campaign_continues(
+    lab: Lab, campaigns: Path, our_code: None, tmp_path: Path
+) -> None:
+    settings = (*ELASTIC, *slow(0.1), "-s", "train.num_steps=1000", *NO_MPI)
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "i", *settings)
     campaign = CampaignDir(campaigns / "i")
-    until(lambda: len(events_of(campaign, "scored")) > 0, what="a segment was scored")
+    until(
+        lambda: bool(events_of(campaign, "scored")) and bool(reward_jobs(lab, "RUNNING")),
+        what="a reward job is at work",
+    )
+    preempt_reward_job(lab, tmp_path)
+    num = len(events_of(campaign, "scored"))
+    until(lambda: len(events_of(campaign, "scored")) > num + 2, what="segments are scored after that")
     trainer = [event for event in events_of(campaign, "worker-started") if event["role"] == "train"]
     os.kill(trainer[-1]["pid"], signal.SIGSTOP)  # nothing is consumed any more, so that in the end nothing is played
     try:
-        until(is_scored(campaign), what="every segment is scored")
+        until(is_scored(campaign), what="every segment is scored, those of the preempted job too")
         until(lambda: not reward_jobs(lab), what="no reward job is left", timeout_s=60)
         assert not campaign.job(0).outcome.exists()
         assert snapshot("i")["state"] == "running"
@@ -92,8 +89,13 @@ def test_a_reward_job_without_work_ends_while_the_campaign_continues(lab: Lab, c
     num = len(steps(campaign))
     until(lambda: len(steps(campaign)) > num + 2, what="training continues, with a new reward job")
     hpcrl("stop", "--now", "i")
+    until(lambda: not reward_jobs(lab), what="no reward job is left", timeout_s=60)
     faults = [fault["detail"] for fault in events_of(campaign, "fault") if fault["what"] == "reward"]
     assert all("loss of manager" in fault for fault in faults), "a segment was sent to a reward job that was ending"
+    scored = [event["segment"] for event in events_of(campaign, "scored")]
+    assert len(scored) == len(set(scored)), "a segment is scored once"
+    made = [step["step"] for step in steps(campaign)]
+    assert made == list(range(1, len(made) + 1))
     scored_on = {(event["partition"], event["node"]) for event in events_of(campaign, "scored")}
     assert {partition for partition, _ in scored_on} == {"preempt"}
     assert {node for _, node in scored_on} <= ENV_NODES
@@ -101,28 +103,15 @@ def test_a_reward_job_without_work_ends_while_the_campaign_continues(lab: Lab, c
     assert any("the site has no MPI" in str(event["reason"]) for event in events_of(campaign, "transport"))
 
 
-def test_a_segment_of_a_preempted_reward_job_is_still_scored(
-    lab: Lab, campaigns: Path, our_code: None, tmp_path: Path
-) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "p", *ELASTIC, *slow(0.1), "-s", "rollout.mode=sync")
-    campaign = CampaignDir(campaigns / "p")
-    until(
-        lambda: bool(events_of(campaign, "scored")) and bool(reward_jobs(lab, "RUNNING")),
-        what="a reward job is at work",
-    )
+def preempt_reward_job(lab: Lab, folder: Path) -> None:
+    """Take the CPUs of the node of a reward job that runs, for a moment."""
     victim, node = next(iter(reward_jobs(lab, "RUNNING").items()))
     rest = 16 - int(lab.run("squeue", "-h", "-o", "%C", "--partition=env", f"--nodelist={node}") or 0)
     greedy = ("--partition=env", f"--nodelist={node}", f"--cpus-per-task={rest}", "--mem=100M", "--time=5")
-    taker = lab.submit(tmp_path, "sleep 20", *greedy)
+    taker = lab.submit(folder, "sleep 60", *greedy)
     until(lambda: victim not in reward_jobs(lab, "RUNNING", "PENDING"), what="the reward job was preempted")
     assert lab.accounted(victim, "-D")[0]["State"].startswith("PREEMPTED")
-    assert ended(campaign) == "done"
     lab.run("scancel", taker)
-    until(lambda: not reward_jobs(lab), what="no reward job is left", timeout_s=60)
-    made = [step["step"] for step in steps(campaign)]
-    assert made == [1, 2, 3, 4]
-    scored = [event["segment"] for event in events_of(campaign, "scored")]
-    assert len(scored) == len(set(scored)), "a segment is scored once"
 
 
 def test_a_killed_driver_leaves_no_reward_job_in_the_queue(

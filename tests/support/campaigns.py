@@ -22,6 +22,8 @@ SMALL = ("-s", "train.num_steps=4", "-s", "train.groups_per_step=2", "-s", "roll
 """Settings of a small campaign that runs every part; it learns nothing."""
 SIMULATED = (*SMALL, "-s", "engine.backend=sim")
 """The same without a model in its engines, which start in a fifth of the time: for what is not about generation."""
+CALM = ("-s", "engine.sim.speed=0.002", "-s", "rollout.max_running=16")
+"""Simulated episodes that take long: a campaign in which a test waits for something else leaves the cores to others."""
 
 
 def hpcrl(*arguments: str, check: bool = True, timeout_s: float = 480.0) -> subprocess.CompletedProcess[str]:

@@ -6,10 +6,10 @@ from pathlib import Path
 import psutil
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from tests.support.campaigns import SIMULATED, events_of, hpcrl, snapshot, steps, until
+from tests.support.campaigns import CALM, SIMULATED, events_of, hpcrl, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
-ENDLESS = ("-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=100000")
+ENDLESS = (*CALM, "-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=100000")
 """A campaign that makes a checkpoint only when it drains."""
 
 PREEMPTIBLE = ("-s", "site.partitions.h100.slurm_partition=spare", "-s", "job.layout=hetstep")

@@ -34,9 +34,10 @@ campaign = CampaignDir(Path(sys.argv[1]))
 place = WorkerPlace(campaign.job(0), "node0")
 
 def drive(outcome_fd, pulse):
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    ends = [signal.SIGTERM, signal.SIGUSR2]
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     print("ready", flush=True)
-    signal.sigwait([signal.SIGTERM])
+    signal.sigwait(ends)
     send_outcome(JobEnd(outcome="drained", cause="cancellation"), outcome_fd=outcome_fd, job=place.job)
     return 0
 
@@ -56,8 +57,10 @@ def end_guardian(tmp_path: Path, sig: signal.Signals) -> CampaignDir:
     return campaign
 
 
-def test_the_outcome_of_a_drained_driver_is_recorded(tmp_path: Path) -> None:
-    campaign = end_guardian(tmp_path, signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_the_outcome_of_a_driver_that_drains_after_a_signal_is_recorded(tmp_path: Path, number: signal.Signals) -> None:
+    """Both warnings drain it, though SIGUSR1 makes a driver write its stacks."""
+    campaign = end_guardian(tmp_path, number)
     assert read_json(campaign.job(0).outcome)["outcome"] == "drained"
 
 
