@@ -14,6 +14,7 @@ runtime          start workers with Parsl
 parsl_providers  Parsl blocks as steps and as jobs
 interchange      the interchange of Parsl, which ends with the driver
 worker_pool      the worker pool of Parsl
+fork_server      the process from which the workers of a pool are forked
 pool_queue       what goes between a pool and its workers, any of which may be killed
 parsl_programs   import no more of Parsl than its programs need
 courier_step     start, watch and restart the couriers

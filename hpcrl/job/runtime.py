@@ -401,6 +401,8 @@ class JobRuntime:
                     _escape_template(self._job.end),
                     python,
                     *POOL_COMMAND,
+                    "reward" if label == ELASTIC_EXECUTOR else label,
+                    _escape_template(self._campaign.root),
                     *POOL_OPTIONS,
                 ]
             ),

@@ -1,14 +1,17 @@
-"""Run a worker pool of Parsl: `python -m hpcrl.job.worker_pool OPTIONS`.
+"""Run a worker pool of Parsl: `python -m hpcrl.job.worker_pool ROLE CAMPAIGN OPTIONS`.
 
     call_by_name        the task of every worker
+    become_worker       be what the workers of a role are forked from
+    run_worker          run a worker, which ends with the process that forked it
     end_with_children   end the pool when a process is gone that Parsl does not start again
     use_own_queues      let no worker that is killed stop the others, or lose a task
     end_silent_workers  end workers that stand still or do not work
     name_memory_kills   name the reason where the kernel has ended a worker for its memory
     LOOK_INTERVAL_S, MAX_DEAD_S   times
 
-Parsl spawns the workers and a process that holds what they share. Each runs this module again, under another name;
-only workers need more of it. Tasks are sent as names: the driver imports no role, and a worker nothing of the driver.
+The workers are forked from a server that has imported what their role needs; a process that holds what they share is
+spawned. Both run this module under another name. Tasks are sent as names: the driver imports no role, and a worker
+nothing of the driver.
 """
 
 import contextlib
@@ -18,20 +21,26 @@ import os
 import pickle
 import platform
 import queue
+import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpcrl.job.fork_server import ForkedProcess, list_server_pids, start_fork_server
 from hpcrl.job.parsl_programs import forget_packages, load_program
 from hpcrl.job.pool_queue import LEDGER_INTERVAL_S, PoolQueue, TaskLedger
 from hpcrl.system.memory import KILLED, KillWatch
-from hpcrl.system.processes import is_zombie
+from hpcrl.system.processes import die_with_parent, is_zombie
 from hpcrl.system.pulse import WATCH_INTERVAL_S, PulseWatch, SilentProcess, end_silent
 
 LOOK_INTERVAL_S = 2.0
 MAX_DEAD_S = 15.0
 """Parsl starts a worker again within its heartbeat interval of 5 s."""
+ROLES_PROGRAM = "hpcrl.roles.__main__"
 PROGRAM = "parsl.executors.high_throughput.process_worker_pool"
 
 
@@ -42,15 +51,33 @@ def call_by_name(function: str, *args: Any) -> Any:
     return getattr(importlib.import_module(module), name)(*args)
 
 
+def become_worker(role: str, campaign: str) -> None:
+    """Make this process, a fork of the pool, what a spawned one would become, with all that its role needs."""
+    globals()["__name__"] = "__mp_main__"
+    exec(load_program(PROGRAM), globals())
+    importlib.import_module(ROLES_PROGRAM).import_role(campaign, role)
+
+
+def run_worker(work: Callable[..., object], *args: Any) -> None:
+    """Run a worker: it ends with the fork server, without which the pool cannot tell whether it runs."""
+    die_with_parent(signal.SIGKILL)
+    work(*args)
+
+
+def _make_worker(*, target: Callable[..., object], args: tuple[Any, ...], name: str) -> ForkedProcess:
+    return ForkedProcess(target=run_worker, args=(target, *args), name=name)
+
+
 def end_with_children() -> None:
     """End this process when one that it has started ended some time ago and was not replaced.
 
-    That is the process that holds what workers share: without it the pool does nothing, and looks alive.
+    That is the process that holds what workers share: without it the pool does nothing, and looks alive. A fork server
+    is replaced with the next worker.
     """
     dead_since: dict[int, float] = {}
     while True:
         now = time.monotonic()
-        dead_since = {pid: dead_since.get(pid, now) for pid in _list_dead_children()}
+        dead_since = {pid: dead_since.get(pid, now) for pid in _list_dead_children() if pid not in list_server_pids()}
         if any(now - since > MAX_DEAD_S for since in dead_since.values()):
             print(f"a process of this worker pool has ended: {', '.join(map(str, dead_since))}", flush=True)  # noqa: T201
             os._exit(1)
@@ -102,6 +129,9 @@ def use_own_queues() -> None:
 
     mpi_resource_management.TaskScheduler = NotedScheduler
     SpawnContext.Queue = PoolQueue
+    if list_server_pids():
+        SpawnContext.Manager = type(SpawnContext)().Manager  # it has a process of its own
+        SpawnContext.Process = _make_worker
 
 
 def end_silent_workers() -> None:
@@ -159,6 +189,8 @@ def __getattr__(name: str) -> Any:
 
 
 if __name__ == "__main__":
+    words = [sys.argv.pop(1) for _ in range(2)]
+    start_fork_server(partial(become_worker, *words))
     # The pool would read the metadata of all installed packages, often from a file system far away, for nothing here.
     importlib.metadata.distributions = list  # type: ignore[assignment]
     threading.Thread(target=end_with_children, name="children", daemon=True).start()

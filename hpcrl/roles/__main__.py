@@ -1,6 +1,7 @@
 """The entry point of every worker, as a Parsl task or as a step.
 
 work            the Parsl task
+import_role     import what the workers of a role need
 main            the step: `python -m hpcrl.roles ROLE CAMPAIGN JOB INDEX`
 await_files     after an error of the file system that passes, wait until it has passed
 outlive_grace   let SIGTERM end this process only where its step is to end
@@ -14,18 +15,19 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from hpcrl.campaign_dir.events import WorkerEnded, WorkerFailed, WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, ROLES, RoleName
-from hpcrl.plan.records import read_plan, read_site
+from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.roles.context import open_context, pin_devices, redirect_output
 from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.file_watch import PATIENCE_S, is_outage, is_passing, retry_passing
 from hpcrl.system.garbage import pause_collection
 from hpcrl.system.memory import KILLED, KillWatch
-from hpcrl.system.variables import TRAINER_START_VARIABLE
+from hpcrl.system.variables import PROGRESS_BARS_VARIABLE, TRAINER_START_VARIABLE
 
 MODULES = {"prefill": "serve", "decode": "serve"}
 """The modules of roles whose module has another name."""
@@ -42,10 +44,10 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     context = open_context(campaign_dir, job_number, role, index)
     context.events.emit(WorkerStarted(pid=os.getpid(), gpus=devices))
     kills = KillWatch()
-    module = "judge" if role.startswith(JUDGE_ROLE_PREFIX) else MODULES.get(role, role)
+    _restart_random_numbers()
     try:
         with pause_collection():
-            worker = importlib.import_module(f"hpcrl.roles.{module}")
+            worker = importlib.import_module(_name_module(role))
         code: int = worker.run(context) or 0
     except Exception as error:  # noqa: BLE001 - whatever it was, the driver must be able to read it
         traceback.print_exc()
@@ -57,6 +59,44 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
         raise RuntimeError(reason) from None  # a plain exception reaches the driver whatever packages it has
     context.events.emit(WorkerEnded(reason="the job is ending"))
     return code
+
+
+def import_role(campaign: str, role: RoleName) -> None:
+    """Import what the workers of a role need, in the process that forks them: nothing else, and no threads."""
+    directory = CampaignDir(Path(campaign))
+    plan, recipe = read_plan(directory), read_recipe(directory)
+    if plan.has_role(role):
+        os.environ["OMP_NUM_THREADS"] = str(plan.role(role).cpus_per_worker)  # as in `pin_devices`
+    os.environ.setdefault(PROGRESS_BARS_VARIABLE, "1")
+    judge = recipe.judge.get(role.removeprefix(JUDGE_ROLE_PREFIX)) if role.startswith(JUDGE_ROLE_PREFIX) else None
+    engine = judge.engine if judge is not None else recipe.engine if role in MODULES else None
+    with pause_collection(), _keep_single_thread():
+        importlib.import_module(_name_module(role))
+        if engine is not None and engine.backend == "embedded":
+            importlib.import_module("hpcrl.engines.embedded.engine")
+
+
+@contextlib.contextmanager
+def _keep_single_thread() -> Iterator[None]:
+    """Let numpy start no threads when it is imported, unless the user has chosen their number."""
+    if "OPENBLAS_NUM_THREADS" in os.environ:
+        yield
+        return
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["OPENBLAS_NUM_THREADS"]
+
+
+def _name_module(role: RoleName) -> str:
+    return f"hpcrl.roles.{'judge' if role.startswith(JUDGE_ROLE_PREFIX) else MODULES.get(role, role)}"
+
+
+def _restart_random_numbers() -> None:
+    """Give a process that was forked its own random numbers; Python's own module does so by itself."""
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
 
 
 def await_files(directory: Path, error: BaseException | None) -> None:

@@ -140,7 +140,7 @@ class PulseWatch:
         found = []
         for path in self._directory.glob(f"{PULSE_PREFIX}*"):
             pid = int(path.name.removeprefix(PULSE_PREFIX))
-            if _read_parent(pid) != os.getpid():
+            if not _is_below(pid, os.getpid()):
                 path.unlink(missing_ok=True)
                 continue
             with contextlib.suppress(OSError, struct.error):  # it is being made
@@ -148,6 +148,12 @@ class PulseWatch:
                 if record.beat and (reason := record.describe_silence(now=now, since=self._since)):
                     found.append(SilentProcess(pid, record.rank, reason))
         return found
+
+
+def _is_below(pid: int, ancestor: int) -> bool:
+    """Return whether a process is a child of another one, or was forked by one of its children."""
+    parent = _read_parent(pid)
+    return parent is not None and ancestor in (parent, _read_parent(parent))
 
 
 def _read_parent(pid: int) -> int | None:

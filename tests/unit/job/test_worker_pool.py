@@ -1,6 +1,7 @@
 """A worker pool of Parsl, started as a job starts it."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,9 +54,9 @@ KILL_SHARED = (
     + """
 import os, signal, time
 import psutil
-pool, worker = (runtime._submit("env", "builtins:eval", text).result(100) for text in sys.argv[2:])
-spawned = [one for one in psutil.Process(pool).children() if "spawn_main" in " ".join(one.cmdline())]
-(shared,) = [one for one in spawned if one.pid != worker]
+server, worker = (runtime._submit("env", "builtins:eval", text).result(100) for text in sys.argv[2:])
+pool = psutil.Process(server).ppid()
+(shared,) = [one for one in psutil.Process(pool).children() if "spawn_main" in " ".join(one.cmdline())]
 shared.kill()
 deadline = time.monotonic() + 60
 while provider.num_running() and time.monotonic() < deadline:
@@ -105,9 +106,9 @@ KILL_TAKING = (
     + """
 import os, signal, time
 import psutil
-pool, worker = (runtime._submit("env", "builtins:eval", text).result(100) for text in sys.argv[2:])
-spawned = [one for one in psutil.Process(pool).children() if "spawn_main" in " ".join(one.cmdline())]
-(shared,) = [one for one in spawned if one.pid != worker]
+server, worker = (runtime._submit("env", "builtins:eval", text).result(100) for text in sys.argv[2:])
+pool = psutil.Process(server).ppid()
+(shared,) = [one for one in psutil.Process(pool).children() if "spawn_main" in " ".join(one.cmdline())]
 shared.suspend()
 future = runtime._submit("env", "builtins:eval", sys.argv[2])
 time.sleep(2.0)  # the worker has taken the task, and cannot note that
@@ -117,6 +118,65 @@ print(type(future.exception(120)).__name__, flush=True)
 os._exit(0)
 """
 )
+
+
+KILL_SERVER = KILL_IDLE.replace("os.kill(worker,", "os.kill(psutil.Process(worker).ppid(),").replace(
+    "import os,", "import psutil, os,"
+)
+
+
+def test_a_pool_whose_fork_server_was_killed_runs_the_next_task(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILL_SERVER, str(tmp_path), "__import__('os').getpid()"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr[-2000:]
+
+
+DESCRIBE = """
+import os, resource, signal, sys, threading
+
+def describe():
+    varying = ("PARSL_WORKER_POOL_ID", "TMPDIR", "PWD")
+    return {
+        "environ": {name: value for name, value in os.environ.items() if name not in varying},
+        "directory": os.getcwd(),
+        "signals": {number: str(signal.getsignal(number)) for number in sorted(signal.valid_signals())},
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "output": [os.path.basename(os.readlink(f"/proc/self/fd/{number}")) for number in range(3)],
+        "limits": [resource.getrlimit(number) for number in range(16)],
+        "session": os.getsid(0) == os.getpgid(0) != os.getpid(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "threads": threading.active_count(),
+        "argv": sys.argv[2:4],
+        "path": sys.path,
+        "main": sys.modules["__main__"].__spec__ is None,
+        "oom": open("/proc/self/oom_score_adj").read(),
+        "umask": os.umask(0o77),
+        "is_forked": b"spawn_main" not in open("/proc/self/cmdline", "rb").read(),
+    }
+"""
+
+
+SPAWNED = """
+import hpcrl.job.runtime
+start = "import runpy, hpcrl.job.fork_server as s; s.start_fork_server = print; "
+start += "runpy.run_module('hpcrl.job.worker_pool', run_name='__main__', alter_sys=True)"
+hpcrl.job.runtime.POOL_COMMAND = ("-c", start)
+"""
+
+
+def test_a_forked_worker_finds_what_a_spawned_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "described.py").write_text(DESCRIBE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
+    found = []
+    for script in (RUN_TASKS, SPAWNED + RUN_TASKS):
+        command = [sys.executable, "-c", script, str(tmp_path / "run"), "__import__('described').describe()"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout)[0])
+        shutil.rmtree(tmp_path / "run")
+    forked, spawned = found
+    assert (forked.pop("is_forked"), spawned.pop("is_forked")) == (True, False)
+    assert forked == spawned
 
 
 @pytest.mark.long

@@ -1,14 +1,20 @@
 """How the process of a step ends, and when a worker that a file system has ended is reported."""
 
 import errno
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.site import load_site
 from hpcrl.errors import SpoolError
+from hpcrl.plan.plan import make_plan
 from hpcrl.roles.__main__ import await_files
+from tests.support.plans import make_recipe
 
 SCRIPT = """
 import atexit
@@ -58,3 +64,39 @@ def test_a_worker_that_an_error_of_files_has_ended_waits_until_it_has_passed(
     error.__cause__ = OSError(number, "away")
     await_files(tmp_path, error)
     assert looks == [tmp_path] * num_looks
+
+
+IMPORT = """
+import json, os, sys
+from hpcrl.job.fork_server import is_fork_safe
+from hpcrl.roles.__main__ import import_role
+
+import_role(sys.argv[1], sys.argv[2])
+facts = {"is_safe": is_fork_safe(), "blas": os.environ.get("OPENBLAS_NUM_THREADS"), "num_threads": None}
+facts["module"] = [name for name in sys.modules if name == f"hpcrl.roles.{sys.argv[3]}"]
+if os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+if (torch := sys.modules.get("torch")) is not None:
+    (torch.rand(600, 600) @ torch.rand(600, 600)).sum()
+    facts["num_threads"] = torch.get_num_threads()
+print(json.dumps(facts), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("role", "module"), [("decode", "serve"), ("env", "env"), ("reward", "reward")])
+def test_what_a_role_needs_is_imported_without_threads_and_works_in_a_process_that_is_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, module: str
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    recipe, site = make_recipe("resources.decode.cpus_per_worker=1"), load_site("local")
+    campaign = CampaignDir(tmp_path)
+    campaign.recipe.write_bytes(msgspec.json.encode(recipe))
+    campaign.plan.write_bytes(make_plan(recipe, site).to_json())
+    command = [sys.executable, "-c", IMPORT, str(tmp_path), role, module]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    num_threads = 1 if role == "decode" else None
+    facts = {"is_safe": True, "blas": None, "num_threads": num_threads, "module": [f"hpcrl.roles.{module}"]}
+    assert json.loads(done.stdout) == facts

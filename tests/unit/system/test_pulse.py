@@ -14,7 +14,8 @@ from hpcrl.system import pulse
 from hpcrl.system.pulse import PULSE_PREFIX, PulseWatch, SilentProcess, end_silent
 
 BEAT = """
-import sys, time
+import os, sys, time
+{first}
 from hpcrl.system.pulse import expect_nothing, expect_work, note_work, start_pulse
 start_pulse(rank=3, silence_s=5.0)
 {work}
@@ -42,9 +43,9 @@ def start(tmp_path: Path) -> Iterator[object]:
     """A function that starts a child with a pulse and waits until it has one."""
     children = []
 
-    def start_child(work: str = "") -> "subprocess.Popen[str]":
+    def start_child(work: str = "", *, first: str = "") -> "subprocess.Popen[str]":
         child = subprocess.Popen(
-            [sys.executable, "-c", BEAT.format(work=work)],
+            [sys.executable, "-c", BEAT.format(work=work, first=first)],
             env=os.environ | {"TMPDIR": str(tmp_path)},
             stdout=subprocess.PIPE,
             stderr=(tmp_path / "log").open("w"),
@@ -78,6 +79,16 @@ def test_a_process_that_is_stopped_is_silent_and_one_that_works_is_not(start, cl
     assert look_later(watch, clock, after_s=2.0) == []
     (silent,) = [one for one in look_later(watch, clock, after_s=4.0) if one.pid != working.pid]
     assert silent == SilentProcess(stopped.pid, 3, "it has stood still for 5 s (job.silence_timeout_s)")
+
+
+def test_a_process_that_a_child_has_forked_is_watched_too(start, clock, tmp_path):
+    start(first="child = os.fork(); child and (os.waitpid(child, 0), os._exit(0))")
+    (path,) = tmp_path.glob(f"{PULSE_PREFIX}*")
+    pid = int(path.name.removeprefix(PULSE_PREFIX))
+    os.kill(pid, signal.SIGSTOP)
+    watch = PulseWatch(tmp_path, clock=clock)
+    assert [one.pid for one in look_later(watch, clock, after_s=8.0)] == [pid]
+    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
