@@ -4,7 +4,7 @@ read_submission      the recorded submission of a job
 find_job_states      the states of all jobs without a recorded end
 find_job_state       the state of one job
 stop_gracefully, stop_now    end a campaign, with a checkpoint or without
-STOP_TIMEOUT_S, POLL_INTERVAL_S    the time that a job gets to end, and between two looks at it
+STOP_TIMEOUT_S, STOP_POLL_INTERVAL_S    the time that a job gets to end, and between two looks at it
 """
 
 import os
@@ -23,7 +23,7 @@ from hpcrl.system.files import publish_file, publish_json
 from hpcrl.system.processes import is_alive
 
 STOP_TIMEOUT_S = 30.0
-POLL_INTERVAL_S = 0.2
+STOP_POLL_INTERVAL_S = 0.2
 
 
 def read_submission(job: JobDir) -> slurm.SubmittedJob:
@@ -117,7 +117,7 @@ def _end_job(job: JobDir, site: Site) -> str:
         slurm.interrupt_job(read_submission(job), site=site)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while not job.outcome.exists() and time.monotonic() < deadline:
-            time.sleep(POLL_INTERVAL_S)
+            time.sleep(STOP_POLL_INTERVAL_S)
         if job.outcome.exists():
             return f"campaign {campaign.name}: job {read_submission(job).id} has ended; {resumable}"
     slurm.cancel_job(read_submission(job), site=site)

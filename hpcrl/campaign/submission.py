@@ -105,7 +105,7 @@ def _make_job_dir(campaign: CampaignDir, number: int) -> JobDir:
     if not next_job.claim_job_dir(job):
         raise CampaignError(
             f"campaign {campaign.name!r}: another process is submitting job {number}; if it was killed, try again "
-            f"{next_job.CLAIM_TIMEOUT_S / 60:.0f} minutes after it"
+            f"{next_job.SUBMISSION_TIMEOUT_S / 60:.0f} minutes after it"
         )
     make_private_dir(job.logs)
     return job

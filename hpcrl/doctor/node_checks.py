@@ -28,7 +28,7 @@ MIN_OPEN_FILES = 4096
 MIN_SHARED_MEMORY_GIB = 1.0
 LAG_TIMEOUT_S = 90.0
 MAX_LAG_S = 5.0
-POLL_INTERVAL_S = 0.1
+SIGNAL_POLL_INTERVAL_S = 0.1
 INTERNET_HOST = ("huggingface.co", 443)
 PROGRAM_TIMEOUT_S = 30.0
 DRIVER_PROGRAMS = ("nvidia-smi", "rocm-smi", "amd-smi")
@@ -215,7 +215,7 @@ def check_lag(signal_file: Path) -> CheckResult:
         if time.monotonic() > deadline:
             change = "set campaigns_dir to a file system that all nodes share"
             return fail_check("file-lag", f"{signal_file} was not seen within {LAG_TIMEOUT_S:g} s", change)
-        time.sleep(POLL_INTERVAL_S)
+        time.sleep(SIGNAL_POLL_INTERVAL_S)
     lag_s = max(time.time() - float(signal_file.read_text() or time.time()), 0.0)
     if lag_s > MAX_LAG_S:
         change = (

@@ -34,7 +34,7 @@ WALLTIME_MIN = 10
 EXIT_FOUND_FAULTS = 1
 NUM_CPUS = 2
 MEM_GIB = 2
-POLL_INTERVAL_S = 1.0
+RESULT_POLL_INTERVAL_S = 1.0
 SIGNAL_DELAY_S = 3.0
 """The time between a node's first look for a file and the making of it: file systems remember that it was absent."""
 
@@ -59,7 +59,7 @@ def run_node_jobs(
             _make_signals(folder, waiting)
             if time.monotonic() > deadline or not _are_alive(ids.values(), env=env):
                 break
-            time.sleep(POLL_INTERVAL_S)
+            time.sleep(RESULT_POLL_INTERVAL_S)
     finally:
         cancel_jobs(ids.values(), env=env)
     for label in ids:

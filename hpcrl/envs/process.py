@@ -2,7 +2,7 @@
 
     ProcessLimits  the limits of such a process
     ProcessEnv     an environment whose code runs in another process (hpcrl.envs.process_child)
-    MAX_OUTPUT_BYTES, MAX_KEPT_BYTES, CLOSE_TIMEOUT_S, REAP_TIMEOUT_S  limits
+    MAX_OUTPUT_BYTES, MAX_KEPT_BYTES, PROCESS_CLOSE_TIMEOUT_S, REAP_TIMEOUT_S  limits
     SINGLE_THREAD_VARIABLES  environment variables of the process
 
 The process leads a separate session. It ends, with all that it has started, when the environment is closed or
@@ -45,7 +45,7 @@ MAX_OUTPUT_BYTES = 4 << 20
 MAX_KEPT_BYTES = 2000
 SINGLE_THREAD_VARIABLES = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 """Many such processes share a node: numpy's threads, with buffers for every core, would fill their limit at once."""
-CLOSE_TIMEOUT_S = 2.0
+PROCESS_CLOSE_TIMEOUT_S = 2.0
 """The time limit of an environment for closing."""
 REAP_TIMEOUT_S = 5.0
 """The time limit of its keeper for ending all processes that are left."""
@@ -143,7 +143,7 @@ class ProcessEnv:
         try:
             if not self._busy and self._kill_reason is None:
                 with contextlib.suppress(EnvFault, TimeoutError):
-                    await asyncio.wait_for(self._request_answer(Close()), CLOSE_TIMEOUT_S)
+                    await asyncio.wait_for(self._request_answer(Close()), PROCESS_CLOSE_TIMEOUT_S)
         finally:
             self._kill()
         await asyncio.to_thread(self._reap)
@@ -179,7 +179,7 @@ class ProcessEnv:
         if self._kill_reason is not None:
             return f"{self._name}: {self._kill_reason}"
         with contextlib.suppress(subprocess.TimeoutExpired):  # its keeper exits with the code of its end, if we wait
-            await asyncio.to_thread(self._process.wait, CLOSE_TIMEOUT_S)
+            await asyncio.to_thread(self._process.wait, PROCESS_CLOSE_TIMEOUT_S)
         self._kill()
         await asyncio.to_thread(self._reap)
         code = self._process.returncode

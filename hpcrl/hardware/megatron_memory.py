@@ -16,7 +16,7 @@ import msgspec
 
 from hpcrl.hardware.architecture import ModelArchitecture
 from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP32
-from hpcrl.hardware.train_memory import CHUNK_BYTES, MAX_CHUNK_LOGITS, PassMoment, RankMemory
+from hpcrl.hardware.train_memory import LOGITS_CHUNK_BYTES, MAX_CHUNK_LOGITS, PassMoment, RankMemory
 
 NORM_BYTES = 2 * BYTES_FP32
 """A norm keeps its input and the normalized one, in float32 whatever the precision of products is."""
@@ -161,7 +161,7 @@ def _list_moments(
         last = num_tokens / num_tp * (NORM_BYTES * hidden + 2 * each * hidden)
         whole = each * shape.embedding_params * (num_tp > 1 or setup.is_bf16)  # gathered, or in another precision
         head_gradient = each * shape.embedding_params + BYTES_FP32 * shape.embedding_params / num_tp * setup.is_bf16
-        chunk = CHUNK_BYTES * min(num_tokens / num_tp * shape.vocabulary_size / MAX_CHUNK_LOGITS, 1.0)
+        chunk = LOGITS_CHUNK_BYTES * min(num_tokens / num_tp * shape.vocabulary_size / MAX_CHUNK_LOGITS, 1.0)
         moments.append(PassMoment("head", whole, kept + last, chunk + head_gradient))
     return moments
 

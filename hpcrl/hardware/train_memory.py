@@ -26,7 +26,7 @@ from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP32, GIB, compute_win
 MAX_CHUNK_LOGITS = 1 << 25
 """The most logits that exist at once: 128 MiB in float32, 220 tokens of a vocabulary of 151,936, which is about what
 keeps a GPU's matrix units busy."""
-CHUNK_BYTES = 3 * BYTES_FP32 * MAX_CHUNK_LOGITS
+LOGITS_CHUNK_BYTES = 3 * BYTES_FP32 * MAX_CHUNK_LOGITS
 """The logits of a chunk, and two more tensors of their size."""
 RANK_PROCESS_BYTES = 3 * GIB
 """Host memory of the process of a rank on a GPU: libraries, the CUDA context, the rows of a step."""
@@ -189,7 +189,7 @@ def _list_sharded_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens
     last = _count_last_bytes(shape, setup) * num_tokens
     inputs = _count_kept_bytes(shape, setup, num_tokens)
     stream = each * hidden * num_tokens
-    chunk = CHUNK_BYTES
+    chunk = LOGITS_CHUNK_BYTES
     ahead = each * layer
     if not setup.trains_all:  # no gradient is as large as a layer
         head_hidden = (BYTES_FP32 - each) * hidden * num_tokens
@@ -220,7 +220,7 @@ def _list_sharded_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens
 
 def _list_whole_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens: int) -> list[PassMoment]:
     """List the moments of a rank with the whole model; with bf16, autocast copies each weight that multiplies."""
-    hidden, chunk = shape.hidden_size, CHUNK_BYTES
+    hidden, chunk = shape.hidden_size, LOGITS_CHUNK_BYTES
     layer, embedding = shape.largest_layer_params, shape.embedding_params
     last, inputs = _count_last_bytes(shape, setup) * num_tokens, _count_kept_bytes(shape, setup, num_tokens)
     layers = shape.num_params - embedding - shape.head_params

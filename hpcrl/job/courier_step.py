@@ -4,8 +4,8 @@
     TransportCommand    a transport, and the step that sends versions by it
     CourierSupervisor   start, watch and restart the step; choose the transport in use
     WeightPlane         the couriers of a job for its driver: publish the transport in use, emit changes
-    STARTUP_TIMEOUT_S, STEADY_AFTER_S, MAX_RESTARTS, MAX_TRIES, MAX_RETURNS, RETRY_INTERVAL_S, END_TIMEOUT_S   limits
-    SILENCE_TIMEOUT_S, POLL_INTERVAL_S, RESTART_DELAY_S, LEAVE_TIMEOUT_S, TERM_GRACE_S   more of them
+    STARTUP_TIMEOUT_S, STEADY_AFTER_S, MAX_RESTARTS, MAX_TRIES, MAX_RETURNS, RETURN_INTERVAL_S, END_TIMEOUT_S   limits
+    COURIERS_SILENCE_TIMEOUT_S, STEP_POLL_INTERVAL_S, RESTART_DELAY_S, LEAVE_TIMEOUT_S, TERM_GRACE_S   more of them
 
 The fallback order: one MPI step over all nodes that need weights (joined over het groups, or inside one allocation),
 else the same step over TCP, else files. A transport that never served is dropped for good. One that served and then
@@ -47,13 +47,13 @@ MAX_TRIES = 2
 """The most tries of a transport that has never served."""
 MAX_RETURNS = 3
 """The most returns in a job from files to couriers."""
-RETRY_INTERVAL_S = 60.0
+RETURN_INTERVAL_S = 60.0
 """After this long with files, abandoned couriers are tried again; each further time after four times as long."""
 END_TIMEOUT_S = 15.0
 """The time that a step may take to end after one of its ranks has stopped serving."""
-SILENCE_TIMEOUT_S = 30.0
+COURIERS_SILENCE_TIMEOUT_S = 30.0
 """Couriers without a heartbeat for this long are lost, even if their step has not ended: srun may hang."""
-POLL_INTERVAL_S = 0.5
+STEP_POLL_INTERVAL_S = 0.5
 RESTART_DELAY_S = 1.5
 """Time before a restart: SIGTERM, which ends couriers at once, may have been sent to the whole job."""
 LEAVE_TIMEOUT_S = 3.0
@@ -135,7 +135,7 @@ class CourierSupervisor:
         now = time.monotonic()
         if now < self._next_poll:
             return None
-        self._next_poll = now + POLL_INTERVAL_S
+        self._next_poll = now + STEP_POLL_INTERVAL_S
         if self._process is None:
             self._start_if_due(now)
             return None
@@ -185,7 +185,7 @@ class CourierSupervisor:
             self._has_served = False
             self._start_at = self._started_at if self._num_useless < len(self.commands) else math.inf
         elif self._returns_left > 0:
-            self._start_at = time.monotonic() + RETRY_INTERVAL_S * 4 ** (MAX_RETURNS - self._returns_left)
+            self._start_at = time.monotonic() + RETURN_INTERVAL_S * 4 ** (MAX_RETURNS - self._returns_left)
             self._returns_left -= 1
         else:
             self._start_at = math.inf
@@ -218,13 +218,13 @@ class CourierSupervisor:
         beat = CourierStatus.read_touch_time(self.job.courier_status(self.incarnation))
         if beat != self._last_beat:
             self._last_beat, self._beat_changed_at = beat, now
-        return now - self._beat_changed_at > SILENCE_TIMEOUT_S
+        return now - self._beat_changed_at > COURIERS_SILENCE_TIMEOUT_S
 
     def _failure_reason(self, status: CourierStatus | None, code: int | None) -> str:
         if status is not None and not status.ready:
             return status.reason
         if code is None and status is not None:
-            return f"the couriers sent no heartbeat for {SILENCE_TIMEOUT_S:g} s, and their step does not end"
+            return f"the couriers sent no heartbeat for {COURIERS_SILENCE_TIMEOUT_S:g} s, and their step does not end"
         if code is None:
             return f"the couriers did not connect to each other within {STARTUP_TIMEOUT_S:g} s"
         return f"the step of the couriers ended with code {code}: {read_last_line(self.job.log('couriers'))}"

@@ -2,7 +2,7 @@
 
     main               start the guardian with the driver as its child
     JobDriver          supervise one job: allocation -> runtime -> supervise until the trainer is done -> outcome
-    LIMIT_OUTCOMES, POLL_INTERVAL_S, LEASE_INTERVAL_S   constants
+    LIMIT_OUTCOMES, DRIVER_ROUND_INTERVAL_S, LEASE_INTERVAL_S   constants
 
 No data passes through the driver.
 """
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from hpcrl.job.runtime import JobRuntime
 
 
-POLL_INTERVAL_S = 0.1
+DRIVER_ROUND_INTERVAL_S = 0.1
 LIMIT_OUTCOMES: dict[EndCause, JobOutcome] = {"goal-reached": "done", "budget-used": "stopped"}
 """The outcome of a job that drained for a limit of the campaign."""
 LEASE_INTERVAL_S = 10.0
@@ -261,7 +261,7 @@ class JobDriver:
                     self.outage.note(error)
                 else:
                     self.outage.end()
-            time.sleep(POLL_INTERVAL_S)
+            time.sleep(DRIVER_ROUND_INTERVAL_S)
 
     def _tend_workers(
         self, runtime: "JobRuntime", *, trainer_code: int | None, watch: ProgressWatch, domains: DomainWatch

@@ -6,7 +6,7 @@ child, even if that was killed.
     send_outcome         send the outcome to the guardian; without a guardian, clean up and record it
     sweep_nodes          remove what killed steps have left on any node
     cancel_reward_jobs   end the reward jobs of a driver that was killed
-    CLOSE_GRACE_S, TERM_CLOSE_GRACE_S, OUTCOME_TIMEOUT_S, FORWARDED_SIGNALS, PULSE_INTERVAL_S, MAX_SILENCE_S,
+    CLOSE_GRACE_S, TERM_CLOSE_GRACE_S, OUTCOME_TIMEOUT_S, FORWARDED_SIGNALS, PULSE_INTERVAL_S, MAX_DRIVER_SILENCE_S,
     MAX_TURN_S, HANG_CLOSE_S, SWEEP_TIMEOUT_S   constants
 """
 
@@ -53,7 +53,7 @@ TERM_CLOSE_GRACE_S = 1.5
 """The same after SIGTERM, when SIGKILL is near."""
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 PULSE_INTERVAL_S = 0.2
-MAX_SILENCE_S = 45.0
+MAX_DRIVER_SILENCE_S = 45.0
 """The driver's process was stopped, or hangs with all its threads."""
 MAX_TURN_S = 400.0
 """The longest turn of the driver's loop: a Slurm that is silent may take this long to refuse a job."""
@@ -85,8 +85,8 @@ class DriverPulse:
         """Return why the driver counts as hung since that time; None while it works."""
         turn, beat = (max(then, since) for then in _TIMES.unpack(self._memory[:]))
         now = time.monotonic()
-        if now - beat > MAX_SILENCE_S:
-            return f"the driver has stood still for {MAX_SILENCE_S:g} s"
+        if now - beat > MAX_DRIVER_SILENCE_S:
+            return f"the driver has stood still for {MAX_DRIVER_SILENCE_S:g} s"
         if now - turn > MAX_TURN_S:
             return f"the driver has waited for one thing for {MAX_TURN_S:g} s"
         return None
@@ -202,7 +202,7 @@ def _wait_for_driver(driver: int, signals: set[int], pulse: DriverPulse) -> int 
     while result is None:
         ended, status = os.waitpid(driver, os.WNOHANG)
         now = time.monotonic()
-        if now - looked_at > MAX_SILENCE_S / 4:  # the whole node stood still, or Slurm had suspended the job
+        if now - looked_at > MAX_DRIVER_SILENCE_S / 4:  # the whole node stood still, or Slurm had suspended the job
             since = now
         looked_at = now
         result = os.waitstatus_to_exitcode(status) if ended else pulse.describe_hang(since=since)

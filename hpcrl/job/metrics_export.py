@@ -6,7 +6,7 @@
     select_valid_figures  the figures of all events, without those of steps that were trained again
     send_recorded         send what a campaign has recorded to one tracker, and what is new when called again
     export_recorded       the same as the command that `hpcrl export` runs
-    POLL_INTERVAL_S       the time between two reads
+    FEED_INTERVAL_S       the time between two reads
 
 `python -m hpcrl.job.metrics_export CAMPAIGN JOB` is the metrics process. The driver starts it, so that no worker waits
 for a sink. It continues where the metrics process of the job before stopped; on SIGTERM it exports the remaining events
@@ -72,7 +72,7 @@ def _evaluation_values(event: EvaluationFinished) -> Iterator[tuple[str, Any]]:
     yield from ((f"evaluation/reward_mean/{name}", reward) for name, reward in event.domains.items())
 
 
-POLL_INTERVAL_S = 2.0
+FEED_INTERVAL_S = 2.0
 
 
 class MetricsFeeder:
@@ -196,7 +196,7 @@ def _feed_continuously(campaign: CampaignDir, job: int) -> int:
     recipe = read_recipe(campaign)
     feeder = MetricsFeeder(campaign, make_sink_factories(recipe.metrics, campaign=campaign), emit=events.emit)
     feeder.open()
-    while not stopping.wait(POLL_INTERVAL_S):
+    while not stopping.wait(FEED_INTERVAL_S):
         feeder.feed()
     feeder.feed()
     feeder.close()

@@ -1,7 +1,7 @@
 """Run the metrics process beside the driver; when it fails, the job continues and an event is recorded.
 
 MetricsProcess    start, restart and end it
-CLOSE_TIMEOUT_S   constant
+EXPORT_CLOSE_TIMEOUT_S   constant
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from hpcrl.config.recipe import MetricsConfig
 from hpcrl.system.files import read_last_line
 from hpcrl.system.processes import MAX_RESTARTS
 
-CLOSE_TIMEOUT_S = 10.0
+EXPORT_CLOSE_TIMEOUT_S = 10.0
 
 
 class MetricsProcess:
@@ -44,13 +44,13 @@ class MetricsProcess:
             self._start()
 
     def close(self) -> None:
-        """Let it export the remaining events, for at most CLOSE_TIMEOUT_S."""
+        """Let it export the remaining events, for at most EXPORT_CLOSE_TIMEOUT_S."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:
-            self._process.wait(CLOSE_TIMEOUT_S)
+            self._process.wait(EXPORT_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # it leads its own session

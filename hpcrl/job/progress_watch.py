@@ -29,7 +29,7 @@ from hpcrl.system.file_watch import WatchedValue
 from hpcrl.weights import versions
 
 STEP_FACTOR = 4
-LOOK_INTERVAL_S = 1.0
+FIGURES_INTERVAL_S = 1.0
 """The longest time between two looks at a file, while nothing changes."""
 RANK_LOOK_INTERVAL_S = 10.0
 MAX_BEAT_AGE_S = 60.0
@@ -119,10 +119,12 @@ def watch_campaign(
 ) -> ProgressWatch:
     """Return the watch over the figures of a job; files that do not change are read ever more rarely."""
     progress = WatchedValue(
-        campaign.train_progress, lambda: read_train_progress(campaign.train_progress), longest_s=LOOK_INTERVAL_S
+        campaign.train_progress,
+        lambda: read_train_progress(campaign.train_progress),
+        longest_s=FIGURES_INTERVAL_S,
     )
     version = WatchedValue(
-        campaign.weights, lambda: versions.find_newest_version(campaign.weights), longest_s=LOOK_INTERVAL_S
+        campaign.weights, lambda: versions.find_newest_version(campaign.weights), longest_s=FIGURES_INTERVAL_S
     )
     return ProgressWatch(
         timeout_s=recipe.job.stall_timeout_min * 60,

@@ -15,9 +15,9 @@ from types import FrameType
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_HUNG, EXIT_OUT_OF_MEMORY, encode_exit_code
 from hpcrl.system.memory import KillWatch
 from hpcrl.system.processes import die_with_parent
-from hpcrl.system.pulse import WATCH_INTERVAL_S, PulseWatch, end_silent
+from hpcrl.system.pulse import PULSE_WATCH_INTERVAL_S, PulseWatch, end_silent
 
-POLL_INTERVAL_S = 0.25
+RANK_POLL_INTERVAL_S = 0.25
 SUCCESS_CODES = (EXIT_DONE, EXIT_DRAINED)
 
 
@@ -38,9 +38,9 @@ def main(size: int, first: int, num: int, command: list[str]) -> int:
         if os.getppid() != parent:  # the step was killed
             break
         if time.monotonic() >= next_look:
-            next_look = time.monotonic() + WATCH_INTERVAL_S
+            next_look = time.monotonic() + PULSE_WATCH_INTERVAL_S
             has_hung = _end_silent_ranks(pulses)
-        time.sleep(POLL_INTERVAL_S)
+        time.sleep(RANK_POLL_INTERVAL_S)
     code = next((_failure_code(rank) for rank in ranks if _failure_code(rank)), ranks[0].returncode or 0)
     if code == -signal.SIGKILL and kills.has_killed():
         code = EXIT_OUT_OF_MEMORY

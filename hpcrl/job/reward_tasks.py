@@ -4,7 +4,7 @@
     RewardJobScaler    when reward jobs start and end, and when work stops waiting for them (pure)
     RewardWorkers      the interface that runs tasks
     SEGMENTS_PER_JOB   waiting segments for each reward job
-    POLL_INTERVAL_S    the time between two decisions on the number of reward jobs
+    SCALE_INTERVAL_S   the time between two decisions on the number of reward jobs
 
 A task may run twice (a preempted job, a wait that was cancelled): the twin has one name, so nothing is scored twice.
 """
@@ -23,7 +23,7 @@ from hpcrl.system.file_watch import PollPace
 
 SEGMENTS_PER_JOB = 16
 """Segments that wait for each reward job before another job is started."""
-POLL_INTERVAL_S = 1.0
+SCALE_INTERVAL_S = 1.0
 """The time between two decisions on the number of reward jobs."""
 
 
@@ -98,7 +98,7 @@ class RewardScoring:
     def __post_init__(self) -> None:
         self.rollouts = SegmentListing(self.campaign.spool("rollouts"))
         self.scored = SegmentListing(self.campaign.spool("scored"))
-        self._pace = PollPace(longest_s=POLL_INTERVAL_S)
+        self._pace = PollPace(longest_s=SCALE_INTERVAL_S)
         self._num_seen = (0, 0)
         self.scale = RewardJobScaler(
             max_jobs=self.reward.max_jobs, idle_s=self.reward.idle_s, patience_s=self.reward.patience_s
@@ -124,7 +124,7 @@ class RewardScoring:
             elif task is not None:
                 task.since = now if task.pending - segments else task.since
                 task.pending = segments
-        if self.elastic and now - self.scaled_at >= POLL_INTERVAL_S:
+        if self.elastic and now - self.scaled_at >= SCALE_INTERVAL_S:
             self.scaled_at = now
             self._use_spare_cores(workers, now=now)
             self._rescale(workers, now=now)

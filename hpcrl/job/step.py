@@ -37,7 +37,7 @@ from hpcrl.weights.window.shm_cleanup import SCRATCH_PREFIX, SegmentLedger, remo
 
 WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 TERM_GRACE_S = 3.0
-NOTICE_TIMEOUT_S = 4.0
+DRAIN_ANSWER_TIMEOUT_S = 4.0
 """Time for a driver to answer a notice of SIGTERM: Slurm may send SIGKILL soon."""
 
 
@@ -78,7 +78,7 @@ class StepEnd:
                 self._has_published = True
             # A drain that was published before the SIGTERM does not show that the driver is alive.
             self._is_answered = self._job.drain.name in self._requests.names() and is_sigterm_answered(self._job)
-        self.is_alone = time.monotonic() > self._noticed_at + NOTICE_TIMEOUT_S and not self._is_answered
+        self.is_alone = time.monotonic() > self._noticed_at + DRAIN_ANSWER_TIMEOUT_S and not self._is_answered
         return self.is_alone
 
     def _on_term(self, *_: object) -> None:

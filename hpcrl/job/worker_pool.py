@@ -7,7 +7,7 @@
     use_own_queues      let no worker that is killed stop the others, or lose a task
     end_silent_workers  end workers that stand still or do not work
     name_memory_kills   name the reason where the kernel has ended a worker for its memory
-    LOOK_INTERVAL_S, MAX_DEAD_S   times
+    POOL_LOOK_INTERVAL_S, MAX_DEAD_S   times
 
 The workers are forked from a server that has imported what their role needs; a process that holds what they share is
 spawned. Both run this module under another name. Tasks are sent as names: the driver imports no role, and a worker
@@ -35,9 +35,9 @@ from hpcrl.job.parsl_programs import forget_packages, load_program
 from hpcrl.job.pool_queue import LEDGER_INTERVAL_S, PoolQueue, TaskLedger
 from hpcrl.system.memory import KILLED, KillWatch
 from hpcrl.system.processes import die_with_parent, is_zombie
-from hpcrl.system.pulse import WATCH_INTERVAL_S, PulseWatch, SilentProcess, end_silent
+from hpcrl.system.pulse import PULSE_WATCH_INTERVAL_S, PulseWatch, SilentProcess, end_silent
 
-LOOK_INTERVAL_S = 2.0
+POOL_LOOK_INTERVAL_S = 2.0
 MAX_DEAD_S = 15.0
 """Parsl starts a worker again within its heartbeat interval of 5 s."""
 ROLES_PROGRAM = "hpcrl.roles.__main__"
@@ -81,7 +81,7 @@ def end_with_children() -> None:
         if any(now - since > MAX_DEAD_S for since in dead_since.values()):
             print(f"a process of this worker pool has ended: {', '.join(map(str, dead_since))}", flush=True)  # noqa: T201
             os._exit(1)
-        time.sleep(LOOK_INTERVAL_S)
+        time.sleep(POOL_LOOK_INTERVAL_S)
 
 
 def _list_dead_children() -> list[int]:
@@ -138,7 +138,7 @@ def end_silent_workers() -> None:
     """End workers that stand still or do not work; their tasks fail with the reason."""
     pulses = PulseWatch()
     while True:
-        time.sleep(WATCH_INTERVAL_S)
+        time.sleep(PULSE_WATCH_INTERVAL_S)
         for worker in pulses.look():
             _end_worker(worker)
 

@@ -2,7 +2,7 @@
 
 compile_template    a template that renders messages, or ConfigError
 render_template     a rendering that ends, whatever the template does
-MAX_RENDER_S, MAX_RENDERED_CHARS, WATCH_INTERVAL_S  limits
+MAX_RENDER_S, MAX_RENDERED_CHARS, RENDER_WATCH_INTERVAL_S  limits
 list_variables      the names of the variables that a template reads
 GenerationTag       a block that transformers has for training
 read_template_texts  the templates of a model directory, from any of the places where transformers saves them
@@ -32,7 +32,7 @@ DEFAULT_TEMPLATE, TOOLS_TEMPLATE = "default", "tool_use"
 MAX_RENDER_S = 3.0
 """The most CPU time of a rendering; a conversation of 200 turns takes some milliseconds."""
 MAX_RENDERED_CHARS = 1 << 26
-WATCH_INTERVAL_S = 0.5
+RENDER_WATCH_INTERVAL_S = 0.5
 
 
 class GenerationTag(Extension):
@@ -110,7 +110,7 @@ def _watch_renderings() -> NoReturn:
     """Raise an exception in each thread whose rendering takes too long."""
     raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
     while True:
-        time.sleep(WATCH_INTERVAL_S)
+        time.sleep(RENDER_WATCH_INTERVAL_S)
         for number, rendering in list(_renderings.items()):
             try:
                 is_late = time.clock_gettime(rendering.clock) > rendering.end

@@ -5,7 +5,8 @@ open_context            read the campaign and start the heartbeat
 make_judge_report       reports failures of judges as events
 redirect_output         send all output of the process to the worker's log
 pin_devices             give the worker its devices and cores
-LOOK_INTERVAL_S, TRAINER_PAUSE_S   the times between looks for requests
+ROLE_ROUND_INTERVAL_S   the time between two rounds of an env, engine or judge worker's loop
+REQUEST_LOOK_INTERVAL_S, TRAINER_PAUSE_S   the times between looks for requests
 """
 
 import contextlib
@@ -34,7 +35,8 @@ from hpcrl.system.pulse import start_pulse
 from hpcrl.system.variables import PARTITION_VARIABLE, PROGRESS_BARS_VARIABLE
 from hpcrl.system.wakeups import WakeEvent, WakeListener, WakeSender
 
-LOOK_INTERVAL_S = 0.25
+ROLE_ROUND_INTERVAL_S = 0.1
+REQUEST_LOOK_INTERVAL_S = 0.25
 TRAINER_PAUSE_S = 0.5
 """The trainer is one process, and has the most to do before the end: it looks more often."""
 
@@ -115,7 +117,7 @@ class WorkerContext:
         while self.campaign.model.name not in names.names():
             if self.draining:
                 return False
-            if await wakeups.wait(LOOK_INTERVAL_S):
+            if await wakeups.wait(REQUEST_LOOK_INTERVAL_S):
                 names = NameWatch(self.campaign.root)
         return True
 
@@ -231,4 +233,4 @@ def _run_heartbeat(context: WorkerContext) -> None:
             if context.has_request(context.job.dump_stacks) and not dumped:
                 faulthandler.dump_traceback(file=2, all_threads=True)
                 dumped = True
-        time.sleep(LOOK_INTERVAL_S)
+        time.sleep(REQUEST_LOOK_INTERVAL_S)

@@ -4,7 +4,6 @@ run               run one env worker until the job ends
 make_env_worker   make the worker of its parts
 EnvWorker         the worker's loop; its episodes are run by EpisodeRunner
 TrainingFollower  follows what becomes of its groups in training
-POLL_INTERVAL_S   the time between two rounds of its loop
 TRAINED_INTERVAL_S    the time between two looks at what became of its groups in training
 """
 
@@ -28,7 +27,7 @@ from hpcrl.learn.evaluations import EvaluationStore
 from hpcrl.models.chat_layout import load_chat_layout, load_chat_template
 from hpcrl.models.chat_template import ChatTemplate
 from hpcrl.models.model_config import read_context_length
-from hpcrl.roles.context import WorkerContext, make_judge_report
+from hpcrl.roles.context import ROLE_ROUND_INTERVAL_S, WorkerContext, make_judge_report
 from hpcrl.roles.episode_player import EpisodePlayer, HeldOutPlayer
 from hpcrl.roles.episode_runner import EpisodeRunner
 from hpcrl.roles.program_proxy import make_proxy, make_thought_reader
@@ -59,7 +58,6 @@ from hpcrl.system.pulse import expect_work, note_work
 from hpcrl.system.wakeups import WakeEvent
 from hpcrl.weights.versions import find_newest_version
 
-POLL_INTERVAL_S = 0.1
 TRAINED_INTERVAL_S = 5.0
 
 EnvOpener = Callable[[str, DomainConfig], Awaitable[Env]]
@@ -110,7 +108,7 @@ async def _await_first_version(context: WorkerContext, wakeups: WakeEvent) -> bo
     while newest.poll() is None:
         if context.draining:
             return False
-        if await wakeups.wait(POLL_INTERVAL_S):
+        if await wakeups.wait(ROLE_ROUND_INTERVAL_S):
             newest.expect_change()
     return True
 
@@ -220,8 +218,8 @@ class EnvWorker:
 
     async def _pause(self) -> None:
         """Wait for the next round, which comes early if another process, or the end of a group, asks for it."""
-        due = loop_time() + POLL_INTERVAL_S
-        if await self.wakeups.wait(POLL_INTERVAL_S):
+        due = loop_time() + ROLE_ROUND_INTERVAL_S
+        if await self.wakeups.wait(ROLE_ROUND_INTERVAL_S):
             self.progress.expect_change()
             self.rollouts.expect_change()
         else:

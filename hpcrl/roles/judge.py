@@ -19,7 +19,7 @@ from hpcrl.campaign_dir import endpoints
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, JudgeConfig
 from hpcrl.errors import EngineError
-from hpcrl.roles.context import WorkerContext
+from hpcrl.roles.context import ROLE_ROUND_INTERVAL_S, WorkerContext
 from hpcrl.rollout.judges.server import EngineApi, ModelApi, VllmApi, serve_judge
 from hpcrl.system import network
 from hpcrl.system.files import make_private_dir
@@ -29,7 +29,6 @@ from hpcrl.system.pulse import expect_work, note_work
 if TYPE_CHECKING:
     from hpcrl.engines.vllm.server import VllmLaunch
 
-POLL_INTERVAL_S = 0.1
 MODEL_TIMEOUT_S = 300.0
 
 
@@ -77,7 +76,7 @@ async def _wait_until_ending(context: WorkerContext, opened: OpenedApi) -> None:
         if failed.done():
             failed.result()
         note_work()
-        await asyncio.sleep(POLL_INTERVAL_S)
+        await asyncio.sleep(ROLE_ROUND_INTERVAL_S)
     failed.cancel()
 
 
@@ -96,7 +95,7 @@ async def _find_model(context: WorkerContext, judge: JudgeConfig, directory: Pat
     while not directory.exists():
         if time.monotonic() > deadline:
             raise EngineError(f"{directory} was not made in {MODEL_TIMEOUT_S:g} s: see the log of worker 0")
-        await asyncio.sleep(POLL_INTERVAL_S)
+        await asyncio.sleep(ROLE_ROUND_INTERVAL_S)
     return directory
 
 

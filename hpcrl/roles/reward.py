@@ -37,7 +37,7 @@ from hpcrl.spool.listing import SegmentListing, find_shard, quarantine_segment
 from hpcrl.spool.outcome import name_outcome
 from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.segment import is_out_of_reach, read_segment
-from hpcrl.spool.writer import MAX_PAUSE_S, MIN_PAUSE_S, derive_segment
+from hpcrl.spool.writer import MAX_WRITE_PAUSE_S, MIN_WRITE_PAUSE_S, derive_segment
 from hpcrl.system.file_watch import retry_passing
 from hpcrl.system.processes import MAX_RESTARTS
 from hpcrl.system.pulse import expect_nothing, expect_work, note_work
@@ -171,7 +171,7 @@ class ScoringSession:
         if answer.error:
             _check_segment(source, context)
             return
-        pause_s = MIN_PAUSE_S
+        pause_s = MIN_WRITE_PAUSE_S
         while self._needs_twin(name):
             note_work()
             counts = _ScoredCounts()
@@ -246,7 +246,7 @@ def _check_segment(source: Path, context: WorkerContext) -> None:
         if retry_passing(source.exists):
             read_segment(source)
     except SpoolError as error:
-        _handle_spool_error(error, source, context, pause_s=MIN_PAUSE_S)
+        _handle_spool_error(error, source, context, pause_s=MIN_WRITE_PAUSE_S)
 
 
 def _handle_spool_error(error: SpoolError, source: Path, context: WorkerContext, *, pause_s: float) -> float:
@@ -258,7 +258,7 @@ def _handle_spool_error(error: SpoolError, source: Path, context: WorkerContext,
         raise RuntimeError(str(error)) from None
     context.events.emit(FaultReported(what="spool", detail=str(error)))
     context.pause(pause_s)
-    return min(2 * pause_s, MAX_PAUSE_S)
+    return min(2 * pause_s, MAX_WRITE_PAUSE_S)
 
 
 @functools.cache

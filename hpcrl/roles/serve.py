@@ -8,7 +8,7 @@
     WeightFollower     keep an engine at the newest version
     LoadReporter       report the load of an engine
     EngineWork         note whether it generates
-    POLL_INTERVAL_S, FAULT_PAUSE_S, MAX_BEHIND_S, LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S,
+    FAULT_PAUSE_S, MAX_BEHIND_S, LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S,
     IDLE_REPORT_INTERVAL_S,
     WORK_INTERVAL_S   constants
 
@@ -42,7 +42,7 @@ from hpcrl.engines.http import ServedEngine, make_client_session, make_kv_fetche
 from hpcrl.errors import EngineError, HpcrlError, WeightsError
 from hpcrl.hardware.memory_model import GIB
 from hpcrl.plan.plan import RolePlan
-from hpcrl.roles.context import WorkerContext
+from hpcrl.roles.context import ROLE_ROUND_INTERVAL_S, WorkerContext
 from hpcrl.rollout.tasks import stable_hash
 from hpcrl.system import network
 from hpcrl.system.file_watch import LONG_PAUSE_S, WatchedValue
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from hpcrl.engines.vllm.server import VllmLaunch
 
 
-POLL_INTERVAL_S = 0.1
 FAULT_PAUSE_S = 1.0
 MAX_BEHIND_S = 30.0
 """The time that an engine may lag behind a published version before it asks for files."""
@@ -272,7 +271,7 @@ async def _await_first_version(
     while not context.draining:
         if (newest := await asyncio.to_thread(source.newest)) is not None:
             return newest
-        await wakeups.wait(POLL_INTERVAL_S)
+        await wakeups.wait(ROLE_ROUND_INTERVAL_S)
     return None
 
 
@@ -326,7 +325,7 @@ class WeightFollower:
                 await self.load(newest)
             await asyncio.to_thread(self._check_lag)
             await self._work.look(engine)
-            await self._wakeups.wait(POLL_INTERVAL_S)
+            await self._wakeups.wait(ROLE_ROUND_INTERVAL_S)
         failed.cancel()
 
     async def load(self, manifest: VersionManifest) -> None:

@@ -3,7 +3,7 @@
     run                         train until the last step, or until the job drains
     TrainingLoop                the trainer, its step and its version
     DrainTimes                  the times of steps and checkpoints, and whether a step still fits
-    POLL_INTERVAL_S             the pause while there is nothing to train on
+    BATCH_POLL_INTERVAL_S       the pause while there is nothing to train on
     EVALUATION_POLL_INTERVAL_S  the pause while the last evaluation runs
     WORK_FACTOR                 the time limit of a part of a step
     NUM_MEASURED, TIME_FACTOR      how many of the last steps count, and how much longer the next may be
@@ -70,7 +70,7 @@ from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import Transport, WeightVersion
 from hpcrl.weights.window.file import WindowKey, make_window_key
 
-POLL_INTERVAL_S = 0.05
+BATCH_POLL_INTERVAL_S = 0.05
 WORK_FACTOR = 3
 """A micro-batch, or what follows a step, may take `job.stall_timeout_min` times this."""
 EVALUATION_POLL_INTERVAL_S = 0.5
@@ -514,8 +514,8 @@ class TrainingLoop:
     def pause(self) -> None:
         """Wait a moment, or until other workers have something for training."""
         if self.listener is None:
-            time.sleep(POLL_INTERVAL_S)
-        elif self.listener.wait(POLL_INTERVAL_S):
+            time.sleep(BATCH_POLL_INTERVAL_S)
+        elif self.listener.wait(BATCH_POLL_INTERVAL_S):
             self.train_queue.expect_change()
 
     def poll(self) -> None:

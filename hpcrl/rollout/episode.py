@@ -43,9 +43,9 @@ from hpcrl.spool.record import ConversationRow, EpisodeTurn, Trajectory
 from hpcrl.spool.status import EpisodeStatus
 
 T = TypeVar("T")
-CLOSE_TIMEOUT_S = 5.0
+ENV_CLOSE_TIMEOUT_S = 5.0
 """The time that an environment may take to close before it is abandoned."""
-MAX_PAUSE_S = 60.0
+MAX_ATTEMPT_PAUSE_S = 60.0
 
 
 class ConversationLayout(Protocol):
@@ -187,7 +187,7 @@ def loop_time() -> float:
 def retry_pause_s(first_s: float, *, attempt: int, episode: str) -> float:
     """Return the wait before new attempt `attempt` (1, 2, ...): it doubles, and varies so that not all coincide."""
     spread = stable_hash(episode, attempt, bits=16) / (1 << 16)
-    return float(min(first_s * 2 ** min(attempt - 1, 16), MAX_PAUSE_S) * (0.5 + spread))
+    return float(min(first_s * 2 ** min(attempt - 1, 16), MAX_ATTEMPT_PAUSE_S) * (0.5 + spread))
 
 
 class _PromptChange(NamedTuple):
@@ -479,9 +479,9 @@ async def _await_env(call: Awaitable[T], seconds: float, what: str, setting: str
 
 
 async def _close_quietly(call: Coroutine[Any, Any, None] | Awaitable[None]) -> None:
-    """Close an environment within CLOSE_TIMEOUT_S; a failure here does not change the episode's status."""
+    """Close an environment within ENV_CLOSE_TIMEOUT_S; a failure here does not change the episode's status."""
     with contextlib.suppress(EnvFault):
-        await _await_env(call, CLOSE_TIMEOUT_S, "closing")
+        await _await_env(call, ENV_CLOSE_TIMEOUT_S, "closing")
 
 
 def _consume_outcome(task: "asyncio.Future[Any]") -> None:

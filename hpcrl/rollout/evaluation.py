@@ -34,9 +34,9 @@ from hpcrl.rollout.tasks import AgentTask, make_held_out_task
 from hpcrl.spool.outcome import OUTCOME_UNPLAYED, name_outcome
 from hpcrl.spool.record import TRAINABLE, Trajectory
 
-POLL_INTERVAL_S = 0.5
+ROUND_POLL_INTERVAL_S = 0.5
 """The interval at which the directory is read."""
-RETRY_INTERVAL_S = 30.0
+RETRY_PAUSE_S = 30.0
 """The pause after a disk has failed."""
 ENGINES_TIMEOUT_S = 30.0
 """The time a round waits for all engines to serve its version; the result records which versions were used."""
@@ -109,11 +109,11 @@ class EvaluationRunner:
         try:
             self._poll(version=version, room=room, now=now)
         except OSError as error:  # a full or failing disk must not end the training
-            self._paused_until = now + RETRY_INTERVAL_S
-            self._hooks.emit(FaultReported(what="evaluation", detail=f"{error}: next try in {RETRY_INTERVAL_S:g} s"))
+            self._paused_until = now + RETRY_PAUSE_S
+            self._hooks.emit(FaultReported(what="evaluation", detail=f"{error}: next try in {RETRY_PAUSE_S:g} s"))
 
     def _poll(self, *, version: int, room: int, now: float) -> None:
-        if now - self._polled_at >= POLL_INTERVAL_S:
+        if now - self._polled_at >= ROUND_POLL_INTERVAL_S:
             self._polled_at = now
             if self._worker.index == 0:
                 self._lead_rounds(version)

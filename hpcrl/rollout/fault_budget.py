@@ -16,7 +16,7 @@ MAX_KEPT_ENDINGS = 32
 MIN_SAMPLES = 8
 """The number of endings below which no domain is paused: a fault or two at the start prove little."""
 FIRST_PAUSE_S = 15.0
-MAX_PAUSE_S = 600.0
+MAX_DOMAIN_PAUSE_S = 600.0
 
 
 @dataclass
@@ -68,7 +68,7 @@ class FaultBudget:
         known.endings.append(fault)
         if not fault or not self._is_over(known):
             return None
-        pause_s: float = min(self._first_pause_s * 2**known.num_pauses, MAX_PAUSE_S)
+        pause_s: float = min(self._first_pause_s * 2**known.num_pauses, MAX_DOMAIN_PAUSE_S)
         known.num_pauses += 1
         known.closed_until = now + pause_s
         known.trial = None

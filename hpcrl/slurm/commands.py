@@ -11,7 +11,7 @@ query_live_jobs         ask squeue which jobs wait or run
 cancel_jobs             end jobs with scancel
 cancel_steps            end steps whose srun was killed
 cancel_recorded_jobs    end the recorded jobs of a driver that was killed
-COMMAND_TIMEOUT_S, STEP_TIMEOUT_S   time limit of one command
+COMMAND_TIMEOUT_S, STEPS_TIMEOUT_S   time limit of one command
 TIMED_OUT               exit code of a command that did not answer
 MAX_NODES               longest range in a node list
 
@@ -32,7 +32,7 @@ from hpcrl.errors import SlurmError
 
 COMMAND_TIMEOUT_S = float(os.environ.get("HPCRL_SLURM_TIMEOUT_S", "40"))
 """The time that one Slurm command may take to answer; a caller that only displays the answer may set less."""
-STEP_TIMEOUT_S = 10.0
+STEPS_TIMEOUT_S = 10.0
 """The same where the driver waits for it in the middle of its work."""
 TIMED_OUT = 124
 """The exit code of coreutils' timeout; `run_slurm` uses it too for a command that did not answer."""
@@ -222,11 +222,11 @@ def cancel_steps(name: str) -> None:
 
     The steps of a component are listed under its own id, which the job does not know: a name must be that of one job.
     """
-    listed = run_slurm(["squeue", "-h", "-s", "--me", "-o", "%i %j"], timeout_s=STEP_TIMEOUT_S)
+    listed = run_slurm(["squeue", "-h", "-s", "--me", "-o", "%i %j"], timeout_s=STEPS_TIMEOUT_S)
     rows = (line.partition(" ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else ()
     ids = [id for id, _, step in rows if step.strip() == name]
     if ids:
-        run_slurm(["scancel", *ids], timeout_s=STEP_TIMEOUT_S)
+        run_slurm(["scancel", *ids], timeout_s=STEPS_TIMEOUT_S)
 
 
 def cancel_recorded_jobs(record: Path) -> None:

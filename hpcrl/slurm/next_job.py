@@ -14,7 +14,7 @@ the next job; where nodes may not submit jobs, the login node queues all of a ch
     cancel_next_jobs  remove them from the queue
     avoid_nodes       let them avoid nodes that failed
     campaign_outcome  the outcome of a campaign, if no job is to follow this one
-    CLAIM_TIMEOUT_S   the time limit of a submission
+    SUBMISSION_TIMEOUT_S   the time limit of a submission
     has_more_steps, find_last_step   what a campaign still has to do, by its newest checkpoint
     query_end_state   ask Slurm how a job ended
     UNCERTAIN_CAUSES  causes that Slurm may correct
@@ -45,7 +45,7 @@ from hpcrl.system.files import make_private_dir, publish_file, read_json, remove
 UNCERTAIN_CAUSES: frozenset[EndCause] = frozenset({"unknown", "cancellation", "infrastructure"})
 """The causes that a job records where Slurm may know better afterwards."""
 
-CLAIM_TIMEOUT_S = 600.0
+SUBMISSION_TIMEOUT_S = 600.0
 """The time after which no process submits a job any more; sbatch and the search for its job take half of it at most."""
 
 
@@ -84,7 +84,7 @@ def claim_job_dir(job: JobDir) -> bool:
         job.root.mkdir(mode=0o700)
     except FileExistsError:
         age_s = time.time() - job.root.stat().st_mtime
-        if job.submission.exists() or age_s < CLAIM_TIMEOUT_S:
+        if job.submission.exists() or age_s < SUBMISSION_TIMEOUT_S:
             return False
         remove_path(job.root)
         job.root.mkdir(mode=0o700)

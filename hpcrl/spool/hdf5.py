@@ -32,7 +32,7 @@ ALIGNMENT = 8
 """The alignment of every column in bytes, so that a mapped column is an aligned array."""
 METADATA_NAME = "metadata"
 ARRAYS: Mapping[str, np.dtype[Any]] = MappingProxyType({**COLUMNS, **OPTIONAL_COLUMNS, "offsets": np.dtype(np.int64)})
-CHUNK_BYTES = 1 << 20
+COLUMN_CHUNK_BYTES = 1 << 20
 
 _NO_ADDRESS = b"\xff" * 8
 _END_OFFSET = 40
@@ -71,7 +71,7 @@ def compress_columns(columns: Mapping[str, Sequence[memoryview]], *, compression
     with _create_memory_file() as file:
         for name, parts in columns.items():
             raw = np.frombuffer(b"".join(parts), ARRAYS.get(name, np.dtype(np.uint8)))
-            chunk = min(len(raw), CHUNK_BYTES // raw.itemsize)
+            chunk = min(len(raw), COLUMN_CHUNK_BYTES // raw.itemsize)
             how: dict[str, Any] = {"chunks": (chunk,), "compression": codec} if chunk else {}
             file.create_dataset(name, data=raw, track_times=False, **how)
         file.flush()

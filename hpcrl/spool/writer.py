@@ -34,8 +34,8 @@ from hpcrl.spool.record import PackedTrajectory, Trajectory, pack_trajectory
 from hpcrl.spool.segment import draft_packed, read_segment, write_segment
 from hpcrl.system.files import make_private_dir, sync_directory
 
-MIN_PAUSE_S = 0.5
-MAX_PAUSE_S = 30.0
+MIN_WRITE_PAUSE_S = 0.5
+MAX_WRITE_PAUSE_S = 30.0
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,7 +169,7 @@ class BatchWriter:
         """Make a batch open again that could not be written. A disk that keeps failing is tried less and less often."""
         with self._state_lock:
             self._open.extendleft(reversed(batch))
-        self._pause_s = min(max(2 * self._pause_s, MIN_PAUSE_S), MAX_PAUSE_S)
+        self._pause_s = min(max(2 * self._pause_s, MIN_WRITE_PAUSE_S), MAX_WRITE_PAUSE_S)
         self._pause_ends = self._clock() + self._pause_s
 
     def _take_acknowledged(self) -> list[str]:

@@ -6,7 +6,7 @@
     PulseWatch       the look of a parent at the pulses of its children
     SilentProcess    its result
     end_silent       let a process write its stacks, then kill it
-    PULSE_PREFIX, BEAT_INTERVAL_S, WATCH_INTERVAL_S, STACKS_GRACE_S   constants
+    PULSE_PREFIX, PULSE_BEAT_INTERVAL_S, PULSE_WATCH_INTERVAL_S, STACKS_GRACE_S   constants
 
 A pulse is a small file on the node's own disk that both have mapped: no shared file system is asked, and a process that
 is stopped, or hangs with all its threads, cannot hide it.
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 PULSE_PREFIX = "hpcrl-pulse-"
-BEAT_INTERVAL_S = 0.5
-WATCH_INTERVAL_S = 2.0
+PULSE_BEAT_INTERVAL_S = 0.5
+PULSE_WATCH_INTERVAL_S = 2.0
 STACKS_GRACE_S = 5.0
 """The time to write stacks before the end; workers look for a request to do so every 2 s."""
 _PULSE = struct.Struct("<ddddi60s")
@@ -82,7 +82,7 @@ class OwnPulse:
         """Beat, until the process ends."""
         while True:
             self.change(beat=time.monotonic())
-            time.sleep(BEAT_INTERVAL_S)
+            time.sleep(PULSE_BEAT_INTERVAL_S)
 
 
 _own: OwnPulse | None = None
@@ -134,7 +134,7 @@ class PulseWatch:
     def look(self) -> list[SilentProcess]:
         """Return the children that are to be ended; call it every few seconds."""
         now = self._clock()
-        if now - self._looked_at > 5 * WATCH_INTERVAL_S:  # the whole node stood still, or this process did
+        if now - self._looked_at > 5 * PULSE_WATCH_INTERVAL_S:  # the whole node stood still, or this process did
             self._since = now
         self._looked_at = now
         found = []

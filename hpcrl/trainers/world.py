@@ -31,7 +31,7 @@ from hpcrl.system.files import publish_file
 JOIN_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
 """The longest time that one rank may keep the others waiting before all of them fail."""
-POLL_INTERVAL_S = 0.05
+RENDEZVOUS_POLL_INTERVAL_S = 0.05
 
 
 class StoreAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,7 +168,7 @@ def _connect_store(meeting_file: Path, size: int) -> TCPStore:
                 f"rank 0 of the trainer did not start within {JOIN_TIMEOUT_S:g} s ({meeting_file} does not exist): "
                 "see its log, train-0.log"
             )
-        time.sleep(POLL_INTERVAL_S)
+        time.sleep(RENDEZVOUS_POLL_INTERVAL_S)
     address = msgspec.json.decode(meeting_file.read_bytes(), type=StoreAddress)
     return TCPStore(address.host, address.port, size, is_master=False, timeout=_to_timedelta(JOIN_TIMEOUT_S))
 

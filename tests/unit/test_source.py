@@ -182,7 +182,6 @@ def is_literal(node: ast.AST) -> bool:
 
 
 SAME_BY_CHANCE = {
-    "POLL_INTERVAL_S": "the pause of one loop, chosen for what that loop waits for",
     "PR_SET_CHILD_SUBREAPER": "hpcrl/lab/keeper.py runs as a file and imports nothing of hpcrl",
     "PR_SET_PDEATHSIG": "hpcrl/lab/keeper.py runs as a file and imports nothing of hpcrl",
 }

@@ -3,7 +3,7 @@
     EngineGroup      the parts of one engine, and the files by which they find each other
     GroupMeeting   the address at which the parts of one start meet
     GroupWatch     the first part's watch over the others
-    MAX_SILENCE_S, CHECK_INTERVAL_S  times
+    MAX_PART_SILENCE_S, CHECK_INTERVAL_S  times
 
 The first part, node rank 0, has the engine; the others have only processes of vLLM. Each start of the first part is
 another meeting, at another port. A part joins a meeting once: if its processes end, or its worker is started again,
@@ -21,7 +21,7 @@ from hpcrl.errors import EngineError
 from hpcrl.system import network
 from hpcrl.system.files import make_private_dir, publish_file
 
-MAX_SILENCE_S = 120.0
+MAX_PART_SILENCE_S = 120.0
 CHECK_INTERVAL_S = 1.0
 
 
@@ -111,8 +111,8 @@ class GroupWatch:
                 continue  # it has not joined, for which the server's start has a limit
             if node_rank not in self._seen or self._seen[node_rank][0] != beat:
                 self._seen[node_rank] = beat, now
-            elif now - self._seen[node_rank][1] > MAX_SILENCE_S:
+            elif now - self._seen[node_rank][1] > MAX_PART_SILENCE_S:
                 raise EngineError(
-                    f"part {node_rank} of the vLLM engine {self.group.name} has been silent for {MAX_SILENCE_S:g} s: "
-                    "its node is lost or too busy"
+                    f"part {node_rank} of the vLLM engine {self.group.name} has been silent "
+                    f"for {MAX_PART_SILENCE_S:g} s: its node is lost or too busy"
                 )

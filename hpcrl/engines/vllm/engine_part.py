@@ -1,7 +1,7 @@
 """A further part of a vLLM engine over several nodes: processes without a server, as long as its meeting lasts.
 
 run_part        join one meeting after the other until the job ends
-POLL_INTERVAL_S, BEAT_INTERVAL_S  times
+MEETING_POLL_INTERVAL_S, PART_BEAT_INTERVAL_S  times
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpcrl.engines.vllm.engine_group import EngineGroup, GroupMeeting
-from hpcrl.engines.vllm.server import END_GRACE_S, VllmLaunch, check_version, spawn_supervised
+from hpcrl.engines.vllm.server import SERVER_END_GRACE_S, VllmLaunch, check_version, spawn_supervised
 from hpcrl.system.files import read_last_line
 from hpcrl.system.processes import end_group
 
-POLL_INTERVAL_S = 0.5
-BEAT_INTERVAL_S = 5.0
+MEETING_POLL_INTERVAL_S = 0.5
+PART_BEAT_INTERVAL_S = 5.0
 
 
 async def run_part(launch: VllmLaunch, *, is_ending: Callable[[], bool]) -> None:
@@ -31,7 +31,7 @@ async def run_part(launch: VllmLaunch, *, is_ending: Callable[[], bool]) -> None
     while not is_ending():
         meeting = await asyncio.to_thread(group.read_meeting)
         if meeting is None or meeting.id == left:
-            await asyncio.sleep(POLL_INTERVAL_S)
+            await asyncio.sleep(MEETING_POLL_INTERVAL_S)
             continue
         left = meeting.id
         if await asyncio.to_thread(group.join, meeting, node_rank=launch.node_rank):
@@ -50,13 +50,13 @@ async def _attend(
             if process.poll() is not None:
                 _report_end(launch, group, meeting, process)
                 return
-            if time.monotonic() - beaten_s > BEAT_INTERVAL_S:
+            if time.monotonic() - beaten_s > PART_BEAT_INTERVAL_S:
                 beaten_s = time.monotonic()
                 with contextlib.suppress(OSError):
                     beat.write_text(str(next(beats)))
-            await asyncio.sleep(POLL_INTERVAL_S)
+            await asyncio.sleep(MEETING_POLL_INTERVAL_S)
     finally:
-        await asyncio.shield(asyncio.to_thread(end_group, process, grace_s=END_GRACE_S))
+        await asyncio.shield(asyncio.to_thread(end_group, process, grace_s=SERVER_END_GRACE_S))
         shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -46,15 +46,15 @@ SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 HEADLESS_MODULE = "hpcrl.engines.vllm.headless"
 QUANTIZATIONS = {"none": None, "fp8": "fp8_per_tensor"}
 """vLLM's names of engine.quantization; its "fp8" is for checkpoints that are rounded already."""
-POLL_INTERVAL_S = 0.5
+HEALTH_INTERVAL_S = 0.5
 ANSWER_POLL_INTERVAL_S = 0.02
 FIRST_TOKEN_TIMEOUT_S = 300.0
 HEALTH_TIMEOUT_S = 60.0
 """The time limit of one health check."""
 MAX_SILENCES = 3
-STEP_TIMEOUT_S = 1800.0
+ENGINE_STEP_TIMEOUT_S = 1800.0
 """vLLM's time limit for a step of its worker processes; its default of 300 s is too short on a crowded machine."""
-END_GRACE_S = 15.0
+SERVER_END_GRACE_S = 15.0
 MAX_SCRATCH_BYTES = 68
 """The path of a socket has at most 107 bytes, and vLLM's sockets have names of 36."""
 
@@ -206,7 +206,7 @@ def build_environment(launch: VllmLaunch, *, scratch: Path, inherited: Mapping[s
         NODE_VARIABLE: launch.node,
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(round(launch.start_timeout_s)),
-        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(round(STEP_TIMEOUT_S)),
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(round(ENGINE_STEP_TIMEOUT_S)),
         "VLLM_CPU_KVCACHE_SPACE": str(launch.cpu_kv_gib),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # Slurm assigns the cores
         "HF_HUB_OFFLINE": "1",
@@ -392,7 +392,7 @@ class VllmServer:
                     raise EngineError(
                         f"the vLLM server fails its health checks: {error}; its log is {self.launch.log}"
                     ) from error
-            await asyncio.sleep(POLL_INTERVAL_S)
+            await asyncio.sleep(HEALTH_INTERVAL_S)
 
     async def _request_answer(
         self, method: str, path: str, *, body: Any, query: dict[str, str], limit_s: float | None
@@ -423,7 +423,7 @@ class VllmServer:
                 if time.monotonic() > deadline:
                     late = f"vLLM was not up after {self.launch.start_timeout_s:g} s"
                     raise EngineError(f"{late}: {error}; see {self.launch.log}") from error
-            await asyncio.sleep(POLL_INTERVAL_S)
+            await asyncio.sleep(HEALTH_INTERVAL_S)
 
     async def _generate_first_token(self) -> None:
         """Generate a token with the first weights: a server that passes health checks may fail at its first."""
@@ -448,7 +448,7 @@ class VllmServer:
         if self._http is not None:
             await self._http.close()
         if self._process is not None:
-            await asyncio.shield(asyncio.to_thread(end_group, self._process, grace_s=END_GRACE_S))
+            await asyncio.shield(asyncio.to_thread(end_group, self._process, grace_s=SERVER_END_GRACE_S))
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
         if self.launch.kv_dir is not None:

@@ -17,7 +17,7 @@ from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants
 from hpcrl.weights.window.shm_cleanup import SegmentLedger, remove_orphans
 
-END_GRACE_S = 5.0
+DESCENDANTS_GRACE_S = 5.0
 
 
 def main(parent: int, command: list[str]) -> int:
@@ -37,7 +37,7 @@ def main(parent: int, command: list[str]) -> int:
     ledger = SegmentLedger()
     code = ledger.wait(child)
     ledger.record(list_descendants())
-    end_descendants(grace_s=END_GRACE_S)
+    end_descendants(grace_s=DESCENDANTS_GRACE_S)
     ledger.clear()
     return encode_exit_code(code)
 

@@ -5,7 +5,7 @@
     ProgramLaunch  the program and its limits
     ProgramResult  its exit code and output
     PipeTail       the end of a pipe's output
-    STARTED_MARK, MAX_KEPT_BYTES, END_GRACE_S, REWARD_KEY_VARIABLE, NICENESS  constants
+    STARTED_MARK, MAX_KEPT_BYTES, PROGRAM_END_GRACE_S, REWARD_KEY_VARIABLE, NICENESS  constants
 
 In a sandbox it is process 1, which no process inside can kill, and its memory and descriptors are hidden: only the
 launcher can report a result. It imports little, since it starts with every episode. Output is drained as it is written
@@ -35,7 +35,7 @@ from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendan
 STARTED_MARK = "started\n"
 """Printed once the program has been started, before its result."""
 MAX_KEPT_BYTES = 1 << 16
-END_GRACE_S = 0.5
+PROGRAM_END_GRACE_S = 0.5
 NICENESS = 10
 """Programs run behind their supervisor, so that it can still end one that starts processes without end."""
 REWARD_KEY_VARIABLE = "HPCRL_REWARD_KEY_FD"
@@ -155,7 +155,7 @@ def finish_program(process: "subprocess.Popen[bytes]", launch: ProgramLaunch) ->
         num_output_bytes=output.num_bytes,
         num_left_tasks=_count_tasks(),
     )
-    end_descendants(grace_s=END_GRACE_S)
+    end_descendants(grace_s=PROGRAM_END_GRACE_S)
     return result
 
 
@@ -203,7 +203,7 @@ def main() -> int:
 
 
 def _exit_on_signal(*_: object) -> None:
-    end_descendants(grace_s=END_GRACE_S)
+    end_descendants(grace_s=PROGRAM_END_GRACE_S)
     os._exit(128 + signal.SIGTERM)
 
 

@@ -7,7 +7,7 @@
     EpisodeOutcome   the results of the stages, or the fault that ended one
     StageFault, StageLate, StageEnded  why a stage has no result
     measure_tree     count the tasks and the memory of a process and all below it
-    WATCH_INTERVAL_S, DISK_WATCH_INTERVAL_S, MAX_DISK_WATCH_SHARE, FILES_PER_MB, MIN_FILES  constants
+    OUTPUT_WATCH_INTERVAL_S, DISK_WATCH_INTERVAL_S, MAX_DISK_WATCH_SHARE, FILES_PER_MB, MIN_FILES  constants
 
 The supervisor is outside the sandboxes, so that no program can end or deceive it, and imports little, since it starts
 with every episode. A stage starts when all processes of the one before have ended. Limits are enforced by the kernel
@@ -30,7 +30,7 @@ from typing import Any
 from hpcrl.envs.isolation.program_launcher import STARTED_MARK
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants
 
-WATCH_INTERVAL_S = 0.1
+OUTPUT_WATCH_INTERVAL_S = 0.1
 DISK_WATCH_INTERVAL_S = 1.0
 MAX_DISK_WATCH_SHARE = 0.05
 """The share of the time that counting the files of an episode may take."""
@@ -230,7 +230,7 @@ def _watch_stage(stage: Stage, episode: EpisodeStages, pid: int, reader: threadi
     deadline = time.monotonic() + stage.timeout_s
     next_disk_watch = 0.0
     while reader.is_alive():
-        reader.join(WATCH_INTERVAL_S)
+        reader.join(OUTPUT_WATCH_INTERVAL_S)
         if time.monotonic() > deadline:
             raise StageLate(f"the {stage.name} was still running after {stage.timeout_name} = {stage.timeout_s:g} s")
         num_tasks, num_bytes = measure_tree(pid)

@@ -2,7 +2,7 @@
 
     JudgeProxy          serves it in a thread, and sets the variables that user code reads
     open_judge_proxy    the proxy of a worker, if its recipe has judges
-    HOLD_TIMEOUT_S, POLL_INTERVAL_S, PROBE_TIMEOUT_S, MAX_CALL_ATTEMPTS   limits
+    CALL_HOLD_TIMEOUT_S, PROBE_INTERVAL_S, PROBE_TIMEOUT_S, MAX_CALL_ATTEMPTS   limits
 
 A request goes to the engine of its judge with the fewest requests of this proxy. If that is gone, another engine gets
 it; if all are, it waits. What the judge responds is passed on as it is: a 4xx is the matter of the function that sent
@@ -36,9 +36,9 @@ from hpcrl.rollout.judge_outages import JudgeOutages
 from hpcrl.rollout.judges.relay import STATUS_GONE, is_allowed, make_error, relay_request
 from hpcrl.system.variables import JUDGE_OUTAGES_VARIABLE
 
-HOLD_TIMEOUT_S = 300.0
+CALL_HOLD_TIMEOUT_S = 300.0
 """The time that a request waits for an engine of its judge."""
-POLL_INTERVAL_S = 0.5
+PROBE_INTERVAL_S = 0.5
 WAIT_INTERVAL_S = 0.05
 PROBE_TIMEOUT_S = 10.0
 MAX_CALL_ATTEMPTS = 3
@@ -123,7 +123,7 @@ class JudgeProxy:
             try:
                 while not self._stopped.is_set():
                     await asyncio.gather(*(self._watch(judge) for judge in self._judges.values()))
-                    await asyncio.sleep(POLL_INTERVAL_S)
+                    await asyncio.sleep(PROBE_INTERVAL_S)
             finally:
                 await runner.cleanup()
 
@@ -193,10 +193,12 @@ class JudgeProxy:
     async def _await_engine(self, judge: _JudgeState) -> _JudgeEngine:
         """Return the engine with the fewest requests of this proxy, once there is one."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + HOLD_TIMEOUT_S
+        deadline = loop.time() + CALL_HOLD_TIMEOUT_S
         while not (engines := judge.list_up()):
             if loop.time() > deadline:
-                raise EngineError(f"no engine of judge {judge.name!r} was up for {HOLD_TIMEOUT_S:g} s: see its logs")
+                raise EngineError(
+                    f"no engine of judge {judge.name!r} was up for {CALL_HOLD_TIMEOUT_S:g} s: see its logs"
+                )
             await asyncio.sleep(WAIT_INTERVAL_S)
         fewest = min(engine.num_requests for engine in engines)
         return random.choice([engine for engine in engines if engine.num_requests == fewest])

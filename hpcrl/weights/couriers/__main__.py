@@ -35,7 +35,7 @@ from hpcrl.system.processes import die_with_parent
 from hpcrl.weights.couriers.link import ByteTransport, CourierConnection
 from hpcrl.weights.couriers.part_sender import PartSender
 from hpcrl.weights.couriers.protocol import (
-    SILENCE_TIMEOUT_S,
+    RANK_SILENCE_TIMEOUT_S,
     CourierPeer,
     CourierStatus,
     NoRoomError,
@@ -180,7 +180,7 @@ def _parse_settings(arguments: list[str]) -> CourierSettings:
         "--codec", choices=get_args(CodecSetting), default="auto", help="what is sent: full versions or deltas"
     )
     parser.add_argument("--incarnation", default="0", help="a name that no earlier run of them had")
-    parser.add_argument("--silent-s", type=float, default=SILENCE_TIMEOUT_S, help="longest silence of a rank")
+    parser.add_argument("--silent-s", type=float, default=RANK_SILENCE_TIMEOUT_S, help="longest silence of a rank")
     given = parser.parse_args(arguments)
     campaign = CampaignDir(given.campaign)
     return CourierSettings(

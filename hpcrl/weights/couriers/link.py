@@ -29,7 +29,7 @@ MAX_BUCKETS_IN_FLIGHT = 4
 """Full buckets under way on each link; of smaller chunks there are more, up to the same number of bytes."""
 MAX_CHUNKS_IN_FLIGHT = 64
 PULSE_INTERVAL_S = 0.5
-POLL_INTERVAL_S = 0.001
+LINK_POLL_INTERVAL_S = 0.001
 IDLE_INTERVAL_S = 0.002
 LONG_IDLE_INTERVAL_S = 0.02
 """The pause of a courier that has had nothing to do for `LONG_IDLE_AFTER_S`: each look costs CPU time of its node."""
@@ -122,7 +122,7 @@ class CourierConnection:
         """Read messages, send a pulse, and detect stuck peers."""
         self.read_messages()
         now = time.monotonic()
-        self._next_poll = now + POLL_INTERVAL_S
+        self._next_poll = now + LINK_POLL_INTERVAL_S
         if now >= self._next_pulse:
             self._next_pulse = now + PULSE_INTERVAL_S
             self.send_pulse()

@@ -33,7 +33,7 @@ BUCKET_NBYTES = 16 << 20
 
 MPI's own segments are far smaller, and its own choice of tree is linear for some numbers of ranks.
 """
-SILENCE_TIMEOUT_S = 10.0
+RANK_SILENCE_TIMEOUT_S = 10.0
 """A peer that sends nothing for this long is stuck."""
 MIN_BYTES_PER_S = 20e6
 MIN_TIME_LIMIT_S = 30.0
@@ -176,7 +176,7 @@ class PeerWatch:
     """The peers, and the transfer that they take part in."""
 
     peers: dict[int, CourierPeer]
-    silence_timeout_s: float = SILENCE_TIMEOUT_S
+    silence_timeout_s: float = RANK_SILENCE_TIMEOUT_S
     version: int | None = None
     nbytes: int = 0
     time_limit_s: float = 0.0

@@ -43,7 +43,7 @@ from hpcrl.weights.versions import VersionManifest
 from hpcrl.weights.window.file import WindowKey
 from hpcrl.weights.window.window import VersionGoneError, Window
 
-RETRY_INTERVAL_S = 0.2
+VERSION_RETRY_INTERVAL_S = 0.2
 """The wait before a version that could not be sent is tried again."""
 MAX_SKIPPED = 5
 """Versions in a row that the trainer may overwrite before they are sent, until it is reported."""
@@ -148,7 +148,7 @@ class VersionSender:
             return self._skip_version(manifest, error)
         except WeightsError as error:
             self._events.emit(FaultReported(what="courier", detail=str(error), version=manifest.version))
-            retry_at = time.monotonic() + RETRY_INTERVAL_S
+            retry_at = time.monotonic() + VERSION_RETRY_INTERVAL_S
             self._connection.wait_until(lambda: time.monotonic() >= retry_at)
             return False
         finally:

@@ -35,7 +35,7 @@ HEAD_BYTES = 16
 MAX_MAIL_BYTES = 256 << 20
 MAX_WAIT = timedelta(days=30)
 """Stuck ranks are found by PeerWatch, not by gloo, which would close its connections."""
-POLL_INTERVAL_S = 0.02
+KEY_POLL_INTERVAL_S = 0.02
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SOURCE_PLACE = re.compile(r"^\[[^\]]*:\d+\] ")
 
@@ -91,7 +91,7 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined,misc]  # torch's
         while not self.check(keys):
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"{', '.join(keys)}: not set in time")
-            time.sleep(POLL_INTERVAL_S)
+            time.sleep(KEY_POLL_INTERVAL_S)
 
     def _path(self, key: str) -> Path:
         return self._directory / xxhash.xxh3_128_hexdigest(key.encode())

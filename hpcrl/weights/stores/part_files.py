@@ -26,7 +26,7 @@ from hpcrl.weights.layout import TensorLayout, TensorSlot, view_values
 from hpcrl.weights.window.file import compute_checksum
 from hpcrl.weights.window.window import Window
 
-POLL_INTERVAL_S = 0.02
+MARK_POLL_INTERVAL_S = 0.02
 PART_TIMEOUT_S = 1800.0
 """The longest that a rank may take to write its part."""
 WINDOW_FILE = "window.bin"
@@ -74,7 +74,7 @@ def await_part(directory: Path, rank: int) -> PartMark:
     while not path.exists():
         if time.monotonic() > deadline:
             raise OSError(f"rank {rank} has not written its part within {PART_TIMEOUT_S:g} s: see its log")
-        time.sleep(POLL_INTERVAL_S)
+        time.sleep(MARK_POLL_INTERVAL_S)
     mark = msgspec.json.decode(path.read_bytes(), type=PartMark)
     if mark.error:
         raise OSError(f"rank {rank} cannot write its part: {mark.error}")

@@ -34,7 +34,7 @@ from hpcrl.weights.versions import (
     write_transport,
 )
 
-POLL_INTERVAL_S = 1.0
+READERS_POLL_INTERVAL_S = 1.0
 
 
 class PublishTarget(Protocol):
@@ -140,7 +140,7 @@ class WeightPublisher:
 
     def poll(self) -> None:
         """Check, while the caller waits, if an engine has asked for files."""
-        if self._window is None or time.monotonic() - self._last_poll < POLL_INTERVAL_S:
+        if self._window is None or time.monotonic() - self._last_poll < READERS_POLL_INTERVAL_S:
             return
         self._last_poll = time.monotonic()
         if self._engines_read_files() and self._saved_version != self._version:

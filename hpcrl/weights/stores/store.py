@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 Tensors = Mapping[str, "torch.Tensor"]
-CHUNK_BYTES = 512 << 10
+ROUNDING_CHUNK_BYTES = 512 << 10
 """Bytes copied, then hashed: what was written is still in a core's cache when it is read again."""
 ROUNDED_PART_BYTES = 64 << 20
 """Bytes of a tensor on a GPU that are rounded there at a time."""
@@ -181,7 +181,7 @@ def _copy_and_hash(source: "torch.Tensor", target: "torch.Tensor") -> bytes:
     """Copy values; return the checksum of the copy, computed chunk by chunk while the cache holds it."""
     import numpy as np
 
-    hasher, num_values, size = start_hash(), CHUNK_BYTES // source.itemsize, target.itemsize
+    hasher, num_values, size = start_hash(), ROUNDING_CHUNK_BYTES // source.itemsize, target.itemsize
     copied: Any = np.asarray(_view_bytes(target))
     given = np.asarray(_view_bytes(source)) if source.dtype == target.dtype else None
     for start in range(0, len(source), num_values):

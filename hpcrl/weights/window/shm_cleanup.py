@@ -31,7 +31,7 @@ MIN_MPI_AGE_S = 5.0
 LEDGER_MAGIC = b"hpcrlLG1"
 SCRATCH_PREFIX = "hpcrl-"
 """The names of scratch directories start with this; a ledger removes no other."""
-POLL_INTERVAL_S = 0.25
+CHILD_POLL_INTERVAL_S = 0.25
 MIN_LOOK_INTERVAL_S, MAX_LOOK_INTERVAL_S = 1.0, 60.0
 """The interval between looks at the shared memory of a child's processes doubles from one to the other."""
 _SEGMENT_NAME = re.compile(r"(?:psm_|sem\.mp-)[\w.-]+")
@@ -110,7 +110,7 @@ class SegmentLedger:
         next_look = time.monotonic() + interval_s
         while True:
             try:
-                return child.wait(POLL_INTERVAL_S)
+                return child.wait(CHILD_POLL_INTERVAL_S)
             except subprocess.TimeoutExpired:
                 if time.monotonic() >= next_look:
                     self.record(list_descendants())

@@ -26,7 +26,7 @@ from hpcrl.weights.window.file import SLOT_HEAD_OFFSETS, WindowOffsets
 
 CLAIM_TIMEOUT_S = 1.0
 """The longest wait for work that another process has started; that process may have been killed."""
-POLL_INTERVAL_S = 0.0002
+CLAIM_POLL_INTERVAL_S = 0.0002
 _SLOT_HEAD = struct.Struct("=Qqqd16s")
 """Generation, version, step, time of creation, seal."""
 SharedWork = Literal["sum", "check"]
@@ -106,7 +106,7 @@ class SlotHeads:
             deadline = time.monotonic() + CLAIM_TIMEOUT_S
             for index in remaining:
                 while marks[mark_indices[index]] == started and time.monotonic() < deadline:
-                    time.sleep(POLL_INTERVAL_S)
+                    time.sleep(CLAIM_POLL_INTERVAL_S)
                 if marks[mark_indices[index]] != done:
                     process(index)
                     marks[mark_indices[index]] = done

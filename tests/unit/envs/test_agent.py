@@ -123,7 +123,7 @@ SPINS = (
 
 def test_a_conversation_for_which_the_template_loops_is_a_fault_of_its_episode(template, monkeypatch):
     monkeypatch.setattr(jinja_template, "MAX_RENDER_S", 0.2)
-    monkeypatch.setattr(jinja_template, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(jinja_template, "RENDER_WATCH_INTERVAL_S", 0.02)
     looping = replace(template, compiled=compile_template(SPINS + template.text, source=template.source))
     trajectory = play(looping, f"{REFUSED}ask('a')\nask_refused('spin')\nprint(1)", retries=5)
     assert (trajectory.status, trajectory.extra["attempts"]) == ("env-fault", 1)

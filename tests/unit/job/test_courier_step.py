@@ -76,7 +76,7 @@ def job(tmp_path: Path) -> JobDir:
 @pytest.fixture
 def started(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CourierSupervisor]]:
     """End what a test has started."""
-    monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "STEP_POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(module, "MIN_RESTART_INTERVAL_S", 0.0)
     monkeypatch.setattr(module, "RESTART_DELAY_S", 0.0)
     started: list[CourierSupervisor] = []
@@ -235,7 +235,7 @@ def test_couriers_that_served_have_a_larger_budget_and_then_versions_go_by_files
 def test_abandoned_couriers_are_tried_again_a_few_times(
     started: list[CourierSupervisor], job: JobDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "RETURN_INTERVAL_S", 0.0)
     monkeypatch.setattr(module, "MAX_RESTARTS", 0)
     couriers = start(started, job, SERVE_AND_GIVE_UP)
     for _ in range(1 + MAX_RETURNS):
@@ -307,7 +307,7 @@ def test_couriers_are_used_again_once_they_deliver_a_later_version(
 def test_silent_couriers_are_restarted_though_their_step_does_not_end(
     started: list[CourierSupervisor], job: JobDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SILENCE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(module, "COURIERS_SILENCE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(module, "END_TIMEOUT_S", 0.1)
     couriers = start(started, job, MUTE)
     serving(couriers)

@@ -101,7 +101,7 @@ from hpcrl.job import guardian
 from hpcrl.plan.plan import make_plan
 from hpcrl.plan.records import read_plan
 
-guardian.MAX_SILENCE_S, guardian.MAX_TURN_S, guardian.STACKS_GRACE_S = 2.0, 6.0, 0.5
+guardian.MAX_DRIVER_SILENCE_S, guardian.MAX_TURN_S, guardian.STACKS_GRACE_S = 2.0, 6.0, 0.5
 guardian.CLOSE_GRACE_S = 1.0
 place = WorkerPlace(CampaignDir(Path(sys.argv[1])).job(0), "node0")
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from hpcrl.campaign_dir.job_end import DrainNotice
-from hpcrl.job.step import NOTICE_TIMEOUT_S
+from hpcrl.job.step import DRAIN_ANSWER_TIMEOUT_S
 from hpcrl.system.variables import PARTITION_VARIABLE
 
 STEP = (sys.executable, "-m", "hpcrl.job.step")
@@ -91,7 +91,7 @@ def test_sigterm_becomes_a_notice_and_the_command_runs_on_while_the_driver_drain
     job = tmp_path / "jobs" / "000"
     job.mkdir(parents=True)
     (job / "drain").write_bytes(msgspec.json.encode(DrainNotice(reason="SIGTERM", answers_sigterm=True)))
-    with run_sleeping_step(job, seconds=NOTICE_TIMEOUT_S + 2) as step:
+    with run_sleeping_step(job, seconds=DRAIN_ANSWER_TIMEOUT_S + 2) as step:
         step.terminate()
         assert step.wait(30) == 0, "the command came to its end"
     assert (job / "terminated").read_text()
@@ -114,7 +114,7 @@ def test_a_warning_becomes_a_notice_and_ends_nothing_that_the_step_has_started(
     job = tmp_path / "jobs" / "000"
     job.mkdir(parents=True)
     (job / "drain").touch()
-    with run_sleeping_step(job, seconds=NOTICE_TIMEOUT_S + 2) as step:
+    with run_sleeping_step(job, seconds=DRAIN_ANSWER_TIMEOUT_S + 2) as step:
         step.send_signal(number)
         for child in psutil.Process(step.pid).children(recursive=True):
             child.send_signal(number)

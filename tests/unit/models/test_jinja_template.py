@@ -19,7 +19,7 @@ GROWS_IN_A_MACRO = f"{{% macro f() %}}{GROWS}{{% endmacro %}}{{{{ f() | length }
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch):
     monkeypatch.setattr(jinja_template, "MAX_RENDER_S", 0.2)
-    monkeypatch.setattr(jinja_template, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(jinja_template, "RENDER_WATCH_INTERVAL_S", 0.02)
     monkeypatch.setattr(jinja_template, "MAX_RENDERED_CHARS", 1 << 20)
 
 

@@ -15,6 +15,6 @@ def host(tiny_model_dir, tmp_path):
 
 @pytest.fixture
 def proxy(host, monkeypatch):
-    monkeypatch.setattr(proxy_module, "POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr(proxy_module, "PROBE_INTERVAL_S", 0.02)
     with JudgeProxy({"grader": host.directory}, job=0) as proxy:
         yield proxy

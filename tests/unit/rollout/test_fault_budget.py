@@ -1,6 +1,6 @@
 """The fault budget of a domain."""
 
-from hpcrl.rollout.fault_budget import FIRST_PAUSE_S, MAX_PAUSE_S, MIN_SAMPLES, FaultBudget
+from hpcrl.rollout.fault_budget import FIRST_PAUSE_S, MAX_DOMAIN_PAUSE_S, MIN_SAMPLES, FaultBudget
 
 
 def paused(budget, domain="web", *, now=0.0):
@@ -55,7 +55,7 @@ def test_each_failed_trial_doubles_the_pause_up_to_the_longest():
         budget.record_start("web", group="web/1")
         pauses.append(budget.record_end("web", fault=True, now=now))
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
-    assert pauses[-1] == MAX_PAUSE_S
+    assert pauses[-1] == MAX_DOMAIN_PAUSE_S
 
 
 def test_episodes_started_before_a_pause_do_not_affect_it():

@@ -155,7 +155,7 @@ def test_domains_take_turns(scoring, tmp_path):
 @pytest.fixture
 def judges(scoring, tiny_model_dir, tmp_path, monkeypatch):
     """Return the host of the judge "grader", whose proxy is open and whose engine is not up."""
-    monkeypatch.setattr(proxy, "POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr(proxy, "PROBE_INTERVAL_S", 0.02)
     with judge_host(tiny_model_dir, tmp_path / "endpoints") as host, JudgeProxy({"grader": host.directory}, job=0):
         yield host
         scoring.process.close()
@@ -170,7 +170,7 @@ def test_rewards_wait_for_a_judge_that_is_not_up_yet(scoring, judges):
 
 
 def test_a_reward_whose_judge_is_gone_is_computed_again_when_it_is_back(scoring, judges, monkeypatch):
-    monkeypatch.setattr(proxy, "HOLD_TIMEOUT_S", 0.0)  # so that the function sees the outage, as an error
+    monkeypatch.setattr(proxy, "CALL_HOLD_TIMEOUT_S", 0.0)  # so that the function sees the outage, as an error
     judges.start()
     scoring.start("ask_judge", judges=["grader"])
     scoring.request(make_lake_trajectory(0, 0))

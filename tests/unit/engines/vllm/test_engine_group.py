@@ -42,7 +42,7 @@ def test_a_part_that_was_started_again_ends_the_meeting_for_all(group: EngineGro
 
 def test_a_part_that_is_silent_since_it_joined_is_lost(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = GroupWatch(group, group.open_meeting("127.0.0.1"))
-    monkeypatch.setattr(engine_group, "MAX_SILENCE_S", -1.0)
+    monkeypatch.setattr(engine_group, "MAX_PART_SILENCE_S", -1.0)
     watch.check()  # it has not joined yet
     group.join(watch.meeting, node_rank=1)
     watch.check()

@@ -134,7 +134,7 @@ def test_a_judge_that_was_started_again_is_found_at_the_same_address(host, clien
 
 
 def test_a_judge_that_stays_away_is_answered_with_503(host, client, monkeypatch):
-    monkeypatch.setattr(proxy_module, "HOLD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(proxy_module, "CALL_HOLD_TIMEOUT_S", 0.1)
     with pytest.raises(openai.InternalServerError, match="no engine of judge 'grader' was up"):
         chat(client)
 

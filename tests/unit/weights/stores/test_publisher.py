@@ -96,7 +96,7 @@ def test_at_the_end_the_window_is_gone(campaign: CampaignDir) -> None:
 def test_an_engine_that_asks_for_files_gets_the_newest_version_without_another_step(
     campaign: CampaignDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpcrl.weights.stores.publisher.POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr("hpcrl.weights.stores.publisher.READERS_POLL_INTERVAL_S", 0.0)
     publisher = publisher_of(campaign)
     publisher.set_transport(WINDOW)
     publisher.publish(weights(1.0), WeightVersion(version=1, step=1))

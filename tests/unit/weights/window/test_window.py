@@ -21,7 +21,7 @@ from hpcrl.errors import WeightsError
 from hpcrl.testing.ranks import RANK_SERVER
 from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.stores.file_store import FileStore
-from hpcrl.weights.stores.store import CHUNK_BYTES, NewestSource
+from hpcrl.weights.stores.store import ROUNDING_CHUNK_BYTES, NewestSource
 from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window import window as windows
@@ -516,7 +516,7 @@ def test_what_was_summed_while_it_was_copied_is_not_checked_again(
 @pytest.mark.parametrize("kind", ["contiguous", "transposed", "empty"])
 def test_what_is_staged_has_the_checksum_that_readers_compute(campaign: CampaignDir, kind: str) -> None:
     """The tensor is larger than the chunks that it is copied in."""
-    values = torch.arange(3 * CHUNK_BYTES // 4 + 1, dtype=torch.float32)[: None if kind != "empty" else 0]
+    values = torch.arange(3 * ROUNDING_CHUNK_BYTES // 4 + 1, dtype=torch.float32)[: None if kind != "empty" else 0]
     tensor = torch.stack([values, -values]).T if kind == "transposed" else values
     manifest = WindowStore(key(campaign), job=campaign.job(0)).publish({"a": tensor}, WeightVersion(version=1, step=1))
     assert manifest.checksums["a"] == xxhash.xxh3_128_hexdigest(tensor.contiguous().numpy().tobytes())
