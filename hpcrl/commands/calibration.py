@@ -188,8 +188,12 @@ def read_serving_csv(path: Path, *, find_gpu: Callable[[str], GpuModel | None] =
             for number, row in enumerate(reader, 2):
                 values = {key: (row.get(name) or "").strip() if name else "" for key, name in names.items()}
                 _add_row(found, values, place=f"{path}, line {number}", folder=path.parent, find_gpu=find_gpu)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path} cannot be read as CSV: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}): give the name of a campaign, or a CSV file of measured servers"
+        ) from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} is not valid CSV ({error}): give a table with one header line") from error
     if not found.points and not found.left_out:
         raise ConfigError(f"{path} has no rows below its header: give a row for each measurement")
     return found

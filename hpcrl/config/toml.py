@@ -270,13 +270,15 @@ def _parse_toml(path: Path) -> TomlTable:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        return _parse_text(text, source=str(path))
+        table = _parse_text(text, source=str(path))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    _refuse_odd_numbers(table, source=str(path))
+    return table
 
 
 def _parse_text(text: str, *, source: str) -> TomlTable:
-    """Parse TOML within the limits on depth, size and numbers."""
+    """Parse TOML within the limits on depth and size."""
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{source}: larger than {MAX_BYTES >> 10} KiB: store long texts and data in other files")
     if _DEEP_KEY.search(text):
@@ -290,12 +292,12 @@ def _parse_text(text: str, *, source: str) -> TomlTable:
     except ValueError as error:  # Python's own limit on digits
         raise ConfigError(f"{source}: a number is too long: integers end at {MAX_INTEGER}") from error
     _refuse_deep(table, source=source)
-    _refuse_odd_numbers(table, source=source, trail=())
     return table
 
 
-def _refuse_odd_numbers(value: Any, *, source: str, trail: tuple[str, ...]) -> None:
+def _refuse_odd_numbers(value: Any, *, source: str, trail: tuple[str, ...] = ()) -> None:
     """Refuse numbers that JSON cannot hold: jobs read the recipe as JSON."""
+    place = ": ".join([source, ".".join(trail)] if trail else [source])
     match value:
         case dict():
             for key, inner in value.items():
@@ -304,9 +306,9 @@ def _refuse_odd_numbers(value: Any, *, source: str, trail: tuple[str, ...]) -> N
             for index, inner in enumerate(value):
                 _refuse_odd_numbers(inner, source=source, trail=(*trail, str(index)))
         case float() if not math.isfinite(value):
-            raise ConfigError(f"{source}: {'.'.join(trail)} = {value}: give a finite number")
+            raise ConfigError(f"{place} = {value}: give a finite number" if trail else f"{place}: give a finite number")
         case int() if not MIN_INTEGER <= value <= MAX_INTEGER:
-            raise ConfigError(f"{source}: {'.'.join(trail)}: the integer is too large: integers end at {MAX_INTEGER}")
+            raise ConfigError(f"{place}: the integer is too large: integers end at {MAX_INTEGER}")
 
 
 def _refuse_deep(table: TomlTable, *, source: object) -> None:
@@ -366,9 +368,11 @@ def _parse_setting(setting: str, *, label: str) -> tuple[tuple[str, ...], Any]:
     if len(parts) > MAX_DEPTH:
         raise ConfigError(_too_deep(label))
     try:
-        return parts, _parse_text(f"value = {text}", source=label)["value"]
+        value = _parse_text(f"value = {text}", source=label)["value"]
     except tomllib.TOMLDecodeError:
         return parts, text
+    _refuse_odd_numbers(value, source=label)
+    return parts, value
 
 
 def _drop_replaced(table: TomlTable, key: tuple[str, ...]) -> None:
@@ -511,7 +515,7 @@ def _explain_unknown_key(source: str, trail: Sequence[str], known: Iterable[str]
     if (advice := _find_advice(trail)) is not None:
         return f"{source}: {where!r} was removed: {advice}"
     names = sorted(known)
-    table = f"[{'.'.join(trail[:-1])}]" if trail[1:] else "the top level"
+    table = f"[{'.'.join(trail[:-1])}]" if trail[1:] else f"a {kind.__name__.lower()}"
     namesakes = [] if trail[1:] else [*_find_namesakes(trail[-1], kind)]  # its table may have been left out
     hint = suggest_name(trail[-1], namesakes, cutoff=0.0) or suggest_name(trail[-1], names)
     return f"{source}: unknown key {where!r}: {hint}{table} takes {', '.join(names)}"

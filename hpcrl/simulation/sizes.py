@@ -4,6 +4,7 @@ CampaignSizes    the workers, their GPUs and speeds
 find_sizes       those of a recipe on a site
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -25,6 +26,7 @@ class RoleSize:
     gpus_each: int
     gpu: GpuModel
     """The type whose figures are used."""
+    component: int
     gpus_per_node: int
 
     @property
@@ -57,8 +59,11 @@ class CampaignSizes:
 
     @property
     def num_nodes(self) -> int:
-        """The nodes with GPUs, each of one role, and those of env workers."""
-        return self.num_cpu_nodes + sum(-(-role.num_gpus // max(1, role.gpus_per_node)) for role in self.roles.values())
+        """The nodes with GPUs, which roles of one component share, and those without."""
+        num_gpus: Counter[tuple[int, int]] = Counter()
+        for role in self.roles.values():
+            num_gpus[role.component, role.gpus_per_node] += role.num_gpus
+        return self.num_cpu_nodes + sum(-(-num // each) for (_, each), num in num_gpus.items() if each)
 
     def find_speed(self, role: RoleSize, recipe: Recipe) -> WorkerSpeed:
         """Return the speed of an engine; ConfigError if the model does not fit into it."""
@@ -81,14 +86,14 @@ def find_sizes(request: CampaignRequest, *, num_gpus: int | None = None) -> Camp
     if decode is None or train is None:
         raise ConfigError(f"recipe {request.recipe.name!r} plays no episodes: there is nothing to simulate")
     env = request.plan.role("env")
-    component = request.plan.components[env.component]
+    components = [request.plan.components[index] for index in sorted({role.component for role in request.plan.roles})]
     found = CampaignSizes(
         shape=_find_shape(request.recipe),
         decode=decode,
         prefill=roles["prefill"],
         train=train,
         num_env=env.num_workers,
-        num_cpu_nodes=0 if component.gpus_per_node else component.nodes,
+        num_cpu_nodes=sum(component.nodes for component in components if not component.gpus_per_node),
         notes=tuple(dict.fromkeys(notes)),
     )
     return found if num_gpus is None else _scale(found, num_gpus)
@@ -113,6 +118,7 @@ def _find_role(request: CampaignRequest, role: RoleName, notes: list[str]) -> Ro
         num_workers=max(1, planned.num_workers // planned.nodes_per_engine),
         gpus_each=max(1, planned.gpus_per_worker * planned.nodes_per_engine),
         gpu=gpu,
+        component=planned.component,
         gpus_per_node=component.gpus_per_node,
     )
 

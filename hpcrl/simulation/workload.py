@@ -123,8 +123,10 @@ def read_traces(path: Path, *, skips_invalid: bool = False) -> list[EpisodeScrip
             reader = csv.DictReader(file)
             names = _match_columns(path, reader.fieldnames or ())
             rows = [(number, row) for number, row in enumerate(reader, 2)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path} cannot be read as CSV: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): give a CSV file of recorded episodes") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} is not valid CSV ({error}): give a table with one header line") from error
     if not rows:
         raise ConfigError(f"{path} has no rows below its header: give a row for each call of the model")
     calls = []

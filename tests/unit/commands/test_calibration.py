@@ -120,7 +120,10 @@ def test_a_held_out_type_that_is_not_in_the_file_is_refused(csv_file):
 
 def test_a_file_that_is_missing_is_refused(capsys):
     assert main(["calibrate", "nowhere.csv"]) == 2
-    assert "nowhere.csv cannot be read as CSV" in capsys.readouterr().err
+    assert (
+        "nowhere.csv cannot be read (No such file or directory): give the name of a campaign, or a CSV file"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.fixture

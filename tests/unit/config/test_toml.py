@@ -320,7 +320,8 @@ def test_an_integer_that_is_too_large_is_refused_in_a_file_and_in_a_setting(reci
 
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
 def test_a_number_that_json_cannot_hold_is_refused(recipe: Path, number: str) -> None:
-    assert refused(recipe, f"train.learning_rate={number}").startswith("-s train.learning_rate=")
+    setting = f"train.learning_rate={number}"
+    assert refused(recipe, setting) == f"-s {setting}: give a finite number"
     recipe.write_text(f"{RECIPE}[domains.lake.options]\nsizes = [1.0, {number}]\n")
     assert f"domains.lake.options.sizes.1 = {number}: give a finite number" in refused(recipe)
 

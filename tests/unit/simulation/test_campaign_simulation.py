@@ -206,6 +206,13 @@ def test_more_gpus_are_divided_as_in_the_plan():
         find_sizes(request, num_gpus=1)
 
 
+@pytest.mark.parametrize("site", ["local", "workstation", "lab", "lab-hetstep"])
+def test_a_simulation_has_the_nodes_of_the_plan(site):
+    """Roles of one component share its nodes, with and without GPUs."""
+    request = load_request("quickstart", site=site)
+    assert find_sizes(request).num_nodes == sum(component.nodes for component in request.plan.components)
+
+
 def test_a_model_that_does_not_fit_is_refused():
     request = load_request("quickstart", site="local")
     sizes = find_sizes(request)
@@ -261,7 +268,7 @@ def test_calls_that_are_refused_can_be_left_out(tmp_path):
         (["--env-s", "nan"], "--env-s nan: give a number, 0 or more"),
         (["--env-faults", "1"], "--env-faults 1: give a share"),
         (["--engine-hours", "0"], "--engine-hours 0: give a number above 0"),
-        (["--traces", "nowhere.csv"], "nowhere.csv cannot be read as CSV"),
+        (["--traces", "nowhere.csv"], "nowhere.csv cannot be read (No such file or directory): give a CSV file"),
         (["--timeline", "steps.png", "--steps", "2"], "give a name that ends with .svg or .html"),
         (["-s", "engine.backend=sim", "-s", "engine.sim.gpu=x9"], "'x9' is not in the catalogue"),
     ],
