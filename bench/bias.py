@@ -70,7 +70,7 @@ def measure(full: bool) -> list[Figure]:
         "max_lag 2": replace(stale, max_lag=2),
         "max_lag 4": replace(stale, max_lag=4),
     }
-    short = partial(play_lognormal, median=MEDIAN_TOKENS // 4)  # less time for as many episodes
+    short = partial(play_lognormal, median=MEDIAN_TOKENS // 4)  # less time for the same number of episodes
     narrow = replace(plain, plays=short, train_s=0.5, groups_per_step=4, max_running=4 * GROUP_SIZE, num_gpus=1)
     long_job, *outcomes = run_chains(
         [(narrow, 2 * num_tasks, ()), *((setting, num_tasks, ()) for setting in rows.values())]

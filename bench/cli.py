@@ -46,19 +46,19 @@ def measure(full: bool) -> list[Figure]:
 
 
 def _seconds(command: list[str]) -> float:
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True, env={**os.environ, "COLUMNS": "80"})
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at
 
 
 def _plan_seconds() -> float:
     site = load_site("perlmutter", settings=("account=m1",))
     settings = ("resources.env.num_workers=40000", "resources.decode.num_workers=3000", "rollout.max_running=400000")
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     plan = make_plan(load_recipe("quickstart", settings=settings), site)
     plan.to_json()
     assert sum(component.nodes for component in plan.components) > 1000
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ Assumed are, since the papers do not give them: an 8B model (Qwen3-8B's sizes), 
 generate, 32 groups of 8 episodes a step, 30 turns at most with 700 tokens of observation and 250 of reply (lognormal,
 sigma 0.8), environments of 5 s a step (sigma 1) and 30 s to reset, a reward of 10 s; the published ratios are times to
 a score, those here are times of a step. AReaL's admission is hpcrl's (the formula is the same), with one kind of GPU:
-8 H800 generate, which cost as much as 24 H20. DistFlow is no simulation, but arithmetic with the inputs of
+8 H800 generate, which cost as much as 24 H20. DistFlow is not a simulation, but arithmetic with the inputs of
 `_scaling_figures`. Not here: affinity, trajectories in lockstep, rewards elsewhere (bench.router and bench.rollout play
 those with the env worker itself) and the exposed time of new weights.
 """

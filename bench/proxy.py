@@ -284,13 +284,13 @@ async def _turn_cpu_s(server: "_Server", case: TurnCase, *, conversations: int) 
             messages: list[dict[str, Any]] = [{"role": "user", "content": f"what is {conversation}+25? " * 8}]
             started_at = 0.0
             for turn in range(1, LONG + ROUNDS // 2 + 1):
-                for middle, taken in found.items():
+                for middle, times in found.items():
                     if turn == middle - ROUNDS // 2:
                         started_at = server.cpu_s()
                     if turn == middle + ROUNDS // 2:
-                        taken.append((server.cpu_s() - started_at) / ROUNDS)
+                        times.append((server.cpu_s() - started_at) / ROUNDS)
                 await _take_turn(client, server, messages, case, turn)
-    return {middle: statistics.median(taken) for middle, taken in found.items()}
+    return {middle: statistics.median(times) for middle, times in found.items()}
 
 
 async def _take_turn(

@@ -98,7 +98,7 @@ def measure(full: bool) -> list[Figure]:
 
 @contextlib.contextmanager
 def serve_judge() -> Iterator[str]:
-    """Serve a judge whose answers take JUDGE_S from a process of its own; yield its address."""
+    """Serve a judge whose answers take JUDGE_S from a separate process; yield its address."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve_forever, args=(theirs,))
     process.start()
@@ -161,7 +161,7 @@ def _feed(process: RewardProcess, root: Path, *, pace_s: float) -> RewardRun:
     waits_s: list[float] = []
     failed: set[int] = set()
     completed: list[float] = []
-    _request(process, root, PER_STEP * NUM_STEPS)  # imports are no part of a step
+    _request(process, root, PER_STEP * NUM_STEPS)  # imports are not a part of a step
     while process.receive(60.0) is None:
         pass
     start = time.monotonic()

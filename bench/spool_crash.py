@@ -14,7 +14,7 @@ from bench.crash.campaign import Losses
 from bench.figures import Figure, main
 
 _KILLS_PER_CAMPAIGN = 51
-_LOSSES_PER_LIFE = 20
+_LOSSES_PER_RUN = 20
 _SEED = 20260101
 
 
@@ -23,7 +23,7 @@ def measure(full: bool) -> list[Figure]:
         root = Path(scratch)
         return [
             *_kill_figures(root / "kills", num_campaigns=22 if full else 2),
-            *_power_figures(root / "power", num_lives=60 if full else 10),
+            *_power_figures(root / "power", num_runs=60 if full else 10),
             *_fault_figures(root / "faults"),
         ]
 
@@ -41,12 +41,12 @@ def _kill_figures(root: Path, *, num_campaigns: int) -> list[Figure]:
     return [_count("trajectories acknowledged between kills", acknowledged), *_zeros(f"{num_kills:,} SIGKILLs", losses)]
 
 
-def _power_figures(root: Path, *, num_lives: int) -> list[Figure]:
+def _power_figures(root: Path, *, num_runs: int) -> list[Figure]:
     losses = Losses()
-    for number in range(num_lives):
-        losses.add(power.life(root / str(number), num_losses=_LOSSES_PER_LIFE, seed=_SEED + number))
+    for number in range(num_runs):
+        losses.add(power.run_power_losses(root / str(number), num_losses=_LOSSES_PER_RUN, seed=_SEED + number))
         shutil.rmtree(root / str(number))
-    return _zeros(f"{num_lives * _LOSSES_PER_LIFE:,} power losses", losses)
+    return _zeros(f"{num_runs * _LOSSES_PER_RUN:,} power losses", losses)
 
 
 def _fault_figures(root: Path) -> list[Figure]:

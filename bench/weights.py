@@ -149,7 +149,7 @@ def fan_out(size: str, shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
 def rounding(shapes: dict[str, Any], *, rounds: int) -> list[Figure]:
     """Measure both ways to publish a trainer's float32 weights, in turns: the same weights and readers, the same files.
 
-    Readers map and check; the files are durable. A link between nodes carries as many bytes as a version has.
+    Readers map and check; the files are durable. A link between nodes carries the bytes of one version.
     """
     torch.manual_seed(0)
     masters = {name: torch.randn(shape) for name, shape in shapes.items()}

@@ -1,11 +1,11 @@
 """A writer, a scorer and a consumer in a directory, as small as they can be and with the real parts between them.
 
-    Writer      appends numbered episodes; begins again after the last one that was acknowledged, as a driver would
+    Writer      appends numbered episodes; starts again after the last one that was acknowledged, as a driver would
     Scorer      makes "scored" from "rollouts"
     Consumer    trains on what it finds, commits the real checkpoint with what it consumed, retires what is settled
     judge       what is wrong in the end: lost, trained on twice, unreadable
 
-The consumer's "weights" are the ids that it trained on, in order, so a committed checkpoint says itself whether it
+The consumer's "weights" are the ids that it trained on, in order, so a committed checkpoint shows whether it
 saw a trajectory twice.
 """
 
@@ -54,7 +54,7 @@ class Losses:
         self.unreadable += other.unreadable
 
 
-def shelves_of(root: Path) -> SpoolDirs:
+def spools_of(root: Path) -> SpoolDirs:
     return SpoolDirs(rollouts=root / "rollouts", scored=root / "scored", archive=root / "archive")
 
 
@@ -63,7 +63,7 @@ class Writer:
 
     def __init__(self, root: Path, *, first: int, seed: int, mean_tokens: int) -> None:
         self._writer = DiskSpoolWriter(
-            shelves_of(root).rollouts, producer="000-env-0", batching=BatchLimits(max_count=3)
+            spools_of(root).rollouts, producer="000-env-0", batching=BatchLimits(max_count=3)
         )
         self._rng = random.Random(seed)
         self._mean_tokens = mean_tokens
@@ -77,7 +77,7 @@ class Writer:
 
 
 def episode(number: int, *, num_tokens: int) -> Trajectory:
-    """`math/NUMBER/0`, a group of its own; its tokens follow from its number and length."""
+    """`math/NUMBER/0`, a separate group; its tokens follow from its number and length."""
     (one,) = records.of_lengths([num_tokens], first=number)
     return one
 
@@ -86,11 +86,11 @@ class Scorer:
     """What driver and role reward do together."""
 
     def __init__(self, root: Path) -> None:
-        self._shelves = shelves_of(root)
+        self._spools = spools_of(root)
 
     def step(self) -> None:
         """Score every segment that was not."""
-        rollouts, scored = self._shelves.rollouts, self._shelves.scored
+        rollouts, scored = self._spools.rollouts, self._spools.scored
         for name in list_segments(rollouts):
             try:
                 derive_segment(rollouts / name, scored, lambda one: one)
@@ -126,7 +126,7 @@ class Consumer:
 
     def __init__(self, root: Path, *, on_damage: Callable[[str], None]) -> None:
         self.ledger = Ledger()
-        self._checkpoints, self._shelves = root / "checkpoints", shelves_of(root)
+        self._checkpoints, self._spools = root / "checkpoints", spools_of(root)
         self._consumed, self._step, self._saved = ConsumedTrajectories(), 0, 0
         self._waiting: list[Trajectory] = []
         self._settled = SettledSegments(grace_s=0.0)
@@ -138,8 +138,8 @@ class Consumer:
         if found is not None:
             manifest, self._consumed = load_checkpoint(found, trainer=self._trainer())
             self._step = self._saved = manifest.step
-        recover_retirement(self._shelves, lower_settled=_nobody_counts)
-        self._reader = DiskSpoolReader(self._shelves.scored, on_damage=report, consumed=self._consumed)
+        recover_retirement(self._spools, lower_settled=_count_nothing)
+        self._reader = DiskSpoolReader(self._spools.scored, on_damage=report, consumed=self._consumed)
 
     def step(self) -> bool:
         """Train on up to four groups; False if there were none."""
@@ -176,9 +176,9 @@ class Consumer:
         oldest = checkpoint.find_oldest_number(self._checkpoints, keep=KEEP_CHECKPOINTS)
         assert oldest is not None
         due = self._settled.due(oldest_checkpoint=oldest)
-        if chosen := choose_retirable(due, self._shelves.scored, max_bytes=_MERGE_BYTES):
+        if chosen := choose_retirable(due, self._spools.scored, max_bytes=_MERGE_BYTES):
             self._reader.forget(chosen)
-            retire_segments(self._shelves, chosen, keep=True, lower_settled=_nobody_counts)
+            retire_segments(self._spools, chosen, keep=True, lower_settled=_count_nothing)
             self._settled.drop(chosen)
 
     def _trainer(self) -> Trainer:
@@ -191,7 +191,7 @@ def judge(root: Path, acknowledged: Iterable[str]) -> Losses:
     losses = Losses()
     try:
         trained = _finish(root, on_damage=losses.unreadable.append)
-        kept = _kept(shelves_of(root), losses.unreadable)
+        kept = _kept(spools_of(root), losses.unreadable)
     except HpcrlError as error:  # the next job would not get any further
         return Losses(lost=sorted(set(acknowledged)), unreadable=[*losses.unreadable, str(error)])
     losses.twice = [name for name, count in trained.items() if count > 1]
@@ -209,14 +209,14 @@ def _finish(root: Path, *, on_damage: Callable[[str], None]) -> Counter[str]:
     return Counter(Consumer(root, on_damage=on_damage).ledger.trained)
 
 
-def _kept(shelves: SpoolDirs, unreadable: list[str]) -> set[str]:
+def _kept(spools: SpoolDirs, unreadable: list[str]) -> set[str]:
     """The ids in "scored" and in the archive."""
     kept = set()
-    for directory in (shelves.scored, shelves.archive):
+    for directory in (spools.scored, spools.archive):
         reader = DiskSpoolReader(directory, on_damage=lambda path, why: unreadable.append(f"{path.name}: {why}"))
         kept |= {one.id for one in reader.poll()}
     return kept
 
 
-def _nobody_counts(segments: list[str]) -> None:
+def _count_nothing(segments: list[str]) -> None:
     """In a campaign this lowers the count that env hosts go by."""

@@ -1,6 +1,6 @@
 """Disks that are full, broken, slow to take, gone, and clocks that jump, under a writer and a reader at work.
 
-Each scene returns what was wrong, in words. A scene in which the fault never struck says that too.
+Each scene returns what was wrong, in words. A scene in which the fault never struck returns that too.
 """
 
 import errno
@@ -28,7 +28,7 @@ _PATIENCE_S = 30.0
 
 @dataclass
 class Scene:
-    """A writer, a reader, and what they said."""
+    """A writer, a reader, and what they reported."""
 
     directory: Path
     acknowledged: list[str] = field(default_factory=list)
@@ -61,25 +61,25 @@ class Scene:
             self.errors.append(str(error))
 
     def verdict(self, *, expected: str | None) -> list[str]:
-        """All is well again: everything must come out once. `expected`: what an error must have said."""
+        """The fault is over: everything must come out once. `expected`: what an error must have reported."""
         self.acknowledged += self.writer.close()
-        gives_up = time.monotonic() + _PATIENCE_S
-        while len(self.found) < self.num_written and time.monotonic() < gives_up:
+        deadline = time.monotonic() + _PATIENCE_S
+        while len(self.found) < self.num_written and time.monotonic() < deadline:
             self.read()
             time.sleep(0.01)
         everything = {f"math/{number}/0" for number in range(self.num_written)}
         wrong = [f"unreadable: {what}" for what in self.damage]
         if set(self.acknowledged) != everything or sorted(self.found) != sorted(everything):
-            wrong.append(f"{len(everything)} written, {len(set(self.acknowledged))} told, {len(self.found)} read")
+            wrong.append(f"{len(everything)} written, {len(set(self.acknowledged))} reported, {len(self.found)} read")
         if expected is not None and not any(expected in error for error in self.errors):
-            wrong.append(f"no error said {expected!r}: {self.errors}")
+            wrong.append(f"no error contained {expected!r}: {self.errors}")
         if expected is None and self.errors:
             wrong.append(f"errors without a cause: {self.errors}")
         return wrong
 
 
 def refused(directory: Path, *, calls: tuple[str, ...], code: int) -> list[str]:
-    """The system refuses a call with an error until it is mended."""
+    """The system refuses a call with an error until it is repaired."""
     scene = Scene(directory)
     scene.write()
     with _failing(calls, directory, lambda: OSError(code, os.strerror(code))):
@@ -122,12 +122,12 @@ def vanishing_directory(directory: Path) -> list[str]:
     away = directory.with_name("away")
     directory.rename(away)
     scene.write()
-    num_told = len(scene.errors)
-    gives_up = time.monotonic() + _PATIENCE_S
-    while len(scene.errors) == num_told and time.monotonic() < gives_up:
+    num_errors = len(scene.errors)
+    deadline = time.monotonic() + _PATIENCE_S
+    while len(scene.errors) == num_errors and time.monotonic() < deadline:
         scene.read()
         time.sleep(0.01)
-    wrong = [] if (num_told, len(scene.errors)) == (1, 2) else [f"writer and reader said {scene.errors}"]
+    wrong = [] if (num_errors, len(scene.errors)) == (1, 2) else [f"writer and reader reported {scene.errors}"]
     if directory.exists():
         return [*wrong, "the directory was made again, so what was in it is forgotten"]
     away.rename(directory)

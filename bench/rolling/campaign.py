@@ -164,7 +164,7 @@ def run_all(settings: Sequence[RollingSetting]) -> list[Outcome]:
 
 
 def run_side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Run calls in processes, as many at once as there are cores; the processes may start others."""
+    """Run calls in processes, one a core at once; the processes may start others."""
     global _calls
     _calls = calls
     context = multiprocessing.get_context("fork")  # forked: plays are functions in functions

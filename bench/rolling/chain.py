@@ -1,7 +1,7 @@
 """A chain of jobs of one campaign in virtual time, each but the last killed; spool and checkpoints are on disk.
 
     run_chain    runs the jobs until the first tasks are all trained on -> ChainOutcome
-    run_chains   runs several, as many at once as there are cores
+    run_chains   runs several, one a core at once
     PlayedEpisode    the task, length and reward of an episode
 
 The env worker, its journal and its spool are those of a real campaign. The trainer chooses groups, drops stale ones and

@@ -19,7 +19,7 @@ the best ones are searched for.
 from collections import Counter
 from dataclasses import replace
 
-from bench.routing.fleet import WorkerFleet, crowded_life_s
+from bench.routing.fleet import WorkerFleet, crowded_time_s
 from bench.routing.workload import Script
 from hpcrl.hardware.cost_model import WorkerSpeed
 
@@ -54,18 +54,18 @@ def crowded_s(scripts: list[Script], fleet: WorkerFleet) -> float:
     `lower_bound_s` assumes such batches for the others: no schedule has both.
     """
     paces = [fleet.pace(gpu) for gpu in fleet.workers]
-    return max(min(crowded_life_s(script, one, batch=fleet.max_batch) for one in paces) for script in scripts)
+    return max(min(crowded_time_s(script, one, batch=fleet.max_batch) for one in paces) for script in scripts)
 
 
 def assign_hardware(scripts: list[Script], fleet: WorkerFleet) -> list[Script]:
     """Return the scripts with a domain that names the hardware each belongs to as a whole, all being known ahead."""
     compute, bandwidth = fleet.workers.values()
-    lives = {script: [sum(turn[kind] for turn in turns_s(script, fleet)) for kind in (0, 1)] for script in set(scripts)}
-    order = sorted(range(len(scripts)), key=lambda number: lives[scripts[number]][0] / lives[scripts[number]][1])
-    first, second = 0.0, sum(lives[script][1] for script in scripts)
+    times = {script: [sum(turn[kind] for turn in turns_s(script, fleet)) for kind in (0, 1)] for script in set(scripts)}
+    order = sorted(range(len(scripts)), key=lambda number: times[scripts[number]][0] / times[scripts[number]][1])
+    first, second = 0.0, sum(times[script][1] for script in scripts)
     assigned = list(scripts)
     for number in order:
-        here, there = lives[scripts[number]]
+        here, there = times[scripts[number]]
         goes = first / compute < second / bandwidth
         assigned[number] = replace(scripts[number], domain="compute" if goes else "bandwidth")
         if goes:

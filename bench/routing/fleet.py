@@ -3,7 +3,7 @@
     WorkerFleet      the numbers of workers by GPU, and their slots
     replay           runs scripts to their ends under a policy -> Run
     Run, WorkerResult      the result, and that of one worker
-    crowded_life_s   the time of a trajectory from start to end in a batch of others like it
+    crowded_time_s   the time of a trajectory from start to end in a batch of others like it
 
 Every policy gets the same scripts and the same engines, which keep KV between turns. hpcrl's router runs as it does in
 a campaign: several env workers, endpoint files, cached loads. Its rivals are given exact loads, without delay.
@@ -52,8 +52,8 @@ class WorkerFleet:
         if self.in_flight is not None:
             return self.in_flight
         first = self.pace(next(iter(self.workers)))
-        lives = [crowded_life_s(script, first, batch=self.max_batch) for script in scripts]
-        idle = sum(call.pause_s for script in scripts for call in script.calls) / sum(lives)
+        times_s = [crowded_time_s(script, first, batch=self.max_batch) for script in scripts]
+        idle = sum(call.pause_s for script in scripts for call in script.calls) / sum(times_s)
         return int(self.max_batch * sum(self.workers.values()) / (1 - idle))
 
     def num_kept(self, scripts: list[Script]) -> int:
@@ -114,13 +114,13 @@ async def _replay(
                     EngineEndpoint(role="decode", worker=name, node="n", url=name, token="t", gpu=gpu, num_gpus=1),
                 )
         hosts = await _hosts(stack, policy, rules, fleet, engines, directory)
-        lives, last_started_s, spent = await _play(
+        times_s, last_started_s, spent = await _play(
             scripts, hosts, list(engines.values()), num_running=fleet.num_running(scripts)
         )
         makespan_s = loop.time()
     return Run(
         makespan_s=makespan_s,
-        mean_s=sum(lives) / len(lives),
+        mean_s=sum(times_s) / len(times_s),
         prefilled_share=sum(one.engine.batch.num_prefilled for one in engines.values())
         / sum(one.num_prompt_tokens for one in engines.values()),
         last_started_s=last_started_s,
@@ -170,7 +170,7 @@ async def _play(
     """Run all scripts, `num_running` at a time; return their times, the last one's start, and the work done by then."""
     loop = asyncio.get_running_loop()
     waiting = iter(enumerate(scripts))
-    lives: list[float] = []
+    times_s: list[float] = []
     last_started_s, spent = 0.0, [engine.spent() for engine in engines]
     pool = random.Random(0).choices(range(32000), k=1 << 17)
 
@@ -181,10 +181,10 @@ async def _play(
             if number == len(scripts) - 1:
                 last_started_s, spent = started_at, [engine.spent() for engine in engines]
             await _trajectory(script, number, hosts[number % len(hosts)], pool)
-            lives.append(loop.time() - started_at)
+            times_s.append(loop.time() - started_at)
 
     await asyncio.gather(*(slot() for _ in range(min(num_running, len(scripts)))))
-    return lives, last_started_s, spent
+    return times_s, last_started_s, spent
 
 
 async def _trajectory(script: Script, number: int, policy: Policy, pool: list[int]) -> None:
@@ -210,7 +210,7 @@ async def _trajectory(script: Script, number: int, policy: Policy, pool: list[in
         policy.forget(name)
 
 
-def crowded_life_s(script: Script, one: WorkerSpeed, *, batch: int) -> float:
+def crowded_time_s(script: Script, one: WorkerSpeed, *, batch: int) -> float:
     """Return the time of a trajectory from start to end in a batch of others like it."""
     return sum(
         call.pause_s

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcrl.campaign.fixed_settings import explain_fixed_setting
-from hpcrl.campaign.running_jobs import POLL_INTERVAL_S, STOP_TIMEOUT_S, find_job_state, read_submission
+from hpcrl.campaign.running_jobs import STOP_POLL_INTERVAL_S, STOP_TIMEOUT_S, find_job_state, read_submission
 from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved, JobStarted, StepFinished
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
@@ -52,7 +52,7 @@ def refuse_while_alive(job: JobDir, site: Site, *, is_done: bool) -> None:
         )
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while outcome is not None and state == "running" and time.monotonic() < deadline:
-        time.sleep(POLL_INTERVAL_S)  # its outcome is written, so it is about to exit
+        time.sleep(STOP_POLL_INTERVAL_S)  # its outcome is written, so it is about to exit
         state = find_job_state(job, site)
     if state in ("queued", "running"):
         hint = f"`hpcrl monitor {campaign.name}` shows it, `hpcrl stop {campaign.name}` ends it"

@@ -3,7 +3,7 @@
 paths      the path of every file of a campaign and of a job
 train_progress  the progress of the trainer, for the driver
 train_limits    the lower limits of a trainer that ran out of memory
-driver_lease    the lease that lets one driver run a campaign
+campaign_lease  the lease that lets one driver run a campaign
 workers    the identity and place of a worker
 endpoints  the engine workers that serve now
 event_log  append and read events as JSON lines

@@ -15,7 +15,7 @@ CAMPAIGN/
     settled.json: progress of the trainer, which limits how far env workers may be ahead
     train-progress.json: progress of the trainer in its present job, by which the driver finds a stall
     train-limits.json: lower limits of the trainer's micro-batches and rows, since memory ran out
-    leases/000000: the drivers that may run the campaign, one after the other (hpcrl.campaign_dir.driver_lease)
+    leases/000000: the drivers that may run the campaign, one after the other (hpcrl.campaign_dir.campaign_lease)
     switched-roles.json: workers that do the other role's work for now
     jobs/000/: one Slurm job (or local run)
         job.sh: its script, unless submitit made one under its id (ID_submission.sh)

@@ -1,6 +1,6 @@
 """An agent program as an environment: any command that calls a model by OpenAI's API and is given a reward.
 
-    AgentProgram    run the command once for each episode, in a sandbox, and then its judge in another
+    AgentProgram    run the command once for each episode, in a sandbox, and then its judge command in another
     find_reward     find the reward in the output of a program
     INSIDE_PORT, INSIDE_WORKDIR, INSIDE_HOME, MAX_VARIABLE_CHARS, SUPERVISOR_TIMEOUT_S, INHERITED_VARIABLES,
     NUM_RESERVED_TASKS  constants

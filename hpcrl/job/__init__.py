@@ -1,7 +1,7 @@
 """Start, supervise and end the workers of a job. No data passes through this package.
 
 driver           supervise the workers
-campaign_lease   let one driver run a campaign
+own_lease        let one driver run a campaign
 job_drain        the drain of the job, and who asked for it
 job_workers      start the workers, also again
 supervision      requests to end, the time to drain, failures that repeat

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hpcrl.campaign_dir.driver_lease import DriverLease, LeaseHolder
+from hpcrl.campaign_dir.campaign_lease import CampaignLease, LeaseHolder
 from hpcrl.campaign_dir.endpoints import withdraw_all
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import FaultReported, JobEnded, JobOutcome, JobStarted, LayoutChosen
@@ -29,7 +29,6 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site
 from hpcrl.errors import EngineError, HpcrlError, SlurmError, WeightsError
 from hpcrl.job.batch_log import note_exception, note_in_log
-from hpcrl.job.campaign_lease import take_campaign_lease
 from hpcrl.job.courier_step import WeightPlane
 from hpcrl.job.domain_watch import DomainWatch, watch_domains
 from hpcrl.job.guardian import CLOSE_GRACE_S, DriverPulse, cancel_reward_jobs, run_guarded, send_outcome
@@ -38,6 +37,7 @@ from hpcrl.job.job_notices import JobNotices
 from hpcrl.job.job_workers import JobWorkers
 from hpcrl.job.memory_watch import TrainerMemoryWatch
 from hpcrl.job.metrics_process import MetricsProcess
+from hpcrl.job.own_lease import take_campaign_lease
 from hpcrl.job.progress_watch import ProgressWatch, watch_campaign
 from hpcrl.job.reward_tasks import RewardScoring
 from hpcrl.job.supervision import DrainMargin, FileOutage, LastStepWatch, LookInterval, RestartBudget, find_campaign_use
@@ -71,7 +71,7 @@ def main() -> int:
     return run_guarded(lambda outcome_fd, pulse: _drive_job(place, lease, pulse, outcome_fd=outcome_fd), place)
 
 
-def _drive_job(place: WorkerPlace, lease: DriverLease, pulse: DriverPulse, *, outcome_fd: int) -> int:
+def _drive_job(place: WorkerPlace, lease: CampaignLease, pulse: DriverPulse, *, outcome_fd: int) -> int:
     """Drive the job and send its outcome to the guardian, whatever happens; only a kill prevents that."""
     driver: JobDriver | None = None
     try:
@@ -104,7 +104,7 @@ class JobDriver:
     """The supervisor of one job."""
 
     place: WorkerPlace
-    lease: DriverLease
+    lease: CampaignLease
     plan: Plan
     recipe: Recipe
     site: Site
@@ -148,7 +148,7 @@ class JobDriver:
         )
 
     @classmethod
-    def load(cls, place: WorkerPlace, lease: DriverLease, *, note_turn: Callable[[], None]) -> "JobDriver":
+    def load(cls, place: WorkerPlace, lease: CampaignLease, *, note_turn: Callable[[], None]) -> "JobDriver":
         """Read what was submitted; remove requests left by an earlier, requeued run of this job."""
         campaign, job = place.campaign, place.job
         make_private_dir(job.parsl)

@@ -70,7 +70,7 @@ def read_campaign(campaign: CampaignDir) -> PlayedCampaign:
     (step,) = steps(campaign)
     faults: dict[str, list[str]] = {}
     for event in read_events(campaign.events):
-        if event["event"] == "fault" and event["what"] != "request":  # which tells how a request was served
+        if event["event"] == "fault" and event["what"] != "request":  # which shows how a request was served
             faults.setdefault(event.get("domain", ""), []).append(f"{event['what']}: {event.get('detail')}")
     return PlayedCampaign(
         figures={figures["domain"]: figures for figures in stats["domains"]},
@@ -94,7 +94,7 @@ def test_every_token_that_the_model_generated_for_an_agent_was_trained(agent: st
     figures = played.figures[agent]
     assert set(figures["by_status"]) <= {"done", "truncated"}, figures["by_status"]
     assert figures["num_trajectories"] >= 2
-    # The model is random: where the length limit cuts its call off, some agents give up after that turn.
+    # The model is random: where the length limit cuts its call off, some agents end after that turn.
     assert figures["turns"]["max"] >= AGENTS[agent].min_turns
     assert figures["num_generated_tokens"] > 0
     assert figures["trained_share"] == 1.0, explain_untrained(figures["token_fates"])

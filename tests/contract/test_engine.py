@@ -402,7 +402,7 @@ def test_where_all_places_are_taken_the_smaller_number_goes_first(opened: Opened
 
 
 async def _order(engine: InferenceEngine, *, name: str) -> tuple[list[str], bool]:
-    """Send three requests in the wrong order to a full engine; returns who was answered first, and if it was full."""
+    """Send three requests in the wrong order to a full engine; return which was answered first, and if it was full."""
     ended: list[str] = []
 
     async def turn(kind: str, priority: int, num: int) -> None:

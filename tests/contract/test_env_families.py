@@ -316,7 +316,7 @@ class TestVerifiers:
         assert isinstance(fault, EnvFault)
         assert "no_such_taskset" in str(fault)
 
-    def test_a_tool_loop_that_is_told_to_end_and_a_harness_that_exits_are_failures_of_the_policy(self):
+    def test_a_tool_loop_that_is_asked_to_end_and_a_harness_that_exits_are_failures_of_the_policy(self):
         results, requests = self.run(
             (self.make(taskset="hpcrl_search"), 0, {}),
             (self.make(harness="hpcrl_exiting", sandbox="none"), 0, {}),

@@ -92,7 +92,7 @@ def test_the_nodes_of_a_driver_that_hangs_are_freed_and_a_queued_job_can_be_chan
     assert "in _supervise" in campaign.job(0).log("batch").read_text(), "the stacks of the driver"
     assert "Thread" in campaign.job(0).log("env-0").read_text(), "the stacks of workers"
     assert lab.list_shared_memory() == {}
-    assert lab.run("squeue", "-h", "-j", following, "-o", "%A") == "", "there is no checkpoint to continue from"
+    assert lab.run("squeue", "-h", "-j", following, "-o", "%A") == "", "a checkpoint to continue from is missing"
 
 
 def test_a_node_whose_steps_were_killed_is_swept_after_a_crash_of_the_driver(lab: Lab, campaigns: Path) -> None:

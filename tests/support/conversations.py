@@ -22,13 +22,13 @@ FACTS = EpisodeFacts(
     ended_at=20.0,
 )
 BLOCKS = [[], [1], [2], [1, 1], [1] * CHUNK_TOKENS, [2] * (CHUNK_TOKENS - 1), [1] * CHUNK_TOKENS + [2]]
-"""Few different texts, shorter and longer than a chunk, so that conversations often begin alike."""
+"""Few different texts, shorter and longer than a chunk, so that conversations often start alike."""
 
 
 def answer(
     number, parent, new_token_ids, token_ids, *, logprobs=None, is_trained=True, started_at=11.0, generate_s=0.25
 ):
-    """Make a recorded turn; unless given, its log-probabilities tell its tokens from all others."""
+    """Make a recorded turn; unless given, its log-probabilities differ from those of all other tokens."""
     distinct = [-number - position / 1024 for position in range(len(token_ids))]
     new = array("i", new_token_ids)
     return RecordedTurn(

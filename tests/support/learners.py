@@ -84,7 +84,7 @@ def forked_turns(seed):
 
 
 def forked(group, index, *, reward, seed=0):
-    """Make an episode of four conversations, two of which begin with the same turn."""
+    """Make an episode of four conversations, two of which start with the same turn."""
     facts = msgspec.structs.replace(FACTS, id=f"{group}/{index}", group=group, domain="math", start_version=1)
     record = build_record(forked_turns([seed, index]), facts, reward=reward)
     return msgspec.structs.replace(record, reward=reward)

@@ -1,4 +1,4 @@
-"""Reward functions of many kinds: slow, hanging, dying, async, of lists, and such that return what is no reward."""
+"""Reward functions of many kinds: slow, hanging, dying, async, of lists, and such that return what is not a reward."""
 
 import asyncio
 import os

@@ -105,7 +105,7 @@ def played():
 
 
 def play_earning(unit):
-    """Play the same groups; a reward function gives each turn, or each token, a number of its own."""
+    """Play the same groups; a reward function gives each turn, or each token, a separate number."""
     rng, domain = np.random.default_rng(5), make_recipe().domains["lake"]
     domain = msgspec.structs.replace(domain, reward_unit=unit, on_reward_error="fault")
     earn = {

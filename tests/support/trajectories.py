@@ -4,7 +4,7 @@ make_trajectory         one turn, all of it trained
 make_random_trajectory  two turns of random tokens, to train on
 make_lake_trajectory    two turns in words of the tiny tokenizer, scored, to show and to score
 make_taught_trajectory  the same with the log-probs of a teacher
-make_odd_trajectory     values of its own in every column, to store
+make_odd_trajectory     different values in every column, to store
 dump_exactly            all that trajectories contain, to compare
 """
 

@@ -426,7 +426,7 @@ def test_a_path_without_a_model_directory_is_refused_with_what_it_is(
 
 
 @pytest.mark.parametrize("words", [("plan", "quickstart", "--site", "lab"), ("ls",)])
-def test_a_reader_that_closes_the_output_early_is_no_error(home: Path, words: tuple[str, ...]) -> None:
+def test_a_reader_that_closes_the_output_early_is_not_an_error(home: Path, words: tuple[str, ...]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "hpcrl.cli", *words]

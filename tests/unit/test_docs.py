@@ -323,7 +323,7 @@ def check_hpcrl(block: DocBlock, arguments: list[str]) -> None:
 
 
 def is_known(kind: ConfigKind, name: str) -> bool:
-    """Whether a recipe or site is shipped, or is the reader's own: a path, or one that begins with `my`."""
+    """Whether a recipe or site is shipped, or is the reader's own: a path, or one that starts with `my`."""
     if name.startswith(("my", "/")):
         return True
     return (ROOT / name).is_file() if name.endswith(".toml") else find_toml(kind, name).is_file()

@@ -366,7 +366,7 @@ def test_folders_of_a_package_do_not_import_in_a_circle():
 
 
 GRAPH = "the graph of a step as data, which the login node prints without the modules' imports"
-PROGRAM = "a program of its own, often in another Python: only its command line is known here"
+PROGRAM = "a separate program, often in another Python: only its command line is known here"
 SHIPPED = "code that a recipe may name as it names the user's, which only its worker loads"
 NAMED_ABOVE = {
     "campaign/submission_checks.py": (PROGRAM, {"hpcrl.roles.warmup_check"}),
@@ -480,7 +480,7 @@ def test_the_docstring_of_a_module_class_field_or_constant_starts_with_a_noun_or
 NO_FUNCTIONS = re.compile(r"_*(?!(?:feed|seed|embed|meeting)$)(?:[a-z]+(?:ed|ing)|fits|gone|marks|until)")
 
 
-def test_the_name_of_a_function_is_no_participle():
+def test_the_name_of_a_function_is_not_a_participle():
     """A word alone: `finished_segments` returns segments, and `arrived` may do anything."""
     wrong = []
     for path in MODULES:
@@ -499,7 +499,7 @@ def find_misplacement(path: Path) -> str:
     """Return why a test file is in the wrong folder, or nothing: tests/unit mirrors hpcrl."""
     folder = path.parent.relative_to(ROOT / "tests" / "unit")
     if not list((PACKAGE / folder).glob("*.py")):
-        return f"there is no package hpcrl/{folder}"
+        return f"the package is missing: hpcrl/{folder}"
     homes = {module.parent.relative_to(PACKAGE) for module in MODULES if f"test_{module.stem}" == path.stem}
     if homes and folder not in homes:
         return f"its module is in {sorted(map(str, homes))}"

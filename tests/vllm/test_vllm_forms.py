@@ -120,10 +120,10 @@ FORMS: dict[str, Callable[[Clients], Awaitable[str]]] = {
 
 def score(place: "Place", behind: "Behind", turn: RecordedTurn) -> list[float]:
     """Return vLLM's own log-probabilities of the answer, as those of a prompt that it is given whole."""
-    prompt, said = turn.prompt.token_ids(), turn.completion.token_ids
-    body = {"model": "policy", "prompt": [*prompt, *said], "max_tokens": 1, "prompt_logprobs": 0}
+    prompt, generated = turn.prompt.token_ids(), turn.completion.token_ids
+    body = {"model": "policy", "prompt": [*prompt, *generated], "max_tokens": 1, "prompt_logprobs": 0}
     scored = place.do(behind.engine.server.post("/v1/completions", body))["choices"][0]["prompt_logprobs"]
-    return [found[str(token)]["logprob"] for found, token in zip(scored[len(prompt) :], said, strict=True)]
+    return [found[str(token)]["logprob"] for found, token in zip(scored[len(prompt) :], generated, strict=True)]
 
 
 @pytest.mark.parametrize("form", FORMS)

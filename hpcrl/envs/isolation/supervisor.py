@@ -1,4 +1,4 @@
-"""Run the stages of one episode, each in its sandbox: the agent program, then its judge; end what exceeds a limit.
+"""Run the stages of one episode, each in its sandbox: agent program and judge command; end what exceeds a limit.
 
     main             read an EpisodeStages from standard input, run them, and print an EpisodeOutcome
     run_stages       the same with values

@@ -1,4 +1,4 @@
-"""Poses as a vLLM server: listens where it is told, and behaves as FAKE_VLLM says."""
+"""Poses as a vLLM server: listens at the given address, and behaves as FAKE_VLLM demands."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ BEHAVIOUR = os.environ.get("FAKE_VLLM", "well")
 UPDATE = ("/hpcrl/switch", "/resume")
 """What is asked in an update once it is made ready, in this order."""
 TOKEN = {"token_id": 1, "logprob": -0.5, "top_logprobs": []}
-SAID = {
+CHOICE = {
     "token_ids": [1],
     "logprobs": {"content": [TOKEN]},
     "finish_reason": "length",
@@ -24,18 +24,18 @@ SAID = {
 async def generate(request: web.Request) -> web.Response:
     body = await request.json()
     if "request_id" not in body:  # the first token, which shows that it is up
-        return web.json_response({"choices": [{"token_ids": []} if BEHAVIOUR == "empty" else SAID]})
+        return web.json_response({"choices": [{"token_ids": []} if BEHAVIOUR == "empty" else CHOICE]})
     match BEHAVIOUR:
         case "breaks":
             return web.json_response({"error": {"message": "EngineCore has died"}}, status=500)
         case "nonsense":
             return web.json_response({"choices": []})
         case "nan":
-            odd = SAID | {"logprobs": {"content": [TOKEN | {"logprob": -9999.0}]}}
+            odd = CHOICE | {"logprobs": {"content": [TOKEN | {"logprob": -9999.0}]}}
             return web.json_response({"choices": [odd]})
         case "hangs":
             await asyncio.Event().wait()
-    return web.json_response({"choices": [SAID]})
+    return web.json_response({"choices": [CHOICE]})
 
 
 async def well(_: web.Request) -> web.Response:
@@ -45,10 +45,10 @@ async def well(_: web.Request) -> web.Response:
 
 
 async def make_ready(request: web.Request) -> web.Response:
-    """The answer comes in files, of as many ranks as there are; rank 1 is the one that finds something."""
+    """The answer comes in files, one of each rank; rank 1 is the one that finds something."""
     info = (await request.json())["init_info"]
-    for rank, said in enumerate(("", os.environ.get("FAKE_VLLM_SAYS", ""))):
-        Path(f"{info['answer']}.{rank}").write_text(said)
+    for rank, finding in enumerate(("", os.environ.get("FAKE_VLLM_FINDING", ""))):
+        Path(f"{info['answer']}.{rank}").write_text(finding)
     return await accept(request)
 
 

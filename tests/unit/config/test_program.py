@@ -31,7 +31,7 @@ def test_paths_are_looked_for_beside_the_recipe_first(here: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/a/b", "~/b", "$CODE/b", "docker://alpine:3", "{path}"])
-def test_paths_that_are_no_relative_ones_stay(here: Path, path: str) -> None:
+def test_paths_that_are_not_relative_stay(here: Path, path: str) -> None:
     assert resolve(here, image=path, readable=[path]) == {"image": path, "readable": [path]}
 
 

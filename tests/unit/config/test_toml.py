@@ -360,7 +360,7 @@ def test_a_file_that_is_too_large_is_refused(recipe: Path) -> None:
     assert "larger than 256 KiB" in refused(recipe)
 
 
-def test_a_long_text_with_dots_is_no_key(recipe: Path) -> None:
+def test_a_long_text_with_dots_is_not_a_key(recipe: Path) -> None:
     text = "A sentence ends. " * 200 + "." * 200 + "/".join(["a.b"] * 100)
     recipe.write_text(f"description = '{text}'\n{RECIPE}")
     assert load_recipe(str(recipe)).description == text
@@ -406,7 +406,7 @@ def test_a_recipe_without_domains_has_the_steps_of_its_warm_up() -> None:
     assert recipe.warmup is not None
     filled = fill_warmup_steps(recipe, recipe.warmup, num_conversations=28)
     assert filled.warmup is not None
-    assert (filled.warmup.steps, filled.train.num_steps) == (11, 11)  # the last step begins a fourth epoch
+    assert (filled.warmup.steps, filled.train.num_steps) == (11, 11)  # the last step starts a fourth epoch
     given = load_recipe("sft", settings=("warmup.epochs=0", "train.num_steps=7"))
     assert given.warmup is not None
     assert fill_warmup_steps(given, given.warmup, num_conversations=28).warmup.steps == 7  # type: ignore[union-attr]

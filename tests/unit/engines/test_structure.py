@@ -180,7 +180,7 @@ def test_a_structure_that_the_tokenizer_cannot_write_fails_alone(model: Any) -> 
 
 @pytest.mark.parametrize("schema", [{"const": "\u00fc"}, {"type": "object", "required": ["a\u00e9\U0001f600"]}])
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_structure_that_the_tokenizer_cannot_write_is_no_failure_of_the_worker(
+def test_a_structure_that_the_tokenizer_cannot_write_is_not_a_failure_of_the_worker(
     model: Any, tmp_path: Path, schema: dict[str, Any], streams: bool
 ) -> None:
     """The router refuses the turn at once, over HTTP too, also where its first tokens can be written."""
@@ -380,7 +380,7 @@ def test_a_call_in_the_form_of_a_family_may_be_an_alternative_to_json(family: st
 
 
 @pytest.mark.parametrize(("text", "schema"), [("{", {"type": "object"}), ("[", {"type": "array"}), ("[", {})])
-def test_a_text_that_starts_as_the_json_may_is_no_alternative_to_it(text: str, schema: dict[str, Any]) -> None:
+def test_a_text_that_starts_as_the_json_may_is_not_an_alternative_to_it(text: str, schema: dict[str, Any]) -> None:
     alternatives = [[ExactText(text=f"{text}x")], [JsonValue(schema=schema)]]
     with pytest.raises(EngineError, match=rf"starts with JSON and another with the text '\{text}'"):
         check_structure(structure(PartChoice(alternatives=alternatives)))

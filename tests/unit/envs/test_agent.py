@@ -76,7 +76,7 @@ def test_a_program_that_fails_after_a_turn_has_the_outcome_exit(template, code, 
 
 
 @pytest.mark.parametrize("reward", ["NaN", "Infinity", "1" + "0" * 400])
-def test_a_reward_that_is_no_finite_number_is_a_reward_error(template, reward):
+def test_a_reward_that_is_not_a_finite_number_is_a_reward_error(template, reward):
     trajectory = play(
         template, f"ask('a')\nprint('{{{{\"reward\": {reward}}}}}')".replace("{{", "{").replace("}}", "}")
     )
@@ -94,7 +94,7 @@ def test_a_program_that_never_calls_the_model_is_a_fault_and_never_scored(templa
     ("text", "limits", "outcome"),
     [("b", {"max_turns": 1}, "max-turns"), ("b" * 80, {}, "overflow")],
 )
-def test_a_program_that_fails_when_it_is_told_to_end_has_reached_that_limit(template, text, limits, outcome):
+def test_a_program_that_fails_when_it_is_asked_to_end_has_reached_that_limit(template, text, limits, outcome):
     trajectory = play(template, f"ask('a')\nask('{text}')", limits=limits)
     assert (trajectory.status, trajectory.outcome, len(trajectory.turns)) == ("truncated", outcome, 1)
 
@@ -151,7 +151,7 @@ def test_a_program_that_shortens_its_conversation_keeps_its_reward(template):
     assert trajectory.turns[-1].reward == 0.5
 
 
-def test_a_program_whose_calls_were_all_refused_is_a_fault_that_says_why(template):
+def test_a_program_whose_calls_were_all_refused_is_a_fault_with_the_reason(template):
     code = f"{REFUSED}for _ in range(9):\n    ask_refused('{'b' * 80}')\nprint(0.5)"
     trajectory = play(template, code, limits={"max_turns": 1})
     assert (trajectory.status, trajectory.outcome) == ("env-fault", "")

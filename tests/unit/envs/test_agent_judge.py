@@ -53,7 +53,7 @@ def test_the_judge_finds_the_working_directory_of_the_program(template, sandbox)
 
 
 @pytest.mark.parametrize("sandbox", SANDBOXES)
-def test_what_the_program_prints_and_posts_is_no_reward_where_there_is_a_judge(template, sandbox):
+def test_what_the_program_prints_and_posts_is_not_a_reward_where_there_is_a_judge(template, sandbox):
     forge = "try:\n    post('/hpcrl/reward', {'reward': 1})\nexcept urllib.error.HTTPError as error:\n    pass\n"
     code = f"ask('a')\nopen('answer', 'w').write('x')\n{forge}print(json.dumps({{'reward': 1}}))"
     assert reward_of(play(template, code, sandbox=sandbox, **judged_by(READ))) == 0.0
@@ -63,7 +63,7 @@ def test_a_program_that_ends_badly_is_judged_by_what_it_left(template):
     assert reward_of(play(template, f"{ASK_AND_WRITE}raise SystemExit(3)", **judged_by(READ))) == 1.0
 
 
-def test_a_program_that_never_called_the_model_says_why_it_ended(template):
+def test_a_program_that_never_called_the_model_reports_why_it_ended(template):
     trajectory = play(template, "import no_such_module", **judged_by("print(1)"))
     assert trajectory.status == "env-fault"
     assert "never called the model" in trajectory.extra["fault"]
@@ -322,7 +322,7 @@ def test_a_file_of_the_judge_that_the_program_can_read_by_a_link_is_refused(tmp_
         AgentProgram(command=["x"], judge=["x"], **options)
 
 
-def test_a_file_of_the_system_is_no_secret_of_the_judge_but_with_an_image(tmp_path):
+def test_a_file_of_the_system_is_not_a_secret_of_the_judge_but_with_an_image(tmp_path):
     options = {"command": ["x"], "judge": ["x"], "judge_readable": ["/usr/share"]}
     with pytest.raises(ConfigError, match="'/usr/share', which the program can read too, as part of '/usr'"):
         AgentProgram(**options)

@@ -1,4 +1,4 @@
-"""What a command needs and does not find, and what of that is known of nodes too."""
+"""What a command needs and does not find, and which of it is known to be on nodes too."""
 
 import os
 import sys

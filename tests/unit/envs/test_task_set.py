@@ -88,7 +88,7 @@ def test_held_out_rows_are_spread_over_the_file_and_never_trained_on(tmp_path):
     assert [row["n"] for row in rows] == [0, 1, 2, 4, 5, 7, 8]
 
 
-def test_a_file_of_its_own_may_be_held_out(tmp_path):
+def test_a_separate_file_may_be_held_out(tmp_path):
     rows, held_out = imported(
         tmp_path, path=numbered(tmp_path, 2), held_out_path=written(tmp_path, b'{"n": "test"}', "test.jsonl")
     )
@@ -173,7 +173,7 @@ def test_rows_that_are_damaged_later_are_a_fault_of_the_environment(tmp_path):
 
 
 @pytest.mark.parametrize("seed", ['"7"', "7.5", "-1", "true", "null", "9223372036854775808"])
-def test_the_seed_of_a_row_that_is_no_seed_is_refused(tmp_path, seed):
+def test_the_seed_of_a_row_that_is_not_a_seed_is_refused(tmp_path, seed):
     message = refusal(tmp_path, path=written(tmp_path, b'{"seed": 7}\n{"seed": %s}\n' % seed.encode()))
     assert "rows.jsonl', line 2: seed = " in message
     assert "a whole number from 0 to" in message

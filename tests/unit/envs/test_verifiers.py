@@ -49,7 +49,7 @@ def test_a_harness_that_may_run_commands_of_the_model_needs_consent(options):
     Verifiers(taskset="words", sandbox="none", **options)
 
 
-def test_a_chat_needs_no_consent_and_there_is_no_other_sandbox():
+def test_a_chat_needs_no_consent_and_has_one_sandbox():
     Verifiers(taskset="words", agent={"max_turns": 3})
     Verifiers(taskset="words", agent={"harness": {"id": "null", "tools": []}})
     with pytest.raises(ConfigError, match="sandbox = 'bubblewrap': it must be one of auto, none"):

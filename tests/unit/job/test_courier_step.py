@@ -36,7 +36,7 @@ from tests.support.campaigns import until
 from tests.support.plans import plan_recipe
 
 FILES = Transport(name="files", reason="starting")
-SAY = """
+WRITE_STATUS = """
 import sys, time
 from pathlib import Path
 from hpcrl.campaign_dir.paths import JobDir
@@ -44,7 +44,7 @@ from hpcrl.weights.couriers.protocol import CourierStatus
 where = JobDir(Path(sys.argv[1])).courier_status(sys.argv[2].removeprefix("--incarnation="))
 """
 SERVE = (
-    SAY
+    WRITE_STATUS
     + """
 CourierStatus(ready=True, reason='all here').write(where)
 for _ in range(6000):
@@ -52,17 +52,17 @@ for _ in range(6000):
     time.sleep(0.1)
 """
 )
-MUTE = SAY + "CourierStatus(ready=True, reason='all here').write(where); time.sleep(600)"
-SERVE_AND_GIVE_UP = (
-    SAY
+MUTE = WRITE_STATUS + "CourierStatus(ready=True, reason='all here').write(where); time.sleep(600)"
+SERVE_AND_FAIL = (
+    WRITE_STATUS
     + """
 CourierStatus(ready=True, reason='all here').write(where)
 time.sleep(1)
 CourierStatus(ready=False, reason='rank 2 on n2 is stuck').write(where); sys.exit(1)
 """
 )
-GIVE_UP = SAY + "CourierStatus(ready=False, reason='rank 2 on n2 is stuck').write(where); sys.exit(1)"
-HOPELESS = SAY + "CourierStatus(ready=False, reason='a world of 1', hopeless=True).write(where); sys.exit(1)"
+FAIL = WRITE_STATUS + "CourierStatus(ready=False, reason='rank 2 on n2 is stuck').write(where); sys.exit(1)"
+HOPELESS = WRITE_STATUS + "CourierStatus(ready=False, reason='a world of 1', hopeless=True).write(where); sys.exit(1)"
 CRASH = "import sys; sys.exit('ImportError: no libmpi')"
 
 
@@ -124,7 +124,7 @@ def test_the_transport_is_mpi_once_couriers_serve(started: list[CourierSuperviso
 
 
 def test_a_step_that_ends_is_started_again_with_its_reason(started: list[CourierSupervisor], job: JobDir) -> None:
-    couriers = start(started, job, GIVE_UP)
+    couriers = start(started, job, FAIL)
     assert failures(couriers, number=1) == ["rank 2 on n2 is stuck"]
     assert couriers.is_running
     assert couriers.transport == FILES
@@ -134,7 +134,7 @@ def test_a_step_that_ends_at_once_is_started_again_only_after_a_while(
     started: list[CourierSupervisor], job: JobDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MIN_RESTART_INTERVAL_S", 600.0)
-    couriers = start(started, job, GIVE_UP)
+    couriers = start(started, job, FAIL)
     failures(couriers, number=1)
     couriers.poll()
     assert not couriers.is_running
@@ -172,7 +172,7 @@ def test_couriers_without_a_lost_node_start_at_once_even_after_they_were_abandon
     before = couriers.incarnation
     couriers.replace_commands(couriers.commands)
     assert couriers.incarnation == before, "nothing has changed"
-    couriers.commands[0] = TransportCommand(transport="mpi", command=[sys.executable, "-c", GIVE_UP, str(job.root)])
+    couriers.commands[0] = TransportCommand(transport="mpi", command=[sys.executable, "-c", FAIL, str(job.root)])
     assert couriers._process is not None
     couriers._process.kill()
     failures(couriers, number=MAX_RESTARTS + 1)
@@ -222,7 +222,7 @@ def test_couriers_that_served_have_a_larger_budget_and_then_versions_go_by_files
 ) -> None:
     couriers = start(started, job, SERVE, CRASH)
     serving(couriers)
-    couriers.commands[0] = TransportCommand(transport="mpi", command=[sys.executable, "-c", GIVE_UP, str(job.root)])
+    couriers.commands[0] = TransportCommand(transport="mpi", command=[sys.executable, "-c", FAIL, str(job.root)])
     assert couriers._process is not None
     couriers._process.kill()
     failures(couriers, number=MAX_RESTARTS)
@@ -237,7 +237,7 @@ def test_abandoned_couriers_are_tried_again_a_few_times(
 ) -> None:
     monkeypatch.setattr(module, "RETURN_INTERVAL_S", 0.0)
     monkeypatch.setattr(module, "MAX_RESTARTS", 0)
-    couriers = start(started, job, SERVE_AND_GIVE_UP)
+    couriers = start(started, job, SERVE_AND_FAIL)
     for _ in range(1 + MAX_RETURNS):
         serving(couriers)
         failures(couriers, number=1)
@@ -248,7 +248,7 @@ def test_abandoned_couriers_are_tried_again_a_few_times(
 
 
 def test_a_late_status_of_an_earlier_incarnation_is_ignored(started: list[CourierSupervisor], job: JobDir) -> None:
-    couriers = start(started, job, SERVE_AND_GIVE_UP)
+    couriers = start(started, job, SERVE_AND_FAIL)
     serving(couriers)
     earlier = couriers.incarnation
     failures(couriers, number=1)
@@ -261,7 +261,7 @@ def test_couriers_that_have_served_long_have_their_whole_budget(
     started: list[CourierSupervisor], job: JobDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "STEADY_AFTER_S", 0.0)
-    couriers = start(started, job, GIVE_UP)
+    couriers = start(started, job, FAIL)
     failures(couriers, number=MAX_RESTARTS + 2)
     assert couriers.is_running
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from hpcrl.campaign_dir.driver_lease import DriverLease
+from hpcrl.campaign_dir.campaign_lease import CampaignLease
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import FaultReported, StepFinished
 from hpcrl.campaign_dir.job_end import JobError
@@ -33,7 +33,7 @@ def driver(tmp_path):
     recipe, site = make_recipe("train.groups_per_step=4", 'train.flat_groups="drop"'), load_site("local")
     events = EventLog(campaign.events / "driver.jsonl", job=0, role="driver", worker="driver", node="n")
     place = WorkerPlace(campaign.job(0), "n")
-    lease = DriverLease(campaign.leases, 0)
+    lease = CampaignLease(campaign.leases, 0)
     return JobDriver(place=place, lease=lease, plan=make_plan(recipe, site), recipe=recipe, site=site, events=events)
 
 

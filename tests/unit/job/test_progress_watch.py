@@ -97,7 +97,7 @@ def test_steps_of_a_warm_up_and_whole_groups_are_progress(job, change):
     assert job.look_for(TIMEOUT_S) is None
 
 
-def test_a_first_group_that_is_still_generated_is_no_stall_however_long_it_takes(job):
+def test_a_first_group_that_is_still_generated_is_not_a_stall_however_long_it_takes(job):
     for _ in range(50):
         assert job.look_for(TIMEOUT_S) is None
         job.num_tokens += 1
@@ -105,7 +105,7 @@ def test_a_first_group_that_is_still_generated_is_no_stall_however_long_it_takes
     assert job.look_for(TOO_LONG_S).is_hang
 
 
-def test_an_engine_that_joins_is_no_stall(job):
+def test_an_engine_that_joins_is_not_a_stall(job):
     assert job.look_for(TIMEOUT_S) is None
     job.workers |= {"000-decode-1"}
     job.now += 1

@@ -132,7 +132,7 @@ def test_a_cancelled_job_does_not_drain(requests):
     assert find_drain(requests) is None
 
 
-def test_each_name_has_restarts_of_its_own(tmp_path):
+def test_each_name_has_separate_restarts(tmp_path):
     budget = RestartBudget(tmp_path / "logs")
     for _ in range(MAX_RESTARTS):
         assert not budget.is_used_up("env-0")

@@ -30,7 +30,7 @@ def episode(*turns, index=0, reward=1.0, group="math/0", choice="all"):
 
 
 def forked(**changed):
-    """Return an episode of three turns: one, a sub-agent of its own, and one that continues the first."""
+    """Return an episode of three turns: one, a separate sub-agent, and one that continues the first."""
     first = answer(0, None, [5, 6], [7, 8])
     aside = answer(1, None, [9], [10, 11, 12])
     last = answer(2, first, [13], [14])
@@ -69,9 +69,9 @@ def test_every_token_is_trained_once_and_from_what_the_model_saw(turns):
             trained[tuple(row.inputs[: position + 1].tolist()), int(target), float(logprob), float(credit)] += 1
     expected = Counter()
     for turn in turns:
-        prompt, said = turn.prompt.token_ids(), turn.completion.token_ids
-        for position, (token, logprob) in enumerate(zip(said, turn.completion.logprobs, strict=True)):
-            before = (*prompt, *said[:position])
+        prompt, generated = turn.prompt.token_ids(), turn.completion.token_ids
+        for position, (token, logprob) in enumerate(zip(generated, turn.completion.logprobs, strict=True)):
+            before = (*prompt, *generated[:position])
             if turn.is_trained and before:  # nothing predicts the first token of a text
                 expected[before, token, logprob, float(turn.number)] += 1
     assert trained == expected

@@ -113,20 +113,20 @@ def test_all_stops_of_the_generation_config_stop(tmp_path: Path) -> None:
     ]
 
 
-def test_the_end_of_an_analysis_is_no_stop_of_gpt_oss(tmp_path: Path) -> None:
+def test_the_end_of_an_analysis_is_not_a_stop_of_gpt_oss(tmp_path: Path) -> None:
     template = load(tmp_path, "gpt-oss")
     stops = {template.decode_token(token) for token in template.stop_token_ids}
     assert stops == {"<|return|>", "<|call|>", "<|endoftext|>"}
 
 
-def test_one_stop_that_is_no_list_is_read(tmp_path: Path) -> None:
+def test_one_stop_that_is_not_a_list_is_read(tmp_path: Path) -> None:
     directory = save_family(tmp_path, FAMILIES["Qwen2.5"])
     (directory / "generation_config.json").write_text('{"eos_token_id": 7}')
     assert 7 in load_chat_template(directory).stop_token_ids
 
 
 @pytest.mark.parametrize("stops", ['"x"', '["x"]', "[-1]", "[1.5]"])
-def test_stops_that_are_no_ids_are_refused(tmp_path: Path, stops: str) -> None:
+def test_stops_that_are_not_ids_are_refused(tmp_path: Path, stops: str) -> None:
     directory = save_family(tmp_path, FAMILIES["Qwen2.5"])
     (directory / "generation_config.json").write_text(f'{{"eos_token_id": {stops}}}')
     with pytest.raises(ConfigError, match="eos_token_id"):
@@ -239,7 +239,7 @@ def test_instructions_reach_every_model(tmp_path: Path, name: str, messages: lis
     assert ("Be kind." in rendered) == (RULES in messages)
 
 
-def test_instructions_are_part_of_the_question_where_there_is_no_system_role(tmp_path: Path) -> None:
+def test_instructions_are_part_of_the_question_without_a_system_role(tmp_path: Path) -> None:
     text = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     template = load_chat_template(save_template(tmp_path, text + FAMILIES["Gemma-3"].template))
     assert template.render([RULES, USER]).startswith("<start_of_turn>user\nBe kind.\n\nHi")

@@ -39,7 +39,7 @@ def test_the_key_that_quits_is_as_an_interrupt(terminal: tuple[int, int]) -> Non
         KeyReader(fd=process).wait(5.0)
 
 
-def test_without_a_terminal_there_are_no_keys() -> None:
+def test_without_a_terminal_no_key_is_read() -> None:
     keys = KeyReader()
     keys.wait(0.0)
     assert not keys.has_keys

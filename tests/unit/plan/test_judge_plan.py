@@ -1,4 +1,4 @@
-"""Judges in a plan: a component of their own, where their model fits, and what is refused."""
+"""Judges in a plan: a separate component, where their model fits, and what is refused."""
 
 import msgspec
 import pytest
@@ -21,7 +21,7 @@ def refused(*settings):
     return str(caught.value)
 
 
-def test_a_judge_has_a_component_of_its_own_behind_the_others():
+def test_a_judge_has_a_separate_component_behind_the_others():
     made = plan("judge.grader.resources.num_workers=2")
     role = made.role("judge-grader")
     component = made.components[role.component]

@@ -78,7 +78,7 @@ def test_free_space_lasts_as_long_as_the_spools_and_then_the_archive_need_to_fil
     assert make_forecast(steps_per_day=None).count_days(50) == float("inf"), "the pace is not known"
 
 
-def test_space_for_less_than_a_day_is_refused_with_the_cure() -> None:
+def test_space_for_less_than_a_day_is_refused_with_the_fix() -> None:
     with pytest.raises(
         ConfigError, match=r'/x has 59 GiB, .* full after 22\.8 hours: set site\.campaigns_dir.*keep = "v'
     ):

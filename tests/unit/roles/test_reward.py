@@ -102,7 +102,7 @@ def test_an_error_of_a_reward_is_counted_by_the_outcome_that_its_episode_had(sta
     assert scored["replaced_outcomes"] == {"lake": {"max-turns": 1}}
 
 
-def test_a_failure_is_a_fault_where_its_domain_says_so(stage):
+def test_a_failure_is_a_fault_where_its_domain_sets_that(stage):
     stage.add("a.h5")
     session = stage.open("hang_for", index=2, settings=("domains.lake.on_reward_error=fault",))
     session.start(["a.h5"])

@@ -21,6 +21,7 @@ from hpcrl.plan.checks import check_recipe
 from hpcrl.roles.warmup import WarmupData
 from hpcrl.testing.learning import load_checkpoint, save_checkpoint
 from hpcrl.trainers.torch import TorchTrainer
+from tests.support.chats import make_chat
 from tests.support.plans import make_recipe
 
 
@@ -29,8 +30,7 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def say(question, answer):
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+CHAT = make_chat("a", "b")
 
 
 def write_rows(path, rows):
@@ -55,7 +55,7 @@ def run_steps(trainer, data, steps):
 
 
 def test_an_epoch_has_each_conversation_once_and_the_next_has_another_order(tmp_path):
-    rows = [say(f"{n}", "ok") for n in range(10)]
+    rows = [make_chat(f"{n}", "ok") for n in range(10)]
     _, _, data = prepare(tmp_path, rows, conversations_per_step=5)
     epochs = [[one.token_ids[1] for step in (first, first + 1) for one in data.choose(step)] for first in (1, 3)]
     assert Counter(epochs[0]) == Counter(epochs[1])
@@ -64,7 +64,7 @@ def test_an_epoch_has_each_conversation_once_and_the_next_has_another_order(tmp_
 
 
 def test_ranks_read_what_the_leader_chose(tmp_path):
-    _, _, data = prepare(tmp_path, [say(f"{n}", "ok") for n in range(10)], conversations_per_step=4)
+    _, _, data = prepare(tmp_path, [make_chat(f"{n}", "ok") for n in range(10)], conversations_per_step=4)
     chosen = data.choose(7)
     fetched = data.fetch([ShareItem(id=one.id, credit=[1.0]) for one in reversed(chosen)])
     assert [one.token_ids.tolist() for one in reversed(fetched)] == [one.token_ids.tolist() for one in chosen]
@@ -72,7 +72,7 @@ def test_ranks_read_what_the_leader_chose(tmp_path):
 
 def test_the_first_loss_is_the_cross_entropy_of_the_answers_alone(tmp_path):
     settings = ("rollout.temperature=0.5", "train.kl=k3", "train.entropy_coef=0.1", "train.advantage=gae")
-    recipe, campaign, data = prepare(tmp_path, [say("ab", "cd")], settings=settings, conversations_per_step=2)
+    recipe, campaign, data = prepare(tmp_path, [make_chat("ab", "cd")], settings=settings, conversations_per_step=2)
     trainer = TorchTrainer(campaign.model, recipe.train, temperature=recipe.rollout.temperature)
     (metrics,) = run_steps(trainer, data, [1])
     (one, _) = data.choose(1)
@@ -86,7 +86,7 @@ def test_the_first_loss_is_the_cross_entropy_of_the_answers_alone(tmp_path):
 
 
 def test_the_loss_falls_to_the_entropy_of_the_data(tmp_path):
-    rows = [say("coin?", "h"), say("coin?", "h"), say("coin?", "h"), say("coin?", "t")]
+    rows = [make_chat("coin?", "h"), make_chat("coin?", "h"), make_chat("coin?", "h"), make_chat("coin?", "t")]
     recipe, campaign, data = prepare(
         tmp_path, rows, conversations_per_step=4, learning_rate=1e-2, settings=("train.learning_rate=1e-9",)
     )
@@ -99,7 +99,7 @@ def test_the_loss_falls_to_the_entropy_of_the_data(tmp_path):
 
 
 def test_a_warm_up_resumed_in_the_middle_ends_with_the_same_bits(tmp_path):
-    rows = [say(f"{n}+1=", f"{n + 1}") for n in range(9)]
+    rows = [make_chat(f"{n}+1=", f"{n + 1}") for n in range(9)]
     recipe, campaign, data = prepare(tmp_path, rows, conversations_per_step=2)
     whole, first = (TorchTrainer(campaign.model, recipe.train) for _ in range(2))
     run_steps(whole, data, range(1, 7))
@@ -113,7 +113,9 @@ def test_a_warm_up_resumed_in_the_middle_ends_with_the_same_bits(tmp_path):
 
 
 def test_reinforcement_learning_has_the_recipes_settings_again_after_the_warm_up(tmp_path):
-    recipe, campaign, data = prepare(tmp_path, [say("a", "b")], settings=("train.kl=k3",), conversations_per_step=2)
+    recipe, campaign, data = prepare(
+        tmp_path, [make_chat("a", "b")], settings=("train.kl=k3",), conversations_per_step=2
+    )
     trainer = TorchTrainer(campaign.model, recipe.train)
     run_steps(trainer, data, [1])
     episodes = [msgspec.structs.replace(one, reward=float(n)) for n, one in enumerate(data.choose(2))]
@@ -127,8 +129,11 @@ def test_reinforcement_learning_has_the_recipes_settings_again_after_the_warm_up
     [
         ("", "warmup.path = .* has no rows"),
         ('{"messages": [}\n', "line 1 is not a JSON object"),
-        (json.dumps(say("a", "b")) + '\n{"text": "a"}\n', "line 2: it has no `messages`, only text"),
-        (json.dumps(say("a", "b")) + "\n\n" + json.dumps(say("a", "")) + "\n", r"line 3: messages\[1\] is an assist"),
+        (json.dumps(CHAT) + '\n{"text": "a"}\n', "line 2: it has no `messages`, only text"),
+        (
+            json.dumps(CHAT) + "\n\n" + json.dumps(make_chat("a", "")) + "\n",
+            r"line 3: messages\[1\] is an assist",
+        ),
     ],
 )
 def test_data_that_cannot_be_used_is_refused_with_file_and_line(tmp_path, text, message):
@@ -144,7 +149,7 @@ def test_parquet_is_read_like_lines(tmp_path):
     import pyarrow as pa  # noqa: TID251
     import pyarrow.parquet as pq  # noqa: TID251
 
-    pq.write_table(pa.Table.from_pylist([say("a", "b"), say("c", "d")]), path := tmp_path / "rows.parquet")
+    pq.write_table(pa.Table.from_pylist([make_chat("a", "b"), make_chat("c", "d")]), path := tmp_path / "rows.parquet")
     assert check_conversations(WarmupConfig(path=str(path), steps=1)) == 2
     pq.write_table(pa.Table.from_pylist([{"text": "a"}]), path)
     with pytest.raises(ConfigError, match="row 0: it has no `messages`, only text"):

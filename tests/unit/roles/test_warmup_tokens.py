@@ -147,6 +147,6 @@ def test_a_missing_thought_is_refused_where_the_prompt_opens_one(tmp_path):
         ),
     ],
 )
-def test_a_row_that_is_no_conversation_is_refused(row, message):
+def test_a_row_that_is_not_a_conversation_is_refused(row, message):
     with pytest.raises(ConfigError, match=message):
         parse_conversation(row)

@@ -347,7 +347,7 @@ def test_a_failure_that_the_recipe_calls_a_fault_is_tried_again_and_never_scored
     assert len(make_env.envs) == 2
 
 
-def test_too_many_turns_are_a_fault_if_the_recipe_says_so():
+def test_too_many_turns_are_a_fault_if_the_recipe_sets_that():
     assert played("a", "b", max_turns=2).outcome == "max-turns"
     trajectory = played("a", "b", max_turns=2, env_retries=0, faults=frozenset({"max-turns"}))
     assert (trajectory.status, trajectory.outcome) == ("env-fault", "")

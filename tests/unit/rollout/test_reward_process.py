@@ -201,7 +201,7 @@ def test_what_a_judge_refuses_is_the_error_of_the_reward(scoring, judges):
     assert "BadRequestError" in score.error
 
 
-def test_what_is_no_reward_is_an_error_of_its_trajectory(scoring):
+def test_what_is_not_a_reward_is_an_error_of_its_trajectory(scoring):
     values = ["nan", "inf", "0.5", "none", "huge", [1.0], True, "parts"]
     scoring.start("odd", values=values)
     scoring.request()

@@ -63,7 +63,7 @@ def test_a_setting_of_the_domain_scores_its_outcome(outcome, setting, reward):
     assert (trajectory.reward, trajectory.outcome, trajectory.status) == (reward, outcome, "done")
 
 
-def test_by_default_failures_give_zero_and_limits_what_the_function_says():
+def test_by_default_failures_give_zero_and_limits_what_the_function_returns():
     rewards = {outcome: scored(1.0, outcome=outcome).reward for outcome in OUTCOME_SETTINGS}
     assert rewards == {"max-turns": 1.0, "overflow": 1.0, "timeout": 0.0, "exit": 0.0, "reward-error": 0.0}
 
@@ -141,7 +141,7 @@ def test_the_recipe_names_the_outcomes_that_are_faults():
 
 
 @pytest.mark.parametrize("value", ["'zero'", "nan", "inf", "1e9", "true"])
-def test_a_setting_that_is_no_reward_is_refused(value):
+def test_a_setting_that_is_not_a_reward_is_refused(value):
     with pytest.raises(ConfigError, match="on_exit"):
         make_recipe(f"domains.lake.on_exit={value}")
 

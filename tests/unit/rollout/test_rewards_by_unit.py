@@ -79,7 +79,7 @@ def test_rewards_of_more_tokens_than_a_turn_has_are_not_stored():
     ],
 )
 @pytest.mark.parametrize("unit", ["turn", "token"])
-def test_what_is_no_reward_for_each_is_named_in_one_line(unit, value, complaint):
+def test_what_is_not_a_reward_for_each_is_named_in_one_line(unit, value, complaint):
     if unit == "turn" and isinstance(value, list) and len(value) == NUM_TOKENS:
         value = [item for item in value if item != 0][:2]
         value += value[: 2 - len(value)]
@@ -96,7 +96,7 @@ def test_a_token_that_the_model_did_not_generate_has_no_reward():
 
 
 @pytest.mark.parametrize("value", [math.nan, 1e39, "1", [1.0, 2.0], None, {}, {"a": 1e39, "b": -1e39}])
-def test_what_is_no_reward_of_an_episode_is_named_in_one_line(value):
+def test_what_is_not_a_reward_of_an_episode_is_named_in_one_line(value):
     assert score(value, "episode").error.startswith(f"it returned {value!r}: a reward is a finite number")
 
 

@@ -32,7 +32,7 @@ def test_a_shuffle_is_the_same_on_every_machine():
     assert [shuffle_number(number, count=8, key="0/sums/0") for number in range(8)] == [5, 4, 6, 3, 0, 7, 1, 2]
 
 
-def test_each_epoch_has_an_order_of_its_own():
+def test_each_epoch_has_a_separate_order():
     order = RowOrder(num_rows=50, shuffle_key="0/sums")
     epochs = [[order.find_row(place) for place in range(epoch * 50, epoch * 50 + 50)] for epoch in range(3)]
     assert all(sorted(rows) == list(range(50)) for rows in epochs)

@@ -136,7 +136,7 @@ def test_prompts_are_what_the_template_makes_of_the_conversation_without_thought
     assert record.rows[2].shares > record.rows[1].shares > 0
 
 
-def test_thoughts_stay_unless_the_environment_says_otherwise():
+def test_thoughts_stay_unless_the_environment_drops_them():
     texts = ["<think>\nhm\n</think>\n\none<|im_end|>", "two<|im_end|>"]
     record, policy = play(texts, keep_thoughts=True)
     assert record.rows == []

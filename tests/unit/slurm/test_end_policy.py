@@ -110,7 +110,7 @@ NODES = {"decode": ["g1", "g2", "g3", "g4"], "env": ["c1"]}
         ([("decode", name) for name in ("g1", "g2", "g3")] * 3, []),
         ([("env", "c1")] * 9, []),
     ],
-    ids=["one node fails", "too seldom", "another failed once", "most fail", "there is no other node"],
+    ids=["one node fails", "too seldom", "another failed once", "most fail", "without another node"],
 )
 def test_a_node_is_bad_if_others_of_its_role_work(failures: list[tuple[str, str]], bad: list[str]) -> None:
     assert find_bad_nodes([FailureRecord(*failure) for failure in failures], NODES) == bad

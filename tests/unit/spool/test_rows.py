@@ -109,7 +109,7 @@ def test_rows_that_do_not_fit_the_columns_are_refused(wrong):
 
 @st.composite
 def row_trees(draw):
-    """Rows as lists of tokens, each an earlier row's beginning and tokens of its own; and their record."""
+    """Rows as lists of tokens, each the start of an earlier row and new tokens; and their record."""
     rows, whole, end = [], [], 0
     for number in range(draw(st.integers(1, 6))):
         parent = draw(st.integers(-1, number - 1))
@@ -123,7 +123,7 @@ def row_trees(draw):
 
 
 @given(row_trees())
-def test_every_row_is_its_parents_beginning_and_its_own_tokens(tree):
+def test_every_row_is_the_start_of_its_parent_and_its_own_tokens(tree):
     whole, record = tree
     stored = pack_trajectory(record)
     again = attach_columns(parse_facts(stored.facts), stored.columns)

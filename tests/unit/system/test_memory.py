@@ -59,7 +59,7 @@ def small_group():
     group.rmdir()
 
 
-def test_ranks_end_with_a_code_of_their_own_if_the_kernel_ended_one_for_its_memory(small_group):
+def test_ranks_end_with_a_special_code_if_the_kernel_ended_one_for_its_memory(small_group):
     def enter_group() -> None:
         (small_group / "cgroup.procs").write_text(str(os.getpid()))
 

@@ -40,7 +40,7 @@ def test_several_wake_ups_end_one_wait(directory, listener):
     assert (listener.wait(LONG_S), listener.wait(0.0)) == (True, False)
 
 
-def test_a_datagram_without_the_token_is_no_wake_up(listener):
+def test_a_datagram_without_the_token_is_not_a_wake_up(listener):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
         address = socket.socket(fileno=listener.fileno())
         other.sendto(b"x" * 2000, address.getsockname())

@@ -219,7 +219,7 @@ def test_the_best_are_kept_besides_the_newest(tmp_path):
         "000005-step-000004",
         "000006-step-000005",
     ]
-    # What the older ones needed of the spool may go: nobody resumes from one that is kept as the best.
+    # What the older ones needed of the spool may go: no campaign resumes from one that is kept as the best.
     assert find_oldest_number(tmp_path, keep=2) == 5
 
 

@@ -66,7 +66,7 @@ def make_micro():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_has_the_log_probs_and_gradients_of_its_own_logits(family, monkeypatch):
+def test_a_family_has_the_log_probs_and_gradients_of_its_logits(family, monkeypatch):
     monkeypatch.setattr(token_head, "MAX_CHUNK_LOGITS", 40 * 4)
     causal, micro = make_causal(family), make_micro()
     assert find_head_form(causal) == FAMILIES[family][1]

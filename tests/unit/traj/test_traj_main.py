@@ -379,7 +379,7 @@ def test_an_untrained_turn_of_an_old_record_counts_as_sampled_otherwise():
 
 
 def forked(number=0, **changed):
-    """Make an episode of three conversations: the second goes on from the first turn of the first, one is masked."""
+    """Make an episode of three conversations: the second continues from the first turn of the first, one is masked."""
     base = make_lake_trajectory(number)
     own = np.array([2, 80, 3, 81, 1, 2, 82, 3, 83], np.int32)
     mask = np.concatenate([base.loss_mask, np.isin(np.arange(9), (3, 4))])

@@ -624,19 +624,19 @@ def test_kv_that_is_not_finite_is_an_engine_error() -> None:
 
 def test_held_kv_is_given_out_once_and_forgotten_when_old() -> None:
     now = 0.0
-    shelf = HandoverStore(ttl_s=60, max_bytes=1 << 20, clock=lambda: now)
-    once, old = shelf.put(row_kv([1])), shelf.put(row_kv([2]))
-    assert shelf.take(once) is not None
-    assert shelf.take(once) is None
+    store = HandoverStore(ttl_s=60, max_bytes=1 << 20, clock=lambda: now)
+    once, old = store.put(row_kv([1])), store.put(row_kv([2]))
+    assert store.take(once) is not None
+    assert store.take(once) is None
     now = 60.0
-    assert shelf.take(old) is None
+    assert store.take(old) is None
 
 
 def test_held_kv_makes_room_for_newer() -> None:
     size = row_kv([1, 2]).num_bytes
-    shelf = HandoverStore(ttl_s=60, max_bytes=2 * size)
-    names = [shelf.put(row_kv([n, n])) for n in range(3)]
-    assert [shelf.take(name) is not None for name in names] == [False, True, True]
+    store = HandoverStore(ttl_s=60, max_bytes=2 * size)
+    names = [store.put(row_kv([n, n])) for n in range(3)]
+    assert [store.take(name) is not None for name in names] == [False, True, True]
 
 
 def test_the_longest_kept_prefix_is_found() -> None:

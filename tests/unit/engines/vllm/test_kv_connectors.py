@@ -25,7 +25,7 @@ from hpcrl.roles.serve import make_vllm_launch
 from tests.support.plans import make_site, plan_recipe
 
 HERE, ADDRESS = Path("/scratch"), ("10.0.0.7", 6001)
-NIXL_SAYS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "10.0.0.7", "remote_block_ids": [1]}
+NIXL_PARAMS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "10.0.0.7", "remote_block_ids": [1]}
 
 
 def config_of(connector: str, **changes: object) -> dict[str, object]:
@@ -70,9 +70,9 @@ def test_an_engine_without_an_address_stays_on_loopback() -> None:
 
 
 def test_the_parameters_from_one_engine_are_given_to_the_other() -> None:
-    answer = {"kv_transfer_params": NIXL_SAYS}
+    answer = {"kv_transfer_params": NIXL_PARAMS}
     transfer = read_transfer_params("NixlConnector", answer, name="n", address=ADDRESS)
-    assert make_fetch_params(transfer) == NIXL_SAYS
+    assert make_fetch_params(transfer) == NIXL_PARAMS
 
 
 def test_the_parameters_of_mooncake_name_the_engine_and_the_transfer() -> None:

@@ -223,7 +223,7 @@ def test_a_version_is_made_ready_before_generation_stops_and_every_rank_is_waite
 def test_a_version_that_one_rank_refuses_is_named_and_generation_does_not_stop(
     launch: VllmLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_VLLM_SAYS", "tensor 'x' is damaged")
+    monkeypatch.setenv("FAKE_VLLM_FINDING", "tensor 'x' is damaged")
 
     async def body(engine: VllmEngine) -> int:
         with pytest.raises(WeightsError, match="version 7 does not fit and is not loaded: tensor 'x' is damaged"):

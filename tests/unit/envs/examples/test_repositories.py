@@ -50,10 +50,10 @@ REPLACE_COMPARISON = "import builtins\nbuiltins.AssertionError = SystemExit\nbui
 DEEP_LISTS = "def words(text):\n    deep = []\n    for _ in range(900): deep = [deep]\n    return deep\n"
 CHEATS = {
     "an exit before the tests": ("text.py", "import os\nos._exit(0)\n"),
-    "tests of its own": None,
+    "added tests": None,
     "a loop without end": ("text.py", "while True: pass\n"),
     "a secret from the frames": ("__init__.py", FIND_PROOF),
-    "a module that is no test": ("__init__.py", REPLACE_TESTS),
+    "a module that is not a test": ("__init__.py", REPLACE_TESTS),
     "an object that equals all": ("text.py", EQUAL_OBJECTS),
     "a list that equals all": ("text.py", EQUAL_LISTS),
     "answers before the questions": ("__init__.py", WRITE_ANSWERS),

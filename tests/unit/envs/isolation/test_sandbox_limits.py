@@ -175,7 +175,7 @@ def test_a_program_cannot_touch_its_launcher_nor_process_1(template):
 
 
 @pytest.mark.parametrize("body", ["ask('1' * (1 << 20))", "post('/chat/completions', '1' * (10 << 20))"])
-def test_a_call_with_a_huge_body_is_refused_and_the_episode_goes_on(template, body):
+def test_a_call_with_a_huge_body_is_refused_and_the_episode_continues(template, body):
     code = (
         f"ask('a')\ntry:\n    {body}\nexcept urllib.error.HTTPError as error:\n"
         "    assert error.code == 400 and b'message' in error.read()\nask('b')\nprint(0.5)"

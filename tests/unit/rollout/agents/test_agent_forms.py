@@ -514,7 +514,7 @@ BAD_BODIES = {
         "messages",
         b'{"model": "hpcrl", "max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image"}]}]}',
     ),
-    "messages-begun": (
+    "messages-started": (
         "messages",
         b'{"model": "hpcrl", "max_tokens": 9, "messages": [{"role": "assistant", "content": "I"}]}',
     ),

@@ -160,8 +160,8 @@ def play_steps(template, words, *, stop, add=""):
         for _ in words:
             prompts.append(template.render(messages))
             message = (await chat(client, messages=messages, **stop)).choices[0].message
-            told = {"role": "user", "content": "Observation: 42"}
-            messages = [*messages, {"role": "assistant", "content": message.content + add}, told]
+            observed = {"role": "user", "content": "Observation: 42"}
+            messages = [*messages, {"role": "assistant", "content": message.content + add}, observed]
         return prompts, client.session.recording.turns
 
     return on(template, body, *words, limits=msgspec.structs.replace(LIMITS, context_length=4096, max_turns=64))
@@ -340,7 +340,7 @@ def test_a_turn_that_an_engine_left_unfinished_continues(template):
     assert second.token_ids == [*first.token_ids, *template.encode("ab")]
 
 
-def test_calls_at_the_same_time_have_ids_and_seeds_of_their_own(template):
+def test_calls_at_the_same_time_have_separate_ids_and_seeds(template):
     async def body(client):
         held = {"response_format": {"type": "json_object"}}  # what an answer must be is checked in a thread
         await asyncio.gather(*(chat(client, **held) for _ in range(4)))
@@ -397,7 +397,7 @@ def test_what_was_generated_of_an_answer_that_ended_early_is_trained(template, e
     assert template.decode(record.token_ids[record.loss_mask].tolist()) == "ab"
 
 
-def test_a_conversation_goes_on_after_an_answer_that_the_client_left(template):
+def test_a_conversation_continues_after_an_answer_that_the_client_left(template):
     async def body(client):
         stream = await chat(client, stream=True)
         await anext(aiter(stream))
@@ -554,7 +554,7 @@ def test_a_refusal_names_the_field_and_the_reason(template, method, path, sent, 
 
 
 @pytest.mark.parametrize("sent", [b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\xff\xfe\r\n\r\n"])
-def test_a_request_that_is_no_http_is_refused_and_not_logged(template, sent, caplog):
+def test_a_request_that_is_not_http_is_refused_and_not_logged(template, sent, caplog):
     async def body(client):
         port = int(client.proxy.url.split(":")[2].split("/")[0])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -74,7 +74,7 @@ def test_every_row_is_what_the_engine_saw_and_answered(turns, choice):
 
 
 @given(call_trees(), st.sampled_from(["longest", "last"]))
-def test_one_conversation_is_one_row_whatever_else_was_said(turns, choice):
+def test_one_conversation_is_one_row_whatever_else_was_generated(turns, choice):
     _, rows = store(turns, choice=choice)
     assert not any(row.loss_mask.any() for row in rows[1:])
     if turns:
@@ -82,7 +82,7 @@ def test_one_conversation_is_one_row_whatever_else_was_said(turns, choice):
         assert in_the_loss(rows) in [generated(turn for turn in path if turn.is_trained) for path in paths]
 
 
-def test_a_history_rendered_anew_for_each_turn_is_stored_once():
+def test_a_history_rendered_again_for_each_turn_is_stored_once():
     """The thoughts (7) leave the history: each prompt is the one before, the answer (8) and a new question (9)."""
     turns, prompt = [], [5] * 200
     for number in range(50):

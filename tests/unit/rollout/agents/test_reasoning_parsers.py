@@ -58,7 +58,7 @@ def read(reader, chunks):
 
 @pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize(("family", "prompt", "text", "reasoning", "content"), TABLE)
-def test_thoughts_are_told_from_content(family, prompt, text, reasoning, content, size):
+def test_thoughts_are_separated_from_content(family, prompt, text, reasoning, content, size):
     chunks = [text[start : start + size] for start in range(0, len(text), size)]
     assert read(REASONING_PARSERS[family].make_reader(prompt), chunks) == (content, reasoning)
 

@@ -56,14 +56,14 @@ def record(
     recording: ConversationRecording,
     template: ChatTemplate,
     messages: list[Any],
-    said: str,
+    generated: str,
     *,
     answer: Any,
     **more: Any,
 ) -> RecordedTurn:
-    """Record the answer `said`, special tokens included, which the client receives as `answer`."""
+    """Record the answer `generated`, special tokens included, which the client receives as `answer`."""
     prompt = recording.chat_prompt(messages, tools=more.pop("tools", None), **more)
-    ids = template.encode(said)
+    ids = template.encode(generated)
     completion = make_completion(ids, version=1)
     return recording.record_answer(prompt, completion, answer=answer, is_trained=True, started_at=0.0, generate_s=0.0)
 
@@ -79,7 +79,7 @@ def thinking(template: ChatTemplate, name: str, message: Any) -> Any:
 
 @pytest.mark.parametrize("name", CONTINUES)
 def test_each_prompt_of_a_tool_conversation_is_what_a_server_would_render(tmp_path: Path, name: str) -> None:
-    """The answers are written as the template writes them, so that rendering all of it anew gives the same ids."""
+    """The answers are written as the template writes them, so that rendering all of it again gives the same ids."""
     family, template = FAMILIES[name], load(tmp_path, name)
     recording = ConversationRecording(template)
     messages = [RULES, QUESTION]
@@ -97,7 +97,7 @@ def test_each_prompt_of_a_tool_conversation_is_what_a_server_would_render(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "said",
+    "generated",
     [
         "<think>\nmm\n</think>\nLeft.<|im_end|>",
         "<think>\nmm\n\n</think>\n\n\nLeft.\n<|im_end|>",
@@ -107,15 +107,15 @@ def test_each_prompt_of_a_tool_conversation_is_what_a_server_would_render(tmp_pa
         "<think>\nmm\n</think>\n\nLeft.",
     ],
 )
-def test_a_newline_that_the_model_chose_does_not_start_a_branch(tmp_path: Path, said: str) -> None:
+def test_a_newline_that_the_model_chose_does_not_start_a_branch(tmp_path: Path, generated: str) -> None:
     template = load(tmp_path, "Qwen3")
     recording = ConversationRecording(template)
-    turn = record(recording, template, [QUESTION], said, answer=CALLED)
+    turn = record(recording, template, [QUESTION], generated, answer=CALLED)
     prompt = recording.chat_prompt([QUESTION, CALLED, RESULT], tools=None)
     assert prompt.parent is turn
     assert prompt.token_ids()[: len(turn.token_ids())] == turn.token_ids()
     added = template.decode_all(prompt.new_token_ids)
-    assert added.count("<|im_end|>") == (1 if said.endswith("<|im_end|>") else 2), added
+    assert added.count("<|im_end|>") == (1 if generated.endswith("<|im_end|>") else 2), added
 
 
 def test_the_history_of_gpt_oss_has_no_token_that_is_only_generated(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_a_thought_that_was_cut_off_is_in_the_next_prompt_as_the_template_has_it
     template = load(tmp_path, name)
     recording = ConversationRecording(template)
     answer = {**ANSWERED, "content": "", "reasoning_content": "so m"}
-    said = FAMILIES[name].thought.partition("{}")[0] + "so m"
-    record(recording, template, [QUESTION], said, answer=answer)
+    generated = FAMILIES[name].thought.partition("{}")[0] + "so m"
+    record(recording, template, [QUESTION], generated, answer=answer)
     sent = [QUESTION, answer if keeps_thoughts else {**ANSWERED, "content": ""}, {**AGAIN, "content": question}]
     prompt = recording.chat_prompt(sent, tools=None)
     assert template.decode_all(prompt.token_ids()) == template.render(sent)
@@ -190,8 +190,8 @@ def test_a_long_tool_loop_of_a_thinking_model_is_one_conversation(tmp_path: Path
     recording = ConversationRecording(template)
     messages: list[Any] = [QUESTION]
     for number in range(8):
-        said = family.write_call("look", {"x": 1}, thought="m" * number)
-        record(recording, template, messages, said, answer=CALLED)
+        generated = family.write_call("look", {"x": 1}, thought="m" * number)
+        record(recording, template, messages, generated, answer=CALLED)
         messages = [*messages, CALLED, RESULT]
     assert [turn.prompt.parent for turn in recording.turns] == [None, *recording.turns[:-1]]
 
@@ -224,14 +224,18 @@ def play_long(template: ChatTemplate, name: str, *, tools: Any) -> list[Recorded
     messages: list[Any] = [RULES, QUESTION]
     for number in range(24):
         if tools and number % 7 < 5:
-            said, answer, new = family.write_call("look", {"x": 1}), CALLED, {**RESULT, "content": f"wall {number}"}
+            generated, answer, new = (
+                family.write_call("look", {"x": 1}),
+                CALLED,
+                {**RESULT, "content": f"wall {number}"},
+            )
         else:
-            said, answer, new = (
+            generated, answer, new = (
                 family.write_answer(f"Left {number}."),
                 {**ANSWERED, "content": f"Left {number}."},
                 AGAIN,
             )
-        record(recording, template, messages, said, answer=answer, tools=tools)
+        record(recording, template, messages, generated, answer=answer, tools=tools)
         messages = [*messages, answer, new]
     return recording.turns
 
@@ -279,10 +283,12 @@ def test_a_call_renders_no_more_messages_in_a_long_conversation(
             called = thinking(template, name, CALLED)
             record(recording, template, messages, family.write_call("look", {"x": 1}), answer=called, tools=TOOLS)
             messages = [*messages, called, {**RESULT, "content": f"wall {number}"}]
-        told = {**ANSWERED, "content": f"Left {number}."}
-        turn = record(recording, template, messages, family.write_answer(f"Left {number}."), answer=told, tools=TOOLS)
+        answered = {**ANSWERED, "content": f"Left {number}."}
+        turn = record(
+            recording, template, messages, family.write_answer(f"Left {number}."), answer=answered, tools=TOOLS
+        )
         num_rendered.append(sum(sizes))
-        messages = [*messages, told, AGAIN]
+        messages = [*messages, answered, AGAIN]
     assert (turn.prompt.path()[num_calls:] == []) == (not CONTINUES[name][1])
     early, late = statistics.median(num_rendered[8:16]), statistics.median(num_rendered[24:])
     assert late <= early, "a few turns check that nothing was missed"
@@ -337,8 +343,8 @@ def test_a_template_that_changes_late_is_noticed(tmp_path: Path) -> None:
     assert sum(turn.prompt.parent is None for turn in turns) == 2, "one row before, one from the next check on"
 
 
-@pytest.mark.parametrize(("name", "said"), [("Qwen2.5", ""), ("Qwen3-2507 thinking", "mm</think>\n\n")])
-def test_what_an_episode_stores_grows_with_its_new_tokens(tmp_path: Path, name: str, said: str) -> None:
+@pytest.mark.parametrize(("name", "generated"), [("Qwen2.5", ""), ("Qwen3-2507 thinking", "mm</think>\n\n")])
+def test_what_an_episode_stores_grows_with_its_new_tokens(tmp_path: Path, name: str, generated: str) -> None:
     """Old thoughts are left out of each prompt, or none are: either way a turn stores what is new in it."""
     template = load(tmp_path, name)
     recording = ConversationRecording(template)
@@ -346,7 +352,7 @@ def test_what_an_episode_stores_grows_with_its_new_tokens(tmp_path: Path, name: 
     stored: list[int] = []
     for number in range(24):
         messages.append({"role": "user", "content": f"{number} {'a word ' * 50}"})
-        turn = record(recording, template, list(messages), f"{said}Left.<|im_end|>", answer=ANSWERED)
+        turn = record(recording, template, list(messages), f"{generated}Left.<|im_end|>", answer=ANSWERED)
         messages.append(ANSWERED)
         if turn.prompt.parent is None:
             assert turn.prompt.token_ids() == template.encode(turn.prompt.rendered)

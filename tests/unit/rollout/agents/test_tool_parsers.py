@@ -34,8 +34,8 @@ def mark(words):
     return f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")
 
 
-BEGIN, SEP, END = mark("tool call begin"), mark("tool sep"), mark("tool call end")
-ALL_BEGIN, ALL_END = mark("tool calls begin"), mark("tool calls end")
+START, SEP, END = mark("tool call begin"), mark("tool sep"), mark("tool call end")
+ALL_START, ALL_END = mark("tool calls begin"), mark("tool calls end")
 ADD = ToolCall("add", {"a": 1})
 CODER_CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 GLM_CALL = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
@@ -77,13 +77,13 @@ TABLE = [
     ("glm", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_va", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_va", []),
     (
         "deepseek",
-        f'Hm.{ALL_BEGIN}{BEGIN}function{SEP}add\n```json\n{{"a": 1}}\n```{END}\n'
-        f'{BEGIN}function{SEP}add\n```json\n{{"a": 1}}\n```{END}{ALL_END}',
+        f'Hm.{ALL_START}{START}function{SEP}add\n```json\n{{"a": 1}}\n```{END}\n'
+        f'{START}function{SEP}add\n```json\n{{"a": 1}}\n```{END}{ALL_END}',
         "Hm.",
         [ADD, ADD],
     ),
-    ("deepseek", f'{ALL_BEGIN}{BEGIN}add{SEP}{{"a": 1}}{END}{BEGIN}add{SEP}{{"a": 1}}{END}{ALL_END}', "", [ADD, ADD]),
-    ("deepseek", f"{ALL_BEGIN}{BEGIN}add{SEP}[1]{END}{ALL_END}", f"{BEGIN}add{SEP}[1]{END}", []),
+    ("deepseek", f'{ALL_START}{START}add{SEP}{{"a": 1}}{END}{START}add{SEP}{{"a": 1}}{END}{ALL_END}', "", [ADD, ADD]),
+    ("deepseek", f"{ALL_START}{START}add{SEP}[1]{END}{ALL_END}", f"{START}add{SEP}[1]{END}", []),
     ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]', "", [ADD]),
     ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]', "",
      [ADD, ToolCall("now", {})]),
@@ -159,7 +159,7 @@ def test_every_family_is_in_the_table():
 
 
 @pytest.mark.parametrize("arguments", MALFORMED_ARGUMENTS)
-def test_arguments_that_are_no_json_object_leave_the_call_as_content(arguments):
+def test_arguments_that_are_not_a_json_object_leave_the_call_as_content(arguments):
     text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
     assert read("hermes", text) == (text, [])
 
@@ -191,14 +191,14 @@ def test_any_text_in_any_chunks_is_read_as_the_whole_text(family, data):
 
 
 @pytest.mark.parametrize("schema", [5, [], None, {"type": 5}, {"anyOf": 5}, {"type": [5]}, {"enum": 5}, {"$ref": "x"}])
-def test_an_odd_schema_of_a_tool_is_no_failure(schema):
+def test_an_odd_schema_of_a_tool_is_not_a_failure(schema):
     tools = [5, {"function": {"name": "add", "parameters": {"properties": {"a": schema}}}}]
     for family, text in (("qwen3-coder", CODER_CALL), ("glm", GLM_CALL)):
         _, _, (call,) = parse_answer(TOOL_PARSERS[family].make_reader(tools), text)
         assert call.name == "add"
 
 
-ENDLESS = ["<tool_call>", "{", '{"name"', '{"name":"', "<", " ", "[TOOL_CALLS]", BEGIN, "functools[", "[f(", ";", "a",
+ENDLESS = ["<tool_call>", "{", '{"name"', '{"name":"', "<", " ", "[TOOL_CALLS]", START, "functools[", "[f(", ";", "a",
            "<parameter=", "```tool_code\n", "<|tool_call>call:a{b", "\\", "<|start|>", "<|python_tag|>"]  # fmt: skip
 
 

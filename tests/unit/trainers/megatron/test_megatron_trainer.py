@@ -83,9 +83,9 @@ def compute_by_turn(model_dir, episodes, changed):
         for own in OWN_TURNS:
             drifts = []
             for turn in (turns[index] for index in own):
-                prompt, said = list(turn.prompt.token_ids()), turn.completion.token_ids
-                logits = model(torch.tensor([[*prompt, *said]])).logits[0, len(prompt) - 1 : -1]
-                found = logits.log_softmax(-1).gather(-1, torch.tensor(said)[:, None])[:, 0]
+                prompt, generated = list(turn.prompt.token_ids()), turn.completion.token_ids
+                logits = model(torch.tensor([[*prompt, *generated]])).logits[0, len(prompt) - 1 : -1]
+                found = logits.log_softmax(-1).gather(-1, torch.tensor(generated)[:, None])[:, 0]
                 drifts.append(found - torch.tensor(turn.completion.logprobs))
             sequences.append((torch.cat(drifts), advantage))
     num_tokens = sum(len(drift) for drift, _ in sequences)

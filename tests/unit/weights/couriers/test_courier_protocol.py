@@ -100,7 +100,7 @@ def test_at_the_deadline_a_contributor_is_named_if_it_is_what_receivers_wait_for
         seen.check(now=106.0)
 
 
-def test_without_a_transfer_there_is_no_deadline() -> None:
+def test_without_a_transfer_nothing_has_a_deadline() -> None:
     seen = watch()
     seen.start_transfer(ANNOUNCED, deadline=105.0)
     seen.end_transfer()

@@ -15,7 +15,7 @@ import pytest
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import make_private_dir
 from hpcrl.weights.layout import TensorLayout
-from hpcrl.weights.window import shm_cleanup as remains
+from hpcrl.weights.window import shm_cleanup
 from hpcrl.weights.window.file import SHARED_MEMORY, WindowKey
 from hpcrl.weights.window.shm_cleanup import SegmentLedger, remove_orphan_mpi, remove_orphans
 from hpcrl.weights.window.window import Window
@@ -42,7 +42,7 @@ time.sleep(1000)
 @pytest.fixture(autouse=True)
 def all_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat every file as old enough."""
-    monkeypatch.setattr(remains, "MIN_ORPHAN_AGE_S", -1.0)
+    monkeypatch.setattr(shm_cleanup, "MIN_ORPHAN_AGE_S", -1.0)
 
 
 @pytest.fixture
@@ -119,13 +119,13 @@ def test_an_incomplete_window_of_a_killed_process_is_removed(tmp_path: Path) -> 
 def test_a_recently_touched_window_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = window(tmp_path, "young")
     made.close()
-    monkeypatch.setattr(remains, "MIN_ORPHAN_AGE_S", 3600.0)
+    monkeypatch.setattr(shm_cleanup, "MIN_ORPHAN_AGE_S", 3600.0)
     assert remove_orphans(tmp_path) == []
     assert made.path.exists()
 
 
 def test_several_processes_may_clean_up_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remains, "MIN_MPI_AGE_S", -1.0)
+    monkeypatch.setattr(shm_cleanup, "MIN_MPI_AGE_S", -1.0)
     for number in range(300):
         (tmp_path / f"hpcrl-{os.getuid()}-{number}.new").touch()
         (tmp_path / f"mpich_shm_{number}_0").touch()
@@ -203,7 +203,7 @@ def test_an_mpi_segment_that_no_process_has_mapped_is_removed(
     for path in (dead, alive, other):
         path.write_bytes(bytes(mmap.PAGESIZE))
     assert remove_orphan_mpi(tmp_path) == [], "they may be about to be mapped"
-    monkeypatch.setattr(remains, "MIN_MPI_AGE_S", -1.0)
+    monkeypatch.setattr(shm_cleanup, "MIN_MPI_AGE_S", -1.0)
     with alive.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         assert remove_orphan_mpi(tmp_path) == [dead.name]
     assert not dead.exists()

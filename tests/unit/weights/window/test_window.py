@@ -266,7 +266,7 @@ def test_a_writer_killed_in_mid_write_leaves_the_other_version_and_its_successor
     assert content(reader, 2) == {2}
 
 
-def test_a_second_writer_on_a_node_is_refused_while_the_first_lives(campaign: CampaignDir) -> None:
+def test_a_second_writer_on_a_node_is_refused_while_the_first_is_alive(campaign: CampaignDir) -> None:
     reached = RANK_SERVER.Event()
     process = child(stopped_in_mid_write, campaign.root, reached)
     assert reached.wait(60)

@@ -1,7 +1,7 @@
 """The lease of a campaign: the right of one driver to run it.
 
 LeaseHolder    the record of a driver
-DriverLease    a lease that this process holds
+CampaignLease  a lease that this process holds
 take_lease     take the lease, unless its holder is alive
 
 Each lease is a file with the next number, made by a link, which only one process can make: two jobs with one number,
@@ -43,7 +43,7 @@ class LeaseHolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class DriverLease:
+class CampaignLease:
     """A lease, by the number of its file."""
 
     directory: Path
@@ -60,7 +60,7 @@ class DriverLease:
 
 def take_lease(
     campaign: CampaignDir, holder: LeaseHolder, *, is_alive: Callable[[LeaseHolder], bool]
-) -> DriverLease | LeaseHolder:
+) -> CampaignLease | LeaseHolder:
     """Take the lease for `holder`; if another one is alive, return that one instead."""
     directory = make_private_dir(campaign.leases)
     while True:
@@ -75,7 +75,7 @@ def take_lease(
         try:
             with contextlib.suppress(FileExistsError):  # another driver was faster: look again
                 os.link(draft, _lease_path(directory, newest + 1))
-                return DriverLease(directory, newest + 1)
+                return CampaignLease(directory, newest + 1)
         finally:
             draft.unlink()
 

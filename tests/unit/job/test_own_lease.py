@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign_dir.driver_lease import DriverLease, LeaseHolder, take_lease
+from hpcrl.campaign_dir.campaign_lease import CampaignLease, LeaseHolder, take_lease
 from hpcrl.campaign_dir.paths import CampaignDir, make_worker_name
 from hpcrl.campaign_dir.workers import WorkerPlace
-from hpcrl.job import campaign_lease
-from hpcrl.job.campaign_lease import take_campaign_lease
+from hpcrl.job import own_lease
+from hpcrl.job.own_lease import take_campaign_lease
 from hpcrl.monitor import job_state
 from hpcrl.system.network import current_node
 from hpcrl.system.processes import read_start_ticks
@@ -18,7 +18,7 @@ from hpcrl.system.processes import read_start_ticks
 
 @pytest.fixture
 def campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CampaignDir:
-    monkeypatch.setattr(campaign_lease, "ALIVE_WITHIN_S", 1.0)
+    monkeypatch.setattr(own_lease, "ALIVE_WITHIN_S", 1.0)
     monkeypatch.setattr(job_state, "BEAT_LOOK_INTERVAL_S", 0.05)
     (tmp_path / "events").mkdir()
     return CampaignDir(tmp_path)
@@ -32,7 +32,7 @@ def hold(campaign: CampaignDir, *, scheduler_id: str | None, node: str, pid: int
 
 def is_refused(campaign: CampaignDir, *, has_scheduler: bool) -> bool:
     lease = take_campaign_lease(WorkerPlace(campaign.job(1), current_node()), has_scheduler=has_scheduler)
-    assert isinstance(lease, DriverLease | LeaseHolder)
+    assert isinstance(lease, CampaignLease | LeaseHolder)
     return isinstance(lease, LeaseHolder)
 
 

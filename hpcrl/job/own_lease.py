@@ -5,7 +5,7 @@ take_campaign_lease   take the lease of this job's campaign, or return the drive
 
 import os
 
-from hpcrl.campaign_dir.driver_lease import DriverLease, LeaseHolder, take_lease
+from hpcrl.campaign_dir.campaign_lease import CampaignLease, LeaseHolder, take_lease
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.monitor.job_state import ALIVE_WITHIN_S, await_new_beat
@@ -14,7 +14,7 @@ from hpcrl.system.network import current_node
 from hpcrl.system.processes import is_alive, read_start_ticks
 
 
-def take_campaign_lease(place: WorkerPlace, *, has_scheduler: bool) -> DriverLease | LeaseHolder:
+def take_campaign_lease(place: WorkerPlace, *, has_scheduler: bool) -> CampaignLease | LeaseHolder:
     """Take the lease; if the driver that holds it is alive, return that one: this process must not run the campaign."""
     holder = LeaseHolder(
         job=place.job.number,
