@@ -9,9 +9,11 @@ MLFLOW_MAX_METRICS, MLFLOW_MAX_PARAMETERS, MLFLOW_VALUE_CHARS, MLFLOW_ID_TAG   c
 """
 
 import itertools
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -90,14 +92,24 @@ class TensorBoardSink:
         self._writer.close()
 
 
+def _import_wandb(directory: Path) -> ModuleType:
+    """Import W&B, which makes temporary directories at once; a killed process leaves them, in the given directory."""
+    usual, tempfile.tempdir = tempfile.tempdir, str(directory)
+    try:
+        import wandb  # noqa: TID251
+    finally:
+        tempfile.tempdir = usual
+    return wandb
+
+
 class WandbSink:
     """A run of Weights & Biases, one for all jobs of a campaign; offline, `wandb sync` sends its directories later."""
 
     def __init__(
         self, campaign: CampaignDir, metrics: MetricsConfig, *, mode: Literal["online", "offline"] = "online"
     ) -> None:
-        import wandb  # noqa: TID251
-
+        directory = make_private_dir(campaign.metrics / "wandb")
+        wandb = _import_wandb(directory)
         settings = wandb.Settings(
             console="off", disable_code=True, disable_git=True, x_disable_machine_info=True, x_disable_stats=True
         )
@@ -107,7 +119,7 @@ class WandbSink:
             id=identify_campaign(campaign),
             resume="allow" if mode == "online" else None,
             mode=mode,
-            dir=str(make_private_dir(campaign.metrics / "wandb")),
+            dir=str(directory),
             config=read_json(campaign.recipe),
             settings=settings,
         )

@@ -253,15 +253,7 @@ def publish_parts(world, model_dir, root, trainer, changed, window_dir, nodes, t
         store = open_shard_store(mine, key, job=campaign.job(0), layout=layout)
         follow_orders(mine, train=settings(), spool=campaign.spool("scored"), store=store)
         return len(counted)
-    leader = RankLeader(
-        mine,
-        train=settings(),
-        seed=0,
-        spool=campaign.spool("scored"),
-        checkpoints=campaign.checkpoints,
-        segment_of=lambda _: "",
-        upcoming=lambda _: (),
-    )
+    leader = make_leader(mine, settings(), spool=campaign.spool("scored"), checkpoints=campaign.checkpoints)
     events = EventLog(campaign.events / "t.jsonl", job=0, role="train", worker="train-0", node="n", partition="p")
     publisher = WeightPublisher(
         FileStore(campaign.weights),
@@ -319,6 +311,19 @@ def _counting(mine):
     return mine, counted
 
 
+def make_leader(mine, train, *, spool, checkpoints, upcoming=lambda _: ()):
+    """Make the leader of steps on `batch`, whose segments are named by their step."""
+    return RankLeader(
+        mine,
+        train=train,
+        seed=3,
+        spool=Path(spool),
+        checkpoints=Path(checkpoints),
+        segment_of=lambda episode: segment_of_step(int(episode.group.partition("/")[2]) // 3),
+        upcoming=upcoming,
+    )
+
+
 def lead_steps(world, model_dir, spool, checkpoints, last, dies_at=None):
     """Lead steps over the spool with a checkpoint after each; perhaps be killed in the middle of one."""
     torch.set_num_threads(1)
@@ -327,13 +332,11 @@ def lead_steps(world, model_dir, spool, checkpoints, last, dies_at=None):
     if world.rank:
         follow_orders(mine, train=train, spool=Path(spool))
         return None
-    leader = RankLeader(
+    leader = make_leader(
         mine,
-        train=train,
-        seed=3,
-        spool=Path(spool),
-        checkpoints=Path(checkpoints),
-        segment_of=lambda episode: segment_of_step(int(episode.group.partition("/")[2]) // 3),
+        train,
+        spool=spool,
+        checkpoints=checkpoints,
         upcoming=lambda version: batch(version + 1) if version < last else [],
     )
     path = find_newest(Path(checkpoints), report=_refuse_damage)
@@ -363,15 +366,7 @@ def abandon_a_step(world, model_dir, spool, sharding):
     if world.rank:
         follow_orders(mine, train=train, spool=Path(spool))
         return None
-    leader = RankLeader(
-        mine,
-        train=train,
-        seed=3,
-        spool=Path(spool),
-        checkpoints=Path(spool),
-        segment_of=lambda episode: segment_of_step(int(episode.group.partition("/")[2]) // 3),
-        upcoming=lambda version: batch(version + 1),
-    )
+    leader = make_leader(mine, train, spool=spool, checkpoints=spool, upcoming=lambda version: batch(version + 1))
     losses, answers = [leader.train_step(batch(1), step=1, version=0).loss], [True, False]
     before = leader.tensors()
     try:

@@ -1,5 +1,6 @@
 """The figures of events, and the metrics process that sends them to sinks."""
 
+import os
 import subprocess
 import sys
 import time
@@ -200,6 +201,16 @@ def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_a
     stored = list((campaign.metrics / "wandb").rglob("*.wandb"))
     assert len(stored) == 1
     assert b"reward/reward_mean" in stored[0].read_bytes()
+
+
+def test_a_killed_process_leaves_the_temporary_files_of_wandb_with_the_campaign(campaign, tmp_path):
+    pytest.importorskip("wandb")
+    elsewhere = make_private_dir(tmp_path / "elsewhere")
+    code = "import os, sys; from hpcrl.job.metric_sinks import _import_wandb as load; load(sys.argv[1]); os._exit(0)"
+    command = [sys.executable, "-c", code, str(campaign.metrics)]
+    subprocess.run(command, env=os.environ | {"TMPDIR": str(elsewhere)}, check=True, timeout=240)
+    assert [path.name for path in elsewhere.iterdir()] == []
+    assert any(path.name.endswith("wandb-media") for path in campaign.metrics.iterdir())
 
 
 def test_a_reader_that_always_fails_is_restarted_a_few_times_only(campaign):
