@@ -89,6 +89,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Let Python free what is frozen, at its end: libraries report as leaked what is not."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Move the files that take longest to the front: one that starts last leaves the other processes idle."""
     places = {name: place for place, name in enumerate(LONG_FILES)}

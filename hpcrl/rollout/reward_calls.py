@@ -44,7 +44,7 @@ from hpcrl.rollout.rewards import (
     load_reward,
     needs_score,
 )
-from hpcrl.rollout.teacher_scores import make_teacher_caller, needs_teacher
+from hpcrl.spool.record import TRAINABLE
 from hpcrl.spool.segment import Segment, read_segment
 from hpcrl.system.exit_codes import describe_end
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants, prefer_to_die
@@ -165,6 +165,8 @@ def main(campaign: Path, *, concurrency: int, num_cpus: int, teacher: str, fd: i
         for name, domain in recipe.domains.items()
     }
     if teacher:
+        from hpcrl.rollout.teacher_scores import make_teacher_caller  # a third of all imports
+
         assert recipe.teacher is not None
         lanes[TEACHER_LANE] = RewardLane(
             TEACHER_LANE,
@@ -241,7 +243,7 @@ class _RewardServer:
         for index, one in enumerate(facts):
             if one.domain in self._domains and needs_score(one, self._domains[one.domain]):
                 by_lane.setdefault(one.domain, []).append(index)
-            if one.domain in self._domains and TEACHER_LANE in self._lanes and needs_teacher(one):
+            if one.domain in self._domains and TEACHER_LANE in self._lanes and one.status in TRAINABLE:
                 by_lane.setdefault(TEACHER_LANE, []).append(index)
         scores: dict[str, list[RewardScore | None]] = {kind: [None] * len(facts) for kind in ("", TEACHER_LANE)}
         self._segments[path] = _SegmentWork(scores, sum(map(len, by_lane.values())))

@@ -3,7 +3,6 @@
 make_teacher_caller   what the process of rewards calls for each trajectory
 score_tokens          the log-probs of the trained tokens, by the engines of a judge
 apply_teacher_score   returns a trajectory with them, or as a fault of the infrastructure
-needs_teacher         whether a trajectory is scored
 """
 
 import functools
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from hpcrl.envs.judge_access import LOGPROBS_PATH, JudgeAccess, find_judge
 from hpcrl.errors import EngineError
 from hpcrl.rollout.rewards import RewardCaller, RewardScore, as_fault
-from hpcrl.spool.record import TRAINABLE, Trajectory, TrajectoryFacts
+from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.rows import expand_row, list_spans
 
 
@@ -34,11 +33,6 @@ class TeacherCaller(RewardCaller):
 def make_teacher_caller(judge: str) -> TeacherCaller:
     """Return what asks the judge with this name."""
     return TeacherCaller(function=functools.partial(score_tokens, judge=judge), takes_list=False, is_async=True)
-
-
-def needs_teacher(facts: TrajectoryFacts) -> bool:
-    """Return whether a trajectory is scored: all that can be trained on, whatever its reward."""
-    return facts.status in TRAINABLE
 
 
 async def score_tokens(trajectory: Trajectory, *, judge: str) -> NDArray[np.float32]:

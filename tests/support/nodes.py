@@ -135,6 +135,3 @@ def new_weight(weight, gradient, state, rate):
 
 def more_state(weight, gradient, state, rate):
     state["norm"] = gradient.norm()
-
-
-NO_FUNCTION = 3

@@ -337,8 +337,8 @@ def test_a_node_on_rows_that_forgets_to_return_is_named():
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [("tests.support.nodes:absent", "has no 'absent'"), ("tests.nodez:a", "importing tests.nodez failed"),
-     ("tests.support.nodes:NO_FUNCTION", "is not a function")],
+    [("json:absent", "has no 'absent'"), ("tests.nodez:a", "importing tests.nodez failed"),
+     ("string:digits", "is not a function")],
 )  # fmt: skip
 def test_a_missing_function_is_refused_before_anything_is_queued(function, message):
     recipe = make_recipe()

@@ -92,8 +92,10 @@ def compare_with_one_rank(root, cases, *, num_ranks, size=2, timeout_s=600):
 
 @pytest.mark.timeout(900)
 def test_two_ranks_with_parts_of_rows_have_the_loss_and_gradient_of_one_in_every_family(tmp_path):
-    cases = {family: (make_family_model(tmp_path / family, family), {"rows": "packed"}) for family in FAMILIES}
-    cases["window"] = (make_family_model(tmp_path / "window", "mixtral", sliding_window=16), {"rows": "packed"})
+    """Whole models on each rank: the next test has sharded ones, of two families."""
+    changed = {"rows": "packed", "sharding": "none"}
+    cases = {family: (make_family_model(tmp_path / family, family), changed) for family in FAMILIES}
+    cases["window"] = (make_family_model(tmp_path / "window", "mixtral", sliding_window=16), changed)
     compare_with_one_rank(tmp_path, cases, num_ranks=2)
 
 
