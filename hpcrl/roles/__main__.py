@@ -3,6 +3,7 @@
 work            the Parsl task
 import_role     import what the workers of a role need
 main            the step: `python -m hpcrl.roles ROLE CAMPAIGN JOB INDEX`
+describe_failure  why a worker fails
 await_files     after an error of the file system that passes, wait until it has passed
 outlive_grace   let SIGTERM end this process only where its step is to end
 QuickExit       ends the step without the teardown of the interpreter
@@ -52,9 +53,7 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     except Exception as error:  # noqa: BLE001 - whatever it was, the driver must be able to read it
         traceback.print_exc()
         await_files(job.root, error)
-        reason = f"{type(error).__name__}: {error}"
-        if kills.has_killed():  # a process that the worker has started, such as a server of vLLM
-            reason += f" ({KILLED})"
+        reason = describe_failure(error, kills)
         context.events.emit(WorkerFailed(of=context.name, reason=reason))
         raise RuntimeError(reason) from None  # a plain exception reaches the driver whatever packages it has
     context.events.emit(WorkerEnded(reason="the job is ending"))
@@ -97,6 +96,12 @@ def _restart_random_numbers() -> None:
     """Give a process that was forked its own random numbers; Python's own module does so by itself."""
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
+
+
+def describe_failure(error: Exception, kills: KillWatch) -> str:
+    """Return why a worker fails: maybe since the kernel has ended what it had started, such as a server of vLLM."""
+    reason = f"{type(error).__name__}: {error}"
+    return f"{reason} ({KILLED})" if kills.has_killed() else reason
 
 
 def await_files(directory: Path, error: BaseException | None) -> None:

@@ -13,7 +13,8 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.site import load_site
 from hpcrl.errors import SpoolError
 from hpcrl.plan.plan import make_plan
-from hpcrl.roles.__main__ import await_files
+from hpcrl.roles.__main__ import await_files, describe_failure
+from hpcrl.system.memory import KILLED, KillWatch
 from tests.support.plans import make_recipe
 
 SCRIPT = """
@@ -100,3 +101,10 @@ def test_what_a_role_needs_is_imported_without_threads_and_works_in_a_process_th
     num_threads = 1 if role == "decode" else None
     facts = {"is_safe": True, "blas": None, "num_threads": num_threads, "module": [f"hpcrl.roles.{module}"]}
     assert json.loads(done.stdout) == facts
+
+
+def test_a_worker_whose_server_the_kernel_has_killed_for_its_memory_names_that() -> None:
+    counts = iter([2, 3, 3])
+    kills, error = KillWatch(lambda: next(counts)), RuntimeError("the server was killed by SIGKILL")
+    assert describe_failure(error, kills) == f"RuntimeError: the server was killed by SIGKILL ({KILLED})"
+    assert describe_failure(error, kills) == "RuntimeError: the server was killed by SIGKILL"
