@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
+from hpcrl.system.garbage import pause_collection
 from tests.support.campaigns import last_words
 from tests.support.leftovers import LeftoverCheck, start_check
 
@@ -80,18 +81,9 @@ def template(tiny_model_dir: Path) -> "ChatTemplate":
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """Collect no garbage during the imports, which make little, and never look through what they made again."""
-    gc.disable()
-    try:
+    gc.set_threshold(YOUNG_OBJECTS)
+    with pause_collection():
         return (yield)
-    finally:
-        gc.freeze()
-        gc.set_threshold(YOUNG_OBJECTS)
-        gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """Let Python free what is frozen, at its end: libraries report as leaked what is not."""
-    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

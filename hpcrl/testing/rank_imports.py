@@ -4,22 +4,17 @@ Megatron has torch compile small functions, such as the choice of experts. In te
 """
 
 import contextlib
-import gc
 import importlib
 import os
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
+from hpcrl.system.garbage import pause_collection
 
-gc.disable()  # imports make little garbage
-for _name in (
-    "hpcrl.trainers.torch",
-    "transformers.models.qwen2.modeling_qwen2",
-    "hpcrl.trainers.megatron.trainer",
-):
-    with contextlib.suppress(ImportError):
-        importlib.import_module(_name)
-with contextlib.suppress(ImportError):
+MODULES = ("hpcrl.trainers.torch", "transformers.models.qwen2.modeling_qwen2", "hpcrl.trainers.megatron.trainer")
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+with pause_collection(), contextlib.suppress(ImportError):
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("qwen2")  # compiles hundreds of patterns
-gc.enable()
+    for name in MODULES:
+        importlib.import_module(name)

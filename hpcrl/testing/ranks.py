@@ -7,7 +7,6 @@ preload_module   let the server import a module as well
 RANK_SERVER      the server, for other processes that train
 """
 
-import gc
 import importlib
 import json
 import multiprocessing
@@ -64,7 +63,6 @@ def _run_rank(folder: Path, environ: dict[str, str], function: str, args: str) -
     """Join the other ranks, call the function, write its result as JSON."""
     import torch
 
-    gc.freeze()  # what the server imported stays: a rank does not look through it again and again
     os.environ.update(environ)
     rank = environ["RANK"]
     with (folder / f"{rank}.log").open("ab") as log:
