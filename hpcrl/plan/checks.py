@@ -714,7 +714,6 @@ def _check_engine_of(
     roles: Sequence[RoleName], engine: EngineConfig, model: ModelConfig, *, recipe: Recipe, prefix: str
 ) -> None:
     """Check one [engine] table; `prefix` is that of its settings in the recipe."""
-    tiny, model_table = model.tiny, prefix or "model."
     if engine.backend != "vllm" and engine.pipeline_parallel != 1:
         raise PlanError(
             f'{prefix}engine.pipeline_parallel = {engine.pipeline_parallel} with engine.backend = "{engine.backend}", '
@@ -731,36 +730,44 @@ def _check_engine_of(
     _check_parser(f"{prefix}engine.tool_parser", engine.tool_parser, TOOL_PARSER_NAMES)
     _check_parser(f"{prefix}engine.reasoning_parser", engine.reasoning_parser, REASONING_PARSER_NAMES)
     for role in roles:
-        gpus, table = recipe.role_resources(role).gpus_per_worker, name_role_resources(role)
-        if engine.quantization != "none" and not gpus:
-            raise PlanError(
-                f'{prefix}engine.quantization = "{engine.quantization}" needs GPUs, and {table}.gpus_per_worker = 0: '
-                "remove it"
-            )
-        if gpus % engine.pipeline_parallel:
-            raise PlanError(
-                f"{table}.gpus_per_worker = {gpus} cannot be divided into {prefix}engine.pipeline_parallel = "
-                f"{engine.pipeline_parallel} stages: make one a multiple of the other"
-            )
-        if gpus % (engine.pipeline_parallel * engine.data_parallel):
-            raise PlanError(
-                f"{table}.gpus_per_worker = {gpus} cannot be divided among {prefix}engine.data_parallel = "
-                f"{engine.data_parallel} copies of the model with {prefix}engine.pipeline_parallel = "
-                f"{engine.pipeline_parallel} stages each: make it a multiple of their product"
-            )
-        per_stage = max(gpus // (engine.pipeline_parallel * engine.data_parallel), 1)
-        if engine.backend == "vllm" and tiny is not None and tiny.num_heads % per_stage:
-            raise PlanError(
-                f"{model_table}tiny.num_heads = {tiny.num_heads} cannot be divided among the {per_stage} GPUs of a "
-                f"{role} worker's stage: lower {table}.gpus_per_worker"
-            )
-        shape = model.architecture if model.config else None
-        if engine.backend == "vllm" and shape is not None and not _divides_heads(shape, per_stage):
-            raise PlanError(
-                f"{model_table}config has {shape.num_heads} attention heads and {shape.num_kv_heads} KV heads, which "
-                f"cannot be divided among the {per_stage} GPUs of a {role} worker's stage: set {table}.gpus_per_worker "
-                f"to a number that divides both, times {prefix}engine.pipeline_parallel"
-            )
+        _check_engine_gpus(role, engine, model, recipe=recipe, prefix=prefix)
+
+
+def _check_engine_gpus(
+    role: RoleName, engine: EngineConfig, model: ModelConfig, *, recipe: Recipe, prefix: str
+) -> None:
+    """Check that the GPUs of a worker can be divided as its [engine] table wants."""
+    tiny, model_table = model.tiny, prefix or "model."
+    gpus, table = recipe.role_resources(role).gpus_per_worker, name_role_resources(role)
+    if engine.quantization != "none" and not gpus:
+        raise PlanError(
+            f'{prefix}engine.quantization = "{engine.quantization}" needs GPUs, and {table}.gpus_per_worker = 0: '
+            "remove it"
+        )
+    if gpus % engine.pipeline_parallel:
+        raise PlanError(
+            f"{table}.gpus_per_worker = {gpus} cannot be divided into {prefix}engine.pipeline_parallel = "
+            f"{engine.pipeline_parallel} stages: make one a multiple of the other"
+        )
+    if gpus % (engine.pipeline_parallel * engine.data_parallel):
+        raise PlanError(
+            f"{table}.gpus_per_worker = {gpus} cannot be divided among {prefix}engine.data_parallel = "
+            f"{engine.data_parallel} copies of the model with {prefix}engine.pipeline_parallel = "
+            f"{engine.pipeline_parallel} stages each: make it a multiple of their product"
+        )
+    per_stage = max(gpus // (engine.pipeline_parallel * engine.data_parallel), 1)
+    if engine.backend == "vllm" and tiny is not None and tiny.num_heads % per_stage:
+        raise PlanError(
+            f"{model_table}tiny.num_heads = {tiny.num_heads} cannot be divided among the {per_stage} GPUs of a "
+            f"{role} worker's stage: lower {table}.gpus_per_worker"
+        )
+    shape = model.architecture if model.config else None
+    if engine.backend == "vllm" and shape is not None and not _divides_heads(shape, per_stage):
+        raise PlanError(
+            f"{model_table}config has {shape.num_heads} attention heads and {shape.num_kv_heads} KV heads, which "
+            f"cannot be divided among the {per_stage} GPUs of a {role} worker's stage: set {table}.gpus_per_worker "
+            f"to a number that divides both, times {prefix}engine.pipeline_parallel"
+        )
 
 
 def _divides_heads(shape: ModelArchitecture, num_gpus: int) -> bool:

@@ -323,15 +323,18 @@ class TrainingLoop:
         )
         training_loop.train_queue.recover()
         write_train_progress(context.campaign.train_progress, training_loop.progress)  # not that of an earlier start
-        if training_loop.is_warming_up or publisher is None:
-            return training_loop
-        newest = publisher.newest_version()
-        if newest != version or publisher.newest_readable() != version:
-            # Version numbers never decrease: versions published after the checkpoint are obsolete, so take a new one.
-            training_loop.version = version if newest is None else max(version, newest + 1)
-            training_loop.publish()
-            publisher.persist()
+        if publisher is not None and not training_loop.is_warming_up:
+            training_loop._publish_start(publisher)
         return training_loop
+
+    def _publish_start(self, publisher: WeightPublisher) -> None:
+        """Publish the weights that training starts from, unless they are the newest version."""
+        newest = publisher.newest_version()
+        if newest != self.version or publisher.newest_readable() != self.version:
+            # Version numbers never decrease: versions published after the checkpoint are obsolete, so take a new one.
+            self.version = self.version if newest is None else max(self.version, newest + 1)
+            self.publish()
+            publisher.persist()
 
     @property
     def is_warming_up(self) -> bool:

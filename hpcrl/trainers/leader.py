@@ -302,23 +302,9 @@ def follow_orders(
         order = msgspec.json.decode(trainer.world.broadcast(b""), type=RankOrder)
         match order.do:
             case "learn":
-                source = _choose_source(warmup, order.step)
-                with suppress(StepAbandonedError):  # rank 0 orders what comes instead
-                    learn_rows(
-                        trainer,
-                        train=train if source is None else source.train,
-                        step=order.step,
-                        read_share=partial(
-                            _take_rows,
-                            prefetcher,
-                            order.shares,
-                            order.ahead,
-                            share=trainer.share,
-                            source=source,
-                        ),
-                        skipped=order.skipped,
-                        watch=Stopwatch(),
-                    )
+                _learn_share(
+                    trainer, order, train=train, prefetcher=prefetcher, source=_choose_source(warmup, order.step)
+                )
             case "stage" | "leave":
                 assert store is not None, "all ranks have a store, or none"
                 _publish_part(trainer, order, store=store)
@@ -337,6 +323,26 @@ def follow_orders(
                     store.unlink()
                     store.close()
                 return
+
+
+def _learn_share(
+    trainer: RankTrainer,
+    order: RankOrder,
+    *,
+    train: TrainConfig,
+    prefetcher: RowPrefetcher,
+    source: WarmupSource | None,
+) -> None:
+    """Make this rank's part of a step, unless all ranks abandon it."""
+    with suppress(StepAbandonedError):  # rank 0 orders what comes instead
+        learn_rows(
+            trainer,
+            train=train if source is None else source.train,
+            step=order.step,
+            read_share=partial(_take_rows, prefetcher, order.shares, order.ahead, share=trainer.share, source=source),
+            skipped=order.skipped,
+            watch=Stopwatch(),
+        )
 
 
 def _follow_trainer_order(trainer: RankTrainer, order: RankOrder) -> None:
