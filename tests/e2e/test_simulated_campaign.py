@@ -31,7 +31,7 @@ backend = "sim"
 
 [engine.sim]
 gpu = ["h100", "h20"] # workers with an even number compute faster, those with an odd one read memory faster
-speed = 20
+speed = 0.02
 
 [router]
 log_share = 1
@@ -62,8 +62,9 @@ def test_turns_and_their_kv_go_to_the_hardware_of_their_domain_and_a_worker_swit
     campaigns: Path, recipe: str
 ) -> None:
     """These turns have prompts of a few tokens: one prefill worker is enough, and decode lacks one."""
-    sizing = ("-s", "router.remote_prefill=always", "-s", "router.sizing=auto", "-s", "train.num_steps=100000")
-    hpcrl("submit", recipe, "--site", "local", "--name", "flip", *SMALL, *sizing)
+    sizing = ("-s", "router.remote_prefill=always", "-s", "router.sizing=auto")
+    endless = ("-s", "train.num_steps=100000", "-s", "rollout.max_running=16")
+    hpcrl("submit", recipe, "--site", "local", "--name", "flip", *SMALL, *sizing, *endless)
     campaign = CampaignDir(campaigns / "flip")
     until(lambda: all(_is_at_home(campaign, domain) for domain in FAST), what=f"domains are served by {FAST}")
     until(
