@@ -34,7 +34,7 @@ class TrainProgress(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why the trainer has failed for good: started again it would fail again."""
 
     def is_idle(self, *, groups_per_step: int) -> bool:
-        """Return whether scored episodes are no progress: a whole step of groups was dropped, and none trained on."""
+        """Return whether scoring made no progress: a whole step of groups was dropped, and none trained on."""
         return self.num_flat_groups + self.num_lost_groups >= max(groups_per_step, MIN_DROPPED_GROUPS)
 
     def describe_waste(self) -> str:

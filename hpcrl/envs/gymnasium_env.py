@@ -96,7 +96,7 @@ class _ActionReader:
             raise ConfigError(f"GymnasiumEnv: actions = {list(names)!r}: the actions of {space} have no names")
 
     def describe(self) -> str:
-        """Return the sentence that says what an action is."""
+        """Return the sentence that describes an action."""
         return f"An action is {self._form}."
 
     def read(self, text: str) -> Any:

@@ -12,7 +12,7 @@ largest counts: the last chunk of logits of the forward pass, the gradient of th
 largest layer. `python -m bench.memory` compares this with steps of the trainer on tensors without data.
 
 The terms are those of transformers' layers under PyTorch's attention without a mask. A layer that is compiled, or has
-kernels of its own, keeps less.
+separate kernels, keeps less.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 start_fork_server    fork it from this process
 ForkedProcess        a process that it forks, also if it was just killed
-is_fork_safe         tell whether a process has nothing that is broken in those that it forks
+is_fork_safe         return whether a process has nothing that is broken in those that it forks
 list_server_pids     the server, if one was started
 DEVICE_PREFIXES      what an open device is named
 

@@ -59,7 +59,7 @@ def become_worker(role: str, campaign: str) -> None:
 
 
 def run_worker(work: Callable[..., object], *args: Any) -> None:
-    """Run a worker: it ends with the fork server, without which the pool cannot tell whether it runs."""
+    """Run a worker: it ends with the fork server, without which the pool cannot see whether it runs."""
     die_with_parent(signal.SIGKILL)
     work(*args)
 
@@ -130,7 +130,7 @@ def use_own_queues() -> None:
     mpi_resource_management.TaskScheduler = NotedScheduler
     SpawnContext.Queue = PoolQueue
     if list_server_pids():
-        SpawnContext.Manager = type(SpawnContext)().Manager  # it has a process of its own
+        SpawnContext.Manager = type(SpawnContext)().Manager  # it has a separate process
         SpawnContext.Process = _make_worker
 
 

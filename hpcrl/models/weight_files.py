@@ -78,7 +78,7 @@ def open_weight_files(model_dir: Path) -> WeightFiles:
     for name, file_name in listed.items():
         if name not in file_of:
             raise TrainError(
-                f"{model_dir / file_name} has no tensor {name!r}, which {INDEX_FILE} says it has: download it again"
+                f"{model_dir / file_name} has no tensor {name!r}, which {INDEX_FILE} lists: download it again"
             )
     return WeightFiles(file_of, shapes, dtypes)
 

@@ -72,7 +72,7 @@ def _write_page(document: ReportDocument, data: bytes, arguments: argparse.Names
 
 
 def _refuse_foreign_twin(twin: Path) -> None:
-    """Refuse to replace a JSON file that is no report, as its name was not given."""
+    """Refuse to replace a JSON file that is not a report, as its name was not given."""
     if not twin.exists():
         return
     try:
@@ -80,7 +80,7 @@ def _refuse_foreign_twin(twin: Path) -> None:
     except (OSError, msgspec.DecodeError):
         is_report = False
     if not is_report:
-        raise CampaignError(f"{twin} exists and is no report: choose another name with -o")
+        raise CampaignError(f"{twin} exists and is not a report: choose another name with -o")
 
 
 def _publish(path: Path, data: bytes | str) -> None:

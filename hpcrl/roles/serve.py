@@ -401,7 +401,7 @@ class LoadReporter:
             self._window_limit_s = IDLE_REPORT_INTERVAL_S if is_idle else LOAD_REPORT_INTERVAL_S
 
     def _emit_window(self, newest: LoadFigures, *, window_s: float) -> None:
-        """Emit the event of the samples so far, and begin a window."""
+        """Emit the event of the samples so far, and start a window."""
         samples, self._samples, self._started_at = self._samples, [], self._clock()
         num_tokens = max(newest.num_generated_tokens - self._num_tokens, 0)
         self._num_tokens = newest.num_generated_tokens

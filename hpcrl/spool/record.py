@@ -109,7 +109,7 @@ class TrajectoryFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The conversations; empty if the columns are one."""
     reset_s: float = 0.0
     outcome: str = ""
-    """The way it ended, one of `hpcrl.spool.outcome.OUTCOMES`; "" if its status says it all."""
+    """The way it ended, one of `hpcrl.spool.outcome.OUTCOMES`; "" if its status is enough."""
     reward: float | None = None
     """The reward; None until scored."""
     reward_parts: dict[str, float] = {}

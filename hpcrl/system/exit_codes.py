@@ -37,7 +37,7 @@ def describe_end(return_code: int) -> str:
 
 
 def run_for_code(run: Callable[[], int]) -> int:
-    """Run the work of a command in an interpreter of its own; an error that the user can fix is one message."""
+    """Run the work of a command in a separate interpreter; an error that the user can fix is one message."""
     try:
         code = run()
         sys.stdout.flush()

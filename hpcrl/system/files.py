@@ -25,7 +25,7 @@ def find_output(path: Path) -> Path:
     """Return the file that a user's path leads to; raise OSError where it is anything but a file, such as a device."""
     target = path.resolve()
     if target.exists() and not target.is_file():
-        raise FileExistsError(errno.EEXIST, "it is no regular file", str(path))
+        raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
     return target
 
 

@@ -2,7 +2,7 @@
 
 count_oom_kills    how many of its processes the kernel has ended for a lack of memory
 KillWatch          whether it has ended more
-KILLED             what to say then
+KILLED             the reason to report then
 """
 
 from collections.abc import Callable

@@ -175,7 +175,7 @@ def _check_target(target: Path, *, kind: str, force: bool) -> None:
     if not os.path.lexists(target):
         return
     if target.exists() and not (target.is_file() or target.is_dir()):
-        raise SpoolError(f"{str(target)!r} is no regular file: choose another name")
+        raise SpoolError(f"{str(target)!r} is not a regular file: choose another name")
     if not force:
         raise SpoolError(f"{str(target)!r} exists: choose another name, or replace it with --force")
     if kind not in DIRECTORY_FORMATS and target.is_dir():

@@ -315,11 +315,11 @@ def test_a_report_replaces_no_device_and_no_foreign_file(
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert command.main(["-o", str(tmp_path / "pipe"), "--", str(campaign.directory.root)]) == 2
-    assert "it is no regular file" in capsys.readouterr().err
+    assert "it is not a regular file" in capsys.readouterr().err
     assert stat.S_ISFIFO((tmp_path / "pipe").lstat().st_mode)
     (tmp_path / "q.json").write_text('{"mine": 1}')
     assert command.main(["-o", str(tmp_path / "q.html"), "--", str(campaign.directory.root)]) == 2
-    assert "q.json exists and is no report" in capsys.readouterr().err
+    assert "q.json exists and is not a report" in capsys.readouterr().err
     assert (tmp_path / "q.json").read_text() == '{"mine": 1}'
 
 
