@@ -14,7 +14,7 @@ INSTALL_uv = $(UV) pip install --quiet --python $(BIN)/python
 INSTALL_pip = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALL = $(INSTALL_$(INSTALLER))
 
-.PHONY: docs dist sbom install vllm demo test test-envs test-agents test-fast compile check names bench gpu-check clean
+.PHONY: docs pictures dist sbom install vllm demo test test-envs test-agents test-fast compile check names bench gpu-check clean
 
 install: $(VENV)/.local
 
@@ -80,6 +80,10 @@ gpu-check:
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "the site is in site/index.html"
+
+# The pictures of the documents, from a campaign on the lab.
+pictures: $(VENV)/.docs
+	$(BIN)/python .ci/pictures.py
 
 # A wheel and an sdist in dist/, and what they are installed with.
 dist: $(VENV)/.docs

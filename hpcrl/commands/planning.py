@@ -1,12 +1,14 @@
 """Plan, prepare and submit: `hpcrl plan`, `hpcrl stage`, `hpcrl image`, `hpcrl submit`.
 
 run_plan, run_stage, run_image, run_submit    the commands
+print_plan                                    the plan on a console
 """
 
 import argparse
 import sys
 
 import msgspec
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -109,8 +111,14 @@ def _show_dag(recipe: Recipe, *, how: str) -> None:
 
 
 def _show_plan(plan: Plan, script: str) -> None:
-    """Print a plan: the place of every role, compromises, cost, and the batch script."""
+    """Print a plan and its batch script."""
     console = PipeConsole(highlight=False)
+    print_plan(plan, console)
+    console.print(f"\n[dim]{escape(script.rstrip())}[/]", soft_wrap=True)  # not wrapped, so that it can be copied
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print the place of every role, compromises and cost."""
     console.print(f"[bold]{plan.recipe}[/] on [bold]{plan.site}[/]")
     console.print(f"layout    {plan.layout}: {plan.layout_reason}", soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -137,6 +145,6 @@ def _show_plan(plan: Plan, script: str) -> None:
     chain = f", at most {plan.num_jobs} jobs in a row" if plan.num_jobs > 1 else ""
     console.print(
         f"cost      at most {cost.node_hours:g} node-hours and {cost.gpu_hours:g} GPU-hours a job "
-        f"(walltime {cost.walltime_min} min){chain}"
+        f"(walltime {cost.walltime_min} min){chain}",
+        soft_wrap=True,
     )
-    console.print(f"\n[dim]{escape(script.rstrip())}[/]", soft_wrap=True)  # not wrapped, so that it can be copied

@@ -192,7 +192,7 @@ def _render_roles(snapshot: CampaignSnapshot) -> RenderableType:
         partitions, nodes = _locate_role(snapshot, role)
         has_ended = snapshot.state in {"done", "failed", "stopped"} and not view.alive
         number = f"{view.workers}" if has_ended else f"{view.alive}/{view.workers}"
-        alive = Text(number, style=_alive_style(snapshot, view.alive, view.workers))
+        alive = Text(number, style=_alive_style(snapshot, role, view))
         load = [loads[role].get(name, "") for name in shown]
         table.add_row(role, alive, *load, Text(", ".join(partitions) or "-"), Text(_format_names(nodes)))
     return table
@@ -210,12 +210,14 @@ def _format_load(view: RoleView) -> dict[str, str]:
     return {name: text for name, text in known.items() if text is not None}
 
 
-def _alive_style(snapshot: CampaignSnapshot, alive: int, workers: int) -> str:
+def _alive_style(snapshot: CampaignSnapshot, role: str, view: RoleView) -> str:
     if snapshot.state not in {"running", "draining"}:
         return "dim"
-    if alive >= workers:
+    if view.alive >= view.workers:
         return "green"
-    return "yellow" if alive else "red"
+    if role == "reward":  # its workers start when there is work
+        return "dim"
+    return "yellow" if view.alive else "red"
 
 
 def _find_shown_job(snapshot: CampaignSnapshot) -> JobView | None:

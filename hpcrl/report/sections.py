@@ -45,7 +45,7 @@ def _write_tiles(report: CampaignReport) -> str:
         ("Steps", format_number(figures.step), f"of {figures.num_steps:,}" if figures.num_steps is not None else "")
     ]
     if figures.reward_last is not None:
-        more = f"from {format_number(figures.reward_first)}, best step {format_number(figures.reward_best)}"
+        more = f"from {format_number(figures.reward_first)}, best {format_number(figures.reward_best)}"
         tiles.append(("Reward", format_number(figures.reward_last), more))
     if figures.evaluation_last is not None:
         tiles.append(

@@ -3,16 +3,22 @@
 DocBlock, find_blocks    the blocks of a document
 list_commands            the commands of shell text: each as its words, without variables, redirections and comments
 split_session            a `console` block as its commands and what each prints
+follow_page              run the commands of a page, which must print what it shows
+find_missing             the lines of a page that were not printed, in their order
 """
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
+PATH_WORD = re.compile(r"(?<![\w/.])/[\w./-]+")
+NUMBER = re.compile(r"[-+]?\d[\d,.:]*")
+DRAWING = re.compile(r"[\u2500-\u259f]+")
+LEFT_OUT = "..."
 SUBSTITUTION = re.compile(r"\$\(([^()]*)\)")
 
 
@@ -61,3 +67,39 @@ def split_session(text: str) -> list[tuple[str, str]]:
     assert not parts[0].strip(), parts[0]
     pairs = [part.partition("\n") for part in parts[1:]]
     return [(command, output) for command, _, output in pairs]
+
+
+def follow_page(path: Path, run: Callable[[list[str]], str]) -> int:
+    """Run every command of the sessions of a page; return how many there were."""
+    sessions = [pair for block in find_blocks(path, "console") for pair in split_session(block.text)]
+    for command, shown in sessions:
+        [[program, *arguments]] = list_commands(command)
+        assert program == "hpcrl", command
+        printed = run(arguments)
+        missing = find_missing(shown, printed)
+        assert missing is None, f"{path.name}: {command} did not print, in its place: {missing}\n{printed}"
+    return len(sessions)
+
+
+def find_missing(shown: str, printed: str) -> str | None:
+    """Return the first line of a page that was not printed; None if all were.
+
+    Lines follow each other as shown, except where some are left out. Numbers, paths and drawings may be others.
+    """
+    lines, place, may_skip = [_blur(line) for line in printed.splitlines()], 0, False
+    for line in shown.splitlines():
+        if line == LEFT_OUT:
+            may_skip = True
+            continue
+        wanted = _blur(line)
+        if may_skip:
+            place = next((number for number in range(place, len(lines)) if lines[number] == wanted), len(lines))
+        if place >= len(lines) or lines[place] != wanted:
+            return line
+        place, may_skip = place + 1, False
+    return None if may_skip or not any(lines[place:]) else "nothing more"
+
+
+def _blur(line: str) -> str:
+    words = DRAWING.sub(" ", NUMBER.sub("#", PATH_WORD.sub("PATH", line)))
+    return " ".join(words.split())

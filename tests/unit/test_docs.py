@@ -4,7 +4,10 @@ import argparse
 import ast
 import functools
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -13,11 +16,12 @@ import pytest
 from hpcrl.campaign.request import load_request
 from hpcrl.campaign_dir.events import CampaignEvent
 from hpcrl.cli import make_parser
+from hpcrl.config.key_table import list_keys
 from hpcrl.config.pipeline import make_pipeline, render_text
 from hpcrl.config.recipe import Recipe, make_recipe
 from hpcrl.config.site import Site, load_site
 from hpcrl.config.toml import ConfigKind, find_toml, load_table
-from tests.support.doc_blocks import DocBlock, find_blocks, list_commands, split_session
+from tests.support.doc_blocks import DocBlock, find_blocks, find_missing, follow_page, list_commands, split_session
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -173,10 +177,13 @@ WITH_EXAMPLES = [path for path in DOCUMENTS if FIRST_EXAMPLE.search(path.read_te
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=label)
 def test_the_first_example_of_a_page_plans_as_printed(path, tmp_path):
+    """A recipe of a real model is planned on a real machine."""
     example = tmp_path / "example.toml"
     example.write_text(FIRST_EXAMPLE.search(path.read_text())[1])
-    if path.name == "sites.md":
-        assert load_request("quickstart", site=str(example)).site.name == "perlmutter"
+    if is_of_site(tomllib.loads(example.read_text())):
+        assert load_request("quickstart", site=str(example)).plan.roles
+    elif make_recipe(load_table("recipes", str(example))).model.config:
+        assert load_request(str(example), site="perlmutter", settings=("site.account=m1234",)).plan.roles
     else:
         assert load_request(str(example), site="local").plan.roles
 
@@ -224,10 +231,9 @@ def test_every_block_of_a_document_has_a_language(path):
 
 
 def is_of_site(table) -> bool:
-    """Whether a block is of a site file: its keys are, and not all are those of a recipe."""
-    return table.keys() <= set(Site.__struct_fields__) | {"extends"} and (
-        table.keys() - set(Recipe.__struct_fields__) - {"extends"} != set()
-    )
+    """Whether a file is of a site: it extends a shipped one, or a key is none of a recipe's."""
+    parent = table.get("extends", "")
+    return (ROOT / "sites" / f"{parent}.toml").is_file() or not table.keys() <= {*Recipe.__struct_fields__, "extends"}
 
 
 def complete(text: str, parent: str) -> str:
@@ -289,7 +295,20 @@ def test_commands_are_found_in_pipes_substitutions_and_continued_lines():
     assert found == [["hpcrl", "ls"], ["hpcrl", "lab", "env"], ["hpcrl", "man"], ["hpcrl", "gc"]]
 
 
-OTHER_PROGRAMS = {"agent/bin/pip", "apt-get", "cat", "cd", "cp", "echo", "eval", "inspect", "python", "sinfo", "source"}
+OTHER_PROGRAMS = {
+    "agent/bin/pip",
+    "apt-get",
+    "cat",
+    "cd",
+    "cp",
+    "echo",
+    "eval",
+    "export",
+    "inspect",
+    "python",
+    "sinfo",
+    "source",
+}
 
 
 @pytest.mark.parametrize("block", blocks_of("sh", "console"), ids=place)
@@ -327,3 +346,77 @@ def is_known(kind: ConfigKind, name: str) -> bool:
     if name.startswith(("my", "/")):
         return True
     return (ROOT / name).is_file() if name.endswith(".toml") else find_toml(kind, name).is_file()
+
+
+FILE_NAME = re.compile(r"# ((?:[\w.~-]+/)*([\w-]+\.(?:toml|py)))\n")
+WITH_FILES = [
+    path for path in DOCUMENTS if any(FILE_NAME.match(block.text) for block in find_blocks(path, "toml", "python"))
+]
+
+
+@pytest.mark.parametrize("path", WITH_FILES, ids=label)
+def test_the_files_of_a_page_are_a_campaign_that_may_be_submitted(path, tmp_path, monkeypatch):
+    """The first line of a block names its file; code that a recipe names is imported and checked as by `submit`."""
+    for block in find_blocks(path, "toml", "python"):
+        if name := FILE_NAME.match(block.text):
+            (tmp_path / name[2]).write_text(block.text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HPCRL_HOME", str(tmp_path / "home"))
+    for file in tmp_path.glob("*.toml"):
+        table = tomllib.loads(file.read_text())
+        if is_of_site(table):
+            words = ["plan", "quickstart", "--site", str(file)]
+        elif make_recipe(load_table("recipes", str(file))).model.config:
+            words = ["plan", str(file), "--site", "perlmutter", "-s", "site.account=m1234"]
+        else:
+            words = ["submit", str(file), "--site", "local", "--dry-run"]
+        done = subprocess.run([sys.executable, "-m", "hpcrl.cli", *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+MOVING = [ROOT / "docs" / "howto" / name for name in ("from-prime-rl.md", "from-verl.md", "megatron.md")]
+KEYS = {entry.key for kind in (Recipe, Site) for entry in list_keys(kind)}
+
+
+@pytest.mark.parametrize("path", MOVING, ids=label)
+def test_the_keys_beside_those_of_another_program_exist(path):
+    rows = re.findall(r"^\| `.* \|$", path.read_text(), flags=re.MULTILINE)
+    column = 0 if path.name == "megatron.md" else 1
+    cells = [row.strip("| ").split(" | ")[column] for row in rows]
+    named = {name for cell in cells for name in re.findall(r"`([a-z][\w.]*)`", cell)}
+    assert named
+    assert named <= KEYS
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "missing"),
+    [
+        ("step 3\ndone\n", "step 40\ndone\n", None),
+        ("in /a/b\n", "in /c\n", None),
+        ("...\ndone\n", "step 40\nstep 41\ndone\n", None),
+        ("step 3\n...\n", "step 40\nstep 41\n", None),
+        ("step 3\n", "step 40\nstep 41\n", "nothing more"),
+        ("step 3\ndone\n", "step 40\nmore\ndone\n", "done"),
+        ("...\ndone\nstep 1\n", "step 1\ndone\n", "step 1"),
+    ],
+)
+def test_what_a_page_shows_is_compared_with_what_is_printed(shown, printed, missing):
+    assert find_missing(shown, printed) == missing
+
+
+def test_the_supercomputer_of_the_tutorial_is_planned_as_shown():
+    def run(words):
+        environment = os.environ | {"COLUMNS": "100"}
+        command = [sys.executable, "-m", "hpcrl.cli", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+    assert follow_page(ROOT / "docs" / "tutorial" / "supercomputer.md", run) == 3
+
+
+def test_the_pictures_are_small_and_every_one_is_shown():
+    pictures = sorted((ROOT / "docs" / "pictures").iterdir())
+    assert sum(picture.stat().st_size for picture in pictures) < 300_000
+    texts = [path.read_text() for path in DOCUMENTS]
+    assert [one.name for one in pictures if not any(f"pictures/{one.name})" in text for text in texts)] == []
+    assert [one.name for one in pictures if one.suffix == ".svg" and "url(http" in one.read_text()] == []
