@@ -3,7 +3,7 @@
 EventLog     append events
 EventReader  read new events
 find_worker_node   the node on which a worker has last run
-EVENT_SUFFIX, BEAT_INTERVAL_S, MAX_PENDING_LINES, MAX_LOOK_INTERVAL_S, TAIL_BYTES, BLOCK_BYTES   constants
+EVENT_SUFFIX, BEAT_INTERVAL_S, MAX_PENDING_LINES, MAX_LOOK_INTERVAL_S, TAIL_BYTES, BLOCK_BYTES, COUNTS_TAG   constants
 
 A line is written by one write(2) on an O_APPEND descriptor, so a killed process tears at most its own last line.
 Work never ends for an event: on a full or unreachable file system lines wait in memory, the oldest are dropped where
@@ -32,6 +32,8 @@ from hpcrl.system.file_watch import NameWatch, PollPace, is_full
 from hpcrl.system.files import parse_json_lines
 
 EVENT_SUFFIX = ".jsonl"
+COUNTS_TAG = b'"event": "episodes"'
+"""What the lines of counts of episodes contain, as they are written here."""
 TAIL_BYTES = 1 << 16
 BLOCK_BYTES = 1 << 16
 """The bytes of each file that a merge of all files has in memory."""
@@ -147,6 +149,8 @@ class EventReader:
     """Bytes read of each file; another process can continue with them."""
     is_sparing: bool = False
     """True: look ever more rarely at the directory, and at each file, while nothing changes."""
+    skips_superseded: bool = False
+    """True: of counts of episodes that follow each other in a file only the last is returned: they increase."""
     ended_jobs: frozenset[int] = frozenset()
     """Jobs whose files are not looked at, since they were read to their end."""
     _names: NameWatch | None = None
@@ -170,55 +174,66 @@ class EventReader:
     def poll_merged(self) -> Iterator[CampaignEvent]:
         """Yield new events in the order of jobs and time, with a block of each file in memory."""
         self.unreadable.clear()
-        return heapq.merge(*map(self._iter_new_events, self._list_paths()), key=lambda event: (event.job, event.time))
+        grown = [name for name in self._list_names() if self._has_grown(name)]
+        return heapq.merge(*map(self._iter_new_events, grown), key=lambda event: (event.job, event.time))
 
-    def _iter_new_events(self, path: Path) -> Iterator[CampaignEvent]:
+    def _iter_new_events(self, name: str) -> Iterator[CampaignEvent]:
         """Yield the new events of one file, block by block; it is closed in between, as there may be thousands."""
         num_bytes = BLOCK_BYTES
         while True:
             try:
-                data, is_last = self._read_block(path, num_bytes)
+                data, is_last = self._read_block(name, num_bytes)
             except OSError as error:
-                self.unreadable[path.name] = error.strerror or str(error)
+                self.unreadable[name] = error.strerror or str(error)
                 return
-            for line in parse_json_lines(data):
+            for line in parse_json_lines(_drop_superseded(data) if self.skips_superseded else data):
                 if (event := parse_event(line)) is not None:
                     yield event
             if is_last:
                 return
             num_bytes = BLOCK_BYTES if data else 2 * num_bytes  # a line that is longer than a block
 
-    def _read_block(self, path: Path, num_bytes: int) -> tuple[bytes, bool]:
+    def _has_grown(self, name: str) -> bool:
+        """Return whether a file has bytes that were not read."""
+        try:
+            facts = os.stat(f"{self.directory}/{name}")  # noqa: PTH116 - thousands of files, several times a second
+        except OSError as error:
+            self.unreadable[name] = error.strerror or str(error)
+            return False
+        self.touched[name.removesuffix(EVENT_SUFFIX)] = facts.st_mtime
+        if facts.st_size <= self.offsets.get(name, 0) or not stat.S_ISREG(facts.st_mode):
+            return False
+        if name in self._paces:
+            self._paces[name].note_change()
+        return True
+
+    def _read_block(self, name: str, num_bytes: int) -> tuple[bytes, bool]:
         """Return some of the complete lines that were added to one file, and whether these are all."""
-        facts = path.stat()
-        self.touched[path.stem] = facts.st_mtime
-        offset = self.offsets.get(path.name, 0)
-        if facts.st_size <= offset or not stat.S_ISREG(facts.st_mode):
-            return b"", True
-        if path.name in self._paces:
-            self._paces[path.name].note_change()
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read(num_bytes)
+        offset = self.offsets.get(name, 0)
+        fd = os.open(f"{self.directory}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            data = os.pread(fd, num_bytes, offset)
+        finally:
+            os.close(fd)
         end = data.rfind(b"\n") + 1
-        self.offsets[path.name] = offset + end
-        return data[:end], offset + len(data) >= facts.st_size
+        self.offsets[name] = offset + end
+        return data[:end], len(data) < num_bytes
 
     def poll_lines(self) -> Iterator[dict[str, Any]]:
         """Yield new lines of every kind as dicts."""
         self.unreadable.clear()
-        for path in self._list_paths():
+        for name in self._list_names():
             try:
-                data = self._new_data(path)
+                data = self._new_data(name)
             except OSError as error:  # one unreadable file must not hide the others
-                self.unreadable[path.name] = error.strerror or str(error)
+                self.unreadable[name] = error.strerror or str(error)
                 continue
             yield from parse_json_lines(data)
 
-    def _list_paths(self) -> list[Path]:
+    def _list_names(self) -> list[str]:
         """Return the files to look at now; those known so far, while the directory cannot be listed."""
         if not self.is_sparing:
-            return sorted(self.directory.glob(self.pattern))
+            return sorted(path.name for path in self.directory.glob(self.pattern))
         if self._names is None:
             self._names = NameWatch(self.directory)
         ended = tuple(f"{make_worker_name(job)}-" for job in self.ended_jobs)
@@ -227,27 +242,29 @@ class EventReader:
         except OSError:
             names = frozenset(self._paces)
         return [
-            self.directory / name
+            name
             for name in sorted(fnmatch.filter(names, self.pattern))
             if not name.startswith(ended)
             and self._paces.setdefault(name, PollPace(longest_s=MAX_LOOK_INTERVAL_S)).is_due()
         ]
 
-    def _new_data(self, path: Path) -> bytes:
+    def _new_data(self, name: str) -> bytes:
         """Return the complete lines that were added to one file."""
-        facts = path.stat()
-        self.touched[path.stem] = facts.st_mtime
-        offset = self.offsets.get(path.name, 0)
-        if facts.st_size <= offset or not stat.S_ISREG(facts.st_mode):
+        if not self._has_grown(name):
             return b""
-        if path.name in self._paces:
-            self._paces[path.name].note_change()
-        with path.open("rb") as file:
-            file.seek(offset)
+        with (self.directory / name).open("rb") as file:
+            file.seek(self.offsets.get(name, 0))
             data = file.read()
         end = data.rfind(b"\n") + 1
-        self.offsets[path.name] = offset + end
+        self.offsets[name] = self.offsets.get(name, 0) + end
         return data[:end]
+
+
+def _drop_superseded(data: bytes) -> bytes:
+    """Return the lines without those of counts that the next line has again, and more of."""
+    lines = data.split(b"\n")
+    is_count = [COUNTS_TAG in line for line in lines]
+    return b"\n".join(line for number, line in enumerate(lines) if not all(is_count[number : number + 2]))
 
 
 def find_worker_node(campaign: CampaignDir, job: int, role: str, index: int) -> str | None:

@@ -66,6 +66,7 @@ class SnapshotCollector:
         self._query = query
         self._clock = clock
         self._reader = EventReader(campaign_dir.events, is_sparing=True)
+        self._needs_all = progress is not None
         self._progress = progress if progress is not None else CampaignProgress()
         self._jobs: dict[int, JobRecord] = {}
         self._ended_jobs: frozenset[int] = frozenset()
@@ -134,6 +135,8 @@ class SnapshotCollector:
             problems.append(f"{directory.name}/ cannot be read: permission denied")
         for event in self._reader.poll_merged():
             self._progress.add(event)
+        # The first look has hours of counts, whose times the rates need; later ones have seconds.
+        self._reader.skips_superseded = not self._needs_all
         problems += [f"{name} cannot be read: {why}" for name, why in self._reader.unreadable.items()]
 
     def _query_slurm(self, ids: Sequence[str], now: float) -> None:

@@ -1,10 +1,13 @@
 """Show a campaign on a terminal: one screen from 80x24 up, or plain lines without a terminal.
 
 watch_campaign      show a campaign until it ends
+pace_looks, choose_pause, SnapshotSource    look at it as often as is cheap
+show_frames         show its snapshots on a terminal, one after another
 show_snapshot       print one frame
 describe_changes    the plain lines between two snapshots: pure
 print_campaigns, survey_campaigns, CampaignLine    all campaigns, from their jobs' files and one query per Slurm
 FINAL_STATES, MAX_STEPS_PER_LINE, LINES_PER_CAMPAIGN, LINES_PER_START    its end, and how much is printed
+FRAME_INTERVAL_S, MAX_LOOK_SHARE, MAX_LOOK_INTERVAL_S, CLOCK_INTERVAL_S    how often
 """
 
 import io
@@ -13,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 from rich.console import Console, RenderableType
@@ -113,16 +117,23 @@ FINAL_STATES = frozenset({"done", "failed", "stopped"})
 MAX_STEPS_PER_LINE = 25
 LINES_PER_CAMPAIGN = 20
 LINES_PER_START = 8
+FRAME_INTERVAL_S = 0.25
+"""The shortest time between two looks at a campaign."""
+MAX_LOOK_SHARE = 0.01
+"""The share of a core that looks may use: those at many workers that write all the time are rarer."""
+MAX_LOOK_INTERVAL_S = 5.0
+CLOCK_INTERVAL_S = 1.0
+"""The time between two drawings of a screen on which little but the clock has changed."""
 
 
 def watch_campaign(
-    collector: SnapshotCollector, *, console: Console, until_done: bool, interval_s: float = 1.0
+    collector: SnapshotCollector, *, console: Console, until_done: bool, interval_s: float = FRAME_INTERVAL_S
 ) -> CampaignSnapshot:
     """Show a campaign until it ends (or forever); q or Ctrl-C stop watching, not the campaign."""
     _replace_unprintable(console)
     with open_keys(is_wanted=console.is_terminal) as keys:
-        snapshots = _poll_snapshots(collector, until_done=until_done, interval_s=interval_s, wait=keys.wait)
-        return _show_live(snapshots, console, keys) if console.is_terminal else _show_lines(snapshots, console)
+        snapshots = pace_looks(collector, interval_s=interval_s, wait=keys.wait, until_done=until_done)
+        return show_frames(snapshots, console, keys) if console.is_terminal else _show_lines(snapshots, console)
 
 
 def show_snapshot(snapshot: CampaignSnapshot, *, console: Console) -> None:
@@ -185,26 +196,45 @@ def _replace_unprintable(console: Console) -> None:
         console.file.reconfigure(errors="replace")
 
 
-def _poll_snapshots(
-    collector: SnapshotCollector, *, until_done: bool, interval_s: float, wait: Callable[[float], None]
+class SnapshotSource(Protocol):
+    """What returns the state of a campaign now."""
+
+    def poll(self) -> CampaignSnapshot: ...
+
+
+def pace_looks(
+    source: SnapshotSource, *, interval_s: float, wait: Callable[[float], None], until_done: bool = False
 ) -> Iterator[CampaignSnapshot]:
+    """Yield the state of a campaign again and again, as often as its share of a core allows."""
     while True:
-        snapshot = collector.poll()
+        started = time.process_time()
+        snapshot = source.poll()
+        look_s = time.process_time() - started
         yield snapshot
         if until_done and snapshot.state in FINAL_STATES:
             return
-        wait(interval_s)
+        wait(choose_pause(look_s, interval_s=interval_s))
 
 
-def _show_live(snapshots: Iterator[CampaignSnapshot], console: Console, keys: KeyReader) -> CampaignSnapshot:
+def choose_pause(look_s: float, *, interval_s: float = FRAME_INTERVAL_S) -> float:
+    """Return the time until the next look at a campaign, by the CPU time that the last one took."""
+    return max(interval_s, min(look_s / MAX_LOOK_SHARE, MAX_LOOK_INTERVAL_S))
+
+
+def show_frames(snapshots: Iterator[CampaignSnapshot], console: Console, keys: KeyReader) -> CampaignSnapshot:
     hint = KEY_HINT if keys.has_keys else ""
     snapshot = next(snapshots)
     try:
         height = console.height - 1  # a frame that fills the screen leaves its first line behind
         with Live(render_screen(snapshot, height=height), console=console, auto_refresh=False) as live:
+            drawn, drawn_at = None, float("-inf")
             for snapshot in snapshots:
+                shown = (keys.page, console.size, snapshot.state, snapshot.step, snapshot.detail.num_notes)
+                if shown == drawn and time.monotonic() - drawn_at < CLOCK_INTERVAL_S:
+                    continue
                 page = render_page(snapshot, page=keys.page, height=console.height - 1, hint=hint)
                 live.update(page, refresh=True)
+                drawn, drawn_at = shown, time.monotonic()
     except KeyboardInterrupt:
         _print_still_running(snapshot, console)
     return snapshot

@@ -140,6 +140,8 @@ def read_json(path: Path) -> Any:
 def parse_json_lines(data: bytes) -> Iterator[dict[str, Any]]:
     """Yield the complete JSON objects in `data`, one per line; torn and foreign lines are skipped."""
     for line in data.split(b"\n"):
+        if not line:
+            continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):

@@ -7,6 +7,7 @@ import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from tests.support.campaigns import SIMULATED, events_of, hpcrl, snapshot, until
+from tests.support.doc_blocks import TUTORIAL, follow_page
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -18,10 +19,12 @@ def states(lab: Lab, job_id: str) -> dict[str, str]:
     return dict(row.split("|") for row in rows)
 
 
-def test_the_quickstart_learns_on_separate_partitions_with_weights_by_mpi(lab: Lab, campaigns: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "q", "-s", "train.num_steps=24")
-    campaign = CampaignDir(campaigns / "q")
-    seen = snapshot("q")
+def test_the_lab_of_the_tutorial_gives_what_it_shows_on_separate_partitions_with_weights_by_mpi(
+    lab: Lab, campaigns: Path
+) -> None:
+    assert follow_page(TUTORIAL / "lab.md", lambda words: hpcrl(*words).stdout) == 4
+    campaign = CampaignDir(campaigns / "quickstart-1")
+    seen = snapshot("quickstart-1")
     assert seen["state"] == "done"
     assert len(seen["jobs"][0]["components"]) == 4
     assert sum(seen["reward_mean"][-3:]) / 3 > sum(seen["reward_mean"][:3]) / 3 + 0.3
@@ -36,6 +39,10 @@ def test_the_quickstart_learns_on_separate_partitions_with_weights_by_mpi(lab: L
     assert all(event["bytes"] > 0 and event["wall_s"] > 0 for event in carried)
     assert {event["node"] for event in events_of(campaign, "loaded")} == {"prefill1", "decode1"}
     assert lab.list_shared_memory() == {}
+
+
+def test_the_first_gpu_node_of_the_tutorial_is_described_and_planned_as_shown(in_lab: Lab, campaigns: Path) -> None:
+    assert follow_page(TUTORIAL / "gpu-node.md", lambda words: hpcrl(*words).stdout) == 3
 
 
 def test_a_waiting_job_is_queued_and_can_be_cancelled(lab: Lab, campaigns: Path) -> None:

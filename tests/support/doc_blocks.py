@@ -4,6 +4,7 @@ DocBlock, find_blocks    the blocks of a document
 list_commands            the commands of shell text: each as its words, without variables, redirections and comments
 split_session            a `console` block as its commands and what each prints
 follow_page              run the commands of a page, which must print what it shows
+TUTORIAL                 the folder of its pages
 find_missing             the lines of a page that were not printed, in their order
 """
 
@@ -13,6 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from hpcrl.system.network import current_node
+
+TUTORIAL = Path(__file__).resolve().parents[2] / "docs" / "tutorial"
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 PATH_WORD = re.compile(r"(?<![\w/.])/[\w./-]+")
@@ -84,7 +88,8 @@ def follow_page(path: Path, run: Callable[[list[str]], str]) -> int:
 def find_missing(shown: str, printed: str) -> str | None:
     """Return the first line of a page that was not printed; None if all were.
 
-    Lines follow each other as shown, except where some are left out. Numbers, paths and drawings may be others.
+    Lines follow each other as shown, except where some are left out. Numbers, paths, drawings and this machine's name
+    (`vm` on a page) may be others.
     """
     lines, place, may_skip = [_blur(line) for line in printed.splitlines()], 0, False
     for line in shown.splitlines():
@@ -101,5 +106,6 @@ def find_missing(shown: str, printed: str) -> str | None:
 
 
 def _blur(line: str) -> str:
+    line = re.sub(rf"\b{re.escape(current_node())}\b", "vm", line)
     words = DRAWING.sub(" ", NUMBER.sub("#", PATH_WORD.sub("PATH", line)))
     return " ".join(words.split())

@@ -21,7 +21,15 @@ from hpcrl.config.pipeline import make_pipeline, render_text
 from hpcrl.config.recipe import Recipe, make_recipe
 from hpcrl.config.site import Site, load_site
 from hpcrl.config.toml import ConfigKind, find_toml, load_table
-from tests.support.doc_blocks import DocBlock, find_blocks, find_missing, follow_page, list_commands, split_session
+from tests.support.doc_blocks import (
+    TUTORIAL,
+    DocBlock,
+    find_blocks,
+    find_missing,
+    follow_page,
+    list_commands,
+    split_session,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -411,7 +419,7 @@ def test_the_supercomputer_of_the_tutorial_is_planned_as_shown():
         command = [sys.executable, "-m", "hpcrl.cli", *words]
         return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
 
-    assert follow_page(ROOT / "docs" / "tutorial" / "supercomputer.md", run) == 3
+    assert follow_page(TUTORIAL / "supercomputer.md", run) == 3
 
 
 def test_the_pictures_are_small_and_every_one_is_shown():

@@ -242,7 +242,8 @@ def test_what_the_package_defines_is_used_there_or_by_its_users():
     somewhere. Environments are for users: a document names their module.
     """
     modules = [path for path in MODULES if PACKAGE / "testing" not in path.parents]
-    texts = [path for folder in ("docs", "recipes", "sites") for path in (ROOT / folder).rglob("*.*") if path.suffix != ".png"]
+    texts = [path for folder in ("docs", "recipes", "sites") for path in (ROOT / folder).rglob("*.*")]
+    texts = [path for path in texts if path.suffix != ".png"]
     documents = "\n".join(path.read_text() for path in (*texts, ROOT / "README.md", ROOT / "pyproject.toml"))
     shown = "\n".join(line for line in documents.splitlines() if "import " in line)
     named = CALLED_BY_OTHERS | list_code_names(documents) | set(re.findall(r"\w+", shown))

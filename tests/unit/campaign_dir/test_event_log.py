@@ -3,7 +3,7 @@
 import pytest
 
 from hpcrl.campaign_dir.event_log import MAX_PENDING_LINES, EventLog, EventReader
-from hpcrl.campaign_dir.events import CheckpointSaved, EventsLost
+from hpcrl.campaign_dir.events import CheckpointSaved, EpisodesCounted, EventsLost, WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir
 from tests.support.disks import largest_file
 
@@ -70,3 +70,18 @@ def test_a_sparing_reader_leaves_the_files_of_ended_jobs_alone(tmp_path):
     for log in logs:
         log.emit(CheckpointSaved(step=2))
     assert [event.job for event in reader.poll()] == [1]
+
+
+def test_of_counts_that_follow_each_other_a_reader_may_get_the_last_alone(log, tmp_path):
+    """Not across the start of a new process, whose counts begin at zero."""
+    for event in (*map(count, (1, 2, 3)), WorkerStarted(pid=1), *map(count, (1, 5))):
+        log.emit(event)
+    reader = EventReader(tmp_path, skips_superseded=True)
+    assert [getattr(event, "done", "started") for event in reader.poll_merged()] == [3, "started", 5]
+    log.emit(count(6))
+    assert [event.done for event in reader.poll_merged()] == [6]
+    assert len(list(EventReader(tmp_path).poll_merged())) == 7
+
+
+def count(num: int) -> EpisodesCounted:
+    return EpisodesCounted(done=num)

@@ -1,7 +1,7 @@
 """The monitor's output: screens and plain lines of synthetic campaigns."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +21,17 @@ from hpcrl.campaign_dir.events import (
     WorkerStarted,
 )
 from hpcrl.monitor.collect import SnapshotCollector
-from hpcrl.monitor.keys import KEY_HINT, ScreenPage
+from hpcrl.monitor.keys import KEY_HINT, KeyReader, ScreenPage
 from hpcrl.monitor.screen import render_page, render_screen
 from hpcrl.monitor.snapshot import CampaignSnapshot
-from hpcrl.monitor.view import describe_changes, print_campaigns, show_snapshot, watch_campaign
+from hpcrl.monitor.view import (
+    choose_pause,
+    describe_changes,
+    print_campaigns,
+    show_frames,
+    show_snapshot,
+    watch_campaign,
+)
 from hpcrl.slurm.status import JobStatus
 from hpcrl.system.terminal import draw_sparkline
 from tests.support.synthetic import SyntheticCampaign
@@ -278,6 +285,29 @@ def test_an_interrupt_ends_watching_and_reports_that_the_campaign_continues(tmp_
     message = "quickstart-1 continues: `hpcrl monitor quickstart-1` shows it again, `hpcrl stop quickstart-1` ends it\n"
     assert console.file.getvalue().endswith(message)
     assert not campaign.directory.stop.exists()
+
+
+@pytest.mark.parametrize(("look_s", "pause_s"), [(0.0005, 0.25), (0.02, 2.0), (0.2, 5.0)])
+def test_a_look_that_takes_long_is_repeated_more_rarely(look_s: float, pause_s: float) -> None:
+    assert choose_pause(look_s) == pytest.approx(pause_s)
+
+
+def test_a_screen_is_drawn_again_when_a_step_was_made_and_not_at_every_look(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    reading = collector(campaign)
+    console = terminal()
+
+    def look() -> Iterator[CampaignSnapshot]:
+        for number in range(40):
+            if number == 20:
+                campaign.step(21)
+            yield reading.poll()
+
+    show_frames(look(), console, KeyReader())
+
+    assert isinstance(console.file, io.StringIO)
+    assert 2 <= console.file.getvalue().count("reward ") < 20
+    assert "21/40" in console.file.getvalue()
 
 
 def test_campaigns_are_listed_for_people_and_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

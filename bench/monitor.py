@@ -1,0 +1,165 @@
+"""Measure the CPU share of watching a campaign with 1,000 workers: `python -m bench.monitor`.
+
+idle     nothing is new: the screen is kept up to date all the same
+busy     600 env workers write their counts once a second and 399 engines their load every 10 s, as real ones do
+start    the first look, which reads all that there is
+
+Event files are real, and the monitor looks and draws as on a terminal, at its own pace: four times a second, unless
+that takes more than a hundredth of a core. The share is the CPU time of this process over the time that has passed,
+without that of the workers' lines, over 2 %.
+"""
+
+import io
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.figures import Figure, main
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import EngineCounted, EpisodesCounted, JobStarted, StepFinished, WorkerStarted
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
+from hpcrl.monitor.collect import SnapshotCollector
+from hpcrl.monitor.keys import KeyReader
+from hpcrl.monitor.snapshot import CampaignSnapshot
+from hpcrl.monitor.view import FRAME_INTERVAL_S, pace_looks, show_frames
+from hpcrl.system.files import make_private_dir, publish_json
+
+NUM_WORKERS = {"env": 600, "decode": 350, "prefill": 49, "train": 1}
+SECONDS, SECONDS_FULL = 30.0, 300.0
+NUM_STEPS = 1000
+MAX_SHARE = 0.02
+ENGINE_INTERVAL_S = 10
+
+
+class WatchedCampaign:
+    """A campaign that runs, and whose workers write what this process tells them to."""
+
+    def __init__(self, root: Path) -> None:
+        self.directory = CampaignDir(root)
+        self._logs: dict[str, EventLog] = {}
+        self._num_done = 0
+
+    def start(self) -> None:
+        campaign = self.directory
+        for path in (campaign.events, campaign.job(0).root, *(campaign.spool(name) for name in SPOOLS)):
+            make_private_dir(path)
+        publish_json(campaign.manifest, {"name": "large", "site": "bench", "created": time.time()})
+        publish_json(campaign.recipe, {"name": "large", "train": {"num_steps": NUM_STEPS}})
+        roles = [{"role": role, "component": 0, "num_workers": num} for role, num in NUM_WORKERS.items()]
+        component = {"index": 0, "partition": "p", "roles": list(NUM_WORKERS), "nodes": 100}
+        publish_json(campaign.plan, {"layout": "hetjob", "components": [component], "roles": roles})
+        publish_json(campaign.job(0).submission, {"id": "1", "scheduler": "slurm", "time": time.time()})
+        EventLog.open(campaign, "driver", job=0, role="driver", node="n0").emit(JobStarted(node="n0"))
+        for role, num in NUM_WORKERS.items():
+            for index in range(num):
+                self._logs[f"{role}-{index}"] = EventLog.open(
+                    campaign, role, index, job=0, role=role, node=f"n{index % 100}"
+                )
+        for log in self._logs.values():
+            log.emit(WorkerStarted(pid=1))
+        for step in range(1, NUM_STEPS // 2):
+            self._logs["train-0"].emit(make_step(step))
+        for second in range(ENGINE_INTERVAL_S):
+            self.work(second)
+
+    def work(self, second: int) -> None:
+        """Write what the workers report in one second."""
+        self._num_done += 1
+        episodes = EpisodesCounted(
+            running=8,
+            done=self._num_done,
+            num_tokens=300 * self._num_done,
+            outcomes={"a": {"finished": self._num_done}},
+        )
+        load = EngineCounted(window_s=10.0, busy_share=0.7, running=9.0, waiting=1.0, num_tokens=900, version=3)
+        for number, (name, log) in enumerate(self._logs.items()):
+            if name.startswith("env"):
+                log.emit(episodes)
+            elif number % ENGINE_INTERVAL_S == second % ENGINE_INTERVAL_S and not name.startswith("train"):
+                log.emit(load)
+
+
+def make_step(number: int) -> StepFinished:
+    reward = min(number / NUM_STEPS, 1.0)
+    return StepFinished(step=number, version=number, reward_mean=reward, loss=0.1, step_s=4.0, wait_s=1.0)
+
+
+def measure(full: bool) -> list[Figure]:
+    directory = Path(tempfile.mkdtemp(prefix="hpcrl-bench-monitor-"))
+    try:
+        campaign = WatchedCampaign(directory / "large")
+        campaign.start()
+        return list(measure_campaign(campaign, seconds=SECONDS_FULL if full else SECONDS))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def measure_campaign(campaign: WatchedCampaign, *, seconds: float) -> Iterator[Figure]:
+    collector = SnapshotCollector(campaign.directory, query=lambda _: {})
+    started = time.process_time()
+    collector.poll()
+    start_s = time.process_time() - started
+    num_workers = sum(NUM_WORKERS.values())
+    for name, works in (("idle", False), ("busy", True)):
+        watch = TimedWatch(campaign, collector, seconds=seconds, works=works)
+        share = watch.run()
+        yield Figure(
+            name=f"share of a core over 2 %, {num_workers:,} workers, {name}",
+            value=share / MAX_SHARE,
+            bar=1.0,
+            better="lower",
+        )
+        yield Figure(name=f"CPU time of a look, {name}", value=1000 * watch.look_s / watch.num_looks, unit="ms")
+        yield Figure(name=f"time between two looks, {name}", value=seconds / watch.num_looks, unit="s")
+    yield Figure(name="CPU time of the first look", value=start_s, unit="s")
+
+
+class TimedWatch:
+    """A monitor that is watched for a while, and the time that it takes."""
+
+    def __init__(self, campaign: WatchedCampaign, collector: SnapshotCollector, *, seconds: float, works: bool) -> None:
+        self.num_looks = 0
+        self.look_s = 0.0
+        self._campaign = campaign
+        self._collector = collector
+        self._seconds = seconds
+        self._works = works
+        self._spent_s = 0.0
+        self._num_worked = 0
+        self._started = 0.0
+
+    def run(self) -> float:
+        """Watch; return the share of a core."""
+        console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40)
+        self._started, cpu = time.monotonic(), time.process_time()
+        show_frames(pace_looks(self, interval_s=FRAME_INTERVAL_S, wait=self._wait), console, KeyReader())
+        return (time.process_time() - cpu - self._spent_s) / (time.monotonic() - self._started)
+
+    def poll(self) -> CampaignSnapshot:
+        started = time.process_time()
+        snapshot = self._collector.poll()
+        self.look_s += time.process_time() - started
+        self.num_looks += 1
+        return snapshot
+
+    def _wait(self, seconds: float) -> None:
+        """Wait as for keys, while workers write; the time that they take is not the monitor's."""
+        until = time.monotonic() + seconds
+        while (now := time.monotonic()) < until:
+            if self._works and now - self._started > self._num_worked:
+                before = time.process_time()
+                self._campaign.work(self._num_worked)
+                self._num_worked += 1
+                self._spent_s += time.process_time() - before
+            time.sleep(max(0.0, min(0.1, until - time.monotonic())))
+        if now - self._started > self._seconds:
+            raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main("monitor", measure))
