@@ -41,7 +41,7 @@ def test_the_lab_of_the_tutorial_gives_what_it_shows_on_separate_partitions_with
     assert lab.list_shared_memory() == {}
 
 
-def test_the_first_gpu_node_of_the_tutorial_is_described_and_planned_as_shown(in_lab: Lab, campaigns: Path) -> None:
+def test_the_first_gpu_node_of_the_tutorial_is_described_and_planned_as_shown(in_lab: Lab, home: Path) -> None:
     assert follow_page(TUTORIAL / "gpu-node.md", lambda words: hpcrl(*words).stdout) == 3
 
 
