@@ -37,7 +37,7 @@ ENGINE_INTERVAL_S = 10
 
 
 class WatchedCampaign:
-    """A campaign that runs, and whose workers write what this process tells them to."""
+    """A campaign that runs, and whose workers write when this process lets them."""
 
     def __init__(self, root: Path) -> None:
         self.directory = CampaignDir(root)

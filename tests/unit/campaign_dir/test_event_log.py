@@ -73,7 +73,7 @@ def test_a_sparing_reader_leaves_the_files_of_ended_jobs_alone(tmp_path):
 
 
 def test_of_counts_that_follow_each_other_a_reader_may_get_the_last_alone(log, tmp_path):
-    """Not across the start of a new process, whose counts begin at zero."""
+    """Not across the start of a new process, whose counts start at zero."""
     for event in (*map(count, (1, 2, 3)), WorkerStarted(pid=1), *map(count, (1, 5))):
         log.emit(event)
     reader = EventReader(tmp_path, skips_superseded=True)
