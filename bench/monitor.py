@@ -36,7 +36,7 @@ MAX_SHARE = 0.02
 ENGINE_INTERVAL_S = 10
 
 
-class WatchedCampaign:
+class LargeCampaign:
     """A campaign that runs, and whose workers write when this process lets them."""
 
     def __init__(self, root: Path) -> None:
@@ -92,14 +92,14 @@ def make_step(number: int) -> StepFinished:
 def measure(full: bool) -> list[Figure]:
     directory = Path(tempfile.mkdtemp(prefix="hpcrl-bench-monitor-"))
     try:
-        campaign = WatchedCampaign(directory / "large")
+        campaign = LargeCampaign(directory / "large")
         campaign.start()
         return list(measure_campaign(campaign, seconds=SECONDS_FULL if full else SECONDS))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def measure_campaign(campaign: WatchedCampaign, *, seconds: float) -> Iterator[Figure]:
+def measure_campaign(campaign: LargeCampaign, *, seconds: float) -> Iterator[Figure]:
     collector = SnapshotCollector(campaign.directory, query=lambda _: {})
     started = time.process_time()
     collector.poll()
@@ -122,7 +122,7 @@ def measure_campaign(campaign: WatchedCampaign, *, seconds: float) -> Iterator[F
 class TimedWatch:
     """A monitor that is watched for a while, and the time that it takes."""
 
-    def __init__(self, campaign: WatchedCampaign, collector: SnapshotCollector, *, seconds: float, works: bool) -> None:
+    def __init__(self, campaign: LargeCampaign, collector: SnapshotCollector, *, seconds: float, works: bool) -> None:
         self.num_looks = 0
         self.look_s = 0.0
         self._campaign = campaign
