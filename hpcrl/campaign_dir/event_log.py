@@ -33,7 +33,7 @@ from hpcrl.system.files import parse_json_lines
 
 EVENT_SUFFIX = ".jsonl"
 COUNTS_TAG = b'"event": "episodes"'
-"""What the lines of counts of episodes contain, as they are written here."""
+"""The text in every line of counts of episodes, as it is written here."""
 TAIL_BYTES = 1 << 16
 BLOCK_BYTES = 1 << 16
 """The bytes of each file that a merge of all files has in memory."""

@@ -7,7 +7,7 @@ show_snapshot       print one frame
 describe_changes    the plain lines between two snapshots: pure
 print_campaigns, survey_campaigns, CampaignLine    all campaigns, from their jobs' files and one query per Slurm
 FINAL_STATES, MAX_STEPS_PER_LINE, LINES_PER_CAMPAIGN, LINES_PER_START    its end, and how much is printed
-FRAME_INTERVAL_S, MAX_LOOK_SHARE, MAX_LOOK_INTERVAL_S, CLOCK_INTERVAL_S    how often
+FRAME_INTERVAL_S, MAX_LOOK_SHARE, MAX_LOOK_PAUSE_S, CLOCK_INTERVAL_S    how often
 """
 
 import io
@@ -121,7 +121,7 @@ FRAME_INTERVAL_S = 0.25
 """The shortest time between two looks at a campaign."""
 MAX_LOOK_SHARE = 0.01
 """The share of a core that looks may use: those at many workers that write all the time are rarer."""
-MAX_LOOK_INTERVAL_S = 5.0
+MAX_LOOK_PAUSE_S = 5.0
 CLOCK_INTERVAL_S = 1.0
 """The time between two drawings of a screen on which little but the clock has changed."""
 
@@ -197,7 +197,7 @@ def _replace_unprintable(console: Console) -> None:
 
 
 class SnapshotSource(Protocol):
-    """What returns the state of a campaign now."""
+    """A source of the state of a campaign now."""
 
     def poll(self) -> CampaignSnapshot: ...
 
@@ -218,7 +218,7 @@ def pace_looks(
 
 def choose_pause(look_s: float, *, interval_s: float = FRAME_INTERVAL_S) -> float:
     """Return the time until the next look at a campaign, by the CPU time that the last one took."""
-    return max(interval_s, min(look_s / MAX_LOOK_SHARE, MAX_LOOK_INTERVAL_S))
+    return max(interval_s, min(look_s / MAX_LOOK_SHARE, MAX_LOOK_PAUSE_S))
 
 
 def show_frames(snapshots: Iterator[CampaignSnapshot], console: Console, keys: KeyReader) -> CampaignSnapshot:
