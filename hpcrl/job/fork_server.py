@@ -4,6 +4,7 @@ start_fork_server    fork it from this process
 ForkedProcess        a process that it forks, also if it was just killed
 is_fork_safe         return whether a process has nothing that is broken in those that it forks
 list_server_pids     the server, if one was started
+ROLES_PROGRAM        the module that runs roles, and imports what they need
 DEVICE_PREFIXES      what an open device is named
 
 It is that of multiprocessing, started by a fork and with its imports made. If something has started a thread or opened
@@ -24,6 +25,7 @@ from typing import Any, NoReturn
 
 from hpcrl.system.processes import die_with_parent
 
+ROLES_PROGRAM = "hpcrl.roles.__main__"
 DEVICE_PREFIXES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
 _COLD_SERVER = "from multiprocessing.forkserver import main; main({}, {}, [])"
 

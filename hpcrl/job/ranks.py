@@ -1,10 +1,13 @@
 """The ranks of one step on a node: `python -m hpcrl.job.ranks SIZE FIRST NUM COMMAND...` starts NUM of SIZE.
 
-Each gets RANK, WORLD_SIZE and LOCAL_RANK as from torchrun, and its rank as the last argument. When one fails the
-others are ended too: they would wait for it forever. The exit code is special if the kernel ended a rank because the
-memory of its control group was used up, or if one stood still or did not work and was ended.
+Each gets RANK, WORLD_SIZE and LOCAL_RANK as from torchrun, and its rank as the last argument. Where several run a role,
+what it needs is imported once and they are forked. When one fails the others are ended too: they would wait for it
+forever. The exit code is special if the kernel ended a rank because the memory of its control group was used up, or if
+one stood still or did not work and was ended.
 """
 
+import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -12,6 +15,7 @@ import sys
 import time
 from types import FrameType
 
+from hpcrl.job.fork_server import ROLES_PROGRAM, is_fork_safe
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_HUNG, EXIT_OUT_OF_MEMORY, encode_exit_code
 from hpcrl.system.memory import KillWatch
 from hpcrl.system.processes import die_with_parent
@@ -19,12 +23,44 @@ from hpcrl.system.pulse import PULSE_WATCH_INTERVAL_S, PulseWatch, end_silent
 
 RANK_POLL_INTERVAL_S = 0.25
 SUCCESS_CODES = (EXIT_DONE, EXIT_DRAINED)
+ROLE_WORDS = ["-m", "hpcrl.roles"]
+
+
+class ForkedRank:
+    """A rank that this process has forked, with what `subprocess.Popen` has of a child."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._wait(0)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+
+StartedRank = ForkedRank | subprocess.Popen[bytes]
 
 
 def main(size: int, first: int, num: int, command: list[str]) -> int:
     """Start the ranks, forward signals; return the first exit code of a failed rank, else that of the first rank."""
     kills = KillWatch()
-    ranks = [_start_rank(command, rank=first + local, local=local, size=size) for local in range(num)]
+    start = _fork_rank if num > 1 and _import_role(command) else _start_rank
+    ranks = [start(command, _name_place(rank=first + local, local=local, size=size)) for local in range(num)]
 
     def forward(number: int, _: FrameType | None) -> None:
         for rank in ranks:
@@ -59,20 +95,42 @@ def _end_silent_ranks(pulses: PulseWatch) -> bool:
     return bool(silent)
 
 
-def _start_rank(command: list[str], *, rank: int, local: int, size: int) -> "subprocess.Popen[bytes]":
-    place = {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(size), "PARSL_WORKER_RANK": str(local)}
-    return subprocess.Popen(
-        [*command, str(rank)], env=os.environ | place, preexec_fn=lambda: die_with_parent(signal.SIGKILL)
-    )
+def _name_place(*, rank: int, local: int, size: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(size), "PARSL_WORKER_RANK": str(local)}
 
 
-def _failure_code(rank: "subprocess.Popen[bytes]") -> int:
+def _import_role(command: list[str]) -> bool:
+    """Import what the role needs that is the command, if it is one; return whether ranks can be forked then."""
+    if command[:3] != [sys.executable, *ROLE_WORDS]:
+        return False
+    role, campaign = command[3:5]
+    with contextlib.suppress(Exception):  # the ranks meet it again, and report it in their logs
+        importlib.import_module(ROLES_PROGRAM).import_role(campaign, role)
+    return is_fork_safe()
+
+
+def _fork_rank(command: list[str], place: dict[str, str]) -> StartedRank:
+    if pid := os.fork():
+        return ForkedRank(pid)
+    die_with_parent(signal.SIGKILL)
+    os.environ.update(place)
+    sys.argv = [ROLES_PROGRAM, *command[3:], place["RANK"]]
+    importlib.import_module(ROLES_PROGRAM).run_step()
+    sys.exit()
+
+
+def _start_rank(command: list[str], place: dict[str, str]) -> StartedRank:
+    words = [*command, place["RANK"]]
+    return subprocess.Popen(words, env=os.environ | place, preexec_fn=lambda: die_with_parent(signal.SIGKILL))
+
+
+def _failure_code(rank: StartedRank) -> int:
     """Return the exit code of a failed rank; 0 if it runs, or if training was done or drained."""
     code = rank.poll()
     return code if code is not None and code not in SUCCESS_CODES else 0
 
 
-def _end_ranks(ranks: "list[subprocess.Popen[bytes]]") -> None:
+def _end_ranks(ranks: list[StartedRank]) -> None:
     """Kill what is left: a rank takes SIGTERM for the start of a grace time."""
     for rank in ranks:
         rank.kill()

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcrl.job.fork_server import ForkedProcess, list_server_pids, start_fork_server
+from hpcrl.job.fork_server import ROLES_PROGRAM, ForkedProcess, list_server_pids, start_fork_server
 from hpcrl.job.parsl_programs import forget_packages, load_program
 from hpcrl.job.pool_queue import LEDGER_INTERVAL_S, PoolQueue, TaskLedger
 from hpcrl.system.memory import KILLED, KillWatch
@@ -40,7 +40,6 @@ from hpcrl.system.pulse import PULSE_WATCH_INTERVAL_S, PulseWatch, SilentProcess
 POOL_LOOK_INTERVAL_S = 2.0
 MAX_DEAD_S = 15.0
 """Parsl starts a worker again within its heartbeat interval of 5 s."""
-ROLES_PROGRAM = "hpcrl.roles.__main__"
 PROGRAM = "parsl.executors.high_throughput.process_worker_pool"
 
 

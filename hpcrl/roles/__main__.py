@@ -1,6 +1,7 @@
 """The entry point of every worker, as a Parsl task or as a step.
 
 work            the Parsl task
+run_step        the same, in a process that ends then
 import_role     import what the workers of a role need
 main            the step: `python -m hpcrl.roles ROLE CAMPAIGN JOB INDEX`
 describe_failure  why a worker fails
@@ -151,6 +152,11 @@ def main() -> int:
     return work(campaign, int(job_number), role, int(index))
 
 
-if __name__ == "__main__":
+def run_step() -> None:
+    """Run the step of this process, which ends with its code once it returns."""
     quick_exit = QuickExit()
     quick_exit.code = main()
+
+
+if __name__ == "__main__":
+    run_step()

@@ -395,8 +395,9 @@ NAMED_ABOVE = {
     "envs/check.py": (PROGRAM, {"hpcrl.engines.vllm.parsers"}),
     "envs/task_set.py": (PROGRAM, {"hpcrl.traj.imitation"}),
     "job/metric_sinks.py": ("no module, but a tag of MLflow", {"hpcrl.campaign"}),
+    "job/fork_server.py": (PROGRAM, {"hpcrl.roles.__main__"}),
+    "job/ranks.py": (PROGRAM, {"hpcrl.roles"}),
     "job/runtime.py": (PROGRAM, {"hpcrl.roles", "hpcrl.roles.__main__"}),
-    "job/worker_pool.py": (PROGRAM, {"hpcrl.roles.__main__"}),
     "plan/checks.py": (SHIPPED, {"hpcrl.envs.judge"}),
     "slurm/script.py": (PROGRAM, {"hpcrl.job.driver"}),
 }
