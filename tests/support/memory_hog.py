@@ -6,11 +6,12 @@ python -m tests.support.memory_hog GROUP     the process
 
 import mmap
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 1 << 20
 MAX_BYTES = 8 << 30
 MEMORY_ROOT = Path("/sys/fs/cgroup/memory")
 """The control groups of memory, version 1."""
@@ -22,7 +23,8 @@ def exhaust_memory(pid: int) -> None:
     lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
     (group,) = [path for _, controllers, path in lines if "memory" in controllers.split(",")]
     command = [sys.executable, "-m", "tests.support.memory_hog", str(MEMORY_ROOT / group.lstrip("/"))]
-    subprocess.run(command, check=True, timeout=120, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, check=False, timeout=120, cwd=Path(__file__).parents[2])
+    assert done.returncode in (0, -signal.SIGKILL), "at most it goes too: the other may have freed little"
 
 
 def count_kills(group: Path) -> int:
