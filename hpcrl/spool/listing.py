@@ -117,7 +117,7 @@ class SegmentListing:
         self._added: set[str] = set()
         self._removed: set[str] = set()
         self._sorted: list[str] | None = None
-        self._relist_at = float("-inf")
+        self._relist_at: float | None = None
 
     def names(self) -> list[str]:
         """Return the names, sorted, as `list_segments` does."""
@@ -129,11 +129,14 @@ class SegmentListing:
     def name_set(self) -> Set[str]:
         """Return the names in no order."""
         size = self._read_news_size()
-        if size < self._offset or time.monotonic() >= self._relist_at:
+        if self._relist_at is None or size < self._offset:
             self._offset = size  # first: a change while the directory is listed is news
             self._list_directory()
-        elif size > self._offset:
-            self._read_news()
+            return self._present
+        if size > self._offset:
+            self._read_news()  # first: a listing cannot show a segment that was removed and made again
+        if time.monotonic() >= self._relist_at:
+            self._list_directory()
         return self._present
 
     def changes(self) -> tuple[set[str], set[str]]:

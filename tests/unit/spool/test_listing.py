@@ -178,3 +178,18 @@ def test_a_segment_that_came_and_went_between_two_calls_changes_nothing(tmp_path
     (tmp_path / brief).unlink()
     announce_changes(tmp_path, removed=[brief])
     assert listing.changes() == (set(), set())
+
+
+def test_a_segment_that_was_removed_and_made_again_is_a_change_also_when_the_directory_is_listed(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """So is a damaged segment that is scored again: a reader that does not see this never reads it."""
+    listing = SegmentListing(tmp_path)
+    name = touch(tmp_path, "w", 0, 1)
+    assert listing.changes() == ({name}, set())
+    announce_changes(tmp_path, removed=[name])
+    announce_changes(tmp_path, added=[name])
+    started = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: started + 31)
+    assert listing.changes() == ({name}, {name})
+    assert listing.changes() == (set(), set())
