@@ -17,7 +17,7 @@ from tests.support.lab_campaigns import ENDLESS, await_end, find_batch_processes
 from tests.support.lab_tools import Lab
 from tests.support.memory_hog import MEMORY_ROOT, exhaust_memory
 from tests.support.memory_losses import FILL_VARIABLE
-from tests.support.slow_losses import SLOW_VARIABLE
+from tests.support.slow_losses import SLOW_VARIABLE, is_waiting
 
 pytestmark = [
     *(pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)),
@@ -90,6 +90,7 @@ def test_nodes_are_left_clean_if_driver_and_guardian_are_killed_during_a_drain(
     monkeypatch.setenv(SLOW_VARIABLE, str(slow))
     campaign, _ = start(campaigns, "d", "-s", 'train.pipeline.loss.function="tests.support.slow_losses:wait_before"')
     slow.write_text("60")
+    until(lambda: is_waiting(slow), what="the trainer is busy, so that the drain takes a while")
     campaign.stop.touch()
     until(campaign.job(0).drain.exists, what="the job drains")
     guardian, driver = find_batch_processes(campaign)
