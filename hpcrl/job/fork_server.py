@@ -31,7 +31,14 @@ _COLD_SERVER = "from multiprocessing.forkserver import main; main({}, {}, [])"
 
 
 def start_fork_server(import_packages: Callable[[], object]) -> None:
-    """Fork the server, which calls `import_packages` first; this process must have no threads yet."""
+    """Fork the server, which calls `import_packages` first; this process must have no threads yet.
+
+    From Python 3.14 on it is multiprocessing's own, which imports nothing: its clients prove who they are by a key that
+    only it can make.
+    """
+    if sys.version_info >= (3, 14):
+        forkserver.set_forkserver_preload([])
+        return
     address: str = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
