@@ -10,8 +10,12 @@ PythonMissing    that interpreter is not on this machine
 CHECK_TIMEOUT_S, MODEL_CHECK_TIMEOUT_S, MIN_FREE_FILES    limits of these checks
 """
 
+import os
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import msgspec
 
@@ -223,6 +227,20 @@ def _check_user_code(request: CampaignRequest) -> list[str]:
 def _run_check(
     command: list[str], request: CampaignRequest, *, timeout_s: float
 ) -> "subprocess.CompletedProcess[bytes]":
-    """Run a check of the recipe, which it reads from its standard input."""
-    recipe = msgspec.json.encode(request.recipe)
-    return subprocess.run(command, input=recipe, capture_output=True, check=False, timeout=timeout_s)
+    """Run a check of the recipe, which it reads from its standard input, and end what it leaves behind.
+
+    Its output goes to files: a program that user code starts and leaves would keep pipes open.
+    """
+    with TemporaryFile() as recipe, TemporaryFile() as out, TemporaryFile() as err:
+        recipe.write(msgspec.json.encode(request.recipe))
+        recipe.seek(0)
+        process = subprocess.Popen(command, stdin=recipe, stdout=out, stderr=err, start_new_session=True)
+        try:
+            process.wait(timeout_s)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, out.read(), err.read())

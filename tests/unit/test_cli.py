@@ -6,13 +6,15 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign import submission
+from hpcrl.campaign import submission, submission_checks
 from hpcrl.cli import main
+from hpcrl.system.processes import is_zombie
 from tests.support.campaigns import hpcrl
 
 Refusal = Callable[..., str]
@@ -166,6 +168,24 @@ def test_an_env_whose_code_ends_its_check_is_named_with_what_ended_it(
     assert "domains.lake.env = 'dying:Env'" in message
     assert expected in message
     assert len(message.splitlines()) == 1
+
+
+def test_a_program_that_an_env_leaves_is_ended_and_does_not_hold_up_its_check(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refusal
+) -> None:
+    leaves = (
+        "import pathlib, subprocess\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(subprocess.Popen(['sleep', '400']).pid))\n"
+        "raise RuntimeError('true reason')\n"
+    )
+    (tmp_path / "leaving.py").write_text(leaves)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(submission_checks, "CHECK_TIMEOUT_S", 30)
+    message = refused("submit", "quickstart", "--site", "local", "-s", 'domains.lake={env="leaving:Env"}')
+    assert "RuntimeError: true reason" in message
+    pid = int((tmp_path / "pid").read_text())
+    while not is_zombie(pid):
+        time.sleep(0.01)
 
 
 NOISE = """
