@@ -63,7 +63,6 @@ def resume(
     changes = _list_all_changes(recorded, request)
     last = _find_last_job(campaign)
     refuse_while_alive(last, recorded.site, is_done=next_job.find_last_step(campaign) >= request.recipe.train.num_steps)
-    refuse_without_journals(campaign)
     refuse_short_walltime(campaign, walltime_min=request.recipe.job.walltime_min)
     if failure := find_final_failure(campaign, num_steps=request.recipe.train.num_steps):
         raise CampaignError(
@@ -156,6 +155,7 @@ def _find_last_job(campaign: CampaignDir) -> JobDir:
 
 def _read_request(campaign: CampaignDir, *, accept: bool) -> tuple[CampaignRequest, list[str]]:
     """Read the records; if they are accepted, also those of another version, and list what was dropped for that."""
+    refuse_without_journals(campaign)  # accepting another version would only lead to this
     recipe, dropped = _read_tolerantly(campaign, campaign.recipe, Recipe, accept=accept)
     site, dropped_too = _read_tolerantly(campaign, campaign.site, Site, accept=accept)
     try:

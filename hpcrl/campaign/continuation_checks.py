@@ -86,7 +86,7 @@ def refuse_without_journals(campaign: CampaignDir) -> None:
     """Raise if the tasks in flight are not recorded where a job looks for them: it would number its tasks from 0."""
     if not campaign.env_workers.is_dir():
         raise CampaignError(
-            f"campaign {campaign.name!r} cannot be resumed: it has no {campaign.env_workers}, as a version of hpcrl "
+            f"campaign {campaign.name!r} cannot be continued: it has no {campaign.env_workers}, as a version of hpcrl "
             f"made it that recorded its tasks elsewhere: `hpcrl export {campaign.name} --hf DIR` writes its model, for "
             "a new campaign with `model.path = DIR`"
         )

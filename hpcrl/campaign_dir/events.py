@@ -468,6 +468,9 @@ def count_rewards(segment: str, rewards: dict[str, list[float]]) -> SegmentScore
 def parse_event(line: Mapping[str, Any]) -> CampaignEvent | None:
     """Return the event of a line; None for an unknown kind or an invalid line."""
     name = line.get("event")
+    if name == "rung":  # the earlier name of the kind, and of its field
+        name = "transport"
+        line = {**line, "event": name, "transport": line.get("rung")}
     kind = _EVENT_TYPES.get(name) if isinstance(name, str) else None
     if kind is None or "time" not in line:
         return None

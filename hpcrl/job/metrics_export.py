@@ -27,7 +27,7 @@ from hpcrl.campaign_dir.events import CampaignEvent, EvaluationFinished, FaultRe
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.job.metric_sinks import EventFigures, MetricsSink, MlflowSink, WandbSink, make_sink_factories
 from hpcrl.plan.records import read_recipe
-from hpcrl.system.exit_codes import EXIT_USAGE
+from hpcrl.system.exit_codes import EXIT_USAGE, run_for_code
 from hpcrl.system.files import make_private_dir, publish_json, read_json
 from hpcrl.system.network import current_node
 from hpcrl.system.processes import die_with_parent
@@ -169,7 +169,7 @@ def send_recorded(campaign: CampaignDir, name: str, make_sink: Callable[[], Metr
 
 def export_recorded(campaign: CampaignDir, name: str) -> int:
     """Send what a campaign has recorded to `wandb` or `mlflow`, print how much it was, and return the exit code."""
-    metrics = read_recipe(campaign).metrics
+    metrics = read_recipe(campaign, skips_unknown=True).metrics
     sinks: dict[str, Callable[[], MetricsSink]] = {
         "wandb": lambda: WandbSink(campaign, metrics),
         "mlflow": lambda: MlflowSink(campaign, metrics),
@@ -205,7 +205,9 @@ def _feed_continuously(campaign: CampaignDir, job: int) -> int:
 
 def main() -> int:
     campaign, target = CampaignDir(Path(sys.argv[1])), sys.argv[2]
-    return _feed_continuously(campaign, int(target)) if target.isdigit() else export_recorded(campaign, target)
+    if target.isdigit():
+        return _feed_continuously(campaign, int(target))
+    return run_for_code(lambda: export_recorded(campaign, target))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def test_a_campaign_whose_tasks_were_recorded_elsewhere_is_refused(tmp_path: Pat
         json.dumps({"id": "local-1", "scheduler": "local", "time": 0.0, "pid": 1, "start_ticks": 0})
     )
     campaign.env_workers.rmdir()
-    with pytest.raises(CampaignError, match=r"cannot be resumed: it has no .*env-workers.*hpcrl export c --hf DIR"):
+    with pytest.raises(CampaignError, match=r"cannot be continued: it has no .*env-workers.*hpcrl export c --hf DIR"):
         continuation.resume(str(campaign.root))
 
 

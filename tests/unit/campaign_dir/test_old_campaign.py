@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign import running_jobs
+from hpcrl.campaign_dir.events import TransportChanged, parse_event
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.cli import main
 from hpcrl.config.toml import REMOVED_KEYS, RENAMED_KEYS
@@ -79,6 +80,13 @@ def test_trajectories_of_an_old_campaign_are_exported(tmp_path: Path) -> None:
     assert len((tmp_path / "old.jsonl").read_text().splitlines()) == 4
 
 
+def test_every_event_of_an_old_campaign_is_understood() -> None:
+    lines = [json.loads(line) for path in STORED.glob("events/*.jsonl") for line in path.read_text().splitlines()]
+    events = [parse_event(line) for line in lines]
+    assert None not in events
+    assert [event.transport for event in events if isinstance(event, TransportChanged)] == ["window"]
+
+
 def test_a_running_old_campaign_is_asked_to_stop(old: Path, running: subprocess.Popen[bytes]) -> None:
     assert "is stopping" in hpcrl("stop", "old").stdout
     assert CampaignDir(old).stop.exists()
@@ -101,15 +109,27 @@ def test_surplus_of_an_old_campaign_is_removed(old: Path) -> None:
     assert not meetings.exists()
 
 
-def test_an_old_campaign_is_neither_resumed_nor_extended_before_all_old_keys_are_accepted(
+def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main([*arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_every_way_to_continue_an_old_campaign_says_that_only_its_model_can_be_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def refuse(*arguments: str) -> str:
-        assert main([*arguments]) != 0
-        return capsys.readouterr().err
+    refused = refuse(capsys, "resume", "old")
+    assert "`hpcrl export old --hf DIR` writes its model" in refused
+    assert refuse(capsys, "extend", "old", "--steps", "2") == refused
+    assert refuse(capsys, "resume", "old", "--accept") == refused
+    assert refuse(capsys, "resume", "old", "--accept", "-s", "train.num_steps=5") == refused
 
-    refused = refuse("resume", "old")
-    assert refuse("extend", "old", "--steps", "2") == refused
+
+def test_an_old_campaign_is_neither_resumed_nor_extended_before_all_old_keys_are_accepted(
+    old: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CampaignDir(old).env_workers.mkdir()  # as if it were new enough to record its tasks there
+    refused = refuse(capsys, "resume", "old")
+    assert refuse(capsys, "extend", "old", "--steps", "2") == refused
     assert "`hpcrl resume old --accept`" in refused
     for key in RENAMED_KEYS:
         assert key in refused

@@ -18,6 +18,7 @@ from hpcrl.job.metrics_export import (
     MetricsFeeder,
     export_recorded,
     extract_figures,
+    main,
     select_valid_figures,
     send_recorded,
 )
@@ -316,6 +317,21 @@ def test_a_tracker_that_cannot_be_reached_is_named_in_one_line(campaign, monkeyp
     assert export_recorded(campaign, "mlflow") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hpcrl: mlflow: ")
+
+
+def test_a_campaign_of_another_version_is_exported_and_a_damaged_one_is_refused_in_one_line(
+    campaign, monkeypatch, capsys
+):
+    trainer(campaign).emit(StepFinished(step=1, **STEP))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(sys, "argv", ["metrics_export", str(campaign.root), "wandb"])
+    publish_json(campaign.recipe, read_json(campaign.recipe) | {"gone": {"key": 1}})
+    assert main() == 2
+    assert "pip install 'hpcrl[wandb]'" in capsys.readouterr().err
+    campaign.recipe.write_text("{")
+    assert main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{campaign.recipe} cannot be read" in line
 
 
 def test_a_tracker_whose_package_is_missing_is_refused_with_a_fix(campaign, monkeypatch, capsys):
