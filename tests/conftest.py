@@ -143,6 +143,8 @@ def find_leftovers(session: pytest.Session) -> list[str]:
     if LEFTOVERS not in session.stash:
         return []
     shutil.rmtree(session.stash[COMPILED], ignore_errors=True)
+    if session.exitstatus == pytest.ExitCode.OK and (made := session.config._tmp_path_factory._basetemp) is not None:
+        shutil.rmtree(made, ignore_errors=True)  # a process may have written while pytest removed it
     left = session.stash[LEFTOVERS].end()
     places = [*session.config.args, *(str(item.path) for item in getattr(session, "items", []))]
     is_killer = left.may_be_of_killed or any(KILLERS & set(Path(place).parts) for place in places)

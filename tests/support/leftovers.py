@@ -5,10 +5,12 @@ Leftovers      its result
 start_check    start it for this machine's folders, and mark what this session starts
 
 Sessions share a lock file: the one that starts alone notes what is there, the one that ends last compares. So none is
-blamed for what another still uses, and what any of them left is found. A file belongs to something else on this
-machine, such as a developer's campaign, if a process uses it that no test session has started.
+blamed for what another still uses, and what any of them left is found. The last one also removes the lock file, and
+pytest's folder unless failed tests left something there. A file belongs to something else on this machine, such as a
+developer's campaign, if a process uses it that no test session has started.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -50,14 +52,24 @@ class LeftoverCheck:
     def __init__(self, folders: tuple[Path, ...], *, lock: Path) -> None:
         self._folders = folders
         self._path = lock
-        self._fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND, 0o600)
-        if self._is_alone():
+        while not self._enter():
+            os.close(self._fd)
+
+    def _enter(self) -> bool:
+        """Join the sessions of the lock file; return False if the last of them has removed it meanwhile."""
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND, 0o600)
+        is_alone = self._is_alone()
+        if not is_alone:
+            fcntl.flock(self._fd, fcntl.LOCK_SH)  # once the first session has noted what is there
+        if not os.fstat(self._fd).st_nlink:
+            return False
+        if is_alone:
             os.ftruncate(self._fd, 0)
             os.write(self._fd, json.dumps(sorted(self._find_files())).encode())
             fcntl.flock(self._fd, fcntl.LOCK_SH)
         else:
-            fcntl.flock(self._fd, fcntl.LOCK_SH)  # once the first session has noted what is there
             os.write(self._fd, b"\n")
+        return True
 
     def end(self) -> Leftovers:
         """Return what was left since the first session started; nothing while another session is running."""
@@ -70,9 +82,19 @@ class LeftoverCheck:
                 for folder in self._folders:
                     remove_orphans(folder)
             lasting = left & self._find_files().keys()
+            self._remove_folders_of_pytest()
+            self._path.unlink(missing_ok=True)
             return Leftovers(tuple(sorted(lasting)), tuple(sorted(left - lasting)), bool(others))
         finally:
             os.close(self._fd)
+
+    def _remove_folders_of_pytest(self) -> None:
+        """Remove the folder in which pytest makes one for each session, and its link, if no session left any."""
+        for made in (path for folder in self._folders for path in folder.glob("pytest-of-*")):
+            with contextlib.suppress(OSError):  # it holds what failed tests left, or is another user's
+                if not (newest := made / "pytest-current").exists():
+                    newest.unlink(missing_ok=True)
+                made.rmdir()
 
     def _wait_for_owners(self, before: set[str]) -> set[str]:
         """Return what is left once no process of a test session, except this one, uses any of it, or after a while."""

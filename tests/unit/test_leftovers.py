@@ -68,6 +68,45 @@ def test_sessions_that_overlap_do_not_blame_each_other_and_the_last_finds_what_t
     assert second.end() == Leftovers((str(folder / "psm_left"),), may_be_of_killed=True)
 
 
+def test_the_last_session_removes_the_lock_file_and_the_folder_of_pytest(folder: Path) -> None:
+    made = folder / "pytest-of-someone"
+    (made / "pytest-0").mkdir(parents=True)
+    (made / "pytest-current").symlink_to(made / "pytest-0")
+    first, second = start(folder), start(folder)
+    first.end()
+    assert (folder.parent / "lock").exists()
+    (made / "pytest-0").rmdir()
+    second.end()
+    assert sorted(path.name for path in folder.parent.rglob("*")) == ["psm_before", "shm"]
+
+
+def test_the_last_session_keeps_what_failed_tests_left(folder: Path) -> None:
+    kept = folder / "pytest-of-someone" / "pytest-0"
+    kept.mkdir(parents=True)
+    (kept.parent / "pytest-current").symlink_to(kept)
+    assert start(folder).end() == Leftovers()
+    assert (kept.parent / "pytest-current").resolve() == kept
+
+
+def test_a_session_that_opens_the_lock_file_before_the_last_one_removes_it_makes_another(folder: Path) -> None:
+    lock = folder.parent / "lock"
+    with lock.open("wb") as last, ThreadPoolExecutor(1) as thread:
+        fcntl.flock(last, fcntl.LOCK_EX)
+        next_one = thread.submit(start, folder)
+        while not count_opened(lock) > 1:
+            time.sleep(0.01)
+        lock.unlink()
+        fcntl.flock(last, fcntl.LOCK_UN)
+        check = next_one.result()
+    assert json.loads(lock.read_bytes()) == [str(folder / "psm_before")]
+    assert check.end() == Leftovers()
+
+
+def count_opened(path: Path) -> int:
+    """Return how often this process has a file open."""
+    return sum(entry.samefile(path) for entry in Path("/proc/self/fd").iterdir() if entry.exists())
+
+
 def test_a_session_that_starts_later_takes_what_is_there_for_given(folder: Path) -> None:
     first = start(folder)
     (folder / "psm_left").touch()
