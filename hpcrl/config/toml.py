@@ -16,6 +16,7 @@ RENAMED_KEYS, REMOVED_KEYS, RENAMED_VALUES       what was accepted
 MAX_DEPTH, MAX_BYTES, MAX_EXTENDS, MIN_INTEGER, MAX_INTEGER        limits
 """
 
+import copy
 import difflib
 import json
 import math
@@ -159,16 +160,16 @@ def apply_settings(
     """Merge the tables of a file and its parents, and apply settings to them."""
     table: TomlTable = {}
     for _, layer in reversed(files):
-        table = _merge_tables(table, layer)
+        _drop_replaced(table, layer)
+        table = _merge_tables(table, copy.deepcopy(layer))
     prefix = "site." if kind == "sites" else ""
     labels = [f"-s {prefix}{_shorten(setting)}" for setting in settings]
     parsed = [_parse_setting(setting, label=label) for setting, label in zip(settings, labels, strict=True)]
-    for key, _ in parsed:
-        _drop_replaced(table, key)
-    applied = [
-        (label, _apply_setting(table, key, value, label=label))
-        for label, (key, value) in zip(labels, parsed, strict=True)
-    ]
+    applied = [(label, _nest_value(key, value)) for label, (key, value) in zip(labels, parsed, strict=True)]
+    for _, layer in applied:
+        _drop_replaced(table, layer)
+    for label, (key, value) in zip(labels, parsed, strict=True):
+        _apply_setting(table, key, value, label=label)
     return LayeredTable(table=table, layers=(*files, *applied))
 
 
@@ -330,30 +331,62 @@ def _too_deep(source: object) -> str:
     return f"{source}: more than {MAX_DEPTH} tables or lists are nested in each other: make it flatter"
 
 
-def _replaced_key(trail: tuple[str, ...]) -> str | None:
-    """Return the sibling key that is dropped when a child of `extends`, or a setting, sets this one.
+def _list_replaced(trail: tuple[str, ...]) -> Iterable[tuple[str, ...]]:
+    """Return the keys that are dropped when a child of `extends`, or a setting, sets this one.
 
-    Options are arguments of one function, and another function may not accept them; a model has a path or is tiny.
+    Options are arguments of one function, and another function may not accept them; the same holds for what describes
+    a model, which has a path or is tiny.
     """
     match trail:
-        case ("domains", _, "env") | ("train", "pipeline", _, "function"):
-            return "options"
+        case ("domains", name, "env"):
+            return (*trail[:-1], "options"), ("evaluation", "options", name)
         case ("domains", _, "reward"):
-            return "reward_options"
-        case ("model", "path"):
-            return "tiny"
-        case ("model", "tiny"):
-            return "path"
-    return None
+            return ((*trail[:-1], "reward_options"),)
+        case ("train", "pipeline", _, "function"):
+            return ((*trail[:-1], "options"),)
+        case ("model", "path") | ("judge", _, "path"):
+            return [(*trail[:-1], key) for key in ("tiny", "num_params", "config", "chat_template_kwargs")]
+        case ("model", "tiny") | ("judge", _, "tiny"):
+            return ((*trail[:-1], "path"),)
+    return ()
+
+
+def _takes_any_key(trail: tuple[str, ...]) -> bool:
+    """Return whether a table is one of options and the like, which an empty one replaces."""
+    match trail:
+        case ("domains", _, "options" | "reward_options") | ("train", "pipeline", _, "options"):
+            return True
+        case ("model", "config" | "chat_template_kwargs") | ("judge", _, "config" | "chat_template_kwargs"):
+            return True
+        case ("evaluation", "options", _):
+            return True
+    return False
+
+
+def _list_trails(table: TomlTable, *, trail: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in table.items():
+        yield (*trail, key)
+        if isinstance(value, dict):
+            yield from _list_trails(value, trail=(*trail, key))
+
+
+def _drop_replaced(table: TomlTable, over: TomlTable) -> None:
+    """Drop what is in a table and that the keys of another, which is merged into it, replace."""
+    for trail in _list_trails(over):
+        for *path, key in _list_replaced(trail):
+            inner: Any = table
+            for part in path:
+                inner = inner.get(part) if isinstance(inner, dict) else None
+            if isinstance(inner, dict):
+                inner.pop(key, None)
 
 
 def _merge_tables(base: TomlTable, over: TomlTable, *, trail: tuple[str, ...] = ()) -> TomlTable:
-    replaced = {_replaced_key((*trail, key)) for key in over}
-    merged = {key: value for key, value in base.items() if key not in replaced}
+    merged = dict(base)
     for key, value in over.items():
-        old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
-            merged[key] = _merge_tables(old, value, trail=(*trail, key))
+        old, inner = merged.get(key), (*trail, key)
+        if isinstance(old, dict) and isinstance(value, dict) and (value or not _takes_any_key(inner)):
+            merged[key] = _merge_tables(old, value, trail=inner)
         else:
             merged[key] = value
     return merged
@@ -375,28 +408,21 @@ def _parse_setting(setting: str, *, label: str) -> tuple[tuple[str, ...], Any]:
     return parts, value
 
 
-def _drop_replaced(table: TomlTable, key: tuple[str, ...]) -> None:
-    """Drop what the files set beside a key and a setting of it replaces; done before any setting is applied."""
-    for length, part in enumerate(key, start=1):
-        table.pop(_replaced_key(key[:length]) or "", None)
-        inner = table.get(part)
-        if not isinstance(inner, dict):
-            return
-        table = inner
-
-
-def _apply_setting(table: TomlTable, key: tuple[str, ...], value: Any, *, label: str) -> TomlTable:
-    """Set one key; return the setting as a separate table."""
+def _apply_setting(table: TomlTable, key: tuple[str, ...], value: Any, *, label: str) -> None:
     for part in key[:-1]:
         inner = table.setdefault(part, {})
         if not isinstance(inner, dict):
             raise ConfigError(f"{label}: {part!r} is {_show_value(inner)}, not a table: leave out what follows it")
         table = inner
     table[key[-1]] = value
-    layer = {key[-1]: value}
-    for part in reversed(key[:-1]):
-        layer = {part: layer}
-    return layer
+
+
+def _nest_value(key: tuple[str, ...], value: Any) -> TomlTable:
+    """Return a table with nothing but this key."""
+    for part in reversed(key):
+        value = {part: value}
+    table: TomlTable = value
+    return table
 
 
 def _show_value(value: Any) -> str:

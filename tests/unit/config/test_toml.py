@@ -279,6 +279,49 @@ def test_a_tiny_model_replaces_the_model_path_of_the_parent(recipe: Path) -> Non
     assert load_recipe(str(recipe), settings=("model.tiny.hidden_size=32",)).model == model
 
 
+MODEL = """[model]
+path = "/models/large"
+num_params = 32_000_000_000
+config.hidden_size = 5120
+chat_template_kwargs.enable_thinking = false
+"""
+
+
+def test_a_model_path_replaces_what_describes_the_model_of_the_parent(recipe: Path) -> None:
+    recipe.write_text(RECIPE.replace("[model.tiny]", MODEL))
+    model = load_recipe(str(child_of(recipe, '[model]\npath = "/models/small"\nconfig.head_dim = 64'))).model
+    assert (model.num_params, model.config, model.chat_template_kwargs) == (None, {"head_dim": 64}, {})
+    settings = ("model.config.head_dim=64", "model.path=/models/small")
+    assert load_recipe(str(recipe), settings=settings).model == model
+
+
+EVALUATED = "[evaluation]\nevery_versions = 1\noptions.lake.size = 8\n"
+
+
+@pytest.mark.parametrize("setting", ['domains.lake.env="my.own:Env"', 'domains.lake={env="my.own:Env"}'])
+def test_a_domain_that_sets_env_drops_the_options_of_its_evaluation(recipe: Path, setting: str) -> None:
+    recipe.write_text(RECIPE + EVALUATED)
+    child = child_of(recipe, '[domains.lake]\nenv = "my.own:Env"')
+    assert load_recipe(str(child)).evaluation.options == {}
+    assert load_recipe(str(recipe), settings=(setting,)).evaluation.options == {}
+
+
+def test_an_empty_table_of_options_replaces_that_of_the_parent(recipe: Path) -> None:
+    recipe.write_text(RECIPE.replace("[model.tiny]", MODEL) + EVALUATED + LAKE_OPTIONS)
+    loaded = load_recipe(
+        str(
+            child_of(
+                recipe,
+                "model = {config = {}, chat_template_kwargs = {}}\nevaluation.options.lake = {}\n"
+                "[domains.lake]\noptions = {}\nreward_options = {}\n",
+            )
+        )
+    )
+    lake = loaded.domains["lake"]
+    assert (loaded.model.config, loaded.model.chat_template_kwargs, loaded.evaluation.options) == ({}, {}, {"lake": {}})
+    assert (lake.env, lake.options, lake.reward_options) == ("hpcrl.envs.gymnasium_text:FrozenLake", {}, {})
+
+
 def test_a_model_path_and_a_tiny_model_in_one_file_are_refused(recipe: Path) -> None:
     recipe.write_text(RECIPE.replace("[model.tiny]", '[model]\npath = "/models/small"\n[model.tiny]'))
     assert "not both" in refused(recipe)
