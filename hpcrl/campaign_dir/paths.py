@@ -143,7 +143,7 @@ class CampaignDir:
 
     @property
     def env_workers(self) -> Path:
-        """What env workers keep from one job to the next."""
+        """The files of env workers that last from one job to the next."""
         return self.root / "env-workers"
 
     @property

@@ -9,7 +9,7 @@ import sys
 
 from hpcrl.campaign.own_gpus import describe_own_gpus
 from hpcrl.config.site import load_site
-from hpcrl.config.toml import find_toml, list_known_names
+from hpcrl.config.toml import find_toml, list_known_names, load_table
 from hpcrl.errors import HpcrlError
 from hpcrl.slurm.site_detection import write_site
 from hpcrl.system.terminal import print_line, print_note
@@ -30,9 +30,10 @@ def run_site_ls(arguments: argparse.Namespace) -> int:
 
 def run_site_show(arguments: argparse.Namespace) -> int:
     path = find_toml("sites", arguments.name)
+    load_table("sites", arguments.name)
     print_line(f"# {path}")
     sys.stdout.write(path.read_text())
-    with contextlib.suppress(HpcrlError):  # a site that cannot be used is shown too
+    with contextlib.suppress(HpcrlError):  # a site with a wrong value is shown too
         for line in describe_own_gpus(load_site(arguments.name)):
             print_line(f"# {line}")
     return 0

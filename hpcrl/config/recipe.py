@@ -751,7 +751,7 @@ class JobConfig(ConfigTable, frozen=True, kw_only=True):
 
     @property
     def silence_s(self) -> float:
-        """How long a worker may stand still."""
+        """The longest time that a worker may stand still."""
         return self.silence_timeout_s or min(max(self.stall_timeout_min * 30, 30.0), 120.0)
 
 
@@ -907,6 +907,7 @@ def make_recipe(layered: LayeredTable) -> Recipe:
             raise ConfigError(
                 f"{layered.file}: [{table}] needs either `path` (a model directory) or [{table}.tiny], and not both"
             )
+        _check_config(model, where=f"{layered.file}: {table}")
     if recipe.teacher is not None and (recipe.teacher.path is None) == (recipe.teacher.judge is None):
         raise ConfigError(
             f"{layered.file}: [teacher] needs either `path` (a model directory, which the trainer holds) or `judge` "
@@ -917,6 +918,17 @@ def make_recipe(layered: LayeredTable) -> Recipe:
     if recipe.domains and not recipe.train.num_steps:
         raise ConfigError(f"{layered.file}: train.num_steps = 0: give the number of steps, 1 or more")
     return _fill_response_budgets(recipe)
+
+
+def _check_config(model: ModelConfig, *, where: str) -> None:
+    """Refuse a `config` from which no number of weights follows."""
+    advice = "copy the fields of the model's config.json, or give num_params in its place"
+    try:
+        _ = model.num_weights
+    except KeyError as error:
+        raise ConfigError(f"{where}.config lacks {error.args[0]}: {advice}") from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"{where}.config cannot be used ({error}): {advice}") from error
 
 
 def _fill_group_settings(table: dict[str, Any]) -> dict[str, Any]:

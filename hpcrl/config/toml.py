@@ -55,9 +55,12 @@ MAX_EXTENDS = 16
 """Limit of files that extend each other."""
 MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 63) - 1
 """The integers of TOML."""
-_KEY_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
-_DEEP_KEY = re.compile(rf"(?<![\w.\\-])(?:{_KEY_PART}[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}")
-"""A dotted key that is nested too deep: tomllib takes minutes for thousands of parts."""
+_COMMENT = r"#[^\n]*+"
+_LONG_STRING = r"""\"{3}(?:[^"\\]|\\.|"(?!""))*+(?:"{3,5}|\Z)|'{3}(?:[^']|'(?!''))*+(?:'{3,5}|\Z)"""
+_SHORT_STRING = r"""\"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+'"""
+_COMMENT_OR_STRING = re.compile(f"{_COMMENT}|{_LONG_STRING}|{_SHORT_STRING}", re.DOTALL)
+_DEEP_KEY = re.compile(rf"(?<![\w.-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}")
+"""A dotted key that is nested too deep, its quoted parts replaced: tomllib takes minutes for thousands of parts."""
 RENAMED_KEYS = {
     "router.reluctance": "router.mismatch_penalty",
     "router.home": "router.prefix_affinity",
@@ -282,7 +285,7 @@ def _parse_text(text: str, *, source: str) -> TomlTable:
     """Parse TOML within the limits on depth and size."""
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{source}: larger than {MAX_BYTES >> 10} KiB: store long texts and data in other files")
-    if _DEEP_KEY.search(text):
+    if _DEEP_KEY.search(_COMMENT_OR_STRING.sub("_", text)):
         raise ConfigError(_too_deep(source))
     try:
         table = tomllib.loads(text)

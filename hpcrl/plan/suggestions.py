@@ -39,7 +39,7 @@ class PlanSuggestion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> tuple[object, ...]:
-        """What makes two plans the same for a user."""
+        """The sizes that make two plans the same for a user."""
         return self.layout, self.nodes, self.gpus, self.num_engines, self.num_ranks
 
     def describe(self) -> str:

@@ -79,7 +79,7 @@ class WorkerContext:
 
     @property
     def stall_s(self) -> float:
-        """How long a worker may do nothing of its work."""
+        """The longest time in which a worker may do nothing of its work."""
         return self.recipe.job.stall_timeout_min * 60
 
     def find_address(self) -> str:

@@ -220,6 +220,26 @@ def test_a_key_that_is_nested_too_deep_is_refused_before_it_is_parsed(
     assert "nested" in refused(recipe)
 
 
+LONG_NAME = ".".join("x" * 70)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"# see {LONG_NAME}",
+        f'description = "it\\"s {LONG_NAME}"',
+        f"description = 'see {LONG_NAME}'",
+        f'description = """a "quoted" \\"""\n{LONG_NAME}""""\nseed = 1 # \'{LONG_NAME}\'',
+        f"description = '''\nit's {LONG_NAME}'''",
+    ],
+)
+def test_a_comment_or_a_text_with_many_dots_is_no_deep_key(recipe: Path, text: str) -> None:
+    recipe.write_text(text + "\n" + RECIPE)
+    load_recipe(str(recipe))
+    recipe.write_text(f"{text}\n{RECIPE}\n{LONG_NAME} = 1")
+    assert "nested" in refused(recipe)
+
+
 @pytest.mark.parametrize("setting", ["x=" + "[" * 2000, ".".join("a" * 2000) + "=1"], ids=["value", "key"])
 def test_a_setting_that_is_nested_too_deep_is_refused(recipe: Path, setting: str) -> None:
     assert "nested" in refused(recipe, setting)
@@ -287,12 +307,38 @@ chat_template_kwargs.enable_thinking = false
 """
 
 
+SMALL_CONFIG = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 100,
+}
+
+
 def test_a_model_path_replaces_what_describes_the_model_of_the_parent(recipe: Path) -> None:
     recipe.write_text(RECIPE.replace("[model.tiny]", MODEL))
-    model = load_recipe(str(child_of(recipe, '[model]\npath = "/models/small"\nconfig.head_dim = 64'))).model
-    assert (model.num_params, model.config, model.chat_template_kwargs) == (None, {"head_dim": 64}, {})
-    settings = ("model.config.head_dim=64", "model.path=/models/small")
+    fields = [f"config.{name} = {value}" for name, value in SMALL_CONFIG.items()]
+    model = load_recipe(str(child_of(recipe, "\n".join(["[model]", 'path = "/models/small"', *fields])))).model
+    assert (model.num_params, model.config, model.chat_template_kwargs) == (None, SMALL_CONFIG, {})
+    settings = (*(f"model.{field}" for field in fields), "model.path=/models/small")
     assert load_recipe(str(recipe), settings=settings).model == model
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"hidden_size": 64, "num_hidden_layers": 2}, "config lacks num_attention_heads: copy the fields"),
+        (SMALL_CONFIG | {"num_attention_heads": 0}, "config cannot be used"),
+        (SMALL_CONFIG | {"hidden_size": "large"}, "config cannot be used"),
+    ],
+)
+@pytest.mark.parametrize("table", ["model", "judge.grader"])
+def test_a_config_without_what_a_plan_needs_is_refused(
+    recipe: Path, fields: dict[str, object], why: str, table: str
+) -> None:
+    settings = [f"{table}.config.{name}={value}" for name, value in fields.items()]
+    assert f"{table}.{why}" in refused(recipe, f"{table}.path=/models/small", *settings)
 
 
 EVALUATED = "[evaluation]\nevery_versions = 1\noptions.lake.size = 8\n"

@@ -152,6 +152,16 @@ def test_the_commands_list_show_and_write_sites(cluster: Path, capsys: pytest.Ca
     assert load_site("campus").name == "campus"
 
 
+def test_a_site_file_that_cannot_be_parsed_is_refused_and_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text("x = " + "[" * 2000 + "]" * 2000)
+    assert main(["site", "show", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, "nested" in printed.err) == ("", True)
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
