@@ -18,6 +18,7 @@
     │   └── TemplateLimitError  the chat template takes too long, or renders too much
     ├── RewardError       the process that computes rewards ended
     └── TrainError        training cannot continue
+        └── NodeResultError  a user's node of the pipeline returns what the next one cannot use
 
 `show_error` returns the type and the message of any exception.
 

@@ -1,9 +1,9 @@
 """The user's request, loaded: recipe, site, and the plan that maps one to the other.
 
-CampaignRequest, RequestSource    a request, and the words that load it again
-load_request         loads it
-resolve_recipe       the recipe of a table, with absolute paths
-make_imitation_model the model whose conversations the warm-up imitates
+CampaignRequest, RequestSource  a request, and the words that load it again
+load_request          loads it
+resolve_recipe        the recipe of a table, with absolute paths
+make_imitation_model  the model whose conversations the warm-up imitates
 """
 
 from dataclasses import dataclass

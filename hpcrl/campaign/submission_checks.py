@@ -1,13 +1,13 @@
 """The checks before a campaign is submitted, of what would otherwise fail only in the queue or in the job.
 
-check_request    everything, for a submission
-check_free_space the space that is left where campaigns are stored
-check_plan       the same for a plan, where this machine may be no login node of the site
-find_unstaged    what the recipe names of the hub, and the site of registries, that the site does not have
-run_model_check  the model, by the interpreter of the jobs
-run_length_check the lengths of the conversations of a warm-up
-PythonMissing    that interpreter is not on this machine
-CHECK_TIMEOUT_S, MODEL_CHECK_TIMEOUT_S, MIN_FREE_FILES    limits of these checks
+check_request     everything, for a submission
+check_free_space  the space that is left where campaigns are stored
+check_plan        the same for a plan, where this machine may be no login node of the site
+find_unstaged     what the recipe names of the hub, and the site of registries, that the site does not have
+run_model_check   the model, by the interpreter of the jobs
+run_length_check  the lengths of the conversations of a warm-up
+PythonMissing     that interpreter is not on this machine
+CHECK_TIMEOUT_S, MODEL_CHECK_TIMEOUT_S, MIN_FREE_FILES  limits of these checks
 """
 
 import os

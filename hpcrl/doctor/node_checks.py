@@ -1,8 +1,8 @@
 """The checks of a node: `python -m hpcrl.doctor.node_checks REQUEST`, a JSON file, stores the results beside it.
 
-NodeRequest     the site, the partition, and what the step asked Slurm for
-run_node_checks all of them
-check_*         one check each
+NodeRequest      the site, the partition, and what the step asked Slurm for
+run_node_checks  all of them
+check_*          one check each
 """
 
 import os

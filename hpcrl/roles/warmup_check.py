@@ -1,9 +1,9 @@
 """Count the conversations that are longer than the model's context: `python -m hpcrl.roles.warmup_check < recipe.json`.
 
-main                     print a note on those that a warm-up leaves out, or the refusal if it leaves all out
-count_long_conversations the numbers, by tokenizing the data as the trainer does
-LongConversations        its result
-MAX_CHECKED_BYTES        limit
+main                      print a note on those that a warm-up leaves out, or the refusal if it leaves all out
+count_long_conversations  the numbers, by tokenizing the data as the trainer does
+LongConversations         its result
+MAX_CHECKED_BYTES         limit
 
 It is a separate process, without torch, since a chat template is a program that may run without end.
 """

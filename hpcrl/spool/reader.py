@@ -1,8 +1,8 @@
 """Read a spool as a consumer: with its own cursor, each episode once, damaged segments quarantined.
 
-SpoolCursor      delivers new rows; the common part of the readers of disk and memory
-DiskSpoolReader  the cursor over a directory of segments
-list_last_groups the groups in the last segments of one worker
+SpoolCursor       delivers new rows; the common part of the readers of disk and memory
+DiskSpoolReader   the cursor over a directory of segments
+list_last_groups  the groups in the last segments of one worker
 """
 
 import contextlib

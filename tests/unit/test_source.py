@@ -18,6 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hpcrl"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MAP_LINE = re.compile(r"^ {0,4}([A-Za-z_][\w.]*(?:, [A-Za-z_][\w.]*)*) {2,}\S")
+METHOD_LINE = re.compile(r"^ {6}([A-Za-z_]\w*) {2,}\S", re.MULTILINE)
+FUNCTION_COLUMN = re.compile(r" {2,}(\w+\.py) (\w+) {2,}\S")
+TREE_LINE = re.compile(r"^[ │]*(?:[├└]── )?(\w+Error|\w+Fault|\w+Failure) {2,}\S", re.MULTILINE)
 VALUE_LINE = re.compile(r"^ {0,4}\"([\w-]+)\" {2,}\S")
 
 
@@ -98,6 +101,42 @@ def test_the_map_of_a_module_names_what_the_module_defines(path):
     values = {match[1] for line in docstring.splitlines() if (match := VALUE_LINE.match(line))}
     unknown = [*(set(mapped_names(docstring)) - defined_names(path)), *(values - list_strings(path))]
     assert unknown == []
+
+
+def list_cramped_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of maps that have one space after a name of the module, so that no test reads them."""
+    for block in (ast.get_docstring(parse(path)) or "").split("\n\n"):
+        lines = block.splitlines()
+        if any(MAP_LINE.match(line) for line in lines):
+            yield from (
+                line for line in lines if line.partition(" ")[0] in defined_names(path) and line.count("  ") == 0
+            )
+
+
+def test_every_line_of_a_map_has_two_spaces_after_its_names():
+    assert {label(path): lines for path in MODULES if (lines := list(list_cramped_lines(path)))} == {}
+
+
+def test_the_methods_and_functions_of_other_modules_in_a_map_exist():
+    """A method is indented by two more than its class; another module's function follows the name of its file."""
+    functions = {(path.name, name) for path in MODULES for name in defined_names(path)}
+    methods, elsewhere, unknown = [], [], []
+    for path in MODULES:
+        docstring = ast.get_docstring(parse(path)) or ""
+        own = {name.partition(".")[2] for name in defined_names(path)}
+        methods += (found := METHOD_LINE.findall(docstring))
+        elsewhere += (named := FUNCTION_COLUMN.findall(docstring))
+        unknown += [f"{label(path)}: {name}" for name in found if name not in own]
+        unknown += [f"{label(path)}: {file} {name}" for file, name in named if (file, name) not in functions]
+    assert unknown == []
+    assert methods
+    assert elsewhere
+
+
+def test_the_tree_of_errors_has_every_error():
+    path = PACKAGE / "errors.py"
+    named = TREE_LINE.findall(ast.get_docstring(parse(path)))
+    assert sorted(named) == sorted(node.name for node in parse(path).body if isinstance(node, ast.ClassDef))
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if p.name == "__init__.py"], ids=label)
