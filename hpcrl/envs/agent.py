@@ -101,7 +101,7 @@ class AgentProgram:
 
     @property
     def names_task_files(self) -> bool:
-        """Whether a task set has to be read to know which images and directories are needed."""
+        """True if a task set has to be read to know which images and directories are needed."""
         return any(self._has_row_fields(template) for template in (self._options.image, self._options.directory))
 
     def find_problems(self) -> Iterator[ProgramProblem]:

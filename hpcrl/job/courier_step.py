@@ -243,16 +243,16 @@ class WeightPlane:
         place: WorkerPlace,
         *,
         plan: Plan,
-        ways: Callable[[Sequence[TransportName]], list[TransportCommand]],
+        find_commands: Callable[[Sequence[TransportName]], list[TransportCommand]],
         emit: Callable[[CampaignEvent], None],
     ) -> None:
-        """Take `ways`, which returns the couriers' commands on the nodes that are left."""
-        self._run = place.campaign
+        """Take `find_commands`, which returns the couriers' commands on the nodes that are left."""
+        self._campaign = place.campaign
         self._job = place.job
         self._layout = plan.layout
         self._is_on_one_node = plan.is_on_one_node
         self._has_couriers = plan.has_couriers
-        self._ways = ways
+        self._find_commands = find_commands
         self._emit = emit
         self._couriers: CourierSupervisor | None = None
 
@@ -268,11 +268,11 @@ class WeightPlane:
         self._use_transport(files)
         if above:
             self._couriers = CourierSupervisor(
-                job=self._job, weights=self._run.weights, commands=self._ways(above), transport=files
+                job=self._job, weights=self._campaign.weights, commands=self._find_commands(above), transport=files
             )
             self._couriers.start()
 
-    def tend(self) -> None:
+    def poll(self) -> None:
         """Check the couriers; if they fail, use files: the campaign survives any failure of its weight plane."""
         couriers = self._couriers
         if couriers is None:
@@ -285,10 +285,10 @@ class WeightPlane:
         if couriers.transport != before:
             self._use_transport(couriers.transport)
 
-    def go_around(self) -> None:
+    def restart_on_remaining_nodes(self) -> None:
         """Restart the couriers on the nodes that are left, after one was lost."""
         if self._couriers is not None:
-            self._couriers.replace_commands(self._ways([way.transport for way in self._couriers.commands]))
+            self._couriers.replace_commands(self._find_commands([one.transport for one in self._couriers.commands]))
 
     def close(self) -> None:
         """End the couriers; the drain file asks them to remove their windows first."""
@@ -300,5 +300,5 @@ class WeightPlane:
             self._couriers.close()
 
     def _use_transport(self, transport: Transport) -> None:
-        write_transport(make_private_dir(self._run.weights), transport)
+        write_transport(make_private_dir(self._campaign.weights), transport)
         self._emit(TransportChanged(transport=transport.name, reason=transport.reason))

@@ -193,7 +193,7 @@ class JobDriver:
         self.weight_plane = WeightPlane(
             self.place,
             plan=self.plan,
-            ways=runtime.courier_commands,
+            find_commands=runtime.courier_commands,
             emit=self.events.emit,
         )
         try:
@@ -256,21 +256,21 @@ class JobDriver:
                 return end
             if self.drain.limits.reason is None:
                 try:
-                    self._tend_workers(runtime, trainer_code=code, watch=watch, domains=domains)
+                    self._watch_workers(runtime, trainer_code=code, watch=watch, domains=domains)
                 except OSError as error:
                     self.outage.note(error)
                 else:
                     self.outage.end()
             time.sleep(DRIVER_ROUND_INTERVAL_S)
 
-    def _tend_workers(
+    def _watch_workers(
         self, runtime: "JobRuntime", *, trainer_code: int | None, watch: ProgressWatch, domains: DomainWatch
     ) -> None:
         """Restart what has failed, start what has work, and end a job that makes no progress."""
-        self.weight_plane.tend()
+        self.weight_plane.poll()
         self.reporter.keep_running()
         if self.workers.restart_failed(runtime, trainer_code=trainer_code):
-            self.weight_plane.go_around()
+            self.weight_plane.restart_on_remaining_nodes()
         self.scoring.poll(runtime)
         self._check_progress(watch)
         if why := domains.find_end():

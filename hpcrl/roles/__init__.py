@@ -1,4 +1,4 @@
-"""The programs of the workers of a job; roles communicate only through files and HTTP.
+"""The programs of the workers of a job; roles communicate only through files, HTTP, and wake-ups.
 
 __main__        the entry point of every worker
 context         the campaign, the plan and the events as one worker sees them

@@ -362,7 +362,7 @@ class WeightFollower:
 
 
 class LoadReporter:
-    """The reporter of an engine's load: samples of a window make one event."""
+    """The reporter of an engine's load: samples of a time span make one event."""
 
     def __init__(
         self,
@@ -377,7 +377,7 @@ class LoadReporter:
         self._samples: list[LoadFigures] = []
         self._started_at = clock()
         self._num_tokens = 0
-        self._window_limit_s = LOAD_REPORT_INTERVAL_S
+        self._span_limit_s = LOAD_REPORT_INTERVAL_S
 
     async def report(self) -> None:
         """Report until cancelled; an engine that does not answer has no load."""
@@ -387,27 +387,27 @@ class LoadReporter:
             await asyncio.sleep(LOAD_SAMPLE_INTERVAL_S)
 
     def add_sample(self, figures: LoadFigures) -> None:
-        """Add a sample, and emit an event if a window is over; a long one, of an idle engine, ends with its work."""
-        window_s = self._clock() - self._started_at
+        """Add a sample, and emit an event if a time span is over; a long one, of an idle engine, ends with its work."""
+        span_s = self._clock() - self._started_at
         is_idle = (
             not figures.num_running and not figures.num_waiting and figures.num_generated_tokens == self._num_tokens
         )
-        if not is_idle and self._samples and window_s > LOAD_REPORT_INTERVAL_S:
-            self._emit_window(self._samples[-1], window_s=window_s)
-            window_s = 0.0
+        if not is_idle and self._samples and span_s > LOAD_REPORT_INTERVAL_S:
+            self._emit_load(self._samples[-1], span_s=span_s)
+            span_s = 0.0
         self._samples.append(figures)
-        if window_s >= (self._window_limit_s if is_idle else LOAD_REPORT_INTERVAL_S):
-            self._emit_window(figures, window_s=window_s)
-            self._window_limit_s = IDLE_REPORT_INTERVAL_S if is_idle else LOAD_REPORT_INTERVAL_S
+        if span_s >= (self._span_limit_s if is_idle else LOAD_REPORT_INTERVAL_S):
+            self._emit_load(figures, span_s=span_s)
+            self._span_limit_s = IDLE_REPORT_INTERVAL_S if is_idle else LOAD_REPORT_INTERVAL_S
 
-    def _emit_window(self, newest: LoadFigures, *, window_s: float) -> None:
-        """Emit the event of the samples so far, and start a window."""
+    def _emit_load(self, newest: LoadFigures, *, span_s: float) -> None:
+        """Emit the event of the samples so far, and start over."""
         samples, self._samples, self._started_at = self._samples, [], self._clock()
         num_tokens = max(newest.num_generated_tokens - self._num_tokens, 0)
         self._num_tokens = newest.num_generated_tokens
         self._emit(
             EngineCounted(
-                window_s=round(window_s, 3),
+                window_s=round(span_s, 3),
                 version=newest.version,
                 busy_share=round(fmean(sample.num_running > 0 for sample in samples), 3),
                 running=round(fmean(sample.num_running for sample in samples), 2),

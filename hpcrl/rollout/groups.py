@@ -14,8 +14,8 @@ are dropped); episodes that still run then are aborted.
 Only full groups are released: a group with holes would shift the baseline that its members are compared to.
 
 Each episode that is started ends in the ledger exactly once, under one of six statuses; a second end changes nothing.
-An extra episode that finishes before it is known whether it is needed is held until then. A retry is not an end: the
-episode continues to run.
+One that finishes before it is known whether it is needed is kept until then. A retry is not an end: the episode
+continues to run.
 """
 
 from collections import Counter
@@ -33,8 +33,8 @@ class EpisodeLedger:
     def __init__(self) -> None:
         self.running: set[str] = set()
         """Episodes that have not ended, including those being aborted: they keep their place until they have."""
-        self.held: set[str] = set()
-        """Extra episodes that have finished, and may not be needed."""
+        self.kept: set[str] = set()
+        """Episodes that have finished; whether they are needed is known when their group closes."""
         self.endings: Counter[EpisodeStatus] = Counter()
         """Ended episodes by status."""
         self.num_started = 0
@@ -46,17 +46,17 @@ class EpisodeLedger:
         self.running |= new
         self.num_started += len(new)
 
-    def hold(self, episode: str) -> None:
-        """Record that an extra episode has finished; `record_end` follows."""
+    def keep(self, episode: str) -> None:
+        """Record that an episode has finished; `record_end` follows."""
         self.running.remove(episode)
-        self.held.add(episode)
+        self.kept.add(episode)
 
     def record_end(self, episode: str, status: EpisodeStatus) -> bool:
-        """Record the end of an episode; return False, and change nothing, for one that neither runs nor is held."""
-        if episode not in self.running and episode not in self.held:
+        """Record the end of an episode; return False, and change nothing, for one that neither runs nor is kept."""
+        if episode not in self.running and episode not in self.kept:
             return False
         self.running.discard(episode)
-        self.held.discard(episode)
+        self.kept.discard(episode)
         self.endings[status] += 1
         return True
 
@@ -68,7 +68,7 @@ class GroupOutcome:
     is_kept: bool = False
     """The episode that ended waits for others of its group, or is released with them."""
     booked: Sequence[tuple[Trajectory, EpisodeStatus]] = ()
-    """The endings recorded in the ledger: that of the episode unless it is held, and those of others that were. The
+    """The endings recorded in the ledger: that of the episode unless it is kept, and those of others that were. The
     status is `aborted-redundant` for an episode that is not needed, however it ended."""
     released: Sequence[Trajectory] = ()
     """The trajectories of a group that is now full, by index."""
@@ -166,7 +166,7 @@ class EpisodeGroups:
         is_kept = status in TRAINABLE and not group.is_closed
         if is_kept:
             group.kept.append(trajectory)
-            self.ledger.hold(trajectory.id)
+            self.ledger.keep(trajectory.id)
         else:
             self.ledger.record_end(trajectory.id, status)
         outcome = self._update_group(trajectory.group, group, newest=newest, now=now)
@@ -283,7 +283,7 @@ class EpisodeGroups:
     def _book(
         self, trajectories: Iterable[Trajectory], status: EpisodeStatus | None = None
     ) -> list[tuple[Trajectory, EpisodeStatus]]:
-        """Record the endings of held episodes, by default with their own status."""
+        """Record the endings of kept episodes, by default with their own status."""
         booked = [(trajectory, status or trajectory.status) for trajectory in trajectories]
         for trajectory, recorded in booked:
             self.ledger.record_end(trajectory.id, recorded)

@@ -188,7 +188,7 @@ class RankTrainer(Trainer, Protocol):
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether this rank is given the log-probs of its tokens; else it has no part in the loss."""
+        """True if this rank is given the log-probs of its tokens; else it has no part in the loss."""
 
     @property
     def max_length(self) -> int:

@@ -131,7 +131,7 @@ class TorchTrainer:
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether this rank is given the log-probs of its tokens."""
+        """True if this rank is given the log-probs of its tokens."""
         return True
 
     @property

@@ -26,4 +26,4 @@ def play(env: Any, actions: Iterable[Any], *, seed: int = 0) -> tuple[Any, list[
 
 def is_balanced(ledger: EpisodeLedger) -> bool:
     """Return whether every started episode runs, is held, or has ended once."""
-    return ledger.num_started == len(ledger.running) + len(ledger.held) + ledger.endings.total()
+    return ledger.num_started == len(ledger.running) + len(ledger.kept) + ledger.endings.total()

@@ -476,6 +476,17 @@ NO_VERBS = {"A", "All", "An", "How", "One", "The", "This", "True", "What", "Whet
 PROPERTIES = {"property", "cached_property", "fixture"}
 
 
+def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(getattr(call, "id", getattr(call, "attr", "")) in PROPERTIES for call in node.decorator_list)
+
+
+def list_functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield the functions and methods of a module, without its properties."""
+    for node in walk(path):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_property(node):
+            yield node
+
+
 def starts_with_verb(docstring: str) -> bool:
     """Whether the first word may be an imperative: "Return", not "Returns", "True" or "The"."""
     word = docstring.split()[0]
@@ -485,11 +496,9 @@ def starts_with_verb(docstring: str) -> bool:
 def test_the_docstring_of_a_function_starts_with_an_imperative_verb():
     wrong = []
     for path in MODULES:
-        for node in walk(path):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (docstring := ast.get_docstring(node)):
-                decorators = {getattr(call, "id", getattr(call, "attr", "")) for call in node.decorator_list}
-                if not decorators & PROPERTIES and not starts_with_verb(docstring):
-                    wrong.append(f"{label(path)}:{node.lineno}: {docstring.splitlines()[0]}")
+        for node in list_functions(path):
+            if (docstring := ast.get_docstring(node)) and not starts_with_verb(docstring):
+                wrong.append(f"{label(path)}:{node.lineno}: {docstring.splitlines()[0]}")
     assert wrong == []
 
 
@@ -497,10 +506,11 @@ CLAUSES = {"By", "From", "How", "Of", "That", "Those", "To", "What", "Where", "W
 
 
 def described_nodes(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the docstrings of a module, of its classes, and of fields and constants; with their lines."""
+    """Yield the docstrings of a module, of its classes, and of properties, fields and constants; with their lines."""
     for node in walk(path):
         body = node.body if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) else []
-        if not isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node) if body else None):
+        is_described = not isinstance(node, ast.FunctionDef) or is_property(node)
+        if is_described and (docstring := ast.get_docstring(node) if body else None):
             yield body[0].lineno, docstring
         for field, text in itertools.pairwise(body):
             value = getattr(text, "value", None) if isinstance(field, ast.Assign | ast.AnnAssign) else None
@@ -525,11 +535,9 @@ def test_the_name_of_a_function_is_not_a_participle():
     """A word alone: `finished_segments` returns segments, and `arrived` may do anything."""
     wrong = []
     for path in MODULES:
-        for node in walk(path):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and NO_FUNCTIONS.fullmatch(node.name):
-                decorators = {getattr(call, "id", getattr(call, "attr", "")) for call in node.decorator_list}
-                if not decorators & PROPERTIES:
-                    wrong.append(f"{label(path)}:{node.lineno}: {node.name}")
+        for node in list_functions(path):
+            if NO_FUNCTIONS.fullmatch(node.name):
+                wrong.append(f"{label(path)}:{node.lineno}: {node.name}")
     assert wrong == []
 
 

@@ -115,7 +115,7 @@ class MegatronTrainer:
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether this rank is given the log-probs of its tokens: the last stage is."""
+        """True if this rank is given the log-probs of its tokens: the last stage is."""
         return self._model_part.rank.is_last
 
     @property

@@ -88,12 +88,12 @@ def started(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Couri
 def start(started: list[CourierSupervisor], job: JobDir, *programs: str) -> CourierSupervisor:
     """Start couriers with these programs as their fallback order."""
     names: tuple[TransportName, ...] = ("mpi", "tcp")
-    ways = [
+    commands = [
         TransportCommand(transport=name, command=[sys.executable, "-c", program, str(job.root)])
         for name, program in zip(names, programs, strict=False)
     ]
     couriers = CourierSupervisor(
-        job=job, weights=make_private_dir(job.root / "weights"), commands=ways, transport=FILES
+        job=job, weights=make_private_dir(job.root / "weights"), commands=commands, transport=FILES
     )
     started.append(couriers)
     couriers.start()
@@ -166,8 +166,8 @@ def test_couriers_without_a_lost_node_start_at_once_even_after_they_were_abandon
     couriers = start(started, job, SERVE, CRASH)
     serving(couriers)
     left = [
-        TransportCommand(transport=way.transport, command=[sys.executable, "-B", *way.command[1:]])
-        for way in couriers.commands
+        TransportCommand(transport=one.transport, command=[sys.executable, "-B", *one.command[1:]])
+        for one in couriers.commands
     ]
     before = couriers.incarnation
     couriers.replace_commands(couriers.commands)
@@ -187,8 +187,8 @@ def test_without_the_lost_node_every_transport_is_tried_again(started: list[Cour
     assert not couriers.is_running
     couriers.replace_commands(
         [
-            TransportCommand(transport=way.transport, command=[sys.executable, "-c", SERVE, str(job.root)])
-            for way in couriers.commands
+            TransportCommand(transport=one.transport, command=[sys.executable, "-c", SERVE, str(job.root)])
+            for one in couriers.commands
         ]
     )
     serving(couriers, "mpi")
@@ -350,9 +350,11 @@ def test_no_courier_is_started_where_the_plan_has_no_room_for_windows(tmp_path: 
     place = WorkerPlace(job=CampaignDir(tmp_path).job(0), node="n1")
     events: list[CampaignEvent] = []
     plan = msgspec.structs.replace(plan_recipe(site="lab"), has_couriers=False)
-    plane = WeightPlane(place, plan=plan, ways=lambda _: pytest.fail("no command is needed"), emit=events.append)
+    plane = WeightPlane(
+        place, plan=plan, find_commands=lambda _: pytest.fail("no command is needed"), emit=events.append
+    )
     plane.start(MpiConfig())
-    plane.tend()
+    plane.poll()
     transport = read_transport(place.campaign.weights)
     assert transport is not None
     assert transport.name == "files"

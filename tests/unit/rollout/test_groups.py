@@ -279,14 +279,14 @@ class GroupMachine(RuleBasedStateMachine):
     def every_episode_is_running_or_ended_exactly_once(self):
         ledger = self.groups.ledger
         assert is_balanced(ledger)
-        assert len(set(self.ended)) == len(self.ended) == ledger.endings.total() + len(ledger.held)
+        assert len(set(self.ended)) == len(self.ended) == ledger.endings.total() + len(ledger.kept)
         assert self.num_booked == ledger.endings.total()
         assert ledger.num_started == len(self.started)
 
     @invariant()
     def nothing_is_held_for_groups_that_are_over(self):
         if not self.running:
-            assert self.groups.num_open == len(self.groups.ledger.held) == 0
+            assert self.groups.num_open == len(self.groups.ledger.kept) == 0
 
 
 TestGroups = GroupMachine.TestCase
