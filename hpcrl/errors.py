@@ -106,6 +106,10 @@ class NodeResultError(TrainError):
     """A user's node of the pipeline returns what the next cannot use: another start would find the same."""
 
 
+MAX_SHOWN_CHARS = 1000
+"""The most characters of an exception's message that are shown."""
+
+
 def show_error(error: BaseException) -> str:
     """Return the type and the message of an exception; the user's own may have a message that cannot be computed."""
     name = type(error).__name__
@@ -113,4 +117,6 @@ def show_error(error: BaseException) -> str:
         text = str(error)
     except Exception as inner:  # noqa: BLE001
         return f"{name}, whose __str__ raises {type(inner).__name__}"
+    if len(text) > MAX_SHOWN_CHARS:
+        text = f"{text[:MAX_SHOWN_CHARS]}..."
     return f"{name}: {text}" if text else name

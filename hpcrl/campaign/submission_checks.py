@@ -15,7 +15,7 @@ import signal
 import subprocess
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryFile
 
 import msgspec
 
@@ -199,20 +199,22 @@ def _check_user_code(request: CampaignRequest) -> list[str]:
         has_prologue=request.plan.prologue is not None,
         campaigns=str(directory.show_campaigns_root(request.site)),
     )
-    command = [request.site.choose_python(), "-m", "hpcrl.envs.check", msgspec.json.encode(judge).decode()]
+    python = request.site.choose_python()
     try:
-        completed = _run_check(command, request, timeout_s=CHECK_TIMEOUT_S)
+        with NamedTemporaryFile() as file:
+            command = [python, "-m", "hpcrl.envs.check", file.name, msgspec.json.encode(judge).decode()]
+            completed = _run_check(command, request, timeout_s=CHECK_TIMEOUT_S)
+            *subjects, answer = file.read().decode(errors="replace").split(SUBJECT_END)
     except OSError as error:
-        raise PythonMissing(f"the site's python {command[0]!r} cannot be run here: {error.strerror}") from error
+        raise PythonMissing(f"the site's python {python!r} cannot be run here: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"importing the environments of recipe {request.recipe.name!r} took over {CHECK_TIMEOUT_S} s: "
             "importing must be quick; open files and start servers in reset()"
         ) from error
-    *subjects, answer = completed.stdout.decode(errors="replace").split(SUBJECT_END)
     last = completed.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     if not subjects and last.startswith("ModuleNotFoundError"):  # no user code ran yet: hpcrl's own imports
-        raise ConfigError(f"{command[0]} lacks what a job needs ({last}): pip install 'hpcrl[local]' there")
+        raise ConfigError(f"{python} lacks what a job needs ({last}): pip install 'hpcrl[local]' there")
     if not subjects or subjects[-1] or completed.returncode not in (EXIT_DONE, EXIT_USAGE):
         subject = next((name for name in reversed(subjects) if name), "its code cannot be checked")
         raise ConfigError(

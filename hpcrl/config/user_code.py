@@ -17,7 +17,9 @@ def load_code(name: str, *, what: str) -> Any:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a package may have exceptions of its own, such as pytest's
         raise ConfigError(
             f"{what} = {name!r}: importing {module_name} failed ({show_error(error)}): "
             f"{_choose_remedy(error, module_name)}"
@@ -31,7 +33,7 @@ def load_code(name: str, *, what: str) -> Any:
         raise ConfigError(f"{what} = {name!r}: {module_name} has no {attribute!r}: {own}") from None
 
 
-def _choose_remedy(error: Exception, module_name: str) -> str:
+def _choose_remedy(error: BaseException, module_name: str) -> str:
     """Return what to do about a module that cannot be imported, which may be found and fail."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return f"correct {module_name}"

@@ -1,13 +1,14 @@
-"""Check that the user code and packages of a recipe can be used here: `python -m hpcrl.envs.check < recipe.json`.
+"""Check the user code and the packages that a recipe names: `python -m hpcrl.envs.check ANSWER < recipe.json`.
 
     main            check everything
     check_packages  check the optional packages
     MAX_CHECKED_TASKS  the tasks of a domain whose images and directories are looked for
 
-It is a separate process, so that the login-node side stays light and broken user code breaks only this. Its standard
-output names each piece of user code before it runs, as this may end the process; then, after an empty name, it has the
-message of the refusal, or else a line for each problem that nodes may not have. Output of user code goes to standard
-error. Its argument is a ProblemJudge.
+It is a separate process, so that the login-node side stays light and broken user code breaks only this. The file ANSWER
+names each piece of user code before it runs, as this may end the process; then, after an empty name, it has the message
+of the refusal, or else a line for each problem that nodes may not have. It is open only while it is written, so that
+user code cannot close it or write to it. The output of user code goes to standard error. A second argument is a
+ProblemJudge.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -41,17 +43,18 @@ MAX_CHECKED_TASKS = 20_000
 
 def main() -> int:
     recipe = msgspec.json.decode(sys.stdin.buffer.read(), type=Recipe)
-    judge = msgspec.json.decode(sys.argv[1], type=ProblemJudge) if len(sys.argv) > 1 else ProblemJudge()
-    answer, notes = _take_stdout(), dict[str, None]()
+    judge = msgspec.json.decode(sys.argv[2], type=ProblemJudge) if len(sys.argv) > 2 else ProblemJudge()
+    write, notes = partial(_write_answer, Path(sys.argv[1]), pid=os.getpid()), dict[str, None]()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
         for subject, check in _list_checks(recipe, judge):
-            _write_answer(answer, subject + SUBJECT_END)
+            write(subject + SUBJECT_END)
             notes |= dict.fromkeys(_run_check(subject, check))
         check_packages(recipe)
     except ConfigError as error:
-        _write_answer(answer, SUBJECT_END + str(error).replace(SUBJECT_END, " "))
+        write(SUBJECT_END + str(error).replace(SUBJECT_END, " "))
         return EXIT_USAGE
-    _write_answer(answer, SUBJECT_END + "".join(f"{note}\n" for note in notes).replace(SUBJECT_END, " "))
+    write(SUBJECT_END + "".join(f"{note}\n" for note in notes).replace(SUBJECT_END, " "))
     return EXIT_DONE
 
 
@@ -135,8 +138,11 @@ def _run_check(subject: str, check: Callable[[], list[str] | None]) -> list[str]
         raise ConfigError(f"{subject}: {show_error(error)}") from error
 
 
-def _write_answer(answer: int, text: str) -> None:
-    os.write(answer, text.encode(errors="replace"))
+def _write_answer(path: Path, text: str, *, pid: int) -> None:
+    if os.getpid() != pid:  # a process that user code has forked, and that runs on from there
+        os._exit(EXIT_DONE)
+    with path.open("ab") as file:
+        file.write(text.encode(errors="replace"))
 
 
 def _check_environment(domain: DomainConfig, *, name: str, what: str, judge: ProblemJudge) -> list[str]:
@@ -202,15 +208,9 @@ async def _check_elsewhere(domain: DomainConfig, *, what: str) -> None:
     try:
         env = await start_process(domain)
     except EnvFault as error:
-        raise ConfigError(f"{what}, with python = {domain.python!r}: {error}") from error
+        text = str(error).replace(f"env = {domain.env!r}: ", "", 1)
+        raise ConfigError(f"{what}, with python = {domain.python!r}: {text}") from error
     await env.close()
-
-
-def _take_stdout() -> int:
-    """Redirect standard output to standard error; returns a descriptor of the original."""
-    answer = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return answer
 
 
 def _check_curriculum(recipe: Recipe) -> None:

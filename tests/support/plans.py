@@ -11,6 +11,7 @@ refuse_recipe       why a recipe's code is refused before submission
 import subprocess
 import sys
 from collections.abc import Sequence
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import msgspec
@@ -65,8 +66,9 @@ def refuse_plan(*settings: str, site: str = "lab") -> str:
 
 
 def refuse_recipe(recipe: Recipe) -> str:
-    """Return what the process that checks a recipe's code prints when it refuses it."""
-    command = [sys.executable, "-m", "hpcrl.envs.check"]
-    done = subprocess.run(command, input=msgspec.json.encode(recipe), capture_output=True, check=False)
-    assert done.returncode == 2
-    return done.stdout.decode()
+    """Return what the process that checks a recipe's code answers when it refuses it."""
+    with NamedTemporaryFile() as answer:
+        command = [sys.executable, "-m", "hpcrl.envs.check", answer.name]
+        done = subprocess.run(command, input=msgspec.json.encode(recipe), check=False)
+        assert done.returncode == 2
+        return answer.read().decode()

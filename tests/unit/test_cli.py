@@ -153,7 +153,21 @@ def test_an_env_that_kills_the_interpreter_is_refused(
         ("os.write(2, b'ValueError: fake\\n')\nos._exit(3)", "ended with code 3, its last output: ValueError: fake"),
         ("os.write(2, b'ModuleNotFoundError: fake\\n')\nos._exit(1)", "ended with code 1, its last output: Module"),
         ("os._exit(0)", "ended with code 0"),
-        ("class Odd(BaseException): pass\nraise Odd('license')", "'dying:Env': Odd: license"),
+        (
+            "class Odd(BaseException): pass\nraise Odd('license')",
+            "importing dying failed (Odd: license): correct dying",
+        ),
+        ("os.closerange(3, 1000)\nraise RuntimeError('true reason')", "(RuntimeError: true reason): correct dying"),
+        (
+            "for fd in range(1, 99):\n    try: os.write(fd, b'noise')\n    except OSError: pass\n"
+            "raise RuntimeError('true reason')",
+            "(RuntimeError: true reason): correct dying",
+        ),
+        (
+            "child = os.fork()\nif child: os.waitpid(child, 0)\nraise RuntimeError('true reason' if child else '')",
+            "(RuntimeError: true reason): correct dying",
+        ),
+        ("raise RuntimeError('x' * 100_000)", f"(RuntimeError: {'x' * 1000}...): correct dying"),
         ("raise KeyboardInterrupt", "'dying:Env': KeyboardInterrupt"),
         ("class Mute(Exception):\n    def __str__(self): raise RuntimeError('x')\nraise Mute", "Mute, whose __str__"),
         ("class Odd(BaseException): pass\ndef Env(): raise Odd('license')", "'dying:Env': Odd: license"),

@@ -229,7 +229,7 @@ def test_the_interpreter_of_a_domain_is_used_when_a_recipe_is_checked(other_pyth
     check()
     with pytest.raises(ConfigError, match=r"domains\.a\.env, with python = .*/none.*: No such file"):
         check(python="/none")
-    with pytest.raises(ConfigError, match="No module named 'nowhere'"):
+    with pytest.raises(ConfigError, match=r"': nowhere:Env: importing nowhere failed .*No module named 'nowhere'"):
         check(env="nowhere:Env")
 
 
