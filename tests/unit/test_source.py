@@ -564,6 +564,13 @@ def test_unit_tests_are_in_the_folder_of_the_package_that_they_test():
     assert {path: why for path, why in found.items() if why} == {}
 
 
+def test_every_package_has_unit_tests():
+    """Those of a package of packages may be in the folders of these."""
+    tested = {folder for path in UNIT_TESTS for folder in path.relative_to(ROOT / "tests" / "unit").parents}
+    packages = {path.parent.relative_to(PACKAGE) for path in MODULES}
+    assert packages - tested == set()
+
+
 ACROSS_MODULES = {
     "campaign/test_damaged_campaigns.py",
     "campaign_dir/test_old_campaign.py",
