@@ -6,6 +6,7 @@ TOPICS           the topics, each with a line and the function that makes its te
 """
 
 import argparse
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 
@@ -91,6 +92,15 @@ def _make_fixed(text: str) -> Callable[[Sequence[str]], str]:
     return lambda words: text
 
 
+def _suggest_key_topic(words: Sequence[str]) -> str:
+    """Return "did you mean ...? " for the name of a table or key of a recipe or a site; empty for any other."""
+    for topic in ("recipe", "site"):
+        with contextlib.suppress(HpcrlError):
+            TOPICS[topic][1](words)
+            return f"did you mean `hpcrl help {topic} {' '.join(words)}`? "
+    return ""
+
+
 TOPICS: dict[str, tuple[str, Callable[[Sequence[str]], str]]] = {
     "recipe": ("every key of a recipe; `hpcrl help recipe train` those of a table", _make_recipe_text),
     "site": ("every key of a site file", _make_site_text),
@@ -129,8 +139,8 @@ def show_topic(words: Sequence[str], *, parser: argparse.ArgumentParser) -> int:
     elif (found := command if command in parsers else first) in parsers:
         print_line(parsers[found].format_help().rstrip())
     else:
-        known = [*TOPICS, *parsers]
-        raise HpcrlError(f"no topic {command!r}: {suggest_name(command, known)}topics are {', '.join(TOPICS)}")
+        hint = _suggest_key_topic(words) or suggest_name(command, [*TOPICS, *parsers])
+        raise HpcrlError(f"no topic {command!r}: {hint}topics are {', '.join(TOPICS)}")
     return 0
 
 

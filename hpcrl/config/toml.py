@@ -11,7 +11,7 @@ LayeredTable      a table and the files and settings that it was made of
 suggest_name      "did you mean ...? "
 shipped_folder, user_folder, list_known_names    the places and names of recipes and sites
 ConfigKind, ShippedFolder, TomlTable             types
-USER_CODE_PATTERN, NAME_PATTERN, JUDGE_NAME_PATTERN, PATTERN_MEANINGS       what is accepted
+USER_CODE_PATTERN, NAME_PATTERN, JUDGE_NAME_PATTERN, PATTERN_MEANINGS, TYPE_WORDS    what is accepted
 RENAMED_KEYS, REMOVED_KEYS, RENAMED_VALUES       what was accepted
 MAX_DEPTH, MAX_BYTES, MAX_EXTENDS, MIN_INTEGER, MAX_INTEGER        limits
 """
@@ -61,6 +61,15 @@ _SHORT_STRING = r"""\"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+'"""
 _COMMENT_OR_STRING = re.compile(f"{_COMMENT}|{_LONG_STRING}|{_SHORT_STRING}", re.DOTALL)
 _DEEP_KEY = re.compile(rf"(?<![\w.-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}")
 """A dotted key that is nested too deep, its quoted parts replaced: tomllib takes minutes for thousands of parts."""
+TYPE_WORDS = {
+    "int": "integer",
+    "float": "number",
+    "str": "text",
+    "bool": "true or false",
+    "object": "table",
+    "array": "list",
+}
+"""The words for types, by msgspec's names."""
 RENAMED_KEYS = {
     "router.reluctance": "router.mismatch_penalty",
     "router.home": "router.prefix_affinity",
@@ -569,9 +578,9 @@ def _explain_error(message: str, layered: LayeredTable, kind: type[msgspec.Struc
     """Rewrite msgspec's "Expected `int`, got `str` - at `$.a.b`" with the key first, and add the value seen."""
     found = re.fullmatch(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<trail>.*)`)?", message, re.DOTALL)
     assert found is not None
-    what = found["what"].replace("`", "")
+    what = _translate_types(found["what"])
     for pattern, meaning in PATTERN_MEANINGS.items():
-        what = what.replace(f"str matching regex {pattern!r}", meaning)
+        what = what.replace(f"text matching regex {pattern!r}", meaning)
     trail = [part for part in re.split(r"[.\[\]]", (found["trail"] or "").replace("[...]", ".*")) if part]
     trail = _resolve_wildcard(trail, message, layered.table, kind)
     source = layered.find_source(trail)
@@ -601,6 +610,16 @@ def _explain_error(message: str, layered: LayeredTable, kind: type[msgspec.Struc
     if (new_value := _find_new_value(where, seen)) is not None:
         return f'{source}: {where} = {_show_value(seen)} is now written "{new_value}": use the new value'
     return f"{source}: {where}: {what[:1].lower()}{what[1:]} (seen: {_show_value(seen)})"
+
+
+def _translate_types(message: str) -> str:
+    """Replace msgspec's names of types, as in "Expected `int | null`, got `str`", by those that `hpcrl help` has."""
+    if not message.startswith("Expected"):
+        return message.replace("`", "")
+    names = [part.replace(" | null", "").replace(" | ", " or ") for part in message.split("`")]
+    words = "|".join(TYPE_WORDS)
+    names[1::2] = [re.sub(rf"\b({words})\b", lambda word: TYPE_WORDS[word[0]], name) for name in names[1::2]]
+    return "".join(names)
 
 
 def _find_types(info: msgspec.inspect.Type, trail: Sequence[str]) -> Iterator[msgspec.inspect.Type]:

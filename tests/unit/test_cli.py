@@ -58,7 +58,7 @@ def nothing_left(home: Path) -> bool:
     ("arguments", "expected"),
     [
         (("submit", "quickstart", "--site", "local", "-s", "rollout.group_sise=4"), "did you mean 'group_size'?"),
-        (("submit", "quickstart", "--site", "local", "-s", "rollout.group_size=x"), "expected int"),
+        (("submit", "quickstart", "--site", "local", "-s", "rollout.group_size=x"), "expected integer, got text"),
         (("submit", "quickstrat", "--site", "local"), "did you mean 'quickstart'?"),
         (("submit", "quickstart", "--site", "locale"), "did you mean 'local'?"),
         (("submit", "quickstart", "--site", "lab", "-s", "job.walltime_min=5000"), "allows 1440"),

@@ -56,7 +56,7 @@ def test_a_setting_is_read_as_toml_and_else_as_text(recipe: Path) -> None:
 @pytest.mark.parametrize("table", ["model.tiny", "judge.grader.tiny"])
 def test_a_tiny_model_that_cannot_be_made_is_refused(recipe: Path, table: str) -> None:
     assert f"{table}: hidden_size = 64, num_heads = 3" in refused(recipe, f"{table}.num_heads=3")
-    assert f"{table}.context_length: expected int >= 32" in refused(recipe, f"{table}.context_length=4")
+    assert f"{table}.context_length: expected integer >= 32" in refused(recipe, f"{table}.context_length=4")
 
 
 def test_a_recipe_extends_another_beside_it(recipe: Path) -> None:
@@ -121,13 +121,13 @@ def test_the_error_for_a_mistyped_table_suggests_the_nearest_name(recipe: Path) 
 
 def test_a_wrong_type_names_key_and_value(recipe: Path) -> None:
     message = refused(recipe, "rollout.group_size=many")
-    assert "rollout.group_size: expected int" in message
+    assert "rollout.group_size: expected integer, got text" in message
     assert "'many'" in message
 
 
 def test_a_value_out_of_range_names_key_and_value(recipe: Path) -> None:
     message = refused(recipe, "rollout.group_size=1")
-    assert "rollout.group_size: expected int >= 2" in message
+    assert "rollout.group_size: expected integer >= 2" in message
     assert "seen: 1" in message
 
 
@@ -459,7 +459,7 @@ def test_a_long_text_with_dots_is_not_a_key(recipe: Path) -> None:
     ("setting", "expected"),
     [
         ("train.steps=10", "-s train.steps=10: unknown key 'train.steps': did you mean 'num_steps'?"),
-        ("train.num_steps=many", "-s train.num_steps=many: train.num_steps: expected int"),
+        ("train.num_steps=many", "-s train.num_steps=many: train.num_steps: expected integer, got text"),
         ("train.num_steps.x=1", "-s train.num_steps.x=1: 'num_steps' is 2, not a table"),
     ],
 )
@@ -557,7 +557,7 @@ def test_a_key_that_another_table_has_is_found_there():
 def test_a_whole_number_may_be_written_with_an_exponent():
     recipe = make_recipe(load_table("recipes", "quickstart", settings=["model.num_params=8.2e9"]))
     assert recipe.model.num_params == 8_200_000_000
-    with pytest.raises(ConfigError, match="expected int"):
+    with pytest.raises(ConfigError, match="expected integer"):
         make_recipe(load_table("recipes", "quickstart", settings=["rollout.group_size=8.5"]))
 
 
