@@ -4,7 +4,7 @@ request           recipe, site and plan, loaded
 submission        a campaign's directory, its records, its first and its further jobs
 submission_checks  what is checked before that
 model_check       a command that checks a model as the job would
-staged_files      the paths of what is named as on the hub
+staged_files      the local paths of models and data named by their id on the hub
 own_gpus          the GPUs of this machine, for a site without a scheduler
 running_jobs      the states of its jobs, and how to stop them
 continuation      resume and extend, also with changes

@@ -33,7 +33,7 @@ DOMAIN_SETTINGS = {
     "tasks": "its rows were copied at submission",
     "held_out": "its rows were copied at submission",
 }
-"""The same for the settings of each domain."""
+"""Settings of each domain that a campaign keeps, and why."""
 
 
 def find_differences(tables: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:

@@ -143,7 +143,7 @@ def _resolve_file(path: str, layered: LayeredTable, *trail: str) -> str:
 
 
 def _resolve_files(paths: str | list[str], layered: LayeredTable, staging: StagingDir, *trail: str) -> str | list[str]:
-    """Make the paths of data files absolute, also of those that are named as on the hub."""
+    """Make the paths of data files absolute, also of those named by their id on the hub."""
     if isinstance(paths, list):
         return [str(_resolve_files(path, layered, staging, *trail)) for path in paths]
     return staging.find_data(paths) or _resolve_file(paths, layered, *trail)

@@ -111,12 +111,12 @@ class StagingDir:
         return self.root / "images"
 
     def find_model(self, path: str) -> str | None:
-        """Return the directory of a model that is named as on the hub; None for a path."""
+        """Return the local directory of a model named by its id on the hub; None for a path."""
         name = parse_model_name(path)
         return None if name is None else str(self.find_folder(name))
 
     def find_data(self, path: str) -> str | None:
-        """Return the path of a data file that is named as on the hub; None for a path."""
+        """Return the local path of a data file named by its id on the hub; None for a path."""
         name = parse_data_name(path)
         return None if name is None else str(self.find_folder(name) / name.file)
 

@@ -23,7 +23,7 @@ NORM_BYTES = 2 * BYTES_FP32
 DENSE_INNER_PARTS = 5
 """Tensors of the inner size that an MLP keeps: both factors and their joint tensor, the activated one, the product."""
 EXPERT_INNER_PARTS = 6
-"""The same of an expert, whose product is weighted too."""
+"""Tensors of the inner size that an expert keeps, whose product is weighted too."""
 EXPERT_OUTPUT_PARTS = 5
 """Tensors of all outputs of experts at the end of a layer: by expert, by rank, in the order of tokens."""
 EXPERT_IMBALANCE = 1.5

@@ -90,7 +90,7 @@ def _drive_job(place: WorkerPlace, lease: CampaignLease, pulse: DriverPulse, *, 
 
 
 def _describe_failure(error: BaseException, *, is_supervising: bool) -> JobEnd:
-    """Return the end of a job that failed: an error of the recipe or its code would come again, others may not."""
+    """Return the end of a job that failed: one by the recipe or its code recurs, others may not."""
     reason = str(error) if isinstance(error, HpcrlError) else f"the driver failed: {type(error).__name__}: {error}"
     if isinstance(error, JobError):
         return JobEnd(outcome="failed", reason=reason, cause=error.cause, nodes=error.nodes)
@@ -289,7 +289,7 @@ class JobDriver:
         if self.drain.is_overdue:
             return self._finish("cut", f"{drain_reason}, and the time was too short for a checkpoint")
         if self.lease_looks.is_due() and self.lease.is_lost():
-            reason = "another job runs this campaign: Slurm took this one for ended"
+            reason = "another job runs this campaign: Slurm reported that this one had ended"
             return JobEnd(outcome="failed", reason=reason, cause="infrastructure")
         return None
 

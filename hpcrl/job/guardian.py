@@ -50,7 +50,7 @@ OUTCOME_TIMEOUT_S = 5.0
 CLOSE_GRACE_S = 10.0
 """The time that processes may take to end."""
 TERM_CLOSE_GRACE_S = 1.5
-"""The same after SIGTERM, when SIGKILL is near."""
+"""The time that they may take after SIGTERM, when SIGKILL is near."""
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 PULSE_INTERVAL_S = 0.2
 MAX_DRIVER_SILENCE_S = 45.0

@@ -136,9 +136,9 @@ class StepProvider(ExecutionProvider):
             end_group(process, grace_s=deadline - time.monotonic())
 
     def end_lost(self, host: str) -> None:
-        """End the block on a host whose worker pool Parsl has lost: srun waits for ever for a node that restarted.
+        """End the block on a host whose worker pool Parsl has lost: srun waits forever for a node that restarted.
 
-        A step that has pools on other nodes too continues, and a pool that still runs there ends for want of answers.
+        A step that has pools on other nodes too continues, a pool that still runs there ends when nobody answers it.
         """
         name, latest = host.partition(".")[0], time.monotonic() - MIN_LOST_AGE_S
         for node, pool in zip(self._nodes, self._pools, strict=True):

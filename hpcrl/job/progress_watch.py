@@ -170,7 +170,7 @@ class RankBeats:
     """The heartbeats of a trainer's ranks, seen from the driver's node.
 
     A rank that stands still is ended on its own node (`hpcrl/job/ranks.py`). If the node is lost, nothing there is
-    left to do that, and srun may wait for it for ever. Only changes count, since the clocks of nodes differ.
+    left to do that, and srun may wait for it forever. Only changes count, since the clocks of nodes differ.
     """
 
     def __init__(self, files: Sequence[Path], *, clock: Callable[[], float] = time.monotonic) -> None:

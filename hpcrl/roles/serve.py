@@ -66,7 +66,7 @@ MAX_BEHIND_S = 30.0
 """The time that an engine may lag behind a published version before it asks for files."""
 LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S = 1.0, 10.0
 IDLE_REPORT_INTERVAL_S = 60.0
-"""The same for an engine that stays idle: whoever follows its events looks at them more rarely then."""
+"""The time between two load reports of an engine that stays idle."""
 WORK_INTERVAL_S = 5.0
 
 

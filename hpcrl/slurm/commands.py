@@ -33,7 +33,7 @@ from hpcrl.errors import SlurmError
 COMMAND_TIMEOUT_S = float(os.environ.get("HPCRL_SLURM_TIMEOUT_S", "40"))
 """The time that one Slurm command may take to answer; a caller that only displays the answer may set less."""
 STEPS_TIMEOUT_S = 10.0
-"""The same where the driver waits for it in the middle of its work."""
+"""The time that a query of steps may take, as the driver waits for it in the middle of its work."""
 TIMED_OUT = 124
 """The exit code of coreutils' timeout; `run_slurm` uses it too for a command that did not answer."""
 NUM_LOOKUPS = 5

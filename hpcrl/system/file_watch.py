@@ -50,7 +50,7 @@ SETTLE_S = 2.0
 FIRST_RETRY_S = 0.1
 MAX_PAUSE_S = 2.0
 LONG_PAUSE_S = 5.0
-"""The same for what is rare, or also known in another way: new engines, files of the weights."""
+"""The longest pause for what is rare, or also known in another way: new engines, files of the weights."""
 PAUSE_SHARE = 0.1
 """The pause between two stats, as a share of the time since the last change."""
 

@@ -1,6 +1,6 @@
 """The nodes of the pipeline that every rank runs, the same for every trainer: from a rank's rows to other weights.
 
-    StepWork                            what they know beside their inputs
+    StepWork                            the state of a step that they share, beside their inputs
     read_rows                           rows: what this rank trains in each minibatch
     make_batches                        batches: the rows as tensors, the same number of micro-batches on every rank
     compute_logprobs                    reference, proximal, and the user's nodes with a model

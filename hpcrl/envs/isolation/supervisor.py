@@ -38,7 +38,7 @@ FILES_PER_MB = 256
 """Files and directories for each MB of max_disk_mb: the number of blocks of 4 KiB. A file that is not empty has
 one at least; each needs a kilobyte of the kernel's memory beside it, also if it is empty."""
 MIN_FILES = 10_000
-"""The same for small disks."""
+"""The least number of files and directories, for small disks."""
 _RESIDENT = re.compile(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 
 

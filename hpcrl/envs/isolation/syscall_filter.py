@@ -1,6 +1,6 @@
 """The filter that denies a process memory which no watcher could see: memfd_create, memfd_secret, shmget.
 
-    deny_hidden_memory  deny them to this process and all that it starts, for ever
+    deny_hidden_memory  deny them to this process and all that it starts, forever
     build_filter        the program of the filter, as the kernel reads it
     DENIED_CALLS        the numbers of the denied system calls, by audit architecture
     KNOWN_MACHINES      the machines whose calls these are
