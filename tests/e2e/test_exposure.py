@@ -62,9 +62,9 @@ def campaign(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> 
     finally:
         hub.end()
     words = [sys.executable, "-m", "hpcrl.cli", "submit", *recipe, "--watch", *SMALL, "-s", "rollout.max_new_tokens=4"]
-    offline = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *words]
+    command = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *words]
     with (folder / "output").open("w") as output:
-        process = subprocess.Popen(offline, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + 480
         while process.poll() is None and time.monotonic() < deadline:
             watch(process.pid, offline)
