@@ -357,7 +357,7 @@ def _list_replaced(trail: tuple[str, ...]) -> Iterable[tuple[str, ...]]:
         case ("train", "pipeline", _, "function"):
             return ((*trail[:-1], "options"),)
         case ("model", "path") | ("judge", _, "path"):
-            return [(*trail[:-1], key) for key in ("tiny", "num_params", "config", "chat_template_kwargs")]
+            return [(*trail[:-1], key) for key in ("tiny", "num_params", "config")]
         case ("model", "tiny") | ("judge", _, "tiny"):
             return ((*trail[:-1], "path"),)
     return ()

@@ -320,7 +320,8 @@ def test_a_model_path_replaces_what_describes_the_model_of_the_parent(recipe: Pa
     recipe.write_text(RECIPE.replace("[model.tiny]", MODEL))
     fields = [f"config.{name} = {value}" for name, value in SMALL_CONFIG.items()]
     model = load_recipe(str(child_of(recipe, "\n".join(["[model]", 'path = "/models/small"', *fields])))).model
-    assert (model.num_params, model.config, model.chat_template_kwargs) == (None, SMALL_CONFIG, {})
+    assert (model.num_params, model.config) == (None, SMALL_CONFIG)
+    assert model.chat_template_kwargs == {"enable_thinking": False}, "a copy of the same model keeps them"
     settings = (*(f"model.{field}" for field in fields), "model.path=/models/small")
     assert load_recipe(str(recipe), settings=settings).model == model
 
