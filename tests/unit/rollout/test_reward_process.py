@@ -92,10 +92,10 @@ def test_a_reward_that_hangs_costs_its_trajectory(scoring, function):
 
 
 def test_a_list_that_hangs_is_repeated_one_by_one(scoring):
-    scoring.start("of_a_list_with", timeout_s=0.5, index=3, fault="hang")
+    scoring.start("of_a_list_with", timeout_s=2, index=3, fault="hang")
     scoring.request()
     rewards = scoring.rewards()
-    assert "longer than reward_timeout_s = 0.5 s" in rewards.pop(3)
+    assert "longer than reward_timeout_s = 2 s" in rewards.pop(3)
     assert rewards == [0, 1, 2, 4, 5, 6, 7]
 
 
