@@ -3,14 +3,20 @@
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.support.campaigns import outcome, steps, until
-from tests.support.lab_campaigns import PREEMPTIBLE, await_end, find_batch_processes, list_saved_steps, start
+from tests.support.lab_campaigns import (
+    PREEMPTIBLE,
+    await_end,
+    find_batch_processes,
+    kill_batch_processes,
+    list_saved_steps,
+    start,
+)
 from tests.support.lab_tools import Lab
 
 pytestmark = [
@@ -60,18 +66,7 @@ def test_a_chain_of_jobs_whose_walltime_ends_loses_no_step_and_leaves_no_memory(
 
 def test_nodes_are_left_clean_if_no_process_of_the_batch_step_is_left(lab: Lab, campaigns: Path) -> None:
     campaign, _ = start(campaigns, "k")
-    guardian, driver = find_batch_processes(campaign)
-    driver.suspend()  # it gets SIGTERM with the end of its guardian, and must not start to drain
-    guardian.kill()
-    driver.wait(60)  # Slurm ends what is left of the batch step; the sruns of a driver that ends first kill their steps
-    await_end(lab, campaign)
-    if not campaign.job(
-        0
-    ).terminated.exists():  # Slurm has killed the steps without a signal before: the next step cleans
-        for role in ("env", "prefill", "decode", "train"):
-            clean = (sys.executable, "-m", "hpcrl.job.step", str(campaign.job(0).root))
-            lab.run("srun", "-p", role, "-w", f"{role}1", *clean)
-    until(lambda: lab.list_shared_memory() == {}, what="steps without a driver clean up", timeout_s=30)
+    kill_batch_processes(lab, campaign)
     assert not campaign.job(0).outcome.exists()
 
 

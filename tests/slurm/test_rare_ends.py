@@ -13,7 +13,7 @@ from hpcrl.lab import outages
 from hpcrl.system.files import read_json
 from hpcrl.system.memory import KILLED
 from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, snapshot, steps, until
-from tests.support.lab_campaigns import ENDLESS, await_end, find_batch_processes, list_saved_steps, start
+from tests.support.lab_campaigns import ENDLESS, await_end, kill_batch_processes, list_saved_steps, start
 from tests.support.lab_tools import Lab
 from tests.support.memory_hog import MEMORY_ROOT, exhaust_memory
 from tests.support.memory_losses import FILL_VARIABLE
@@ -93,12 +93,7 @@ def test_nodes_are_left_clean_if_driver_and_guardian_are_killed_during_a_drain(
     until(lambda: is_waiting(slow), what="the trainer is busy, so that the drain takes a while")
     campaign.stop.touch()
     until(campaign.job(0).drain.exists, what="the job drains")
-    guardian, driver = find_batch_processes(campaign)
-    guardian.suspend()
-    driver.kill()
-    guardian.kill()
-    await_end(lab, campaign)
-    until(lambda: lab.list_shared_memory() == {}, what="steps without a driver clean up", timeout_s=30)
+    kill_batch_processes(lab, campaign)
 
 
 def test_a_requeue_is_refused_and_where_an_administrator_allows_it_the_job_continues_from_its_checkpoint(

@@ -1,6 +1,8 @@
 """Campaigns on a lab that are ended in some way."""
 
+import contextlib
 import json
+import sys
 from pathlib import Path
 
 import psutil
@@ -41,3 +43,21 @@ def await_end(lab: Lab, campaign: CampaignDir) -> str:
     id = json.loads(campaign.job(0).submission.read_text())["id"]
     until(lambda: id not in lab.run("squeue", "-h", "-o", "%A"), what="the job has left the queue", timeout_s=60)
     return lab.accounted(id)[0]["State"].split()[0]
+
+
+def kill_batch_processes(lab: Lab, campaign: CampaignDir) -> None:
+    """Kill the guardian and the driver of the first job, and wait until the nodes are free and clean.
+
+    A step cleans up after SIGTERM. At times Slurm kills some steps of such a job without it; then the next step does.
+    """
+    guardian, driver = find_batch_processes(campaign)
+    driver.suspend()  # it gets SIGTERM with the end of its guardian, and must not answer
+    guardian.kill()
+    driver.wait(60)  # Slurm ends what is left of the batch step; the sruns of a driver that ends first kill their steps
+    await_end(lab, campaign)
+    with contextlib.suppress(AssertionError):
+        until(lambda: lab.list_shared_memory() == {}, what="steps without a driver clean up", timeout_s=10)
+    for node in lab.list_shared_memory():
+        clean = (sys.executable, "-m", "hpcrl.job.step", str(campaign.job(0).root))
+        lab.run("srun", "-p", node.rstrip("0123456789"), "-w", node, *clean)
+    assert lab.list_shared_memory() == {}
