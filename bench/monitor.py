@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -119,19 +120,19 @@ def measure_campaign(campaign: LargeCampaign, *, seconds: float) -> Iterator[Fig
     yield Figure(name="CPU time of the first look", value=start_s, unit="s")
 
 
+@dataclass
 class TimedWatch:
     """A monitor that is watched for a while, and the time that it takes."""
 
-    def __init__(self, campaign: LargeCampaign, collector: SnapshotCollector, *, seconds: float, works: bool) -> None:
-        self.num_looks = 0
-        self.look_s = 0.0
-        self._campaign = campaign
-        self._collector = collector
-        self._seconds = seconds
-        self._works = works
-        self._spent_s = 0.0
-        self._num_worked = 0
-        self._started = 0.0
+    campaign: LargeCampaign
+    collector: SnapshotCollector
+    seconds: float
+    works: bool
+    num_looks: int = 0
+    look_s: float = 0.0
+    _spent_s: float = 0.0
+    _num_worked: int = 0
+    _started: float = 0.0
 
     def run(self) -> float:
         """Watch; return the share of a core."""
@@ -142,7 +143,7 @@ class TimedWatch:
 
     def poll(self) -> CampaignSnapshot:
         started = time.process_time()
-        snapshot = self._collector.poll()
+        snapshot = self.collector.poll()
         self.look_s += time.process_time() - started
         self.num_looks += 1
         return snapshot
@@ -151,13 +152,13 @@ class TimedWatch:
         """Wait as for keys, while workers write; the time that they take is not the monitor's."""
         until = time.monotonic() + seconds
         while (now := time.monotonic()) < until:
-            if self._works and now - self._started > self._num_worked:
+            if self.works and now - self._started > self._num_worked:
                 before = time.process_time()
-                self._campaign.work(self._num_worked)
+                self.campaign.work(self._num_worked)
                 self._num_worked += 1
                 self._spent_s += time.process_time() - before
             time.sleep(max(0.0, min(0.1, until - time.monotonic())))
-        if now - self._started > self._seconds:
+        if now - self._started > self.seconds:
             raise KeyboardInterrupt
 
 
