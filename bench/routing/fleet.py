@@ -30,7 +30,7 @@ from hpcrl.rollout.routing.decision import sample_two
 from hpcrl.rollout.routing.router import Router
 from hpcrl.testing.virtual_time import run_virtual
 
-PolicyName = Literal["router", "round-robin", "least-loaded", "power of two", "sticky"]
+PolicyName = Literal["router", "round-robin", "least-loaded", "power of two", "sticky", "sticky by load"]
 MODEL_8B = ModelShape(num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, num_dense=8_190_000_000)
 NUM_HOSTS = 4
 LONGEST_REPLY = 8192
@@ -140,16 +140,22 @@ async def _hosts(
     directory: Path,
 ) -> list[Policy]:
     everyone, draw = list(engines.values()), random.Random(1)
+    turns = cycle(everyone)
+
+    def least_loaded() -> Scripted:
+        return min(everyone, key=lambda one: one.num_ours)
+
     match policy:
         case "round-robin":
-            turns = cycle(everyone)
             return [Chosen(lambda: next(turns))]
         case "least-loaded":
-            return [Chosen(lambda: min(everyone, key=lambda one: one.num_ours))]
+            return [Chosen(least_loaded)]
         case "power of two":
             return [Chosen(lambda: min(sample_two(everyone, draw=draw), key=lambda one: one.num_ours))]
         case "sticky":
-            return [Sticky(everyone)]
+            return [Sticky(lambda: next(turns))]
+        case "sticky by load":
+            return [Sticky(least_loaded)]
         case "router":
             routers = [
                 Router(

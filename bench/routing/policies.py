@@ -9,7 +9,6 @@ Sticky     a policy that keeps every trajectory on the engine that it was first 
 
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Protocol
 
 import msgspec
@@ -98,13 +97,13 @@ class Chosen:
 
 
 class Sticky:
-    """A policy that assigns trajectories to engines in turn and keeps each there."""
+    """A policy that gives each trajectory to an engine that a function chooses, and keeps it there."""
 
-    def __init__(self, engines: list[Scripted]) -> None:
-        self._turns = cycle(engines)
+    def __init__(self, choose: Callable[[], Scripted]) -> None:
+        self._choose = choose
         self._homes: dict[str, Scripted] = {}
 
     async def generate(self, request: GenerateRequest) -> Completion:
         if request.trajectory not in self._homes:
-            self._homes[request.trajectory] = next(self._turns)
+            self._homes[request.trajectory] = self._choose()
         return await self._homes[request.trajectory].generate(request)

@@ -3,6 +3,7 @@
     Script, Call  a trajectory to replay, and one of its turns
     read_calls    scripts from a CSV file with one row per call: family, session, t_s, input_chars, output_chars
     synthetic     seeded: coding (long prompts that grow, short replies), service (short ones), math (long replies)
+    TAILS         the kinds of tails that the lengths of synthetic replies and the times of their tools may have
     repeated      any number of trajectories, in a seeded order
 
 Lengths in characters are four times those in tokens. The gap between two recorded calls is the tool's time plus the
@@ -11,7 +12,8 @@ model's; the latter is assumed to be that of its reply at 100 tokens/s.
 
 import csv
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import cycle, groupby, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -19,6 +21,8 @@ from pathlib import Path
 CHARS_PER_TOKEN = 4
 RECORDED_TOKENS_PER_S = 100.0
 SEED = 20261
+MAX_REPLY = 8000
+MAX_PROMPT = 60_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +74,44 @@ def _tokens(chars: str) -> int:
     return max(1, int(chars) // CHARS_PER_TOKEN)
 
 
-def synthetic(num: int = 96, *, seed: int = SEED) -> list[Script]:
+def _draw_pareto(draw: random.Random) -> float:
+    return min(200.0, draw.paretovariate(1.2)) / 1.8
+
+
+def _draw_either(draw: random.Random) -> float:
+    return draw.choice((0.3, 0.3, 0.3, 6.0))
+
+
+TAILS: dict[str, Callable[[random.Random], float]] = {
+    "none": lambda draw: 1.0,
+    "wide lognormal": lambda draw: draw.lognormvariate(0, 1.5),
+    "pareto": _draw_pareto,
+    "either short or long": _draw_either,
+}
+"""Factors of lengths and times, with a median of about 1 each."""
+
+
+def synthetic(num: int = 96, *, seed: int = SEED, tail: str | None = None) -> list[Script]:
+    """Make trajectories of three kinds; `tail` scales each reply and each pause by a draw of that kind."""
     draw = random.Random(seed)
     makers = {"coding": _coding, "service": _service, "math": _math}
-    return [Script(domain=name, calls=tuple(makers[name](draw))) for name in islice(cycle(makers), num)]
+    scripts = [Script(domain=name, calls=tuple(makers[name](draw))) for name in islice(cycle(makers), num)]
+    return scripts if tail is None else [_scale_script(script, TAILS[tail], draw) for script in scripts]
+
+
+def _scale_script(script: Script, factor: Callable[[random.Random], float], draw: random.Random) -> Script:
+    """Scale replies, pauses, and what tools add to the prompts."""
+    calls: list[Call] = []
+    for call, fresh in zip(script.calls, script.num_fresh(), strict=True):
+        before = calls[-1].num_prompt + calls[-1].num_new if calls else 0
+        calls.append(
+            Call(
+                num_prompt=min(MAX_PROMPT, before + max(1, int(fresh * factor(draw)))),
+                num_new=min(MAX_REPLY, max(1, int(call.num_new * factor(draw)))),
+                pause_s=call.pause_s * factor(draw),
+            )
+        )
+    return replace(script, calls=tuple(calls))
 
 
 def _coding(draw: random.Random) -> list[Call]:
@@ -102,7 +140,7 @@ def _math(draw: random.Random) -> list[Call]:
 
 
 def _call(draw: random.Random, num_prompt: int, *, median: float, spread: float, pause_s: float) -> Call:
-    num_new = min(8000, max(1, int(median * draw.lognormvariate(0, spread))))
+    num_new = min(MAX_REPLY, max(1, int(median * draw.lognormvariate(0, spread))))
     return Call(num_prompt=num_prompt, num_new=num_new, pause_s=draw.expovariate(1 / pause_s))
 
 

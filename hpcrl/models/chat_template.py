@@ -6,6 +6,7 @@ ChatTemplate.render_longer  the text of a conversation that grew, by what change
 ChatTemplate.render_after   the text that follows an answer of the model, if the template keeps that answer
 ChatTemplate.encode         the ids of a text; a mark counts only where the template wrote it, not in a message
 ChatTemplate.make_decoder   ids to text chunk by chunk, never half a character
+AnsweredPrompt              a prompt with its answer, for render_after
 RenderedTurn, RenderedOpening  what render_after and render_longer return
 MarkPlace                   the place of a mark in a text
 tokenize_text               a plain text to ids
@@ -55,6 +56,21 @@ def tokenize_text(tokenizer: Any, text: str) -> list[int]:
     """Tokenize a text in half the time of the tokenizer's `encode`, which also computes offsets."""
     (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return list(encoded.ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnsweredPrompt:
+    """A prompt with the model's answer, after which a conversation goes on."""
+
+    read_prompt: Callable[[], tuple[str, Sequence[Message]]]
+    """Return the text up to the answer, and the messages that it is of."""
+    num_messages: int
+    excerpt: ConversationExcerpt | None = None
+    """The excerpt of these messages, if one was made."""
+    message: Message
+    """The answer."""
+    text: str
+    """The text that was generated, special tokens included."""
 
 
 class RenderedTurn(NamedTuple):
@@ -176,73 +192,81 @@ class ChatTemplate:
 
     def render_after(
         self,
-        read_prompt: Callable[[], tuple[str, Sequence[Message]]],
-        *,
-        num_messages: int,
-        answer: Message,
-        answer_text: str,
+        answered: AnsweredPrompt,
         new: Sequence[Message],
+        *,
         tools: Sequence[Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-        excerpt: ConversationExcerpt | None = None,
         has_same_variables: bool = True,
         is_checked: bool = True,
     ) -> RenderedTurn | None:
-        """Render a prompt, an answer, and new messages; None unless the template keeps all of it as it was.
+        """Render a prompt, its answer, and new messages; None unless the template keeps all of it as it was.
 
         Without `is_checked`, only a short conversation of the same structure is rendered, if its text after an answer
-        was once found to be that of the whole conversation; `excerpt` is that of the turn before. Everything is
-        rendered unless `has_same_variables`, which means that the prompt was rendered with these tools and variables.
+        was once found to be that of the whole conversation. Everything is rendered unless `has_same_variables`, which
+        means that the prompt was rendered with these tools and variables.
 
-        `read_prompt` returns the text up to the answer and the `num_messages` messages that it is of; `answer` is its
-        message and `answer_text` the text that was generated, special tokens included. What the template writes around
-        the answer is what counts: the answer is rendered as a placeholder, so that the result never depends on a
-        newline that the model chose.
+        What the template writes around the answer is what counts: the answer is rendered as a placeholder, so that the
+        result never depends on a newline that the model chose.
         """
+        variables: dict[str, Any] = {"tools": tools, "template_kwargs": template_kwargs}
         if tools and self.with_tools:
             return self.with_tools.render_after(
-                read_prompt,
-                num_messages=num_messages,
-                answer=answer,
-                answer_text=answer_text,
-                new=new,
-                tools=tools,
-                template_kwargs=template_kwargs,
-                excerpt=excerpt,
-                has_same_variables=has_same_variables,
-                is_checked=is_checked,
+                answered, new, **variables, has_same_variables=has_same_variables, is_checked=is_checked
             )
         is_joined = self.form.alternates and new and new[0].get("role") == "assistant"
-        if is_joined or has_open_thought(answer_text):
+        if is_joined or has_open_thought(answered.text):
             return None
-        thought = has_thought(answer_text)
+        answer = answered.message
         forms = [*([answer] if self.form.keeps_calls(answer) else []), {**answer, "tool_calls": None}]
-        excerpt = excerpt or make_excerpt(read_prompt()[1])
+        excerpt = answered.excerpt or make_excerpt(answered.read_prompt()[1])
         if not has_same_variables:
             excerpt = replace(excerpt, rendered=None)
+        is_short = has_same_variables and len(excerpt.messages) < answered.num_messages
         for form in forms:
-            stub = self.form.stub(form, has_thought=thought)
-            variables = {"tools": tools, "template_kwargs": template_kwargs}
-            structure = tuple(map(describe_message, [stub, *new]))
-            following = extend_excerpt(excerpt, [stub, *new], structure)
-            known = ("answer", *excerpt.structure, *structure, bool(tools), *sorted(template_kwargs or {}))
-            in_short = None
-            is_tried = (
-                has_same_variables and len(excerpt.messages) < num_messages and self.known_excerpts.get(known, True)
+            stub = self.form.stub(form, has_thought=has_thought(answered.text))
+            turn = self._render_turn(
+                answered, stub, new, variables, excerpt=excerpt, is_short=is_short, is_checked=is_checked
             )
-            if is_tried and (before := self._render_excerpt(excerpt, **variables)) is not None:
-                in_short = self._render_stub(before, excerpt.messages, stub, new, answer_text=answer_text, **variables)
-            if in_short is not None and not is_checked and known in self.known_excerpts:
-                return RenderedTurn(stub, following, *in_short)
-            if is_tried and in_short is None and known in self.known_excerpts:
-                continue  # it is rendered as a whole anyway
-            before, messages = read_prompt()
-            whole = self._render_stub(before, messages, stub, new, answer_text=answer_text, **variables)
-            if is_tried:
-                self._remember_excerpt(known, is_right=whole == in_short)
-            if whole is not None:
-                return RenderedTurn(stub, following, *whole)
+            if turn is not None:
+                return turn
         return None
+
+    def _render_turn(
+        self,
+        answered: AnsweredPrompt,
+        stub: dict[str, Any],
+        new: Sequence[Message],
+        variables: Mapping[str, Any],
+        *,
+        excerpt: ConversationExcerpt,
+        is_short: bool,
+        is_checked: bool,
+    ) -> RenderedTurn | None:
+        """Render with this placeholder of the answer, in short if `is_short` and that is known to give the same."""
+        structure = tuple(map(describe_message, [stub, *new]))
+        following = extend_excerpt(excerpt, [stub, *new], structure)
+        known = (
+            "answer",
+            *excerpt.structure,
+            *structure,
+            bool(variables["tools"]),
+            *sorted(variables["template_kwargs"] or {}),
+        )
+        is_tried = is_short and self.known_excerpts.get(known, True)
+        in_short = None
+        if is_tried and (before := self._render_excerpt(excerpt, **variables)) is not None:
+            in_short = self._render_stub(before, excerpt.messages, stub, new, answer_text=answered.text, **variables)
+        if is_tried and known in self.known_excerpts:
+            if in_short is None:
+                return None  # the caller renders the whole conversation
+            if not is_checked:
+                return RenderedTurn(stub, following, *in_short)
+        before, messages = answered.read_prompt()
+        whole = self._render_stub(before, messages, stub, new, answer_text=answered.text, **variables)
+        if is_tried:
+            self._remember_excerpt(known, is_right=whole == in_short)
+        return None if whole is None else RenderedTurn(stub, following, *whole)
 
     def render_longer(
         self,

@@ -26,7 +26,7 @@ import msgspec
 
 from hpcrl.engines.base import Completion
 from hpcrl.errors import EngineAnswerError
-from hpcrl.models.chat_template import ChatTemplate, MarkPlace
+from hpcrl.models.chat_template import AnsweredPrompt, ChatTemplate, MarkPlace
 from hpcrl.models.message_form import ConversationExcerpt, make_excerpt
 from hpcrl.rollout.agents.shared_sequence import RecentLists, SequenceIndex, SharedSequence, count_equal, join_ids
 
@@ -347,15 +347,18 @@ class ConversationRecording:
         has_same_variables = prompt.has_variables(tools, template_kwargs)
         if has_same_variables:
             tools, template_kwargs = prompt.tools, prompt.template_kwargs  # they are stored once
-        kept = self._template.render_after(
-            lambda: (prompt.rendered, prompt.list_messages()),
+        answered = AnsweredPrompt(
+            read_prompt=lambda: (prompt.rendered, prompt.list_messages()),
             num_messages=len(prompt.messages),
-            answer=turn.answer,
-            answer_text=self._template.decode_all(generated),
-            new=new,
+            excerpt=prompt.excerpt,
+            message=turn.answer,
+            text=self._template.decode_all(generated),
+        )
+        kept = self._template.render_after(
+            answered,
+            new,
             tools=tools,
             template_kwargs=template_kwargs,
-            excerpt=prompt.excerpt,
             has_same_variables=has_same_variables,
             is_checked=turn.depth & (turn.depth - 1) == 0,  # powers of two: all checks together cost as much as one
         )

@@ -2,7 +2,6 @@
 
 import statistics
 from dataclasses import replace
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import pytest
 
 from hpcrl.config.recipe import ModelConfig
 from hpcrl.models.chat_layout import load_chat_template
-from hpcrl.models.chat_template import ChatTemplate
+from hpcrl.models.chat_template import AnsweredPrompt, ChatTemplate
+from hpcrl.rollout.agents import recording
 from hpcrl.rollout.agents.recording import ConversationRecording, RecordedTurn
 from hpcrl.rollout.agents.tool_families import CALL_FORMS
 from hpcrl.testing.model_templates import FAMILIES, save_family
@@ -252,10 +252,7 @@ def test_rendering_a_part_gives_the_ids_of_rendering_all(
     template = load(tmp_path, name)
     quick = play_long(template, name, tools=tools)
     assert any(template.known_excerpts.values())
-    whole = partialmethod(ChatTemplate.render_after, num_messages=0)
-    monkeypatch.setattr(
-        ChatTemplate, "render_after", lambda self, *args, num_messages, **more: whole.__get__(self)(*args, **more)
-    )
+    monkeypatch.setattr(recording, "AnsweredPrompt", lambda **more: AnsweredPrompt(**{**more, "num_messages": 0}))
     monkeypatch.setattr(ChatTemplate, "render_longer", lambda *_, **__: None)
     assert summarise(quick) == summarise(play_long(template, name, tools=tools))
 
