@@ -26,6 +26,7 @@ from hpcrl.campaign_dir.events import EngineCounted, EpisodesCounted, JobStarted
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.keys import KeyReader
+from hpcrl.monitor.pages import CampaignPages
 from hpcrl.monitor.snapshot import CampaignSnapshot
 from hpcrl.monitor.view import FRAME_INTERVAL_S, pace_looks, show_frames
 from hpcrl.system.files import make_private_dir, publish_json
@@ -138,7 +139,8 @@ class TimedWatch:
         """Watch; return the share of a core."""
         console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40)
         self._started, cpu = time.monotonic(), time.process_time()
-        show_frames(pace_looks(self, interval_s=FRAME_INTERVAL_S, wait=self._wait), console, KeyReader())
+        looks = pace_looks(self, interval_s=FRAME_INTERVAL_S, wait=self._wait)
+        show_frames(looks, console, KeyReader(), CampaignPages(self.collector))
         return (time.process_time() - cpu - self._spent_s) / (time.monotonic() - self._started)
 
     def poll(self) -> CampaignSnapshot:

@@ -4,7 +4,7 @@ show_logs        print the last lines of each log of a role
 follow_logs      continue with what is added, until the job ends
 list_events      print the newest events, and with `follow` those that are added
 format_event     an event as a line for a person
-FOLLOW_INTERVAL_S, ROLE_LOGS, TAIL_BYTES    the time between two looks, names of logs, a limit
+FOLLOW_INTERVAL_S    the time between two looks
 """
 
 import argparse
@@ -22,12 +22,9 @@ from hpcrl.campaign_dir.events import CampaignEvent, describe_event, parse_event
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import CampaignError, ConfigError
-from hpcrl.system.terminal import escape_controls, escape_to_one_line, format_timestamp, print_line, print_to_stderr
+from hpcrl.monitor.log_tail import ROLE_LOGS, list_role_logs, read_from, read_last_lines, split_lines
+from hpcrl.system.terminal import escape_to_one_line, format_timestamp, print_line, print_to_stderr
 
-ROLE_LOGS = {"driver": "batch"}
-"""Logs that are named otherwise than their role."""
-TAIL_BYTES = 1 << 20
-"""The end of a log in which its last lines are looked for."""
 FOLLOW_INTERVAL_S = 0.5
 _COMMON = frozenset({"event", *CampaignEvent.__struct_fields__})
 
@@ -57,7 +54,7 @@ def show_logs(campaign: CampaignDir, *, role: str | None, num_lines: int, follow
     logs = _find_logs(job, role)
     offsets: dict[Path, int] = {}
     for path in logs:
-        lines, offsets[path] = _read_last_lines(path, num_lines)
+        lines, offsets[path] = read_last_lines(path, num_lines)
         print_line(f"== {path}" + ("" if lines else " (empty)"))
         for line in lines:
             print_line(line)
@@ -70,12 +67,12 @@ def follow_logs(job: JobDir, *, role: str | None, offsets: dict[Path, int]) -> N
     last: Path | None = None
     while True:
         has_ended = job.outcome.exists()
-        for path in _list_logs(job, role):
-            text, offsets[path] = _read_from(path, offsets.get(path, 0))
+        for path in list_role_logs(job, role):
+            text, offsets[path] = read_from(path, offsets.get(path, 0))
             if text and path != last:
                 print_line(f"== {path}")
                 last = path
-            for line in _split_lines(text):
+            for line in split_lines(text):
                 print_line(line)
         if has_ended:
             return
@@ -83,7 +80,7 @@ def follow_logs(job: JobDir, *, role: str | None, offsets: dict[Path, int]) -> N
 
 
 def _find_logs(job: JobDir, role: str | None) -> list[Path]:
-    logs = _list_logs(job, role)
+    logs = list_role_logs(job, role)
     if logs:
         return logs
     named = {name: other for other, name in ROLE_LOGS.items()}
@@ -95,39 +92,6 @@ def _find_logs(job: JobDir, role: str | None) -> list[Path]:
     raise CampaignError(
         f"job {job.number} of {job.campaign.name} has no log of {role!r}: {hint}it has {', '.join(present)}"
     )
-
-
-def _list_logs(job: JobDir, role: str | None) -> list[Path]:
-    name = ROLE_LOGS.get(role or "", role)
-    return sorted(job.logs.glob(f"{name}*.log" if name else "*.log"))
-
-
-def _read_last_lines(path: Path, num_lines: int) -> tuple[list[str], int]:
-    """Return the last lines of a log, and its size."""
-    text, size = _read_from(path, max(_size(path) - TAIL_BYTES, 0))
-    return _split_lines(text)[-num_lines:] if num_lines > 0 else [], size
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _read_from(path: Path, offset: int) -> tuple[str, int]:
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read()
-    except OSError as error:
-        raise CampaignError(f"{path} cannot be read: {error.strerror}") from error
-    return data.decode(errors="replace"), offset + len(data)
-
-
-def _split_lines(text: str) -> list[str]:
-    """Split into lines; of a line that was written over and over, as progress bars are, the last state is left."""
-    lines = text.replace("\r\n", "\n").split("\n")
-    if lines and not lines[-1]:
-        lines.pop()
-    return [escape_controls(line.rstrip("\r").rpartition("\r")[2]) for line in lines]
 
 
 def list_events(

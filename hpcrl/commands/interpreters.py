@@ -1,6 +1,7 @@
 """Commands that need packages which this interpreter may lack, run by the one of the campaign's jobs.
 
 run_traj, run_report, run_export, run_simulate    `hpcrl traj`, `report`, `export` and `simulate`
+find_python_with    the interpreter that has a module
 """
 
 import argparse
@@ -21,7 +22,7 @@ from hpcrl.system.terminal import show_wait
 def run_traj(arguments: argparse.Namespace) -> int:
     """Replace this process by an interpreter that can read segments."""
     campaign = directory.find_campaign(arguments.campaign)
-    python = _find_python_with("h5py", campaign)
+    python = find_python_with("h5py", campaign)
     sys.stdout.flush()
     try:
         os.execv(python, [python, "-m", "hpcrl.traj", str(campaign.root), *arguments.words[1:]])
@@ -49,11 +50,11 @@ def run_export(arguments: argparse.Namespace) -> int:
     if arguments.tracker:
         if arguments.step is not None:
             raise HpcrlError("export --step chooses a checkpoint: it goes with --hf only")
-        python = _find_python_with(arguments.tracker, campaign)
+        python = find_python_with(arguments.tracker, campaign)
         words = [python, "-m", "hpcrl.job.metrics_export", str(campaign.root), arguments.tracker]
         return subprocess.run(words, check=False).returncode
     step = [] if arguments.step is None else [str(arguments.step)]
-    python = _find_python_with("torch", campaign)
+    python = find_python_with("torch", campaign)
     words = [python, "-m", "hpcrl.trainers.export", str(campaign.root), str(arguments.hf.absolute()), *step]
     with show_wait("the checkpoint is written as a model"):
         return subprocess.run(words, check=False).returncode
@@ -71,13 +72,13 @@ def run_simulate(arguments: argparse.Namespace) -> int:
 def _find_report_python(campaign_dir: CampaignDir) -> str:
     """Return an interpreter that reads trajectories if there is one; without it the report has none of them."""
     try:
-        python = _find_python_with("h5py", campaign_dir)
+        python = find_python_with("h5py", campaign_dir)
     except HpcrlError:  # the campaign's records are damaged
         return sys.executable
     return python if os.access(python, os.X_OK) else sys.executable
 
 
-def _find_python_with(module: str, campaign_dir: CampaignDir) -> str:
+def find_python_with(module: str, campaign_dir: CampaignDir) -> str:
     """Return this interpreter if it has the module, else the interpreter of the campaign's jobs."""
 
     if find_spec(module):

@@ -3,6 +3,7 @@
 run_ls, run_monitor    the commands
 watch_campaign         follow a campaign until it ends
 final_summary          the text at its end
+MAX_LISTED             a limit
 """
 
 import argparse
@@ -17,6 +18,8 @@ from statistics import fmean
 from hpcrl.campaign import directory
 from hpcrl.campaign.continuation_checks import find_final_failure
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.commands.interpreters import find_python_with
+from hpcrl.errors import HpcrlError
 from hpcrl.monitor.advisories import UNTRAINED_DOMAIN, describe_advisory
 from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
 from hpcrl.monitor.snapshot import encode_snapshot
@@ -25,7 +28,10 @@ from hpcrl.monitor.view import watch_campaign as watch_snapshots
 from hpcrl.plan.records import read_recipe, read_site
 from hpcrl.system.exit_codes import EXIT_FAILED
 from hpcrl.system.files import read_json
-from hpcrl.system.terminal import PipeConsole, print_line
+from hpcrl.system.terminal import PipeConsole, escape_to_one_line, print_line
+
+MAX_LISTED = 60
+"""The trajectories on the page that lists them; a terminal shows as many as fit."""
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
@@ -41,7 +47,8 @@ def run_monitor(arguments: argparse.Namespace) -> int:
     elif arguments.once:
         show_snapshot(collector.poll(), console=PipeConsole(highlight=False))
     else:
-        watch_snapshots(collector, console=PipeConsole(highlight=False), until_done=False)
+        traj_command = _make_traj_command(campaign_dir)
+        watch_snapshots(collector, console=PipeConsole(highlight=False), until_done=False, traj_command=traj_command)
     return 0
 
 
@@ -50,7 +57,8 @@ def watch_campaign(name: str) -> int:
 
     campaign_dir = directory.find_campaign(name)
     collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir, skips_unknown=True)))
-    snapshot = watch_snapshots(collector, console=PipeConsole(highlight=False), until_done=True)
+    console, traj_command = PipeConsole(highlight=False), _make_traj_command(campaign_dir)
+    snapshot = watch_snapshots(collector, console=console, until_done=True, traj_command=traj_command)
     untrained = [describe_advisory(one) for one in snapshot.advisories if one.name == UNTRAINED_DOMAIN]
     summary = final_summary(
         campaign_dir,
@@ -60,9 +68,19 @@ def watch_campaign(name: str) -> int:
         untrained=untrained,
     )
     for line in summary:
-        print_line(line)
+        print_line(escape_to_one_line(line))
     has_failed = snapshot.state not in ("done", "stopped", "queued", "running", "draining")
     return EXIT_FAILED if has_failed or (snapshot.state == "done" and untrained) else 0
+
+
+def _make_traj_command(campaign_dir: CampaignDir) -> list[str]:
+    """Return a command that lists the newest trajectories of a campaign as JSON; empty if its site is unreadable."""
+    try:
+        python = find_python_with("h5py", campaign_dir)
+    except HpcrlError:
+        return []
+    words = ["ls", campaign_dir.name, "--json", f"--limit={MAX_LISTED}"]
+    return [python, "-m", "hpcrl.traj", str(campaign_dir.root), *words]
 
 
 def final_summary(

@@ -8,5 +8,8 @@ advisories  what is wrong with it, ranked
 snapshot    a campaign at one moment
 screen      one screen
 keys        the keys of its terminal
+pages, screen_parts    the pages that keys choose, and parts that take the place there is
+workers     the workers of a role
+log_tail    the ends of logs
 view        `hpcrl monitor`, `ls` and `--watch`
 """

@@ -62,7 +62,8 @@ class SnapshotCollector:
         progress: CampaignProgress | None = None,
     ) -> None:
         """Read a campaign into `progress`, an empty one, for callers that count more than a snapshot has."""
-        self._campaign_dir = campaign_dir
+        self.campaign_dir = campaign_dir
+        self._inputs: SnapshotInputs | None = None
         self._query = query
         self._clock = clock
         self._reader = EventReader(campaign_dir.events, is_sparing=True)
@@ -88,7 +89,7 @@ class SnapshotCollector:
         now = self._clock()
         problems: list[str] = []
         # Jobs before events: if a driver's outcome is read, the events that it wrote before are read as well.
-        jobs = read_jobs(self._campaign_dir, known=self._jobs, problems=problems)
+        jobs = read_jobs(self.campaign_dir, known=self._jobs, problems=problems)
         ended = frozenset(job.number for job in jobs if job.outcome is not None)
         self._reader.ended_jobs = ended & self._ended_jobs
         if ended != self._ended_jobs:
@@ -97,7 +98,7 @@ class SnapshotCollector:
         self._read_events(problems)
         self._query_slurm(select_slurm_ids(jobs), now)
         state, verdicts = judge_jobs(
-            self._campaign_dir,
+            self.campaign_dir,
             jobs,
             statuses=self._statuses,
             events=self._progress.jobs,
@@ -106,7 +107,7 @@ class SnapshotCollector:
         )
         inputs = SnapshotInputs(
             now=now,
-            directory=self._campaign_dir.name,
+            directory=self.campaign_dir.name,
             campaign=self._read_record("manifest", CampaignSummary, problems),
             recipe=self._read_record("recipe", RecipeSummary, problems),
             plan=self._read_record("plan", PlanSummary, problems) or PlanSummary(),
@@ -119,7 +120,14 @@ class SnapshotCollector:
             problems=[*problems, *self._slurm_problems],
             advisories=self._find_advisories(state, now),
         )
+        self._inputs = inputs
         return build_snapshot(inputs)
+
+    @property
+    def inputs(self) -> SnapshotInputs:
+        """Return what the last snapshot was built from."""
+        assert self._inputs is not None, "no snapshot was made yet"
+        return self._inputs
 
     def _find_advisories(self, state: CampaignState, now: float) -> list[Advisory]:
         judged = (state, len(self._progress.steps))
@@ -130,7 +138,7 @@ class SnapshotCollector:
         return self._advisories
 
     def _read_events(self, problems: list[str]) -> None:
-        directory = self._campaign_dir.events
+        directory = self.campaign_dir.events
         if directory.exists() and not os.access(directory, os.R_OK | os.X_OK, effective_ids=True):
             problems.append(f"{directory.name}/ cannot be read: permission denied")
         for event in self._reader.poll_merged():
@@ -155,7 +163,7 @@ class SnapshotCollector:
 
     def _read_record(self, name: str, kind: type[Any], problems: list[str]) -> Any:
         """Return the content of a record of the last submission, read again when it has changed."""
-        path: Path = getattr(self._campaign_dir, name)
+        path: Path = getattr(self.campaign_dir, name)
         watch = self._record_watches.setdefault(name, PathWatch(path))
         if watch.has_changed() or name not in self._records:
             value = read_json_as(path, kind, problems)
@@ -165,7 +173,7 @@ class SnapshotCollector:
         return self._records[name]
 
     def _read_num_settled(self, problems: list[str]) -> int:
-        settled = read_json_as(self._campaign_dir.settled, dict[str, int], problems)
+        settled = read_json_as(self.campaign_dir.settled, dict[str, int], problems)
         return settled.get("num", 0) if settled else 0
 
     def _count_durable(self, spool: SpoolName, problems: list[str]) -> int:

@@ -4,6 +4,7 @@ open_keys    opens those of this process's terminal
 KeyReader    waits for a key, and keeps the page that is shown
 ScreenPage   the pages
 PAGE_KEYS    the key of each page
+HELP_LINES   what each key does
 KEY_HINT     a line that names them
 """
 
@@ -15,9 +16,29 @@ import time
 from collections.abc import Iterator
 from typing import Literal
 
-ScreenPage = Literal["overview", "advisories", "events", "help"]
-PAGE_KEYS: dict[str, ScreenPage] = {"o": "overview", "a": "advisories", "e": "events", "h": "help", "?": "help"}
-KEY_HINT = "a advisories   e events   o overview   h help   q quit"
+ScreenPage = Literal["overview", "advisories", "events", "roles", "logs", "trajectories", "help"]
+PAGE_KEYS: dict[str, ScreenPage] = {
+    "o": "overview",
+    "a": "advisories",
+    "e": "events",
+    "r": "roles",
+    "l": "logs",
+    "t": "trajectories",
+    "h": "help",
+    "?": "help",
+}
+KEY_HINT = "q quit  h help  a advisories  e events  r roles  l logs  t trajectories"
+HELP_LINES = (
+    "a   what is wrong, with figures, causes and remedies",
+    "e   recent events in full",
+    "r   the workers of a role; n: of the next role",
+    "l   the end of the log of a role; n: of the next role",
+    "t   the newest trajectories",
+    "o   the overview; so does the key of a page that is shown",
+    "q   stop watching; the campaign continues",
+    "hpcrl logs NAME [ROLE], hpcrl traj show NAME ID and hpcrl report NAME show more",
+)
+_NEXT_ROLE_KEY = "n"
 _QUIT_KEYS = ("q", "Q")
 
 
@@ -27,6 +48,8 @@ class KeyReader:
     def __init__(self, *, fd: int | None = None) -> None:
         """Read keys from a terminal; without one, only wait."""
         self.page: ScreenPage = "overview"
+        self.num_roles_passed = 0
+        """The number of times that the next role was chosen."""
         self._fd = fd
 
     @property
@@ -42,6 +65,7 @@ class KeyReader:
         for key in os.read(self._fd, 64).decode(errors="replace") if ready else "":
             if key in _QUIT_KEYS:
                 raise KeyboardInterrupt
+            self.num_roles_passed += key.lower() == _NEXT_ROLE_KEY
             page = PAGE_KEYS.get(key.lower())
             if page is not None:
                 self.page = "overview" if page == self.page else page

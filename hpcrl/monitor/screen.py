@@ -1,33 +1,30 @@
 """Render one screen of a campaign, from 80x24 up.
 
-render_screen, render_page          the screen of a snapshot, and the page that a key has chosen
+render_screen, render_frame         the screen of a snapshot, and one for a file
+render_header, render_notes         its parts that pages share
 finite_values, format_step_count, format_clock_time, format_date, format_shares    parts that plain lines share
 shorten_middle                      a text that fits a line, with its end
 find_low_shares, find_failing       the domains that need a look
-LongLines                           what becomes of lines that are wider than the screen
 DEFAULT_HEIGHT, NOTE_WIDTH, STATE_STYLES, SEVERITY_STYLES    sizes and colours
-MAX_SHOWN_ADVISORIES, LOAD_COLUMNS, HELP_LINES    a limit, columns and a text
+MAX_SHOWN_ADVISORIES, MAX_SHOWN_PROBLEMS, MAX_FRAME_NOTES, LOAD_COLUMNS    limits, and columns
 """
 
 import datetime
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
 
-from rich.console import Group, RenderableType
-from rich.markup import escape
+from rich.console import Group, OverflowMethod, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from hpcrl.hardware.loop_model import BUSY_LOOP_SHARE
 from hpcrl.monitor.advisories import Advisory
-from hpcrl.monitor.keys import ScreenPage
+from hpcrl.monitor.screen_parts import FittedScreen, FittedTable, LongLines
 from hpcrl.monitor.snapshot import CampaignSnapshot, JobView, RoleView, find_bottleneck
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, measure_failures, measure_outcomes
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
-from hpcrl.system.terminal import Sparkline
+from hpcrl.system.terminal import Sparkline, escape_to_one_line
 
-LongLines = Literal["cut", "wrapped"]
 DEFAULT_HEIGHT = 24
 NOTE_WIDTH = 70
 """The characters of a note on a line of a screen of 80 columns."""
@@ -43,72 +40,47 @@ STATE_STYLES = {
 }
 
 SEVERITY_STYLES = {"critical": "bold red", "warning": "yellow", "notice": "dim"}
-MAX_SHOWN_ADVISORIES = 3
-HELP_LINES = (
-    "a   what is wrong, with figures, causes and remedies",
-    "e   recent events in full",
-    "o   the overview; so does the key of a page that is shown",
-    "q   stop watching; the campaign continues",
-    "hpcrl logs NAME [ROLE], hpcrl traj show NAME and hpcrl report NAME show more",
-)
+MAX_SHOWN_ADVISORIES, MAX_SHOWN_PROBLEMS, MAX_FRAME_NOTES = 3, 2, 12
 LOAD_COLUMNS = ("busy", "queue", "tokens/s", "kv", "version")
 
 
-def render_screen(
-    snapshot: CampaignSnapshot, *, height: int = DEFAULT_HEIGHT, long_lines: LongLines = "cut"
-) -> RenderableType:
+def render_screen(snapshot: CampaignSnapshot, *, height: int = DEFAULT_HEIGHT) -> RenderableType:
     """Render one screen; recent notes fill the lines that are left."""
-    figures = _render_figures(snapshot, long_lines=long_lines)
-    parts = [_render_header(snapshot), _render_curves(snapshot), _render_roles(snapshot), figures]
-    advisories = snapshot.advisories[:MAX_SHOWN_ADVISORIES]
-    if advisories:
-        parts.insert(1, Group(*(_render_advisory(advisory, long_lines=long_lines) for advisory in advisories)))
+    return FittedScreen(
+        lambda long_lines: _render_parts(snapshot, long_lines=long_lines),
+        lambda num_lines: render_notes(snapshot, max_lines=num_lines, long_lines="cut"),
+        height=height,
+        kept="end",
+    )
+
+
+def render_frame(snapshot: CampaignSnapshot) -> RenderableType:
+    """Render one screen for a file, with every text whole."""
+    notes = render_notes(snapshot, max_lines=MAX_FRAME_NOTES, long_lines="wrapped")
+    parts = [*_render_parts(snapshot, long_lines="wrapped"), notes]
+    return Group(*(Group(part, "") for part in parts[:-1]), notes)
+
+
+def _render_parts(snapshot: CampaignSnapshot, *, long_lines: LongLines) -> list[RenderableType]:
     is_cut = long_lines == "cut"
-    problem_lines = [
-        Text(problem, style="magenta", overflow="ellipsis" if is_cut else "fold", no_wrap=is_cut)
-        for problem in snapshot.detail.problems
-    ]
-    num_curves = 2 + bool(snapshot.evaluations)
-    num_used_lines = 3 + _count_header_lines(snapshot) + num_curves + 1 + len(snapshot.roles) + _count_figures(snapshot)
-    num_used_lines += len(advisories) + bool(advisories)
-    num_note_lines = max(height - num_used_lines - min(len(problem_lines), 2) - 1, 2)
-    notes = _render_notes(snapshot, max_lines=num_note_lines, long_lines=long_lines)
-    return Group(*_insert_blank_lines([*parts, notes]), *problem_lines[:2])
-
-
-def render_page(snapshot: CampaignSnapshot, *, page: ScreenPage, height: int, hint: str = "") -> RenderableType:
-    """Render the page that a key has chosen; the last line names the keys, if there are any."""
-    left = height - bool(hint)
-    body: RenderableType
-    match page:
-        case "overview":
-            body = render_screen(snapshot, height=left)
-        case "advisories":
-            texts = [_explain_advisory(advisory) for advisory in snapshot.advisories]
-            body = Group(_render_header(snapshot), "", *(texts or [Text("no rule found anything wrong")]))
-        case "events":
-            num_lines = max(left - 2 - _count_header_lines(snapshot), 1)
-            body = Group(
-                _render_header(snapshot), "", _render_notes(snapshot, max_lines=num_lines, long_lines="wrapped")
+    parts = [render_header(snapshot, long_lines=long_lines)]
+    if advisories := snapshot.advisories[:MAX_SHOWN_ADVISORIES]:
+        parts.append(Group(*(_render_advisory(advisory, long_lines=long_lines) for advisory in advisories)))
+    parts += [_render_curves(snapshot), _render_roles(snapshot), _render_figures(snapshot, long_lines=long_lines)]
+    if problems := snapshot.detail.problems[:MAX_SHOWN_PROBLEMS]:
+        overflow: OverflowMethod = "ellipsis" if is_cut else "fold"
+        parts.append(
+            Group(
+                *(Text(escape_to_one_line(one), style="magenta", overflow=overflow, no_wrap=is_cut) for one in problems)
             )
-        case "help":
-            body = Group(_render_header(snapshot), "", *map(Text, HELP_LINES))
-    footer = Text(hint, style="dim", no_wrap=True, overflow="ellipsis")
-    return Group(body, footer) if hint else body
-
-
-def _explain_advisory(advisory: Advisory) -> Text:
-    text = Text(f"{advisory.severity}: {advisory.text}\n", style=SEVERITY_STYLES[advisory.severity])
-    figures = f"{advisory.figure:.3g}, threshold {advisory.threshold:.3g} ({advisory.unit})"
-    for label, value in (("figure", figures), ("cause", advisory.cause), ("to do", advisory.remedy)):
-        text.append(f"  {label:<8}{value}\n", style="not bold default")
-    return text
+        )
+    return parts
 
 
 def _render_advisory(advisory: Advisory, *, long_lines: LongLines) -> Text:
     is_cut = long_lines == "cut"
     line = Text(style=SEVERITY_STYLES[advisory.severity], no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
-    return line.append(f"{advisory.severity:<8}  ").append(advisory.text)
+    return line.append(f"{advisory.severity:<8}  ").append(escape_to_one_line(advisory.text))
 
 
 def finite_values(series: Sequence[float | None]) -> list[float]:
@@ -127,14 +99,14 @@ def format_date(time: float) -> str:
     return datetime.datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M")
 
 
-def _render_header(snapshot: CampaignSnapshot) -> RenderableType:
+def render_header(snapshot: CampaignSnapshot, *, long_lines: LongLines = "wrapped") -> RenderableType:
     detail = snapshot.detail
     top = Table.grid(padding=(0, 1, 0, 0), pad_edge=False, expand=True)
     top.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     top.add_column(justify="right", no_wrap=True)
-    where = f"  [dim]{escape(snapshot.recipe or '?')} on {escape(snapshot.site or '?')}[/]"
-    state = Text(snapshot.state, style=STATE_STYLES[snapshot.state])
-    top.add_row(Text.from_markup(f"[bold]{escape(snapshot.name)}[/]{where}"), state)
+    title = Text(escape_to_one_line(snapshot.name), style="bold")
+    where = escape_to_one_line(f"  {snapshot.recipe or '?'} on {snapshot.site or '?'}")
+    top.add_row(title.append(where, style="not bold dim"), Text(snapshot.state, style=STATE_STYLES[snapshot.state]))
     facts = [f"job {detail.job_id}" if detail.job_id else "no job yet"]
     if len(snapshot.jobs) > 1 and (job := _find_shown_job(snapshot)):
         facts[0] += f" (number {job.number + 1})"
@@ -144,14 +116,11 @@ def _render_header(snapshot: CampaignSnapshot) -> RenderableType:
         facts.append(f"{_format_elapsed(detail.left_s)} left")
     if detail.start_estimate is not None:
         facts.append(f"starts about {format_date(detail.start_estimate)} (Slurm's estimate)")
-    lines: list[RenderableType] = [top, Text("   ".join(facts), style="dim", no_wrap=True, overflow="ellipsis")]
+    is_cut = long_lines == "cut"
+    lines: list[RenderableType] = [top, Text("   ".join(facts), style="dim", no_wrap=is_cut, overflow="ellipsis")]
     if detail.reason:
-        lines.append(Text(detail.reason, style=STATE_STYLES[snapshot.state]))
+        lines.append(Text(escape_to_one_line(detail.reason), style=STATE_STYLES[snapshot.state]))
     return Group(*lines)
-
-
-def _count_header_lines(snapshot: CampaignSnapshot) -> int:
-    return 2 + (1 + len(snapshot.detail.reason) // 80 if snapshot.detail.reason else 0)
 
 
 def _render_curves(snapshot: CampaignSnapshot) -> RenderableType:
@@ -179,23 +148,16 @@ def _render_curves(snapshot: CampaignSnapshot) -> RenderableType:
 
 
 def _render_roles(snapshot: CampaignSnapshot) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True, header_style="dim")
-    table.add_column("role", min_width=8, no_wrap=True)
-    table.add_column("alive", justify="right", no_wrap=True)
-    loads = {role: _format_load(view) for role, view in snapshot.roles.items()}
-    shown = [name for name in LOAD_COLUMNS if any(load.get(name) for load in loads.values())]
-    for name in shown:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("partition", no_wrap=True, overflow="ellipsis")
-    table.add_column("nodes", ratio=1, no_wrap=True, overflow="ellipsis")
+    rows, styles = [], []
     for role, view in snapshot.roles.items():
         partitions, nodes = _locate_role(snapshot, role)
         has_ended = snapshot.state in {"done", "failed", "stopped"} and not view.alive
-        number = f"{view.workers}" if has_ended else f"{view.alive}/{view.workers}"
-        alive = Text(number, style=_alive_style(snapshot, role, view))
-        load = [loads[role].get(name, "") for name in shown]
-        table.add_row(role, alive, *load, Text(", ".join(partitions) or "-"), Text(_format_names(nodes)))
-    return table
+        alive = f"{view.workers}" if has_ended else f"{view.alive}/{view.workers}"
+        where = {"partition": ", ".join(partitions) or "-", "nodes": _format_names(nodes)}
+        rows.append({"role": f"{role:<8}", "alive": alive, **_format_load(view), **where})
+        styles.append({"alive": _alive_style(snapshot, role, view)})
+    numbers, texts = ("alive", *LOAD_COLUMNS), ("partition", "nodes")
+    return FittedTable(rows, texts=("role",), numbers=numbers, last_texts=texts, styles=styles)
 
 
 def _format_load(view: RoleView) -> dict[str, str]:
@@ -255,12 +217,8 @@ def _render_figures(snapshot: CampaignSnapshot, *, long_lines: LongLines) -> Ren
             or (label == "trained" and find_low_shares(snapshot))
             or (label == "outcomes" and find_failing(snapshot))
         )
-        grid.add_row(label, Text(text, style="yellow" if warned else ""))
+        grid.add_row(label, Text(escape_to_one_line(text), style="yellow" if warned else ""))
     return grid
-
-
-def _count_figures(snapshot: CampaignSnapshot) -> int:
-    return len(list(_iter_figure_rows(snapshot)))
 
 
 def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
@@ -391,20 +349,20 @@ def _format_learning(snapshot: CampaignSnapshot) -> Iterator[str]:
         yield f"{step.step_s:.1f} s a step" + (f", {step.wait_s:.1f} s waiting" if step.wait_s is not None else "")
 
 
-def _render_notes(snapshot: CampaignSnapshot, *, max_lines: int, long_lines: LongLines) -> RenderableType:
+def render_notes(snapshot: CampaignSnapshot, *, max_lines: int, long_lines: LongLines) -> RenderableType:
     grid = _make_grid(long_lines=long_lines)
     notes = snapshot.detail.notes
     newest_bad = next((note for note in reversed(notes) if note.bad), None) if long_lines == "cut" else None
-    num_bad_lines = min(len(newest_bad.line) // NOTE_WIDTH + 1, max(max_lines - 1, 1)) if newest_bad else 0
+    bad_line = escape_to_one_line(newest_bad.line) if newest_bad else ""
+    num_bad_lines = min(len(bad_line) // NOTE_WIDTH + 1, max(max_lines - 1, 1)) if bad_line else 0
     shown = notes[-max(max_lines - max(num_bad_lines - 1, 0), 1) :]
     if newest_bad is not None and newest_bad not in shown:
         shown = [newest_bad, *shown[1:]]
     for note in shown:
-        text = Text(note.line, style="red" if note.bad else "")
+        text = Text(escape_to_one_line(note.line), style="red" if note.bad else "")
         if note is newest_bad:  # its end is shown too: the reason is often there
-            shortened = shorten_middle(note.line, num_bad_lines * NOTE_WIDTH)
-            parts = (shortened[at : at + NOTE_WIDTH] for at in range(0, len(shortened), NOTE_WIDTH))
-            text = Text("\n".join(parts), style="red", overflow="fold", no_wrap=False)
+            shortened = shorten_middle(bad_line, num_bad_lines * NOTE_WIDTH)
+            text = Text(shortened, style="red", overflow="fold", no_wrap=False)
         grid.add_row(format_clock_time(note.time), text)
     return grid
 
@@ -415,13 +373,6 @@ def shorten_middle(text: str, max_chars: int) -> str:
         return text
     num_end = (max_chars - 5) * 2 // 3
     return f"{text[: max_chars - 5 - num_end]} ... {text[len(text) - num_end :]}"
-
-
-def _insert_blank_lines(parts: Iterable[RenderableType]) -> Iterator[RenderableType]:
-    for index, part in enumerate(parts):
-        if index:
-            yield ""
-        yield part
 
 
 def _format_names(names: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ FINAL_STATES, MAX_STEPS_PER_LINE, LINES_PER_CAMPAIGN, LINES_PER_START    its end
 FRAME_INTERVAL_S, MAX_LOOK_SHARE, MAX_LOOK_PAUSE_S, CLOCK_INTERVAL_S    how often
 """
 
+import contextlib
 import io
 import itertools
 import os
@@ -38,7 +39,8 @@ from hpcrl.monitor.job_state import (
     read_json_as,
     select_slurm_ids,
 )
-from hpcrl.monitor.keys import KEY_HINT, KeyReader, open_keys
+from hpcrl.monitor.keys import KeyReader, open_keys
+from hpcrl.monitor.pages import CampaignPages
 from hpcrl.monitor.screen import (
     DEFAULT_HEIGHT,
     STATE_STYLES,
@@ -48,13 +50,13 @@ from hpcrl.monitor.screen import (
     format_clock_time,
     format_date,
     format_step_count,
-    render_page,
+    render_frame,
     render_screen,
 )
 from hpcrl.monitor.snapshot import CampaignSnapshot, CampaignSummary
 from hpcrl.slurm.status import JobStatus, query_job_states
 from hpcrl.slurm.submit import make_site_environment
-from hpcrl.system.terminal import PipeConsole
+from hpcrl.system.terminal import PipeConsole, escape_to_one_line
 
 
 class CampaignLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,24 +129,32 @@ CLOCK_INTERVAL_S = 1.0
 
 
 def watch_campaign(
-    collector: SnapshotCollector, *, console: Console, until_done: bool, interval_s: float = FRAME_INTERVAL_S
+    collector: SnapshotCollector,
+    *,
+    console: Console,
+    until_done: bool,
+    interval_s: float = FRAME_INTERVAL_S,
+    traj_command: Sequence[str] = (),
 ) -> CampaignSnapshot:
-    """Show a campaign until it ends (or forever); q or Ctrl-C stop watching, not the campaign."""
+    """Show a campaign until it ends (or forever); q or Ctrl-C stop watching, not the campaign.
+
+    The command lists its newest trajectories as JSON, for the page that shows them.
+    """
     _replace_unprintable(console)
-    with open_keys(is_wanted=console.is_terminal) as keys:
+    pages = CampaignPages(collector, traj_command=traj_command)
+    with open_keys(is_wanted=console.is_terminal) as keys, contextlib.closing(pages):
         snapshots = pace_looks(collector, interval_s=interval_s, wait=keys.wait, until_done=until_done)
-        return show_frames(snapshots, console, keys) if console.is_terminal else _show_lines(snapshots, console)
+        return show_frames(snapshots, console, keys, pages) if console.is_terminal else _show_lines(snapshots, console)
 
 
 def show_snapshot(snapshot: CampaignSnapshot, *, console: Console) -> None:
     """Print one frame; a line that is too long is cut on a terminal only."""
     _replace_unprintable(console)
-    height = max(console.height - 1, DEFAULT_HEIGHT - 1)  # a prompt follows
     if console.is_terminal:
-        console.print(render_screen(snapshot, height=height))
+        console.print(render_screen(snapshot, height=max(console.height - 1, DEFAULT_HEIGHT - 1)))  # a prompt follows
         return
     with console.capture() as capture:
-        console.print(render_screen(snapshot, height=height, long_lines="wrapped"))
+        console.print(render_frame(snapshot))
     for line in capture.get().splitlines():  # tables are padded with blanks, which a file need not have
         console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
@@ -221,23 +231,28 @@ def choose_pause(look_s: float, *, interval_s: float = FRAME_INTERVAL_S) -> floa
     return max(interval_s, min(look_s / MAX_LOOK_SHARE, MAX_LOOK_PAUSE_S))
 
 
-def show_frames(snapshots: Iterator[CampaignSnapshot], console: Console, keys: KeyReader) -> CampaignSnapshot:
-    hint = KEY_HINT if keys.has_keys else ""
-    snapshot = next(snapshots)
+def show_frames(
+    snapshots: Iterator[CampaignSnapshot], console: Console, keys: KeyReader, pages: CampaignPages
+) -> CampaignSnapshot:
+    first = snapshot = next(snapshots)
     try:
-        height = console.height - 1  # a frame that fills the screen leaves its first line behind
-        with Live(render_screen(snapshot, height=height), console=console, auto_refresh=False) as live:
+        with Live(console=console, auto_refresh=False) as live:
             drawn, drawn_at = None, float("-inf")
-            for snapshot in snapshots:
-                shown = (keys.page, console.size, snapshot.state, snapshot.step, snapshot.detail.num_notes)
+            for snapshot in itertools.chain([first], snapshots):
+                shown = (keys.page, keys.num_roles_passed, console.size, *_mark_news(snapshot))
                 if shown == drawn and time.monotonic() - drawn_at < CLOCK_INTERVAL_S:
                     continue
-                page = render_page(snapshot, page=keys.page, height=console.height - 1, hint=hint)
-                live.update(page, refresh=True)
+                height = console.height - 1  # a frame that fills the screen leaves its first line behind
+                live.update(pages.render(snapshot, keys=keys, height=height), refresh=True)
                 drawn, drawn_at = shown, time.monotonic()
     except KeyboardInterrupt:
         _print_still_running(snapshot, console)
     return snapshot
+
+
+def _mark_news(snapshot: CampaignSnapshot) -> tuple[str, int, int]:
+    """Return what a screen is drawn again for at once."""
+    return snapshot.state, snapshot.step, snapshot.detail.num_notes
 
 
 def _show_lines(snapshots: Iterator[CampaignSnapshot], console: Console) -> CampaignSnapshot:
@@ -245,7 +260,7 @@ def _show_lines(snapshots: Iterator[CampaignSnapshot], console: Console) -> Camp
     try:
         for snapshot in snapshots:
             for line in describe_changes(last, snapshot):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                console.print(escape_to_one_line(line), markup=False, highlight=False, soft_wrap=True)
             last = snapshot
     except KeyboardInterrupt:
         if last is None:
@@ -310,5 +325,6 @@ def _build_campaign_table(lines: Sequence[CampaignLine]) -> RenderableType:
     for line in lines:
         created = format_date(line.created) if isinstance(line.created, float) else str(line.created or "?")
         state = Text(line.state, style=STATE_STYLES[line.state])
-        table.add_row(Text(line.name), Text(line.site or "?"), state, created)
+        name, site = escape_to_one_line(line.name), escape_to_one_line(line.site or "?")
+        table.add_row(Text(name), Text(site), state, Text(escape_to_one_line(created)))
     return table

@@ -21,8 +21,9 @@ from hpcrl.campaign_dir.events import (
     WorkerStarted,
 )
 from hpcrl.monitor.collect import SnapshotCollector
-from hpcrl.monitor.keys import KEY_HINT, KeyReader, ScreenPage
-from hpcrl.monitor.screen import render_page, render_screen
+from hpcrl.monitor.keys import KeyReader
+from hpcrl.monitor.pages import CampaignPages
+from hpcrl.monitor.screen import render_screen
 from hpcrl.monitor.snapshot import CampaignSnapshot
 from hpcrl.monitor.view import (
     choose_pause,
@@ -303,7 +304,7 @@ def test_a_screen_is_drawn_again_when_a_step_was_made_and_not_at_every_look(tmp_
                 campaign.step(21)
             yield reading.poll()
 
-    show_frames(look(), console, KeyReader())
+    show_frames(look(), console, KeyReader(), CampaignPages(reading))
 
     assert isinstance(console.file, io.StringIO)
     assert 2 <= console.file.getvalue().count("reward ") < 20
@@ -453,28 +454,3 @@ def test_a_screen_fits_any_width(tmp_path: Path, width: int) -> None:
     console = Console(width=width, file=io.StringIO(), color_system=None)
     console.print(render_screen(collector(campaign).poll()))
     assert max(map(len, console.file.getvalue().splitlines())) <= width
-
-
-def page_of(snapshot: CampaignSnapshot, page: ScreenPage) -> str:
-    console = terminal()
-    with console.capture() as capture:
-        console.print(render_page(snapshot, page=page, height=24, hint=KEY_HINT))
-    return capture.get()
-
-
-def test_the_page_of_advisories_has_causes_and_remedies(tmp_path: Path) -> None:
-    campaign = running(tmp_path)
-    campaign.emit("env-1", EpisodesCounted(outcomes={"sums": {"exit": 20}}))
-    page = page_of(collector(campaign).poll(), "advisories")
-    assert "critical: domain sums: all 20 episodes failed" in page
-    assert "cause   exit: the program failed" in page
-    assert page.rstrip().endswith("q quit")
-
-
-def test_the_page_of_events_shows_them_in_full(tmp_path: Path) -> None:
-    text = page_of(collector(running(tmp_path)).poll(), "events")
-    assert text.count("x") >= 300
-
-
-def test_the_page_of_help_names_the_keys(tmp_path: Path) -> None:
-    assert "stop watching" in page_of(collector(running(tmp_path)).poll(), "help")

@@ -1,0 +1,99 @@
+"""The monitor as a process on a real terminal, of any width and without colours, and in a pipe."""
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import FaultReported
+from tests.unit.commands.conftest import CampaignMaker
+
+HOSTILE = "\x1b]0;title\x07 \xe9 \u2192 " + "x" * 300
+PLAIN = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "NO_COLOR": "1", "TERM": "xterm"}
+COMMAND = [sys.executable, "-m", "hpcrl.cli", "monitor", "one"]
+SHOWN_BY_KEY = {
+    b"r": b"next role",
+    b"n": b"next role",
+    b"e": b"xxxx",
+    b"a": b"no rule found",
+    b"l": b"no log",
+    b"t": b"the newest",
+    b"h": b"what is wrong",
+    b"o": b"steps ",
+}
+COLOURS = (b"\x1b[3", b"\x1b[4", b"\x1b[9")
+
+
+@pytest.fixture
+def environment(home: Path, make_campaign: CampaignMaker) -> dict[str, str]:
+    """Make a campaign with a hostile event; return an environment without colours, in locale C."""
+    campaign = make_campaign("one")
+    log = EventLog.open(campaign, "env", 1, job=0, role="env")
+    log.emit(FaultReported(what="env-fault", detail=HOSTILE))
+    log.close()
+    return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | PLAIN
+
+
+@pytest.mark.parametrize("columns", [20, 40, 200])
+def test_every_key_works_on_a_terminal_without_colours_in_locale_c(environment: dict[str, str], columns: int) -> None:
+    user, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    monitor = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *COMMAND], stdin=terminal, stdout=terminal, stderr=terminal, env=environment
+    )
+    os.close(terminal)
+    try:
+        await_text(user, b"q quit")
+        for key, shown in SHOWN_BY_KEY.items():
+            os.write(user, key)
+            await_text(user, shown)
+        os.write(user, b"q")
+        assert monitor.wait(60) == 0
+    finally:
+        os.close(user)  # a monitor that is left gets SIGHUP
+        monitor.wait(60)
+
+
+def await_text(user: int, text: bytes) -> None:
+    """Read what a terminal shows until it has a text; it is plain, without colours and titles."""
+    seen = b""
+    while text not in seen:
+        ready, _, _ = select.select([user], [], [], 60)
+        try:
+            assert ready
+            seen += os.read(user, 65536)
+        except (AssertionError, OSError):
+            raise AssertionError(f"{text!r} was not shown: {seen[-3000:]!r}") from None
+    assert b"Traceback" not in seen
+    assert b"\x1b]0;" not in seen
+    assert not any(colour in seen for colour in COLOURS)
+
+
+@pytest.mark.parametrize("columns", [20, 40, 200])
+def test_one_frame_in_a_pipe_is_plain_and_whole_in_locale_c(environment: dict[str, str], columns: int) -> None:
+    sized = environment | {"COLUMNS": str(columns)}
+    done = subprocess.run([*COMMAND, "--once"], env=sized, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\x1b" not in done.stdout
+    assert done.stdout.isascii()
+    assert done.stdout.count(b"x") >= 300
+    assert max(map(len, done.stdout.splitlines())) <= max(columns, 20)
+
+
+@pytest.mark.parametrize("option", ["--once", "--json"])
+def test_a_reader_that_closes_the_pipe_at_once_ends_the_monitor_silently(
+    environment: dict[str, str], option: str
+) -> None:
+    command = " ".join([*COMMAND, option])
+    shell = f"set -o pipefail; {command} | true"
+    done = subprocess.run(["bash", "-c", shell], env=environment, capture_output=True, timeout=60, check=False)
+    assert done.stderr == b""
+    assert done.returncode in (0, 141)
