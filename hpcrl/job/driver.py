@@ -212,12 +212,17 @@ class JobDriver:
         return end
 
     def _close(self, runtime: "JobRuntime") -> None:
-        """End everything that was started."""
-        self.weight_plane.close()
-        if self.queueing is not None:
-            self.queueing.join(self.drain.choose_grace())
-        runtime.close(grace_s=self.drain.choose_grace())
-        self.reporter.close()
+        """End everything that was started; what fails, as on a full disk, is left to the guardian."""
+        for close in (
+            self.weight_plane.close,
+            lambda: self.queueing.join(self.drain.choose_grace()) if self.queueing is not None else None,
+            lambda: runtime.close(grace_s=self.drain.choose_grace()),
+            self.reporter.close,
+        ):
+            try:
+                close()
+            except (HpcrlError, OSError) as error:
+                note_in_log(f"hpcrl: {error}")
 
     def _find_campaign_end(self) -> JobEnd | None:
         """Return the end of a campaign that has reached a limit, or that the job before this one has ended."""

@@ -4,10 +4,11 @@ child, even if that was killed.
     run_guarded          fork, forward signals, wait, clean up, and only then record the outcome
     DriverPulse          the heartbeat of the driver: one that hangs is ended with all its processes
     send_outcome         send the outcome to the guardian; without a guardian, clean up and record it
+    EndTasks             run what may fail or hang: all of it together takes no longer than a limit
     sweep_nodes          remove what killed steps have left on any node
     cancel_reward_jobs   end the reward jobs of a driver that was killed
     CLOSE_GRACE_S, TERM_CLOSE_GRACE_S, OUTCOME_TIMEOUT_S, FORWARDED_SIGNALS, PULSE_INTERVAL_S, MAX_DRIVER_SILENCE_S,
-    MAX_TURN_S, HANG_CLOSE_S, SWEEP_TIMEOUT_S   constants
+    MAX_TURN_S, MAX_END_S, MIN_TASK_S, SWEEP_TIMEOUT_S   constants
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from hpcrl.campaign_dir.job_end import EndCause, JobEnd
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.errors import HpcrlError
-from hpcrl.job.batch_log import note_in_log
+from hpcrl.job.batch_log import note_exception, note_in_log
 from hpcrl.job.job_notices import JobNotices
 from hpcrl.plan.components import JobComponent
 from hpcrl.plan.records import read_plan, read_recipe, read_site
@@ -58,8 +59,13 @@ MAX_DRIVER_SILENCE_S = 45.0
 MAX_TURN_S = 400.0
 """The longest turn of the driver's loop: a Slurm that is silent may take this long to refuse a job."""
 SWEEP_TIMEOUT_S = 15.0
-HANG_CLOSE_S = 45.0
-"""The time to clean up after a driver that hangs: what made it hang, such as a file system, may stop this too."""
+MAX_END_S = 45.0
+"""The time that all looks at files and all commands of Slurm at the end of a job may take together.
+
+A file system or a Slurm that hangs must not keep the nodes, nor anything from being ended.
+"""
+MIN_TASK_S = 1.0
+"""The time that each of them has even then."""
 
 
 class DriverPulse:
@@ -101,6 +107,33 @@ class DriverPulse:
         self._memory[:] = _TIMES.pack(self._last_turn, self._last_beat)
 
 
+class EndTasks:
+    """What is done at the end of a job and may fail or hang: all of it together takes no longer than a limit."""
+
+    def __init__(self, *, limit_s: float) -> None:
+        self._left_s = limit_s
+
+    def run(self, task: Callable[[], object], *, least_s: float = MIN_TASK_S) -> None:
+        """Run a task in a thread that does not keep this process, and print its error.
+
+        A job that is left behind ends at its walltime, or when it finds no work.
+        """
+        thread = threading.Thread(target=_try_task, args=(task,), daemon=True)
+        started = time.monotonic()
+        thread.start()
+        thread.join(max(self._left_s, least_s))
+        self._left_s -= time.monotonic() - started
+
+
+def _try_task(task: Callable[[], object]) -> None:
+    try:
+        task()
+    except (HpcrlError, OSError) as error:
+        note_in_log(f"hpcrl: {error}")
+    except Exception:  # noqa: BLE001 - whatever it was, the rest of the end follows
+        note_exception()
+
+
 def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace) -> int:
     """Run `drive` in a child, which writes its outcome to the given descriptor; return the exit code of the job."""
     job, pulse = place.job, DriverPulse()
@@ -117,31 +150,43 @@ def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace) ->
         os._exit(drive(driver_end, pulse))
     os.close(driver_end)
     signals: set[int] = set()
-    code = _wait_for_driver(driver, signals, pulse)
+    code, tasks = _wait_for_driver(driver, signals, pulse), EndTasks(limit_s=MAX_END_S)
+    has_hung = isinstance(code, str)
     if isinstance(code, str):
-        return _end_hung_driver(driver, code, job=job, outcome_fd=outcome_fd)
-    _clean_up(job, grace_s=TERM_CLOSE_GRACE_S if signal.SIGTERM in signals else CLOSE_GRACE_S)
+        end = _end_hung_driver(driver, code, job=job, tasks=tasks)
+    else:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        end = _describe_crash(code, f"the driver {how}")
+    _clean_up(job, grace_s=TERM_CLOSE_GRACE_S if signal.SIGTERM in signals else CLOSE_GRACE_S, tasks=tasks)
     if signal.SIGTERM not in signals:
-        _try_cleanup(lambda: sweep_nodes(job))
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    _record_end(job, _describe_crash(code, f"the driver {how}"), outcome_fd=outcome_fd)
-    return encode_exit_code(code)
+        tasks.run(lambda: sweep_nodes(job))
+    _record_end(job, _read_sent_end(outcome_fd) or end, has_hung=has_hung, tasks=tasks)
+    return EXIT_FAILED if isinstance(code, str) else encode_exit_code(code)
 
 
-def _record_end(job: JobDir, by_default: JobEnd, *, outcome_fd: int, has_hung: bool = False) -> None:
-    """Record what the driver has sent, once no process holds the other end; then cancel or adapt the next job."""
-    record = os.read(outcome_fd, 1 << 16) or by_default.encode()
-    _publish_outcome(job, record)
-    end = msgspec.json.decode(record, type=JobEnd)
-    cause = end.likely_cause
+def _read_sent_end(outcome_fd: int) -> JobEnd | None:
+    """Return what the driver has sent, if it did; a process that could not be ended may hold the other end."""
+    os.set_blocking(outcome_fd, False)
+    with contextlib.suppress(BlockingIOError, msgspec.MsgspecError):
+        return msgspec.json.decode(os.read(outcome_fd, 1 << 16), type=JobEnd)
+    return None
+
+
+def _record_end(job: JobDir, end: JobEnd, *, has_hung: bool = False, tasks: EndTasks) -> None:
+    """Record the end, then cancel or adapt the next job, and send the notices."""
+    tasks.run(lambda: _publish_outcome(job, end.encode()), least_s=2 * OUTCOME_TIMEOUT_S)
+    tasks.run(lambda: _settle_next_jobs(job, end, has_hung=has_hung))
+    tasks.run(lambda: _send_notices(job, end))
+
+
+def _settle_next_jobs(job: JobDir, end: JobEnd, *, has_hung: bool) -> None:
+    """Cancel the jobs that wait where the campaign has ended, or let them avoid nodes that failed."""
     # Of an uncertain cause only the next job can learn more, from Slurm: it sees then whether there is anything to do.
-    is_certain = has_hung or cause not in next_job.UNCERTAIN_CAUSES or job.campaign.stop.exists()
+    is_certain = has_hung or end.likely_cause not in next_job.UNCERTAIN_CAUSES or job.campaign.stop.exists()
     if is_certain and next_job.campaign_outcome(job) is not None:
-        _try_cleanup(lambda: next_job.cancel_next_jobs(job))
+        next_job.cancel_next_jobs(job)
     elif job.next_job.submission.exists():
-        campaign = job.campaign
-        _try_cleanup(lambda: next_job.avoid_nodes(job, plan=read_plan(campaign), site=read_site(campaign)))
-    _try_cleanup(lambda: _send_notices(job, end))
+        next_job.avoid_nodes(job, plan=read_plan(job.campaign), site=read_site(job.campaign))
 
 
 def send_outcome(end: JobEnd, *, outcome_fd: int, job: JobDir) -> None:
@@ -150,9 +195,10 @@ def send_outcome(end: JobEnd, *, outcome_fd: int, job: JobDir) -> None:
     try:
         os.write(outcome_fd, record)
     except BrokenPipeError:
-        _clean_up(job, grace_s=CLOSE_GRACE_S)
-        _publish_outcome(job, record)
-        _try_cleanup(lambda: _send_notices(job, end))
+        tasks = EndTasks(limit_s=MAX_END_S)
+        _clean_up(job, grace_s=CLOSE_GRACE_S, tasks=tasks)
+        tasks.run(lambda: _publish_outcome(job, record), least_s=2 * OUTCOME_TIMEOUT_S)
+        tasks.run(lambda: _send_notices(job, end))
 
 
 def _send_notices(job: JobDir, end: JobEnd) -> None:
@@ -182,7 +228,7 @@ def _describe_crash(code: int, reason: str) -> JobEnd:
 
 def cancel_reward_jobs(job: JobDir) -> None:
     """End the reward jobs of a job whose driver was killed: queued ones could wait for days, then find no work."""
-    _try_cleanup(lambda: cancel_recorded_jobs(job.reward_jobs))
+    _try_task(lambda: cancel_recorded_jobs(job.reward_jobs))
 
 
 def _wait_for_driver(driver: int, signals: set[int], pulse: DriverPulse) -> int | str:
@@ -213,41 +259,26 @@ def _wait_for_driver(driver: int, signals: set[int], pulse: DriverPulse) -> int 
     return result
 
 
-def _end_hung_driver(driver: int, reason: str, *, job: JobDir, outcome_fd: int) -> int:
-    """Let all processes write their stacks, kill the driver and clean up; nothing of this may hang for long."""
-    note_in_log(f"hpcrl: {reason}: its stacks follow")
+def _end_hung_driver(driver: int, reason: str, *, job: JobDir, tasks: EndTasks) -> JobEnd:
+    """Let all processes write their stacks, kill the driver and return the record of its end."""
+    tasks.run(lambda: note_in_log(f"hpcrl: {reason}: its stacks follow"))
     os.kill(driver, signal.SIGUSR1)
     os.kill(driver, signal.SIGCONT)  # a process that was stopped writes no stacks
-    _run_briefly(lambda: publish_file(job.dump_stacks, ""), timeout_s=STACKS_GRACE_S)
+    tasks.run(lambda: publish_file(job.dump_stacks, ""))
     time.sleep(STACKS_GRACE_S)
     os.kill(driver, signal.SIGKILL)
-    end = JobEnd(outcome="failed", reason=f"{reason}; the stacks are in {job.logs}", cause="infrastructure")
-
-    def close() -> None:
-        _clean_up(job, grace_s=CLOSE_GRACE_S)
-        _try_cleanup(lambda: sweep_nodes(job))
-        timed = msgspec.structs.replace(end, time=time.time())
-        _record_end(job, timed, outcome_fd=outcome_fd, has_hung=True)
-
-    _run_briefly(close, timeout_s=HANG_CLOSE_S)
-    return EXIT_FAILED
+    reason = f"{reason}; the stacks are in {job.logs}"
+    return JobEnd(outcome="failed", reason=reason, cause="infrastructure", time=time.time())
 
 
-def _run_briefly(action: Callable[[], object], *, timeout_s: float) -> None:
-    """Run something that may hang in a thread that does not keep this process."""
-    thread = threading.Thread(target=action, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-
-
-def _clean_up(job: JobDir, *, grace_s: float) -> None:
+def _clean_up(job: JobDir, *, grace_s: float, tasks: EndTasks) -> None:
     """End everything that the driver started."""
-    _try_cleanup(lambda: publish_file(job.end, ""))  # a driver that was killed could not ask its steps to end
+    tasks.run(lambda: publish_file(job.end, ""))  # a driver that was killed could not ask its steps to end
     wait_for_descendants(timeout_s=grace_s)
     end_descendants(grace_s=grace_s)
-    _try_cleanup(lambda: unlink_recorded_windows(job))
-    _try_cleanup(remove_orphans)
-    cancel_reward_jobs(job)
+    tasks.run(lambda: unlink_recorded_windows(job))
+    tasks.run(remove_orphans)
+    tasks.run(lambda: cancel_reward_jobs(job))
 
 
 def sweep_nodes(job: JobDir) -> None:
@@ -267,11 +298,3 @@ def sweep_nodes(job: JobDir) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         sweep.wait(SWEEP_TIMEOUT_S)
     end_group(sweep, grace_s=0.0)
-
-
-def _try_cleanup(action: Callable[[], object]) -> None:
-    """Run a cleanup and print its error; a job left behind ends at its walltime, or when it finds no work."""
-    try:
-        action()
-    except (HpcrlError, OSError) as error:
-        note_in_log(f"hpcrl: {error}")

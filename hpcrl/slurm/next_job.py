@@ -155,10 +155,10 @@ def avoid_nodes(job: JobDir, *, plan: Plan, site: Site) -> None:
     """
     nodes = list_excluded_nodes(job.campaign, plan=plan, site=site, now=time.time())
     always = dict.fromkeys(name for part in plan.components for name in site.partitions[part.partition].exclude)
-    for follower in list_followers(job) if nodes else ():
-        if follower.submission.exists():
-            id = read_json(follower.submission)["id"]
-            commands.ask_slurm(["scontrol", "update", f"JobId={id}", f"ExcNodeList={','.join([*nodes, *always])}"])
+    followers = [follower for follower in list_followers(job) if follower.submission.exists()]
+    if nodes and followers:
+        ids = ",".join(str(read_json(follower.submission)["id"]) for follower in followers)
+        commands.ask_slurm(["scontrol", "update", f"JobId={ids}", f"ExcNodeList={','.join([*nodes, *always])}"])
 
 
 def campaign_outcome(job: JobDir, *, state: str = UNKNOWN) -> tuple[JobOutcome, str] | None:

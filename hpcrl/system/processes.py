@@ -19,6 +19,11 @@ The cause may be temporary, and restarting at once would only repeat the failure
 
 MAX_RESTARTS = 3
 """The most restarts in a job of one worker, or another process or task of a job, that fails again and again."""
+MAX_KILL_S = 30.0
+"""The time after SIGKILL after which a process is left behind: in a call on a file system that hangs it cannot end.
+
+It runs none of its code any more.
+"""
 OOM_SCORE_ADJUSTMENT = 500
 """The addition to the score by which the kernel chooses the process that it ends when memory is short."""
 PR_SET_PDEATHSIG = 1
@@ -93,7 +98,8 @@ def end_group(process: "subprocess.Popen[bytes]", *, grace_s: float) -> None:
         process.wait(max(grace_s, 0.0))
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(MAX_KILL_S)
 
 
 def wait_for_descendants(*, timeout_s: float) -> None:
@@ -104,11 +110,16 @@ def wait_for_descendants(*, timeout_s: float) -> None:
 
 
 def end_descendants(*, grace_s: float) -> int:
-    """End all descendants of this process, TERM then KILL; return how many there were at first."""
+    """End all descendants of this process, TERM then KILL; return how many there were at first.
+
+    One that does not end MAX_KILL_S after that is left behind.
+    """
     first = list_descendants()
     _signal_all(first, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while _reap_children() or list_descendants() or _reap_children():  # one that ends in between is still to be reaped
+        if time.monotonic() > deadline + MAX_KILL_S:
+            break
         if time.monotonic() > deadline:
             _kill_all()
         time.sleep(0.05)
@@ -126,10 +137,8 @@ def _kill_all() -> None:
 
 def _signal_all(pids: list[int], sig: signal.Signals) -> None:
     for pid in pids:
-        try:
+        with suppress(ProcessLookupError, PermissionError):  # it has ended, or has taken another user's rights
             os.kill(pid, sig)
-        except ProcessLookupError:
-            continue
 
 
 def _reap_children() -> bool:

@@ -44,11 +44,12 @@ def snapshot(name: str) -> dict[str, Any]:
     return value
 
 
-def until(fact: Callable[[], bool], *, what: str, timeout_s: float = 240.0) -> None:
-    """Wait until a condition holds."""
+def until(fact: Callable[[], bool], *, what: str | Callable[[], str], timeout_s: float = 240.0) -> None:
+    """Wait until a condition holds; a `what` that is called describes what is so at the end of the wait."""
     deadline = time.monotonic() + timeout_s
     while not fact():
-        assert time.monotonic() < deadline, f"still not so after {timeout_s:g} s: {what}"
+        is_early = time.monotonic() < deadline
+        assert is_early, f"still not so after {timeout_s:g} s: {what if isinstance(what, str) else what()}"
         time.sleep(0.2)
 
 
@@ -138,5 +139,5 @@ def end_campaigns(home: Path) -> None:
     """End all processes that a test has left in its home; no process and no window of a campaign may remain."""
     for campaign in (home / "campaigns").iterdir():
         hpcrl("stop", "--now", campaign.name, check=False)
-    until(lambda: not processes_of(home), what=f"nothing is left: {processes_of(home)}", timeout_s=60)
+    until(lambda: not processes_of(home), what=lambda: f"nothing is left: {processes_of(home)}", timeout_s=60)
     assert [campaign.name for campaign in (home / "campaigns").iterdir() if windows_of(CampaignDir(campaign))] == []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import types
 
 import pytest
 
@@ -15,6 +16,7 @@ from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import LimitsConfig
 from hpcrl.config.site import load_site
 from hpcrl.errors import HpcrlError, SlurmError, TrainError
+from hpcrl.job.courier_step import WeightPlane
 from hpcrl.job.driver import JobDriver, _describe_failure
 from hpcrl.job.progress_watch import watch_campaign
 from hpcrl.job.supervision import CampaignUse, DrainRequest
@@ -115,6 +117,16 @@ def test_a_job_drains_as_early_as_the_steps_of_earlier_jobs_need(driver):
     place = WorkerPlace(driver.campaign.job(1), "n")
     later = dataclasses.replace(driver, place=place)
     assert later.drain._margin.find_seconds() > 800.0
+
+
+def test_what_fails_at_the_end_of_a_job_keeps_nothing_else_from_being_ended(driver, tmp_path):
+    closed = []
+    driver.weight_plane = WeightPlane(driver.place, plan=driver.plan, find_commands=list, emit=driver.events.emit)
+    driver.weight_plane._couriers = object()  # it would be closed after the request that cannot be written
+    runtime = types.SimpleNamespace(close=lambda grace_s: closed.append(grace_s))
+    driver.job.root.rename(tmp_path / "away")
+    driver._close(runtime)
+    assert len(closed) == 1
 
 
 def test_a_slow_slurm_does_not_hold_the_driver_when_the_next_job_is_queued(driver, monkeypatch):

@@ -17,6 +17,7 @@ from hpcrl.plan.plan import make_plan
 from hpcrl.plan.records import read_plan
 from hpcrl.system.files import make_private_dir, publish_file, read_json
 from hpcrl.system.processes import read_start_ticks
+from hpcrl.testing.faulty_disk import FaultyDisk
 from tests.support.campaigns import until
 from tests.support.plans import make_recipe
 
@@ -189,7 +190,7 @@ guardian.publish_file = refuse
 guardian.OUTCOME_TIMEOUT_S = 0.1
 guardian.unlink_recorded_windows = lambda job: print("windows", flush=True)
 job = CampaignDir(Path(sys.argv[1])).job(0)
-guardian._clean_up(job, grace_s=0.1)
+guardian._clean_up(job, grace_s=0.1, tasks=guardian.EndTasks(limit_s=5.0))
 guardian._publish_outcome(job, JobEnd(outcome="drained", cause="walltime").encode())
 """
 
@@ -210,6 +211,64 @@ def test_a_batch_log_on_the_full_disk_keeps_nothing_from_being_cleaned_up(tmp_pa
     assert done.stdout == "windows\n"
 
 
+HANGING_END = PROGRAM.replace(
+    "guardian.CLOSE_GRACE_S = 1.0", "guardian.CLOSE_GRACE_S, guardian.MAX_END_S, guardian.MIN_TASK_S = 1.0, 2.0, 0.1"
+).replace('print("ready", flush=True)', 'import subprocess; print(subprocess.Popen(["sleep", "600"]).pid, flush=True)')
+"""A driver that leaves a process, and a guardian with little patience."""
+
+
+def test_a_file_system_that_hangs_at_the_end_keeps_no_process_and_no_guardian(tmp_path: Path) -> None:
+    job = CampaignDir(tmp_path / "c").job(0)
+    make_private_dir(job.root)
+    disk = FaultyDisk.build(job.campaign.root, directory=tmp_path)
+    if disk is None:
+        pytest.skip("no C compiler: the file system of this test cannot be made to hang")
+    command = [sys.executable, "-c", HANGING_END, str(job.campaign.root)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | disk.environ) as guardian,
+        disk.fail_calls(0, lag_ms=-1),
+    ):
+        assert guardian.stdout is not None
+        left = int(guardian.stdout.readline())
+        os.kill(guardian.pid, signal.SIGUSR2)
+        assert guardian.wait(60) == 0
+    assert read_start_ticks(left) is None
+    assert not job.outcome.exists(), "it could not be recorded"
+
+
+STRANGER = PROGRAM.replace(
+    'print("ready", flush=True)',
+    'import subprocess; print(subprocess.Popen(["sleep", "600"], user=65534, pass_fds=[outcome_fd]).pid, flush=True)',
+).replace("CLOSE_GRACE_S = 1.0", "CLOSE_GRACE_S = 0.1; from hpcrl.system import processes; processes.MAX_KILL_S = 0.5")
+"""A driver that leaves a process of another user, which has its pipe to the guardian."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may start a process of another user")
+def test_a_process_that_cannot_be_ended_does_not_keep_the_guardian(tmp_path: Path) -> None:
+    job = CampaignDir(tmp_path).job(0)
+    make_private_dir(job.root)
+    command = ["setpriv", "--bounding-set=-kill", sys.executable, "-c", STRANGER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as guardian:
+        assert guardian.stdout is not None
+        left = int(guardian.stdout.readline())
+        try:
+            os.kill(guardian.pid, signal.SIGUSR2)
+            assert guardian.wait(60) == 0
+        finally:
+            os.kill(left, signal.SIGKILL)
+    assert read_json(job.outcome)["outcome"] == "drained"
+
+
+def test_a_record_that_is_no_outcome_counts_as_none(tmp_path: Path) -> None:
+    job = CampaignDir(tmp_path).job(0)
+    make_private_dir(job.root)
+    garbage = PROGRAM.replace("    signal.sigwait(ends)", "    os.write(outcome_fd, b'{'); os._exit(3)")
+    program = f"import os\n{garbage}"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=60)
+    assert done.returncode == 3
+    assert read_json(job.outcome)["reason"] == "the driver ended with code 3"
+
+
 @pytest.mark.parametrize(
     ("cause", "cancelled"), [("cancellation", False), ("infrastructure", False), ("user-code", True)]
 )
@@ -221,18 +280,11 @@ def test_the_next_job_stays_where_slurm_may_know_more_of_the_end(
     monkeypatch.setattr(guardian.next_job, "cancel_next_jobs", calls.append)
     job = CampaignDir(tmp_path).job(0)
     make_private_dir(job.root)
-    read_end, write_end = os.pipe()
-    os.write(write_end, JobEnd(outcome="failed", cause=cause).encode())
-    os.close(write_end)
-    guardian._record_end(job, JobEnd(outcome="failed"), outcome_fd=read_end)
-    os.close(read_end)
+    end = JobEnd(outcome="failed", cause=cause)
+    guardian._record_end(job, end, tasks=guardian.EndTasks(limit_s=5.0))
     assert bool(calls) == cancelled
     job.campaign.stop.touch()
-    read_end, write_end = os.pipe()
-    os.write(write_end, JobEnd(outcome="failed", cause=cause).encode())
-    os.close(write_end)
-    guardian._record_end(job, JobEnd(outcome="failed"), outcome_fd=read_end)
-    os.close(read_end)
+    guardian._record_end(job, end, tasks=guardian.EndTasks(limit_s=5.0))
     assert calls[-1:] == [job], "a user has asked for the end"
 
 
