@@ -40,6 +40,8 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     campaign_dir = CampaignDir(Path(campaign))
     job = campaign_dir.job(job_number)
     retry_passing(lambda: redirect_output(job, role, index), timeout_s=PATIENCE_S, passes=is_outage)
+    if role != "train" and retry_passing(job.drain.exists, timeout_s=PATIENCE_S, passes=is_outage):
+        return 0  # it has waited for a place until now, and would end as soon as it has started
     plan = read_plan(campaign_dir)
     component = plan.components[plan.role(role).component]
     devices = pin_devices(plan.role(role), read_site(campaign_dir).partitions[component.partition].gpu_variable)

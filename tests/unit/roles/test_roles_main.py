@@ -14,6 +14,7 @@ from hpcrl.config.site import load_site
 from hpcrl.errors import SpoolError
 from hpcrl.plan.plan import make_plan
 from hpcrl.roles.__main__ import await_files, describe_failure
+from hpcrl.system.files import make_private_dir
 from hpcrl.system.memory import KILLED, KillWatch
 from tests.support.plans import make_recipe
 
@@ -108,3 +109,12 @@ def test_a_worker_whose_server_the_kernel_has_killed_for_its_memory_names_that()
     kills, error = KillWatch(lambda: next(counts)), RuntimeError("the server was killed by SIGKILL")
     assert describe_failure(error, kills) == f"RuntimeError: the server was killed by SIGKILL ({KILLED})"
     assert describe_failure(error, kills) == "RuntimeError: the server was killed by SIGKILL"
+
+
+def test_a_worker_that_gets_a_place_when_its_job_drains_starts_nothing(tmp_path: Path) -> None:
+    job = CampaignDir(tmp_path).job(0)
+    make_private_dir(job.logs)
+    job.drain.touch()
+    program = f"from hpcrl.roles.__main__ import work; print(work({str(tmp_path)!r}, 0, 'env', 0), file=sys.__stderr__)"
+    done = subprocess.run([sys.executable, "-c", f"import sys; {program}"], check=False, timeout=60)
+    assert (done.returncode, job.log("env-0").read_text()) == (0, "0\n"), "it reads no plan, which is not there"
