@@ -5,7 +5,7 @@ JobEnd          the record
 JobError        the error that ends a job for such a cause
 read_job_end    read it
 DrainNotice     the request to drain, for the workers
-read_time_left  read how much time it leaves
+DrainTime       the time that it leaves
 is_sigterm_answered  read whether it answers SIGTERM
 """
 
@@ -56,6 +56,8 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[str] = []
     """Nodes on which more than one thing failed: the next job avoids them."""
     time: float = 0.0
+    run_s: float | None = None
+    """How long the job ran, by a clock that does not jump."""
 
     @property
     def likely_cause(self) -> EndCause:
@@ -72,17 +74,32 @@ class DrainNotice(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     deadline: float | None = None
     """When a worker must have drained, in seconds since the epoch; None without a limit."""
+    left_s: float | None = None
+    """The time until then when this was published; clocks of nodes differ, and may jump."""
     answers_sigterm: bool = False
     """True if the driver knows of the SIGTERM that steps have reported: it was alive after that."""
 
 
-def read_time_left(job: JobDir) -> float:
-    """Return how many seconds are left to drain; without end if the request names no limit or cannot be read."""
-    try:
-        deadline = msgspec.json.decode(job.drain.read_bytes(), type=DrainNotice).deadline
-    except (OSError, msgspec.MsgspecError):
-        return math.inf
-    return math.inf if deadline is None else deadline - time.time()
+class DrainTime:
+    """The time that a request to drain leaves to a worker: no more than the driver gave, whatever their clocks."""
+
+    def __init__(self, job: JobDir) -> None:
+        self._job = job
+        self._seen: DrainNotice | None = None
+        self._deadline = math.inf
+        """By the monotonic clock."""
+
+    def read_left(self) -> float:
+        """Return how many seconds are left; without end if the request names no limit or cannot be read."""
+        try:
+            notice = msgspec.json.decode(self._job.drain.read_bytes(), type=DrainNotice)
+        except (OSError, msgspec.MsgspecError):
+            return math.inf
+        if notice != self._seen:
+            limits = [math.inf if notice.left_s is None else notice.left_s]
+            limits += [] if notice.deadline is None else [notice.deadline - time.time()]
+            self._seen, self._deadline = notice, time.monotonic() + min(limits)
+        return self._deadline - time.monotonic()
 
 
 def is_sigterm_answered(job: JobDir) -> bool:

@@ -136,7 +136,7 @@ def _try_task(task: Callable[[], object]) -> None:
 
 def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace) -> int:
     """Run `drive` in a child, which writes its outcome to the given descriptor; return the exit code of the job."""
-    job, pulse = place.job, DriverPulse()
+    job, pulse, started_at = place.job, DriverPulse(), time.monotonic()
     adopt_orphans()
     outcome_fd, driver_end = os.pipe()
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)  # until they can be forwarded
@@ -160,7 +160,8 @@ def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace) ->
     _clean_up(job, grace_s=TERM_CLOSE_GRACE_S if signal.SIGTERM in signals else CLOSE_GRACE_S, tasks=tasks)
     if signal.SIGTERM not in signals:
         tasks.run(lambda: sweep_nodes(job))
-    _record_end(job, _read_sent_end(outcome_fd) or end, has_hung=has_hung, tasks=tasks)
+    end = msgspec.structs.replace(_read_sent_end(outcome_fd) or end, run_s=round(time.monotonic() - started_at, 1))
+    _record_end(job, end, has_hung=has_hung, tasks=tasks)
     return EXIT_FAILED if isinstance(code, str) else encode_exit_code(code)
 
 

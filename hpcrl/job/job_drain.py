@@ -127,6 +127,7 @@ class JobDrain:
         notice = DrainNotice(
             reason=self.limits.reason or reason,
             deadline=time.time() + left_s if math.isfinite(left_s) else None,
+            left_s=left_s if math.isfinite(left_s) else None,
             answers_sigterm=self._limits_before is not None,
         )
         try:

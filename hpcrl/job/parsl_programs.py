@@ -2,9 +2,11 @@
 
 load_program      return the code of a program, and let it import modules of Parsl alone
 forget_packages   let later code import Parsl as a whole
+use_steady_time   let no jump of the clock look like a silence of other processes
 """
 
 import sys
+import time
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from types import CodeType, ModuleType
@@ -33,3 +35,12 @@ def forget_packages() -> None:
     """Let the next import of Parsl, which is that of a user's code, run the `__init__` of its packages."""
     for package in PACKAGES:
         sys.modules.pop(package, None)
+
+
+def use_steady_time() -> None:
+    """Let the time of this process follow the clock that never jumps: Parsl measures by it how long others are silent.
+
+    Processes that were forked before have their own.
+    """
+    started_at, started_turn = time.time(), time.monotonic()
+    time.time = lambda: started_at + time.monotonic() - started_turn

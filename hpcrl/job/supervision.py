@@ -155,13 +155,15 @@ def find_quorum(num_workers: int, *, share: float) -> int:
 
 
 def measure_hours(job: JobDir) -> float:
-    """Return how long an earlier job has run, by its events; 0 if it never started."""
+    """Return how long an earlier job has run, by its record or its events; 0 if it never started."""
+    end = read_job_end(job)
+    if end is not None and end.run_s is not None:
+        return end.run_s / 3600
     name = make_worker_name(job.number, "driver")
     events = EventReader(job.campaign.events, pattern=f"{name}{EVENT_SUFFIX}").poll()
     start = next((event.time for event in events if isinstance(event, JobStarted)), None)
     if start is None:
         return 0.0
-    end = read_job_end(job)
     return max((end.time if end is not None else find_last_beat(job)) - start, 0.0) / 3600
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.job.fork_server import ROLES_PROGRAM, ForkedProcess, list_server_pids, start_fork_server
-from hpcrl.job.parsl_programs import forget_packages, load_program
+from hpcrl.job.parsl_programs import forget_packages, load_program, use_steady_time
 from hpcrl.job.pool_queue import LEDGER_INTERVAL_S, PoolQueue, TaskLedger
 from hpcrl.system.memory import KILLED, KillWatch
 from hpcrl.system.processes import die_with_parent, is_zombie
@@ -190,6 +190,7 @@ def __getattr__(name: str) -> Any:
 if __name__ == "__main__":
     words = [sys.argv.pop(1) for _ in range(2)]
     start_fork_server(partial(become_worker, *words))
+    use_steady_time()
     # The pool would read the metadata of all installed packages, often from a file system far away, for nothing here.
     importlib.metadata.distributions = list  # type: ignore[assignment]
     threading.Thread(target=end_with_children, name="children", daemon=True).start()

@@ -31,7 +31,7 @@ from hpcrl.campaign_dir.events import (
     StepFinished,
     TrainingResumed,
 )
-from hpcrl.campaign_dir.job_end import read_time_left
+from hpcrl.campaign_dir.job_end import DrainTime
 from hpcrl.campaign_dir.train_progress import TrainProgress, read_train_progress, write_train_progress
 from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import make_warmup_settings
@@ -281,6 +281,9 @@ class TrainingLoop:
     listener: WakeListener | None = None
     """Ends its pauses when another worker has something for it."""
 
+    def __post_init__(self) -> None:
+        self.drain_time = DrainTime(self.context.job)
+
     @classmethod
     def start_or_resume(
         cls, context: WorkerContext, rank_trainer: RankTrainer, *, warmup: WarmupData | None = None
@@ -375,7 +378,7 @@ class TrainingLoop:
         if not self.context.draining:
             return False
         age_s = time.monotonic() - self.step_started_at
-        return self.times.is_too_late(step_age_s=age_s, left_s=read_time_left(self.context.job))
+        return self.times.is_too_late(step_age_s=age_s, left_s=self.drain_time.read_left())
 
     def try_step(self) -> bool:
         """Make one step; return False if there are not enough groups for it."""

@@ -19,7 +19,7 @@ from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.learn.group_choice import GroupChoice, choose_groups
 from hpcrl.learn.rewards import find_overlong
 from hpcrl.roles.context import WorkerContext
-from hpcrl.rollout.flow_control import SettledCount, SettledWriter, may_publish
+from hpcrl.rollout.flow_control import HoldWatch, SettledCount, SettledWriter
 from hpcrl.spool.listing import count_trajectories, quarantine_segment
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import Trajectory
@@ -53,6 +53,7 @@ class TrainQueue:
         self._waiting: list[Trajectory] = []
         self._num_training = 0
         self._version = 0
+        self._holds = HoldWatch()
         self._hold_pace = PollPace(longest_s=MAX_HOLD_PAUSE_S)
         self._refused_version: int | None = None
         self._settled_writer = SettledWriter(context.campaign.settled, on_change=on_settled)
@@ -91,7 +92,7 @@ class TrainQueue:
             self._hold_pace.note_change()
         if not self._hold_pace.is_due():
             return False
-        is_allowed = may_publish(self._context.campaign.holds(), version=version)
+        is_allowed = self._holds.may_publish(self._context.campaign.holds(), version=version)
         self._refused_version = None if is_allowed else version
         return is_allowed
 

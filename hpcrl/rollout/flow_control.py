@@ -14,7 +14,7 @@ often as it likes, and a file that is missing (or old, of a killed env worker) h
     InFlightState, InFlightVersions             the versions at which a worker's unfinished episodes started
     StalenessHold, HoldWriter                   an env worker's hold, and how it is written
     allows_version                              whether one env worker's hold lets training continue
-    may_publish                                 whether the holds of all env workers let training continue
+    HoldWatch                                   whether the holds of all env workers let training continue
 
 An episode that is cut for its age is wasted, and if every long one were cut, only short tasks would be trained on.
 Training therefore waits while old episodes end, but only while their worker has others to play: when only old ones
@@ -201,14 +201,29 @@ def allows_version(limit: int | None, version: int) -> bool:
     return limit is None or version <= limit
 
 
-def may_publish(hold_paths: list[Path], *, version: int) -> bool:
-    """Return whether the holds of all env workers allow this version."""
-    return all(_is_allowed(path, version) for path in hold_paths)
+class HoldWatch:
+    """The holds of env workers, as the trainer reads them; one that is not renewed, of a killed worker, is void.
 
+    A hold may be of the future, by a clock that has jumped since: one that does not change is void as well.
+    """
 
-def _is_allowed(path: Path, version: int) -> bool:
-    try:
-        hold = msgspec.json.decode(path.read_bytes(), type=StalenessHold)
-    except (OSError, msgspec.DecodeError):  # an env worker without a readable hold waits for nothing
-        return True
-    return allows_version(hold.limit, version) or time.time() - hold.at > HOLD_TIMEOUT_S
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[Path, tuple[StalenessHold, float]] = {}
+        """The last hold of each worker, and when it was new."""
+
+    def may_publish(self, paths: list[Path], *, version: int) -> bool:
+        """Return whether the holds of all env workers allow this version."""
+        return all([self._is_allowed(path, version) for path in paths])  # all are looked at
+
+    def _is_allowed(self, path: Path, version: int) -> bool:
+        try:
+            hold = msgspec.json.decode(path.read_bytes(), type=StalenessHold)
+        except (OSError, msgspec.DecodeError):  # an env worker without a readable hold waits for nothing
+            return True
+        seen, since = self._seen.get(path, (None, 0.0))
+        if hold != seen:
+            since = self._clock()
+            self._seen[path] = hold, since
+        is_void = max(time.time() - hold.at, self._clock() - since) > HOLD_TIMEOUT_S
+        return is_void or allows_version(hold.limit, version)

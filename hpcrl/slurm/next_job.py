@@ -83,7 +83,7 @@ def claim_job_dir(job: JobDir) -> bool:
     try:
         job.root.mkdir(mode=0o700)
     except FileExistsError:
-        age_s = time.time() - job.root.stat().st_mtime
+        age_s = abs(time.time() - job.root.stat().st_mtime)  # a clock that was set back makes it one of the future
         if job.submission.exists() or age_s < SUBMISSION_TIMEOUT_S:
             return False
         remove_path(job.root)

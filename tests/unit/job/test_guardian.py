@@ -170,7 +170,9 @@ def test_a_job_that_stood_still_as_a_whole_continues(tmp_path: Path) -> None:
         guardian.stdin.write("work\n")
         guardian.stdin.flush()
         assert guardian.wait(60) == 0
-    assert read_job_end(job) == JobEnd(outcome="drained", time=read_json(job.outcome)["time"])
+    end = read_job_end(job)
+    assert end is not None
+    assert end == JobEnd(outcome="drained", time=end.time, run_s=end.run_s)
 
 
 FULL_DISK = """

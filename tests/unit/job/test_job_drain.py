@@ -8,7 +8,7 @@ from datetime import datetime
 
 import pytest
 
-from hpcrl.campaign_dir.job_end import is_sigterm_answered, read_time_left
+from hpcrl.campaign_dir.job_end import DrainTime, is_sigterm_answered
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import LimitsConfig
 from hpcrl.job import job_drain
@@ -58,17 +58,26 @@ def test_a_job_with_sigterm_drains_though_slurm_is_silent_and_a_later_answer_giv
     assert (drain.limits.cause, drain.has_schedule) == ("cancellation", False)
     short = drain.limits.deadline - time.monotonic()
     assert short < ALLOCATION.kill_wait_s
-    assert short - 5 < read_time_left(job) < short + 5
+    assert short - 5 < DrainTime(job).read_left() < short + 5
     later = datetime.fromtimestamp(time.time() + 600).isoformat(timespec="seconds")
     fake_squeue(tmp_path, monkeypatch, f'echo "RUNNING {later} {later}"')
     drain.schedule_looks = LookInterval(0.0)
     drain.check_requests(ALLOCATION)
     assert (drain.limits.cause, drain.has_schedule) == ("preemption", True)
     assert drain.limits.deadline - time.monotonic() > short + 10
-    assert read_time_left(job) > short + 10, "the workers know of it"
+    assert DrainTime(job).read_left() > short + 10, "the workers know of it"
     assert drain.limits.kill_time > time.time() + 500
     drain.check_requests(ALLOCATION)
     assert (tmp_path / "order").read_text() == "drained\n", "it was asked once more, and an answer is enough"
+
+
+def test_a_clock_that_is_set_back_gives_a_worker_no_more_time_than_the_driver(drain, job, monkeypatch):
+    drain.start(DrainRequest(reason="its walltime is nearly over", grace_s=90.0, cause="walltime"))
+    left, now = DrainTime(job), time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 6 * 3600)
+    assert 30 < left.read_left() <= 90
+    monkeypatch.setattr(time, "time", lambda: now + 6 * 3600)
+    assert 30 < left.read_left() <= 90, "a jump after the request was seen changes nothing"
 
 
 def test_sigterm_during_a_drain_is_answered_before_slurm_is_asked(drain, job, tmp_path, monkeypatch):

@@ -249,6 +249,8 @@ def test_the_time_of_an_earlier_job_is_counted_from_its_start_to_its_end(tmp_pat
     (start,) = EventReader(campaign.events).poll()
     job.outcome.write_bytes(JobEnd(outcome="drained", time=start.time + 7200.0).encode())
     assert measure_hours(job) == pytest.approx(2.0)
+    job.outcome.write_bytes(JobEnd(outcome="drained", time=start.time - 9e4, run_s=5400.0).encode())
+    assert measure_hours(job) == pytest.approx(1.5), "the clock was set back meanwhile"
 
 
 def test_an_error_of_the_file_system_requests_and_ends_nothing(tmp_path, monkeypatch):

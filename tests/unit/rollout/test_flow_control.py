@@ -9,15 +9,16 @@ import pytest
 from hpcrl.rollout import flow_control
 from hpcrl.rollout.flow_control import (
     HOLD_TIMEOUT_S,
+    HoldWatch,
     HoldWriter,
     InFlightVersions,
     SettledCount,
     SettledWriter,
     StalenessHold,
     TrainerProgress,
-    may_publish,
 )
 from hpcrl.weights.versions import WeightVersion, announce_version
+from tests.support.clocks import SettableClock
 
 
 @pytest.fixture
@@ -83,8 +84,8 @@ def test_training_continues_as_far_as_every_hold_allows(tmp_path: Path) -> None:
     holds = [tmp_path / "a", tmp_path / "b", tmp_path / "missing"]
     HoldWriter(holds[0]).write(7, now=0.0)
     HoldWriter(holds[1]).write(None, now=0.0)
-    assert may_publish(holds, version=7)
-    assert not may_publish(holds, version=8)
+    assert HoldWatch().may_publish(holds, version=7)
+    assert not HoldWatch().may_publish(holds, version=8)
 
 
 def test_a_hold_is_written_when_it_changes_and_renewed_regularly(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_a_hold_is_written_when_it_changes_and_renewed_regularly(tmp_path: Path)
     writer.write(7, now=flow_control.RENEW_INTERVAL_S)
     assert not path.exists()
     writer.write(8, now=flow_control.RENEW_INTERVAL_S)
-    assert not may_publish([path], version=9)
+    assert not HoldWatch().may_publish([path], version=9)
     path.unlink()
     writer.write(8, now=2.1 * flow_control.RENEW_INTERVAL_S)
     assert path.exists()
@@ -104,8 +105,20 @@ def test_a_hold_is_written_when_it_changes_and_renewed_regularly(tmp_path: Path)
 def test_a_dead_worker_does_not_stop_training(tmp_path: Path) -> None:
     path = tmp_path / "word"
     path.write_bytes(msgspec.json.encode(StalenessHold(limit=7, at=time.time() - HOLD_TIMEOUT_S - 1)))
-    assert may_publish([path], version=8)
+    assert HoldWatch().may_publish([path], version=8)
     assert flow_control.RENEW_INTERVAL_S < HOLD_TIMEOUT_S / 2, "a live worker renews it in time"
+
+
+def test_a_dead_worker_with_a_hold_of_the_future_stops_training_no_longer_than_another(tmp_path: Path) -> None:
+    """Its clock was ahead, or that of the trainer was set back."""
+    path, clock = tmp_path / "word", SettableClock()
+    path.write_bytes(msgspec.json.encode(StalenessHold(limit=7, at=time.time() + 6 * 3600)))
+    watch = HoldWatch(clock=clock)
+    assert not watch.may_publish([path], version=8)
+    clock.now = HOLD_TIMEOUT_S + 1
+    assert watch.may_publish([path], version=8)
+    path.write_bytes(msgspec.json.encode(StalenessHold(limit=7, at=time.time() + 6 * 3600 + 10)))
+    assert not watch.may_publish([path], version=8), "it is alive"
 
 
 def test_the_newest_version_is_known_from_its_announcement_or_from_its_weights(tmp_path: Path) -> None:
