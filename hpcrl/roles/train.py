@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import (
     CheckpointSaved,
     FaultReported,
@@ -128,6 +129,17 @@ def _end_without_memory(memory: MemoryContext, error: StepMemoryError, world: Wo
     if world.size > 1:
         os._exit(EXIT_OUT_OF_MEMORY)  # the others wait for this rank, and it would wait for them
     return EXIT_OUT_OF_MEMORY
+
+
+def _report_missing_checkpoint(context: WorkerContext, *, step: int) -> None:
+    """Report that the checkpoint that was saved last, of a later step than `step`, is gone: somebody has removed it."""
+    events = EventReader.for_role(context.campaign.events, "train").poll()
+    last = [0, *(event.step for event in events if isinstance(event, CheckpointSaved))][-1]
+    directory = context.campaign.checkpoints
+    if last > step and last not in checkpoint.list_saved_steps(directory):
+        then = f"training continues from step {step}" if step else "training starts from the beginning"
+        detail = f"the checkpoint of step {last} is not in {directory} any more: {then}"
+        context.events.emit(FaultReported(what="checkpoint", detail=detail))
 
 
 def _open_warmup(context: WorkerContext) -> WarmupData | None:
@@ -301,6 +313,7 @@ class TrainingLoop:
         if found is not None:
             manifest, consumed = checkpoint.read_checkpoint(found)
             step, version, evidence = manifest.step, manifest.version, LearningEvidence.from_checkpoint(manifest.extra)
+        _report_missing_checkpoint(context, step=step)
         train_queue = TrainQueue(context, consumed=consumed, on_settled=context.make_sender("env").wake)
         leader = _make_leader(context, rank_trainer, train_queue, warmup) if rank_trainer.world.size > 1 else None
         publisher = _make_publisher(context, rank_trainer, leader) if context.recipe.has_rollouts else None

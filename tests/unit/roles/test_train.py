@@ -3,6 +3,8 @@
 import msgspec
 import pytest
 
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import CheckpointSaved, FaultReported
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.errors import NodeResultError
@@ -60,6 +62,21 @@ def test_a_rank_shards_its_model_as_the_plan_has_chosen(tmp_path, tiny_model_dir
     context.plan = msgspec.structs.replace(context.plan, train_sharding=sharding)
     assert context.recipe.train.sharding == "auto"
     assert _make_trainer(context, SINGLE_RANK)._train.sharding == sharding
+
+
+def test_a_checkpoint_that_somebody_has_removed_is_reported_and_one_that_is_damaged_is_not(tmp_path, tiny_model_dir):
+    context = make_context(tmp_path, tiny_model_dir)
+    for step in (4, 8):
+        context.events.emit(CheckpointSaved(step=step))
+    directory = context.campaign.checkpoints
+    make_private_dir(directory / "000001-step-000004")
+    train._report_missing_checkpoint(context, step=4)
+    train._report_missing_checkpoint(context, step=0)
+    make_private_dir(directory / "000002-step-000008")  # damaged, say
+    train._report_missing_checkpoint(context, step=4)
+    faults = [event.detail for event in EventReader(tmp_path / "events").poll() if isinstance(event, FaultReported)]
+    missing = f"the checkpoint of step 8 is not in {directory} any more: training "
+    assert faults == [f"{missing}continues from step 4", f"{missing}starts from the beginning"]
 
 
 def test_a_node_with_a_result_that_cannot_be_used_ends_the_campaign(tmp_path, tiny_model_dir, monkeypatch):
