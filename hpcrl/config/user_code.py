@@ -4,7 +4,6 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from hpcrl.config.toml import suggest_name
 from hpcrl.errors import ConfigError, show_error
 
 MAX_LISTED = 12
@@ -44,6 +43,8 @@ def _choose_remedy(error: BaseException, module_name: str) -> str:
 
 def _list_own(module: ModuleType, attribute: str) -> str:
     """List the classes and functions that a module defines, with the one that may be meant."""
+    from hpcrl.config.toml import suggest_name  # not in each process of an environment
+
     names = sorted(
         name
         for name, value in vars(module).items()

@@ -26,19 +26,17 @@ import contextlib
 import inspect
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, cast, get_args
 
 import msgspec
 
-from hpcrl.config.program import RENAMED_OPTIONS
-from hpcrl.config.recipe import DomainConfig
-from hpcrl.config.toml import suggest_name
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError, show_error
 
 if TYPE_CHECKING:
+    from hpcrl.config.recipe import DomainConfig
     from hpcrl.spool.record import Trajectory
 
 
@@ -249,7 +247,7 @@ async def make_env_in_thread(name: str, options: dict[str, Any], *, what: str) -
 def construct_env(name: str, options: dict[str, Any], *, what: str) -> Any:
     """Make the environment `name` with its options, without adapting it."""
     kind = load_code(name, what=what)
-    _check_option_names(kind, options, what=f"{what} = {name!r}", renamed=RENAMED_OPTIONS.get(name, {}))
+    _check_option_names(kind, options, env=name, what=f"{what} = {name!r}")
     try:
         env = kind(**options)
     except ConfigError:
@@ -260,7 +258,7 @@ def construct_env(name: str, options: dict[str, Any], *, what: str) -> Any:
     return env
 
 
-def _check_option_names(kind: Any, options: dict[str, Any], *, what: str, renamed: Mapping[str, str]) -> None:
+def _check_option_names(kind: Any, options: dict[str, Any], *, env: str, what: str) -> None:
     """Raise ConfigError for an option that the environment does not have, with its new name or the nearest one."""
     try:
         parameters = inspect.signature(kind).parameters.values()
@@ -269,6 +267,12 @@ def _check_option_names(kind: Any, options: dict[str, Any], *, what: str, rename
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     known = sorted(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    if set(options) <= set(known):
+        return
+    from hpcrl.config.program import RENAMED_OPTIONS  # not in each process of an environment that is made as it should
+    from hpcrl.config.toml import suggest_name
+
+    renamed = RENAMED_OPTIONS.get(env, {})
     for name in options:
         if name in renamed:
             raise ConfigError(f"{what}: the option {name!r} is now called {renamed[name]!r}: use the new name")
@@ -292,7 +296,7 @@ def make_program(name: str, options: dict[str, Any], *, what: str) -> ProgramEnv
     return cast(ProgramEnv, construct_env(name, options, what=what))
 
 
-def is_program_domain(domain: DomainConfig) -> bool:
+def is_program_domain(domain: "DomainConfig") -> bool:
     """Return whether a domain's environment calls the model itself; False if it cannot be loaded, which fails later."""
     if domain.python is not None:
         return False
