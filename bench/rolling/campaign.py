@@ -43,7 +43,7 @@ from hpcrl.learn.group_choice import GroupChoice, choose_groups
 from hpcrl.plan.plan import make_plan
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.env import EnvWorker, make_env_worker
-from hpcrl.rollout.flow_control import SettledCount, SettledWriter, may_publish
+from hpcrl.rollout.flow_control import HoldWatch, SettledCount, SettledWriter
 from hpcrl.rollout.rollout_spool import RolloutSpool
 from hpcrl.rollout.routing.router import Router
 from hpcrl.spool.record import Trajectory
@@ -353,7 +353,7 @@ class RollingTrainer:
             max_lag=self._setting.max_lag,
             consumed=self._consumed,
         )
-        if choice.chosen and not may_publish([self._stage.campaign.hold(0)], version=self._version + 1):
+        if choice.chosen and not HoldWatch().may_publish([self._stage.campaign.hold(0)], version=self._version + 1):
             return choice._replace(chosen=[], rest=[*choice.chosen, *choice.rest])
         return choice
 

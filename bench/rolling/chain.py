@@ -39,7 +39,7 @@ from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.learn.group_choice import GroupChoice, choose_groups
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.env import make_env_worker
-from hpcrl.rollout.flow_control import SettledCount, SettledWriter, may_publish
+from hpcrl.rollout.flow_control import HoldWatch, SettledCount, SettledWriter
 from hpcrl.rollout.rollout_spool import RolloutSpool
 from hpcrl.rollout.tasks import stable_hash
 from hpcrl.spool.ids import parse_group_id
@@ -257,7 +257,7 @@ class ChainTrainer:
             max_lag=self._setting.max_lag,
             consumed=self._consumed,
         )
-        if choice.chosen and not may_publish(self._campaign.holds(), version=self._version + 1):
+        if choice.chosen and not HoldWatch().may_publish(self._campaign.holds(), version=self._version + 1):
             return choice._replace(chosen=[], rest=[*choice.chosen, *choice.rest])
         return choice
 
