@@ -57,7 +57,7 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes on which more than one thing failed: the next job avoids them."""
     time: float = 0.0
     run_s: float | None = None
-    """How long the job ran, by a clock that does not jump."""
+    """The time for which the job ran, by a clock that does not jump."""
 
     @property
     def likely_cause(self) -> EndCause:
@@ -87,7 +87,7 @@ class DrainTime:
         self._job = job
         self._seen: DrainNotice | None = None
         self._deadline = math.inf
-        """By the monotonic clock."""
+        """The end of the time, by the monotonic clock."""
 
     def read_left(self) -> float:
         """Return how many seconds are left; without end if the request names no limit or cannot be read."""

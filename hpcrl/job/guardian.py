@@ -108,7 +108,7 @@ class DriverPulse:
 
 
 class EndTasks:
-    """What is done at the end of a job and may fail or hang: all of it together takes no longer than a limit."""
+    """The tasks at the end of a job, which may fail or hang: all of it together takes no longer than a limit."""
 
     def __init__(self, *, limit_s: float) -> None:
         self._left_s = limit_s
