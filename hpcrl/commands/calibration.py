@@ -305,7 +305,8 @@ def read_campaign_points(campaign: CampaignDir) -> MeasuredServers:
         )
     lengths = _measure_lengths(events)
     if lengths is not None:
-        _add_engine_points(found, events, shape, gpu=gpus["decode"], recipe=recipe, lengths=lengths)
+        tp = max(1, read_plan(campaign).role("decode").gpus_per_worker)
+        _add_engine_points(found, events, shape, gpu=gpus["decode"], recipe=recipe, tp=tp, lengths=lengths)
     if gpus["train"] is not None:
         _add_step_points(found, events, shape, gpu=gpus["train"], recipe=recipe)
     if not found.points and not found.steps:
@@ -370,9 +371,9 @@ def _add_engine_points(
     *,
     gpu: GpuModel,
     recipe: Recipe,
+    tp: int,
     lengths: _TurnLengths,
 ) -> None:
-    tp = max(1, recipe.resources.decode.gpus_per_worker)
     scale = recipe.engine.sim.speed if recipe.engine.backend == "sim" else 1.0
     for event in events:
         if not isinstance(event, EngineCounted) or event.role == "prefill" or event.role.startswith("judge"):

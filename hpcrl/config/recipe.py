@@ -635,8 +635,6 @@ class NoticesConfig(ConfigTable, frozen=True, kw_only=True):
 class WorkerShare(ConfigTable, frozen=True, kw_only=True):
     """The resources of one worker; the planner and the site decide where they are."""
 
-    gpus_per_worker: CountOrZero = 0
-    """The GPUs of each worker; 0: it runs on CPU cores alone."""
     cpus_per_worker: Count = 1
     """The CPU cores of each worker."""
     mem_gib_per_worker: Annotated[float, Meta(gt=0)] = 4.0
@@ -650,6 +648,8 @@ class WorkerResources(WorkerShare, frozen=True, kw_only=True):
 
     num_workers: Count = 1
     """The number of workers."""
+    gpus_per_worker: CountOrZero = 0
+    """The GPUs of each worker; 0: it runs on CPU cores alone."""
 
 
 class ComputeResources(WorkerResources, frozen=True, kw_only=True):
@@ -666,7 +666,8 @@ class PrefillResources(WorkerShare, frozen=True, kw_only=True):
     """0: none, and the decode workers also compute the prompts, as one pool of engines. auto: the planner chooses: none
     where decode gets the same kind of GPU, or the site has fewer than four GPU nodes; else by the model's size, the
     GPUs, and the domains' usual lengths, and 1 where it knows none."""
-    gpus_per_worker: CountOrZero = 1
+    gpus_per_worker: Literal["auto"] | CountOrZero = "auto"
+    """As for decode."""
     affinity: Affinity = "compute"
 
 
@@ -675,7 +676,9 @@ class DecodeResources(WorkerShare, frozen=True, kw_only=True):
 
     num_workers: Literal["auto"] | Count = "auto"
     """auto: the planner chooses, by the model's size, the GPUs, and the domains' usual lengths; 1 where it cannot."""
-    gpus_per_worker: CountOrZero = 1
+    gpus_per_worker: Literal["auto"] | CountOrZero = "auto"
+    """The GPUs of each engine. auto: the fewest that hold the weights and the KV of one longest conversation, and among
+    which vLLM can divide the model; 1 where its size is not known."""
     affinity: Affinity = "bandwidth"
 
 
@@ -887,8 +890,17 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
         resources: WorkerResources | PrefillResources | DecodeResources = getattr(self.resources, role)
         if isinstance(resources, WorkerResources):
             return resources
-        num = 1 if resources.num_workers == "auto" else resources.num_workers
-        return WorkerResources(**msgspec.structs.asdict(resources) | {"num_workers": num})
+        values = msgspec.structs.asdict(resources)
+        if resources.num_workers == "auto":
+            values["num_workers"] = 1
+        if self.has_open_gpus(role):
+            values["gpus_per_worker"] = 0 if resources.affinity == "cpu" else 1
+        return WorkerResources(**values)
+
+    def has_open_gpus(self, role: RoleName) -> bool:
+        """Return whether the planner chooses the GPUs of each worker of a role."""
+        gpus = {"prefill": self.resources.prefill.gpus_per_worker, "decode": self.resources.decode.gpus_per_worker}
+        return gpus.get(role) == "auto"
 
 
 def name_role_resources(role: RoleName) -> str:

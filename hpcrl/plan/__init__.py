@@ -3,6 +3,7 @@
 plan        the plan, and make_plan
 checks      the consistency of a recipe
 demand      the cores and memory that a role needs on a node
+engine_gpus   the GPUs of an engine
 engine_nodes  engines that are larger than a node
 partitions  the best partition for one role
 layout      the placement of all roles: hetjob, hetstep, colocated, local

@@ -37,8 +37,9 @@ from hpcrl.config.recipe import (
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
-from hpcrl.hardware.architecture import ModelArchitecture, find_context_conflict, read_architecture, read_max_context
+from hpcrl.hardware.architecture import find_context_conflict, read_architecture, read_max_context
 from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.plan.engine_gpus import divides_heads
 from hpcrl.plan.engine_nodes import ENGINE_ROLES
 
 JUDGE_REWARD = "hpcrl.envs.judge:judge"
@@ -744,6 +745,8 @@ def _check_engine_gpus(
             f'{prefix}engine.quantization = "{engine.quantization}" needs GPUs, and {table}.gpus_per_worker = 0: '
             "remove it"
         )
+    if recipe.has_open_gpus(role):
+        return
     if gpus % engine.pipeline_parallel:
         raise PlanError(
             f"{table}.gpus_per_worker = {gpus} cannot be divided into {prefix}engine.pipeline_parallel = "
@@ -762,19 +765,12 @@ def _check_engine_gpus(
             f"{role} worker's stage: lower {table}.gpus_per_worker"
         )
     shape = model.architecture if model.config else None
-    if engine.backend == "vllm" and shape is not None and not _divides_heads(shape, per_stage):
+    if engine.backend == "vllm" and shape is not None and not divides_heads(shape, per_stage):
         raise PlanError(
             f"{model_table}config has {shape.num_heads} attention heads and {shape.num_kv_heads} KV heads, which "
             f"cannot be divided among the {per_stage} GPUs of a {role} worker's stage: set {table}.gpus_per_worker "
             f"to a number that divides both, times {prefix}engine.pipeline_parallel"
         )
-
-
-def _divides_heads(shape: ModelArchitecture, num_gpus: int) -> bool:
-    """Return whether vLLM divides the heads among GPUs; it copies KV heads where there are more GPUs."""
-    num_kv_heads = shape.num_kv_heads
-    is_even = not (num_kv_heads % num_gpus and num_gpus % num_kv_heads)
-    return not shape.num_heads % num_gpus and (is_even or bool(shape.kv_rank))
 
 
 def _check_parser(setting: str, name: str, names: Collection[str]) -> None:

@@ -1,6 +1,7 @@
 """Choose the partition for a role, by affinity, and report every fallback. Pure.
 
 choose_partition         choose the best partition that can hold the role and its models
+rank_partitions          rank those that it may get
 evaluate_partition       check a given partition, for a job that is to be on one
 explain_memory_refusal   whether a role's models fit there
 """
@@ -48,6 +49,12 @@ def choose_partition(demand: RoleDemand, recipe: Recipe, site: Site, *, taken: d
     raise PlanError(
         f"site {site.name!r} cannot hold {table}: {'; '.join(refusals)}. Lower {table} or choose another site"
     )
+
+
+def rank_partitions(demand: RoleDemand, site: Site) -> list[str]:
+    """Rank the partitions that a role may get, from best to worst, whatever their size."""
+    wanted, gpus, _ = _match_affinity(demand, site)
+    return _rank_partitions(site, wanted, gpus=gpus, taken={})
 
 
 def evaluate_partition(label: str, demand: RoleDemand, site: Site, *, taken: dict[str, int]) -> PartitionChoice | str:

@@ -33,6 +33,7 @@ from hpcrl.plan.components import (
     plan_reward_jobs,
 )
 from hpcrl.plan.demand import PartitionChoice, compute_step_gib, compute_window_gib
+from hpcrl.plan.engine_gpus import choose_engine_gpus
 from hpcrl.plan.engine_nodes import check_spanning_engines
 from hpcrl.plan.layout import JobLayout, JobPlacement, place_roles
 from hpcrl.plan.programs import check_programs
@@ -149,6 +150,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def make_plan(recipe: Recipe, site: Site) -> Plan:
     """Map roles to partitions, and check everything that can be checked before queueing."""
     check_recipe(recipe)
+    recipe, engine_gpus = choose_engine_gpus(recipe, site)
     placement, site = _place_with_couriers(recipe, site)
     recipe, choices = placement.recipe, placement.choices
     components = _make_components(placement, site)
@@ -170,7 +172,12 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         layout_reason=placement.reason,
         components=components,
         roles=roles,
-        sizes=[*placement.sizes, *describe_micro_batch(train_memory, recipe), *describe_storage(forecast)],
+        sizes=[
+            *(why for role, why in engine_gpus.items() if role in choices),
+            *placement.sizes,
+            *describe_micro_batch(train_memory, recipe),
+            *describe_storage(forecast),
+        ],
         fallbacks=[*placement.fallbacks(), *shortfall],
         warnings=[
             *placement.warnings,

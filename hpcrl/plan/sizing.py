@@ -224,7 +224,7 @@ def _estimate_role_speed(recipe: Recipe, role: RoleName, gpus: dict[RoleName, Gp
     gpu, architecture = gpus.get(role), recipe.model.architecture
     if gpu is None or not gpu.has_speed or architecture is None:
         return None
-    num_gpus, engine = max(1, getattr(recipe.resources, role).gpus_per_worker), recipe.engine
+    num_gpus, engine = max(1, recipe.role_resources(role).gpus_per_worker), recipe.engine
     num_stages = engine.pipeline_parallel if engine.backend == "vllm" else 1
     found = estimate_speed(gpu, shape=make_model_shape(architecture), tp=max(1, num_gpus // num_stages), pp=num_stages)
     return found if found.kv_tokens else None

@@ -1,0 +1,91 @@
+"""Choose the GPUs of each engine where the recipe leaves them open. Pure.
+
+choose_engine_gpus  the recipe with numbers, and the reasons
+divides_heads       whether vLLM divides a model among GPUs
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from hpcrl.config.recipe import Recipe, RoleName
+from hpcrl.config.site import Site, SitePartition
+from hpcrl.hardware.architecture import ModelArchitecture, read_max_context
+from hpcrl.hardware.cost_model import USABLE_SHARE
+from hpcrl.hardware.gpus import GpuModel
+from hpcrl.hardware.memory_model import BYTES_BF16, GIB, engine_memory_gib
+from hpcrl.plan.demand import compute_role_demand, show_weights
+from hpcrl.plan.engine_nodes import ENGINE_ROLES, may_span_nodes
+from hpcrl.plan.partitions import rank_partitions
+
+MAX_SPANNED_NODES = 8
+
+
+def choose_engine_gpus(recipe: Recipe, site: Site) -> tuple[Recipe, dict[RoleName, str]]:
+    """Give each engine the fewest GPUs of its best partition that hold its model and the KV of one conversation.
+
+    The reasons are those of roles with more than the least. A model that fits on no number has the most, and is refused
+    later.
+    """
+    resources, reasons = recipe.resources, dict[RoleName, str]()
+    for role in ENGINE_ROLES:
+        if not recipe.has_open_gpus(role):
+            continue
+        num, why = _choose_number(role, recipe, site)
+        share = msgspec.structs.replace(getattr(resources, role), gpus_per_worker=num)
+        resources = msgspec.structs.replace(resources, **{role: share})
+        if why:
+            reasons[role] = why
+    return msgspec.structs.replace(recipe, resources=resources), reasons
+
+
+def divides_heads(shape: ModelArchitecture, num_gpus: int) -> bool:
+    """Return whether vLLM divides the heads among GPUs; it copies KV heads where there are more GPUs."""
+    num_kv_heads = shape.num_kv_heads
+    is_even = not (num_kv_heads % num_gpus and num_gpus % num_kv_heads)
+    return not shape.num_heads % num_gpus and (is_even or bool(shape.kv_rank))
+
+
+def _choose_number(role: RoleName, recipe: Recipe, site: Site) -> tuple[int, str]:
+    engine, shape = recipe.engine, recipe.model.architecture
+    if recipe.role_resources(role).affinity == "cpu":
+        return 0, ""
+    least = engine.pipeline_parallel * engine.data_parallel
+    labels = rank_partitions(compute_role_demand(role, recipe, one_machine=False), site)
+    partition = site.partitions[labels[0]] if labels else None
+    gpu = None if partition is None else site.find_gpu(partition.gpu)
+    if partition is None or gpu is None or shape is None or engine.backend == "embedded":
+        return least, ""
+    longest = recipe.max_context or read_max_context(recipe.model.config) or 0
+    numbers = list(_list_numbers(partition, shape, least=least, spans=may_span_nodes(role, recipe)))
+    fitting = (num for num in numbers if _has_room(shape, gpu, num, num_copies=engine.data_parallel, longest=longest))
+    num = next(fitting, numbers[-1] if numbers else least)
+    if num == least:
+        return num, ""
+    needs = f"{show_weights(shape.num_params)} weights and the KV of {longest} tokens"
+    return num, (
+        f"a {role} worker has {num} GPUs, the fewest that hold {needs} and divide its heads: those of {labels[0]} "
+        f"({gpu.name}) have {gpu.memory_gib:g} GiB"
+    )
+
+
+def _list_numbers(partition: SitePartition, shape: ModelArchitecture, *, least: int, spans: bool) -> Iterator[int]:
+    """Yield the numbers of GPUs of an engine, ascending: workers fill a node, or an engine fills several."""
+    per_node = partition.gpus_per_node
+    on_nodes = range(2, MAX_SPANNED_NODES + 1) if spans else ()
+    for num in [*range(1, per_node + 1), *(nodes * per_node for nodes in on_nodes)]:
+        if not num % least and (num > per_node or not per_node % num) and divides_heads(shape, num // least):
+            yield num
+
+
+def _has_room(shape: ModelArchitecture, gpu: GpuModel, num: int, *, num_copies: int, longest: int) -> bool:
+    """Return whether GPUs hold their copies of a model, and each copy the KV of one conversation."""
+    each_gib = gpu.memory_gib * num / num_copies
+    num_ranks = num // num_copies
+    kv_bytes = BYTES_BF16 * shape.kv_values_per_token * longest * max(1.0, num_ranks / _count_kv_heads(shape))
+    weights_gib = shape.num_params * BYTES_BF16 / GIB
+    return engine_memory_gib(shape.num_params) <= each_gib and weights_gib + kv_bytes / GIB <= each_gib * USABLE_SHARE
+
+
+def _count_kv_heads(shape: ModelArchitecture) -> int:
+    return 1 if shape.kv_rank else shape.num_kv_heads  # compressed KV is one for all heads
