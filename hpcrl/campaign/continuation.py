@@ -106,7 +106,10 @@ def extend(name: str, *, steps: int | None = None, jobs: int = 0, show_note: Sho
     settings = (f"train.num_steps={num_steps}",) if num_steps > recorded_steps else ()
     states = find_job_states(directory.list_jobs(campaign), site)
     if "unknown" in states.values():
-        raise SlurmError(f"Slurm does not report whether campaign {campaign.name!r} still runs: try again later")
+        raise SlurmError(
+            f"Slurm does not report whether campaign {campaign.name!r} still runs: try again later, or, if you know "
+            f"that its job is gone, `hpcrl stop --now {campaign.name}` first"
+        )
     live = [job for job, state in states.items() if state != "gone"]
     if not live:
         resumed = resume(name, settings=(*settings, *([f"job.num_jobs={jobs}"] if jobs else [])), show_note=show_note)

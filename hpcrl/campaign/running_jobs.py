@@ -34,9 +34,13 @@ def read_submission(job: JobDir) -> slurm.SubmittedJob:
 def find_job_states(jobs: Iterable[JobDir], site: Site) -> dict[JobDir, str]:
     """Ask the scheduler once for the states of jobs: queued, running, gone or unknown.
 
-    Jobs that were never submitted, and those whose end is recorded, are left out.
+    Jobs that were never submitted, and those whose end is recorded, are left out. One that Slurm does not list any more
+    is gone if a later one has started, which waited for its end.
     """
-    return _ask_job_states([job for job in jobs if job.submission.exists() and not job.outcome.exists()], site)
+    every = [job for job in jobs if job.submission.exists()]
+    states = _ask_job_states([job for job in every if not job.outcome.exists()], site)
+    last = max((job.number for job in every if states.get(job, "running") == "running"), default=0)
+    return {job: "gone" if state == "unknown" and job.number < last else state for job, state in states.items()}
 
 
 def find_job_state(job: JobDir, site: Site) -> str:
@@ -74,8 +78,14 @@ def stop_gracefully(name: str) -> str:
     if (ended := _describe_end(campaign)) is not None:
         return ended
     job, site = _request_stop(campaign)
-    if site.scheduler == "slurm" and find_job_state(job, site) == "queued":
+    state = find_job_state(job, site)
+    if site.scheduler == "slurm" and state == "queued":
         return _end_job(job, site)
+    if state == "unknown":
+        return (
+            f"campaign {campaign.name}: Slurm does not report the state of job {read_submission(job).id}: if it runs, "
+            f"it makes a checkpoint and ends; if you know that it is gone, `hpcrl stop --now {campaign.name}`"
+        )
     hint = f"`hpcrl monitor {campaign.name}` shows it"
     return f"campaign {campaign.name} is stopping: it makes a checkpoint and ends ({hint})"
 

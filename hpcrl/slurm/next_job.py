@@ -126,13 +126,14 @@ def allow_more_jobs(job: JobDir, num: int, *, plan: Plan) -> Plan:
 
 
 def list_followers(job: JobDir) -> list[JobDir]:
-    """Return the jobs that were queued to follow `job` and have not ended, oldest first."""
+    """Return the jobs that were queued to follow `job` and have not started, oldest first."""
     later = (job.campaign.job(number) for number in job.campaign.job_numbers() if number > job.number)
     followers = []
     for follower in later:
         if not follower.chain_marker.exists() or follower.outcome.exists():
             break
-        followers.append(follower)
+        if not follower.parsl.exists():  # its driver makes this directory first
+            followers.append(follower)
     return followers
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -295,6 +296,41 @@ def test_stop_cancels_every_job_that_waits(
     assert cancelled == waiting - left, message
     assert chain.stop.exists()
     assert chain.job_numbers() == ([0, 1] if running == (72,) else [0])
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_job_that_slurm_no_longer_knows_keeps_stop_and_extend_from_nothing_while_a_later_one_runs(
+    chain: CampaignDir, slurm: Path, answers: bool
+) -> None:
+    """Driver and guardian of the first were killed, it left no outcome, and accounting is off."""
+    (slurm / "queue").write_text("72|RUNNING\n73|PENDING\n")
+    make_private_dir(chain.job(1).parsl)  # its driver has started
+    if answers:
+        assert continuation.extend(str(chain.root), jobs=1) == "campaign c: job 74 is queued"
+    else:
+        (slurm / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    message = stop_gracefully(str(chain.root))
+    assert ("is stopping" in message) == answers
+    calls = (slurm / "calls").read_text().splitlines()
+    assert [call for call in calls if call.startswith("scancel") and "72" in call] == [], "it makes a checkpoint"
+    assert [call for call in calls if call.startswith("scancel") and "73" in call]
+    assert chain.job(1).script.exists()
+
+
+def test_a_campaign_whose_only_job_slurm_no_longer_knows_is_told_of_stop_now(
+    tmp_path: Path, slurm: Path, recipe: Path
+) -> None:
+    campaign = submitted(tmp_path, recipe)
+    (slurm / "queue").write_text("")
+    cure = "if you know that it(s job)? is gone, `hpcrl stop --now c`"
+    with pytest.raises(CampaignError, match=cure):
+        continuation.resume(str(campaign.root))
+    with pytest.raises(SlurmError, match=cure):
+        continuation.extend(str(campaign.root), jobs=1)
+    assert re.search(cure, stop_gracefully(str(campaign.root)))
+    stop_now(str(campaign.root))
+    continuation.resume(str(campaign.root))
+    assert campaign.job_numbers() == [0, 1]
 
 
 def test_two_that_extend_at_once_queue_one_job(tmp_path: Path, slurm: Path, recipe: Path) -> None:
