@@ -6,6 +6,7 @@
     list_dense_layers    the layers without experts
     guess_architecture   of a dense model, from its number of weights alone
     read_max_context, read_rope_factor    the tokens of its context, and by how much an engine may stretch it
+    find_parallel_conflict    whether the ranks of trainer "megatron" can divide it
     find_context_conflict, count_kv_repeats    whether ranks can divide the positions of a row, and how its heads then
 
 The counts equal those of transformers for the families in KNOWN_FAMILIES; those of any other are an estimate.
@@ -58,6 +59,10 @@ _FIELDS = (
     *("dtype", "torch_dtype", "rope_parameters", "rope_scaling"),
 )
 """The fields that a plan needs."""
+_COUNTS = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+)
+"""Fields that are 1 at least."""
 _GUESSED_VOCABULARY = 150_000
 _STRETCHED_ROPES = ("yarn", "linear", "dynamic")
 
@@ -220,6 +225,29 @@ def find_context_conflict(config: Mapping[str, Any], *, size: int) -> str | None
     return None
 
 
+def find_parallel_conflict(shape: ModelArchitecture, *, num_tp: int, num_pp: int = 1, num_ep: int = 1) -> str | None:
+    """Return why the ranks of trainer "megatron" cannot divide a model, with a fix; None if they can."""
+    groups = [] if shape.kv_rank else [("query groups", shape.num_kv_heads)]
+    inner = [("ffn rows", shape.dense_inner)] if shape.num_dense_layers else []
+    shared = [("rows of shared experts", shape.shared_inner)] if shape.shared_inner else []
+    for what, size in (*groups, ("attention heads", shape.num_heads), *inner, *shared):
+        if size % num_tp:
+            return f"train.tensor_parallel = {num_tp} does not divide the model's {size} {what}: choose a divisor"
+    if shape.num_layers % num_pp:
+        return (
+            f"train.pipeline_parallel = {num_pp} does not divide the model's {shape.num_layers} layers: "
+            "choose a divisor"
+        )
+    if num_ep > 1 and not shape.num_expert_layers:
+        return f"train.expert_parallel = {num_ep}, and the model has no experts: set it to 1"
+    if shape.num_experts % num_ep:
+        return (
+            f"train.expert_parallel = {num_ep} does not divide the model's {shape.num_experts} experts: "
+            "choose a divisor"
+        )
+    return None
+
+
 def count_kv_repeats(num_heads: int, num_kv_heads: int, *, size: int) -> int:
     """Return how often keys and values are repeated, so that this many ranks can divide their heads."""
     most = num_heads // num_kv_heads
@@ -227,11 +255,17 @@ def count_kv_repeats(num_heads: int, num_kv_heads: int, *, size: int) -> int:
 
 
 def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
-    """Read the sizes from the fields of a config.json; KeyError if one that cannot be left out is absent."""
+    """Read the sizes from the fields of a config.json.
+
+    KeyError if one that cannot be left out is absent, ValueError if one is no number of things.
+    """
     given = select_fields(config)
     family = str(given.get("model_type", ""))
     family = _TEXT_PARTS.get(family, family)
     fields = _FAMILY_DEFAULTS.get(family, {}) | given
+    for name in _COUNTS:
+        if name in fields and (type(fields[name]) is not int or fields[name] < 1):
+            raise ValueError(f"{name} = {fields[name]!r} is no whole number above 0")
     hidden, layers, heads = fields["hidden_size"], fields["num_hidden_layers"], fields["num_attention_heads"]
     experts = next((fields[key] for key in _EXPERT_COUNTS if fields.get(key)), 0)
     kv_rank = fields.get("kv_lora_rank", 0)

@@ -37,7 +37,12 @@ from hpcrl.config.recipe import (
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
-from hpcrl.hardware.architecture import find_context_conflict, read_architecture, read_max_context
+from hpcrl.hardware.architecture import (
+    find_context_conflict,
+    find_parallel_conflict,
+    read_architecture,
+    read_max_context,
+)
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.plan.engine_gpus import divides_heads
 from hpcrl.plan.engine_nodes import ENGINE_ROLES
@@ -141,6 +146,7 @@ def _check_trainer(recipe: Recipe) -> None:
             )
     if train.trainer == "megatron" and (foreign := find_megatron_conflict(train)) is not None:
         raise PlanError(foreign)
+    _check_division(recipe)
     _check_context_parallel(recipe)
     if train.moe_aux_coef and recipe.model.config and not read_architecture(recipe.model.config).num_experts:
         raise PlanError(
@@ -158,6 +164,21 @@ def _check_trainer(recipe: Recipe) -> None:
             f"a step has {batch} trajectories for {recipe.num_train_shares} ranks x train.num_minibatches = "
             f"{train.num_minibatches}: raise train.groups_per_step or lower the others"
         )
+
+
+def _check_division(recipe: Recipe) -> None:
+    """Check that the ranks of trainer "megatron" can divide the model, where its sizes are known."""
+    train = recipe.train
+    if train.trainer != "megatron" or not recipe.model.config:
+        return
+    conflict = find_parallel_conflict(
+        read_architecture(recipe.model.config),
+        num_tp=train.tensor_parallel,
+        num_pp=train.pipeline_parallel,
+        num_ep=train.expert_parallel,
+    )
+    if conflict is not None:
+        raise PlanError(conflict)
 
 
 def _check_context_parallel(recipe: Recipe) -> None:

@@ -62,7 +62,7 @@ def _choose_number(role: RoleName, recipe: Recipe, site: Site) -> tuple[int, str
     num = next(fitting, numbers[-1] if numbers else least)
     if num == least:
         return num, ""
-    needs = f"{show_weights(shape.num_params)} weights and the KV of {longest} tokens"
+    needs = f"{show_weights(shape.num_params)} weights" + f" and the KV of {longest} tokens" * bool(longest)
     return num, (
         f"a {role} worker has {num} GPUs, the fewest that hold {needs} and divide its heads: those of {labels[0]} "
         f"({gpu.name}) have {gpu.memory_gib:g} GiB"

@@ -18,7 +18,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hpcrl.errors import TrainError
-from hpcrl.hardware.architecture import ModelArchitecture, list_dense_layers, read_architecture
+from hpcrl.hardware.architecture import (
+    ModelArchitecture,
+    find_parallel_conflict,
+    list_dense_layers,
+    read_architecture,
+)
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 _SIGMOID_ROUTERS = ("deepseek_v3", "glm4_moe")
@@ -128,27 +133,8 @@ def _find_foreign_part(fields: Mapping[str, Any], dims: ModelDims) -> str | None
 
 def check_parallelism(dims: ModelDims, *, num_tp: int, num_pp: int, num_ep: int = 1) -> None:
     """Raise TrainError unless the parallelism divides the model."""
-    shape = dims.shape
-    inner = [("ffn rows", shape.dense_inner)] if dims.dense_layers else []
-    groups = [] if shape.kv_rank else [("query groups", shape.num_kv_heads)]
-    shared = [("rows of shared experts", shape.shared_inner)] if shape.shared_inner else []
-    for what, size in (*groups, ("attention heads", shape.num_heads), *inner, *shared):
-        if size % num_tp:
-            raise TrainError(
-                f"train.tensor_parallel = {num_tp} does not divide the model's {size} {what}: choose a divisor"
-            )
-    if shape.num_layers % num_pp:
-        raise TrainError(
-            f"train.pipeline_parallel = {num_pp} does not divide the model's {shape.num_layers} layers: "
-            "choose a divisor"
-        )
-    if num_ep > 1 and not shape.num_expert_layers:
-        raise TrainError(f"train.expert_parallel = {num_ep}, and the model has no experts: set it to 1")
-    if shape.num_experts % num_ep:
-        raise TrainError(
-            f"train.expert_parallel = {num_ep} does not divide the model's {shape.num_experts} experts: "
-            "choose a divisor"
-        )
+    if conflict := find_parallel_conflict(dims.shape, num_tp=num_tp, num_pp=num_pp, num_ep=num_ep):
+        raise TrainError(conflict)
 
 
 def pad_vocab_size(dims: ModelDims, *, num_tp: int) -> int:

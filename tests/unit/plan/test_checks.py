@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from hpcrl.config.recipe import Recipe, TrainConfig
-from hpcrl.errors import PlanError
+from hpcrl.errors import ConfigError, PlanError
 from hpcrl.plan.checks import check_recipe
 from tests.support.plans import make_recipe, plan_recipe, refuse_plan
 
@@ -227,6 +227,7 @@ MODEL = (
 )
 VLLM = ("engine.backend=vllm", "model.tiny.num_heads=24", "model.tiny.hidden_size=96")
 SIX_RANKS = ("resources.train.num_workers=6",)
+MEGATRON = (*SIX_RANKS, "train.trainer=megatron")
 DYNAMIC = ("model.config.rope_scaling.rope_type=dynamic", "model.config.rope_scaling.factor=2.0")
 YARN = ("model.config.rope_scaling.rope_type=yarn", "model.config.rope_scaling.factor=2.0")
 
@@ -244,6 +245,8 @@ YARN = ("model.config.rope_scaling.rope_type=yarn", "model.config.rope_scaling.f
         ((*SIX_RANKS, "train.context_parallel=2", "model.config.model_type=gemma2"), "not known to be right"),
         ((*SIX_RANKS, "train.context_parallel=2", *DYNAMIC), 'of type "dynamic"'),
         ((*VLLM, "resources.decode.gpus_per_worker=3"), "8 attention heads and 4 KV heads, which cannot be divided"),
+        ((*MEGATRON, "train.tensor_parallel=3"), "tensor_parallel = 3 does not divide the model's 4 query groups"),
+        ((*MEGATRON, "train.pipeline_parallel=3"), "pipeline_parallel = 3 does not divide the model's 2 layers"),
     ],
 )
 def test_a_model_whose_config_does_not_fit_the_recipe_is_refused(settings: tuple[str, ...], problem: str) -> None:
@@ -251,6 +254,13 @@ def test_a_model_whose_config_does_not_fit_the_recipe_is_refused(settings: tuple
     with pytest.raises(PlanError) as refused:
         check_recipe(make_recipe(*MODEL, *settings))
     assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "3.5", '"many"', "true"])
+@pytest.mark.parametrize("field", ["num_hidden_layers", "num_key_value_heads", "hidden_size", "head_dim"])
+def test_a_size_that_is_no_count_is_refused(field: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.config cannot be used \({field} = .* no whole number above 0"):
+        make_recipe(*MODEL, f"model.config.{field}={value}")
 
 
 @pytest.mark.parametrize(
