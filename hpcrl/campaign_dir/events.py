@@ -237,6 +237,15 @@ class VersionLoaded(CampaignEvent, frozen=True, kw_only=True, tag="loaded"):
     """Time without generation in the engine."""
 
 
+class GpuShiftChanged(CampaignEvent, frozen=True, kw_only=True, tag="shift"):
+    """A worker took GPUs that the trainer and engines share, or is about to leave them."""
+
+    is_awake: bool
+    """False: its state is in host memory."""
+    wait_s: float | None = None
+    """Time that it waited for the GPUs."""
+
+
 class TransportChanged(CampaignEvent, frozen=True, kw_only=True, tag="transport"):
     """The transport of versions to the engines has changed."""
 

@@ -6,6 +6,7 @@ The protocols are small, so that a caller depends only on what it uses:
     TokenStreamer    stream: a turn is sent while it is generated
     InferenceEngine  both of them, as a router needs it
     UpdatableEngine  load_version: for the worker that watches the weights
+    SleepingEngine   sleep, wake_weights, resume: for a worker whose GPUs are also the trainer's
     TokenScorer      compute_logprobs: of tokens that it did not generate
 
 and these are the values they exchange:
@@ -193,6 +194,8 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of KV that there is room for; None if the engine does not report it."""
     num_places: int | None = None
     """The most requests it runs at once; others wait."""
+    is_asleep: bool = False
+    """True while the trainer has its GPUs: all its requests wait."""
 
 
 class TokenGenerator(Protocol):
@@ -236,3 +239,16 @@ class UpdatableEngine(Protocol):
         Returns for how many seconds generation was paused. After a WeightsError the weights in use stay in use or,
         if the version was overwritten while it was read, generation stays paused until another version is loaded.
         """
+
+
+class SleepingEngine(Protocol):
+    """An engine that can leave its GPUs to others for a while; running requests continue afterwards."""
+
+    async def sleep(self) -> None:
+        """Pause generation, and leave the memory of the GPUs; KV is lost."""
+
+    async def wake_weights(self) -> None:
+        """Have the weights as a version can be loaded over them: `load_version` may be called, and nothing resumes."""
+
+    async def resume(self) -> None:
+        """Have all memory again, and continue to generate."""

@@ -5,6 +5,7 @@ checks      the consistency of a recipe
 demand      the cores and memory that a role needs on a node
 engine_gpus   the GPUs of an engine
 engine_nodes  engines that are larger than a node
+gpu_shifts  GPUs that trainer and engines use in turns
 partitions  the best partition for one role
 layout      the placement of all roles: hetjob, hetstep, colocated, local
 sizing      the number of workers where the recipe leaves it open

@@ -19,7 +19,7 @@ import msgspec
 
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site, SitePartition
-from hpcrl.plan.demand import PartitionChoice, compute_node_needs, sum_node_needs
+from hpcrl.plan.demand import PartitionChoice, compute_node_needs, count_dealt_gpus, sum_node_needs
 
 EXCLUDE_FLAG = "--exclude="
 
@@ -154,7 +154,9 @@ def make_colocated_component(
     choice = next(iter(choices.values()))
     partition = site.partitions[choice.partition]
     whole = PerNode(partition.cores_per_node, int(partition.mem_gib_per_node), partition.gpus_per_node)
-    per_node = whole if partition.exclusive else _add_gpu_shares(PerNode(*sum_node_needs(choices, recipe)), partition)
+    cpus, mem_gib, _ = sum_node_needs(choices, recipe)
+    needs = PerNode(cpus, mem_gib, count_dealt_gpus(choices))
+    per_node = whole if partition.exclusive else _add_gpu_shares(needs, partition)
     component = _build_component(0, "env", choice, site, per_node=per_node, nodes=1, account=account)
     return msgspec.structs.replace(component, roles=recipe.planned_roles)
 
@@ -164,7 +166,7 @@ def make_local_component(recipe: Recipe, site: Site, choices: dict[RoleName, Par
     placed = recipe.placed_roles
     needs = [compute_node_needs(role, recipe, workers_per_node=choices[role].workers_per_node) for role in placed]
     partition = site.partitions[choices[placed[0]].partition]
-    num_gpus = min(sum_node_needs(choices, recipe)[2], partition.gpus_per_node)
+    num_gpus = count_dealt_gpus(choices)
     return JobComponent(
         index=0,
         gpus_per_node=num_gpus,

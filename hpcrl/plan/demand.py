@@ -7,6 +7,7 @@ compute_node_needs           cores and GiB of one node
 compute_step_gib             GiB of one node that a role's own step may use
 sum_node_needs               cores, GiB and GPUs of one node for several roles together
 deal_gpus                    the GPUs of one node, dealt to its roles
+count_dealt_gpus             how many these are
 compute_window_gib           the shared memory of weights on one node
 make_rank_setup              what decides the memory of a rank of trainer "torch"
 make_megatron_setup          the same of trainer "megatron"
@@ -64,6 +65,8 @@ class PartitionChoice:
     """More than 1: workers are the parts of engines over several nodes, one on each node."""
     first_gpu: int = 0
     """The first of the role's GPUs among those of a node that several roles share."""
+    asleep_gib: float = 0.0
+    """The host memory for its state while another role works on its GPUs."""
 
 
 def compute_role_demand(role: RoleName, recipe: Recipe, *, one_machine: bool) -> RoleDemand:
@@ -117,7 +120,8 @@ def sum_node_needs(choices: Mapping[RoleName, PartitionChoice], recipe: Recipe) 
         for role, choice in choices.items()
     ]
     gpus = sum(choice.gpus_per_worker * choice.workers_per_node for choice in choices.values())
-    return sum(cpus for cpus, _ in needs), sum(mem_gib for _, mem_gib in needs), gpus
+    asleep_gib = ceil(sum(choice.asleep_gib for choice in choices.values()))
+    return sum(cpus for cpus, _ in needs), sum(mem_gib for _, mem_gib in needs) + asleep_gib, gpus
 
 
 def deal_gpus(choices: Mapping[RoleName, PartitionChoice], *, num_gpus: int) -> dict[RoleName, PartitionChoice]:
@@ -129,6 +133,11 @@ def deal_gpus(choices: Mapping[RoleName, PartitionChoice], *, num_gpus: int) -> 
         dealt[role] = replace(choice, first_gpu=min(first, num_gpus - num) if num else 0)
         first += num
     return dealt
+
+
+def count_dealt_gpus(choices: Mapping[RoleName, PartitionChoice]) -> int:
+    """Return the number of GPUs that were dealt; those that several roles have count once."""
+    return max(choice.first_gpu + choice.gpus_per_worker * choice.workers_per_node for choice in choices.values())
 
 
 def compute_window_gib(recipe: Recipe) -> float:

@@ -8,13 +8,15 @@ JobLayout      one of:
 "hetjob"      a heterogeneous job: a component for each role, on the kind of node that fits it; the first choice
 "hetstep"     one allocation on one partition, its nodes split among the roles: for sites without heterogeneous
               jobs, and for an MPI that cannot span components
-"colocated"   one node, its GPUs and cores split among the roles: for small jobs
+"colocated"   one node, its GPUs and cores split among the roles: for small jobs; trainer and engines use the same GPUs
+              in turns where a node has too few
 "local"       one machine without a scheduler
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -23,8 +25,15 @@ from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
 from hpcrl.hardware.gpus import GpuModel
-from hpcrl.plan.demand import PartitionChoice, compute_role_demand, deal_gpus, sum_node_needs
+from hpcrl.plan.demand import (
+    PartitionChoice,
+    compute_role_demand,
+    count_dealt_gpus,
+    deal_gpus,
+    sum_node_needs,
+)
 from hpcrl.plan.engine_nodes import ENGINE_ROLES
+from hpcrl.plan.gpu_shifts import deal_in_shifts, describe_shifts
 from hpcrl.plan.partitions import choose_partition, evaluate_partition, explain_memory_refusal
 from hpcrl.plan.sizing import WorkerNumbers, find_worker_numbers, warn_busy_loops, with_single_workers
 
@@ -59,16 +68,45 @@ def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
     layout, reason = _choose_layout(recipe, site)
     recipe, pools = choose_pools(recipe, site, is_one_partition=layout in ("hetstep", "colocated"))
     if layout == "colocated":
-        placement = _one_node_for_all(recipe, site, reason=reason)
+        placement = _share_node(recipe, site, reason=reason)
     elif layout != "local" and (small := _find_small_job(recipe, site)) is not None:
         placement = small
-    elif layout == "hetstep" and recipe.has_rollouts:
-        placement = _one_partition_for_all(recipe, site, reason=reason)
     else:
-        placement = _best_partition_each(recipe, site, layout=layout, reason=reason)
+        placement = _place_on_nodes(recipe, site, layout=layout, reason=reason)
     warnings = _find_warnings(recipe, site) if placement.layout == "hetjob" else []
     warnings += warn_busy_loops(placement.recipe, gpus=_find_engine_gpus(placement.choices, site))
     return replace(placement, sizes=[*pools, *placement.sizes], warnings=warnings)
+
+
+def _place_on_nodes(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str) -> JobPlacement:
+    """Place the roles on nodes of their own; where that is refused, on one node, if it has room for all."""
+    place = partial(_best_partition_each, recipe, site, layout=layout, reason=reason)
+    if layout == "hetstep" and recipe.has_rollouts:
+        place = partial(_one_partition_for_all, recipe, site, reason=reason)
+    if layout == "local" or recipe.job.layout != "auto" or recipe.job.survive_node_loss or not recipe.has_rollouts:
+        return place()
+    try:
+        return place()
+    except PlanError as refusal:
+        try:
+            return _share_node(
+                recipe, site, reason=f"site {site.name} has too few nodes for roles on nodes of their own"
+            )
+        except PlanError:
+            raise refusal from None
+
+
+def _share_node(recipe: Recipe, site: Site, *, reason: str) -> JobPlacement:
+    """Place all roles on one node, each with its own GPUs; where these are too few, in turns on the same."""
+    if recipe.job.survive_node_loss:
+        raise PlanError(f"job.survive_node_loss = true needs two nodes a role, and {reason}: remove one of them")
+    try:
+        return _one_node_for_all(recipe, site, reason=reason)
+    except PlanError as refusal:
+        try:
+            return _one_node_in_shifts(recipe, site, reason=reason)
+        except PlanError:
+            raise refusal from None
 
 
 def choose_pools(recipe: Recipe, site: Site, *, is_one_partition: bool) -> tuple[Recipe, list[str]]:
@@ -182,15 +220,16 @@ def _share_machine(
     """Deal the GPUs of one machine; where they are too few, roles share some, which vLLM's servers cannot."""
     partition = site.partitions[choices["train"].partition]
     num_gpus = sum_node_needs(choices, recipe)[2]
-    dealt = deal_gpus(choices, num_gpus=partition.gpus_per_node)
     if num_gpus <= partition.gpus_per_node:
-        return dealt
+        return deal_gpus(choices, num_gpus=partition.gpus_per_node)
     few = f"all roles need {num_gpus} GPUs, and site {site.name} has {partition.gpus_per_node}"
-    if "vllm" in (recipe.engine.backend, *(judge.engine.backend for judge in recipe.judge.values())):
-        raise PlanError(
-            f"{few}: a server of vLLM takes the memory of its GPUs, and takes no turns with the trainer: lower "
-            'num_workers or gpus_per_worker in [resources], or set engine.backend = "embedded"'
-        )
+    dealt = deal_in_shifts(choices, recipe, num_gpus=partition.gpus_per_node)
+    if not isinstance(dealt, str):
+        return dealt | {"train": replace(dealt["train"], fallback=f"{few}: {describe_shifts(dealt)[0]}")}
+    engines = (recipe.engine, *(judge.engine for judge in recipe.judge.values()))
+    if recipe.train.trainer == "megatron" or any(engine.backend == "vllm" for engine in engines):
+        raise PlanError(f"{few}; {dealt}: lower num_workers or gpus_per_worker in [resources]")
+    dealt = deal_gpus(choices, num_gpus=partition.gpus_per_node)
     return dealt | {"train": replace(dealt["train"], fallback=f"{few}: roles share them, and their memory")}
 
 
@@ -291,7 +330,7 @@ def _find_small_job(recipe: Recipe, site: Site) -> JobPlacement | None:
     except PlanError:
         return None
     choice = placement.choices["train"]
-    partition, gpus = site.partitions[choice.partition], sum_node_needs(placement.choices, placement.recipe)[2]
+    partition, gpus = site.partitions[choice.partition], count_dealt_gpus(placement.choices)
     uses = f"{gpus} of its {partition.gpus_per_node} GPUs" if gpus else "its cores"
     reason = f"one node of {choice.partition} is enough for all roles, with {uses}: they share its memory for weights"
     return replace(placement, reason=reason)
@@ -302,8 +341,6 @@ def _one_node_for_all(recipe: Recipe, site: Site, *, reason: str, has_all: bool 
 
     With `has_all` only where open numbers of workers need not be lowered.
     """
-    if recipe.job.survive_node_loss:
-        raise PlanError(f"job.survive_node_loss = true needs two nodes a role, and {reason}: remove one of them")
     return _place_in_best(
         site,
         lambda label: _place_in_partition(
@@ -314,8 +351,39 @@ def _one_node_for_all(recipe: Recipe, site: Site, *, reason: str, has_all: bool 
     )
 
 
+def _one_node_in_shifts(recipe: Recipe, site: Site, *, reason: str) -> JobPlacement:
+    """Place all roles on one node, on whose GPUs the trainer and engines work in turns."""
+    placement = _place_in_best(
+        site,
+        lambda label: _place_in_partition(
+            label, recipe, site, choose=_choose_on_node_in_shifts, layout="colocated", reason=reason
+        ),
+        refusal="no node can hold all roles in turns",
+        advice="Lower what is refused",
+    )
+    return replace(placement, sizes=[*placement.sizes, *describe_shifts(placement.choices)])
+
+
 def _choose_on_node(label: str, recipe: Recipe, site: Site) -> dict[RoleName, PartitionChoice] | str:
     """Distribute all roles to one node of a partition, or return why it is too small."""
+    choices = _fit_on_node(label, recipe, site)
+    if isinstance(choices, str):
+        return choices
+    num_gpus = site.partitions[label].gpus_per_node
+    return _explain_small_node(label, choices, recipe, site) or deal_gpus(choices, num_gpus=num_gpus)
+
+
+def _choose_on_node_in_shifts(label: str, recipe: Recipe, site: Site) -> dict[RoleName, PartitionChoice] | str:
+    """Distribute all roles to one node, the trainer and engines to the same GPUs, or return why it is too small."""
+    choices = _fit_on_node(label, recipe, site)
+    if isinstance(choices, str):
+        return choices
+    dealt = deal_in_shifts(choices, recipe, num_gpus=site.partitions[label].gpus_per_node)
+    return dealt if isinstance(dealt, str) else _explain_small_node(label, dealt, recipe, site, is_dealt=True) or dealt
+
+
+def _fit_on_node(label: str, recipe: Recipe, site: Site) -> dict[RoleName, PartitionChoice] | str:
+    """Return what each role takes of one node of a partition, as if it was there alone, or why it does not fit."""
     choices: dict[RoleName, PartitionChoice] = {}
     for role in recipe.placed_roles:
         choice = evaluate_partition(label, compute_role_demand(role, recipe, one_machine=True), site, taken={})
@@ -324,12 +392,19 @@ def _choose_on_node(label: str, recipe: Recipe, site: Site) -> dict[RoleName, Pa
         if choice.nodes > 1:
             return f"{role}: its workers need {choice.nodes} nodes of {label}"
         choices[role] = replace(choice, fallback=None) if role == "env" else choice  # spare cores are what it wants
+    return choices
+
+
+def _explain_small_node(
+    label: str, choices: dict[RoleName, PartitionChoice], recipe: Recipe, site: Site, *, is_dealt: bool = False
+) -> str | None:
+    """Return what a node has too little of for all roles; GPUs that were dealt are enough."""
     partition = site.partitions[label]
     has = (partition.cores_per_node, partition.mem_gib_per_node, partition.gpus_per_node)
     for need, limit, unit in zip(sum_node_needs(choices, recipe), has, ("cores", "GiB", "GPUs"), strict=True):
-        if need > limit:
+        if need > limit and not (is_dealt and unit == "GPUs"):
             return f"all roles need {need} {unit}, and a node of {label} has {limit:g}"
-    return deal_gpus(choices, num_gpus=partition.gpus_per_node)
+    return None
 
 
 def _choose_nodes_in(label: str, recipe: Recipe, site: Site) -> dict[RoleName, PartitionChoice] | str:

@@ -34,7 +34,7 @@ from hpcrl.plan.components import (
 )
 from hpcrl.plan.demand import PartitionChoice, compute_step_gib, compute_window_gib
 from hpcrl.plan.engine_gpus import choose_engine_gpus
-from hpcrl.plan.engine_nodes import check_spanning_engines
+from hpcrl.plan.engine_nodes import ENGINE_ROLES, check_spanning_engines
 from hpcrl.plan.layout import JobLayout, JobPlacement, place_roles
 from hpcrl.plan.programs import check_programs
 from hpcrl.plan.storage import describe_storage, forecast_storage, warn_late_retirement
@@ -71,6 +71,16 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The first of its GPUs among those of a node that several roles share."""
     mem_gib_per_node: float = 0.0
     """The memory of its step on a node, if more than its workers': with the window and a checkpoint's snapshot."""
+
+    def list_gpus(self, index: int) -> range:
+        """Return the GPUs of a worker, by their numbers on its node."""
+        first = self.first_gpu + index % self.workers_per_node * self.gpus_per_worker
+        return range(first, first + self.gpus_per_worker)
+
+    @property
+    def all_gpus(self) -> set[int]:
+        """The GPUs of all its workers on a node."""
+        return {gpu for index in range(self.workers_per_node) for gpu in self.list_gpus(index)}
 
     @property
     def step_mem_gib(self) -> float:
@@ -136,6 +146,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if not self.has_role("reward"):
             return 0
         return jobs.max_jobs * jobs.workers_per_job if jobs is not None else self.role("reward").num_workers
+
+    @property
+    def has_gpu_shifts(self) -> bool:
+        """Return whether engines have GPUs of the trainer, on which only one of the two works at a time."""
+        engines = [role for role in self.roles if role.role in ENGINE_ROLES]
+        return any(self.shares_gpus(role.role, index) for role in engines for index in range(role.num_workers))
+
+    def shares_gpus(self, name: RoleName, index: int) -> bool:
+        """Return whether a worker of a role has a GPU of the trainer."""
+        return self.is_on_one_node and not self.role("train").all_gpus.isdisjoint(self.role(name).list_gpus(index))
 
     @property
     def is_on_one_node(self) -> bool:
@@ -319,6 +339,7 @@ def _make_role_plan(
     choice = choices.get(role)
     workers_per_node = choice.workers_per_node if choice else resources.num_workers
     step_gib = compute_step_gib(role, recipe, workers_per_node=workers_per_node, has_couriers=has_own_windows)
+    step_gib += choice.asleep_gib if choice else 0.0
     workers_gib = workers_per_node * resources.mem_gib_per_worker
     return RolePlan(
         role=role,
@@ -387,12 +408,18 @@ def _warn_unverified(site: Site, components: list[JobComponent]) -> list[str]:
     found = []
     if not site.verified:
         when = f" ({site.checked_on})" if site.checked_on else ""
-        found.append(f"the facts about {site.name} were collected from documents{when} and not checked on the machine")
+        origin = f"are from {_show_sources(site.sources)}{when}" if site.sources else "have no source"
+        found.append(f"the facts about {site.name} {origin}, and were not checked on the machine (see hpcrl doctor)")
     for component in components:
         partition = site.partitions[component.partition]
         if partition.unverified:
             found.append(f"not confirmed for {component.partition}: {', '.join(partition.unverified)}")
     return list(dict.fromkeys(found))
+
+
+def _show_sources(sources: list[str]) -> str:
+    """Show the first two sources of a site's facts, and the number of the others."""
+    return " and ".join([*sources[:2], *([f"{len(sources) - 2} more"] if len(sources) > 2 else [])])
 
 
 def _warn_few_places(recipe: Recipe) -> list[str]:

@@ -2,6 +2,7 @@
 
 find_trainer_memory      what each GPU and node holds
 explain_trainer_refusal  why it does not fit, and what to change
+estimate_sleeping_state  what ranks keep while engines have their GPUs
 warn_long_trajectories   whether a trajectory as long as the model reads would fit
 find_micro_batch         the tokens of a micro-batch that the trainer reads
 describe_micro_batch     why it has that number
@@ -77,7 +78,7 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     node_snapshot_gib: float
     node_window_gib: float
     node_state_gib: float
-    """Weights, gradients and moments, with train.offload."""
+    """Weights, gradients and moments, with train.offload; weights and moments where engines have the GPUs at times."""
     node_free_gib: float
     """Host memory of the node that nothing is reserved for."""
 
@@ -139,7 +140,7 @@ def find_trainer_memory(recipe: Recipe, choice: PartitionChoice | None, site: Si
     need = _compute_need(recipe, shape, num_bytes=usable, num_tokens=num_tokens)
     node = estimate_trainer_node(recipe, num_ranks=choice.workers_per_node)
     assert node is not None, "its GPU and its sizes are known"
-    memory = need.memory
+    memory, asleep = need.memory, choice.asleep_gib * GIB
     return TrainerMemory(
         gpu=gpu.name,
         usable_gib=_to_gib(usable),
@@ -159,9 +160,18 @@ def find_trainer_memory(recipe: Recipe, choice: PartitionChoice | None, site: Si
         node_processes_gib=_to_gib(node.processes),
         node_snapshot_gib=_to_gib(node.snapshot),
         node_window_gib=_to_gib(node.window),
-        node_state_gib=_to_gib(node.state),
-        node_free_gib=_to_gib(site.partitions[choice.partition].mem_gib_per_node * GIB - node.total),
+        node_state_gib=_to_gib(node.state + asleep),
+        node_free_gib=_to_gib(site.partitions[choice.partition].mem_gib_per_node * GIB - node.total - asleep),
     )
+
+
+def estimate_sleeping_state(recipe: Recipe, *, num_ranks: int) -> float:
+    """Estimate the bytes that this many ranks move to host memory when engines use their GPUs; 0 without sizes."""
+    shape = recipe.model.architecture
+    if shape is None or recipe.train.offload:
+        return 0.0
+    memory = _estimate_memory(recipe, shape, has_recompute=True, num_tokens=0)
+    return num_ranks * (memory.weights + memory.optimizer + _count_other_bytes(recipe))
 
 
 def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site: Site) -> str | None:

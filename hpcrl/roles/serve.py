@@ -37,12 +37,13 @@ from hpcrl.campaign_dir.paths import make_worker_name
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import EngineConfig
 from hpcrl.config.site import OUR_CONNECTOR, Site
-from hpcrl.engines.base import LoadFigures, TokenGenerator, UpdatableEngine
+from hpcrl.engines.base import LoadFigures, SleepingEngine, TokenGenerator, UpdatableEngine
 from hpcrl.engines.http import ServedEngine, make_client_session, make_kv_fetcher, serve_over_http
 from hpcrl.errors import EngineError, HpcrlError, WeightsError
 from hpcrl.hardware.memory_model import GIB
 from hpcrl.plan.plan import RolePlan
 from hpcrl.roles.context import ROLE_ROUND_INTERVAL_S, WorkerContext
+from hpcrl.roles.gpu_shifts import EngineShift, open_engine_shift
 from hpcrl.rollout.tasks import stable_hash
 from hpcrl.system import network
 from hpcrl.system.file_watch import LONG_PAUSE_S, WatchedValue
@@ -70,7 +71,7 @@ IDLE_REPORT_INTERVAL_S = 60.0
 WORK_INTERVAL_S = 5.0
 
 
-class WorkerEngine(ServedEngine, UpdatableEngine, Protocol):
+class WorkerEngine(ServedEngine, UpdatableEngine, SleepingEngine, Protocol):
     """The engine of a prefill or decode worker: it answers requests, loads new weights and reports its failure."""
 
     async def wait_until_failed(self) -> None:
@@ -86,20 +87,34 @@ async def serve_engine(context: WorkerContext) -> None:
     place = context.place
     window = WindowStore(make_window_key(place.campaign, node=place.node), job=place.job)
     source = NewestSource(window, FileStore(weights, watch_s=LONG_PAUSE_S))
+    shift = open_engine_shift(context)
     with context.open_wakeups() as wakeups:
         _import_engine(context.recipe.engine)
         if not await context.await_model(wakeups):
             return
+        if shift is not None and not await _start_first_shift(shift, context, source, wakeups):
+            return
         expect_work("not become ready to generate", max(context.recipe.engine.start_timeout_s, context.stall_s))
-        async with make_client_session() as session, open_engine(context, source, session=session) as engine:
+        async with (
+            make_client_session() as session,
+            open_engine(context, source, session=session, shift=shift) as engine,
+        ):
             expect_nothing()  # the trainer may warm up for hours
             first = await _await_first_version(context, source, wakeups)
             if first is None:
                 return
             expect_work("not become ready to generate", max(context.recipe.engine.start_timeout_s, context.stall_s))
-            follower = WeightFollower(engine, source, context, wakeups=wakeups)
+            follower = WeightFollower(engine, source, context, wakeups=wakeups, shift=shift)
             await follower.load(first)
             await _announce_and_follow(engine, follower, context)
+
+
+async def _start_first_shift(
+    shift: EngineShift, context: WorkerContext, source: WeightSource, wakeups: WakeEvent
+) -> bool:
+    """Leave the GPUs to the trainer until there are weights to serve; return False if the job ends before."""
+    expect_nothing()
+    return await _await_first_version(context, source, wakeups) is not None and await shift.start(wakeups)
 
 
 def _import_engine(engine: EngineConfig) -> None:
@@ -110,14 +125,17 @@ def _import_engine(engine: EngineConfig) -> None:
 
 
 def open_engine(
-    context: WorkerContext, source: WeightSource, *, session: ClientSession
+    context: WorkerContext, source: WeightSource, *, session: ClientSession, shift: EngineShift | None = None
 ) -> AbstractAsyncContextManager[WorkerEngine]:
-    """Open the engine that the recipe names; only the packages of that engine are imported."""
+    """Open the engine that the recipe names; only the packages of that engine are imported.
+
+    `shift` is that of GPUs which the trainer has too.
+    """
     match context.recipe.engine.backend:
         case "embedded":
             return _open_embedded_engine(context, source, session=session)
         case "vllm":
-            return _open_vllm_engine(context, session=session)
+            return _open_vllm_engine(context, session=session, shift=shift)
         case "sim":
             return _open_simulated_engine(context, source, session=session)
 
@@ -158,10 +176,13 @@ async def _run_engine_part(context: WorkerContext) -> None:
     await run_part(_make_own_launch(context), is_ending=lambda: context.draining)
 
 
-def _open_vllm_engine(context: WorkerContext, *, session: ClientSession) -> AbstractAsyncContextManager[WorkerEngine]:
+def _open_vllm_engine(
+    context: WorkerContext, *, session: ClientSession, shift: EngineShift | None
+) -> AbstractAsyncContextManager[WorkerEngine]:
     from hpcrl.engines.vllm.engine import VllmEngine
 
-    return VllmEngine(_make_own_launch(context), place=context.place, session=session)
+    launch = dataclasses.replace(_make_own_launch(context), shift_fd=None if shift is None else shift.fd)
+    return VllmEngine(launch, place=context.place, session=session)
 
 
 def _make_own_launch(context: WorkerContext) -> "VllmLaunch":
@@ -301,9 +322,17 @@ class WeightFollower:
     """The follower that keeps an engine at the newest version."""
 
     def __init__(
-        self, engine: UpdatableEngine, source: WeightSource, context: WorkerContext, *, wakeups: WakeEvent
+        self,
+        engine: UpdatableEngine,
+        source: WeightSource,
+        context: WorkerContext,
+        *,
+        wakeups: WakeEvent,
+        shift: EngineShift | None = None,
     ) -> None:
+        """Follow the versions of a source; `shift` is that of GPUs which the trainer has too."""
         self._engine = engine
+        self._shift = shift
         self._source = source
         self._context = context
         self._wakeups = wakeups
@@ -320,13 +349,31 @@ class WeightFollower:
         while not self._context.draining:
             if failed.done():
                 failed.result()
-            newest = await asyncio.to_thread(self._source.newest)
-            if newest is not None and newest.version > self._loaded:
-                await self.load(newest)
+            if self._shift is not None and self._shift.is_requested:
+                await self._leave_gpus(engine, self._shift)
+            await self._load_newest()
             await asyncio.to_thread(self._check_lag)
             await self._work.look(engine)
             await self._wakeups.wait(ROLE_ROUND_INTERVAL_S)
         failed.cancel()
+
+    async def _load_newest(self) -> None:
+        newest = await asyncio.to_thread(self._source.newest)
+        if newest is not None and newest.version > self._loaded:
+            await self.load(newest)
+
+    async def _leave_gpus(self, engine: WorkerEngine, shift: EngineShift) -> None:
+        """Leave the GPUs to the trainer until it has left them, and continue with the newest version."""
+        expect_work("not left its GPUs to the trainer", self._context.stall_s)
+        await engine.sleep()
+        shift.end()
+        if not await shift.start(self._wakeups):
+            return
+        expect_work("not become ready to generate again", self._context.stall_s)
+        await engine.wake_weights()
+        await self._load_newest()
+        await engine.resume()
+        expect_work("generated nothing for the requests that it runs", self._context.stall_s)
 
     async def load(self, manifest: VersionManifest) -> None:
         """Load a version; if it cannot be loaded, the current one stays in use, and the newest is tried next."""

@@ -43,6 +43,7 @@ from hpcrl.learn.group_choice import GroupChoice, count_groups
 from hpcrl.models.model_config import read_model_config
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.roles.context import WorkerContext
+from hpcrl.roles.gpu_shifts import TrainerShift, open_shift_locks, open_trainer_shift
 from hpcrl.roles.learning_evidence import LearningEvidence
 from hpcrl.roles.memory_limits import MemoryContext, SkippedRows, limit_memory, record_shortage
 from hpcrl.roles.train_queue import TrainQueue
@@ -107,7 +108,13 @@ def _run_rank(context: WorkerContext, world: World) -> int:
     if world.rank == 0:
         _make_model(context)
         context.make_sender("prefill", "decode", "env").wake()
+    shift = open_trainer_shift(context) if world.rank == 0 else None
+    if shift is not None:
+        shift.start()
     world.wait()
+    shift_locks = open_shift_locks(context) if world.rank else None
+    if shift_locks is not None:
+        shift_locks.enter_rank()
     rank_trainer = _make_trainer(context, world)
     warmup = _open_warmup(context)
     if world.rank:
@@ -116,9 +123,16 @@ def _run_rank(context: WorkerContext, world: World) -> int:
         layout = _make_layout(context, rank_trainer)
         store = open_shard_store(rank_trainer, key, job=context.job, layout=layout) if publishes else None
         spool = context.campaign.spool("scored")
-        follow_orders(rank_trainer, train=context.recipe.train, spool=spool, store=store, warmup=warmup)
+        follow_orders(
+            rank_trainer,
+            train=context.recipe.train,
+            spool=spool,
+            store=store,
+            warmup=warmup,
+            shift_locks=shift_locks,
+        )
         return EXIT_DONE
-    return _run_leader(context, rank_trainer, warmup)
+    return _run_leader(context, rank_trainer, warmup, shift)
 
 
 def _end_without_memory(memory: MemoryContext, error: StepMemoryError, world: World) -> int:
@@ -147,8 +161,10 @@ def _open_warmup(context: WorkerContext) -> WarmupData | None:
     return None if recipe.warmup is None else WarmupData(context.campaign, recipe, recipe.warmup)
 
 
-def _run_leader(context: WorkerContext, rank_trainer: RankTrainer, warmup: WarmupData | None) -> int:
-    training_loop = TrainingLoop.start_or_resume(context, rank_trainer, warmup=warmup)
+def _run_leader(
+    context: WorkerContext, rank_trainer: RankTrainer, warmup: WarmupData | None, shift: TrainerShift | None
+) -> int:
+    training_loop = TrainingLoop.start_or_resume(context, rank_trainer, warmup=warmup, shift=shift)
     try:
         return _run_steps(context, training_loop)
     except StepMemoryError:
@@ -173,6 +189,7 @@ def _run_steps(context: WorkerContext, training_loop: "TrainingLoop") -> int:
         if not has_stepped:
             training_loop.poll()
             training_loop.pause()
+    training_loop.leave_gpus()
     training_loop.await_evaluation()
     training_loop.finish()
     training_loop.check_evidence()
@@ -292,13 +309,20 @@ class TrainingLoop:
     times: DrainTimes = field(default_factory=DrainTimes)
     listener: WakeListener | None = None
     """Ends its pauses when another worker has something for it."""
+    shift: TrainerShift | None = None
+    """None where no engine has the trainer's GPUs too."""
 
     def __post_init__(self) -> None:
         self.drain_time = DrainTime(self.context.job)
 
     @classmethod
     def start_or_resume(
-        cls, context: WorkerContext, rank_trainer: RankTrainer, *, warmup: WarmupData | None = None
+        cls,
+        context: WorkerContext,
+        rank_trainer: RankTrainer,
+        *,
+        warmup: WarmupData | None = None,
+        shift: TrainerShift | None = None,
     ) -> "TrainingLoop":
         """Start from the newest complete checkpoint or from the initial weights; then publish a version if needed.
 
@@ -336,12 +360,27 @@ class TrainingLoop:
             warmup=warmup,
             evidence=evidence,
             listener=context.open_listener(),
+            shift=shift,
         )
         training_loop.train_queue.recover()
         write_train_progress(context.campaign.train_progress, training_loop.progress)  # not that of an earlier start
         if publisher is not None and not training_loop.is_warming_up:
             training_loop._publish_start(publisher)
         return training_loop
+
+    def enter_gpus(self) -> float:
+        """Move the state to the GPUs once no engine is there; return the seconds that it took."""
+        started = time.monotonic()
+        if self.shift is not None and not self.shift.is_held:
+            self.shift.start()
+            self.trainer.wake()
+        return time.monotonic() - started
+
+    def leave_gpus(self) -> None:
+        """Move the state to host memory, and leave the GPUs to the engines that have them too."""
+        if self.shift is not None and self.shift.is_held:
+            self.trainer.sleep()
+            self.shift.end()
 
     def _publish_start(self, publisher: WeightPublisher) -> None:
         """Publish the weights that training starts from, unless they are the newest version."""
@@ -397,6 +436,7 @@ class TrainingLoop:
         """Make one step; return False if there are not enough groups for it."""
         recipe = self.context.recipe
         if self.warmup is not None and self.is_warming_up:
+            self.enter_gpus()
             self.warm_up(self.warmup)
             return True
         choice = self.train_queue.choose(version=self.version)
@@ -405,9 +445,11 @@ class TrainingLoop:
         self.evidence.note_rewards([*choice.flat, *choice.chosen], recipe.domains)
         self.note_groups(choice, num_lost=len(lost_groups))
         if not choice.chosen:
+            self.leave_gpus()
             return False
         wait_s = time.monotonic() - self.waiting_since
         self.step_started_at = time.monotonic()
+        shift_s = self.enter_gpus()
         gathering = self.reading.submit(self.train_queue.gather)
         metrics = self.trainer.train_step(
             choice.chosen, step=self.step + 1, version=self.version, must_abandon=self.must_abandon_step
@@ -420,6 +462,8 @@ class TrainingLoop:
         self.publish()
         self.times.steps.append(time.monotonic() - self.step_started_at)
         times = metrics.times | {"publish": round(time.monotonic() - started, 6), "wait": round(wait_s, 6)}
+        if self.shift is not None:
+            times["shift"] = round(shift_s, 6)
         self.train_queue.mark_trained(version=self.version)
         values = msgspec.structs.asdict(metrics) | {"times": times, "mfu": self.compute_mfu(metrics)}
         lengths: LengthCounts = {}

@@ -152,6 +152,12 @@ class Trainer(Protocol):
     def load(self, directory: Path) -> None:
         """Continue exactly as if `snapshot` had been the last call, whatever parallelism wrote the directory."""
 
+    def sleep(self) -> None:
+        """Move all state to host memory and leave that of the GPUs, until `wake`; only `snapshot` may come between."""
+
+    def wake(self) -> None:
+        """Move the state back to the GPUs."""
+
 
 def nothing_to_check() -> None:
     """Let a step continue."""

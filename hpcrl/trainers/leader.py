@@ -36,6 +36,7 @@ from hpcrl.learn.distribute import RankShare, ShareItem, StepShares, distribute_
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.segment import read_segment
 from hpcrl.system.files import remove_path
+from hpcrl.system.gpu_shifts import ShiftLocks
 from hpcrl.system.processes import return_false
 from hpcrl.trainers.base import RankTrainer, StepAbandonedError, StepMetrics, WritableState
 from hpcrl.trainers.publishing import WindowOrders, open_shard_store
@@ -119,7 +120,7 @@ KEEPALIVE_INTERVAL_S = 10.0
 class RankOrder(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An order of rank 0 to all ranks."""
 
-    do: Literal["learn", "tensors", "stage", "leave", "snapshot", "load", "restart", "wait", "end"]
+    do: Literal["learn", "tensors", "stage", "leave", "snapshot", "load", "restart", "sleep", "wake", "wait", "end"]
     step: int = 0
     version: int = 0
     skipped: str | None = None
@@ -272,6 +273,16 @@ class RankLeader:
         self._send_order(RankOrder(do="restart"))
         self._trainer.restart_optimizer()
 
+    def sleep(self) -> None:
+        """Return when the state of all ranks is in host memory."""
+        self._send_order(RankOrder(do="sleep"))
+        self._trainer.sleep()
+        self._trainer.world.any(False)
+
+    def wake(self) -> None:
+        self._send_order(RankOrder(do="wake"))
+        self._trainer.wake()
+
     def keep_ranks_alive(self) -> None:
         """Send a keep-alive now and then while there is nothing to train on: a rank without orders would time out."""
         if time.monotonic() - self._last_order_s > KEEPALIVE_INTERVAL_S:
@@ -294,8 +305,12 @@ def follow_orders(
     spool: Path,
     store: ShardStore | None = None,
     warmup: WarmupSource | None = None,
+    shift_locks: ShiftLocks | None = None,
 ) -> None:
-    """Follow the orders of rank 0 until the end; `store` is this rank's shard store, where there is one."""
+    """Follow the orders of rank 0 until the end; `store` is this rank's shard store, where there is one.
+
+    `shift_locks` are those of GPUs that engines have too.
+    """
     executor, pending_write = ThreadPoolExecutor(1, "checkpoint"), None
     prefetcher = _make_prefetcher(trainer, train=train, spool=spool)
     while True:
@@ -316,6 +331,8 @@ def follow_orders(
                 )
             case "tensors" | "load" | "restart":
                 _follow_trainer_order(trainer, order)
+            case "sleep" | "wake":
+                _follow_shift(trainer, order, locks=shift_locks)
             case "end":
                 executor.shutdown()
                 prefetcher.close()
@@ -354,6 +371,19 @@ def _follow_trainer_order(trainer: RankTrainer, order: RankOrder) -> None:
             trainer.load(Path(order.directory))
         case "restart":
             trainer.restart_optimizer()
+
+
+def _follow_shift(trainer: RankTrainer, order: RankOrder, *, locks: ShiftLocks | None) -> None:
+    """Move the state to host memory or back, under the lock of ranks that are on GPUs."""
+    if order.do == "wake":
+        if locks is not None:
+            locks.enter_rank()
+        trainer.wake()
+        return
+    trainer.sleep()
+    if locks is not None:
+        locks.leave_rank()
+    trainer.world.any(False)
 
 
 def _publish_part(trainer: RankTrainer, order: RankOrder, *, store: ShardStore) -> None:

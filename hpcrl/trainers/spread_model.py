@@ -42,6 +42,11 @@ class SpreadModel:
         shares[world.rank] = share
         self._shares: list[int] = world.sum(shares).tolist()
 
+    def move(self, device: torch.device) -> None:
+        """Move the weights of this rank, if it has any."""
+        if self._model is not None:
+            self._model.to(device)
+
     def compute_logprobs(self, minibatches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor | None]]:
         """Compute the log-probs of all tokens; all ranks must call this together."""
         mine = [micro for minibatch in minibatches for micro in minibatch]

@@ -207,6 +207,26 @@ class TorchTrainer:
                 directory,
             )
 
+    def sleep(self) -> None:
+        for model in self._models():
+            model.sleep()
+        self._move_fixed(torch.device("cpu"))
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        for model in self._models():
+            model.wake()
+        self._move_fixed(self.world.device)
+
+    def _move_fixed(self, device: torch.device) -> None:
+        """Move the models that do not train; that of adapters is the policy's own."""
+        for model in self._fixed_models.values():
+            if isinstance(model, torch.nn.Module):
+                model.to(device)
+        for spread in self.spread_models.values():
+            spread.move(device)
+
     def _models(self) -> list[TrainedModel]:
         return [self._policy] if self.critic is None else [self._policy, self.critic.model]
 

@@ -95,15 +95,38 @@ class TrainedModel:
         if train.offload:
             _move_buffers(self._called, world.device)
         fill_adapters(self._adapters)
-        self._distributed_module: Any = self._called
-        if world.size > 1 and not is_sharded:
-            self._distributed_module = DistributedDataParallel(
-                self._called, process_group=world.group, broadcast_buffers=False
-            )
+        self._is_offloaded = train.offload
+        self._distributed_module: Any = self._distribute()
         self.parameters: list[Tensor] = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(
             self.parameters, train=train, learning_rate=learning_rate, fused=True, update=update
         )
+
+    def _distribute(self) -> Any:
+        """Return what computes gradients over all ranks."""
+        if self.world.size == 1 or self._is_sharded:
+            return self._called
+        return DistributedDataParallel(self._called, process_group=self.world.group, broadcast_buffers=False)
+
+    def sleep(self) -> None:
+        """Move weights and moments to host memory; with train.offload they are there."""
+        self._distributed_module = self._called  # DDP has buffers on the GPU, and hooks that do not survive the move
+        self._move(torch.device("cpu"))
+
+    def wake(self) -> None:
+        """Move them back."""
+        self._move(self.world.device)
+        self._distributed_module = self._distribute()
+
+    def _move(self, device: torch.device) -> None:
+        if self._is_offloaded:
+            _move_buffers(self._called, device)
+            return
+        self._called.to(device)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and name in MOMENT_PARTS:
+                    state[name] = value.to(device)
 
     def __call__(self, *inputs: Tensor, **options: Any) -> Any:
         """Run a forward pass; every rank of the world must run the same number."""

@@ -76,16 +76,20 @@ class World:
         return bool(tensor)
 
     def broadcast(self, message: bytes) -> bytes:
-        """Send rank 0's message to all ranks and return it; the message of the others is ignored."""
+        """Send rank 0's message to all ranks and return it; the message of the others is ignored.
+
+        It goes between CPUs: a rank that waits for one keeps no GPU busy.
+        """
         if self.size == 1:
             return message
-        size = torch.tensor(len(message), device=self.device)
-        dist.broadcast(size, src=0, group=self.group)
-        data = torch.zeros(int(size), dtype=torch.uint8, device=self.device)
+        group = self.group if self.cpu_group is None else self.cpu_group
+        size = torch.tensor(len(message))
+        dist.broadcast(size, src=0, group=group)
+        data = torch.zeros(int(size), dtype=torch.uint8)
         if self.rank == 0:
             data.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-        dist.broadcast(data, src=0, group=self.group)
-        return bytes(data.cpu().numpy())
+        dist.broadcast(data, src=0, group=group)
+        return bytes(data.numpy())
 
     def exchange(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Send a part to each rank, all-to-all, and return the part that each sent to this one; all have one dtype."""

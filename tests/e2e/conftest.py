@@ -23,8 +23,7 @@ from tests.support.campaigns import (
     until,
     windows_of,
 )
-
-NVIDIA_SMI = "#!/bin/sh\nfor gpu in 0 1 2 3; do echo 'NVIDIA H100 80GB HBM3, 81559'; done\n"
+from tests.support.shared_gpus import pretend_gpus
 
 
 @pytest.fixture
@@ -64,12 +63,9 @@ class CrashedCampaign:
 
 @pytest.fixture(scope="session")
 def crashed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashedCampaign]:
-    """Run the campaign, with two ranks and two engines on a machine that seems to have four GPUs."""
+    """Run the campaign, with two ranks and two engines on a machine that seems to have two GPUs."""
     folder = tmp_path_factory.mktemp("crashed")
-    home, programs = folder / "home", folder / "programs"
-    programs.mkdir()
-    (programs / "nvidia-smi").write_text(NVIDIA_SMI)
-    (programs / "nvidia-smi").chmod(0o755)
+    home = folder / "home"
     crashed = CrashedCampaign(CampaignDir(home / "campaigns" / "two"), model=folder / "model")
     campaign = crashed.campaign
     settings = (
@@ -80,7 +76,7 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashedCampaig
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HPCRL_HOME", str(home))
         patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
-        patch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+        patch.setenv("PATH", pretend_gpus(folder / "programs", 2))
         try:
             hpcrl("submit", "quickstart", "--site", "local", "--name", "two", *settings)
             until(lambda: len(steps(campaign)) >= 3, what="three steps were made")

@@ -28,6 +28,7 @@ from tests.support.campaigns import (
     until,
 )
 from tests.support.doc_blocks import TUTORIAL, follow_page
+from tests.support.shared_gpus import find_overlaps, list_shifts, pretend_gpus
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -65,7 +66,11 @@ JUDGED = (
 
 
 @pytest.mark.usefixtures("own_code")
-def test_killed_workers_are_replaced_and_versions_only_increase(campaigns: Path) -> None:
+def test_killed_workers_are_replaced_and_versions_only_increase(
+    campaigns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer and engines use the same GPUs in turns; none waits for one that was killed there."""
+    monkeypatch.setenv("PATH", pretend_gpus(tmp_path / "programs", 3))
     endless = ("-s", "train.num_steps=100000")
     hpcrl("submit", "quickstart", "--site", "local", "--name", "w", *SMALL, *JUDGED, *SPLIT, *endless)
     campaign = CampaignDir(campaigns / "w")
@@ -77,6 +82,8 @@ def test_killed_workers_are_replaced_and_versions_only_increase(campaigns: Path)
             os.kill(pid_of(campaign, role), signal.SIGKILL)
     hpcrl("stop", "w")
     assert outcome(campaign)["outcome"] == "stopped"
+    assert {shift.role for shift in list_shifts(campaign)} == {"train", "prefill", "decode"}
+    assert find_overlaps(campaign) == []
     last = steps(campaign)[-1]["step"]
     assert sum(sum(event["reward_errors"].values()) for event in events_of(campaign, "scored")) == 0, "a judge was away"
     assert snapshot("w")["roles"]["judge-grader"] == {"workers": 1, "alive": 0}

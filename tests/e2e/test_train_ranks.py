@@ -1,5 +1,7 @@
 """A whole campaign with two trainer ranks: killed while they prefetch, resumed, and exported as one model."""
 
+from collections import Counter
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -9,6 +11,7 @@ from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.versions import list_versions
 from tests.e2e.conftest import CrashedCampaign
 from tests.support.campaigns import events_of, num_consumed_groups
+from tests.support.shared_gpus import find_overlaps, list_shifts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -40,7 +43,11 @@ def test_two_ranks_save_one_model_which_is_what_they_published(crashed: CrashedC
     assert all(torch.equal(tensor, trained[name].bfloat16()) for name, tensor in published.items())
 
 
-def test_a_machine_with_gpus_gives_trainer_and_engines_some_each(crashed: CrashedCampaign) -> None:
+def test_a_machine_with_two_gpus_gives_them_to_trainer_and_engines_in_turns(crashed: CrashedCampaign) -> None:
     started = [event for event in events_of(crashed.campaign, "worker-started") if event["job"] == 0]
     gpus = {role: sorted(event["gpus"] for event in started if event["role"] == role) for role in ("train", "decode")}
-    assert gpus == {"train": [["0"], ["1"]], "decode": [["2"], ["3"]]}
+    assert gpus == {"train": [["0"], ["1"]], "decode": [["0"], ["1"]]}
+    shifts = Counter(shift.role for shift in list_shifts(crashed.campaign))
+    assert shifts["train"] > 2, "its state was in host memory in between"
+    assert shifts["decode"] > 2 * 2
+    assert find_overlaps(crashed.campaign) == []

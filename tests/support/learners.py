@@ -151,6 +151,24 @@ def train_variants(world, model_dir, variants, sharding):
     return [train_torch(world, model_dir, {**changed, "sharding": sharding}) for changed in variants]
 
 
+def train_with_sleeps(world, model_dir, variants, sharding):
+    """Make the same runs with a sleep after each step."""
+    torch.set_num_threads(1)
+    found = []
+    for changed in variants:
+        trainer = TorchTrainer(Path(model_dir), settings(**changed, sharding=sharding), seed=3, world=world)
+        runs = []
+        for step in range(1, 6):
+            runs.append(trained(trainer, first=step, last=step))
+            trainer.sleep()
+            world.any(False)
+            trainer.snapshot()
+            trainer.wake()
+        joined = {name: [value for run in runs for value in run[name]] for name in runs[0] if name != "weights"}
+        found.append(joined | {"weights": runs[-1]["weights"]})
+    return found
+
+
 def train_megatron(world, model_dir, changed, load_from=None, save_to=None, first=1, last=5):
     """Do the same with the Megatron trainer."""
     from hpcrl.trainers.megatron.trainer import MegatronTrainer

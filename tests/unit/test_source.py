@@ -620,6 +620,7 @@ FOR_PEOPLE = {
     "EvaluationFinished": {"newest", "oldest"},
     "FaultReported": {"at", "bucket", "bytes", "rank"},
     "FlatGroupsDropped": {"shares"},
+    "GpuShiftChanged": {"is_awake", "wait_s"},
     "MemoryRanOut": {"max_row_tokens", "num_rows", "rank"},
     "ParsersChosen": {"reasoning_parser", "tool_parser"},
     "RowsSkipped": {"share"},

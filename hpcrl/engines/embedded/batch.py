@@ -167,6 +167,19 @@ class RunningBatch:
         self._weights_are_intact()
         self._is_intact = lambda: True
 
+    def sleep(self) -> None:
+        """Move the weights to host memory, and drop all KV."""
+        self._prefixes.clear()
+        self._slots.wipe()
+        self._is_stale = True
+        self.model.to("cpu")
+        if self._slots.shape.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Move the weights back to where they compute."""
+        self.model.to(self._slots.shape.device)
+
     def _weights_are_intact(self) -> bool:
         """Return whether everything was computed with weights of one version; if not, another version follows soon."""
         if not self._is_intact():

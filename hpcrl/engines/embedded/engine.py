@@ -58,7 +58,7 @@ def load_model(directory: Path, *, device: str | None = None) -> Any:
 
 
 class EmbeddedEngine:
-    """An InferenceEngine and UpdatableEngine, used as `async with EmbeddedEngine(...) as engine`."""
+    """An InferenceEngine, UpdatableEngine and SleepingEngine, used as `async with EmbeddedEngine(...) as engine`."""
 
     def __init__(
         self,
@@ -83,6 +83,7 @@ class EmbeddedEngine:
         self._handover_store = HandoverStore(ttl_s=handover_ttl_s, max_bytes=max_handover_bytes)
         self._request_loop = RequestLoop(LoopHooks(can_step=self._can_step, step=self._step, drop=self._drop))
         self._loading = asyncio.Lock()
+        self._is_asleep = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
     async def __aenter__(self) -> Self:
@@ -151,6 +152,7 @@ class EmbeddedEngine:
             num_generated_tokens=self._batch.num_generated,
             running_tokens=sum(len(row.token_ids) for row in self._batch.rows),
             num_places=self._max_batch,
+            is_asleep=self._is_asleep,
         )
 
     # ---- UpdatableEngine
@@ -187,6 +189,23 @@ class EmbeddedEngine:
                     await self._in_thread(lambda: self._batch.finish_load(borrowed))
                     stall_s += time.monotonic() - started_s
             return stall_s
+
+    # ---- SleepingEngine
+
+    async def sleep(self) -> None:
+        async with self._loading, self._request_loop.between_steps:
+            self._is_asleep = True
+            self._handover_store.clear()
+            await self._in_thread(self._batch.sleep)
+
+    async def wake_weights(self) -> None:
+        """Do nothing: a version is loaded in host memory, where it is, and then moved."""
+
+    async def resume(self) -> None:
+        async with self._loading, self._request_loop.between_steps:
+            await self._in_thread(self._batch.wake)
+            self._is_asleep = False
+        self._request_loop.wake()
 
     # ---- requests
 
@@ -232,8 +251,8 @@ class EmbeddedEngine:
     # ---- steps
 
     def _can_step(self) -> bool:
-        """Return whether there is work; there is none while the weights are torn."""
-        return not self._batch.is_torn and bool(self._request_loop.num_waiting or self._batch.rows)
+        """Return whether there is work; there is none while the weights are torn or asleep."""
+        return not (self._batch.is_torn or self._is_asleep) and bool(self._request_loop.num_waiting or self._batch.rows)
 
     async def _step(self) -> list[RunningRequest]:
         room = self._max_batch - len(self._batch.rows)

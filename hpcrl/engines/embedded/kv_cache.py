@@ -83,6 +83,11 @@ class HandoverStore:
         self._drop_old()
         return self._remove(name) if name in self._held else None
 
+    def clear(self) -> None:
+        """Drop all KV: who comes for it computes it."""
+        self._held.clear()
+        self._num_bytes = 0
+
     def _drop_old(self) -> None:
         while self._held:
             name, (expires, _) = next(iter(self._held.items()))

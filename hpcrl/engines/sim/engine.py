@@ -103,7 +103,7 @@ class _SimKv(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimEngine:
-    """An InferenceEngine and UpdatableEngine, used as `async with SimEngine(...) as engine`."""
+    """An InferenceEngine, UpdatableEngine and SleepingEngine, used as `async with SimEngine(...) as engine`."""
 
     def __init__(
         self,
@@ -123,6 +123,7 @@ class SimEngine:
         self._fetch_kv = fetch_kv
         self._request_loop = RequestLoop(LoopHooks(can_step=self._can_step, step=self._step, drop=self._drop))
         self._handover_store: dict[str, _SimKv] = {}
+        self._is_asleep = False
         self._late_s = 0.0
         """The lateness of the last timer."""
 
@@ -186,6 +187,7 @@ class SimEngine:
             running_tokens=self.batch.num_kv_tokens,
             free_kv_tokens=self.batch.num_free,
             num_places=self._settings.max_batch,
+            is_asleep=self._is_asleep,
         )
 
     # ---- UpdatableEngine
@@ -203,6 +205,19 @@ class SimEngine:
             self.batch.load(version)
         self._request_loop.wake()
         return stall_s * self._settings.time_scale
+
+    # ---- SleepingEngine
+
+    async def sleep(self) -> None:
+        async with self._request_loop.between_steps:
+            self._is_asleep = True
+
+    async def wake_weights(self) -> None:
+        """Do nothing: there are none."""
+
+    async def resume(self) -> None:
+        self._is_asleep = False
+        self._request_loop.wake()
 
     # ---- requests
 
@@ -276,7 +291,7 @@ class SimEngine:
     # ---- steps
 
     def _can_step(self) -> bool:
-        return bool(self._request_loop.num_waiting or self.batch)
+        return not self._is_asleep and bool(self._request_loop.num_waiting or self.batch)
 
     async def _step(self) -> list[SimRequest]:
         self._admit_waiting()

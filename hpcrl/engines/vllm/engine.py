@@ -1,4 +1,4 @@
-"""The vLLM engine: an InferenceEngine and UpdatableEngine with its own vLLM server (hpcrl.engines.vllm.server).
+"""The vLLM engine: all protocols of `hpcrl.engines.base` with its own vLLM server (hpcrl.engines.vllm.server).
 
     VllmEngine  the engine
     GENERATE_ROUTE, SWITCH_ROUTE, HANDLE_URL_PREFIX, ENGINE_NAME_PATTERN  names
@@ -80,6 +80,9 @@ class VllmEngine:
         self._names = itertools.count()
         self._background_tasks: set[asyncio.Task[None]] = set()
         self._switching = asyncio.Lock()
+        self._is_asleep = False
+        self._is_torn = False
+        """True if weights were loaded in part."""
         self._generated_before = 0
         self._pruned_at_s = 0.0
 
@@ -193,6 +196,7 @@ class VllmEngine:
             running_tokens=round(figures.kv_tokens * figures.kv_used_share),
             free_kv_tokens=round(figures.kv_tokens * (1 - figures.kv_used_share)),
             num_places=self._launch.max_batch,
+            is_asleep=self._is_asleep,
         )
 
     # ---- UpdatableEngine
@@ -205,7 +209,8 @@ class VllmEngine:
         async with self._switching:
             started_s = time.monotonic()
             await self._switch_version(version)
-            await self.server.post("/resume", limit_s=SHORT_TIMEOUT_S)
+            if not self._is_asleep:
+                await self.server.post("/resume", limit_s=SHORT_TIMEOUT_S)
             return time.monotonic() - started_s
 
     async def _prepare_version(self, version: int) -> None:
@@ -225,7 +230,8 @@ class VllmEngine:
     async def _switch_version(self, version: int) -> None:
         """Pause the server and switch; if that fails it stays paused."""
         self.server.write_version(version)
-        body = {"version": version, "keeps_old_kv": self._launch.keeps_old_kv}
+        body = {"version": version, "keeps_old_kv": self._launch.keeps_old_kv and not self._is_asleep}
+        self._is_torn = True
         try:
             await self.server.post(SWITCH_ROUTE, body, limit_s=UPDATE_TIMEOUT_S)
         except EngineError as error:
@@ -233,7 +239,25 @@ class VllmEngine:
                 f"version {version} was loaded in part, the engine waits for another: {error}"
             ) from error
         await asyncio.sleep(0)  # streams first yield chunks of the old version that have just been received
-        self.version = version
+        self.version, self._is_torn = version, False
+
+    # ---- SleepingEngine
+
+    async def sleep(self) -> None:
+        """Pause, and leave the memory of the GPUs; the weights are kept in host memory: others may never be loaded."""
+        async with self._switching:
+            self._is_asleep = True
+            await self.server.post("/sleep", limit_s=UPDATE_TIMEOUT_S, level="1", mode="keep")
+
+    async def wake_weights(self) -> None:
+        await self.server.post("/wake_up", limit_s=UPDATE_TIMEOUT_S, tags="weights")
+
+    async def resume(self) -> None:
+        """Have the memory of KV again, with which vLLM resumes; with weights of two versions it has to restart."""
+        if self._is_torn:
+            raise EngineError("the server woke with weights of two versions")
+        await self.server.post("/wake_up", limit_s=UPDATE_TIMEOUT_S, tags="kv_cache")
+        self._is_asleep = False
 
     # ---- inside
 

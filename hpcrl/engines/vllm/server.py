@@ -106,6 +106,10 @@ class VllmLaunch:
     start_timeout_s: float = 900.0
     """Long enough for a large model that many engines read at once from a shared file system."""
     extra_args: tuple[str, ...] = ()
+    shift_fd: int | None = None
+    """The lock of GPUs that the trainer has at other times: processes of the server hold it until they have ended.
+    None: the GPUs are its own."""
+    has_gpus: bool = False
     any_version: bool = False
     """Start also a version of vLLM that hpcrl is not tested with."""
     judge: str | None = None
@@ -136,6 +140,7 @@ class VllmLaunch:
             keeps_old_kv=engine.keep_old_kv,
             start_timeout_s=engine.start_timeout_s,
             extra_args=tuple(engine.vllm_args),
+            has_gpus=num_gpus > 0,
             any_version=engine.any_vllm_version,
         )
 
@@ -175,6 +180,7 @@ def _build_policy_args(launch: VllmLaunch, *, scratch: Path) -> list[str]:
     args = ["--enable-prefix-caching", "--enable-scale-out", "--enable-prompt-tokens-details"]
     args += ["--scheduling-policy", "priority", "--max-logprobs", str(MAX_TOP_LOGPROBS + 1)]
     args += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    args += ["--enable-sleep-mode"] * (launch.shift_fd is not None and launch.has_gpus)
     args += ["--weight-transfer-config", '{"backend": "hpcrl"}']
     args += ["--structured-outputs-config", '{"backend": "guidance"}']  # it reads our grammars
     if launch.kv_connector is not None:
@@ -234,6 +240,7 @@ def spawn_supervised(launch: VllmLaunch, *, scratch: Path, meeting: GroupMeeting
             stdout=fd,
             stderr=fd,
             start_new_session=True,
+            pass_fds=() if launch.shift_fd is None else (launch.shift_fd,),
         )
     finally:
         os.close(fd)

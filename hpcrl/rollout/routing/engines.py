@@ -92,6 +92,8 @@ class EngineState:
     progressed_at: float = float("-inf")
     """The time of the last refresh at which it had generated more."""
     refreshed_at: float = float("-inf")
+    asleep_s: float = 0.0
+    """The time that it was asleep in all, while the trainer had its GPUs."""
     token_s: float = 0.0
     """The mean time between two tokens of a turn that it generates; 0: not known."""
     failures: int = 0
@@ -145,8 +147,10 @@ class EngineState:
 
     def _update_pace(self, figures: LoadFigures, *, now: float) -> None:
         num_more, elapsed_s = figures.num_generated_tokens - self.num_generated, now - self.refreshed_at
-        if num_more:  # fewer than before: its server has restarted
+        if num_more or figures.is_asleep:  # fewer than before: its server has restarted
             self.progressed_at = now
+        if figures.is_asleep and self.num_generated >= 0:
+            self.asleep_s += elapsed_s
         if num_more > 0 and self.num_generated >= 0 and figures.num_running:
             token_s = elapsed_s * figures.num_running / num_more
             self.token_s += (RECENT_WEIGHT if self.token_s else 1.0) * (token_s - self.token_s)

@@ -345,11 +345,12 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def _limit_turn(self, worker: EngineState, request: GenerateRequest) -> AsyncGenerator[None]:
-        """Raise TimeoutError in the body at its deadline, which moves as long as the worker generates."""
-        loop, started_at = asyncio.get_running_loop(), _loop_time()
+        """Raise TimeoutError in the body at its deadline, which moves as long as the worker generates, or sleeps."""
+        loop, started_at, asleep_s = asyncio.get_running_loop(), _loop_time(), worker.asleep_s
 
         def find_deadline() -> float:
-            return worker.find_deadline(started_at, num_new=request.max_new_tokens, timeouts=self._timeouts)
+            awake_at = started_at + worker.asleep_s - asleep_s
+            return worker.find_deadline(awake_at, num_new=request.max_new_tokens, timeouts=self._timeouts)
 
         timer = loop.call_at(find_deadline(), lambda: check_deadline())
 

@@ -188,6 +188,12 @@ class MegatronTrainer:
         with torch.no_grad():
             fill_shards(list(self._required_shards(with_moments=with_moments)), directory)
 
+    def sleep(self) -> None:
+        raise TrainError('trainer "megatron" keeps its GPUs: the plan gives it none that engines have too')
+
+    def wake(self) -> None:
+        """Do nothing: it never slept."""
+
     def _state_shards(self) -> Iterator[StateShard]:
         list_shards = self._model_part.list_shards
         for mapping, tensor in self._model_part.owned_tensors():

@@ -5,7 +5,7 @@
     make_window_file, make_no_room_error     a new window under its name, complete - the error if memory is short
     open_own_file, is_own_file               files of this user only
     identify_window, UnusableWindowError     job and layout of an open window - there is none, or it is not usable
-    take_writer_lock, try_lock, unlock_byte  locks on bytes that stand for the writer, users of a slot, open windows
+    take_writer_lock                         the lock of the writer; others are of users of a slot and of open windows
     remove_window_file                       remove a window's name
     unlink_recorded_windows                  remove the windows of a job whose processes have ended
     compute_checksum                         the xxh3 of one tensor in a slot
@@ -15,8 +15,6 @@ The file is a header page, the layout, the checksums and marks of each slot's te
 """
 
 import contextlib
-import errno
-import fcntl
 import mmap
 import os
 import stat
@@ -30,6 +28,7 @@ import xxhash
 
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.errors import WeightsError
+from hpcrl.system.byte_locks import try_lock
 from hpcrl.weights.checksum import hash_bytes
 from hpcrl.weights.layout import TensorLayout, TensorSlot
 
@@ -234,23 +233,6 @@ def take_writer_lock(fd: int, path: Path) -> None:
         raise WeightsError(
             f"{path} is being written by another process (made by {pid}): only one may publish on a node"
         )
-
-
-def try_lock(fd: int, byte: int, *, exclusive: bool) -> bool:
-    """Try to lock one byte of the file; such a lock belongs to the descriptor and ends with it."""
-    kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0))
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
-
-
-def unlock_byte(fd: int, byte: int) -> None:
-    """Unlock a byte now: memory that is still in use keeps a copy of the descriptor, and with it the lock."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
 
 
 def remove_window_file(path: Path) -> None:

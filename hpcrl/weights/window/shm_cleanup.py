@@ -21,8 +21,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from hpcrl.system.byte_locks import try_lock
 from hpcrl.system.processes import list_descendants
-from hpcrl.weights.window.file import MAGIC, OPEN_LOCK, SHARED_MEMORY, UNFINISHED_SUFFIX, is_own_file, try_lock
+from hpcrl.weights.window.file import MAGIC, OPEN_LOCK, SHARED_MEMORY, UNFINISHED_SUFFIX, is_own_file
 
 MIN_ORPHAN_AGE_S = 60.0
 """A more recent file may have an owner that is about to lock it."""

@@ -31,6 +31,7 @@ from typing import Literal, NamedTuple
 
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
+from hpcrl.system.byte_locks import try_lock, unlock_byte
 from hpcrl.system.files import make_private_dir, publish_file
 from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.versions import VersionManifest, check_newer
@@ -145,7 +146,7 @@ class Window:
                 memory.close()
         self._drop_write_lease()
         if self.role == "writer":
-            file.unlock_byte(self._fd, file.WRITER_LOCK)
+            unlock_byte(self._fd, file.WRITER_LOCK)
         os.close(self._fd)
         self._fd = -1
 
@@ -305,7 +306,7 @@ class Window:
         fd = file.open_own_file(path)
         try:
             job, layout, places = file.identify_window(fd)
-            if not file.try_lock(fd, file.OPEN_LOCK, exclusive=False):
+            if not try_lock(fd, file.OPEN_LOCK, exclusive=False):
                 raise UnusableWindowError  # it is being removed: all processes that had it have ended
             if role == "writer":
                 file.take_writer_lock(fd, path)
@@ -384,7 +385,7 @@ class Window:
         """
         fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         deadline = time.monotonic() + wait_s
-        while not file.try_lock(fd, byte, exclusive=exclusive):
+        while not try_lock(fd, byte, exclusive=exclusive):
             if time.monotonic() >= deadline:
                 os.close(fd)
                 return None

@@ -86,13 +86,21 @@ def test_a_program_that_fails_or_prints_nonsense_finds_none(programs: Path, scri
     assert list_own_gpus() == (None, [])
 
 
-def test_one_gpu_is_shared_with_a_fallback_but_not_with_vllm(programs: Path) -> None:
+@pytest.mark.parametrize("backend", ["embedded", "vllm"])
+def test_trainer_and_engine_use_one_gpu_in_turns(programs: Path, backend: str) -> None:
     has_gpus(programs, "nvidia-smi", H100)
-    made = plan()
+    made = plan(f"engine.backend={backend}")
     assert describe_gpus(made) == {"env": (0, 0), "train": (0, 1), "decode": (0, 1), "reward": (0, 0)}
-    assert any("all roles need 2 GPUs, and site local has 1: roles share them" in line for line in made.fallbacks)
-    with pytest.raises(PlanError, match=r"vLLM .* takes no turns with the trainer"):
-        plan("engine.backend=vllm")
+    assert made.has_gpu_shifts
+    assert any("all roles need 2 GPUs, and site local has 1: the trainer" in line for line in made.fallbacks)
+
+
+def test_two_engines_share_the_memory_of_one_gpu_but_not_servers_of_vllm(programs: Path) -> None:
+    has_gpus(programs, "nvidia-smi", H100)
+    two = "resources.prefill.num_workers=1"
+    assert any("roles share them, and their memory" in line for line in plan(two).fallbacks)
+    with pytest.raises(PlanError, match=r"all roles need 2 GPUs, if trainer and engines use theirs in turns"):
+        plan("engine.backend=vllm", two)
 
 
 def test_the_gpus_of_a_machine_are_described(programs: Path) -> None:

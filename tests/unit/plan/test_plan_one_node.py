@@ -81,7 +81,7 @@ def test_roles_that_gain_from_different_gpus_stay_apart() -> None:
 
 
 def test_what_one_node_cannot_hold_is_refused_by_partition() -> None:
-    message = refuse_plan(COLOCATED, "resources.train.num_workers=4", *SMALL)
+    message = refuse_plan(COLOCATED, "resources.train.num_workers=4", "train.trainer=megatron", *SMALL)
     assert "all roles need 5 GPUs, and a node of train has 4" in message
     assert "env has no GPUs" in message
     assert "job.survive_node_loss = true needs two nodes a role" in refuse_plan(COLOCATED, "job.survive_node_loss=true")

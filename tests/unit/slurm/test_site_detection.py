@@ -1,7 +1,9 @@
 """Clusters that are described from what their Slurm prints."""
 
 import os
+import socket
 import tomllib
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,8 @@ def test_a_recipe_is_planned_on_a_cluster_that_was_just_described(cluster: Path)
     write_site("campus")
     plan = load_request("quickstart", site="campus").plan
     assert {component.partition for component in plan.components} <= {"std", "gpu", "gpu-H200"}
+    [warning] = [line for line in plan.warnings if line.startswith("the facts about campus")]
+    assert f"are from sinfo and scontrol on {socket.gethostname()} ({date.today()})" in warning
 
 
 def test_a_gpu_of_unknown_memory_is_described_for_a_person_to_correct(cluster: Path) -> None:

@@ -35,9 +35,10 @@ def alone(model_dir):
     return [train_torch(SINGLE_RANK, model_dir, changed) for changed in VARIANTS.values()]
 
 
+@pytest.mark.parametrize("run", ["train_variants", "train_with_sleeps"])
 @pytest.mark.parametrize("sharding", ["none", "full"], ids=["ddp", "fsdp2"])
-def test_two_ranks_give_the_numbers_of_one(model_dir, alone, sharding):
-    together = run_ranks(2, "tests.support.learners:train_variants", model_dir, list(VARIANTS.values()), sharding)
+def test_two_ranks_give_the_numbers_of_one(model_dir, alone, sharding, run):
+    together = run_ranks(2, f"tests.support.learners:{run}", model_dir, list(VARIANTS.values()), sharding)
     for rank in together:
         for mine, expected in zip(rank, alone, strict=True):
             assert expected["skipped"] == [None] * 5

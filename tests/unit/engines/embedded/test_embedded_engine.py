@@ -376,6 +376,37 @@ def test_requests_dropped_between_an_update_and_the_next_step_leave_the_others_r
         assert answer.logprobs[switch:] == pytest.approx(wanted[switch:], abs=1e-4)
 
 
+def test_a_turn_continues_after_a_sleep_with_the_weights_that_were_loaded_meanwhile(model: Any) -> None:
+    store = MemoryStore()
+    store.publish(another(model, scale=1.5), WeightVersion(version=1, step=1))
+    engine = EmbeddedEngine(model, store=store)
+
+    async def body() -> Completion:
+        answer = asyncio.create_task(engine.generate(ask(max_new_tokens=300)))
+        await until_generated(engine, 5)
+        await engine.sleep()
+        asleep = await engine.load_figures()
+        late = asyncio.create_task(engine.generate(ask("late")))
+        while not (await engine.load_figures()).num_waiting:
+            await asyncio.sleep(0)
+        await engine.abort("late")
+        assert (await late).finish_reason == "aborted"
+        await engine.wake_weights()
+        await engine.load_version(1)
+        assert asleep.is_asleep
+        assert (await engine.load_figures()).num_generated_tokens == asleep.num_generated_tokens
+        assert engine._batch._slots._kv_KSHTD.numel() == 0
+        await engine.resume()
+        assert not (await engine.load_figures()).is_asleep
+        return await answer
+
+    answer = on(engine, body)
+    switch = answer.versions.index(1)
+    assert (len(answer.versions), set(answer.versions)) == (300, {0, 1})
+    wanted = scored(model, ask().token_ids, answer.token_ids)
+    assert answer.logprobs[switch:] == pytest.approx(wanted[switch:], abs=1e-4)
+
+
 def test_damaged_weights_fail_requests_and_good_ones_repair_the_engine(model: Any) -> None:
     store = MemoryStore()
     good = another(model, scale=1.0)
