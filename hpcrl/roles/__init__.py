@@ -2,6 +2,7 @@
 
 __main__        the entry point of every worker
 context         the campaign, the plan and the events as one worker sees them
+gpu_shifts      GPUs that the trainer and engines use in turns
 env             play episodes
 episode_runner  the running episodes of an env worker
 episode_player  an episode or an agent program, in training and in evaluations

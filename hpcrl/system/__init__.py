@@ -11,6 +11,8 @@ network     names, addresses, ports
 json_numbers  which numbers JSON can represent
 terminal    text that is safe to print
 garbage     the collector while a process starts
+byte_locks  locks that end with their processes
+gpu_shifts  the locks of GPUs that several processes use in turns
 wakeups     end waits for files of other processes early
 exit_codes  why a worker ended
 variables   environment variables between processes

@@ -44,7 +44,7 @@ class CrashedCampaign:
     """A campaign whose driver was killed, and which was resumed to its end; what was seen meanwhile."""
 
     campaign: CampaignDir
-    num_steps: int = 12
+    num_steps: int = 40
     reports: dict[str, Path] = field(default_factory=dict)
     """Its report while it ran, after the crash and after its end."""
     ended: dict[str, Any] = field(default_factory=dict)

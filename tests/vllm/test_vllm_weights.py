@@ -179,6 +179,36 @@ def test_kv_of_the_previous_version_is_not_used(
         assert answer.token_ids == greedy(model, PROMPT, answer.token_ids)
 
 
+def test_a_turn_continues_after_a_sleep_with_the_weights_that_were_loaded_meanwhile(
+    vllm_place: "Place", updated: "Behind", model: Any, version: int
+) -> None:
+    """On CPUs vLLM only pauses: it keeps its memory."""
+    engine, old = updated.engine, updated.engine.version
+    vllm_place.window.publish(stir(model, seed=version), WeightVersion(version=version, step=version))
+
+    async def body() -> tuple[Completion, int, int]:
+        start = (await engine.load_figures()).num_generated_tokens
+        turn = asyncio.create_task(engine.generate(ask("sleeps", max_new_tokens=LONG)))
+        while (await engine.load_figures()).num_generated_tokens < start + 10:
+            await asyncio.sleep(0.01)
+        await engine.sleep()
+        asleep = await engine.load_figures()
+        await engine.wake_weights()
+        await engine.load_version(version)
+        await asyncio.sleep(0.2)
+        woken = await engine.load_figures()
+        assert asleep.is_asleep
+        await engine.resume()
+        return await turn, asleep.num_generated_tokens, woken.num_generated_tokens
+
+    answer, before, after = vllm_place.do(body())
+    assert after == before, "nothing is generated until it resumes"
+    assert len(answer.token_ids) == LONG
+    switch = answer.versions.index(version)
+    assert answer.versions == [old] * switch + [version] * (LONG - switch)
+    assert answer.token_ids[switch:] == greedy(model, PROMPT, answer.token_ids)[switch:]
+
+
 def test_a_version_older_than_the_one_in_use_is_refused(vllm_place: "Place", updated: "Behind") -> None:
     with pytest.raises(WeightsError, match="never go back"):
         vllm_place.do(updated.engine.load_version(updated.engine.version - 1))
