@@ -7,6 +7,7 @@ stop_gracefully, stop_now    end a campaign, with a checkpoint or without
 STOP_TIMEOUT_S, STOP_POLL_INTERVAL_S    the time that a job gets to end, and between two looks at it
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from collections.abc import Iterable
 from hpcrl.campaign import directory
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.site import Site
+from hpcrl.errors import SlurmError
 from hpcrl.monitor.job_state import FINAL_JOB_STATES, judge_jobs, read_heartbeats, read_jobs, select_slurm_ids
 from hpcrl.plan.records import read_record, read_site
 from hpcrl.slurm import next_job
@@ -124,7 +126,10 @@ def _end_job(job: JobDir, site: Site) -> str:
     campaign = job.campaign
     resumable = f"`hpcrl resume {campaign.name}` continues from the last checkpoint"
     if find_job_state(job, site) == "running":
-        slurm.interrupt_job(read_submission(job), site=site)
+        with contextlib.suppress(
+            SlurmError
+        ):  # it may have ended just now; a Slurm that is away refuses the cancellation
+            slurm.interrupt_job(read_submission(job), site=site)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while not job.outcome.exists() and time.monotonic() < deadline:
             time.sleep(STOP_POLL_INTERVAL_S)

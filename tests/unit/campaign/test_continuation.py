@@ -333,6 +333,17 @@ def test_a_campaign_whose_only_job_slurm_no_longer_knows_is_told_of_stop_now(
     assert campaign.job_numbers() == [0, 1]
 
 
+def test_a_job_that_ends_while_it_is_stopped_is_no_error(
+    tmp_path: Path, slurm: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_jobs, "STOP_TIMEOUT_S", 0.1)
+    campaign = submitted(tmp_path, recipe)
+    runs(slurm, 71)
+    refuse = 'echo "scancel: error: Kill job error on job id 71: Invalid job id specified" >&2; exit 1'
+    (slurm / "scancel").write_text(f'#!/bin/sh\ncase "$*" in *signal*) {refuse} ;; esac\n')
+    assert "is cancelled" in stop_now(str(campaign.root))
+
+
 def test_two_that_extend_at_once_queue_one_job(tmp_path: Path, slurm: Path, recipe: Path) -> None:
     campaign = submitted(tmp_path, recipe)
     runs(slurm, 71)
