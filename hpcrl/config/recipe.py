@@ -499,6 +499,9 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """Above 0 only adapters of this rank are trained, on all linear layers (LoRA)."""
     lora_alpha: Annotated[float, Meta(gt=0)] = 32.0
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
+    publish_lora: Literal["auto", "adapters", "merged"] = "auto"
+    """With lora_rank, engines are sent the adapters alone, or weights to which they are added; auto: adapters, if the
+    engines are known to take those of the model (docs/weights.md)."""
     num_minibatches: Count = 1
     """Parts of a step's trajectories, with an optimizer step on each; above 1 the policy moves in between."""
     epochs: Count = 1

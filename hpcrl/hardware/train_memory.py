@@ -342,11 +342,16 @@ class NodeMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def estimate_node_memory(
-    shape: ModelArchitecture, setup: RankSetup, *, num_ranks: int, published_dtype: str | None
+    shape: ModelArchitecture,
+    setup: RankSetup,
+    *,
+    num_ranks: int,
+    published_dtype: str | None,
+    num_published: int | None = None,
 ) -> NodeMemory:
     """Estimate the host memory of a node with this many of the ranks, which are on GPUs.
 
-    Nothing is published without a `published_dtype`.
+    Nothing is published without a `published_dtype`; `num_published` is the number of values, by default all weights.
 
     Each rank reads its slices of the model's files, so that loading needs less than the snapshot. A model that is not
     sharded is saved and published by one rank, whose node this is.
@@ -354,7 +359,8 @@ def estimate_node_memory(
     share = num_ranks / setup.num_ranks if setup.is_sharded else 1.0
     saved = count_trained_params(shape, setup) * share * NUM_SAVED_PARTS
     on_gpu = estimate_rank_memory(shape, msgspec.structs.replace(setup, is_offloaded=False), num_tokens=0)
-    window = 0.0 if published_dtype is None else compute_window_bytes(shape.num_params, dtype=published_dtype)
+    num_values = shape.num_params if num_published is None else num_published
+    window = 0.0 if published_dtype is None else compute_window_bytes(num_values, dtype=published_dtype)
     return NodeMemory(
         processes=float(num_ranks * RANK_PROCESS_BYTES),
         snapshot=BYTES_FP32 * saved,

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from hpcrl.config.pipeline import check_user_nodes, needs_critic
 from hpcrl.config.program import AGENT_PROGRAM, reserves_place
+from hpcrl.config.published_adapters import find_adapter_conflict
 from hpcrl.config.recipe import (
     AUTO_PARSER,
     REASONING_PARSER_NAMES,
@@ -65,6 +66,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_engine(recipe)
     _check_trainer(recipe)
     _check_published_dtype(recipe)
+    _check_published_adapters(recipe)
     _check_algorithm(recipe)
     _check_isolation(recipe)
     _check_evaluation(recipe)
@@ -204,6 +206,12 @@ def _check_published_dtype(recipe: Recipe) -> None:
         )
 
 
+def _check_published_adapters(recipe: Recipe) -> None:
+    """Check that engines can take adapters, if the recipe sends them alone."""
+    if recipe.train.publish_lora == "adapters" and (conflict := find_adapter_conflict(recipe)):
+        raise PlanError(f'train.publish_lora = "adapters": {conflict}')
+
+
 def _check_algorithm(recipe: Recipe) -> None:
     """Check that every setting of the loss acts, and that the gradient of each is not zero on average."""
     train = recipe.train
@@ -262,6 +270,7 @@ _SETTING_USES: Mapping[str, _SettingUse] = {
         lambda train: not 0 < train.num_steps <= train.warmup_steps, "more train.num_steps than these"
     ),
     "lora_alpha": _SettingUse(lambda train: train.lora_rank > 0, "train.lora_rank above 0"),
+    "publish_lora": _SettingUse(lambda train: train.lora_rank > 0, "train.lora_rank above 0"),
 }
 """The settings that act only with others; what clips a ratio has a separate check."""
 

@@ -8,6 +8,7 @@ compute_step_gib             GiB of one node that a role's own step may use
 sum_node_needs               cores, GiB and GPUs of one node for several roles together
 deal_gpus                    the GPUs of one node, dealt to its roles
 count_dealt_gpus             how many these are
+count_published              the values of a version of the weights
 compute_window_gib           the shared memory of weights on one node
 make_rank_setup              what decides the memory of a rank of trainer "torch"
 make_megatron_setup          the same of trainer "megatron"
@@ -26,11 +27,12 @@ from typing import NamedTuple
 import msgspec
 
 from hpcrl.config.pipeline import list_fixed_nodes
+from hpcrl.config.published_adapters import publishes_adapters
 from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import Recipe, RoleName, WorkerResources
 from hpcrl.hardware import memory_model
 from hpcrl.hardware.megatron_memory import MegatronSetup
-from hpcrl.hardware.train_memory import NodeMemory, RankSetup, estimate_node_memory
+from hpcrl.hardware.train_memory import NodeMemory, RankSetup, count_adapter_params, estimate_node_memory
 from hpcrl.plan.engine_nodes import ENGINE_ROLES, may_span_nodes
 
 DRIVER_CPUS = 1
@@ -143,7 +145,15 @@ def count_dealt_gpus(choices: Mapping[RoleName, PartitionChoice]) -> int:
 def compute_window_gib(recipe: Recipe) -> float:
     """Return the shared memory of a node with engines for the weights; 0 if their size is not known."""
     dtype = choose_published_dtype(recipe, recipe.model.config)
-    return memory_model.compute_window_bytes(recipe.model.num_weights or 0, dtype=dtype) / memory_model.GIB
+    return memory_model.compute_window_bytes(count_published(recipe) or 0, dtype=dtype) / memory_model.GIB
+
+
+def count_published(recipe: Recipe) -> int | None:
+    """Count the values of a version: the model's weights, or its adapters; None if that is not known."""
+    shape = recipe.model.architecture
+    if shape is not None and publishes_adapters(recipe, recipe.model.config):
+        return count_adapter_params(shape, rank=recipe.train.lora_rank)
+    return recipe.model.num_weights
 
 
 def make_rank_setup(recipe: Recipe, *, has_recompute: bool) -> RankSetup:
@@ -187,6 +197,7 @@ def estimate_trainer_node(recipe: Recipe, *, num_ranks: int) -> NodeMemory | Non
         setup,
         num_ranks=num_ranks,
         published_dtype=choose_published_dtype(recipe, recipe.model.config) if recipe.has_rollouts else None,
+        num_published=count_published(recipe),
     )
 
 

@@ -17,7 +17,7 @@ from hpcrl.hardware.cost_model import TrainingWork, estimate_step_s, make_model_
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.memory_model import BYTES_FP32, GIB, compute_window_bytes
 from hpcrl.hardware.train_memory import NUM_SAVED_PARTS, count_trained_params
-from hpcrl.plan.demand import make_rank_setup
+from hpcrl.plan.demand import count_published, make_rank_setup
 
 DAY_S = 86400.0
 TOKEN_BYTES, TEACHER_TOKEN_BYTES = 13, 4
@@ -109,7 +109,9 @@ def forecast_storage(recipe: Recipe, *, train_gpu: GpuModel | None = None) -> St
     setup = make_rank_setup(recipe, has_recompute=True)
     saved = count_trained_params(shape, setup) * NUM_SAVED_PARTS * BYTES_FP32
     num_checkpoints = train.keep_checkpoints + train.keep_best + 1
-    two_versions = compute_window_bytes(shape.num_params, dtype=choose_published_dtype(recipe, recipe.model.config))
+    two_versions = compute_window_bytes(
+        count_published(recipe) or 0, dtype=choose_published_dtype(recipe, recipe.model.config)
+    )
     num_held_back = train.keep_checkpoints * train.checkpoint_every_steps + recipe.rollout.max_lag + 1
     num_workers = sum(recipe.role_resources(role).num_workers for role in recipe.planned_roles)
     num_waiting = min(train.num_steps, num_held_back)

@@ -35,12 +35,14 @@ from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.campaign_dir.events import EngineCounted, FaultReported, TransportChanged, VersionLoaded
 from hpcrl.campaign_dir.paths import make_worker_name
 from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.config.published_adapters import publishes_adapters
 from hpcrl.config.recipe import EngineConfig
 from hpcrl.config.site import OUR_CONNECTOR, Site
 from hpcrl.engines.base import LoadFigures, SleepingEngine, TokenGenerator, UpdatableEngine
 from hpcrl.engines.http import ServedEngine, make_client_session, make_kv_fetcher, serve_over_http
 from hpcrl.errors import EngineError, HpcrlError, WeightsError
 from hpcrl.hardware.memory_model import GIB
+from hpcrl.models.model_config import read_model_config
 from hpcrl.plan.plan import RolePlan
 from hpcrl.roles.context import ROLE_ROUND_INTERVAL_S, WorkerContext
 from hpcrl.roles.gpu_shifts import EngineShift, open_engine_shift
@@ -200,6 +202,7 @@ def _make_own_launch(context: WorkerContext) -> "VllmLaunch":
         log=context.job.log(f"{context.role}-{context.index}-vllm"),
         host=context.find_address(),
         has_handover=context.plan.has_role("prefill"),
+        lora_rank=_find_lora_rank(context),
     )
     group = None
     if context.role_plan.nodes_per_engine > 1:
@@ -213,6 +216,15 @@ def _make_own_launch(context: WorkerContext) -> "VllmLaunch":
     )
 
 
+def _find_lora_rank(context: WorkerContext) -> int:
+    """Return the rank of adapters that engines are sent; 0 if they are sent whole weights."""
+    recipe, path = context.recipe, context.recipe.model.path
+    fields = (
+        {} if path is None else read_model_config(Path(path) / "config.json").fields
+    )  # its link may not be there yet
+    return recipe.train.lora_rank if publishes_adapters(recipe, fields) else 0
+
+
 def make_vllm_launch(
     engine: EngineConfig,
     *,
@@ -223,9 +235,11 @@ def make_vllm_launch(
     log: Path,
     host: str,
     has_handover: bool = True,
+    lora_rank: int = 0,
 ) -> "VllmLaunch":
     """Return the options of a worker's vLLM server, from the plan; other nodes reach this one at `host`.
 
+    A `lora_rank` above 0 is that of the adapters which are its versions.
     One pool of engines hands no KV over, and a connector would only cost time and space.
     """
     from hpcrl.engines.vllm.kv_connectors import choose_connector
@@ -240,7 +254,7 @@ def make_vllm_launch(
         has_package=lambda name: find_spec(name) is not None,
     )
     launch = dataclasses.replace(
-        VllmLaunch.from_config(engine, role=role, model=place.campaign.model, log=log),
+        VllmLaunch.from_config(engine, role=role, model=place.campaign.model, log=log, lora_rank=lora_rank),
         kv_connector=connector,
         kv_options=inference.kv_options,
         host=host,

@@ -12,7 +12,6 @@
 A checkpoint records which trajectories it has consumed.
 """
 
-import math
 import os
 import time
 from collections import Counter, deque
@@ -34,6 +33,7 @@ from hpcrl.campaign_dir.events import (
 )
 from hpcrl.campaign_dir.job_end import DrainTime
 from hpcrl.campaign_dir.train_progress import TrainProgress, read_train_progress, write_train_progress
+from hpcrl.config.published_adapters import publishes_adapters
 from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import make_warmup_settings
 from hpcrl.errors import NodeResultError, TrainError
@@ -220,6 +220,10 @@ def _make_trainer(context: WorkerContext, world: World) -> RankTrainer:
         train = make_warmup_settings(train, recipe.warmup)  # no critic and no reference are loaded
     if train.trainer == "torch":
         train = msgspec.structs.replace(train, sharding=context.plan.train_sharding)
+    config = read_model_config(model / "config.json")
+    train = msgspec.structs.replace(
+        train, publish_lora="adapters" if publishes_adapters(recipe, config.fields) else "merged"
+    )
     if (memory := context.plan.train_memory) is not None:
         train = msgspec.structs.replace(train, recompute=memory.recompute)
     reference = None if recipe.teacher is None or recipe.teacher.path is None else Path(recipe.teacher.path)
@@ -350,7 +354,7 @@ class TrainingLoop:
             trainer=trainer,
             leader=leader,
             publisher=publisher,
-            num_params=sum(math.prod(shape) for shape in rank_trainer.shapes().values()),
+            num_params=rank_trainer.num_params,
             train_queue=train_queue,
             skipped_rows=SkippedRows(context, max_length=rank_trainer.max_length),
             consumed=consumed,

@@ -9,6 +9,7 @@ step_metrics      the metrics of a step
 torch             the torch trainer
 torch_model       its model
 adapters          LoRA
+published_adapters  what engines are sent of them
 model_files       model directories, of which each rank reads its slices
 token_model       a causal model that returns log-probs
 critic            the value model

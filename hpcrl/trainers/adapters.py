@@ -11,7 +11,8 @@
     MergedTensors      the weights of a model, each merged when it is read
     ADAPTER_PREFIX     the prefix of adapters in checkpoints
 
-Engines never see them: published and exported weights are merged, and no more than one weight is in memory merged.
+Exported weights are merged, and so are published ones where engines do not take adapters (published_adapters.py); no
+more than one weight is in memory merged.
 
 Legend: I inputs of a layer, O its outputs, R rank of the adapters
 """
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from hpcrl.errors import TrainError
+from hpcrl.models.adapted_layers import list_adapted_layers
 from hpcrl.trainers.state import list_local_shards
 from hpcrl.weights.stored_tensors import list_model_tensors
 
@@ -56,8 +58,7 @@ class LayerAdapter(torch.nn.Module):
 def add_adapters(module: Any, *, rank: int, alpha: float) -> None:
     """Freeze a model and add adapters; the output layer, the embeddings and experts stay as they are."""
     module.requires_grad_(False)
-    layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
-    chosen = [layer for layer in layers if layer is not module.get_output_embeddings()]
+    chosen = list_adapted_layers(module).values()
     if not chosen:
         raise TrainError(
             f"train.lora_rank = {rank}: a {type(module).__name__} has no linear layers for adapters: set it to 0"

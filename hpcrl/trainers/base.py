@@ -141,7 +141,7 @@ class Trainer(Protocol):
         """
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the weights by their names in the model directory; they may change with the next step."""
+        """Return what is published, the weights or adapters alone; the values may change with the next step."""
 
     def restart_optimizer(self) -> None:
         """Forget the optimizer's moments, as before the first step; the weights stay."""
@@ -249,13 +249,17 @@ class RankTrainer(Trainer, Protocol):
         """Clear the gradient and leave the weights as they are."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor of the model, whichever rank holds it; the same on all ranks."""
+        """Return the shape of every tensor that is published, whichever rank holds it; the same on all ranks."""
+
+    @property
+    def num_params(self) -> int:
+        """The number of the model's parameters."""
 
     def precise_names(self) -> Collection[str]:
         """Return the tensors that are published in float32 where others are rounded: engines keep them so."""
 
     def shards(self) -> LocalShards:
-        """Return this rank's shards of the weights; over all ranks, each value comes once."""
+        """Return this rank's shards of what is published; over all ranks, each value comes once."""
 
 
 def check_trainable(

@@ -9,6 +9,7 @@ minibatches are drawn from (seed, step), and no step touches torch's global gene
 generator state. Many ranks give the same numbers up to the order of sums.
 """
 
+import math
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -26,7 +27,7 @@ from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import load_update
 from hpcrl.spool.record import Trajectory
 from hpcrl.system.processes import return_false
-from hpcrl.trainers.adapters import ADAPTER_PREFIX, add_adapters
+from hpcrl.trainers.adapters import ADAPTER_PREFIX, add_adapters, find_adapters
 from hpcrl.trainers.base import (
     Minibatch,
     RankSnapshot,
@@ -46,6 +47,7 @@ from hpcrl.trainers.micro_batch_loss import (
     compute_micro_batch_loss,
 )
 from hpcrl.trainers.model_files import open_causal
+from hpcrl.trainers.published_adapters import PublishedAdapters
 from hpcrl.trainers.state import check_same_shapes, fill_shards, read_whole_shapes
 from hpcrl.trainers.step import train_step
 from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
@@ -101,6 +103,9 @@ class TorchTrainer:
             fill=source.fill,
             stored=source.stored,
         )
+        self._published: TrainedModel | PublishedAdapters = self._policy
+        if train.publish_lora == "adapters":
+            self._published = PublishedAdapters(find_adapters(module), stored=source.stored or {}, world=world)
         self.critic: Critic | None = None
         if needs_critic(train):
             self.critic = Critic(model_dir, train=train, world=world, context=self._context)
@@ -172,20 +177,24 @@ class TorchTrainer:
             model.optimizer.state.clear()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the whole weights on every rank; where they are sharded, all ranks must call this together."""
-        return self._policy.tensors()
+        """Return what is published on every rank; where it is sharded, all ranks must call this together."""
+        return self._published.tensors()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor of the model, whichever rank holds it."""
-        return self._policy.weight_shapes()
+        """Return the shape of every tensor that is published, whichever rank holds it."""
+        return self._published.weight_shapes()
+
+    @property
+    def num_params(self) -> int:
+        return sum(math.prod(shape) for shape in self._policy.weight_shapes().values())
 
     def precise_names(self) -> Collection[str]:
         """Return the tensors that the model's files, or transformers, keep in float32 in a model of fewer bits."""
         return self._precise_names
 
     def shards(self) -> LocalShards:
-        """Return this rank's shards of the weights; over all ranks, each value comes once."""
-        return self._policy.weight_shards()
+        """Return this rank's shards of what is published; over all ranks, each value comes once."""
+        return self._published.weight_shards()
 
     def snapshot(self) -> RankSnapshot:
         """Copy this rank's part of the state, so that the next step does not change it; no weights that are frozen."""

@@ -9,6 +9,7 @@ from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.rollout.routing.role_switch import read_switched_roles
 from hpcrl.spool.record import EpisodeTurn
 from hpcrl.spool.segment import read_segment
+from hpcrl.weights.versions import find_newest_manifest
 from tests.support.campaigns import SMALL, events_of, hpcrl, steps, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -25,6 +26,10 @@ env = "hpcrl.envs.gymnasium_text:FrozenLake"
 reward = "hpcrl.envs.gymnasium_text:goal_and_way"
 max_turns = 2
 max_new_tokens = 4
+
+[train]
+lora_rank = 4
+publish_lora = "adapters"
 
 [engine]
 backend = "sim"
@@ -82,6 +87,9 @@ def test_turns_and_their_kv_go_to_the_hardware_of_their_domain_and_a_worker_swit
     newest = {event["role"]: event["version"] for event in events_of(campaign, "loaded")}
     assert set(newest) == {"prefill", "decode"}
     assert max(newest.values()) >= 1
+    first = find_newest_manifest(campaign.weights)
+    assert first is not None
+    assert {name.split(".")[-2] for name in first.checksums} == {"lora_A", "lora_B"}, "versions are adapters alone"
 
 
 def routes(campaign: CampaignDir) -> list[dict[str, Any]]:

@@ -44,6 +44,8 @@ class Place:
 
     root: Path
     model: Path
+    lora_rank: int = 0
+    """The rank of the adapters that its engines get as versions."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def __post_init__(self) -> None:
@@ -65,6 +67,7 @@ class Place:
             dtype="float32",
             max_model_len=CONTEXT if name == "first" else None,  # the contract is tested on the first
             max_batch=8,
+            lora_rank=self.lora_rank,
             kv_connector=OUR_CONNECTOR,
             kv_dir=self.kv / name,
             extra_args=("--enforce-eager", "--block-size", "32"),
@@ -94,9 +97,9 @@ class Place:
 
 
 @contextmanager
-def place(root: Path, model: Path) -> Iterator[Place]:
+def place(root: Path, model: Path, *, lora_rank: int = 0) -> Iterator[Place]:
     """Yield a place whose loop runs in a thread until the block ends."""
-    there = Place(root=root, model=model)
+    there = Place(root=root, model=model, lora_rank=lora_rank)
     thread = threading.Thread(target=there.loop.run_forever, name="engines", daemon=True)
     thread.start()
     try:

@@ -265,7 +265,7 @@ def test_every_constant_is_used_by_its_module_or_another_of_the_package():
     assert unused == []
 
 
-CALLED_BY_OTHERS = {"FilesConnector", "attach_router", "init_state"}  # of vLLM's server
+CALLED_BY_OTHERS = {"FilesConnector", "AdapterWorker", "attach_router", "init_state"}  # of vLLM's server
 CALLED_BY_OTHERS |= {"qsize", "get_result", "put_task"}  # of Parsl's pool
 
 

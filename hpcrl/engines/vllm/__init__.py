@@ -13,6 +13,8 @@ kv_files_connector  the KV connector that uses those files
 answer_prefix       structured answers of which another engine has generated the first tokens
 parsers             vLLM's own parsers of tool calls and thoughts
 weight_plugin       new weights inside the server
+adapter_model       versions that are adapters, in the form of vLLM
+adapter_worker      the switch to them in its worker processes
 weight_route        the server's route that switches versions
 weight_twin         a second copy of the weights, filled while the first serves
 """

@@ -38,7 +38,13 @@ from hpcrl.engines.http import fetch_kv_file
 from hpcrl.engines.request_checks import check_asks_for_tokens, check_request
 from hpcrl.engines.structure import check_structure, read_token_names, write_grammar
 from hpcrl.engines.vllm import kv_connectors, kv_files
-from hpcrl.engines.vllm.protocol import build_sampling_params, parse_chunk, parse_completion, parse_metrics
+from hpcrl.engines.vllm.protocol import (
+    ADAPTERS_MODEL,
+    build_sampling_params,
+    parse_chunk,
+    parse_completion,
+    parse_metrics,
+)
 from hpcrl.engines.vllm.server import VllmLaunch, VllmServer
 from hpcrl.errors import EngineError, WeightsError
 from hpcrl.models.model_config import read_model_limits
@@ -85,6 +91,8 @@ class VllmEngine:
         """True if weights were loaded in part."""
         self._generated_before = 0
         self._pruned_at_s = 0.0
+        self._model_name = launch.served_name
+        """The adapters, once there are any."""
 
     async def __aenter__(self) -> Self:
         launch = self._launch
@@ -230,7 +238,8 @@ class VllmEngine:
     async def _switch_version(self, version: int) -> None:
         """Pause the server and switch; if that fails it stays paused."""
         self.server.write_version(version)
-        body = {"version": version, "keeps_old_kv": self._launch.keeps_old_kv and not self._is_asleep}
+        keeps_old_kv, has_adapters = self._launch.keeps_old_kv and not self._is_asleep, self._launch.lora_rank > 0
+        body = {"version": version, "keeps_old_kv": keeps_old_kv, "has_adapters": has_adapters}
         self._is_torn = True
         try:
             await self.server.post(SWITCH_ROUTE, body, limit_s=UPDATE_TIMEOUT_S)
@@ -240,6 +249,7 @@ class VllmEngine:
             ) from error
         await asyncio.sleep(0)  # streams first yield chunks of the old version that have just been received
         self.version, self._is_torn = version, False
+        self._model_name = ADAPTERS_MODEL if has_adapters else self._launch.served_name
 
     # ---- SleepingEngine
 
@@ -293,6 +303,7 @@ class VllmEngine:
             request, max_new_tokens=request.max_new_tokens, grammar=grammar, has_seeds=self._launch.has_seeds
         )
         body = {
+            "model": self._model_name,
             "request_id": name,
             "token_ids": request.token_ids,
             "sampling_params": sampling,

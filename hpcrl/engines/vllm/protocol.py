@@ -5,6 +5,7 @@ parse_completion           an answer of /inference/v1/generate
 read_events, parse_chunk   the same as a stream: its events, and the tokens in one
 parse_metrics, ServerLoad  the load in the text of /metrics
 MAX_SEED, CLAMPED_LOGPROB  limits of vLLM
+ADAPTERS_MODEL             what requests name to use adapters
 """
 
 import json
@@ -20,6 +21,8 @@ from hpcrl.errors import EngineError
 _METRIC_PATTERN = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _CAPACITY_PATTERN = re.compile(r'^vllm:cache_config_info\{.*kv_cache_size_tokens="(\d+)"', re.MULTILINE)
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+ADAPTERS_MODEL = "adapters"
+"""The name of the adapters (hpcrl.engines.vllm.adapter_worker) among the models of a server."""
 MAX_SEED = (1 << 63) - 1
 CLAMPED_LOGPROB = -9998.0
 """vLLM writes -9999 where a log-probability is not finite."""

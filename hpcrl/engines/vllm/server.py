@@ -44,6 +44,11 @@ from hpcrl.system.variables import NODE_VARIABLE
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 HEADLESS_MODULE = "hpcrl.engines.vllm.headless"
+ADAPTER_WORKER = "hpcrl.engines.vllm.adapter_worker.AdapterWorker"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks for which vLLM makes room."""
+ADAPTED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The layers for whose adapters it makes room; a trainer has none on the embeddings and the output layer."""
 QUANTIZATIONS = {"none": None, "fp8": "fp8_per_tensor"}
 """vLLM's names of engine.quantization; its "fp8" is for checkpoints that are rounded already."""
 HEALTH_INTERVAL_S = 0.5
@@ -75,6 +80,8 @@ class VllmLaunch:
     pipeline_parallel: int = 1
     quantization: str | None = None
     """vLLM's name of a method that rounds weights when they are loaded."""
+    lora_rank: int = 0
+    """The rank of the adapters that the server gets as versions; 0: it gets whole weights."""
     data_parallel: int = 1
     """Copies of the model, among which the server shares its requests."""
     group: EngineGroup | None = None
@@ -121,7 +128,7 @@ class VllmLaunch:
         return self.judge or "policy"
 
     @classmethod
-    def from_config(cls, engine: EngineConfig, *, role: RolePlan, model: Path, log: Path) -> Self:
+    def from_config(cls, engine: EngineConfig, *, role: RolePlan, model: Path, log: Path, lora_rank: int = 0) -> Self:
         """Return the options of a worker's server by its table in the recipe and the resources of its role."""
         num_gpus = role.gpus_per_worker * role.nodes_per_engine
         return cls(
@@ -134,6 +141,7 @@ class VllmLaunch:
             pipeline_parallel=engine.pipeline_parallel,
             data_parallel=engine.data_parallel,
             quantization=QUANTIZATIONS[engine.quantization],
+            lora_rank=lora_rank,
             num_cpus=role.cpus_per_worker,
             cpu_kv_gib=engine.cpu_kv_gib,
             has_seeds=engine.seeds,
@@ -182,11 +190,21 @@ def _build_policy_args(launch: VllmLaunch, *, scratch: Path) -> list[str]:
     args += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     args += ["--enable-sleep-mode"] * (launch.shift_fd is not None and launch.has_gpus)
     args += ["--weight-transfer-config", '{"backend": "hpcrl"}']
+    args += _build_adapter_args(launch.lora_rank)
     args += ["--structured-outputs-config", '{"backend": "guidance"}']  # it reads our grammars
     if launch.kv_connector is not None:
         args += ["--disable-hybrid-kv-cache-manager", "--kv-transfer-config"]
         args += [json.dumps(_build_kv_transfer_config(launch, scratch=scratch))]
     return args
+
+
+def _build_adapter_args(lora_rank: int) -> list[str]:
+    """Return the arguments of a server with room for one set of adapters of a rank."""
+    if not lora_rank:
+        return []
+    room = next((rank for rank in LORA_RANKS if rank >= lora_rank), lora_rank)  # vLLM refuses what is above all
+    args = ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)]
+    return [*args, "--worker-extension-cls", ADAPTER_WORKER, "--lora-target-modules", *ADAPTED_LAYERS]
 
 
 def _build_kv_transfer_config(launch: VllmLaunch, *, scratch: Path) -> dict[str, Any]:

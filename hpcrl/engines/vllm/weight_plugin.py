@@ -32,10 +32,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.lora.lora_model import LoRAModel
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.engines.vllm.adapter_model import AdapterOutline, make_lora_model, make_outline
 from hpcrl.engines.vllm.answer_prefix import continue_answers
 from hpcrl.engines.vllm.weight_twin import ModelTwin
 from hpcrl.errors import WeightsError
@@ -99,13 +101,16 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
         self._rank = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
         self._has_room = torch.device(device).type == "cpu" and vllm_config.quant_config is None
         """True if there is memory for two copies of the weights; the memory of a GPU is full of KV."""
-        self._expected = _outline_model(self.model_config)
+        self._lora_config = vllm_config.lora_config
+        self._adapters = None if self._lora_config is None else _outline_adapters(self.model_config)
+        """Set if versions are adapters."""
+        self._expected = _outline_weights(self.model_config) if self._lora_config is None else None
         self._source: tuple[WorkerPlace, WeightSource] | None = None
         """Kept open, since mapping a window again would delay generation."""
         self._newest_thread: threading.Thread | None = None
         """The newest background thread; each waits for the one before."""
-        self._ready: tuple[int, Callable[[], None]] | None = None
-        """A version that has been checked, and a function that makes the model use it."""
+        self._ready: tuple[int, Callable[[], Any]] | None = None
+        """A version that has been checked, and a function that makes the model use it, or returns its adapters."""
         self._reading = ExitStack()
         """Open while the prepared version is read from where the trainer stored it."""
 
@@ -118,11 +123,20 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
 
     def receive_weights(self, update_info: VersionUpdateInfo) -> None:
         """Use the version that is ready."""
-        ready, self._ready = self._ready, None
-        if ready is None or ready[0] != update_info.version:
-            raise WeightsError(f"version {update_info.version} cannot be loaded: it has not been prepared")
+        use = self._take_ready(update_info.version)
         with self._reading:
-            ready[1]()
+            use()
+
+    def take_adapters(self, version: int) -> LoRAModel:
+        """Return the adapters of the version that is ready, in memory of their own."""
+        found: LoRAModel = self._take_ready(version)()
+        return found
+
+    def _take_ready(self, version: int) -> Callable[[], Any]:
+        ready, self._ready = self._ready, None
+        if ready is None or ready[0] != version:
+            raise WeightsError(f"version {version} cannot be loaded: it has not been prepared")
+        return ready[1]
 
     def finish_weight_update(self) -> None:
         """Do nothing: `receive_weights` has done it all."""
@@ -161,15 +175,18 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
             problem = repr(error)
         publish_file(Path(f"{info.answer}.{self._rank}"), problem.encode())
 
-    def _prepare_version(self, info: VersionInitInfo) -> Callable[[], None]:
-        """Check a version and return a function that uses it.
+    def _prepare_version(self, info: VersionInitInfo) -> Callable[[], Any]:
+        """Check a version and return a function that uses it, or returns its adapters.
 
         WeightsError names the tensor that is damaged, missing, extra or of another shape.
         """
         with ExitStack() as reading:
             tensors = reading.enter_context(self._open_source(info).read_version(info.version))
+            if self._adapters is not None:
+                lora = make_lora_model(tensors, self._adapters, model=self.model, lora_config=self._lora_config)
+                return lambda: lora
             if self._expected is not None:
-                check_fit({name: _make_outline(tensor) for name, tensor in tensors.items()}, self._expected)
+                check_fit({name: make_outline(tensor.shape) for name, tensor in tensors.items()}, self._expected)
             if self._has_room:
                 twin = ModelTwin(self.model)
                 twin.fill(tensors.items(), model_config=self.model_config)
@@ -201,18 +218,24 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
             finalize_layerwise_reload(self.model, self.model_config)
 
 
-def _outline_model(model_config: Any) -> Tensors | None:
+def _make_empty_model(model_config: Any) -> Any:
+    """Make transformers' model, without memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config.hf_config)
+
+
+def _outline_weights(model_config: Any) -> Tensors | None:
     """Return the names and shapes that the trainer publishes; None if transformers has no causal LM for the model."""
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config.hf_config)
+        model = _make_empty_model(model_config)
     except (ValueError, KeyError) as error:
         log.warning("versions are not compared with the model before they are loaded: %s", error)
         return None
     parameters = collect_parameters(model, read_stored_tensors(model, Path(model_config.model)))
-    return {name: _make_outline(parameter) for name, parameter in parameters.items()}
+    return {name: make_outline(parameter.shape) for name, parameter in parameters.items()}
 
 
-def _make_outline(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with this shape and no memory, of one type: vLLM converts to the type it computes in."""
-    return torch.empty(tensor.shape, dtype=torch.float32, device="meta")
+def _outline_adapters(model_config: Any) -> AdapterOutline:
+    """Return the adapters that the trainer publishes."""
+    model = _make_empty_model(model_config)
+    return AdapterOutline.from_model(model, read_stored_tensors(model, Path(model_config.model)))

@@ -11,6 +11,7 @@ which each data-parallel copy has a share of the tensors (model.py): Megatron's 
 which another parallelism could not read.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -166,6 +167,10 @@ class MegatronTrainer:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every canonical tensor of the model, whichever rank holds it."""
         return self._model_part.list_shapes()
+
+    @property
+    def num_params(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes().values())
 
     def precise_names(self) -> Collection[str]:
         """Return the tensors that the model's files, or transformers, keep in float32 in a model of fewer bits."""

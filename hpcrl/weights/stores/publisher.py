@@ -97,10 +97,11 @@ class WeightPublisher:
         return max((version for version in candidates if version is not None), default=None)
 
     def newest_readable(self) -> int | None:
-        """Return the newest version that engines can load now."""
+        """Return the newest version that engines can load now: not whole weights where they are sent adapters."""
         manifests = [self._files.newest(), self._window.newest() if self._window is not None else None]
-        found = [manifest.version for manifest in manifests if manifest is not None]
-        return max(found, default=None)
+        found = [manifest for manifest in manifests if manifest is not None]
+        names = None if self._layout is None else self._layout.tensors_by_name().keys()
+        return max((one.version for one in found if names is None or one.checksums.keys() == names), default=None)
 
     def set_transport(self, transport: Transport) -> None:
         """Set the transport of all further versions, for every worker and in the event log."""

@@ -43,6 +43,7 @@ IDLE = {
     "final_learning_rate": ((1e-7,), 'schedule = "linear"', ("train.schedule=cosine",)),
     "warmup_steps": ((1000,), "num_steps", ("train.num_steps=1001",)),
     "lora_alpha": ((16.0,), "lora_rank", ("train.lora_rank=8",)),
+    "publish_lora": (("merged",), "lora_rank", ("train.lora_rank=8",)),
 }
 """A value of each setting that is not the default, what the refusal names, and settings with which it acts."""
 UNLIKE = {"max_is_ratio": ("train.correction=none",)}
@@ -153,7 +154,7 @@ REINFORCEMENT_VALUES = {
     **{"dual_clip": 3.0, "aggregation": "fixed", "proximal": "behaviour", "correction": "none", "max_is_ratio": 5.0},
     **{"min_is_ratio": 0.9, "kl": "k3", "kl_in": "reward", "kl_coef": 0.5, "kl_gamma": 0.5, "entropy_coef": 0.1},
     **{"num_minibatches": 2, "epochs": 2, "keep_best": 1, "keep_versions": 9, "pipeline.loss.function": "m:f"},
-    **{"publish_dtype": "bfloat16", "groups_per_step": 8},
+    **{"publish_dtype": "bfloat16", "publish_lora": "merged", "groups_per_step": 8},
 }
 
 

@@ -36,7 +36,10 @@ def test_checkpoints_of_adapters_are_small() -> None:
     assert whole is not None
     assert adapters is not None
     assert adapters.checkpoints_gib < whole.checkpoints_gib / 5
-    assert adapters.versions_gib == whole.versions_gib
+    assert adapters.versions_gib == whole.versions_gib, "merged"
+    alone = forecast_storage(load_recipe("train.lora_rank=1", 'train.publish_lora="adapters"', 'engine.backend="vllm"'))
+    assert alone is not None
+    assert alone.versions_gib < whole.versions_gib / 5
 
 
 def test_a_campaign_without_room_for_its_checkpoints_is_refused_before_it_is_queued(

@@ -19,6 +19,7 @@ from hpcrl.testing import ranks
 from hpcrl.testing.learning import save_checkpoint
 from hpcrl.trainers.adapters import ADAPTER_PREFIX, MergedWeight
 from hpcrl.trainers.export import export_model
+from hpcrl.trainers.published_adapters import PublishedAdapters
 from hpcrl.trainers.publishing import make_published_layout
 from hpcrl.trainers.state import read_whole_shapes
 from hpcrl.trainers.torch import TorchTrainer
@@ -95,6 +96,29 @@ def test_the_merged_model_gives_the_loss_of_the_model_with_adapters(saved):
     assert (first.loss, first.entropy) == pytest.approx((second.loss, second.entropy), rel=1e-5, abs=1e-6)
 
 
+def merge(fresh, adapters):
+    """Add published adapters to the weights that they change."""
+    merged = dict(fresh)
+    for name, up in adapters.items():
+        if name.endswith(".lora_B.weight"):
+            layer = name.removesuffix(".lora_B.weight")
+            merged[f"{layer}.weight"] = fresh[f"{layer}.weight"] + up @ adapters[f"{layer}.lora_A.weight"]
+    return merged
+
+
+def test_adapters_that_are_published_alone_make_the_merged_model_of_the_fresh_one(saved, model_dir):
+    alone = make_trainer(model_dir, publish_lora="adapters")
+    alone.load(saved.checkpoint)
+    published, expected = alone.tensors(), read_weights(saved.exported)
+    assert published.keys() == alone.shapes().keys() == {shard.name for shard, _ in alone.shards()}
+    assert {name.rsplit(".", 2)[1] for name in published} == {"lora_A", "lora_B"}
+    assert all(torch.equal(values.detach(), published[shard.name]) for shard, values in alone.shards())
+    merged = merge(read_weights(model_dir), published)
+    assert merged.keys() == expected.keys()
+    assert all(torch.allclose(merged[name], tensor, atol=1e-6) for name, tensor in expected.items())
+    assert alone.num_params == saved.trainer.num_params == sum(tensor.numel() for tensor in expected.values())
+
+
 def test_a_checkpoint_has_adapters_only_and_is_exported_merged(saved, model_dir):
     assert {name.startswith(ADAPTER_PREFIX) for _, name in read_whole_shapes(saved.checkpoint)} == {True}
     restored = make_trainer(model_dir)
@@ -153,8 +177,12 @@ def train_shards(world, model_dir, state_dir):
     held = sum(parameter.to_local().numel() for parameter in parameters)
     found = trained(trainer, last=2)
     published = sum(values.detach().numel() for _, values in trainer.shards())
+    alone = PublishedAdapters(trainer._policy._adapters, stored={}, world=world)
+    adapters = {name: tensor.tolist() for name, tensor in alone.tensors().items()}
+    pieces = [(shard.name, shard.start, values.detach().tolist()) for shard, values in alone.weight_shards()]
     trainer.snapshot().write(Path(state_dir))
-    return found | {"held": held / sum(parameter.numel() for parameter in parameters), "published": published}
+    held /= sum(parameter.numel() for parameter in parameters)
+    return found | {"held": held, "published": published, "adapters": adapters, "pieces": pieces}
 
 
 @pytest.mark.timeout(900)  # ranks are processes that import torch and transformers
@@ -171,6 +199,9 @@ def test_two_ranks_that_share_the_model_give_the_numbers_of_one_and_hold_half(mo
     whole = sum(tensor.numel() for tensor in alone.tensors().values())
     assert sum(mine["published"] for mine in found) == whole
     assert max(mine["published"] for mine in found) < 0.55 * whole
+    for name, whole_adapter in found[0]["adapters"].items():
+        parts = sorted((start, rows) for mine in found for part, start, rows in mine["pieces"] if part == name)
+        assert [row for _, rows in parts for row in rows] == whole_adapter, name
     resumed = make_trainer(model_dir)
     resumed.load(tmp_path)
     for name, tensor in alone.tensors().items():

@@ -263,6 +263,16 @@ def test_rounded_weights_and_copies_of_the_recipe_become_arguments(tmp_path: Pat
     assert (pairs["--tensor-parallel-size"], pairs["--data-parallel-size"]) == ("2", "2")
 
 
+@pytest.mark.parametrize(("rank", "room"), [(1, "1"), (5, "8"), (16, "16"), (200, "256"), (513, "513")])
+def test_a_server_has_room_for_adapters_of_the_recipes_rank(
+    launch: VllmLaunch, tmp_path: Path, rank: int, room: str
+) -> None:
+    given = build_command(dataclasses.replace(launch, lora_rank=rank), scratch=tmp_path)
+    assert dict(itertools.pairwise(given))["--max-lora-rank"] == room
+    assert "--enable-lora" in given
+    assert "--enable-lora" not in build_command(launch, scratch=tmp_path)
+
+
 def test_another_connector_is_named_to_vllm_with_its_options(launch: VllmLaunch, tmp_path: Path) -> None:
     nixl = dataclasses.replace(launch, kv_connector="NixlConnector", kv_options={"backends": ["UCX"]})
     given = build_command(nixl, scratch=tmp_path)
