@@ -175,20 +175,28 @@ class EventReader:
         """Yield new events in the order of jobs and time, with a block of each file in memory."""
         self.unreadable.clear()
         grown = [name for name in self._list_names() if self._has_grown(name)]
-        return heapq.merge(*map(self._iter_new_events, grown), key=lambda event: (event.job, event.time))
+        return heapq.merge(*map(self._iter_events, grown), key=lambda event: (event.job, event.time))
 
-    def _iter_new_events(self, name: str) -> Iterator[CampaignEvent]:
-        """Yield the new events of one file, block by block; it is closed in between, as there may be thousands."""
+    def poll_lines(self) -> Iterator[dict[str, Any]]:
+        """Yield new lines of every kind as dicts."""
+        self.unreadable.clear()
+        for name in self._list_names():
+            if self._has_grown(name):
+                yield from self._iter_lines(name)
+
+    def _iter_events(self, name: str) -> Iterator[CampaignEvent]:
+        return (event for line in self._iter_lines(name) if (event := parse_event(line)) is not None)
+
+    def _iter_lines(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the new lines of one file, block by block; it is closed in between, as there may be thousands."""
         num_bytes = BLOCK_BYTES
         while True:
             try:
                 data, is_last = self._read_block(name, num_bytes)
-            except OSError as error:
+            except OSError as error:  # one unreadable file must not hide the others
                 self.unreadable[name] = error.strerror or str(error)
                 return
-            for line in parse_json_lines(_drop_superseded(data) if self.skips_superseded else data):
-                if (event := parse_event(line)) is not None:
-                    yield event
+            yield from parse_json_lines(_drop_superseded(data) if self.skips_superseded else data)
             if is_last:
                 return
             num_bytes = BLOCK_BYTES if data else 2 * num_bytes  # a line that is longer than a block
@@ -219,17 +227,6 @@ class EventReader:
         self.offsets[name] = offset + end
         return data[:end], len(data) < num_bytes
 
-    def poll_lines(self) -> Iterator[dict[str, Any]]:
-        """Yield new lines of every kind as dicts."""
-        self.unreadable.clear()
-        for name in self._list_names():
-            try:
-                data = self._new_data(name)
-            except OSError as error:  # one unreadable file must not hide the others
-                self.unreadable[name] = error.strerror or str(error)
-                continue
-            yield from parse_json_lines(data)
-
     def _list_names(self) -> list[str]:
         """Return the files to look at now; those known so far, while the directory cannot be listed."""
         if not self.is_sparing:
@@ -247,17 +244,6 @@ class EventReader:
             if not name.startswith(ended)
             and self._paces.setdefault(name, PollPace(longest_s=MAX_LOOK_INTERVAL_S)).is_due()
         ]
-
-    def _new_data(self, name: str) -> bytes:
-        """Return the complete lines that were added to one file."""
-        if not self._has_grown(name):
-            return b""
-        with (self.directory / name).open("rb") as file:
-            file.seek(self.offsets.get(name, 0))
-            data = file.read()
-        end = data.rfind(b"\n") + 1
-        self.offsets[name] = self.offsets.get(name, 0) + end
-        return data[:end]
 
 
 def _drop_superseded(data: bytes) -> bytes:
