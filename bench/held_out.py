@@ -1,7 +1,7 @@
 """Compare the router with simple policies on workloads that it was not tuned on: `python -m bench.held_out`.
 
-    held-out halves  the recorded runs are split in two, a few times over: the router's constants are chosen on one half
-                     among some, and measured on the other; the rivals have nothing to choose
+    held-out halves  the recorded runs are split in two (five times with `--full`): the router's constants are chosen on
+                     one half, among some, and measured on the other; the rivals have nothing to choose
     other tails      synthetic workloads whose replies, prompts and tools have tails of other kinds; the constants are
                      the recipe's defaults
 
@@ -65,7 +65,7 @@ class HeldOutRun:
 
 
 def measure(full: bool, *, files: argparse.Namespace) -> list[Figure]:
-    num_trajectories, num_splits = (1440, 5) if full else (720, 2)
+    num_trajectories, num_splits = (1440, 5) if full else (480, 1)
     figures = []
     if files.calls:
         scripts = read_calls(files.calls)
