@@ -6,38 +6,16 @@ from typing import Any
 
 import pytest
 
-from hpcrl.report.page import find_chromium
 from tests.e2e.conftest import CrashedCampaign
+from tests.support.report_pages import VIEWS, check_page, needs_chromium, open_browser, read_state
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.e2e,
-    pytest.mark.skipif(find_chromium() is None, reason="Chromium is missing: apt-get install chromium"),
-]
-VIEWS = ((400, "light"), (1280, "dark"))
-"""Widths and colour schemes: no layout depends on the colours."""
-COUNT_CHARTS = "[...document.querySelectorAll('[data-chart]')].map(one => one.querySelectorAll('canvas').length)"
-MEASURE_OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-OPEN_ALL = "document.querySelectorAll('details').forEach(one => { one.open = true; })"
-FIND_VIOLATIONS = """
-axe.run({resultTypes: ['violations']}).then(found => found.violations.map(
-    one => one.id + ': ' + one.nodes.slice(0, 3).map(node => node.html).join(' ')))
-"""
+pytestmark = [pytest.mark.browser, pytest.mark.e2e, needs_chromium]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
+    with open_browser() as opened:
         yield opened
-        opened.close()
-
-
-@pytest.fixture(scope="module")
-def axe() -> str:
-    package = pytest.importorskip("axe_playwright_python")
-    return (Path(package.__file__).parent / "axe.min.js").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -48,36 +26,13 @@ def reports(crashed: CrashedCampaign) -> dict[str, Path]:
 @pytest.mark.parametrize(("width", "scheme"), VIEWS)
 @pytest.mark.parametrize("state", ["running", "crashed", "finished"])
 def test_a_report_is_drawn_fits_and_is_accessible(
-    reports: dict[str, Path], browser: Any, axe: str, state: str, width: int, scheme: str
+    reports: dict[str, Path], browser: Any, state: str, width: int, scheme: str
 ) -> None:
-    assert reports[state].stat().st_size < 5_000_000
-    messages: list[str] = []
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    page = context.new_page()
-    page.on("console", lambda message: messages.append(message.text))
-    page.on("pageerror", lambda error: messages.append(str(error)))
-    page.goto(reports[state].as_uri())
-    charts = page.evaluate(COUNT_CHARTS)
-    assert len(charts) >= 5
-    assert set(charts) == {1}
-    page.evaluate(OPEN_ALL)
-    assert page.evaluate(MEASURE_OVERFLOW) == 0
-    assert messages == []
-    session = context.new_cdp_session(page)  # the page's policy admits no script, not even that of a test
-    session.send("Runtime.evaluate", {"expression": axe})
-    found = session.send(
-        "Runtime.evaluate", {"expression": FIND_VIOLATIONS, "awaitPromise": True, "returnByValue": True}
-    )
-    assert found["result"]["value"] == []
-    context.close()
+    check_page(reports[state], browser, width=width, scheme=scheme)
 
 
 def test_the_state_of_a_campaign_is_the_first_word_of_its_report(reports: dict[str, Path], browser: Any) -> None:
-    page = browser.new_page()
-    leads = {}
-    for state, path in reports.items():
-        page.goto(path.as_uri())
-        leads[state] = page.locator(".lead").inner_text().split()[0]
+    leads = {state: read_state(path, browser) for state, path in reports.items()}
     assert leads == {"running": "Running:", "crashed": "Failed", "finished": "Done"}
 
 

@@ -9,6 +9,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from tests.support.campaigns import SIMULATED, events_of, hpcrl, snapshot, until
 from tests.support.doc_blocks import TUTORIAL, follow_page
 from tests.support.lab_tools import Lab
+from tests.support.report_pages import check_reports, write_report
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -20,8 +21,9 @@ def states(lab: Lab, job_id: str) -> dict[str, str]:
 
 
 def test_the_lab_of_the_tutorial_gives_what_it_shows_on_separate_partitions_with_weights_by_mpi(
-    lab: Lab, campaigns: Path
+    lab: Lab, campaigns: Path, tmp_path: Path
 ) -> None:
+    """The report of a finished campaign, in a browser; of one that runs and of one that crashed: test_job_ends.py."""
     assert follow_page(TUTORIAL / "lab.md", lambda words: hpcrl(*words).stdout) == 4
     campaign = CampaignDir(campaigns / "quickstart-1")
     seen = snapshot("quickstart-1")
@@ -39,6 +41,7 @@ def test_the_lab_of_the_tutorial_gives_what_it_shows_on_separate_partitions_with
     assert all(event["bytes"] > 0 and event["wall_s"] > 0 for event in carried)
     assert {event["node"] for event in events_of(campaign, "loaded")} == {"prefill1", "decode1"}
     assert lab.list_shared_memory() == {}
+    check_reports({"Done": write_report("quickstart-1", tmp_path / "finished.html")})
 
 
 def test_the_first_gpu_node_of_the_tutorial_is_described_and_planned_as_shown(in_lab: Lab, home: Path) -> None:

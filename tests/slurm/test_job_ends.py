@@ -18,6 +18,7 @@ from tests.support.lab_campaigns import (
     start,
 )
 from tests.support.lab_tools import Lab
+from tests.support.report_pages import check_reports, write_report
 
 pytestmark = [
     *(pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)),
@@ -90,8 +91,11 @@ def test_the_nodes_of_a_driver_that_hangs_are_freed_and_a_queued_job_can_be_chan
     assert lab.run("squeue", "-h", "-j", following, "-o", "%A") == "", "a checkpoint to continue from is missing"
 
 
-def test_a_node_whose_steps_were_killed_is_swept_after_a_crash_of_the_driver(lab: Lab, campaigns: Path) -> None:
+def test_a_node_whose_steps_were_killed_is_swept_after_a_crash_of_the_driver_and_reports_before_and_after_are_drawn(
+    lab: Lab, campaigns: Path, tmp_path: Path
+) -> None:
     campaign, _ = start(campaigns, "s")
+    running = write_report("s", tmp_path / "running.html")
     (_, driver) = find_batch_processes(campaign)
     driver.suspend()  # it must not start the steps again
     for process in psutil.process_iter(["cmdline"]):
@@ -102,3 +106,4 @@ def test_a_node_whose_steps_were_killed_is_swept_after_a_crash_of_the_driver(lab
     await_end(lab, campaign)
     assert outcome(campaign)["cause"] == "infrastructure"
     assert lab.list_shared_memory() == {}
+    check_reports({"Running:": running, "Failed": write_report("s", tmp_path / "crashed.html")})
