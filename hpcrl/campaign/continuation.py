@@ -192,7 +192,7 @@ def _apply_changes(
     campaign: CampaignDir, recorded: CampaignRequest, *, settings: tuple[str, ...], accept: bool
 ) -> tuple[CampaignRequest, list[str]]:
     """Return the request with its changes, and notes on those that were found and not asked for."""
-    manifest = read_json(campaign.manifest)
+    manifest = _read_manifest(campaign)
     edited = _list_edited(campaign)
     if not accept:
         _refuse_edited(campaign, edited)
@@ -216,6 +216,17 @@ def _apply_changes(
     return changed, notes
 
 
+def _read_manifest(campaign: CampaignDir) -> dict[str, Any]:
+    """Read campaign.json; CampaignError if it is damaged."""
+    try:
+        manifest = read_json(campaign.manifest)
+    except (ValueError, RecursionError) as error:
+        raise CampaignError(f"{campaign.manifest} is damaged: {error}") from error
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("digests", {}), dict):
+        raise CampaignError(f"{campaign.manifest} is damaged: it has not what hpcrl writes into it")
+    return manifest
+
+
 def _change_settings(campaign: CampaignDir, base: CampaignRequest, settings: Sequence[str]) -> CampaignRequest:
     """Return a request with other settings, and a new plan."""
     own = [setting for setting in settings if not setting.startswith("site.")]
@@ -230,7 +241,7 @@ def _change_settings(campaign: CampaignDir, base: CampaignRequest, settings: Seq
 
 def _list_edited(campaign: CampaignDir) -> list[str]:
     """Return the names of the records that are not as the last submission left them."""
-    digests = read_json(campaign.manifest).get("digests", {})
+    digests = _read_manifest(campaign).get("digests", {})
     now = digest_records(campaign)
     return [name for name, digest in now.items() if digests.get(name, digest) != digest]
 
@@ -282,7 +293,7 @@ def _record_changes(
     old = {path: path.read_bytes() for path in paths if path.exists()}
     try:
         write_records(campaign, request)
-        manifest = read_json(campaign.manifest)
+        manifest = _read_manifest(campaign)
         if (source := manifest.get("source")) is not None:
             source["settings"] = [*source["settings"], *settings]
         changed = {change.key: [change.old, change.new] for change in changes}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl import __version__
 from hpcrl.campaign import directory
 from hpcrl.campaign.fixed_settings import list_fixed_settings
 from hpcrl.campaign.request import CampaignRequest, make_imitation_model
@@ -117,7 +118,7 @@ def write_description(campaign: CampaignDir, request: CampaignRequest) -> None:
         make_private_dir(folder)
     write_records(campaign, request)
     _import_task_sets(campaign, request.recipe, request.site)
-    named = {"name": campaign.name, "recipe": request.recipe.name, "site": request.site.name}
+    named = {"name": campaign.name, "hpcrl": __version__, "recipe": request.recipe.name, "site": request.site.name}
     source = {
         "source": msgspec.to_builtins(request.source),
         "digests": digest_records(campaign),

@@ -10,6 +10,7 @@ KEY_HINT     a line that names them
 
 import contextlib
 import os
+import re
 import select
 import sys
 import time
@@ -39,6 +40,8 @@ HELP_LINES = (
     "hpcrl logs NAME [ROLE], hpcrl traj show NAME ID and hpcrl report NAME show more",
 )
 _NEXT_ROLE_KEY = "n"
+_ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|.)?")
+"""What a terminal sends for an arrow or a function key, or for a letter with Alt."""
 _QUIT_KEYS = ("q", "Q")
 
 
@@ -62,7 +65,8 @@ class KeyReader:
             time.sleep(seconds)
             return
         ready, _, _ = select.select([self._fd], [], [], seconds)
-        for key in os.read(self._fd, 64).decode(errors="replace") if ready else "":
+        pressed = os.read(self._fd, 64).decode(errors="replace") if ready else ""
+        for key in _ESCAPE_SEQUENCE.sub("", pressed):
             if key in _QUIT_KEYS:
                 raise KeyboardInterrupt
             self.num_roles_passed += key.lower() == _NEXT_ROLE_KEY

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -43,7 +44,9 @@ def _run_command(arguments: argparse.Namespace, campaigns: Sequence[CampaignDir]
         _write_inspect_logs(campaigns, arguments.output)
         return
     show = print_to_stderr if sys.stderr.isatty() else do_nothing
-    document = build_document(campaigns, read_trajectories=_read_trajectories, show_progress=show)
+    document = build_document(
+        campaigns, read_trajectories=partial(_read_trajectories, num_campaigns=len(campaigns)), show_progress=show
+    )
     data = msgspec.json.format(msgspec.json.encode(document), indent=1)
     if arguments.json or arguments.format == "json":
         if arguments.output is None:
@@ -90,16 +93,16 @@ def _publish(path: Path, data: bytes | str) -> None:
         raise CampaignError(f"{path} cannot be written ({error.strerror}): choose another file with -o") from error
 
 
-def _read_trajectories(campaign: CampaignDir) -> TrajectoryFigures:
-    """Read the trajectories, if this interpreter can."""
+def _read_trajectories(campaign: CampaignDir, *, num_campaigns: int = 1) -> TrajectoryFigures:
+    """Read the trajectories, if this interpreter can; the campaigns of a page share the room for text."""
     try:
-        from hpcrl.report.trajectories import read_trajectories
+        from hpcrl.report.trajectories import MAX_TEXT_BYTES, read_trajectories
     except ModuleNotFoundError as error:
         missing = f"trajectories are not shown: {sys.executable} has no {error.name} (pip install 'hpcrl[local]')"
         return TrajectoryFigures(
             num=0, num_groups=0, num_flat_groups=0, sampled=[], groups=[], charts=[], problems=[missing]
         )
-    return read_trajectories(campaign)
+    return read_trajectories(campaign, max_text_bytes=MAX_TEXT_BYTES // num_campaigns)
 
 
 def _write_inspect_logs(campaigns: Sequence[CampaignDir], target: Path | None) -> None:

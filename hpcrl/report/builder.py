@@ -145,14 +145,17 @@ def describe_verdict(snapshot: CampaignSnapshot, figures: KeyFigures) -> str:
         parts.append("no step has a reward")
     if figures.evaluation_last is not None:
         parts.append(f"held-out tasks give {figures.evaluation_last:.3f}")
-    return "; ".join([*parts, _count_advisories(snapshot.advisories)]) + "."
+    found = _count_advisories(snapshot.advisories)
+    if found or snapshot.state != "failed":
+        parts.append(found or "nothing needs attention")
+    return "; ".join(parts) + "."
 
 
 def _count_advisories(advisories: Sequence[Advisory]) -> str:
     urgent = [advisory for advisory in advisories if advisory.severity != "notice"]
-    if not urgent:
-        return "nothing needs attention"
-    return f"{len(urgent)} finding{'s need' if len(urgent) > 1 else ' needs'} attention"
+    if urgent:
+        return f"{len(urgent)} finding{'s need' if len(urgent) > 1 else ' needs'} attention"
+    return f"{len(advisories)} notice{'s' * (len(advisories) > 1)} below" if advisories else ""
 
 
 def _find_query(campaign: CampaignDir, problems: list[str]) -> SlurmQuery:
@@ -336,7 +339,7 @@ def _build_provenance(
         "model": model.get("path") or ("tiny, made at the start" if model.get("tiny") else None),
         "engine": engine.get("backend"),
         "seed": recipe.get("seed"),
-        "version of hpcrl": manifest.get("hpcrl") or manifest.get("version"),
+        "version of hpcrl": manifest.get("hpcrl"),
         "created": _format_created(manifest.get("created")),
         "directory": str(campaign.root),
         "digest of recipe.json": (manifest.get("digests") or {}).get("recipe.json"),

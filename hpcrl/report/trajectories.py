@@ -23,6 +23,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import SpoolError
 from hpcrl.report.charts import build_histogram
 from hpcrl.report.figures import SampledGroup, SampledToken, SampledTrajectory, SampledTurn, TrajectoryFigures
+from hpcrl.report.markup import esc
 from hpcrl.spool.outcome import name_outcome
 from hpcrl.spool.record import MASK_REASONS, TRAINABLE, Trajectory
 from hpcrl.spool.rows import expand_row, list_placed_turns
@@ -40,7 +41,7 @@ from hpcrl.traj.conversation import (
 from hpcrl.traj.history import SeenIds, TrajectoryHistory
 
 MAX_TEXT_BYTES = 1_500_000
-"""The text of all trajectories of a report."""
+"""The text of all trajectories of a campaign, as it is written in a page."""
 MAX_TRAJECTORY_BYTES = 40_000
 MAX_TURN_CHARS = 6_000
 MAX_TOKENS = 160
@@ -354,7 +355,7 @@ class _SampleWriter:
                 for index in range(exchange.output_start, exchange.output_start + num_tokens)
             ]
             turns.append(_make_answer(exchange, tokens))
-        used = sum(len(turn.text.encode(errors="replace")) + 60 * len(turn.tokens) + 200 for turn in turns)
+        used = sum(len(esc(turn.text).encode(errors="replace")) + 60 * len(turn.tokens) + 200 for turn in turns)
         self._left -= used
         return turns, "; ".join(notes)
 

@@ -75,6 +75,8 @@ def make_console(*, pipe_width: int = PIPE_WIDTH) -> Console:
 
 def print_line(text: str) -> None:
     """Print one line of the command's output; a character that cannot be shown becomes a question mark."""
+    if sys.stdout is None:  # it was closed before the command started
+        return
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, errors="replace").decode(encoding), flush=True)  # noqa: T201
 

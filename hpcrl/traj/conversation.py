@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import ModelConfig
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import CampaignError, HpcrlError
 from hpcrl.spool.record import COLUMNS, ConversationRow, EpisodeTurn, Trajectory
 from hpcrl.spool.rows import PlacedTurn, RowColumns, expand_row, list_placed_turns
 from hpcrl.system.files import read_json
@@ -158,6 +158,8 @@ def load_token_decoder(campaign: CampaignDir) -> TokenDecoder:
 def _read_model_config(campaign: CampaignDir) -> ModelConfig:
     """Read [model] of the campaign's recipe, whose other tables may be those of another version of hpcrl."""
     recipe = read_json(campaign.recipe) if campaign.recipe.is_file() else {}
+    if not isinstance(recipe, dict):
+        raise CampaignError(f"{campaign.recipe} is damaged: it is no table")
     return msgspec.convert(recipe.get("model", {}), ModelConfig)
 
 

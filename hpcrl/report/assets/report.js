@@ -66,6 +66,7 @@
     return {
       width: width(element), height: element.clientHeight || 220, legend: { show: false },
       padding: [10, 12, 0, 0],
+      tzDate: function (seconds) { return uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"); },
       scales: { x: scaleX, y: hasBars ? { range: function (plot, least, most) { return [0, most > 0 ? most * 1.05 : 1]; } } : {} },
       axes: [x, y],
       cursor: { y: false, points: { size: 7 }, drag: { x: false, y: false } },

@@ -67,6 +67,22 @@ def test_a_campaign_without_a_job_is_refused_with_the_fix(
     assert "submit it again" in message
 
 
+@pytest.mark.parametrize("text", ['{"name": "good", "cre', "[]", '{"digests": 3}'])
+@pytest.mark.parametrize("words", [["resume", "good"], ["extend", "good", "--steps", "60"]])
+def test_a_campaign_whose_record_is_damaged_is_not_continued(
+    good: SyntheticCampaign, capsys: pytest.CaptureFixture[str], text: str, words: list[str]
+) -> None:
+    write_description(good.directory, load_request("quickstart", site="local"))
+    good.submit_local()
+    good.directory.manifest.write_text(text)
+
+    assert main(words) == 2
+
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1, printed
+    assert "campaign.json is damaged" in printed
+
+
 def test_logs_of_a_job_without_logs_name_their_directory(
     good: SyntheticCampaign, capsys: pytest.CaptureFixture[str]
 ) -> None:

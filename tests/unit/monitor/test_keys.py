@@ -32,6 +32,15 @@ def test_a_key_chooses_a_page_and_the_same_key_leaves_it(terminal: tuple[int, in
     assert pages == ["advisories", "overview", "events", "help", "help", "overview"]
 
 
+@pytest.mark.parametrize("sent", [b"\x1b[A", b"\x1bOQ", b"\x1b[15~", b"\x1bq"])
+def test_an_arrow_or_a_function_key_or_alt_with_a_letter_is_no_letter(terminal: tuple[int, int], sent: bytes) -> None:
+    user, process = terminal
+    keys = KeyReader(fd=process)
+    os.write(user, sent)
+    keys.wait(5.0)
+    assert keys.page == "overview"
+
+
 def test_the_key_that_quits_is_as_an_interrupt(terminal: tuple[int, int]) -> None:
     user, process = terminal
     os.write(user, b"q")

@@ -109,6 +109,15 @@ def test_the_verdict_is_one_sentence_about_state_reward_and_findings(campaign: S
     )
 
 
+def test_the_verdict_of_a_campaign_that_failed_does_not_say_that_nothing_needs_attention(
+    campaign: SyntheticCampaign,
+) -> None:
+    play(campaign).outcome("failed", "the driver was killed by signal 9")
+    verdict = report_on(campaign).verdict
+    assert verdict.startswith("Failed after 20 of 20 steps")
+    assert "needs attention" not in verdict
+
+
 def test_the_time_of_roles_is_divided_into_shares(campaign: SyntheticCampaign) -> None:
     roles = {role.role: role for role in report_on(play(campaign)).roles}
 
@@ -258,12 +267,19 @@ def write_newer_version(campaign: CampaignDir) -> None:
         file.write('{"time": 1800000001, "event": "teleported", "job": 0, "role": "env", "worker": "000-env-0"}\n')
 
 
+def replace_records_by_lists(campaign: CampaignDir) -> None:
+    for path in (campaign.recipe, campaign.site, campaign.plan, campaign.manifest):
+        path.write_text("[]")
+
+
 def empty_directory(campaign: CampaignDir) -> None:
     for path in campaign.events.iterdir():
         path.unlink()
 
 
-@pytest.mark.parametrize("damage", [break_events, break_plan, remove_records, write_newer_version, empty_directory])
+@pytest.mark.parametrize(
+    "damage", [break_events, break_plan, remove_records, replace_records_by_lists, write_newer_version, empty_directory]
+)
 def test_a_damaged_or_newer_campaign_has_a_report(campaign: SyntheticCampaign, tmp_path: Path, damage) -> None:
     damage(play(campaign).directory)
     page = tmp_path / "report.html"
