@@ -41,7 +41,7 @@ HELP_LINES = (
 )
 _NEXT_ROLE_KEY = "n"
 _ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|.)?")
-"""What a terminal sends for an arrow or a function key, or for a letter with Alt."""
+"""The characters that a terminal sends for an arrow, a function key, or a letter with Alt."""
 _QUIT_KEYS = ("q", "Q")
 
 
