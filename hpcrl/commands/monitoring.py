@@ -31,7 +31,7 @@ from hpcrl.system.files import read_json
 from hpcrl.system.terminal import PipeConsole, escape_to_one_line, print_line
 
 MAX_LISTED = 60
-"""The trajectories on the page that lists them; a terminal shows as many as fit."""
+"""The trajectories on the page that lists them; a terminal shows those that fit."""
 
 
 def run_ls(arguments: argparse.Namespace) -> int:

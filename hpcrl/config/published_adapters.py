@@ -30,7 +30,7 @@ def publishes_adapters(recipe: Recipe, config: Mapping[str, Any]) -> bool:
 
 
 def find_adapter_conflict(recipe: Recipe) -> str | None:
-    """Return why the engines cannot take adapters, with the cure; None if they can."""
+    """Return why the engines cannot take adapters, with the remedy; None if they can."""
     if recipe.engine.backend == "embedded":
         return 'engine.backend = "embedded" takes whole weights: set train.publish_lora = "merged"'
     if recipe.train.lora_rank > MAX_ADAPTER_RANK:

@@ -257,7 +257,7 @@ def count_kv_repeats(num_heads: int, num_kv_heads: int, *, size: int) -> int:
 def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
     """Read the sizes from the fields of a config.json.
 
-    KeyError if one that cannot be left out is absent, ValueError if one is no number of things.
+    KeyError if one that cannot be left out is absent, ValueError if one is not a count.
     """
     given = select_fields(config)
     family = str(given.get("model_type", ""))
@@ -265,7 +265,7 @@ def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
     fields = _FAMILY_DEFAULTS.get(family, {}) | given
     for name in _COUNTS:
         if name in fields and (type(fields[name]) is not int or fields[name] < 1):
-            raise ValueError(f"{name} = {fields[name]!r} is no whole number above 0")
+            raise ValueError(f"{name} = {fields[name]!r} is not a whole number above 0")
     hidden, layers, heads = fields["hidden_size"], fields["num_hidden_layers"], fields["num_attention_heads"]
     experts = next((fields[key] for key in _EXPERT_COUNTS if fields.get(key)), 0)
     kv_rank = fields.get("kv_lora_rank", 0)

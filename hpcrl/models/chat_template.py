@@ -60,7 +60,7 @@ def tokenize_text(tokenizer: Any, text: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweredPrompt:
-    """A prompt with the model's answer, after which a conversation goes on."""
+    """A prompt with the model's answer, after which a conversation continues."""
 
     read_prompt: Callable[[], tuple[str, Sequence[Message]]]
     """Return the text up to the answer, and the messages that it is of."""

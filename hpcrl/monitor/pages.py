@@ -63,7 +63,7 @@ class TrajectoryListing:
     """The newest trajectories, listed by another process: reading them needs packages and takes a while."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """List with a command that prints JSON; without one there is no list."""
+        """List with a command that prints JSON; without one nothing is listed."""
         self.lines: list[ListedTrajectory] | None = None
         self.problem = "" if command else "no interpreter here reads trajectories: pip install 'hpcrl[local]'"
         self._command = command

@@ -79,7 +79,7 @@ def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
 
 
 def _place_on_nodes(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str) -> JobPlacement:
-    """Place the roles on nodes of their own; where that is refused, on one node, if it has room for all."""
+    """Place each role on separate nodes; where that is refused, on one node, if it has room for all."""
     place = partial(_best_partition_each, recipe, site, layout=layout, reason=reason)
     if layout == "hetstep" and recipe.has_rollouts:
         place = partial(_one_partition_for_all, recipe, site, reason=reason)
@@ -89,9 +89,7 @@ def _place_on_nodes(recipe: Recipe, site: Site, *, layout: JobLayout, reason: st
         return place()
     except PlanError as refusal:
         try:
-            return _share_node(
-                recipe, site, reason=f"site {site.name} has too few nodes for roles on nodes of their own"
-            )
+            return _share_node(recipe, site, reason=f"site {site.name} has too few nodes for roles on separate nodes")
         except PlanError:
             raise refusal from None
 

@@ -146,12 +146,12 @@ def _end_without_memory(memory: MemoryContext, error: StepMemoryError, world: Wo
 
 
 def _report_missing_checkpoint(context: WorkerContext, *, step: int) -> None:
-    """Report that the checkpoint that was saved last, of a later step than `step`, is gone: somebody has removed it."""
+    """Report that the checkpoint that was saved last, of a later step than `step`, is gone: it was removed."""
     events = EventReader.for_role(context.campaign.events, "train").poll()
     last = [0, *(event.step for event in events if isinstance(event, CheckpointSaved))][-1]
     directory = context.campaign.checkpoints
     if last > step and last not in checkpoint.list_saved_steps(directory):
-        then = f"training continues from step {step}" if step else "training starts from the beginning"
+        then = f"training continues from step {step}" if step else "training starts from step 0"
         detail = f"the checkpoint of step {last} is not in {directory} any more: {then}"
         context.events.emit(FaultReported(what="checkpoint", detail=detail))
 

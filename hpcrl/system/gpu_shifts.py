@@ -30,7 +30,7 @@ class ShiftLocks:
             raise PermissionError(f"{path} belongs to another user: remove it")
 
     def close(self) -> None:
-        """Give up all locks of this process."""
+        """Release all locks of this process."""
         os.close(self.fd)
 
     # ---- the trainer

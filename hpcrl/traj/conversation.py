@@ -159,7 +159,7 @@ def _read_model_config(campaign: CampaignDir) -> ModelConfig:
     """Read [model] of the campaign's recipe, whose other tables may be those of another version of hpcrl."""
     recipe = read_json(campaign.recipe) if campaign.recipe.is_file() else {}
     if not isinstance(recipe, dict):
-        raise CampaignError(f"{campaign.recipe} is damaged: it is no table")
+        raise CampaignError(f"{campaign.recipe} is damaged: it is not a table")
     return msgspec.convert(recipe.get("model", {}), ModelConfig)
 
 

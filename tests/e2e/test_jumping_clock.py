@@ -1,4 +1,4 @@
-"""A clock that somebody sets by hours while a campaign runs."""
+"""A clock that is set by hours while a campaign runs."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 /* A clock that jumps: the seconds in the file JUMPING_CLOCK are added to the time of day, and to the times of files.
  *
- * Preloaded into the processes of a test, it is to them as if somebody had set the clock of their machine.
+ * Preloaded into the processes of a test, it is to them as if the clock of their machine had been set.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -84,7 +84,7 @@ class HandoverStore:
         return self._remove(name) if name in self._held else None
 
     def clear(self) -> None:
-        """Drop all KV: who comes for it computes it."""
+        """Drop all KV: whoever needs it computes it."""
         self._held.clear()
         self._num_bytes = 0
 

@@ -1,7 +1,7 @@
 """Versions that are adapters (LoRA), as vLLM holds them.
 
 AdapterOutline     what the adapters of a model look like, whatever their rank is
-make_lora_model    the adapters of a version, checked, in memory of their own
+make_lora_model    the adapters of a version, checked and copied
 ADAPTER_ID         their number in vLLM
 
 Legend: I inputs of a layer, O its outputs, R rank of the adapters

@@ -1,7 +1,7 @@
 """The switch to new adapters in vLLM's worker processes, where versions are adapters.
 
 AdapterWorker   the base class that vLLM adds to its worker
-make_request    what vLLM is told of the adapters: always the same, since a version replaces the one before
+make_request    the description of the adapters for vLLM: always the same, since a version replaces the one before
 
 vLLM applies the adapters to each request that names them, without changing its weights. It would load them from a
 directory; here they are in memory already, checked by the weight-transfer engine.
@@ -31,5 +31,5 @@ class AdapterWorker:
 
 
 def make_request() -> LoRARequest:
-    """Return what vLLM is told of the adapters."""
+    """Return the description of the adapters for vLLM."""
     return LoRARequest(lora_name=ADAPTERS_MODEL, lora_int_id=ADAPTER_ID, lora_path=ADAPTERS_MODEL)

@@ -128,7 +128,7 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
             use()
 
     def take_adapters(self, version: int) -> LoRAModel:
-        """Return the adapters of the version that is ready, in memory of their own."""
+        """Return the adapters of the version that is ready, which are a copy."""
         found: LoRAModel = self._take_ready(version)()
         return found
 

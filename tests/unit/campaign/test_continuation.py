@@ -317,17 +317,17 @@ def test_a_job_that_slurm_no_longer_knows_keeps_stop_and_extend_from_nothing_whi
     assert chain.job(1).script.exists()
 
 
-def test_a_campaign_whose_only_job_slurm_no_longer_knows_is_told_of_stop_now(
+def test_a_campaign_whose_only_job_slurm_no_longer_knows_is_ended_by_stop_now(
     tmp_path: Path, slurm: Path, recipe: Path
 ) -> None:
     campaign = submitted(tmp_path, recipe)
     (slurm / "queue").write_text("")
-    cure = "if you know that it(s job)? is gone, `hpcrl stop --now c`"
-    with pytest.raises(CampaignError, match=cure):
+    remedy = "if you know that it(s job)? is gone, `hpcrl stop --now c`"
+    with pytest.raises(CampaignError, match=remedy):
         continuation.resume(str(campaign.root))
-    with pytest.raises(SlurmError, match=cure):
+    with pytest.raises(SlurmError, match=remedy):
         continuation.extend(str(campaign.root), jobs=1)
-    assert re.search(cure, stop_gracefully(str(campaign.root)))
+    assert re.search(remedy, stop_gracefully(str(campaign.root)))
     stop_now(str(campaign.root))
     continuation.resume(str(campaign.root))
     assert campaign.job_numbers() == [0, 1]

@@ -13,7 +13,7 @@ ONE_POOL = "resources.prefill.num_workers=0"
 
 
 def choose(model: str, *settings: str, gpu: str = "a100-40", num: int = 4) -> tuple[object, str]:
-    """Choose the GPUs of decode on a site whose nodes have so many of a kind; return them and the reason."""
+    """Choose the GPUs of decode on a site whose nodes have GPUs of one kind; return them and the reason."""
     site = make_site("perlmutter")
     partition = msgspec.structs.replace(site.partitions["gpu"], gpu=gpu, gpus_per_node=num)
     site = msgspec.structs.replace(site, partitions={"gpu": partition, "cpu": site.partitions["cpu"]})

@@ -64,7 +64,7 @@ def test_a_rank_shards_its_model_as_the_plan_has_chosen(tmp_path, tiny_model_dir
     assert _make_trainer(context, SINGLE_RANK)._train.sharding == sharding
 
 
-def test_a_checkpoint_that_somebody_has_removed_is_reported_and_one_that_is_damaged_is_not(tmp_path, tiny_model_dir):
+def test_a_checkpoint_that_was_removed_is_reported_and_one_that_is_damaged_is_not(tmp_path, tiny_model_dir):
     context = make_context(tmp_path, tiny_model_dir)
     for step in (4, 8):
         context.events.emit(CheckpointSaved(step=step))
@@ -72,11 +72,11 @@ def test_a_checkpoint_that_somebody_has_removed_is_reported_and_one_that_is_dama
     make_private_dir(directory / "000001-step-000004")
     train._report_missing_checkpoint(context, step=4)
     train._report_missing_checkpoint(context, step=0)
-    make_private_dir(directory / "000002-step-000008")  # damaged, say
+    make_private_dir(directory / "000002-step-000008")  # damaged
     train._report_missing_checkpoint(context, step=4)
     faults = [event.detail for event in EventReader(tmp_path / "events").poll() if isinstance(event, FaultReported)]
     missing = f"the checkpoint of step 8 is not in {directory} any more: training "
-    assert faults == [f"{missing}continues from step 4", f"{missing}starts from the beginning"]
+    assert faults == [f"{missing}continues from step 4", f"{missing}starts from step 0"]
 
 
 def test_a_node_with_a_result_that_cannot_be_used_ends_the_campaign(tmp_path, tiny_model_dir, monkeypatch):
