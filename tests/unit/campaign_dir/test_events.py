@@ -22,6 +22,7 @@ from hpcrl.campaign_dir.events import (
     EventsLost,
     FaultReported,
     FlatGroupsDropped,
+    GpuShiftChanged,
     JobEnded,
     JobStarted,
     LayoutChosen,
@@ -159,6 +160,7 @@ LINES = [
         '"to": ["b"], "sources": ["a"]',
     ),
     (VersionLoaded(version=1, wall_s=0.2, stall_s=0.1), "loaded", '"version": 1, "wall_s": 0.2, "stall_s": 0.1'),
+    (GpuShiftChanged(is_awake=True, wait_s=0.5), "shift", '"is_awake": true, "wait_s": 0.5'),
     (
         TransportChanged(transport="files", reason="no window"),
         "transport",
@@ -354,7 +356,7 @@ def test_an_evaluation_event_has_all_figures_of_a_result():
     assert set(EvaluationResult.__struct_fields__) <= set(EvaluationFinished.__struct_fields__)
 
 
-KINDS_FOR_PEOPLE = {CurriculumUpdated, ParsersChosen, TurnRouted, VersionDelivered}
+KINDS_FOR_PEOPLE = {CurriculumUpdated, GpuShiftChanged, ParsersChosen, TurnRouted, VersionDelivered}
 """The kinds that only `hpcrl events` prints."""
 
 

@@ -260,7 +260,7 @@ def test_a_model_whose_config_does_not_fit_the_recipe_is_refused(settings: tuple
 @pytest.mark.parametrize("value", ["0", "-3", "3.5", '"many"', "true"])
 @pytest.mark.parametrize("field", ["num_hidden_layers", "num_key_value_heads", "hidden_size", "head_dim"])
 def test_a_size_that_is_no_count_is_refused(field: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=rf"model\.config cannot be used \({field} = .* no whole number above 0"):
+    with pytest.raises(ConfigError, match=rf"model\.config cannot be used \({field} = .* is not a whole number"):
         make_recipe(*MODEL, f"model.config.{field}={value}")
 
 

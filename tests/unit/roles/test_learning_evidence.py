@@ -38,7 +38,7 @@ def make_imitation_context(tmp_path, rows, *settings):
 
 def imitate(context):
     trainer = TorchTrainer(context.campaign.model, context.recipe.train)
-    return _run_leader(context, trainer, _open_warmup(context))
+    return _run_leader(context, trainer, _open_warmup(context), None)
 
 
 def test_a_warm_up_of_which_no_conversation_fits_fails_also_when_it_is_resumed(tmp_path):

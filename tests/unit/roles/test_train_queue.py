@@ -39,7 +39,7 @@ def context(tmp_path, monkeypatch):
         make_private_dir(campaign.spool(name))
     recipe = make_recipe(f"rollout.group_size={GROUP}", "train.groups_per_step=1")
     recipe = msgspec.structs.replace(recipe, spool=SpoolConfig(retire_after_s=0.0))
-    return SimpleNamespace(campaign=campaign, recipe=recipe, events=Events())
+    return SimpleNamespace(campaign=campaign, job=campaign.job(0), recipe=recipe, events=Events())
 
 
 def play(context, group, *, version=0, num=GROUP, num_tokens=1, rewards=(1.0,) * GROUP):
