@@ -17,7 +17,6 @@ from hpcrl import __version__
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.site import Site
 from hpcrl.config.toml import flatten_table
-from hpcrl.monitor.advisories import Advisory
 from hpcrl.monitor.collect import SlurmQuery, SnapshotCollector, make_slurm_query
 from hpcrl.monitor.job_state import read_json_as
 from hpcrl.monitor.snapshot import CampaignSnapshot, JobView
@@ -145,17 +144,12 @@ def describe_verdict(snapshot: CampaignSnapshot, figures: KeyFigures) -> str:
         parts.append("no step has a reward")
     if figures.evaluation_last is not None:
         parts.append(f"held-out tasks give {figures.evaluation_last:.3f}")
-    found = _count_advisories(snapshot.advisories)
-    if found or snapshot.state != "failed":
-        parts.append(found or "nothing needs attention")
-    return "; ".join(parts) + "."
-
-
-def _count_advisories(advisories: Sequence[Advisory]) -> str:
-    urgent = [advisory for advisory in advisories if advisory.severity != "notice"]
+    urgent = sum(advisory.severity != "notice" for advisory in snapshot.advisories)
     if urgent:
-        return f"{len(urgent)} finding{'s need' if len(urgent) > 1 else ' needs'} attention"
-    return f"{len(advisories)} notice{'s' * (len(advisories) > 1)} below" if advisories else ""
+        parts.append(f"{urgent} finding{'s need' if urgent > 1 else ' needs'} attention")
+    elif snapshot.state != "failed":
+        parts.append("nothing needs attention")
+    return "; ".join(parts) + "."
 
 
 def _find_query(campaign: CampaignDir, problems: list[str]) -> SlurmQuery:
