@@ -1,6 +1,7 @@
 """Make campaign directories as real processes leave them, without the processes."""
 
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class SyntheticCampaign:
         publish_json(self.directory.plan, _plan(workers))
         publish_json(self.directory.manifest, {"name": root.name, "recipe": "quickstart", "site": "lab", "created": T0})
         self._logs: dict[str, EventLog] = {}
+        weakref.finalize(self, _close_logs, self._logs)
 
     def submit(self, number: int = 0, *, job: str = "123") -> None:
         self._submitted(number, id=job, scheduler="slurm", pid=None, start_ticks=None)
@@ -90,12 +92,17 @@ class SyntheticCampaign:
         (self.directory.spool(spool) / f"000-env-0-{number:08d}-{count}-0123abcd.h5").touch()
 
     def close(self) -> None:
-        for log in self._logs.values():
-            log.close()
+        _close_logs(self._logs)
 
     def _submitted(self, number: int, **record: Any) -> None:
         make_private_dir(self.directory.job(number).root)
         publish_json(self.directory.job(number).submission, {"time": self.now, **record})
+
+
+def _close_logs(logs: dict[str, EventLog]) -> None:
+    """Close the logs, also of a campaign that no test has closed: `select` takes no descriptor above 1,023."""
+    for log in logs.values():
+        log.close()
 
 
 def _plan(workers: int) -> dict[str, Any]:
