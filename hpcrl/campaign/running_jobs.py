@@ -126,9 +126,8 @@ def _end_job(job: JobDir, site: Site) -> str:
     campaign = job.campaign
     resumable = f"`hpcrl resume {campaign.name}` continues from the last checkpoint"
     if find_job_state(job, site) == "running":
-        with contextlib.suppress(
-            SlurmError
-        ):  # it may have ended just now; a Slurm that is away refuses the cancellation
+        # It may have ended just now; a Slurm that is away refuses the cancellation too.
+        with contextlib.suppress(SlurmError):
             slurm.interrupt_job(read_submission(job), site=site)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while not job.outcome.exists() and time.monotonic() < deadline:

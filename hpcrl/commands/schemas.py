@@ -38,7 +38,7 @@ JSON_OUTPUTS = {
     "calibrate": JsonOutput("hpcrl calibrate SOURCE --json", "hpcrl.commands.calibration:CalibrationReport"),
     "simulate": JsonOutput("hpcrl simulate RECIPE --site SITE --json", "hpcrl.simulation.result:SimulationResult"),
     "try": JsonOutput("hpcrl try RECIPE --json", "hpcrl.trial.report:TrialEpisode", is_list=True),
-    "traj-ls": JsonOutput("hpcrl traj ls CAMPAIGN --json", "hpcrl.traj.listing:ListLine", is_list=True),
+    "traj-ls": JsonOutput("hpcrl traj ls CAMPAIGN --json", "hpcrl.spool.list_line:ListLine", is_list=True),
     "traj-verify": JsonOutput("hpcrl traj verify CAMPAIGN --json", "hpcrl.traj.verify:VerifyReport"),
     "traj-stats": JsonOutput("hpcrl traj stats CAMPAIGN --json", "hpcrl.traj.stats:CampaignStats"),
     "report": JsonOutput("hpcrl report CAMPAIGN ... --json", "hpcrl.report.figures:ReportDocument"),

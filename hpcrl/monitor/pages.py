@@ -3,7 +3,6 @@
 CampaignPages        renders the pages of a campaign, and reads what they show besides the snapshot
 find_newest_log      the log of a role that was written last
 TrajectoryListing    the newest trajectories, listed by another process
-ListedTrajectory     one of them
 LIST_INTERVAL_S, LOG_INTERVAL_S    how often they are read
 """
 
@@ -29,6 +28,7 @@ from hpcrl.monitor.screen import SEVERITY_STYLES, render_header, render_notes, r
 from hpcrl.monitor.screen_parts import FittedScreen, FittedTable
 from hpcrl.monitor.snapshot import CampaignSnapshot
 from hpcrl.monitor.workers import RoleWorkers, list_workers
+from hpcrl.spool.list_line import ListLine
 from hpcrl.system.terminal import (
     STATUS_STYLES,
     escape_to_one_line,
@@ -46,25 +46,12 @@ _TRAJECTORY_COLUMNS = ("reward", "turns", "tokens", "age", "versions")
 _MAX_PROBLEM_CHARS = 500
 
 
-class ListedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields used of a line of `hpcrl traj ls --json`."""
-
-    id: str
-    status: str
-    reward: float | None
-    num_turns: int
-    num_tokens: int
-    start_version: int
-    end_version: int
-    created: float
-
-
 class TrajectoryListing:
     """The newest trajectories, listed by another process: reading them needs packages and takes a while."""
 
     def __init__(self, command: Sequence[str]) -> None:
         """List with a command that prints JSON; without one nothing is listed."""
-        self.lines: list[ListedTrajectory] | None = None
+        self.lines: list[ListLine] | None = None
         self.problem = "" if command else "no interpreter here reads trajectories: pip install 'hpcrl[local]'"
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
@@ -106,7 +93,7 @@ class TrajectoryListing:
         lines = texts[1].decode(errors="replace").strip().splitlines()
         self.problem = escape_to_one_line(lines[-1])[:_MAX_PROBLEM_CHARS] if lines else ""
         try:
-            self.lines = msgspec.json.decode(texts[0], type=list[ListedTrajectory])
+            self.lines = msgspec.json.decode(texts[0], type=list[ListLine])
         except msgspec.DecodeError:
             self.problem = self.problem or f"the list of trajectories ended with code {code}"
         self._process, self._listed_at = None, time.monotonic()

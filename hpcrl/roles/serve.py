@@ -219,9 +219,8 @@ def _make_own_launch(context: WorkerContext) -> "VllmLaunch":
 def _find_lora_rank(context: WorkerContext) -> int:
     """Return the rank of adapters that engines are sent; 0 if they are sent whole weights."""
     recipe, path = context.recipe, context.recipe.model.path
-    fields = (
-        {} if path is None else read_model_config(Path(path) / "config.json").fields
-    )  # its link may not be there yet
+    # The campaign's link to the model may not be there yet.
+    fields = {} if path is None else read_model_config(Path(path) / "config.json").fields
     return recipe.train.lora_rank if publishes_adapters(recipe, fields) else 0
 
 

@@ -10,6 +10,7 @@ rows       the conversations of a trajectory, each as the model saw it
 segment    one file of trajectories
 hdf5       HDF5 written by hand, and read by any h5py
 listing    the segments of a directory
+list_line  a trajectory as a line of a list
 reader     reads what is new
 writer     batches, and the disk writer
 retention  archives and removes segments that were used

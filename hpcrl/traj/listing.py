@@ -2,17 +2,17 @@
 
 list_newest                 prints the list
 find_newest                 finds the newest trajectories
-ListLine, build_list_line   the line of a trajectory
+build_list_line             makes the line of a trajectory
 """
 
 import heapq
 import math
 from collections.abc import Sequence
 
-import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from hpcrl.spool.list_line import ListLine
 from hpcrl.spool.record import Trajectory
 from hpcrl.system.terminal import (
     STATUS_STYLES,
@@ -27,22 +27,6 @@ from hpcrl.traj.history import SegmentLocation, TrajectoryHistory, TrajectorySel
 
 MAX_CLOCK_SKEW_S = 120.0
 """The difference between the clocks of nodes and file server up to which the newest are found."""
-
-
-class ListLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of `ls`, and an object of `ls --json`."""
-
-    id: str
-    domain: str
-    group: str
-    status: str
-    reward: float | None
-    num_turns: int
-    num_tokens: int
-    start_version: int
-    end_version: int
-    created: float
-    spool: str
 
 
 def build_list_line(location: SegmentLocation, trajectory: Trajectory) -> ListLine:
