@@ -76,6 +76,8 @@ class DrainNotice(msgspec.Struct, frozen=True, kw_only=True):
     """When a worker must have drained, in seconds since the epoch; None without a limit."""
     left_s: float | None = None
     """The time until then when this was published; clocks of nodes differ, and may jump."""
+    end_s: float | None = None
+    """The time from then in which a driver that lives ends the job; None if nothing kills the job."""
     answers_sigterm: bool = False
     """True if the driver knows of the SIGTERM that steps have reported: it was alive after that."""
 
@@ -86,20 +88,28 @@ class DrainTime:
     def __init__(self, job: JobDir) -> None:
         self._job = job
         self._seen: DrainNotice | None = None
-        self._deadline = math.inf
-        """The end of the time, by the monotonic clock."""
+        self._deadline = self._end = math.inf
+        """The end of the time, and that of the whole job, by the monotonic clock."""
 
     def read_left(self) -> float:
         """Return how many seconds are left; without end if the request names no limit or cannot be read."""
+        return self._deadline - time.monotonic() if self._read_notice() else math.inf
+
+    def is_driver_overdue(self) -> bool:
+        """Return whether a driver that lives would have ended the job by now."""
+        return self._read_notice() and time.monotonic() > self._end
+
+    def _read_notice(self) -> bool:
         try:
             notice = msgspec.json.decode(self._job.drain.read_bytes(), type=DrainNotice)
         except (OSError, msgspec.MsgspecError):
-            return math.inf
+            return False
         if notice != self._seen:
             limits = [math.inf if notice.left_s is None else notice.left_s]
             limits += [] if notice.deadline is None else [notice.deadline - time.time()]
             self._seen, self._deadline = notice, time.monotonic() + min(limits)
-        return self._deadline - time.monotonic()
+            self._end = time.monotonic() + (math.inf if notice.end_s is None else notice.end_s)
+        return True
 
 
 def is_sigterm_answered(job: JobDir) -> bool:

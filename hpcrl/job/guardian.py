@@ -144,7 +144,8 @@ def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace) ->
     if driver == 0:
         os.close(outcome_fd)
         adopt_orphans()  # a driver whose guardian is killed ends them too
-        die_with_parent()
+        # Slurm ends the job then, and this process at any moment: it must not answer the steps that ask for a driver.
+        die_with_parent(signal.SIGKILL if "SLURM_JOB_ID" in os.environ else signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         pulse.start()
         os._exit(drive(driver_end, pulse))

@@ -123,11 +123,13 @@ class JobDrain:
         """
         if self._is_published:
             return
-        left_s = self.limits.deadline - time.monotonic()
+        left_s, kill_s = self.limits.deadline - time.monotonic(), self.limits.kill_time - self.read_time()
+        end_s = (left_s + kill_s) / 2  # what steps still have then is theirs: they remove what is on their nodes
         notice = DrainNotice(
             reason=self.limits.reason or reason,
             deadline=time.time() + left_s if math.isfinite(left_s) else None,
             left_s=left_s if math.isfinite(left_s) else None,
+            end_s=end_s if math.isfinite(end_s) else None,
             answers_sigterm=self._limits_before is not None,
         )
         try:

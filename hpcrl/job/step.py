@@ -9,9 +9,9 @@ guardian, which has a JOB and no command.
 
 SIGTERM is not forwarded: Slurm sends it to every step at the start of a grace time, in which the trainer has a
 checkpoint to save. It becomes a notice in the job's directory, and the driver decides what is still possible. Without
-a driver the step ends. So does the step of a reward job: its SIGTERM is not for the driver's job. SIGUSR1 and SIGUSR2
-are warnings of the same kind (`scancel --signal`), which would end processes that do not expect them: what the step
-starts ignores them.
+a driver the step ends, also if one has answered and is gone by the time when it would have ended the job. So does the
+step of a reward job: its SIGTERM is not for the driver's job. SIGUSR1 and SIGUSR2 are warnings of the same kind
+(`scancel --signal`), which would end processes that do not expect them: what the step starts ignores them.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from hpcrl.campaign_dir.job_end import is_sigterm_answered
+from hpcrl.campaign_dir.job_end import DrainTime, is_sigterm_answered
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.file_watch import NameWatch
@@ -51,9 +51,10 @@ class StepEnd:
         self._is_terminated = False
         self._noticed_at: float | None = None
         self._has_published = False
-        self._is_answered = False
+        self._answer: DrainTime | None = None
+        """The driver's answer to a notice."""
         self.is_alone = False
-        """True if no driver has answered a notice."""
+        """True if no driver has answered a notice, or the one that has is gone."""
 
     def listen(self) -> None:
         """Take SIGTERM of this process, and the warnings before it, as a notice."""
@@ -70,15 +71,17 @@ class StepEnd:
         if self._job is None:
             return True
         self._noticed_at = self._noticed_at or time.monotonic()
-        if self._is_answered:
-            return False
+        if self._answer is not None:
+            self.is_alone = self._answer.is_driver_overdue()
+            return self.is_alone
         with contextlib.suppress(OSError):  # a full or unreachable file system: the notice is tried again
             if not self._has_published:
                 publish_file(self._job.terminated, current_node())
                 self._has_published = True
             # A drain that was published before the SIGTERM does not show that the driver is alive.
-            self._is_answered = self._job.drain.name in self._requests.names() and is_sigterm_answered(self._job)
-        self.is_alone = time.monotonic() > self._noticed_at + DRAIN_ANSWER_TIMEOUT_S and not self._is_answered
+            if self._job.drain.name in self._requests.names() and is_sigterm_answered(self._job):
+                self._answer = DrainTime(self._job)
+        self.is_alone = time.monotonic() > self._noticed_at + DRAIN_ANSWER_TIMEOUT_S and self._answer is None
         return self.is_alone
 
     def _on_term(self, *_: object) -> None:

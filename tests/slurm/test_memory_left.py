@@ -7,7 +7,7 @@ import pytest
 
 from hpcrl.lab import outages
 from tests.support.campaigns import events_of, hpcrl, outcome, steps, until
-from tests.support.lab_campaigns import await_end, find_batch_processes, start
+from tests.support.lab_campaigns import await_clean_nodes, await_end, find_batch_processes, start
 from tests.support.lab_tools import Lab
 
 pytestmark = [
@@ -25,7 +25,7 @@ def test_no_node_keeps_memory_after_a_crash_of_the_guardian(lab: Lab, campaigns:
     guardian, _ = find_batch_processes(campaign)
     guardian.kill()
     await_end(lab, campaign)
-    await_no_memory(lab)
+    await_clean_nodes(lab, campaign)
 
 
 def test_the_job_after_a_crash_of_the_node_with_guardian_and_driver_leaves_no_node_with_memory(

@@ -46,17 +46,23 @@ def await_end(lab: Lab, campaign: CampaignDir) -> str:
 
 
 def kill_batch_processes(lab: Lab, campaign: CampaignDir) -> None:
-    """Kill the guardian and the driver of the first job, and wait until the nodes are free and clean.
-
-    A step cleans up after SIGTERM. At times Slurm kills some steps of such a job without it; then the next step does.
-    """
+    """Kill the guardian and the driver of the first job, and wait until the nodes are free and clean."""
     guardian, driver = find_batch_processes(campaign)
-    driver.suspend()  # it gets SIGTERM with the end of its guardian, and must not answer
+    driver.suspend()  # it must not end anything
     guardian.kill()
-    driver.wait(60)  # Slurm ends what is left of the batch step; the sruns of a driver that ends first kill their steps
+    driver.wait(60)
     await_end(lab, campaign)
+    await_clean_nodes(lab, campaign)
+
+
+def await_clean_nodes(lab: Lab, campaign: CampaignDir) -> None:
+    """Wait until no node keeps shared memory of a job whose guardian and driver were killed.
+
+    A step cleans up after SIGTERM. At times one gets none: an srun that is killed with the batch script has a process
+    of its own that kills its step, if it is faster than Slurm. Then the next step on the node cleans up.
+    """
     with contextlib.suppress(AssertionError):
-        until(lambda: lab.list_shared_memory() == {}, what="steps without a driver clean up", timeout_s=10)
+        until(lambda: lab.list_shared_memory() == {}, what="steps without a driver clean up", timeout_s=20)
     for node in lab.list_shared_memory():
         clean = (sys.executable, "-m", "hpcrl.job.step", str(campaign.job(0).root))
         lab.run("srun", "-p", node.rstrip("0123456789"), "-w", node, *clean)

@@ -71,6 +71,21 @@ def test_a_job_with_sigterm_drains_though_slurm_is_silent_and_a_later_answer_giv
     assert (tmp_path / "order").read_text() == "drained\n", "it was asked once more, and an answer is enough"
 
 
+def test_steps_learn_by_when_a_driver_that_lives_has_ended_a_job_that_slurm_will_kill(drain, job, monkeypatch):
+    drain.start(DrainRequest(reason="a user asked for it", grace_s=6.0, cause="user-request"))
+    left, now = DrainTime(job), time.monotonic()
+    assert not left.is_driver_overdue()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 1e6)
+    assert not left.is_driver_overdue(), "nothing kills this job"
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    drain.start(DrainRequest(reason="SIGTERM", grace_s=5.0, cause="cancellation", kill_time=drain.read_time() + 10.0))
+    assert not left.is_driver_overdue()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 7.0)
+    assert not left.is_driver_overdue(), "it has some time for the end after the drain"
+    monkeypatch.setattr(time, "monotonic", lambda: now + 8.0)
+    assert left.is_driver_overdue(), "before Slurm kills the steps"
+
+
 def test_a_clock_that_is_set_back_gives_a_worker_no_more_time_than_the_driver(drain, job, monkeypatch):
     drain.start(DrainRequest(reason="its walltime is nearly over", grace_s=90.0, cause="walltime"))
     left, now = DrainTime(job), time.time()

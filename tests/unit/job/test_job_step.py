@@ -107,6 +107,17 @@ def test_a_step_whose_driver_was_killed_after_it_had_published_a_drain_ends_afte
     assert (job / "terminated").exists()
 
 
+def test_a_step_whose_driver_is_gone_after_its_answer_ends_when_the_job_should_have_ended(tmp_path: Path) -> None:
+    job = tmp_path / "jobs" / "000"
+    job.mkdir(parents=True)
+    answer = DrainNotice(reason="SIGTERM", left_s=1.0, end_s=2.0, answers_sigterm=True)
+    (job / "drain").write_bytes(msgspec.json.encode(answer))
+    with run_sleeping_step(job, seconds=60) as step:
+        step.terminate()
+        assert step.wait(30) == 0
+    assert (job / "terminated").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_warning_becomes_a_notice_and_ends_nothing_that_the_step_has_started(
     tmp_path: Path, number: signal.Signals
