@@ -27,6 +27,8 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import context
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,13 @@ def run_worker(work: Callable[..., object], *args: Any) -> None:
 
 def _make_worker(*, target: Callable[..., object], args: tuple[Any, ...], name: str) -> ForkedProcess:
     return ForkedProcess(target=run_worker, args=(target, *args), name=name)
+
+
+def _start_manager() -> SyncManager:
+    """Start the process that holds what the workers share; it ends with the pool, however that ends."""
+    manager = SyncManager(ctx=context.SpawnContext())  # not that of Parsl, whose processes are forked
+    manager.start(initializer=die_with_parent, initargs=(signal.SIGKILL,))
+    return manager
 
 
 def end_with_children() -> None:
@@ -128,8 +137,8 @@ def use_own_queues() -> None:
 
     mpi_resource_management.TaskScheduler = NotedScheduler
     SpawnContext.Queue = PoolQueue
+    SpawnContext.Manager = _start_manager
     if list_server_pids():
-        SpawnContext.Manager = type(SpawnContext)().Manager  # it has a separate process
         SpawnContext.Process = _make_worker
 
 

@@ -10,7 +10,6 @@ The process imports the reward functions once, runs none of them itself, and for
 
 import contextlib
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from hpcrl.envs.process import SINGLE_THREAD_VARIABLES
 from hpcrl.errors import RewardError
 from hpcrl.rollout.rewards import RewardScore
 from hpcrl.system.processes import end_group
-from hpcrl.system.wakeups import WakeListener
+from hpcrl.system.wakeups import WakeListener, wait_readable
 
 CLOSE_GRACE_S = 2.0
 
@@ -77,11 +76,11 @@ class RewardProcess:
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._received:
             sources = [source for source in (self._connection, wake) if source is not None]
-            ready = select.select(sources, [], [], max(deadline - time.monotonic(), 0.0))[0]
-            if wake in ready:
-                assert wake is not None
+            fds = [source.fileno() for source in sources]
+            ready = wait_readable(fds, max(deadline - time.monotonic(), 0.0))
+            if wake is not None and wake.fileno() in ready:
                 wake.receive()
-            if self._connection is None or self._connection not in ready:
+            if self._connection is None or self._connection.fileno() not in ready:
                 return None
             with contextlib.suppress(OSError):
                 if data := self._connection.recv(1 << 16):

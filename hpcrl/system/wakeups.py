@@ -3,6 +3,7 @@
     WakeListener   a process that can be woken; its address is the name of an empty file
     WakeSender     wakes all listeners of some names
     WakeEvent      the same for an event loop, which may also be woken from inside
+    wait_readable  wait until sockets can be read, also in a process with thousands of open files
     TOKEN_BYTES, MAX_DATAGRAM_BYTES   sizes
 
 Nothing depends on a wake-up: one may be lost, late or unneeded, and its receiver polls as well. It has no content: the
@@ -16,7 +17,7 @@ import hmac
 import select
 import socket
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple
@@ -26,6 +27,14 @@ from hpcrl.system.files import make_private_dir
 
 TOKEN_BYTES = 16
 MAX_DATAGRAM_BYTES = 64
+
+
+def wait_readable(fds: Sequence[int], timeout_s: float) -> set[int]:
+    """Wait until some of the descriptors can be read or are closed, for `timeout_s` at most; return these."""
+    poll = select.poll()  # select.select takes no descriptor above 1,023
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(timeout_s * 1000)}
 
 
 class WakeListener:
@@ -53,7 +62,7 @@ class WakeListener:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until another process wakes this one, or for `timeout_s`; return whether one did."""
-        return bool(select.select([self._socket], [], [], timeout_s)[0]) and self.receive()
+        return bool(wait_readable([self.fileno()], timeout_s)) and self.receive()
 
     def receive(self) -> bool:
         """Receive all wake-ups that have arrived; return whether there was one."""

@@ -8,9 +8,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.baddbmm.default,
+}
+
 
 class LiveBytes(TorchDispatchMode):
-    """A mode that counts the tensors which are made under it, each storage once."""
+    """A mode that counts the tensors which are made under it, each storage once.
+
+    Products in bf16 are computed in float32 and not counted until they are bf16 again: a CPU without instructions for
+    bf16 takes many times as long for them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +34,11 @@ class LiveBytes(TorchDispatchMode):
         self._known.add(tensor.untyped_storage()._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        is_bf16 = func in PRODUCTS and all(each.dtype == torch.bfloat16 for each in args)
+        operands = [each.float() for each in args] if is_bf16 else args
+        result = func(*operands, **(kwargs or {}))
+        if is_bf16:
+            result = result.bfloat16()
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage())

@@ -82,6 +82,27 @@ def test_a_pool_ends_with_the_process_that_holds_what_its_workers_share(tmp_path
     assert any("a process of this worker pool has ended" in log for log in logs)
 
 
+KILL_POOL = (
+    RUN_TASKS.split("results =")[0]
+    + """
+import os, signal
+import psutil
+pool = psutil.Process(psutil.Process(runtime._submit("env", "builtins:eval", sys.argv[2]).result(100)).ppid())
+below = pool.children(recursive=True)
+names = {word for one in below for word in ("spawn_main", "resource_tracker") if word in " ".join(one.cmdline())}
+pool.kill()
+print(sorted(names), psutil.wait_procs(below, timeout=60)[1], flush=True)
+os._exit(0)
+"""
+)
+
+
+def test_a_pool_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILL_POOL, str(tmp_path), "__import__('os').getppid()"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.stdout, done.returncode) == ("['resource_tracker', 'spawn_main'] []\n", 0), done.stderr[-2000:]
+
+
 KILL_IDLE = (
     RUN_TASKS.split("results =")[0]
     + """

@@ -1,6 +1,9 @@
 """Wake-ups end a wait early; nothing depends on one."""
 
 import asyncio
+import contextlib
+import os
+import resource
 import socket
 
 import pytest
@@ -26,6 +29,21 @@ def listener(directory):
 def test_a_sender_ends_the_wait_of_a_listener(directory, listener):
     WakeSender(directory, "train-").wake()
     assert listener.wait(LONG_S)
+
+
+def test_a_process_with_thousands_of_open_files_can_wait(directory, listener):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2048), before[1]))
+        for _ in range(1100):
+            stack.callback(os.close, os.dup(0))
+        many = WakeListener(directory, "train-1", host="127.0.0.1")
+        stack.callback(many.close)
+        assert many.fileno() > 1024
+        assert not many.wait(0.0)
+        WakeSender(directory, "train-1").wake()
+        assert many.wait(LONG_S)
 
 
 def test_a_listener_of_another_name_is_not_woken(directory, listener):
