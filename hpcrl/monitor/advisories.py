@@ -40,6 +40,12 @@ MIN_STEPS = 30
 """The fewest steps by which learning is judged."""
 NUM_ERRORS = 2.0
 """Changes of the reward below this number of standard errors are noise."""
+MIN_GAIN = 0.1
+"""A reward that has risen by less, as a share of its spread over episodes, has not risen."""
+NUM_SURE_ERRORS = 3.0
+"""The standard errors that a rise may hide in: the rule is asked at every look, and slow campaigns are healthy."""
+SOLVED_SHARE = 0.85
+"""Tasks are solved when the reward is this far between the least and the greatest of any step."""
 MAX_FLAT_SHARE = 0.5
 MAX_ENV_FAULT_SHARE = 0.05
 MAX_TRUNCATED_SHARE = 0.25
@@ -236,7 +242,8 @@ def _find_reward_trend(facts: HealthFacts) -> Iterator[Advisory]:
     size = len(rewards) // 3
     first, last = rewards[:size], rewards[-size:]
     best = max((rewards[start : start + size] for start in range(0, len(rewards) - size + 1, size)), key=fmean)
-    gain, noise = fmean(last) - fmean(first), _noise(first, last)
+    gain, doubt = fmean(last) - fmean(first), NUM_SURE_ERRORS / NUM_ERRORS * _noise(first, last)
+    spread = max(fmean(_finite(step.reward_std for step in facts.steps) or [0.0]), stdev(rewards))
     loss, loss_noise = fmean(best) - fmean(last), _noise(best, last)
     if loss > 2 * loss_noise and loss > 0.25 * max(fmean(best) - min(rewards), 1e-9):
         yield Advisory(
@@ -249,13 +256,13 @@ def _find_reward_trend(facts: HealthFacts) -> Iterator[Advisory]:
             cause="updates are too large, or the policy has learned to exploit the reward",
             remedy="resume from the checkpoint before with a lower train.learning_rate, read episodes of both",
         )
-    elif gain <= noise and not _is_solved(facts):
+    elif max(doubt, gain + doubt) <= MIN_GAIN * spread and not _is_solved(facts):
         yield Advisory(
             name="reward-stalled",
             severity="warning",
             text=f"the reward has not risen in {len(rewards):,} steps: {fmean(first):.3f} -> {fmean(last):.3f}",
-            figure=gain,
-            threshold=noise,
+            figure=gain + doubt,
+            threshold=MIN_GAIN * spread,
             unit="reward",
             cause="the tasks give no signal (all fail or all succeed), or the learning rate is too low",
             remedy="read the best and the worst episodes, look at the share of flat groups, raise train.learning_rate",
@@ -367,7 +374,8 @@ def _is_solved(facts: HealthFacts) -> bool:
     if len(rewards) < MIN_STEPS or not spreads:
         return False
     low, high = min(rewards), max(rewards)
-    return high > low and fmean(rewards[-5:]) >= high - 0.1 * (high - low) and fmean(rewards[:5]) < fmean(rewards[-5:])
+    is_high = fmean(rewards[-5:]) >= low + SOLVED_SHARE * (high - low)
+    return high > low and is_high and fmean(rewards[:5]) < fmean(rewards[-5:])
 
 
 # ---- where time goes

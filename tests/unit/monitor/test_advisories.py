@@ -107,7 +107,7 @@ def test_a_campaign_without_events_has_no_advisory() -> None:
 
 
 BAD_STEPS: dict[str, StepChange] = {
-    "reward-stalled": lambda number: {"reward_mean": 0.2 + random.Random(number).uniform(-0.05, 0.05)},
+    "reward-stalled": lambda number: {"reward_mean": 0.2 + random.Random(number).uniform(-0.03, 0.03)},
     "reward-falls": lambda number: {"reward_mean": 0.8 if number < 40 else 0.1} if number > 10 else {},
     "flat-groups": lambda number: {"num_flat_groups": 6, "reward_mean": 0.1 + 0.001 * number if number < 50 else 0.1},
     "gradient-explodes": lambda number: {"grad_norm": 90.0} if number > 55 else {},
@@ -120,6 +120,31 @@ BAD_STEPS: dict[str, StepChange] = {
 @pytest.mark.parametrize("name", BAD_STEPS)
 def test_an_advisory_fires_on_steps_that_are_made_bad(name: str) -> None:
     assert name in judge_steps(BAD_STEPS[name])
+
+
+def find_stalled(*, rise: float, num_steps: int) -> list[int]:
+    """Return those of 100 campaigns that count as stalled; their batches have 64 episodes, with a spread of 0.4."""
+    found = []
+    for seed in range(100):
+        source = random.Random(seed)
+        rewards = [0.3 + rise * number / num_steps + source.gauss(0.0, 0.05) for number in range(num_steps)]
+        steps = (make_learning_step(number, reward_mean=reward) for number, reward in enumerate(rewards))
+        found += [seed] if "reward-stalled" in names(judge(*steps)) else []
+    return found
+
+
+def test_a_slow_rise_is_no_stall_while_it_may_hide_in_the_noise() -> None:
+    for num_steps in range(30, 300, 30):
+        assert find_stalled(rise=0.001 * num_steps, num_steps=num_steps) == []
+
+
+def test_a_reward_without_a_rise_stalls_once_the_noise_hides_no_rise() -> None:
+    assert len(find_stalled(rise=0.0, num_steps=30)) < 3
+    assert len(find_stalled(rise=0.0, num_steps=300)) > 95
+
+
+def test_a_reward_that_never_changes_stalls() -> None:
+    assert "reward-stalled" in judge_steps(lambda number: {"reward_mean": 0.0, "reward_std": 0.0})
 
 
 def test_a_mismatch_of_fresh_trajectories_has_a_lower_limit() -> None:
