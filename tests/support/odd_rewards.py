@@ -19,3 +19,9 @@ def of_every_other_group(trajectory: Trajectory) -> float:
     if int(group) % 2 and int(index) == 0:
         raise LookupError("this one cannot be scored")
     return 1.0
+
+
+def of_nothing(trajectory: Trajectory) -> float:
+    """Return 0, whatever the episode was like."""
+    del trajectory
+    return 0.0

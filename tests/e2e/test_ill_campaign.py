@@ -1,0 +1,26 @@
+"""A real campaign made ill: its advisories name what is wrong, in the monitor and in the report alike."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.campaigns import SIMULATED, hpcrl, snapshot
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("own_code")]
+
+
+def test_a_reward_without_signal_and_episodes_that_are_cut_off_are_named(
+    campaigns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rewards are 0, and simulated agents reach the goal at times only before max_turns."""
+    del campaigns
+    monkeypatch.chdir(tmp_path)
+    settings = ("-s", "domains.lake.reward=tests.support.odd_rewards:of_nothing", "-s", "train.num_steps=32")
+    done = hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "ill", *SIMULATED, *settings)
+    expected = {"reward-stalled", "flat-groups", "truncation"}
+    assert {advisory["name"] for advisory in snapshot("ill")["advisories"]} >= expected
+    hpcrl("report", "ill")
+    (report,) = json.loads((tmp_path / "ill-report.json").read_text())["campaigns"]
+    assert {advisory["name"] for advisory in report["advisories"]} >= expected
+    assert "one reward for all their episodes" in done.stdout
