@@ -18,6 +18,7 @@ import msgspec
 from hpcrl import __version__
 from hpcrl.campaign import directory
 from hpcrl.campaign.fixed_settings import list_fixed_settings
+from hpcrl.campaign.provenance import describe_software
 from hpcrl.campaign.request import CampaignRequest, make_imitation_model
 from hpcrl.campaign.submission_checks import check_request
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
@@ -123,6 +124,9 @@ def write_description(campaign: CampaignDir, request: CampaignRequest) -> None:
         "source": msgspec.to_builtins(request.source),
         "digests": digest_records(campaign),
         "fixed": list_fixed_settings(request.recipe),
+        "software": describe_software(
+            python=request.site.choose_python(), recipe=None if request.source is None else request.source.recipe
+        ),
     }
     publish_json(campaign.manifest, {**named, "created": time.time(), "exports": _shell_exports(), **source})
 

@@ -345,3 +345,22 @@ def test_a_report_is_written_through_a_link_and_again(campaign: SyntheticCampaig
         assert command.main(["-o", str(tmp_path / "link.html"), "--", str(campaign.directory.root)]) == 0
     assert (tmp_path / "link.html").is_symlink()
     assert (tmp_path / "real.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_software_that_was_recorded_is_in_the_provenance(campaign: SyntheticCampaign) -> None:
+    manifest = json.loads(campaign.directory.manifest.read_text())
+    git = {"recipe": {"directory": "/mine", "commit": "abc1", "changed": True}}
+    software = {"python": "3.12.1", "packages": {"torch": "2.9", "vllm": "0.32"}, "git": git}
+    publish_json(campaign.directory.manifest, manifest | {"software": software})
+    entries = {
+        one.name: one.value for one in build_report(campaign.directory, read_trajectories=read_trajectories).provenance
+    }
+    assert (entries["Python"], entries["packages"]) == ("3.12.1", "torch 2.9, vllm 0.32")
+    assert entries["commit of recipe"] == "abc1 with changes (/mine)"
+
+
+@pytest.mark.parametrize("software", [None, 3, {"git": [], "packages": 4}, {"git": {"recipe": 5}}])
+def test_a_campaign_without_recorded_software_has_a_report(campaign: SyntheticCampaign, software: object) -> None:
+    manifest = json.loads(campaign.directory.manifest.read_text())
+    publish_json(campaign.directory.manifest, manifest | {"software": software})
+    assert build_report(campaign.directory, read_trajectories=read_trajectories).provenance
