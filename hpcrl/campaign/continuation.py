@@ -197,7 +197,7 @@ def _apply_changes(
     if not accept:
         _refuse_edited(campaign, edited)
     fixed = list_fixed_settings(recorded.recipe)
-    check_changes(compare_settings(manifest.get("fixed", fixed), fixed))
+    check_changes(compare_settings(manifest.get("fixed", fixed), fixed), campaign=campaign)
     base, notes = recorded, []
     newer = None if edited else _load_source(manifest)
     if newer is not None and (found := _list_all_changes(recorded, newer)):
@@ -210,7 +210,7 @@ def _apply_changes(
     if not settings and base is recorded and not edited and not accept:
         return recorded, notes
     changed = _change_settings(campaign, base, settings)
-    check_changes(list_changes(recorded.recipe, changed.recipe))
+    check_changes(list_changes(recorded.recipe, changed.recipe), campaign=campaign)
     if changed.site.name != recorded.site.name:
         raise CampaignError(f"site.name = {changed.site.name!r}: a campaign stays on its site ({recorded.site.name})")
     return changed, notes

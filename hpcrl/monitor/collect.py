@@ -134,7 +134,10 @@ class SnapshotCollector:
         if judged != self._judged or now - self._judged_at >= ADVISORY_INTERVAL_S:
             self._judged, self._judged_at = judged, now
             is_running = state in {"running", "draining"}
-            self._advisories = find_advisories(HealthFacts(progress=self._progress, now=now, is_running=is_running))
+            facts = HealthFacts(
+                campaign=self.campaign_dir.name, progress=self._progress, now=now, is_running=is_running
+            )
+            self._advisories = find_advisories(facts)
         return self._advisories
 
     def _read_events(self, problems: list[str]) -> None:
