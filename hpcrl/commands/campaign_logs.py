@@ -105,13 +105,17 @@ def list_events(
 ) -> None:
     """Print the newest `limit` events of these kinds and roles (0: all); with `follow`, continue until interrupted."""
     _check_kinds(kinds)
-    reader = EventReader(campaign.events)
+    reader, shown = EventReader(campaign.events), set[str]()
     newest = deque(_read_sorted(reader, kinds=kinds, roles=roles), maxlen=limit or None)
     while True:
         for line in newest:
             print_line(_encode_line(line) if as_json else format_event(line))
         for name, why in reader.unreadable.items():
             print_to_stderr(f"{name} cannot be read: {why}")
+        for damage in reader.describe_damage():
+            if damage not in shown:
+                print_to_stderr(damage)
+                shown.add(damage)
         if not follow:
             return
         time.sleep(FOLLOW_INTERVAL_S)

@@ -149,6 +149,7 @@ class SnapshotCollector:
         # The first look has hours of counts, whose times the rates need; later ones have seconds.
         self._reader.skips_superseded = not self._needs_all
         problems += [f"{name} cannot be read: {why}" for name, why in self._reader.unreadable.items()]
+        problems += self._reader.describe_damage()
 
     def _query_slurm(self, ids: Sequence[str], now: float) -> None:
         """Ask Slurm about all jobs, at most every half minute; if the query fails, the jobs are unknown."""

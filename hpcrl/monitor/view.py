@@ -160,7 +160,7 @@ def show_snapshot(snapshot: CampaignSnapshot, *, console: Console) -> None:
 
 
 def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> list[str]:
-    """Return plain lines for what is new: notes, a new state, a line every few steps, and new advisories."""
+    """Return plain lines for what is new: notes, a new state, a line every few steps, new advisories and problems."""
     lines = []
     num_known = old.detail.num_notes if old else 0
     for note in sorted(new.detail.notes, key=lambda note: note.number):
@@ -179,6 +179,11 @@ def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> lis
         f"{format_clock_time(new.detail.now)} {advisory.severity}: {describe_advisory(advisory)}"
         for advisory in new.advisories
         if (advisory.name, advisory.subject) not in known
+    ]
+    lines += [
+        f"{format_clock_time(new.detail.now)} {problem}"
+        for problem in new.detail.problems
+        if old is None or problem not in old.detail.problems
     ]
     return lines
 

@@ -93,6 +93,16 @@ def failed(root: Path) -> SyntheticCampaign:
     return campaign
 
 
+def test_a_problem_is_a_plain_line_once(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    with (campaign.directory.events / "000-train-0.jsonl").open("ab") as file:
+        file.write(b"{\n")
+    reading = collector(campaign)
+    first = reading.poll()
+    assert any("1 line of events/000-train-0.jsonl is damaged" in line for line in describe_changes(None, first))
+    assert not any("damaged" in line for line in describe_changes(first, reading.poll()))
+
+
 @pytest.mark.parametrize("state", [planned, running, done, failed])
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60), (132, 30)])
 def test_a_screen_fits_the_terminal(
