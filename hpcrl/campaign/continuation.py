@@ -57,7 +57,7 @@ def resume(
     name: str, *, settings: tuple[str, ...] = (), accept: bool = False, show_note: ShowNote = do_nothing
 ) -> CampaignDir:
     """Continue a campaign from the last checkpoint in a new job, with changes if there are any."""
-    campaign = directory.find_campaign(name)
+    campaign = directory.find_continuable(name)
     recorded, dropped = _read_request(campaign, accept=accept)
     request, others = _apply_changes(campaign, recorded, settings=settings, accept=accept)
     changes = _list_all_changes(recorded, request)
@@ -91,7 +91,7 @@ def resume(
 
 def extend(name: str, *, steps: int | None = None, jobs: int = 0, show_note: ShowNote = do_nothing) -> str:
     """Give a campaign more steps, or let more jobs follow; resume it if it has ended. Return a message."""
-    campaign = directory.find_campaign(name)
+    campaign = directory.find_continuable(name)
     recorded, _ = _read_request(campaign, accept=False)
     site, recorded_steps = recorded.site, recorded.recipe.train.num_steps
     num_steps = recorded_steps if steps is None else steps

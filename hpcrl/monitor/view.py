@@ -25,6 +25,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from hpcrl.campaign_dir.campaign_format import describe_newer_format
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
@@ -84,6 +85,7 @@ def _read_campaign_line(
     unreadable: list[str] = []
     summary = read_json_as(campaign_dir.manifest, CampaignSummary, unreadable)
     problems += [f"campaign {campaign_dir.name}: {problem}" for problem in unreadable]
+    problems += filter(None, [describe_newer_format(campaign_dir)])
     if summary is None:
         summary = CampaignSummary(name=campaign_dir.name)
     # Heartbeats matter only for a job that has no outcome yet.

@@ -334,6 +334,7 @@ def _build_provenance(
         "engine": engine.get("backend"),
         "seed": recipe.get("seed"),
         "version of hpcrl": manifest.get("hpcrl"),
+        "format": manifest.get("format"),
         **_describe_software(manifest.get("software")),
         "created": _format_created(manifest.get("created")),
         "directory": str(campaign.root),
