@@ -63,9 +63,16 @@ def _locate_campaign(name: str) -> CampaignDir:
 def list_campaigns() -> list[CampaignDir]:
     """Return all campaigns of this user, newest first."""
     campaigns = _find_campaigns_home()
-    if not campaigns.is_dir():
-        return []
-    found = [CampaignDir(path.resolve()) for path in campaigns.iterdir() if CampaignDir(path).manifest.is_file()]
+    try:
+        paths = list(campaigns.iterdir())
+    except FileNotFoundError:
+        if not campaigns.is_symlink() and not campaigns.parent.is_symlink():
+            return []
+        raise CampaignError(f"{campaigns} leads to nothing: set $HPCRL_HOME to another directory") from None
+    except (OSError, ValueError) as error:  # one with a null byte is a ValueError
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CampaignError(f"{campaigns} cannot be read ({why}): set $HPCRL_HOME to another directory") from error
+    found = [CampaignDir(path.resolve()) for path in paths if is_file(CampaignDir(path).manifest)]
     return sorted(found, key=_read_creation_time, reverse=True)
 
 

@@ -30,21 +30,24 @@ from hpcrl.monitor.view import watch_campaign as watch_snapshots
 from hpcrl.plan.records import read_recipe, read_site
 from hpcrl.system.exit_codes import EXIT_FAILED
 from hpcrl.system.files import read_json
-from hpcrl.system.terminal import PipeConsole, escape_to_one_line, print_line
+from hpcrl.system.terminal import PipeConsole, escape_to_one_line, print_json_text, print_line, print_note
 
 MAX_LISTED = 60
 """The trajectories on the page that lists them; a terminal shows those that fit."""
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    return print_campaigns(directory.list_campaigns(), as_json=arguments.json)
+    campaigns = directory.list_campaigns()
+    if not campaigns and (home := os.environ.get("HPCRL_HOME")):
+        print_note(f"campaigns are looked for in $HPCRL_HOME, which is {home}")
+    return print_campaigns(campaigns, as_json=arguments.json)
 
 
 def run_monitor(arguments: argparse.Namespace) -> int:
     campaign_dir = directory.find_campaign(arguments.campaign)
     collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir, skips_unknown=True)))
     if arguments.json:
-        sys.stdout.write(encode_snapshot(collector.poll()).decode())
+        print_json_text(encode_snapshot(collector.poll()))
     elif arguments.once:
         show_snapshot(collector.poll(), console=PipeConsole(highlight=False))
     else:

@@ -171,7 +171,9 @@ class MlflowSink:
         self._client = MlflowClient(tracking_uri=store)
         experiment = self._client.get_experiment_by_name(name)
         # A database would have artifacts in the current directory.
-        artifacts = (campaign.metrics / "mlflow" / "artifacts").absolute().as_uri() if store.startswith("sqlite:") else None
+        artifacts = (
+            (campaign.metrics / "mlflow" / "artifacts").absolute().as_uri() if store.startswith("sqlite:") else None
+        )
         experiment_id = (
             self._client.create_experiment(name, artifact_location=artifacts)
             if experiment is None

@@ -186,7 +186,9 @@ def export_recorded(campaign: CampaignDir, name: str) -> int:
     try:
         num = send_recorded(campaign, name, sinks[name])
     except ImportError as error:
-        print_to_stderr(f"hpcrl: {sys.executable} has no package {error.name or name}: pip install 'hpcrl[{name}]' there")
+        print_to_stderr(
+            f"hpcrl: {sys.executable} has no package {error.name or name}: pip install 'hpcrl[{name}]' there"
+        )
         return EXIT_USAGE
     except Exception as error:  # noqa: BLE001 - a foreign package may raise anything
         print_to_stderr(f"hpcrl: {name}: {type(error).__name__}: {error}")

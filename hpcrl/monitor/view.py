@@ -7,6 +7,7 @@ show_snapshot       print one frame
 describe_changes    the plain lines between two snapshots: pure
 print_campaigns, survey_campaigns, CampaignLine    all campaigns, from their jobs' files and one query per Slurm
 FINAL_STATES, MAX_STEPS_PER_LINE, LINES_PER_CAMPAIGN, LINES_PER_START    its end, and how much is printed
+MIN_REASON_WIDTH, MAX_REASON_CHARS    how much of a reason is listed
 FRAME_INTERVAL_S, MAX_LOOK_SHARE, MAX_LOOK_PAUSE_S, CLOCK_INTERVAL_S    how often
 """
 
@@ -57,7 +58,7 @@ from hpcrl.monitor.screen import (
 from hpcrl.monitor.snapshot import CampaignSnapshot, CampaignSummary
 from hpcrl.slurm.status import JobStatus, query_job_states
 from hpcrl.slurm.submit import make_site_environment
-from hpcrl.system.terminal import PipeConsole, escape_to_one_line
+from hpcrl.system.terminal import escape_to_one_line, make_console, print_json
 
 
 class CampaignLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,8 @@ class CampaignLine(msgspec.Struct, frozen=True, kw_only=True):
     site: str | None
     state: CampaignState
     created: float | str | None
+    reason: str = ""
+    """Why it is in this state, where there is more to say than that it is done."""
 
 
 def survey_campaigns(campaign_dirs: Iterable[CampaignDir], *, problems: list[str]) -> list[CampaignLine]:
@@ -90,8 +93,11 @@ def _read_campaign_line(
         summary = CampaignSummary(name=campaign_dir.name)
     # Heartbeats matter only for a job that has no outcome yet.
     heartbeats = read_heartbeats(campaign_dir.events) if any(job.outcome is None for job in jobs) else {}
-    state, _ = judge_jobs(campaign_dir, jobs, statuses=statuses, events={}, heartbeats=heartbeats, now=time.time())
-    return CampaignLine(name=summary.name, site=summary.site, state=state, created=summary.created)
+    state, verdicts = judge_jobs(
+        campaign_dir, jobs, statuses=statuses, events={}, heartbeats=heartbeats, now=time.time()
+    )
+    reason = verdicts[-1].reason if verdicts and state != "done" else ""
+    return CampaignLine(name=summary.name, site=summary.site, state=state, created=summary.created, reason=reason)
 
 
 def _query_statuses(
@@ -121,6 +127,8 @@ FINAL_STATES = frozenset({"done", "failed", "stopped"})
 MAX_STEPS_PER_LINE = 25
 LINES_PER_CAMPAIGN = 20
 LINES_PER_START = 8
+MIN_REASON_WIDTH, MAX_REASON_CHARS = 20, 160
+"""The column of reasons in the list of campaigns; `hpcrl monitor` and --json have the whole text."""
 FRAME_INTERVAL_S = 0.25
 """The shortest time between two looks at a campaign."""
 MAX_LOOK_SHARE = 0.01
@@ -195,10 +203,9 @@ def print_campaigns(campaign_dirs: Iterable[CampaignDir], *, as_json: bool) -> i
     problems: list[str] = []
     lines = survey_campaigns(campaign_dirs, problems=problems)
     if as_json:
-        sys.stdout.write((msgspec.json.format(msgspec.json.encode(lines), indent=2) + b"\n").decode())
+        print_json(lines)
     else:
-        console = PipeConsole(highlight=False)
-        _replace_unprintable(console)
+        console = make_console()
         console.print(
             _build_campaign_table(lines) if lines else "no campaigns yet: `hpcrl submit` starts one", soft_wrap=True
         )
@@ -329,9 +336,14 @@ def _build_campaign_table(lines: Sequence[CampaignLine]) -> RenderableType:
     table.add_column("name", no_wrap=True, min_width=width)  # it is copied into the next command
     for heading in ("site", "state", "created"):
         table.add_column(heading, no_wrap=True, overflow="ellipsis")
+    if any(line.reason for line in lines):
+        table.add_column("reason", min_width=MIN_REASON_WIDTH, overflow="fold")
     for line in lines:
         created = format_date(line.created) if isinstance(line.created, float) else str(line.created or "?")
         state = Text(line.state, style=STATE_STYLES[line.state])
         name, site = escape_to_one_line(line.name), escape_to_one_line(line.site or "?")
-        table.add_row(Text(name), Text(site), state, Text(escape_to_one_line(created)))
+        cells = [Text(name), Text(site), state, Text(escape_to_one_line(created))]
+        reason = escape_to_one_line(line.reason)
+        short = reason if len(reason) <= MAX_REASON_CHARS else f"{reason[:MAX_REASON_CHARS]}..."
+        table.add_row(*cells, *([Text(short)] if len(table.columns) > len(cells) else []))
     return table

@@ -149,3 +149,55 @@ def test_a_campaign_of_a_newer_format_is_shown_with_a_note(
 def test_a_format_that_is_no_number_is_not_newer(newer: SyntheticCampaign, value: object) -> None:
     publish_json(newer.directory.manifest, {"name": "good", "format": value})
     assert describe_newer_format(newer.directory) == ""
+
+
+def make_file(home: Path) -> None:
+    home.write_text("")
+
+
+def make_dangling_link(home: Path) -> None:
+    home.symlink_to(home.with_name("nowhere"))
+
+
+def make_campaigns_a_file(home: Path) -> None:
+    home.mkdir()
+    (home / "campaigns").write_text("")
+
+
+@pytest.mark.parametrize("spoil", [make_file, make_dangling_link, make_campaigns_a_file])
+@pytest.mark.parametrize("words", [["ls"], ["monitor", "one"], ["gc"]])
+def test_a_home_that_is_no_directory_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    spoil: Callable[[Path], None],
+    words: list[str],
+) -> None:
+    home = tmp_path / "spoilt"
+    spoil(home)
+    monkeypatch.setenv("HPCRL_HOME", str(home))
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith(f"hpcrl: {home}/campaigns ")
+    assert "set $HPCRL_HOME to another directory" in err
+
+
+@pytest.mark.parametrize("home", ["x" * 5000, "/proc/version/below"])
+def test_a_home_that_cannot_be_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: str
+) -> None:
+    monkeypatch.setenv("HPCRL_HOME", home)
+    assert main(["ls"]) == 2
+    assert f"{home}/campaigns cannot be read" in capsys.readouterr().err
+
+
+def test_a_home_that_is_not_there_yet_is_shown_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HPCRL_HOME", str(tmp_path / "later"))
+    assert main(["ls"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("no campaigns yet")
+    assert f"$HPCRL_HOME, which is {tmp_path}/later" in err

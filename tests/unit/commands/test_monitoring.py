@@ -1,6 +1,7 @@
 """The monitor as a process on a real terminal, of any width and without colours, and in a pipe."""
 
 import fcntl
+import json
 import os
 import pty
 import select
@@ -97,3 +98,20 @@ def test_a_reader_that_closes_the_pipe_at_once_ends_the_monitor_silently(
     done = subprocess.run(["bash", "-c", shell], env=environment, capture_output=True, timeout=60, check=False)
     assert done.stderr == b""
     assert done.returncode in (0, 141)
+
+
+def test_json_has_no_character_that_controls_a_terminal(home: Path, make_campaign: CampaignMaker) -> None:
+    campaign = make_campaign("one")
+    outcome = {"outcome": "failed", "reason": "a\x1b[31m b\x9b31m c\x7f d\x85 \u202e \xe9 \u2192", "time": 2.0}
+    campaign.job(0).outcome.write_text(json.dumps(outcome))
+    for words in (["monitor", "one", "--json"], ["ls", "--json"], ["events", "one", "--json"]):
+        for locale in ({}, PLAIN):
+            done = subprocess.run(
+                [sys.executable, "-m", "hpcrl.cli", *words], env=os.environ | locale, capture_output=True, check=True
+            )
+            text = done.stdout.decode()
+            assert not [
+                one for one in text if one != "\n" and (ord(one) < 32 or 126 < ord(one) < 160 or one == "\u202e")
+            ]
+    (line,) = json.loads(subprocess.run([*COMMAND[:3], "ls", "--json"], capture_output=True, check=True).stdout)
+    assert line["reason"] == outcome["reason"]

@@ -1,6 +1,7 @@
 """The monitor's output: screens and plain lines of synthetic campaigns."""
 
 import io
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -330,6 +331,25 @@ def test_campaigns_are_listed_for_people_and_for_scripts(tmp_path: Path, capsys:
     assert '"state": "done"' in capsys.readouterr().out
     assert print_campaigns([], as_json=False) == 0
     assert capsys.readouterr().out.startswith("no campaigns yet")
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+def test_a_failed_campaign_is_listed_with_its_reason_whole_or_wrapped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    campaign = running(tmp_path)
+    campaign.outcome("failed", "the reward function raised KeyError: 'answer'")
+    print_campaigns([campaign.directory], as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert "reason" in lines[0]
+    assert "quickstart-1" in lines[1]
+    words = [word for line in lines[1:] for word in line.split()]
+    assert "KeyError:" in words
+    assert words[-1] == "'answer'"
+    print_campaigns([campaign.directory], as_json=True)
+    (line,) = json.loads(capsys.readouterr().out)
+    assert line["reason"] == "the reward function raised KeyError: 'answer'"
 
 
 def test_rewards_are_shown_by_domain_where_there_are_several(tmp_path: Path) -> None:
