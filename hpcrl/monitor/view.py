@@ -6,8 +6,9 @@ show_frames         show its snapshots on a terminal, one after another
 show_snapshot       print one frame
 describe_changes    the plain lines between two snapshots: pure
 print_campaigns, survey_campaigns, CampaignLine    all campaigns, from their jobs' files and one query per Slurm
+render_campaigns    their list
 FINAL_STATES, MAX_STEPS_PER_LINE, LINES_PER_CAMPAIGN, LINES_PER_START    its end, and how much is printed
-MIN_REASON_WIDTH, MAX_REASON_CHARS    how much of a reason is listed
+MIN_TABLE_WIDTH, MAX_REASON_CHARS    how reasons are listed
 FRAME_INTERVAL_S, MAX_LOOK_SHARE, MAX_LOOK_PAUSE_S, CLOCK_INTERVAL_S    how often
 """
 
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -127,8 +128,8 @@ FINAL_STATES = frozenset({"done", "failed", "stopped"})
 MAX_STEPS_PER_LINE = 25
 LINES_PER_CAMPAIGN = 20
 LINES_PER_START = 8
-MIN_REASON_WIDTH, MAX_REASON_CHARS = 20, 160
-"""The column of reasons in the list of campaigns; `hpcrl monitor` and --json have the whole text."""
+MIN_TABLE_WIDTH, MAX_REASON_CHARS = 80, 160
+"""The width from which on the list of campaigns has a column of reasons; `hpcrl monitor` has the whole text."""
 FRAME_INTERVAL_S = 0.25
 """The shortest time between two looks at a campaign."""
 MAX_LOOK_SHARE = 0.01
@@ -206,9 +207,8 @@ def print_campaigns(campaign_dirs: Iterable[CampaignDir], *, as_json: bool) -> i
         print_json(lines)
     else:
         console = make_console()
-        console.print(
-            _build_campaign_table(lines) if lines else "no campaigns yet: `hpcrl submit` starts one", soft_wrap=True
-        )
+        listed = render_campaigns(lines, width=console.width)
+        console.print(listed if lines else "no campaigns yet: `hpcrl submit` starts one", soft_wrap=True)
     for problem in dict.fromkeys(problems):
         print(problem, file=sys.stderr)  # noqa: T201 - beside the answer, not in it
     return 0
@@ -330,20 +330,31 @@ def _is_far_from(old: CampaignSnapshot, new: CampaignSnapshot) -> bool:
     return before[0] * LINES_PER_START // before[1] != after[0] * LINES_PER_START // after[1]
 
 
-def _build_campaign_table(lines: Sequence[CampaignLine]) -> RenderableType:
+def render_campaigns(lines: Sequence[CampaignLine], *, width: int) -> RenderableType:
+    """Render the list of campaigns; reasons are a column, or lines below the list if that is too narrow for one."""
+    with_reason = [line for line in lines if line.reason]
+    if width >= MIN_TABLE_WIDTH:
+        return _build_campaign_table(lines, has_reasons=bool(with_reason))
+    below = [Text(escape_to_one_line(f"{line.name}: {_shorten_reason(line.reason)}")) for line in with_reason]
+    return Group(_build_campaign_table(lines, has_reasons=False), *below)
+
+
+def _shorten_reason(reason: str) -> str:
+    return reason if len(reason) <= MAX_REASON_CHARS else f"{reason[:MAX_REASON_CHARS]}..."
+
+
+def _build_campaign_table(lines: Sequence[CampaignLine], *, has_reasons: bool) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    width = max(len(line.name) for line in lines)
+    width = max((len(line.name) for line in lines), default=0)
     table.add_column("name", no_wrap=True, min_width=width)  # it is copied into the next command
     for heading in ("site", "state", "created"):
         table.add_column(heading, no_wrap=True, overflow="ellipsis")
-    if any(line.reason for line in lines):
-        table.add_column("reason", min_width=MIN_REASON_WIDTH, overflow="fold")
+    if has_reasons:
+        table.add_column("reason", overflow="fold")
     for line in lines:
         created = format_date(line.created) if isinstance(line.created, float) else str(line.created or "?")
         state = Text(line.state, style=STATE_STYLES[line.state])
         name, site = escape_to_one_line(line.name), escape_to_one_line(line.site or "?")
-        cells = [Text(name), Text(site), state, Text(escape_to_one_line(created))]
-        reason = escape_to_one_line(line.reason)
-        short = reason if len(reason) <= MAX_REASON_CHARS else f"{reason[:MAX_REASON_CHARS]}..."
-        table.add_row(*cells, *([Text(short)] if len(table.columns) > len(cells) else []))
+        reason = [Text(escape_to_one_line(_shorten_reason(line.reason)))] if has_reasons else []
+        table.add_row(Text(name), Text(site), state, Text(escape_to_one_line(created)), *reason)
     return table

@@ -30,8 +30,10 @@ from hpcrl.monitor.view import (
     choose_pause,
     describe_changes,
     print_campaigns,
+    render_campaigns,
     show_frames,
     show_snapshot,
+    survey_campaigns,
     watch_campaign,
 )
 from hpcrl.slurm.status import JobStatus
@@ -333,20 +335,24 @@ def test_campaigns_are_listed_for_people_and_for_scripts(tmp_path: Path, capsys:
     assert capsys.readouterr().out.startswith("no campaigns yet")
 
 
-@pytest.mark.parametrize("columns", ["40", "80", "200"])
-def test_a_failed_campaign_is_listed_with_its_reason_whole_or_wrapped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
-) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
+@pytest.mark.parametrize("columns", [20, 40, 80, 200])
+def test_a_failed_campaign_is_listed_with_its_reason_in_a_list_of_any_width(tmp_path: Path, columns: int) -> None:
     campaign = running(tmp_path)
     campaign.outcome("failed", "the reward function raised KeyError: 'answer'")
-    print_campaigns([campaign.directory], as_json=False)
-    lines = capsys.readouterr().out.splitlines()
-    assert "reason" in lines[0]
-    assert "quickstart-1" in lines[1]
-    words = [word for line in lines[1:] for word in line.split()]
-    assert "KeyError:" in words
-    assert words[-1] == "'answer'"
+    lines = survey_campaigns([campaign.directory, planned(tmp_path / "other").directory], problems=[])
+    console = terminal(columns)
+    with console.capture() as capture:
+        console.print(render_campaigns(lines, width=columns), soft_wrap=True)
+    listed = capture.get()
+    assert "quickstart-1" in listed
+    assert " ".join(listed.split()).count("KeyError: 'answer'") == 1
+
+
+def test_a_failed_campaign_has_its_reason_in_the_list_for_scripts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = running(tmp_path)
+    campaign.outcome("failed", "the reward function raised KeyError: 'answer'")
     print_campaigns([campaign.directory], as_json=True)
     (line,) = json.loads(capsys.readouterr().out)
     assert line["reason"] == "the reward function raised KeyError: 'answer'"
