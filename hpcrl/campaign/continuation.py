@@ -45,6 +45,7 @@ from hpcrl.slurm import next_job
 from hpcrl.slurm.submit import make_site_environment
 from hpcrl.system.files import publish_file, publish_json, read_json, remove_path
 from hpcrl.system.processes import do_nothing
+from hpcrl.system.terminal import show_wait
 
 T = TypeVar("T", bound=msgspec.Struct)
 ShowNote = Callable[[str], object]
@@ -62,8 +63,10 @@ def resume(
     request, others = _apply_changes(campaign, recorded, settings=settings, accept=accept)
     changes = _list_all_changes(recorded, request)
     last = _find_last_job(campaign)
-    refuse_while_alive(last, recorded.site, is_done=next_job.find_last_step(campaign) >= request.recipe.train.num_steps)
-    refuse_short_walltime(campaign, walltime_min=request.recipe.job.walltime_min)
+    with show_wait("the last job is looked at, and what the campaign has recorded is read"):
+        is_done = next_job.find_last_step(campaign) >= request.recipe.train.num_steps
+        refuse_while_alive(last, recorded.site, is_done=is_done)
+        refuse_short_walltime(campaign, walltime_min=request.recipe.job.walltime_min)
     if failure := find_final_failure(campaign, num_steps=request.recipe.train.num_steps):
         raise CampaignError(
             f"campaign {campaign.name!r} cannot be resumed: all {request.recipe.train.num_steps} steps were made, and "

@@ -104,7 +104,7 @@ def track_progress(items: Sequence[T], description: str) -> Iterable[T]:
 def show_wait(description: str) -> Iterator[None]:
     """Show on stderr, if that is a terminal, that something takes its time."""
     console = Console(stderr=True)
-    with console.status(description) if console.is_terminal else contextlib.nullcontext():
+    with console.status(Text(escape_to_one_line(description))) if console.is_terminal else contextlib.nullcontext():
         yield
 
 

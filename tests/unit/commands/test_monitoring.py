@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -61,6 +62,33 @@ def test_every_key_works_on_a_terminal_without_colours_in_locale_c(environment: 
     finally:
         os.close(user)  # a monitor that is left gets SIGHUP
         monitor.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["submit", "quickstart", "--site", "local", "--dry-run"], b"the environments and rewards are imported"),
+        (["resume", "one"], b"the last job is looked at, and what the campaign has recorded is read"),
+        (["try", "quickstart", "-n", "1"], b"the model is loaded, then episodes of lake are played"),
+    ],
+)
+def test_what_takes_long_is_shown_on_a_terminal(environment: dict[str, str], words: list[str], shown: bytes) -> None:
+    user, terminal = pty.openpty()
+    command = subprocess.Popen(
+        [*COMMAND[:3], *words],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=environment,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    try:
+        await_text(user, shown)
+    finally:
+        os.killpg(command.pid, signal.SIGKILL)
+        command.wait(60)
+        os.close(user)
 
 
 def await_text(user: int, text: bytes) -> None:
