@@ -121,9 +121,15 @@ def _start_program(stack: contextlib.ExitStack, command: Sequence[str]) -> "subp
         )
     except OSError:
         return None
-    stack.enter_context(program)
-    stack.callback(program.kill)
+    stack.callback(_end_program, program)
     return program
+
+
+def _end_program(program: "subprocess.Popen[str]") -> None:
+    """End a program; one that a file system keeps even from being killed is not waited for."""
+    program.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        program.communicate(timeout=PROGRAM_TIMEOUT_S)
 
 
 def _await_answer(program: "subprocess.Popen[str] | None", deadline: float) -> str | None:

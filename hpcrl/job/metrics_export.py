@@ -204,7 +204,7 @@ def _describe_place(campaign: CampaignDir, name: str) -> str:
         store = find_mlflow_store(campaign)
         return f"in {store}: `mlflow ui --backend-store-uri {shlex.quote(store)}` shows them"
     if (mode := choose_wandb_mode()) != "offline":
-        return f"as WANDB_MODE={mode} says"
+        return f"by WANDB_MODE={mode}"
     runs = campaign.metrics / "wandb" / "wandb"
     return f"in {runs}: `wandb sync {shlex.quote(str(runs))}/offline-run-*` sends them; WANDB_MODE=online does at once"
 

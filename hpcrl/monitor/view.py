@@ -70,7 +70,7 @@ class CampaignLine(msgspec.Struct, frozen=True, kw_only=True):
     state: CampaignState
     created: float | str | None
     reason: str = ""
-    """Why it is in this state, where there is more to say than that it is done."""
+    """Why it is in this state; empty for one that is done."""
 
 
 def survey_campaigns(campaign_dirs: Iterable[CampaignDir], *, problems: list[str]) -> list[CampaignLine]:

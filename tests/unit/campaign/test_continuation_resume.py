@@ -147,7 +147,7 @@ def test_what_is_advised_at_the_end_follows_from_the_cause(
     assert advice in line
 
 
-def test_the_reason_of_a_campaign_at_its_limit_says_which_setting_continues_it(failed: CampaignDir) -> None:
+def test_the_reason_of_a_campaign_at_its_limit_names_the_setting_that_continues_it(failed: CampaignDir) -> None:
     end = {"outcome": "stopped", "cause": "budget-used", "reason": "it has used 3 node-hours"}
     failed.job(0).outcome.write_text(json.dumps(end))
     _, (verdict,) = judge_jobs(failed, read_jobs(failed), statuses={}, events={}, heartbeats={}, now=0.0)

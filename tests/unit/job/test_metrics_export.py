@@ -341,7 +341,7 @@ def test_wandb_is_offline_unless_the_user_chose_a_mode(campaign, monkeypatch, ca
     assert opened == ["offline", "online"]
     first, second = capsys.readouterr().out.splitlines()[1::2]
     assert first.startswith(f"in {campaign.metrics}/wandb/wandb: `wandb sync ")
-    assert second == "as WANDB_MODE=online says"
+    assert second == "by WANDB_MODE=online"
 
 
 def test_a_tracker_that_cannot_be_reached_is_named_in_one_line(campaign, monkeypatch, capsys):
