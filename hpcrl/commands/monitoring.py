@@ -30,17 +30,14 @@ from hpcrl.monitor.view import watch_campaign as watch_snapshots
 from hpcrl.plan.records import read_recipe, read_site
 from hpcrl.system.exit_codes import EXIT_FAILED
 from hpcrl.system.files import read_json
-from hpcrl.system.terminal import PipeConsole, escape_to_one_line, print_json_text, print_line, print_note
+from hpcrl.system.terminal import PipeConsole, escape_to_one_line, print_json_text, print_line
 
 MAX_LISTED = 60
 """The trajectories on the page that lists them; a terminal shows those that fit."""
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    campaigns = directory.list_campaigns()
-    if not campaigns and (home := os.environ.get("HPCRL_HOME")):
-        print_note(f"campaigns are looked for in $HPCRL_HOME, which is {home}")
-    return print_campaigns(campaigns, as_json=arguments.json)
+    return print_campaigns(directory.list_campaigns(), as_json=arguments.json, home=os.environ.get("HPCRL_HOME", ""))
 
 
 def run_monitor(arguments: argparse.Namespace) -> int:

@@ -70,7 +70,7 @@ class CampaignLine(msgspec.Struct, frozen=True, kw_only=True):
     state: CampaignState
     created: float | str | None
     reason: str = ""
-    """Why it is in this state; empty for one that is done."""
+    """The reason for its state; empty for one that is done."""
 
 
 def survey_campaigns(campaign_dirs: Iterable[CampaignDir], *, problems: list[str]) -> list[CampaignLine]:
@@ -199,16 +199,17 @@ def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> lis
     return lines
 
 
-def print_campaigns(campaign_dirs: Iterable[CampaignDir], *, as_json: bool) -> int:
-    """Print all campaigns, and problems to stderr."""
+def print_campaigns(campaign_dirs: Iterable[CampaignDir], *, as_json: bool, home: str = "") -> int:
+    """Print all campaigns, and problems to stderr; without any, the place that $HPCRL_HOME names."""
     problems: list[str] = []
     lines = survey_campaigns(campaign_dirs, problems=problems)
     if as_json:
         print_json(lines)
     else:
         console = make_console()
+        place = f" in $HPCRL_HOME ({escape_to_one_line(home)})" if home else ""
         listed = render_campaigns(lines, width=console.width)
-        console.print(listed if lines else "no campaigns yet: `hpcrl submit` starts one", soft_wrap=True)
+        console.print(listed if lines else f"no campaigns yet{place}: `hpcrl submit` starts one", soft_wrap=True)
     for problem in dict.fromkeys(problems):
         print(problem, file=sys.stderr)  # noqa: T201 - beside the answer, not in it
     return 0

@@ -365,7 +365,8 @@ def _describe_software(software: Any) -> dict[str, str | None]:
     }
     for name, found in git.items() if isinstance(git, dict) else ():
         if isinstance(found, dict) and found.get("commit"):
-            state = {True: " with changes", False: ""}.get(found.get("changed"), ", perhaps with changes")
+            changed = found.get("changed")
+            state = ", perhaps with changes" if not isinstance(changed, bool) else " with changes" if changed else ""
             entries[f"commit of {name}"] = f"{found['commit']}{state} ({found.get('directory')})"
     return entries
 
