@@ -2,6 +2,7 @@
 
 request           recipe, site and plan, loaded
 submission        a campaign's directory, its records, its first and its further jobs
+provenance        the versions and revisions of the software that a campaign runs with
 submission_checks  what is checked before that
 model_check       a command that checks a model as the job would
 staged_files      the local paths of models and data named by their id on the hub

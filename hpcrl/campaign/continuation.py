@@ -45,6 +45,7 @@ from hpcrl.slurm import next_job
 from hpcrl.slurm.submit import make_site_environment
 from hpcrl.system.files import publish_file, publish_json, read_json, remove_path
 from hpcrl.system.processes import do_nothing
+from hpcrl.system.terminal import show_wait
 
 T = TypeVar("T", bound=msgspec.Struct)
 ShowNote = Callable[[str], object]
@@ -57,13 +58,15 @@ def resume(
     name: str, *, settings: tuple[str, ...] = (), accept: bool = False, show_note: ShowNote = do_nothing
 ) -> CampaignDir:
     """Continue a campaign from the last checkpoint in a new job, with changes if there are any."""
-    campaign = directory.find_campaign(name)
+    campaign = directory.find_continuable(name)
     recorded, dropped = _read_request(campaign, accept=accept)
     request, others = _apply_changes(campaign, recorded, settings=settings, accept=accept)
     changes = _list_all_changes(recorded, request)
     last = _find_last_job(campaign)
-    refuse_while_alive(last, recorded.site, is_done=next_job.find_last_step(campaign) >= request.recipe.train.num_steps)
-    refuse_short_walltime(campaign, walltime_min=request.recipe.job.walltime_min)
+    with show_wait("the last job is looked at, and what the campaign has recorded is read"):
+        is_done = next_job.find_last_step(campaign) >= request.recipe.train.num_steps
+        refuse_while_alive(last, recorded.site, is_done=is_done)
+        refuse_short_walltime(campaign, walltime_min=request.recipe.job.walltime_min)
     if failure := find_final_failure(campaign, num_steps=request.recipe.train.num_steps):
         raise CampaignError(
             f"campaign {campaign.name!r} cannot be resumed: all {request.recipe.train.num_steps} steps were made, and "
@@ -91,7 +94,7 @@ def resume(
 
 def extend(name: str, *, steps: int | None = None, jobs: int = 0, show_note: ShowNote = do_nothing) -> str:
     """Give a campaign more steps, or let more jobs follow; resume it if it has ended. Return a message."""
-    campaign = directory.find_campaign(name)
+    campaign = directory.find_continuable(name)
     recorded, _ = _read_request(campaign, accept=False)
     site, recorded_steps = recorded.site, recorded.recipe.train.num_steps
     num_steps = recorded_steps if steps is None else steps
@@ -197,7 +200,7 @@ def _apply_changes(
     if not accept:
         _refuse_edited(campaign, edited)
     fixed = list_fixed_settings(recorded.recipe)
-    check_changes(compare_settings(manifest.get("fixed", fixed), fixed))
+    check_changes(compare_settings(manifest.get("fixed", fixed), fixed), campaign=campaign)
     base, notes = recorded, []
     newer = None if edited else _load_source(manifest)
     if newer is not None and (found := _list_all_changes(recorded, newer)):
@@ -210,7 +213,7 @@ def _apply_changes(
     if not settings and base is recorded and not edited and not accept:
         return recorded, notes
     changed = _change_settings(campaign, base, settings)
-    check_changes(list_changes(recorded.recipe, changed.recipe))
+    check_changes(list_changes(recorded.recipe, changed.recipe), campaign=campaign)
     if changed.site.name != recorded.site.name:
         raise CampaignError(f"site.name = {changed.site.name!r}: a campaign stays on its site ({recorded.site.name})")
     return changed, notes

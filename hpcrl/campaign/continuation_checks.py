@@ -131,7 +131,7 @@ def compare_settings(before: Mapping[str, Any], after: Mapping[str, Any], *, pre
     ]
 
 
-def check_changes(changes: Sequence[SettingChange]) -> None:
+def check_changes(changes: Sequence[SettingChange], *, campaign: CampaignDir) -> None:
     """Raise CampaignError for a change of what checkpoints and tasks in flight depend on."""
     for change in changes:
         why = explain_fixed_setting(change.key)
@@ -139,8 +139,8 @@ def check_changes(changes: Sequence[SettingChange]) -> None:
             why = "a campaign keeps its domains"
         if why is not None:
             raise CampaignError(
-                f"{change} cannot change in a campaign: {why}; `hpcrl export CAMPAIGN --hf DIR` writes its model, for "
-                "a new campaign with `model.path = DIR`"
+                f"{change} cannot change in a campaign: {why}; `hpcrl export {campaign.name} --hf DIR` writes its "
+                "model, for a new campaign with `model.path = DIR`"
             )
 
 

@@ -1,6 +1,7 @@
 """The directories of campaigns.
 
     find_campaign, list_campaigns              by name or path
+    find_continuable, refuse_newer_format      one that is to be changed
     list_jobs                                  the jobs of a campaign
     reserve_campaign, release_campaign         a directory is reserved before submission, released if that fails
     find_campaigns_root, show_campaigns_root   the directory that holds them on a site
@@ -18,17 +19,39 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from hpcrl.campaign_dir.campaign_format import describe_newer_format
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.site import Site
 from hpcrl.errors import CampaignError, HpcrlError, SlurmError
 from hpcrl.slurm.submit import expand_path
 from hpcrl.system.files import is_file, make_private_dir, read_json, remove_path, sync_directory
+from hpcrl.system.terminal import print_note
 
 FORBIDDEN_IN_PATHS = "\n\r"
 
 
 def find_campaign(name: str) -> CampaignDir:
-    """Find a campaign by name or path."""
+    """Find a campaign by name or path; one of a newer format is noted, as some of it may not be understood."""
+    campaign = _locate_campaign(name)
+    if problem := describe_newer_format(campaign):
+        print_note(f"{problem}: what is new in it is not shown")
+    return campaign
+
+
+def find_continuable(name: str) -> CampaignDir:
+    """Find a campaign that is to be continued; one of a newer format is refused."""
+    campaign = _locate_campaign(name)
+    refuse_newer_format(campaign)
+    return campaign
+
+
+def refuse_newer_format(campaign: CampaignDir) -> None:
+    """Raise CampaignError if writing into a campaign might damage it."""
+    if problem := describe_newer_format(campaign):
+        raise CampaignError(f"{problem}, and does not change it: use that version")
+
+
+def _locate_campaign(name: str) -> CampaignDir:
     candidates = [_find_campaigns_home() / name, Path(name)] if "/" not in name else [Path(name)]
     for path in candidates:
         if is_file(CampaignDir(path).manifest):
@@ -40,9 +63,16 @@ def find_campaign(name: str) -> CampaignDir:
 def list_campaigns() -> list[CampaignDir]:
     """Return all campaigns of this user, newest first."""
     campaigns = _find_campaigns_home()
-    if not campaigns.is_dir():
-        return []
-    found = [CampaignDir(path.resolve()) for path in campaigns.iterdir() if CampaignDir(path).manifest.is_file()]
+    try:
+        paths = list(campaigns.iterdir())
+    except FileNotFoundError:
+        if not campaigns.is_symlink() and not campaigns.parent.is_symlink():
+            return []
+        raise CampaignError(f"{campaigns} leads to nothing: set $HPCRL_HOME to another directory") from None
+    except (OSError, ValueError) as error:  # one with a null byte is a ValueError
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CampaignError(f"{campaigns} cannot be read ({why}): set $HPCRL_HOME to another directory") from error
+    found = [CampaignDir(path.resolve()) for path in paths if is_file(CampaignDir(path).manifest)]
     return sorted(found, key=_read_creation_time, reverse=True)
 
 

@@ -18,8 +18,10 @@ import msgspec
 from hpcrl import __version__
 from hpcrl.campaign import directory
 from hpcrl.campaign.fixed_settings import list_fixed_settings
+from hpcrl.campaign.provenance import describe_software
 from hpcrl.campaign.request import CampaignRequest, make_imitation_model
 from hpcrl.campaign.submission_checks import check_request
+from hpcrl.campaign_dir.campaign_format import CAMPAIGN_FORMAT
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site
@@ -118,11 +120,20 @@ def write_description(campaign: CampaignDir, request: CampaignRequest) -> None:
         make_private_dir(folder)
     write_records(campaign, request)
     _import_task_sets(campaign, request.recipe, request.site)
-    named = {"name": campaign.name, "hpcrl": __version__, "recipe": request.recipe.name, "site": request.site.name}
+    named = {
+        "name": campaign.name,
+        "format": CAMPAIGN_FORMAT,
+        "hpcrl": __version__,
+        "recipe": request.recipe.name,
+        "site": request.site.name,
+    }
     source = {
         "source": msgspec.to_builtins(request.source),
         "digests": digest_records(campaign),
         "fixed": list_fixed_settings(request.recipe),
+        "software": describe_software(
+            python=request.site.choose_python(), recipe=None if request.source is None else request.source.recipe
+        ),
     }
     publish_json(campaign.manifest, {**named, "created": time.time(), "exports": _shell_exports(), **source})
 

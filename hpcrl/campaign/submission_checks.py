@@ -32,6 +32,7 @@ from hpcrl.slurm import submit as slurm
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_USAGE, describe_end
 from hpcrl.system.files import is_directory, is_file
 from hpcrl.system.free_space import find_free_space
+from hpcrl.system.terminal import show_wait
 
 CHECK_TIMEOUT_S = 120
 MODEL_CHECK_TIMEOUT_S = 60
@@ -153,7 +154,8 @@ def run_model_check(request: CampaignRequest) -> str:
         return ""
     command = [request.site.choose_python(), "-m", "hpcrl.campaign.model_check"]
     try:
-        completed = _run_check(command, request, timeout_s=MODEL_CHECK_TIMEOUT_S)
+        with show_wait("the model is checked"):
+            completed = _run_check(command, request, timeout_s=MODEL_CHECK_TIMEOUT_S)
     except OSError as error:
         return f"the model is not checked: the site's python {command[0]!r} cannot be run here ({error.strerror})"
     except subprocess.TimeoutExpired as error:
@@ -177,7 +179,8 @@ def run_length_check(request: CampaignRequest) -> list[str]:
         return []  # the trajectories of a campaign were within the context of its model
     command = [request.site.choose_python(), "-m", "hpcrl.roles.warmup_check"]
     try:
-        completed = _run_check(command, request, timeout_s=CHECK_TIMEOUT_S)
+        with show_wait("the conversations of the warm-up are counted"):
+            completed = _run_check(command, request, timeout_s=CHECK_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"warmup.path: the lengths of its conversations are not checked: {error}"]
     text = " ".join(completed.stdout.decode(errors="replace").splitlines())
@@ -201,7 +204,7 @@ def _check_user_code(request: CampaignRequest) -> list[str]:
     )
     python = request.site.choose_python()
     try:
-        with NamedTemporaryFile() as file:
+        with show_wait("the environments and rewards are imported"), NamedTemporaryFile() as file:
             command = [python, "-m", "hpcrl.envs.check", file.name, msgspec.json.encode(judge).decode()]
             completed = _run_check(command, request, timeout_s=CHECK_TIMEOUT_S)
             *subjects, answer = file.read().decode(errors="replace").split(SUBJECT_END)

@@ -45,6 +45,7 @@ class SurplusPart:
 
 def find_surplus(campaign: CampaignDir, *, with_archive: bool = False) -> list[SurplusPart]:
     """Return what may be removed; with the archive, also the trajectories that training is done with."""
+    directory.refuse_newer_format(campaign)
     jobs = directory.list_jobs(campaign)
     site = read_site(campaign, skips_unknown=True)
     states = find_job_states([job for job in jobs if job.submission.exists()], site)

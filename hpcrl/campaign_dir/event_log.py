@@ -20,13 +20,14 @@ import os
 import stat
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcrl.campaign_dir.events import CampaignEvent, EventsLost, build_line, parse_event
+from hpcrl.campaign_dir.events import CampaignEvent, EventsLost, build_line, is_known_event, parse_event
 from hpcrl.campaign_dir.paths import CampaignDir, make_worker_name
 from hpcrl.system.file_watch import NameWatch, PollPace, is_full
 from hpcrl.system.files import parse_json_lines
@@ -145,6 +146,8 @@ class EventReader:
     """Time when each file (by its name without .jsonl) was last written or touched, as of the last call."""
     unreadable: dict[str, str] = field(default_factory=dict)
     """Files that could not be read at the last call, with the reason."""
+    damaged: Counter[str] = field(default_factory=Counter)
+    """The number of lines of each file that were skipped: no JSON objects, or not what their event has."""
     offsets: dict[str, int] = field(default_factory=dict)
     """Bytes read of each file; another process can continue with them."""
     is_sparing: bool = False
@@ -185,7 +188,12 @@ class EventReader:
                 yield from self._iter_lines(name)
 
     def _iter_events(self, name: str) -> Iterator[CampaignEvent]:
-        return (event for line in self._iter_lines(name) if (event := parse_event(line)) is not None)
+        for line in self._iter_lines(name):
+            event = parse_event(line)
+            if event is not None:
+                yield event
+            elif is_known_event(line.get("event")):
+                self._count_damaged(name)
 
     def _iter_lines(self, name: str) -> Iterator[dict[str, Any]]:
         """Yield the new lines of one file, block by block; it is closed in between, as there may be thousands."""
@@ -196,10 +204,21 @@ class EventReader:
             except OSError as error:  # one unreadable file must not hide the others
                 self.unreadable[name] = error.strerror or str(error)
                 return
-            yield from parse_json_lines(_drop_superseded(data) if self.skips_superseded else data)
+            lines = _drop_superseded(data) if self.skips_superseded else data
+            yield from parse_json_lines(lines, note_damage=partial(self._count_damaged, name))
             if is_last:
                 return
             num_bytes = BLOCK_BYTES if data else 2 * num_bytes  # a line that is longer than a block
+
+    def describe_damage(self) -> list[str]:
+        """Return a sentence for each file with damaged lines."""
+        return [
+            f"{num:,} line{'s' * (num > 1)} of {self.directory.name}/{name} {'are' if num > 1 else 'is'} damaged"
+            for name, num in sorted(self.damaged.items())
+        ]
+
+    def _count_damaged(self, name: str) -> None:
+        self.damaged[name] += 1
 
     def _has_grown(self, name: str) -> bool:
         """Return whether a file has bytes that were not read."""

@@ -4,6 +4,7 @@ CampaignEvent   the base of all events
 count_rewards   make the event of a scored segment
 build_line      make the line of an event
 parse_event     read a line of an event file; None for torn, foreign or newer lines
+is_known_event  whether this version has a kind
 describe_event  describe the event to a person, if it is worth a line
 NonNegativeCount, UnixTime    field types
 JobOutcome      the ways a job ends
@@ -487,6 +488,11 @@ def parse_event(line: Mapping[str, Any]) -> CampaignEvent | None:
         return msgspec.convert(line, kind)
     except msgspec.ValidationError:
         return None
+
+
+def is_known_event(name: object) -> bool:
+    """Return whether this version has a kind of event of this name."""
+    return isinstance(name, str) and name in _EVENT_TYPES
 
 
 def build_line(event: CampaignEvent, *, time: float, origin: Mapping[str, Any]) -> dict[str, Any]:

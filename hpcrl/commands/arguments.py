@@ -132,14 +132,14 @@ def _add_export(commands: "CommandParsers") -> None:
         dest="tracker",
         action="store_const",
         const="wandb",
-        help="send recorded figures to Weights & Biases; again: what is new",
+        help="recorded figures as a run of Weights & Biases, offline unless WANDB_MODE=online; again: what is new",
     )
     target.add_argument(
         "--mlflow",
         dest="tracker",
         action="store_const",
         const="mlflow",
-        help="the same to the MLflow server or database that MLFLOW_TRACKING_URI names",
+        help="the same to MLflow: where MLFLOW_TRACKING_URI names, or a database in the campaign's directory",
     )
     export.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
     export.set_defaults(run="interpreters:run_export")

@@ -13,7 +13,6 @@ Servers whose KV does not fit are left out, since requests queue there and the t
 
 import argparse
 import csv
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ from hpcrl.hardware.speed_fit import (
     measure_errors,
 )
 from hpcrl.plan.records import read_plan, read_recipe, read_site
-from hpcrl.system.terminal import print_line
+from hpcrl.system.terminal import print_json, print_line
 
 
 class _CsvColumn(NamedTuple):
@@ -123,7 +122,7 @@ def calibrate_speed(source: str, *, site: Site | None, held_out: Sequence[str], 
         servers = read_campaign_points(directory.find_campaign(source))
     report = fit_servers(servers, held_out=held_out)
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+        print_json(report)
         return 0
     for line in _describe_report(report):
         print_line(line)

@@ -23,7 +23,7 @@ from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.monitor.log_tail import ROLE_LOGS, list_role_logs, read_from, read_last_lines, split_lines
-from hpcrl.system.terminal import escape_to_one_line, format_timestamp, print_line, print_to_stderr
+from hpcrl.system.terminal import escape_to_one_line, format_timestamp, print_json_text, print_line, print_to_stderr
 
 FOLLOW_INTERVAL_S = 0.5
 _COMMON = frozenset({"event", *CampaignEvent.__struct_fields__})
@@ -105,13 +105,20 @@ def list_events(
 ) -> None:
     """Print the newest `limit` events of these kinds and roles (0: all); with `follow`, continue until interrupted."""
     _check_kinds(kinds)
-    reader = EventReader(campaign.events)
+    reader, shown = EventReader(campaign.events), set[str]()
     newest = deque(_read_sorted(reader, kinds=kinds, roles=roles), maxlen=limit or None)
     while True:
         for line in newest:
-            print_line(_encode_line(line) if as_json else format_event(line))
+            if as_json:
+                print_json_text(msgspec.json.encode(line))
+            else:
+                print_line(format_event(line))
         for name, why in reader.unreadable.items():
             print_to_stderr(f"{name} cannot be read: {why}")
+        for damage in reader.describe_damage():
+            if damage not in shown:
+                print_to_stderr(damage)
+                shown.add(damage)
         if not follow:
             return
         time.sleep(FOLLOW_INTERVAL_S)
@@ -147,10 +154,6 @@ def _read_sorted(reader: EventReader, *, kinds: Collection[str], roles: Collecti
         if (not kinds or line.get("event") in kinds) and (not roles or line.get("role") in roles)
     ]
     yield from sorted(lines, key=_read_time)
-
-
-def _encode_line(line: Mapping[str, Any]) -> str:
-    return escape_to_one_line(msgspec.json.encode(line).decode())
 
 
 def _check_kinds(kinds: Collection[str]) -> None:

@@ -6,7 +6,6 @@ CampaignComparison, ComparedFigure, ComparedSetting    its parts, also the contr
 """
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
@@ -24,7 +23,7 @@ from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
 from hpcrl.monitor.snapshot import CampaignSnapshot
 from hpcrl.plan.records import read_site
 from hpcrl.system.files import read_json
-from hpcrl.system.terminal import escape_to_one_line, format_number, make_console
+from hpcrl.system.terminal import escape_to_one_line, format_number, make_console, print_json
 
 
 class ComparedFigure(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +77,7 @@ def show_comparison(first: CampaignDir, second: CampaignDir, *, as_json: bool) -
     """Print a comparison: figures, then settings that differ."""
     found = compare_campaigns(first, second)
     if as_json:
-        sys.stdout.write((msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n").decode())
+        print_json(found)
         return
     console = make_console()
     figures = ((one.name, _show(one.first), _show(one.second)) for one in found.figures)

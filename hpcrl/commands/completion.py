@@ -128,8 +128,12 @@ def _list_values(action: argparse.Action) -> list[str]:
 
 def _list_campaigns() -> list[str]:
     from hpcrl.campaign.directory import list_campaigns
+    from hpcrl.errors import CampaignError
 
-    return [campaign.name for campaign in list_campaigns()]
+    try:
+        return [campaign.name for campaign in list_campaigns()]
+    except CampaignError:
+        return []
 
 
 def _list_known(kind: str) -> list[str]:

@@ -17,33 +17,34 @@ from statistics import fmean
 
 from hpcrl.campaign import directory
 from hpcrl.campaign.continuation_checks import find_final_failure
+from hpcrl.campaign_dir.job_end import EndCause
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.commands.interpreters import find_python_with
 from hpcrl.errors import HpcrlError
 from hpcrl.monitor.advisories import UNTRAINED_DOMAIN, describe_advisory
 from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
+from hpcrl.monitor.job_state import read_jobs
 from hpcrl.monitor.snapshot import encode_snapshot
 from hpcrl.monitor.view import print_campaigns, show_snapshot
 from hpcrl.monitor.view import watch_campaign as watch_snapshots
 from hpcrl.plan.records import read_recipe, read_site
 from hpcrl.system.exit_codes import EXIT_FAILED
 from hpcrl.system.files import read_json
-from hpcrl.system.terminal import PipeConsole, escape_to_one_line, print_line
+from hpcrl.system.terminal import PipeConsole, escape_to_one_line, print_json_text, print_line
 
 MAX_LISTED = 60
 """The trajectories on the page that lists them; a terminal shows those that fit."""
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    return print_campaigns(directory.list_campaigns(), as_json=arguments.json)
+    return print_campaigns(directory.list_campaigns(), as_json=arguments.json, home=os.environ.get("HPCRL_HOME", ""))
 
 
 def run_monitor(arguments: argparse.Namespace) -> int:
-
     campaign_dir = directory.find_campaign(arguments.campaign)
     collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir, skips_unknown=True)))
     if arguments.json:
-        sys.stdout.write(encode_snapshot(collector.poll()).decode())
+        print_json_text(encode_snapshot(collector.poll()))
     elif arguments.once:
         show_snapshot(collector.poll(), console=PipeConsole(highlight=False))
     else:
@@ -54,7 +55,6 @@ def run_monitor(arguments: argparse.Namespace) -> int:
 
 def watch_campaign(name: str) -> int:
     """Follow a campaign to its end and print the result."""
-
     campaign_dir = directory.find_campaign(name)
     collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir, skips_unknown=True)))
     console, traj_command = PipeConsole(highlight=False), _make_traj_command(campaign_dir)
@@ -104,10 +104,7 @@ def final_summary(
     if state in ("queued", "running", "draining"):
         return []  # what watched it has printed how to see it again
     if state != "done":
-        hpcrl, failure = _command_name(), find_final_failure(campaign, num_steps=read_recipe(campaign).train.num_steps)
-        then = "" if failure else f", then `{hpcrl} resume {campaign.name}`"
-        hint = f"see `{hpcrl} logs {campaign.name}`{then}"
-        return [f"campaign {campaign.name} ended as {state}{learned}; {hint}"]
+        return [f"campaign {campaign.name} ended as {state}{learned}; {_advise_next(campaign)}"]
     return [
         f"campaign {campaign.name} made every step, but did not train everything{learned}"
         if untrained
@@ -120,6 +117,29 @@ def final_summary(
         "next:",
         *_suggest_commands(campaign, has_rewards=bool(known_rewards)),
     ]
+
+
+def _advise_next(campaign: CampaignDir) -> str:
+    """Return what to do after a campaign that has not made all its steps: to resume it alone helps for some causes."""
+    hpcrl, resume = _command_name(), f"{_command_name()} resume {campaign.name}"
+    logs = f"see `{hpcrl} logs {campaign.name}`"
+    if find_final_failure(campaign, num_steps=read_recipe(campaign).train.num_steps):
+        return logs
+    match _find_last_cause(campaign):
+        case "budget-used":
+            return f"raise the limit that was reached: `{resume} -s limits.KEY=VALUE`"
+        case "user-code" | "memory-limits":
+            return (
+                f"{logs}: another job would fail in the same way, so change your code, or a setting of the recipe "
+                f"with `{resume} -s KEY=VALUE`"
+            )
+    return f"{logs}, then `{resume}`"
+
+
+def _find_last_cause(campaign: CampaignDir) -> EndCause | None:
+    """Return why the last job ended that has an outcome; None if that is not known."""
+    ends = [job.outcome for job in read_jobs(campaign) if job.outcome is not None]
+    return ends[-1].likely_cause if ends else None
 
 
 def _suggest_commands(campaign: CampaignDir, *, has_rewards: bool) -> list[str]:

@@ -5,9 +5,7 @@ print_plan                                    the plan on a console
 """
 
 import argparse
-import sys
 
-import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -22,7 +20,7 @@ from hpcrl.config.toml import list_known_names
 from hpcrl.errors import HpcrlError
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.suggestions import show_suggestions, suggest_plans
-from hpcrl.system.terminal import PipeConsole, print_line, print_note
+from hpcrl.system.terminal import PipeConsole, print_json, print_json_text, print_line, print_note
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -32,7 +30,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.suggest:
         _print_suggestions(request, as_json=arguments.json)
     elif arguments.json:
-        sys.stdout.write(request.plan.to_json().decode())
+        print_json_text(request.plan.to_json())
     elif arguments.dag:
         _show_dag(request.recipe, how=arguments.dag)
     else:
@@ -100,7 +98,7 @@ def _print_suggestions(request: CampaignRequest, *, as_json: bool) -> None:
 
     suggestions = suggest_plans(request.recipe, request.site, request.plan)
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(suggestions), indent=2).decode() + "\n")
+        print_json(suggestions)
         return
     for line in show_suggestions(suggestions, request.plan):
         print_line(line)

@@ -24,7 +24,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
 
 
 def run_gc(arguments: argparse.Namespace) -> int:
-    campaigns = [directory.find_campaign(name) for name in arguments.campaigns] or directory.list_campaigns()
+    campaigns = [directory.find_continuable(name) for name in arguments.campaigns] or directory.list_campaigns()
     parts: list[surplus.SurplusPart] = []
     for campaign in campaigns:
         try:

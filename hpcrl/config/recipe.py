@@ -615,7 +615,7 @@ class MetricsConfig(ConfigTable, frozen=True, kw_only=True):
     wandb_project: str = "hpcrl"
     """The project of that run."""
     mlflow: bool = False
-    """A run on the server that MLFLOW_TRACKING_URI names; needs the package mlflow-skinny, and a way to the server."""
+    """A run on the server that MLFLOW_TRACKING_URI names (default: CAMPAIGN/metrics/mlflow); needs mlflow-skinny."""
     mlflow_experiment: str = "hpcrl"
     """The experiment of that run."""
 

@@ -4,17 +4,21 @@ EventFigures          the figures of one event, with their step
 MetricsSink           the interface of a sink
 TensorBoardSink, WandbSink, MlflowSink   its implementations
 make_sink_factories   the sinks that a recipe asks for, by name, not yet opened
+choose_wandb_mode     how W&B gets figures afterwards: offline unless the user chose otherwise
+find_mlflow_store     where MLflow keeps them
 identify_campaign     the id of a campaign's run
 MLFLOW_MAX_METRICS, MLFLOW_MAX_PARAMETERS, MLFLOW_VALUE_CHARS, MLFLOW_ID_TAG   constants
 """
 
 import itertools
+import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import xxhash
@@ -105,9 +109,7 @@ def _import_wandb(directory: Path) -> ModuleType:
 class WandbSink:
     """A run of Weights & Biases, one for all jobs of a campaign; offline, `wandb sync` sends its directories later."""
 
-    def __init__(
-        self, campaign: CampaignDir, metrics: MetricsConfig, *, mode: Literal["online", "offline"] = "online"
-    ) -> None:
+    def __init__(self, campaign: CampaignDir, metrics: MetricsConfig, *, mode: str) -> None:
         directory = make_private_dir(campaign.metrics / "wandb")
         wandb = _import_wandb(directory)
         settings = wandb.Settings(
@@ -139,18 +141,44 @@ class WandbSink:
         self._run.finish()
 
 
+def choose_wandb_mode() -> str:
+    """Return the mode that WANDB_MODE names; offline without it, so that nothing leaves this machine unasked."""
+    return os.environ.get("WANDB_MODE") or "offline"
+
+
+def find_mlflow_store(campaign: CampaignDir) -> str:
+    """Return the server or database that MLFLOW_TRACKING_URI names; without it, a database in the campaign.
+
+    MLflow needs further packages for that.
+    """
+    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+        return uri
+    for name in ("sqlalchemy", "alembic"):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"no module named {name!r}", name=name)
+    return f"sqlite:///{make_private_dir(campaign.metrics / 'mlflow').absolute()}/mlflow.db"
+
+
 class MlflowSink:
-    """A run of MLflow, one for all jobs of a campaign, on the server or database that MLFLOW_TRACKING_URI names."""
+    """A run of MLflow, one for all jobs of a campaign, in the store that `find_mlflow_store` names."""
 
     def __init__(self, campaign: CampaignDir, metrics: MetricsConfig) -> None:
         from mlflow import MlflowClient  # noqa: TID251
         from mlflow.entities import Metric, Param  # noqa: TID251
 
         self._metric = Metric
-        self._client = MlflowClient()
-        name = metrics.mlflow_experiment
+        store, name = find_mlflow_store(campaign), metrics.mlflow_experiment
+        self._client = MlflowClient(tracking_uri=store)
         experiment = self._client.get_experiment_by_name(name)
-        experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        # A database would have artifacts in the current directory.
+        artifacts = (
+            (campaign.metrics / "mlflow" / "artifacts").absolute().as_uri() if store.startswith("sqlite:") else None
+        )
+        experiment_id = (
+            self._client.create_experiment(name, artifact_location=artifacts)
+            if experiment is None
+            else experiment.experiment_id
+        )
         id = identify_campaign(campaign)
         found = self._client.search_runs([experiment_id], f"tags.`{MLFLOW_ID_TAG}` = '{id}'", max_results=1)
         if found:

@@ -15,6 +15,7 @@ and ends. `python -m hpcrl.job.metrics_export CAMPAIGN wandb|mlflow` is the work
 
 import contextlib
 import math
+import shlex
 import signal
 import sys
 import threading
@@ -25,7 +26,15 @@ from typing import Any
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, EvaluationFinished, FaultReported, StepFinished, TrainingResumed
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.job.metric_sinks import EventFigures, MetricsSink, MlflowSink, WandbSink, make_sink_factories
+from hpcrl.job.metric_sinks import (
+    EventFigures,
+    MetricsSink,
+    MlflowSink,
+    WandbSink,
+    choose_wandb_mode,
+    find_mlflow_store,
+    make_sink_factories,
+)
 from hpcrl.plan.records import read_recipe
 from hpcrl.system.exit_codes import EXIT_USAGE, run_for_code
 from hpcrl.system.files import make_private_dir, publish_json, read_json
@@ -171,19 +180,33 @@ def export_recorded(campaign: CampaignDir, name: str) -> int:
     """Send what a campaign has recorded to `wandb` or `mlflow`, print how much it was, and return the exit code."""
     metrics = read_recipe(campaign, skips_unknown=True).metrics
     sinks: dict[str, Callable[[], MetricsSink]] = {
-        "wandb": lambda: WandbSink(campaign, metrics),
+        "wandb": lambda: WandbSink(campaign, metrics, mode=choose_wandb_mode()),
         "mlflow": lambda: MlflowSink(campaign, metrics),
     }
     try:
         num = send_recorded(campaign, name, sinks[name])
-    except ImportError:
-        print_to_stderr(f"hpcrl: {sys.executable} has no package {name}: pip install 'hpcrl[{name}]' there")
+    except ImportError as error:
+        print_to_stderr(
+            f"hpcrl: {sys.executable} has no package {error.name or name}: pip install 'hpcrl[{name}]' there"
+        )
         return EXIT_USAGE
     except Exception as error:  # noqa: BLE001 - a foreign package may raise anything
         print_to_stderr(f"hpcrl: {name}: {type(error).__name__}: {error}")
         return 1
     print_line(f"{num} records of figures were sent to {name}" if num else f"{name} has all figures already")
+    print_line(_describe_place(campaign, name))
     return 0
+
+
+def _describe_place(campaign: CampaignDir, name: str) -> str:
+    """Return where a tracker has the figures, and how they are seen."""
+    if name == "mlflow":
+        store = find_mlflow_store(campaign)
+        return f"in {store}: `mlflow ui --backend-store-uri {shlex.quote(store)}` shows them"
+    if (mode := choose_wandb_mode()) != "offline":
+        return f"by WANDB_MODE={mode}"
+    runs = campaign.metrics / "wandb" / "wandb"
+    return f"in {runs}: `wandb sync {shlex.quote(str(runs))}/offline-run-*` sends them; WANDB_MODE=online does at once"
 
 
 def _feed_continuously(campaign: CampaignDir, job: int) -> int:

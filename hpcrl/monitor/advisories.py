@@ -1,6 +1,6 @@
 """Find what is wrong with a campaign: ranked advisories, each with a figure, its threshold, a cause and a remedy. Pure.
 
-    find_advisories(HealthFacts(progress=..., now=..., is_running=True))
+    find_advisories(HealthFacts(campaign=..., progress=..., now=..., is_running=True))
 
 Advisory            one finding
 HealthFacts         the facts that are judged
@@ -90,6 +90,8 @@ class Advisory(msgspec.Struct, frozen=True, kw_only=True):
 class HealthFacts:
     """The facts about a campaign that are judged."""
 
+    campaign: str
+    """Its name, for the commands that are advised."""
     progress: CampaignProgress
     now: float
     is_running: bool
@@ -142,7 +144,8 @@ def _find_failing_domains(facts: HealthFacts) -> Iterator[Advisory]:
                 threshold=_limit_in_row(run),
                 unit="failures in a row",
                 cause="its reward function fails" if is_scored else _name_worst(domain.recent_outcomes),
-                remedy=f"read its newest fault, and one of its episodes: `hpcrl traj ls CAMPAIGN --domain {name}`",
+                remedy="read its newest fault, and one of its episodes: "
+                f"`hpcrl traj ls {facts.campaign} --domain {name}`",
             )
         elif domain.num_ended >= MIN_ENDED and share > MAX_FAILED_SHARE:
             yield Advisory(

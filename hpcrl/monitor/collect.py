@@ -134,7 +134,10 @@ class SnapshotCollector:
         if judged != self._judged or now - self._judged_at >= ADVISORY_INTERVAL_S:
             self._judged, self._judged_at = judged, now
             is_running = state in {"running", "draining"}
-            self._advisories = find_advisories(HealthFacts(progress=self._progress, now=now, is_running=is_running))
+            facts = HealthFacts(
+                campaign=self.campaign_dir.name, progress=self._progress, now=now, is_running=is_running
+            )
+            self._advisories = find_advisories(facts)
         return self._advisories
 
     def _read_events(self, problems: list[str]) -> None:
@@ -146,6 +149,7 @@ class SnapshotCollector:
         # The first look has hours of counts, whose times the rates need; later ones have seconds.
         self._reader.skips_superseded = not self._needs_all
         problems += [f"{name} cannot be read: {why}" for name, why in self._reader.unreadable.items()]
+        problems += self._reader.describe_damage()
 
     def _query_slurm(self, ids: Sequence[str], now: float) -> None:
         """Ask Slurm about all jobs, at most every half minute; if the query fails, the jobs are unknown."""

@@ -227,7 +227,10 @@ def judge_jobs(
         verdicts.append(JobVerdict(record=job, state=state, reason=reason, slurm=status))
     state_of_campaign = derive_campaign_state([verdict.state for verdict in verdicts], stop_requested=stop_requested)
     if state_of_campaign == "stopped" and verdicts:
-        reason = "; ".join(part for part in (verdicts[-1].reason, RESUME_HINT) if part)
+        end = verdicts[-1].record.outcome
+        is_used_up = end is not None and end.likely_cause == "budget-used"
+        hint = f"`hpcrl resume {campaign_dir.name} -s limits.KEY=VALUE` raises it" if is_used_up else RESUME_HINT
+        reason = "; ".join(part for part in (verdicts[-1].reason, hint) if part)
         verdicts[-1] = replace(verdicts[-1], reason=reason)
     return state_of_campaign, verdicts
 

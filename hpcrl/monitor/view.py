@@ -6,7 +6,9 @@ show_frames         show its snapshots on a terminal, one after another
 show_snapshot       print one frame
 describe_changes    the plain lines between two snapshots: pure
 print_campaigns, survey_campaigns, CampaignLine    all campaigns, from their jobs' files and one query per Slurm
+render_campaigns    their list
 FINAL_STATES, MAX_STEPS_PER_LINE, LINES_PER_CAMPAIGN, LINES_PER_START    its end, and how much is printed
+MIN_TABLE_WIDTH, MAX_REASON_CHARS    how reasons are listed
 FRAME_INTERVAL_S, MAX_LOOK_SHARE, MAX_LOOK_PAUSE_S, CLOCK_INTERVAL_S    how often
 """
 
@@ -20,11 +22,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from hpcrl.campaign_dir.campaign_format import describe_newer_format
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
@@ -56,7 +59,7 @@ from hpcrl.monitor.screen import (
 from hpcrl.monitor.snapshot import CampaignSnapshot, CampaignSummary
 from hpcrl.slurm.status import JobStatus, query_job_states
 from hpcrl.slurm.submit import make_site_environment
-from hpcrl.system.terminal import PipeConsole, escape_to_one_line
+from hpcrl.system.terminal import escape_to_one_line, make_console, print_json
 
 
 class CampaignLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +69,8 @@ class CampaignLine(msgspec.Struct, frozen=True, kw_only=True):
     site: str | None
     state: CampaignState
     created: float | str | None
+    reason: str = ""
+    """The reason for its state; empty for one that is done."""
 
 
 def survey_campaigns(campaign_dirs: Iterable[CampaignDir], *, problems: list[str]) -> list[CampaignLine]:
@@ -84,12 +89,16 @@ def _read_campaign_line(
     unreadable: list[str] = []
     summary = read_json_as(campaign_dir.manifest, CampaignSummary, unreadable)
     problems += [f"campaign {campaign_dir.name}: {problem}" for problem in unreadable]
+    problems += filter(None, [describe_newer_format(campaign_dir)])
     if summary is None:
         summary = CampaignSummary(name=campaign_dir.name)
     # Heartbeats matter only for a job that has no outcome yet.
     heartbeats = read_heartbeats(campaign_dir.events) if any(job.outcome is None for job in jobs) else {}
-    state, _ = judge_jobs(campaign_dir, jobs, statuses=statuses, events={}, heartbeats=heartbeats, now=time.time())
-    return CampaignLine(name=summary.name, site=summary.site, state=state, created=summary.created)
+    state, verdicts = judge_jobs(
+        campaign_dir, jobs, statuses=statuses, events={}, heartbeats=heartbeats, now=time.time()
+    )
+    reason = verdicts[-1].reason if verdicts and state != "done" else ""
+    return CampaignLine(name=summary.name, site=summary.site, state=state, created=summary.created, reason=reason)
 
 
 def _query_statuses(
@@ -119,6 +128,8 @@ FINAL_STATES = frozenset({"done", "failed", "stopped"})
 MAX_STEPS_PER_LINE = 25
 LINES_PER_CAMPAIGN = 20
 LINES_PER_START = 8
+MIN_TABLE_WIDTH, MAX_REASON_CHARS = 80, 160
+"""The width from which on the list of campaigns has a column of reasons; `hpcrl monitor` has the whole text."""
 FRAME_INTERVAL_S = 0.25
 """The shortest time between two looks at a campaign."""
 MAX_LOOK_SHARE = 0.01
@@ -160,7 +171,7 @@ def show_snapshot(snapshot: CampaignSnapshot, *, console: Console) -> None:
 
 
 def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> list[str]:
-    """Return plain lines for what is new: notes, a new state, a line every few steps, and new advisories."""
+    """Return plain lines for what is new: notes, a new state, a line every few steps, new advisories and problems."""
     lines = []
     num_known = old.detail.num_notes if old else 0
     for note in sorted(new.detail.notes, key=lambda note: note.number):
@@ -180,21 +191,25 @@ def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> lis
         for advisory in new.advisories
         if (advisory.name, advisory.subject) not in known
     ]
+    lines += [
+        f"{format_clock_time(new.detail.now)} {problem}"
+        for problem in new.detail.problems
+        if old is None or problem not in old.detail.problems
+    ]
     return lines
 
 
-def print_campaigns(campaign_dirs: Iterable[CampaignDir], *, as_json: bool) -> int:
-    """Print all campaigns, and problems to stderr."""
+def print_campaigns(campaign_dirs: Iterable[CampaignDir], *, as_json: bool, home: str = "") -> int:
+    """Print all campaigns, and problems to stderr; without any, the place that $HPCRL_HOME names."""
     problems: list[str] = []
     lines = survey_campaigns(campaign_dirs, problems=problems)
     if as_json:
-        sys.stdout.write((msgspec.json.format(msgspec.json.encode(lines), indent=2) + b"\n").decode())
+        print_json(lines)
     else:
-        console = PipeConsole(highlight=False)
-        _replace_unprintable(console)
-        console.print(
-            _build_campaign_table(lines) if lines else "no campaigns yet: `hpcrl submit` starts one", soft_wrap=True
-        )
+        console = make_console()
+        place = f" in $HPCRL_HOME ({escape_to_one_line(home)})" if home else ""
+        listed = render_campaigns(lines, width=console.width)
+        console.print(listed if lines else f"no campaigns yet{place}: `hpcrl submit` starts one", soft_wrap=True)
     for problem in dict.fromkeys(problems):
         print(problem, file=sys.stderr)  # noqa: T201 - beside the answer, not in it
     return 0
@@ -316,15 +331,31 @@ def _is_far_from(old: CampaignSnapshot, new: CampaignSnapshot) -> bool:
     return before[0] * LINES_PER_START // before[1] != after[0] * LINES_PER_START // after[1]
 
 
-def _build_campaign_table(lines: Sequence[CampaignLine]) -> RenderableType:
+def render_campaigns(lines: Sequence[CampaignLine], *, width: int) -> RenderableType:
+    """Render the list of campaigns; reasons are a column, or lines below the list if that is too narrow for one."""
+    with_reason = [line for line in lines if line.reason]
+    if width >= MIN_TABLE_WIDTH:
+        return _build_campaign_table(lines, has_reasons=bool(with_reason))
+    below = [Text(escape_to_one_line(f"{line.name}: {_shorten_reason(line.reason)}")) for line in with_reason]
+    return Group(_build_campaign_table(lines, has_reasons=False), *below)
+
+
+def _shorten_reason(reason: str) -> str:
+    return reason if len(reason) <= MAX_REASON_CHARS else f"{reason[:MAX_REASON_CHARS]}..."
+
+
+def _build_campaign_table(lines: Sequence[CampaignLine], *, has_reasons: bool) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    width = max(len(line.name) for line in lines)
+    width = max((len(line.name) for line in lines), default=0)
     table.add_column("name", no_wrap=True, min_width=width)  # it is copied into the next command
     for heading in ("site", "state", "created"):
         table.add_column(heading, no_wrap=True, overflow="ellipsis")
+    if has_reasons:
+        table.add_column("reason", overflow="fold")
     for line in lines:
         created = format_date(line.created) if isinstance(line.created, float) else str(line.created or "?")
         state = Text(line.state, style=STATE_STYLES[line.state])
         name, site = escape_to_one_line(line.name), escape_to_one_line(line.site or "?")
-        table.add_row(Text(name), Text(site), state, Text(escape_to_one_line(created)))
+        reason = [Text(escape_to_one_line(_shorten_reason(line.reason)))] if has_reasons else []
+        table.add_row(Text(name), Text(site), state, Text(escape_to_one_line(created)), *reason)
     return table

@@ -18,7 +18,7 @@ from hpcrl.report.page import render_page, write_picture
 from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
 from hpcrl.system.files import find_output, publish_file
 from hpcrl.system.processes import do_nothing
-from hpcrl.system.terminal import print_to_stderr
+from hpcrl.system.terminal import print_json_text, print_to_stderr
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,7 +50,7 @@ def _run_command(arguments: argparse.Namespace, campaigns: Sequence[CampaignDir]
     data = msgspec.json.format(msgspec.json.encode(document), indent=1)
     if arguments.json or arguments.format == "json":
         if arguments.output is None:
-            sys.stdout.write(data.decode() + "\n")
+            print_json_text(data)
         else:
             _publish(arguments.output, data + b"\n")
         return

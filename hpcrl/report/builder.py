@@ -334,6 +334,8 @@ def _build_provenance(
         "engine": engine.get("backend"),
         "seed": recipe.get("seed"),
         "version of hpcrl": manifest.get("hpcrl"),
+        "format": manifest.get("format"),
+        **_describe_software(manifest.get("software")),
         "created": _format_created(manifest.get("created")),
         "directory": str(campaign.root),
         "digest of recipe.json": (manifest.get("digests") or {}).get("recipe.json"),
@@ -351,6 +353,22 @@ def _build_provenance(
     return [
         ProvenanceEntry(name=name, value=str(value)) for name, value in entries.items() if value not in (None, "", [])
     ]
+
+
+def _describe_software(software: Any) -> dict[str, str | None]:
+    """Return the versions and revisions that were recorded at submission; nothing of a campaign without them."""
+    software = software if isinstance(software, dict) else {}
+    git, packages = software.get("git"), software.get("packages")
+    entries: dict[str, str | None] = {
+        "Python": software.get("python"),
+        "packages": ", ".join(f"{name} {one}" for name, one in packages.items()) if isinstance(packages, dict) else "",
+    }
+    for name, found in git.items() if isinstance(git, dict) else ():
+        if isinstance(found, dict) and found.get("commit"):
+            changed = found.get("changed")
+            state = ", perhaps with changes" if not isinstance(changed, bool) else " with changes" if changed else ""
+            entries[f"commit of {name}"] = f"{found['commit']}{state} ({found.get('directory')})"
+    return entries
 
 
 def _format_created(value: object) -> str | None:

@@ -50,7 +50,7 @@ from hpcrl.slurm.submit import expand_path
 from hpcrl.staging.hub_files import RepositoryListing, StageTransfer, choose_files, is_whole, list_repository, sum_sizes
 from hpcrl.system.files import make_private_dir, publish_file, staged_path, sync_directory
 from hpcrl.system.free_space import find_free_space
-from hpcrl.system.terminal import format_bytes, print_line, print_to_stderr
+from hpcrl.system.terminal import format_bytes, print_line, print_to_stderr, show_wait
 
 FREE_SHARE = 1.02
 """File systems need some room besides the files."""
@@ -117,7 +117,8 @@ def _prepare_transfer(group: list[HubName], staging: StagingDir) -> StageTransfe
     name = group[0]
     staged = read_manifest(staging.find_folder(name))
     try:
-        listing = list_repository(name)
+        with show_wait(f"the hub is asked for the files of {name}"):
+            listing = list_repository(name)
     except StageError as error:
         if staged is None or not {one.file for one in group if one.file} <= staged.files.keys():
             raise
@@ -244,16 +245,19 @@ def _stage_image(image: str, tool: ContainerTool, staging: StagingDir) -> None:
     """Pull an image unless the file that was pulled is there as it was."""
     suffix = PULLED_IMAGES.get(tool)
     if suffix is None:
-        _pull(PULL_WORDS[tool]("", image), image)
+        with show_wait(f"{image} is pulled"):
+            _pull(PULL_WORDS[tool]("", image), image)
         print_line(f"{image}: pulled into the store of {tool}")
         return
     path = staging.find_image(image, suffix=suffix)
     record = path.with_suffix(".json")
     make_private_dir(path.parent)
-    if _is_recorded(path, record):
+    with show_wait(f"{image} is looked for, and compared with its digest"):
+        is_there = _is_recorded(path, record)
+    if is_there:
         print_line(f"{image}: was there\n  in {path}")
         return
-    with staged_path(path) as temporary:
+    with show_wait(f"{image} is pulled"), staged_path(path) as temporary:
         if tool in PULL_WORDS:
             _pull(PULL_WORDS[tool](str(temporary), image), image)
         else:

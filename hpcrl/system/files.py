@@ -5,9 +5,11 @@ import errno
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from hpcrl.system.processes import do_nothing
 
 
 def publish_file(path: Path, data: bytes | str, *, mode: int = 0o600) -> None:
@@ -137,17 +139,19 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_bytes())
 
 
-def parse_json_lines(data: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the complete JSON objects in `data`, one per line; torn and foreign lines are skipped."""
+def parse_json_lines(data: bytes, *, note_damage: Callable[[], object] = do_nothing) -> Iterator[dict[str, Any]]:
+    """Yield the complete JSON objects in `data`, one per line; for torn and foreign lines `note_damage` is called."""
     for line in data.split(b"\n"):
         if not line:
             continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            continue
+            value = None
         if isinstance(value, dict):
             yield value
+        else:
+            note_damage()
 
 
 def read_last_line(path: Path) -> str:

@@ -25,6 +25,7 @@ _UNSAFE_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufff9-\ufffb"
     "\U000e0000-\U000e007f]"
 )
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 PIPE_WIDTH = 160
 LABEL_WIDTH = 8
 """The width of a column of labels."""
@@ -103,16 +104,27 @@ def track_progress(items: Sequence[T], description: str) -> Iterable[T]:
 def show_wait(description: str) -> Iterator[None]:
     """Show on stderr, if that is a terminal, that something takes its time."""
     console = Console(stderr=True)
-    with console.status(description) if console.is_terminal else contextlib.nullcontext():
+    with console.status(Text(escape_to_one_line(description))) if console.is_terminal else contextlib.nullcontext():
         yield
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON, with every character that could control a terminal escaped."""
-    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
-    sys.stdout.write(
-        _UNSAFE_CHARACTERS.sub(lambda match: json.dumps(match[0])[1:-1], text.replace("\x7f", "\\u007f")) + "\n"
-    )
+    """Print a value as JSON, with every character escaped that could control a terminal."""
+    print_json_text(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def print_json_text(text: bytes) -> None:
+    """Print a JSON document, with every character escaped that could control a terminal or cannot be shown."""
+    escaped = _UNSAFE_CHARACTERS.sub(_escape_in_json, text.decode())
+    try:
+        escaped.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        escaped = _NOT_ASCII.sub(_escape_in_json, escaped)
+    sys.stdout.write(escaped.rstrip("\n") + "\n")
+
+
+def _escape_in_json(match: re.Match[str]) -> str:
+    return "\\u007f" if match[0] == "\x7f" else json.dumps(match[0])[1:-1]
 
 
 def format_age(timestamp: float, *, now: float | None = None) -> str:

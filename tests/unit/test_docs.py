@@ -215,6 +215,48 @@ def test_the_recipes_with_nodes_of_ones_own_plan_as_printed_and_show_their_graph
     assert " update policy <- loss -> weights my_package.losses:momentum (each minibatch)" in last
 
 
+HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
+FENCED = re.compile(r"^```.*?^```\s*$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def list_anchors(path: Path) -> set[str]:
+    """Return the anchors that GitHub, and the site, give to the headings of a page."""
+    anchors: dict[str, int] = {}
+    for heading in HEADING.findall(FENCED.sub("", path.read_text())):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        anchor = re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", words).strip().lower())
+        anchors[anchor] = anchors.get(anchor, 0) + 1
+    return {anchor if not number else f"{anchor}-{number}" for anchor, num in anchors.items() for number in range(num)}
+
+
+def find_broken_links(path: Path) -> list[str]:
+    """Return the links to files that are not there, and to anchors that are not in them."""
+    broken = []
+    for target in LINK.findall(FENCED.sub("", path.read_text())):
+        file, _, anchor = target.partition("#")
+        page = path.parent / file if file else path
+        if not re.match(r"[a-z]+:", target) and (
+            not page.exists() or (anchor and page.suffix == ".md" and anchor not in list_anchors(page))
+        ):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_every_link_of_a_document_leads_to_a_file_and_a_heading_of_it(path):
+    assert find_broken_links(path) == []
+
+
+def test_a_link_to_a_file_or_a_heading_that_is_missing_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# One `two.three` -- *four*\n\n## Again\n## Again\n```sh\n# not one\n```\n")
+    assert list_anchors(page) == {"one-twothree----four", "again", "again-1"}
+    links = "[a](page.md#again-1) [b](#again-2) [c](gone.md) [d](page.md#not-one) [e](https://here/#x) [f](#again)\n"
+    page.write_text(page.read_text() + links)
+    assert find_broken_links(page) == ["#again-2", "gone.md", "page.md#not-one"]
+
+
 LANGUAGES = ("sh", "console", "toml", "python", "json", "jinja", "text")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]

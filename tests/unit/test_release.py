@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 hatchling = pytest.importorskip("hatchling.build")
 SHIPPED = ("recipes", "sites", "jobs")
@@ -51,6 +53,37 @@ def test_the_wheel_has_its_licence_and_its_command(built: Path) -> None:
     assert any(name.endswith("/licenses/LICENSE") for name in names)
     (entry_points,) = (name for name in names if name.endswith("/entry_points.txt"))
     assert "hpcrl = hpcrl.cli:main" in archive.read(entry_points).decode()
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel into a new environment, which sees this one's packages; return its programs."""
+    root = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root)], check=True)
+    (wheel,) = built.glob("hpcrl-*.whl")
+    pip = [sys.executable, "-m", "pip", "--python", str(root / "bin" / "python"), "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True)
+    (packages,) = root.glob("lib/python*/site-packages")
+    seen = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(seen) + "\n")
+    return root / "bin"
+
+
+def run_installed(program: Path, *words: str, cwd: Path) -> str:
+    environment = {"PATH": f"{program.parent}:/usr/bin:/bin", "HOME": str(cwd), "HPCRL_HOME": str(cwd / "home")}
+    done = subprocess.run([program, *words], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_installed_wheel_plans_the_quickstart_without_the_repository(installed: Path, tmp_path: Path) -> None:
+    place = run_installed(installed / "python", "-c", "import hpcrl; print(hpcrl.__file__)", cwd=tmp_path)
+    assert Path(place.strip()).is_relative_to(installed.parent)
+    assert run_installed(installed / "hpcrl", "--version", cwd=tmp_path) == f"hpcrl {__version__}\n"
+    shown = run_installed(installed / "hpcrl", "plan", "quickstart", "--site", "local", cwd=tmp_path)
+    assert "quickstart" in shown
+    assert str(ROOT) not in shown
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_sdist_has_what_a_wheel_is_built_from(built: Path) -> None:

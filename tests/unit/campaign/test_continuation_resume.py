@@ -16,8 +16,10 @@ from hpcrl.campaign.request import load_request
 from hpcrl.campaign.submission import write_description
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import TrainProgress, write_train_progress
+from hpcrl.commands import monitoring
 from hpcrl.commands.monitoring import final_summary
 from hpcrl.errors import CampaignError
+from hpcrl.monitor.job_state import judge_jobs, read_jobs
 from hpcrl.slurm.submit import SubmittedJob, record_submission
 from hpcrl.system.files import make_private_dir, read_json
 from hpcrl.system.processes import read_start_ticks
@@ -109,6 +111,11 @@ def test_a_campaign_that_failed_with_all_its_steps_made_is_not_resumed_nor_is_th
     assert failed.job_numbers() == [0]
 
 
+def test_a_fixed_setting_is_refused_with_the_name_of_the_campaign(failed: CampaignDir) -> None:
+    with pytest.raises(CampaignError, match="`hpcrl export c --hf DIR` writes its model, for a new campaign"):
+        continuation.resume(str(failed.root), settings=("seed=7",))
+
+
 def test_a_campaign_that_failed_before_its_last_step_is_resumed(
     failed: CampaignDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +126,32 @@ def test_a_campaign_that_failed_before_its_last_step_is_resumed(
     assert "hpcrl resume c" in line
     continuation.resume(str(failed.root))
     assert started == [1]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "cause", "advice"),
+    [
+        ("failed", "user-code", "another job would fail in the same way, so change your code, or a setting"),
+        ("failed", "memory-limits", "`hpcrl resume c -s KEY=VALUE`"),
+        ("stopped", "budget-used", "raise the limit that was reached: `hpcrl resume c -s limits.KEY=VALUE`"),
+        ("failed", "infrastructure", "see `hpcrl logs c`, then `hpcrl resume c`"),
+        ("failed", "node-failure", "see `hpcrl logs c`, then `hpcrl resume c`"),
+    ],
+)
+def test_what_is_advised_at_the_end_follows_from_the_cause(
+    failed: CampaignDir, monkeypatch: pytest.MonkeyPatch, outcome: str, cause: str, advice: str
+) -> None:
+    monkeypatch.setattr(monitoring, "_command_name", lambda: "hpcrl")
+    failed.job(0).outcome.write_text(json.dumps({"outcome": outcome, "cause": cause}))
+    (line,) = final_summary(failed, state=outcome, rewards=[])
+    assert advice in line
+
+
+def test_the_reason_of_a_campaign_at_its_limit_names_the_setting_that_continues_it(failed: CampaignDir) -> None:
+    end = {"outcome": "stopped", "cause": "budget-used", "reason": "it has used 3 node-hours"}
+    failed.job(0).outcome.write_text(json.dumps(end))
+    _, (verdict,) = judge_jobs(failed, read_jobs(failed), statuses={}, events={}, heartbeats={}, now=0.0)
+    assert verdict.reason == "it has used 3 node-hours; `hpcrl resume c -s limits.KEY=VALUE` raises it"
 
 
 @pytest.fixture

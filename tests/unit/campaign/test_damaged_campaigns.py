@@ -10,10 +10,11 @@ from hpcrl.campaign.directory import find_campaign, list_campaigns, reserve_camp
 from hpcrl.campaign.request import load_request
 from hpcrl.campaign.running_jobs import stop_gracefully, stop_now
 from hpcrl.campaign.submission import write_description
+from hpcrl.campaign_dir.campaign_format import CAMPAIGN_FORMAT, describe_newer_format
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.cli import main
 from hpcrl.errors import CampaignError
-from hpcrl.system.files import make_private_dir
+from hpcrl.system.files import make_private_dir, publish_json
 from tests.support.synthetic import SyntheticCampaign
 
 
@@ -102,3 +103,99 @@ def test_stop_reports_that_a_local_job_without_an_outcome_has_ended(
 
     assert "good has ended already (failed: it ended without an outcome" in stop("good")
     assert not CampaignDir(good.directory.root).stop.exists()
+
+
+@pytest.fixture
+def newer(good: SyntheticCampaign) -> SyntheticCampaign:
+    """Make a campaign of a format that this version does not know."""
+    write_description(good.directory, load_request("quickstart", site="local"))
+    good.submit_local()
+    good.outcome("stopped", "a user asked for it")
+    manifest = json.loads(good.directory.manifest.read_text())
+    publish_json(good.directory.manifest, manifest | {"format": CAMPAIGN_FORMAT + 1, "hpcrl": "9.9"})
+    return good
+
+
+def test_a_campaign_records_its_format(home: Path) -> None:
+    request = load_request("quickstart", site="local")
+    campaign = reserve_campaign("one", stem="quickstart", site=request.site)
+    write_description(campaign, request)
+    assert json.loads(campaign.manifest.read_text())["format"] == CAMPAIGN_FORMAT
+    assert describe_newer_format(campaign) == ""
+
+
+@pytest.mark.parametrize(
+    "words", [["resume", "good"], ["resume", "good", "--accept"], ["extend", "good", "--steps", "60"], ["gc", "good"]]
+)
+def test_a_campaign_of_a_newer_format_is_not_changed(
+    newer: SyntheticCampaign, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main(words) == 2
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed.startswith("hpcrl: campaign good has format 2, of hpcrl 9.9; hpcrl ")
+    assert newer.directory.job_numbers() == [0]
+
+
+@pytest.mark.parametrize("words", [["monitor", "good", "--json"], ["ls"], ["events", "good"]])
+def test_a_campaign_of_a_newer_format_is_shown_with_a_note(
+    newer: SyntheticCampaign, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main(words) == 0
+    (note,) = capsys.readouterr().err.splitlines()
+    assert "campaign good has format 2" in note
+
+
+@pytest.mark.parametrize("value", [None, "x", [], -1, 0])
+def test_a_format_that_is_no_number_is_not_newer(newer: SyntheticCampaign, value: object) -> None:
+    publish_json(newer.directory.manifest, {"name": "good", "format": value})
+    assert describe_newer_format(newer.directory) == ""
+
+
+def make_file(home: Path) -> None:
+    home.write_text("")
+
+
+def make_dangling_link(home: Path) -> None:
+    home.symlink_to(home.with_name("nowhere"))
+
+
+def make_campaigns_a_file(home: Path) -> None:
+    home.mkdir()
+    (home / "campaigns").write_text("")
+
+
+@pytest.mark.parametrize("spoil", [make_file, make_dangling_link, make_campaigns_a_file])
+@pytest.mark.parametrize("words", [["ls"], ["monitor", "one"], ["gc"]])
+def test_a_home_that_is_no_directory_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    spoil: Callable[[Path], None],
+    words: list[str],
+) -> None:
+    home = tmp_path / "spoilt"
+    spoil(home)
+    monkeypatch.setenv("HPCRL_HOME", str(home))
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith(f"hpcrl: {home}/campaigns ")
+    assert "set $HPCRL_HOME to another directory" in err
+
+
+@pytest.mark.parametrize("home", ["x" * 5000, "/proc/version/below"])
+def test_a_home_that_cannot_be_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: str
+) -> None:
+    monkeypatch.setenv("HPCRL_HOME", home)
+    assert main(["ls"]) == 2
+    assert f"{home}/campaigns cannot be read" in capsys.readouterr().err
+
+
+def test_a_home_that_is_not_there_yet_is_shown_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HPCRL_HOME", str(tmp_path / "later"))
+    assert main(["ls"]) == 0
+    assert capsys.readouterr().out.startswith(f"no campaigns yet in $HPCRL_HOME ({tmp_path}/later)")

@@ -85,3 +85,33 @@ def test_of_counts_that_follow_each_other_a_reader_may_get_the_last_alone(log, t
 
 def count(num: int) -> EpisodesCounted:
     return EpisodesCounted(done=num)
+
+
+def test_damaged_lines_are_counted_by_file(log, tmp_path):
+    log.emit(CheckpointSaved(step=1))
+    with log.path.open("ab") as file:
+        file.write(b'{"event": "checkp\n\n[1]\n\x00\x00\x00\n')
+    log.emit(CheckpointSaved(step=2))
+    reader = EventReader(tmp_path)
+    assert [event.step for event in reader.poll() if isinstance(event, CheckpointSaved)] == [1, 2]
+    assert reader.describe_damage() == [f"3 lines of {tmp_path.name}/w.jsonl are damaged"]
+    with log.path.open("ab") as file:
+        file.write(b"x\n")
+    assert list(reader.poll()) == []
+    assert reader.damaged == {"w.jsonl": 4}
+
+
+def test_an_event_of_a_newer_version_is_no_damage(log, tmp_path):
+    with log.path.open("ab") as file:
+        file.write(b'{"time": 1, "event": "teleported"}\n')
+    reader = EventReader(tmp_path)
+    assert list(reader.poll()) == []
+    assert reader.describe_damage() == []
+
+
+def test_an_event_whose_fields_are_wrong_is_damage(log, tmp_path):
+    with log.path.open("ab") as file:
+        file.write(b'{"time": 1, "event": "checkpoint", "step": "many"}\n')
+    reader = EventReader(tmp_path)
+    assert list(reader.poll_merged()) == []
+    assert reader.describe_damage() == [f"1 line of {tmp_path.name}/w.jsonl is damaged"]

@@ -1,9 +1,11 @@
 """The monitor as a process on a real terminal, of any width and without colours, and in a pipe."""
 
 import fcntl
+import json
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -62,6 +64,33 @@ def test_every_key_works_on_a_terminal_without_colours_in_locale_c(environment: 
         monitor.wait(60)
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["submit", "quickstart", "--site", "local", "--dry-run"], b"the environments and rewards are imported"),
+        (["resume", "one"], b"the last job is looked at, and what the campaign has recorded is read"),
+        (["try", "quickstart", "-n", "1"], b"the model is loaded, then episodes of lake are played"),
+    ],
+)
+def test_what_takes_long_is_shown_on_a_terminal(environment: dict[str, str], words: list[str], shown: bytes) -> None:
+    user, terminal = pty.openpty()
+    command = subprocess.Popen(
+        [*COMMAND[:3], *words],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=environment,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    try:
+        await_text(user, shown)
+    finally:
+        os.killpg(command.pid, signal.SIGKILL)
+        command.wait(60)
+        os.close(user)
+
+
 def await_text(user: int, text: bytes) -> None:
     """Read what a terminal shows until it has a text; it is plain, without colours and titles."""
     seen = b""
@@ -97,3 +126,20 @@ def test_a_reader_that_closes_the_pipe_at_once_ends_the_monitor_silently(
     done = subprocess.run(["bash", "-c", shell], env=environment, capture_output=True, timeout=60, check=False)
     assert done.stderr == b""
     assert done.returncode in (0, 141)
+
+
+def test_json_has_no_character_that_controls_a_terminal(home: Path, make_campaign: CampaignMaker) -> None:
+    campaign = make_campaign("one")
+    outcome = {"outcome": "failed", "reason": "a\x1b[31m b\x9b31m c\x7f d\x85 \u202e \xe9 \u2192", "time": 2.0}
+    campaign.job(0).outcome.write_text(json.dumps(outcome))
+    for words in (["monitor", "one", "--json"], ["ls", "--json"], ["events", "one", "--json"]):
+        for locale in ({}, PLAIN):
+            done = subprocess.run(
+                [sys.executable, "-m", "hpcrl.cli", *words], env=os.environ | locale, capture_output=True, check=True
+            )
+            text = done.stdout.decode()
+            assert not [
+                one for one in text if one != "\n" and (ord(one) < 32 or 126 < ord(one) < 160 or one == "\u202e")
+            ]
+    (line,) = json.loads(subprocess.run([*COMMAND[:3], "ls", "--json"], capture_output=True, check=True).stdout)
+    assert line["reason"] == outcome["reason"]

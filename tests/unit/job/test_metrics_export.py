@@ -14,6 +14,7 @@ from hpcrl.campaign_dir.events import EpisodesCounted, EvaluationFinished, StepF
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import MetricsConfig
+from hpcrl.job import metrics_export
 from hpcrl.job.metrics_export import (
     MetricsFeeder,
     export_recorded,
@@ -306,6 +307,41 @@ def test_mlflow_has_one_run_of_a_campaign_with_its_figures_and_settings(campaign
     assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.5)]
     assert sent.data.params["rollout.group_size"] == str(make_recipe().rollout.group_size)
     assert (sent.info.run_name, sent.info.status) == (campaign.name, "FINISHED")
+
+
+def test_mlflow_is_written_into_the_campaign_unless_another_place_is_named(campaign, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(make_private_dir(tmp_path / "elsewhere"))
+    trainer(campaign).emit(StepFinished(step=1, **STEP))
+    assert export_recorded(campaign, "mlflow") == 0
+    store = campaign.metrics / "mlflow" / "mlflow.db"
+    assert f"in sqlite:///{store}: `mlflow ui --backend-store-uri sqlite:///{store}`" in capsys.readouterr().out
+    assert store.stat().st_size > 0
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_wandb_is_offline_unless_the_user_chose_a_mode(campaign, monkeypatch, capsys):
+    opened = []
+
+    class WandbRecorder(SinkRecorder):
+        def __init__(self, campaign, metrics, *, mode):
+            super().__init__()
+            opened.append(mode)
+
+    monkeypatch.setattr(metrics_export, "WandbSink", WandbRecorder)
+    log = trainer(campaign)
+    for step, mode in ((1, None), (2, "online")):
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        if mode is not None:
+            monkeypatch.setenv("WANDB_MODE", mode)
+        log.emit(StepFinished(step=step, **STEP))
+        assert export_recorded(campaign, "wandb") == 0
+    assert opened == ["offline", "online"]
+    first, second = capsys.readouterr().out.splitlines()[1::2]
+    assert first.startswith(f"in {campaign.metrics}/wandb/wandb: `wandb sync ")
+    assert second == "by WANDB_MODE=online"
 
 
 def test_a_tracker_that_cannot_be_reached_is_named_in_one_line(campaign, monkeypatch, capsys):

@@ -82,7 +82,7 @@ def judge(
     progress = CampaignProgress()
     for event in events:
         progress.add(event)
-    return find_advisories(HealthFacts(progress=progress, now=now, is_running=is_running))
+    return find_advisories(HealthFacts(campaign="one", progress=progress, now=now, is_running=is_running))
 
 
 def judge_steps(change: StepChange) -> list[str]:
@@ -95,6 +95,15 @@ def names(advisories: list[Advisory]) -> list[str]:
 
 def test_a_healthy_campaign_has_no_advisory() -> None:
     assert judge(*list_healthy_events()) == []
+
+
+def test_a_command_that_is_advised_names_the_campaign() -> None:
+    scored = [
+        stamp_event("reward-0", SegmentScored(reward_faults={"lake": {"finished": 64}}), time=T0 + number)
+        for number in range(1, 5)
+    ]
+    remedies = [advisory.remedy for advisory in judge(*list_healthy_events(), *scored)]
+    assert any("`hpcrl traj ls one --domain lake`" in remedy for remedy in remedies)
 
 
 @pytest.mark.parametrize("num", range(12))

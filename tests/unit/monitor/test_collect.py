@@ -626,6 +626,15 @@ def test_a_torn_last_line_waits_and_counts_once(campaign: SyntheticCampaign) -> 
     assert reading.poll().reward_mean == [0.1, 0.5]
 
 
+def test_damaged_lines_of_events_are_counted_and_named(campaign: SyntheticCampaign) -> None:
+    running(campaign).step(1)
+    with (campaign.directory.events / "000-train-0.jsonl").open("ab") as file:
+        file.write(b"{\n[1]\n\x00\n")
+    reading = collector(campaign)
+    assert reading.poll().detail.problems == ["3 lines of events/000-train-0.jsonl are damaged"]
+    assert reading.poll().detail.problems == ["3 lines of events/000-train-0.jsonl are damaged"]
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -1,6 +1,7 @@
 """The monitor's output: screens and plain lines of synthetic campaigns."""
 
 import io
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,8 +30,10 @@ from hpcrl.monitor.view import (
     choose_pause,
     describe_changes,
     print_campaigns,
+    render_campaigns,
     show_frames,
     show_snapshot,
+    survey_campaigns,
     watch_campaign,
 )
 from hpcrl.slurm.status import JobStatus
@@ -91,6 +94,16 @@ def failed(root: Path) -> SyntheticCampaign:
     campaign = running(root)
     campaign.outcome("failed", LONG)
     return campaign
+
+
+def test_a_problem_is_a_plain_line_once(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    with (campaign.directory.events / "000-train-0.jsonl").open("ab") as file:
+        file.write(b"{\n")
+    reading = collector(campaign)
+    first = reading.poll()
+    assert any("1 line of events/000-train-0.jsonl is damaged" in line for line in describe_changes(None, first))
+    assert not any("damaged" in line for line in describe_changes(first, reading.poll()))
 
 
 @pytest.mark.parametrize("state", [planned, running, done, failed])
@@ -320,6 +333,29 @@ def test_campaigns_are_listed_for_people_and_for_scripts(tmp_path: Path, capsys:
     assert '"state": "done"' in capsys.readouterr().out
     assert print_campaigns([], as_json=False) == 0
     assert capsys.readouterr().out.startswith("no campaigns yet")
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 200])
+def test_a_failed_campaign_is_listed_with_its_reason_in_a_list_of_any_width(tmp_path: Path, columns: int) -> None:
+    campaign = running(tmp_path)
+    campaign.outcome("failed", "the reward function raised KeyError: 'answer'")
+    lines = survey_campaigns([campaign.directory, planned(tmp_path / "other").directory], problems=[])
+    console = terminal(columns)
+    with console.capture() as capture:
+        console.print(render_campaigns(lines, width=columns), soft_wrap=True)
+    listed = capture.get()
+    assert "quickstart-1" in listed
+    assert " ".join(listed.split()).count("KeyError: 'answer'") == 1
+
+
+def test_a_failed_campaign_has_its_reason_in_the_list_for_scripts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = running(tmp_path)
+    campaign.outcome("failed", "the reward function raised KeyError: 'answer'")
+    print_campaigns([campaign.directory], as_json=True)
+    (line,) = json.loads(capsys.readouterr().out)
+    assert line["reason"] == "the reward function raised KeyError: 'answer'"
 
 
 def test_rewards_are_shown_by_domain_where_there_are_several(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from hpcrl.report.charts import MAX_POINTS, smooth_values, thin_points
 from hpcrl.report.figures import CampaignReport, ChartSeries, ReportDocument, TrajectoryFigures
 from hpcrl.report.trajectories import read_trajectories
 from hpcrl.spool.segment import write_segment
-from hpcrl.system.files import publish_json
+from hpcrl.system.files import make_private_dir, publish_json
 from tests.support.synthetic import T0, SyntheticCampaign
 from tests.support.trajectories import make_lake_trajectory, make_trajectory
 
@@ -345,3 +345,51 @@ def test_a_report_is_written_through_a_link_and_again(campaign: SyntheticCampaig
         assert command.main(["-o", str(tmp_path / "link.html"), "--", str(campaign.directory.root)]) == 0
     assert (tmp_path / "link.html").is_symlink()
     assert (tmp_path / "real.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_software_that_was_recorded_is_in_the_provenance(campaign: SyntheticCampaign) -> None:
+    manifest = json.loads(campaign.directory.manifest.read_text())
+    git = {"recipe": {"directory": "/mine", "commit": "abc1", "changed": True}}
+    software = {"python": "3.12.1", "packages": {"torch": "2.9", "vllm": "0.32"}, "git": git}
+    publish_json(campaign.directory.manifest, manifest | {"software": software})
+    entries = {
+        one.name: one.value for one in build_report(campaign.directory, read_trajectories=read_trajectories).provenance
+    }
+    assert (entries["Python"], entries["packages"]) == ("3.12.1", "torch 2.9, vllm 0.32")
+    assert entries["commit of recipe"] == "abc1 with changes (/mine)"
+
+
+@pytest.mark.parametrize("software", [None, 3, {"git": [], "packages": 4}, {"git": {"recipe": 5}}])
+def test_a_campaign_without_recorded_software_has_a_report(campaign: SyntheticCampaign, software: object) -> None:
+    manifest = json.loads(campaign.directory.manifest.read_text())
+    publish_json(campaign.directory.manifest, manifest | {"software": software})
+    assert build_report(campaign.directory, read_trajectories=read_trajectories).provenance
+
+
+def test_without_chromium_a_report_is_written_and_its_picture_is_refused_in_one_line(
+    campaign: SyntheticCampaign, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    page = tmp_path / "report.html"
+    assert command.main(["--png", "-o", str(page), "--", str(play(campaign).directory.root)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--png needs Chromium" in line
+    assert page.exists()
+    assert not page.with_suffix(".png").exists()
+
+
+def test_a_picture_of_a_report_is_beside_it(
+    campaign: SyntheticCampaign, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This Chromium only writes the name of the page into the picture."""
+    program = make_private_dir(tmp_path / "bin") / "chromium"
+    program.write_text(
+        '#!/bin/sh\nfor word; do case $word in --screenshot=*) to=${word#*=};; esac; done\necho "$word" >"$to"\n'
+    )
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    page = tmp_path / "report.html"
+    assert command.main(["--png", "-o", str(page), "--", str(play(campaign).directory.root)]) == 0
+    picture = page.with_suffix(".png")
+    assert picture.read_text() == f"{page.as_uri()}\n"
+    assert capsys.readouterr().out.splitlines()[-1] == str(picture)

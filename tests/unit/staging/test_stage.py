@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import pty
 import shutil
 import signal
 import socket
@@ -347,6 +348,23 @@ def test_the_images_of_all_tasks_are_pulled_once_and_found_by_episodes(
     damaged.write_bytes(b"x" * damaged.stat().st_size)
     run_hpcrl("stage", str(image_recipe), "--site", "local", environment=environment)
     assert len(log.read_text().splitlines()) == 3
+
+
+def test_a_terminal_shows_which_image_is_pulled_and_the_output_has_no_more_than_without(
+    image_recipe: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    environment |= {"PATH": f"{FAKES}:{os.environ['PATH']}", "FAKE_APPTAINER_LOG": str(tmp_path / "pulls")}
+    user, terminal = pty.openpty()
+    command = [sys.executable, "-m", "hpcrl.cli", "stage", str(image_recipe), "--site", "local"]
+    done = subprocess.run(
+        command, env=environment | {"TERM": "xterm"}, stdout=subprocess.PIPE, stderr=terminal, check=True, timeout=240
+    )
+    shown = os.read(user, 65536)
+    os.close(terminal)
+    os.close(user)
+    assert b"docker://acme/django is pulled" in shown
+    assert done.stdout.count(b"pulled, ") == 2
+    assert b"is pulled" not in done.stdout
 
 
 async def find_image(image: str, cache: ImageCache) -> str:
