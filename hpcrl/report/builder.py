@@ -38,8 +38,8 @@ from hpcrl.report.figures import (
     ReportDocument,
     RoleFigures,
     TrajectoryFigures,
-    WorkerFigures,
 )
+from hpcrl.report.gantt import build_gantt
 from hpcrl.report.history import CampaignHistory, RoleWork, WorkerSpan
 from hpcrl.slurm.submit import SubmittedJob
 from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
@@ -47,7 +47,6 @@ from hpcrl.spool.token_fates import measure_trained_share
 from hpcrl.system.json_numbers import finite_or_none
 from hpcrl.system.processes import do_nothing
 
-MAX_WORKER_ROWS = 120
 MAX_FAILURE_ROWS = 60
 MAX_REASON_CHARS = 2000
 _POLICY_FAULTS = frozenset({OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT, "reward"})
@@ -65,7 +64,14 @@ def build_document(
     reports = []
     for campaign in campaigns:
         show_progress(f"{campaign.name}: reading events")
-        reports.append(build_report(campaign, read_trajectories=read_trajectories, show_progress=show_progress))
+        reports.append(
+            build_report(
+                campaign,
+                read_trajectories=read_trajectories,
+                show_progress=show_progress,
+                share_of_page=1 / len(campaigns),
+            )
+        )
     return ReportDocument(
         report=REPORT_VERSION,
         hpcrl=__version__,
@@ -76,9 +82,13 @@ def build_document(
 
 
 def build_report(
-    campaign: CampaignDir, *, read_trajectories: TrajectoryReader, show_progress: Callable[[str], object] = do_nothing
+    campaign: CampaignDir,
+    *,
+    read_trajectories: TrajectoryReader,
+    show_progress: Callable[[str], object] = do_nothing,
+    share_of_page: float = 1.0,
 ) -> CampaignReport:
-    """Return the report of one campaign."""
+    """Return the report of one campaign, which may fill a share of a page."""
     history = CampaignHistory()
     problems: list[str] = []
     snapshot = SnapshotCollector(campaign, query=_find_query(campaign, problems), progress=history).poll()
@@ -88,7 +98,6 @@ def build_report(
     plan = _read_table(campaign.plan)
     jobs = [_build_job(view, campaign, history, plan, now=snapshot.detail.now) for view in snapshot.jobs]
     figures = _build_key_figures(snapshot, history, jobs, plan)
-    workers = sorted(history.spans, key=_rank_span)[:MAX_WORKER_ROWS]
     return CampaignReport(
         name=snapshot.name,
         state=snapshot.state,
@@ -104,14 +113,7 @@ def build_report(
         engine_charts=build_engine_charts(history),
         jobs=jobs,
         roles=_build_roles(history, jobs, plan),
-        workers=[
-            WorkerFigures(
-                worker=span.worker, role=span.role, node=span.node, job=span.job, start=span.start, end=span.end,
-                ending=span.ending,
-            )
-            for span in sorted(workers, key=lambda span: (span.role, span.worker, span.start))
-        ],
-        num_workers_left_out=max(len(history.spans) - MAX_WORKER_ROWS, 0),
+        workers=build_gantt(history.spans, share=share_of_page),
         outcomes={name: view.outcomes for name, view in snapshot.domains.items()},
         token_fates={name: view.token_fates for name, view in snapshot.domains.items() if view.token_fates},
         failures=_build_failures(history),
@@ -288,12 +290,6 @@ def _build_role(
         num_pauses=work.num_pauses,
         pause_s=work.pause_s / work.num_pauses if work.num_pauses else 0.0,
     )
-
-
-def _rank_span(span: WorkerSpan) -> tuple[bool, int, str, float]:
-    """Rank spans by how much they are worth a row: those that failed first, then the first workers of each role."""
-    index = span.worker.rpartition("-")[2]
-    return (span.ending != "failed", int(index) if index.isdigit() else 0, span.role, span.start)
 
 
 def _build_failures(history: CampaignHistory) -> list[FailureFigures]:

@@ -13,7 +13,7 @@ import msgspec
 
 from hpcrl.monitor.advisories import Advisory
 
-REPORT_VERSION = 1
+REPORT_VERSION = 2
 
 
 class ChartSeries(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,15 +111,22 @@ class RoleFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """A time in which a worker was up."""
+    """A row of the Gantt chart: one worker in all jobs, or those that a node or a role has, if there are too many."""
 
     worker: str
+    """Its name without the job; of several, how many they are."""
     role: str
     node: str
-    job: int
-    start: float
-    end: float
-    ending: str
+    """Its node, or the number of its nodes."""
+    num: int
+    """The workers of the row."""
+    times: list[tuple[float, float]]
+    """From when to when one of them was up; shorter gaps than can be drawn are closed."""
+    failures: list[float]
+    """When one of them failed; of those too near to be told apart, the first."""
+    num_failures: int
+    up_s: float
+    """The time that they were up, added up."""
 
 
 class FailureFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,7 +229,7 @@ class CampaignReport(msgspec.Struct, frozen=True, kw_only=True):
     jobs: list[JobFigures]
     roles: list[RoleFigures]
     workers: list[WorkerFigures]
-    num_workers_left_out: int
+    """All workers, whatever their number."""
     outcomes: dict[str, dict[str, int]]
     """Ended episodes by domain and outcome."""
     token_fates: dict[str, dict[str, int]]

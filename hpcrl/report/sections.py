@@ -15,6 +15,9 @@ from hpcrl.report.figures import CampaignReport, RoleFigures
 from hpcrl.report.markup import esc, format_number, format_share, format_time, write_bar, write_table
 from hpcrl.system.terminal import format_duration
 
+MARK_SHARE = 0.006
+"""The width of a mark in a bar."""
+
 
 def write_summary(report: CampaignReport) -> str:
     return _write_advisories(report.advisories) + _write_tiles(report) + write_problems(report.problems)
@@ -139,24 +142,27 @@ def write_jobs(report: CampaignReport) -> str:
 
 
 def write_workers(report: CampaignReport) -> str:
-    low, high = min(one.start for one in report.workers), max(one.end for one in report.workers)
+    """Return the Gantt chart: a thin row for each worker, in an area that can be scrolled."""
+    low = min(start for row in report.workers for start, _ in row.times)
+    high = max(end for row in report.workers for _, end in row.times)
+    length_s = max(high - low, 1e-9)
     rows = []
-    for one in report.workers:
-        start, end = ((time - low) / max(high - low, 1e-9) for time in (one.start, one.end))
-        kind = "failed" if one.ending == "failed" else "up"
-        label = f"{one.worker} from {format_time(one.start)} for {format_duration(one.end - one.start)}"
+    for row in report.workers:
+        parts = [((start - low) / length_s, (end - low) / length_s, "up") for start, end in row.times]
+        marks = [((time - low) / length_s, (time - low) / length_s + MARK_SHARE, "failed") for time in row.failures]
+        label = f"{row.role} {row.worker}: up for {format_duration(row.up_s)} since {format_time(row.times[0][0])}"
+        name = esc(row.worker) if row.num == 1 else f"{esc(row.role)}: {esc(row.worker)}"
         rows.append(
             [
-                f"<code>{esc(one.worker)}</code>", esc(one.node or "-"), write_bar([(start, end, kind)], label),
-                f'<span class="nowrap">{format_time(one.start)}</span>', format_duration(one.end - one.start),
-                esc(one.ending or "up"),
+                f"<code>{name}</code>", esc(row.node or "-"), write_bar(parts + marks, label),
+                format_duration(row.up_s), format_number(row.num_failures) if row.num_failures else "",
             ]
         )  # fmt: skip
-    heads = ["worker", "node", "timeline", "start", "up for", "end"]
-    left_out = f"; {report.num_workers_left_out:,} more are left out" if report.num_workers_left_out else ""
-    table = write_table(
-        f"Times in which workers were up{left_out}", heads, rows, numbers=(4,), is_tall=True, is_full=True
-    )
+    heads = ["worker", "node", "timeline", "up for", "failures"]
+    num = sum(row.num for row in report.workers)
+    each = "" if num == len(report.workers) else ", several in a row"
+    caption = f"When each of {num:,} workers was up{each}: {format_time(low)} to {format_time(high)} UTC"
+    table = write_table(caption, heads, rows, numbers=(3, 4), is_tall=True, is_full=True, is_thin=True)
     return f"<h4>Workers</h4>{table}"
 
 
