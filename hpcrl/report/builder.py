@@ -31,6 +31,7 @@ from hpcrl.report.comparison import compare_reports
 from hpcrl.report.figures import (
     REPORT_VERSION,
     CampaignReport,
+    EngineFigures,
     FailureFigures,
     JobFigures,
     KeyFigures,
@@ -39,7 +40,7 @@ from hpcrl.report.figures import (
     RoleFigures,
     TrajectoryFigures,
 )
-from hpcrl.report.gantt import build_gantt
+from hpcrl.report.gantt import build_gantt, split_numbers
 from hpcrl.report.history import CampaignHistory, RoleWork, WorkerSpan
 from hpcrl.slurm.submit import SubmittedJob
 from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
@@ -111,6 +112,7 @@ def build_report(
         time_charts=build_time_charts(history),
         staleness_charts=build_staleness_charts(history),
         engine_charts=build_engine_charts(history),
+        engines=_build_engines(history),
         jobs=jobs,
         roles=_build_roles(history, jobs, plan),
         workers=build_gantt(history.spans, share=share_of_page),
@@ -290,6 +292,27 @@ def _build_role(
         num_pauses=work.num_pauses,
         pause_s=work.pause_s / work.num_pauses if work.num_pauses else 0.0,
     )
+
+
+def _build_engines(history: CampaignHistory) -> list[EngineFigures]:
+    known = [(name, work) for name, work in history.engines.items() if work.window_s > 0]
+    return [
+        EngineFigures(
+            engine=name,
+            role=work.role,
+            node=work.node,
+            up_s=work.window_s,
+            busy_share=work.busy_s / work.window_s,
+            running=work.running_s / work.window_s,
+            waiting=work.waiting_s / work.window_s,
+            kv_share=work.kv_s / work.kv_window_s if work.kv_window_s else None,
+            kv_most=work.kv_most if work.kv_window_s else None,
+            tokens_per_s=work.num_tokens / work.window_s,
+            prefix_hit_share=(work.num_prefix_hits or 0) / work.num_prefix_queries if work.num_prefix_queries else None,
+            num_preemptions=work.num_preemptions,
+        )
+        for name, work in sorted(known, key=lambda one: (one[1].role, split_numbers(one[0])))
+    ]
 
 
 def _build_failures(history: CampaignHistory) -> list[FailureFigures]:

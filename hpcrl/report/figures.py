@@ -1,7 +1,7 @@
 """The figures of a report: what its JSON twin contains, and what its page shows. Without numpy.
 
 CampaignReport    one campaign
-KeyFigures, JobFigures, RoleFigures, WorkerFigures, FailureFigures, ProvenanceEntry    its parts
+KeyFigures, JobFigures, RoleFigures, EngineFigures, WorkerFigures, FailureFigures, ProvenanceEntry    its parts
 ReportChart, ChartSeries    a chart and its numbers
 SampledTrajectory, SampledTurn, SampledToken, SampledGroup, TrajectoryFigures    what was played
 ReportDocument    all campaigns of a report, and their comparison
@@ -108,6 +108,31 @@ class RoleFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Loads of new weights."""
     pause_s: float
     """Mean time without generation while weights were loaded."""
+
+
+class EngineFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The load of one engine while it was up, over all jobs; None is what it does not report."""
+
+    engine: str
+    """The worker's name without the job."""
+    role: str
+    node: str
+    """The newest one."""
+    up_s: float
+    busy_share: float
+    running: float
+    """Requests that ran, on average."""
+    waiting: float
+    """Requests that waited in it, on average."""
+    kv_share: float | None
+    """The share of its KV memory in use, on average."""
+    kv_most: float | None
+    """The largest such share of a report."""
+    tokens_per_s: float
+    prefix_hit_share: float | None
+    """The share of prompt tokens whose KV was in its prefix cache."""
+    num_preemptions: int | None
+    """Requests that lost their KV to others, and were computed again."""
 
 
 class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,6 +251,7 @@ class CampaignReport(msgspec.Struct, frozen=True, kw_only=True):
     time_charts: list[ReportChart]
     staleness_charts: list[ReportChart]
     engine_charts: list[ReportChart]
+    engines: list[EngineFigures]
     jobs: list[JobFigures]
     roles: list[RoleFigures]
     workers: list[WorkerFigures]

@@ -3,6 +3,7 @@
 write_summary     advisories and key figures
 write_problems    what could not be read
 write_roles, write_jobs, write_workers    where the time went
+write_engines     the health of each engine
 write_failures    outcomes and faults
 write_provenance  what the campaign was made from
 """
@@ -11,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 
 from hpcrl.monitor.advisories import Advisory
-from hpcrl.report.figures import CampaignReport, RoleFigures
+from hpcrl.report.figures import CampaignReport, EngineFigures, RoleFigures
 from hpcrl.report.markup import esc, format_number, format_share, format_time, write_bar, write_table
 from hpcrl.system.terminal import format_duration
 
@@ -164,6 +165,29 @@ def write_workers(report: CampaignReport) -> str:
     caption = f"When each of {num:,} workers was up{each}: {format_time(low)} to {format_time(high)} UTC"
     table = write_table(caption, heads, rows, numbers=(3, 4), is_tall=True, is_full=True, is_thin=True)
     return f"<h4>Workers</h4>{table}"
+
+
+def write_engines(engines: Sequence[EngineFigures]) -> str:
+    """Return the table of all engines."""
+    if not engines:
+        return ""
+    rows = [
+        [
+            f"<code>{esc(one.engine)}</code>", esc(one.node or "-"), format_share(one.busy_share),
+            format_number(one.tokens_per_s), format_number(one.running), format_number(one.waiting),
+            format_share(one.kv_share), format_share(one.kv_most), format_share(one.prefix_hit_share),
+            format_number(one.num_preemptions),
+        ]
+        for one in engines
+    ]  # fmt: skip
+    heads = ["engine", "node", "busy", "tokens/s", "running", "waiting", "KV", "KV most", "prefix hits", "preempted"]
+    caption = f"Each of {len(engines):,} engine{'s' if len(engines) > 1 else ''}, on average while it was up"
+    table = write_table(caption, heads, rows, numbers=range(2, len(heads)), is_tall=True, is_full=True)
+    note = (
+        "KV: the share of KV memory in use. Prefix hits: the share of prompt tokens whose KV was in the prefix cache. "
+        "Preempted: requests that lost their KV to others. A dash: the engine does not report it."
+    )
+    return f'{table}<p class="soft small">{note}</p>'
 
 
 # ---- failures

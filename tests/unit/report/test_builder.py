@@ -26,6 +26,7 @@ from hpcrl.report import __main__ as command
 from hpcrl.report.builder import build_document, build_report
 from hpcrl.report.charts import MAX_POINTS, smooth_values, thin_points
 from hpcrl.report.figures import CampaignReport, ChartSeries, ReportDocument, TrajectoryFigures
+from hpcrl.report.sections import write_engines
 from hpcrl.report.trajectories import read_trajectories
 from hpcrl.spool.segment import write_segment
 from hpcrl.system.files import publish_json
@@ -148,6 +149,28 @@ def test_engines_and_staleness_have_their_numbers(campaign: SyntheticCampaign) -
     assert charts["engine-tokens"].series[0].values[0] == pytest.approx(8.0)
     assert charts["engine-kv"].series[0].values[0] == pytest.approx(0.25)
     assert charts["lags"].series[0].values == [80.0, 240.0]
+
+
+def test_each_engine_has_its_health(campaign: SyntheticCampaign) -> None:
+    play(campaign)
+    cache = {"num_prefix_queries": 400, "num_prefix_hits": 300, "num_preemptions": 2}
+    for index, kv_share in ((10, 0.5), (10, 0.9), (9, None)):
+        load = EngineCounted(
+            window_s=STEP_S, busy_share=1.0, running=4.0, waiting=2.0, kv_share=kv_share, num_tokens=50
+        )
+        campaign.emit(f"decode-{index}", msgspec.structs.replace(load, **(cache if kv_share else {})))
+
+    report = report_on(campaign)
+
+    engines = {one.engine: one for one in report.engines}
+    assert list(engines) == ["decode-0", "decode-9", "decode-10"]
+    ten, nine = engines["decode-10"], engines["decode-9"]
+    assert (ten.running, ten.waiting, ten.tokens_per_s) == (4.0, 2.0, 5.0)
+    assert (ten.kv_share, ten.kv_most, ten.prefix_hit_share, ten.num_preemptions) == (pytest.approx(0.7), 0.9, 0.75, 4)
+    assert (nine.kv_share, nine.kv_most, nine.prefix_hit_share, nine.num_preemptions) == (None, None, None, None)
+    table = write_engines(report.engines)
+    assert "<code>decode-10</code>" in table
+    assert "75%" in table
 
 
 def test_failures_are_counted_by_domain_and_node(campaign: SyntheticCampaign) -> None:
