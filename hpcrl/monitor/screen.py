@@ -2,7 +2,7 @@
 
 render_screen, render_frame         the screen of a snapshot, and one for a file
 render_header, render_notes         its parts that pages share
-finite_values, format_step_count, format_clock_time, format_date, format_shares    parts that plain lines share
+finite_values, format_step_count, format_clock_time, format_date, format_failed, format_shares    parts of lines
 shorten_middle                      a text that fits a line, with its end
 find_low_shares, find_failing       the domains that need a look
 DEFAULT_HEIGHT, NOTE_WIDTH, STATE_STYLES, SEVERITY_STYLES    sizes and colours
@@ -19,9 +19,10 @@ from rich.text import Text
 
 from hpcrl.hardware.loop_model import BUSY_LOOP_SHARE
 from hpcrl.monitor.advisories import Advisory
+from hpcrl.monitor.progress import measure_failures
 from hpcrl.monitor.screen_parts import FittedScreen, FittedTable, LongLines
-from hpcrl.monitor.snapshot import CampaignSnapshot, JobView, RoleView, find_bottleneck
-from hpcrl.spool.outcome import MAX_FAILED_SHARE, measure_failures, measure_outcomes
+from hpcrl.monitor.snapshot import CampaignSnapshot, EpisodesView, JobView, RoleView, find_bottleneck
+from hpcrl.spool.outcome import MAX_FAILED_SHARE, measure_outcomes
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
 from hpcrl.system.terminal import Sparkline, escape_to_one_line
 
@@ -232,7 +233,7 @@ def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
 
 def _iter_rollout_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
     episodes = snapshot.episodes
-    ended = f"{episodes.done:,} done   {episodes.aborted:,} aborted   {episodes.faulted:,} faulted"
+    ended = f"{episodes.done:,} done   {episodes.aborted:,} aborted   {format_failed(episodes)}"
     yield "episodes", f"{episodes.running:,} running   {ended}"
     if episodes.loop_share >= BUSY_LOOP_SHARE and episodes.done:  # a start is busy, and no reason to change anything
         busy = f"{episodes.loop_share:.0%} of a core, calls wait up to {episodes.loop_delay_s:.2g} s"
@@ -284,12 +285,18 @@ def _iter_outcomes(snapshot: CampaignSnapshot) -> Iterator[str]:
 
 
 def find_failing(snapshot: CampaignSnapshot) -> list[str]:
-    """Describe the domains most of whose episodes failed for what the policy did: their program may be broken."""
+    """Describe the domains most of whose episodes failed."""
     return [
         f"{name} {format_shares(measure_outcomes(domain.outcomes))}: its program or its reward may be broken"
         for name, domain in snapshot.domains.items()
         if measure_failures(domain.outcomes) > MAX_FAILED_SHARE
     ]
+
+
+def format_failed(episodes: EpisodesView) -> str:
+    """Return how many episodes failed, and how many of them are done all the same, as they are scored for that."""
+    num_scored = episodes.failed - episodes.faulted
+    return f"{episodes.failed:,} failed" + (f" ({num_scored:,} of them scored)" if num_scored else "")
 
 
 def format_shares(shares: Mapping[str, float]) -> str:

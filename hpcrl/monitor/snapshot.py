@@ -74,6 +74,9 @@ class EpisodesView(msgspec.Struct, frozen=True, kw_only=True):
     """Episodes to train on: ended by themselves or truncated at a limit."""
     aborted: int
     faulted: int
+    """Episodes lost to infrastructure: they have no reward."""
+    failed: int
+    """Those lost, and those of `done` that are scored for a failure: the outcomes of `monitor.progress.is_failure`."""
     running: int
     loop_share: float
     """The share of a core that the busiest event loop of an env worker uses."""
@@ -94,7 +97,9 @@ class DomainView(msgspec.Struct, frozen=True, kw_only=True):
     token_fates: dict[str, int]
     """The fate of those tokens: `trained`, or why they are not."""
     outcomes: dict[str, int]
-    """Ended episodes by outcome; one whose reward function failed counts a second time, as `reward-error`."""
+    """Ended episodes by outcome, each under one; those whose reward function failed are under that."""
+    failed: int
+    """Those of them that failed."""
 
 
 class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
@@ -438,6 +443,7 @@ def _build_episodes_view(progress: CampaignProgress, live_workers: Sequence[Work
         done=totals.done + totals.truncated,
         aborted=totals.aborted_stale + totals.aborted_redundant,
         faulted=totals.env_fault + totals.policy_fault,
+        failed=progress.count_failed(),
         running=sum(one.running for one in counts),
         loop_share=max((one.loop_share for one in counts), default=0.0),
         loop_delay_s=max((one.loop_delay_s for one in counts), default=0.0),
@@ -452,6 +458,7 @@ def _build_domain_view(rewards: DomainProgress, fates: dict[str, int]) -> Domain
         trained_share=measure_trained_share(fates),
         token_fates=fates,
         outcomes=dict(rewards.settle_outcomes().most_common()),
+        failed=rewards.count_failed(),
     )
 
 

@@ -43,7 +43,7 @@ from hpcrl.report.figures import (
 from hpcrl.report.gantt import build_gantt, split_numbers
 from hpcrl.report.history import CampaignHistory, RoleWork, WorkerSpan
 from hpcrl.slurm.submit import SubmittedJob
-from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
+from hpcrl.spool.outcome import MAX_FAILED_SHARE, OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
 from hpcrl.spool.token_fates import measure_trained_share
 from hpcrl.system.json_numbers import finite_or_none
 from hpcrl.system.processes import do_nothing
@@ -117,6 +117,7 @@ def build_report(
         roles=_build_roles(history, jobs, plan),
         workers=build_gantt(history.spans, share=share_of_page),
         outcomes={name: view.outcomes for name, view in snapshot.domains.items()},
+        failed={name: view.failed for name, view in snapshot.domains.items()},
         token_fates={name: view.token_fates for name, view in snapshot.domains.items() if view.token_fates},
         failures=_build_failures(history),
         trajectories=trajectories,
@@ -148,6 +149,9 @@ def describe_verdict(snapshot: CampaignSnapshot, figures: KeyFigures) -> str:
         parts.append("no step has a reward")
     if figures.evaluation_last is not None:
         parts.append(f"held-out tasks give {figures.evaluation_last:.3f}")
+    num_ended = figures.num_episodes + figures.num_faulted
+    if figures.num_failed > MAX_FAILED_SHARE * num_ended:
+        parts.append(f"{figures.num_failed:,} of {num_ended:,} episodes failed")
     urgent = sum(advisory.severity != "notice" for advisory in snapshot.advisories)
     if urgent:
         parts.append(f"{urgent} finding{'s need' if urgent > 1 else ' needs'} attention")
@@ -232,6 +236,7 @@ def _build_key_figures(
         evaluation_last=evaluations[-1] if evaluations else None,
         evaluation_best=max(evaluations, default=None),
         num_episodes=snapshot.episodes.done,
+        num_failed=snapshot.episodes.failed,
         num_faulted=snapshot.episodes.faulted,
         num_aborted=snapshot.episodes.aborted,
         num_tokens=history.totals.num_tokens,
@@ -323,6 +328,7 @@ def _build_failures(history: CampaignHistory) -> list[FailureFigures]:
             domain=cause.domain,
             node=cause.node,
             num=num,
+            is_least=cause in history.repeated_faults and num > 1,
             newest=history.newest_faults[cause].text[:MAX_REASON_CHARS],
             time=history.newest_faults[cause].time,
         )

@@ -55,7 +55,11 @@ class KeyFigures(msgspec.Struct, frozen=True, kw_only=True):
     evaluation_last: float | None
     evaluation_best: float | None
     num_episodes: int
+    """Those to train on: ended by themselves or at a limit, or scored for a failure."""
+    num_failed: int
+    """Those scored for a failure, and those lost to infrastructure, as the monitor counts them."""
     num_faulted: int
+    """Those lost to infrastructure."""
     num_aborted: int
     num_tokens: int
     tokens_per_s: float
@@ -155,7 +159,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports of failures of one kind."""
+    """Reported failures of one kind; an episode that was tried again may have failed more than once."""
 
     what: str
     kind: str
@@ -163,6 +167,8 @@ class FailureFigures(msgspec.Struct, frozen=True, kw_only=True):
     domain: str
     node: str
     num: int
+    is_least: bool
+    """Only some are reported, with their number so far: there may be more."""
     newest: str
     time: float
 
@@ -258,6 +264,8 @@ class CampaignReport(msgspec.Struct, frozen=True, kw_only=True):
     """All workers, whatever their number."""
     outcomes: dict[str, dict[str, int]]
     """Ended episodes by domain and outcome."""
+    failed: dict[str, int]
+    """Those that failed, by domain."""
     token_fates: dict[str, dict[str, int]]
     failures: list[FailureFigures]
     trajectories: TrajectoryFigures

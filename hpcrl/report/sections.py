@@ -12,8 +12,10 @@ import itertools
 from collections.abc import Sequence
 
 from hpcrl.monitor.advisories import Advisory
+from hpcrl.monitor.progress import is_failure
 from hpcrl.report.figures import CampaignReport, EngineFigures, RoleFigures
 from hpcrl.report.markup import esc, format_number, format_share, format_time, write_bar, write_table
+from hpcrl.spool.outcome import OUTCOMES
 from hpcrl.system.terminal import format_duration
 
 MARK_SHARE = 0.006
@@ -55,7 +57,9 @@ def _write_tiles(report: CampaignReport) -> str:
         tiles.append(
             ("Held out", format_number(figures.evaluation_last), f"best {format_number(figures.evaluation_best)}")
         )
-    ended = f"{figures.num_faulted:,} faulted, {figures.num_aborted:,} aborted"
+    num_scored = figures.num_failed - figures.num_faulted
+    failed = f"{figures.num_failed:,} failed" + (f" ({num_scored:,} of them scored)" if num_scored else "")
+    ended = f"{failed}, {figures.num_aborted:,} aborted"
     tiles += [
         ("Episodes", format_number(figures.num_episodes), ended),
         ("Tokens", format_number(figures.num_tokens), f"{format_number(figures.tokens_per_s)} a second"),
@@ -198,26 +202,36 @@ def write_failures(report: CampaignReport) -> str:
     if any(report.outcomes.values()):
         names = sorted({name for outcomes in report.outcomes.values() for name in outcomes})
         rows = [
-            [esc(domain), *(format_number(outcomes.get(name, 0)) for name in names)]
+            [
+                esc(domain), format_number(report.failed.get(domain, 0)),
+                *(format_number(outcomes.get(name, 0)) for name in names),
+            ]
             for domain, outcomes in report.outcomes.items()
-        ]
-        text += write_table("How episodes ended", ["domain", *names], rows, numbers=range(1, len(names) + 1))
-    for kind, title in (("infrastructure", "Failures of the infrastructure"), ("policy", "Failures of the policy")):
+        ]  # fmt: skip
+        heads = ["domain", "failed", *names]
+        caption = f"How episodes ended; failed: {', '.join(name for name in OUTCOMES if is_failure(name))}"
+        text += write_table(caption, heads, rows, numbers=range(1, len(heads)))
+    titles = {"infrastructure": "Faults of the infrastructure", "policy": "Faults of the policy and its rewards"}
+    for kind, title in titles.items():
         found = [one for one in report.failures if one.kind == kind]
         if found:
             rows = [
                 [
                     esc(one.what), esc(one.domain or "-"), esc(one.node or "-"),
-                    format_number(one.num), format_time(one.time), esc(one.newest),
+                    f"{one.num:,} or more" if one.is_least else format_number(one.num), format_time(one.time),
+                    esc(one.newest),
                 ]
                 for one in found
             ]  # fmt: skip
-            heads = ["what", "domain", "node", "reports", "newest (UTC)", "newest report"]
+            heads = ["what", "domain", "node", "number", "newest (UTC)", "newest report"]
             text += f"<h4>{title}</h4>" + write_table(
                 f"{title}, by domain and node", heads, rows, numbers=(3,), is_full=True
             )
     if report.failures:
-        text += '<p class="soft small">Of failures that repeat, workers report the 1st, 10th, 100th and so on.</p>'
+        text += (
+            '<p class="soft small">The tables of faults count what workers report: an episode that was tried again may '
+            "have several. Of faults that repeat, workers report the 1st, 10th, 100th and so on: there may be more.</p>"
+        )
     return text
 
 

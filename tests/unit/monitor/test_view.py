@@ -116,7 +116,7 @@ def test_the_screen_shows_the_main_facts(tmp_path: Path) -> None:
         "0.100 -> 2.000",
         "env         3/3",
         "train       3/3   83%",
-        "5 running   160 done   0 aborted   1 faulted",
+        "5 running   160 done   0 aborted   1 failed",
         "60/s   12.0 k generated   90% of turns prefilled remotely",
         "version 20   engines serve 20   lag 0.50",
         "2.0 s a step, 0.4 s waiting",
