@@ -5,6 +5,7 @@ build_document    several, with their comparison
 """
 
 import contextlib
+import itertools
 import json
 import math
 import time
@@ -141,10 +142,7 @@ def describe_verdict(snapshot: CampaignSnapshot, figures: KeyFigures) -> str:
     parts = [heads.get(snapshot.state, f"In an unknown state after {steps}")]
     first, last = figures.reward_first, figures.reward_last
     if first is not None and last is not None:
-        verb = "rose" if last > first else "fell" if last < first else "stayed"
-        parts.append(
-            f"the reward {verb} from {first:.3f} to {last:.3f}" if verb != "stayed" else f"the reward is {last:.3f}"
-        )
+        parts.append(_describe_change(first, last, noise=figures.reward_noise))
     elif figures.step:
         parts.append("no step has a reward")
     if figures.evaluation_last is not None:
@@ -158,6 +156,25 @@ def describe_verdict(snapshot: CampaignSnapshot, figures: KeyFigures) -> str:
     elif snapshot.state != "failed":
         parts.append("nothing needs attention")
     return "; ".join(parts) + "."
+
+
+def _describe_change(first: float, last: float, *, noise: float | None) -> str:
+    """Describe a change of the reward: one that cannot be seen, or that is within its noise, is none."""
+    if noise is None:
+        return f"the reward is {last:.3f}"
+    if f"{first:.3f}" == f"{last:.3f}":
+        return f"the reward did not change: {last:.3f}"
+    if abs(last - first) <= noise:
+        return f"the reward did not change beyond its noise: {first:.3f}, then {last:.3f}"
+    return f"the reward {'rose' if last > first else 'fell'} from {first:.3f} to {last:.3f}"
+
+
+def _measure_noise(rewards: Sequence[float], size: int) -> float | None:
+    """Return two standard errors of the difference of two means of `size` rewards, by neighbours' differences."""
+    if len(rewards) < 2:
+        return None
+    variance = fmean((later - earlier) ** 2 for earlier, later in itertools.pairwise(rewards)) / 2
+    return 2 * math.sqrt(2 * variance / size)
 
 
 def _find_query(campaign: CampaignDir, problems: list[str]) -> SlurmQuery:
@@ -232,6 +249,7 @@ def _build_key_figures(
         version=snapshot.version,
         reward_first=fmean(rewards[:size]) if rewards else None,
         reward_last=fmean(rewards[-size:]) if rewards else None,
+        reward_noise=_measure_noise(rewards, size),
         reward_best=max(rewards, default=None),
         evaluation_last=evaluations[-1] if evaluations else None,
         evaluation_best=max(evaluations, default=None),

@@ -51,6 +51,8 @@ class KeyFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of the first tenth of the steps."""
     reward_last: float | None
     """Mean of the last tenth."""
+    reward_noise: float | None
+    """The difference of these two that is within the noise from step to step; None of fewer than two steps."""
     reward_best: float | None
     evaluation_last: float | None
     evaluation_best: float | None

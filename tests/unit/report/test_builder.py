@@ -110,6 +110,31 @@ def test_the_verdict_is_one_sentence_about_state_reward_and_findings(campaign: S
     )
 
 
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        ([0.5] * 10 + [0.5 + 1e-7] * 10, "the reward did not change: 0.500;"),
+        ([0.4, 0.6] * 10, "the reward did not change: 0.500;"),
+        (
+            [0.4, 0.6, 0.5, 0.5, 0.7, 0.3] * 3 + [0.4, 0.7],
+            "the reward did not change beyond its noise: 0.500, then 0.550;",
+        ),
+        ([0.1, 0.2, 0.3, 0.4], "the reward rose from 0.100 to 0.400;"),
+        ([0.9, 0.9, 0.2, 0.2, 0.1, 0.1], "the reward fell from 0.900 to 0.100;"),
+        ([0.3], "the reward is 0.300;"),
+    ],
+)
+def test_a_change_of_the_reward_is_one_that_can_be_seen_beyond_its_noise(
+    campaign: SyntheticCampaign, rewards: list[float], words: str
+) -> None:
+    campaign.submit_local()
+    campaign.start()
+    for step, reward in enumerate(rewards, start=1):
+        campaign.now += 1
+        campaign.step(step, reward=reward)
+    assert words in report_on(campaign).verdict
+
+
 def test_the_verdict_of_a_campaign_that_failed_does_not_say_that_nothing_needs_attention(
     campaign: SyntheticCampaign,
 ) -> None:
