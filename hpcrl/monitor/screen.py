@@ -5,12 +5,13 @@ render_header, render_notes         its parts that pages share
 finite_values, format_step_count, format_clock_time, format_date, format_failed, format_shares    parts of lines
 shorten_middle                      a text that fits a line, with its end
 find_low_shares, find_failing       the domains that need a look
-DEFAULT_HEIGHT, NOTE_WIDTH, STATE_STYLES, SEVERITY_STYLES    sizes and colours
+DEFAULT_HEIGHT, MIN_TITLED_HEIGHT, NOTE_WIDTH, ComponentForm, STATE_STYLES, SEVERITY_STYLES    sizes and colours
 MAX_SHOWN_ADVISORIES, MAX_SHOWN_PROBLEMS, MAX_FRAME_NOTES, LOAD_COLUMNS    limits, and columns
 """
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from rich.console import Group, OverflowMethod, RenderableType
 from rich.progress_bar import ProgressBar
@@ -21,12 +22,16 @@ from hpcrl.hardware.loop_model import BUSY_LOOP_SHARE
 from hpcrl.monitor.advisories import Advisory
 from hpcrl.monitor.progress import measure_failures
 from hpcrl.monitor.screen_parts import FittedScreen, FittedTable, LongLines
-from hpcrl.monitor.snapshot import CampaignSnapshot, EpisodesView, JobView, RoleView, find_bottleneck
+from hpcrl.monitor.snapshot import CampaignSnapshot, ComponentView, EpisodesView, JobView, RoleView, find_bottleneck
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, measure_outcomes
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
 from hpcrl.system.terminal import Sparkline, escape_to_one_line
 
+ComponentForm = Literal["titles", "column"]
+"""How components are shown: a line above the roles of each, or a column."""
 DEFAULT_HEIGHT = 24
+MIN_TITLED_HEIGHT = 30
+"""The height of screens from which on each component has a line; on lower ones they have a column."""
 NOTE_WIDTH = 70
 """The characters of a note on a line of a screen of 80 columns."""
 STATE_STYLES = {
@@ -48,7 +53,9 @@ LOAD_COLUMNS = ("busy", "queue", "tokens/s", "kv", "version")
 def render_screen(snapshot: CampaignSnapshot, *, height: int = DEFAULT_HEIGHT) -> RenderableType:
     """Render one screen; recent notes fill the lines that are left."""
     return FittedScreen(
-        lambda long_lines: _render_parts(snapshot, long_lines=long_lines),
+        lambda long_lines: _render_parts(
+            snapshot, long_lines=long_lines, components="titles" if height >= MIN_TITLED_HEIGHT else "column"
+        ),
         lambda num_lines: render_notes(snapshot, max_lines=num_lines, long_lines="cut"),
         height=height,
         kept="end",
@@ -58,16 +65,22 @@ def render_screen(snapshot: CampaignSnapshot, *, height: int = DEFAULT_HEIGHT) -
 def render_frame(snapshot: CampaignSnapshot) -> RenderableType:
     """Render one screen for a file, with every text whole."""
     notes = render_notes(snapshot, max_lines=MAX_FRAME_NOTES, long_lines="wrapped")
-    parts = [*_render_parts(snapshot, long_lines="wrapped"), notes]
+    parts = [*_render_parts(snapshot, long_lines="wrapped", components="titles"), notes]
     return Group(*(Group(part, "") for part in parts[:-1]), notes)
 
 
-def _render_parts(snapshot: CampaignSnapshot, *, long_lines: LongLines) -> list[RenderableType]:
+def _render_parts(
+    snapshot: CampaignSnapshot, *, long_lines: LongLines, components: ComponentForm
+) -> list[RenderableType]:
     is_cut = long_lines == "cut"
     parts = [render_header(snapshot, long_lines=long_lines)]
     if advisories := snapshot.advisories[:MAX_SHOWN_ADVISORIES]:
         parts.append(Group(*(_render_advisory(advisory, long_lines=long_lines) for advisory in advisories)))
-    parts += [_render_curves(snapshot), _render_roles(snapshot), _render_figures(snapshot, long_lines=long_lines)]
+    parts += [
+        _render_curves(snapshot),
+        _render_roles(snapshot, form=components),
+        _render_figures(snapshot, long_lines=long_lines),
+    ]
     if problems := snapshot.detail.problems[:MAX_SHOWN_PROBLEMS]:
         overflow: OverflowMethod = "ellipsis" if is_cut else "fold"
         parts.append(
@@ -148,17 +161,37 @@ def _render_curves(snapshot: CampaignSnapshot) -> RenderableType:
     return grid
 
 
-def _render_roles(snapshot: CampaignSnapshot) -> RenderableType:
-    rows, styles = [], []
-    for role, view in snapshot.roles.items():
+def _render_roles(snapshot: CampaignSnapshot, *, form: ComponentForm) -> RenderableType:
+    """Render a row for each role, grouped by component."""
+    job = _find_shown_job(snapshot)
+    components = job.components if job and len(job.components) > 1 else []
+    places = {role: part for part in reversed(components) for role in part.roles}
+    order = {role: number for number, part in enumerate(components) for role in part.roles}
+    rows: list[dict[str, str]] = []
+    styles, titles = [], {}
+    shown: ComponentView | None = None
+    for role in sorted(snapshot.roles, key=lambda role: order.get(role, len(order))):
+        view, component = snapshot.roles[role], places.get(role)
+        if component is not None and component is not shown:
+            shown = component
+            titles[len(rows)] = f"component {_describe_component(component)}: {_format_names(component.nodes)}"
         partitions, nodes = _locate_role(snapshot, role)
         has_ended = snapshot.state in {"done", "failed", "stopped"} and not view.alive
         alive = f"{view.workers}" if has_ended else f"{view.alive}/{view.workers}"
         where = {"partition": ", ".join(partitions) or "-", "nodes": _format_names(nodes)}
+        where |= {"component": _describe_component(component)} if component is not None else {}
         rows.append({"role": f"{role:<8}", "alive": alive, **_format_load(view), **where})
         styles.append({"alive": _alive_style(snapshot, role, view)})
-    numbers, texts = ("alive", *LOAD_COLUMNS), ("partition", "nodes")
-    return FittedTable(rows, texts=("role",), numbers=numbers, last_texts=texts, styles=styles)
+    where_column = "component" if form == "column" and components else "partition"
+    return FittedTable(
+        rows, texts=("role",), numbers=("alive", *LOAD_COLUMNS), last_texts=(where_column, "nodes"), styles=styles,
+        titles=titles if form == "titles" else {},
+    )  # fmt: skip
+
+
+def _describe_component(component: ComponentView) -> str:
+    state = "" if component.state == "running" else f", {component.state}"
+    return f"{component.index}, {component.num_nodes:,} x {component.partition}{state}"
 
 
 def _format_load(view: RoleView) -> dict[str, str]:

@@ -38,6 +38,8 @@ class ComponentView(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     partition: str
     state: str
+    num_nodes: int
+    """The nodes that it has, or those planned while they are not known."""
     nodes: list[str]
     roles: list[str]
 
@@ -234,6 +236,7 @@ class ComponentSummary(msgspec.Struct, kw_only=True):
     index: int
     partition: str
     roles: list[str]
+    nodes: int = 0
 
 
 class RoleSummary(msgspec.Struct, kw_only=True):
@@ -342,12 +345,14 @@ def _build_job_view(verdict: JobVerdict, inputs: SnapshotInputs) -> JobView:
     for component in inputs.plan.components:
         status = slurm.get(0 if is_shared else component.index)
         known_nodes = expand_nodes(status.nodes) if status and not is_shared else []
+        nodes = known_nodes or _component_nodes(component, inputs.job_progress(verdict), is_shared=is_shared)
         components.append(
             ComponentView(
                 index=component.index,
                 partition=status.partition if status and status.partition else component.partition,
                 state=derive_component_state(status.state) if status and not verdict.record.outcome else verdict.state,
-                nodes=known_nodes or _component_nodes(component, inputs.job_progress(verdict), is_shared=is_shared),
+                num_nodes=len(known_nodes) or max(component.nodes, len(nodes)),
+                nodes=nodes,
                 roles=list(component.roles),
             )
         )

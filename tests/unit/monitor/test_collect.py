@@ -93,7 +93,8 @@ def test_the_json_has_exactly_the_fields_of_the_contract(campaign: SyntheticCamp
     assert printed["name"] == "quickstart-1"
     assert (printed["recipe"], printed["site"], printed["created"]) == ("quickstart", "lab", T0)
     assert printed["jobs"][0]["components"][0] == {
-        "index": 0, "partition": "env", "state": "running", "nodes": ["env0", "env1"], "roles": ["env", "reward"],
+        "index": 0, "partition": "env", "state": "running", "num_nodes": 2, "nodes": ["env0", "env1"],
+        "roles": ["env", "reward"],
     }  # fmt: skip
     assert printed["roles"]["decode"] == {"workers": 1, "alive": 1}
     assert printed["roles"]["reward"] == {"workers": 1, "alive": 1, "queue": 0}
