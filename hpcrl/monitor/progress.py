@@ -300,6 +300,8 @@ class CampaignProgress:
     totals: EpisodeTotals = field(default_factory=EpisodeTotals)
     domains: dict[str, DomainProgress] = field(default_factory=dict)
     """Rewards by domain, also of trajectories not trained on; a segment that was scored twice counts twice."""
+    scoring_roles: set[str] = field(default_factory=set)
+    """The roles whose workers have scored: env workers write the rewards that environments return."""
     token_rate: TokenRate = field(default_factory=TokenRate)
     jobs: dict[int, JobProgress] = field(default_factory=dict)
     lengths: dict[str, Counter[str]] = field(default_factory=dict)
@@ -489,6 +491,7 @@ class CampaignProgress:
             case EngineCounted():
                 worker.add_load(event)
             case SegmentScored():
+                self.scoring_roles.add(event.role)
                 for domain in event.rewards.keys() | event.reward_errors.keys() | event.reward_faults.keys():
                     self._find_domain(domain).add_scored(event, domain)
 

@@ -176,11 +176,9 @@ def _render_roles(snapshot: CampaignSnapshot, *, form: ComponentForm) -> Rendera
             shown = component
             titles[len(rows)] = f"component {_describe_component(component)}: {_format_names(component.nodes)}"
         partitions, nodes = _locate_role(snapshot, role)
-        has_ended = snapshot.state in {"done", "failed", "stopped"} and not view.alive
-        alive = f"{view.workers}" if has_ended else f"{view.alive}/{view.workers}"
         where = {"partition": ", ".join(partitions) or "-", "nodes": _format_names(nodes)}
         where |= {"component": _describe_component(component)} if component is not None else {}
-        rows.append({"role": f"{role:<8}", "alive": alive, **_format_load(view), **where})
+        rows.append({"role": f"{role:<8}", "alive": _format_alive(snapshot, role), **_format_load(view), **where})
         styles.append({"alive": _alive_style(snapshot, role, view)})
     where_column = "component" if form == "column" and components else "partition"
     return FittedTable(
@@ -192,6 +190,18 @@ def _render_roles(snapshot: CampaignSnapshot, *, form: ComponentForm) -> Rendera
 def _describe_component(component: ComponentView) -> str:
     state = "" if component.state == "running" else f", {component.state}"
     return f"{component.index}, {component.num_nodes:,} x {component.partition}{state}"
+
+
+def _format_alive(snapshot: CampaignSnapshot, role: str) -> str:
+    """Return how many workers of a role are alive; those for rewards are not, while others score or nothing waits."""
+    view = snapshot.roles[role]
+    if role == "reward" and not view.alive and not view.queue:
+        if view.done_by:
+            return f"in {view.done_by}"
+        if snapshot.state in {"running", "draining"}:
+            return "idle"
+    has_ended = snapshot.state in {"done", "failed", "stopped"} and not view.alive
+    return f"{view.workers}" if has_ended else f"{view.alive}/{view.workers}"
 
 
 def _format_load(view: RoleView) -> dict[str, str]:

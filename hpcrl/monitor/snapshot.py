@@ -57,8 +57,10 @@ class RoleView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The workers of a role; what is not known is left out."""
 
     workers: int
-    """Number of workers planned, or seen if there are more."""
+    """Number of workers planned, or seen if there are more; of rewards, planned or alive."""
     alive: int
+    done_by: str = ""
+    """The role whose workers do its work as well: env workers write the rewards that environments return."""
     busy_share: float | None = None
     """The share of the last minutes (of the trainer: of the last steps) in which it worked."""
     queue: int | None = None
@@ -378,9 +380,10 @@ def _build_role_views(
     seen, alive = _group_by_role(workers), _group_by_role(live_workers)
     return {
         role: RoleView(
-            workers=max(planned.get(role, 0), len(seen.get(role, ()))),
+            workers=max(planned.get(role, 0), len((alive if role == "reward" else seen).get(role, ()))),
             alive=len(alive.get(role, ())),
-            **(_measure_load(role, inputs, alive[role]) if role in alive else {}),
+            done_by="env" if role == "reward" and "env" in inputs.progress.scoring_roles else "",
+            **_measure_load(role, inputs, alive.get(role, ())),
         )
         for role in dict.fromkeys([*ROLES, *planned])
         if role in planned or role in seen
@@ -390,9 +393,10 @@ def _build_role_views(
 def _measure_load(role: str, inputs: SnapshotInputs, workers: Sequence[WorkerProgress]) -> dict[str, Any]:
     """Return the fields of a role's load that are known."""
     waiting = {spool.name: spool.depth for spool in _build_spool_views(inputs)}
-    if role == "reward":
-        return {"queue": waiting["rollouts"]}
-    if role == "train":
+    is_running = inputs.state in {"running", "draining"}
+    if role == "reward":  # it has a queue also while none of its workers is up
+        return {"queue": waiting["rollouts"]} if workers or is_running else {}
+    if role == "train" and workers:
         return _measure_trainer_load(inputs.progress) | {"queue": waiting["scored"]}
     loads = [worker.engine for worker in workers if worker.engine is not None]
     if not loads:

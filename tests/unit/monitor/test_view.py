@@ -147,9 +147,9 @@ def test_nodes_of_a_thousand_workers_are_summarized(tmp_path: Path) -> None:
         campaign.emit(f"env-{index}", WorkerStarted(node=f"nid{index:06d}", pid=1, gpus=[]))
     campaign.close()
 
-    screen = "\n".join(text_of(collector(campaign).poll(), height=40))
+    screen = "\n".join(text_of(collector(campaign).poll(), width=100, height=40))
 
-    assert "1000/1000  env        nid000000 nid000001 .. nid000999 (1,000)" in screen
+    assert "1000/1000         env        nid000000 nid000001 .. nid000999 (1,000)" in screen
     assert "component 0, 1,000 x env: nid000000 nid000001 .. nid000999 (1,000)" in screen
 
 
@@ -180,6 +180,42 @@ def test_a_small_terminal_has_components_in_a_column(tmp_path: Path) -> None:
     assert heads[-2:] == ["component", "nodes"]
     assert any(line.endswith("0, 2 x env      env0") for line in screen if line.startswith("env "))
     assert len(screen) <= 24
+
+
+def show_reward_row(campaign: SyntheticCampaign) -> list[str]:
+    lines = text_of(collector(campaign).poll(), height=60)
+    return [line for line in lines if line.startswith("reward  ")][-1].split()
+
+
+def start_without_rewards(root: Path) -> SyntheticCampaign:
+    campaign = planned(root)
+    campaign.submit()
+    campaign.emit("driver", JobStarted(slurm_id="123", end_time=campaign.now + 3600))
+    campaign.emit("env-0", WorkerStarted(pid=1, gpus=[]))
+    return campaign
+
+
+def test_rewards_that_env_workers_write_are_shown_there(tmp_path: Path) -> None:
+    campaign = start_without_rewards(tmp_path)
+    campaign.emit("env-0", SegmentScored(num=2, rewards={"sums": [0.0, 1.0]}))
+    assert show_reward_row(campaign)[1:4] == ["in", "env", "0"]
+    assert collector(campaign).poll().roles["reward"].done_by == "env"
+    campaign.outcome("done")
+    assert show_reward_row(campaign)[1:3] == ["in", "env"]
+
+
+def test_reward_workers_that_are_scaled_to_zero_are_idle_until_something_waits(tmp_path: Path) -> None:
+    campaign = start_without_rewards(tmp_path)
+    for block in range(3):
+        campaign.emit(f"reward-100{block}000", WorkerStarted(pid=1, gpus=[]))
+        campaign.emit(f"reward-100{block}000", SegmentScored(num=1, rewards={"sums": [1.0]}))
+    assert show_reward_row(campaign)[1:3] == ["3/3", "0"]
+    campaign.now += 600
+    campaign.beat("000-env-0")
+    campaign.beat("000-driver")
+    assert show_reward_row(campaign)[1:3] == ["idle", "0"]
+    campaign.segment("rollouts", 1, 8)
+    assert show_reward_row(campaign)[1:3] == ["0/1", "8"]
 
 
 def test_a_plan_of_one_component_has_no_titles(tmp_path: Path) -> None:
