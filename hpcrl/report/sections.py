@@ -185,7 +185,7 @@ def write_engines(engines: Sequence[EngineFigures]) -> str:
         for one in engines
     ]  # fmt: skip
     heads = ["engine", "node", "busy", "tokens/s", "running", "waiting", "KV", "KV most", "prefix hits", "preempted"]
-    caption = f"Each of {len(engines):,} engine{'s' if len(engines) > 1 else ''}, on average while it was up"
+    caption = f"Health of the engines ({len(engines):,}), each on average while it was up"
     table = write_table(caption, heads, rows, numbers=range(2, len(heads)), is_tall=True, is_full=True)
     note = (
         "KV: the share of KV memory in use. Prefix hits: the share of prompt tokens whose KV was in the prefix cache. "
