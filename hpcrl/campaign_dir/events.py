@@ -141,7 +141,7 @@ class EngineCounted(CampaignEvent, frozen=True, kw_only=True, tag="engine"):
     num_prefix_queries: NonNegativeCount | None = None
     """Prompt tokens looked up in its prefix cache in this time; None if the engine does not report it."""
     num_prefix_hits: NonNegativeCount | None = None
-    """Those of them whose KV was there."""
+    """The tokens of them whose KV was there."""
     num_preemptions: NonNegativeCount | None = None
     """Requests that lost their KV to others in this time, and were computed again."""
 

@@ -199,7 +199,7 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_queries: int | None = None
     """Prompt tokens looked up in the prefix cache since the engine started; None if the engine does not report it."""
     num_prefix_hits: int | None = None
-    """Those of them whose KV was there."""
+    """The tokens of them whose KV was there."""
     num_preemptions: int | None = None
     """Requests that lost their KV to others, and were computed again, since the engine started."""
 

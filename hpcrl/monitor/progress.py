@@ -324,7 +324,7 @@ class CampaignProgress:
     faults: Counter[FaultCause] = field(default_factory=Counter)
     """Faults and failed workers; of faults of which only some are reported, the number that reports name."""
     repeated_faults: set[FaultCause] = field(default_factory=set)
-    """Those of which only some are reported: there may be more."""
+    """The faults of which only some are reported: there may be more."""
     _fault_nums: dict[tuple[str, ...], int] = field(default_factory=dict)
     """The newest number of faults of one kind that a worker has named."""
     newest_faults: dict[FaultCause, MonitorNote] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
 from hpcrl.system.terminal import Sparkline, escape_to_one_line
 
 ComponentForm = Literal["titles", "column"]
-"""How components are shown: a line above the roles of each, or a column."""
+"""The form of components: a line above the roles of each, or a column."""
 DEFAULT_HEIGHT = 24
 MIN_TITLED_HEIGHT = 30
 """The height of screens from which on each component has a line; on lower ones they have a column."""

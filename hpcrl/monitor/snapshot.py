@@ -80,7 +80,7 @@ class EpisodesView(msgspec.Struct, frozen=True, kw_only=True):
     faulted: int
     """Episodes lost to infrastructure: they have no reward."""
     failed: int
-    """Those lost, and those of `done` that are scored for a failure: the outcomes of `monitor.progress.is_failure`."""
+    """The episodes lost, and those of `done` that are scored for a failure (`monitor.progress.is_failure`)."""
     running: int
     loop_share: float
     """The share of a core that the busiest event loop of an env worker uses."""
@@ -103,7 +103,7 @@ class DomainView(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: dict[str, int]
     """Ended episodes by outcome, each under one; those whose reward function failed are under that."""
     failed: int
-    """Those of them that failed."""
+    """The number of them that failed."""
 
 
 class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):

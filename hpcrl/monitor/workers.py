@@ -34,7 +34,7 @@ class RoleWorkers:
     num_failures: int
     last_failure: str
     note: str = ""
-    """Why there are none, if that is known."""
+    """The reason for having none, if that is known."""
 
 
 def list_workers(inputs: SnapshotInputs, role: str) -> RoleWorkers:

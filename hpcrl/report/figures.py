@@ -57,11 +57,11 @@ class KeyFigures(msgspec.Struct, frozen=True, kw_only=True):
     evaluation_last: float | None
     evaluation_best: float | None
     num_episodes: int
-    """Those to train on: ended by themselves or at a limit, or scored for a failure."""
+    """Episodes to train on: ended by themselves or at a limit, or scored for a failure."""
     num_failed: int
-    """Those scored for a failure, and those lost to infrastructure, as the monitor counts them."""
+    """Episodes scored for a failure, and those lost to infrastructure, as the monitor counts them."""
     num_faulted: int
-    """Those lost to infrastructure."""
+    """Episodes lost to infrastructure."""
     num_aborted: int
     num_tokens: int
     tokens_per_s: float
@@ -152,9 +152,9 @@ class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
     num: int
     """The workers of the row."""
     times: list[tuple[float, float]]
-    """From when to when one of them was up; shorter gaps than can be drawn are closed."""
+    """The times in which one of them was up; shorter gaps than can be drawn are closed."""
     failures: list[float]
-    """When one of them failed; of those too near to be told apart, the first."""
+    """The times when one of them failed; of those too near to be told apart, the first."""
     num_failures: int
     up_s: float
     """The time that they were up, added up."""
@@ -267,7 +267,7 @@ class CampaignReport(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: dict[str, dict[str, int]]
     """Ended episodes by domain and outcome."""
     failed: dict[str, int]
-    """Those that failed, by domain."""
+    """The number of them that failed, by domain."""
     token_fates: dict[str, dict[str, int]]
     failures: list[FailureFigures]
     trajectories: TrajectoryFigures

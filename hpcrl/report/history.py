@@ -4,7 +4,7 @@ CampaignHistory   the fold
 WorkerSpan        a time in which a worker was up
 BinnedSeries      sums by time, in bins that grow with the time covered
 RoleWork          the worker-seconds of a role
-EngineWork        the load of an engine
+EngineTotals        the load of an engine
 """
 
 from dataclasses import dataclass, field
@@ -58,7 +58,7 @@ class RoleWork:
 
 
 @dataclass
-class EngineWork:
+class EngineTotals:
     """The load of one engine over all jobs; what is an average is summed with the seconds that it holds for."""
 
     role: str
@@ -133,7 +133,7 @@ class CampaignHistory(CampaignProgress):
     work: dict[str, RoleWork] = field(default_factory=dict)
     engine_series: dict[str, BinnedSeries] = field(default_factory=dict)
     """The load of engines by role."""
-    engines: dict[str, EngineWork] = field(default_factory=dict)
+    engines: dict[str, EngineTotals] = field(default_factory=dict)
     """The load of each engine, by the worker's name without its job."""
     domain_rewards: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     """The sum and the number of rewards of each domain, by the newest step."""
@@ -229,7 +229,7 @@ class CampaignHistory(CampaignProgress):
 
     def _add_engine(self, event: EngineCounted) -> None:
         name = event.worker.partition("-")[2] or event.worker
-        self.engines.setdefault(name, EngineWork(event.role, event.node or "")).add(event)
+        self.engines.setdefault(name, EngineTotals(event.role, event.node or "")).add(event)
         work = self._find_work(event.role)
         work.busy_s += event.window_s * event.busy_share
         work.num_tokens += event.num_tokens

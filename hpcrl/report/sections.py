@@ -12,12 +12,12 @@ import itertools
 from collections.abc import Sequence
 
 from hpcrl.monitor.advisories import Advisory
-from hpcrl.monitor.progress import is_failure
 from hpcrl.report.figures import CampaignReport, EngineFigures, RoleFigures
 from hpcrl.report.markup import esc, format_number, format_share, format_time, write_bar, write_table
-from hpcrl.spool.outcome import OUTCOMES
 from hpcrl.system.terminal import format_duration
 
+FAILED_OUTCOMES = "timeout, exit, reward-error, env-fault, policy-fault"
+"""The outcomes that are counted as failed."""
 MARK_SHARE = 0.006
 """The width of a mark in a bar."""
 
@@ -209,7 +209,7 @@ def write_failures(report: CampaignReport) -> str:
             for domain, outcomes in report.outcomes.items()
         ]  # fmt: skip
         heads = ["domain", "failed", *names]
-        caption = f"How episodes ended; failed: {', '.join(name for name in OUTCOMES if is_failure(name))}"
+        caption = f"How episodes ended; failed: {FAILED_OUTCOMES}"
         text += write_table(caption, heads, rows, numbers=range(1, len(heads)))
     titles = {"infrastructure": "Faults of the infrastructure", "policy": "Faults of the policy and its rewards"}
     for kind, title in titles.items():

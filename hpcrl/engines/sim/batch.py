@@ -144,7 +144,7 @@ class SimBatch:
         self.num_looked_up = 0
         """The number of prompt tokens whose KV may have been kept."""
         self.num_found = 0
-        """Those of them whose KV was."""
+        """The tokens of them whose KV was."""
         self.spent = SpentTime()
         self.prefixes = TrajectoryPrefixes()
         self._worker_speed = worker_speed
