@@ -139,6 +139,12 @@ class EngineCounted(CampaignEvent, frozen=True, kw_only=True, tag="engine"):
     """The share of its KV memory in use, on average; None if the engine does not report it."""
     num_tokens: NonNegativeCount = 0
     """Tokens generated in this time."""
+    num_prefix_queries: NonNegativeCount | None = None
+    """Prompt tokens looked up in its prefix cache in this time; None if the engine does not report it."""
+    num_prefix_hits: NonNegativeCount | None = None
+    """The tokens of them whose KV was there."""
+    num_preemptions: NonNegativeCount | None = None
+    """Requests that lost their KV to others in this time, and were computed again."""
 
 
 class TasksRestarted(CampaignEvent, frozen=True, kw_only=True, tag="tasks-restarted"):

@@ -196,6 +196,12 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The most requests it runs at once; others wait."""
     is_asleep: bool = False
     """True while the trainer has its GPUs: all its requests wait."""
+    num_prefix_queries: int | None = None
+    """Prompt tokens looked up in the prefix cache since the engine started; None if the engine does not report it."""
+    num_prefix_hits: int | None = None
+    """The tokens of them whose KV was there."""
+    num_preemptions: int | None = None
+    """Requests that lost their KV to others, and were computed again, since the engine started."""
 
 
 class TokenGenerator(Protocol):

@@ -25,13 +25,15 @@ class MonitorNote(msgspec.Struct, frozen=True, kw_only=True):
     bad: bool = False
     num: int = 1
     """The number of events of this cause."""
+    is_least: bool = False
+    """Only some of them are reported, with their number so far: there may be more."""
     number: int = 0
     """Its place among the lines to print: a cause is printed the 1st, 10th, 100th time."""
 
     @property
     def line(self) -> str:
         """The text with the number of events, if there are several."""
-        return f"{self.num:,} x {self.text}" if self.num > 1 else self.text
+        return f"{self.num:,}{'+' if self.is_least else ''} x {self.text}" if self.num > 1 else self.text
 
 
 class NoteLog:
@@ -56,7 +58,9 @@ class NoteLog:
             number = self.num_due
         else:
             number = known.number
-        self._notes[key] = MonitorNote(time=time, text=text, bad=bad, num=count, number=number)
+        self._notes[key] = MonitorNote(
+            time=time, text=text, bad=bad, num=count, is_least=num is not None, number=number
+        )
         if len(self._notes) > MAX_NOTES:
             del self._notes[next(iter(self._notes))]
 

@@ -200,7 +200,8 @@ def _choose_role(roles: Sequence[str], keys: KeyReader) -> tuple[str, Text]:
 
 def _render_workers(found: RoleWorkers) -> Iterator[RenderableType]:
     if not found.workers:
-        yield Text(f"no worker of role {found.role} has started" if found.role else "the plan has no roles")
+        text = f"no worker of role {found.role} has started" if found.role else "the plan has no roles"
+        yield Text(f"{text}: {found.note}" if found.note else text)
         return
     num_alive = sum(view.is_alive for view in found.workers)
     yield Text(f"{num_alive:,} of {len(found.workers):,} workers of role {found.role} are alive")

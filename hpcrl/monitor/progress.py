@@ -2,7 +2,8 @@
 
 CampaignProgress    all figures
 JobProgress, WorkerProgress, EpisodeTotals, DomainProgress, FailureRun, TokenRate    its parts
-FaultCause, is_failure    what failures are counted by
+is_failure, count_failures, measure_failures    the one definition of a failed episode
+FaultCause          what reported faults are counted by
 name_subject, parse_role  the worker that an event of another one is about, and the role in a name
 EPISODE_COUNTERS, RATE_WINDOW_S, MAX_RECENT_REWARDS, MAX_RECENT_OUTCOMES, MAX_ENGINE_WINDOW_S,
 MAX_FAULT_CAUSES    what is counted, and limits
@@ -67,13 +68,25 @@ MAX_ENGINE_WINDOW_S = 300.0
 """The time over which an engine's load is called recent."""
 MAX_FAULT_CAUSES = 1000
 _ENV_FAULT = "env-fault"
+_LOST = (_ENV_FAULT, "policy-fault")
 _ABORTED = ("aborted-stale", "aborted-redundant")
-_FAILURES = frozenset({OUTCOME_TIMEOUT, OUTCOME_EXIT, OUTCOME_REWARD_ERROR, _ENV_FAULT, "policy-fault"})
+_FAILURES = frozenset({OUTCOME_TIMEOUT, OUTCOME_EXIT, OUTCOME_REWARD_ERROR, *_LOST})
 
 
 def is_failure(outcome: str) -> bool:
     """Return whether an outcome is a failure; limits of length and aborts by training are not."""
     return outcome in _FAILURES
+
+
+def count_failures(outcomes: Mapping[str, int]) -> int:
+    """Count the failed episodes among ended ones: all that a report or a monitor calls failed is counted here."""
+    return sum(num for name, num in outcomes.items() if is_failure(name))
+
+
+def measure_failures(outcomes: Mapping[str, int]) -> float:
+    """Return the share that failed of the ended episodes that training did not abort."""
+    num = sum(num for name, num in outcomes.items() if name not in _ABORTED)
+    return count_failures(outcomes) / num if num else 0.0
 
 
 class FaultCause(NamedTuple):
@@ -199,7 +212,7 @@ class DomainProgress:
         self.outcomes.update(counts)
         counted = {name: num for name, num in counts.items() if num > 0 and name not in _ABORTED}
         num = sum(counted.values())
-        num_failed = sum(num for name, num in counted.items() if is_failure(name))
+        num_failed = count_failures(counted)
         self.num_ended += num
         self.played.add(num_good=num - num_failed, num_failed=num_failed)
         self._add_recent(counted)
@@ -232,6 +245,10 @@ class DomainProgress:
         self.num += len(rewards)
         self.total += sum(rewards)
         self.recent.extend(rewards)
+
+    def count_failed(self) -> int:
+        """Return the ended episodes that failed while they were played or scored."""
+        return count_failures(self.settle_outcomes())
 
     def settle_outcomes(self) -> Counter[str]:
         """Return each ended episode under one outcome: that of its reward, if that could not be computed."""
@@ -283,6 +300,8 @@ class CampaignProgress:
     totals: EpisodeTotals = field(default_factory=EpisodeTotals)
     domains: dict[str, DomainProgress] = field(default_factory=dict)
     """Rewards by domain, also of trajectories not trained on; a segment that was scored twice counts twice."""
+    scoring_roles: set[str] = field(default_factory=set)
+    """The roles whose workers have scored: env workers write the rewards that environments return."""
     token_rate: TokenRate = field(default_factory=TokenRate)
     jobs: dict[int, JobProgress] = field(default_factory=dict)
     lengths: dict[str, Counter[str]] = field(default_factory=dict)
@@ -303,7 +322,11 @@ class CampaignProgress:
     worker_failure_reasons: dict[str, str] = field(default_factory=dict)
     """The newest reason by role."""
     faults: Counter[FaultCause] = field(default_factory=Counter)
-    """Reported faults and failed workers; of many alike only some are reported."""
+    """Faults and failed workers; of faults of which only some are reported, the number that reports name."""
+    repeated_faults: set[FaultCause] = field(default_factory=set)
+    """The faults of which only some are reported: there may be more."""
+    _fault_nums: dict[tuple[str, ...], int] = field(default_factory=dict)
+    """The newest number of faults of one kind that a worker has named."""
     newest_faults: dict[FaultCause, MonitorNote] = field(default_factory=dict)
     notes: NoteLog = field(default_factory=NoteLog)
 
@@ -335,15 +358,31 @@ class CampaignProgress:
         self._add_note(event)
 
     def settle_totals(self) -> EpisodeTotals:
-        """Return the totals with the episodes that got no reward among the faults, as their records have them."""
+        """Return the totals with the episodes that got no reward among the faults, as their records have them.
+
+        Those whose rewards failed before an env worker has counted their end are counted, as outcomes count them.
+        """
         faults = sum((domain.reward_faults for domain in self.domains.values()), Counter[str]())
         num_done = min(faults[OUTCOME_FINISHED], self.totals.done)
         num_truncated = min(faults.total() - num_done, self.totals.truncated)
-        return msgspec.structs.replace(
+        settled = msgspec.structs.replace(
             self.totals,
             done=self.totals.done - num_done,
             truncated=self.totals.truncated - num_truncated,
-            env_fault=self.totals.env_fault + num_done + num_truncated,
+            env_fault=self.totals.env_fault + faults.total(),
+        )
+        outcomes = sum((domain.settle_outcomes() for domain in self.domains.values()), Counter[str]())
+        num_known = sum(num for name, num in outcomes.items() if name not in _ABORTED)
+        num_counted = settled.done + settled.truncated + settled.env_fault + settled.policy_fault
+        return msgspec.structs.replace(settled, done=settled.done + max(num_known - num_counted, 0))
+
+    def count_failed(self) -> int:
+        """Return the ended episodes that failed; in older campaigns, whose events have no outcomes, those lost."""
+        totals = self.settle_totals()
+        num_lost = totals.env_fault + totals.policy_fault
+        outcomes = [domain.settle_outcomes() for domain in self.domains.values()]
+        return num_lost + sum(
+            count_failures({name: num for name, num in one.items() if name not in _LOST}) for one in outcomes
         )
 
     def mean_tokens_per_s(self) -> float:
@@ -404,8 +443,20 @@ class CampaignProgress:
     def _count_fault(self, cause: FaultCause, text: str, event: CampaignEvent) -> None:
         if cause not in self.faults and len(self.faults) >= MAX_FAULT_CAUSES:
             cause = FaultCause(cause.what, "", "")
-        self.faults[cause] += 1
+        self.faults[cause] += self._count_new(event)
+        if isinstance(event, FaultReported) and event.num:
+            self.repeated_faults.add(cause)
         self.newest_faults[cause] = MonitorNote(time=event.time, text=text, bad=True)
+
+    def _count_new(self, event: CampaignEvent) -> int:
+        """Return how many faults an event adds: it may name the number of those like it so far."""
+        if not isinstance(event, FaultReported) or not event.num:
+            return 1
+        kind = (event.worker, event.what, *make_cause(event.domain or "", event.detail))
+        before = self._fault_nums.get(kind, 0)
+        if kind in self._fault_nums or len(self._fault_nums) < MAX_FAULT_CAUSES:
+            self._fault_nums[kind] = event.num
+        return event.num - before if event.num > before else 1  # a worker that was started again counts from one
 
     def _count_loss(self, event: CampaignEvent) -> None:
         match event:
@@ -440,6 +491,7 @@ class CampaignProgress:
             case EngineCounted():
                 worker.add_load(event)
             case SegmentScored():
+                self.scoring_roles.add(event.role)
                 for domain in event.rewards.keys() | event.reward_errors.keys() | event.reward_faults.keys():
                     self._find_domain(domain).add_scored(event, domain)
 

@@ -2,15 +2,16 @@
 
 render_screen, render_frame         the screen of a snapshot, and one for a file
 render_header, render_notes         its parts that pages share
-finite_values, format_step_count, format_clock_time, format_date, format_shares    parts that plain lines share
+finite_values, format_step_count, format_clock_time, format_date, format_failed, format_shares    parts of lines
 shorten_middle                      a text that fits a line, with its end
 find_low_shares, find_failing       the domains that need a look
-DEFAULT_HEIGHT, NOTE_WIDTH, STATE_STYLES, SEVERITY_STYLES    sizes and colours
+DEFAULT_HEIGHT, MIN_TITLED_HEIGHT, NOTE_WIDTH, ComponentForm, STATE_STYLES, SEVERITY_STYLES    sizes and colours
 MAX_SHOWN_ADVISORIES, MAX_SHOWN_PROBLEMS, MAX_FRAME_NOTES, LOAD_COLUMNS    limits, and columns
 """
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from rich.console import Group, OverflowMethod, RenderableType
 from rich.progress_bar import ProgressBar
@@ -19,13 +20,18 @@ from rich.text import Text
 
 from hpcrl.hardware.loop_model import BUSY_LOOP_SHARE
 from hpcrl.monitor.advisories import Advisory
+from hpcrl.monitor.progress import measure_failures
 from hpcrl.monitor.screen_parts import FittedScreen, FittedTable, LongLines
-from hpcrl.monitor.snapshot import CampaignSnapshot, JobView, RoleView, find_bottleneck
-from hpcrl.spool.outcome import MAX_FAILED_SHARE, measure_failures, measure_outcomes
+from hpcrl.monitor.snapshot import CampaignSnapshot, ComponentView, EpisodesView, JobView, RoleView, find_bottleneck
+from hpcrl.spool.outcome import MAX_FAILED_SHARE, measure_outcomes
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
 from hpcrl.system.terminal import Sparkline, escape_to_one_line
 
+ComponentForm = Literal["titles", "column"]
+"""The form of components: a line above the roles of each, or a column."""
 DEFAULT_HEIGHT = 24
+MIN_TITLED_HEIGHT = 30
+"""The height of screens from which on each component has a line; on lower ones they have a column."""
 NOTE_WIDTH = 70
 """The characters of a note on a line of a screen of 80 columns."""
 STATE_STYLES = {
@@ -47,7 +53,9 @@ LOAD_COLUMNS = ("busy", "queue", "tokens/s", "kv", "version")
 def render_screen(snapshot: CampaignSnapshot, *, height: int = DEFAULT_HEIGHT) -> RenderableType:
     """Render one screen; recent notes fill the lines that are left."""
     return FittedScreen(
-        lambda long_lines: _render_parts(snapshot, long_lines=long_lines),
+        lambda long_lines: _render_parts(
+            snapshot, long_lines=long_lines, components="titles" if height >= MIN_TITLED_HEIGHT else "column"
+        ),
         lambda num_lines: render_notes(snapshot, max_lines=num_lines, long_lines="cut"),
         height=height,
         kept="end",
@@ -57,16 +65,22 @@ def render_screen(snapshot: CampaignSnapshot, *, height: int = DEFAULT_HEIGHT) -
 def render_frame(snapshot: CampaignSnapshot) -> RenderableType:
     """Render one screen for a file, with every text whole."""
     notes = render_notes(snapshot, max_lines=MAX_FRAME_NOTES, long_lines="wrapped")
-    parts = [*_render_parts(snapshot, long_lines="wrapped"), notes]
+    parts = [*_render_parts(snapshot, long_lines="wrapped", components="titles"), notes]
     return Group(*(Group(part, "") for part in parts[:-1]), notes)
 
 
-def _render_parts(snapshot: CampaignSnapshot, *, long_lines: LongLines) -> list[RenderableType]:
+def _render_parts(
+    snapshot: CampaignSnapshot, *, long_lines: LongLines, components: ComponentForm
+) -> list[RenderableType]:
     is_cut = long_lines == "cut"
     parts = [render_header(snapshot, long_lines=long_lines)]
     if advisories := snapshot.advisories[:MAX_SHOWN_ADVISORIES]:
         parts.append(Group(*(_render_advisory(advisory, long_lines=long_lines) for advisory in advisories)))
-    parts += [_render_curves(snapshot), _render_roles(snapshot), _render_figures(snapshot, long_lines=long_lines)]
+    parts += [
+        _render_curves(snapshot),
+        _render_roles(snapshot, form=components),
+        _render_figures(snapshot, long_lines=long_lines),
+    ]
     if problems := snapshot.detail.problems[:MAX_SHOWN_PROBLEMS]:
         overflow: OverflowMethod = "ellipsis" if is_cut else "fold"
         parts.append(
@@ -147,17 +161,47 @@ def _render_curves(snapshot: CampaignSnapshot) -> RenderableType:
     return grid
 
 
-def _render_roles(snapshot: CampaignSnapshot) -> RenderableType:
-    rows, styles = [], []
-    for role, view in snapshot.roles.items():
+def _render_roles(snapshot: CampaignSnapshot, *, form: ComponentForm) -> RenderableType:
+    """Render a row for each role, grouped by component."""
+    job = _find_shown_job(snapshot)
+    components = job.components if job and len(job.components) > 1 else []
+    places = {role: part for part in reversed(components) for role in part.roles}
+    order = {role: number for number, part in enumerate(components) for role in part.roles}
+    rows: list[dict[str, str]] = []
+    styles, titles = [], {}
+    shown: ComponentView | None = None
+    for role in sorted(snapshot.roles, key=lambda role: order.get(role, len(order))):
+        view, component = snapshot.roles[role], places.get(role)
+        if component is not None and component is not shown:
+            shown = component
+            titles[len(rows)] = f"component {_describe_component(component)}: {_format_names(component.nodes)}"
         partitions, nodes = _locate_role(snapshot, role)
-        has_ended = snapshot.state in {"done", "failed", "stopped"} and not view.alive
-        alive = f"{view.workers}" if has_ended else f"{view.alive}/{view.workers}"
         where = {"partition": ", ".join(partitions) or "-", "nodes": _format_names(nodes)}
-        rows.append({"role": f"{role:<8}", "alive": alive, **_format_load(view), **where})
+        where |= {"component": _describe_component(component)} if component is not None else {}
+        rows.append({"role": f"{role:<8}", "alive": _format_alive(snapshot, role), **_format_load(view), **where})
         styles.append({"alive": _alive_style(snapshot, role, view)})
-    numbers, texts = ("alive", *LOAD_COLUMNS), ("partition", "nodes")
-    return FittedTable(rows, texts=("role",), numbers=numbers, last_texts=texts, styles=styles)
+    where_column = "component" if form == "column" and components else "partition"
+    return FittedTable(
+        rows, texts=("role",), numbers=("alive", *LOAD_COLUMNS), last_texts=(where_column, "nodes"), styles=styles,
+        titles=titles if form == "titles" else {},
+    )  # fmt: skip
+
+
+def _describe_component(component: ComponentView) -> str:
+    state = "" if component.state == "running" else f", {component.state}"
+    return f"{component.index}, {component.num_nodes:,} x {component.partition}{state}"
+
+
+def _format_alive(snapshot: CampaignSnapshot, role: str) -> str:
+    """Return how many workers of a role are alive; those for rewards are not, while others score or nothing waits."""
+    view = snapshot.roles[role]
+    if role == "reward" and not view.alive and not view.queue:
+        if view.done_by:
+            return f"in {view.done_by}"
+        if snapshot.state in {"running", "draining"}:
+            return "idle"
+    has_ended = snapshot.state in {"done", "failed", "stopped"} and not view.alive
+    return f"{view.workers}" if has_ended else f"{view.alive}/{view.workers}"
 
 
 def _format_load(view: RoleView) -> dict[str, str]:
@@ -232,7 +276,7 @@ def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
 
 def _iter_rollout_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
     episodes = snapshot.episodes
-    ended = f"{episodes.done:,} done   {episodes.aborted:,} aborted   {episodes.faulted:,} faulted"
+    ended = f"{episodes.done:,} done   {episodes.aborted:,} aborted   {format_failed(episodes)}"
     yield "episodes", f"{episodes.running:,} running   {ended}"
     if episodes.loop_share >= BUSY_LOOP_SHARE and episodes.done:  # a start is busy, and no reason to change anything
         busy = f"{episodes.loop_share:.0%} of a core, calls wait up to {episodes.loop_delay_s:.2g} s"
@@ -284,12 +328,18 @@ def _iter_outcomes(snapshot: CampaignSnapshot) -> Iterator[str]:
 
 
 def find_failing(snapshot: CampaignSnapshot) -> list[str]:
-    """Describe the domains most of whose episodes failed for what the policy did: their program may be broken."""
+    """Describe the domains most of whose episodes failed."""
     return [
         f"{name} {format_shares(measure_outcomes(domain.outcomes))}: its program or its reward may be broken"
         for name, domain in snapshot.domains.items()
         if measure_failures(domain.outcomes) > MAX_FAILED_SHARE
     ]
+
+
+def format_failed(episodes: EpisodesView) -> str:
+    """Return how many episodes failed, and how many of them are done all the same, as they are scored for that."""
+    num_scored = episodes.failed - episodes.faulted
+    return f"{episodes.failed:,} failed" + (f" ({num_scored:,} of them scored)" if num_scored else "")
 
 
 def format_shares(shares: Mapping[str, float]) -> str:

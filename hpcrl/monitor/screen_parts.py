@@ -94,8 +94,13 @@ class FittedTable:
         numbers: Sequence[str] = (),
         last_texts: Sequence[str] = (),
         styles: Sequence[Mapping[str, str]] = (),
+        titles: Mapping[int, str] | None = None,
     ) -> None:
-        """Make columns of texts, of numbers that some row has, and of texts; `styles` are by row and column."""
+        """Make columns of texts, of numbers that some row has, and of texts; `styles` are by row and column.
+
+        A title is a line of its own, before the row at its place.
+        """
+        self._titles = titles or {}
         known = [name for name in numbers if any(row.get(name) for row in rows)]
         self._rows = [{name: escape_to_one_line(text) for name, text in row.items()} for row in rows]
         self._styles = styles
@@ -112,7 +117,16 @@ class FittedTable:
         for place, row in enumerate(self._rows):
             styles = self._styles[place] if place < len(self._styles) else {}
             table.add_row(*(Text(row.get(name, ""), style=styles.get(name, "")) for name in names))
-        yield table
+        if not self._titles:
+            yield table
+            return
+        head, *lines = console.render_lines(table, options.update(height=None), pad=False)
+        yield from (*head, Segment.line())
+        for place, line in enumerate(lines):
+            if place in self._titles:
+                title = escape_to_one_line(self._titles[place])
+                yield Text(title, style="dim", no_wrap=True, overflow="ellipsis")
+            yield from (*line, Segment.line())
 
     def _choose_names(self, max_width: int) -> list[str]:
         """Return the columns that fit: the first always; the last of all may be cut."""

@@ -38,6 +38,8 @@ class ComponentView(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     partition: str
     state: str
+    num_nodes: int
+    """The nodes that it has, or those planned while they are not known."""
     nodes: list[str]
     roles: list[str]
 
@@ -55,8 +57,10 @@ class RoleView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The workers of a role; what is not known is left out."""
 
     workers: int
-    """Number of workers planned, or seen if there are more."""
+    """Number of workers planned, or seen if there are more; of rewards, planned or alive."""
     alive: int
+    done_by: str = ""
+    """The role whose workers do its work as well: env workers write the rewards that environments return."""
     busy_share: float | None = None
     """The share of the last minutes (of the trainer: of the last steps) in which it worked."""
     queue: int | None = None
@@ -74,6 +78,9 @@ class EpisodesView(msgspec.Struct, frozen=True, kw_only=True):
     """Episodes to train on: ended by themselves or truncated at a limit."""
     aborted: int
     faulted: int
+    """Episodes lost to infrastructure: they have no reward."""
+    failed: int
+    """The episodes lost, and those of `done` that are scored for a failure (`monitor.progress.is_failure`)."""
     running: int
     loop_share: float
     """The share of a core that the busiest event loop of an env worker uses."""
@@ -94,7 +101,9 @@ class DomainView(msgspec.Struct, frozen=True, kw_only=True):
     token_fates: dict[str, int]
     """The fate of those tokens: `trained`, or why they are not."""
     outcomes: dict[str, int]
-    """Ended episodes by outcome; one whose reward function failed counts a second time, as `reward-error`."""
+    """Ended episodes by outcome, each under one; those whose reward function failed are under that."""
+    failed: int
+    """The number of them that failed."""
 
 
 class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,6 +238,7 @@ class ComponentSummary(msgspec.Struct, kw_only=True):
     index: int
     partition: str
     roles: list[str]
+    nodes: int = 0
 
 
 class RoleSummary(msgspec.Struct, kw_only=True):
@@ -337,12 +347,14 @@ def _build_job_view(verdict: JobVerdict, inputs: SnapshotInputs) -> JobView:
     for component in inputs.plan.components:
         status = slurm.get(0 if is_shared else component.index)
         known_nodes = expand_nodes(status.nodes) if status and not is_shared else []
+        nodes = known_nodes or _component_nodes(component, inputs.job_progress(verdict), is_shared=is_shared)
         components.append(
             ComponentView(
                 index=component.index,
                 partition=status.partition if status and status.partition else component.partition,
                 state=derive_component_state(status.state) if status and not verdict.record.outcome else verdict.state,
-                nodes=known_nodes or _component_nodes(component, inputs.job_progress(verdict), is_shared=is_shared),
+                num_nodes=len(known_nodes) or max(component.nodes, len(nodes)),
+                nodes=nodes,
                 roles=list(component.roles),
             )
         )
@@ -368,9 +380,10 @@ def _build_role_views(
     seen, alive = _group_by_role(workers), _group_by_role(live_workers)
     return {
         role: RoleView(
-            workers=max(planned.get(role, 0), len(seen.get(role, ()))),
+            workers=max(planned.get(role, 0), len((alive if role == "reward" else seen).get(role, ()))),
             alive=len(alive.get(role, ())),
-            **(_measure_load(role, inputs, alive[role]) if role in alive else {}),
+            done_by="env" if role == "reward" and "env" in inputs.progress.scoring_roles else "",
+            **_measure_load(role, inputs, alive.get(role, ())),
         )
         for role in dict.fromkeys([*ROLES, *planned])
         if role in planned or role in seen
@@ -380,9 +393,10 @@ def _build_role_views(
 def _measure_load(role: str, inputs: SnapshotInputs, workers: Sequence[WorkerProgress]) -> dict[str, Any]:
     """Return the fields of a role's load that are known."""
     waiting = {spool.name: spool.depth for spool in _build_spool_views(inputs)}
-    if role == "reward":
-        return {"queue": waiting["rollouts"]}
-    if role == "train":
+    is_running = inputs.state in {"running", "draining"}
+    if role == "reward":  # it has a queue also while none of its workers is up
+        return {"queue": waiting["rollouts"]} if workers or is_running else {}
+    if role == "train" and workers:
         return _measure_trainer_load(inputs.progress) | {"queue": waiting["scored"]}
     loads = [worker.engine for worker in workers if worker.engine is not None]
     if not loads:
@@ -438,6 +452,7 @@ def _build_episodes_view(progress: CampaignProgress, live_workers: Sequence[Work
         done=totals.done + totals.truncated,
         aborted=totals.aborted_stale + totals.aborted_redundant,
         faulted=totals.env_fault + totals.policy_fault,
+        failed=progress.count_failed(),
         running=sum(one.running for one in counts),
         loop_share=max((one.loop_share for one in counts), default=0.0),
         loop_delay_s=max((one.loop_delay_s for one in counts), default=0.0),
@@ -452,6 +467,7 @@ def _build_domain_view(rewards: DomainProgress, fates: dict[str, int]) -> Domain
         trained_share=measure_trained_share(fates),
         token_fates=fates,
         outcomes=dict(rewards.settle_outcomes().most_common()),
+        failed=rewards.count_failed(),
     )
 
 

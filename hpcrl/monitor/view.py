@@ -52,6 +52,7 @@ from hpcrl.monitor.screen import (
     finite_values,
     format_clock_time,
     format_date,
+    format_failed,
     format_step_count,
     render_frame,
     render_screen,
@@ -306,8 +307,8 @@ def _format_summary_line(snapshot: CampaignSnapshot) -> str:
         parts += [f"version {snapshot.version}", f"{episodes.done:,} episodes", speed]
     elif losses:
         parts.append(f"loss {losses[-1]:.3f}")
-    if episodes.faulted:
-        parts.append(f"{episodes.faulted:,} faulted")
+    if episodes.failed:
+        parts.append(format_failed(episodes))
     parts += [f"trained: {text}" for text in find_low_shares(snapshot)]
     parts += [f"outcomes: {text}" for text in find_failing(snapshot)]
     if snapshot.detail.reason:

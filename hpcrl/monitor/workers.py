@@ -33,6 +33,8 @@ class RoleWorkers:
     workers: list[WorkerView]
     num_failures: int
     last_failure: str
+    note: str = ""
+    """The reason for having none, if that is known."""
 
 
 def list_workers(inputs: SnapshotInputs, role: str) -> RoleWorkers:
@@ -45,7 +47,16 @@ def list_workers(inputs: SnapshotInputs, role: str) -> RoleWorkers:
         workers=sorted(views, key=lambda view: (view.is_alive, _split_numbers(view.name))),
         num_failures=inputs.progress.worker_failures[number, role],
         last_failure=inputs.progress.worker_failure_reasons.get(role, ""),
+        note=_explain_none(inputs, role),
     )
+
+
+def _explain_none(inputs: SnapshotInputs, role: str) -> str:
+    if role != "reward":
+        return ""
+    if "env" in inputs.progress.scoring_roles:
+        return "env workers write the rewards that environments return"
+    return "they start when trajectories wait for rewards"
 
 
 def _view_worker(worker: WorkerProgress, inputs: SnapshotInputs) -> WorkerView:

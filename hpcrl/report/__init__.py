@@ -5,6 +5,7 @@ __main__      the command, in an interpreter that has h5py if there is one
 builder       the figures of a campaign
 history       what its events have besides the monitor's figures
 charts        its charts
+gantt         its workers by time
 trajectories  a sample of what was played
 comparison    several campaigns
 figures       all of this as structs

@@ -5,6 +5,7 @@ build_document    several, with their comparison
 """
 
 import contextlib
+import itertools
 import json
 import math
 import time
@@ -31,6 +32,7 @@ from hpcrl.report.comparison import compare_reports
 from hpcrl.report.figures import (
     REPORT_VERSION,
     CampaignReport,
+    EngineFigures,
     FailureFigures,
     JobFigures,
     KeyFigures,
@@ -38,16 +40,15 @@ from hpcrl.report.figures import (
     ReportDocument,
     RoleFigures,
     TrajectoryFigures,
-    WorkerFigures,
 )
+from hpcrl.report.gantt import build_gantt, split_numbers
 from hpcrl.report.history import CampaignHistory, RoleWork, WorkerSpan
 from hpcrl.slurm.submit import SubmittedJob
-from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
+from hpcrl.spool.outcome import MAX_FAILED_SHARE, OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
 from hpcrl.spool.token_fates import measure_trained_share
 from hpcrl.system.json_numbers import finite_or_none
 from hpcrl.system.processes import do_nothing
 
-MAX_WORKER_ROWS = 120
 MAX_FAILURE_ROWS = 60
 MAX_REASON_CHARS = 2000
 _POLICY_FAULTS = frozenset({OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT, "reward"})
@@ -65,7 +66,14 @@ def build_document(
     reports = []
     for campaign in campaigns:
         show_progress(f"{campaign.name}: reading events")
-        reports.append(build_report(campaign, read_trajectories=read_trajectories, show_progress=show_progress))
+        reports.append(
+            build_report(
+                campaign,
+                read_trajectories=read_trajectories,
+                show_progress=show_progress,
+                share_of_page=1 / len(campaigns),
+            )
+        )
     return ReportDocument(
         report=REPORT_VERSION,
         hpcrl=__version__,
@@ -76,9 +84,13 @@ def build_document(
 
 
 def build_report(
-    campaign: CampaignDir, *, read_trajectories: TrajectoryReader, show_progress: Callable[[str], object] = do_nothing
+    campaign: CampaignDir,
+    *,
+    read_trajectories: TrajectoryReader,
+    show_progress: Callable[[str], object] = do_nothing,
+    share_of_page: float = 1.0,
 ) -> CampaignReport:
-    """Return the report of one campaign."""
+    """Return the report of one campaign, which may fill a share of a page."""
     history = CampaignHistory()
     problems: list[str] = []
     snapshot = SnapshotCollector(campaign, query=_find_query(campaign, problems), progress=history).poll()
@@ -88,7 +100,6 @@ def build_report(
     plan = _read_table(campaign.plan)
     jobs = [_build_job(view, campaign, history, plan, now=snapshot.detail.now) for view in snapshot.jobs]
     figures = _build_key_figures(snapshot, history, jobs, plan)
-    workers = sorted(history.spans, key=_rank_span)[:MAX_WORKER_ROWS]
     return CampaignReport(
         name=snapshot.name,
         state=snapshot.state,
@@ -102,17 +113,12 @@ def build_report(
         time_charts=build_time_charts(history),
         staleness_charts=build_staleness_charts(history),
         engine_charts=build_engine_charts(history),
+        engines=_build_engines(history),
         jobs=jobs,
         roles=_build_roles(history, jobs, plan),
-        workers=[
-            WorkerFigures(
-                worker=span.worker, role=span.role, node=span.node, job=span.job, start=span.start, end=span.end,
-                ending=span.ending,
-            )
-            for span in sorted(workers, key=lambda span: (span.role, span.worker, span.start))
-        ],
-        num_workers_left_out=max(len(history.spans) - MAX_WORKER_ROWS, 0),
+        workers=build_gantt(history.spans, share=share_of_page),
         outcomes={name: view.outcomes for name, view in snapshot.domains.items()},
+        failed={name: view.failed for name, view in snapshot.domains.items()},
         token_fates={name: view.token_fates for name, view in snapshot.domains.items() if view.token_fates},
         failures=_build_failures(history),
         trajectories=trajectories,
@@ -136,20 +142,39 @@ def describe_verdict(snapshot: CampaignSnapshot, figures: KeyFigures) -> str:
     parts = [heads.get(snapshot.state, f"In an unknown state after {steps}")]
     first, last = figures.reward_first, figures.reward_last
     if first is not None and last is not None:
-        verb = "rose" if last > first else "fell" if last < first else "stayed"
-        parts.append(
-            f"the reward {verb} from {first:.3f} to {last:.3f}" if verb != "stayed" else f"the reward is {last:.3f}"
-        )
+        parts.append(_describe_change(first, last, noise=figures.reward_noise))
     elif figures.step:
         parts.append("no step has a reward")
     if figures.evaluation_last is not None:
         parts.append(f"held-out tasks give {figures.evaluation_last:.3f}")
+    num_ended = figures.num_episodes + figures.num_faulted
+    if figures.num_failed > MAX_FAILED_SHARE * num_ended:
+        parts.append(f"{figures.num_failed:,} of {num_ended:,} episodes failed")
     urgent = sum(advisory.severity != "notice" for advisory in snapshot.advisories)
     if urgent:
         parts.append(f"{urgent} finding{'s need' if urgent > 1 else ' needs'} attention")
     elif snapshot.state != "failed":
         parts.append("nothing needs attention")
     return "; ".join(parts) + "."
+
+
+def _describe_change(first: float, last: float, *, noise: float | None) -> str:
+    """Describe a change of the reward: one that cannot be seen, or that is within its noise, is none."""
+    if noise is None:
+        return f"the reward is {last:.3f}"
+    if f"{first:.3f}" == f"{last:.3f}":
+        return f"the reward did not change: {last:.3f}"
+    if abs(last - first) <= noise:
+        return f"the reward did not change beyond its noise: {first:.3f}, then {last:.3f}"
+    return f"the reward {'rose' if last > first else 'fell'} from {first:.3f} to {last:.3f}"
+
+
+def _measure_noise(rewards: Sequence[float], size: int) -> float | None:
+    """Return two standard errors of the difference of two means of `size` rewards, by neighbours' differences."""
+    if len(rewards) < 2:
+        return None
+    variance = fmean((later - earlier) ** 2 for earlier, later in itertools.pairwise(rewards)) / 2
+    return 2 * math.sqrt(2 * variance / size)
 
 
 def _find_query(campaign: CampaignDir, problems: list[str]) -> SlurmQuery:
@@ -224,10 +249,12 @@ def _build_key_figures(
         version=snapshot.version,
         reward_first=fmean(rewards[:size]) if rewards else None,
         reward_last=fmean(rewards[-size:]) if rewards else None,
+        reward_noise=_measure_noise(rewards, size),
         reward_best=max(rewards, default=None),
         evaluation_last=evaluations[-1] if evaluations else None,
         evaluation_best=max(evaluations, default=None),
         num_episodes=snapshot.episodes.done,
+        num_failed=snapshot.episodes.failed,
         num_faulted=snapshot.episodes.faulted,
         num_aborted=snapshot.episodes.aborted,
         num_tokens=history.totals.num_tokens,
@@ -290,10 +317,25 @@ def _build_role(
     )
 
 
-def _rank_span(span: WorkerSpan) -> tuple[bool, int, str, float]:
-    """Rank spans by how much they are worth a row: those that failed first, then the first workers of each role."""
-    index = span.worker.rpartition("-")[2]
-    return (span.ending != "failed", int(index) if index.isdigit() else 0, span.role, span.start)
+def _build_engines(history: CampaignHistory) -> list[EngineFigures]:
+    known = [(name, work) for name, work in history.engines.items() if work.window_s > 0]
+    return [
+        EngineFigures(
+            engine=name,
+            role=work.role,
+            node=work.node,
+            up_s=work.window_s,
+            busy_share=work.busy_s / work.window_s,
+            running=work.running_s / work.window_s,
+            waiting=work.waiting_s / work.window_s,
+            kv_share=work.kv_s / work.kv_window_s if work.kv_window_s else None,
+            kv_most=work.kv_most if work.kv_window_s else None,
+            tokens_per_s=work.num_tokens / work.window_s,
+            prefix_hit_share=(work.num_prefix_hits or 0) / work.num_prefix_queries if work.num_prefix_queries else None,
+            num_preemptions=work.num_preemptions,
+        )
+        for name, work in sorted(known, key=lambda one: (one[1].role, split_numbers(one[0])))
+    ]
 
 
 def _build_failures(history: CampaignHistory) -> list[FailureFigures]:
@@ -304,6 +346,7 @@ def _build_failures(history: CampaignHistory) -> list[FailureFigures]:
             domain=cause.domain,
             node=cause.node,
             num=num,
+            is_least=cause in history.repeated_faults and num > 1,
             newest=history.newest_faults[cause].text[:MAX_REASON_CHARS],
             time=history.newest_faults[cause].time,
         )

@@ -46,6 +46,9 @@ def _describe_differences(settings: Sequence[ComparedValue], reports: Sequence[C
         text = f"The recipes differ in {len(names)} settings, so no difference of the results has a single cause"
     if best.key_figures.reward_last is None:
         return f"{text}."
+    others = [one.key_figures.reward_last for one in reports if one is not best]
+    if any(value is not None and f"{value:.3f}" == f"{best.key_figures.reward_last:.3f}" for value in others):
+        return f"{text}. Several end with the highest reward: {best.key_figures.reward_last:.3f}."
     return f"{text}. The highest reward at the end has {best.name}: {best.key_figures.reward_last:.3f}."
 
 

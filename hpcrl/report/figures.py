@@ -1,7 +1,7 @@
 """The figures of a report: what its JSON twin contains, and what its page shows. Without numpy.
 
 CampaignReport    one campaign
-KeyFigures, JobFigures, RoleFigures, WorkerFigures, FailureFigures, ProvenanceEntry    its parts
+KeyFigures, JobFigures, RoleFigures, EngineFigures, WorkerFigures, FailureFigures, ProvenanceEntry    its parts
 ReportChart, ChartSeries    a chart and its numbers
 SampledTrajectory, SampledTurn, SampledToken, SampledGroup, TrajectoryFigures    what was played
 ReportDocument    all campaigns of a report, and their comparison
@@ -13,7 +13,7 @@ import msgspec
 
 from hpcrl.monitor.advisories import Advisory
 
-REPORT_VERSION = 1
+REPORT_VERSION = 2
 
 
 class ChartSeries(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,11 +51,17 @@ class KeyFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of the first tenth of the steps."""
     reward_last: float | None
     """Mean of the last tenth."""
+    reward_noise: float | None
+    """The difference of these two that is within the noise from step to step; None of fewer than two steps."""
     reward_best: float | None
     evaluation_last: float | None
     evaluation_best: float | None
     num_episodes: int
+    """Episodes to train on: ended by themselves or at a limit, or scored for a failure."""
+    num_failed: int
+    """Episodes scored for a failure, and those lost to infrastructure, as the monitor counts them."""
     num_faulted: int
+    """Episodes lost to infrastructure."""
     num_aborted: int
     num_tokens: int
     tokens_per_s: float
@@ -110,20 +116,52 @@ class RoleFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Mean time without generation while weights were loaded."""
 
 
-class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """A time in which a worker was up."""
+class EngineFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The load of one engine while it was up, over all jobs; None is what it does not report."""
 
-    worker: str
+    engine: str
+    """The worker's name without the job."""
     role: str
     node: str
-    job: int
-    start: float
-    end: float
-    ending: str
+    """The newest one."""
+    up_s: float
+    busy_share: float
+    running: float
+    """Requests that ran, on average."""
+    waiting: float
+    """Requests that waited in it, on average."""
+    kv_share: float | None
+    """The share of its KV memory in use, on average."""
+    kv_most: float | None
+    """The largest such share of a report."""
+    tokens_per_s: float
+    prefix_hit_share: float | None
+    """The share of prompt tokens whose KV was in its prefix cache."""
+    num_preemptions: int | None
+    """Requests that lost their KV to others, and were computed again."""
+
+
+class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the Gantt chart: one worker in all jobs, or those that a node or a role has, if there are too many."""
+
+    worker: str
+    """Its name without the job; of several, how many they are."""
+    role: str
+    node: str
+    """Its node, or the number of its nodes."""
+    num: int
+    """The workers of the row."""
+    times: list[tuple[float, float]]
+    """The times in which one of them was up; shorter gaps than can be drawn are closed."""
+    failures: list[float]
+    """The times when one of them failed; of those too near to be told apart, the first."""
+    num_failures: int
+    up_s: float
+    """The time that they were up, added up."""
 
 
 class FailureFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports of failures of one kind."""
+    """Reported failures of one kind; an episode that was tried again may have failed more than once."""
 
     what: str
     kind: str
@@ -131,6 +169,8 @@ class FailureFigures(msgspec.Struct, frozen=True, kw_only=True):
     domain: str
     node: str
     num: int
+    is_least: bool
+    """Only some are reported, with their number so far: there may be more."""
     newest: str
     time: float
 
@@ -219,12 +259,15 @@ class CampaignReport(msgspec.Struct, frozen=True, kw_only=True):
     time_charts: list[ReportChart]
     staleness_charts: list[ReportChart]
     engine_charts: list[ReportChart]
+    engines: list[EngineFigures]
     jobs: list[JobFigures]
     roles: list[RoleFigures]
     workers: list[WorkerFigures]
-    num_workers_left_out: int
+    """All workers, whatever their number."""
     outcomes: dict[str, dict[str, int]]
     """Ended episodes by domain and outcome."""
+    failed: dict[str, int]
+    """The number of them that failed, by domain."""
     token_fates: dict[str, dict[str, int]]
     failures: list[FailureFigures]
     trajectories: TrajectoryFigures

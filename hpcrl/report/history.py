@@ -4,6 +4,7 @@ CampaignHistory   the fold
 WorkerSpan        a time in which a worker was up
 BinnedSeries      sums by time, in bins that grow with the time covered
 RoleWork          the worker-seconds of a role
+EngineTotals        the load of an engine
 """
 
 from dataclasses import dataclass, field
@@ -57,6 +58,42 @@ class RoleWork:
 
 
 @dataclass
+class EngineTotals:
+    """The load of one engine over all jobs; what is an average is summed with the seconds that it holds for."""
+
+    role: str
+    node: str
+    window_s: float = 0.0
+    busy_s: float = 0.0
+    running_s: float = 0.0
+    waiting_s: float = 0.0
+    kv_s: float = 0.0
+    kv_window_s: float = 0.0
+    """The part of the time in which the use of its KV memory was reported."""
+    kv_most: float = 0.0
+    num_tokens: int = 0
+    num_prefix_queries: int | None = None
+    num_prefix_hits: int | None = None
+    num_preemptions: int | None = None
+
+    def add(self, event: EngineCounted) -> None:
+        """Add the load of a time."""
+        self.node = event.node or self.node
+        self.window_s += event.window_s
+        self.busy_s += event.window_s * event.busy_share
+        self.running_s += event.window_s * event.running
+        self.waiting_s += event.window_s * event.waiting
+        self.num_tokens += event.num_tokens
+        if event.kv_share is not None:
+            self.kv_s += event.window_s * event.kv_share
+            self.kv_window_s += event.window_s
+            self.kv_most = max(self.kv_most, event.kv_share)
+        for name in ("num_prefix_queries", "num_prefix_hits", "num_preemptions"):
+            if (num := getattr(event, name)) is not None:
+                setattr(self, name, (getattr(self, name) or 0) + num)
+
+
+@dataclass
 class BinnedSeries:
     """Sums by time, in bins that grow with the time covered."""
 
@@ -96,6 +133,8 @@ class CampaignHistory(CampaignProgress):
     work: dict[str, RoleWork] = field(default_factory=dict)
     engine_series: dict[str, BinnedSeries] = field(default_factory=dict)
     """The load of engines by role."""
+    engines: dict[str, EngineTotals] = field(default_factory=dict)
+    """The load of each engine, by the worker's name without its job."""
     domain_rewards: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     """The sum and the number of rewards of each domain, by the newest step."""
     evaluation_steps: dict[int, int] = field(default_factory=dict)
@@ -189,6 +228,8 @@ class CampaignHistory(CampaignProgress):
             self._note_work(event)
 
     def _add_engine(self, event: EngineCounted) -> None:
+        name = event.worker.partition("-")[2] or event.worker
+        self.engines.setdefault(name, EngineTotals(event.role, event.node or "")).add(event)
         work = self._find_work(event.role)
         work.busy_s += event.window_s * event.busy_share
         work.num_tokens += event.num_tokens

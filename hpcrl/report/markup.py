@@ -56,6 +56,7 @@ def write_table(
     numbers: Sequence[int] = (),
     is_tall: bool = False,
     is_full: bool = False,
+    is_thin: bool = False,
 ) -> str:
     """Return a table; cells are HTML already. It can be scrolled, also by keyboard, where it is too wide."""
     names = [' class="num"' if index in numbers else "" for index in range(len(heads))]
@@ -64,7 +65,8 @@ def write_table(
         "<tr>" + "".join(f"<td{name}>{cell}</td>" for cell, name in zip(row, names, strict=True)) + "</tr>"
         for row in rows
     )
-    tall, full = " tall" if is_tall else "", ' class="full"' if is_full else ""
+    classes = " ".join(["full"] * is_full + ["thin"] * is_thin)
+    tall, full = " tall" if is_tall else "", f' class="{classes}"' if classes else ""
     return (
         f'<div class="scroll{tall}" tabindex="0" role="region" aria-label="{esc(caption)}"><table{full}>'
         f"<caption>{esc(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

@@ -24,6 +24,7 @@ from hpcrl.report.conversation_html import write_conversation, write_groups, wri
 from hpcrl.report.figures import CampaignReport, ReportChart, ReportComparison, ReportDocument
 from hpcrl.report.markup import esc, format_number, format_share, format_time, write_table
 from hpcrl.report.sections import (
+    write_engines,
     write_failures,
     write_jobs,
     write_problems,
@@ -214,7 +215,7 @@ class _PageWriter:
         return text
 
     def _write_engines(self, report: CampaignReport, key: str) -> str:
-        text = self._write_charts(report.engine_charts, key)
+        text = self._write_charts(report.engine_charts, key) + write_engines(report.engines)
         rows = [
             [
                 esc(role.role),

@@ -3,6 +3,7 @@
 write_summary     advisories and key figures
 write_problems    what could not be read
 write_roles, write_jobs, write_workers    where the time went
+write_engines     the health of each engine
 write_failures    outcomes and faults
 write_provenance  what the campaign was made from
 """
@@ -11,9 +12,14 @@ import itertools
 from collections.abc import Sequence
 
 from hpcrl.monitor.advisories import Advisory
-from hpcrl.report.figures import CampaignReport, RoleFigures
+from hpcrl.report.figures import CampaignReport, EngineFigures, RoleFigures
 from hpcrl.report.markup import esc, format_number, format_share, format_time, write_bar, write_table
 from hpcrl.system.terminal import format_duration
+
+FAILED_OUTCOMES = "timeout, exit, reward-error, env-fault, policy-fault"
+"""The outcomes that are counted as failed."""
+MARK_SHARE = 0.006
+"""The width of a mark in a bar."""
 
 
 def write_summary(report: CampaignReport) -> str:
@@ -51,7 +57,9 @@ def _write_tiles(report: CampaignReport) -> str:
         tiles.append(
             ("Held out", format_number(figures.evaluation_last), f"best {format_number(figures.evaluation_best)}")
         )
-    ended = f"{figures.num_faulted:,} faulted, {figures.num_aborted:,} aborted"
+    num_scored = figures.num_failed - figures.num_faulted
+    failed = f"{figures.num_failed:,} failed" + (f" ({num_scored:,} of them scored)" if num_scored else "")
+    ended = f"{failed}, {figures.num_aborted:,} aborted"
     tiles += [
         ("Episodes", format_number(figures.num_episodes), ended),
         ("Tokens", format_number(figures.num_tokens), f"{format_number(figures.tokens_per_s)} a second"),
@@ -139,25 +147,51 @@ def write_jobs(report: CampaignReport) -> str:
 
 
 def write_workers(report: CampaignReport) -> str:
-    low, high = min(one.start for one in report.workers), max(one.end for one in report.workers)
+    """Return the Gantt chart: a thin row for each worker, in an area that can be scrolled."""
+    low = min(start for row in report.workers for start, _ in row.times)
+    high = max(end for row in report.workers for _, end in row.times)
+    length_s = max(high - low, 1e-9)
     rows = []
-    for one in report.workers:
-        start, end = ((time - low) / max(high - low, 1e-9) for time in (one.start, one.end))
-        kind = "failed" if one.ending == "failed" else "up"
-        label = f"{one.worker} from {format_time(one.start)} for {format_duration(one.end - one.start)}"
+    for row in report.workers:
+        parts = [((start - low) / length_s, (end - low) / length_s, "up") for start, end in row.times]
+        marks = [((time - low) / length_s, (time - low) / length_s + MARK_SHARE, "failed") for time in row.failures]
+        label = f"{row.role} {row.worker}: up for {format_duration(row.up_s)} since {format_time(row.times[0][0])}"
+        name = esc(row.worker) if row.num == 1 else f"{esc(row.role)}: {esc(row.worker)}"
         rows.append(
             [
-                f"<code>{esc(one.worker)}</code>", esc(one.node or "-"), write_bar([(start, end, kind)], label),
-                f'<span class="nowrap">{format_time(one.start)}</span>', format_duration(one.end - one.start),
-                esc(one.ending or "up"),
+                f"<code>{name}</code>", esc(row.node or "-"), write_bar(parts + marks, label),
+                format_duration(row.up_s), format_number(row.num_failures) if row.num_failures else "",
             ]
         )  # fmt: skip
-    heads = ["worker", "node", "timeline", "start", "up for", "end"]
-    left_out = f"; {report.num_workers_left_out:,} more are left out" if report.num_workers_left_out else ""
-    table = write_table(
-        f"Times in which workers were up{left_out}", heads, rows, numbers=(4,), is_tall=True, is_full=True
-    )
+    heads = ["worker", "node", "timeline", "up for", "failures"]
+    num = sum(row.num for row in report.workers)
+    each = "" if num == len(report.workers) else ", several in a row"
+    caption = f"When each of {num:,} workers was up{each}: {format_time(low)} to {format_time(high)} UTC"
+    table = write_table(caption, heads, rows, numbers=(3, 4), is_tall=True, is_full=True, is_thin=True)
     return f"<h4>Workers</h4>{table}"
+
+
+def write_engines(engines: Sequence[EngineFigures]) -> str:
+    """Return the table of all engines."""
+    if not engines:
+        return ""
+    rows = [
+        [
+            f"<code>{esc(one.engine)}</code>", esc(one.node or "-"), format_share(one.busy_share),
+            format_number(one.tokens_per_s), format_number(one.running), format_number(one.waiting),
+            format_share(one.kv_share), format_share(one.kv_most), format_share(one.prefix_hit_share),
+            format_number(one.num_preemptions),
+        ]
+        for one in engines
+    ]  # fmt: skip
+    heads = ["engine", "node", "busy", "tokens/s", "running", "waiting", "KV", "KV most", "prefix hits", "preempted"]
+    caption = f"Health of the engines ({len(engines):,}), each on average while it was up"
+    table = write_table(caption, heads, rows, numbers=range(2, len(heads)), is_tall=True, is_full=True)
+    note = (
+        "KV: the share of KV memory in use. Prefix hits: the share of prompt tokens whose KV was in the prefix cache. "
+        "Preempted: requests that lost their KV to others. A dash: the engine does not report it."
+    )
+    return f'{table}<p class="soft small">{note}</p>'
 
 
 # ---- failures
@@ -168,26 +202,36 @@ def write_failures(report: CampaignReport) -> str:
     if any(report.outcomes.values()):
         names = sorted({name for outcomes in report.outcomes.values() for name in outcomes})
         rows = [
-            [esc(domain), *(format_number(outcomes.get(name, 0)) for name in names)]
+            [
+                esc(domain), format_number(report.failed.get(domain, 0)),
+                *(format_number(outcomes.get(name, 0)) for name in names),
+            ]
             for domain, outcomes in report.outcomes.items()
-        ]
-        text += write_table("How episodes ended", ["domain", *names], rows, numbers=range(1, len(names) + 1))
-    for kind, title in (("infrastructure", "Failures of the infrastructure"), ("policy", "Failures of the policy")):
+        ]  # fmt: skip
+        heads = ["domain", "failed", *names]
+        caption = f"How episodes ended; failed: {FAILED_OUTCOMES}"
+        text += write_table(caption, heads, rows, numbers=range(1, len(heads)))
+    titles = {"infrastructure": "Faults of the infrastructure", "policy": "Faults of the policy and its rewards"}
+    for kind, title in titles.items():
         found = [one for one in report.failures if one.kind == kind]
         if found:
             rows = [
                 [
                     esc(one.what), esc(one.domain or "-"), esc(one.node or "-"),
-                    format_number(one.num), format_time(one.time), esc(one.newest),
+                    f"{one.num:,} or more" if one.is_least else format_number(one.num), format_time(one.time),
+                    esc(one.newest),
                 ]
                 for one in found
             ]  # fmt: skip
-            heads = ["what", "domain", "node", "reports", "newest (UTC)", "newest report"]
+            heads = ["what", "domain", "node", "number", "newest (UTC)", "newest report"]
             text += f"<h4>{title}</h4>" + write_table(
                 f"{title}, by domain and node", heads, rows, numbers=(3,), is_full=True
             )
     if report.failures:
-        text += '<p class="soft small">Of failures that repeat, workers report the 1st, 10th, 100th and so on.</p>'
+        text += (
+            '<p class="soft small">The tables of faults count what workers report: an episode that was tried again may '
+            "have several. Of faults that repeat, workers report the 1st, 10th, 100th and so on: there may be more.</p>"
+        )
     return text
 
 

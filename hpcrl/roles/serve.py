@@ -437,6 +437,8 @@ class LoadReporter:
         self._samples: list[LoadFigures] = []
         self._started_at = clock()
         self._num_tokens = 0
+        self._before: LoadFigures | None = None
+        """The figures with which the last event ended."""
         self._span_limit_s = LOAD_REPORT_INTERVAL_S
 
     async def report(self) -> None:
@@ -465,6 +467,7 @@ class LoadReporter:
         samples, self._samples, self._started_at = self._samples, [], self._clock()
         num_tokens = max(newest.num_generated_tokens - self._num_tokens, 0)
         self._num_tokens = newest.num_generated_tokens
+        before, self._before = self._before, newest
         self._emit(
             EngineCounted(
                 window_s=round(span_s, 3),
@@ -475,8 +478,20 @@ class LoadReporter:
                 num_places=newest.num_places,
                 kv_share=_measure_kv_share(samples),
                 num_tokens=num_tokens,
+                num_prefix_queries=_count_since(before, newest, "num_prefix_queries"),
+                num_prefix_hits=_count_since(before, newest, "num_prefix_hits"),
+                num_preemptions=_count_since(before, newest, "num_preemptions"),
             )
         )
+
+
+def _count_since(before: LoadFigures | None, newest: LoadFigures, name: str) -> int | None:
+    """Return how much a counter has grown; one that starts again counts from zero."""
+    num: int | None = getattr(newest, name)
+    if num is None:
+        return None
+    num_before: int = (getattr(before, name) if before is not None else None) or 0
+    return num - num_before if num >= num_before else num
 
 
 def _measure_kv_share(samples: Sequence[LoadFigures]) -> float | None:

@@ -5,7 +5,6 @@
     OUTCOME_SETTINGS           the outcomes whose reward a domain sets, with the name of the setting
     name_outcome               the outcome of an episode by its record
     measure_outcomes           the share of each outcome among the episodes that ended
-    measure_failures           the share of the episodes that ended in a failure of the policy
     is_infrastructure          whether infrastructure caused an outcome
 
 What the policy causes is an outcome with a reward, so that training and evaluations count it; infrastructure that
@@ -22,7 +21,7 @@ OUTCOME_TIMEOUT, OUTCOME_EXIT, OUTCOME_REWARD_ERROR = "timeout", "exit", "reward
 OUTCOME_MAX_TURNS, OUTCOME_OVERFLOW, OUTCOME_UNPLAYED = "max-turns", "overflow", "unplayed"
 OUTCOME_FINISHED = "finished"
 MAX_FAILED_SHARE = 0.5
-"""The share of failures of the policy beyond which people are warned: the program itself may be broken."""
+"""The share of failures beyond which people are warned: the program itself may be broken."""
 
 
 class OutcomeFacts(NamedTuple):
@@ -65,12 +64,6 @@ def measure_outcomes(counts: Mapping[str, float]) -> dict[str, float]:
     }
     total = sum(counted.values())
     return {name: num / total for name, num in sorted(counted.items(), key=lambda item: (-item[1], item[0]))}
-
-
-def measure_failures(counts: Mapping[str, float]) -> float:
-    """Return the share that failed for what the policy did, limits of length not among it."""
-    failed = (OUTCOME_TIMEOUT, OUTCOME_EXIT, OUTCOME_REWARD_ERROR)
-    return sum(share for name, share in measure_outcomes(counts).items() if name in failed)
 
 
 def is_infrastructure(outcome: str) -> bool:

@@ -141,6 +141,10 @@ class SimBatch:
         self.num_generated = 0
         self.num_prefilled = 0
         """The number of tokens whose KV was computed here."""
+        self.num_looked_up = 0
+        """The number of prompt tokens whose KV may have been kept."""
+        self.num_found = 0
+        """The tokens of them whose KV was."""
         self.spent = SpentTime()
         self.prefixes = TrajectoryPrefixes()
         self._worker_speed = worker_speed
@@ -176,6 +180,9 @@ class SimBatch:
         kept = self.prefixes.take(row.trajectory)
         row.num_known = len(row.prompt) - 1 if row.handed_over else count_common_prefix(kept, row.prompt[:-1])
         row.num_to_prefill = len(row.prompt) - 1 - row.num_known
+        if not row.handed_over:
+            self.num_looked_up += len(row.prompt) - 1
+            self.num_found += row.num_known
         row.version_starts = [(0, self.version)]
         self._rows[id(row)] = row
         self._num_reserved += row.num_reserved

@@ -188,6 +188,8 @@ class SimEngine:
             free_kv_tokens=self.batch.num_free,
             num_places=self._settings.max_batch,
             is_asleep=self._is_asleep,
+            num_prefix_queries=self.batch.num_looked_up,
+            num_prefix_hits=self.batch.num_found,
         )
 
     # ---- UpdatableEngine

@@ -205,6 +205,9 @@ class VllmEngine:
             free_kv_tokens=round(figures.kv_tokens * (1 - figures.kv_used_share)),
             num_places=self._launch.max_batch,
             is_asleep=self._is_asleep,
+            num_prefix_queries=figures.num_prefix_queries,
+            num_prefix_hits=figures.num_prefix_hits,
+            num_preemptions=figures.num_preemptions,
         )
 
     # ---- UpdatableEngine

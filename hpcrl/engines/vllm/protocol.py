@@ -115,11 +115,20 @@ class ServerLoad(NamedTuple):
     kv_used_share: float
     kv_tokens: int
     """The capacity, used and free."""
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_preemptions: int = 0
 
 
 def parse_metrics(metrics: str) -> ServerLoad:
     """Read the load from the text of /metrics, over all copies of the model in the server."""
-    totals = dict.fromkeys(("num_requests_waiting", "generation_tokens_total", "kv_cache_usage_perc"), 0.0)
+    totals = dict.fromkeys(
+        (
+            "num_requests_waiting", "generation_tokens_total", "kv_cache_usage_perc", "prefix_cache_queries_total",
+            "prefix_cache_hits_total", "num_preemptions_total",
+        ),
+        0.0,
+    )  # fmt: skip
     num_copies = 0
     for name, value in _METRIC_PATTERN.findall(metrics):
         if name in totals:
@@ -130,4 +139,7 @@ def parse_metrics(metrics: str) -> ServerLoad:
         num_generated_tokens=int(totals["generation_tokens_total"]),
         kv_used_share=totals["kv_cache_usage_perc"] / max(num_copies, 1),
         kv_tokens=sum(map(int, _CAPACITY_PATTERN.findall(metrics))),
+        num_prefix_queries=int(totals["prefix_cache_queries_total"]),
+        num_prefix_hits=int(totals["prefix_cache_hits_total"]),
+        num_preemptions=int(totals["num_preemptions_total"]),
     )

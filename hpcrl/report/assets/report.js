@@ -2,6 +2,7 @@
   "use strict";
   var charts = JSON.parse(document.getElementById("chart-data").textContent);
   var plots = [];
+  var MIN_TIME_S = 20;
 
   function color(name) {
     return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -43,6 +44,18 @@
       return made;
     });
   }
+  function isZero(chart) {
+    return chart.series.every(function (one) {
+      return one.values.every(function (value) { return value === 0 || value === null || value === undefined; });
+    });
+  }
+  function showTimes(plot, splits) {
+    var span = plot.scales.x.max - plot.scales.x.min;
+    return splits.map(function (seconds) {
+      var text = new Date(seconds * 1000).toISOString();
+      return span > 6 * 86400 ? text.slice(5, 10) : span > 86400 ? text.slice(5, 10) + "\n" + text.slice(11, 16) : text.slice(11, span > 600 ? 16 : 19);
+    });
+  }
   function makeOptions(chart, element) {
     var isCategory = chart.kind === "category";
     var axis = { stroke: color("--soft"), grid: { stroke: color("--grid"), width: 1 }, ticks: { stroke: color("--grid"), width: 1 }, font: "12px system-ui, sans-serif" };
@@ -57,17 +70,24 @@
         return splits.map(function (value) { var at = chart.x.indexOf(value); return at < 0 ? "" : chart.labels[at].split(" to ")[0]; });
       };
     }
+    if (chart.kind === "time") {
+      x.space = 76;
+      x.incrs = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200].concat([1, 2, 5, 10, 20, 50, 100, 200, 500].map(function (days) { return days * 86400; }));
+      x.values = showTimes;
+    }
     var y = Object.assign({}, axis, { size: 58, values: function (plot, splits) { return splits.map(show); } });
+    if (isZero(chart)) y.splits = function () { return [0]; };
     var hasBars = chart.series.some(function (one) { return one.style === "bars"; });
     var low = chart.x[0], high = chart.x[chart.x.length - 1];
     var scaleX = { time: chart.kind === "time" };
     if (isCategory) scaleX.range = [low - 0.6, high + 0.6];
+    else if (chart.kind === "time" && high - low < MIN_TIME_S) scaleX.range = [(low + high - MIN_TIME_S) / 2, (low + high + MIN_TIME_S) / 2];
     else if (low === high) scaleX.range = [low - 1, high + 1];
     return {
       width: width(element), height: element.clientHeight || 220, legend: { show: false },
-      padding: [10, 12, 0, 0],
+      padding: [10, chart.kind === "time" ? 30 : 12, 0, 0],
       tzDate: function (seconds) { return uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"); },
-      scales: { x: scaleX, y: hasBars ? { range: function (plot, least, most) { return [0, most > 0 ? most * 1.05 : 1]; } } : {} },
+      scales: { x: scaleX, y: isZero(chart) ? { range: [0, 1] } : hasBars ? { range: function (plot, least, most) { return [0, most > 0 ? most * 1.05 : 1]; } } : {} },
       axes: [x, y],
       cursor: { y: false, points: { size: 7 }, drag: { x: false, y: false } },
       series: [{}].concat(makeSeries(chart)),

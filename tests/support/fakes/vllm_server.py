@@ -80,6 +80,10 @@ vllm:num_requests_running{engine="0"} 2.0
 vllm:num_requests_waiting{engine="0"} 3.0
 vllm:kv_cache_usage_perc{engine="0"} 0.25
 vllm:generation_tokens_total{engine="0"} 1e+02
+vllm:prefix_cache_queries_total{engine="0"} 400.0
+vllm:prefix_cache_hits_total{engine="0"} 300.0
+vllm:external_prefix_cache_hits_total{engine="0"} 7.0
+vllm:num_preemptions_total{engine="0"} 2.0
 vllm:cache_config_info{block_size="32",kv_cache_size_tokens="2000",num_gpu_blocks="9"} 1.0
 """
 

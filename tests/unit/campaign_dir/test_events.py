@@ -107,10 +107,12 @@ LINES = [
             num_places=8,
             kv_share=0.25,
             num_tokens=9,
+            num_prefix_queries=40,
+            num_prefix_hits=30,
         ),
         "engine",
         '"window_s": 10.0, "version": 3, "busy_share": 0.5, "running": 2.5, "waiting": 0.0, "num_places": 8, '
-        '"kv_share": 0.25, "num_tokens": 9',
+        '"kv_share": 0.25, "num_tokens": 9, "num_prefix_queries": 40, "num_prefix_hits": 30, "num_preemptions": null',
     ),
     (TasksRestarted(num=2), "tasks-restarted", '"num": 2'),
     (

@@ -93,12 +93,13 @@ def test_the_json_has_exactly_the_fields_of_the_contract(campaign: SyntheticCamp
     assert printed["name"] == "quickstart-1"
     assert (printed["recipe"], printed["site"], printed["created"]) == ("quickstart", "lab", T0)
     assert printed["jobs"][0]["components"][0] == {
-        "index": 0, "partition": "env", "state": "running", "nodes": ["env0", "env1"], "roles": ["env", "reward"],
+        "index": 0, "partition": "env", "state": "running", "num_nodes": 2, "nodes": ["env0", "env1"],
+        "roles": ["env", "reward"],
     }  # fmt: skip
     assert printed["roles"]["decode"] == {"workers": 1, "alive": 1}
     assert printed["roles"]["reward"] == {"workers": 1, "alive": 1, "queue": 0}
     assert printed["episodes"] == {
-        "done": 0, "aborted": 0, "faulted": 0, "running": 0, "loop_share": 0.0, "loop_delay_s": 0.0,
+        "done": 0, "aborted": 0, "faulted": 0, "failed": 0, "running": 0, "loop_share": 0.0, "loop_delay_s": 0.0,
     }  # fmt: skip
     assert printed["spools"] == [{"name": "rollouts", "depth": 0}, {"name": "scored", "depth": 0}]
     assert (printed["step"], printed["num_steps"], printed["version"], printed["reward_mean"]) == (1, 10, 1, [0.1])

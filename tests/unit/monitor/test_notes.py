@@ -26,6 +26,7 @@ def test_a_number_that_the_event_names_counts() -> None:
         log.add(time=0.0, text="reward: nan", bad=True, cause="x", num=num)
     (note,) = log
     assert (note.num, note.number) == (100, 3)
+    assert note.line == "100+ x reward: nan"
 
 
 def test_the_newest_notes_are_kept() -> None:

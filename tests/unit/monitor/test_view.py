@@ -37,6 +37,7 @@ from hpcrl.monitor.view import (
     watch_campaign,
 )
 from hpcrl.slurm.status import JobStatus
+from hpcrl.system.files import publish_json, read_json
 from hpcrl.system.terminal import draw_sparkline
 from tests.support.synthetic import SyntheticCampaign
 
@@ -129,7 +130,7 @@ def test_the_screen_shows_the_main_facts(tmp_path: Path) -> None:
         "0.100 -> 2.000",
         "env         3/3",
         "train       3/3   83%",
-        "5 running   160 done   0 aborted   1 faulted",
+        "5 running   160 done   0 aborted   1 failed",
         "60/s   12.0 k generated   90% of turns prefilled remotely",
         "version 20   engines serve 20   lag 0.50",
         "2.0 s a step, 0.4 s waiting",
@@ -159,9 +160,83 @@ def test_nodes_of_a_thousand_workers_are_summarized(tmp_path: Path) -> None:
         campaign.emit(f"env-{index}", WorkerStarted(node=f"nid{index:06d}", pid=1, gpus=[]))
     campaign.close()
 
-    screen = "\n".join(text_of(collector(campaign).poll()))
+    screen = "\n".join(text_of(collector(campaign).poll(), width=100, height=40))
 
-    assert "1000/1000  env        nid000000 nid000001 .. nid000999 (1,000)" in screen
+    assert "1000/1000         env        nid000000 nid000001 .. nid000999 (1,000)" in screen
+    assert "component 0, 1,000 x env: nid000000 nid000001 .. nid000999 (1,000)" in screen
+
+
+@pytest.mark.parametrize(("width", "height"), [(20, 60), (40, 60), (80, 60), (200, 60)])
+def test_roles_are_grouped_by_component_with_partition_and_number_of_nodes(
+    tmp_path: Path, width: int, height: int
+) -> None:
+    campaign = running(tmp_path)
+    plan = read_json(campaign.directory.plan)
+    plan["components"][2] |= {"nodes": 4, "partition": "boost"}
+    publish_json(campaign.directory.plan, plan)
+
+    screen = text_of(collector(campaign).poll(), width=width, height=height)
+
+    start = next(place for place, line in enumerate(screen) if line.startswith("role "))
+    shown = [
+        line.split(":")[0] if line.startswith("component") else line.split()[0] for line in screen[start + 1 :][:9]
+    ]
+    titles = ["component 0, 2 x env", "component 1, 1 x prefill", "component 2, 4 x boost", "component 3, 1 x train"]
+    cut = [title if len(title) < width else f"{title[: width - 1]}\u2026" for title in titles]
+    assert shown == [cut[0], "env", "reward", cut[1], "prefill", cut[2], "decode", cut[3], "train"]
+    assert max(map(cell_len, screen)) <= width
+
+
+def test_a_small_terminal_has_components_in_a_column(tmp_path: Path) -> None:
+    screen = text_of(collector(running(tmp_path)).poll())
+    heads = next(line for line in screen if line.startswith("role ")).split()
+    assert heads[-2:] == ["component", "nodes"]
+    assert any(line.endswith("0, 2 x env      env0") for line in screen if line.startswith("env "))
+    assert len(screen) <= 24
+
+
+def show_reward_row(campaign: SyntheticCampaign) -> list[str]:
+    lines = text_of(collector(campaign).poll(), height=60)
+    return [line for line in lines if line.startswith("reward  ")][-1].split()
+
+
+def start_without_rewards(root: Path) -> SyntheticCampaign:
+    campaign = planned(root)
+    campaign.submit()
+    campaign.emit("driver", JobStarted(slurm_id="123", end_time=campaign.now + 3600))
+    campaign.emit("env-0", WorkerStarted(pid=1, gpus=[]))
+    return campaign
+
+
+def test_rewards_that_env_workers_write_are_shown_there(tmp_path: Path) -> None:
+    campaign = start_without_rewards(tmp_path)
+    campaign.emit("env-0", SegmentScored(num=2, rewards={"sums": [0.0, 1.0]}))
+    assert show_reward_row(campaign)[1:4] == ["in", "env", "0"]
+    assert collector(campaign).poll().roles["reward"].done_by == "env"
+    campaign.outcome("done")
+    assert show_reward_row(campaign)[1:3] == ["in", "env"]
+
+
+def test_reward_workers_that_are_scaled_to_zero_are_idle_until_something_waits(tmp_path: Path) -> None:
+    campaign = start_without_rewards(tmp_path)
+    for block in range(3):
+        campaign.emit(f"reward-100{block}000", WorkerStarted(pid=1, gpus=[]))
+        campaign.emit(f"reward-100{block}000", SegmentScored(num=1, rewards={"sums": [1.0]}))
+    assert show_reward_row(campaign)[1:3] == ["3/3", "0"]
+    campaign.now += 600
+    campaign.beat("000-env-0")
+    campaign.beat("000-driver")
+    assert show_reward_row(campaign)[1:3] == ["idle", "0"]
+    campaign.segment("rollouts", 1, 8)
+    assert show_reward_row(campaign)[1:3] == ["0/1", "8"]
+
+
+def test_a_plan_of_one_component_has_no_titles(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    plan = read_json(campaign.directory.plan)
+    plan["components"] = [{"index": 0, "partition": "all", "roles": ["env", "reward", "prefill", "decode", "train"]}]
+    publish_json(campaign.directory.plan, plan)
+    assert not any("component" in line for line in text_of(collector(campaign).poll(), height=60))
 
 
 def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from hpcrl.report import __main__ as command
 from hpcrl.report.builder import build_document, build_report
 from hpcrl.report.charts import MAX_POINTS, smooth_values, thin_points
 from hpcrl.report.figures import CampaignReport, ChartSeries, ReportDocument, TrajectoryFigures
+from hpcrl.report.sections import write_engines
 from hpcrl.report.trajectories import read_trajectories
 from hpcrl.spool.segment import write_segment
 from hpcrl.system.files import make_private_dir, publish_json
@@ -109,6 +110,31 @@ def test_the_verdict_is_one_sentence_about_state_reward_and_findings(campaign: S
     )
 
 
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        ([0.5] * 10 + [0.5 + 1e-7] * 10, "the reward did not change: 0.500;"),
+        ([0.4, 0.6] * 10, "the reward did not change: 0.500;"),
+        (
+            [0.4, 0.6, 0.5, 0.5, 0.7, 0.3] * 3 + [0.4, 0.7],
+            "the reward did not change beyond its noise: 0.500, then 0.550;",
+        ),
+        ([0.1, 0.2, 0.3, 0.4], "the reward rose from 0.100 to 0.400;"),
+        ([0.9, 0.9, 0.2, 0.2, 0.1, 0.1], "the reward fell from 0.900 to 0.100;"),
+        ([0.3], "the reward is 0.300;"),
+    ],
+)
+def test_a_change_of_the_reward_is_one_that_can_be_seen_beyond_its_noise(
+    campaign: SyntheticCampaign, rewards: list[float], words: str
+) -> None:
+    campaign.submit_local()
+    campaign.start()
+    for step, reward in enumerate(rewards, start=1):
+        campaign.now += 1
+        campaign.step(step, reward=reward)
+    assert words in report_on(campaign).verdict
+
+
 def test_the_verdict_of_a_campaign_that_failed_does_not_say_that_nothing_needs_attention(
     campaign: SyntheticCampaign,
 ) -> None:
@@ -150,6 +176,28 @@ def test_engines_and_staleness_have_their_numbers(campaign: SyntheticCampaign) -
     assert charts["lags"].series[0].values == [80.0, 240.0]
 
 
+def test_each_engine_has_its_health(campaign: SyntheticCampaign) -> None:
+    play(campaign)
+    cache = {"num_prefix_queries": 400, "num_prefix_hits": 300, "num_preemptions": 2}
+    for index, kv_share in ((10, 0.5), (10, 0.9), (9, None)):
+        load = EngineCounted(
+            window_s=STEP_S, busy_share=1.0, running=4.0, waiting=2.0, kv_share=kv_share, num_tokens=50
+        )
+        campaign.emit(f"decode-{index}", msgspec.structs.replace(load, **(cache if kv_share else {})))
+
+    report = report_on(campaign)
+
+    engines = {one.engine: one for one in report.engines}
+    assert list(engines) == ["decode-0", "decode-9", "decode-10"]
+    ten, nine = engines["decode-10"], engines["decode-9"]
+    assert (ten.running, ten.waiting, ten.tokens_per_s) == (4.0, 2.0, 5.0)
+    assert (ten.kv_share, ten.kv_most, ten.prefix_hit_share, ten.num_preemptions) == (pytest.approx(0.7), 0.9, 0.75, 4)
+    assert (nine.kv_share, nine.kv_most, nine.prefix_hit_share, nine.num_preemptions) == (None, None, None, None)
+    table = write_engines(report.engines)
+    assert "<code>decode-10</code>" in table
+    assert "75%" in table
+
+
 def test_failures_are_counted_by_domain_and_node(campaign: SyntheticCampaign) -> None:
     failures = {(one.what, one.domain, one.node): one for one in report_on(play(campaign)).failures}
 
@@ -158,11 +206,11 @@ def test_failures_are_counted_by_domain_and_node(campaign: SyntheticCampaign) ->
 
 
 def test_a_worker_has_a_span_with_its_end(campaign: SyntheticCampaign) -> None:
-    spans = {one.worker: one for one in report_on(play(campaign)).workers}
+    rows = {one.worker: one for one in report_on(play(campaign)).workers}
 
-    assert spans["000-decode-0"].ending == "failed"
-    assert spans["000-env-0"].ending == "ended"
-    assert spans["000-env-0"].end - spans["000-env-0"].start == pytest.approx(200.1)
+    assert (rows["decode-0"].num_failures, rows["env-0"].num_failures) == (1, 0)
+    ((start, end),) = rows["env-0"].times
+    assert end - start == rows["env-0"].up_s == pytest.approx(200.1)
 
 
 def test_a_campaign_without_any_step_has_a_report(campaign: SyntheticCampaign) -> None:

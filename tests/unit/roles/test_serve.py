@@ -73,6 +73,21 @@ def test_the_load_of_an_engine_is_one_event_a_window():
     ]
 
 
+def test_the_load_of_an_engine_has_what_its_prefix_cache_held_and_the_preemptions_of_the_window():
+    now, emitted = [0.0], []
+    reporter = LoadReporter(None, emitted.append, clock=lambda: now[0])
+    counters = [(100, 40, 1), (300, 90, 1), (50, 50, 0)]  # the last one of an engine that was started again
+    for window, (num_queries, num_hits, num_preemptions) in enumerate(counters, start=1):
+        now[0] = window * LOAD_REPORT_INTERVAL_S
+        figures = LoadFigures(
+            version=0, num_running=1, num_waiting=0, num_generated_tokens=0, num_prefix_queries=num_queries,
+            num_prefix_hits=num_hits, num_preemptions=num_preemptions,
+        )  # fmt: skip
+        reporter.add_sample(figures)
+    counted = [(event.num_prefix_queries, event.num_prefix_hits, event.num_preemptions) for event in emitted]
+    assert counted == [(100, 40, 1), (200, 50, 0), (50, 50, 0)]
+
+
 def test_an_engine_that_stays_idle_reports_once_a_minute_and_with_its_first_work():
     now, emitted = [0.0], []
     reporter = LoadReporter(None, emitted.append, clock=lambda: now[0])

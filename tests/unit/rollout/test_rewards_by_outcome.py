@@ -21,7 +21,6 @@ from hpcrl.spool.outcome import (
     OUTCOME_SETTINGS,
     OUTCOMES,
     is_infrastructure,
-    measure_failures,
     measure_outcomes,
     name_outcome,
 )
@@ -158,7 +157,6 @@ def test_infrastructure_causes_faults_and_no_other_outcome():
 def test_shares_leave_out_what_training_aborted():
     counts = {"finished": 6, "exit": 3, "env-fault": 1, "aborted-redundant": 90}
     assert measure_outcomes(counts) == {"finished": 0.6, "exit": 0.3, "env-fault": 0.1}
-    assert measure_failures(counts) == 0.3
 
 
 @pytest.mark.parametrize(

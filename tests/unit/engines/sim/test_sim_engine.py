@@ -69,6 +69,20 @@ def test_a_later_turn_of_a_trajectory_computes_only_its_new_tokens():
     assert on(body) == 999 + 49
 
 
+def test_the_load_of_an_engine_has_the_prompt_tokens_whose_kv_it_kept():
+    async def body(engine, loop):
+        first = await engine.generate(ask("a", trajectory="t"))
+        history = [7] * 1000 + first.token_ids
+        await engine.generate(
+            GenerateRequest(request_id="b", token_ids=[*history, 8], max_new_tokens=5, trajectory="t")
+        )
+        return await engine.load_figures(), engine.batch.num_prefilled
+
+    figures, num_prefilled = on(body)
+    assert figures.num_prefix_hits >= 1000
+    assert figures.num_prefix_queries - figures.num_prefix_hits == num_prefilled
+
+
 def test_kv_is_evicted_when_running_turns_need_the_room():
     async def body(engine, loop):
         await engine.generate(ask("a", trajectory="t"))

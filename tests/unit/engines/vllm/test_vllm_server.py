@@ -295,9 +295,9 @@ def test_a_seed_leaves_the_batch_only_where_an_agent_or_the_recipe_wants_it(laun
 
 
 def test_figures_are_read_from_the_metrics() -> None:
-    assert parse_metrics(METRICS) == (3, 100, 0.25, 2000)
+    assert parse_metrics(METRICS) == (3, 100, 0.25, 2000, 400, 300, 2)
     copy = METRICS.replace('engine="0"', 'engine="1"').replace("} 0.25", "} 0.75")
-    assert parse_metrics(METRICS + copy) == (6, 200, 0.5, 4000)
+    assert parse_metrics(METRICS + copy) == (6, 200, 0.5, 4000, 800, 600, 4)
 
 
 def test_the_server_of_a_judge_has_its_name_and_no_routes_that_change_it(launch: VllmLaunch, scratch: Path) -> None:
