@@ -6,7 +6,7 @@
                      the recipe's defaults
 
 The rivals are round-robin, least-loaded, power of two choices, and each trajectory kept on one engine, given to them in
-turn or to the least loaded. The best of them is taken anew for each workload, after the fact, which no user could. The
+turn or to the least loaded. The best of them is chosen for each workload after the fact, which no user could. The
 drain, when no trajectory is left to start, is the same for all policies that keep engines busy: it is counted in the
 ratios with a bar, and left out of those named "without the drain".
 

@@ -58,8 +58,8 @@ def kill_batch_processes(lab: Lab, campaign: CampaignDir) -> None:
 def await_clean_nodes(lab: Lab, campaign: CampaignDir) -> None:
     """Wait until no node keeps shared memory of a job whose guardian and driver were killed.
 
-    A step cleans up after SIGTERM. At times one gets none: an srun that is killed with the batch script has a process
-    of its own that kills its step, if it is faster than Slurm. Then the next step on the node cleans up.
+    A step cleans up after SIGTERM. At times one gets none: an srun that is killed with the batch script has another
+    process, which kills its step if it is faster than Slurm. Then the next step on the node cleans up.
     """
     with contextlib.suppress(AssertionError):
         until(lambda: lab.list_shared_memory() == {}, what="steps without a driver clean up", timeout_s=20)

@@ -71,7 +71,7 @@ def test_a_job_with_sigterm_drains_though_slurm_is_silent_and_a_later_answer_giv
     assert (tmp_path / "order").read_text() == "drained\n", "it was asked once more, and an answer is enough"
 
 
-def test_steps_learn_by_when_a_driver_that_lives_has_ended_a_job_that_slurm_will_kill(drain, job, monkeypatch):
+def test_steps_learn_by_when_a_running_driver_has_ended_a_job_that_slurm_will_kill(drain, job, monkeypatch):
     drain.start(DrainRequest(reason="a user asked for it", grace_s=6.0, cause="user-request"))
     left, now = DrainTime(job), time.monotonic()
     assert not left.is_driver_overdue()

@@ -135,7 +135,7 @@ def test_a_change_of_the_reward_is_one_that_can_be_seen_beyond_its_noise(
     assert words in report_on(campaign).verdict
 
 
-def test_the_verdict_of_a_campaign_that_failed_does_not_say_that_nothing_needs_attention(
+def test_the_verdict_of_a_campaign_that_failed_has_no_claim_that_nothing_needs_attention(
     campaign: SyntheticCampaign,
 ) -> None:
     play(campaign).outcome("failed", "the driver was killed by signal 9")

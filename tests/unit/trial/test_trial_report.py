@@ -1,4 +1,4 @@
-"""What `hpcrl try` says about the episodes of a domain."""
+"""What `hpcrl try` prints about the episodes of a domain."""
 
 from hpcrl.spool.outcome import OUTCOME_EXIT
 from hpcrl.trial.player import DomainTrial

@@ -1,4 +1,4 @@
-"""A real campaign made ill: its advisories name what is wrong, in the monitor and in the report alike."""
+"""A real campaign in which something is wrong: its advisories name it, in monitor and report."""
 
 import json
 from pathlib import Path
@@ -17,10 +17,10 @@ def test_a_reward_without_signal_and_episodes_that_are_cut_off_are_named(
     del campaigns
     monkeypatch.chdir(tmp_path)
     settings = ("-s", "domains.lake.reward=tests.support.odd_rewards:of_nothing", "-s", "train.num_steps=32")
-    done = hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "ill", *SIMULATED, *settings)
+    done = hpcrl("submit", "quickstart", "--site", "local", "--watch", "--name", "a", *SIMULATED, *settings)
     expected = {"reward-stalled", "flat-groups", "truncation"}
-    assert {advisory["name"] for advisory in snapshot("ill")["advisories"]} >= expected
-    hpcrl("report", "ill")
-    (report,) = json.loads((tmp_path / "ill-report.json").read_text())["campaigns"]
+    assert {advisory["name"] for advisory in snapshot("a")["advisories"]} >= expected
+    hpcrl("report", "a")
+    (report,) = json.loads((tmp_path / "a-report.json").read_text())["campaigns"]
     assert {advisory["name"] for advisory in report["advisories"]} >= expected
     assert "one reward for all their episodes" in done.stdout
