@@ -184,8 +184,13 @@ def open_context(campaign: CampaignDir, job_number: int, role: RoleName, index: 
 
 
 def make_judge_report(context: WorkerContext) -> Callable[[str], None]:
-    """Return a function that reports what a worker's proxy to the judges has met."""
-    return lambda problem: context.events.emit(FaultReported(what="judge", detail=problem))
+    """Return a function that reports what a worker's proxy to the judges has met, until the job ends: so do judges."""
+
+    def report(problem: str) -> None:
+        if not context.draining:
+            context.events.emit(FaultReported(what="judge", detail=problem))
+
+    return report
 
 
 def redirect_output(job: JobDir, role: str, index: int) -> None:

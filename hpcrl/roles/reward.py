@@ -171,6 +171,8 @@ class ScoringSession:
         if answer.error:
             _check_segment(source, context)
             return
+        if context.draining and context.recipe.judge and _has_error(answer):
+            return  # a judge may have ended before this worker: the next job scores the segment
         pause_s = MIN_WRITE_PAUSE_S
         while self._needs_twin(name):
             note_work()
@@ -238,6 +240,10 @@ class _ScoredCounts:
             replaced_outcomes={name: dict(replaced) for name, replaced in self.replaced_outcomes.items()},
             reward_faults={name: dict(failed) for name, failed in self.faults.items()},
         )
+
+
+def _has_error(answer: SegmentScores) -> bool:
+    return any(score is not None and score.error for score in (*answer.scores, *(answer.teacher or ())))
 
 
 def _check_segment(source: Path, context: WorkerContext) -> None:

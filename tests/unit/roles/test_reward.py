@@ -10,9 +10,11 @@ import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.roles import reward
+from hpcrl.roles.context import make_judge_report
 from hpcrl.roles.reward import RepeatedFaults, ScoringSession
 from hpcrl.rollout.judges.proxy import JudgeProxy
-from hpcrl.rollout.reward_process import RewardProcess
+from hpcrl.rollout.reward_process import RewardProcess, SegmentScores
+from hpcrl.rollout.rewards import RewardScore
 from hpcrl.spool.segment import read_segment, write_segment
 from hpcrl.system.files import make_private_dir, publish_json
 from hpcrl.system.processes import list_descendants
@@ -194,3 +196,19 @@ def test_a_twin_has_the_log_probs_of_the_teacher_and_a_fault_where_it_gave_none(
     assert np.isnan(failed.teacher_logprobs).all()
     (fault,) = [event for event in read_events(stage.campaign.events) if event["event"] == "fault"]
     assert "lake/0/1: teacher.judge = 'grader'" in fault["detail"]
+
+
+def test_a_segment_whose_judge_ended_first_with_the_job_is_left_to_the_next_job(stage):
+    stage.add("a.h5")
+    context = stage.open("hang_for", index=9, settings=("judge.grader.tiny={}",))._context
+    session, drain = ScoringSession(context, stage.process, stage.faults), context.job.drain
+    failed = SegmentScores(segment="a.h5", scores=[RewardScore(error="the judge does not answer")] * NUM)
+    make_private_dir(drain.parent)
+    drain.touch()
+    make_judge_report(context)("the judge has ended")
+    session._write_twin("a.h5", failed)
+    assert not list(stage.campaign.spool("scored").glob("*.h5"))
+    assert read_events(stage.campaign.events) == []
+    drain.unlink()
+    session._write_twin("a.h5", failed)
+    assert len(stage.twin("a.h5")) == NUM, "without a judge, while the job runs"
