@@ -23,8 +23,8 @@ from typing import Literal
 import msgspec
 
 from hpcrl.campaign_dir.events import StepFinished
-from hpcrl.monitor.progress import CampaignProgress, FailureRun, WorkerProgress, is_failure
-from hpcrl.spool.outcome import MAX_FAILED_SHARE, OUTCOMES, is_infrastructure, measure_outcomes
+from hpcrl.monitor.progress import CampaignProgress, FailureRun, WorkerProgress, is_failure, measure_failures
+from hpcrl.spool.outcome import MAX_FAILED_SHARE, OUTCOME_REWARD_ERROR, OUTCOMES, is_infrastructure, measure_outcomes
 from hpcrl.system.terminal import format_duration
 
 Severity = Literal["critical", "warning", "notice"]
@@ -62,6 +62,8 @@ MIN_ENTROPY_SHARE = 0.1
 UNTRAINED_DOMAIN = "domain-fails"
 """The name of the finding that a domain trains nothing."""
 MAX_STEP_DELAY, MIN_STEP_DELAY_S = 6.0, 300.0
+MAX_START_S = 1800.0
+"""The time that the workers of a job may take until its first step."""
 MAX_CHECKPOINT_AGE, MIN_CHECKPOINT_AGE_S = 3.0, 3600.0
 MIN_WORKER_FAILURES, MANY_WORKER_FAILURES = 3, 10
 MIN_ENGINE_WINDOW_S = 120.0
@@ -129,8 +131,11 @@ def _find_failing_domains(facts: HealthFacts) -> Iterator[Advisory]:
     """Find domains of whose episodes or rewards all fail, or most."""
     for name, domain in sorted(facts.progress.domains.items()):
         run = max(domain.played, domain.scored, key=lambda run: run.num_failed_in_row)
-        outcomes = domain.settle_outcomes()
-        share = sum(num for outcome, num in measure_outcomes(outcomes).items() if is_failure(outcome))
+        whole, recent = domain.settle_outcomes(), domain.recent_outcomes
+        # The recent ones are as they were played: rewards that failed are counted over the whole campaign.
+        is_recent = OUTCOME_REWARD_ERROR not in whole or measure_failures(recent) > measure_failures(whole)
+        outcomes: Mapping[str, float] = recent if is_recent else whole
+        share = measure_failures(outcomes)
         is_scored = run is domain.scored
         if run.num_failed_in_row >= _limit_in_row(run):
             which = "all" if not run.num_good else "the last"
@@ -152,7 +157,7 @@ def _find_failing_domains(facts: HealthFacts) -> Iterator[Advisory]:
                 name="domain-failing",
                 severity="warning",
                 subject=name,
-                text=f"domain {name}: {share:.0%} of {domain.num_ended:,} episodes failed",
+                text=f"domain {name}: {share:.0%} of {'recent' if is_recent else 'its'} episodes failed",
                 figure=share,
                 threshold=MAX_FAILED_SHARE,
                 unit="share of episodes",
@@ -259,7 +264,7 @@ def _find_reward_trend(facts: HealthFacts) -> Iterator[Advisory]:
             cause="updates are too large, or the policy has learned to exploit the reward",
             remedy="resume from the checkpoint before with a lower train.learning_rate, read episodes of both",
         )
-    elif max(doubt, gain + doubt) <= MIN_GAIN * spread and not _is_solved(facts):
+    elif max(doubt, gain + doubt) <= MIN_GAIN * spread and not _has_risen_early(rewards) and not _is_solved(facts):
         yield Advisory(
             name="reward-stalled",
             severity="warning",
@@ -270,6 +275,12 @@ def _find_reward_trend(facts: HealthFacts) -> Iterator[Advisory]:
             cause="the tasks give no signal (all fail or all succeed), or the learning rate is too low",
             remedy="read the best and the worst episodes, look at the share of flat groups, raise train.learning_rate",
         )
+
+
+def _has_risen_early(rewards: Sequence[float]) -> bool:
+    """Return whether a reward is above that of the first steps, as one that rose soon and has stayed there."""
+    first, last = rewards[: MIN_STEPS // 3], rewards[-len(rewards) // 3 :]
+    return fmean(last) - fmean(first) > NUM_SURE_ERRORS / NUM_ERRORS * _noise(first, last)
 
 
 def _find_flat_groups(facts: HealthFacts) -> Iterator[Advisory]:
@@ -425,11 +436,15 @@ def _find_idle_engines(facts: HealthFacts) -> Iterator[Advisory]:
 
 def _find_late_step(facts: HealthFacts) -> Iterator[Advisory]:
     """Find a step that takes far longer than those before, while a job runs."""
-    times = [step.time for step in facts.steps[-RECENT_STEPS - 1 :] if step.job == _newest_job(facts)]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    if not facts.is_running or len(gaps) < 5:
+    steps = facts.steps[-RECENT_STEPS - 1 :]
+    gaps = [later.time - earlier.time for earlier, later in itertools.pairwise(steps) if later.job == earlier.job]
+    job = facts.progress.jobs.get(_newest_job(facts))
+    if not facts.is_running or len(gaps) < 5 or job is None:
         return
-    since_s, limit_s = facts.now - times[-1], max(MAX_STEP_DELAY * median(gaps), MIN_STEP_DELAY_S)
+    limit_s = max(MAX_STEP_DELAY * median(gaps), MIN_STEP_DELAY_S)
+    since_s = facts.now - steps[-1].time
+    if steps[-1].job != _newest_job(facts):  # the first step of a job has the starts of all workers before it
+        since_s, limit_s = facts.now - (job.started_at or facts.now), limit_s + MAX_START_S
     if since_s > limit_s:
         yield Advisory(
             name="step-overdue",

@@ -83,10 +83,10 @@ def count_failures(outcomes: Mapping[str, int]) -> int:
     return sum(num for name, num in outcomes.items() if is_failure(name))
 
 
-def measure_failures(outcomes: Mapping[str, int]) -> float:
+def measure_failures(outcomes: Mapping[str, float]) -> float:
     """Return the share that failed of the ended episodes that training did not abort."""
     num = sum(num for name, num in outcomes.items() if name not in _ABORTED)
-    return count_failures(outcomes) / num if num else 0.0
+    return sum(num for name, num in outcomes.items() if is_failure(name)) / num if num else 0.0
 
 
 class FaultCause(NamedTuple):

@@ -98,7 +98,10 @@ def build_report(
     trajectories = read_trajectories(campaign)
     recipe = _read_table(campaign.recipe)
     plan = _read_table(campaign.plan)
-    jobs = [_build_job(view, campaign, history, plan, now=snapshot.detail.now) for view in snapshot.jobs]
+    jobs: list[JobFigures] = []
+    for view in snapshot.jobs:
+        ended = max((job.ended for job in jobs if job.ended is not None), default=-math.inf)
+        jobs.append(_build_job(view, campaign, history, plan, now=snapshot.detail.now, last_ended=ended))
     figures = _build_key_figures(snapshot, history, jobs, plan)
     return CampaignReport(
         name=snapshot.name,
@@ -205,8 +208,15 @@ def _count_nodes(plan: Mapping[str, Any]) -> int:
 
 
 def _build_job(
-    view: JobView, campaign: CampaignDir, history: CampaignHistory, plan: Mapping[str, Any], *, now: float
+    view: JobView,
+    campaign: CampaignDir,
+    history: CampaignHistory,
+    plan: Mapping[str, Any],
+    *,
+    now: float,
+    last_ended: float,
 ) -> JobFigures:
+    """Build the figures of a job; one that was queued while an earlier one ran has waited since the end of that."""
     submitted = read_json_as(campaign.job(view.number).submission, SubmittedJob, [])
     progress = history.jobs.get(view.number)
     started = progress.started_at if progress else None
@@ -217,7 +227,7 @@ def _build_job(
         id=view.id,
         state=view.state,
         reason=view.reason,
-        queued=submitted.time if submitted else None,
+        queued=max(submitted.time, last_ended) if submitted else None,
         started=started,
         ended=None if started is None or progress is None else now if is_open else progress.last_event_time,
         num_nodes=_count_nodes(plan),

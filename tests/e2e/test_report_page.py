@@ -23,7 +23,7 @@ COUNT_COLOURS = """
     return new Set(pixels).size;
 }
 """
-pytestmark = [pytest.mark.browser, pytest.mark.e2e, needs_chromium]
+pytestmark = [pytest.mark.browser, pytest.mark.e2e, pytest.mark.timeout(600), needs_chromium]
 
 
 @pytest.fixture(scope="module")

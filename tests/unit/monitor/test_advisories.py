@@ -152,6 +152,33 @@ def test_a_reward_without_a_rise_stalls_once_the_noise_hides_no_rise() -> None:
     assert len(find_stalled(rise=0.0, num_steps=300)) > 95
 
 
+def test_a_reward_that_rose_early_and_stays_there_is_no_stall() -> None:
+    source = random.Random(0)
+    rewards = [min(0.1 + number / 60, 0.6) + source.gauss(0.0, 0.05) for number in range(1000)]
+    steps = (make_learning_step(number, reward_mean=reward) for number, reward in enumerate(rewards))
+    assert names(judge(*steps)) == []
+
+
+def test_a_domain_that_fails_after_many_good_episodes_is_named_until_it_works_again() -> None:
+    good, failed = 500_000, 0
+    events = [stamp_event("env-0", EpisodesCounted(done=good, outcomes={"lake": {"finished": good}}), time=T0)]
+    for _ in range(1000):
+        good, failed = good + 3, failed + 7
+        outcomes = {"lake": {"finished": good, "env-fault": failed}}
+        events.append(stamp_event("env-0", EpisodesCounted(done=good, env_fault=failed, outcomes=outcomes), time=T0))
+    assert names(judge(*events)) == ["domain-failing"]
+    outcomes = {"lake": {"finished": good + 5000, "env-fault": failed}}
+    works = EpisodesCounted(done=good + 5000, env_fault=failed, outcomes=outcomes)
+    assert "domain-failing" not in names(judge(*events, stamp_event("env-0", works, time=T0)))
+
+
+def test_a_job_of_a_chain_that_makes_no_first_step_is_named() -> None:
+    events, started_at = list(list_healthy_events()), T0 + (NUM_STEPS + 1) * STEP_S
+    events.append(JobStarted(job=1, time=started_at, node="n0"))
+    assert names(judge(*events, now=started_at + 1200)) == []
+    assert "step-overdue" in names(judge(*events, now=started_at + 7200))
+
+
 def test_a_reward_that_never_changes_stalls() -> None:
     assert "reward-stalled" in judge_steps(lambda number: {"reward_mean": 0.0, "reward_std": 0.0})
 

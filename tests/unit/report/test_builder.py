@@ -90,6 +90,16 @@ def report_on(campaign: SyntheticCampaign) -> CampaignReport:
     return build_report(campaign.directory, read_trajectories=read_trajectories)
 
 
+def test_a_job_that_was_queued_while_another_ran_has_waited_since_the_end_of_that(campaign: SyntheticCampaign) -> None:
+    campaign.submit(1)
+    play(campaign)
+    campaign.now += 15
+    campaign.start(job=1)
+    report = report_on(campaign)
+    assert report.key_figures.queued_s == pytest.approx(5 + 15)
+    assert [job.started - job.queued for job in report.jobs] == [pytest.approx(5), pytest.approx(15)]
+
+
 def test_the_key_figures_are_those_of_the_events(campaign: SyntheticCampaign) -> None:
     figures = report_on(play(campaign)).key_figures
 
