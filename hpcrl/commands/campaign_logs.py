@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.campaign import directory
-from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, describe_event, parse_event
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.toml import suggest_name
@@ -40,7 +40,7 @@ def run_events(arguments: argparse.Namespace) -> int:
         directory.find_campaign(arguments.campaign),
         kinds=arguments.kind,
         roles=arguments.role,
-        limit=max(arguments.limit, 0),
+        limit=arguments.limit,
         as_json=arguments.json,
         follow=arguments.follow,
     )
@@ -104,7 +104,11 @@ def list_events(
     follow: bool = False,
 ) -> None:
     """Print the newest `limit` events of these kinds and roles (0: all); with `follow`, continue until interrupted."""
+    if limit < 0:
+        raise ConfigError(f"-n {limit}: give the number of events to show, or 0 for all")
     _check_kinds(kinds)
+    if not follow:  # the role may start later
+        _check_roles(campaign, roles)
     reader, shown = EventReader(campaign.events), set[str]()
     newest = deque(_read_sorted(reader, kinds=kinds, roles=roles), maxlen=limit or None)
     while True:
@@ -161,3 +165,13 @@ def _check_kinds(kinds: Collection[str]) -> None:
     for kind in kinds:
         if kind not in known:
             raise ConfigError(f"no kind of event {kind!r}: {suggest_name(kind, known)}there are {', '.join(known)}")
+
+
+def _check_roles(campaign: CampaignDir, roles: Collection[str]) -> None:
+    names = {path.stem.partition("-")[2] for path in campaign.events.glob(f"*{EVENT_SUFFIX}")}
+    present = sorted({name.rpartition("-")[0] or name for name in names})
+    for role in roles:
+        if present and role not in present:
+            raise ConfigError(
+                f"no events of role {role!r}: {suggest_name(role, present)}there are {', '.join(present)}"
+            )

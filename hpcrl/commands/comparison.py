@@ -113,7 +113,7 @@ def _list_figures(snapshot: CampaignSnapshot) -> Iterator[tuple[str, float | str
             yield f"share of tokens trained, {name}", domain.trained_share
     yield "episodes done", snapshot.episodes.done
     yield "episodes aborted", snapshot.episodes.aborted
-    yield "episodes faulted", snapshot.episodes.faulted
+    yield "episodes failed", snapshot.episodes.failed
     yield "tokens generated", snapshot.detail.num_tokens
     yield "tokens a second", snapshot.tokens_per_s
     step = snapshot.detail.last_step

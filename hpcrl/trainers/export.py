@@ -116,6 +116,9 @@ def main() -> int:
     except HpcrlError as error:
         print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    except OSError as error:
+        print(f"hpcrl: {target} cannot be written: {error.strerror or error}", file=sys.stderr)  # noqa: T201
+        return 2
     print(f"{source.name} is in {target}, in {' and '.join(list_dtypes(target))}")  # noqa: T201
     return 0
 

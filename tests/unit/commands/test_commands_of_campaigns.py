@@ -51,6 +51,8 @@ def test_an_unknown_kind_of_event_is_refused_with_the_nearest(
 ) -> None:
     make_campaign("one")
     assert "did you mean 'checkpoint'? " in refused(capsys, "events", "one", "--kind", "checkpoints")
+    assert "did you mean 'env'? " in refused(capsys, "events", "one", "--role", "envs")
+    assert "or 0 for all" in refused(capsys, "events", "one", "-n", "-5")
 
 
 def test_logs_show_the_last_state_of_a_progress_bar_and_no_controls(

@@ -1,5 +1,7 @@
 """The export of a checkpoint as a model directory."""
 
+import sys
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -9,7 +11,7 @@ from hpcrl.errors import TrainError
 from hpcrl.learn.batch import make_micro_batches
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.testing.learning import make_rows, save_checkpoint
-from hpcrl.trainers.export import export_model, list_dtypes
+from hpcrl.trainers.export import export_model, list_dtypes, main
 from hpcrl.trainers.token_model import compute_token_logprobs
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.learners import CONTEXT, batch, make_model, settings
@@ -55,7 +57,7 @@ def test_an_exported_model_gives_the_trainers_logprobs_within_the_error_of_its_p
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
-def test_an_export_has_the_trained_weights(tmp_path, advantage):
+def test_an_export_has_the_trained_weights(tmp_path, advantage, capsys, monkeypatch):
     torch.set_num_threads(1)
     campaign = CampaignDir(tmp_path / "campaign")
     make_model(campaign.model)
@@ -71,5 +73,9 @@ def test_an_export_has_the_trained_weights(tmp_path, advantage):
     assert not torch.equal(exported["model.norm.weight"], initial["model.norm.weight"])
     with pytest.raises(TrainError, match="exists already"):
         export_model(campaign, tmp_path / "hf")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["export", str(campaign.root), "/proc/hf"])
+        assert main() == 2
+    assert "\nhpcrl: /proc/hf cannot be written: " in capsys.readouterr().err
     with pytest.raises(TrainError, match=r"no intact checkpoint of step 7 \(steps: 1\)"):
         export_model(campaign, tmp_path / "other", step=7)
