@@ -72,14 +72,17 @@ def test_every_key_works_on_a_terminal_without_colours_in_locale_c(environment: 
         (["try", "quickstart", "-n", "1"], b"the model is loaded, then episodes of lake are played"),
     ],
 )
-def test_what_takes_long_is_shown_on_a_terminal(environment: dict[str, str], words: list[str], shown: bytes) -> None:
+def test_what_takes_long_is_shown_on_a_terminal(
+    environment: dict[str, str], tmp_path: Path, words: list[str], shown: bytes
+) -> None:
+    """The command is killed, and leaves its temporary directory."""
     user, terminal = pty.openpty()
     command = subprocess.Popen(
         [*COMMAND[:3], *words],
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
-        env=environment,
+        env=environment | {"TMPDIR": str(tmp_path)},
         start_new_session=True,
     )
     os.close(terminal)
