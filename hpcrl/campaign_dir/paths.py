@@ -5,6 +5,7 @@
     JudgeDir       the directory of one of its judges
     SpoolName, SPOOLS    its spools
     make_worker_name     the name of a worker in events, endpoints, logs and spools
+    drop_job             the same without the job
 
 Files below a directory of one owner (a version in weights/, a segment in spools/) are named by that owner.
 
@@ -58,6 +59,11 @@ SPOOLS: tuple[SpoolName, ...] = get_args(SpoolName)
 def make_worker_name(job: int, *parts: str | int) -> str:
     """Return the name of a process of a job, such as 000-env-1."""
     return "-".join(map(str, (f"{job:03d}", *parts)))
+
+
+def drop_job(worker: str) -> str:
+    """Return the name of a worker without its job."""
+    return worker.partition("-")[2] or worker
 
 
 @dataclass(frozen=True)

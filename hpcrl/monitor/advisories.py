@@ -23,8 +23,16 @@ from typing import Literal
 import msgspec
 
 from hpcrl.campaign_dir.events import StepFinished
-from hpcrl.monitor.progress import CampaignProgress, FailureRun, WorkerProgress, is_failure, measure_failures
-from hpcrl.spool.outcome import MAX_FAILED_SHARE, OUTCOME_REWARD_ERROR, OUTCOMES, is_infrastructure, measure_outcomes
+from hpcrl.monitor.progress import CampaignProgress, FailureRun, WorkerProgress
+from hpcrl.spool.outcome import (
+    MAX_FAILED_SHARE,
+    OUTCOME_REWARD_ERROR,
+    OUTCOMES,
+    is_failure,
+    is_infrastructure,
+    measure_failures,
+    measure_outcomes,
+)
 from hpcrl.system.terminal import format_duration
 
 Severity = Literal["critical", "warning", "notice"]
@@ -250,7 +258,7 @@ def _find_reward_trend(facts: HealthFacts) -> Iterator[Advisory]:
     size = len(rewards) // 3
     first, last = rewards[:size], rewards[-size:]
     best = max((rewards[start : start + size] for start in range(0, len(rewards) - size + 1, size)), key=fmean)
-    gain, doubt = fmean(last) - fmean(first), NUM_SURE_ERRORS / NUM_ERRORS * _noise(first, last)
+    gain, doubt = fmean(last) - fmean(first), _noise(first, last, num_errors=NUM_SURE_ERRORS)
     spread = max(fmean(_finite(step.reward_std for step in facts.steps) or [0.0]), stdev(rewards))
     loss, loss_noise = fmean(best) - fmean(last), _noise(best, last)
     if loss > 2 * loss_noise and loss > 0.25 * max(fmean(best) - min(rewards), 1e-9):
@@ -280,7 +288,7 @@ def _find_reward_trend(facts: HealthFacts) -> Iterator[Advisory]:
 def _has_risen_early(rewards: Sequence[float]) -> bool:
     """Return whether a reward is above that of the first steps, as one that rose soon and has stayed there."""
     first, last = rewards[: MIN_STEPS // 3], rewards[-len(rewards) // 3 :]
-    return fmean(last) - fmean(first) > NUM_SURE_ERRORS / NUM_ERRORS * _noise(first, last)
+    return fmean(last) - fmean(first) > _noise(first, last, num_errors=NUM_SURE_ERRORS)
 
 
 def _find_flat_groups(facts: HealthFacts) -> Iterator[Advisory]:
@@ -438,12 +446,13 @@ def _find_late_step(facts: HealthFacts) -> Iterator[Advisory]:
     """Find a step that takes far longer than those before, while a job runs."""
     steps = facts.steps[-RECENT_STEPS - 1 :]
     gaps = [later.time - earlier.time for earlier, later in itertools.pairwise(steps) if later.job == earlier.job]
-    job = facts.progress.jobs.get(_newest_job(facts))
+    number = _newest_job(facts)
+    job = facts.progress.jobs.get(number)
     if not facts.is_running or len(gaps) < 5 or job is None:
         return
     limit_s = max(MAX_STEP_DELAY * median(gaps), MIN_STEP_DELAY_S)
     since_s = facts.now - steps[-1].time
-    if steps[-1].job != _newest_job(facts):  # the first step of a job has the starts of all workers before it
+    if steps[-1].job != number:  # the first step of a job has the starts of all workers before it
         since_s, limit_s = facts.now - (job.started_at or facts.now), limit_s + MAX_START_S
     if since_s > limit_s:
         yield Advisory(
@@ -531,9 +540,9 @@ def _finite(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
-def _noise(first: Sequence[float], last: Sequence[float]) -> float:
+def _noise(first: Sequence[float], last: Sequence[float], *, num_errors: float = NUM_ERRORS) -> float:
     """Return the change of a mean that is within the noise of the values."""
-    return NUM_ERRORS * math.sqrt(sum(stdev(part) ** 2 / len(part) for part in (first, last) if len(part) > 1))
+    return num_errors * math.sqrt(sum(stdev(part) ** 2 / len(part) for part in (first, last) if len(part) > 1))
 
 
 RULES: tuple[Callable[[HealthFacts], Iterator[Advisory]], ...] = (

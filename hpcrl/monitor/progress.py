@@ -2,7 +2,6 @@
 
 CampaignProgress    all figures
 JobProgress, WorkerProgress, EpisodeTotals, DomainProgress, FailureRun, TokenRate    its parts
-is_failure, count_failures, measure_failures    the one definition of a failed episode
 FaultCause          what reported faults are counted by
 name_subject, parse_role  the worker that an event of another one is about, and the role in a name
 EPISODE_COUNTERS, RATE_WINDOW_S, MAX_RECENT_REWARDS, MAX_RECENT_OUTCOMES, MAX_ENGINE_WINDOW_S,
@@ -49,12 +48,13 @@ from hpcrl.monitor.notes import MonitorNote, NoteLog, make_cause
 from hpcrl.spool.episode_lengths import LengthCounts, join_lengths
 from hpcrl.spool.ids import parse_domain
 from hpcrl.spool.outcome import (
-    OUTCOME_EXIT,
+    ABORTED,
+    LOST,
     OUTCOME_FINISHED,
     OUTCOME_MAX_TURNS,
     OUTCOME_OVERFLOW,
     OUTCOME_REWARD_ERROR,
-    OUTCOME_TIMEOUT,
+    count_failures,
 )
 from hpcrl.spool.status import STATUSES
 from hpcrl.spool.token_fates import STALE, TOO_LONG, TRAINED
@@ -68,25 +68,6 @@ MAX_ENGINE_WINDOW_S = 300.0
 """The time over which an engine's load is called recent."""
 MAX_FAULT_CAUSES = 1000
 _ENV_FAULT = "env-fault"
-_LOST = (_ENV_FAULT, "policy-fault")
-_ABORTED = ("aborted-stale", "aborted-redundant")
-_FAILURES = frozenset({OUTCOME_TIMEOUT, OUTCOME_EXIT, OUTCOME_REWARD_ERROR, *_LOST})
-
-
-def is_failure(outcome: str) -> bool:
-    """Return whether an outcome is a failure; limits of length and aborts by training are not."""
-    return outcome in _FAILURES
-
-
-def count_failures(outcomes: Mapping[str, int]) -> int:
-    """Count the failed episodes among ended ones: all that a report or a monitor calls failed is counted here."""
-    return sum(num for name, num in outcomes.items() if is_failure(name))
-
-
-def measure_failures(outcomes: Mapping[str, float]) -> float:
-    """Return the share that failed of the ended episodes that training did not abort."""
-    num = sum(num for name, num in outcomes.items() if name not in _ABORTED)
-    return sum(num for name, num in outcomes.items() if is_failure(name)) / num if num else 0.0
 
 
 class FaultCause(NamedTuple):
@@ -210,7 +191,7 @@ class DomainProgress:
     def add_outcomes(self, counts: Mapping[str, int]) -> None:
         """Count episodes that have ended."""
         self.outcomes.update(counts)
-        counted = {name: num for name, num in counts.items() if num > 0 and name not in _ABORTED}
+        counted = {name: num for name, num in counts.items() if num > 0 and name not in ABORTED}
         num = sum(counted.values())
         num_failed = count_failures(counted)
         self.num_ended += num
@@ -372,7 +353,7 @@ class CampaignProgress:
             env_fault=self.totals.env_fault + faults.total(),
         )
         outcomes = sum((domain.settle_outcomes() for domain in self.domains.values()), Counter[str]())
-        num_known = sum(num for name, num in outcomes.items() if name not in _ABORTED)
+        num_known = sum(num for name, num in outcomes.items() if name not in ABORTED)
         num_counted = settled.done + settled.truncated + settled.env_fault + settled.policy_fault
         return msgspec.structs.replace(settled, done=settled.done + max(num_known - num_counted, 0))
 
@@ -382,7 +363,7 @@ class CampaignProgress:
         num_lost = totals.env_fault + totals.policy_fault
         outcomes = [domain.settle_outcomes() for domain in self.domains.values()]
         return num_lost + sum(
-            count_failures({name: num for name, num in one.items() if name not in _LOST}) for one in outcomes
+            count_failures({name: num for name, num in one.items() if name not in LOST}) for one in outcomes
         )
 
     def mean_tokens_per_s(self) -> float:

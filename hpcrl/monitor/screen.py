@@ -2,7 +2,7 @@
 
 render_screen, render_frame         the screen of a snapshot, and one for a file
 render_header, render_notes         its parts that pages share
-finite_values, format_step_count, format_clock_time, format_date, format_failed, format_shares    parts of lines
+finite_values, format_step_count, format_clock_time, format_date, format_shares    parts that plain lines share
 shorten_middle                      a text that fits a line, with its end
 find_low_shares, find_failing       the domains that need a look
 DEFAULT_HEIGHT, MIN_TITLED_HEIGHT, NOTE_WIDTH, ComponentForm, STATE_STYLES, SEVERITY_STYLES    sizes and colours
@@ -20,10 +20,9 @@ from rich.text import Text
 
 from hpcrl.hardware.loop_model import BUSY_LOOP_SHARE
 from hpcrl.monitor.advisories import Advisory
-from hpcrl.monitor.progress import measure_failures
 from hpcrl.monitor.screen_parts import FittedScreen, FittedTable, LongLines
-from hpcrl.monitor.snapshot import CampaignSnapshot, ComponentView, EpisodesView, JobView, RoleView, find_bottleneck
-from hpcrl.spool.outcome import MAX_FAILED_SHARE, measure_outcomes
+from hpcrl.monitor.snapshot import CampaignSnapshot, ComponentView, JobView, RoleView, find_bottleneck
+from hpcrl.spool.outcome import MAX_FAILED_SHARE, format_failed, measure_failures, measure_outcomes
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
 from hpcrl.system.terminal import Sparkline, escape_to_one_line
 
@@ -276,7 +275,8 @@ def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
 
 def _iter_rollout_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
     episodes = snapshot.episodes
-    ended = f"{episodes.done:,} done   {episodes.aborted:,} aborted   {format_failed(episodes)}"
+    failed = format_failed(num_failed=episodes.failed, num_lost=episodes.faulted)
+    ended = f"{episodes.done:,} done   {episodes.aborted:,} aborted   {failed}"
     yield "episodes", f"{episodes.running:,} running   {ended}"
     if episodes.loop_share >= BUSY_LOOP_SHARE and episodes.done:  # a start is busy, and no reason to change anything
         busy = f"{episodes.loop_share:.0%} of a core, calls wait up to {episodes.loop_delay_s:.2g} s"
@@ -334,12 +334,6 @@ def find_failing(snapshot: CampaignSnapshot) -> list[str]:
         for name, domain in snapshot.domains.items()
         if measure_failures(domain.outcomes) > MAX_FAILED_SHARE
     ]
-
-
-def format_failed(episodes: EpisodesView) -> str:
-    """Return how many episodes failed, and how many of them are done all the same, as they are scored for that."""
-    num_scored = episodes.failed - episodes.faulted
-    return f"{episodes.failed:,} failed" + (f" ({num_scored:,} of them scored)" if num_scored else "")
 
 
 def format_shares(shares: Mapping[str, float]) -> str:

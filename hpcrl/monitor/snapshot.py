@@ -80,7 +80,7 @@ class EpisodesView(msgspec.Struct, frozen=True, kw_only=True):
     faulted: int
     """Episodes lost to infrastructure: they have no reward."""
     failed: int
-    """The episodes lost, and those of `done` that are scored for a failure (`monitor.progress.is_failure`)."""
+    """The episodes lost, and those of `done` that are scored for a failure (`spool.outcome.is_failure`)."""
     running: int
     loop_share: float
     """The share of a core that the busiest event loop of an env worker uses."""

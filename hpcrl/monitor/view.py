@@ -52,7 +52,6 @@ from hpcrl.monitor.screen import (
     finite_values,
     format_clock_time,
     format_date,
-    format_failed,
     format_step_count,
     render_frame,
     render_screen,
@@ -60,6 +59,7 @@ from hpcrl.monitor.screen import (
 from hpcrl.monitor.snapshot import CampaignSnapshot, CampaignSummary
 from hpcrl.slurm.status import JobStatus, query_job_states
 from hpcrl.slurm.submit import make_site_environment
+from hpcrl.spool.outcome import format_failed
 from hpcrl.system.terminal import escape_to_one_line, make_console, print_json
 
 
@@ -308,7 +308,7 @@ def _format_summary_line(snapshot: CampaignSnapshot) -> str:
     elif losses:
         parts.append(f"loss {losses[-1]:.3f}")
     if episodes.failed:
-        parts.append(format_failed(episodes))
+        parts.append(format_failed(num_failed=episodes.failed, num_lost=episodes.faulted))
     parts += [f"trained: {text}" for text in find_low_shares(snapshot)]
     parts += [f"outcomes: {text}" for text in find_failing(snapshot)]
     if snapshot.detail.reason:

@@ -3,11 +3,13 @@
 WorkerView      a worker
 RoleWorkers     those of a role, and how often they failed
 list_workers    the workers of a role: those that are not alive first
+split_numbers   orders names by their numbers
 """
 
 import re
 from dataclasses import dataclass
 
+from hpcrl.campaign_dir.paths import drop_job
 from hpcrl.monitor.progress import WorkerProgress
 from hpcrl.monitor.snapshot import SnapshotInputs
 from hpcrl.system.terminal import format_duration
@@ -44,7 +46,7 @@ def list_workers(inputs: SnapshotInputs, role: str) -> RoleWorkers:
     number = inputs.newest_job.record.number if inputs.newest_job else 0
     return RoleWorkers(
         role=role,
-        workers=sorted(views, key=lambda view: (view.is_alive, _split_numbers(view.name))),
+        workers=sorted(views, key=lambda view: (view.is_alive, split_numbers(view.name))),
         num_failures=inputs.progress.worker_failures[number, role],
         last_failure=inputs.progress.worker_failure_reasons.get(role, ""),
         note=_explain_none(inputs, role),
@@ -65,7 +67,7 @@ def _view_worker(worker: WorkerProgress, inputs: SnapshotInputs) -> WorkerView:
     has_ended = not worker.is_up or inputs.newest_job is None or inputs.newest_job.record.outcome is not None
     state = "alive" if is_alive else "ended" if has_ended else f"silent for {format_duration(silent_s)}"
     return WorkerView(
-        name=worker.name.partition("-")[2] or worker.name,
+        name=drop_job(worker.name),
         node=worker.node,
         state=state,
         is_alive=is_alive,
@@ -91,6 +93,6 @@ def _format_worker_load(worker: WorkerProgress, inputs: SnapshotInputs) -> dict[
     return load
 
 
-def _split_numbers(name: str) -> list[int | str]:
+def split_numbers(name: str) -> list[tuple[int, str]]:
     """Split a name so that number 10 comes after number 9."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -21,6 +21,7 @@ from hpcrl.config.toml import flatten_table
 from hpcrl.monitor.collect import SlurmQuery, SnapshotCollector, make_slurm_query
 from hpcrl.monitor.job_state import read_json_as
 from hpcrl.monitor.snapshot import CampaignSnapshot, JobView
+from hpcrl.monitor.workers import split_numbers
 from hpcrl.report.charts import (
     build_engine_charts,
     build_reward_charts,
@@ -41,7 +42,7 @@ from hpcrl.report.figures import (
     RoleFigures,
     TrajectoryFigures,
 )
-from hpcrl.report.gantt import build_gantt, split_numbers
+from hpcrl.report.gantt import build_gantt
 from hpcrl.report.history import CampaignHistory, RoleWork, WorkerSpan
 from hpcrl.slurm.submit import SubmittedJob
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT

@@ -8,9 +8,10 @@ its role do.
 """
 
 import itertools
-import re
 from collections.abc import Callable, Iterator, Sequence
 
+from hpcrl.campaign_dir.paths import drop_job
+from hpcrl.monitor.workers import split_numbers
 from hpcrl.report.figures import WorkerFigures
 from hpcrl.report.history import WorkerSpan
 
@@ -99,8 +100,7 @@ def _thin_times(times: Sequence[float], gap_s: float) -> Iterator[float]:
 
 
 def _name_worker(span: WorkerSpan) -> str:
-    """Return the name of a worker without its job."""
-    return span.worker.partition("-")[2] or span.worker
+    return drop_job(span.worker)
 
 
 def _name_node(span: WorkerSpan) -> str:
@@ -109,8 +109,3 @@ def _name_node(span: WorkerSpan) -> str:
 
 def _name_role(span: WorkerSpan) -> str:
     return span.role
-
-
-def split_numbers(name: str) -> list[tuple[int, str]]:
-    """Split a name so that number 10 comes after number 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

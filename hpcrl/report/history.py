@@ -24,6 +24,7 @@ from hpcrl.campaign_dir.events import (
     WorkerFailed,
     WorkerRestarted,
 )
+from hpcrl.campaign_dir.paths import drop_job
 from hpcrl.monitor.progress import CampaignProgress, name_subject, parse_role
 
 MAX_BINS = 240
@@ -228,7 +229,7 @@ class CampaignHistory(CampaignProgress):
             self._note_work(event)
 
     def _add_engine(self, event: EngineCounted) -> None:
-        name = event.worker.partition("-")[2] or event.worker
+        name = drop_job(event.worker)
         self.engines.setdefault(name, EngineTotals(event.role, event.node or "")).add(event)
         work = self._find_work(event.role)
         work.busy_s += event.window_s * event.busy_share

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from hpcrl.monitor.advisories import Advisory
 from hpcrl.report.figures import CampaignReport, EngineFigures, RoleFigures
 from hpcrl.report.markup import esc, format_number, format_share, format_time, write_bar, write_table
+from hpcrl.spool.outcome import FAILURES, format_failed
 from hpcrl.system.terminal import format_duration
 
-FAILED_OUTCOMES = "timeout, exit, reward-error, env-fault, policy-fault"
-"""The outcomes that are counted as failed."""
 MARK_SHARE = 0.006
 """The width of a mark in a bar."""
 
@@ -57,8 +56,7 @@ def _write_tiles(report: CampaignReport) -> str:
         tiles.append(
             ("Held out", format_number(figures.evaluation_last), f"best {format_number(figures.evaluation_best)}")
         )
-    num_scored = figures.num_failed - figures.num_faulted
-    failed = f"{figures.num_failed:,} failed" + (f" ({num_scored:,} of them scored)" if num_scored else "")
+    failed = format_failed(num_failed=figures.num_failed, num_lost=figures.num_faulted)
     ended = f"{failed}, {figures.num_aborted:,} aborted"
     tiles += [
         ("Episodes", format_number(figures.num_episodes), ended),
@@ -209,7 +207,7 @@ def write_failures(report: CampaignReport) -> str:
             for domain, outcomes in report.outcomes.items()
         ]  # fmt: skip
         heads = ["domain", "failed", *names]
-        caption = f"How episodes ended; failed: {FAILED_OUTCOMES}"
+        caption = f"How episodes ended; failed: {', '.join(FAILURES)}"
         text += write_table(caption, heads, rows, numbers=range(1, len(heads)))
     titles = {"infrastructure": "Faults of the infrastructure", "policy": "Faults of the policy and its rewards"}
     for kind, title in titles.items():

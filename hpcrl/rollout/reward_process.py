@@ -75,8 +75,7 @@ class RewardProcess:
         """
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._received:
-            sources = [source for source in (self._connection, wake) if source is not None]
-            fds = [source.fileno() for source in sources]
+            fds = [source.fileno() for source in (self._connection, wake) if source is not None]
             ready = wait_readable(fds, max(deadline - time.monotonic(), 0.0))
             if wake is not None and wake.fileno() in ready:
                 wake.receive()

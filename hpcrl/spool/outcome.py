@@ -6,20 +6,27 @@
     name_outcome               the outcome of an episode by its record
     measure_outcomes           the share of each outcome among the episodes that ended
     is_infrastructure          whether infrastructure caused an outcome
+    is_failure, count_failures, measure_failures, format_failed    the one definition of a failed episode
+    FAILURES, LOST, ABORTED    the outcomes of failed, lost and aborted episodes
 
 What the policy causes is an outcome with a reward, so that training and evaluations count it; infrastructure that
 fails is retried, and never scored.
 """
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from hpcrl.spool.status import EpisodeStatus
 
+Num = TypeVar("Num", int, float)
 Cause = Literal["policy", "environment", "infrastructure", "training"]
 OUTCOME_TIMEOUT, OUTCOME_EXIT, OUTCOME_REWARD_ERROR = "timeout", "exit", "reward-error"
 OUTCOME_MAX_TURNS, OUTCOME_OVERFLOW, OUTCOME_UNPLAYED = "max-turns", "overflow", "unplayed"
 OUTCOME_FINISHED = "finished"
+LOST = ("env-fault", "policy-fault")
+ABORTED = ("aborted-stale", "aborted-redundant")
+FAILURES = (OUTCOME_TIMEOUT, OUTCOME_EXIT, OUTCOME_REWARD_ERROR, *LOST)
+"""The outcomes that are counted as failed."""
 MAX_FAILED_SHARE = 0.5
 """The share of failures beyond which people are warned: the program itself may be broken."""
 
@@ -73,3 +80,25 @@ def is_infrastructure(outcome: str) -> bool:
 
 def _is_counted(facts: OutcomeFacts) -> bool:
     return facts.cause != "training"
+
+
+def is_failure(outcome: str) -> bool:
+    """Return whether an outcome is a failure; limits of length and aborts by training are not."""
+    return outcome in FAILURES
+
+
+def count_failures(outcomes: Mapping[str, Num]) -> Num | int:
+    """Count the failed episodes among ended ones: all that a report or a monitor calls failed is counted here."""
+    return sum(num for name, num in outcomes.items() if is_failure(name))
+
+
+def measure_failures(outcomes: Mapping[str, float]) -> float:
+    """Return the share that failed of the ended episodes that training did not abort."""
+    num = sum(num for name, num in outcomes.items() if name not in ABORTED)
+    return count_failures(outcomes) / num if num else 0.0
+
+
+def format_failed(*, num_failed: int, num_lost: int) -> str:
+    """Return how many episodes failed, and how many of them are done all the same, as they are scored for that."""
+    num_scored = num_failed - num_lost
+    return f"{num_failed:,} failed" + (f" ({num_scored:,} of them scored)" if num_scored else "")

@@ -48,10 +48,13 @@ def export_model(campaign: CampaignDir, target: Path, *, step: int | None = None
     source = _find_checkpoint(campaign, step)
     tensors = _read_weights(campaign, source)
     dtypes, usual = _read_dtypes(campaign.model), _read_usual_dtype(campaign.model)
-    with staged_path(target) as temporary:
-        shutil.copytree(campaign.model.resolve(), temporary, ignore=shutil.ignore_patterns(*WEIGHT_FILE_PATTERNS))
-        cast = {name: tensor.to(dtypes.get(name, usual)) for name, tensor in tensors.items()}
-        save_file(cast, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+    cast = {name: tensor.to(dtypes.get(name, usual)) for name, tensor in tensors.items()}
+    try:
+        with staged_path(target) as temporary:
+            shutil.copytree(campaign.model.resolve(), temporary, ignore=shutil.ignore_patterns(*WEIGHT_FILE_PATTERNS))
+            save_file(cast, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+    except OSError as error:
+        raise TrainError(f"{target} cannot be written: {error.strerror or error}") from error
     return source
 
 
@@ -115,9 +118,6 @@ def main() -> int:
         source = export_model(campaign, target, step=step)
     except HpcrlError as error:
         print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-    except OSError as error:
-        print(f"hpcrl: {target} cannot be written: {error.strerror or error}", file=sys.stderr)  # noqa: T201
         return 2
     print(f"{source.name} is in {target}, in {' and '.join(list_dtypes(target))}")  # noqa: T201
     return 0

@@ -10,14 +10,13 @@ from rich.console import Console  # noqa: TID251
 
 from hpcrl.campaign_dir.events import EpisodesCounted, FaultReported, SegmentScored
 from hpcrl.monitor.collect import SnapshotCollector
-from hpcrl.monitor.progress import is_failure, measure_failures
 from hpcrl.monitor.screen import render_screen
 from hpcrl.monitor.snapshot import CampaignSnapshot, encode_snapshot
 from hpcrl.monitor.view import describe_changes
 from hpcrl.report.builder import build_report
 from hpcrl.report.figures import CampaignReport, TrajectoryFigures
-from hpcrl.report.sections import FAILED_OUTCOMES, write_failures, write_summary
-from hpcrl.spool.outcome import OUTCOMES
+from hpcrl.report.sections import write_failures, write_summary
+from hpcrl.spool.outcome import FAILURES, OUTCOMES, is_failure, measure_failures
 from tests.support.synthetic import SyntheticCampaign
 
 NUM_COUNTED, NUM_FAILED = 320, 360
@@ -112,8 +111,10 @@ def test_an_older_campaign_whose_events_have_no_outcomes_has_its_lost_episodes(c
     assert (episodes.done, episodes.faulted, episodes.failed) == (9, 3, 3)
 
 
-def test_the_report_names_the_outcomes_that_it_counts_as_failed() -> None:
-    assert FAILED_OUTCOMES.split(", ") == [name for name in OUTCOMES if is_failure(name)]
+def test_the_report_names_the_outcomes_that_it_counts_as_failed(campaign: SyntheticCampaign) -> None:
+    fail_all(campaign, as_fault=False)
+    assert f"failed: {', '.join(FAILURES)}<" in write_failures(report_on(campaign))
+    assert list(FAILURES) == [name for name in OUTCOMES if is_failure(name)]
 
 
 def test_the_share_of_failures_leaves_out_what_training_aborted() -> None:
