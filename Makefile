@@ -72,7 +72,7 @@ bench: $(VENV)/.bench $(VENV)/.vllm
 # With what is installed, in .venv or for PYTHON: machines with GPUs have different builds of torch.
 DEVICE ?= cuda
 JSON ?= gpu-check.json
-gpu-check: export PYTHONPATH = $(CURDIR)
+gpu-check: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-check:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m bench.gpu --device $(DEVICE) --json $(JSON)
 

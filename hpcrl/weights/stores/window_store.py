@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
 from hpcrl.weights.layout import TensorLayout
+from hpcrl.weights.stores.pinned_slots import PinnedSlots
 from hpcrl.weights.stores.store import Tensors, WeightStore, check_tensors, copy_tensors, view_tensors
 from hpcrl.weights.versions import VersionManifest, WeightVersion
 from hpcrl.weights.window.file import WindowKey
@@ -21,6 +22,7 @@ class WindowStore:
         self._job = job
         self._layout = layout
         self._window: Window | None = None
+        self._pinned = PinnedSlots()
 
     # ---- the trainer's end
 
@@ -36,6 +38,8 @@ class WindowStore:
             self._window = Window.create(self._key, layout, job=self._job)
         self._window.layout.check_same(layout, own_name="the window", other_name="the trainer")
         slot = self._window.start_version(weight_version.version, step=weight_version.step)
+        if tensors:
+            self._pinned.pin(slot, device=next(iter(tensors.values())).device)
         return copy_tensors(tensors, slot, layout)
 
     def commit(self, sums: list[bytes]) -> VersionManifest:
@@ -87,6 +91,7 @@ class WindowStore:
     def close(self) -> None:
         """Close the window; its name stays."""
         if self._window is not None:
+            self._pinned.release()
             self._window.close()
             self._window = None
 
