@@ -1,7 +1,7 @@
 """Fold events into the progress of a campaign: no I/O, and constant cost per event.
 
 CampaignProgress    all figures
-JobProgress, WorkerProgress, EpisodeTotals, DomainProgress, FailureRun, TokenRate    its parts
+JobProgress, WorkerProgress, EpisodeTotals, DomainProgress, FailureRun, StepStaleness, TokenRate    its parts
 FaultCause          what reported faults are counted by
 name_subject, parse_role  the worker that an event of another one is about, and the role in a name
 EPISODE_COUNTERS, RATE_WINDOW_S, MAX_RECENT_REWARDS, MAX_RECENT_OUTCOMES, MAX_ENGINE_WINDOW_S,
@@ -246,6 +246,16 @@ class DomainProgress:
 
 
 @dataclass
+class StepStaleness:
+    """The episodes that ended after one step and before the next."""
+
+    step: int
+    num_ended: int = 0
+    num_stale: int = 0
+    """The number that were aborted or dropped by the trainer, as they had become too old."""
+
+
+@dataclass
 class TokenRate:
     """The generated tokens by second, over the window only."""
 
@@ -294,8 +304,8 @@ class CampaignProgress:
     skipped_rows: dict[int, RowsSkipped] = field(default_factory=dict)
     """The rows that were too long for the trainer, by step."""
     checkpoint_times: list[float] = field(default_factory=list)
-    num_stale_dropped: int = 0
-    """Trajectories that the trainer dropped since they had become too old."""
+    recent_staleness: deque[StepStaleness] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_OUTCOMES))
+    """The episodes that ended after each of the last steps, the newest last."""
     flat_dropped: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_OUTCOMES))
     """The step after which flat groups were dropped, and their number."""
     worker_failures: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -446,7 +456,7 @@ class CampaignProgress:
             case FlatGroupsDropped(num=num):
                 self.flat_dropped.append((next(reversed(self.steps), 0), num))
             case StaleDropped(token_counts=counts):
-                self.num_stale_dropped += event.num
+                self._find_staleness().num_stale += event.num
                 for domain, num in counts.items():
                     self._find_domain(domain).stale_tokens += num
             case TaskFailed(id=group):
@@ -482,9 +492,13 @@ class CampaignProgress:
         if min(added) < 0:  # a new process of this worker counts from zero
             previous = EpisodesCounted(time=counts.time)
             added = [getattr(counts, name) for name in EPISODE_COUNTERS]
-        for name, increment in zip(EPISODE_COUNTERS, added, strict=True):
+        increments = dict(zip(EPISODE_COUNTERS, added, strict=True))
+        for name, increment in increments.items():
             if increment:
                 setattr(self.totals, name, getattr(self.totals, name) + increment)
+        staleness = self._find_staleness()
+        staleness.num_ended += sum(increments[name] for name in _STATUS_COUNTERS)
+        staleness.num_stale += increments["aborted_stale"]
         for domain, fates in counts.token_fates.items():
             self._find_domain(domain).token_fates.update(_subtract(fates, previous.token_fates.get(domain, {})))
         for domain, outcomes in counts.outcomes.items():
@@ -524,6 +538,13 @@ class CampaignProgress:
         fates = {**progress.token_fates}
         fates[TRAINED] = max(0, fates.get(TRAINED, 0) - sum(dropped.values()))
         return {name: num for name, num in {**fates, **dropped}.items() if num}
+
+    def _find_staleness(self) -> StepStaleness:
+        """Return the counts after the newest step."""
+        step = next(reversed(self.steps), 0)
+        if not self.recent_staleness or self.recent_staleness[-1].step != step:
+            self.recent_staleness.append(StepStaleness(step=step))
+        return self.recent_staleness[-1]
 
     def _find_domain(self, domain: str) -> DomainProgress:
         return self.domains.setdefault(domain, DomainProgress())
