@@ -5,6 +5,7 @@
 Advisory            one finding
 HealthFacts         the facts that are judged
 find_advisories     all findings, the worst first
+select_untrained    those that a domain trains nothing
 describe_advisory   a finding in one line
 Severity            how bad one is
 RULES               the rules, each a function of the facts
@@ -119,6 +120,11 @@ class HealthFacts:
 def find_advisories(facts: HealthFacts) -> list[Advisory]:
     """Return the findings, the worst first; of equal severity, the one farthest beyond its threshold."""
     return sorted((found for rule in RULES for found in rule(facts)), key=_rank_advisory)
+
+
+def select_untrained(advisories: Iterable[Advisory]) -> list[Advisory]:
+    """Return the findings that a domain trains nothing."""
+    return [advisory for advisory in advisories if advisory.name == UNTRAINED_DOMAIN]
 
 
 def describe_advisory(advisory: Advisory) -> str:

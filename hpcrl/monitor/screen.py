@@ -2,7 +2,7 @@
 
 render_screen, render_frame         the screen of a snapshot, and one for a file
 render_header, render_notes         its parts that pages share
-finite_values, format_step_count, format_clock_time, format_date, format_shares    parts that plain lines share
+format_state, finite_values, format_step_count, format_clock_time, format_date, format_shares    parts that lines share
 shorten_middle                      a text that fits a line, with its end
 find_low_shares, find_failing       the domains that need a look
 DEFAULT_HEIGHT, MIN_TITLED_HEIGHT, NOTE_WIDTH, ComponentForm, STATE_STYLES, SEVERITY_STYLES    sizes and colours
@@ -20,6 +20,7 @@ from rich.text import Text
 
 from hpcrl.hardware.loop_model import BUSY_LOOP_SHARE
 from hpcrl.monitor.advisories import Advisory
+from hpcrl.monitor.job_state import CampaignState
 from hpcrl.monitor.screen_parts import FittedScreen, FittedTable, LongLines
 from hpcrl.monitor.snapshot import CampaignSnapshot, ComponentView, JobView, RoleView, find_bottleneck
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, format_failed, measure_failures, measure_outcomes
@@ -112,6 +113,11 @@ def format_date(time: float) -> str:
     return datetime.datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M")
 
 
+def format_state(state: CampaignState, *, is_partial: bool) -> Text:
+    """Format the state of a campaign; one that made every step and trained a part is partial."""
+    return Text("partial", style="bold yellow") if is_partial else Text(state, style=STATE_STYLES[state])
+
+
 def render_header(snapshot: CampaignSnapshot, *, long_lines: LongLines = "wrapped") -> RenderableType:
     detail = snapshot.detail
     top = Table.grid(padding=(0, 1, 0, 0), pad_edge=False, expand=True)
@@ -119,7 +125,8 @@ def render_header(snapshot: CampaignSnapshot, *, long_lines: LongLines = "wrappe
     top.add_column(justify="right", no_wrap=True)
     title = Text(escape_to_one_line(snapshot.name), style="bold")
     where = escape_to_one_line(f"  {snapshot.recipe or '?'} on {snapshot.site or '?'}")
-    top.add_row(title.append(where, style="not bold dim"), Text(snapshot.state, style=STATE_STYLES[snapshot.state]))
+    state = format_state(snapshot.state, is_partial=snapshot.is_partial)
+    top.add_row(title.append(where, style="not bold dim"), state)
     facts = [f"job {detail.job_id}" if detail.job_id else "no job yet"]
     if len(snapshot.jobs) > 1 and (job := _find_shown_job(snapshot)):
         facts[0] += f" (number {job.number + 1})"
@@ -132,7 +139,7 @@ def render_header(snapshot: CampaignSnapshot, *, long_lines: LongLines = "wrappe
     is_cut = long_lines == "cut"
     lines: list[RenderableType] = [top, Text("   ".join(facts), style="dim", no_wrap=is_cut, overflow="ellipsis")]
     if detail.reason:
-        lines.append(Text(escape_to_one_line(detail.reason), style=STATE_STYLES[snapshot.state]))
+        lines.append(Text(escape_to_one_line(detail.reason), style=state.style))
     return Group(*lines)
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.config.recipe import ROLES
-from hpcrl.monitor.advisories import RECENT_STEPS, Advisory
+from hpcrl.monitor.advisories import RECENT_STEPS, Advisory, select_untrained
 from hpcrl.monitor.job_state import ALIVE_WITHIN_S, CampaignState, JobVerdict, derive_component_state
 from hpcrl.monitor.notes import MonitorNote
 from hpcrl.monitor.progress import CampaignProgress, DomainProgress, JobProgress, WorkerProgress
@@ -202,6 +202,11 @@ class CampaignSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     advisories: list[Advisory]
     """The findings about what is wrong, the worst first."""
     detail: SnapshotDetail
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether every step was made, but a domain trained nothing."""
+        return self.state == "done" and bool(select_untrained(self.advisories))
 
     @property
     def has_rollouts(self) -> bool:

@@ -46,12 +46,12 @@ from hpcrl.monitor.keys import KeyReader, open_keys
 from hpcrl.monitor.pages import CampaignPages
 from hpcrl.monitor.screen import (
     DEFAULT_HEIGHT,
-    STATE_STYLES,
     find_failing,
     find_low_shares,
     finite_values,
     format_clock_time,
     format_date,
+    format_state,
     format_step_count,
     render_frame,
     render_screen,
@@ -71,7 +71,9 @@ class CampaignLine(msgspec.Struct, frozen=True, kw_only=True):
     state: CampaignState
     created: float | str | None
     reason: str = ""
-    """The reason for its state; empty for one that is done."""
+    """The reason for its state; empty for one that is done and has trained everything."""
+    is_partial: bool = False
+    """It made every step, but a domain trained nothing."""
 
 
 def survey_campaigns(campaign_dirs: Iterable[CampaignDir], *, problems: list[str]) -> list[CampaignLine]:
@@ -98,8 +100,17 @@ def _read_campaign_line(
     state, verdicts = judge_jobs(
         campaign_dir, jobs, statuses=statuses, events={}, heartbeats=heartbeats, now=time.time()
     )
-    reason = verdicts[-1].reason if verdicts and state != "done" else ""
-    return CampaignLine(name=summary.name, site=summary.site, state=state, created=summary.created, reason=reason)
+    end = verdicts[-1].record.outcome if verdicts and state == "done" else None
+    is_partial = end is not None and end.is_partial
+    reason = verdicts[-1].reason if verdicts and (state != "done" or is_partial) else ""
+    return CampaignLine(
+        name=summary.name,
+        site=summary.site,
+        state=state,
+        created=summary.created,
+        reason=reason,
+        is_partial=is_partial,
+    )
 
 
 def _query_statuses(
@@ -349,13 +360,14 @@ def _build_campaign_table(lines: Sequence[CampaignLine], *, has_reasons: bool) -
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     width = max((len(line.name) for line in lines), default=0)
     table.add_column("name", no_wrap=True, min_width=width)  # it is copied into the next command
-    for heading in ("site", "state", "created"):
-        table.add_column(heading, no_wrap=True, overflow="ellipsis")
+    states = [format_state(line.state, is_partial=line.is_partial) for line in lines]
+    table.add_column("site", no_wrap=True, overflow="ellipsis")
+    table.add_column("state", no_wrap=True, min_width=max(map(len, states), default=0))
+    table.add_column("created", no_wrap=True, overflow="ellipsis")
     if has_reasons:
         table.add_column("reason", overflow="fold")
-    for line in lines:
+    for line, state in zip(lines, states, strict=True):
         created = format_date(line.created) if isinstance(line.created, float) else str(line.created or "?")
-        state = Text(line.state, style=STATE_STYLES[line.state])
         name, site = escape_to_one_line(line.name), escape_to_one_line(line.site or "?")
         reason = [Text(escape_to_one_line(_shorten_reason(line.reason)))] if has_reasons else []
         table.add_row(Text(name), Text(site), state, Text(escape_to_one_line(created)), *reason)

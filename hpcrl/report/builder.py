@@ -135,7 +135,7 @@ def describe_verdict(snapshot: CampaignSnapshot, figures: KeyFigures) -> str:
     """Return one sentence: how far it is, what was learned, and how much needs attention."""
     steps = f"{figures.step:,}" + (f" of {figures.num_steps:,}" if figures.num_steps is not None else "") + " steps"
     heads = {
-        "done": f"Done after {steps}",
+        "done": f"Done {'in part ' * snapshot.is_partial}after {steps}",
         "running": f"Running: {steps} so far",
         "draining": f"Ending: {steps} so far",
         "failed": f"Failed after {steps}",

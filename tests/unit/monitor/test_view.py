@@ -21,10 +21,11 @@ from hpcrl.campaign_dir.events import (
     VersionLoaded,
     WorkerStarted,
 )
+from hpcrl.campaign_dir.job_end import REASON_PARTIAL
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.keys import KeyReader
 from hpcrl.monitor.pages import CampaignPages
-from hpcrl.monitor.screen import render_screen
+from hpcrl.monitor.screen import render_header, render_screen
 from hpcrl.monitor.snapshot import CampaignSnapshot
 from hpcrl.monitor.view import (
     choose_pause,
@@ -408,6 +409,21 @@ def test_campaigns_are_listed_for_people_and_for_scripts(tmp_path: Path, capsys:
     assert '"state": "done"' in capsys.readouterr().out
     assert print_campaigns([], as_json=False) == 0
     assert capsys.readouterr().out.startswith("no campaigns yet")
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_campaign_that_did_not_train_everything_is_not_shown_as_done(tmp_path: Path, columns: int) -> None:
+    campaign = running(tmp_path)
+    campaign.emit("env-0", EpisodesCounted(outcomes={"sums": {"exit": 20}}))
+    campaign.outcome("done", f"{REASON_PARTIAL}: domain sums: all 20 episodes failed, so it trains nothing")
+    console = terminal(columns)
+    with console.capture() as listed:
+        console.print(render_campaigns(survey_campaigns([campaign.directory], problems=[]), width=columns))
+    with console.capture() as header:
+        console.print(render_header(collector(campaign).poll()))
+    for text in (" ".join(listed.get().split()), " ".join(header.get().split())):
+        assert " partial " in text
+        assert "sums" in text
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])
