@@ -13,7 +13,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 from hpcrl.campaign import directory
 from hpcrl.campaign.continuation_checks import find_final_failure
@@ -24,7 +23,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.monitor.advisories import describe_advisory, select_untrained
 from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
 from hpcrl.monitor.job_state import read_jobs
-from hpcrl.monitor.snapshot import encode_snapshot
+from hpcrl.monitor.snapshot import SeriesChange, encode_snapshot, measure_change
 from hpcrl.monitor.view import print_campaigns, show_snapshot
 from hpcrl.monitor.view import watch_campaign as watch_snapshots
 from hpcrl.plan.records import read_recipe, read_site
@@ -96,11 +95,9 @@ def final_summary(
     The losses are named where no step has a reward: conversations were imitated. `untrained` is why
     domains train nothing.
     """
-    known_rewards = [reward for reward in rewards if reward is not None]
-    what, values = (
-        ("mean reward", known_rewards) if known_rewards else ("loss", [loss for loss in losses if loss is not None])
-    )
-    learned = f": {what} {_describe_change(values, num_steps=len(rewards))}" if values else ""
+    reward = measure_change(rewards)
+    what, change = ("mean reward", reward) if reward else ("loss", measure_change(losses))
+    learned = f": {what} {_describe_change(change, num_steps=len(rewards))}" if change else ""
     if state in ("queued", "running", "draining"):
         return []  # what watched it has printed how to see it again
     if state != "done":
@@ -112,11 +109,11 @@ def final_summary(
         else f"campaign {campaign.name} is done{learned}",
         *(f"  not trained   {why}" for why in untrained),
         f"  in            {campaign.root}",
-        *([f"  weights       {campaign.weights}"] if known_rewards else []),
+        *([f"  weights       {campaign.weights}"] if reward else []),
         f"  checkpoints   {campaign.checkpoints}",
-        *([f"  trajectories  {campaign.spool('scored')}"] if known_rewards else []),
+        *([f"  trajectories  {campaign.spool('scored')}"] if reward else []),
         "next:",
-        *_suggest_commands(campaign, has_rewards=bool(known_rewards), is_partial=bool(untrained)),
+        *_suggest_commands(campaign, has_rewards=bool(reward), is_partial=bool(untrained)),
     ]
 
 
@@ -171,12 +168,9 @@ def _read_recipe_name(campaign: CampaignDir) -> str:
         return "quickstart"
 
 
-def _describe_change(values: Sequence[float], *, num_steps: int) -> str:
-    """Describe how a figure of steps changed, by means: the last steps get what took longest, so one alone misleads."""
-    num = max(len(values) // 10, 1)
-    first, last = fmean(values[:num]), fmean(values[-num:])
-    means = f" (means of the first and last {num})" if num > 1 else ""
-    return f"{first:.2f} -> {last:.2f} in {num_steps} steps{means}"
+def _describe_change(change: SeriesChange, *, num_steps: int) -> str:
+    means = f" (means of the first and last {change.num})" if change.num > 1 else ""
+    return f"{change.first:.3f} -> {change.last:.3f} in {num_steps} steps{means}"
 
 
 def _command_name() -> str:

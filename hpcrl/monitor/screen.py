@@ -21,8 +21,9 @@ from rich.text import Text
 from hpcrl.hardware.loop_model import BUSY_LOOP_SHARE
 from hpcrl.monitor.advisories import Advisory
 from hpcrl.monitor.job_state import CampaignState
+from hpcrl.monitor.progress import MAX_RECENT_REWARDS
 from hpcrl.monitor.screen_parts import FittedScreen, FittedTable, LongLines
-from hpcrl.monitor.snapshot import CampaignSnapshot, ComponentView, JobView, RoleView, find_bottleneck
+from hpcrl.monitor.snapshot import CampaignSnapshot, ComponentView, JobView, RoleView, find_bottleneck, measure_change
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, format_failed, measure_failures, measure_outcomes
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
 from hpcrl.system.terminal import Sparkline, escape_to_one_line
@@ -152,19 +153,21 @@ def _render_curves(snapshot: CampaignSnapshot) -> RenderableType:
         "steps", ProgressBar(total=snapshot.num_steps or 1, completed=snapshot.step), format_step_count(snapshot)
     )
     if not snapshot.has_rollouts:
-        losses = finite_values(snapshot.detail.losses)
-        ends = f"{losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no step yet"
-        grid.add_row("loss", Sparkline(losses), ends)
+        losses = snapshot.detail.losses
+        grid.add_row("loss", Sparkline(finite_values(losses)), _format_ends(losses))
         return grid
-    rewards = finite_values(snapshot.reward_mean)
-    ends = f"{rewards[0]:.3f} -> {rewards[-1]:.3f}" if rewards else "no step yet"
-    grid.add_row("reward", Sparkline(rewards), ends)
+    grid.add_row("reward", Sparkline(finite_values(snapshot.reward_mean)), _format_ends(snapshot.reward_mean))
     if scored_evaluations := [
         (one.reward_mean, one.version) for one in snapshot.evaluations if one.reward_mean is not None
     ]:
         rewards, (best, version) = [reward for reward, _ in scored_evaluations], max(scored_evaluations)
         grid.add_row("held out", Sparkline(rewards), f"{rewards[-1]:.3f}, best {best:.3f} at version {version}")
     return grid
+
+
+def _format_ends(series: Sequence[float | None]) -> str:
+    change = measure_change(series)
+    return f"{change.first:.3f} -> {change.last:.3f}" if change else "no step yet"
 
 
 def _render_roles(snapshot: CampaignSnapshot, *, form: ComponentForm) -> RenderableType:
@@ -283,9 +286,11 @@ def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
 def _iter_rollout_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
     episodes = snapshot.episodes
     failed = format_failed(num_failed=episodes.failed, num_lost=episodes.faulted)
-    ended = f"{episodes.done:,} done   {episodes.aborted:,} aborted   {failed}"
+    ended = f"{episodes.done:,} done   {episodes.truncated:,} truncated   {episodes.aborted:,} aborted   {failed}"
     yield "episodes", f"{episodes.running:,} running   {ended}"
-    if episodes.loop_share >= BUSY_LOOP_SHARE and episodes.done:  # a start is busy, and no reason to change anything
+    if (
+        episodes.loop_share >= BUSY_LOOP_SHARE and episodes.num_kept
+    ):  # a start is busy, and no reason to change anything
         busy = f"{episodes.loop_share:.0%} of a core, calls wait up to {episodes.loop_delay_s:.2g} s"
         yield "env loop", f"{busy}: raise resources.env.num_workers"
     if len(snapshot.domains) > 1:
@@ -321,7 +326,8 @@ def _format_domains(snapshot: CampaignSnapshot) -> Iterator[str]:
     """Yield the recent reward of each domain, and the number of trajectories scored so far."""
     for name, domain in snapshot.domains.items():
         if domain.reward_recent is not None:
-            yield f"{name} {domain.reward_recent:.3f} ({domain.scored:,})"
+            num_recent = min(domain.scored, MAX_RECENT_REWARDS)
+            yield f"{name} {domain.reward_recent:.3f} (last {num_recent:,} of {domain.scored:,})"
 
 
 def _iter_outcomes(snapshot: CampaignSnapshot) -> Iterator[str]:

@@ -48,7 +48,6 @@ from hpcrl.monitor.screen import (
     DEFAULT_HEIGHT,
     find_failing,
     find_low_shares,
-    finite_values,
     format_clock_time,
     format_date,
     format_state,
@@ -56,7 +55,7 @@ from hpcrl.monitor.screen import (
     render_frame,
     render_screen,
 )
-from hpcrl.monitor.snapshot import CampaignSnapshot, CampaignSummary
+from hpcrl.monitor.snapshot import CampaignSnapshot, CampaignSummary, measure_change
 from hpcrl.slurm.status import JobStatus, query_job_states
 from hpcrl.slurm.submit import make_site_environment
 from hpcrl.spool.outcome import format_failed
@@ -307,17 +306,16 @@ def _print_still_running(snapshot: CampaignSnapshot, console: Console) -> None:
 
 def _format_summary_line(snapshot: CampaignSnapshot) -> str:
     parts = [f"{snapshot.state:<8} step {format_step_count(snapshot)}"]
-    rewards = finite_values(snapshot.reward_mean)
-    if rewards:
-        parts.append(f"reward {rewards[-1]:.3f}")
-    episodes, losses = snapshot.episodes, finite_values(snapshot.detail.losses)
+    if reward := measure_change(snapshot.reward_mean):
+        parts.append(f"reward {reward.last:.3f}")
+    episodes, loss = snapshot.episodes, measure_change(snapshot.detail.losses)
     if starting := _count_starting(snapshot):
         parts.append(f"{starting[0]} of {starting[1]} workers have started")
     elif snapshot.has_rollouts:
         speed = f"{snapshot.tokens_per_s:,.0f} tokens/s"
-        parts += [f"version {snapshot.version}", f"{episodes.done:,} episodes", speed]
-    elif losses:
-        parts.append(f"loss {losses[-1]:.3f}")
+        parts += [f"version {snapshot.version}", f"{episodes.num_kept:,} episodes", speed]
+    elif loss:
+        parts.append(f"loss {loss.last:.3f}")
     if episodes.failed:
         parts.append(format_failed(num_failed=episodes.failed, num_lost=episodes.faulted))
     parts += [f"trained: {text}" for text in find_low_shares(snapshot)]

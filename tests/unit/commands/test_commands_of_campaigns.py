@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import EpisodesCounted, StepFinished
 from hpcrl.cli import main
+from hpcrl.commands.monitoring import final_summary
 from hpcrl.config.recipe import Recipe, make_recipe
 from hpcrl.config.toml import load_table
 from hpcrl.system.files import publish_json
+from tests.support.campaigns import hpcrl
 from tests.unit.commands.conftest import CampaignMaker
 
 
@@ -111,6 +115,38 @@ def test_a_comparison_shows_figures_and_the_settings_that_differ(
     text = printed(capsys, "compare", "one", "two")
     assert re.search(r"reward, last steps +0\.50 +0\.90", text)
     assert re.search(r"one setting differs +one +two\nrollout\.group_size +8 +4", text)
+
+
+def test_all_that_shows_a_reward_shows_the_same(
+    make_campaign: CampaignMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps alternate, so that the last one alone would be another figure."""
+    monkeypatch.chdir(tmp_path)
+    campaign = make_campaign("one")
+    log = EventLog.open(campaign, "train", 0, job=0, role="train")
+    rewards = [0.1, 0.3] * 10 + [0.7, 0.9] * 10
+    for step, reward in enumerate(rewards, start=1):
+        log.emit(StepFinished(step=step, version=step, reward_mean=reward))
+    log.close()
+    compared = printed(capsys, "compare", "one", str(make_campaign("two").root)).splitlines()
+    ends = [line.split()[-2] for line in compared if line.startswith("reward, ")]
+    assert ends == ["0.20", "0.80"]
+    assert re.search(r"reward .* 0\.200 -> 0\.800", printed(capsys, "monitor", "one", "--once"))
+    assert "rose from 0.200 to 0.800" in hpcrl("report", "one").stdout
+    assert "mean reward 0.200 -> 0.800 in 40 steps" in final_summary(campaign, state="done", rewards=rewards)[0]
+
+
+def test_episodes_are_counted_by_their_status_everywhere(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = make_campaign("one")
+    log = EventLog.open(campaign, "env", 1, job=0, role="env")
+    log.emit(EpisodesCounted(done=1938, truncated=750))
+    log.close()
+    assert "1,938 done   750 truncated" in printed(capsys, "monitor", "one", "--once")
+    compared = printed(capsys, "compare", "one", str(make_campaign("two").root))
+    assert re.search(r"episodes done +1,938 ", compared)
+    assert re.search(r"episodes truncated +750 ", compared)
 
 
 def test_campaigns_of_the_same_recipe_differ_in_nothing(

@@ -128,10 +128,10 @@ def test_the_screen_shows_the_main_facts(tmp_path: Path) -> None:
         "running",
         "job 123   00:03:20 elapsed   00:56:40 left",
         "20/40",
-        "0.100 -> 2.000",
+        "0.150 -> 1.950",
         "env         3/3",
         "train       3/3   83%",
-        "5 running   160 done   0 aborted   1 failed",
+        "5 running   160 done   0 truncated   0 aborted   1 failed",
         "60/s   12.0 k generated   90% of turns prefilled remotely",
         "version 20   engines serve 20   lag 0.50",
         "2.0 s a step, 0.4 s waiting",
@@ -342,7 +342,7 @@ def test_without_a_terminal_lines_are_printed_until_the_campaign_ends(tmp_path: 
 
     assert last.state == "done"
     assert "\x1b" not in out.getvalue()
-    assert "done     step 20/40  reward 2.000" in out.getvalue().splitlines()[-1]
+    assert "done     step 20/40  reward 1.950" in out.getvalue().splitlines()[-1]
 
 
 def test_on_a_terminal_the_last_screen_stays(tmp_path: Path) -> None:
@@ -454,7 +454,8 @@ def test_rewards_are_shown_by_domain_where_there_are_several(tmp_path: Path) -> 
     campaign.emit("reward-0", SegmentScored(num=3, rewards={"sums": [1.0, 0.0], "game": [-1.0]}))
     campaign.emit("reward-1", SegmentScored(num=1, rewards={"sums": [0.5]}))
 
-    assert any("domains   game -1.000 (1)   sums 0.500 (3)" in line for line in text_of(collector(campaign).poll()))
+    shown = "domains   game -1.000 (last 1 of 1)   sums 0.500 (last 3 of 3)"
+    assert any(shown in line for line in text_of(collector(campaign).poll()))
 
 
 def test_a_single_domain_has_no_separate_line(tmp_path: Path) -> None:
