@@ -68,6 +68,8 @@ def compare_campaigns(first: CampaignDir, second: CampaignDir) -> CampaignCompar
 
 def run_compare(arguments: argparse.Namespace) -> int:
     first, second = map(directory.find_campaign, arguments.campaigns)
+    if first.root == second.root:
+        raise CampaignError(f"compare {first.name} with another campaign: both names are of {first.root}")
     show_comparison(first, second, as_json=arguments.json)
     return 0
 

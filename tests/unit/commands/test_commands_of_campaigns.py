@@ -41,6 +41,35 @@ def test_events_are_printed_with_their_times_and_without_controls(
     assert any(r"\x1b[31mRuntimeError\x1b[0m: broken" in line for line in lines)
 
 
+def test_nested_values_of_events_are_printed_as_json(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = EventLog.open(make_campaign("one"), "env", 1, job=0, role="env")
+    log.emit(EpisodesCounted(done=3, outcomes={"lake": {"finished": 3}}))
+    log.close()
+    assert 'outcomes={"lake": {"finished": 3}}' in printed(capsys, "events", "one", "--kind", "episodes")
+
+
+def test_a_campaign_is_not_compared_with_itself(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = make_campaign("one")
+    assert "compare one with another campaign" in refused(capsys, "compare", "one", str(campaign.root))
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_a_comparison_in_a_pipe_is_as_wide_as_asked_for(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """One name of 64 characters fits beside the figures in 200 columns only."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    name = "x" * 64
+    make_campaign(name), make_campaign("two")
+    lines = printed(capsys, "compare", name, "two").splitlines()
+    assert max(map(len, lines)) <= columns
+    assert any(name in line for line in lines) == (columns == 200)
+
+
 def test_events_are_chosen_by_kind_role_and_number(
     make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
