@@ -22,7 +22,7 @@ from hpcrl.hardware.loop_model import BUSY_LOOP_SHARE
 from hpcrl.monitor.advisories import Advisory
 from hpcrl.monitor.job_state import CampaignState
 from hpcrl.monitor.progress import MAX_RECENT_REWARDS
-from hpcrl.monitor.screen_parts import FittedScreen, FittedTable, LongLines
+from hpcrl.monitor.screen_parts import FittedScreen, FittedTable, LongLines, WidthChoice
 from hpcrl.monitor.snapshot import CampaignSnapshot, ComponentView, JobView, RoleView, find_bottleneck, measure_change
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, format_failed, measure_failures, measure_outcomes
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
@@ -138,31 +138,38 @@ def render_header(snapshot: CampaignSnapshot, *, long_lines: LongLines = "wrappe
     if detail.start_estimate is not None:
         facts.append(f"starts about {format_date(detail.start_estimate)} (Slurm's estimate)")
     is_cut = long_lines == "cut"
-    lines: list[RenderableType] = [top, Text("   ".join(facts), style="dim", no_wrap=is_cut, overflow="ellipsis")]
+    line = Text("   ".join(facts), style="dim", no_wrap=is_cut, overflow="ellipsis")
+    lines: list[RenderableType] = [top, WidthChoice(line, narrow=Text(line.plain, style="dim"))]
     if detail.reason:
         lines.append(Text(escape_to_one_line(detail.reason), style=state.style))
     return Group(*lines)
 
 
 def _render_curves(snapshot: CampaignSnapshot) -> RenderableType:
-    grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
-    grid.add_column(style="dim", width=8)
-    grid.add_column(ratio=1, no_wrap=True)
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_row(
-        "steps", ProgressBar(total=snapshot.num_steps or 1, completed=snapshot.step), format_step_count(snapshot)
-    )
+    wide, narrow = Table.grid(padding=(0, 2, 0, 0), expand=True), _make_grid(long_lines="wrapped")
+    wide.add_column(style="dim", width=8)
+    wide.add_column(ratio=1, no_wrap=True)
+    wide.add_column(justify="right", no_wrap=True)
+    for label, drawing, ends in _list_curves(snapshot):
+        wide.add_row(label, drawing, ends)
+        narrow.add_row(label, Text(ends))
+    return WidthChoice(wide, narrow=narrow)
+
+
+def _list_curves(snapshot: CampaignSnapshot) -> Iterator[tuple[str, RenderableType, str]]:
+    """Yield each curve with its label and its figures."""
+    steps = ProgressBar(total=snapshot.num_steps or 1, completed=snapshot.step)
+    yield "steps", steps, format_step_count(snapshot)
     if not snapshot.has_rollouts:
         losses = snapshot.detail.losses
-        grid.add_row("loss", Sparkline(finite_values(losses)), _format_ends(losses))
-        return grid
-    grid.add_row("reward", Sparkline(finite_values(snapshot.reward_mean)), _format_ends(snapshot.reward_mean))
+        yield "loss", Sparkline(finite_values(losses)), _format_ends(losses)
+        return
+    yield "reward", Sparkline(finite_values(snapshot.reward_mean)), _format_ends(snapshot.reward_mean)
     if scored_evaluations := [
         (one.reward_mean, one.version) for one in snapshot.evaluations if one.reward_mean is not None
     ]:
         rewards, (best, version) = [reward for reward, _ in scored_evaluations], max(scored_evaluations)
-        grid.add_row("held out", Sparkline(rewards), f"{rewards[-1]:.3f}, best {best:.3f} at version {version}")
-    return grid
+        yield "held out", Sparkline(rewards), f"{rewards[-1]:.3f}, best {best:.3f} at version {version}"
 
 
 def _format_ends(series: Sequence[float | None]) -> str:
@@ -263,15 +270,16 @@ def _make_grid(*, long_lines: LongLines) -> Table:
 
 
 def _render_figures(snapshot: CampaignSnapshot, *, long_lines: LongLines) -> RenderableType:
-    grid = _make_grid(long_lines=long_lines)
+    wide, narrow = _make_grid(long_lines=long_lines), _make_grid(long_lines="wrapped")
     for label, text in _iter_figure_rows(snapshot):
         warned = (
             label in ("env loop", "memory")
             or (label == "trained" and find_low_shares(snapshot))
             or (label == "outcomes" and find_failing(snapshot))
         )
-        grid.add_row(label, Text(escape_to_one_line(text), style="yellow" if warned else ""))
-    return grid
+        for grid in (wide, narrow):
+            grid.add_row(label, Text(escape_to_one_line(text), style="yellow" if warned else ""))
+    return WidthChoice(wide, narrow=narrow)
 
 
 def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:

@@ -141,6 +141,15 @@ def test_the_screen_shows_the_main_facts(tmp_path: Path) -> None:
         assert words in screen
 
 
+@pytest.mark.parametrize("height", [24, 60])
+def test_a_figure_is_whole_or_left_out_on_a_screen_of_20_columns(tmp_path: Path, height: int) -> None:
+    lines = text_of(collector(running(tmp_path)).poll(), width=20, height=height)
+    screen = " ".join(" ".join(lines).split())
+    assert "0.150 -> 1.950" in screen
+    assert "00:03:20 elapsed 00:56:40 left" in screen
+    assert not any("\u2026" in line and any(map(str.isdigit, line)) for line in lines if "component" not in line)
+
+
 def test_the_reason_of_a_failure_is_shown_in_full(tmp_path: Path) -> None:
     screen = "".join(text_of(collector(failed(tmp_path)).poll()))
 
