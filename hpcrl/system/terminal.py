@@ -94,12 +94,13 @@ def print_note(note: str) -> None:
     print_to_stderr(f"hpcrl: note: {note}")
 
 
-def track_progress(items: Sequence[T], description: str) -> Iterable[T]:
-    """Yield the items, with a progress bar on stderr if that is a terminal."""
+def track_progress(items: Iterable[T], description: str, *, total: int | None = None) -> Iterable[T]:
+    """Yield the items, with a progress bar on stderr if that is a terminal; `total` is for items without a length."""
     from rich.progress import track  # late: most commands show no progress
 
     console = Console(stderr=True)
-    return track(items, description, console=console, transient=True, disable=not items or not console.is_terminal)
+    disabled = not items or not console.is_terminal
+    return track(items, description, total=total, console=console, transient=True, disable=disabled)
 
 
 @contextlib.contextmanager
