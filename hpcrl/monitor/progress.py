@@ -190,7 +190,7 @@ class DomainProgress:
 
     def add_outcomes(self, counts: Mapping[str, int]) -> None:
         """Count episodes that have ended."""
-        self.outcomes.update(counts)
+        _add_counts(self.outcomes, counts)
         counted = {name: num for name, num in counts.items() if num > 0 and name not in ABORTED}
         num = sum(counted.values())
         num_failed = count_failures(counted)
@@ -500,11 +500,13 @@ class CampaignProgress:
         staleness.num_ended += sum(increments[name] for name in _STATUS_COUNTERS)
         staleness.num_stale += increments["aborted_stale"]
         for domain, fates in counts.token_fates.items():
-            self._find_domain(domain).token_fates.update(_subtract(fates, previous.token_fates.get(domain, {})))
+            _add_counts(self._find_domain(domain).token_fates, _subtract(fates, previous.token_fates.get(domain, {})))
         for domain, outcomes in counts.outcomes.items():
-            self._find_domain(domain).add_outcomes(_subtract(outcomes, previous.outcomes.get(domain, {})))
+            if new := _subtract(outcomes, previous.outcomes.get(domain, {})):
+                self._find_domain(domain).add_outcomes(new)
         for status, lengths in counts.lengths.items():
-            self.lengths.setdefault(status, Counter()).update(_subtract(lengths, previous.lengths.get(status, {})))
+            if new := _subtract(lengths, previous.lengths.get(status, {})):
+                _add_counts(self.lengths.setdefault(status, Counter()), new)
         self.token_rate.add(counts.time, counts.num_tokens - previous.num_tokens)
         worker.episodes = counts
 
@@ -547,7 +549,10 @@ class CampaignProgress:
         return self.recent_staleness[-1]
 
     def _find_domain(self, domain: str) -> DomainProgress:
-        return self.domains.setdefault(domain, DomainProgress())
+        found = self.domains.get(domain)
+        if found is None:
+            found = self.domains[domain] = DomainProgress()
+        return found
 
     def _drop_steps_from(self, first_dropped: int) -> None:
         """Remove the steps from `first_dropped` on, which a resume repeats; usually there are none."""
@@ -584,4 +589,11 @@ def _find_cause(event: CampaignEvent) -> tuple[tuple[str, ...] | None, int | Non
 
 
 def _subtract(counts: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    return {name: max(0, num - before.get(name, 0)) for name, num in counts.items()}
+    """Return what has been added to counts; an env worker adds little to few of them each second."""
+    return {name: num - before.get(name, 0) for name, num in counts.items() if num > before.get(name, 0)}
+
+
+def _add_counts(totals: Counter[str], counts: Mapping[str, int]) -> None:
+    """Add a few counts; `Counter.update` takes several times as long for them."""
+    for name, num in counts.items():
+        totals[name] += num
