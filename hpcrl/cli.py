@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 from hpcrl import __version__
 from hpcrl.commands.arguments import add_commands
@@ -47,8 +48,20 @@ def _advise_on_outage(error: OSError) -> str:
     return "the file system takes no changes now, or is away: repeat the command when it works again"
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser that names the nearest choice for an unknown one; parsers of commands are of its kind."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            from hpcrl.config.toml import suggest_name
+
+            choices = list(map(str, action.choices))
+            hint = suggest_name(str(value), choices)
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}: {hint}there are {', '.join(choices)}")
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hpcrl", description="Agentic-RL campaigns as one heterogeneous Slurm job: plan, submit, train, survive."
     )
     parser.add_argument("--version", action="version", version=f"hpcrl {__version__}")

@@ -1,5 +1,6 @@
 """Fixtures of all suites: a private home, a tiny model, reports of failed campaigns, checks of skips and leftovers."""
 
+import contextlib
 import functools
 import gc
 import os
@@ -24,6 +25,12 @@ hypothesis.settings.load_profile("untimed")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores, and threads that wait for each other use them up
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+with contextlib.suppress(ImportError):
+    import readline  # noqa: F401 - it sets the size of the terminal for children, among them the processes of xdist
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+    os.unsetenv(name)  # readline has set it without os.environ
 
 LEFTOVERS = pytest.StashKey[LeftoverCheck]()
 COMPILED = pytest.StashKey[Path]()

@@ -24,6 +24,7 @@ from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.site import Site
 from hpcrl.errors import CampaignError, HpcrlError, SlurmError
 from hpcrl.slurm.submit import expand_path
+from hpcrl.system.file_systems import may_hold_files
 from hpcrl.system.files import is_file, make_private_dir, read_json, remove_path, sync_directory
 from hpcrl.system.terminal import print_note
 
@@ -67,7 +68,9 @@ def list_campaigns() -> list[CampaignDir]:
         paths = list(campaigns.iterdir())
     except FileNotFoundError:
         if not campaigns.is_symlink() and not campaigns.parent.is_symlink():
-            return []
+            if may_hold_files(str(campaigns)):
+                return []
+            raise CampaignError(f"{campaigns} cannot be made: set $HPCRL_HOME to another directory") from None
         raise CampaignError(f"{campaigns} leads to nothing: set $HPCRL_HOME to another directory") from None
     except (OSError, ValueError) as error:  # one with a null byte is a ValueError
         why = error.strerror if isinstance(error, OSError) else error

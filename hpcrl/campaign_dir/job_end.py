@@ -3,6 +3,7 @@
 EndCause        why a job ended; `hpcrl.slurm.end_policy` has what follows from each cause
 JobEnd          the record
 JobError        the error that ends a job for such a cause
+REASON_DONE, REASON_PARTIAL    the reasons of the end of a campaign that made every step
 read_job_end    read it
 DrainNotice     the request to drain, for the workers
 DrainTime       the time that it leaves
@@ -45,6 +46,9 @@ CAUSE_BY_OUTCOME: dict[str, EndCause] = {
 }
 """The cause where a record has none."""
 MAX_REASON_CHARS = 4000
+REASON_DONE = "every training step was made"
+REASON_PARTIAL = f"{REASON_DONE}, but not everything was trained"
+"""The start of the reason where a domain trained nothing."""
 
 
 class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +66,11 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def likely_cause(self) -> EndCause:
         return self.cause or CAUSE_BY_OUTCOME[self.outcome]
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether every step was made, but a domain trained nothing."""
+        return self.outcome == "done" and self.reason.startswith(REASON_PARTIAL)
 
     def encode(self) -> bytes:
         """Return the record for a file; a reason may be as long as the output of a program."""

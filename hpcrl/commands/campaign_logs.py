@@ -8,6 +8,7 @@ FOLLOW_INTERVAL_S    the time between two looks
 """
 
 import argparse
+import json
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
@@ -143,7 +144,9 @@ def format_event(line: Mapping[str, Any]) -> str:
 
 
 def _format_value(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _read_time(line: Mapping[str, Any]) -> float:

@@ -7,7 +7,6 @@ CampaignComparison, ComparedFigure, ComparedSetting    its parts, also the contr
 
 import argparse
 from collections.abc import Iterator, Sequence
-from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -20,7 +19,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.toml import flatten_table
 from hpcrl.errors import CampaignError
 from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
-from hpcrl.monitor.snapshot import CampaignSnapshot
+from hpcrl.monitor.snapshot import CampaignSnapshot, measure_change
 from hpcrl.plan.records import read_site
 from hpcrl.system.files import read_json
 from hpcrl.system.terminal import escape_to_one_line, format_number, make_console, print_json
@@ -69,6 +68,8 @@ def compare_campaigns(first: CampaignDir, second: CampaignDir) -> CampaignCompar
 
 def run_compare(arguments: argparse.Namespace) -> int:
     first, second = map(directory.find_campaign, arguments.campaigns)
+    if first.root == second.root:
+        raise CampaignError(f"compare {first.name} with another campaign: both names are of {first.root}")
     show_comparison(first, second, as_json=arguments.json)
     return 0
 
@@ -100,8 +101,8 @@ def _list_figures(snapshot: CampaignSnapshot) -> Iterator[tuple[str, float | str
     yield "state", snapshot.state
     yield "jobs", len(snapshot.jobs)
     yield "steps", snapshot.step
-    yield from _list_changes("reward", [one for one in snapshot.reward_mean if one is not None])
-    yield from _list_changes("loss", [one for one in snapshot.detail.losses if one is not None])
+    yield from _list_changes("reward", snapshot.reward_mean)
+    yield from _list_changes("loss", snapshot.detail.losses)
     scored = [one.reward_mean for one in snapshot.evaluations if one.reward_mean is not None]
     if scored:
         yield "held-out reward, last", scored[-1]
@@ -112,6 +113,7 @@ def _list_figures(snapshot: CampaignSnapshot) -> Iterator[tuple[str, float | str
         if domain.trained_share is not None:
             yield f"share of tokens trained, {name}", domain.trained_share
     yield "episodes done", snapshot.episodes.done
+    yield "episodes truncated", snapshot.episodes.truncated
     yield "episodes aborted", snapshot.episodes.aborted
     yield "episodes failed", snapshot.episodes.failed
     yield "tokens generated", snapshot.detail.num_tokens
@@ -122,11 +124,10 @@ def _list_figures(snapshot: CampaignSnapshot) -> Iterator[tuple[str, float | str
         yield "seconds of the last step", step.step_s
 
 
-def _list_changes(name: str, values: Sequence[float]) -> Iterator[tuple[str, float]]:
-    if values:
-        num = max(len(values) // 10, 1)
-        yield f"{name}, first steps", fmean(values[:num])
-        yield f"{name}, last steps", fmean(values[-num:])
+def _list_changes(name: str, values: Sequence[float | None]) -> Iterator[tuple[str, float]]:
+    if change := measure_change(values):
+        yield f"{name}, first steps", change.first
+        yield f"{name}, last steps", change.last
 
 
 def _read_settings(campaign: CampaignDir) -> dict[str, Any]:

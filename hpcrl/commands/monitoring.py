@@ -13,7 +13,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 from hpcrl.campaign import directory
 from hpcrl.campaign.continuation_checks import find_final_failure
@@ -21,10 +20,10 @@ from hpcrl.campaign_dir.job_end import EndCause
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.commands.interpreters import find_python_with
 from hpcrl.errors import HpcrlError
-from hpcrl.monitor.advisories import UNTRAINED_DOMAIN, describe_advisory
+from hpcrl.monitor.advisories import describe_advisory, select_untrained
 from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
 from hpcrl.monitor.job_state import read_jobs
-from hpcrl.monitor.snapshot import encode_snapshot
+from hpcrl.monitor.snapshot import SeriesChange, encode_snapshot, measure_change
 from hpcrl.monitor.view import print_campaigns, show_snapshot
 from hpcrl.monitor.view import watch_campaign as watch_snapshots
 from hpcrl.plan.records import read_recipe, read_site
@@ -59,7 +58,7 @@ def watch_campaign(name: str) -> int:
     collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir, skips_unknown=True)))
     console, traj_command = PipeConsole(highlight=False), _make_traj_command(campaign_dir)
     snapshot = watch_snapshots(collector, console=console, until_done=True, traj_command=traj_command)
-    untrained = [describe_advisory(one) for one in snapshot.advisories if one.name == UNTRAINED_DOMAIN]
+    untrained = [describe_advisory(one) for one in select_untrained(snapshot.advisories)]
     summary = final_summary(
         campaign_dir,
         state=snapshot.state,
@@ -70,7 +69,7 @@ def watch_campaign(name: str) -> int:
     for line in summary:
         print_line(escape_to_one_line(line))
     has_failed = snapshot.state not in ("done", "stopped", "queued", "running", "draining")
-    return EXIT_FAILED if has_failed or (snapshot.state == "done" and untrained) else 0
+    return EXIT_FAILED if has_failed or snapshot.is_partial else 0
 
 
 def _make_traj_command(campaign_dir: CampaignDir) -> list[str]:
@@ -96,26 +95,25 @@ def final_summary(
     The losses are named where no step has a reward: conversations were imitated. `untrained` is why
     domains train nothing.
     """
-    known_rewards = [reward for reward in rewards if reward is not None]
-    what, values = (
-        ("mean reward", known_rewards) if known_rewards else ("loss", [loss for loss in losses if loss is not None])
-    )
-    learned = f": {what} {_describe_change(values, num_steps=len(rewards))}" if values else ""
+    reward = measure_change(rewards)
+    what, change = ("mean reward", reward) if reward else ("loss", measure_change(losses))
+    learned = f": {what} {_describe_change(change, num_steps=len(rewards))}" if change else ""
     if state in ("queued", "running", "draining"):
         return []  # what watched it has printed how to see it again
     if state != "done":
-        return [f"campaign {campaign.name} ended as {state}{learned}; {_advise_next(campaign)}"]
+        report = f"`{_command_name()} report {campaign.name}` shows what it did"
+        return [f"campaign {campaign.name} ended as {state}{learned}; {_advise_next(campaign)}; {report}"]
     return [
         f"campaign {campaign.name} made every step, but did not train everything{learned}"
         if untrained
         else f"campaign {campaign.name} is done{learned}",
         *(f"  not trained   {why}" for why in untrained),
         f"  in            {campaign.root}",
-        *([f"  weights       {campaign.weights}"] if known_rewards else []),
+        *([f"  weights       {campaign.weights}"] if reward else []),
         f"  checkpoints   {campaign.checkpoints}",
-        *([f"  trajectories  {campaign.spool('scored')}"] if known_rewards else []),
+        *([f"  trajectories  {campaign.spool('scored')}"] if reward else []),
         "next:",
-        *_suggest_commands(campaign, has_rewards=bool(known_rewards)),
+        *_suggest_commands(campaign, has_rewards=bool(reward), is_partial=bool(untrained)),
     ]
 
 
@@ -142,20 +140,21 @@ def _find_last_cause(campaign: CampaignDir) -> EndCause | None:
     return ends[-1].likely_cause if ends else None
 
 
-def _suggest_commands(campaign: CampaignDir, *, has_rewards: bool) -> list[str]:
+def _suggest_commands(campaign: CampaignDir, *, has_rewards: bool, is_partial: bool) -> list[str]:
     """Return what to try next after a campaign, each command with its purpose."""
     recipe = _read_recipe_name(campaign)
     if read_site(campaign, skips_unknown=True).scheduler == "local":
         elsewhere = (f"plan {recipe} --site lab", "the same as a heterogeneous Slurm job; `lab up` makes a Slurm here")
     else:
         elsewhere = (f"plan {recipe} --site perlmutter -s site.account=m1234", "the same on a large machine")
-    commands = [
-        (f"monitor {campaign.name} --once", "how it went"),
-        (f"traj show {campaign.name} --best", "what the model has learned to generate")
-        if has_rewards
-        else (f"export {campaign.name} --hf DIR", "the model, as a directory for transformers and vLLM"),
-        elsewhere,
-    ]
+    commands = [(f"report {campaign.name}", "how it went, as one page")]
+    if is_partial:  # the best episode may be one that failed
+        commands.append((f"events {campaign.name} --kind fault", "why episodes or rewards failed"))
+    elif has_rewards:
+        commands.append((f"traj show {campaign.name} --best", "what the model has learned to generate"))
+    else:
+        commands.append((f"export {campaign.name} --hf DIR", "the model, as a directory for transformers and vLLM"))
+    commands.append(elsewhere)
     width = max(len(command) for command, _ in commands)
     hpcrl = _command_name()
     return [f"  {hpcrl} {command:<{width}}   # {why}" for command, why in commands]
@@ -169,12 +168,9 @@ def _read_recipe_name(campaign: CampaignDir) -> str:
         return "quickstart"
 
 
-def _describe_change(values: Sequence[float], *, num_steps: int) -> str:
-    """Describe how a figure of steps changed, by means: the last steps get what took longest, so one alone misleads."""
-    num = max(len(values) // 10, 1)
-    first, last = fmean(values[:num]), fmean(values[-num:])
-    means = f" (means of the first and last {num})" if num > 1 else ""
-    return f"{first:.2f} -> {last:.2f} in {num_steps} steps{means}"
+def _describe_change(change: SeriesChange, *, num_steps: int) -> str:
+    means = f" (means of the first and last {change.num})" if change.num > 1 else ""
+    return f"{change.first:.3f} -> {change.last:.3f} in {num_steps} steps{means}"
 
 
 def _command_name() -> str:

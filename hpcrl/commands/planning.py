@@ -20,7 +20,7 @@ from hpcrl.config.toml import list_known_names
 from hpcrl.errors import HpcrlError
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.suggestions import show_suggestions, suggest_plans
-from hpcrl.system.terminal import PipeConsole, print_json, print_json_text, print_line, print_note
+from hpcrl.system.terminal import PipeConsole, print_json, print_json_text, print_line, print_note, show_wait
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -90,7 +90,9 @@ def _require_site(arguments: argparse.Namespace) -> str:
 
 
 def _load_request(arguments: argparse.Namespace) -> CampaignRequest:
-    return load_request(arguments.recipe, site=_require_site(arguments), settings=tuple(arguments.settings))
+    site = _require_site(arguments)
+    with show_wait("the plan is made"):
+        return load_request(arguments.recipe, site=site, settings=tuple(arguments.settings))
 
 
 def _print_suggestions(request: CampaignRequest, *, as_json: bool) -> None:

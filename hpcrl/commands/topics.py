@@ -31,7 +31,8 @@ _STATES = """\
 planned   no job yet                   done     every step was trained
 queued    waits in Slurm's queue       stopped  stopped by a user, or its time was up: `hpcrl resume` continues it
 running   its driver works             failed   it ended by itself, with an error
-draining  completes what is started    unknown  cannot be determined now; unknown is not failed"""
+draining  completes what is started    unknown  cannot be determined now; unknown is not failed
+partial   every step was made, but a domain trained nothing; JSON has `done`, and the reason"""
 
 _FILES = """\
 ~/.hpcrl/campaigns/NAME     a campaign: its recipe, jobs, events, trajectories, weights, checkpoints; `HPCRL_HOME` moves

@@ -2,6 +2,7 @@
 
 DomainWatch     follows how the episodes and rewards of each domain end
 watch_domains   makes it for a job
+list_untrained_domains    the domains that trained nothing, at the end of a job
 DOMAIN_INTERVAL_S, MIN_FAILURES, MIN_STEPS, FAULT_PATIENCE_S     limits
 
 Only a job in which no domain had one good result is ended: events are read until there is one, and not after that. What
@@ -9,6 +10,7 @@ the policy may have caused (a program that ends with an error) can change while 
 episodes of several steps. Faults of the infrastructure may pass, and must last for some minutes.
 """
 
+import heapq
 import time
 from collections.abc import Callable, Collection, Iterable
 from itertools import chain
@@ -17,6 +19,7 @@ from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, EpisodesCounted, FaultReported, SegmentScored
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import Recipe
+from hpcrl.monitor.advisories import HealthFacts, find_advisories, select_untrained
 from hpcrl.monitor.progress import CampaignProgress, DomainProgress
 from hpcrl.spool.ids import parse_domain
 from hpcrl.spool.outcome import is_infrastructure
@@ -36,6 +39,18 @@ def watch_domains(campaign: CampaignDir, *, job: int, recipe: Recipe) -> "Domain
         episodes_per_step=recipe.rollout.group_size * recipe.train.groups_per_step,
         poll_events=lambda: chain.from_iterable(reader.poll() for reader in readers),
     )
+
+
+def list_untrained_domains(campaign: CampaignDir, *, job: int) -> list[str]:
+    """Return a sentence for each domain that trains nothing, by the last events of a job: its logs may be long."""
+    progress = CampaignProgress()
+    readers = [EventReader.for_role(campaign.events, role, job=job) for role in ("env", "reward")]
+    for reader in readers:
+        reader.skip_to_tails()
+    for event in heapq.merge(*(reader.poll_merged() for reader in readers), key=lambda event: event.time):
+        progress.add(event)
+    facts = HealthFacts(campaign=campaign.name, progress=progress, now=time.time(), is_running=False)
+    return [advisory.text for advisory in select_untrained(find_advisories(facts))]
 
 
 class DomainWatch:

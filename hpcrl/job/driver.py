@@ -22,7 +22,7 @@ from hpcrl.campaign_dir.campaign_lease import CampaignLease, LeaseHolder
 from hpcrl.campaign_dir.endpoints import withdraw_all
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import FaultReported, JobEnded, JobOutcome, JobStarted, LayoutChosen
-from hpcrl.campaign_dir.job_end import EndCause, JobEnd, JobError
+from hpcrl.campaign_dir.job_end import REASON_DONE, REASON_PARTIAL, EndCause, JobEnd, JobError
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import Recipe
@@ -30,7 +30,7 @@ from hpcrl.config.site import Site
 from hpcrl.errors import EngineError, HpcrlError, SlurmError, WeightsError
 from hpcrl.job.batch_log import note_exception, note_in_log
 from hpcrl.job.courier_step import WeightPlane
-from hpcrl.job.domain_watch import DomainWatch, watch_domains
+from hpcrl.job.domain_watch import DomainWatch, list_untrained_domains, watch_domains
 from hpcrl.job.guardian import CLOSE_GRACE_S, DriverPulse, cancel_reward_jobs, run_guarded, send_outcome
 from hpcrl.job.job_drain import JobDrain
 from hpcrl.job.job_notices import JobNotices
@@ -285,7 +285,7 @@ class JobDriver:
         """Return how the job ends, if it does now; `code` is the exit code of the trainer."""
         drain_reason = self.drain.limits.reason
         if code == EXIT_DONE:
-            return self._finish("done", "every training step was made")
+            return self._describe_completion(self._finish("done", REASON_DONE))
         if code == EXIT_DRAINED:
             return self._finish("drained", drain_reason or "the trainer was drained")
         if code is not None and drain_reason:
@@ -297,6 +297,17 @@ class JobDriver:
             reason = "another job runs this campaign: Slurm reported that this one had ended"
             return JobEnd(outcome="failed", reason=reason, cause="infrastructure")
         return None
+
+    def _describe_completion(self, end: JobEnd) -> JobEnd:
+        """Add what was not trained to the end of a job that made the last step."""
+        try:
+            untrained = list_untrained_domains(self.campaign, job=self.job.number)
+        except OSError as error:  # the campaign is done all the same
+            note_in_log(f"hpcrl: whether every domain was trained is not known: {error}")
+            return end
+        if not untrained:
+            return end
+        return msgspec.structs.replace(end, reason=f"{REASON_PARTIAL}: {'; '.join(untrained)}")
 
     def _finish(self, outcome: JobOutcome, reason: str) -> JobEnd:
         """Let the workers seal what they hold before they are ended; a user's request to stop ends the campaign."""

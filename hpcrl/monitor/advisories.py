@@ -5,6 +5,7 @@
 Advisory            one finding
 HealthFacts         the facts that are judged
 find_advisories     all findings, the worst first
+select_untrained    those that a domain trains nothing
 describe_advisory   a finding in one line
 Severity            how bad one is
 RULES               the rules, each a function of the facts
@@ -121,6 +122,11 @@ def find_advisories(facts: HealthFacts) -> list[Advisory]:
     return sorted((found for rule in RULES for found in rule(facts)), key=_rank_advisory)
 
 
+def select_untrained(advisories: Iterable[Advisory]) -> list[Advisory]:
+    """Return the findings that a domain trains nothing."""
+    return [advisory for advisory in advisories if advisory.name == UNTRAINED_DOMAIN]
+
+
 def describe_advisory(advisory: Advisory) -> str:
     """Describe a finding in one line: what, the likely cause, what to do."""
     return f"{advisory.text}: {advisory.cause}; {advisory.remedy}"
@@ -222,14 +228,14 @@ def _find_truncation(facts: HealthFacts) -> Iterator[Advisory]:
 
 
 def _find_stale_episodes(facts: HealthFacts) -> Iterator[Advisory]:
-    totals = facts.progress.totals
-    num_ended = sum(totals.count_ended().values())
-    num_stale = totals.aborted_stale + facts.progress.num_stale_dropped
+    first = facts.recent_steps[0].step - 1 if facts.recent_steps else 0  # episodes end before their step
+    recent = [counts for counts in facts.progress.recent_staleness if counts.step >= first]
+    num_ended, num_stale = sum(counts.num_ended for counts in recent), sum(counts.num_stale for counts in recent)
     if num_ended >= MIN_ENDED and num_stale / num_ended > MAX_STALE_SHARE:
         yield Advisory(
             name="stale-episodes",
             severity="warning",
-            text=f"{num_stale / num_ended:.0%} of {num_ended:,} episodes became too old to train on",
+            text=f"{num_stale / num_ended:.0%} of {num_ended:,} recent episodes became too old to train on",
             figure=num_stale / num_ended,
             threshold=MAX_STALE_SHARE,
             unit="share of episodes",

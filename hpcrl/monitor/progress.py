@@ -1,7 +1,7 @@
 """Fold events into the progress of a campaign: no I/O, and constant cost per event.
 
 CampaignProgress    all figures
-JobProgress, WorkerProgress, EpisodeTotals, DomainProgress, FailureRun, TokenRate    its parts
+JobProgress, WorkerProgress, EpisodeTotals, DomainProgress, FailureRun, StepStaleness, TokenRate    its parts
 FaultCause          what reported faults are counted by
 name_subject, parse_role  the worker that an event of another one is about, and the role in a name
 EPISODE_COUNTERS, RATE_WINDOW_S, MAX_RECENT_REWARDS, MAX_RECENT_OUTCOMES, MAX_ENGINE_WINDOW_S,
@@ -190,7 +190,7 @@ class DomainProgress:
 
     def add_outcomes(self, counts: Mapping[str, int]) -> None:
         """Count episodes that have ended."""
-        self.outcomes.update(counts)
+        _add_counts(self.outcomes, counts)
         counted = {name: num for name, num in counts.items() if num > 0 and name not in ABORTED}
         num = sum(counted.values())
         num_failed = count_failures(counted)
@@ -246,6 +246,16 @@ class DomainProgress:
 
 
 @dataclass
+class StepStaleness:
+    """The episodes that ended after one step and before the next."""
+
+    step: int
+    num_ended: int = 0
+    num_stale: int = 0
+    """The number that were aborted or dropped by the trainer, as they had become too old."""
+
+
+@dataclass
 class TokenRate:
     """The generated tokens by second, over the window only."""
 
@@ -294,8 +304,8 @@ class CampaignProgress:
     skipped_rows: dict[int, RowsSkipped] = field(default_factory=dict)
     """The rows that were too long for the trainer, by step."""
     checkpoint_times: list[float] = field(default_factory=list)
-    num_stale_dropped: int = 0
-    """Trajectories that the trainer dropped since they had become too old."""
+    recent_staleness: deque[StepStaleness] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_OUTCOMES))
+    """The episodes that ended after each of the last steps, the newest last."""
     flat_dropped: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_OUTCOMES))
     """The step after which flat groups were dropped, and their number."""
     worker_failures: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -446,7 +456,7 @@ class CampaignProgress:
             case FlatGroupsDropped(num=num):
                 self.flat_dropped.append((next(reversed(self.steps), 0), num))
             case StaleDropped(token_counts=counts):
-                self.num_stale_dropped += event.num
+                self._find_staleness().num_stale += event.num
                 for domain, num in counts.items():
                     self._find_domain(domain).stale_tokens += num
             case TaskFailed(id=group):
@@ -482,15 +492,21 @@ class CampaignProgress:
         if min(added) < 0:  # a new process of this worker counts from zero
             previous = EpisodesCounted(time=counts.time)
             added = [getattr(counts, name) for name in EPISODE_COUNTERS]
-        for name, increment in zip(EPISODE_COUNTERS, added, strict=True):
+        increments = dict(zip(EPISODE_COUNTERS, added, strict=True))
+        for name, increment in increments.items():
             if increment:
                 setattr(self.totals, name, getattr(self.totals, name) + increment)
+        staleness = self._find_staleness()
+        staleness.num_ended += sum(increments[name] for name in _STATUS_COUNTERS)
+        staleness.num_stale += increments["aborted_stale"]
         for domain, fates in counts.token_fates.items():
-            self._find_domain(domain).token_fates.update(_subtract(fates, previous.token_fates.get(domain, {})))
+            _add_counts(self._find_domain(domain).token_fates, _subtract(fates, previous.token_fates.get(domain, {})))
         for domain, outcomes in counts.outcomes.items():
-            self._find_domain(domain).add_outcomes(_subtract(outcomes, previous.outcomes.get(domain, {})))
+            if new := _subtract(outcomes, previous.outcomes.get(domain, {})):
+                self._find_domain(domain).add_outcomes(new)
         for status, lengths in counts.lengths.items():
-            self.lengths.setdefault(status, Counter()).update(_subtract(lengths, previous.lengths.get(status, {})))
+            if new := _subtract(lengths, previous.lengths.get(status, {})):
+                _add_counts(self.lengths.setdefault(status, Counter()), new)
         self.token_rate.add(counts.time, counts.num_tokens - previous.num_tokens)
         worker.episodes = counts
 
@@ -525,8 +541,18 @@ class CampaignProgress:
         fates[TRAINED] = max(0, fates.get(TRAINED, 0) - sum(dropped.values()))
         return {name: num for name, num in {**fates, **dropped}.items() if num}
 
+    def _find_staleness(self) -> StepStaleness:
+        """Return the counts after the newest step."""
+        step = next(reversed(self.steps), 0)
+        if not self.recent_staleness or self.recent_staleness[-1].step != step:
+            self.recent_staleness.append(StepStaleness(step=step))
+        return self.recent_staleness[-1]
+
     def _find_domain(self, domain: str) -> DomainProgress:
-        return self.domains.setdefault(domain, DomainProgress())
+        found = self.domains.get(domain)
+        if found is None:
+            found = self.domains[domain] = DomainProgress()
+        return found
 
     def _drop_steps_from(self, first_dropped: int) -> None:
         """Remove the steps from `first_dropped` on, which a resume repeats; usually there are none."""
@@ -563,4 +589,11 @@ def _find_cause(event: CampaignEvent) -> tuple[tuple[str, ...] | None, int | Non
 
 
 def _subtract(counts: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    return {name: max(0, num - before.get(name, 0)) for name, num in counts.items()}
+    """Return what has been added to counts; an env worker adds little to few of them each second."""
+    return {name: num - before.get(name, 0) for name, num in counts.items() if num > before.get(name, 0)}
+
+
+def _add_counts(totals: Counter[str], counts: Mapping[str, int]) -> None:
+    """Add a few counts; `Counter.update` takes several times as long for them."""
+    for name, num in counts.items():
+        totals[name] += num

@@ -2,7 +2,7 @@
 
 render_screen, render_frame         the screen of a snapshot, and one for a file
 render_header, render_notes         its parts that pages share
-finite_values, format_step_count, format_clock_time, format_date, format_shares    parts that plain lines share
+format_state, finite_values, format_step_count, format_clock_time, format_date, format_shares    parts that lines share
 shorten_middle                      a text that fits a line, with its end
 find_low_shares, find_failing       the domains that need a look
 DEFAULT_HEIGHT, MIN_TITLED_HEIGHT, NOTE_WIDTH, ComponentForm, STATE_STYLES, SEVERITY_STYLES    sizes and colours
@@ -20,8 +20,10 @@ from rich.text import Text
 
 from hpcrl.hardware.loop_model import BUSY_LOOP_SHARE
 from hpcrl.monitor.advisories import Advisory
-from hpcrl.monitor.screen_parts import FittedScreen, FittedTable, LongLines
-from hpcrl.monitor.snapshot import CampaignSnapshot, ComponentView, JobView, RoleView, find_bottleneck
+from hpcrl.monitor.job_state import CampaignState
+from hpcrl.monitor.progress import MAX_RECENT_REWARDS
+from hpcrl.monitor.screen_parts import FittedScreen, FittedTable, LongLines, WidthChoice
+from hpcrl.monitor.snapshot import CampaignSnapshot, ComponentView, JobView, RoleView, find_bottleneck, measure_change
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, format_failed, measure_failures, measure_outcomes
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
 from hpcrl.system.terminal import Sparkline, escape_to_one_line
@@ -112,6 +114,11 @@ def format_date(time: float) -> str:
     return datetime.datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M")
 
 
+def format_state(state: CampaignState, *, is_partial: bool) -> Text:
+    """Format the state of a campaign; one that made every step and trained a part is partial."""
+    return Text("partial", style="bold yellow") if is_partial else Text(state, style=STATE_STYLES[state])
+
+
 def render_header(snapshot: CampaignSnapshot, *, long_lines: LongLines = "wrapped") -> RenderableType:
     detail = snapshot.detail
     top = Table.grid(padding=(0, 1, 0, 0), pad_edge=False, expand=True)
@@ -119,7 +126,8 @@ def render_header(snapshot: CampaignSnapshot, *, long_lines: LongLines = "wrappe
     top.add_column(justify="right", no_wrap=True)
     title = Text(escape_to_one_line(snapshot.name), style="bold")
     where = escape_to_one_line(f"  {snapshot.recipe or '?'} on {snapshot.site or '?'}")
-    top.add_row(title.append(where, style="not bold dim"), Text(snapshot.state, style=STATE_STYLES[snapshot.state]))
+    state = format_state(snapshot.state, is_partial=snapshot.is_partial)
+    top.add_row(title.append(where, style="not bold dim"), state)
     facts = [f"job {detail.job_id}" if detail.job_id else "no job yet"]
     if len(snapshot.jobs) > 1 and (job := _find_shown_job(snapshot)):
         facts[0] += f" (number {job.number + 1})"
@@ -130,34 +138,43 @@ def render_header(snapshot: CampaignSnapshot, *, long_lines: LongLines = "wrappe
     if detail.start_estimate is not None:
         facts.append(f"starts about {format_date(detail.start_estimate)} (Slurm's estimate)")
     is_cut = long_lines == "cut"
-    lines: list[RenderableType] = [top, Text("   ".join(facts), style="dim", no_wrap=is_cut, overflow="ellipsis")]
+    line = Text("   ".join(facts), style="dim", no_wrap=is_cut, overflow="ellipsis")
+    lines: list[RenderableType] = [top, WidthChoice(line, narrow=Text(line.plain, style="dim"))]
     if detail.reason:
-        lines.append(Text(escape_to_one_line(detail.reason), style=STATE_STYLES[snapshot.state]))
+        lines.append(Text(escape_to_one_line(detail.reason), style=state.style))
     return Group(*lines)
 
 
 def _render_curves(snapshot: CampaignSnapshot) -> RenderableType:
-    grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
-    grid.add_column(style="dim", width=8)
-    grid.add_column(ratio=1, no_wrap=True)
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_row(
-        "steps", ProgressBar(total=snapshot.num_steps or 1, completed=snapshot.step), format_step_count(snapshot)
-    )
+    wide, narrow = Table.grid(padding=(0, 2, 0, 0), expand=True), _make_grid(long_lines="wrapped")
+    wide.add_column(style="dim", width=8)
+    wide.add_column(ratio=1, no_wrap=True)
+    wide.add_column(justify="right", no_wrap=True)
+    for label, drawing, ends in _list_curves(snapshot):
+        wide.add_row(label, drawing, ends)
+        narrow.add_row(label, Text(ends))
+    return WidthChoice(wide, narrow=narrow)
+
+
+def _list_curves(snapshot: CampaignSnapshot) -> Iterator[tuple[str, RenderableType, str]]:
+    """Yield each curve with its label and its figures."""
+    steps = ProgressBar(total=snapshot.num_steps or 1, completed=snapshot.step)
+    yield "steps", steps, format_step_count(snapshot)
     if not snapshot.has_rollouts:
-        losses = finite_values(snapshot.detail.losses)
-        ends = f"{losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no step yet"
-        grid.add_row("loss", Sparkline(losses), ends)
-        return grid
-    rewards = finite_values(snapshot.reward_mean)
-    ends = f"{rewards[0]:.3f} -> {rewards[-1]:.3f}" if rewards else "no step yet"
-    grid.add_row("reward", Sparkline(rewards), ends)
+        losses = snapshot.detail.losses
+        yield "loss", Sparkline(finite_values(losses)), _format_ends(losses)
+        return
+    yield "reward", Sparkline(finite_values(snapshot.reward_mean)), _format_ends(snapshot.reward_mean)
     if scored_evaluations := [
         (one.reward_mean, one.version) for one in snapshot.evaluations if one.reward_mean is not None
     ]:
         rewards, (best, version) = [reward for reward, _ in scored_evaluations], max(scored_evaluations)
-        grid.add_row("held out", Sparkline(rewards), f"{rewards[-1]:.3f}, best {best:.3f} at version {version}")
-    return grid
+        yield "held out", Sparkline(rewards), f"{rewards[-1]:.3f}, best {best:.3f} at version {version}"
+
+
+def _format_ends(series: Sequence[float | None]) -> str:
+    change = measure_change(series)
+    return f"{change.first:.3f} -> {change.last:.3f}" if change else "no step yet"
 
 
 def _render_roles(snapshot: CampaignSnapshot, *, form: ComponentForm) -> RenderableType:
@@ -253,15 +270,16 @@ def _make_grid(*, long_lines: LongLines) -> Table:
 
 
 def _render_figures(snapshot: CampaignSnapshot, *, long_lines: LongLines) -> RenderableType:
-    grid = _make_grid(long_lines=long_lines)
+    wide, narrow = _make_grid(long_lines=long_lines), _make_grid(long_lines="wrapped")
     for label, text in _iter_figure_rows(snapshot):
         warned = (
             label in ("env loop", "memory")
             or (label == "trained" and find_low_shares(snapshot))
             or (label == "outcomes" and find_failing(snapshot))
         )
-        grid.add_row(label, Text(escape_to_one_line(text), style="yellow" if warned else ""))
-    return grid
+        for grid in (wide, narrow):
+            grid.add_row(label, Text(escape_to_one_line(text), style="yellow" if warned else ""))
+    return WidthChoice(wide, narrow=narrow)
 
 
 def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
@@ -276,9 +294,11 @@ def _iter_figure_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
 def _iter_rollout_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
     episodes = snapshot.episodes
     failed = format_failed(num_failed=episodes.failed, num_lost=episodes.faulted)
-    ended = f"{episodes.done:,} done   {episodes.aborted:,} aborted   {failed}"
+    ended = f"{episodes.done:,} done   {episodes.truncated:,} truncated   {episodes.aborted:,} aborted   {failed}"
     yield "episodes", f"{episodes.running:,} running   {ended}"
-    if episodes.loop_share >= BUSY_LOOP_SHARE and episodes.done:  # a start is busy, and no reason to change anything
+    if (
+        episodes.loop_share >= BUSY_LOOP_SHARE and episodes.num_kept
+    ):  # a start is busy, and no reason to change anything
         busy = f"{episodes.loop_share:.0%} of a core, calls wait up to {episodes.loop_delay_s:.2g} s"
         yield "env loop", f"{busy}: raise resources.env.num_workers"
     if len(snapshot.domains) > 1:
@@ -314,7 +334,8 @@ def _format_domains(snapshot: CampaignSnapshot) -> Iterator[str]:
     """Yield the recent reward of each domain, and the number of trajectories scored so far."""
     for name, domain in snapshot.domains.items():
         if domain.reward_recent is not None:
-            yield f"{name} {domain.reward_recent:.3f} ({domain.scored:,})"
+            num_recent = min(domain.scored, MAX_RECENT_REWARDS)
+            yield f"{name} {domain.reward_recent:.3f} (last {num_recent:,} of {domain.scored:,})"
 
 
 def _iter_outcomes(snapshot: CampaignSnapshot) -> Iterator[str]:

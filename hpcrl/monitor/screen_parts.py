@@ -2,6 +2,7 @@
 
 FittedScreen    parts above a rest, none taller than the terminal
 FittedTable     a table of the columns that fit the width
+WidthChoice     one of two forms, by the width
 LongLines       what becomes of lines that are wider than the screen
 """
 
@@ -18,6 +19,7 @@ from hpcrl.system.terminal import escape_to_one_line
 
 LongLines = Literal["cut", "wrapped"]
 _COLUMN_GAP = 2
+NARROW_WIDTH = 40
 _ATTEMPTS: tuple[tuple[LongLines, int, int], ...] = (
     ("wrapped", 1, 6),
     ("wrapped", 0, 4),
@@ -81,6 +83,16 @@ def _join_parts(parts: Iterable[SegmentLines], *, gap: int) -> Iterator[list[Seg
 
 def _count_hidden(num_lines: int) -> list[Segment]:
     return [Segment(f"... {num_lines} more lines")]
+
+
+class WidthChoice:
+    """One of two forms of a part: on screens narrower than NARROW_WIDTH figures are wrapped, as cut ones mislead."""
+
+    def __init__(self, wide: RenderableType, *, narrow: RenderableType) -> None:
+        self._wide, self._narrow = wide, narrow
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._narrow if options.max_width < NARROW_WIDTH else self._wide
 
 
 class FittedTable:

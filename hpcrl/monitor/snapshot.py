@@ -4,6 +4,7 @@ CampaignSnapshot    the contract of `hpcrl monitor --json`
 ComponentView, JobView, RoleView, EpisodesView, DomainView, EvaluationView, SpoolView, FailedTask    its parts
 SnapshotDetail, RoleDetail          what the screen shows besides the contract
 encode_snapshot                     the contract as JSON
+measure_change, SeriesChange        how a figure changed from the first steps to the last
 build_snapshot, SnapshotInputs      the snapshot from what was read
 find_bottleneck                     the role that the others wait for
 BOTTLENECK_SHARE, MIN_WAITING_ROLLOUTS    the limits of that
@@ -11,16 +12,17 @@ CampaignSummary, RecipeSummary, TrainSummary, PlanSummary, ComponentSummary, Rol
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.config.recipe import ROLES
-from hpcrl.monitor.advisories import RECENT_STEPS, Advisory
+from hpcrl.monitor.advisories import RECENT_STEPS, Advisory, select_untrained
 from hpcrl.monitor.job_state import ALIVE_WITHIN_S, CampaignState, JobVerdict, derive_component_state
 from hpcrl.monitor.notes import MonitorNote
 from hpcrl.monitor.progress import CampaignProgress, DomainProgress, JobProgress, WorkerProgress
@@ -75,17 +77,24 @@ class RoleView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class EpisodesView(msgspec.Struct, frozen=True, kw_only=True):
     done: int
-    """Episodes to train on: ended by themselves or truncated at a limit."""
+    """Episodes of this status: they ended by themselves."""
+    truncated: int
+    """Episodes that were cut off at a limit; they are trained on as well."""
     aborted: int
     faulted: int
     """Episodes lost to infrastructure: they have no reward."""
     failed: int
-    """The episodes lost, and those of `done` that are scored for a failure (`spool.outcome.is_failure`)."""
+    """The episodes lost, and those to train on that are scored for a failure (`spool.outcome.is_failure`)."""
     running: int
     loop_share: float
     """The share of a core that the busiest event loop of an env worker uses."""
     loop_delay_s: float
     """The longest that calls waited for one."""
+
+    @property
+    def num_kept(self) -> int:
+        """Return the number of episodes to train on."""
+        return self.done + self.truncated
 
 
 class DomainView(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +123,26 @@ class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
     reward_mean: float | None
     """None: no episode could be scored."""
     num_episodes: int
+
+
+class SeriesChange(NamedTuple):
+    """The change of a figure of steps by means: the last steps get what took longest, so one alone misleads."""
+
+    first: float
+    """The mean of the first tenth of the steps."""
+    last: float
+    """The mean of the last tenth."""
+    num: int
+    """The steps in each."""
+
+
+def measure_change(values: Sequence[float | None]) -> SeriesChange | None:
+    """Measure how a figure changed: all that shows a first and a last reward has it from here; None without any."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return None
+    num = max(len(known) // 10, 1)
+    return SeriesChange(fmean(known[:num]), fmean(known[-num:]), num)
 
 
 class SpoolView(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,6 +231,11 @@ class CampaignSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     advisories: list[Advisory]
     """The findings about what is wrong, the worst first."""
     detail: SnapshotDetail
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether every step was made, but a domain trained nothing."""
+        return self.state == "done" and bool(select_untrained(self.advisories))
 
     @property
     def has_rollouts(self) -> bool:
@@ -449,7 +483,8 @@ def _build_episodes_view(progress: CampaignProgress, live_workers: Sequence[Work
     totals = progress.settle_totals()
     counts = [worker.episodes for worker in live_workers if worker.episodes]
     return EpisodesView(
-        done=totals.done + totals.truncated,
+        done=totals.done,
+        truncated=totals.truncated,
         aborted=totals.aborted_stale + totals.aborted_redundant,
         faulted=totals.env_fault + totals.policy_fault,
         failed=progress.count_failed(),

@@ -46,17 +46,16 @@ from hpcrl.monitor.keys import KeyReader, open_keys
 from hpcrl.monitor.pages import CampaignPages
 from hpcrl.monitor.screen import (
     DEFAULT_HEIGHT,
-    STATE_STYLES,
     find_failing,
     find_low_shares,
-    finite_values,
     format_clock_time,
     format_date,
+    format_state,
     format_step_count,
     render_frame,
     render_screen,
 )
-from hpcrl.monitor.snapshot import CampaignSnapshot, CampaignSummary
+from hpcrl.monitor.snapshot import CampaignSnapshot, CampaignSummary, measure_change
 from hpcrl.slurm.status import JobStatus, query_job_states
 from hpcrl.slurm.submit import make_site_environment
 from hpcrl.spool.outcome import format_failed
@@ -71,7 +70,9 @@ class CampaignLine(msgspec.Struct, frozen=True, kw_only=True):
     state: CampaignState
     created: float | str | None
     reason: str = ""
-    """The reason for its state; empty for one that is done."""
+    """The reason for its state; empty for one that is done and has trained everything."""
+    is_partial: bool = False
+    """It made every step, but a domain trained nothing."""
 
 
 def survey_campaigns(campaign_dirs: Iterable[CampaignDir], *, problems: list[str]) -> list[CampaignLine]:
@@ -98,8 +99,17 @@ def _read_campaign_line(
     state, verdicts = judge_jobs(
         campaign_dir, jobs, statuses=statuses, events={}, heartbeats=heartbeats, now=time.time()
     )
-    reason = verdicts[-1].reason if verdicts and state != "done" else ""
-    return CampaignLine(name=summary.name, site=summary.site, state=state, created=summary.created, reason=reason)
+    end = verdicts[-1].record.outcome if verdicts and state == "done" else None
+    is_partial = end is not None and end.is_partial
+    reason = verdicts[-1].reason if verdicts and (state != "done" or is_partial) else ""
+    return CampaignLine(
+        name=summary.name,
+        site=summary.site,
+        state=state,
+        created=summary.created,
+        reason=reason,
+        is_partial=is_partial,
+    )
 
 
 def _query_statuses(
@@ -296,17 +306,16 @@ def _print_still_running(snapshot: CampaignSnapshot, console: Console) -> None:
 
 def _format_summary_line(snapshot: CampaignSnapshot) -> str:
     parts = [f"{snapshot.state:<8} step {format_step_count(snapshot)}"]
-    rewards = finite_values(snapshot.reward_mean)
-    if rewards:
-        parts.append(f"reward {rewards[-1]:.3f}")
-    episodes, losses = snapshot.episodes, finite_values(snapshot.detail.losses)
+    if reward := measure_change(snapshot.reward_mean):
+        parts.append(f"reward {reward.last:.3f}")
+    episodes, loss = snapshot.episodes, measure_change(snapshot.detail.losses)
     if starting := _count_starting(snapshot):
         parts.append(f"{starting[0]} of {starting[1]} workers have started")
     elif snapshot.has_rollouts:
         speed = f"{snapshot.tokens_per_s:,.0f} tokens/s"
-        parts += [f"version {snapshot.version}", f"{episodes.done:,} episodes", speed]
-    elif losses:
-        parts.append(f"loss {losses[-1]:.3f}")
+        parts += [f"version {snapshot.version}", f"{episodes.num_kept:,} episodes", speed]
+    elif loss:
+        parts.append(f"loss {loss.last:.3f}")
     if episodes.failed:
         parts.append(format_failed(num_failed=episodes.failed, num_lost=episodes.faulted))
     parts += [f"trained: {text}" for text in find_low_shares(snapshot)]
@@ -349,13 +358,14 @@ def _build_campaign_table(lines: Sequence[CampaignLine], *, has_reasons: bool) -
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     width = max((len(line.name) for line in lines), default=0)
     table.add_column("name", no_wrap=True, min_width=width)  # it is copied into the next command
-    for heading in ("site", "state", "created"):
-        table.add_column(heading, no_wrap=True, overflow="ellipsis")
+    states = [format_state(line.state, is_partial=line.is_partial) for line in lines]
+    table.add_column("site", no_wrap=True, overflow="ellipsis")
+    table.add_column("state", no_wrap=True, min_width=max(map(len, states), default=0))
+    table.add_column("created", no_wrap=True, overflow="ellipsis")
     if has_reasons:
         table.add_column("reason", overflow="fold")
-    for line in lines:
+    for line, state in zip(lines, states, strict=True):
         created = format_date(line.created) if isinstance(line.created, float) else str(line.created or "?")
-        state = Text(line.state, style=STATE_STYLES[line.state])
         name, site = escape_to_one_line(line.name), escape_to_one_line(line.site or "?")
         reason = [Text(escape_to_one_line(_shorten_reason(line.reason)))] if has_reasons else []
         table.add_row(Text(name), Text(site), state, Text(escape_to_one_line(created)), *reason)

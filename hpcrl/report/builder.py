@@ -20,7 +20,7 @@ from hpcrl.config.site import Site
 from hpcrl.config.toml import flatten_table
 from hpcrl.monitor.collect import SlurmQuery, SnapshotCollector, make_slurm_query
 from hpcrl.monitor.job_state import read_json_as
-from hpcrl.monitor.snapshot import CampaignSnapshot, JobView
+from hpcrl.monitor.snapshot import CampaignSnapshot, JobView, measure_change
 from hpcrl.monitor.workers import split_numbers
 from hpcrl.report.charts import (
     build_engine_charts,
@@ -135,7 +135,7 @@ def describe_verdict(snapshot: CampaignSnapshot, figures: KeyFigures) -> str:
     """Return one sentence: how far it is, what was learned, and how much needs attention."""
     steps = f"{figures.step:,}" + (f" of {figures.num_steps:,}" if figures.num_steps is not None else "") + " steps"
     heads = {
-        "done": f"Done after {steps}",
+        "done": f"Done {'in part ' * snapshot.is_partial}after {steps}",
         "running": f"Running: {steps} so far",
         "draining": f"Ending: {steps} so far",
         "failed": f"Failed after {steps}",
@@ -241,12 +241,12 @@ def _build_key_figures(
     snapshot: CampaignSnapshot, history: CampaignHistory, jobs: Sequence[JobFigures], plan: Mapping[str, Any]
 ) -> KeyFigures:
     rewards = [value for value in map(finite_or_none, snapshot.reward_mean) if value is not None]
+    change = measure_change(rewards)
     evaluations = [
         one.reward_mean
         for one in snapshot.evaluations
         if one.reward_mean is not None and math.isfinite(one.reward_mean)
     ]
-    size = max(len(rewards) // 10, 1)
     wall_s = sum(job.ended - job.started for job in jobs if job.started is not None and job.ended is not None)
     queued_s = sum(max(job.started - job.queued, 0.0) for job in jobs if job.started is not None and job.queued)
     gpus = sum(_number(part, "nodes") * _number(part, "gpus_per_node") for part in _list_tables(plan, "components"))
@@ -258,13 +258,13 @@ def _build_key_figures(
         step=snapshot.step,
         num_steps=snapshot.num_steps,
         version=snapshot.version,
-        reward_first=fmean(rewards[:size]) if rewards else None,
-        reward_last=fmean(rewards[-size:]) if rewards else None,
-        reward_noise=_measure_noise(rewards, size),
+        reward_first=change.first if change else None,
+        reward_last=change.last if change else None,
+        reward_noise=_measure_noise(rewards, change.num) if change else None,
         reward_best=max(rewards, default=None),
         evaluation_last=evaluations[-1] if evaluations else None,
         evaluation_best=max(evaluations, default=None),
-        num_episodes=snapshot.episodes.done,
+        num_episodes=snapshot.episodes.num_kept,
         num_failed=snapshot.episodes.failed,
         num_faulted=snapshot.episodes.faulted,
         num_aborted=snapshot.episodes.aborted,

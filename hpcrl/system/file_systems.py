@@ -1,7 +1,8 @@
 """The file systems of this machine: which of them the nodes of a cluster share.
 
 is_shared_path        whether nodes see what is at a path
-NETWORK_FILE_SYSTEMS  types of file systems
+may_hold_files        whether directories can be made there
+NETWORK_FILE_SYSTEMS, KERNEL_TREES    types of file systems
 """
 
 import os
@@ -14,6 +15,8 @@ NETWORK_FILE_SYSTEMS = (
     *("glusterfs", "fuse.glusterfs", "fuse.ceph", "fuse.beegfs", "fuse.sshfs", "dvs", "quobyte", "fuse.quobyte"),
 )
 """Types of file systems that the nodes of a cluster share."""
+KERNEL_TREES = ("proc", "sysfs", "cgroup", "cgroup2", "securityfs", "debugfs", "devpts")
+"""Types of file systems that show the kernel's state and hold no files."""
 
 
 def is_shared_path(path: str, *, beside: str) -> bool:
@@ -24,6 +27,12 @@ def is_shared_path(path: str, *, beside: str) -> bool:
     if beside.startswith("/") and place.stat().st_dev == _find_existing(beside).stat().st_dev:
         return True
     return _list_mount_types().get(place.stat().st_dev) in NETWORK_FILE_SYSTEMS
+
+
+def may_hold_files(path: str) -> bool:
+    """Return whether directories can be made at a path that does not exist yet, as far as that shows without trying."""
+    place = _find_existing(str(Path(path).absolute()))
+    return os.access(place, os.W_OK | os.X_OK) and _list_mount_types().get(place.stat().st_dev) not in KERNEL_TREES
 
 
 def _find_existing(path: str) -> Path:

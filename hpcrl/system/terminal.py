@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -65,13 +66,14 @@ class PipeConsole(Console):
 
 
 def make_console(*, pipe_width: int = PIPE_WIDTH) -> Console:
-    """Make a console as wide as the terminal, or `pipe_width` for a pipe.
+    """Make a console as wide as $COLUMNS or the terminal, or `pipe_width` for a pipe.
 
     A character that cannot be shown becomes a question mark.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    return PipeConsole(highlight=False, markup=False, width=None if sys.stdout.isatty() else pipe_width)
+    is_sized = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return PipeConsole(highlight=False, markup=False, width=None if is_sized else pipe_width)
 
 
 def print_line(text: str) -> None:
@@ -92,12 +94,13 @@ def print_note(note: str) -> None:
     print_to_stderr(f"hpcrl: note: {note}")
 
 
-def track_progress(items: Sequence[T], description: str) -> Iterable[T]:
-    """Yield the items, with a progress bar on stderr if that is a terminal."""
+def track_progress(items: Iterable[T], description: str, *, total: int | None = None) -> Iterable[T]:
+    """Yield the items, with a progress bar on stderr if that is a terminal; `total` is for items without a length."""
     from rich.progress import track  # late: most commands show no progress
 
     console = Console(stderr=True)
-    return track(items, description, console=console, transient=True, disable=not items or not console.is_terminal)
+    disabled = not items or not console.is_terminal
+    return track(items, description, total=total, console=console, transient=True, disable=disabled)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from hpcrl.spool.record import EpisodeTurn, Trajectory, list_columns
 from hpcrl.spool.rows import list_placed_turns, list_spans
 from hpcrl.system.exit_codes import EXIT_FAILED
 from hpcrl.system.files import remove_path, staged_path, sync_directory
-from hpcrl.system.terminal import print_to_stderr
+from hpcrl.system.terminal import print_to_stderr, track_progress
 from hpcrl.traj.conversation import (
     TokenDecoder,
     build_conversation,
@@ -105,7 +105,11 @@ def export_trajectories(
     decoder = load_token_decoder(history.campaign)
     if decoder.missing_reason:
         print_to_stderr(f"the messages are left empty: {decoder.missing_reason}")
-    exported = _TrajectoryCounter(trajectory for _, trajectory in history.trajectories(selection, verify=True))
+    selected: Iterable[Trajectory] = (trajectory for _, trajectory in history.trajectories(selection, verify=True))
+    if target != STDOUT:  # those to a terminal are their own progress
+        total = history.num_trajectories() if selection == TrajectorySelection() else None
+        selected = track_progress(selected, "trajectories are exported", total=total)
+    exported = _TrajectoryCounter(selected)
     try:
         write(target, exported, decoder)
     except BrokenPipeError:  # the reader of the output has closed it: handled by the caller

@@ -21,6 +21,7 @@ from rich.tree import Tree
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import SpoolError
+from hpcrl.spool.outcome import is_failure, name_outcome
 from hpcrl.spool.record import MASK_REASONS, TRAINABLE, EpisodeTurn, Trajectory, list_columns, sum_phase_times
 from hpcrl.spool.rows import (
     PlacedTurn,
@@ -200,8 +201,13 @@ def show_trajectory(
 def _print_head(console: Console, trajectory: Trajectory, *, kept_in: str | None) -> None:
     status = Text(trajectory.status, style=STATUS_STYLES[trajectory.status])
     head = Text.assemble((escape_to_one_line(trajectory.id), "bold"), "   ", status)
+    outcome = name_outcome(trajectory.status, trajectory.outcome)
+    if is_failure(outcome):
+        head.append(f"   failed ({outcome})", style="red")
     if trajectory.reward is not None:
-        head.append("   reward ").append(format_number(trajectory.reward), style=_sign_style(trajectory.reward))
+        head.append("   scored " if is_failure(outcome) else "   reward ").append(
+            format_number(trajectory.reward), style=_sign_style(trajectory.reward)
+        )
     console.print(head)
     facts = [
         ("task", f"{escape_to_one_line(trajectory.group)}, seed {trajectory.seed}"),

@@ -13,15 +13,14 @@ from statistics import fmean
 import msgspec
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT, name_outcome
-from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.spool.outcome import is_failure, name_outcome
+from hpcrl.spool.record import Trajectory
 from hpcrl.spool.segment import write_segment
 from hpcrl.system.terminal import escape_to_one_line, make_console
 from hpcrl.traj.history import SegmentLocation
 from hpcrl.traj.show import show_trajectory
 from hpcrl.trial.player import DomainTrial
 
-FAILURES = (OUTCOME_REWARD_ERROR, OUTCOME_EXIT, OUTCOME_TIMEOUT)
 NUM_BYTES = 300
 """The most of a reason that is shown in the line of a domain."""
 
@@ -82,9 +81,9 @@ def is_good(trial: DomainTrial) -> bool:
 
 
 def describe_trial(trial: DomainTrial) -> str:
-    """Describe a domain in a line: rewards, how its episodes ended, and why if they failed."""
+    """Describe a domain in a line: how its episodes ended, the rewards of those that did not fail, why others did."""
     ended = ", ".join(f"{num} {name}" for name, num in Counter(trial.outcomes).most_common())
-    rewards = [one.reward for one in trial.trajectories if one.reward is not None]
+    rewards = [one.reward for one in trial.trajectories if one.reward is not None and not _has_failed(one)]
     scored = f"mean reward {fmean(rewards):.3g}" if rewards else "no reward"
     reasons = list(dict.fromkeys(filter(None, map(find_reason, trial.trajectories))))
     why = f"; {escape_to_one_line(reasons[-1])[:NUM_BYTES]}" if reasons else ""
@@ -97,4 +96,4 @@ def find_reason(trajectory: Trajectory) -> str:
 
 
 def _has_failed(trajectory: Trajectory) -> bool:
-    return trajectory.status not in TRAINABLE or trajectory.outcome in FAILURES
+    return is_failure(name_outcome(trajectory.status, trajectory.outcome))

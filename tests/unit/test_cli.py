@@ -92,6 +92,22 @@ def test_a_user_error_gives_one_message_with_the_fix(
     assert nothing_left(home)
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["sbmit", "quickstart"], "did you mean 'submit'? there are plan, submit"),
+        (["site", "shw"], "did you mean 'show'? "),
+        (["lab", "dwn"], "did you mean 'down'? "),
+    ],
+)
+def test_an_unknown_command_is_refused_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert expected in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["plan", "submit"])
 def test_a_recipe_that_is_nested_too_deep_is_refused(
     home: Path, tmp_path: Path, command: str, refused: Refusal

@@ -86,6 +86,21 @@ def test_an_installed_wheel_plans_the_quickstart_without_the_repository(installe
     assert list(tmp_path.iterdir()) == []
 
 
+def test_pip_resolves_what_the_quickstart_needs(built: Path, installed: Path) -> None:
+    """Without an index, pip can meet the requirements only by what is installed here."""
+    (wheel,) = built.glob("hpcrl-*.whl")
+    pip = [sys.executable, "-m", "pip", "--python", str(installed / "python"), "--disable-pip-version-check"]
+    words = [*pip, "install", "--dry-run", "--no-index", "--quiet", f"{wheel}[local]"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_installed_wheel_accepts_the_quickstart_without_the_repository(installed: Path, tmp_path: Path) -> None:
+    """Its models, environments and rewards are found and imported as for a campaign."""
+    words = ("submit", "quickstart", "--site", "local", "--dry-run")
+    assert "dry run: nothing was submitted" in run_installed(installed / "hpcrl", *words, cwd=tmp_path)
+
+
 def test_the_sdist_has_what_a_wheel_is_built_from(built: Path) -> None:
     (sdist,) = built.glob("hpcrl-*.tar.gz")
     with tarfile.open(sdist) as archive:

@@ -147,6 +147,19 @@ def test_what_is_advised_at_the_end_follows_from_the_cause(
     assert advice in line
 
 
+def test_the_last_lines_of_a_campaign_name_its_report(failed: CampaignDir) -> None:
+    (line,) = final_summary(failed, state="failed", rewards=[])
+    assert "hpcrl report c" in line
+    assert "report c" in "\n".join(final_summary(failed, state="done", rewards=[0.5]))
+
+
+def test_no_best_episode_is_offered_where_a_domain_trained_nothing(failed: CampaignDir) -> None:
+    assert "--best" in "\n".join(final_summary(failed, state="done", rewards=[0.5]))
+    text = "\n".join(final_summary(failed, state="done", rewards=[0.0], untrained=["domain lake: all failed"]))
+    assert "--best" not in text
+    assert "events c --kind fault" in text
+
+
 def test_the_reason_of_a_campaign_at_its_limit_names_the_setting_that_continues_it(failed: CampaignDir) -> None:
     end = {"outcome": "stopped", "cause": "budget-used", "reason": "it has used 3 node-hours"}
     failed.job(0).outcome.write_text(json.dumps(end))

@@ -193,6 +193,14 @@ def test_a_home_that_cannot_be_is_named(
     assert f"{home}/campaigns cannot be read" in capsys.readouterr().err
 
 
+def test_a_home_that_cannot_be_made_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HPCRL_HOME", "/proc/nope")
+    assert main(["ls"]) == 2
+    assert "/proc/nope/campaigns cannot be made: set $HPCRL_HOME" in capsys.readouterr().err
+
+
 def test_a_home_that_is_not_there_yet_is_shown_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import EpisodesCounted, StepFinished
 from hpcrl.cli import main
+from hpcrl.commands.monitoring import final_summary
 from hpcrl.config.recipe import Recipe, make_recipe
 from hpcrl.config.toml import load_table
 from hpcrl.system.files import publish_json
+from tests.support.campaigns import hpcrl
 from tests.unit.commands.conftest import CampaignMaker
 
 
@@ -35,6 +39,35 @@ def test_events_are_printed_with_their_times_and_without_controls(
     assert any(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  000-train-0 +step +step=1 ", line) for line in lines)
     assert any("checkpoint at step 4 (version 4)" in line for line in lines)
     assert any(r"\x1b[31mRuntimeError\x1b[0m: broken" in line for line in lines)
+
+
+def test_nested_values_of_events_are_printed_as_json(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = EventLog.open(make_campaign("one"), "env", 1, job=0, role="env")
+    log.emit(EpisodesCounted(done=3, outcomes={"lake": {"finished": 3}}))
+    log.close()
+    assert 'outcomes={"lake": {"finished": 3}}' in printed(capsys, "events", "one", "--kind", "episodes")
+
+
+def test_a_campaign_is_not_compared_with_itself(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = make_campaign("one")
+    assert "compare one with another campaign" in refused(capsys, "compare", "one", str(campaign.root))
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_a_comparison_in_a_pipe_is_as_wide_as_asked_for(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """One name of 64 characters fits beside the figures in 200 columns only."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    name = "x" * 64
+    make_campaign(name), make_campaign("two")
+    lines = printed(capsys, "compare", name, "two").splitlines()
+    assert max(map(len, lines)) <= columns
+    assert any(name in line for line in lines) == (columns == 200)
 
 
 def test_events_are_chosen_by_kind_role_and_number(
@@ -111,6 +144,38 @@ def test_a_comparison_shows_figures_and_the_settings_that_differ(
     text = printed(capsys, "compare", "one", "two")
     assert re.search(r"reward, last steps +0\.50 +0\.90", text)
     assert re.search(r"one setting differs +one +two\nrollout\.group_size +8 +4", text)
+
+
+def test_all_that_shows_a_reward_shows_the_same(
+    make_campaign: CampaignMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps alternate, so that the last one alone would be another figure."""
+    monkeypatch.chdir(tmp_path)
+    campaign = make_campaign("one")
+    log = EventLog.open(campaign, "train", 0, job=0, role="train")
+    rewards = [0.1, 0.3] * 10 + [0.7, 0.9] * 10
+    for step, reward in enumerate(rewards, start=1):
+        log.emit(StepFinished(step=step, version=step, reward_mean=reward))
+    log.close()
+    compared = printed(capsys, "compare", "one", str(make_campaign("two").root)).splitlines()
+    ends = [line.split()[-2] for line in compared if line.startswith("reward, ")]
+    assert ends == ["0.20", "0.80"]
+    assert re.search(r"reward .* 0\.200 -> 0\.800", printed(capsys, "monitor", "one", "--once"))
+    assert "rose from 0.200 to 0.800" in hpcrl("report", "one").stdout
+    assert "mean reward 0.200 -> 0.800 in 40 steps" in final_summary(campaign, state="done", rewards=rewards)[0]
+
+
+def test_episodes_are_counted_by_their_status_everywhere(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = make_campaign("one")
+    log = EventLog.open(campaign, "env", 1, job=0, role="env")
+    log.emit(EpisodesCounted(done=1938, truncated=750))
+    log.close()
+    assert "1,938 done   750 truncated" in printed(capsys, "monitor", "one", "--once")
+    compared = printed(capsys, "compare", "one", str(make_campaign("two").root))
+    assert re.search(r"episodes done +1,938 ", compared)
+    assert re.search(r"episodes truncated +750 ", compared)
 
 
 def test_campaigns_of_the_same_recipe_differ_in_nothing(

@@ -166,14 +166,14 @@ def test_a_schema_is_one(name: str) -> None:
         ("plan", ["plan", "quickstart", "--site", "local", "--json"]),
         ("ls", ["ls", "--json"]),
         ("monitor", ["monitor", "one", "--json"]),
-        ("compare", ["compare", "one", "one", "--json"]),
+        ("compare", ["compare", "one", "two", "--json"]),
         ("doctor", ["doctor", "--site", "local", "--json"]),
     ],
 )
 def test_the_json_of_a_command_has_its_schema(
     make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str], name: str, words: list[str]
 ) -> None:
-    make_campaign("one")
+    make_campaign("one"), make_campaign("two")
     assert main(words) == 0
     jsonschema.validate(json.loads(capsys.readouterr().out), make_schema(name))
 

@@ -68,6 +68,7 @@ def test_every_key_works_on_a_terminal_without_colours_in_locale_c(environment: 
     ("words", "shown"),
     [
         (["submit", "quickstart", "--site", "local", "--dry-run"], b"the environments and rewards are imported"),
+        (["plan", "quickstart", "--site", "local"], b"the plan is made"),
         (["resume", "one"], b"the last job is looked at, and what the campaign has recorded is read"),
         (["try", "quickstart", "-n", "1"], b"the model is loaded, then episodes of lake are played"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from hpcrl.campaign_dir.campaign_lease import CampaignLease
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
-from hpcrl.campaign_dir.events import FaultReported, StepFinished
+from hpcrl.campaign_dir.events import EpisodesCounted, FaultReported, StepFinished
 from hpcrl.campaign_dir.job_end import JobError
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.campaign_dir.train_progress import MIN_DROPPED_GROUPS, TrainProgress, write_train_progress
@@ -109,6 +109,24 @@ def test_a_job_that_makes_its_last_step_while_it_drains_is_complete(driver):
     driver.drain.start(DrainRequest(reason="its walltime is nearly over", grace_s=1.0, cause="walltime"))
     end = driver._finish("done", "every training step was made")
     assert (end.outcome, end.cause) == ("done", "complete")
+
+
+def test_a_job_whose_last_step_is_made_names_the_domains_that_were_not_trained(driver):
+    log = EventLog.open(driver.campaign, "env", 0, job=0, role="env")
+    for num in range(1, 1000):  # its file is longer than what is read of it
+        good = {"finished": 10 * num, "exit": num}
+        log.emit(EpisodesCounted(done=11 * num, outcomes={"lake": good, "sums": {"env-fault": num}}))
+    end = driver._find_end(EXIT_DONE)
+    assert (end.outcome, end.cause, end.is_partial) == ("done", "complete", True)
+    assert end.reason.endswith("not everything was trained: domain sums: all 999 episodes failed, so it trains nothing")
+
+
+def test_a_job_that_trained_every_domain_is_done(driver):
+    log = EventLog.open(driver.campaign, "env", 0, job=0, role="env")
+    for num in range(1, 1000):
+        log.emit(EpisodesCounted(done=11 * num, outcomes={"lake": {"finished": 10 * num, "exit": num}}))
+    end = driver._find_end(EXIT_DONE)
+    assert (end.reason, end.is_partial) == ("every training step was made", False)
 
 
 def test_a_job_drains_as_early_as_the_steps_of_earlier_jobs_need(driver):

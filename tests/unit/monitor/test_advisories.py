@@ -273,6 +273,27 @@ def test_episodes_that_become_too_old_are_reported() -> None:
     assert names(judge(counts, aborted)) == ["stale-episodes"]
 
 
+def test_only_episodes_of_recent_steps_count_as_stale() -> None:
+    """A campaign of a million good episodes is told within some steps, and one that has recovered is left alone."""
+    counts: dict[str, int] = {"done": 1_000_000}
+    events: list[CampaignEvent] = [stamp_event("env-0", EpisodesCounted(**counts), time=T0)]
+
+    def add_steps(first: int, num: int, **added: int) -> None:
+        for number in range(first, first + num):
+            for name, increment in added.items():
+                counts[name] = counts.get(name, 0) + increment
+            time = T0 + number * STEP_S
+            events.append(stamp_event("env-0", EpisodesCounted(**counts), time=time))
+            events.append(make_learning_step(number))
+
+    add_steps(1, 25, done=64)
+    assert names(judge(*events, is_running=False)) == []
+    add_steps(26, 20, done=64, aborted_stale=64)
+    assert names(judge(*events, is_running=False)) == ["stale-episodes"]
+    add_steps(46, 25, done=64)
+    assert names(judge(*events, is_running=False)) == []
+
+
 def test_idle_engines_are_reported() -> None:
     idle = [stamp_event("decode-0", EngineCounted(window_s=10.0, busy_share=0.05), time=T0 + 1e4) for _ in range(200)]
     found = judge(*list_healthy_events(), *idle)

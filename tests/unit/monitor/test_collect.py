@@ -99,7 +99,8 @@ def test_the_json_has_exactly_the_fields_of_the_contract(campaign: SyntheticCamp
     assert printed["roles"]["decode"] == {"workers": 1, "alive": 1}
     assert printed["roles"]["reward"] == {"workers": 1, "alive": 1, "queue": 0}
     assert printed["episodes"] == {
-        "done": 0, "aborted": 0, "faulted": 0, "failed": 0, "running": 0, "loop_share": 0.0, "loop_delay_s": 0.0,
+        "done": 0, "truncated": 0, "aborted": 0, "faulted": 0, "failed": 0, "running": 0, "loop_share": 0.0,
+        "loop_delay_s": 0.0,
     }  # fmt: skip
     assert printed["spools"] == [{"name": "rollouts", "depth": 0}, {"name": "scored", "depth": 0}]
     assert (printed["step"], printed["num_steps"], printed["version"], printed["reward_mean"]) == (1, 10, 1, [0.1])
@@ -245,7 +246,8 @@ def test_counts_of_env_workers_are_summed_over_workers_and_jobs(campaign: Synthe
 
     episodes = reading.poll().episodes
 
-    assert (episodes.done, episodes.aborted, episodes.faulted, episodes.running) == (18, 3, 4, 5)
+    assert (episodes.done, episodes.truncated, episodes.num_kept) == (16, 2, 18)
+    assert (episodes.aborted, episodes.faulted, episodes.running) == (3, 4, 5)
 
 
 def test_the_counts_of_a_restarted_env_worker_are_added_to_the_earlier_ones(campaign: SyntheticCampaign) -> None:
@@ -790,7 +792,7 @@ def test_episodes_without_a_reward_are_counted_among_the_faults(campaign: Synthe
 
     snapshot = collector(campaign).poll()
 
-    assert (snapshot.episodes.done, snapshot.episodes.faulted) == (3, 4)
+    assert (snapshot.episodes.num_kept, snapshot.episodes.faulted) == (3, 4)
     assert snapshot.accounts["env_fault"] == 4
     assert snapshot.domains["lake"].outcomes == {"env-fault": 4, "finished": 2, "overflow": 1}
 

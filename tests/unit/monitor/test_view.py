@@ -21,10 +21,11 @@ from hpcrl.campaign_dir.events import (
     VersionLoaded,
     WorkerStarted,
 )
+from hpcrl.campaign_dir.job_end import REASON_PARTIAL
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.keys import KeyReader
 from hpcrl.monitor.pages import CampaignPages
-from hpcrl.monitor.screen import render_screen
+from hpcrl.monitor.screen import render_header, render_screen
 from hpcrl.monitor.snapshot import CampaignSnapshot
 from hpcrl.monitor.view import (
     choose_pause,
@@ -127,10 +128,10 @@ def test_the_screen_shows_the_main_facts(tmp_path: Path) -> None:
         "running",
         "job 123   00:03:20 elapsed   00:56:40 left",
         "20/40",
-        "0.100 -> 2.000",
+        "0.150 -> 1.950",
         "env         3/3",
         "train       3/3   83%",
-        "5 running   160 done   0 aborted   1 failed",
+        "5 running   160 done   0 truncated   0 aborted   1 failed",
         "60/s   12.0 k generated   90% of turns prefilled remotely",
         "version 20   engines serve 20   lag 0.50",
         "2.0 s a step, 0.4 s waiting",
@@ -138,6 +139,15 @@ def test_the_screen_shows_the_main_facts(tmp_path: Path) -> None:
         "reward: prefill-0 failed 4 times",
     ):
         assert words in screen
+
+
+@pytest.mark.parametrize("height", [24, 60])
+def test_a_figure_is_whole_or_left_out_on_a_screen_of_20_columns(tmp_path: Path, height: int) -> None:
+    lines = text_of(collector(running(tmp_path)).poll(), width=20, height=height)
+    screen = " ".join(" ".join(lines).split())
+    assert "0.150 -> 1.950" in screen
+    assert "00:03:20 elapsed 00:56:40 left" in screen
+    assert not any("\u2026" in line and any(map(str.isdigit, line)) for line in lines if "component" not in line)
 
 
 def test_the_reason_of_a_failure_is_shown_in_full(tmp_path: Path) -> None:
@@ -341,7 +351,7 @@ def test_without_a_terminal_lines_are_printed_until_the_campaign_ends(tmp_path: 
 
     assert last.state == "done"
     assert "\x1b" not in out.getvalue()
-    assert "done     step 20/40  reward 2.000" in out.getvalue().splitlines()[-1]
+    assert "done     step 20/40  reward 1.950" in out.getvalue().splitlines()[-1]
 
 
 def test_on_a_terminal_the_last_screen_stays(tmp_path: Path) -> None:
@@ -410,6 +420,21 @@ def test_campaigns_are_listed_for_people_and_for_scripts(tmp_path: Path, capsys:
     assert capsys.readouterr().out.startswith("no campaigns yet")
 
 
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_campaign_that_did_not_train_everything_is_not_shown_as_done(tmp_path: Path, columns: int) -> None:
+    campaign = running(tmp_path)
+    campaign.emit("env-0", EpisodesCounted(outcomes={"sums": {"exit": 20}}))
+    campaign.outcome("done", f"{REASON_PARTIAL}: domain sums: all 20 episodes failed, so it trains nothing")
+    console = terminal(columns)
+    with console.capture() as listed:
+        console.print(render_campaigns(survey_campaigns([campaign.directory], problems=[]), width=columns))
+    with console.capture() as header:
+        console.print(render_header(collector(campaign).poll()))
+    for text in (" ".join(listed.get().split()), " ".join(header.get().split())):
+        assert " partial " in text
+        assert "sums" in text
+
+
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])
 def test_a_failed_campaign_is_listed_with_its_reason_in_a_list_of_any_width(tmp_path: Path, columns: int) -> None:
     campaign = running(tmp_path)
@@ -438,7 +463,8 @@ def test_rewards_are_shown_by_domain_where_there_are_several(tmp_path: Path) -> 
     campaign.emit("reward-0", SegmentScored(num=3, rewards={"sums": [1.0, 0.0], "game": [-1.0]}))
     campaign.emit("reward-1", SegmentScored(num=1, rewards={"sums": [0.5]}))
 
-    assert any("domains   game -1.000 (1)   sums 0.500 (3)" in line for line in text_of(collector(campaign).poll()))
+    shown = "domains   game -1.000 (last 1 of 1)   sums 0.500 (last 3 of 3)"
+    assert any(shown in line for line in text_of(collector(campaign).poll()))
 
 
 def test_a_single_domain_has_no_separate_line(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pty
 import subprocess
 import sys
 
@@ -31,6 +32,19 @@ def filled(tmp_path, tiny_model_dir):
 
 def export(spools, *words):
     return main([str(spools.campaign.root), "export", "name", *map(str, words)])
+
+
+def test_an_export_to_a_file_shows_its_progress_on_a_terminal_only(filled, tmp_path):
+    user, terminal = pty.openpty()
+    words = [sys.executable, "-m", "hpcrl.traj", filled.campaign.root, "export", "name"]
+    environment = os.environ | {"TERM": "xterm"}
+    subprocess.run([*words, tmp_path / "one.jsonl"], stderr=terminal, env=environment, check=True)
+    os.close(terminal)
+    shown = os.read(user, 1 << 16)
+    os.close(user)
+    assert b"trajectories are exported" in shown
+    piped = subprocess.run([*words, tmp_path / "two.jsonl"], capture_output=True, env=environment, check=True)
+    assert piped.stderr.decode().splitlines() == [f"5 trajectories exported to {tmp_path / 'two.jsonl'}"]
 
 
 def lines(path):

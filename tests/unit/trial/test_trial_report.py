@@ -1,8 +1,10 @@
 """What `hpcrl try` prints about the episodes of a domain."""
 
-from hpcrl.spool.outcome import OUTCOME_EXIT
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR
+from hpcrl.system.files import make_private_dir
 from hpcrl.trial.player import DomainTrial
-from hpcrl.trial.report import NUM_BYTES, describe_trial, is_good, list_results
+from hpcrl.trial.report import NUM_BYTES, describe_trial, is_good, list_results, show_trials
 from tests.support.trajectories import make_trajectory
 
 GOOD = make_trajectory("math/0/0", reward=0.25, seed=7)
@@ -28,6 +30,17 @@ def test_an_agent_program_that_fails_makes_no_good_episode_though_it_has_a_rewar
     failed = make_trajectory(reward=0.0, outcome=OUTCOME_EXIT, extra={"reason": "it ended with code 1"})
     assert not is_good(DomainTrial("math", [failed]))
     assert is_good(DomainTrial("math", [failed, GOOD]))
+
+
+def test_an_episode_that_failed_is_shown_as_failed_and_not_by_its_reward(capsys, tmp_path):
+    campaign = CampaignDir(tmp_path)
+    make_private_dir(campaign.spool("scored"))
+    failed = make_trajectory(reward=0.0, outcome=OUTCOME_REWARD_ERROR)
+    show_trials([DomainTrial("math", [failed])], campaign=campaign)
+    head, *_, last = capsys.readouterr().out.splitlines()
+    assert "failed (reward-error)" in head
+    assert "reward 0.00" not in head
+    assert last.endswith("1 episodes (1 reward-error), no reward")
 
 
 def test_the_facts_of_each_episode_are_listed():
