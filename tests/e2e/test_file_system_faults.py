@@ -169,7 +169,7 @@ def test_a_reward_task_waits_for_segments_that_cannot_be_looked_at(
     name = "000-env-0-00000001-4-abcdef01.h5"
     start = f"""
 from pathlib import Path
-from tests.unit.roles.test_reward import RewardStage, finish
+from tests.support.reward_stage import RewardStage, finish
 stage = RewardStage(Path({str(folder)!r}))
 session = stage.open("hang_for", index=-1)
 stage.add({name!r})
