@@ -14,13 +14,14 @@ PRODUCTS = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.baddbmm.default,
 }
+ATTENTION_GRADIENT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class LiveBytes(TorchDispatchMode):
     """A mode that counts the tensors which are made under it, each storage once.
 
-    Products in bf16 are computed in float32 and not counted until they are bf16 again: a CPU without instructions for
-    bf16 takes many times as long for them.
+    Products in bf16 and the gradient of attention are not computed, but zero: they would take nearly all of the time,
+    most of all on a CPU without instructions for bf16, and no size depends on their values.
     """
 
     def __init__(self) -> None:
@@ -34,11 +35,12 @@ class LiveBytes(TorchDispatchMode):
         self._known.add(tensor.untyped_storage()._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_bf16 = func in PRODUCTS and all(each.dtype == torch.bfloat16 for each in args)
-        operands = [each.float() for each in args] if is_bf16 else args
-        result = func(*operands, **(kwargs or {}))
-        if is_bf16:
-            result = result.bfloat16()
+        if func in PRODUCTS and all(each.dtype == torch.bfloat16 for each in args):
+            result = _make_product(*args[-2:])
+        elif func is ATTENTION_GRADIENT:
+            result = [torch.zeros_like(each) for each in args[1:4]]
+        else:
+            result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage())
@@ -55,6 +57,10 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self._current -= num_bytes
+
+
+def _make_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left.new_zeros((*left.shape[:-1], right.shape[-1]))
 
 
 def measure_megatron_passes(world: Any, cases: list[dict[str, Any]]) -> list[int]:
