@@ -1,8 +1,8 @@
-"""Run all suites: the fast ones, then the slow ones, two at a time; after each, once more what failed.
+"""Run all suites: the fast ones, then the slow ones, three at a time; after each, once more what failed.
 
-Campaigns wait for processes to start and for walltimes to end: one suite leaves half of two cores idle, and three at a
-time take longer than two. The price is that a test may find the machine busy at a bad moment. Such a test gets a second
-run, alone, and is named at the end; what fails twice fails the run.
+Campaigns wait for processes to start and for walltimes to end: a slow suite uses less than half a core. The price is
+that a test may find the machine busy at a bad moment. Such a test gets a second run, alone, and is named at the end;
+what fails twice fails the run.
 
     suites.py ARGUMENT ...  the arguments of pytest for the fast suites
 """
@@ -17,22 +17,32 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-JOBS = tuple(
-    f"tests/slurm/test_{name}.py" for name in ("job_ends", "jobs_in_a_row", "campaign", "reward_jobs", "one_allocation")
-)
+
+def list_files(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/test_{name}.py" for name in names)
+
+
+def omit_files(folder: str, files: Sequence[str]) -> tuple[str, ...]:
+    return (folder, *(f"--ignore={path}" for path in files))
+
+
+LAB = list_files("tests/slurm", "job_ends", "jobs_in_a_row", "campaign", "reward_jobs", "one_allocation", "node_loss")
 """About half of tests/slurm; each half has a lab."""
+E2E = list_files("tests/e2e", "local", "report_page", "train_ranks", "memory_campaign", "teacher_campaign")
+"""About half of tests/e2e; two of these files have one campaign."""
 SLOW = (
-    JOBS,
-    ("tests/e2e",),
-    ("tests/slurm", *(f"--ignore={path}" for path in JOBS)),
+    LAB,
+    omit_files("tests/slurm", LAB),
     ("tests/vllm",),
+    E2E,
+    omit_files("tests/e2e", E2E),
     ("tests/mpi", "tests/gpu", "bench"),
 )
 """The slow suites: whichever comes next starts when one has ended, so the short ones come last.
 
 A suite of the lab waits much and computes little, so it runs beside one that computes.
 """
-NUM_AT_ONCE = 2
+NUM_AT_ONCE = 3
 MAX_REPEATED = 3
 """More failures than this are not the machine's: they are not repeated."""
 
