@@ -47,7 +47,7 @@ def test_a_job_that_is_preempted_with_a_grace_time_uses_it_for_a_checkpoint(lab:
 
 
 def test_a_chain_of_jobs_whose_walltime_ends_loses_no_step_and_leaves_no_memory(lab: Lab, campaigns: Path) -> None:
-    walltime = ("-s", "job.walltime_min=2", "-s", "job.drain_s=80", "-s", "job.num_jobs=2")
+    walltime = ("-s", "job.walltime_min=2", "-s", "job.drain_s=50", "-s", "job.num_jobs=2")
     campaign, _ = start(campaigns, "w", *walltime)
     assert lab.list_shared_memory() != {}, "windows of weights"
     lab.run("scontrol", "update", "PartitionName=decode", "State=DOWN")  # the next job waits
