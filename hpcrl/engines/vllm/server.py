@@ -5,6 +5,7 @@
     VllmServer                        `async with VllmServer(launch) as server`; it has generated a token by then
     spawn_supervised                  start the server's processes, or those of one part of it
     check_version                     refuse a version of vLLM that hpcrl is not tested with
+    find_cause                        why a server ended, from its log
 
 It listens only on a socket in a directory that no other user can enter: most of vLLM's routes for reinforcement
 learning (pause, new weights, abort) require no key.
@@ -15,6 +16,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -60,6 +62,10 @@ MAX_SILENCES = 3
 ENGINE_STEP_TIMEOUT_S = 1800.0
 """vLLM's time limit for a step of its worker processes; its default of 300 s is too short on a crowded machine."""
 SERVER_END_GRACE_S = 15.0
+LOGGED_ERROR = re.compile(r"^\(.+ pid=\d+\) ERROR .*?\] ([\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
+"""The last line of a traceback that a process of vLLM logs."""
+MAX_LOG_BYTES = 4 << 20
+"""The most of a log that is searched for it."""
 MAX_SCRATCH_BYTES = 68
 """The path of a socket has at most 107 bytes, and vLLM's sockets have names of 36."""
 
@@ -246,6 +252,19 @@ def check_version(launch: VllmLaunch) -> None:
         raise EngineError(problem)
 
 
+def find_cause(log: Path, *, start: int) -> str:
+    """Find why a server ended whose output begins there: the first error of its processes, else the last line.
+
+    The last line is mostly that of the process for requests, which only says that another one failed.
+    """
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(start)
+        found = LOGGED_ERROR.search(file.read(MAX_LOG_BYTES).decode(errors="replace"))
+        if found is not None:
+            return found[1].strip()[:500]
+    return read_last_line(log)
+
+
 def spawn_supervised(launch: VllmLaunch, *, scratch: Path, meeting: GroupMeeting | None) -> "subprocess.Popen[bytes]":
     """Start the processes of a server, or of one part of it, under a supervisor that ends them all."""
     supervisor = [sys.executable, "-m", "hpcrl.engines.vllm.supervisor", str(os.getpid())]
@@ -274,6 +293,7 @@ class VllmServer:
         self._http: aiohttp.ClientSession | None = None
         self._answer_numbers = itertools.count()
         self._watch: GroupWatch | None = None
+        self._log_start = 0
 
     async def __aenter__(self) -> Self:
         launch = self.launch
@@ -291,6 +311,7 @@ class VllmServer:
             if launch.group is not None:
                 self._watch = GroupWatch(launch.group, launch.group.open_meeting(launch.host))
             meeting = None if self._watch is None else self._watch.meeting
+            self._log_start = launch.log.stat().st_size if launch.log.exists() else 0
             self._process = spawn_supervised(launch, scratch=self._scratch, meeting=meeting)
             connector = aiohttp.UnixConnector(path=str(self.socket_path), limit=0)
             self._http = aiohttp.ClientSession(connector=connector, base_url="http://vllm")
@@ -464,7 +485,8 @@ class VllmServer:
         code = self._process.poll()
         if code is not None:
             log = self.launch.log
-            raise EngineError(f"the vLLM server ended with {code}: {read_last_line(log)}; all of it is in {log}")
+            cause = find_cause(log, start=self._log_start)
+            raise EngineError(f"the vLLM server ended with {code}: {cause}; all of it is in {log}")
         if self._watch is not None:
             self._watch.check()
 

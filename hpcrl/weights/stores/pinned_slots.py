@@ -1,7 +1,7 @@
 """Slots of a window in pinned memory, to which a GPU writes by itself; into other memory it writes a sixth as fast."""
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,8 @@ class PinnedSlots:
 
         if device.type != "cuda" or not slot.nbytes or torch.version.hip:
             return
-        cuda, address = torch.cuda.cudart(), torch.frombuffer(slot, dtype=torch.uint8).data_ptr()
+        cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address = torch.frombuffer(slot, dtype=torch.uint8).data_ptr()
         if address in self._is_pinned:
             return
         self._is_pinned[address] = cuda.cudaHostRegister(address, slot.nbytes, 0) == cuda.cudaError.success
@@ -33,5 +34,5 @@ class PinnedSlots:
             if is_pinned:
                 import torch
 
-                torch.cuda.cudart().cudaHostUnregister(address)
+                torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         self._is_pinned.clear()

@@ -26,7 +26,7 @@ from hpcrl.engines.embedded.engine import load_model
 from hpcrl.engines.sim.engine import make_sim_engine
 from hpcrl.engines.vllm.engine import VllmEngine
 from hpcrl.engines.vllm.protocol import build_sampling_params, parse_metrics
-from hpcrl.engines.vllm.server import VllmLaunch, VllmServer, build_command, build_environment
+from hpcrl.engines.vllm.server import VllmLaunch, VllmServer, build_command, build_environment, find_cause
 from hpcrl.errors import EngineError, WeightsError
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.system.processes import list_descendants
@@ -321,3 +321,21 @@ def test_a_judge_is_up_once_it_is_healthy_and_generates_nothing(
             return await server.is_well()
 
     assert asyncio.run(run())
+
+
+def test_the_cause_of_an_end_is_the_first_error_of_a_process_of_this_start(tmp_path):
+    log = tmp_path / "log"
+    error = "(EngineCore pid=7) ERROR 11-26 15:26:19 [core.py:1510] "
+    log.write_text(f"{error}ValueError: of an earlier start\n")
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write("(EngineCore pid=9) INFO 11-26 15:27:01 [core.py:133] RuntimeError: is no error here\n")
+        file.write(f"{error}EngineCore failed to start.\n{error}Traceback (most recent call last):\n")
+        file.write(f"{error}    import flashinfer\n{error}ModuleNotFoundError: No module named 'flashinfer'\n")
+        file.write(f"{error}torch.OutOfMemoryError: that came after it\n")
+        file.write("RuntimeError: Engine core initialization failed. See root cause above.\n")
+    assert find_cause(log, start=start) == "ModuleNotFoundError: No module named 'flashinfer'"
+    assert find_cause(log, start=0) == "ValueError: of an earlier start"
+    log.write_text("vllm: error: unrecognized arguments: --fast\n")
+    assert find_cause(log, start=0) == "vllm: error: unrecognized arguments: --fast"
+    assert find_cause(tmp_path / "none", start=0) == "it has no log"
