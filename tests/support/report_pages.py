@@ -5,6 +5,8 @@ write_report        write that of a campaign
 check_page          check all of a report with one width and colours
 open_page           open it, and check that it has no message
 check_drawing, check_access    charts and width; accessibility
+read_drawings, find_misdrawn   what is drawn of each series, and where that is not its values
+DrawnSeries         a series and its pixels
 check_reports       check several, and the state that each names
 read_state          read that state
 needs_chromium      a mark for tests
@@ -12,6 +14,7 @@ needs_chromium      a mark for tests
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +30,59 @@ VIEWS = ((400, "light"), (1280, "dark"))
 LOAD_TIMEOUT_MS = 120_000
 MIN_CHARTS = 5
 MAX_BYTES = 5_000_000
-COUNT_DRAWINGS = """
-[...document.querySelectorAll('[data-chart]')].map(chart => [...chart.querySelectorAll('canvas')].filter(canvas =>
-    canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some(value => value > 0)).length)
+READ_DRAWINGS = """
+() => {
+    const charts = JSON.parse(document.getElementById('chart-data').textContent);
+    const read = name => {
+        const hex = getComputedStyle(document.documentElement).getPropertyValue(name).trim().slice(1);
+        return [0, 2, 4].map(start => parseInt(hex.slice(start, start + 2), 16));
+    };
+    return [...document.querySelectorAll('[data-chart]')].map(element => {
+        const chart = charts[Number(element.dataset.chart)], canvas = element.querySelector('canvas');
+        const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+        let number = 0;
+        return chart.series.map(series => {
+            const color = read(series.style === 'faint' ? '--faint' : '--s' + number++ % 8), columns = {};
+            for (let at = 0; at < pixels.length; at += 4) {
+                if (pixels[at + 3] < 250) continue;
+                if (color.some((part, place) => Math.abs(pixels[at + place] - part) > 8)) continue;
+                const x = at / 4 % canvas.width, y = Math.floor(at / 4 / canvas.width);
+                columns[x] = [columns[x] ? columns[x][0] : y, y];
+            }
+            const {name, style, values} = series;
+            return {chart: element.closest('[id]').id, name, style, values, x: chart.x,
+                    columns: Object.entries(columns).map(([x, ends]) => [Number(x), ...ends])};
+        });
+    });
+}
 """
+MAX_MISSED_PIXELS = 4
+BAR_WIDTH = 0.85
+"""The width of the bars of a single series, by the distance of their values."""
 MEASURE_OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 OPEN_ALL = "document.querySelectorAll('details').forEach(one => { one.open = true; })"
 FIND_VIOLATIONS = """
 axe.run({resultTypes: ['violations']}).then(found => found.violations.map(
     one => one.id + ': ' + one.nodes.slice(0, 3).map(node => node.html).join(' ')))
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnSeries:
+    """A series of a chart, and the pixels of its colour."""
+
+    chart: str
+    name: str
+    style: str
+    x: list[float]
+    values: list[float | None]
+    columns: list[tuple[int, int, int]]
+    """A place from the left, and the highest and the lowest pixel there, both from the top."""
+
+    def list_points(self) -> list[tuple[float, float]]:
+        """List the places and values of what has a pixel."""
+        points = [(x, value) for x, value in zip(self.x, self.values, strict=True) if value is not None]
+        return [(x, value) for x, value in points if value] if self.style == "bars" else points
 
 
 @contextlib.contextmanager
@@ -77,12 +123,48 @@ def open_page(path: Path, browser: Any, *, width: int, scheme: str) -> Iterator[
 
 
 def check_drawing(page: Any) -> None:
-    """Check that every chart is drawn, and that the page with all its details fits the width."""
-    drawings = page.evaluate(COUNT_DRAWINGS)
-    assert len(drawings) >= MIN_CHARTS
-    assert set(drawings) == {1}
+    """Check that every chart shows its values, and that the page with all its details fits the width."""
+    charts = read_drawings(page)
+    assert len(charts) >= MIN_CHARTS
+    problems = [find_misdrawn(chart[-1]) for chart in charts if _is_alone_on_top(chart)]
+    assert [problem for problem in problems if problem] == []
     page.evaluate(OPEN_ALL)
     assert page.evaluate(MEASURE_OVERFLOW) == 0
+
+
+def read_drawings(page: Any) -> list[list[DrawnSeries]]:
+    """Read what is drawn of each series of each chart."""
+    return [[DrawnSeries(**series) for series in chart] for chart in page.evaluate(READ_DRAWINGS)]
+
+
+def find_misdrawn(drawn: DrawnSeries) -> str | None:
+    """Find a value that is not at its place; the first and the last, the least and the most are where pixels end."""
+    points = drawn.list_points()
+    if not points:
+        return None
+    if not drawn.columns:
+        return f"{drawn.chart}: {drawn.name} is not drawn"
+    half = BAR_WIDTH / 2 if drawn.style == "bars" else 0.0
+    left, right = points[0][0] - half, points[-1][0] + half
+    first, last = drawn.columns[0][0], drawn.columns[-1][0]
+    top, bottom = min(column[1] for column in drawn.columns), max(column[2] for column in drawn.columns)
+    most = max(value for _, value in points)
+    least = 0.0 if drawn.style == "bars" else min(value for _, value in points)
+    ends = {place: (high, low) for place, high, low in drawn.columns}
+    for x, value in points:
+        place = first + round((x - left) / (right - left) * (last - first)) if right > left else first
+        height = top + (most - value) / (most - least) * (bottom - top) if most > least else (top + bottom) / 2
+        near = [ends[one] for one in range(place - 2, place + 3) if one in ends]
+        high = min((one[0] for one in near), default=-1)
+        low = high if drawn.style == "bars" else max((one[1] for one in near), default=-1)
+        if not near or not high - MAX_MISSED_PIXELS <= height <= low + MAX_MISSED_PIXELS:
+            return f"{drawn.chart}: {drawn.name} at {x:g} is {value:g}: {height:.0f} is not in {high}-{low} at {place}"
+    return None
+
+
+def _is_alone_on_top(chart: list[DrawnSeries]) -> bool:
+    """Return whether nothing hides the last series: it is drawn last, and bars of two series are beside each other."""
+    return bool(chart) and [series.style for series in chart].count("bars") <= 1
 
 
 def check_access(page: Any) -> None:

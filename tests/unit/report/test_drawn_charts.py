@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,17 @@ from hpcrl.campaign_dir.events import EngineCounted
 from hpcrl.report.builder import build_document
 from hpcrl.report.figures import ChartSeries, EngineFigures, ReportChart, ReportDocument
 from hpcrl.report.gantt import build_gantt
+from hpcrl.report.history import WorkerSpan
 from hpcrl.report.page import render_page
 from hpcrl.report.trajectories import read_trajectories
-from tests.support.report_pages import check_drawing, needs_chromium, open_browser
+from tests.support.report_pages import (
+    OPEN_ALL,
+    check_drawing,
+    find_misdrawn,
+    needs_chromium,
+    open_browser,
+    read_drawings,
+)
 from tests.support.report_pages import open_page as open_report
 from tests.support.synthetic import T0, SyntheticCampaign
 from tests.unit.report.test_builder import play
@@ -33,6 +42,14 @@ CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
 """
 READ_LABELS = """
 id => [...document.getElementById(id).querySelectorAll("canvas")].flatMap(canvas => canvas.labels || [])
+"""
+
+READ_BARS = """
+() => [...document.querySelectorAll('tr')].filter(row => row.querySelector('code')?.textContent.startsWith('env-')).map(
+    row => [...row.querySelectorAll('.up')].map(part => {
+        const [all, one] = [part.ownerSVGElement, part].map(element => element.getBoundingClientRect());
+        return [(one.left - all.left) / all.width, (one.right - all.left) / all.width];
+    }))
 """
 
 
@@ -95,6 +112,25 @@ def test_figures_that_are_zero_all_the_time_have_an_axis_with_zero_alone(
     assert [one["text"] for one in labels if ":" not in one["text"]] == ["0"]
 
 
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("style", ["line", "points", "bars"])
+def test_a_series_is_drawn_where_its_values_are(
+    browser: Any, document: ReportDocument, tmp_path: Path, style: str, width: int
+) -> None:
+    values = [0.5, 4.0, 1.0, 2.5, 3.0]
+    chart = ReportChart(
+        id="shape", title="shape", x_label="step", y_label="value", x=[0.0, 1.0, 2.0, 3.0, 4.0],
+        kind="category" if style == "bars" else "number", labels=list("abcde"),
+        series=[ChartSeries(name="one", values=values, style=style)],
+    )  # fmt: skip
+    page = open_page(browser, document, tmp_path / "r.html", [chart], width=width)
+    (drawn,) = next(series for series in read_drawings(page) if series[0].chart == "c1-shape")
+    assert find_misdrawn(drawn) is None
+    others: list[list[float]] = [[*values[:-2], 2.0, 3.0], values[::-1], [1.0] * len(values)]
+    assert all(find_misdrawn(replace(drawn, values=other)) for other in others)
+    assert find_misdrawn(replace(drawn, columns=[])) == "c1-shape: one is not drawn"
+
+
 def test_a_page_with_a_thousand_workers_and_engines_is_drawn(
     browser: Any, document: ReportDocument, tmp_path: Path
 ) -> None:
@@ -111,3 +147,20 @@ def test_a_page_with_a_thousand_workers_and_engines_is_drawn(
     path.write_text(render_page(msgspec.structs.replace(document, campaigns=[campaign])))
     with open_report(path, browser, width=400, scheme="light") as page:
         check_drawing(page)
+
+
+def test_workers_are_drawn_at_the_times_when_they_were_up(
+    browser: Any, document: ReportDocument, tmp_path: Path
+) -> None:
+    spans = [(0, "env-0", 0, 50), (1, "env-0", 150, 200), (0, "env-1", 100, 150)]
+    workers = [
+        WorkerSpan(f"{job:03d}-{name}", "env", "n0", job, T0 + start, T0 + end, "ended")
+        for job, name, start, end in spans
+    ]
+    campaign = msgspec.structs.replace(document.campaigns[0], workers=build_gantt(workers))
+    path = tmp_path / "r.html"
+    path.write_text(render_page(msgspec.structs.replace(document, campaigns=[campaign])))
+    with open_report(path, browser, width=1280, scheme="light") as page:
+        page.evaluate(OPEN_ALL)
+        drawn = [[share for part in row for share in part] for row in page.evaluate(READ_BARS)]
+    assert drawn == [pytest.approx([0, 0.25, 0.75, 1], abs=0.01), pytest.approx([0.5, 0.75], abs=0.01)]
