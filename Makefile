@@ -24,7 +24,7 @@ demo: $(VENV)/.local
 	$(BIN)/hpcrl submit recipes/quickstart.toml --site local --watch
 
 # What needs neither Slurm nor vLLM nor a campaign runs in two processes per core, since many tests wait; the rest
-# three suites at a time.
+# two suites at a time.
 FAST := tests/unit tests/contract tests/golden
 FAST += --numprocesses $(shell expr 2 '*' $$(nproc)) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 

@@ -1,8 +1,8 @@
-"""Run all suites: the fast ones, then the slow ones, three at a time; after each, once more what failed.
+"""Run all suites: the fast ones, then the slow ones, two at a time; after each, once more what failed.
 
-Campaigns wait for processes to start and for walltimes to end: a slow suite uses less than half a core. The price is
-that a test may find the machine busy at a bad moment. Such a test gets a second run, alone, and is named at the end;
-what fails twice fails the run.
+Campaigns wait for processes to start and for walltimes to end: one suite leaves half of two cores idle, and three at a
+time saturate them and take as long as two. The price is that a test may find the machine busy at a bad moment. Such a
+test gets a second run, alone, and is named at the end; what fails twice fails the run.
 
     suites.py ARGUMENT ...  the arguments of pytest for the fast suites
 """
@@ -42,7 +42,7 @@ SLOW = (
 
 A suite of the lab waits much and computes little, so it runs beside one that computes.
 """
-NUM_AT_ONCE = 3
+NUM_AT_ONCE = 2
 MAX_REPEATED = 3
 """More failures than this are not the machine's: they are not repeated."""
 
