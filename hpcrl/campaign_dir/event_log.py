@@ -165,11 +165,11 @@ class EventReader:
         number = "*" if job is None else make_worker_name(job)
         return cls(directory, pattern=f"{number}-{role}-*{EVENT_SUFFIX}", is_sparing=True)
 
-    def skip_to_tails(self, *, num_bytes: int = TAIL_BYTES) -> None:
+    def skip_to_tails(self) -> None:
         """Leave out all but the last lines of each file."""
         for name in self._list_names():
             with contextlib.suppress(OSError):  # the next call names it
-                self.offsets[name] = max((self.directory / name).stat().st_size - num_bytes, 0)
+                self.offsets[name] = max((self.directory / name).stat().st_size - TAIL_BYTES, 0)
         self.expect_change()
 
     def expect_change(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import CampaignError
+from hpcrl.system.files import measure_file
 from hpcrl.system.terminal import escape_controls
 
 ROLE_LOGS = {"driver": "batch"}
@@ -26,12 +27,8 @@ def list_role_logs(job: JobDir, role: str | None) -> list[Path]:
 
 def read_last_lines(path: Path, num_lines: int) -> tuple[list[str], int]:
     """Return the last lines of a log, and its size."""
-    text, size = read_from(path, max(_measure_size(path) - TAIL_BYTES, 0))
+    text, size = read_from(path, max(measure_file(path) - TAIL_BYTES, 0))
     return split_lines(text)[-num_lines:] if num_lines > 0 else [], size
-
-
-def _measure_size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def read_from(path: Path, offset: int) -> tuple[str, int]:

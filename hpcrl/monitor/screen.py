@@ -296,9 +296,8 @@ def _iter_rollout_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
     failed = format_failed(num_failed=episodes.failed, num_lost=episodes.faulted)
     ended = f"{episodes.done:,} done   {episodes.truncated:,} truncated   {episodes.aborted:,} aborted   {failed}"
     yield "episodes", f"{episodes.running:,} running   {ended}"
-    if (
-        episodes.loop_share >= BUSY_LOOP_SHARE and episodes.num_kept
-    ):  # a start is busy, and no reason to change anything
+    # A start is busy, and no reason to change anything.
+    if episodes.loop_share >= BUSY_LOOP_SHARE and episodes.num_kept:
         busy = f"{episodes.loop_share:.0%} of a core, calls wait up to {episodes.loop_delay_s:.2g} s"
         yield "env loop", f"{busy}: raise resources.env.num_workers"
     if len(snapshot.domains) > 1:

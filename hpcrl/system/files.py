@@ -154,6 +154,11 @@ def parse_json_lines(data: bytes, *, note_damage: Callable[[], object] = do_noth
             note_damage()
 
 
+def measure_file(path: Path) -> int:
+    """Return the size of a file; 0 if there is none."""
+    return path.stat().st_size if path.exists() else 0
+
+
 def read_last_line(path: Path) -> str:
     """Return the last line of a log that is not blank: of a traceback, the error."""
     with contextlib.suppress(OSError), path.open("rb") as file:

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures
 def test_a_reward_without_signal_episodes_that_are_cut_off_and_a_dying_environment_are_named(
     campaigns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All rewards are 0, simulated agents reach the goal at times only before max_turns, and an env in eight dies."""
+    """All rewards are 0, simulated agents rarely reach the goal before max_turns, a lake in ten cannot be made."""
     del campaigns
     monkeypatch.chdir(tmp_path)
     lake = ("reward=tests.support.odd_rewards:of_nothing", "env=tests.support.mortal_lake:MortalLake")

@@ -38,21 +38,24 @@ READ_DRAWINGS = """
         return [0, 2, 4].map(start => parseInt(hex.slice(start, start + 2), 16));
     };
     return [...document.querySelectorAll('[data-chart]')].map(element => {
-        const chart = charts[Number(element.dataset.chart)], canvas = element.querySelector('canvas');
-        const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+        const chart = charts[Number(element.dataset.chart)];
+        const images = [...element.querySelectorAll('canvas')].map(canvas =>
+            canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height));
+        const num_drawn = images.filter(image => image.data.some(value => value > 0)).length;
+        const {data: pixels, width} = images[0];
         let number = 0;
-        return chart.series.map(series => {
+        return {num_drawn, series: chart.series.map(series => {
             const color = read(series.style === 'faint' ? '--faint' : '--s' + number++ % 8), columns = {};
             for (let at = 0; at < pixels.length; at += 4) {
                 if (pixels[at + 3] < 250) continue;
                 if (color.some((part, place) => Math.abs(pixels[at + place] - part) > 8)) continue;
-                const x = at / 4 % canvas.width, y = Math.floor(at / 4 / canvas.width);
+                const x = at / 4 % width, y = Math.floor(at / 4 / width);
                 columns[x] = [columns[x] ? columns[x][0] : y, y];
             }
             const {name, style, values} = series;
             return {chart: element.closest('[id]').id, name, style, values, x: chart.x,
                     columns: Object.entries(columns).map(([x, ends]) => [Number(x), ...ends])};
-        });
+        })};
     });
 }
 """
@@ -133,8 +136,10 @@ def check_drawing(page: Any) -> None:
 
 
 def read_drawings(page: Any) -> list[list[DrawnSeries]]:
-    """Read what is drawn of each series of each chart."""
-    return [[DrawnSeries(**series) for series in chart] for chart in page.evaluate(READ_DRAWINGS)]
+    """Read what is drawn of each series of each chart; a chart has one canvas, which is not empty."""
+    charts = page.evaluate(READ_DRAWINGS)
+    assert {chart["num_drawn"] for chart in charts} == {1}
+    return [[DrawnSeries(**series) for series in chart["series"]] for chart in charts]
 
 
 def find_misdrawn(drawn: DrawnSeries) -> str | None:

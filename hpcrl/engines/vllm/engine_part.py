@@ -8,15 +8,14 @@ import asyncio
 import contextlib
 import itertools
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from hpcrl.engines.vllm.engine_group import EngineGroup, GroupMeeting
-from hpcrl.engines.vllm.server import SERVER_END_GRACE_S, VllmLaunch, check_version, spawn_supervised
-from hpcrl.system.files import read_last_line
+from hpcrl.engines.vllm.server import SERVER_END_GRACE_S, VllmLaunch, check_version, find_cause, spawn_supervised
+from hpcrl.system.files import measure_file
 from hpcrl.system.processes import end_group
 
 MEETING_POLL_INTERVAL_S = 0.5
@@ -43,12 +42,17 @@ async def _attend(
 ) -> None:
     """Run the processes of this part until they end, another meeting is announced, or the job ends."""
     scratch = Path(tempfile.mkdtemp(prefix="vllm-"))
+    log_start = measure_file(launch.log)
     process = spawn_supervised(launch, scratch=scratch, meeting=meeting)
     beat, beats, beaten_s = group.beat_path(meeting, node_rank=launch.node_rank), itertools.count(), 0.0
     try:
         while not is_ending() and await asyncio.to_thread(group.read_meeting) == meeting:
             if process.poll() is not None:
-                _report_end(launch, group, meeting, process)
+                cause = find_cause(launch.log, start=log_start)
+                reason = (
+                    f"part {launch.node_rank} ended with {process.returncode}: {cause}; all of it is in {launch.log}"
+                )
+                group.report_failure(meeting, reason)
                 return
             if time.monotonic() - beaten_s > PART_BEAT_INTERVAL_S:
                 beaten_s = time.monotonic()
@@ -58,11 +62,3 @@ async def _attend(
     finally:
         await asyncio.shield(asyncio.to_thread(end_group, process, grace_s=SERVER_END_GRACE_S))
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _report_end(
-    launch: VllmLaunch, group: EngineGroup, meeting: GroupMeeting, process: "subprocess.Popen[bytes]"
-) -> None:
-    last = read_last_line(launch.log)
-    reason = f"part {launch.node_rank} ended with {process.returncode}: {last}; all of it is in {launch.log}"
-    group.report_failure(meeting, reason)

@@ -39,7 +39,7 @@ from hpcrl.engines.vllm.engine_group import EngineGroup, GroupMeeting, GroupWatc
 from hpcrl.engines.vllm.protocol import read_events
 from hpcrl.errors import EngineError, EngineRequestError
 from hpcrl.plan.plan import RolePlan
-from hpcrl.system.files import make_private_dir, read_last_line
+from hpcrl.system.files import make_private_dir, measure_file, read_last_line
 from hpcrl.system.package_range import VLLM, find_range_problem
 from hpcrl.system.processes import end_group
 from hpcrl.system.variables import NODE_VARIABLE
@@ -311,7 +311,7 @@ class VllmServer:
             if launch.group is not None:
                 self._watch = GroupWatch(launch.group, launch.group.open_meeting(launch.host))
             meeting = None if self._watch is None else self._watch.meeting
-            self._log_start = launch.log.stat().st_size if launch.log.exists() else 0
+            self._log_start = measure_file(launch.log)
             self._process = spawn_supervised(launch, scratch=self._scratch, meeting=meeting)
             connector = aiohttp.UnixConnector(path=str(self.socket_path), limit=0)
             self._http = aiohttp.ClientSession(connector=connector, base_url="http://vllm")
