@@ -216,7 +216,8 @@ class RolloutConfig(ConfigTable, frozen=True, kw_only=True):
     groups_ahead: CountOrZero = 1
     """Groups whose environments each env worker creates and resets before they are needed."""
     max_env_faults: Share = 0.5
-    """The share of a domain's episodes that may end in faults before it is paused; others continue."""
+    """The share of a domain's episodes, on average over its groups, that may end in faults before it is paused; others
+    continue."""
     curriculum: UserCode | None = None
     """A function (recent rewards by domain) -> weights by domain, called periodically."""
     max_lag: CountOrZero = 1

@@ -11,6 +11,7 @@ abandoned and reported.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable
+from typing import Protocol
 
 from hpcrl.campaign_dir.events import CampaignEvent, TaskFailed, TasksRestarted
 from hpcrl.rollout.flow_control import InFlightVersions
@@ -24,6 +25,12 @@ from hpcrl.spool.record import Trajectory
 MAX_TASK_STARTS = 4
 
 
+class TaskReturn(Protocol):
+    """Takes a task that is to be started again; `lost` if too many of its episodes were."""
+
+    def __call__(self, task: AgentTask, *, lost: bool) -> None: ...
+
+
 class EpisodeAccounts:
     """The accounts of one env worker; `recover` before anything else."""
 
@@ -32,10 +39,10 @@ class EpisodeAccounts:
         groups: EpisodeGroups,
         *,
         journal: TaskJournal,
-        return_task: Callable[[AgentTask], None],
+        return_task: TaskReturn,
         emit: Callable[[CampaignEvent], None],
     ) -> None:
-        """Keep accounts of `groups`; `return_task` is called with each task that is to be started again."""
+        """Keep accounts of `groups`."""
         self.groups = groups
         self.in_flight = InFlightVersions()
         self._journal = journal
@@ -45,6 +52,8 @@ class EpisodeAccounts:
         """The tasks of groups that were started and have not ended, by group."""
         self._unneeded: set[str] = set()
         """The groups of them that were closed because the batch has enough."""
+        self._losses: dict[str, str] = {}
+        """The last faults of those that were closed because too many of their episodes were lost."""
         self._unsealed: dict[str, set[str]] = {}
         """The trajectories of released groups that are not durable yet, by group."""
 
@@ -70,7 +79,7 @@ class EpisodeAccounts:
                 self._abandon_task(left.task, "its env worker or job ended before it")
             else:
                 self._journal.record_return(left.task, counts=True)
-                self._return_task(left.task)
+                self._return_task(left.task, lost=False)
                 num_restarted += left.num_starts > 0
         if num_restarted:
             self._emit(TasksRestarted(num=num_restarted))
@@ -93,8 +102,10 @@ class EpisodeAccounts:
         if outcome is None:
             return None
         self._apply(task, outcome, newest=newest)
-        if outcome.is_lost and trajectory.outcome == OUTCOME_UNPLAYED:  # nothing failed: it is not a task to play
-            self._end_task(task)
+        if outcome.is_lost:
+            self._losses[task.group] = str(trajectory.extra.get("fault") or trajectory.status)
+            if trajectory.outcome == OUTCOME_UNPLAYED:  # nothing failed: it is not a task to play
+                self._end_task(task)
         self._settle(task, why=f"its last episode: {trajectory.extra.get('fault') or trajectory.status}")
         return outcome
 
@@ -175,11 +186,12 @@ class EpisodeAccounts:
         is_needed = group not in self._unneeded
         self._unneeded.discard(group)
         del self._tasks[group]
+        loss = self._losses.pop(group, "")
         num_starts = self._journal.record_return(task, counts=is_needed)
         if num_starts >= MAX_TASK_STARTS:
-            self._abandon_task(task, why)
+            self._abandon_task(task, loss or why)
         else:
-            self._return_task(task)
+            self._return_task(task, lost=bool(loss))
 
     def _abandon_task(self, task: AgentTask, why: str) -> None:
         self._emit(TaskFailed(id=task.group, domain=task.domain, seed=task.seed, place=task.place, reason=why))
@@ -187,5 +199,6 @@ class EpisodeAccounts:
 
     def _end_task(self, task: AgentTask) -> None:
         self._tasks.pop(task.group, None)
+        self._losses.pop(task.group, None)
         self._unsealed.pop(task.group, None)  # the trainer may have read a group before its batch is reported durable
         self._journal.record_end(task)

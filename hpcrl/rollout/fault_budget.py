@@ -1,30 +1,45 @@
 """Fault budget: a domain with too many faults of its environment is paused and tried again later. Pure.
 
-Only the last MAX_KEPT_ENDINGS endings of a domain count, so that a bad minute weighs the same in an old domain as in a
-new one. After a pause a single group may start, and its first episode to end decides: without a fault the domain is
-open again, with one the next pause is twice as long. If that group is cancelled, another may start. The caller
-supplies the time.
+Each group counts once, by the share of its episodes that failed: a task whose environment can never be made fails over
+and over, and says nothing of the others. Only the last MAX_KEPT_GROUPS count, so that a bad minute weighs the same in
+an old domain as in a new one. After a pause a single group may start, and its first episode to end decides: without a
+fault the domain is open again, with one the next pause is twice as long. If that group is cancelled, another may start.
+The caller supplies the time.
 
 Domains may share an environment, as all agent programs do, and each has its own budget: their options differ.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
+from statistics import fmean
 
-MAX_KEPT_ENDINGS = 32
-"""The number of recent endings that count."""
-MIN_SAMPLES = 8
+MAX_KEPT_GROUPS = 16
+"""The number of recent groups that count."""
+MIN_ENDINGS = 8
 """The number of endings below which no domain is paused: a fault or two at the start prove little."""
+MIN_GROUPS = 3
+"""The number of groups below which no domain is paused: a task or two that cannot be played prove little."""
 FIRST_PAUSE_S = 15.0
 MAX_DOMAIN_PAUSE_S = 600.0
+
+
+@dataclass
+class _GroupEndings:
+    """The ended episodes of one group, in all its starts."""
+
+    num_ended: int = 0
+    num_faults: int = 0
+
+    @property
+    def fault_share(self) -> float:
+        return self.num_faults / self.num_ended
 
 
 @dataclass
 class _DomainFaults:
     """The recent endings and pauses of one domain."""
 
-    endings: deque[bool] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_ENDINGS))
-    """True for a fault, oldest first."""
+    endings: dict[str, _GroupEndings] = field(default_factory=dict)
+    """By group, the oldest first."""
     num_pauses: int = 0
     """Pauses since it was last open."""
     closed_until: float = 0.0
@@ -58,14 +73,18 @@ class FaultBudget:
         if known is not None and known.trial == group:
             known.trial = None
 
-    def record_end(self, domain: str, *, fault: bool, now: float) -> float | None:
-        """Record the end of an episode; return for how many seconds the domain is paused from now, or None."""
+    def record_end(self, domain: str, *, group: str, fault: bool, now: float) -> float | None:
+        """Record how an episode ended; return for how many seconds the domain is paused from now, or None."""
         known = self._domains.setdefault(domain, _DomainFaults())
         if now < known.closed_until:  # it started before the pause, which already accounts for it
             return None
         if known.num_pauses and not fault:
             known.num_pauses, known.trial = 0, None
-        known.endings.append(fault)
+        endings = known.endings.setdefault(group, _GroupEndings())
+        endings.num_ended += 1
+        endings.num_faults += fault
+        if len(known.endings) > MAX_KEPT_GROUPS:
+            del known.endings[next(iter(known.endings))]
         if not fault or not self._is_over(known):
             return None
         pause_s: float = min(self._first_pause_s * 2**known.num_pauses, MAX_DOMAIN_PAUSE_S)
@@ -78,4 +97,7 @@ class FaultBudget:
     def _is_over(self, domain: _DomainFaults) -> bool:
         if domain.trial is not None:
             return True
-        return len(domain.endings) >= MIN_SAMPLES and sum(domain.endings) / len(domain.endings) > self._max_fault_share
+        groups = domain.endings.values()
+        if len(groups) < MIN_GROUPS or sum(group.num_ended for group in groups) < MIN_ENDINGS:
+            return False
+        return fmean(group.fault_share for group in groups) > self._max_fault_share

@@ -149,7 +149,7 @@ class EpisodeReporter:
             what: FaultSubject = "policy-fault" if trajectory.status == "policy-fault" else "env-fault"
             self._emit(FaultReported(what=what, detail=fault, id=trajectory.id))
         failed = trajectory.status == "env-fault"
-        pause_s = self._task_queue.record_end(trajectory.domain, fault=failed, now=now)
+        pause_s = self._task_queue.record_end(trajectory.domain, group=trajectory.group, fault=failed, now=now)
         if pause_s is not None:
             name = trajectory.domain
             why = f"too many faults (rollout.max_env_faults), the last: {fault}"

@@ -99,13 +99,13 @@ class TaskQueue:
         self._pools[task.domain].forget(task.seed)
         self._budget.record_cancel(task.domain, group=task.group)
 
-    def return_task(self, task: AgentTask) -> None:
-        """Start a task again, before any new one."""
-        self._tasks.return_task(task)
+    def return_task(self, task: AgentTask, *, lost: bool = False) -> None:
+        """Start a task again, before any new one; after the next new one if its episodes were lost."""
+        self._tasks.return_task(task, lost=lost)
 
-    def record_end(self, domain: str, *, fault: bool, now: float) -> float | None:
+    def record_end(self, domain: str, *, group: str, fault: bool, now: float) -> float | None:
         """Record how an episode ended; return for how many seconds its domain is paused from now, or None."""
-        return self._budget.record_end(domain, fault=fault, now=now)
+        return self._budget.record_end(domain, group=group, fault=fault, now=now)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Draw tasks by these weights from now on."""

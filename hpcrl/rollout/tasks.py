@@ -18,7 +18,7 @@ places i, i + n, i + 2n, and so on, and the same numbers; how many it has drawn 
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Protocol
 
 import msgspec
@@ -84,7 +84,10 @@ class DrawProgress(msgspec.Struct, kw_only=True):
 
 
 class TaskStream:
-    """The tasks of an env worker: those returned, then new ones, whose numbers are its index modulo the workers."""
+    """The tasks of an env worker: those returned, then new ones, whose numbers are its index modulo the workers.
+
+    Those whose episodes were lost take turns with new ones, so that a few that nobody can play do not hold up the rest.
+    """
 
     def __init__(
         self,
@@ -102,15 +105,20 @@ class TaskStream:
         self._progress = progress or DrawProgress()
         self._record_draw = record_draw or self._progress.record_draw
         self._returned: deque[AgentTask] = deque()
+        self._lost: deque[AgentTask] = deque()
+        self._is_turn_of_lost = False
 
     def draw(self, weights: Mapping[str, float]) -> AgentTask:
         """Draw the next task; draws under earlier weights count neither for nor against a domain."""
-        for task in self._returned:
-            if task.domain in weights:
-                self._returned.remove(task)
-                return task
+        fresh = {domain: weight for domain, weight in weights.items() if not self._has_no_new(domain)}
+        if (task := _take_first(self._returned, weights)) is not None:
+            return task
+        if (self._is_turn_of_lost or not fresh) and (task := _take_first(self._lost, weights)) is not None:
+            self._is_turn_of_lost = False
+            return task
+        self._is_turn_of_lost = True
         progress = self._progress
-        domain = choose_domain(weights, progress.drawn if weights == progress.weights else {})
+        domain = choose_domain(fresh, progress.drawn if weights == progress.weights else {})
         number = self._worker.index + progress.num_drawn * self._worker.count
         task = AgentTask(
             domain=domain,
@@ -121,15 +129,28 @@ class TaskStream:
         self._record_draw(task, weights)
         return task
 
-    def return_task(self, task: AgentTask) -> None:
-        """Draw a task again, before any new one."""
-        self._returned.append(task)
+    def return_task(self, task: AgentTask, *, lost: bool = False) -> None:
+        """Draw a task again, before any new one; after the next new one if its episodes were lost."""
+        if lost:
+            self._is_turn_of_lost = self._is_turn_of_lost and bool(self._lost)
+            self._lost.append(task)
+        else:
+            self._returned.append(task)
 
     def is_ended(self, domain: str) -> bool:
         """Return whether a domain has no more tasks."""
-        if self._rows is None or not self._rows.is_ended(domain):
-            return False
-        return not any(task.domain == domain for task in self._returned)
+        return self._has_no_new(domain) and not any(task.domain == domain for task in (*self._returned, *self._lost))
+
+    def _has_no_new(self, domain: str) -> bool:
+        return self._rows is not None and self._rows.is_ended(domain)
+
+
+def _take_first(tasks: deque[AgentTask], domains: Container[str]) -> AgentTask | None:
+    """Take the first task that is of one of these domains."""
+    first = next((task for task in tasks if task.domain in domains), None)
+    if first is not None:
+        tasks.remove(first)
+    return first
 
 
 def make_held_out_task(domain: str, *, recipe_seed: int, round: int, index: int) -> AgentTask:

@@ -212,7 +212,7 @@ class SimulatedHost:
         if outcome.start:
             self._start_episodes(task, outcome.start)
         if outcome.is_lost:
-            self._stream.return_task(task)
+            self._stream.return_task(task, lost=True)
         self.poll()
 
     def _count_fates(self, outcome: GroupOutcome) -> None:

@@ -81,7 +81,8 @@ def test_killed_workers_are_replaced_and_versions_only_increase(
         if role is not None:
             os.kill(pid_of(campaign, role), signal.SIGKILL)
     hpcrl("stop", "w")
-    assert outcome(campaign)["outcome"] == "stopped"
+    ended = outcome(campaign)
+    assert (ended["outcome"], ended["reason"]) == ("stopped", "a user asked for it (hpcrl stop)")
     assert {shift.role for shift in list_shifts(campaign)} == {"train", "prefill"}, "the GPU of decode is its own"
     assert find_overlaps(campaign) == []
     last = steps(campaign)[-1]["step"]

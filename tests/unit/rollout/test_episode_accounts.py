@@ -213,15 +213,19 @@ def test_a_task_that_never_finishes_is_abandoned_and_reported_once(tmp_path):
     assert WorkerRun(tmp_path).events == []
 
 
-def test_a_task_whose_episodes_are_lost_is_started_again_and_then_abandoned(worker):
-    for _ in range(MAX_TASK_STARTS):
+def test_a_task_whose_episodes_are_lost_is_started_again_after_others_and_then_abandoned(worker):
+    started = []
+    while not worker.events:
         task = worker.start()
+        started.append(task.number)
         first = worker.find_first(task)
         worker.end(task, first, "env-fault")
         assert worker.end(task, first + 1, "env-fault").is_lost
         worker.abort_all(task)
     (failed,) = worker.events
-    assert (failed.id, failed.reason) == (task.group, "its episodes were cancelled")
+    assert (failed.id, failed.reason) == (task.group, "env-fault")
+    assert started[:3] == [0, 1, 0]
+    assert started.count(0) == MAX_TASK_STARTS
     assert worker.draw() != task
 
 

@@ -1,12 +1,21 @@
 """The fault budget of a domain."""
 
-from hpcrl.rollout.fault_budget import FIRST_PAUSE_S, MAX_DOMAIN_PAUSE_S, MIN_SAMPLES, FaultBudget
+import pytest
+
+from hpcrl.rollout.fault_budget import (
+    FIRST_PAUSE_S,
+    MAX_DOMAIN_PAUSE_S,
+    MAX_KEPT_GROUPS,
+    MIN_ENDINGS,
+    MIN_GROUPS,
+    FaultBudget,
+)
 
 
 def paused(budget, domain="web", *, now=0.0):
-    """Record faults until the domain is paused; return for how long."""
-    for _ in range(MIN_SAMPLES):
-        pause_s = budget.record_end(domain, fault=True, now=now)
+    """Record faults, each in another group, until the domain is paused; return for how long."""
+    for number in range(MIN_ENDINGS):
+        pause_s = budget.record_end(domain, group=f"{domain}/{number}", fault=True, now=now)
         if pause_s is not None:
             return pause_s
     raise AssertionError("it was never paused")
@@ -21,12 +30,43 @@ def test_a_domain_over_its_budget_is_paused_and_the_others_continue():
 
 def test_a_few_faults_at_the_start_pause_nothing():
     budget = FaultBudget(max_fault_share=0.5)
-    assert [budget.record_end("web", fault=True, now=0.0) for _ in range(MIN_SAMPLES - 1)] == [None] * (MIN_SAMPLES - 1)
+    pauses = [budget.record_end("web", group=f"web/{number}", fault=True, now=0.0) for number in range(MIN_ENDINGS - 1)]
+    assert pauses == [None] * (MIN_ENDINGS - 1)
 
 
 def test_a_domain_within_its_budget_is_never_paused():
     budget = FaultBudget(max_fault_share=0.5)
-    assert {budget.record_end("web", fault=bool(i % 3 == 0), now=float(i)) for i in range(500)} == {None}
+    faults = [number % 3 == 0 for number in range(500)]
+    pauses = {
+        budget.record_end("web", group=f"web/{number // 8}", fault=fault, now=float(number))
+        for number, fault in enumerate(faults)
+    }
+    assert pauses == {None}
+
+
+@pytest.mark.parametrize("num_bad", range(1, MIN_GROUPS))
+def test_a_few_tasks_that_cannot_be_played_pause_nothing_however_often_they_are_tried(num_bad):
+    budget = FaultBudget(max_fault_share=0.5)
+    for number in range(500):
+        assert budget.record_end("web", group=f"web/{number % num_bad}", fault=True, now=0.0) is None
+
+
+def test_tasks_that_cannot_be_played_count_once_among_many_that_can():
+    budget = FaultBudget(max_fault_share=0.5)
+    for group in range(200):
+        is_bad = group % 3 == 0
+        for _ in range(36 if is_bad else 4):
+            assert budget.record_end("web", group=f"web/{group}", fault=is_bad, now=0.0) is None
+
+
+def test_old_groups_are_forgotten():
+    budget = FaultBudget(max_fault_share=0.5)
+    for number in range(500):
+        assert budget.record_end("web", group=f"web/{number}", fault=False, now=0.0) is None
+    bad = [
+        budget.record_end("web", group=f"web/bad-{number}", fault=True, now=0.0) for number in range(MAX_KEPT_GROUPS)
+    ]
+    assert bad.index(FIRST_PAUSE_S) == MAX_KEPT_GROUPS // 2
 
 
 def test_after_a_pause_one_group_is_tried():
@@ -41,7 +81,7 @@ def test_a_trial_that_gets_through_opens_the_domain():
     budget = FaultBudget(max_fault_share=0.5)
     pause_s = paused(budget)
     budget.record_start("web", group="web/1")
-    budget.record_end("web", fault=False, now=pause_s)
+    budget.record_end("web", group="web/1", fault=False, now=pause_s)
     assert budget.may_start("web", now=pause_s)
     budget.record_start("web", group="web/1")
     assert budget.may_start("web", now=pause_s)
@@ -53,7 +93,7 @@ def test_each_failed_trial_doubles_the_pause_up_to_the_longest():
     for _ in range(8):
         now += pauses[-1]
         budget.record_start("web", group="web/1")
-        pauses.append(budget.record_end("web", fault=True, now=now))
+        pauses.append(budget.record_end("web", group="web/1", fault=True, now=now))
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
     assert pauses[-1] == MAX_DOMAIN_PAUSE_S
 
@@ -61,8 +101,8 @@ def test_each_failed_trial_doubles_the_pause_up_to_the_longest():
 def test_episodes_started_before_a_pause_do_not_affect_it():
     budget = FaultBudget(max_fault_share=0.5)
     pause_s = paused(budget)
-    assert budget.record_end("web", fault=True, now=1.0) is None
-    assert budget.record_end("web", fault=False, now=1.0) is None
+    assert budget.record_end("web", group="web/1", fault=True, now=1.0) is None
+    assert budget.record_end("web", group="web/1", fault=False, now=1.0) is None
     assert not budget.may_start("web", now=pause_s - 1)
 
 

@@ -13,7 +13,7 @@ from hpcrl.config.recipe import DomainConfig
 from hpcrl.engines.base import CompletionChunk, GenerateRequest
 from hpcrl.rollout import reporting
 from hpcrl.rollout.agents.episode_record import build_record
-from hpcrl.rollout.fault_budget import MIN_SAMPLES, FaultBudget
+from hpcrl.rollout.fault_budget import MIN_ENDINGS, FaultBudget
 from hpcrl.rollout.groups import EpisodeGroups
 from hpcrl.rollout.reporting import CountingPolicy, EpisodeReporter, LoopMeter
 from hpcrl.rollout.task_queue import TaskQueue
@@ -40,13 +40,13 @@ def make_reporter(emitted):
     )
 
 
-def play(status="done", choice="all"):
+def play(status="done", choice="all", **changed):
     turns = [
         answer(0, None, [1], [2, 2]),
         answer(1, None, [1], [3] * 5),
         answer(2, None, [1], [4] * 10, is_trained=False),
     ]
-    facts = msgspec.structs.replace(FACTS, status=status)
+    facts = msgspec.structs.replace(FACTS, status=status, **changed)
     return build_record(turns, facts, reward=1.0, choice=choice)
 
 
@@ -112,8 +112,8 @@ def test_the_length_of_every_episode_is_counted_also_of_one_that_was_cancelled()
 def test_the_report_of_a_pause_names_the_domain():
     emitted = []
     reporter = make_reporter(emitted)
-    for _ in range(MIN_SAMPLES):
-        reporter.end_episode(play(status="env-fault"), now=0.0)
+    for number in range(MIN_ENDINGS):
+        reporter.end_episode(play(status="env-fault", group=f"{FACTS.domain}/{number}"), now=0.0)
     (pause,) = [event for event in emitted if event.what == "env-paused"]
     assert pause.domain == FACTS.domain
     assert f"domains.{FACTS.domain} (tests.support.bad_envs:Echo) is paused for 15 s" in pause.detail

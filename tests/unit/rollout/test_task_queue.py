@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections import Counter
 
 import pytest
 
@@ -13,7 +14,8 @@ from hpcrl.envs.pool import EnvPool, EnvSlots, open_env
 from hpcrl.errors import ConfigError, EnvFault
 from hpcrl.rollout.admission import get_mode_lag, limit_to_batch
 from hpcrl.rollout.curriculum import UPDATE_INTERVAL_S, Curriculum
-from hpcrl.rollout.fault_budget import MIN_SAMPLES, FaultBudget
+from hpcrl.rollout.episode_accounts import MAX_TASK_STARTS
+from hpcrl.rollout.fault_budget import MIN_ENDINGS, FaultBudget
 from hpcrl.rollout.journal import TaskJournal
 from hpcrl.rollout.task_queue import TaskQueue
 from hpcrl.rollout.tasks import AgentTask, TaskStream
@@ -201,6 +203,15 @@ def make_queue(*, domain=None, **changed):
     return TaskQueue(domains, tasks=TaskStream(EnvWorkerId(0, 1), recipe_seed=0), **(usual | changed))
 
 
+def pause_domain(queue, domain):
+    """Let the first episode of several groups fail; return for how many seconds the domain is paused."""
+    pauses = [
+        queue.record_end(domain, group=f"{domain}/{number}", fault=True, now=0.0) for number in range(MIN_ENDINGS)
+    ]
+    assert pauses[-1]
+    return pauses[-1]
+
+
 def test_isolated_environments_run_at_once_only_as_far_as_they_fit_into_memory():
     async def run():
         plans = make_queue(domain={"isolation": "process", "env_memory_gib": 0.5}, mem_gib=3.0, groups_ahead=0)
@@ -247,10 +258,9 @@ def test_domains_take_turns_and_their_environments_are_ready():
 def test_a_domain_whose_environment_fails_is_skipped_and_the_others_continue():
     async def run():
         plans = make_queue(groups_ahead=0)
-        pauses = [plans.record_end("a", fault=True, now=0.0) for _ in range(MIN_SAMPLES)]
-        assert pauses[-1]
+        pause_s = pause_domain(plans, "a")
         assert {plans.take_task(now=0.0).domain for _ in range(6)} == {"b"}
-        later = [plans.take_task(now=pauses[-1]).domain for _ in range(6)]
+        later = [plans.take_task(now=pause_s).domain for _ in range(6)]
         assert later.count("a") == 1, "one group is tried"
 
     asyncio.run(run())
@@ -259,11 +269,36 @@ def test_a_domain_whose_environment_fails_is_skipped_and_the_others_continue():
 def test_a_domain_on_trial_is_tried_again_after_its_group_was_cancelled():
     async def run():
         plans = make_queue(groups_ahead=0)
-        pauses = [plans.record_end("a", fault=True, now=0.0) for _ in range(MIN_SAMPLES)]
+        pause_s = pause_domain(plans, "a")
         for _ in range(3):
-            tasks = [plans.take_task(now=pauses[-1]) for _ in range(4)]
+            tasks = [plans.take_task(now=pause_s) for _ in range(4)]
             (trial,) = (task for task in tasks if task.domain == "a")
             plans.end_task(trial)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("groups_ahead", [0, 2, 8])
+def test_a_domain_of_which_a_task_in_ten_cannot_be_played_continues(groups_ahead):
+    async def run():
+        queue = make_queue(groups_ahead=groups_ahead)
+        queue.set_weights({"a": 1.0, "b": 0.0})
+        num_played, starts = 0, Counter()
+        for now in range(400):  # seconds, each of which is enough for a group
+            task = queue.take_task(now=now)
+            if task is None:
+                continue
+            is_bad = task.number % 10 == 0
+            for _ in range(36 if is_bad else 4):  # each lost episode is replaced, for a while
+                queue.record_end("a", group=task.group, fault=is_bad, now=now)
+            queue.end_task(task)
+            starts[task.group] += 1
+            num_played += not is_bad
+            if is_bad and starts[task.group] < MAX_TASK_STARTS:
+                queue.return_task(task, lost=True)
+        await queue.close()
+        assert num_played > 270, "of 10 groups 9 are played once and 1 is tried 4 times"
+        assert max(starts.values()) == MAX_TASK_STARTS
 
     asyncio.run(run())
 
@@ -271,8 +306,7 @@ def test_a_domain_on_trial_is_tried_again_after_its_group_was_cancelled():
 def test_a_domain_that_fails_does_not_pause_another_of_the_same_environment():
     """All agent programs are one environment with different options, of which only one domain's may be wrong."""
     plans = make_queue(groups_ahead=0, domain={"env": AGENT_ENV})
-    for _ in range(MIN_SAMPLES):
-        plans.record_end("a", fault=True, now=0.0)
+    pause_domain(plans, "a")
     assert {plans.take_task(now=0.0).domain for _ in range(6)} == {"b"}
 
 
@@ -280,8 +314,7 @@ def test_with_every_environment_paused_nothing_starts():
     async def run():
         plans = make_queue(groups_ahead=0)
         for domain in "ab":
-            for _ in range(MIN_SAMPLES):
-                plans.record_end(domain, fault=True, now=0.0)
+            pause_domain(plans, domain)
         assert plans.take_task(now=0.0) is None
 
     asyncio.run(run())

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.rollout.tasks import DrawProgress, TaskStream, choose_domain, stable_hash
+from hpcrl.rollout.tasks import AgentTask, DrawProgress, TaskStream, choose_domain, stable_hash
 
 
 def stream(weights=None, **changed):
@@ -56,6 +56,22 @@ def test_a_task_that_was_returned_comes_before_new_ones_once_its_domain_is_open(
     assert tasks.draw({"b": 1.0}).domain == "b"
     assert tasks.draw({"a": 1.0, "b": 1.0}) == first
     assert tasks.draw({"a": 1.0, "b": 1.0}).number == 2
+
+
+def test_tasks_whose_episodes_were_lost_take_turns_with_new_ones():
+    tasks = TaskStream(EnvWorkerId(0, 1), recipe_seed=7)
+    lost = {tasks.draw({"a": 1.0}).number for _ in range(3)}
+    for number in sorted(lost):
+        tasks.return_task(AgentTask(domain="a", number=number, seed=0), lost=True)
+    drawn = [tasks.draw({"a": 1.0}).number for _ in range(7)]
+    assert drawn == [3, 0, 4, 1, 5, 2, 6]
+
+
+def test_a_lost_task_of_another_domain_waits_until_that_is_open():
+    tasks = TaskStream(EnvWorkerId(0, 1), recipe_seed=7)
+    tasks.return_task(tasks.draw({"a": 1.0}), lost=True)
+    assert [tasks.draw({"b": 1.0}).domain for _ in range(3)] == ["b"] * 3
+    assert tasks.draw({"a": 1.0, "b": 1.0}).number == 0
 
 
 @given(st.dictionaries(st.sampled_from("abcde"), st.floats(0.01, 100), min_size=1), st.integers(1, 300))
