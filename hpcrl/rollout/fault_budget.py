@@ -39,7 +39,7 @@ class _DomainFaults:
     """The recent endings and pauses of one domain."""
 
     endings: dict[str, _GroupEndings] = field(default_factory=dict)
-    """By group, the oldest first."""
+    """The ended episodes of recent groups, the oldest group first."""
     num_pauses: int = 0
     """Pauses since it was last open."""
     closed_until: float = 0.0
