@@ -3,7 +3,7 @@
 EndCause        why a job ended; `hpcrl.slurm.end_policy` has what follows from each cause
 JobEnd          the record
 JobError        the error that ends a job for such a cause
-REASON_DONE, REASON_PARTIAL    the reasons of the end of a campaign that made every step
+REASON_DONE    the reason of the end of a campaign that made every step
 read_job_end    read it
 DrainNotice     the request to drain, for the workers
 DrainTime       the time that it leaves
@@ -47,8 +47,6 @@ CAUSE_BY_OUTCOME: dict[str, EndCause] = {
 """The cause where a record has none."""
 MAX_REASON_CHARS = 4000
 REASON_DONE = "every training step was made"
-REASON_PARTIAL = f"{REASON_DONE}, but not everything was trained"
-"""The start of the reason where a domain trained nothing."""
 
 
 class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +57,8 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
     cause: EndCause | None = None
     nodes: list[str] = []
     """Nodes on which more than one thing failed: the next job avoids them."""
+    untrained: list[str] = []
+    """What trained nothing, of a campaign that made every step."""
     time: float = 0.0
     run_s: float | None = None
     """The time for which the job ran, by a clock that does not jump."""
@@ -70,7 +70,7 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_partial(self) -> bool:
         """Return whether every step was made, but a domain trained nothing."""
-        return self.outcome == "done" and self.reason.startswith(REASON_PARTIAL)
+        return self.outcome == "done" and bool(self.untrained)
 
     def encode(self) -> bytes:
         """Return the record for a file; a reason may be as long as the output of a program."""

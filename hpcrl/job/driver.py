@@ -22,7 +22,7 @@ from hpcrl.campaign_dir.campaign_lease import CampaignLease, LeaseHolder
 from hpcrl.campaign_dir.endpoints import withdraw_all
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import FaultReported, JobEnded, JobOutcome, JobStarted, LayoutChosen
-from hpcrl.campaign_dir.job_end import REASON_DONE, REASON_PARTIAL, EndCause, JobEnd, JobError
+from hpcrl.campaign_dir.job_end import REASON_DONE, EndCause, JobEnd, JobError
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import Recipe
@@ -307,7 +307,8 @@ class JobDriver:
             return end
         if not untrained:
             return end
-        return msgspec.structs.replace(end, reason=f"{REASON_PARTIAL}: {'; '.join(untrained)}")
+        reason = f"{end.reason}, but not everything was trained: {'; '.join(untrained)}"
+        return msgspec.structs.replace(end, reason=reason, untrained=untrained)
 
     def _finish(self, outcome: JobOutcome, reason: str) -> JobEnd:
         """Let the workers seal what they hold before they are ended; a user's request to stop ends the campaign."""

@@ -19,6 +19,8 @@ from hpcrl.system.terminal import format_duration
 
 MARK_SHARE = 0.006
 """The width of a mark in a bar."""
+MAX_ENGINES = 1000
+"""The rows of the table of engines: those that were least busy."""
 
 
 def write_summary(report: CampaignReport) -> str:
@@ -170,9 +172,10 @@ def write_workers(report: CampaignReport) -> str:
 
 
 def write_engines(engines: Sequence[EngineFigures]) -> str:
-    """Return the table of all engines."""
+    """Return the table of engines."""
     if not engines:
         return ""
+    shown = sorted(engines, key=lambda one: one.busy_share)[:MAX_ENGINES] if len(engines) > MAX_ENGINES else engines
     rows = [
         [
             f"<code>{esc(one.engine)}</code>", esc(one.node or "-"), format_share(one.busy_share),
@@ -180,10 +183,11 @@ def write_engines(engines: Sequence[EngineFigures]) -> str:
             format_share(one.kv_share), format_share(one.kv_most), format_share(one.prefix_hit_share),
             format_number(one.num_preemptions),
         ]
-        for one in engines
+        for one in shown
     ]  # fmt: skip
     heads = ["engine", "node", "busy", "tokens/s", "running", "waiting", "KV", "KV most", "prefix hits", "preempted"]
-    caption = f"Health of the engines ({len(engines):,}), each on average while it was up"
+    those = f"{len(shown):,} least busy of {len(engines):,}" if shown is not engines else f"{len(engines):,}"
+    caption = f"Health of the engines ({those}), each on average while it was up"
     table = write_table(caption, heads, rows, numbers=range(2, len(heads)), is_tall=True, is_full=True)
     note = (
         "KV: the share of KV memory in use. Prefix hits: the share of prompt tokens whose KV was in the prefix cache. "

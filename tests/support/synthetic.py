@@ -48,8 +48,9 @@ class SyntheticCampaign:
             number, id=f"local-{driver}", scheduler="local", pid=driver, start_ticks=read_start_ticks(driver) or 1
         )
 
-    def outcome(self, outcome: str, reason: str = "", *, number: int = 0) -> None:
-        publish_json(self.directory.job(number).outcome, {"outcome": outcome, "reason": reason, "time": self.now})
+    def outcome(self, outcome: str, reason: str = "", *, number: int = 0, **changed: Any) -> None:
+        record = {"outcome": outcome, "reason": reason, "time": self.now} | changed
+        publish_json(self.directory.job(number).outcome, record)
 
     def emit(self, worker: str, event: CampaignEvent, *, job: int = 0) -> None:
         """Log an event of `worker` ("decode-0", "driver") at the campaign's clock."""

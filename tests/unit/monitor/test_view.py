@@ -21,7 +21,6 @@ from hpcrl.campaign_dir.events import (
     VersionLoaded,
     WorkerStarted,
 )
-from hpcrl.campaign_dir.job_end import REASON_PARTIAL
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.keys import KeyReader
 from hpcrl.monitor.pages import CampaignPages
@@ -424,7 +423,8 @@ def test_campaigns_are_listed_for_people_and_for_scripts(tmp_path: Path, capsys:
 def test_a_campaign_that_did_not_train_everything_is_not_shown_as_done(tmp_path: Path, columns: int) -> None:
     campaign = running(tmp_path)
     campaign.emit("env-0", EpisodesCounted(outcomes={"sums": {"exit": 20}}))
-    campaign.outcome("done", f"{REASON_PARTIAL}: domain sums: all 20 episodes failed, so it trains nothing")
+    why = "domain sums: all 20 episodes failed, so it trains nothing"
+    campaign.outcome("done", f"every step was made, but not everything was trained: {why}", untrained=[why])
     console = terminal(columns)
     with console.capture() as listed:
         console.print(render_campaigns(survey_campaigns([campaign.directory], problems=[]), width=columns))

@@ -26,7 +26,7 @@ from hpcrl.report import __main__ as command
 from hpcrl.report.builder import build_document, build_report
 from hpcrl.report.charts import MAX_POINTS, smooth_values, thin_points
 from hpcrl.report.figures import CampaignReport, ChartSeries, ReportDocument, TrajectoryFigures
-from hpcrl.report.sections import write_engines
+from hpcrl.report.sections import MAX_ENGINES, write_engines
 from hpcrl.report.trajectories import read_trajectories
 from hpcrl.spool.segment import write_segment
 from hpcrl.system.files import make_private_dir, publish_json
@@ -206,6 +206,20 @@ def test_each_engine_has_its_health(campaign: SyntheticCampaign) -> None:
     table = write_engines(report.engines)
     assert "<code>decode-10</code>" in table
     assert "75%" in table
+
+
+def test_the_table_of_very_many_engines_has_those_that_were_least_busy(campaign: SyntheticCampaign) -> None:
+    play(campaign)
+    (one, *_) = report_on(campaign).engines
+    engines = [
+        msgspec.structs.replace(one, engine=f"decode-{number}", busy_share=number / 5000)
+        for number in reversed(range(MAX_ENGINES + 7))
+    ]
+    table = write_engines(engines)
+    assert f"{MAX_ENGINES:,} least busy of {MAX_ENGINES + 7:,}" in table
+    assert table.count("<code>") == MAX_ENGINES
+    assert "<code>decode-0</code>" in table
+    assert f"decode-{MAX_ENGINES}<" not in table
 
 
 def test_failures_are_counted_by_domain_and_node(campaign: SyntheticCampaign) -> None:
