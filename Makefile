@@ -24,8 +24,8 @@ demo: $(VENV)/.local
 	$(BIN)/hpcrl submit recipes/quickstart.toml --site local --watch
 
 # What needs neither Slurm nor vLLM nor a campaign runs in two processes per core, since many tests wait; the rest
-# two suites at a time.
-FAST := tests/unit tests/contract tests/golden
+# two suites at a time. Families of environments have packages of their own: test-envs.
+FAST := tests/unit tests/contract tests/golden --ignore=tests/contract/test_env_families.py
 FAST += --numprocesses $(shell expr 2 '*' $$(nproc)) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # A campaign starts some thirty processes: each would compile the package again.

@@ -44,7 +44,6 @@ KILLERS = {"agents", "e2e", "mpi", "slurm", "vllm"}
 
 LONG_FILES = (
     "test_megatron_model.py",
-    "test_env_families.py",
     "test_context_group.py",
     "test_cli.py",
     "test_worker_pool.py",

@@ -57,15 +57,24 @@ class TrainerShift:
         self._sender = context.make_sender("prefill", "decode")
         self.is_held = False
 
-    def start(self) -> None:
-        """Take the GPUs; engines that end leave them too."""
+    def start(self, *, should_end: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until engines have left the GPUs, those that end too, and take them; False if `should_end` first."""
         started = time.monotonic()
-        self._wait_for(self._locks.request)
-        self._sender.wake()
-        self._wait_for(self._locks.try_start_training)
+        has_requested = False
+        while not (has_requested and self._locks.try_start_training()):
+            if not has_requested and self._locks.request():
+                has_requested = True
+                self._sender.wake()
+            elif should_end():
+                self._locks.end_training()
+                return False
+            else:
+                note_work()  # an engine that does not leave them is ended for that
+                time.sleep(SHIFT_POLL_INTERVAL_S)
         self.is_held = True
         wait_s = round(time.monotonic() - started, 4)
         self._context.events.emit(GpuShiftChanged(is_awake=True, wait_s=wait_s))
+        return True
 
     def end(self) -> None:
         """Leave the GPUs to the engines."""
@@ -73,11 +82,6 @@ class TrainerShift:
         self.is_held = False
         self._locks.end_training()
         self._sender.wake()
-
-    def _wait_for(self, take: Callable[[], bool]) -> None:
-        while not take():
-            note_work()  # an engine that does not leave them is ended for that
-            time.sleep(SHIFT_POLL_INTERVAL_S)
 
 
 class EngineShift:

@@ -373,10 +373,15 @@ class TrainingLoop:
         return training_loop
 
     def enter_gpus(self) -> float:
-        """Move the state to the GPUs once no engine is there; return the seconds that it took."""
+        """Move the state to the GPUs once no engine is there; return the seconds that it took.
+
+        An engine that is being started leaves them only when it is up: raise StepAbandonedError if the job drains
+        before, since what was trained has still to be saved.
+        """
         started = time.monotonic()
         if self.shift is not None and not self.shift.is_held:
-            self.shift.start()
+            if not self.shift.start(should_end=lambda: self.context.draining):
+                raise StepAbandonedError(f"step {self.step + 1} was not begun: the job ends while engines have the GPUs")
             self.trainer.wake()
         return time.monotonic() - started
 

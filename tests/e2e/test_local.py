@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import read_json
+from hpcrl.system.gpu_shifts import ShiftLocks
 from hpcrl.weights.versions import list_versions
 from tests.support.campaigns import (
     CALM,
@@ -95,6 +96,29 @@ def test_killed_workers_are_replaced_and_versions_only_increase(
     for worker in {event["worker"] for event in events_of(campaign, "loaded")}:
         loaded = [event["version"] for event in events_of(campaign, "loaded") if event["worker"] == worker]
         assert loaded == sorted(loaded)
+
+
+@pytest.mark.usefixtures("own_code")
+def test_a_trainer_that_waits_for_gpus_saves_its_last_step_when_the_job_ends(
+    campaigns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine leaves the GPUs only once it is up, and a large model loads for longer than the job has to drain."""
+    monkeypatch.setenv("PATH", pretend_gpus(tmp_path / "programs", 2))
+    settings = ("-s", "train.num_steps=100000", "-s", "job.drain_s=20")
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "g", *SMALL, *SPLIT, *settings)
+    campaign = CampaignDir(campaigns / "g")
+    until(lambda: len(steps(campaign)) > 2, what="steps are made")
+    (window,) = campaign.job(0).windows.glob("*+shifts")
+    engine = ShiftLocks(Path(window.read_text()))
+    until(engine.try_start_serving, what="the GPUs are taken as by an engine that starts")
+    until(engine.is_requested, what="the trainer wants them")
+    done = len(steps(campaign))
+    hpcrl("stop", "g")
+    ended = outcome(campaign)
+    engine.close()
+    assert (ended["outcome"], ended["reason"]) == ("stopped", "a user asked for it (hpcrl stop)")
+    assert len(steps(campaign)) == done
+    assert num_consumed_groups(campaign) == steps(campaign)[-1]["step"] * 2
 
 
 def test_a_stopped_campaign_resumes_from_a_checkpoint_and_can_be_stopped_without_interchanges(campaigns: Path) -> None:
