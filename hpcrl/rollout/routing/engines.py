@@ -8,7 +8,9 @@ estimate_foreign_kv  estimates the KV that trajectories of other env workers hol
 mean_load            requests per worker
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
@@ -92,8 +94,12 @@ class EngineState:
     progressed_at: float = float("-inf")
     """The time of the last refresh at which it had generated more."""
     refreshed_at: float = float("-inf")
+    is_asleep: bool = False
+    """The trainer had its GPUs at the last refresh."""
     asleep_s: float = 0.0
-    """The time that it was asleep in all, while the trainer had its GPUs."""
+    """The time that it was asleep in all."""
+    prefills: set[asyncio.Timeout] = field(default_factory=set)
+    """The limits of the prefills that it has to do; none is waited for while it is asleep."""
     token_s: float = 0.0
     """The mean time between two tokens of a turn that it generates; 0: not known."""
     failures: int = 0
@@ -143,7 +149,11 @@ class EngineState:
         self.mean_own += RECENT_WEIGHT * (self.own_requests - self.mean_own)
         self.mean_running += RECENT_WEIGHT * (figures.num_running - self.mean_running)
         self.mean_tokens += RECENT_WEIGHT * (figures.running_tokens - self.mean_tokens)
-        self.is_available = True
+        self.is_available, self.is_asleep = True, figures.is_asleep
+        if self.is_asleep:
+            for limit in self.prefills:
+                if not limit.expired():
+                    limit.reschedule(now)
 
     def _update_pace(self, figures: LoadFigures, *, now: float) -> None:
         num_more, elapsed_s = figures.num_generated_tokens - self.num_generated, now - self.refreshed_at
@@ -155,6 +165,15 @@ class EngineState:
             token_s = elapsed_s * figures.num_running / num_more
             self.token_s += (RECENT_WEIGHT if self.token_s else 1.0) * (token_s - self.token_s)
         self.num_generated, self.refreshed_at = figures.num_generated_tokens, now
+
+    @contextlib.contextmanager
+    def limit_prefill(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """End the body at its limit, or when this worker falls asleep."""
+        self.prefills.add(limit)
+        try:
+            yield
+        finally:
+            self.prefills.remove(limit)
 
     def record_failure(self, *, now: float, timeouts: RouterTimeouts) -> None:
         self.is_available = False
@@ -182,7 +201,7 @@ def build_pools(
     """Return the pools of the available workers."""
     pools = WorkerPools()
     for worker in workers:
-        if worker.is_available:
+        if worker.is_available and not (worker.is_asleep and worker.role == "prefill"):  # a decode worker prefills too
             pools.by_role.setdefault(worker.role, {}).setdefault(worker.kind, []).append(worker)
     for role, kinds in pools.by_role.items():
         known = {kind: gpu for kind in kinds if (gpu := find_gpu(kind)) is not None}

@@ -303,16 +303,19 @@ class Router:
             return None
         seconds = worker.speed.prefill_s(len(request.token_ids)) if worker.speed else 1.0
         try:
-            async with asyncio.timeout(self._timeouts.prefill_timeout_s):
-                with self._track_request(worker, seconds=seconds):
+            async with asyncio.timeout(self._timeouts.prefill_timeout_s) as limit:
+                with self._track_request(worker, seconds=seconds), worker.limit_prefill(limit):
                     handle = await worker.engine.prefill(msgspec.structs.replace(request, num_held=decision.num_cached))
         except EngineRefusedError:
             self.reasons["prefill refused"] += 1
             return None
         except EngineRequestError:  # the decode worker refuses it too, with the reason
             return None
-        except (EngineError, TimeoutError):
-            self._record_failure(worker)
+        except (EngineError, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and worker.is_asleep:
+                self.reasons["prefill asleep"] += 1
+            else:
+                self._record_failure(worker)
             return None
         state.prefill_home = worker.name
         return handle

@@ -39,6 +39,7 @@ class Fake:
         self.endpoint = endpoint
         self.mood = "well"
         self.running = 0
+        self.is_asleep = False
         self.pieces = []
         self.breaks = False
         self.generated = []
@@ -76,7 +77,9 @@ class Fake:
     async def load_figures(self):
         if self.mood == "dead":
             raise EngineError("connection refused")
-        return LoadFigures(version=0, num_running=self.running, num_waiting=0, num_generated_tokens=0)
+        return LoadFigures(
+            version=0, num_running=self.running, num_waiting=0, num_generated_tokens=0, is_asleep=self.is_asleep
+        )
 
 
 class Pool:
@@ -111,6 +114,49 @@ def pool(tmp_path):
 def loads(router, role):
     """Return the workers of a role that may be chosen now, with their loads."""
     return {worker.name: worker.load for kind in router._view.pools.of_role(role).values() for worker in kind}
+
+
+def test_a_prefill_worker_whose_gpus_the_trainer_has_is_not_chosen(pool):
+    asleep, awake = pool.add("prefill", 0), pool.add("prefill", 1)
+    pool.add("decode")
+
+    async def run():
+        pool.connect(next(one for one in pool.endpoints.poll() if one.worker == asleep)).is_asleep = True
+        async with pool.router(rules=ALWAYS) as router:
+            for _ in range(8):
+                await router.generate(REQUEST)
+            chosen = loads(router, "prefill")
+            pool.engines[awake].is_asleep = True
+            await router.refresh()
+            await router.generate(REQUEST)
+            return chosen, router.reasons["prefill failed"]
+
+    assert asyncio.run(run()) == ({awake: 0}, 0)
+    assert pool.engines[asleep].prefilled == []
+    assert len(pool.engines[awake].prefilled) == 8
+    assert len(pool.engines["000-decode-0"].generated) == 9
+
+
+def test_a_turn_does_not_wait_for_a_prefill_worker_that_falls_asleep(pool):
+    name = pool.add("prefill")
+    pool.add("decode")
+
+    async def run():
+        async with pool.router(patience=dataclasses.replace(FAST, prefill_timeout_s=1000.0), rules=ALWAYS) as router:
+            pool.engines[name].mood = "hung"
+            turn = asyncio.create_task(router.generate(REQUEST))
+            while not pool.engines[name].prefilled:
+                await asyncio.sleep(0.001)
+            pool.engines[name].is_asleep = True
+            completion = await turn
+            pool.engines[name].is_asleep = False
+            await router.refresh()
+            return completion, loads(router, "prefill"), dict(router.reasons)
+
+    completion, chosen, reasons = asyncio.run(run())
+    assert completion.token_ids == [9]
+    assert chosen == {name: 0}, "it did not fail"
+    assert reasons == {"remote prefill": 1, "prefill asleep": 1}
 
 
 def test_a_turn_is_prefilled_and_handed_over(pool):
