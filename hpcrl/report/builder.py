@@ -20,6 +20,7 @@ from hpcrl.config.site import Site
 from hpcrl.config.toml import flatten_table
 from hpcrl.monitor.collect import SlurmQuery, SnapshotCollector, make_slurm_query
 from hpcrl.monitor.job_state import read_json_as
+from hpcrl.monitor.progress import JobProgress
 from hpcrl.monitor.snapshot import CampaignSnapshot, JobView, measure_change
 from hpcrl.monitor.workers import split_numbers
 from hpcrl.report.charts import (
@@ -204,8 +205,11 @@ def _number(table: Mapping[str, Any], name: str, default: float = 0) -> float:
     return value if isinstance(value, int | float) and math.isfinite(value) else default
 
 
-def _count_nodes(plan: Mapping[str, Any]) -> int:
-    return int(sum(_number(component, "nodes") for component in _list_tables(plan, "components")))
+def _count_nodes(plan: Mapping[str, Any], progress: JobProgress | None) -> list[int]:
+    """Count the nodes of each component of a job: those that it had, or else those of the newest plan."""
+    planned = [int(_number(component, "nodes")) for component in _list_tables(plan, "components")]
+    had = [len(nodes) for nodes in progress.nodes] if progress else []
+    return had if len(had) == len(planned) else planned
 
 
 def _build_job(
@@ -231,7 +235,7 @@ def _build_job(
         queued=max(submitted.time, last_ended) if submitted else None,
         started=started,
         ended=None if started is None or progress is None else now if is_open else progress.last_event_time,
-        num_nodes=_count_nodes(plan),
+        component_nodes=_count_nodes(plan, progress),
         first_step=min(steps, default=None),
         last_step=max(steps, default=None),
     )
@@ -247,9 +251,9 @@ def _build_key_figures(
         for one in snapshot.evaluations
         if one.reward_mean is not None and math.isfinite(one.reward_mean)
     ]
-    wall_s = sum(job.ended - job.started for job in jobs if job.started is not None and job.ended is not None)
+    wall_s = sum(job.run_s for job in jobs)
     queued_s = sum(max(job.started - job.queued, 0.0) for job in jobs if job.started is not None and job.queued)
-    gpus = sum(_number(part, "nodes") * _number(part, "gpus_per_node") for part in _list_tables(plan, "components"))
+    gpus = [_number(component, "gpus_per_node") for component in _list_tables(plan, "components")]
     fates: dict[str, int] = {}
     for view in snapshot.domains.values():
         for name, num in view.token_fates.items():
@@ -272,14 +276,17 @@ def _build_key_figures(
         tokens_per_s=round(history.mean_tokens_per_s(), 1),
         wall_s=wall_s,
         queued_s=queued_s,
-        node_hours=_count_nodes(plan) * wall_s / 3600,
-        gpu_hours=gpus * wall_s / 3600,
+        node_hours=sum(job.num_nodes * job.run_s for job in jobs) / 3600,
+        gpu_hours=sum(
+            num * each * job.run_s for job in jobs for num, each in zip(job.component_nodes, gpus, strict=True)
+        )
+        / 3600,
         trained_share=measure_trained_share(fates),
     )
 
 
 def _build_roles(history: CampaignHistory, jobs: Sequence[JobFigures], plan: Mapping[str, Any]) -> list[RoleFigures]:
-    held_s = sum(job.ended - job.started for job in jobs if job.started is not None and job.ended is not None)
+    held_s = sum(job.run_s for job in jobs)
     spans_by_role: dict[str, list[WorkerSpan]] = {}
     for span in history.spans:
         spans_by_role.setdefault(span.role, []).append(span)
@@ -291,9 +298,9 @@ def _build_roles(history: CampaignHistory, jobs: Sequence[JobFigures], plan: Map
         index = int(_number(table, "component"))
         component = components[index] if 0 <= index < len(components) else {}
         num_sharing = max(len(component.get("roles") or [role]), 1)
-        node_hours = _number(component, "nodes") * held_s / 3600 / num_sharing
+        node_s = sum(job.component_nodes[index] * job.run_s for job in jobs) if component else 0.0
         roles.append(_build_role(role, spans, work, num_planned=int(_number(table, "num_workers", 1)), held_s=held_s,
-                                 node_hours=node_hours))  # fmt: skip
+                                 node_hours=node_s / 3600 / num_sharing))  # fmt: skip
     return roles
 
 

@@ -90,9 +90,18 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
     queued: float | None
     started: float | None
     ended: float | None
-    num_nodes: int
+    component_nodes: list[int]
     first_step: int | None
     last_step: int | None
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(self.component_nodes)
+
+    @property
+    def run_s(self) -> float:
+        """The time for which it ran."""
+        return 0.0 if self.started is None or self.ended is None else self.ended - self.started
 
 
 class RoleFigures(msgspec.Struct, frozen=True, kw_only=True):

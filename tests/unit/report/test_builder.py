@@ -16,6 +16,7 @@ from hpcrl.campaign_dir.events import (
     EvaluationFinished,
     FaultReported,
     JobEnded,
+    LayoutChosen,
     SegmentScored,
     StepFinished,
     VersionLoaded,
@@ -98,6 +99,29 @@ def test_a_job_that_was_queued_while_another_ran_has_waited_since_the_end_of_tha
     report = report_on(campaign)
     assert report.key_figures.queued_s == pytest.approx(5 + 15)
     assert [job.started - job.queued for job in report.jobs] == [pytest.approx(5), pytest.approx(15)]
+
+
+def test_each_job_of_a_chain_counts_with_the_nodes_that_it_had(campaign: SyntheticCampaign) -> None:
+    gpus, planned, more = [0, 4], [2, 5], [3, 1]
+    components = [
+        {"index": index, "nodes": num, "gpus_per_node": each, "roles": [role]}
+        for index, (role, num, each) in enumerate(zip(("env", "train"), planned, gpus, strict=True))
+    ]
+    roles = [{"role": role, "component": index, "num_workers": 1} for index, role in enumerate(("env", "train"))]
+    publish_json(campaign.directory.plan, {"layout": "hetjob", "components": components, "roles": roles})
+    for number, counts in ((0, None), (1, more)):
+        campaign.submit(number)
+        campaign.start(job=number)
+        if counts:
+            nodes = [[f"c{index}n{node}" for node in range(num)] for index, num in enumerate(counts)]
+            campaign.emit("driver", LayoutChosen(layout="hetjob", nodes=nodes), job=number)
+        campaign.now += 3600
+        campaign.emit("driver", JobEnded(outcome="drained"), job=number)
+        campaign.outcome("drained", number=number)
+    report = report_on(campaign)
+    assert report.key_figures.node_hours == pytest.approx(2 + 5 + 3 + 1)
+    assert report.key_figures.gpu_hours == pytest.approx(4 * (5 + 1))
+    assert {role.role: role.node_hours for role in report.roles} == pytest.approx({"env": 2 + 3, "train": 5 + 1})
 
 
 def test_the_key_figures_are_those_of_the_events(campaign: SyntheticCampaign) -> None:
