@@ -66,6 +66,8 @@ MIN_STEADY_S = 600.0
 """The balance between roles is judged by this time of steady work and more."""
 MAX_KL_FRESH, MAX_KL = 0.02, 0.2
 """KL(acting policy || trainer's) of fresh trajectories, which only a mismatch explains, and of those with a lag."""
+NUM_KL_STEPS = 5
+"""The steps by which a mismatch is judged: few, as it may grow."""
 MAX_GRADIENT_GROWTH = 10.0
 MIN_ENTROPY_SHARE = 0.1
 UNTRAINED_DOMAIN = "domain-fails"
@@ -320,14 +322,15 @@ def _find_flat_groups(facts: HealthFacts) -> Iterator[Advisory]:
 
 def _find_mismatch(facts: HealthFacts) -> Iterator[Advisory]:
     """Find log-probs that differ between engines and trainer: of fresh trajectories, else of all."""
-    recent = facts.recent_steps
+    recent = facts.steps[-NUM_KL_STEPS:]
     fresh = _finite(step.kl for step in recent if not step.lag_max)
     values, limit = (fresh, MAX_KL_FRESH) if len(fresh) >= 3 else (_finite(step.kl for step in recent), MAX_KL)
     if len(values) >= 3 and median(values) > limit:
         yield Advisory(
             name="logprob-mismatch",
             severity="critical",
-            text=f"log-probs of engines and trainer differ: KL {median(values):.3g} in recent steps",
+            text=f"log-probs of engines and trainer differ: KL {values[-1]:.3g} at the last step, {median(values):.3g} "
+            f"in the middle of the last {len(values)}",
             figure=median(values),
             threshold=limit,
             unit="nats a token",

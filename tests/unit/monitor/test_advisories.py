@@ -189,6 +189,12 @@ def test_a_mismatch_of_fresh_trajectories_has_a_lower_limit() -> None:
     assert judge_steps(lambda number: {"kl": 0.5, "lag_max": 2}) == ["logprob-mismatch"]
 
 
+def test_a_mismatch_that_grows_is_found_by_the_last_steps_and_one_bad_step_is_none() -> None:
+    grown = {"kl": 0.5, "lag_max": 1}
+    assert judge_steps(lambda number: grown if number > NUM_STEPS - 3 else {"kl": 0.01}) == ["logprob-mismatch"]
+    assert judge_steps(lambda number: grown if number == NUM_STEPS else {"kl": 0.01}) == []
+
+
 def test_a_gradient_that_is_not_finite_is_reported_at_once() -> None:
     assert "gradient-explodes" in judge_steps(lambda number: {"grad_norm": float("nan")} if number == NUM_STEPS else {})
 
