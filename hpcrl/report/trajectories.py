@@ -1,7 +1,7 @@
 """Choose the trajectories that a report shows, in one pass over the facts of all; their text is bounded in bytes.
 
 read_trajectories    the figures of all trajectories, with samples
-MAX_TEXT_BYTES, MAX_TRAJECTORY_BYTES, MAX_TURN_CHARS, MAX_TOKENS    how much text is shown
+MAX_TEXT_BYTES, GROUPS_TEXT_SHARE, MAX_TRAJECTORY_BYTES, MAX_TURN_CHARS, MAX_TOKENS    how much text is shown
 
 It reads segments, so it needs the interpreter of `hpcrl traj`.
 """
@@ -11,11 +11,11 @@ import itertools
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -40,15 +40,21 @@ from hpcrl.traj.conversation import (
 )
 from hpcrl.traj.history import SeenIds, TrajectoryHistory
 
-MAX_TEXT_BYTES = 1_500_000
+MAX_TEXT_BYTES = 3_000_000
 """The text of all trajectories of a campaign, as it is written in a page."""
+GROUPS_TEXT_SHARE = 0.4
+"""The share of it for whole groups, side by side."""
 MAX_TRAJECTORY_BYTES = 40_000
+MIN_TRAJECTORY_BYTES = 1_000
+"""The text of a trajectory for which there is less room is left out."""
 MAX_TURN_CHARS = 6_000
 MAX_TOKENS = 160
 """The tokens of a trajectory that are shown with their log-probabilities."""
 MAX_SAMPLES = 150
 MAX_HISTOGRAM_VALUES = 20_000
 MAX_PROBLEMS = 20
+_TURN_BYTES, _TOKEN_BYTES = 200, 60
+"""What a page has for a turn besides its text, and for a token with its log-probability."""
 _NUM_BY_REASON = {"best": 3, "worst": 3, "longest": 2, "newest": 3, "failed": 4, "random": 5}
 _NUM_GROUPS = {"widest spread": 3, "random": 3, "all alike": 1}
 
@@ -175,9 +181,13 @@ def read_trajectories(campaign: CampaignDir, *, max_text_bytes: int = MAX_TEXT_B
     sampler = _TrajectorySampler()
     _offer_trajectories(history, sampler)
     decoder = load_token_decoder(campaign)
-    writer = _SampleWriter(decoder, max_text_bytes=max_text_bytes)
-    sampled = list(_write_samples(sampler, writer))
-    groups = list(_write_groups(sampler, writer))
+    reasons, candidates = _choose_samples(sampler), _choose_groups(sampler)
+    num_attempts = sum(len(candidate.places) for _, candidate in candidates)
+    group_bytes = int(max_text_bytes * GROUPS_TEXT_SHARE)
+    writer = _SampleWriter(decoder, max_text_bytes=group_bytes, num=num_attempts)
+    groups = list(_write_groups(candidates, writer))
+    writer.add_room(max_text_bytes - group_bytes, num=len(reasons))
+    sampled = list(_write_samples(reasons, writer))
     charts = [
         build_histogram("reward-histogram", "Rewards of trajectories", "reward", sampler.rewards),
         build_histogram("length-histogram", "Lengths of trajectories", "generated tokens", sampler.lengths),
@@ -238,8 +248,8 @@ def _count_value(counts: Counter[float], value: float) -> None:
     counts[value] += 1
 
 
-def _write_samples(sampler: _TrajectorySampler, writer: "_SampleWriter") -> Iterator[SampledTrajectory]:
-    """Yield the chosen trajectories: first the first choice of every domain and reason, then the second ones."""
+def _choose_samples(sampler: _TrajectorySampler) -> dict[_RowPlace, list[str]]:
+    """Return why each is chosen: first the first choice of every domain and reason, then the second ones."""
     reasons: dict[_RowPlace, list[str]] = {}
     ranked = {key: best.rank_candidates() for key, best in sampler.chosen.items()}
     order = {reason: number for number, reason in enumerate(_NUM_BY_REASON)}
@@ -250,44 +260,61 @@ def _write_samples(sampler: _TrajectorySampler, writer: "_SampleWriter") -> Iter
                 place = ranked[key][rank].places[0]
                 if place in reasons or len(reasons) < MAX_SAMPLES:
                     reasons.setdefault(place, []).append(key[1])
+    return reasons
+
+
+def _write_samples(reasons: Mapping[_RowPlace, Sequence[str]], writer: "_SampleWriter") -> Iterator[SampledTrajectory]:
     for place, chosen in reasons.items():
         found = writer.write(place, chosen=chosen, with_tokens=True)
         if found is not None:
             yield found
 
 
-def _write_groups(sampler: _TrajectorySampler, writer: "_SampleWriter") -> Iterator[SampledGroup]:
-    shown: set[str] = set()
+def _choose_groups(sampler: _TrajectorySampler) -> list[tuple[str, _Candidate]]:
+    """Return groups, each with the first reason for which it is chosen."""
+    chosen: dict[str, tuple[str, _Candidate]] = {}
     for reason in _NUM_GROUPS:
         for candidate in sampler.groups[reason].rank_candidates() if reason in sampler.groups else ():
-            if candidate.group in shown:
-                continue
-            shown.add(candidate.group)
-            found = [writer.write(place, chosen=[], with_tokens=False) for place in candidate.places]
-            attempts = [one for one in found if one is not None]
-            rewards = [one.reward for one in attempts if one.reward is not None]
-            if rewards:
-                yield SampledGroup(
-                    id=candidate.group,
-                    chosen=reason,
-                    domain=attempts[0].domain,
-                    reward_mean=fmean(rewards),
-                    reward_std=_measure_spread(rewards),
-                    attempts=attempts,
-                )
+            chosen.setdefault(candidate.group, (reason, candidate))
+    return list(chosen.values())
+
+
+def _write_groups(candidates: Iterable[tuple[str, _Candidate]], writer: "_SampleWriter") -> Iterator[SampledGroup]:
+    for reason, candidate in candidates:
+        found = [writer.write(place, chosen=[], with_tokens=False) for place in candidate.places]
+        attempts = [one for one in found if one is not None]
+        rewards = [one.reward for one in attempts if one.reward is not None]
+        if rewards:
+            yield SampledGroup(
+                id=candidate.group,
+                chosen=reason,
+                domain=attempts[0].domain,
+                reward_mean=fmean(rewards),
+                reward_std=_measure_spread(rewards),
+                attempts=attempts,
+            )
 
 
 class _SampleWriter:
-    """Writes chosen trajectories, until the text of all of them is used up."""
+    """Writes chosen trajectories, each with its part of the room that is left for their text."""
 
-    def __init__(self, decoder: TokenDecoder, *, max_text_bytes: int) -> None:
+    def __init__(self, decoder: TokenDecoder, *, max_text_bytes: int, num: int) -> None:
         self._decoder = decoder
         self._left = max_text_bytes
+        self._num = num
+        """The trajectories that come."""
         self._segments: dict[Path, Segment | None] = {}
         self.problems: list[str] = []
 
+    def add_room(self, max_text_bytes: int, *, num: int) -> None:
+        """Make room for the text of more trajectories."""
+        self._left += max_text_bytes
+        self._num += num
+
     def write(self, place: _RowPlace, *, chosen: Sequence[str], with_tokens: bool) -> SampledTrajectory | None:
         """Return a trajectory with as much of its text as there is room for; None if it is gone."""
+        allowance = min(self._left // max(self._num, 1), MAX_TRAJECTORY_BYTES)
+        self._num -= 1
         segment = self._open_segment(place.path)
         if segment is None:
             return None
@@ -296,7 +323,7 @@ class _SampleWriter:
         except SpoolError as error:
             self.problems.append(str(error))
             return None
-        conversation, note = self._write_conversation(trajectory, with_tokens=with_tokens)
+        conversation, note = self._write_conversation(trajectory, allowance, with_tokens=with_tokens)
         return SampledTrajectory(
             id=trajectory.id,
             chosen=list(chosen),
@@ -325,10 +352,11 @@ class _SampleWriter:
                 self._segments[path] = None
         return self._segments[path]
 
-    def _write_conversation(self, trajectory: Trajectory, *, with_tokens: bool) -> tuple[list[SampledTurn], str]:
+    def _write_conversation(
+        self, trajectory: Trajectory, allowance: int, *, with_tokens: bool
+    ) -> tuple[list[SampledTurn], str]:
         notes = [str(trajectory.extra[name]) for name in ("fault", "reason") if name in trajectory.extra]
-        allowance = min(MAX_TRAJECTORY_BYTES, self._left)
-        if allowance < MAX_TURN_CHARS:
+        if allowance < MIN_TRAJECTORY_BYTES:
             return [], "; ".join([*notes, "its text is left out, since the report would become too large"])
         turns_by_row = list_placed_turns(trajectory)
         row = find_main_row(turns_by_row)
@@ -337,12 +365,14 @@ class _SampleWriter:
         columns = expand_row(trajectory, row)
         exchanges = build_conversation(trajectory, self._decoder, row=row, turns=turns_by_row[row])
         turns, num_shown_tokens, used = [], 0, 0
-        shown, num_hidden = _choose_exchanges(exchanges, allowance)
+        room = max(allowance - MAX_TOKENS * _TOKEN_BYTES * with_tokens, MIN_TRAJECTORY_BYTES)
+        most = min(MAX_TURN_CHARS, room // 2)
+        shown, num_hidden = _choose_exchanges(exchanges, room, most=most)
         if num_hidden:
             notes.append(f"{num_hidden:,} turns in the middle are left out")
         for exchange in shown:
-            for message in exchange.messages or [{"role": "user", "content": exchange.input_text}]:
-                turns.append(_shorten_turn(message["role"], message["content"]))
+            for message in _list_messages(exchange):
+                turns.append(_shorten_turn(message["role"], message["content"], most=most))
             num_tokens = min(exchange.end - exchange.output_start, max(MAX_TOKENS - num_shown_tokens, 0)) * with_tokens
             num_shown_tokens += num_tokens
             tokens = [
@@ -354,18 +384,28 @@ class _SampleWriter:
                 )
                 for index in range(exchange.output_start, exchange.output_start + num_tokens)
             ]
-            turns.append(_make_answer(exchange, tokens))
-        used = sum(len(esc(turn.text).encode(errors="replace")) + 60 * len(turn.tokens) + 200 for turn in turns)
+            turns.append(_make_answer(exchange, tokens, most=most))
+        used = sum(
+            len(esc(turn.text).encode(errors="replace")) + _TOKEN_BYTES * len(turn.tokens) + _TURN_BYTES
+            for turn in turns
+        )
         self._left -= used
         return turns, "; ".join(notes)
 
 
-def _choose_exchanges(exchanges: Sequence[ChatExchange], allowance: int) -> tuple[list[ChatExchange], int]:
+def _list_messages(exchange: ChatExchange) -> Sequence[Mapping[str, Any]]:
+    """Return what the model was sent; a text that no message explains is the user's."""
+    return exchange.messages or [{"role": "user", "content": exchange.input_text}]
+
+
+def _choose_exchanges(
+    exchanges: Sequence[ChatExchange], allowance: int, *, most: int
+) -> tuple[list[ChatExchange], int]:
     """Return the first and the last exchanges that fit, and the number of those between."""
     sizes = [
-        min(sum(len(one["content"]) for one in exchange.messages), MAX_TURN_CHARS)
-        + min(len(exchange.output_text), MAX_TURN_CHARS)
-        + 400
+        sum(min(len(message["content"]), most) + _TURN_BYTES for message in _list_messages(exchange))
+        + min(len(exchange.output_text), most)
+        + _TURN_BYTES
         for exchange in exchanges
     ]
     kept: set[int] = set()
@@ -380,8 +420,8 @@ def _choose_exchanges(exchanges: Sequence[ChatExchange], allowance: int) -> tupl
     return [exchange for index, exchange in enumerate(exchanges) if index in kept], len(exchanges) - len(kept)
 
 
-def _make_answer(exchange: ChatExchange, tokens: list[SampledToken]) -> SampledTurn:
-    answer = _shorten_turn("assistant", exchange.opening + exchange.output_text)
+def _make_answer(exchange: ChatExchange, tokens: list[SampledToken], *, most: int) -> SampledTurn:
+    answer = _shorten_turn("assistant", exchange.opening + exchange.output_text, most=most)
     turn = exchange.turn
     versions = exchange.versions
     fate = (
@@ -407,10 +447,10 @@ def _make_answer(exchange: ChatExchange, tokens: list[SampledToken]) -> SampledT
     )
 
 
-def _shorten_turn(role: str, text: str) -> SampledTurn:
+def _shorten_turn(role: str, text: str, *, most: int) -> SampledTurn:
     """Return a message; of a long text the middle is left out."""
-    if len(text) <= MAX_TURN_CHARS:
+    if len(text) <= most:
         return SampledTurn(role=role, text=text)
-    half = MAX_TURN_CHARS // 2
+    half = most // 2
     left_out = len(text) - 2 * half
     return SampledTurn(role=role, text=f"{text[:half]}\n[...]\n{text[-half:]}", num_left_out=left_out)

@@ -29,6 +29,7 @@ from hpcrl.report.charts import MAX_POINTS, smooth_values, thin_points
 from hpcrl.report.figures import CampaignReport, ChartSeries, ReportDocument, TrajectoryFigures
 from hpcrl.report.sections import MAX_ENGINES, write_engines
 from hpcrl.report.trajectories import read_trajectories
+from hpcrl.spool.record import EpisodeTurn
 from hpcrl.spool.segment import write_segment
 from hpcrl.system.files import make_private_dir, publish_json
 from tests.support.synthetic import T0, SyntheticCampaign
@@ -305,6 +306,31 @@ def test_a_trajectory_of_five_megabytes_is_shortened(campaign: SyntheticCampaign
     assert found.sampled[0].num_tokens == 1_300_000
     assert max(turn.num_left_out for turn in turns) > 1_000_000
     assert sum(len(turn.text) for turn in turns) < 20_000
+
+
+@pytest.mark.parametrize("group_size", [8, 64])
+def test_long_conversations_of_many_domains_leave_room_for_groups_and_for_each_other(
+    campaign: SyntheticCampaign, tmp_path: Path, group_size: int
+) -> None:
+    """30 turns of 1,000 tokens, which are shown as numbers here: 100 kB of text for each trajectory."""
+    turns = [EpisodeTurn(start=1000 * turn + 500, end=1000 * (turn + 1)) for turn in range(30)]
+    for number, domain in enumerate(f"domain{index}" for index in range(6)):
+        members = [
+            make_trajectory(f"{domain}/{group}/{index}", 30_000, turns=turns, reward=index / group_size)
+            for group in range(3)
+            for index in range(group_size)
+        ]
+        add_segment(campaign.directory, *members, number=number)
+    play(campaign)
+
+    found = read_trajectories(campaign.directory)
+
+    assert len(found.groups) >= 6
+    assert all(len(attempt.conversation) > 1 for group in found.groups for attempt in group.attempts)
+    assert all(len(one.conversation) > 1 for one in found.sampled)
+    page = tmp_path / "report.html"
+    assert command.main(["-o", str(page), "--", str(campaign.directory.root)]) == 0
+    assert page.stat().st_size < 5_000_000
 
 
 def test_a_damaged_segment_is_named_and_skipped(campaign: SyntheticCampaign) -> None:
