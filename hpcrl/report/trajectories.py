@@ -366,7 +366,7 @@ class _SampleWriter:
         exchanges = build_conversation(trajectory, self._decoder, row=row, turns=turns_by_row[row])
         turns, num_shown_tokens, used = [], 0, 0
         room = max(allowance - MAX_TOKENS * _TOKEN_BYTES * with_tokens, MIN_TRAJECTORY_BYTES)
-        most = min(MAX_TURN_CHARS, room // 2)
+        most = min(MAX_TURN_CHARS, room // 4)
         shown, num_hidden = _choose_exchanges(exchanges, room, most=most)
         if num_hidden:
             notes.append(f"{num_hidden:,} turns in the middle are left out")
