@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl import __version__
+from tests.support.wheels import ROOT, build_wheel, install_wheel, run_installed
 
-ROOT = Path(__file__).resolve().parents[2]
-hatchling = pytest.importorskip("hatchling.build")
 SHIPPED = ("recipes", "sites", "jobs")
 
 
@@ -31,10 +30,7 @@ def list_source(folder: str) -> set[str]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("dist")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        hatchling.build_wheel(str(directory))
-        hatchling.build_sdist(str(directory))
+    build_wheel(directory)
     return directory
 
 
@@ -57,23 +53,8 @@ def test_the_wheel_has_its_licence_and_its_command(built: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the wheel into a new environment, which sees this one's packages; return its programs."""
-    root = tmp_path_factory.mktemp("installed")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root)], check=True)
     (wheel,) = built.glob("hpcrl-*.whl")
-    pip = [sys.executable, "-m", "pip", "--python", str(root / "bin" / "python"), "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True)
-    (packages,) = root.glob("lib/python*/site-packages")
-    seen = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    (packages / "dependencies.pth").write_text("\n".join(seen) + "\n")
-    return root / "bin"
-
-
-def run_installed(program: Path, *words: str, cwd: Path) -> str:
-    environment = {"PATH": f"{program.parent}:/usr/bin:/bin", "HOME": str(cwd), "HPCRL_HOME": str(cwd / "home")}
-    done = subprocess.run([program, *words], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return install_wheel(wheel, tmp_path_factory.mktemp("installed"))
 
 
 def test_an_installed_wheel_plans_the_quickstart_without_the_repository(installed: Path, tmp_path: Path) -> None:
