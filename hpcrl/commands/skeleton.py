@@ -22,8 +22,9 @@ name = "@NAME@"
 # [model]
 # path = "/models/Qwen3-8B"      # a directory of the hub's files: config.json, tokenizer, *.safetensors
 
+# Where its code is found, here and in jobs; set it in each shell:  export PYTHONPATH=@FOLDER@
 [domains.guess]                  # one table for each environment; add others to train them together
-env = "@MODULE@:GuessNumber"     # module:class, in the folder of this file
+env = "@MODULE@:GuessNumber"     # module:class
 reward = "@MODULE@:reward"       # module:function of a finished trajectory; without it the steps' rewards are added up
 max_turns = 4
 
@@ -109,7 +110,13 @@ def write_skeleton(directory: Path) -> list[Path]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
-            publish_file(directory / file, text.replace("@NAME@", name).replace("@MODULE@", module))
+            for mark, value in (
+                ("@NAME@", name),
+                ("@MODULE@", module),
+                ("@FOLDER@", shlex.quote(str(directory.absolute()))),
+            ):
+                text = text.replace(mark, value)
+            publish_file(directory / file, text)
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error
     return [directory / file for file in files]

@@ -130,8 +130,13 @@ def build_histogram(name: str, title: str, unit: str, counts: Mapping[str, Mappi
     if not values:
         return None
     low, high = min(values), max(values)
-    num_bars = NUM_HISTOGRAM_BARS if high > low else 1
-    width = (high - low) / num_bars or 1.0
+    is_whole = all(float(value).is_integer() for value in values)
+    if is_whole:
+        width = -(-(high - low + 1) // NUM_HISTOGRAM_BARS)
+        num_bars = int((high - low) // width) + 1
+    else:
+        num_bars = NUM_HISTOGRAM_BARS if high > low else 1
+        width = (high - low) / num_bars or 1.0
     series = []
     for key in sorted(counts)[:MAX_DOMAIN_LINES]:
         bars = [0.0] * num_bars
@@ -139,8 +144,9 @@ def build_histogram(name: str, title: str, unit: str, counts: Mapping[str, Mappi
             bars[min(int((value - low) / width), num_bars - 1)] += num
         series.append(ChartSeries(name=key, values=list(bars), style="bars"))
     starts = [low + index * width for index in range(num_bars)]
-    labels = [f"{format_number(start)} to {format_number(start + width)}" for start in starts]
-    if num_bars == 1:
+    last = width - is_whole  # a bar of whole numbers names its last one
+    labels = [format_number(start) + f" to {format_number(start + last)}" * bool(last) for start in starts]
+    if num_bars == 1 and low == high:
         labels = [format_number(low)]
     return ReportChart(
         id=name, title=title, x_label=unit, y_label="trajectories", x=[float(index) for index in range(num_bars)],

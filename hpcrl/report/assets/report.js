@@ -3,6 +3,7 @@
   var charts = JSON.parse(document.getElementById("chart-data").textContent);
   var plots = [];
   var MIN_TIME_S = 20;
+  var WHOLE_TICKS = [0, 1, 2, 3, 4, 5, 6].flatMap(function (power) { return [1, 2, 5].map(function (first) { return first * Math.pow(10, power); }); });
 
   function color(name) {
     return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -56,6 +57,10 @@
       return span > 6 * 86400 ? text.slice(5, 10) : span > 86400 ? text.slice(5, 10) + "\n" + text.slice(11, 16) : text.slice(11, span > 600 ? 16 : 19);
     });
   }
+  function showTicks(plot, splits, axis, space, distance) {
+    var digits = Math.min(Math.max(Math.ceil(-Math.log10(distance) - 1e-9), 0), 8);
+    return splits.map(function (value) { return value !== 0 && digits > 0 && (digits < 5 || Math.abs(value) >= 0.1) ? value.toFixed(digits) : show(value); });
+  }
   function makeOptions(chart, element) {
     var isCategory = chart.kind === "category";
     var axis = { stroke: color("--soft"), grid: { stroke: color("--grid"), width: 1 }, ticks: { stroke: color("--grid"), width: 1 }, font: "12px system-ui, sans-serif" };
@@ -75,7 +80,8 @@
       x.incrs = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200].concat([1, 2, 5, 10, 20, 50, 100, 200, 500].map(function (days) { return days * 86400; }));
       x.values = showTimes;
     }
-    var y = Object.assign({}, axis, { size: 58, values: function (plot, splits) { return splits.map(show); } });
+    if (!isCategory && chart.kind !== "time") x.incrs = WHOLE_TICKS;
+    var y = Object.assign({}, axis, { size: 58, values: showTicks });
     if (isZero(chart)) y.splits = function () { return [0]; };
     var hasBars = chart.series.some(function (one) { return one.style === "bars"; });
     var low = chart.x[0], high = chart.x[chart.x.length - 1];

@@ -25,7 +25,7 @@ from hpcrl.campaign_dir.events import (
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.report import __main__ as command
 from hpcrl.report.builder import build_document, build_report
-from hpcrl.report.charts import MAX_POINTS, smooth_values, thin_points
+from hpcrl.report.charts import MAX_POINTS, build_histogram, smooth_values, thin_points
 from hpcrl.report.figures import CampaignReport, ChartSeries, ReportDocument, TrajectoryFigures
 from hpcrl.report.sections import MAX_ENGINES, write_engines
 from hpcrl.report.trajectories import read_trajectories
@@ -339,6 +339,22 @@ def test_a_damaged_segment_is_named_and_skipped(campaign: SyntheticCampaign) -> 
     found = read_trajectories(campaign.directory)
     assert found.num == 1
     assert any("000-env-0-00000009" in problem for problem in found.problems)
+
+
+@pytest.mark.parametrize(
+    ("counts", "labels"),
+    [
+        ({3: 5, 5: 2}, ["3", "4", "5"]),
+        ({-1: 1, 0: 2, 1: 1}, ["-1", "0", "1"]),
+        ({number: 1 for number in range(5, 45)}, ["5 to 6", "7 to 8", "9 to 10"]),
+        ({0.5: 1, 0.9: 1}, ["0.5 to 0.52", "0.52 to 0.54", "0.54 to 0.56"]),
+        ({0.5: 3}, ["0.5"]),
+    ],
+)
+def test_the_bars_of_a_histogram_hold_all_values_and_whole_numbers_have_whole_bars(counts, labels) -> None:
+    chart = build_histogram("lengths", "Lengths", "tokens", {"lake": counts})
+    assert chart.labels[:3] == labels
+    assert sum(chart.series[0].values) == sum(counts.values())
 
 
 def test_long_series_are_thinned_to_means_of_neighbours() -> None:
