@@ -14,8 +14,10 @@ The monitor, `--watch`, the last lines of a campaign and its report use these. A
 few figures to judge: a campaign that has just started has no advisories.
 """
 
+import errno
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
@@ -507,6 +509,10 @@ def _find_failing_workers(facts: HealthFacts) -> Iterator[Advisory]:
     for (number, role), num in sorted(facts.progress.worker_failures.items()):
         if number != job or num < MIN_WORKER_FAILURES:
             continue
+        cause = facts.progress.worker_failure_reasons.get(role) or "see their logs"
+        remedy = f"read the log of role {role}, and the failures by node: one bad node is excluded"
+        if any(os.strerror(error) in cause for error in (errno.ENOSPC, errno.EDQUOT)):
+            remedy = "make room where the campaign lies (`hpcrl gc` names what can go), or raise the quota"
         yield Advisory(
             name="workers-die",
             severity="critical" if num >= MANY_WORKER_FAILURES else "warning",
@@ -515,8 +521,8 @@ def _find_failing_workers(facts: HealthFacts) -> Iterator[Advisory]:
             figure=num,
             threshold=MIN_WORKER_FAILURES,
             unit="failures",
-            cause=facts.progress.worker_failure_reasons.get(role) or "see their logs",
-            remedy=f"read the log of role {role}, and the failures by node: one bad node is excluded",
+            cause=cause,
+            remedy=remedy,
         )
 
 

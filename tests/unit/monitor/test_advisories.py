@@ -313,6 +313,14 @@ def test_workers_that_die_again_and_again_are_reported_with_their_reason() -> No
     assert judge(*list_healthy_events(), died[0]) == []
 
 
+@pytest.mark.parametrize("reason", ["I/O error: No space left on device", "OSError: [Errno 122] Disk quota exceeded"])
+def test_workers_that_die_of_a_full_disk_blame_no_node(reason: str) -> None:
+    died = [stamp_event("train-0", WorkerFailed(reason=reason), time=T0) for _ in range(3)]
+    (found,) = judge(*list_healthy_events(), *died)
+    assert "hpcrl gc" in found.remedy
+    assert "node" not in found.remedy
+
+
 def test_a_step_that_is_overdue_is_reported_while_a_job_runs() -> None:
     late = T0 + NUM_STEPS * STEP_S + 7 * STEP_S
     assert names(judge(*list_healthy_events(), now=late)) == ["step-overdue"]
