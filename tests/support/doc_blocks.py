@@ -1,6 +1,7 @@
 """The code blocks of documents, and the commands in them.
 
 DocBlock, find_blocks    the blocks of a document
+find_files       the files that it shows
 list_commands            the commands of shell text: each as its words, without variables, redirections and comments
 split_session            a `console` block as its commands and what each prints
 follow_page              run the commands of a page, which must print what it shows
@@ -19,6 +20,7 @@ from hpcrl.system.network import current_node
 TUTORIAL = Path(__file__).resolve().parents[2] / "docs" / "tutorial"
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
+FILE_NAME = re.compile(r"# (?:[\w.~-]+/)*([\w-]+\.(?:toml|py))\n")
 PATH_WORD = re.compile(r"(?<![\w/.])/[\w./-]+")
 NUMBER = re.compile(r"[-+]?\d[\d,.:]*")
 DRAWING = re.compile(r"[\u2500-\u259f]+")
@@ -38,6 +40,12 @@ def find_blocks(path: Path, *languages: str) -> list[DocBlock]:
     text = path.read_text()
     blocks = [DocBlock(path, text.count("\n", 0, at.start()) + 1, at[1], at[2]) for at in BLOCK.finditer(text)]
     return [block for block in blocks if not languages or block.language in languages]
+
+
+def find_files(path: Path) -> dict[str, str]:
+    """Return the files of a document by name, which the first line of a block has, perhaps with folders."""
+    named = [(FILE_NAME.match(block.text), block.text) for block in find_blocks(path, "toml", "python")]
+    return {name[1]: text for name, text in named if name}
 
 
 def list_commands(text: str) -> Iterator[list[str]]:

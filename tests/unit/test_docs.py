@@ -25,6 +25,7 @@ from tests.support.doc_blocks import (
     TUTORIAL,
     DocBlock,
     find_blocks,
+    find_files,
     find_missing,
     follow_page,
     list_commands,
@@ -398,18 +399,14 @@ def is_known(kind: ConfigKind, name: str) -> bool:
     return (ROOT / name).is_file() if name.endswith(".toml") else find_toml(kind, name).is_file()
 
 
-FILE_NAME = re.compile(r"# ((?:[\w.~-]+/)*([\w-]+\.(?:toml|py)))\n")
-WITH_FILES = [
-    path for path in DOCUMENTS if any(FILE_NAME.match(block.text) for block in find_blocks(path, "toml", "python"))
-]
+WITH_FILES = [path for path in DOCUMENTS if find_files(path)]
 
 
 @pytest.mark.parametrize("path", WITH_FILES, ids=label)
 def test_the_files_of_a_page_are_a_campaign_that_may_be_submitted(path, tmp_path, monkeypatch):
     """The first line of a block names its file; code that a recipe names is imported and checked as by `submit`."""
-    for block in find_blocks(path, "toml", "python"):
-        if name := FILE_NAME.match(block.text):
-            (tmp_path / name[2]).write_text(block.text)
+    for name, text in find_files(path).items():
+        (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("HPCRL_HOME", str(tmp_path / "home"))
