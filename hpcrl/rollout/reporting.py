@@ -147,7 +147,7 @@ class EpisodeReporter:
         fault = trajectory.extra.get("fault")
         if fault:  # an earlier attempt may have failed where the last one did not
             what: FaultSubject = "policy-fault" if trajectory.status == "policy-fault" else "env-fault"
-            self._emit(FaultReported(what=what, detail=fault, id=trajectory.id))
+            self._emit(FaultReported(what=what, detail=fault, id=trajectory.id, domain=trajectory.domain))
         failed = trajectory.status == "env-fault"
         pause_s = self._task_queue.record_end(trajectory.domain, group=trajectory.group, fault=failed, now=now)
         if pause_s is not None:

@@ -109,6 +109,13 @@ def test_the_length_of_every_episode_is_counted_also_of_one_that_was_cancelled()
     }
 
 
+def test_a_fault_of_an_environment_names_its_domain():
+    emitted = []
+    make_reporter(emitted).end_episode(play(status="env-fault", extra={"fault": "reset: gone"}), now=0.0)
+    (fault,) = emitted
+    assert (fault.what, fault.detail, fault.domain) == ("env-fault", "reset: gone", FACTS.domain)
+
+
 def test_the_report_of_a_pause_names_the_domain():
     emitted = []
     reporter = make_reporter(emitted)
