@@ -512,7 +512,7 @@ def _find_failing_workers(facts: HealthFacts) -> Iterator[Advisory]:
         cause = facts.progress.worker_failure_reasons.get(role) or "see their logs"
         remedy = f"read the log of role {role}, and the failures by node: one bad node is excluded"
         if any(os.strerror(error) in cause for error in (errno.ENOSPC, errno.EDQUOT)):
-            remedy = "make room where the campaign lies (`hpcrl gc` names what can go), or raise the quota"
+            remedy = "make room in the campaign's file system (`hpcrl gc` names what can go), or raise the quota"
         yield Advisory(
             name="workers-die",
             severity="critical" if num >= MANY_WORKER_FAILURES else "warning",

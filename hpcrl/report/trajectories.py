@@ -54,7 +54,7 @@ MAX_SAMPLES = 150
 MAX_HISTOGRAM_VALUES = 20_000
 MAX_PROBLEMS = 20
 _TURN_BYTES, _TOKEN_BYTES = 200, 60
-"""What a page has for a turn besides its text, and for a token with its log-probability."""
+"""The bytes of a page for a turn besides its text, and for a token with its log-probability."""
 _NUM_BY_REASON = {"best": 3, "worst": 3, "longest": 2, "newest": 3, "failed": 4, "random": 5}
 _NUM_GROUPS = {"widest spread": 3, "random": 3, "all alike": 1}
 
