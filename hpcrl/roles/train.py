@@ -381,9 +381,7 @@ class TrainingLoop:
         started = time.monotonic()
         if self.shift is not None and not self.shift.is_held:
             if not self.shift.start(should_end=lambda: self.context.draining):
-                raise StepAbandonedError(
-                    f"step {self.step + 1} was not started: the job ends and engines have the GPUs"
-                )
+                raise StepAbandonedError(f"step {self.step + 1} was not started: the job ends, engines have the GPUs")
             self.trainer.wake()
         return time.monotonic() - started
 

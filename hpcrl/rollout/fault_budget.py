@@ -1,7 +1,7 @@
 """Fault budget: a domain with too many faults of its environment is paused and tried again later. Pure.
 
 Each group counts once, by the share of its episodes that failed: a task whose environment can never be made fails over
-and over, and proves nothing about the others. Only the last MAX_KEPT_GROUPS count, so that a bad minute weighs the same in
+and over, and proves nothing about others. Only the last MAX_KEPT_GROUPS count, so that a bad minute weighs the same in
 an old domain as in a new one. After a pause a single group may start, and its first episode to end decides: without a
 fault the domain is open again, with one the next pause is twice as long. If that group is cancelled, another may start.
 The caller supplies the time.

@@ -86,7 +86,7 @@ class DrawProgress(msgspec.Struct, kw_only=True):
 class TaskStream:
     """The tasks of an env worker: those returned, then new ones, whose numbers are its index modulo the workers.
 
-    Those whose episodes were lost take turns with new ones, so that a few that cannot be played do not hold up the rest.
+    Those whose episodes were lost take turns with new ones, so that some that cannot be played do not hold up others.
     """
 
     def __init__(
