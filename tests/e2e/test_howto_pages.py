@@ -15,7 +15,7 @@ HOWTO = TUTORIAL.parent / "howto"
 
 
 @pytest.mark.parametrize("page", ["own-environment", "own-reward", "own-agent"])
-def test_the_commands_of_a_page_do_what_it_says(page: str, campaigns: Path, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_work_with_its_files(page: str, campaigns: Path, tmp_path: Path) -> None:
     campaigns.mkdir(parents=True, exist_ok=True)  # a trial makes none
     path = HOWTO / f"{page}.md"
     for name, text in find_files(path).items():
