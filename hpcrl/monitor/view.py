@@ -34,6 +34,7 @@ from hpcrl.errors import SlurmError
 from hpcrl.monitor.advisories import describe_advisory
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.job_state import (
+    FINAL_STATES,
     CampaignState,
     JobRecord,
     judge_jobs,
@@ -135,7 +136,6 @@ def _query_statuses(
     return statuses
 
 
-FINAL_STATES = frozenset({"done", "failed", "stopped"})
 MAX_STEPS_PER_LINE = 25
 LINES_PER_CAMPAIGN = 20
 LINES_PER_START = 8
@@ -305,7 +305,7 @@ def _print_still_running(snapshot: CampaignSnapshot, console: Console) -> None:
 
 
 def _format_summary_line(snapshot: CampaignSnapshot) -> str:
-    parts = [f"{snapshot.state:<8} step {format_step_count(snapshot)}"]
+    parts = [f"{snapshot.state_word:<8} step {format_step_count(snapshot)}"]
     if reward := measure_change(snapshot.reward_mean):
         parts.append(f"reward {reward.last:.3f}")
     episodes, loss = snapshot.episodes, measure_change(snapshot.detail.losses)
