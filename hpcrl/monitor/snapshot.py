@@ -348,7 +348,7 @@ def build_snapshot(inputs: SnapshotInputs) -> CampaignSnapshot:
     workers = list(inputs.job_progress(inputs.newest_job).workers.values())
     live_workers = [worker for worker in workers if inputs.is_alive(worker)]
     return CampaignSnapshot(
-        name=inputs.campaign.name if inputs.campaign else inputs.directory,
+        name=inputs.directory,
         state=inputs.state,
         is_partial=inputs.is_partial,
         recipe=inputs.recipe.name if inputs.recipe else None,

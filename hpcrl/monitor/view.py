@@ -104,7 +104,7 @@ def _read_campaign_line(
     is_partial = end is not None and end.is_partial
     reason = verdicts[-1].reason if verdicts and (state != "done" or is_partial) else ""
     return CampaignLine(
-        name=summary.name,
+        name=campaign_dir.name,
         site=summary.site,
         state=state,
         created=summary.created,

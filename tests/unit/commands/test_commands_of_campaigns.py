@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -180,6 +183,39 @@ def test_episodes_are_counted_by_their_status_everywhere(
     compared = printed(capsys, "compare", "one", str(make_campaign("two").root))
     assert re.search(r"episodes done +1,938 ", compared)
     assert re.search(r"episodes truncated +750 ", compared)
+
+
+def test_a_copied_campaign_is_shown_by_the_name_that_commands_accept(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = make_campaign("one")
+    shutil.copytree(campaign.root, campaign.root.with_name("copy"))
+    lines = printed(capsys, "ls").splitlines()[1:]
+    assert sorted(line.split()[0] for line in lines) == ["copy", "one"]
+    assert sorted(line["name"] for line in json.loads(printed(capsys, "ls", "--json"))) == ["copy", "one"]
+    assert printed(capsys, "monitor", "copy", "--once").startswith("copy  ")
+    assert json.loads(printed(capsys, "monitor", "copy", "--json"))["name"] == "copy"
+
+
+def test_a_campaign_that_is_not_there_is_refused_with_the_nearest_and_a_folder_as_what_it_is(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = make_campaign("evil-1")
+    assert "no campaign 'evil': did you mean 'evil-1'? there are evil-1" in refused(capsys, "monitor", "evil")
+    broken = campaign.root.with_name("broken")
+    broken.mkdir()
+    assert f"{broken} has no campaign.json: there are evil-1" in refused(capsys, "monitor", "broken")
+
+
+@pytest.mark.parametrize("words", [["report", "one", "--json"], ["monitor", "one", "--json"], ["traj", "ls", "one"]])
+def test_output_to_a_full_disk_is_refused_in_one_line(make_campaign: CampaignMaker, words: list[str]) -> None:
+    make_campaign("one")
+    with open("/dev/full", "w") as full:  # noqa: PTH123 - a device
+        command = [sys.executable, "-m", "hpcrl.cli", *words]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("hpcrl: No space left on device: free space, or raise the quota")
+    assert len(ended.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
