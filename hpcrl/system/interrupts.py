@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 
-def replace_process(words: Sequence[str]) -> None:
+def replace_process(words: Sequence[str]) -> NoReturn:
     """Become another program, with SIGINT held back: an interpreter that still imports would print a traceback."""
     sys.stdout.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
