@@ -320,7 +320,7 @@ class SnapshotInputs:
 
     @property
     def is_partial(self) -> bool:
-        """Whether every step was made, but a domain trained nothing."""
+        """True if every step was made, but a domain trained nothing."""
         end = self.verdicts[-1].record.outcome if self.verdicts else None
         is_untrained = (end is not None and end.is_partial) or bool(select_untrained(self.advisories))
         return self.state == "done" and is_untrained

@@ -7,7 +7,7 @@ show_snapshot       print one frame
 describe_changes    the plain lines between two snapshots: pure
 print_campaigns, survey_campaigns, CampaignLine    all campaigns, from their jobs' files and one query per Slurm
 render_campaigns    their list
-FINAL_STATES, MAX_STEPS_PER_LINE, LINES_PER_CAMPAIGN, LINES_PER_START    its end, and how much is printed
+MAX_STEPS_PER_LINE, LINES_PER_CAMPAIGN, LINES_PER_START    how much is printed
 MIN_TABLE_WIDTH, MAX_REASON_CHARS    how reasons are listed
 FRAME_INTERVAL_S, MAX_LOOK_SHARE, MAX_LOOK_PAUSE_S, CLOCK_INTERVAL_S    how often
 """
