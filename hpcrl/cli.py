@@ -12,11 +12,14 @@ from hpcrl.commands.completion import COMPLETE_COMMAND
 from hpcrl.commands.examples import add_examples
 from hpcrl.errors import HpcrlError
 from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
-from hpcrl.system.file_watch import is_full, is_outage
+from hpcrl.system.file_watch import describe_outage, is_outage
+from hpcrl.system.output_encoding import follow_locale
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; an error that the user can fix gives one message and exit code 2, never a traceback."""
+    if argv is None:
+        follow_locale()
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == [COMPLETE_COMMAND]:
         return _complete_words(words[1:])
@@ -32,24 +35,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if not is_outage(error):
             raise
-        where = f" ({error.filename})" if error.filename else ""
-        print(f"hpcrl: {error.strerror}{where}: {_advise_on_outage(error)}", file=sys.stderr)  # noqa: T201
+        print(f"hpcrl: {describe_outage(error)}", file=sys.stderr)  # noqa: T201
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
 
-def _advise_on_outage(error: OSError) -> str:
-    """Return what to do about a file system that is full, read-only or away."""
-    if is_full(error):
-        return (
-            "free space, or raise the quota (`hpcrl gc` lists what campaigns no longer need), then repeat the command"
-        )
-    return "the file system takes no changes now, or is away: repeat the command when it works again"
-
-
 class CommandParser(argparse.ArgumentParser):
-    """A parser that names the nearest choice for an unknown one; parsers of commands are of its kind."""
+    """A parser that names the nearest choice or option for an unknown one; parsers of commands are of its kind."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the words of a command; what it does not know is refused with the usage of that command."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            command = _find_command(self, sys.argv[1:] if args is None else args)
+            command.error(f"unrecognized arguments: {' '.join(unknown)}{_suggest_option(command, unknown)}")
+        return found
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -58,6 +59,22 @@ class CommandParser(argparse.ArgumentParser):
             choices = list(map(str, action.choices))
             hint = suggest_name(str(value), choices)
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}: {hint}there are {', '.join(choices)}")
+
+
+def _find_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of the command that the first words name."""
+    for action in parser._actions:
+        if words and isinstance(action, argparse._SubParsersAction) and words[0] in action.choices:
+            return _find_command(action.choices[words[0]], words[1:])
+    return parser
+
+
+def _suggest_option(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    from hpcrl.config.toml import suggest_name
+
+    names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    hints = [suggest_name(name, [*parser._option_string_actions]) for name in names]
+    return "".join(f": {hint.rstrip()}" for hint in hints if hint)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -22,10 +22,11 @@ from pathlib import Path
 from hpcrl.campaign_dir.campaign_format import describe_newer_format
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.site import Site
+from hpcrl.config.toml import suggest_name
 from hpcrl.errors import CampaignError, HpcrlError, SlurmError
 from hpcrl.slurm.submit import expand_path
 from hpcrl.system.file_systems import may_hold_files
-from hpcrl.system.files import is_file, make_private_dir, read_json, remove_path, sync_directory
+from hpcrl.system.files import is_directory, is_file, make_private_dir, read_json, remove_path, sync_directory
 from hpcrl.system.terminal import print_note
 
 FORBIDDEN_IN_PATHS = "\n\r"
@@ -57,8 +58,11 @@ def _locate_campaign(name: str) -> CampaignDir:
     for path in candidates:
         if is_file(CampaignDir(path).manifest):
             return CampaignDir(path.resolve())
-    known = ", ".join(campaign.name for campaign in list_campaigns()[:8])
-    raise CampaignError(f"no campaign {name!r}: {'there are ' + known if known else 'there are none yet'} (`hpcrl ls`)")
+    folder = next((path for path in candidates if is_directory(path)), None)
+    what = f"{folder} has no {CampaignDir(folder).manifest.name}" if folder else f"no campaign {name!r}"
+    known = [campaign.name for campaign in list_campaigns()]
+    there = f"{suggest_name(name, known)}there are {', '.join(known[:8])}" if known else "there are none yet"
+    raise CampaignError(f"{what}: {there} (`hpcrl ls`)")
 
 
 def list_campaigns() -> list[CampaignDir]:

@@ -3,6 +3,7 @@
 read_submission      the recorded submission of a job
 find_job_states      the states of all jobs without a recorded end
 find_job_state       the state of one job
+describe_next_start  where a campaign continues, for users
 stop_gracefully, stop_now    end a campaign, with a checkpoint or without
 STOP_TIMEOUT_S, STOP_POLL_INTERVAL_S    the time that a job gets to end, and between two looks at it
 """
@@ -13,10 +14,19 @@ import time
 from collections.abc import Iterable
 
 from hpcrl.campaign import directory
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
-from hpcrl.monitor.job_state import FINAL_JOB_STATES, judge_jobs, read_heartbeats, read_jobs, select_slurm_ids
+from hpcrl.monitor.job_state import (
+    FINAL_JOB_STATES,
+    describe_resume,
+    judge_jobs,
+    read_heartbeats,
+    read_jobs,
+    select_slurm_ids,
+)
 from hpcrl.plan.records import read_record, read_site
 from hpcrl.slurm import next_job
 from hpcrl.slurm import submit as slurm
@@ -55,6 +65,14 @@ def _ask_job_states(jobs: Iterable[JobDir], site: Site) -> dict[JobDir, str]:
     ids = [record.id for record in records.values() if record.scheduler != "local"]
     statuses = _query_states(ids, site) if ids else {}
     return {job: _describe_state(record, statuses.get(record.id)) for job, record in records.items()}
+
+
+def describe_next_start(campaign: CampaignDir, subject: str, *, job: JobDir | None = None) -> str:
+    """Describe where `subject`, a command or a new job, continues a campaign after the jobs that it had before."""
+    events = EventReader.for_role(campaign.events, "train").poll()
+    steps = [event for event in events if isinstance(event, StepFinished) and (job is None or event.job < job.number)]
+    last_step = max(steps, key=lambda event: (event.job, event.time, event.step)).step if steps else 0
+    return describe_resume(subject, saved_step=next_job.find_last_step(campaign), last_step=last_step)
 
 
 def _describe_state(record: slurm.SubmittedJob, status: JobStatus | None) -> str:
@@ -124,7 +142,6 @@ def _request_stop(campaign: CampaignDir) -> tuple[JobDir, Site]:
 def _end_job(job: JobDir, site: Site) -> str:
     """End a job without a checkpoint: interrupt it, and cancel it by its recorded id if it does not end."""
     campaign = job.campaign
-    resumable = f"`hpcrl resume {campaign.name}` continues from the last checkpoint"
     if find_job_state(job, site) == "running":
         # It may have ended just now; a Slurm that is away refuses the cancellation too.
         with contextlib.suppress(SlurmError):
@@ -133,7 +150,9 @@ def _end_job(job: JobDir, site: Site) -> str:
         while not job.outcome.exists() and time.monotonic() < deadline:
             time.sleep(STOP_POLL_INTERVAL_S)
         if job.outcome.exists():
+            resumable = describe_next_start(campaign, f"`hpcrl resume {campaign.name}`")
             return f"campaign {campaign.name}: job {read_submission(job).id} has ended; {resumable}"
     slurm.cancel_job(read_submission(job), site=site)
+    resumable = describe_next_start(campaign, f"`hpcrl resume {campaign.name}`")
     publish_json(job.outcome, {"outcome": "stopped", "reason": "cancelled (hpcrl stop --now)", "time": time.time()})
     return f"campaign {campaign.name}: job {read_submission(job).id} is cancelled; {resumable}"

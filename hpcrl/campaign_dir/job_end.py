@@ -58,7 +58,7 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[str] = []
     """Nodes on which more than one thing failed: the next job avoids them."""
     untrained: list[str] = []
-    """The domains that trained nothing, of a campaign that made every step."""
+    """The reasons why domains trained nothing, of a campaign that made every step."""
     time: float = 0.0
     run_s: float | None = None
     """The time for which the job ran, by a clock that does not jump."""

@@ -6,7 +6,7 @@ run_stop, run_resume, run_extend    the commands
 import argparse
 
 from hpcrl.campaign import continuation, directory
-from hpcrl.campaign.running_jobs import read_submission, stop_gracefully, stop_now
+from hpcrl.campaign.running_jobs import describe_next_start, read_submission, stop_gracefully, stop_now
 from hpcrl.commands.monitoring import watch_campaign
 from hpcrl.errors import HpcrlError
 from hpcrl.system.terminal import print_line, print_note
@@ -23,7 +23,8 @@ def run_resume(arguments: argparse.Namespace) -> int:
         arguments.campaign, settings=tuple(arguments.settings), accept=arguments.accept, show_note=print_note
     )
     job = directory.list_jobs(campaign_dir)[-1]
-    print_line(f"campaign {campaign_dir.name}: job {read_submission(job).id} continues from the last checkpoint")
+    start = describe_next_start(campaign_dir, f"job {read_submission(job).id}", job=job)
+    print_line(f"campaign {campaign_dir.name}: {start}")
     return watch_campaign(campaign_dir.name) if arguments.watch else 0
 
 

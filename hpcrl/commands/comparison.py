@@ -98,7 +98,7 @@ def _take_snapshot(campaign: CampaignDir) -> CampaignSnapshot:
 
 
 def _list_figures(snapshot: CampaignSnapshot) -> Iterator[tuple[str, float | str | None]]:
-    yield "state", snapshot.state
+    yield "state", snapshot.state_word
     yield "jobs", len(snapshot.jobs)
     yield "steps", snapshot.step
     yield from _list_changes("reward", snapshot.reward_mean)

@@ -16,6 +16,7 @@ from hpcrl.config.site import load_site
 from hpcrl.config.toml import list_known_names
 from hpcrl.errors import HpcrlError
 from hpcrl.plan.records import read_site
+from hpcrl.system.interrupts import replace_process
 from hpcrl.system.terminal import show_wait
 
 
@@ -23,9 +24,8 @@ def run_traj(arguments: argparse.Namespace) -> int:
     """Replace this process by an interpreter that can read segments."""
     campaign = directory.find_campaign(arguments.campaign)
     python = find_python_with("h5py", campaign)
-    sys.stdout.flush()
     try:
-        os.execv(python, [python, "-m", "hpcrl.traj", str(campaign.root), *arguments.words[1:]])
+        replace_process([python, "-m", "hpcrl.traj", str(campaign.root), *arguments.words[1:]])
     except OSError as error:
         hint = "pip install 'hpcrl[local]' here"
         raise HpcrlError(
@@ -40,8 +40,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         options.append(f"--output={arguments.output}")
     python = _find_report_python(campaigns[0])
-    sys.stdout.flush()
-    os.execv(python, [python, "-m", "hpcrl.report", *options, "--", *(str(campaign.root) for campaign in campaigns)])
+    replace_process([python, "-m", "hpcrl.report", *options, "--", *(str(campaign.root) for campaign in campaigns)])
 
 
 def run_export(arguments: argparse.Namespace) -> int:

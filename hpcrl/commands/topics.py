@@ -32,7 +32,7 @@ planned   no job yet                   done     every step was trained
 queued    waits in Slurm's queue       stopped  stopped by a user, or its time was up: `hpcrl resume` continues it
 running   its driver works             failed   it ended by itself, with an error
 draining  completes what is started    unknown  cannot be determined now; unknown is not failed
-partial   every step was made, but a domain trained nothing; JSON has `done`, and the reason"""
+partial   every step was made, but a domain trained nothing; JSON has `done` and `is_partial`"""
 
 _FILES = """\
 ~/.hpcrl/campaigns/NAME     a campaign: its recipe, jobs, events, trajectories, weights, checkpoints; `HPCRL_HOME` moves
@@ -59,7 +59,7 @@ It does not start         `hpcrl monitor NAME --once` has the state and Slurm's 
 A domain trains nothing   `hpcrl try RECIPE --domain NAME` plays three episodes of it here, and shows them
 Faults                    `hpcrl events NAME --kind fault`, in full length; `hpcrl logs NAME env`
 A worker fails            `hpcrl logs NAME ROLE -n 200`
-It was killed             `hpcrl resume NAME` continues from the last checkpoint
+It was killed             `hpcrl resume NAME` continues from the last checkpoint, if there is one
 The reward does not rise  `hpcrl traj show NAME --worst` and `--best`; `hpcrl traj stats NAME`
 Damaged files             `hpcrl traj verify NAME`
 The disk is full          `hpcrl gc` lists what campaigns no longer need; `hpcrl rm NAME` removes one that has ended"""

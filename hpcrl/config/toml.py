@@ -187,8 +187,11 @@ def apply_settings(
 
 def to_struct(layered: LayeredTable, kind: type[T]) -> T:
     """Convert the table, or raise a ConfigError that names the wrong key, the value seen and what is expected."""
-    for trail, known in _find_unknown(layered.table, kind):
-        raise ConfigError(_explain_unknown_key(layered.find_source(trail), trail, known, kind))
+    if unknown := [
+        _explain_unknown_key(layered.find_source(trail), trail, known, kind)
+        for trail, known in _find_unknown(layered.table, kind)
+    ]:
+        raise ConfigError("; ".join(unknown))
     if missing := list(_find_missing(layered.table, kind)):
         if len(missing) == 1:
             raise ConfigError(f"{layered.file}: {'.'.join(missing[0][0])}: missing; it has no default, so add it")

@@ -58,6 +58,8 @@ NUM_SURE_ERRORS = 3.0
 SOLVED_SHARE = 0.85
 """Tasks are solved when the reward is this far between the least and the greatest of any step."""
 MAX_FLAT_SHARE = 0.5
+MIN_FLAT_AT_START = 16
+"""The groups from which on it counts that all since the start were flat."""
 MAX_ENV_FAULT_SHARE = 0.05
 MAX_TRUNCATED_SHARE = 0.25
 MAX_STALE_SHARE = 0.2
@@ -158,6 +160,8 @@ def _find_failing_domains(facts: HealthFacts) -> Iterator[Advisory]:
         if run.num_failed_in_row >= _limit_in_row(run):
             which = "all" if not run.num_good else "the last"
             what = "rewards" if is_scored else "episodes"
+            worst = _find_worst(domain.recent_outcomes)
+            has_episodes = is_scored or not is_infrastructure(worst)
             yield Advisory(
                 name=UNTRAINED_DOMAIN,
                 severity="critical",
@@ -167,8 +171,9 @@ def _find_failing_domains(facts: HealthFacts) -> Iterator[Advisory]:
                 threshold=_limit_in_row(run),
                 unit="failures in a row",
                 cause="its reward function fails" if is_scored else _name_worst(domain.recent_outcomes),
-                remedy="read its newest fault, and one of its episodes: "
-                f"`hpcrl traj ls {facts.campaign} --domain {name}`",
+                remedy=f"read one of its episodes: `hpcrl traj ls {facts.campaign} --domain {name}`"
+                if has_episodes
+                else f"read its newest faults: {_name_faults(facts)}",
             )
         elif domain.num_ended >= MIN_ENDED and share > MAX_FAILED_SHARE:
             yield Advisory(
@@ -180,7 +185,8 @@ def _find_failing_domains(facts: HealthFacts) -> Iterator[Advisory]:
                 threshold=MAX_FAILED_SHARE,
                 unit="share of episodes",
                 cause=_name_worst(outcomes),
-                remedy="its program, its judge or its reward may be broken: read its newest faults",
+                remedy="its program, its judge or its reward may be broken: read its newest faults: "
+                f"{_name_faults(facts)}",
             )
 
 
@@ -202,7 +208,7 @@ def _find_env_faults(facts: HealthFacts) -> Iterator[Advisory]:
                 threshold=MAX_ENV_FAULT_SHARE,
                 unit="share of episodes",
                 cause="environments, reward functions or engines fail and are tried again",
-                remedy="read the faults by node: exclude a bad node, leave out a bad task",
+                remedy=f"read the faults by node ({_name_faults(facts)}): exclude a bad node, leave out a bad task",
             )
 
 
@@ -248,12 +254,21 @@ def _find_stale_episodes(facts: HealthFacts) -> Iterator[Advisory]:
         )
 
 
-def _name_worst(outcomes: Mapping[str, float]) -> str:
-    """Name the most frequent failure of a domain."""
+def _name_faults(facts: HealthFacts) -> str:
+    """Name the command that prints the faults: an episode that is lost to one has no record."""
+    return f"`hpcrl events {facts.campaign} --kind fault`"
+
+
+def _find_worst(outcomes: Mapping[str, float]) -> str:
+    """Return the most frequent failure of a domain; "" without any."""
     failed = {name: num for name, num in outcomes.items() if is_failure(name)}
-    if not failed:
+    return max(failed, key=lambda name: failed[name], default="")
+
+
+def _name_worst(outcomes: Mapping[str, float]) -> str:
+    worst = _find_worst(outcomes)
+    if not worst:
         return "its rewards or episodes fail"
-    worst = max(failed, key=lambda name: failed[name])
     return f"{worst}: {OUTCOMES[worst].text}" if worst in OUTCOMES else worst
 
 
@@ -304,10 +319,13 @@ def _has_risen_early(rewards: Sequence[float]) -> bool:
 def _find_flat_groups(facts: HealthFacts) -> Iterator[Advisory]:
     """Find groups in which no episode is better than another: they give no gradient."""
     recent = facts.recent_steps
-    num_dropped = sum(num for step, num in facts.progress.flat_dropped if recent and step >= recent[0].step)
+    first = recent[0].step if recent else 0
+    num_dropped = sum(num for step, num in facts.progress.flat_dropped if step >= first)
     num_flat = num_dropped + sum(step.num_flat_groups or 0 for step in recent)
     num_groups = num_dropped + sum(step.num_groups or 0 for step in recent)
-    if num_groups < 2 * RECENT_STEPS or num_flat / num_groups <= MAX_FLAT_SHARE:
+    are_all_flat = all(step.num_groups and step.num_flat_groups == step.num_groups for step in facts.steps)
+    least = MIN_FLAT_AT_START if are_all_flat else 2 * RECENT_STEPS
+    if num_groups < least or num_flat / num_groups <= MAX_FLAT_SHARE:
         return
     is_solved = _is_solved(facts)
     yield Advisory(

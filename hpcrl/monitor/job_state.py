@@ -6,8 +6,9 @@
     read_heartbeats, find_last_beat, await_new_beat, read_json_as        files
     derive_job_state, derive_campaign_state, derive_component_state, JobFacts    the states from known facts: pure
     CampaignState, JobState, UnfinishedState  the states, as below
-    FINAL_JOB_STATES             the states of a job that has ended
-    RESUME_HINT, ALIVE_WITHIN_S  the hint for users, and the age of a heartbeat
+    FINAL_STATES, FINAL_JOB_STATES  the states of a campaign, and of a job, that has ended
+    describe_resume              where the next job starts, for users
+    ALIVE_WITHIN_S               the age of a heartbeat
 
     "planned"   no job yet                    "done"      every step was trained
     "queued"    waits in Slurm's queue        "stopped"   stopped by a user, or its time was up; resume continues it
@@ -30,6 +31,7 @@ from hpcrl.campaign_dir.events import JobOutcome
 from hpcrl.campaign_dir.job_end import JobEnd
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.monitor.progress import JobProgress
+from hpcrl.slurm.next_job import find_last_step
 from hpcrl.slurm.status import ACTIVE, ENDED, WAITING, JobStatus
 from hpcrl.slurm.submit import SubmittedJob
 from hpcrl.system.processes import is_alive, return_false
@@ -39,8 +41,8 @@ UnfinishedState = Literal["running", "draining", "queued", "unknown"]
 """The states of a job that may still end otherwise; a campaign has the first that one of its jobs has."""
 JobState = UnfinishedState | JobOutcome
 
+FINAL_STATES: frozenset[str] = frozenset({"done", "failed", "stopped"})
 FINAL_JOB_STATES: frozenset[str] = frozenset(get_args(JobOutcome))
-RESUME_HINT = "`hpcrl resume` continues from the last checkpoint"
 _UNFINISHED_STATES: tuple[UnfinishedState, ...] = get_args(UnfinishedState)
 _STATE_BY_OUTCOME: dict[str, JobState] = {outcome: outcome for outcome in get_args(JobOutcome)}
 
@@ -61,6 +63,23 @@ class JobFacts:
     """A process of the job has sent a heartbeat recently."""
     end_requested: bool = False
     """The campaign was asked to stop, or the job to drain, or the job reported that it drains."""
+    saved_step: int = 0
+    """The step of the campaign's newest checkpoint; 0 without one."""
+    last_step: int = 0
+    """The newest step that was made, as far as it is known."""
+
+    @property
+    def resume_hint(self) -> str:
+        return describe_resume("`hpcrl resume`", saved_step=self.saved_step, last_step=self.last_step)
+
+
+def describe_resume(subject: str, *, saved_step: int, last_step: int = 0) -> str:
+    """Describe where a command or a job continues a campaign, and how many steps it makes again if that is known."""
+    if not saved_step:
+        return f"no checkpoint was made: {subject} starts at step 0"
+    num_again = max(last_step - saved_step, 0)
+    steps = "1 step is" if num_again == 1 else f"{num_again:,} steps are"
+    return f"{subject} continues from step {saved_step:,}" + (f" ({steps} made again)" if num_again else "")
 
 
 def derive_job_state(facts: JobFacts) -> tuple[JobState, str]:
@@ -96,7 +115,7 @@ def derive_component_state(slurm: str) -> JobState:
 
 def _derive_local_state(facts: JobFacts) -> tuple[JobState, str]:
     if facts.guardian_alive is False:
-        return "failed", f"it ended without an outcome, as after `kill -9`; {RESUME_HINT}"
+        return "failed", f"it ended without an outcome, as after `kill -9`; {facts.resume_hint}"
     if facts.guardian_alive or facts.has_heartbeat:
         return _running_or_draining(facts)
     return "unknown", "it runs on another machine and has sent no heartbeat recently"
@@ -130,7 +149,7 @@ def _explain_slurm_end(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
     }
     why = words.get(slurm, f"Slurm ended it: {slurm.replace('_', ' ')}")
     detail = f" ({facts.slurm_reason})" if facts.slurm_reason else ""
-    return "failed", f"{why}{detail}; {RESUME_HINT}"
+    return "failed", f"{why}{detail}; {facts.resume_hint}"
 
 
 ALIVE_WITHIN_S = 30.0
@@ -212,6 +231,10 @@ def judge_jobs(
     """Return the state of a campaign and of each of its jobs."""
     stop_requested = campaign_dir.stop.exists()
     live_jobs = {name.partition("-")[0] for name, time in heartbeats.items() if now - time < ALIVE_WITHIN_S}
+    saved_step = find_last_step(campaign_dir)
+    last_step = next(
+        (events[number].last_step for number in sorted(events, reverse=True) if events[number].last_step), 0
+    )
     verdicts = []
     for job in jobs:
         status = statuses.get(job.submitted.id)
@@ -223,13 +246,16 @@ def judge_jobs(
             has_heartbeat=make_worker_name(job.number) in live_jobs,
             stop_requested=stop_requested,
         )
+        facts = replace(facts, saved_step=saved_step, last_step=last_step)
         state, reason = derive_job_state(facts)
         verdicts.append(JobVerdict(record=job, state=state, reason=reason, slurm=status))
     state_of_campaign = derive_campaign_state([verdict.state for verdict in verdicts], stop_requested=stop_requested)
     if state_of_campaign == "stopped" and verdicts:
         end = verdicts[-1].record.outcome
         is_used_up = end is not None and end.likely_cause == "budget-used"
-        hint = f"`hpcrl resume {campaign_dir.name} -s limits.KEY=VALUE` raises it" if is_used_up else RESUME_HINT
+        hint = describe_resume("`hpcrl resume`", saved_step=saved_step, last_step=last_step)
+        if is_used_up:
+            hint = f"`hpcrl resume {campaign_dir.name} -s limits.KEY=VALUE` raises it"
         reason = "; ".join(part for part in (verdicts[-1].reason, hint) if part)
         verdicts[-1] = replace(verdicts[-1], reason=reason)
     return state_of_campaign, verdicts

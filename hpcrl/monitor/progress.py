@@ -145,6 +145,8 @@ class JobProgress:
     end_event: JobEnded | None = None
     first_event_time: float = 0.0
     last_event_time: float = 0.0
+    last_step: int = 0
+    """The newest step that it made."""
     workers: dict[str, WorkerProgress] = field(default_factory=dict)
 
 
@@ -337,6 +339,7 @@ class CampaignProgress:
             case StepFinished():
                 self._drop_steps_from(event.step)
                 self.steps[event.step] = event
+                job.last_step = event.step
                 self.version = max(self.version, event.version)
             case CheckpointSaved():
                 self.checkpoint_times.append(event.time)

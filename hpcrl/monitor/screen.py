@@ -20,7 +20,7 @@ from rich.text import Text
 
 from hpcrl.hardware.loop_model import BUSY_LOOP_SHARE
 from hpcrl.monitor.advisories import Advisory
-from hpcrl.monitor.job_state import CampaignState
+from hpcrl.monitor.job_state import FINAL_STATES, CampaignState
 from hpcrl.monitor.progress import MAX_RECENT_REWARDS
 from hpcrl.monitor.screen_parts import FittedScreen, FittedTable, LongLines, WidthChoice
 from hpcrl.monitor.snapshot import CampaignSnapshot, ComponentView, JobView, RoleView, find_bottleneck, measure_change
@@ -216,7 +216,7 @@ def _format_alive(snapshot: CampaignSnapshot, role: str) -> str:
             return f"in {view.done_by}"
         if snapshot.state in {"running", "draining"}:
             return "idle"
-    has_ended = snapshot.state in {"done", "failed", "stopped"} and not view.alive
+    has_ended = snapshot.state in FINAL_STATES and not view.alive
     return f"{view.workers}" if has_ended else f"{view.alive}/{view.workers}"
 
 

@@ -8,6 +8,7 @@ measure_change, SeriesChange        how a figure changed from the first steps to
 build_snapshot, SnapshotInputs      the snapshot from what was read
 find_bottleneck                     the role that the others wait for
 BOTTLENECK_SHARE, MIN_WAITING_ROLLOUTS    the limits of that
+MAX_END_STEPS                       the steps by whose mean a figure starts and ends
 CampaignSummary, RecipeSummary, TrainSummary, PlanSummary, ComponentSummary, RoleSummary    fields of files
 """
 
@@ -23,7 +24,7 @@ import msgspec
 from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.config.recipe import ROLES
 from hpcrl.monitor.advisories import RECENT_STEPS, Advisory, select_untrained
-from hpcrl.monitor.job_state import ALIVE_WITHIN_S, CampaignState, JobVerdict, derive_component_state
+from hpcrl.monitor.job_state import ALIVE_WITHIN_S, FINAL_STATES, CampaignState, JobVerdict, derive_component_state
 from hpcrl.monitor.notes import MonitorNote
 from hpcrl.monitor.progress import CampaignProgress, DomainProgress, JobProgress, WorkerProgress
 from hpcrl.slurm.commands import expand_nodes
@@ -34,6 +35,8 @@ BOTTLENECK_SHARE = 0.8
 """The share of time from which on a role is the one that others wait for."""
 MIN_WAITING_ROLLOUTS = 64
 """The fewest trajectories that wait for rewards where these are the bottleneck."""
+MAX_END_STEPS = 5
+"""The first steps, and the last, whose means show how a figure changed; with few steps, half of them each."""
 
 
 class ComponentView(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,9 +132,9 @@ class SeriesChange(NamedTuple):
     """The change of a figure of steps by means: the last steps get what took longest, so one alone misleads."""
 
     first: float
-    """The mean of the first tenth of the steps."""
+    """The mean of the first steps: it stays the same once there are 10."""
     last: float
-    """The mean of the last tenth."""
+    """The mean of as many last steps."""
     num: int
     """The steps in each."""
 
@@ -141,7 +144,7 @@ def measure_change(values: Sequence[float | None]) -> SeriesChange | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return None
-    num = max(len(known) // 10, 1)
+    num = max(min(MAX_END_STEPS, len(known) // 2), 1)
     return SeriesChange(fmean(known[:num]), fmean(known[-num:]), num)
 
 
@@ -201,6 +204,8 @@ class CampaignSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     state: CampaignState
+    is_partial: bool
+    """It made every step, but a domain trained nothing."""
     recipe: str | None
     site: str | None
     created: float | str | None
@@ -233,9 +238,9 @@ class CampaignSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     detail: SnapshotDetail
 
     @property
-    def is_partial(self) -> bool:
-        """Return whether every step was made, but a domain trained nothing."""
-        return self.state == "done" and bool(select_untrained(self.advisories))
+    def state_word(self) -> str:
+        """Return the state as people are shown it."""
+        return "partial" if self.is_partial else self.state
 
     @property
     def has_rollouts(self) -> bool:
@@ -314,6 +319,13 @@ class SnapshotInputs:
         return next((verdict for verdict in reversed(self.verdicts) if verdict.state != "queued"), None)
 
     @property
+    def is_partial(self) -> bool:
+        """True if every step was made, but a domain trained nothing."""
+        end = self.verdicts[-1].record.outcome if self.verdicts else None
+        is_untrained = (end is not None and end.is_partial) or bool(select_untrained(self.advisories))
+        return self.state == "done" and is_untrained
+
+    @property
     def current_job(self) -> JobVerdict | None:
         """The job that runs or drains now, else the last."""
         working = [verdict for verdict in self.verdicts if verdict.state in {"running", "draining"}]
@@ -324,9 +336,10 @@ class SnapshotInputs:
         return self.progress.jobs.get(verdict.record.number, JobProgress()) if verdict else JobProgress()
 
     def is_alive(self, worker: WorkerProgress) -> bool:
-        """Check for a recent heartbeat, no end event, and a driver that has not ended (it ends its workers)."""
-        ended = self.newest_job is None or self.newest_job.record.outcome is not None
-        return not ended and worker.is_up and self.now - self.heartbeats.get(worker.name, 0.0) < ALIVE_WITHIN_S
+        """Check for a recent heartbeat, no end event, and a job that has not ended (its driver ends its workers)."""
+        newest = self.newest_job
+        has_ended = newest is None or newest.record.outcome is not None or self.state in FINAL_STATES
+        return not has_ended and worker.is_up and self.now - self.heartbeats.get(worker.name, 0.0) < ALIVE_WITHIN_S
 
 
 def build_snapshot(inputs: SnapshotInputs) -> CampaignSnapshot:
@@ -335,8 +348,9 @@ def build_snapshot(inputs: SnapshotInputs) -> CampaignSnapshot:
     workers = list(inputs.job_progress(inputs.newest_job).workers.values())
     live_workers = [worker for worker in workers if inputs.is_alive(worker)]
     return CampaignSnapshot(
-        name=inputs.campaign.name if inputs.campaign else inputs.directory,
+        name=inputs.directory,
         state=inputs.state,
+        is_partial=inputs.is_partial,
         recipe=inputs.recipe.name if inputs.recipe else None,
         site=inputs.campaign.site if inputs.campaign else None,
         created=inputs.campaign.created if inputs.campaign else None,

@@ -7,7 +7,7 @@ show_snapshot       print one frame
 describe_changes    the plain lines between two snapshots: pure
 print_campaigns, survey_campaigns, CampaignLine    all campaigns, from their jobs' files and one query per Slurm
 render_campaigns    their list
-FINAL_STATES, MAX_STEPS_PER_LINE, LINES_PER_CAMPAIGN, LINES_PER_START    its end, and how much is printed
+MAX_STEPS_PER_LINE, LINES_PER_CAMPAIGN, LINES_PER_START    how much is printed
 MIN_TABLE_WIDTH, MAX_REASON_CHARS    how reasons are listed
 FRAME_INTERVAL_S, MAX_LOOK_SHARE, MAX_LOOK_PAUSE_S, CLOCK_INTERVAL_S    how often
 """
@@ -34,6 +34,7 @@ from hpcrl.errors import SlurmError
 from hpcrl.monitor.advisories import describe_advisory
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.job_state import (
+    FINAL_STATES,
     CampaignState,
     JobRecord,
     judge_jobs,
@@ -103,7 +104,7 @@ def _read_campaign_line(
     is_partial = end is not None and end.is_partial
     reason = verdicts[-1].reason if verdicts and (state != "done" or is_partial) else ""
     return CampaignLine(
-        name=summary.name,
+        name=campaign_dir.name,
         site=summary.site,
         state=state,
         created=summary.created,
@@ -135,7 +136,6 @@ def _query_statuses(
     return statuses
 
 
-FINAL_STATES = frozenset({"done", "failed", "stopped"})
 MAX_STEPS_PER_LINE = 25
 LINES_PER_CAMPAIGN = 20
 LINES_PER_START = 8
@@ -305,7 +305,7 @@ def _print_still_running(snapshot: CampaignSnapshot, console: Console) -> None:
 
 
 def _format_summary_line(snapshot: CampaignSnapshot) -> str:
-    parts = [f"{snapshot.state:<8} step {format_step_count(snapshot)}"]
+    parts = [f"{snapshot.state_word:<8} step {format_step_count(snapshot)}"]
     if reward := measure_change(snapshot.reward_mean):
         parts.append(f"reward {reward.last:.3f}")
     episodes, loss = snapshot.episodes, measure_change(snapshot.detail.losses)

@@ -16,7 +16,10 @@ from hpcrl.report.builder import build_document
 from hpcrl.report.figures import ReportDocument, TrajectoryFigures
 from hpcrl.report.page import render_page, write_picture
 from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
+from hpcrl.system.file_watch import describe_outage, is_outage
 from hpcrl.system.files import find_output, publish_file
+from hpcrl.system.interrupts import release_interrupts
+from hpcrl.system.output_encoding import follow_locale
 from hpcrl.system.processes import do_nothing
 from hpcrl.system.terminal import print_json_text, print_to_stderr
 
@@ -27,16 +30,28 @@ def main(argv: Sequence[str]) -> int:
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     try:
+        release_interrupts()
         _run_command(arguments, [CampaignDir(Path(root)) for root in arguments.campaigns])
         sys.stdout.flush()
     except HpcrlError as error:
         print_to_stderr(f"hpcrl: {error}")
         return EXIT_USAGE
     except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+    except OSError as error:
+        if not is_outage(error):
+            raise
+        _drop_output()
+        print_to_stderr(f"hpcrl: {describe_outage(error)}")
+        return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return 0
+
+
+def _drop_output() -> None:
+    """Let what was not written go nowhere, or Python would try again at its end, and fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run_command(arguments: argparse.Namespace, campaigns: Sequence[CampaignDir]) -> None:
@@ -116,4 +131,5 @@ def _write_inspect_logs(campaigns: Sequence[CampaignDir], target: Path | None) -
 
 
 if __name__ == "__main__":
+    follow_locale()
     sys.exit(main(sys.argv[1:]))

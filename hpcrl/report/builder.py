@@ -54,6 +54,8 @@ from hpcrl.system.processes import do_nothing
 MAX_FAILURE_ROWS = 60
 MAX_REASON_CHARS = 2000
 _POLICY_FAULTS = frozenset({OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT, "reward"})
+_READER_NOTES = ("token ids stand for the text", "trajectories are not shown")
+"""The beginnings of what this machine lacks to show trajectories: they are not damaged."""
 
 TrajectoryReader = Callable[[CampaignDir], TrajectoryFigures]
 
@@ -105,11 +107,14 @@ def build_report(
         ended = max((job.ended for job in jobs if job.ended is not None), default=-math.inf)
         jobs.append(_build_job(view, campaign, history, plan, now=snapshot.detail.now, last_ended=ended))
     figures = _build_key_figures(snapshot, history, jobs, plan)
+    problems = list(dict.fromkeys([*problems, *snapshot.detail.problems]))
+    num_damaged = sum(not problem.startswith(_READER_NOTES) for problem in trajectories.problems)
     return CampaignReport(
         name=snapshot.name,
         state=snapshot.state,
+        is_partial=snapshot.is_partial,
         reason=snapshot.detail.reason,
-        verdict=describe_verdict(snapshot, figures),
+        verdict=describe_verdict(snapshot, figures, num_problems=len(problems), num_damaged=num_damaged),
         advisories=snapshot.advisories,
         key_figures=figures,
         provenance=_build_provenance(campaign, recipe, plan),
@@ -128,12 +133,17 @@ def build_report(
         failures=_build_failures(history),
         trajectories=trajectories,
         recipe={key: json.dumps(value) for key, value in flatten_table(recipe)},
-        problems=list(dict.fromkeys([*problems, *snapshot.detail.problems])),
+        problems=problems,
     )  # fmt: skip
 
 
-def describe_verdict(snapshot: CampaignSnapshot, figures: KeyFigures) -> str:
-    """Return one sentence: how far it is, what was learned, and how much needs attention."""
+def describe_verdict(
+    snapshot: CampaignSnapshot, figures: KeyFigures, *, num_problems: int = 0, num_damaged: int = 0
+) -> str:
+    """Return one sentence: how far it is, what was learned, and how much needs attention.
+
+    `num_problems` records or queries gave no answer, and `num_damaged` trajectories or segments are damaged.
+    """
     steps = f"{figures.step:,}" + (f" of {figures.num_steps:,}" if figures.num_steps is not None else "") + " steps"
     heads = {
         "done": f"Done {'in part ' * snapshot.is_partial}after {steps}",
@@ -158,8 +168,12 @@ def describe_verdict(snapshot: CampaignSnapshot, figures: KeyFigures) -> str:
     urgent = sum(advisory.severity != "notice" for advisory in snapshot.advisories)
     if urgent:
         parts.append(f"{urgent} finding{'s need' if urgent > 1 else ' needs'} attention")
-    elif snapshot.state != "failed":
+    elif snapshot.state != "failed" and not num_problems + num_damaged:
         parts.append("nothing needs attention")
+    if num_damaged:
+        parts.append(f"its records are damaged: `hpcrl traj verify {snapshot.name}`")
+    if num_problems:
+        parts.append(f"{num_problems} thing{'s' * (num_problems > 1)} could not be read")
     return "; ".join(parts) + "."
 
 

@@ -48,9 +48,9 @@ class KeyFigures(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int | None
     version: int
     reward_first: float | None
-    """Mean of the first tenth of the steps."""
+    """Mean of the first steps, 5 at most."""
     reward_last: float | None
-    """Mean of the last tenth."""
+    """Mean of as many last steps."""
     reward_noise: float | None
     """The difference of these two that is within the noise from step to step; None of fewer than two steps."""
     reward_best: float | None
@@ -258,6 +258,8 @@ class CampaignReport(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     state: str
+    is_partial: bool
+    """It made every step, but a domain trained nothing."""
     reason: str
     verdict: str
     advisories: list[Advisory]

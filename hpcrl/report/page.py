@@ -149,7 +149,8 @@ class _PageWriter:
     @staticmethod
     def _write_title(report: CampaignReport, tag: str) -> str:
         reason = f'<p class="soft">{esc(report.reason)}</p>' if report.reason else ""
-        state = f'<span class="pill state-{esc(report.state)}">{esc(report.state)}</span>'
+        word = "partial" if report.is_partial else report.state
+        state = f'<span class="pill state-{esc(word)}">{esc(word)}</span>'
         return f'<{tag}>{esc(report.name)} {state}</{tag}><p class="lead">{esc(report.verdict)}</p>{reason}'
 
     def _write_campaign(self, report: CampaignReport, key: str, several: bool) -> Iterator[tuple[str, str, str]]:

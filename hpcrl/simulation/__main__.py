@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hpcrl.commands.arguments import add_simulation
 from hpcrl.errors import ConfigError
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_FAILED, run_for_code
+from hpcrl.system.output_encoding import follow_locale
 
 if TYPE_CHECKING:
     from hpcrl.config.recipe import Recipe
@@ -82,4 +83,5 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    follow_locale()
     sys.exit(main(sys.argv[1:]))

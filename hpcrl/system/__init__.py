@@ -10,6 +10,8 @@ memory      the processes that the kernel ended for a lack of memory
 network     names, addresses, ports
 json_numbers  which numbers JSON can represent
 terminal    text that is safe to print
+output_encoding  what the locale can show
+interrupts  Ctrl-C while a process becomes another program
 garbage     the collector while a process starts
 byte_locks  locks that end with their processes
 gpu_shifts  the locks of GPUs that several processes use in turns

@@ -3,6 +3,7 @@
 retry_passing   call a function again after an error that passes
 is_passing, is_full   whether an error may pass, or is that of a file system without room
 is_outage       whether a file system that gave an error may work again: it was away, full, or read-only
+describe_outage, advise_on_outage    what users are told about it
 PollPace        when to look again: ever more rarely while nothing changes
 PathWatch       notices that a file, or the names in a directory, may have changed
 WatchedValue    what was read from a path, read again after a change
@@ -68,6 +69,21 @@ def is_full(error: OSError) -> bool:
 def is_outage(error: OSError) -> bool:
     """Return whether a file system may work again that gave this error: it was away, full, or read-only."""
     return is_passing(error) or is_full(error) or error.errno == errno.EROFS
+
+
+def describe_outage(error: OSError) -> str:
+    """Return a message for users about a file system that gave an error of `is_outage`, with what to do."""
+    where = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror}{where}: {advise_on_outage(error)}"
+
+
+def advise_on_outage(error: OSError) -> str:
+    """Return what to do about a file system that is full, read-only or away."""
+    if is_full(error):
+        return (
+            "free space, or raise the quota (`hpcrl gc` lists what campaigns no longer need), then repeat the command"
+        )
+    return "the file system takes no changes now, or is away: repeat the command when it works again"
 
 
 def retry_passing(

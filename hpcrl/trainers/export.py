@@ -3,13 +3,15 @@
 python -m hpcrl.trainers.export CAMPAIGN DIR [STEP]
 """
 
+import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hpcrl.campaign_dir.paths import CampaignDir
@@ -18,6 +20,8 @@ from hpcrl.errors import HpcrlError, TrainError
 from hpcrl.models.model_config import read_model_config
 from hpcrl.models.weight_files import open_weight_files
 from hpcrl.plan.records import read_recipe
+from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
+from hpcrl.system.file_watch import advise_on_outage, is_outage
 from hpcrl.system.files import staged_path
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.adapters import (
@@ -53,9 +57,20 @@ def export_model(campaign: CampaignDir, target: Path, *, step: int | None = None
         with staged_path(target) as temporary:
             shutil.copytree(campaign.model.resolve(), temporary, ignore=shutil.ignore_patterns(*WEIGHT_FILE_PATTERNS))
             save_file(cast, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
-    except OSError as error:
-        raise TrainError(f"{target} cannot be written: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        raise TrainError(f"{target} cannot be written: {_explain_write(error)}") from error
     return source
+
+
+def _explain_write(error: OSError | SafetensorError) -> str:
+    """Explain why a model could not be written; safetensors gives the number of the system's error in its text."""
+    if not isinstance(error, OSError):
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            return str(error)
+        error = OSError(int(number[1]), os.strerror(int(number[1])))
+    why = error.strerror or str(error)
+    return f"{why}: {advise_on_outage(error)}" if is_outage(error) else why
 
 
 def _read_weights(campaign: CampaignDir, source: Path) -> Mapping[str, torch.Tensor]:
@@ -118,7 +133,9 @@ def main() -> int:
         source = export_model(campaign, target, step=step)
     except HpcrlError as error:
         print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     print(f"{source.name} is in {target}, in {' and '.join(list_dtypes(target))}")  # noqa: T201
     return 0
 

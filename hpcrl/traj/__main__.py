@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import HpcrlError
 from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
+from hpcrl.system.file_watch import describe_outage, is_outage
 from hpcrl.system.files import read_json
+from hpcrl.system.interrupts import release_interrupts
+from hpcrl.system.output_encoding import follow_locale
 from hpcrl.traj.arguments import add_commands
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     add_commands(parser)
     arguments = parser.parse_args(command_words)
     try:
+        release_interrupts()
         code = _run_command(arguments, CampaignDir(Path(root)))
         sys.stdout.flush()
     except HpcrlError as error:
@@ -35,11 +39,21 @@ def main(argv: Sequence[str]) -> int:
             f"{sys.executable} cannot read trajectories without {error.name}: pip install 'hpcrl[local]'"
         )
     except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as error:
+        if not is_outage(error):
+            raise
+        _drop_output()
+        return _print_refusal(describe_outage(error))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return code
+
+
+def _drop_output() -> None:
+    """Let what was not written go nowhere, or Python would try again at its end, and fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run_command(arguments: argparse.Namespace, campaign: CampaignDir) -> int:
@@ -115,4 +129,5 @@ def _print_refusal(message: str) -> int:
 
 
 if __name__ == "__main__":
+    follow_locale()
     sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,7 @@
 """List trajectories, newest first, one per line: `hpcrl traj ls`.
 
 list_newest                 prints the list
+describe_nothing            explains an empty one
 find_newest                 finds the newest trajectories
 build_list_line             makes the line of a trajectory
 """
@@ -12,7 +13,12 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import EpisodesCounted
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.monitor.progress import CampaignProgress
 from hpcrl.spool.list_line import ListLine
+from hpcrl.spool.outcome import LOST
 from hpcrl.spool.record import Trajectory
 from hpcrl.system.terminal import (
     STATUS_STYLES,
@@ -74,15 +80,33 @@ def list_newest(history: TrajectoryHistory, selection: TrajectorySelection, *, l
         return 0
     console = make_console()
     if not lines:
-        console.print(
-            "no trajectories yet" if selection == TrajectorySelection() else "no trajectory matches", style="dim"
-        )
+        console.print(describe_nothing(history.campaign, selection), style="dim", highlight=False, soft_wrap=True)
         return 0
     console.print(_build_list_table(lines))
     total = history.num_trajectories()
     if selection == TrajectorySelection() and len(lines) < total:
         console.print(f"the newest {len(lines)} of {total:,}; -n 0 lists all", style="dim")
     return 0
+
+
+def describe_nothing(campaign: CampaignDir, selection: TrajectorySelection) -> str:
+    """Describe why a selection is empty: an episode that an environment or an engine fails has no record."""
+    text = "no trajectories yet" if selection == TrajectorySelection() else "no trajectory matches"
+    num_failed = _count_lost(campaign, selection)
+    if not num_failed:
+        return text
+    failed = "1 episode has failed" if num_failed == 1 else f"{num_failed:,} episodes have failed"
+    return f"{text}: {failed} (`hpcrl events {campaign.name} --kind fault`)"
+
+
+def _count_lost(campaign: CampaignDir, selection: TrajectorySelection) -> int:
+    """Count the episodes of the selected domains that have no record, from the events of env workers."""
+    progress = CampaignProgress()
+    for event in EventReader.for_role(campaign.events, "env").poll():
+        if isinstance(event, EpisodesCounted):
+            progress.add(event)
+    domains = [one for name, one in progress.domains.items() if not selection.domains or name in selection.domains]
+    return sum(domain.settle_outcomes()[outcome] for domain in domains for outcome in LOST)
 
 
 def _build_list_table(lines: Sequence[ListLine]) -> Table:

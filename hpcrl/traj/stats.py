@@ -39,6 +39,7 @@ from hpcrl.system.terminal import (
     print_json,
 )
 from hpcrl.traj.history import TrajectoryHistory, TrajectorySelection
+from hpcrl.traj.listing import describe_nothing
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 MAX_ROW_COST = 4.0
@@ -217,9 +218,7 @@ def show_stats(history: TrajectoryHistory, selection: TrajectorySelection, *, as
         return 0
     console = make_console(pipe_width=100)
     if not domains:
-        console.print(
-            "no trajectories yet" if selection == TrajectorySelection() else "no trajectory matches", style="dim"
-        )
+        console.print(describe_nothing(history.campaign, selection), style="dim", highlight=False, soft_wrap=True)
     for index, figures in enumerate(domains):
         if index:
             console.print()

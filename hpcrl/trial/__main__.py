@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_FAILED, run_for_code
+from hpcrl.system.output_encoding import follow_locale
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,4 +36,5 @@ def _run_trial(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    follow_locale()
     sys.exit(main(sys.argv[1:]))

@@ -98,6 +98,10 @@ def test_a_user_error_gives_one_message_with_the_fix(
         (["sbmit", "quickstart"], "did you mean 'submit'? there are plan, submit"),
         (["site", "shw"], "did you mean 'show'? "),
         (["lab", "dwn"], "did you mean 'down'? "),
+        (["submit", "quickstart", "--nmae", "x"], "unrecognized arguments: --nmae x: did you mean '--name'?\n"),
+        (["traj", "ls", "one", "--domian=lake"], "usage: hpcrl traj ls "),
+        (["traj", "ls", "one", "--domian=lake"], "unrecognized arguments: --domian=lake: did you mean '--domain'?\n"),
+        (["ls", "one"], "hpcrl ls: error: unrecognized arguments: one\n"),
     ],
 )
 def test_an_unknown_command_is_refused_with_the_nearest(

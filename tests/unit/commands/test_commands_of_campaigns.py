@@ -2,19 +2,26 @@
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from hpcrl.campaign import continuation
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import EpisodesCounted, StepFinished
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.cli import main
 from hpcrl.commands.monitoring import final_summary
 from hpcrl.config.recipe import Recipe, make_recipe
 from hpcrl.config.toml import load_table
-from hpcrl.system.files import publish_json
+from hpcrl.system.files import make_private_dir, publish_json
 from tests.support.campaigns import hpcrl
 from tests.unit.commands.conftest import CampaignMaker
+
+NO_CHECKPOINT = "no checkpoint was made: job local-7 starts at step 0"
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -142,7 +149,7 @@ def test_a_comparison_shows_figures_and_the_settings_that_differ(
     make_campaign("one")
     make_campaign("two", "rollout.group_size=4", reward=0.9)
     text = printed(capsys, "compare", "one", "two")
-    assert re.search(r"reward, last steps +0\.50 +0\.90", text)
+    assert re.search(r"reward, last steps +0\.44 +0\.79", text)
     assert re.search(r"one setting differs +one +two\nrollout\.group_size +8 +4", text)
 
 
@@ -153,7 +160,7 @@ def test_all_that_shows_a_reward_shows_the_same(
     monkeypatch.chdir(tmp_path)
     campaign = make_campaign("one")
     log = EventLog.open(campaign, "train", 0, job=0, role="train")
-    rewards = [0.1, 0.3] * 10 + [0.7, 0.9] * 10
+    rewards = [0.2, 0.1, 0.3, 0.1, 0.3, *[0.1, 0.3, 0.7, 0.9] * 8, 0.7, 0.9, 0.8, 0.7, 0.9]
     for step, reward in enumerate(rewards, start=1):
         log.emit(StepFinished(step=step, version=step, reward_mean=reward))
     log.close()
@@ -162,7 +169,7 @@ def test_all_that_shows_a_reward_shows_the_same(
     assert ends == ["0.20", "0.80"]
     assert re.search(r"reward .* 0\.200 -> 0\.800", printed(capsys, "monitor", "one", "--once"))
     assert "rose from 0.200 to 0.800" in hpcrl("report", "one").stdout
-    assert "mean reward 0.200 -> 0.800 in 40 steps" in final_summary(campaign, state="done", rewards=rewards)[0]
+    assert "mean reward 0.200 -> 0.800 in 42 steps" in final_summary(campaign, state="done", rewards=rewards)[0]
 
 
 def test_episodes_are_counted_by_their_status_everywhere(
@@ -176,6 +183,64 @@ def test_episodes_are_counted_by_their_status_everywhere(
     compared = printed(capsys, "compare", "one", str(make_campaign("two").root))
     assert re.search(r"episodes done +1,938 ", compared)
     assert re.search(r"episodes truncated +750 ", compared)
+
+
+def test_a_copied_campaign_is_shown_by_the_name_that_commands_accept(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = make_campaign("one")
+    shutil.copytree(campaign.root, campaign.root.with_name("copy"))
+    lines = printed(capsys, "ls").splitlines()[1:]
+    assert sorted(line.split()[0] for line in lines) == ["copy", "one"]
+    assert sorted(line["name"] for line in json.loads(printed(capsys, "ls", "--json"))) == ["copy", "one"]
+    assert printed(capsys, "monitor", "copy", "--once").startswith("copy  ")
+    assert json.loads(printed(capsys, "monitor", "copy", "--json"))["name"] == "copy"
+
+
+def test_a_campaign_that_is_not_there_is_refused_with_the_nearest_and_a_folder_as_what_it_is(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = make_campaign("evil-1")
+    assert "no campaign 'evil': did you mean 'evil-1'? there are evil-1" in refused(capsys, "monitor", "evil")
+    broken = campaign.root.with_name("broken")
+    broken.mkdir()
+    assert f"{broken} has no campaign.json: there are evil-1" in refused(capsys, "monitor", "broken")
+
+
+@pytest.mark.parametrize("words", [["report", "one", "--json"], ["monitor", "one", "--json"], ["traj", "ls", "one"]])
+def test_output_to_a_full_disk_is_refused_in_one_line(make_campaign: CampaignMaker, words: list[str]) -> None:
+    make_campaign("one")
+    with open("/dev/full", "w") as full:  # noqa: PTH123 - a device
+        command = [sys.executable, "-m", "hpcrl.cli", *words]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("hpcrl: No space left on device: free space, or raise the quota")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "start"),
+    [("000002-step-000002", "job local-7 continues from step 2 (2 steps are made again)"), (None, NO_CHECKPOINT)],
+)
+def test_resume_names_the_step_that_the_new_job_continues_from(
+    make_campaign: CampaignMaker,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: str | None,
+    start: str,
+) -> None:
+    campaign = make_campaign("one")
+    if checkpoint:
+        (campaign.checkpoints / checkpoint).mkdir(parents=True)
+
+    def start_next_job(name: str, **_: object) -> CampaignDir:
+        record = {"id": "local-7", "scheduler": "local", "pid": 1, "start_ticks": 1, "time": 3.0}
+        make_private_dir(campaign.job(1).root)
+        publish_json(campaign.job(1).submission, record)
+        return campaign
+
+    monkeypatch.setattr(continuation, "resume", start_next_job)
+    assert f"campaign one: {start}" in printed(capsys, "resume", "one")
 
 
 def test_campaigns_of_the_same_recipe_differ_in_nothing(

@@ -16,10 +16,14 @@ import pytest
 
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import FaultReported
+from hpcrl.spool.segment import write_segment
+from hpcrl.system.files import make_private_dir
+from tests.support.trajectories import make_lake_trajectory
 from tests.unit.commands.conftest import CampaignMaker
 
 HOSTILE = "\x1b]0;title\x07 \xe9 \u2192 " + "x" * 300
-PLAIN = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "NO_COLOR": "1", "TERM": "xterm"}
+PLAIN = {"LC_ALL": "C", "NO_COLOR": "1", "TERM": "xterm"}
+CHOSEN = ("COLUMNS", "LINES", "PYTHONIOENCODING", "PYTHONUTF8", "PYTHONCOERCECLOCALE", "LC_CTYPE", "LANG")
 COMMAND = [sys.executable, "-m", "hpcrl.cli", "monitor", "one"]
 SHOWN_BY_KEY = {
     b"r": b"next role",
@@ -41,7 +45,7 @@ def environment(home: Path, make_campaign: CampaignMaker) -> dict[str, str]:
     log = EventLog.open(campaign, "env", 1, job=0, role="env")
     log.emit(FaultReported(what="env-fault", detail=HOSTILE))
     log.close()
-    return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | PLAIN
+    return {name: value for name, value in os.environ.items() if name not in CHOSEN} | PLAIN
 
 
 @pytest.mark.parametrize("columns", [20, 40, 200])
@@ -62,6 +66,36 @@ def test_every_key_works_on_a_terminal_without_colours_in_locale_c(environment: 
     finally:
         os.close(user)  # a monitor that is left gets SIGHUP
         monitor.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("words", "locale"),
+    [
+        (["monitor", "one", "--once"], {"LC_ALL": "C"}),
+        (["monitor", "one", "--once"], {"LC_ALL": "", "LANG": "POSIX"}),
+        (["ls"], {"LC_ALL": "C"}),
+        (["compare", "one", "two"], {"LC_ALL": "C"}),
+        (["traj", "stats", "two"], {"LC_ALL": "C"}),
+        (["traj", "stats", "two"], {"LC_ALL": "", "LANG": "C"}),
+    ],
+)
+def test_all_that_is_drawn_in_locale_c_is_ascii(
+    environment: dict[str, str],
+    make_campaign: CampaignMaker,
+    tmp_path: Path,
+    words: list[str],
+    locale: dict[str, str],
+) -> None:
+    campaign = make_campaign("two")
+    make_private_dir(campaign.spool("scored"))
+    write_segment(
+        campaign.spool("scored") / "000-env-0-00000000-1-0123abcd.h5", [make_lake_trajectory(1, 0, reward=1.0)]
+    )
+    seen = subprocess.run(
+        [*COMMAND[:3], *words], capture_output=True, check=True, env=environment | locale, cwd=tmp_path
+    ).stdout
+    assert seen.strip()
+    assert seen.isascii(), seen.decode()
 
 
 @pytest.mark.parametrize(

@@ -468,6 +468,12 @@ def test_the_error_for_a_setting_names_the_setting(recipe: Path, setting: str, e
     assert refused(recipe, setting).startswith(expected)
 
 
+def test_all_misspelt_keys_are_named_at_once(recipe: Path) -> None:
+    error = refused(recipe, "train.num_stepz=10", "rollout.group_sise=4")
+    assert "-s train.num_stepz=10: unknown key 'train.num_stepz': did you mean 'num_steps'?" in error
+    assert "-s rollout.group_sise=4: unknown key 'rollout.group_sise': did you mean 'group_size'?" in error
+
+
 def test_the_error_for_a_site_setting_names_the_setting(home: Path) -> None:
     with pytest.raises(ConfigError, match=r"^-s site\.accountx=x: unknown key 'accountx': did you mean 'account'\?"):
         load_site("local", settings=("accountx=x",))

@@ -204,6 +204,19 @@ def test_flat_groups_that_the_trainer_dropped_count() -> None:
     assert names(judge(*list_healthy_events(), *dropped)) == ["flat-groups"]
 
 
+@pytest.mark.parametrize(("num", "found"), [(15, []), (16, ["flat-groups"])])
+def test_flat_groups_are_found_soon_where_no_other_group_was_ever_seen(num: int, found: list[str]) -> None:
+    dropped = [FlatGroupsDropped(num=1, time=T0 + number) for number in range(num)]
+    assert names(judge(*dropped, now=T0 + 60)) == found
+    step = make_learning_step(1, num_groups=num, num_flat_groups=num)
+    assert names(judge(step, now=T0 + 60)) == found
+
+
+def test_flat_groups_of_the_first_steps_are_no_finding_once_one_group_was_not_flat() -> None:
+    flat = make_learning_step(2, num_groups=30, num_flat_groups=30)
+    assert judge(make_learning_step(1, num_groups=8, num_flat_groups=7), flat, now=T0 + 60) == []
+
+
 def test_flat_groups_of_solved_tasks_are_only_a_notice() -> None:
     solved = judge(*list_healthy_events(lambda number: {"num_flat_groups": 7 if number > 40 else 1}))
     assert [(one.name, one.severity) for one in solved] == [("flat-groups", "notice")]
@@ -235,6 +248,9 @@ def test_a_domain_whose_episodes_all_fail_is_critical(outcome: str) -> None:
     found = judge(stamp_event("env-0", EpisodesCounted(outcomes={"lake": {outcome: 20}}), time=T0))
     assert names(found) == ["domain-fails"]
     assert outcome in found[0].cause
+    has_records = outcome in ("timeout", "exit")
+    command = "`hpcrl traj ls one --domain lake`" if has_records else "`hpcrl events one --kind fault`"
+    assert command in found[0].remedy
 
 
 def test_a_domain_that_fails_after_it_was_good_is_critical() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign_dir.events import (
+    EngineCounted,
     EpisodesCounted,
     EvaluationFinished,
     JobEnded,
@@ -33,7 +34,7 @@ from hpcrl.errors import SlurmError
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.job_state import JobFacts, JobState, derive_campaign_state, derive_job_state
 from hpcrl.monitor.progress import name_subject, parse_role
-from hpcrl.monitor.snapshot import CampaignSnapshot, encode_snapshot
+from hpcrl.monitor.snapshot import CampaignSnapshot, encode_snapshot, measure_change
 from hpcrl.monitor.view import survey_campaigns
 from hpcrl.slurm.status import JobStatus, parse_queue
 from hpcrl.system.files import publish_json, read_json
@@ -86,9 +87,9 @@ def test_the_json_has_exactly_the_fields_of_the_contract(campaign: SyntheticCamp
     printed = json.loads(encode_snapshot(collector(campaign).poll()))
 
     assert set(printed) == {
-        "name", "state", "recipe", "site", "created", "jobs", "roles", "version", "step", "num_steps", "episodes",
-        "accounts", "domains", "reward_mean", "evaluations", "lengths", "failed_tasks", "tokens_per_s", "spools",
-        "advisories",
+        "name", "state", "is_partial", "recipe", "site", "created", "jobs", "roles", "version", "step", "num_steps",
+        "episodes", "accounts", "domains", "reward_mean", "evaluations", "lengths", "failed_tasks", "tokens_per_s",
+        "spools", "advisories",
     }  # fmt: skip
     assert printed["name"] == "quickstart-1"
     assert (printed["recipe"], printed["site"], printed["created"]) == ("quickstart", "lab", T0)
@@ -175,6 +176,24 @@ def test_the_json_names_the_tasks_that_were_abandoned_once(campaign: SyntheticCa
     assert printed == [
         {"group": "sums/7", "seed": 5, "place": 2, "reason": "its env worker or job ended before it"},
     ]
+
+
+def test_the_reward_that_a_campaign_started_from_stays_the_same_as_it_runs(campaign: SyntheticCampaign) -> None:
+    campaign.submit()
+    campaign.start()
+    reading, seen = collector(campaign), []
+    for step in range(1, 201):
+        campaign.step(step, reward=step / 100)
+        if step in (10, 20, 200):
+            seen.append(measure_change(reading.poll().reward_mean))
+    assert [change.first for change in seen if change] == [pytest.approx(0.03)] * 3
+    assert [change.last for change in seen if change] == [pytest.approx(last) for last in (0.08, 0.18, 1.98)]
+
+
+@pytest.mark.parametrize(("num", "window"), [(1, 1), (3, 1), (4, 2), (9, 4), (10, 5), (1000, 5)])
+def test_a_change_has_as_many_first_steps_as_last_ones(num: int, window: int) -> None:
+    change = measure_change(list(range(num)))
+    assert change == ((window - 1) / 2, num - (window + 1) / 2, window)
 
 
 def test_a_worker_that_starts_again_counts_its_tokens_from_zero(campaign: SyntheticCampaign) -> None:
@@ -459,6 +478,20 @@ def test_a_local_run_whose_driver_was_killed_is_failed(campaign: SyntheticCampai
     assert "it ended without an outcome" in snapshot.jobs[0].reason
 
 
+def test_nothing_works_any_more_in_a_campaign_that_was_killed(campaign: SyntheticCampaign) -> None:
+    campaign.submit_local(pid=2**22 + 1)
+    for role in ("env", "prefill", "decode", "reward", "train"):
+        campaign.emit(f"{role}-0", WorkerStarted(pid=1, gpus=[]))
+    campaign.emit("env-0", EpisodesCounted(running=94, done=8, num_tokens=60))
+    campaign.emit("decode-0", EngineCounted(window_s=10.0, busy_share=0.9, num_tokens=500, kv_share=0.5))
+    campaign.step(1)
+    snapshot = collector(campaign).poll()
+    assert snapshot.state == "failed"
+    assert snapshot.episodes.running == 0
+    roles = json.loads(encode_snapshot(snapshot))["roles"]
+    assert roles == {role: {"workers": 1, "alive": 0} for role in ("env", "prefill", "decode", "reward", "train")}
+
+
 def test_a_local_run_whose_driver_is_alive_is_running_and_slurm_is_not_asked(campaign: SyntheticCampaign) -> None:
     campaign.submit_local()
     slurm = RecordedQueries()
@@ -499,7 +532,28 @@ def test_a_drained_campaign_without_a_next_job_is_stopped_with_a_hint_to_resume(
 
     assert snapshot.state == "stopped"
     assert snapshot.jobs[0].state == "drained"
-    assert snapshot.jobs[0].reason.startswith("its walltime is nearly over; `hpcrl resume` continues")
+    assert snapshot.jobs[0].reason.endswith("over; no checkpoint was made: `hpcrl resume` starts at step 0")
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "hint"),
+    [
+        (50, "`hpcrl resume` continues from step 50"),
+        (51, "`hpcrl resume` continues from step 50 (1 step is made again)"),
+        (52, "`hpcrl resume` continues from step 50 (2 steps are made again)"),
+    ],
+)
+def test_the_hint_to_resume_names_the_step_and_what_is_made_again(
+    campaign: SyntheticCampaign, num_steps: int, hint: str
+) -> None:
+    running(campaign)
+    (campaign.directory.checkpoints / "000005-step-000050").mkdir(parents=True)
+    for step in range(1, num_steps + 1):
+        campaign.step(step)
+    campaign.outcome("drained", "its walltime is nearly over")
+    assert collector(campaign).poll().jobs[0].reason == f"its walltime is nearly over; {hint}"
+    (line,) = survey_campaigns([campaign.directory], problems=[])  # it reads no events
+    assert line.reason == "its walltime is nearly over; `hpcrl resume` continues from step 50"
 
 
 def test_a_driver_that_reported_its_end_is_draining_until_it_writes_its_outcome(campaign: SyntheticCampaign) -> None:

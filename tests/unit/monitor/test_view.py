@@ -127,7 +127,7 @@ def test_the_screen_shows_the_main_facts(tmp_path: Path) -> None:
         "running",
         "job 123   00:03:20 elapsed   00:56:40 left",
         "20/40",
-        "0.150 -> 1.950",
+        "0.300 -> 1.800",
         "env         3/3",
         "train       3/3   83%",
         "5 running   160 done   0 truncated   0 aborted   1 failed",
@@ -144,7 +144,7 @@ def test_the_screen_shows_the_main_facts(tmp_path: Path) -> None:
 def test_a_figure_is_whole_or_left_out_on_a_screen_of_20_columns(tmp_path: Path, height: int) -> None:
     lines = text_of(collector(running(tmp_path)).poll(), width=20, height=height)
     screen = " ".join(" ".join(lines).split())
-    assert "0.150 -> 1.950" in screen
+    assert "0.300 -> 1.800" in screen
     assert "00:03:20 elapsed 00:56:40 left" in screen
     assert not any("\u2026" in line and any(map(str.isdigit, line)) for line in lines if "component" not in line)
 
@@ -350,7 +350,7 @@ def test_without_a_terminal_lines_are_printed_until_the_campaign_ends(tmp_path: 
 
     assert last.state == "done"
     assert "\x1b" not in out.getvalue()
-    assert "done     step 20/40  reward 1.950" in out.getvalue().splitlines()[-1]
+    assert "done     step 20/40  reward 1.800" in out.getvalue().splitlines()[-1]
 
 
 def test_on_a_terminal_the_last_screen_stays(tmp_path: Path) -> None:
@@ -433,6 +433,7 @@ def test_a_campaign_that_did_not_train_everything_is_not_shown_as_done(tmp_path:
     for text in (" ".join(listed.get().split()), " ".join(header.get().split())):
         assert " partial " in text
         assert "sums" in text
+    assert any(" partial  step 20/40" in line for line in describe_changes(None, collector(campaign).poll()))
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])

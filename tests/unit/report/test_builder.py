@@ -129,8 +129,8 @@ def test_the_key_figures_are_those_of_the_events(campaign: SyntheticCampaign) ->
     figures = report_on(play(campaign)).key_figures
 
     assert (figures.step, figures.num_steps) == (20, 20)
-    assert figures.reward_first == pytest.approx(0.075)
-    assert figures.reward_last == pytest.approx(0.975)
+    assert figures.reward_first == pytest.approx(0.15)
+    assert figures.reward_last == pytest.approx(0.9)
     assert (figures.evaluation_last, figures.evaluation_best) == (pytest.approx(0.8), pytest.approx(0.8))
     assert (figures.num_episodes, figures.num_tokens) == (320, 3200)
     assert figures.trained_share == pytest.approx(0.9)
@@ -140,7 +140,7 @@ def test_the_key_figures_are_those_of_the_events(campaign: SyntheticCampaign) ->
 def test_the_verdict_is_one_sentence_about_state_reward_and_findings(campaign: SyntheticCampaign) -> None:
     report = report_on(play(campaign))
     assert report.verdict == (
-        "Done after 20 of 20 steps; the reward rose from 0.075 to 0.975; held-out tasks give 0.800; "
+        "Done after 20 of 20 steps; the reward rose from 0.150 to 0.900; held-out tasks give 0.800; "
         "nothing needs attention."
     )
 
@@ -149,13 +149,13 @@ def test_the_verdict_is_one_sentence_about_state_reward_and_findings(campaign: S
     ("rewards", "words"),
     [
         ([0.5] * 10 + [0.5 + 1e-7] * 10, "the reward did not change: 0.500;"),
-        ([0.4, 0.6] * 10, "the reward did not change: 0.500;"),
+        ([0.5, 0.4, 0.6, 0.4, 0.6] * 4, "the reward did not change: 0.500;"),
         (
-            [0.4, 0.6, 0.5, 0.5, 0.7, 0.3] * 3 + [0.4, 0.7],
+            [0.4, 0.6, 0.5, 0.6, 0.4, *[0.3, 0.7] * 5, 0.4, 0.6, 0.45, 0.7, 0.6],
             "the reward did not change beyond its noise: 0.500, then 0.550;",
         ),
-        ([0.1, 0.2, 0.3, 0.4], "the reward rose from 0.100 to 0.400;"),
-        ([0.9, 0.9, 0.2, 0.2, 0.1, 0.1], "the reward fell from 0.900 to 0.100;"),
+        ([0.1, 0.1, 0.4, 0.4], "the reward rose from 0.100 to 0.400;"),
+        ([0.9, 0.9, 0.9, 0.1, 0.1, 0.1], "the reward fell from 0.900 to 0.100;"),
         ([0.3], "the reward is 0.300;"),
     ],
 )

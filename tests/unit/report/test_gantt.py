@@ -6,7 +6,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcrl.report.builder import build_report
 from hpcrl.report.gantt import MAX_BAR_PARTS, MAX_ROWS, build_gantt
 from hpcrl.report.history import WorkerSpan
 from hpcrl.report.sections import write_workers
@@ -44,7 +43,7 @@ def test_a_campaign_with_many_workers_leaves_none_out(tmp_path: Path) -> None:
     campaign.start(workers=50)
     campaign.now += 10
     campaign.beat_all()
-    workers = build_report(campaign.directory, read_trajectories=lambda _: None).workers  # type: ignore[arg-type]
+    workers = report_on(campaign).workers
     campaign.close()
     assert len(workers) == 250
     assert [one.worker for one in workers[:3]] == ["decode-0", "decode-1", "decode-2"]

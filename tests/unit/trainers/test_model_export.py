@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from hpcrl.campaign_dir.paths import CampaignDir
@@ -11,6 +12,7 @@ from hpcrl.errors import TrainError
 from hpcrl.learn.batch import make_micro_batches
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.testing.learning import make_rows, save_checkpoint
+from hpcrl.trainers import export
 from hpcrl.trainers.export import export_model, list_dtypes, main
 from hpcrl.trainers.token_model import compute_token_logprobs
 from hpcrl.trainers.torch import TorchTrainer
@@ -79,3 +81,20 @@ def test_an_export_has_the_trained_weights(tmp_path, advantage, capsys, monkeypa
     assert "\nhpcrl: /proc/hf cannot be written: " in capsys.readouterr().err
     with pytest.raises(TrainError, match=r"no intact checkpoint of step 7 \(steps: 1\)"):
         export_model(campaign, tmp_path / "other", step=7)
+
+
+def test_an_export_to_a_full_disk_is_refused_in_one_line(tmp_path, capsys, monkeypatch):
+    """The text is that of safetensors."""
+    campaign = CampaignDir(tmp_path / "campaign")
+    make_model(campaign.model)
+    trainer = TorchTrainer(campaign.model, settings(), seed=1)
+    save_checkpoint(campaign.checkpoints, step=3, version=3, trainer=trainer, consumed=ConsumedTrajectories())
+    monkeypatch.setattr(sys, "argv", ["export", str(campaign.root), str(tmp_path / "hf")])
+
+    def fill_disk(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(export, "save_file", fill_disk)
+    assert main() == 2
+    line = capsys.readouterr().err.splitlines()[-1]  # libraries may have printed theirs
+    assert line.startswith(f"hpcrl: {tmp_path / 'hf'} cannot be written: No space left on device: free space, or raise")

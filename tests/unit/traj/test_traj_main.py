@@ -12,8 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import EpisodesCounted
 from hpcrl.campaign_dir.paths import SPOOLS
 from hpcrl.spool.record import ConversationRow, EpisodeTurn
+from hpcrl.system.files import make_private_dir, publish_json
 from hpcrl.system.terminal import draw_time_bar, escape_controls, escape_to_one_line, format_age, format_duration
 from hpcrl.traj.__main__ import main
 from hpcrl.traj.conversation import (
@@ -224,6 +227,21 @@ def test_an_empty_campaign_is_reported(spools, capsys):
     assert traj(spools, "ls", capsys=capsys)[1] == "no trajectories yet\n"
     assert traj(spools, "stats", capsys=capsys)[1] == "no trajectories yet\n"
     assert traj(spools, "show", capsys=capsys)[0] == 2
+
+
+def test_an_empty_list_names_the_episodes_that_failed_and_what_shows_them(spools, capsys):
+    make_private_dir(spools.campaign.events)
+    log = EventLog.open(spools.campaign, "env", 0, job=0, role="env")
+    log.emit(EpisodesCounted(outcomes={"dying": {"env-fault": 40}, "taxi": {"policy-fault": 1}}))
+    log.close()
+    publish_json(spools.campaign.recipe, {"domains": {"dying": {}, "taxi": {}}})
+    command = f"(`hpcrl events {spools.campaign.name} --kind fault`)\n"
+    for action in ("ls", "stats"):
+        assert traj(spools, action, capsys=capsys)[1] == f"no trajectories yet: 41 episodes have failed {command}"
+    listed = traj(spools, "ls", "--domain", "dying", capsys=capsys)[1]
+    assert listed == f"no trajectory matches: 40 episodes have failed {command}"
+    listed = traj(spools, "ls", "--domain", "taxi", capsys=capsys)[1]
+    assert listed == f"no trajectory matches: 1 episode has failed {command}"
 
 
 def test_damaged_foreign_and_empty_files_are_named_and_the_rest_is_read(filled, capsys):
