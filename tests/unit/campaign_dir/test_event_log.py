@@ -5,6 +5,7 @@ import pytest
 from hpcrl.campaign_dir.event_log import MAX_PENDING_LINES, EventLog, EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved, EpisodesCounted, EventsLost, WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.monitor.count_lines import drop_superseded
 from tests.support.disks import largest_file
 
 
@@ -76,7 +77,7 @@ def test_of_counts_that_follow_each_other_a_reader_may_get_the_last_alone(log, t
     """Not across the start of a new process, whose counts start at zero."""
     for event in (*map(count, (1, 2, 3)), WorkerStarted(pid=1), *map(count, (1, 5))):
         log.emit(event)
-    reader = EventReader(tmp_path, skips_superseded=True)
+    reader = EventReader(tmp_path, choose_lines=drop_superseded)
     assert [getattr(event, "done", "started") for event in reader.poll_merged()] == [3, "started", 5]
     log.emit(count(6))
     assert [event.done for event in reader.poll_merged()] == [6]
