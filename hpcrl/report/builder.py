@@ -52,6 +52,8 @@ from hpcrl.system.processes import do_nothing
 
 MAX_FAILURE_ROWS = 60
 MAX_REASON_CHARS = 2000
+MAX_NUMBER = 2**53
+"""No node or worker count of a plan is larger."""
 _POLICY_FAULTS = frozenset({OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT, "reward"})
 
 TrajectoryReader = Callable[[CampaignDir], TrajectoryFigures]
@@ -199,9 +201,19 @@ def _list_tables(table: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
+def _list_texts(table: Mapping[str, Any], name: str) -> list[str]:
+    value = table.get(name)
+    return [str(one) for one in value] if isinstance(value, list) else []
+
+
+def _get_table(table: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = table.get(name)
+    return value if isinstance(value, dict) else {}
+
+
 def _number(table: Mapping[str, Any], name: str, default: float = 0) -> float:
     value = table.get(name, default)
-    return value if isinstance(value, int | float) and math.isfinite(value) else default
+    return value if isinstance(value, int | float) and abs(value) < MAX_NUMBER else default
 
 
 def _count_nodes(plan: Mapping[str, Any]) -> int:
@@ -290,7 +302,7 @@ def _build_roles(history: CampaignHistory, jobs: Sequence[JobFigures], plan: Map
         spans, work = spans_by_role.get(role, []), history.work.get(role, RoleWork())
         index = int(_number(table, "component"))
         component = components[index] if 0 <= index < len(components) else {}
-        num_sharing = max(len(component.get("roles") or [role]), 1)
+        num_sharing = max(len(_list_texts(component, "roles")), 1)
         node_hours = _number(component, "nodes") * held_s / 3600 / num_sharing
         roles.append(_build_role(role, spans, work, num_planned=int(_number(table, "num_workers", 1)), held_s=held_s,
                                  node_hours=node_hours))  # fmt: skip
@@ -370,18 +382,12 @@ def _build_provenance(
     campaign: CampaignDir, recipe: Mapping[str, Any], plan: Mapping[str, Any]
 ) -> list[ProvenanceEntry]:
     manifest = _read_table(campaign.manifest)
-    source = manifest.get("source")
-    source = source if isinstance(source, dict) else {}
-    model = recipe.get("model")
-    model = model if isinstance(model, dict) else {}
-    engine = recipe.get("engine")
-    engine = engine if isinstance(engine, dict) else {}
-    settings = source.get("settings")
+    source, model, engine = _get_table(manifest, "source"), _get_table(recipe, "model"), _get_table(recipe, "engine")
     entries = {
         "recipe": recipe.get("name"),
         "description": recipe.get("description"),
         "recipe file": source.get("recipe"),
-        "settings": " ".join(map(str, settings)) if isinstance(settings, list) else None,
+        "settings": " ".join(_list_texts(source, "settings")),
         "site": manifest.get("site"),
         "layout": plan.get("layout"),
         "model": model.get("path") or ("tiny, made at the start" if model.get("tiny") else None),
@@ -392,7 +398,7 @@ def _build_provenance(
         **_describe_software(manifest.get("software")),
         "created": _format_created(manifest.get("created")),
         "directory": str(campaign.root),
-        "digest of recipe.json": (manifest.get("digests") or {}).get("recipe.json"),
+        "digest of recipe.json": _get_table(manifest, "digests").get("recipe.json"),
     }
     changes = manifest.get("changes")
     for number, change in enumerate(changes if isinstance(changes, list) else [], start=1):
@@ -400,7 +406,7 @@ def _build_provenance(
     components = [
         f"{component.get('nodes')} x {component.get('partition')}"
         + (f" ({component.get('gpus_per_node')} {component.get('gpu')} each)" if component.get("gpus_per_node") else "")
-        + f": {', '.join(map(str, component.get('roles') or []))}"
+        + f": {', '.join(_list_texts(component, 'roles'))}"
         for component in _list_tables(plan, "components")
     ]
     entries["nodes"] = "; ".join(components)

@@ -98,7 +98,7 @@ def test_a_first_look_parses_few_of_the_counts(campaign: SyntheticCampaign, monk
 
 
 def write_lines(*lines: tuple[int, str]) -> bytes:
-    return b"".join(b'{"time": %d.5, "event": "%s", "n": 1}\n' % (time, kind.encode()) for time, kind in lines)
+    return b"".join(b'{"time": %d.5, "event": "%s", "done": 1}\n' % (time, kind.encode()) for time, kind in lines)
 
 
 def choose_times(data: bytes) -> list[int]:
