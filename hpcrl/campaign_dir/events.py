@@ -40,7 +40,7 @@ class CampaignEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"
 class JobStarted(CampaignEvent, frozen=True, kw_only=True, tag="job-started"):
     slurm_id: str | None = None
     """None on a machine without a scheduler."""
-    end_time: float | None = None
+    end_time: UnixTime | None = None
     """End of the allocation."""
 
 

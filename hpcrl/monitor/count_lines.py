@@ -4,8 +4,8 @@
     CountSampling      the same, but for those by which rates and the newest steps are measured: for a first look
 
 The counts of an env worker increase until its process ends, so that each line has what the one before has. A new
-process first writes that it has started, and has fewer episodes; both end what may be left out. The loads of an engine do not add
-up, but the monitor shows those of the last minutes alone.
+process first writes that it has started, and has fewer episodes; both end what may be left out. The loads of an engine
+do not add up, but the monitor shows those of the last minutes alone.
 """
 
 import re

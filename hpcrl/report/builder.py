@@ -47,7 +47,7 @@ from hpcrl.report.history import CampaignHistory, RoleWork, WorkerSpan
 from hpcrl.slurm.submit import SubmittedJob
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
 from hpcrl.spool.token_fates import measure_trained_share
-from hpcrl.system.json_numbers import finite_or_none
+from hpcrl.system.json_numbers import finite_or_none, load_json
 from hpcrl.system.processes import do_nothing
 
 MAX_FAILURE_ROWS = 60
@@ -190,7 +190,7 @@ def _find_query(campaign: CampaignDir, problems: list[str]) -> SlurmQuery:
 
 def _read_table(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        table = json.loads(path.read_bytes())
+        table = load_json(path.read_bytes())
         if isinstance(table, dict):
             return table
     return {}

@@ -87,9 +87,7 @@ def test_of_counts_that_follow_each_other_a_reader_may_get_the_last_alone(log, t
 
 def test_events_of_many_files_come_in_the_order_of_jobs_and_time_with_one_job_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(event_log, "_MAX_MERGED_BYTES", 100 * event_log._MIN_BLOCK_BYTES)
-    lines = [
-        (job, worker, time) for job in (2, 10) for worker in range(200) for time in (worker + 1.0, worker + 300.0)
-    ]
+    lines = [(job, worker, time) for job in (2, 10) for worker in range(200) for time in (worker + 1.0, worker + 300.0)]
     for job, worker, time in lines:
         with (tmp_path / f"{job:03d}-env-{worker}.jsonl").open("a") as file:
             file.write(f'{{"time": {time}, "event": "checkpoint", "job": {job}, "step": {worker}}}\n')
