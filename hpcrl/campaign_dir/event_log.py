@@ -42,9 +42,9 @@ BLOCK_BYTES = 1 << 16
 _MAX_MERGED_BYTES, _MIN_BLOCK_BYTES = 1 << 26, 1 << 12
 """The bytes of all files of a job that a merge has in memory, but at least a few lines of each."""
 _CHOSEN_FACTOR = 4
-"""How much more is read at once where most lines are left out."""
+"""The factor by which more is read at once where most lines are left out."""
 LineChooser = Callable[[bytes, float], bytes]
-"""Returns some of the lines of a block, given the time when their file was last written or touched."""
+"""A function that returns some of the lines of a block, given the time when their file was last written or touched."""
 _JOB_PREFIX = re.compile(r"(\d+)-", re.ASCII)
 BEAT_INTERVAL_S = 10.0
 """The time between heartbeats: a third of the age at which a process counts as ended."""

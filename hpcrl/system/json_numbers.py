@@ -12,7 +12,7 @@ from typing import Any
 
 MAX_MAGNITUDE = 1e99
 _TOO_LARGE = re.compile(rb"\d{99}|\d[eE]\+?(?:99|\d{3})|Infinity")
-"""What every JSON text with a number that is too large has, and few others."""
+"""A pattern that every JSON text with a number that is too large has, and few others."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 

@@ -47,7 +47,7 @@ def report_on(campaign: SyntheticCampaign) -> CampaignReport:
     return build_report(campaign.directory, read_trajectories=read_trajectories)
 
 
-def make_value(name: str, step: int) -> int:
+def number_figure(name: str, step: int) -> int:
     return 100 * (FIGURES.index(name) + 1) + step
 
 
@@ -58,7 +58,7 @@ def charts(campaign: SyntheticCampaign) -> dict[str, dict[str, list[float | None
     campaign.start()
     for step in range(1, NUM_STEPS + 1):
         campaign.now += 10
-        figures = {name: make_value(name, step) for name in FIGURES}
+        figures = {name: number_figure(name, step) for name in FIGURES}
         campaign.emit("train-0", msgspec.convert({"event": "step", "step": step, **figures}, StepFinished))
     report = report_on(campaign)
     shown = [*report.reward_charts, *report.stability_charts, *report.time_charts, *report.staleness_charts]
@@ -71,7 +71,7 @@ def test_each_series_of_a_chart_has_the_figures_of_its_name(
     charts: dict[str, dict[str, list[float | None]]], chart: str
 ) -> None:
     expected = {
-        name: [make_value(field, step) for step in range(1, NUM_STEPS + 1)] for name, field in CHARTED[chart].items()
+        name: [number_figure(field, step) for step in range(1, NUM_STEPS + 1)] for name, field in CHARTED[chart].items()
     }
     assert charts[chart] == expected
 
@@ -79,7 +79,7 @@ def test_each_series_of_a_chart_has_the_figures_of_its_name(
 def test_the_chart_of_rewards_has_the_mean_reward_of_each_step(
     charts: dict[str, dict[str, list[float | None]]],
 ) -> None:
-    assert charts["reward"]["each step"] == [make_value("reward_mean", step) for step in (1, 2, 3)]
+    assert charts["reward"]["each step"] == [number_figure("reward_mean", step) for step in (1, 2, 3)]
     assert charts.keys() == {"reward", *CHARTED}
 
 
