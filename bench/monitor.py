@@ -2,14 +2,16 @@
 
 idle     nothing is new: the screen is kept up to date all the same
 busy     600 env workers write their counts once a second and 399 engines their load every 10 s, as real ones do
-start    the first look, which reads all that there is
+start    the first look at an hour of what a tenth of these workers write, from files that are in memory
 
 Event files are real, and the monitor looks and draws as on a terminal, at its own pace: four times a second, unless
 that takes more than a hundredth of a core. The share is the CPU time of this process over the time that has passed,
-without that of the workers' lines, over 2 %.
+without that of the workers' lines, over 2 %. The first look at all workers is ten times that of a tenth, as each line
+is read by itself.
 """
 
 import io
+import json
 import shutil
 import sys
 import tempfile
@@ -22,8 +24,16 @@ from rich.console import Console
 
 from bench.figures import Figure, main
 from hpcrl.campaign_dir.event_log import EventLog
-from hpcrl.campaign_dir.events import EngineCounted, EpisodesCounted, JobStarted, StepFinished, WorkerStarted
-from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
+from hpcrl.campaign_dir.events import (
+    CampaignEvent,
+    EngineCounted,
+    EpisodesCounted,
+    JobStarted,
+    StepFinished,
+    WorkerStarted,
+    build_line,
+)
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, make_worker_name
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.keys import KeyReader
 from hpcrl.monitor.pages import CampaignPages
@@ -36,6 +46,9 @@ SECONDS, SECONDS_FULL = 30.0, 300.0
 NUM_STEPS = 1000
 MAX_SHARE = 0.02
 ENGINE_INTERVAL_S = 10
+HOUR_S = 3600
+LONG_SHARE = 10
+"""One of so many workers has an hour of lines for the first look."""
 
 
 class LargeCampaign:
@@ -85,6 +98,48 @@ class LargeCampaign:
             elif number % ENGINE_INTERVAL_S == second % ENGINE_INTERVAL_S and not name.startswith("train"):
                 log.emit(load)
 
+    def write_hour(self) -> int:
+        """Write what a tenth of the workers report in the hour before now; return the number of lines."""
+        started = time.time() - HOUR_S
+        num_lines = 0
+        for role, make_event, interval_s in (("env", make_counts, 1), ("decode", make_load, ENGINE_INTERVAL_S)):
+            events = [(second, make_event(second)) for second in range(interval_s, HOUR_S, interval_s)]
+            for index in range(NUM_WORKERS[role] // LONG_SHARE):
+                worker = make_worker_name(0, role, index)
+                origin = {"job": 0, "role": role, "worker": worker, "node": f"n{index % 100}"}
+                lines = [
+                    json.dumps(build_line(event, time=round(started + second, 3), origin=origin)) + "\n"
+                    for second, event in [(0, WorkerStarted(pid=1)), *events]
+                ]
+                (self.directory.events / f"{worker}.jsonl").write_text("".join(lines))
+                num_lines += len(lines)
+        return num_lines
+
+
+def make_counts(second: int) -> CampaignEvent:
+    """Make the counts of an env worker, with as many domains, outcomes and lengths as real ones have."""
+    outcomes = {"finished": second, "max-turns": second // 9, "overflow": second // 99, "env-fault": second // 999}
+    lengths = {"tokens": 300 * second}
+    for length in (112, 128, 160, 192, 224, 256):
+        lengths |= {f"{length}+": second // 6, f"{length}+tokens": second * length // 6}
+    return EpisodesCounted(
+        running=8,
+        done=second,
+        truncated=second // 9,
+        num_tokens=300 * second,
+        turns=5 * second,
+        outcomes={"lake": outcomes, "taxi": outcomes},
+        token_fates={"lake": {"trained": 200 * second}, "taxi": {"trained": 100 * second}},
+        lengths={"done": lengths},
+        loop_share=0.2,
+    )
+
+
+def make_load(second: int) -> CampaignEvent:
+    return EngineCounted(
+        window_s=10.0, busy_share=0.7, running=9.0, waiting=1.0, num_tokens=900, version=second, kv_share=0.5
+    )
+
 
 def make_step(number: int) -> StepFinished:
     reward = min(number / NUM_STEPS, 1.0)
@@ -96,16 +151,15 @@ def measure(full: bool) -> list[Figure]:
     try:
         campaign = LargeCampaign(directory / "large")
         campaign.start()
-        return list(measure_campaign(campaign, seconds=SECONDS_FULL if full else SECONDS))
+        figures = list(measure_campaign(campaign, seconds=SECONDS_FULL if full else SECONDS))
+        return [*figures, *measure_first_look(directory / "long")]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def measure_campaign(campaign: LargeCampaign, *, seconds: float) -> Iterator[Figure]:
     collector = SnapshotCollector(campaign.directory, query=lambda _: {})
-    started = time.process_time()
     collector.poll()
-    start_s = time.process_time() - started
     num_workers = sum(NUM_WORKERS.values())
     for name, works in (("idle", False), ("busy", True)):
         watch = TimedWatch(campaign, collector, seconds=seconds, works=works)
@@ -118,7 +172,22 @@ def measure_campaign(campaign: LargeCampaign, *, seconds: float) -> Iterator[Fig
         )
         yield Figure(name=f"CPU time of a look, {name}", value=1000 * watch.look_s / watch.num_looks, unit="ms")
         yield Figure(name=f"time between two looks, {name}", value=seconds / watch.num_looks, unit="s")
-    yield Figure(name="CPU time of the first look", value=start_s, unit="s")
+
+
+def measure_first_look(root: Path) -> list[Figure]:
+    """Measure the first look at a campaign whose workers have written for an hour."""
+    campaign = LargeCampaign(root)
+    campaign.start()
+    num_lines = campaign.write_hour()
+    started, cpu = time.monotonic(), time.process_time()
+    SnapshotCollector(campaign.directory, query=lambda _: {}).poll()
+    look_s, wall_s = time.process_time() - cpu, time.monotonic() - started
+    workers = f"{NUM_WORKERS['env'] // LONG_SHARE} env workers and {NUM_WORKERS['decode'] // LONG_SHARE} engines"
+    return [
+        Figure(name=f"CPU time of the first look at {num_lines:,} lines, an hour of {workers}", value=look_s, unit="s"),
+        Figure(name="time that has passed meanwhile", value=wall_s, unit="s"),
+        Figure(name=f"CPU time for all workers, {LONG_SHARE} times that", value=LONG_SHARE * look_s, unit="s"),
+    ]
 
 
 @dataclass

@@ -3,7 +3,8 @@
 EventLog     append events
 EventReader  read new events
 find_worker_node   the node on which a worker has last run
-EVENT_SUFFIX, BEAT_INTERVAL_S, MAX_PENDING_LINES, MAX_LOOK_INTERVAL_S, TAIL_BYTES, BLOCK_BYTES, COUNTS_TAG   constants
+LineChooser    a function that leaves out lines that a reader does not need
+EVENT_SUFFIX, BEAT_INTERVAL_S, MAX_PENDING_LINES, MAX_LOOK_INTERVAL_S, TAIL_BYTES, BLOCK_BYTES    constants
 
 A line is written by one write(2) on an O_APPEND descriptor, so a killed process tears at most its own last line.
 Work never ends for an event: on a full or unreachable file system lines wait in memory, the oldest are dropped where
@@ -15,13 +16,15 @@ import contextlib
 import errno
 import fnmatch
 import heapq
+import itertools
 import json
 import os
+import re
 import stat
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,11 +36,16 @@ from hpcrl.system.file_watch import NameWatch, PollPace, is_full
 from hpcrl.system.files import parse_json_lines
 
 EVENT_SUFFIX = ".jsonl"
-COUNTS_TAG = b'"event": "episodes"'
-"""The text in every line of counts of episodes, as it is written here."""
 TAIL_BYTES = 1 << 16
 BLOCK_BYTES = 1 << 16
-"""The bytes of each file that a merge of all files has in memory."""
+"""The bytes of a file that are read at once; fewer where very many files are merged."""
+_MAX_MERGED_BYTES, _MIN_BLOCK_BYTES = 1 << 26, 1 << 12
+"""The bytes of all files of a job that a merge has in memory, but at least a few lines of each."""
+_CHOSEN_FACTOR = 4
+"""The factor by which more is read at once where most lines are left out."""
+LineChooser = Callable[[bytes, float], bytes]
+"""A function that returns some of the lines of a block, given the time when their file was last written or touched."""
+_JOB_PREFIX = re.compile(r"(\d+)-", re.ASCII)
 BEAT_INTERVAL_S = 10.0
 """The time between heartbeats: a third of the age at which a process counts as ended."""
 MAX_PENDING_LINES = 1000
@@ -152,8 +160,8 @@ class EventReader:
     """Bytes read of each file; another process can continue with them."""
     is_sparing: bool = False
     """True: look ever more rarely at the directory, and at each file, while nothing changes."""
-    skips_superseded: bool = False
-    """True: of counts of episodes that follow each other in a file only the last is returned: they increase."""
+    choose_lines: LineChooser | None = None
+    """Leaves out lines before they are parsed; None: all are returned."""
     ended_jobs: frozenset[int] = frozenset()
     """Jobs whose files are not looked at, since they were read to their end."""
     _names: NameWatch | None = None
@@ -182,10 +190,20 @@ class EventReader:
         return (event for line in self.poll_lines() if (event := parse_event(line)) is not None)
 
     def poll_merged(self) -> Iterator[CampaignEvent]:
-        """Yield new events in the order of jobs and time, with a block of each file in memory."""
+        """Yield new events in the order of jobs and time, with a block of each file of one job in memory."""
         self.unreadable.clear()
-        grown = [name for name in self._list_names() if self._has_grown(name)]
-        return heapq.merge(*map(self._iter_events, grown), key=lambda event: (event.job, event.time))
+        names_by_job: dict[int | None, list[str]] = {}
+        for name in self._list_names():
+            if self._has_grown(name):
+                names_by_job.setdefault(_parse_job(name), []).append(name)
+        foreign = names_by_job.pop(None, [])  # files whose names have no job
+        jobs = [names for _, names in sorted(names_by_job.items())]
+        in_order = itertools.chain.from_iterable(self._merge_files(names) for names in jobs)
+        return heapq.merge(in_order, self._merge_files(foreign), key=_get_place) if foreign else in_order
+
+    def _merge_files(self, names: Sequence[str]) -> Iterator[CampaignEvent]:
+        num_bytes = min(BLOCK_BYTES, max(_MIN_BLOCK_BYTES, _MAX_MERGED_BYTES // len(names)))
+        return heapq.merge(*(self._iter_events(name, num_bytes) for name in names), key=_get_place)
 
     def poll_lines(self) -> Iterator[dict[str, Any]]:
         """Yield new lines of every kind as dicts."""
@@ -194,28 +212,31 @@ class EventReader:
             if self._has_grown(name):
                 yield from self._iter_lines(name)
 
-    def _iter_events(self, name: str) -> Iterator[CampaignEvent]:
-        for line in self._iter_lines(name):
+    def _iter_events(self, name: str, num_bytes: int) -> Iterator[CampaignEvent]:
+        for line in self._iter_lines(name, num_bytes):
             event = parse_event(line)
             if event is not None:
                 yield event
             elif is_known_event(line.get("event")):
                 self._count_damaged(name)
 
-    def _iter_lines(self, name: str) -> Iterator[dict[str, Any]]:
+    def _iter_lines(self, name: str, num_bytes: int = BLOCK_BYTES) -> Iterator[dict[str, Any]]:
         """Yield the new lines of one file, block by block; it is closed in between, as there may be thousands."""
-        num_bytes = BLOCK_BYTES
+        if self.choose_lines is not None:
+            num_bytes *= _CHOSEN_FACTOR
+        wanted_bytes = num_bytes
         while True:
             try:
-                data, is_last = self._read_block(name, num_bytes)
+                data, is_last = self._read_block(name, wanted_bytes)
             except OSError as error:  # one unreadable file must not hide the others
                 self.unreadable[name] = error.strerror or str(error)
                 return
-            lines = _drop_superseded(data) if self.skips_superseded else data
-            yield from parse_json_lines(lines, note_damage=partial(self._count_damaged, name))
+            wanted_bytes = num_bytes if data else 2 * wanted_bytes  # a line that is longer than a block
+            if self.choose_lines is not None:
+                data = self.choose_lines(data, self.touched[name.removesuffix(EVENT_SUFFIX)])
+            yield from parse_json_lines(data, note_damage=partial(self._count_damaged, name))
             if is_last:
                 return
-            num_bytes = BLOCK_BYTES if data else 2 * num_bytes  # a line that is longer than a block
 
     def describe_damage(self) -> list[str]:
         """Return a sentence for each file with damaged lines."""
@@ -272,11 +293,15 @@ class EventReader:
         ]
 
 
-def _drop_superseded(data: bytes) -> bytes:
-    """Return the lines without those of counts that the next line has again, and more of."""
-    lines = data.split(b"\n")
-    is_count = [COUNTS_TAG in line for line in lines]
-    return b"\n".join(line for number, line in enumerate(lines) if not all(is_count[number : number + 2]))
+def _parse_job(name: str) -> int | None:
+    """Return the job in the name of an event file; None if it has none."""
+    found = _JOB_PREFIX.match(name)
+    return int(found[1]) if found else None
+
+
+def _get_place(event: CampaignEvent) -> tuple[int, float]:
+    """Return what events are ordered by."""
+    return event.job, event.time
 
 
 def find_worker_node(campaign: CampaignDir, job: int, role: str, index: int) -> str | None:

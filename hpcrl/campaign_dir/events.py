@@ -6,7 +6,7 @@ build_line      make the line of an event
 parse_event     read a line of an event file; None for torn, foreign or newer lines
 is_known_event  whether this version has a kind
 describe_event  describe the event to a person, if it is worth a line
-NonNegativeCount, UnixTime    field types
+NonNegativeCount, SmallInteger, UnixTime    field types
 JobOutcome      the ways a job ends
 
 The structs below the base are the kinds, such as StepFinished. A struct's tag is the kind's name on disk, its fields
@@ -20,6 +20,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 NonNegativeCount = Annotated[int, Meta(ge=0, lt=2**53)]
+SmallInteger = Annotated[int, Meta(gt=-(2**53), lt=2**53)]
 UnixTime = Annotated[float, Meta(gt=0, lt=1e11)]
 JobOutcome = Literal["done", "failed", "stopped", "drained", "cut"]
 """The ways a job ends; a campaign whose last job was drained, or was cut off before that, has more to do."""
@@ -39,7 +40,7 @@ class CampaignEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"
 class JobStarted(CampaignEvent, frozen=True, kw_only=True, tag="job-started"):
     slurm_id: str | None = None
     """None on a machine without a scheduler."""
-    end_time: float | None = None
+    end_time: UnixTime | None = None
     """End of the allocation."""
 
 
@@ -61,7 +62,7 @@ class DrainStarted(CampaignEvent, frozen=True, kw_only=True, tag="draining"):
 
 
 class WorkerStarted(CampaignEvent, frozen=True, kw_only=True, tag="worker-started"):
-    pid: int | None = None
+    pid: SmallInteger | None = None
     gpus: list[str] = []
 
 
@@ -108,12 +109,12 @@ class EpisodesCounted(CampaignEvent, frozen=True, kw_only=True, tag="episodes"):
     num_tokens: NonNegativeCount = 0
     turns: NonNegativeCount = 0
     remote_prefills: NonNegativeCount = 0
-    outcomes: dict[str, dict[str, int]] = {}
+    outcomes: dict[str, dict[str, NonNegativeCount]] = {}
     """Ended episodes by domain and outcome (hpcrl.spool.outcome)."""
-    token_fates: dict[str, dict[str, int]] = {}
+    token_fates: dict[str, dict[str, NonNegativeCount]] = {}
     """Tokens generated in ended episodes, by domain and what became of them: `trained` if they were left to training,
     else the reason: a status (`aborted-stale`, ...), or why a turn is masked (`spool.record.MASK_REASONS`)."""
-    lengths: dict[str, dict[str, int]] = {}
+    lengths: dict[str, dict[str, NonNegativeCount]] = {}
     """The lengths of ended episodes by status (`spool.episode_lengths.LengthCounts`)."""
     loop_share: float = 0.0
     """The share of a core that the worker's event loop has used since the counts before."""
@@ -133,7 +134,7 @@ class EngineCounted(CampaignEvent, frozen=True, kw_only=True, tag="engine"):
     """Requests that ran, on average."""
     waiting: float = 0.0
     """Requests that waited in the engine, on average."""
-    num_places: int | None = None
+    num_places: SmallInteger | None = None
     """The most requests that it runs at once."""
     kv_share: float | None = None
     """The share of its KV memory in use, on average; None if the engine does not report it."""
@@ -160,7 +161,7 @@ class TaskFailed(CampaignEvent, frozen=True, kw_only=True, tag="task-failed"):
     """The group."""
     domain: str = ""
     seed: int = 0
-    place: int | None = None
+    place: SmallInteger | None = None
     """Its place in the sequence of the domain's rows, if the domain has `tasks`."""
     reason: str = ""
 
@@ -205,11 +206,11 @@ class SegmentScored(CampaignEvent, frozen=True, kw_only=True, tag="scored"):
     reward_mean: float | None = None
     rewards: dict[str, list[float]] = {}
     """Rewards by domain."""
-    reward_errors: dict[str, int] = {}
+    reward_errors: dict[str, NonNegativeCount] = {}
     """The number of them that are `on_reward_error`, since the reward function failed, by domain."""
-    replaced_outcomes: dict[str, dict[str, int]] = {}
+    replaced_outcomes: dict[str, dict[str, NonNegativeCount]] = {}
     """The outcomes that these had as they were played, by domain; older campaigns lack them."""
-    reward_faults: dict[str, dict[str, int]] = {}
+    reward_faults: dict[str, dict[str, NonNegativeCount]] = {}
     """The outcomes as played of trajectories that got no reward, since its function failed, by domain."""
 
 
@@ -276,7 +277,7 @@ class StepFinished(CampaignEvent, frozen=True, kw_only=True, tag="step"):
     reward_mean: float | None = None
     reward_std: float | None = None
     lag_mean: float | None = None
-    lag_max: int | None = None
+    lag_max: SmallInteger | None = None
     loss: float | None = None
     grad_norm: float | None = None
     clip_fraction: float | None = None
@@ -292,18 +293,18 @@ class StepFinished(CampaignEvent, frozen=True, kw_only=True, tag="step"):
     value_loss: float | None = None
     learning_rate: float | None = None
     length_mean: float | None = None
-    length_max: int | None = None
-    lags: dict[str, int] = {}
+    length_max: SmallInteger | None = None
+    lags: dict[str, NonNegativeCount] = {}
     imbalance: float | None = None
     tokens_per_s: float | None = None
     times: dict[str, float] = {}
     num_rows: NonNegativeCount | None = None
-    too_long_tokens: dict[str, int] = {}
+    too_long_tokens: dict[str, NonNegativeCount] = {}
     mfu: float | None = None
     """Share of the trainer GPUs' peak FLOP/s that the step used; None without GPUs."""
     wait_s: float | None = None
     """Time that the trainer waited for trajectories."""
-    lengths: dict[str, int] = {}
+    lengths: dict[str, NonNegativeCount] = {}
     """The lengths of the episodes that it trained on (`spool.episode_lengths.LengthCounts`)."""
 
 
@@ -312,15 +313,15 @@ class MemoryRanOut(CampaignEvent, frozen=True, kw_only=True, tag="out-of-memory"
 
     step: NonNegativeCount = 0
     """0 if it is not known."""
-    rank: int | None = None
+    rank: SmallInteger | None = None
     """None if the kernel ended it, and nothing else is known."""
     num_rows: NonNegativeCount = 0
     """The rows of the micro-batch that was being computed; 0 if there was none."""
     num_tokens: NonNegativeCount = 0
     """Its tokens, padding included."""
-    tokens_per_micro_batch: int | None = None
+    tokens_per_micro_batch: SmallInteger | None = None
     """The limit from now on, if it is lower than that of the recipe."""
-    max_row_tokens: int | None = None
+    max_row_tokens: SmallInteger | None = None
     """The limit from now on, if memory ran out with a single row."""
     reason: str = ""
     """The event and its consequence, for a person."""
@@ -335,7 +336,7 @@ class RowsSkipped(CampaignEvent, frozen=True, kw_only=True, tag="rows-skipped"):
     """The rows."""
     num_tokens: NonNegativeCount
     """The tokens that they would have trained."""
-    token_counts: dict[str, int] = {}
+    token_counts: dict[str, NonNegativeCount] = {}
     """The same by domain."""
     share: float = 0.0
     """Their share of the tokens that the step would have trained."""
@@ -351,7 +352,7 @@ class StaleDropped(CampaignEvent, frozen=True, kw_only=True, tag="stale"):
     num: NonNegativeCount
     version: NonNegativeCount = 0
     """The version that they were too old for."""
-    token_counts: dict[str, int] = {}
+    token_counts: dict[str, NonNegativeCount] = {}
     """Tokens that would have been trained, by domain."""
     groups: list[str] = []
     """The groups that are lost to training with them; env workers start these again."""
@@ -363,7 +364,7 @@ class FlatGroupsDropped(CampaignEvent, frozen=True, kw_only=True, tag="flat"):
     num: NonNegativeCount
     """Groups dropped since the last such event."""
     version: NonNegativeCount = 0
-    domains: dict[str, int] = {}
+    domains: dict[str, NonNegativeCount] = {}
     """Their number by domain."""
     groups: list[str] = []
     shares: dict[str, float] = {}
@@ -382,10 +383,10 @@ class EvaluationFinished(CampaignEvent, frozen=True, kw_only=True, tag="evaluati
     num_episodes: NonNegativeCount = 0
     num_faults: NonNegativeCount = 0
     length_mean: float | None = None
-    oldest: int | None = None
+    oldest: SmallInteger | None = None
     """Oldest version that generated any of it."""
-    newest: int | None = None
-    outcomes: dict[str, dict[str, int]] = {}
+    newest: SmallInteger | None = None
+    outcomes: dict[str, dict[str, NonNegativeCount]] = {}
     """All episodes that were started, by domain and outcome (hpcrl.spool.outcome)."""
 
 
@@ -454,17 +455,17 @@ class FaultReported(CampaignEvent, frozen=True, kw_only=True, tag="fault"):
     detail: str = ""
     id: str | UnsetType = UNSET
     """The episode concerned."""
-    version: int | UnsetType = UNSET
+    version: SmallInteger | UnsetType = UNSET
     domain: str | UnsetType = UNSET
-    rank: int | UnsetType = UNSET
+    rank: SmallInteger | UnsetType = UNSET
     """The courier that holds up the others."""
     at: str | UnsetType = UNSET
     """The node of that courier."""
-    bucket: int | UnsetType = UNSET
+    bucket: SmallInteger | UnsetType = UNSET
     """The part of the version that it has reached."""
-    bytes: int | UnsetType = UNSET
+    bytes: SmallInteger | UnsetType = UNSET
     """Bytes of the version that it has received."""
-    num: int | UnsetType = UNSET
+    num: SmallInteger | UnsetType = UNSET
     """The number of faults like this one so far, if only some of them are reported."""
 
 

@@ -29,7 +29,7 @@ from hpcrl.monitor.view import watch_campaign as watch_snapshots
 from hpcrl.plan.records import read_recipe, read_site
 from hpcrl.system.exit_codes import EXIT_FAILED
 from hpcrl.system.files import read_json
-from hpcrl.system.terminal import PipeConsole, escape_to_one_line, print_json_text, print_line
+from hpcrl.system.terminal import PipeConsole, escape_to_one_line, print_json_text, print_line, show_wait
 
 MAX_LISTED = 60
 """The trajectories on the page that lists them; a terminal shows those that fit."""
@@ -42,10 +42,12 @@ def run_ls(arguments: argparse.Namespace) -> int:
 def run_monitor(arguments: argparse.Namespace) -> int:
     campaign_dir = directory.find_campaign(arguments.campaign)
     collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir, skips_unknown=True)))
+    with show_wait(f"the events of {campaign_dir.name} are read"):  # a long campaign has many
+        snapshot = collector.poll()
     if arguments.json:
-        print_json_text(encode_snapshot(collector.poll()))
+        print_json_text(encode_snapshot(snapshot))
     elif arguments.once:
-        show_snapshot(collector.poll(), console=PipeConsole(highlight=False))
+        show_snapshot(snapshot, console=PipeConsole(highlight=False))
     else:
         traj_command = _make_traj_command(campaign_dir)
         watch_snapshots(collector, console=PipeConsole(highlight=False), until_done=False, traj_command=traj_command)
@@ -56,6 +58,8 @@ def watch_campaign(name: str) -> int:
     """Follow a campaign to its end and print the result."""
     campaign_dir = directory.find_campaign(name)
     collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir, skips_unknown=True)))
+    with show_wait(f"the events of {campaign_dir.name} are read"):
+        collector.poll()
     console, traj_command = PipeConsole(highlight=False), _make_traj_command(campaign_dir)
     snapshot = watch_snapshots(collector, console=console, until_done=True, traj_command=traj_command)
     untrained = [describe_advisory(one) for one in select_untrained(snapshot.advisories)]

@@ -1,6 +1,7 @@
 """Show the state of a campaign, from its files and Slurm.
 
 collect     read events and files, ask Slurm
+count_lines    the lines of counts that are left out
 progress    fold events into figures
 job_state   the state of each job, and the reason
 notes       lines for a person, one for each cause

@@ -23,6 +23,7 @@ from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
 from hpcrl.monitor.advisories import Advisory, HealthFacts, find_advisories
+from hpcrl.monitor.count_lines import CountSampling, drop_superseded
 from hpcrl.monitor.job_state import CampaignState, JobRecord, judge_jobs, read_jobs, read_json_as, select_slurm_ids
 from hpcrl.monitor.progress import CampaignProgress
 from hpcrl.monitor.snapshot import (
@@ -95,7 +96,7 @@ class SnapshotCollector:
         if ended != self._ended_jobs:
             self._reader.expect_change()
         self._jobs, self._ended_jobs = {job.number: job for job in jobs}, ended
-        self._read_events(problems)
+        self._read_events(problems, now)
         self._query_slurm(select_slurm_ids(jobs), now)
         state, verdicts = judge_jobs(
             self.campaign_dir,
@@ -140,14 +141,15 @@ class SnapshotCollector:
             self._advisories = find_advisories(facts)
         return self._advisories
 
-    def _read_events(self, problems: list[str]) -> None:
+    def _read_events(self, problems: list[str], now: float) -> None:
         directory = self.campaign_dir.events
         if directory.exists() and not os.access(directory, os.R_OK | os.X_OK, effective_ids=True):
             problems.append(f"{directory.name}/ cannot be read: permission denied")
+        is_first = self._inputs is None
+        if not self._needs_all:  # the first look has hours of counts, later ones have seconds
+            self._reader.choose_lines = CountSampling(now=now).choose if is_first else drop_superseded
         for event in self._reader.poll_merged():
             self._progress.add(event)
-        # The first look has hours of counts, whose times the rates need; later ones have seconds.
-        self._reader.skips_superseded = not self._needs_all
         problems += [f"{name} cannot be read: {why}" for name, why in self._reader.unreadable.items()]
         problems += self._reader.describe_damage()
 

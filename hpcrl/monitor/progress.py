@@ -158,8 +158,9 @@ class FailureRun:
     num_failed_in_row: int = 0
 
     def add(self, *, num_good: int, num_failed: int) -> None:
+        """Add results; of failures that are counted with good results it is not known which was last."""
         self.num_good += num_good
-        self.num_failed_in_row = num_failed if num_good else self.num_failed_in_row + num_failed
+        self.num_failed_in_row = 0 if num_good else self.num_failed_in_row + num_failed
 
 
 @dataclass

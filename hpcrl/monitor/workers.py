@@ -94,5 +94,6 @@ def _format_worker_load(worker: WorkerProgress, inputs: SnapshotInputs) -> dict[
 
 
 def split_numbers(name: str) -> list[tuple[int, str]]:
-    """Split a name so that number 10 comes after number 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    """Split a name so that number 10 comes after number 9: it has more digits."""
+    parts = [part.lstrip("0") if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+    return [(len(part) if number % 2 else -1, part) for number, part in enumerate(parts)]

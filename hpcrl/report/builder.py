@@ -48,11 +48,13 @@ from hpcrl.report.history import CampaignHistory, RoleWork, WorkerSpan
 from hpcrl.slurm.submit import SubmittedJob
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
 from hpcrl.spool.token_fates import measure_trained_share
-from hpcrl.system.json_numbers import finite_or_none
+from hpcrl.system.json_numbers import finite_or_none, load_json
 from hpcrl.system.processes import do_nothing
 
 MAX_FAILURE_ROWS = 60
 MAX_REASON_CHARS = 2000
+MAX_NUMBER = 2**53
+"""No node or worker count of a plan is larger."""
 _POLICY_FAULTS = frozenset({OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT, "reward"})
 _READER_NOTES = ("token ids stand for the text", "trajectories are not shown")
 """The beginnings of what this machine lacks to show trajectories: they are not damaged."""
@@ -203,7 +205,7 @@ def _find_query(campaign: CampaignDir, problems: list[str]) -> SlurmQuery:
 
 def _read_table(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        table = json.loads(path.read_bytes())
+        table = load_json(path.read_bytes())
         if isinstance(table, dict):
             return table
     return {}
@@ -214,9 +216,19 @@ def _list_tables(table: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
+def _list_texts(table: Mapping[str, Any], name: str) -> list[str]:
+    value = table.get(name)
+    return [str(one) for one in value] if isinstance(value, list) else []
+
+
+def _get_table(table: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = table.get(name)
+    return value if isinstance(value, dict) else {}
+
+
 def _number(table: Mapping[str, Any], name: str, default: float = 0) -> float:
     value = table.get(name, default)
-    return value if isinstance(value, int | float) and math.isfinite(value) else default
+    return value if isinstance(value, int | float) and abs(value) < MAX_NUMBER else default
 
 
 def _count_nodes(plan: Mapping[str, Any], progress: JobProgress | None) -> list[int]:
@@ -311,7 +323,7 @@ def _build_roles(history: CampaignHistory, jobs: Sequence[JobFigures], plan: Map
         spans, work = spans_by_role.get(role, []), history.work.get(role, RoleWork())
         index = int(_number(table, "component"))
         component = components[index] if 0 <= index < len(components) else {}
-        num_sharing = max(len(component.get("roles") or [role]), 1)
+        num_sharing = max(len(_list_texts(component, "roles")), 1)
         node_s = sum(job.component_nodes[index] * job.run_s for job in jobs) if component else 0.0
         roles.append(_build_role(role, spans, work, num_planned=int(_number(table, "num_workers", 1)), held_s=held_s,
                                  node_hours=node_s / 3600 / num_sharing))  # fmt: skip
@@ -391,18 +403,12 @@ def _build_provenance(
     campaign: CampaignDir, recipe: Mapping[str, Any], plan: Mapping[str, Any]
 ) -> list[ProvenanceEntry]:
     manifest = _read_table(campaign.manifest)
-    source = manifest.get("source")
-    source = source if isinstance(source, dict) else {}
-    model = recipe.get("model")
-    model = model if isinstance(model, dict) else {}
-    engine = recipe.get("engine")
-    engine = engine if isinstance(engine, dict) else {}
-    settings = source.get("settings")
+    source, model, engine = _get_table(manifest, "source"), _get_table(recipe, "model"), _get_table(recipe, "engine")
     entries = {
         "recipe": recipe.get("name"),
         "description": recipe.get("description"),
         "recipe file": source.get("recipe"),
-        "settings": " ".join(map(str, settings)) if isinstance(settings, list) else None,
+        "settings": " ".join(_list_texts(source, "settings")),
         "site": manifest.get("site"),
         "layout": plan.get("layout"),
         "model": model.get("path") or ("tiny, made at the start" if model.get("tiny") else None),
@@ -413,7 +419,7 @@ def _build_provenance(
         **_describe_software(manifest.get("software")),
         "created": _format_created(manifest.get("created")),
         "directory": str(campaign.root),
-        "digest of recipe.json": (manifest.get("digests") or {}).get("recipe.json"),
+        "digest of recipe.json": _get_table(manifest, "digests").get("recipe.json"),
     }
     changes = manifest.get("changes")
     for number, change in enumerate(changes if isinstance(changes, list) else [], start=1):
@@ -421,7 +427,7 @@ def _build_provenance(
     components = [
         f"{component.get('nodes')} x {component.get('partition')}"
         + (f" ({component.get('gpus_per_node')} {component.get('gpu')} each)" if component.get("gpus_per_node") else "")
-        + f": {', '.join(map(str, component.get('roles') or []))}"
+        + f": {', '.join(_list_texts(component, 'roles'))}"
         for component in _list_tables(plan, "components")
     ]
     entries["nodes"] = "; ".join(components)

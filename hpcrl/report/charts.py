@@ -7,6 +7,7 @@ build_histogram    counts of values as bars
 MAX_POINTS      the most points of a chart
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
@@ -20,6 +21,8 @@ from hpcrl.system.json_numbers import finite_or_none
 MAX_POINTS = 400
 NUM_HISTOGRAM_BARS = 20
 MAX_DOMAIN_LINES = 6
+MAX_LAGS = 100
+_LAG = re.compile(r"-?\d{1,9}", re.ASCII)
 
 
 def build_reward_charts(history: CampaignHistory) -> list[ReportChart]:
@@ -83,10 +86,10 @@ def build_staleness_charts(history: CampaignHistory) -> list[ReportChart]:
     """Return how old the trajectories were that were trained on."""
     lags: Counter[int] = Counter()
     for step in history.steps.values():
-        lags.update({int(lag): num for lag, num in step.lags.items() if lag.lstrip("-").isdigit()})
+        lags.update({int(lag): num for lag, num in step.lags.items() if _LAG.fullmatch(lag)})
     charts = []
     if lags:
-        keys = list(range(min(lags), max(lags) + 1))[:100]
+        keys = list(range(min(lags), max(lags) + 1)[:MAX_LAGS])
         series = [ChartSeries(name="trajectories", values=[float(lags[key]) for key in keys], style="bars")]
         charts.append(
             ReportChart(

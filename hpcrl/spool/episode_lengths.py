@@ -9,6 +9,7 @@
 If those that are trained are shorter than those that were started, something prefers short ones (docs/learning.md).
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -21,6 +22,8 @@ LengthCounts = dict[str, int]
 TOTAL = "tokens"
 _LEADING_BITS = 3
 """The bits by which a length is sorted: four buckets for each power of two, and one for each length below 8."""
+_BUCKET = re.compile(r"\d{1,15}\+|\d{1,2}", re.ASCII)
+"""The names of buckets: by the least length, or in older campaigns by the bits of a length."""
 
 
 class LengthSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +62,7 @@ def join_lengths(by_status: Mapping[str, Mapping[str, int]]) -> dict[str, Length
 
 def summarize_lengths(counts: Mapping[str, int]) -> LengthSummary | None:
     """Return the figures of these episodes; None without episodes."""
-    buckets = sorted(_make_bucket(name, counts) for name in counts if not name.endswith(TOTAL) and counts[name] > 0)
+    buckets = sorted(_make_bucket(name, counts) for name in counts if _BUCKET.fullmatch(name) and counts[name] > 0)
     num = sum(bucket.num for bucket in buckets)
     if not num:
         return None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hpcrl.system.json_numbers import load_json
 from hpcrl.system.processes import do_nothing
 
 
@@ -140,12 +141,15 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json_lines(data: bytes, *, note_damage: Callable[[], object] = do_nothing) -> Iterator[dict[str, Any]]:
-    """Yield the complete JSON objects in `data`, one per line; for torn and foreign lines `note_damage` is called."""
+    """Yield the complete JSON objects in `data`, one per line; for torn and foreign lines `note_damage` is called.
+
+    Numbers that are too large to compute with are NaN.
+    """
     for line in data.split(b"\n"):
         if not line:
             continue
         try:
-            value = json.loads(line)
+            value = load_json(line)
         except (ValueError, RecursionError):
             value = None
         if isinstance(value, dict):

@@ -222,7 +222,8 @@ class Sparkline:
 
 
 def draw_sparkline(values: Sequence[float], *, width: int, blocks: str = _BLOCKS) -> str:
-    """Draw one character per value, or per mean of neighbours if there are more values than `width`."""
+    """Draw one character per finite value, or per mean of neighbours if there are more of them than `width`."""
+    values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
     count = min(width, len(values))

@@ -2,9 +2,11 @@
 
 import pytest
 
+from hpcrl.campaign_dir import event_log
 from hpcrl.campaign_dir.event_log import MAX_PENDING_LINES, EventLog, EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved, EpisodesCounted, EventsLost, WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.monitor.count_lines import drop_superseded
 from tests.support.disks import largest_file
 
 
@@ -76,11 +78,35 @@ def test_of_counts_that_follow_each_other_a_reader_may_get_the_last_alone(log, t
     """Not across the start of a new process, whose counts start at zero."""
     for event in (*map(count, (1, 2, 3)), WorkerStarted(pid=1), *map(count, (1, 5))):
         log.emit(event)
-    reader = EventReader(tmp_path, skips_superseded=True)
+    reader = EventReader(tmp_path, choose_lines=drop_superseded)
     assert [getattr(event, "done", "started") for event in reader.poll_merged()] == [3, "started", 5]
     log.emit(count(6))
     assert [event.done for event in reader.poll_merged()] == [6]
     assert len(list(EventReader(tmp_path).poll_merged())) == 7
+
+
+def test_events_of_many_files_come_in_the_order_of_jobs_and_time_with_one_job_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_log, "_MAX_MERGED_BYTES", 100 * event_log._MIN_BLOCK_BYTES)
+    lines = [(job, worker, time) for job in (2, 10) for worker in range(200) for time in (worker + 1.0, worker + 300.0)]
+    for job, worker, time in lines:
+        with (tmp_path / f"{job:03d}-env-{worker}.jsonl").open("a") as file:
+            file.write(f'{{"time": {time}, "event": "checkpoint", "job": {job}, "step": {worker}}}\n')
+    (tmp_path / "foreign.jsonl").write_text('{"time": 5.5, "event": "checkpoint", "job": 2, "step": 1}\n')
+    read: list[tuple[str, int]] = []
+    read_block = EventReader._read_block
+
+    def record(reader, name, num_bytes):
+        read.append((name, num_bytes))
+        return read_block(reader, name, num_bytes)
+
+    monkeypatch.setattr(EventReader, "_read_block", record)
+    events = EventReader(tmp_path).poll_merged()
+    first = next(events)
+    assert {name[:4] for name, _ in read} == {"002-", "fore"}
+    assert {num for name, num in read if name.startswith("002")} == {event_log._MIN_BLOCK_BYTES}
+    places = [(event.job, event.time) for event in (first, *events)]
+    assert places == sorted([(2, 5.5), *((job, time) for job, _, time in lines)])
+    assert len(read) == 401
 
 
 def count(num: int) -> EpisodesCounted:

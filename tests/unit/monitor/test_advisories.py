@@ -255,7 +255,8 @@ def test_a_domain_whose_episodes_all_fail_is_critical(outcome: str) -> None:
 
 def test_a_domain_that_fails_after_it_was_good_is_critical() -> None:
     last = {"lake": {"finished": 60 * NUM_STEPS, "max-turns": 4 * NUM_STEPS, "env-fault": 5000}}
-    found = judge(*list_healthy_events(), stamp_event("env-0", EpisodesCounted(outcomes=last), time=T0 + 9e3))
+    counts = EpisodesCounted(done=60 * NUM_STEPS, truncated=4 * NUM_STEPS, outcomes=last)
+    found = judge(*list_healthy_events(), stamp_event("env-0", counts, time=T0 + 9e3))
     assert found[0].name == "domain-fails"
     assert "the last" in found[0].text
 

@@ -857,3 +857,15 @@ def test_advisories_are_found_again_when_time_has_passed(campaign: SyntheticCamp
     campaign.emit("env-0", EpisodesCounted(outcomes={"lake": {"env-fault": 20}}))
     campaign.now += 2.0
     assert [advisory.name for advisory in watched.poll().advisories] == ["domain-fails"]
+
+
+def test_the_load_of_a_role_is_that_of_all_its_engines(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    for worker, share, num in (("decode-0", 0.2, 30), ("decode-1", 0.6, 50)):
+        load = {"busy_share": share + 0.1, "waiting": num / 10, "kv_share": share, "num_tokens": num, "version": num}
+        campaign.emit(worker, EngineCounted(window_s=10.0, **load))
+
+    role = collector(campaign).poll().roles["decode"]
+
+    assert (role.busy_share, role.queue, role.tokens_per_s) == (0.5, 8, 8.0)
+    assert (role.kv_share, role.version) == (0.4, 30)
