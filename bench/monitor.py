@@ -48,7 +48,7 @@ MAX_SHARE = 0.02
 ENGINE_INTERVAL_S = 10
 HOUR_S = 3600
 LONG_SHARE = 10
-"""One of so many workers has an hour of lines for the first look."""
+"""One worker of this number has an hour of lines for the first look."""
 
 
 class LargeCampaign:
@@ -117,7 +117,7 @@ class LargeCampaign:
 
 
 def make_counts(second: int) -> CampaignEvent:
-    """Make the counts of an env worker, with as many domains, outcomes and lengths as real ones have."""
+    """Make the counts of an env worker, with the domains, outcomes and lengths that real ones have."""
     outcomes = {"finished": second, "max-turns": second // 9, "overflow": second // 99, "env-fault": second // 999}
     lengths = {"tokens": 300 * second}
     for length in (112, 128, 160, 192, 224, 256):

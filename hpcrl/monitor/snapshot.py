@@ -134,7 +134,7 @@ class SeriesChange(NamedTuple):
     first: float
     """The mean of the first steps: it stays the same once there are 10."""
     last: float
-    """The mean of as many last steps."""
+    """The mean of the same number of last steps."""
     num: int
     """The steps in each."""
 

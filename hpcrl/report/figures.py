@@ -50,7 +50,7 @@ class KeyFigures(msgspec.Struct, frozen=True, kw_only=True):
     reward_first: float | None
     """Mean of the first steps, 5 at most."""
     reward_last: float | None
-    """Mean of as many last steps."""
+    """Mean of the same number of last steps."""
     reward_noise: float | None
     """The difference of these two that is within the noise from step to step; None of fewer than two steps."""
     reward_best: float | None

@@ -3,7 +3,7 @@
 retry_passing   call a function again after an error that passes
 is_passing, is_full   whether an error may pass, or is that of a file system without room
 is_outage       whether a file system that gave an error may work again: it was away, full, or read-only
-describe_outage, advise_on_outage    what users are told about it
+describe_outage, advise_on_outage    what users read about it
 PollPace        when to look again: ever more rarely while nothing changes
 PathWatch       notices that a file, or the names in a directory, may have changed
 WatchedValue    what was read from a path, read again after a change

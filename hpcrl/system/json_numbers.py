@@ -24,7 +24,7 @@ def finite_or_none(value: float | None) -> float | None:
 def load_json(data: bytes) -> Any:
     """Parse JSON; infinite numbers, and those of which sums or squares may be infinite, are NaN.
 
-    Text that cannot be encoded (half a surrogate pair) is a ValueError, like everything that is no JSON.
+    Text that cannot be encoded (half a surrogate pair) is a ValueError, like everything that is not JSON.
     """
     if _TOO_LARGE.search(data) is None:
         value = json.loads(data)

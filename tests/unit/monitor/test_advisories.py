@@ -142,7 +142,7 @@ def find_stalled(*, rise: float, num_steps: int) -> list[int]:
     return found
 
 
-def test_a_slow_rise_is_no_stall_while_it_may_hide_in_the_noise() -> None:
+def test_a_slow_rise_does_not_stall_while_it_may_hide_in_the_noise() -> None:
     for num_steps in range(30, 300, 30):
         assert find_stalled(rise=0.001 * num_steps, num_steps=num_steps) == []
 
@@ -152,7 +152,7 @@ def test_a_reward_without_a_rise_stalls_once_the_noise_hides_no_rise() -> None:
     assert len(find_stalled(rise=0.0, num_steps=300)) > 95
 
 
-def test_a_reward_that_rose_early_and_stays_there_is_no_stall() -> None:
+def test_a_reward_that_rose_early_and_stays_there_does_not_stall() -> None:
     source = random.Random(0)
     rewards = [min(0.1 + number / 60, 0.6) + source.gauss(0.0, 0.05) for number in range(1000)]
     steps = (make_learning_step(number, reward_mean=reward) for number, reward in enumerate(rewards))
@@ -297,7 +297,7 @@ def test_episodes_that_become_too_old_are_reported() -> None:
 
 
 def test_only_episodes_of_recent_steps_count_as_stale() -> None:
-    """A campaign of a million good episodes is told within some steps, and one that has recovered is left alone."""
+    """A campaign of a million good episodes is found within some steps, and one that has recovered is left alone."""
     counts: dict[str, int] = {"done": 1_000_000}
     events: list[CampaignEvent] = [stamp_event("env-0", EpisodesCounted(**counts), time=T0)]
 

@@ -191,7 +191,7 @@ def test_the_reward_that_a_campaign_started_from_stays_the_same_as_it_runs(campa
 
 
 @pytest.mark.parametrize(("num", "window"), [(1, 1), (3, 1), (4, 2), (9, 4), (10, 5), (1000, 5)])
-def test_a_change_has_as_many_first_steps_as_last_ones(num: int, window: int) -> None:
+def test_a_change_has_equal_numbers_of_first_and_last_steps(num: int, window: int) -> None:
     change = measure_change(list(range(num)))
     assert change == ((window - 1) / 2, num - (window + 1) / 2, window)
 

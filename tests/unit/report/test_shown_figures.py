@@ -1,4 +1,4 @@
-"""Each figure of a report is the one that its name says: every field has another value here."""
+"""Each figure of a report is the one of its name: every field has another value here."""
 
 from collections.abc import Iterator
 from pathlib import Path
