@@ -1,7 +1,6 @@
 """Report on campaigns: `python -m hpcrl.report ARGUMENTS -- ROOT ...`."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -10,15 +9,13 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.errors import CampaignError, HpcrlError
+from hpcrl.errors import CampaignError
 from hpcrl.report.arguments import add_arguments
 from hpcrl.report.builder import build_document
 from hpcrl.report.figures import ReportDocument, TrajectoryFigures
 from hpcrl.report.page import render_page, write_picture
-from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
-from hpcrl.system.file_watch import describe_outage, is_outage
+from hpcrl.system.exit_codes import EXIT_DONE, run_for_code
 from hpcrl.system.files import find_output, publish_file
-from hpcrl.system.interrupts import release_interrupts
 from hpcrl.system.output_encoding import follow_locale
 from hpcrl.system.processes import do_nothing
 from hpcrl.system.terminal import print_json_text, print_to_stderr
@@ -29,35 +26,13 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="hpcrl report")
     add_arguments(parser)
     arguments = parser.parse_args(argv)
-    try:
-        release_interrupts()
-        _run_command(arguments, [CampaignDir(Path(root)) for root in arguments.campaigns])
-        sys.stdout.flush()
-    except HpcrlError as error:
-        print_to_stderr(f"hpcrl: {error}")
-        return EXIT_USAGE
-    except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
-        _drop_output()
-    except OSError as error:
-        if not is_outage(error):
-            raise
-        _drop_output()
-        print_to_stderr(f"hpcrl: {describe_outage(error)}")
-        return EXIT_USAGE
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    return 0
+    return run_for_code(lambda: _run_command(arguments, [CampaignDir(Path(root)) for root in arguments.campaigns]))
 
 
-def _drop_output() -> None:
-    """Let what was not written go nowhere, or Python would try again at its end, and fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _run_command(arguments: argparse.Namespace, campaigns: Sequence[CampaignDir]) -> None:
+def _run_command(arguments: argparse.Namespace, campaigns: Sequence[CampaignDir]) -> int:
     if arguments.format == "inspect":
         _write_inspect_logs(campaigns, arguments.output)
-        return
+        return EXIT_DONE
     show = print_to_stderr if sys.stderr.isatty() else do_nothing
     document = build_document(
         campaigns, read_trajectories=partial(_read_trajectories, num_campaigns=len(campaigns)), show_progress=show
@@ -68,8 +43,9 @@ def _run_command(arguments: argparse.Namespace, campaigns: Sequence[CampaignDir]
             print_json_text(data)
         else:
             _publish(arguments.output, data + b"\n")
-        return
-    _write_page(document, data, arguments)
+    else:
+        _write_page(document, data, arguments)
+    return EXIT_DONE
 
 
 def _write_page(document: ReportDocument, data: bytes, arguments: argparse.Namespace) -> None:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 
 from hpcrl.errors import HpcrlError
+from hpcrl.system.file_watch import describe_outage, is_outage
+from hpcrl.system.interrupts import release_interrupts
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -39,15 +41,32 @@ def describe_end(return_code: int) -> str:
 def run_for_code(run: Callable[[], int]) -> int:
     """Run the work of a command in a separate interpreter; an error that the user can fix is one message."""
     try:
+        release_interrupts()
         code = run()
         sys.stdout.flush()
     except (HpcrlError, ModuleNotFoundError) as error:
         hint = f": {sys.executable} needs `pip install 'hpcrl[local]'`" * isinstance(error, ModuleNotFoundError)
-        print(f"hpcrl: {error}{hint}", file=sys.stderr)  # noqa: T201
-        return EXIT_USAGE
+        return _refuse(f"{error}{hint}")
     except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_DONE
+    except OSError as error:
+        if not is_outage(error):
+            raise
+        _drop_output()
+        return _refuse(describe_outage(error))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return code
+
+
+def _refuse(message: str) -> int:
+    from hpcrl.system.terminal import print_to_stderr  # late: most commands refuse nothing
+
+    print_to_stderr(f"hpcrl: {message}")
+    return EXIT_USAGE
+
+
+def _drop_output() -> None:
+    """Let what was not written go nowhere, or Python would try again at its end, and fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

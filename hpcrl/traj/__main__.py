@@ -1,18 +1,14 @@
 """Run one command of `hpcrl traj` on a campaign's directory: `python -m hpcrl.traj ROOT ACTION ...`."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.errors import HpcrlError
-from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
-from hpcrl.system.file_watch import describe_outage, is_outage
+from hpcrl.system.exit_codes import run_for_code
 from hpcrl.system.files import read_json
-from hpcrl.system.interrupts import release_interrupts
 from hpcrl.system.output_encoding import follow_locale
 from hpcrl.traj.arguments import add_commands
 
@@ -28,32 +24,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="hpcrl traj")
     add_commands(parser)
     arguments = parser.parse_args(command_words)
-    try:
-        release_interrupts()
-        code = _run_command(arguments, CampaignDir(Path(root)))
-        sys.stdout.flush()
-    except HpcrlError as error:
-        return _print_refusal(str(error))
-    except ModuleNotFoundError as error:
-        return _print_refusal(
-            f"{sys.executable} cannot read trajectories without {error.name}: pip install 'hpcrl[local]'"
-        )
-    except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
-        _drop_output()
-        return 0
-    except OSError as error:
-        if not is_outage(error):
-            raise
-        _drop_output()
-        return _print_refusal(describe_outage(error))
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    return code
-
-
-def _drop_output() -> None:
-    """Let what was not written go nowhere, or Python would try again at its end, and fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return run_for_code(lambda: _run_command(arguments, CampaignDir(Path(root))))
 
 
 def _run_command(arguments: argparse.Namespace, campaign: CampaignDir) -> int:
@@ -121,11 +92,6 @@ def _read_domain_names(campaign: CampaignDir) -> list[str]:
         return list(read_json(campaign.recipe)["domains"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
-
-
-def _print_refusal(message: str) -> int:
-    print(f"hpcrl: {message}".encode(errors="replace").decode(), file=sys.stderr)  # noqa: T201
-    return EXIT_USAGE
 
 
 if __name__ == "__main__":
