@@ -23,7 +23,7 @@ from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
 from hpcrl.monitor.advisories import Advisory, HealthFacts, find_advisories
-from hpcrl.monitor.count_lines import CountSampling, drop_superseded
+from hpcrl.monitor.count_lines import CountSampling, CountThinning, drop_superseded
 from hpcrl.monitor.job_state import CampaignState, JobRecord, judge_jobs, read_jobs, read_json_as, select_slurm_ids
 from hpcrl.monitor.progress import CampaignProgress
 from hpcrl.monitor.snapshot import (
@@ -68,7 +68,7 @@ class SnapshotCollector:
         self._query = query
         self._clock = clock
         self._reader = EventReader(campaign_dir.events, is_sparing=True)
-        self._needs_all = progress is not None
+        self._is_watched = progress is None
         self._progress = progress if progress is not None else CampaignProgress()
         self._jobs: dict[int, JobRecord] = {}
         self._ended_jobs: frozenset[int] = frozenset()
@@ -96,7 +96,8 @@ class SnapshotCollector:
         if ended != self._ended_jobs:
             self._reader.expect_change()
         self._jobs, self._ended_jobs = {job.number: job for job in jobs}, ended
-        self._read_events(problems, now)
+        campaign = self._read_record("manifest", CampaignSummary, problems)
+        self._read_events(problems, now, created=campaign.created if campaign else None)
         self._query_slurm(select_slurm_ids(jobs), now)
         state, verdicts = judge_jobs(
             self.campaign_dir,
@@ -109,7 +110,7 @@ class SnapshotCollector:
         inputs = SnapshotInputs(
             now=now,
             directory=self.campaign_dir.name,
-            campaign=self._read_record("manifest", CampaignSummary, problems),
+            campaign=campaign,
             recipe=self._read_record("recipe", RecipeSummary, problems),
             plan=self._read_record("plan", PlanSummary, problems) or PlanSummary(),
             state=state,
@@ -141,13 +142,17 @@ class SnapshotCollector:
             self._advisories = find_advisories(facts)
         return self._advisories
 
-    def _read_events(self, problems: list[str], now: float) -> None:
+    def _read_events(self, problems: list[str], now: float, *, created: float | str | None) -> None:
         directory = self.campaign_dir.events
         if directory.exists() and not os.access(directory, os.R_OK | os.X_OK, effective_ids=True):
             problems.append(f"{directory.name}/ cannot be read: permission denied")
-        is_first = self._inputs is None
-        if not self._needs_all:  # the first look has hours of counts, later ones have seconds
-            self._reader.choose_lines = CountSampling(now=now).choose if is_first else drop_superseded
+        if not self._is_watched:
+            if isinstance(created, float):
+                self._reader.choose_lines = CountThinning(created=created).choose
+        elif self._inputs is None:  # the first look has hours of counts, later ones have seconds
+            self._reader.choose_lines = CountSampling(now=now).choose
+        else:
+            self._reader.choose_lines = drop_superseded
         for event in self._reader.poll_merged():
             self._progress.add(event)
         problems += [f"{name} cannot be read: {why}" for name, why in self._reader.unreadable.items()]

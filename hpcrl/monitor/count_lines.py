@@ -2,6 +2,7 @@
 
     drop_superseded    of counts of episodes that follow each other, return the last
     CountSampling      the same, but for those by which rates and the newest steps are measured: for a first look
+    CountThinning      the same, but for as many as a report of the whole time shows
 
 The counts of an env worker increase until its process ends, so that each line has what the one before has. A new
 process first writes that it has started, and has fewer episodes; both end what may be left out. The loads of an engine
@@ -22,6 +23,8 @@ RECENT_INTERVAL_S = 10.0
 """The same within the window of rates, through which time moves on while a campaign is watched."""
 ENGINE_HISTORY_S = 6 * MAX_ENGINE_WINDOW_S
 """The age of an engine's load from which on it hardly counts: it is halved with each window."""
+NUM_THINNED, MAX_THINNED_INTERVAL_S = 600, 20.0
+"""The lines of counts of a worker that a report keeps at least, and the longest time of which it keeps only one."""
 _COUNTS = re.compile(rb'\{"time": (\d{1,12})(?:\.\d+)?, "event": "(?:engine"|episodes".*?"done": (\d{1,16}))')
 
 
@@ -62,6 +65,23 @@ class CountSampling:
         if age < RATE_WINDOW_S:
             return _LineMark((True, age // RECENT_INTERVAL_S), int(num_done))
         return _LineMark((False, age // SAMPLE_INTERVAL_S), int(num_done))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountThinning:
+    """The choice of lines for a report of a campaign that was made at this time."""
+
+    created: float
+
+    def choose(self, data: bytes, touched: float) -> bytes:
+        """Return the lines of a file, last touched at this time, without counts that are close to the next."""
+        interval_s = min((touched - self.created) / NUM_THINNED, MAX_THINNED_INTERVAL_S)
+        if interval_s <= 1.0:  # workers write no more often
+            return data
+        lines = data.split(b"\n")
+        found = map(_COUNTS.match, lines)
+        marks = [_LineMark(int(one[1]) // interval_s, int(one[2])) if one and one[2] else None for one in found]
+        return _join_needed(lines, marks)
 
 
 def _join_needed(lines: Sequence[bytes], marks: Sequence[_LineMark | None]) -> bytes:

@@ -14,8 +14,9 @@ from hpcrl.campaign_dir.events import (
     WorkerFailed,
     WorkerStarted,
 )
+from hpcrl.monitor import count_lines
 from hpcrl.monitor.collect import SnapshotCollector
-from hpcrl.monitor.count_lines import CountSampling, drop_superseded
+from hpcrl.monitor.count_lines import CountSampling, CountThinning, drop_superseded
 from hpcrl.monitor.progress import CampaignProgress
 from hpcrl.monitor.snapshot import CampaignSnapshot
 from tests.support.synthetic import SyntheticCampaign
@@ -79,6 +80,13 @@ def look(campaign: SyntheticCampaign, progress: CampaignProgress | None = None) 
     ).poll()
 
 
+@pytest.fixture
+def unthinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a report read all counts."""
+    monkeypatch.setattr(count_lines, "NUM_THINNED", 1 << 40)
+
+
+@pytest.mark.usefixtures("unthinned")
 def test_a_first_look_shows_the_same_as_one_that_reads_all_counts(campaign: SyntheticCampaign) -> None:
     play(campaign)
     whole = look(campaign, CampaignProgress())
@@ -109,6 +117,14 @@ def test_the_counts_before_a_new_process_and_those_before_the_window_of_rates_ar
     lines = [(time, "episodes") for time in range(101, 181)] + [(181, "worker-started"), (182, "episodes")]
     kept = choose_times(CountSampling(now=200.0).choose(write_lines(*lines), 200.0))
     assert kept == [140, 150, 160, 170, 180, 181, 182]
+
+
+def test_a_report_keeps_a_line_of_counts_for_each_part_of_a_long_time_and_all_of_a_short_one() -> None:
+    data = write_lines(*((time, "episodes") for time in range(1000, 1100)), (1100, "engine"), (1101, "engine"))
+    assert CountThinning(created=700.0).choose(data, 1100.0) == data
+    assert len(choose_times(CountThinning(created=1100 - 6000.0).choose(data, 1100.0))) == 10 + 2
+    kept = choose_times(CountThinning(created=1100 - 10**6).choose(data, 1100.0))
+    assert kept == [1019, 1039, 1059, 1079, 1099, 1100, 1101]
 
 
 def test_old_loads_of_an_engine_are_left_out() -> None:

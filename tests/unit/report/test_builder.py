@@ -23,6 +23,7 @@ from hpcrl.campaign_dir.events import (
     WorkerFailed,
 )
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.monitor import count_lines
 from hpcrl.report import __main__ as command
 from hpcrl.report.builder import build_document, build_report
 from hpcrl.report.charts import MAX_POINTS, build_histogram, smooth_values, thin_points
@@ -209,6 +210,33 @@ def test_engines_and_staleness_have_their_numbers(campaign: SyntheticCampaign) -
     assert charts["engine-tokens"].series[0].values[0] == pytest.approx(8.0)
     assert charts["engine-kv"].series[0].values[0] == pytest.approx(0.25)
     assert charts["lags"].series[0].values == [80.0, 240.0]
+
+
+def test_a_report_that_leaves_out_counts_shows_the_same(
+    campaign: SyntheticCampaign, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour, in which an env worker writes its counts each second, and plays for all of it but a quarter."""
+    campaign.submit_local()
+    campaign.start()
+    for second in range(1, 3601):
+        campaign.now += 1.0
+        running = 4 if second % 400 < 300 else 0
+        counts = EpisodesCounted(
+            running=running, done=second, num_tokens=10 * second, turns=second,
+            outcomes={"lake": {"finished": second}}, token_fates={"lake": {"trained": 10 * second}},
+        )  # fmt: skip
+        campaign.emit("env-0", counts)
+    campaign.emit("driver", JobEnded(outcome="drained"))
+    campaign.outcome("drained")
+    monkeypatch.setattr(count_lines, "NUM_THINNED", 1 << 40)
+    whole = report_on(campaign)
+    monkeypatch.undo()
+    thinned = report_on(campaign)
+    assert thinned.key_figures == whole.key_figures
+    for mine, theirs in zip(thinned.roles, whole.roles, strict=True):
+        for share in ("busy_share", "waiting_share", "starting_share", "idle_share"):
+            assert getattr(mine, share) == pytest.approx(getattr(theirs, share), abs=0.02), (mine.role, share)
+    assert {role.role: role.busy_share for role in whole.roles}["env"] == pytest.approx(0.75, abs=0.02)
 
 
 def test_each_engine_has_its_health(campaign: SyntheticCampaign) -> None:
