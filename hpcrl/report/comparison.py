@@ -1,6 +1,7 @@
 """Compare campaigns: what their recipes have different, and what came of it. Pure.
 
 compare_reports    the comparison of some reports
+RESULT_LABELS      the figures that are compared, as people read them
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,31 @@ from hpcrl.report.figures import (
     ReportChart,
     ReportComparison,
 )
+from hpcrl.report.markup import format_share
+from hpcrl.system.terminal import format_duration
+
+RESULT_LABELS = {
+    "step": "steps made",
+    "num_steps": "steps planned",
+    "version": "newest version",
+    "reward_first": "reward, first steps",
+    "reward_last": "reward, last steps",
+    "reward_noise": "noise of the reward",
+    "reward_best": "best reward of a step",
+    "evaluation_last": "last evaluation",
+    "evaluation_best": "best evaluation",
+    "num_episodes": "episodes",
+    "num_failed": "failed episodes",
+    "num_faulted": "of these lost to infrastructure",
+    "num_aborted": "aborted episodes",
+    "num_tokens": "generated tokens",
+    "tokens_per_s": "tokens a second",
+    "wall_s": "time that jobs ran",
+    "queued_s": "time in the queue",
+    "node_hours": "node-hours",
+    "gpu_hours": "GPU-hours",
+    "trained_share": "share of tokens to train on",
+}
 
 
 def compare_reports(reports: Sequence[CampaignReport]) -> ReportComparison:
@@ -22,13 +48,14 @@ def compare_reports(reports: Sequence[CampaignReport]) -> ReportComparison:
         ComparedValue(key=key, values=[value or "" for value in values])
         for key, values in sorted(find_differences([report.recipe for report in reports]))
     ]
+    results = [
+        ComparedValue(key=label, values=[_format(report.key_figures, name) for report in reports])
+        for name, label in RESULT_LABELS.items()
+    ]
     return ReportComparison(
         verdict=_describe_differences(settings, reports),
         settings=settings,
-        results=[
-            ComparedValue(key=name.replace("_", " "), values=[_format(report.key_figures, name) for report in reports])
-            for name in KeyFigures.__struct_fields__
-        ],
+        results=[result for result in results if any(result.values)],
         charts=_overlay_charts(reports),
     )
 
@@ -49,7 +76,7 @@ def _describe_differences(settings: Sequence[ComparedValue], reports: Sequence[C
     others = [one.key_figures.reward_last for one in reports if one is not best]
     if any(value is not None and f"{value:.3f}" == f"{best.key_figures.reward_last:.3f}" for value in others):
         return f"{text}. Several end with the highest reward: {best.key_figures.reward_last:.3f}."
-    return f"{text}. The highest reward at the end has {best.name}: {best.key_figures.reward_last:.3f}."
+    return f"{text}. {best.name} has the highest reward at the end: {best.key_figures.reward_last:.3f}."
 
 
 def _rank_by_reward(figures: KeyFigures) -> float:
@@ -60,6 +87,10 @@ def _format(figures: KeyFigures, name: str) -> str:
     value = getattr(figures, name)
     if value is None:
         return ""
+    if name.endswith("_share"):
+        return format_share(value)
+    if name in ("wall_s", "queued_s"):
+        return format_duration(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e6 else f"{value:,.0f}"
 
 

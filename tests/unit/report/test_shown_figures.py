@@ -8,8 +8,9 @@ import pytest
 
 from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.report.builder import build_document, build_report
+from hpcrl.report.comparison import RESULT_LABELS
 from hpcrl.report.conversation_html import write_conversation
-from hpcrl.report.figures import CampaignReport, RoleFigures, TrajectoryFigures
+from hpcrl.report.figures import CampaignReport, KeyFigures, RoleFigures, TrajectoryFigures
 from hpcrl.report.trajectories import read_trajectories
 from hpcrl.system.files import publish_json
 from tests.support.synthetic import SyntheticCampaign
@@ -181,6 +182,7 @@ def test_a_comparison_names_the_campaign_with_the_highest_reward_at_the_end(
     comparison = build_document(campaigns, read_trajectories=read_trajectories).comparison
     assert comparison is not None
     best = "one" if rewards[0] > rewards[1] else "two"
-    assert comparison.verdict == f"The recipes are the same. The highest reward at the end has {best}: 0.900."
+    assert comparison.verdict == f"The recipes are the same. {best} has the highest reward at the end: 0.900."
     results = {one.key: one.values for one in comparison.results}
-    assert results["reward last"] == [f"{reward:.4g}" for reward in rewards]
+    assert set(KeyFigures.__struct_fields__) == RESULT_LABELS.keys()
+    assert results["reward, last steps"] == [f"{reward:.4g}" for reward in rewards]

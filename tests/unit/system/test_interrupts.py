@@ -16,7 +16,8 @@ except KeyboardInterrupt:
     sys.exit(130)
 """
 PARENT = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
 from hpcrl.system.interrupts import replace_process
 replace_process([sys.executable, "-c", {CHILD!r}])
 """
