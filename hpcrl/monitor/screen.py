@@ -26,7 +26,7 @@ from hpcrl.monitor.screen_parts import FittedScreen, FittedTable, LongLines, Wid
 from hpcrl.monitor.snapshot import CampaignSnapshot, ComponentView, JobView, RoleView, find_bottleneck, measure_change
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, format_failed, measure_failures, measure_outcomes
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
-from hpcrl.system.terminal import Sparkline, escape_to_one_line
+from hpcrl.system.terminal import Sparkline, escape_to_one_line, format_duration
 
 ComponentForm = Literal["titles", "column"]
 """The form of components: a line above the roles of each, or a column."""
@@ -159,7 +159,9 @@ def _render_curves(snapshot: CampaignSnapshot) -> RenderableType:
 def _list_curves(snapshot: CampaignSnapshot) -> Iterator[tuple[str, RenderableType, str]]:
     """Yield each curve with its label and its figures."""
     steps = ProgressBar(total=snapshot.num_steps or 1, completed=snapshot.step)
-    yield "steps", steps, format_step_count(snapshot)
+    left_s = snapshot.detail.training_left_s
+    more = f", about {format_duration(left_s)} more" if left_s else ""
+    yield "steps", steps, format_step_count(snapshot) + more
     if not snapshot.has_rollouts:
         losses = snapshot.detail.losses
         yield "loss", Sparkline(finite_values(losses)), _format_ends(losses)

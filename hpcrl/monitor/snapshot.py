@@ -8,7 +8,7 @@ measure_change, SeriesChange        how a figure changed from the first steps to
 build_snapshot, SnapshotInputs      the snapshot from what was read
 find_bottleneck                     the role that the others wait for
 BOTTLENECK_SHARE, MIN_WAITING_ROLLOUTS    the limits of that
-MAX_END_STEPS                       the steps by whose mean a figure starts and ends
+MAX_END_STEPS, MIN_PACE_STEPS       the steps by whose mean a figure starts and ends, and by which pace is measured
 CampaignSummary, RecipeSummary, TrainSummary, PlanSummary, ComponentSummary, RoleSummary    fields of files
 """
 
@@ -35,6 +35,8 @@ BOTTLENECK_SHARE = 0.8
 """The share of time from which on a role is the one that others wait for."""
 MIN_WAITING_ROLLOUTS = 64
 """The fewest trajectories that wait for rewards where these are the bottleneck."""
+MIN_PACE_STEPS = 5
+"""The fewest steps by whose pace the time of the others is estimated."""
 MAX_END_STEPS = 5
 """The first steps, and the last, whose means show how a figure changed; with few steps, half of them each."""
 
@@ -170,6 +172,8 @@ class SnapshotDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Time since the start of the newest job that has started."""
     left_s: float | None = None
     """Time until the end of its allocation."""
+    training_left_s: float | None = None
+    """The time of jobs that the other steps take at the pace of recent ones; None without enough of these."""
     start_estimate: float | None = None
     """Slurm's estimate of the start of a queued job."""
     last_step: StepFinished | None = None
@@ -547,6 +551,7 @@ def _build_detail(
         job_id=current.record.submitted.id if current else "",
         elapsed_s=elapsed_s,
         left_s=left_s,
+        training_left_s=_estimate_training(inputs),
         start_estimate=current.slurm.start if current and current.slurm and current.state == "queued" else None,
         last_step=next(reversed(progress.steps.values()), None),
         losses=[step.loss for step in progress.steps.values()],
@@ -565,6 +570,18 @@ def _build_detail(
         num_notes=progress.notes.num_due,
         problems=inputs.problems,
     )
+
+
+def _estimate_training(inputs: SnapshotInputs) -> float | None:
+    """Estimate the time of the steps that are left by the newest ones of the job that runs."""
+    steps = list(inputs.progress.steps.values())[-RECENT_STEPS - 1 :]
+    if inputs.state != "running" or inputs.recipe is None or not steps:
+        return None
+    recent = [step for step in steps if step.job == steps[-1].job]
+    if len(recent) <= MIN_PACE_STEPS:
+        return None
+    each_s = (recent[-1].time - recent[0].time) / (len(recent) - 1)
+    return max(inputs.recipe.train.num_steps - recent[-1].step, 0) * each_s
 
 
 def _measure_job_times(inputs: SnapshotInputs) -> tuple[float | None, float | None]:

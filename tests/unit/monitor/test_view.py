@@ -25,7 +25,7 @@ from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.keys import KeyReader
 from hpcrl.monitor.pages import CampaignPages
 from hpcrl.monitor.screen import render_header, render_screen
-from hpcrl.monitor.snapshot import CampaignSnapshot
+from hpcrl.monitor.snapshot import MIN_PACE_STEPS, CampaignSnapshot
 from hpcrl.monitor.view import (
     choose_pause,
     describe_changes,
@@ -417,6 +417,25 @@ def test_campaigns_are_listed_for_people_and_for_scripts(tmp_path: Path, capsys:
     assert '"state": "done"' in capsys.readouterr().out
     assert print_campaigns([], as_json=False) == 0
     assert capsys.readouterr().out.startswith("no campaigns yet")
+
+
+def test_the_time_of_the_other_steps_is_estimated_by_the_pace_of_recent_ones(tmp_path: Path) -> None:
+    campaign = SyntheticCampaign(tmp_path / "slow", num_steps=500)
+    campaign.submit()
+    campaign.start()
+    reading = collector(campaign)
+    seen = {}
+    for step in range(1, 41):
+        campaign.now += 100.0 if step < 10 else 10.0
+        campaign.step(step)
+        seen[step] = reading.poll().detail.training_left_s
+    assert [seen[step] for step in (1, MIN_PACE_STEPS)] == [None, None]
+    assert seen[MIN_PACE_STEPS + 1] == pytest.approx(100.0 * (500 - MIN_PACE_STEPS - 1))
+    assert seen[40] == pytest.approx(10.0 * (500 - 40))
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(render_screen(reading.poll()))
+    assert "40/500, about 77 min more" in console.export_text()
+    campaign.close()
 
 
 @pytest.mark.parametrize("columns", [40, 80])
