@@ -91,7 +91,7 @@ def _read_trajectories(campaign: CampaignDir, *, num_campaigns: int = 1) -> Traj
     except ModuleNotFoundError as error:
         missing = f"trajectories are not shown: {sys.executable} has no {error.name} (pip install 'hpcrl[local]')"
         return TrajectoryFigures(
-            num=0, num_groups=0, num_flat_groups=0, sampled=[], groups=[], charts=[], problems=[missing]
+            num=0, num_groups=0, num_flat_groups=0, sampled=[], groups=[], charts=[], problems=[], missing=[missing]
         )
     return read_trajectories(campaign, max_text_bytes=MAX_TEXT_BYTES // num_campaigns)
 

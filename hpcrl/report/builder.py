@@ -56,8 +56,6 @@ MAX_REASON_CHARS = 2000
 MAX_NUMBER = 2**53
 """No node or worker count of a plan is larger."""
 _POLICY_FAULTS = frozenset({OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT, "reward"})
-_READER_NOTES = ("token ids stand for the text", "trajectories are not shown")
-"""The beginnings of what this machine lacks to show trajectories: they are not damaged."""
 
 TrajectoryReader = Callable[[CampaignDir], TrajectoryFigures]
 
@@ -110,13 +108,12 @@ def build_report(
         jobs.append(_build_job(view, campaign, history, plan, now=snapshot.detail.now, last_ended=ended))
     figures = _build_key_figures(snapshot, history, jobs, plan)
     problems = list(dict.fromkeys([*problems, *snapshot.detail.problems]))
-    num_damaged = sum(not problem.startswith(_READER_NOTES) for problem in trajectories.problems)
     return CampaignReport(
         name=snapshot.name,
         state=snapshot.state,
         is_partial=snapshot.is_partial,
         reason=snapshot.detail.reason,
-        verdict=describe_verdict(snapshot, figures, num_problems=len(problems), num_damaged=num_damaged),
+        verdict=describe_verdict(snapshot, figures, num_problems=len(problems), num_damaged=len(trajectories.problems)),
         advisories=snapshot.advisories,
         key_figures=figures,
         provenance=_build_provenance(campaign, recipe, plan),

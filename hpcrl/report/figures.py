@@ -250,7 +250,9 @@ class TrajectoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[SampledGroup]
     charts: list[ReportChart]
     problems: list[str]
-    """Segments that could not be read, and what is missing."""
+    """Segments that could not be read."""
+    missing: list[str] = []
+    """What this machine lacks to show them."""
 
 
 class CampaignReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -234,7 +234,7 @@ class _PageWriter:
 
     def _write_trajectories(self, report: CampaignReport, key: str) -> str:
         found = report.trajectories
-        if not found.num and not found.problems:
+        if not found.num and not found.problems and not found.missing:
             return ""
         flat = (
             f", {format_share(found.num_flat_groups / found.num_groups)} of them with one reward"
@@ -247,6 +247,7 @@ class _PageWriter:
             "and some at random.</p>"
         )
         text += write_problems(found.problems)
+        text += "".join(f'<p class="soft small">{esc(missing)}</p>' for missing in found.missing)
         text += self._write_charts(found.charts, key)
         if found.sampled:
             text += write_trajectory_table(found.sampled, key)

@@ -193,8 +193,6 @@ def read_trajectories(campaign: CampaignDir, *, max_text_bytes: int = MAX_TEXT_B
         build_histogram("length-histogram", "Lengths of trajectories", "generated tokens", sampler.lengths),
     ]
     problems = [*history.problems.values(), *writer.problems]
-    if decoder.missing_reason:
-        problems.append(f"token ids stand for the text: {decoder.missing_reason}")
     return TrajectoryFigures(
         num=sampler.num,
         num_groups=sampler.num_groups,
@@ -203,6 +201,7 @@ def read_trajectories(campaign: CampaignDir, *, max_text_bytes: int = MAX_TEXT_B
         groups=groups,
         charts=[chart for chart in charts if chart is not None],
         problems=list(dict.fromkeys(problems))[:MAX_PROBLEMS],
+        missing=[f"token ids stand for the text: {decoder.missing_reason}"] if decoder.missing_reason else [],
     )
 
 

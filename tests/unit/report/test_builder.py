@@ -489,7 +489,7 @@ def test_without_h5py_a_report_names_the_package_that_trajectories_need(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "hpcrl.report.trajectories", None)
     figures: TrajectoryFigures = command._read_trajectories(campaign.directory)
-    assert figures.problems[0].startswith("trajectories are not shown")
+    assert figures.missing[0].startswith("trajectories are not shown")
 
 
 def test_a_report_replaces_no_device_and_no_foreign_file(
