@@ -22,6 +22,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -231,7 +232,7 @@ def judge_jobs(
     """Return the state of a campaign and of each of its jobs."""
     stop_requested = campaign_dir.stop.exists()
     live_jobs = {name.partition("-")[0] for name, time in heartbeats.items() if now - time < ALIVE_WITHIN_S}
-    saved_step = find_last_step(campaign_dir)
+    find_saved_step = cache(partial(find_last_step, campaign_dir))  # it reads a directory, and few reasons need it
     last_step = next(
         (events[number].last_step for number in sorted(events, reverse=True) if events[number].last_step), 0
     )
@@ -246,14 +247,16 @@ def judge_jobs(
             has_heartbeat=make_worker_name(job.number) in live_jobs,
             stop_requested=stop_requested,
         )
-        facts = replace(facts, saved_step=saved_step, last_step=last_step)
         state, reason = derive_job_state(facts)
+        if job.outcome is None and state == "failed":
+            facts = replace(facts, saved_step=find_saved_step(), last_step=last_step)
+            state, reason = derive_job_state(facts)
         verdicts.append(JobVerdict(record=job, state=state, reason=reason, slurm=status))
     state_of_campaign = derive_campaign_state([verdict.state for verdict in verdicts], stop_requested=stop_requested)
     if state_of_campaign == "stopped" and verdicts:
         end = verdicts[-1].record.outcome
         is_used_up = end is not None and end.likely_cause == "budget-used"
-        hint = describe_resume("`hpcrl resume`", saved_step=saved_step, last_step=last_step)
+        hint = describe_resume("`hpcrl resume`", saved_step=find_saved_step(), last_step=last_step)
         if is_used_up:
             hint = f"`hpcrl resume {campaign_dir.name} -s limits.KEY=VALUE` raises it"
         reason = "; ".join(part for part in (verdicts[-1].reason, hint) if part)

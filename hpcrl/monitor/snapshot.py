@@ -574,14 +574,15 @@ def _build_detail(
 
 def _estimate_training(inputs: SnapshotInputs) -> float | None:
     """Estimate the time of the steps that are left by the newest ones of the job that runs."""
-    steps = list(inputs.progress.steps.values())[-RECENT_STEPS - 1 :]
-    if inputs.state != "running" or inputs.recipe is None or not steps:
+    if inputs.state != "running" or inputs.recipe is None:
         return None
-    recent = [step for step in steps if step.job == steps[-1].job]
-    if len(recent) <= MIN_PACE_STEPS:
+    newest_first = itertools.islice(reversed(inputs.progress.steps.values()), RECENT_STEPS + 1)
+    last = next(newest_first, None)
+    earlier = [step for step in newest_first if last is not None and step.job == last.job]
+    if last is None or len(earlier) < MIN_PACE_STEPS:
         return None
-    each_s = (recent[-1].time - recent[0].time) / (len(recent) - 1)
-    return max(inputs.recipe.train.num_steps - recent[-1].step, 0) * each_s
+    each_s = (last.time - earlier[-1].time) / len(earlier)
+    return max(inputs.recipe.train.num_steps - last.step, 0) * each_s
 
 
 def _measure_job_times(inputs: SnapshotInputs) -> tuple[float | None, float | None]:

@@ -252,7 +252,7 @@ class TrajectoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     problems: list[str]
     """Segments that could not be read."""
     missing: list[str] = []
-    """What this machine lacks to show them."""
+    """The reasons why this machine cannot show all of them."""
 
 
 class CampaignReport(msgspec.Struct, frozen=True, kw_only=True):

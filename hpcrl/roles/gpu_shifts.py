@@ -60,21 +60,24 @@ class TrainerShift:
     def start(self, *, should_end: Callable[[], bool] = lambda: False) -> bool:
         """Wait until engines have left the GPUs, those that end too, and take them; False if `should_end` first."""
         started = time.monotonic()
-        has_requested = False
-        while not (has_requested and self._locks.try_start_training()):
-            if not has_requested and self._locks.request():
-                has_requested = True
-                self._sender.wake()
-            elif should_end():
-                self._locks.end_training()
-                return False
-            else:
+        for take in (self._request, self._locks.try_start_training):
+            while not take():
+                if should_end():
+                    self._locks.end_training()
+                    return False
                 note_work()  # an engine that does not leave them is ended for that
                 time.sleep(SHIFT_POLL_INTERVAL_S)
         self.is_held = True
         wait_s = round(time.monotonic() - started, 4)
         self._context.events.emit(GpuShiftChanged(is_awake=True, wait_s=wait_s))
         return True
+
+    def _request(self) -> bool:
+        """Ask the engines to leave the GPUs; False while another trainer does."""
+        has_requested = self._locks.request()
+        if has_requested:
+            self._sender.wake()
+        return has_requested
 
     def end(self) -> None:
         """Leave the GPUs to the engines."""

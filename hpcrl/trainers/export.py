@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.published_dtype import read_stored_dtype
-from hpcrl.errors import HpcrlError, TrainError
+from hpcrl.errors import TrainError
 from hpcrl.models.model_config import read_model_config
 from hpcrl.models.weight_files import open_weight_files
 from hpcrl.plan.records import read_recipe
-from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
+from hpcrl.system.exit_codes import EXIT_DONE, run_for_code
 from hpcrl.system.file_watch import advise_on_outage, is_outage
 from hpcrl.system.files import staged_path
 from hpcrl.trainers import checkpoint
@@ -129,15 +129,13 @@ def list_dtypes(model: Path) -> list[str]:
 def main() -> int:
     campaign, target = CampaignDir(Path(sys.argv[1])), Path(sys.argv[2])
     step = int(sys.argv[3]) if len(sys.argv) > 3 else None
-    try:
-        source = export_model(campaign, target, step=step)
-    except HpcrlError as error:
-        print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201
-        return EXIT_USAGE
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    return run_for_code(lambda: _run_export(campaign, target, step))
+
+
+def _run_export(campaign: CampaignDir, target: Path, step: int | None) -> int:
+    source = export_model(campaign, target, step=step)
     print(f"{source.name} is in {target}, in {' and '.join(list_dtypes(target))}")  # noqa: T201
-    return 0
+    return EXIT_DONE
 
 
 if __name__ == "__main__":
