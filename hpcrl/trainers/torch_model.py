@@ -3,6 +3,7 @@
     TrainedModel               a policy or a critic
     compile_layers             compile layers
     recompute_layers           keep only the inputs of layers for the gradient
+    cast_experts               let autocast have its effect on experts
     load_causal                load a language model, whole
     load_fixed                 load one that does not train, sharded as the policy is
     choose_frozen_dtype        the dtype of weights that do not train
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -81,6 +82,8 @@ class TrainedModel:
         self._has_autocast = has_bf16 and not is_sharded and not self._adapters
         self.module = module.eval()  # eval: no dropout; gradients still flow
         self._called = self.module if called is None else called
+        if self._has_autocast:
+            cast_experts(self._called)
         if train.compile:
             compile_layers(self._called)
         if is_sharded if train.recompute == "auto" else train.recompute:
@@ -319,6 +322,24 @@ def recompute_layers(called: torch.nn.Module) -> None:
     for layer in _list_layers(called):
         # Nothing is random in a layer: dropout is off.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def cast_experts(called: torch.nn.Module) -> None:
+    """Let experts multiply in autocast's precision, which grouped products do not know: theirs is the weights'."""
+    for part in called.modules():
+        if isinstance(experts := getattr(part, "experts", None), torch.nn.Module):
+            experts.forward = partial(_call_experts, experts, experts.forward)
+
+
+def _call_experts(experts: torch.nn.Module, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Call a layer's experts with copies of their weights in the precision of autocast."""
+    weights = dict(experts.named_parameters())
+    device = inputs[0].device.type
+    dtype = torch.get_autocast_dtype(device)
+    if not torch.is_autocast_enabled(device) or all(weight.dtype == dtype for weight in weights.values()):
+        return forward(*inputs)
+    copies = {name: weight.to(dtype) for name, weight in weights.items()}
+    return cast(Tensor, torch.func.functional_call(experts, copies, inputs))  # it comes back here, with the copies
 
 
 def compile_layers(called: torch.nn.Module) -> None:

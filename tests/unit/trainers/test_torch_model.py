@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from hpcrl.campaign_dir.paths import CampaignDir
@@ -134,6 +135,32 @@ def test_a_model_with_experts_and_adapters_is_published_and_exported_under_its_f
     assert all(torch.equal(exported[name], tensor) for name, tensor in trainer.tensors().items())
     changed = {name for name, tensor in stored.items() if not torch.equal(exported[name], tensor)}
     assert any(name.endswith("q_proj.weight") or name.endswith("q_b_proj.weight") for name in changed)
+
+
+class GroupedDtypes(TorchDispatchMode):
+    """The dtypes of the products of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "grouped_mm" in str(function):
+            self.found |= {args[0].dtype, args[1].dtype}
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_experts_of_a_whole_model_multiply_in_bf16(tmp_path, family, recompute):
+    model, losses = make_family_model(tmp_path / "model", family), {}
+    for precision in ("fp32", "bf16"):
+        trainer = TorchTrainer(model, settings(recompute=recompute, precision=precision), seed=3)
+        with GroupedDtypes() as dtypes:
+            losses[precision] = trained(trainer, last=1)
+        assert dtypes.found == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    for metric in ("loss", "grad_norm", "entropy"):
+        assert losses["bf16"][metric] == pytest.approx(losses["fp32"][metric], rel=0.05, abs=0.01), metric
 
 
 @pytest.mark.timeout(900)
