@@ -102,6 +102,8 @@ MORE_CASES = (
     MemoryCase("Qwen3-0.6B", 4096, RankSetup()),
     MemoryCase("Qwen3-8B", 8192, RankSetup(is_bf16=True, has_recompute=True)),
     MemoryCase("Qwen3-8B", 8192, RankSetup(is_bf16=True)),
+    MemoryCase("Qwen3-30B-A3B", 8192, RankSetup(is_bf16=True, has_recompute=True)),
+    MemoryCase("Qwen3-30B-A3B", 8192, RankSetup(is_bf16=True)),
     MemoryCase("Qwen3-8B", 8192, _divide_rows(_shards(16, has_recompute=False), size=2)),
     MemoryCase("Qwen3-30B-A3B", 65536, _divide_rows(_shards(64), size=8)),
 )

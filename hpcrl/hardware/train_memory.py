@@ -219,7 +219,10 @@ def _list_sharded_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens
 
 
 def _list_whole_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens: int) -> list[PassMoment]:
-    """List the moments of a rank with the whole model; with bf16, autocast copies each weight that multiplies."""
+    """List the moments of a rank with the whole model; with bf16, autocast copies each weight that multiplies.
+
+    It keeps the copies until the pass ends, but not those of experts, which are made beside it.
+    """
     hidden, chunk = shape.hidden_size, LOGITS_CHUNK_BYTES
     layer, embedding = shape.largest_layer_params, shape.embedding_params
     last, inputs = _count_last_bytes(shape, setup) * num_tokens, _count_kept_bytes(shape, setup, num_tokens)
@@ -227,14 +230,17 @@ def _list_whole_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens: 
     has_casts, trains_head = setup.is_bf16 and setup.trains_all, setup.trains_all
     casts = BYTES_BF16 * layers * has_casts
     head = BYTES_BF16 * embedding * has_casts
-    kept, one = (0, BYTES_BF16 * layer * has_casts) if setup.has_recompute else (casts, 0)
+    kept, one, made = casts, 0, casts
+    if setup.has_recompute:
+        kept, one = 0, BYTES_BF16 * layer * has_casts
+        made = casts - BYTES_BF16 * shape.num_expert_params * has_casts
     head_grad = setup.compute_bytes * embedding * trains_head
     converted = BYTES_FP32 * embedding * has_casts
     gradient = 3 * _count_first_gradient(shape, setup) if setup.is_bf16 else _count_first_gradient(shape, setup)
     working = _count_working_bytes(shape, setup, num_tokens)
     stream = setup.stream_bytes * hidden * num_tokens
     return [
-        PassMoment("forward", casts + head, inputs + last + stream, chunk),
+        PassMoment("forward", made + head, inputs + last + stream, chunk),
         PassMoment("head", kept + head, inputs + last + stream, chunk + head_grad),
         PassMoment("head-gradient", kept, inputs + last, head_grad + converted),
         PassMoment("layer", kept + one + gradient * trains_head, inputs + working),
@@ -257,8 +263,8 @@ def _count_working_bytes(shape: ModelArchitecture, setup: RankSetup, num_tokens:
     for has_experts, num in ((False, shape.num_dense_layers), (True, shape.num_expert_layers)):
         if not num:
             continue
-        if has_experts:  # gradients of an expert's output, before and after its weight, and of its inner values
-            needed = each * shape.experts_per_token * (2 * hidden + shape.expert_inner)
+        if has_experts:  # gradients of an expert's weighted output, in both orders, and of its inner values
+            needed = shape.experts_per_token * (2 * setup.stream_bytes * hidden + each * shape.expert_inner)
         else:  # of the output, and of both factors of the inner values
             needed = each * (hidden + 2 * shape.dense_inner)
         again = setup.has_recompute * _count_saved_bytes(shape, setup, has_experts=has_experts)

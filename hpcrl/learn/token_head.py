@@ -5,18 +5,27 @@
 
 The logits of 8,192 tokens of a vocabulary of 151,936 are 5 GB in float32, and a plain loss holds several copies. Here
 the logits of a chunk are computed, used and dropped, and for the gradient computed once more: the head's product runs
-three times in place of two, which is a few percent of a step.
+three times in place of two, which is a few percent of a step. What is done between the products is compiled on GPUs:
+step by step it would read and write the logits of a chunk in float32 a dozen times.
 
 Legend: N model tokens of a micro-batch, H hidden size, V vocabulary, C tokens or vocabulary entries of a chunk
 """
 
-from typing import Any, NamedTuple
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from hpcrl.hardware.train_memory import MAX_CHUNK_LOGITS
 from hpcrl.learn.loss import gather_logprobs, logprobs_and_entropy
+
+Result = TypeVar("Result")
+
+_NOT_FUSED: set[Callable[..., Any]] = set()
+"""The functions that torch could not compile on this machine."""
 
 
 class HeadForm(NamedTuple):
@@ -67,11 +76,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         num = len(hidden_NH)
         logprobs_N, entropy_N, log_sums_N = (hidden_NH.new_empty(num, dtype=torch.float32) for _ in range(3))
         for part in _list_chunks(num, other=len(weight_VH)):
-            logits_CV = _compute_logits(hidden_NH[part], weight_VH, form, temperature)
-            log_sums_N[part] = logits_CV.logsumexp(-1)
-            logits_CV -= log_sums_N[part].unsqueeze(-1)  # from here on log-probs
-            logprobs_N[part] = gather_logprobs(logits_CV, targets_N[part])
-            entropy_N[part] = -torch.linalg.vecdot(logits_CV.exp(), logits_CV)
+            product_CV = hidden_NH[part] @ weight_VH.T
+            logprobs_N[part], entropy_N[part], log_sums_N[part] = _run_fused(
+                _reduce_product, product_CV, targets_N[part], form, temperature
+            )
         ctx.form, ctx.temperature = form, temperature
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N, log_sums_N)
@@ -86,25 +94,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         # is added up, in float32, is the smaller of the two gradients.
         of_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if needs_hidden else None
         of_weight_VH = torch.empty_like(weight_VH) if needs_weight else None
+        known_N = entropy_N, log_sums_N, of_logprobs_N, of_entropy_N
         for part in _list_chunks(len(weight_VH), other=len(hidden_NH)):
-            logits_NC = _compute_logits(hidden_NH, weight_VH[part], ctx.form, ctx.temperature)
-            slope_NC = _compute_slope(logits_NC, ctx.form, ctx.temperature)
-            logits_NC -= log_sums_N.unsqueeze(-1)  # from here on log-probs
-            grad_NC = logits_NC.exp()
-            if of_entropy_N is None:
-                grad_NC *= 0.0 if of_logprobs_N is None else -of_logprobs_N.unsqueeze(-1)
-            else:
-                logits_NC.add_(entropy_N.unsqueeze(-1)).mul_(-of_entropy_N.unsqueeze(-1))
-                grad_NC *= logits_NC if of_logprobs_N is None else logits_NC.sub_(of_logprobs_N.unsqueeze(-1))
-            if of_logprobs_N is not None:
-                columns_N = targets_N - part.start
-                inside_N = (columns_N >= 0) & (columns_N < grad_NC.shape[1])
-                columns_N = columns_N.clamp(0, grad_NC.shape[1] - 1)
-                grad_NC.scatter_add_(-1, columns_N.unsqueeze(-1), (of_logprobs_N * inside_N).unsqueeze(-1))
-            if not (isinstance(slope_NC, float) and slope_NC == 1.0):
-                grad_NC *= slope_NC
-            del logits_NC, slope_NC
-            grad_NC = grad_NC.to(hidden_NH.dtype)
+            product_NC = hidden_NH @ weight_VH[part].T
+            grad_NC = _run_fused(
+                _differentiate_product, product_NC, targets_N - part.start, *known_N, ctx.form, ctx.temperature
+            )
+            del product_NC
             if of_hidden_NH is not None:
                 of_hidden_NH += grad_NC @ weight_VH[part]
             if of_weight_VH is not None:
@@ -118,9 +114,67 @@ def _list_chunks(length: int, *, other: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, length, size)]
 
 
-def _compute_logits(hidden_CH: Tensor, weight_VH: Tensor, form: HeadForm, temperature: float) -> Tensor:
-    """Compute logits at the sampling temperature, in a tensor that nothing else uses."""
-    logits_CV = (hidden_CH @ weight_VH.T).float()
+def _reduce_product(
+    product_CV: Tensor, targets_C: Tensor, form: HeadForm, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute log-probs, entropies and sums of the softmax from a product, which is used up."""
+    logits_CV = _compute_logits(product_CV, form, temperature)
+    log_sums_C = logits_CV.logsumexp(-1)
+    logits_CV -= log_sums_C.unsqueeze(-1)  # from here on log-probs
+    return gather_logprobs(logits_CV, targets_C), -torch.linalg.vecdot(logits_CV.exp(), logits_CV), log_sums_C
+
+
+def _differentiate_product(
+    product_NC: Tensor,
+    columns_N: Tensor,
+    entropy_N: Tensor,
+    log_sums_N: Tensor,
+    of_logprobs_N: Tensor | None,
+    of_entropy_N: Tensor | None,
+    form: HeadForm,
+    temperature: float,
+) -> Tensor:
+    """Compute the gradient of a product, which is used up; the columns of its targets may be outside."""
+    logits_NC = _compute_logits(product_NC, form, temperature)
+    slope_NC = _compute_slope(logits_NC, form, temperature)
+    logits_NC -= log_sums_N.unsqueeze(-1)  # from here on log-probs
+    grad_NC = logits_NC.exp()
+    if of_entropy_N is None:
+        grad_NC *= 0.0 if of_logprobs_N is None else -of_logprobs_N.unsqueeze(-1)
+    else:
+        logits_NC.add_(entropy_N.unsqueeze(-1)).mul_(-of_entropy_N.unsqueeze(-1))
+        grad_NC *= logits_NC if of_logprobs_N is None else logits_NC.sub_(of_logprobs_N.unsqueeze(-1))
+    if of_logprobs_N is not None:
+        inside_N = (columns_N >= 0) & (columns_N < grad_NC.shape[1])
+        columns_N = columns_N.clamp(0, grad_NC.shape[1] - 1)
+        grad_NC.scatter_add_(-1, columns_N.unsqueeze(-1), (of_logprobs_N * inside_N).unsqueeze(-1))
+    if not (isinstance(slope_NC, float) and slope_NC == 1.0):
+        grad_NC *= slope_NC
+    return grad_NC.to(product_NC.dtype)
+
+
+def _run_fused(work: Callable[..., Result], *inputs: Any) -> Result:
+    """Run elementwise work: on a GPU as a few kernels that torch compiles, elsewhere, or if it cannot, step by step."""
+    if not inputs[0].is_cuda or work in _NOT_FUSED:
+        return work(*inputs)
+    try:
+        return cast(Result, _compile(work)(*inputs))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as exc:
+        _NOT_FUSED.add(work)
+        warnings.warn(f"log-probs are slower, as torch cannot compile them here: {exc}", stacklevel=2)
+        return work(*inputs)
+
+
+@cache
+def _compile(work: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(work, dynamic=True)
+
+
+def _compute_logits(product_CV: Tensor, form: HeadForm, temperature: float) -> Tensor:
+    """Compute logits at the sampling temperature, in the product itself if it is in float32."""
+    logits_CV = product_CV.float()
     if form.scale != 1.0:
         logits_CV *= form.scale
     if form.cap is not None:

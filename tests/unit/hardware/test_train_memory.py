@@ -170,11 +170,12 @@ def fresh_process() -> Iterator[ProcessPoolExecutor]:
         (DENSE, RankSetup(num_ranks=4, is_sharded=True)),
         (DENSE | {"tie_word_embeddings": True}, RankSetup(is_bf16=True)),
         (EXPERTS, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True)),
+        (EXPERTS, RankSetup(is_bf16=True, has_recompute=True)),
         (DENSE, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True, is_packed=True)),
         (DENSE, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True, lora_rank=8)),
         (DENSE, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, context_parallel=4)),
     ],
-    ids=["recomputed", "kept, fp32", "one rank", "experts", "packed", "adapters", "divided rows"],
+    ids=["recomputed", "kept, fp32", "one rank", "experts", "experts, one rank", "packed", "adapters", "divided rows"],
 )
 def test_the_trainers_own_passes_peak_where_the_estimate_does(
     fields: dict[str, Any], setup: RankSetup, fresh_process: ProcessPoolExecutor

@@ -100,3 +100,21 @@ def test_no_tensor_has_more_logits_than_a_chunk(monkeypatch):
         )
         (logprobs.sum() + entropy.sum()).backward()
     assert limit / 2 < largest.num_values <= limit < NUM * VOCABULARY
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_what_is_done_between_the_products_can_be_compiled_whole(monkeypatch, form):
+    inputs = make_inputs()
+    options = {"form": form, "temperature": 0.7, "has_entropy_bonus": True}
+    monkeypatch.setattr(token_head, "MAX_CHUNK_LOGITS", 5 * VOCABULARY + 1)
+    plain, compiled = [], []
+
+    def run_compiled(work, *arguments):
+        compiled.append(work)
+        return torch.compile(work, dynamic=True, fullgraph=True, backend="aot_eager")(*arguments)
+
+    for run in (token_head._run_fused, run_compiled):
+        monkeypatch.setattr(token_head, "_run_fused", run)
+        plain.append(differentiate(*compute_from_hidden(*inputs, **options), inputs[:2], has_entropy_bonus=True))
+    assert len(set(compiled)) == 2
+    torch.testing.assert_close(plain[1], plain[0])
