@@ -38,6 +38,9 @@ from hpcrl.engines.vllm import kv_connectors
 from hpcrl.engines.vllm.engine_group import EngineGroup, GroupMeeting, GroupWatch
 from hpcrl.engines.vllm.protocol import read_events
 from hpcrl.errors import EngineError, EngineRequestError
+from hpcrl.hardware.architecture import read_architecture, read_max_context
+from hpcrl.hardware.memory_model import BYTES_FP32
+from hpcrl.models.model_config import read_model_config
 from hpcrl.plan.plan import RolePlan
 from hpcrl.system.files import make_private_dir, measure_file, read_last_line
 from hpcrl.system.package_range import VLLM, find_range_problem
@@ -53,6 +56,12 @@ ADAPTED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
 """The layers for whose adapters it makes room; a trainer has none on the embeddings and the output layer."""
 QUANTIZATIONS = {"none": None, "fp8": "fp8_per_tensor"}
 """vLLM's names of engine.quantization; its "fp8" is for checkpoints that are rounded already."""
+KV_OPTIONS = ("--kv-cache-memory", "--kv_cache_memory", "--gpu-memory-util", "--gpu_memory_util", "--num-gpu-blocks")
+"""The beginnings of vLLM's options by which a user sizes KV."""
+KV_ROOM = 4
+"""The requests whose KV there is room for, over those that run: prefixes of others stay."""
+MIN_KV, MAX_SMALL_KV = 256 << 20, 4 << 30
+"""A model that needs more than the second is not a small one."""
 HEALTH_INTERVAL_S = 0.5
 ANSWER_POLL_INTERVAL_S = 0.02
 FIRST_TOKEN_TIMEOUT_S = 300.0
@@ -123,6 +132,8 @@ class VllmLaunch:
     """The lock of GPUs that the trainer has at other times: processes of the server hold it until they have ended.
     None: the GPUs are its own."""
     has_gpus: bool = False
+    kv_bytes: int | None = None
+    """The KV memory of a GPU; None: vLLM uses the rest of the GPU's memory."""
     any_version: bool = False
     """Start also a version of vLLM that hpcrl is not tested with."""
     judge: str | None = None
@@ -155,8 +166,27 @@ class VllmLaunch:
             start_timeout_s=engine.start_timeout_s,
             extra_args=tuple(engine.vllm_args),
             has_gpus=num_gpus > 0,
+            kv_bytes=find_small_kv(model, engine) if num_gpus else None,
             any_version=engine.any_vllm_version,
         )
+
+
+def find_small_kv(model: Path, engine: EngineConfig) -> int | None:
+    """Return the KV memory that a small model needs; None for one that can use all of a GPU.
+
+    vLLM keeps an object for every block of KV. A tiny model on a large GPU would get millions: on an H200 they took a
+    minute at the start, and two seconds at each version.
+    """
+    if any(argument.startswith(KV_OPTIONS) for argument in engine.vllm_args):
+        return None
+    try:
+        fields = read_model_config(model / "config.json").fields
+        context = engine.max_model_len or read_max_context(fields)
+        per_token = BYTES_FP32 * read_architecture(fields).kv_values_per_token
+    except (OSError, KeyError, TypeError, ValueError):
+        return None  # vLLM finds out whether it can use the model
+    needed = KV_ROOM * engine.max_batch * (context or MAX_SMALL_KV) * per_token
+    return max(needed, MIN_KV) if needed <= MAX_SMALL_KV else None
 
 
 def build_command(launch: VllmLaunch, *, scratch: Path, meeting: GroupMeeting | None = None) -> list[str]:
@@ -172,6 +202,7 @@ def build_command(launch: VllmLaunch, *, scratch: Path, meeting: GroupMeeting | 
     args += _build_group_args(launch, meeting)
     if launch.max_model_len is not None:
         args += ["--max-model-len", str(launch.max_model_len)]
+    args += [] if launch.kv_bytes is None else ["--kv-cache-memory-bytes", str(launch.kv_bytes)]
     if launch.judge is None:
         args += _build_policy_args(launch, scratch=scratch)
     return [*args, *launch.extra_args]

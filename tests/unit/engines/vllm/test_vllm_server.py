@@ -263,6 +263,39 @@ def test_rounded_weights_and_copies_of_the_recipe_become_arguments(tmp_path: Pat
     assert (pairs["--tensor-parallel-size"], pairs["--data-parallel-size"]) == ("2", "2")
 
 
+LLAMA_8B = {"num_hidden_layers": 32, "hidden_size": 4096, "num_key_value_heads": 8, "intermediate_size": 14336}
+
+
+@pytest.mark.parametrize(
+    ("fields", "engine", "kv_bytes"),
+    [
+        ({}, {}, "268435456"),
+        ({"max_position_embeddings": 8192}, {}, str(4 * 64 * 8192 * 4 * 2 * 2 * 2 * 16)),
+        (LLAMA_8B, {"max_model_len": 1024}, None),
+        ({"max_position_embeddings": None}, {}, None),
+        ({"num_hidden_layers": "two"}, {}, None),
+        ({}, {"vllm_args": ["--gpu-memory-utilization=0.5"]}, None),
+    ],
+    ids=["tiny", "small", "large", "no context", "no model", "sized by the user"],
+)
+def test_a_small_model_does_not_get_the_kv_of_a_whole_gpu(
+    tmp_path: Path, fields: dict[str, Any], engine: dict[str, Any], kv_bytes: str | None
+) -> None:
+    known = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    known |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 99, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(known | fields))
+    role = plan_recipe(recipe="quickstart-vllm").role("decode")
+    for num_gpus, expected in ((1, kv_bytes), (0, None)):
+        launch = VllmLaunch.from_config(
+            EngineConfig(backend="vllm", max_batch=64, **engine),
+            role=msgspec.structs.replace(role, gpus_per_worker=num_gpus),
+            model=tmp_path,
+            log=tmp_path,
+        )
+        pairs = dict(itertools.pairwise(build_command(launch, scratch=tmp_path)))
+        assert pairs.get("--kv-cache-memory-bytes") == expected
+
+
 @pytest.mark.parametrize(("rank", "room"), [(1, "1"), (5, "8"), (16, "16"), (200, "256"), (513, "513")])
 def test_a_server_has_room_for_adapters_of_the_recipes_rank(
     launch: VllmLaunch, tmp_path: Path, rank: int, room: str
