@@ -179,5 +179,7 @@ def _describe_change(change: SeriesChange, *, num_steps: int) -> str:
 
 def _command_name() -> str:
     """Return the command that runs hpcrl: its name if it is on PATH, else the path that was just called."""
-    called = Path(sys.argv[0])
-    return os.path.relpath(called) if called.name == "hpcrl" and not shutil.which("hpcrl") else "hpcrl"
+    called = Path(sys.argv[0]).absolute()
+    if called.name != "hpcrl" or shutil.which("hpcrl"):
+        return "hpcrl"
+    return str(called.relative_to(Path.cwd()) if called.is_relative_to(Path.cwd()) else called)

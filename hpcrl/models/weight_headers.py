@@ -17,9 +17,9 @@ _MAX_HEADER_BYTES = 100 << 20
 
 
 def check_weight_files(setting: str, directory: Path) -> None:
-    """Raise ConfigError for a file that is named and absent, or of another size than its header has.
+    """Raise ConfigError for a file that is named and absent, of another size than its header has, or pickled.
 
-    A directory without such files has its weights in another format, or none, which loading finds.
+    A directory without files of weights is enough for a plan.
     """
     for path in _list_files(setting, directory):
         try:
@@ -33,6 +33,12 @@ def check_weight_files(setting: str, directory: Path) -> None:
 def _list_files(setting: str, directory: Path) -> list[Path]:
     index, single = directory / INDEX_FILE, directory / SINGLE_FILE
     if not index.exists():
+        pickled = sorted(directory.glob("pytorch_model*.bin"))
+        if pickled and not single.exists():
+            raise ConfigError(
+                f"{setting} = {str(directory)!r} has its weights in {pickled[0].name} alone, which may run code as "
+                "it is read: load the model in transformers, if you trust it: `save_pretrained` writes safetensors"
+            )
         return [single] if single.exists() else []
     try:
         names = set(msgspec.json.decode(index.read_bytes(), type=dict[str, Any])["weight_map"].values())

@@ -51,9 +51,12 @@ def load_model(directory: Path, *, device: str | None = None) -> Any:
             dtype=torch.float32,
             attn_implementation="sdpa",
             local_files_only=True,
+            use_safetensors=True,
         )
     except (OSError, ValueError) as error:
         raise EngineError(f"no causal LM can be loaded from {directory}: {error}") from error
+    except RuntimeError as error:  # the log has transformers' table of what does not fit
+        raise EngineError(f"the weights in {directory} do not fit its config.json: download both again") from error
     return model.to(place).eval().requires_grad_(False)
 
 

@@ -158,6 +158,12 @@ def test_weights_that_are_absent_or_cut_are_refused_before_the_queue(
     assert "download" in str(refused.value)
 
 
+def test_pickled_weights_are_refused(model: Path, home: Path) -> None:
+    (model / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"pytorch_model-00001-of-00002\.bin alone.*save_pretrained"):
+        check_model(request_of(model).recipe)
+
+
 @pytest.mark.parametrize(
     ("architecture", "settings", "problem"),
     [

@@ -16,6 +16,7 @@ import pytest
 
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import FaultReported
+from hpcrl.commands import monitoring
 from hpcrl.spool.segment import write_segment
 from hpcrl.system.files import make_private_dir
 from tests.support.trajectories import make_lake_trajectory
@@ -181,3 +182,16 @@ def test_json_has_no_character_that_controls_a_terminal(home: Path, make_campaig
             ]
     (line,) = json.loads(subprocess.run([*COMMAND[:3], "ls", "--json"], capture_output=True, check=True).stdout)
     assert line["reason"] == outcome["reason"]
+
+
+@pytest.mark.parametrize(
+    ("called", "shown"),
+    [("venv/bin/hpcrl", "venv/bin/hpcrl"), ("/elsewhere/bin/hpcrl", "/elsewhere/bin/hpcrl"), ("x/pytest", "hpcrl")],
+)
+def test_closing_words_name_the_command_as_it_can_be_called_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, called: str, shown: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [called if called.startswith("/") else str(tmp_path / called)])
+    assert monitoring._command_name() == shown

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import shutil
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.engines.base import LOCAL_URL_PREFIX, Completion, GenerateRequest, KvHandle
@@ -549,6 +550,19 @@ def test_a_model_with_sliding_windows_is_refused(tiny_model_dir: Path) -> None:
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="no causal LM"):
+        load_model(tmp_path)
+
+
+def test_weights_of_another_shape_and_pickled_ones_are_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model_dir, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"model.norm.weight": torch.ones(3)}, file, metadata={"format": "pt"})
+    with pytest.raises(EngineError, match=r"do not fit its config\.json: download both again"):
+        load_model(tmp_path)
+    file.unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
     with pytest.raises(EngineError, match="no causal LM"):
         load_model(tmp_path)
 
