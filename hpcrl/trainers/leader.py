@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
@@ -105,13 +105,7 @@ class RowPrefetcher:
 
 
 def _copy_row(row: TrainingRow) -> TrainingRow:
-    return TrainingRow(
-        inputs=np.array(row.inputs),
-        mask=np.array(row.mask),
-        targets=row.targets,
-        behaviour=row.behaviour,
-        credit=row.credit,
-    )
+    return replace(row, inputs=np.array(row.inputs), mask=np.array(row.mask))  # the other columns are copies already
 
 
 KEEPALIVE_INTERVAL_S = 10.0
