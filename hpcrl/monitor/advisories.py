@@ -69,9 +69,9 @@ MIN_BUSY_SHARE = 0.2
 MIN_STEADY_S = 600.0
 """The balance between roles is judged by this time of steady work and more."""
 MAX_KL_FRESH, MAX_KL = 0.02, 0.2
-"""KL(acting policy || trainer's) of fresh trajectories, which only a mismatch explains, and of those with a lag."""
-NUM_KL_STEPS = 5
-"""The steps by which a mismatch is judged: few, as it may grow."""
+"""KL(acting policy || trainer's) of tokens without lag, which only a mismatch explains, and of all."""
+NUM_KL_STEPS, MIN_KL_STEPS = 5, 3
+"""The steps by which a mismatch is judged: few, as it may grow; and how many of them must have a figure."""
 MAX_GRADIENT_GROWTH = 10.0
 MIN_ENTROPY_SHARE = 0.1
 UNTRAINED_DOMAIN = "domain-fails"
@@ -341,23 +341,35 @@ def _find_flat_groups(facts: HealthFacts) -> Iterator[Advisory]:
 
 
 def _find_mismatch(facts: HealthFacts) -> Iterator[Advisory]:
-    """Find log-probs that differ between engines and trainer: of fresh trajectories, else of all."""
+    """Find log-probs that differ between engines and trainer: by the tokens without lag, if there are any, then by all.
+
+    A step whose trajectories all had the newest weights has no others, also one that an older campaign reported.
+    """
     recent = facts.steps[-NUM_KL_STEPS:]
-    fresh = _finite(step.kl for step in recent if not step.lag_max)
-    values, limit = (fresh, MAX_KL_FRESH) if len(fresh) >= 3 else (_finite(step.kl for step in recent), MAX_KL)
-    if len(values) >= 3 and median(values) > limit:
+    fresh = _finite(step.kl_fresh if step.lag_max or step.kl_fresh is not None else step.kl for step in recent)
+    is_known = len(fresh) >= MIN_KL_STEPS
+    is_fresh = is_known and median(fresh) > MAX_KL_FRESH
+    values, limit = (fresh, MAX_KL_FRESH) if is_fresh else (_finite(step.kl for step in recent), MAX_KL)
+    if len(values) >= MIN_KL_STEPS and median(values) > limit:
+        cause = "trajectories are too old for the size of the updates"
+        if is_fresh:
+            cause = "engine and trainer compute differently (precision, template, sampling)"
+        elif not is_known:
+            cause += ", or engine and trainer compute differently"
         yield Advisory(
             name="logprob-mismatch",
             severity="critical",
-            text=f"log-probs of engines and trainer differ: KL {values[-1]:.3g} at the last step, {median(values):.3g} "
-            f"in the middle of the last {len(values)}",
+            text=f"log-probs of engines and trainer differ{' without lag' * is_fresh}: KL {values[-1]:.3g} at the last "
+            f"step, {median(values):.3g} in the middle of the last {len(values)}",
             figure=median(values),
             threshold=limit,
             unit="nats a token",
-            cause="engine and trainer compute differently (precision, template, sampling)"
-            if values is fresh
-            else "trajectories are too old for the size of the updates, or engine and trainer compute differently",
-            remedy="use one precision for both, check top_p and temperature, lower rollout.max_lag",
+            cause=cause,
+            remedy="use one precision for both, check top_p and temperature"
+            if is_fresh
+            else "lower rollout.max_lag or train.learning_rate"
+            if is_known
+            else "use one precision for both, check top_p and temperature, lower rollout.max_lag",
         )
 
 

@@ -189,6 +189,19 @@ def test_a_mismatch_of_fresh_trajectories_has_a_lower_limit() -> None:
     assert judge_steps(lambda number: {"kl": 0.5, "lag_max": 2}) == ["logprob-mismatch"]
 
 
+def test_tokens_without_lag_show_a_mismatch_that_a_lag_would_hide() -> None:
+    assert judge_steps(lambda number: {"kl": 0.1, "lag_max": 2, "kl_fresh": 0.05}) == ["logprob-mismatch"]
+    assert judge_steps(lambda number: {"kl": 0.1, "lag_max": 2, "kl_fresh": 0.002}) == []
+    assert judge_steps(lambda number: {"kl": 0.1, "lag_max": 2, "kl_fresh": 0.05 if number % 2 else None}) == []
+
+
+@pytest.mark.parametrize(("kl_fresh", "cause"), [(0.05, "compute differently"), (0.002, "too old")])
+def test_the_cause_of_a_mismatch_is_the_lag_if_tokens_without_lag_agree(kl_fresh: float, cause: str) -> None:
+    (found,) = judge(*list_healthy_events(lambda number: {"kl": 0.5, "lag_max": 2, "kl_fresh": kl_fresh}))
+    causes = ("compute differently", "too old")
+    assert [one for one in causes if one in found.cause] == [cause]
+
+
 def test_a_mismatch_that_grows_is_found_by_the_last_steps_and_one_bad_step_is_none() -> None:
     grown = {"kl": 0.5, "lag_max": 1}
     assert judge_steps(lambda number: grown if number > NUM_STEPS - 3 else {"kl": 0.01}) == ["logprob-mismatch"]

@@ -38,7 +38,13 @@ class Reading:
         shared = np.zeros(3, np.int32)
         known = np.ones(2, np.float32)
         row = TrainingRow(
-            inputs=shared, mask=shared == 0, targets=shared[:2], behaviour=known, credit=known, teacher=known
+            inputs=shared,
+            mask=shared == 0,
+            targets=shared[:2],
+            behaviour=known,
+            credit=known,
+            versions=shared[:2],
+            teacher=known,
         )
         return [[row for _ in items] for items in asked]
 
