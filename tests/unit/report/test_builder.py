@@ -6,6 +6,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import h5py  # noqa: TID251
 import msgspec
 import pytest
 
@@ -367,6 +368,17 @@ def test_a_damaged_segment_is_named_and_skipped(campaign: SyntheticCampaign) -> 
     found = read_trajectories(campaign.directory)
     assert found.num == 1
     assert any("000-env-0-00000009" in problem for problem in found.problems)
+
+
+def test_trajectories_are_counted_without_a_look_at_their_tokens(campaign: SyntheticCampaign) -> None:
+    path = campaign.directory.spool("scored") / "000-env-0-00000000-1-0123abcd.h5"
+    write_segment(path, [make_lake_trajectory(1, 0, reward=1.0)], compression="zstd")
+    with h5py.File(path) as file:
+        stored = file["token_ids"].id.read_direct_chunk((0,))[1]
+    path.write_bytes(path.read_bytes().replace(stored, bytes(len(stored))))
+    found = read_trajectories(campaign.directory)
+    assert (found.num, found.sampled) == (1, [])
+    assert any(path.name in problem for problem in found.problems)
 
 
 @pytest.mark.parametrize(
