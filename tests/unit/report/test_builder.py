@@ -20,6 +20,7 @@ from hpcrl.campaign_dir.events import (
     LayoutChosen,
     SegmentScored,
     StepFinished,
+    TrainingResumed,
     VersionLoaded,
     WorkerFailed,
 )
@@ -67,6 +68,7 @@ def play(campaign: SyntheticCampaign) -> SyntheticCampaign:
         campaign.emit("decode-0", EngineCounted(window_s=STEP_S, **load))
         campaign.emit("decode-0", VersionLoaded(version=number, stall_s=0.2))
         figures = {
+            "num_tokens": 100,
             "kl": 0.01,
             "entropy": 1.0,
             "grad_norm": 0.5,
@@ -104,6 +106,15 @@ def test_a_job_that_was_queued_while_another_ran_has_waited_since_the_end_of_tha
     assert [job.started - job.queued for job in report.jobs] == [pytest.approx(5), pytest.approx(15)]
 
 
+def test_tokens_of_a_step_that_changed_nothing_or_was_rolled_back_are_not_trained(campaign: SyntheticCampaign) -> None:
+    campaign.submit_local()
+    campaign.start()
+    for step, skipped in ((1, None), (2, "no trainable tokens"), (3, None)):
+        campaign.emit("train-0", StepFinished(step=step, version=step, num_tokens=100, skipped=skipped))
+    campaign.emit("train-0", TrainingResumed(step=2, version=2))
+    assert report_on(campaign).key_figures.num_trained_tokens == 100
+
+
 def test_each_job_of_a_chain_counts_with_the_nodes_that_it_had(campaign: SyntheticCampaign) -> None:
     gpus, planned, more = [0, 4], [2, 5], [3, 1]
     components = [
@@ -136,6 +147,7 @@ def test_the_key_figures_are_those_of_the_events(campaign: SyntheticCampaign) ->
     assert (figures.evaluation_last, figures.evaluation_best) == (pytest.approx(0.8), pytest.approx(0.8))
     assert (figures.num_episodes, figures.num_tokens) == (320, 3200)
     assert figures.trained_share == pytest.approx(0.9)
+    assert figures.num_trained_tokens == 20 * 100
     assert (figures.wall_s, figures.queued_s) == (pytest.approx(200.1), pytest.approx(5.0))
 
 
