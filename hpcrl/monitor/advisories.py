@@ -57,10 +57,14 @@ NUM_SURE_ERRORS = 3.0
 """The standard errors that a rise may hide in: the rule is asked at every look, and slow campaigns are healthy."""
 SOLVED_SHARE = 0.85
 """Tasks are solved when the reward is this far between the least and the greatest of any step."""
+FULL_REWARD, MIN_FULL_SHARE = 1.0, 0.95
+"""The usual reward of a solved task. Tasks of which this share is reached were solved from the start, if nothing rose;
+rewards that never differ and are any other may be those of tasks that all fail."""
 MAX_FLAT_SHARE = 0.5
 MIN_FLAT_AT_START = 16
 """The groups from which on it counts that all since the start were flat."""
-MAX_ENV_FAULT_SHARE = 0.05
+MAX_ENV_FAULT_SHARE, MAX_REPEATED_SHARE = 0.05, 0.2
+"""Episodes that are lost to faults, and those that are played again after one, which only takes time."""
 MAX_TRUNCATED_SHARE = 0.25
 MAX_STALE_SHARE = 0.2
 MAX_SKIPPED_SHARE = 0.1
@@ -195,17 +199,25 @@ def _limit_in_row(run: FailureRun) -> int:
 
 
 def _find_env_faults(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find domains whose environments fail: their episodes are lost, or played again until one attempt succeeds."""
     for name, domain in sorted(facts.progress.domains.items()):
-        shares = measure_outcomes(domain.recent_outcomes)
-        share = sum(num for outcome, num in shares.items() if is_infrastructure(outcome))
-        if domain.num_ended >= MIN_ENDED and MAX_ENV_FAULT_SHARE < share <= MAX_FAILED_SHARE:
+        outcomes = domain.recent_outcomes
+        lost_share = sum(num for outcome, num in measure_outcomes(outcomes).items() if is_infrastructure(outcome))
+        num = sum(outcomes.values())
+        repeated_share = domain.recent_env_faults / num - lost_share if num > 0 else 0.0
+        if domain.num_ended < MIN_ENDED or lost_share > MAX_FAILED_SHARE:
+            continue
+        are_lost = lost_share > MAX_ENV_FAULT_SHARE
+        if are_lost or repeated_share > MAX_REPEATED_SHARE:
+            share = lost_share if are_lost else min(repeated_share, 1.0)
+            what = "were lost to faults of the infrastructure" if are_lost else "were played again after a fault"
             yield Advisory(
                 name="env-faults",
                 severity="warning",
                 subject=name,
-                text=f"domain {name}: {share:.1%} of recent episodes were lost to faults of the infrastructure",
+                text=f"domain {name}: {share:.1%} of recent episodes {what}",
                 figure=share,
-                threshold=MAX_ENV_FAULT_SHARE,
+                threshold=MAX_ENV_FAULT_SHARE if are_lost else MAX_REPEATED_SHARE,
                 unit="share of episodes",
                 cause="environments, reward functions or engines fail and are tried again",
                 remedy=f"read the faults by node ({_name_faults(facts)}): exclude a bad node, leave out a bad task",
@@ -417,7 +429,7 @@ def _find_low_entropy(facts: HealthFacts) -> Iterator[Advisory]:
     share = fmean(values[-5:]) / fmean(values[:5])
     size = len(rewards) // 3
     has_risen = fmean(rewards[-size:]) - fmean(rewards[:size]) > _noise(rewards[:size], rewards[-size:])
-    if share < MIN_ENTROPY_SHARE and not has_risen:
+    if share < MIN_ENTROPY_SHARE and not has_risen and not _have_full_reward(facts):
         yield Advisory(
             name="entropy-collapse",
             severity="warning",
@@ -432,6 +444,8 @@ def _find_low_entropy(facts: HealthFacts) -> Iterator[Advisory]:
 
 def _is_solved(facts: HealthFacts) -> bool:
     """Return whether recent groups are flat since their episodes do as well as the best that was ever seen."""
+    if _have_full_reward(facts):
+        return True
     rewards = _finite(step.reward_mean for step in facts.steps)
     spreads = _finite(step.reward_std for step in facts.recent_steps)
     if len(rewards) < MIN_STEPS or not spreads:
@@ -439,6 +453,14 @@ def _is_solved(facts: HealthFacts) -> bool:
     low, high = min(rewards), max(rewards)
     is_high = fmean(rewards[-5:]) >= low + SOLVED_SHARE * (high - low)
     return high > low and is_high and fmean(rewards[:5]) < fmean(rewards[-5:])
+
+
+def _have_full_reward(facts: HealthFacts) -> bool:
+    """Return whether the recent episodes of all domains have the full reward, or nearly so."""
+    recent = [domain.recent for domain in facts.progress.domains.values() if domain.recent]
+    return bool(recent) and all(
+        math.isclose(max(rewards), FULL_REWARD) and fmean(rewards) >= MIN_FULL_SHARE * FULL_REWARD for rewards in recent
+    )
 
 
 # ---- where time goes
