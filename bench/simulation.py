@@ -174,7 +174,8 @@ def _compare_campaign(name: str) -> list[Figure]:
 
 def _read_real(name: str) -> dict[str, float]:
     """Return the step time, the trainer's time and the busy share of engines of a campaign."""
-    events = list(EventReader(directory.find_campaign(name).events).poll_merged())
+    every = EventReader(directory.find_campaign(name).events).poll_merged()
+    events = [event for event in every if isinstance(event, EngineCounted | StepFinished)]
     steps = [event for event in events if isinstance(event, StepFinished)]
     first, last = steps[0].time, steps[-1].time
     loads = [one for one in events if isinstance(one, EngineCounted) and first <= one.time <= last]

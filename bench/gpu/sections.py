@@ -349,7 +349,16 @@ def draw_rows(vocabulary: int, *, num_tokens: int) -> list[TrainingRow]:
         num = int(mask.sum())
         tokens = dice.integers(0, vocabulary, length + 1, dtype=np.int32)
         zeros = np.zeros(num, np.float32)
-        rows.append(TrainingRow(inputs=tokens[:-1], mask=mask, targets=tokens[1:][mask], behaviour=zeros, credit=zeros))
+        rows.append(
+            TrainingRow(
+                inputs=tokens[:-1],
+                mask=mask,
+                targets=tokens[1:][mask],
+                behaviour=zeros,
+                credit=zeros,
+                versions=np.zeros(num, np.int32),
+            )
+        )
     return rows
 
 

@@ -286,6 +286,7 @@ class StepFinished(CampaignEvent, frozen=True, kw_only=True, tag="step"):
     kl: float | None = None
     entropy: float | None = None
     step_s: float | None = None
+    kl_fresh: float | None = None
     kl_reference: float | None = None
     is_ratio_p05: float | None = None
     is_ratio_p50: float | None = None

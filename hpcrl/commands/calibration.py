@@ -42,6 +42,7 @@ from hpcrl.hardware.speed_fit import (
     fit_speed,
     measure_errors,
 )
+from hpcrl.monitor.count_lines import drop_superseded
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.system.terminal import print_json, print_line
 
@@ -294,7 +295,9 @@ def read_campaign_points(campaign: CampaignDir) -> MeasuredServers:
     """Read what engines and trainer took from the events of a campaign, a point for each engine and step."""
     recipe, site = read_recipe(campaign), read_site(campaign, skips_unknown=True)
     shape = _read_campaign_shape(campaign, recipe)
-    events = list(EventReader(campaign.events).poll_merged())
+    reader = EventReader(campaign.events, choose_lines=drop_superseded)  # the last counts of episodes are enough
+    used = EngineCounted | EpisodesCounted | StepFinished
+    events = [event for event in reader.poll_merged() if isinstance(event, used)]
     found = MeasuredServers(source=f"campaign {campaign.name}")
     gpus = _find_role_gpus(campaign, recipe, site)
     if gpus["decode"] is None:

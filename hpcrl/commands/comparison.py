@@ -111,7 +111,7 @@ def _list_figures(snapshot: CampaignSnapshot) -> Iterator[tuple[str, float | str
         if domain.reward_recent is not None and len(snapshot.domains) > 1:
             yield f"reward of {name}, recent", domain.reward_recent
         if domain.trained_share is not None:
-            yield f"share of tokens trained, {name}", domain.trained_share
+            yield f"share of tokens to train on, {name}", domain.trained_share
     yield "episodes done", snapshot.episodes.done
     yield "episodes truncated", snapshot.episodes.truncated
     yield "episodes aborted", snapshot.episodes.aborted

@@ -45,7 +45,17 @@ from hpcrl.system.terminal import print_line, print_to_stderr, track_progress
 FIELDS_BY_HEADING = {
     "reward": ("reward_mean", "reward_std", "num_trajectories", "num_groups", "num_flat_groups", "num_too_long"),
     "length": ("length_mean", "length_max", "num_rows", "num_tokens", "num_padded_tokens"),
-    "policy": ("loss", "value_loss", "kl", "kl_reference", "entropy", "clip_fraction", "grad_norm", "learning_rate"),
+    "policy": (
+        "loss",
+        "value_loss",
+        "kl",
+        "kl_fresh",
+        "kl_reference",
+        "entropy",
+        "clip_fraction",
+        "grad_norm",
+        "learning_rate",
+    ),
     "is_ratio": ("is_ratio_mean", "is_ratio_p05", "is_ratio_p50", "is_ratio_p95", "is_truncated_fraction"),
     "staleness": ("lag_mean", "lag_max"),
     "speed": ("tokens_per_s", "mfu", "step_s", "wait_s", "imbalance"),

@@ -45,6 +45,8 @@ class TrainingRow:
     behaviour: NDArray[np.float32]
     credit: NDArray[np.float32]
     """The advantage of each predicted token, or its reward if a critic will turn rewards into advantages."""
+    versions: NDArray[np.int32]
+    """The weights that generated each predicted token."""
     teacher: NDArray[np.float32] | None = None
     """The log-probs under a teacher whose engine was asked."""
 
@@ -190,6 +192,7 @@ def _make_row(
         targets=row.token_ids[1:][model_positions],
         behaviour=row.logprobs[1:][model_positions],
         credit=credit_N,
+        versions=row.versions[1:][model_positions],
         teacher=None if row.teacher_logprobs is None else row.teacher_logprobs[1:][model_positions],
     )
 
@@ -209,6 +212,8 @@ class MicroBatch:
     """The position within its own row where rows are packed; they do not attend to each other."""
     teacher_N: Tensor | None = None
     """The log-probs under a teacher whose engine was asked; None unless all rows have them."""
+    fresh_N: Tensor | None = None
+    """True where the weights that the step starts from generated the token; None if their version is not known."""
 
     @property
     def num_sequences(self) -> int:
@@ -235,15 +240,20 @@ MAX_PADDING_SHARE = 1 / 5
 """The share of a row beyond which padding is much."""
 
 
-def make_micro_batches(rows: Sequence[TrainingRow], *, tokens_per_micro_batch: int) -> list[MicroBatch]:
-    """Batch rows of similar length, the longest first; a row longer than the bound goes alone."""
+def make_micro_batches(
+    rows: Sequence[TrainingRow], *, tokens_per_micro_batch: int, version: int | None = None
+) -> list[MicroBatch]:
+    """Batch rows of similar length, the longest first; a row longer than the bound goes alone.
+
+    `version` is that of the weights that the step starts from.
+    """
     batches: list[list[TrainingRow]] = []
     for row in sorted(rows, key=len, reverse=True):  # stable, so equal input gives equal batches
         if batches and _should_join(row, batches[-1], bound=tokens_per_micro_batch):
             batches[-1].append(row)
         else:
             batches.append([row])
-    return [_pad_rows(batch) for batch in batches]
+    return [_pad_rows(batch, version=version) for batch in batches]
 
 
 def _should_join(row: TrainingRow, batch: Sequence[TrainingRow], *, bound: int) -> bool:
@@ -253,7 +263,9 @@ def _should_join(row: TrainingRow, batch: Sequence[TrainingRow], *, bound: int) 
     return fits and not (is_wasteful and longest * len(batch) >= MIN_FILL_SHARE * bound)
 
 
-def make_packed_batches(rows: Sequence[TrainingRow], *, tokens_per_micro_batch: int) -> list[MicroBatch]:
+def make_packed_batches(
+    rows: Sequence[TrainingRow], *, tokens_per_micro_batch: int, version: int | None = None
+) -> list[MicroBatch]:
     """Pack rows into few micro-batches by first-fit, the longest first; a row longer than the bound goes alone."""
     batches: list[list[TrainingRow]] = []
     sizes: list[int] = []
@@ -265,10 +277,10 @@ def make_packed_batches(rows: Sequence[TrainingRow], *, tokens_per_micro_batch: 
         else:
             batches[position].append(row)
             sizes[position] += len(row)
-    return [_pack_rows(batch) for batch in batches]
+    return [_pack_rows(batch, version=version) for batch in batches]
 
 
-def _pad_rows(rows: Sequence[TrainingRow]) -> MicroBatch:
+def _pad_rows(rows: Sequence[TrainingRow], *, version: int | None = None) -> MicroBatch:
     """Make one micro-batch. Padding is any valid token: in a causal model it changes nothing to its left."""
     shape = (len(rows), max(map(len, rows)))
     inputs_BT = np.zeros(shape, dtype=np.int64)
@@ -277,11 +289,13 @@ def _pad_rows(rows: Sequence[TrainingRow]) -> MicroBatch:
         inputs_BT[index, : len(row)] = row.inputs
         mask_BT[index, : len(row)] = row.mask
     return MicroBatch(
-        inputs_BT=torch.from_numpy(inputs_BT), mask_BT=torch.from_numpy(mask_BT), **_concatenate_columns(rows)
+        inputs_BT=torch.from_numpy(inputs_BT),
+        mask_BT=torch.from_numpy(mask_BT),
+        **_concatenate_columns(rows, version=version),
     )
 
 
-def _pack_rows(rows: Sequence[TrainingRow]) -> MicroBatch:
+def _pack_rows(rows: Sequence[TrainingRow], *, version: int | None) -> MicroBatch:
     """Make one micro-batch without padding: transformers separates rows in attention where positions restart."""
     inputs_T = np.concatenate([row.inputs for row in rows]).astype(np.int64)
     positions_T = np.concatenate([np.arange(len(row)) for row in rows])
@@ -290,17 +304,18 @@ def _pack_rows(rows: Sequence[TrainingRow]) -> MicroBatch:
         inputs_BT=torch.from_numpy(inputs_T)[None],
         mask_BT=torch.from_numpy(mask_T)[None],
         positions_BT=torch.from_numpy(positions_T)[None],
-        **_concatenate_columns(rows),
+        **_concatenate_columns(rows, version=version),
     )
 
 
-def _concatenate_columns(rows: Sequence[TrainingRow]) -> dict[str, Tensor]:
+def _concatenate_columns(rows: Sequence[TrainingRow], *, version: int | None) -> dict[str, Tensor]:
     """Concatenate the columns over N."""
     counts = [len(row.targets) for row in rows]
     taught = [row.teacher for row in rows if row.teacher is not None]
-    teacher = {"teacher_N": torch.from_numpy(np.concatenate(taught))} if len(taught) == len(rows) else {}
-    return {
-        **teacher,
+    columns = {"teacher_N": torch.from_numpy(np.concatenate(taught))} if len(taught) == len(rows) else {}
+    if version is not None:
+        columns["fresh_N"] = torch.from_numpy(np.concatenate([row.versions for row in rows]) == version)
+    return columns | {
         "targets_N": torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64)),
         "behaviour_N": torch.from_numpy(np.concatenate([row.behaviour for row in rows]).astype(np.float32)),
         "advantages_N": torch.from_numpy(np.concatenate([row.credit for row in rows]).astype(np.float32)),
@@ -321,12 +336,13 @@ def pad_to_shape(micro: MicroBatch, *, rows: int, length: int) -> MicroBatch:
 def empty_micro_batch() -> MicroBatch:
     """Make a micro-batch without model tokens, for a rank with fewer than another: all must run the same passes."""
     no_values = np.zeros(0, dtype=np.float32)
-    no_target = np.zeros(0, dtype=np.int32)
+    no_ids = np.zeros(0, dtype=np.int32)
     empty = TrainingRow(
         inputs=np.zeros(1, np.int32),
         mask=np.zeros(1, np.bool_),
-        targets=no_target,
+        targets=no_ids,
         behaviour=no_values,
         credit=no_values,
+        versions=no_ids,
     )
     return _pad_rows([empty])

@@ -72,6 +72,8 @@ class TokenInputs:
     shares_N: Tensor
     """The share of each token; the shares of an optimizer step sum to 1 over all micro-batches and ranks."""
     reference_N: Tensor | None = None
+    fresh_N: Tensor | None = None
+    """True where the weights that the step started from generated the token, if it is known."""
     others: tuple[Tensor, ...] = ()
     """The results of further nodes, which a loss of the user's own takes."""
 
@@ -89,6 +91,10 @@ class LossSums(NamedTuple):
     """The tokens whose importance weight is not their ratio: cut at the limit, or masked."""
     kl: Tensor
     """The estimate k3 of KL(behaviour || current)."""
+    kl_fresh: Tensor
+    """The same over tokens without lag."""
+    num_fresh: Tensor
+    """The tokens without lag."""
     kl_reference: Tensor
     """The recipe's estimate of KL(current || reference)."""
     entropy: Tensor
@@ -201,12 +207,16 @@ def compute_policy_loss(
     loss = (token_inputs.shares_N * terms_N).sum()
     with torch.no_grad():
         drift_N = _clamp_log_ratio(logprobs_N - token_inputs.behaviour_N)
+        drift_kl_N = drift_N.exp() - 1 - drift_N
+        fresh_N = torch.zeros_like(drift_N, dtype=torch.bool) if token_inputs.fresh_N is None else token_inputs.fresh_N
         sums = LossSums(
             loss=loss.detach(),
             clipped=clipped_N.sum().float(),
             is_ratio=log_is_N.exp().sum(),
             truncated=truncated_N.sum().float(),
-            kl=(drift_N.exp() - 1 - drift_N).sum(),
+            kl=drift_kl_N.sum(),
+            kl_fresh=drift_kl_N.where(fresh_N, 0.0).sum(),
+            num_fresh=fresh_N.sum().float(),
             kl_reference=kl_N.detach().sum(),
             entropy=entropy_N.detach().sum(),
             ratio_bins=_count_ratio_bins(log_is_N),

@@ -57,10 +57,14 @@ NUM_SURE_ERRORS = 3.0
 """The standard errors that a rise may hide in: the rule is asked at every look, and slow campaigns are healthy."""
 SOLVED_SHARE = 0.85
 """Tasks are solved when the reward is this far between the least and the greatest of any step."""
+FULL_REWARD, MIN_FULL_SHARE = 1.0, 0.95
+"""The usual reward of a solved task. Tasks of which this share is reached were solved from the start, if nothing rose;
+rewards that never differ and are any other may be those of tasks that all fail."""
 MAX_FLAT_SHARE = 0.5
 MIN_FLAT_AT_START = 16
 """The groups from which on it counts that all since the start were flat."""
-MAX_ENV_FAULT_SHARE = 0.05
+MAX_ENV_FAULT_SHARE, MAX_REPEATED_SHARE = 0.05, 0.2
+"""Episodes that are lost to faults, and those that are played again after one, which only takes time."""
 MAX_TRUNCATED_SHARE = 0.25
 MAX_STALE_SHARE = 0.2
 MAX_SKIPPED_SHARE = 0.1
@@ -69,9 +73,9 @@ MIN_BUSY_SHARE = 0.2
 MIN_STEADY_S = 600.0
 """The balance between roles is judged by this time of steady work and more."""
 MAX_KL_FRESH, MAX_KL = 0.02, 0.2
-"""KL(acting policy || trainer's) of fresh trajectories, which only a mismatch explains, and of those with a lag."""
-NUM_KL_STEPS = 5
-"""The steps by which a mismatch is judged: few, as it may grow."""
+"""KL(acting policy || trainer's) of tokens without lag, which only a mismatch explains, and of all."""
+NUM_KL_STEPS, MIN_KL_STEPS = 5, 3
+"""The steps by which a mismatch is judged: few, as it may grow; and how many of them must have a figure."""
 MAX_GRADIENT_GROWTH = 10.0
 MIN_ENTROPY_SHARE = 0.1
 UNTRAINED_DOMAIN = "domain-fails"
@@ -195,17 +199,25 @@ def _limit_in_row(run: FailureRun) -> int:
 
 
 def _find_env_faults(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find domains whose environments fail: their episodes are lost, or played again until one attempt succeeds."""
     for name, domain in sorted(facts.progress.domains.items()):
-        shares = measure_outcomes(domain.recent_outcomes)
-        share = sum(num for outcome, num in shares.items() if is_infrastructure(outcome))
-        if domain.num_ended >= MIN_ENDED and MAX_ENV_FAULT_SHARE < share <= MAX_FAILED_SHARE:
+        outcomes = domain.recent_outcomes
+        lost_share = sum(num for outcome, num in measure_outcomes(outcomes).items() if is_infrastructure(outcome))
+        num = sum(outcomes.values())
+        repeated_share = domain.recent_env_faults / num - lost_share if num > 0 else 0.0
+        if domain.num_ended < MIN_ENDED or lost_share > MAX_FAILED_SHARE:
+            continue
+        are_lost = lost_share > MAX_ENV_FAULT_SHARE
+        if are_lost or repeated_share > MAX_REPEATED_SHARE:
+            share = lost_share if are_lost else min(repeated_share, 1.0)
+            what = "were lost to faults of the infrastructure" if are_lost else "were played again after a fault"
             yield Advisory(
                 name="env-faults",
                 severity="warning",
                 subject=name,
-                text=f"domain {name}: {share:.1%} of recent episodes were lost to faults of the infrastructure",
+                text=f"domain {name}: {share:.1%} of recent episodes {what}",
                 figure=share,
-                threshold=MAX_ENV_FAULT_SHARE,
+                threshold=MAX_ENV_FAULT_SHARE if are_lost else MAX_REPEATED_SHARE,
                 unit="share of episodes",
                 cause="environments, reward functions or engines fail and are tried again",
                 remedy=f"read the faults by node ({_name_faults(facts)}): exclude a bad node, leave out a bad task",
@@ -341,23 +353,35 @@ def _find_flat_groups(facts: HealthFacts) -> Iterator[Advisory]:
 
 
 def _find_mismatch(facts: HealthFacts) -> Iterator[Advisory]:
-    """Find log-probs that differ between engines and trainer: of fresh trajectories, else of all."""
+    """Find log-probs that differ between engines and trainer: by the tokens without lag, if there are any, then by all.
+
+    A step whose trajectories all had the newest weights has no others, also one that an older campaign reported.
+    """
     recent = facts.steps[-NUM_KL_STEPS:]
-    fresh = _finite(step.kl for step in recent if not step.lag_max)
-    values, limit = (fresh, MAX_KL_FRESH) if len(fresh) >= 3 else (_finite(step.kl for step in recent), MAX_KL)
-    if len(values) >= 3 and median(values) > limit:
+    fresh = _finite(step.kl_fresh if step.lag_max or step.kl_fresh is not None else step.kl for step in recent)
+    is_known = len(fresh) >= MIN_KL_STEPS
+    is_fresh = is_known and median(fresh) > MAX_KL_FRESH
+    values, limit = (fresh, MAX_KL_FRESH) if is_fresh else (_finite(step.kl for step in recent), MAX_KL)
+    if len(values) >= MIN_KL_STEPS and median(values) > limit:
+        cause = "trajectories are too old for the size of the updates"
+        if is_fresh:
+            cause = "engine and trainer compute differently (precision, template, sampling)"
+        elif not is_known:
+            cause += ", or engine and trainer compute differently"
         yield Advisory(
             name="logprob-mismatch",
             severity="critical",
-            text=f"log-probs of engines and trainer differ: KL {values[-1]:.3g} at the last step, {median(values):.3g} "
-            f"in the middle of the last {len(values)}",
+            text=f"log-probs of engines and trainer differ{' without lag' * is_fresh}: KL {values[-1]:.3g} at the last "
+            f"step, {median(values):.3g} in the middle of the last {len(values)}",
             figure=median(values),
             threshold=limit,
             unit="nats a token",
-            cause="engine and trainer compute differently (precision, template, sampling)"
-            if values is fresh
-            else "trajectories are too old for the size of the updates, or engine and trainer compute differently",
-            remedy="use one precision for both, check top_p and temperature, lower rollout.max_lag",
+            cause=cause,
+            remedy="use one precision for both, check top_p and temperature"
+            if is_fresh
+            else "lower rollout.max_lag or train.learning_rate"
+            if is_known
+            else "use one precision for both, check top_p and temperature, lower rollout.max_lag",
         )
 
 
@@ -405,7 +429,7 @@ def _find_low_entropy(facts: HealthFacts) -> Iterator[Advisory]:
     share = fmean(values[-5:]) / fmean(values[:5])
     size = len(rewards) // 3
     has_risen = fmean(rewards[-size:]) - fmean(rewards[:size]) > _noise(rewards[:size], rewards[-size:])
-    if share < MIN_ENTROPY_SHARE and not has_risen:
+    if share < MIN_ENTROPY_SHARE and not has_risen and not _have_full_reward(facts):
         yield Advisory(
             name="entropy-collapse",
             severity="warning",
@@ -420,6 +444,8 @@ def _find_low_entropy(facts: HealthFacts) -> Iterator[Advisory]:
 
 def _is_solved(facts: HealthFacts) -> bool:
     """Return whether recent groups are flat since their episodes do as well as the best that was ever seen."""
+    if _have_full_reward(facts):
+        return True
     rewards = _finite(step.reward_mean for step in facts.steps)
     spreads = _finite(step.reward_std for step in facts.recent_steps)
     if len(rewards) < MIN_STEPS or not spreads:
@@ -427,6 +453,14 @@ def _is_solved(facts: HealthFacts) -> bool:
     low, high = min(rewards), max(rewards)
     is_high = fmean(rewards[-5:]) >= low + SOLVED_SHARE * (high - low)
     return high > low and is_high and fmean(rewards[:5]) < fmean(rewards[-5:])
+
+
+def _have_full_reward(facts: HealthFacts) -> bool:
+    """Return whether the recent episodes of all domains have the full reward, or nearly so."""
+    recent = [domain.recent for domain in facts.progress.domains.values() if domain.recent]
+    return bool(recent) and all(
+        math.isclose(max(rewards), FULL_REWARD) and fmean(rewards) >= MIN_FULL_SHARE * FULL_REWARD for rewards in recent
+    )
 
 
 # ---- where time goes

@@ -9,6 +9,7 @@ process first writes that it has started, and has fewer episodes; both end what 
 do not add up, but the monitor shows those of the last minutes alone.
 """
 
+import math
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from typing import NamedTuple
 
 from hpcrl.monitor.progress import MAX_ENGINE_WINDOW_S, RATE_WINDOW_S
 
-SAMPLE_INTERVAL_S = 60.0
-"""The time of which one line of counts is kept: what is measured by step has this resolution."""
+SAMPLE_SHARE = 0.1
+"""The time of which one line of counts is kept, as a share of its age: what is measured by step has this resolution."""
 RECENT_INTERVAL_S = 10.0
-"""The same within the window of rates, through which time moves on while a campaign is watched."""
+"""The same in seconds within the window of rates, through which time moves on while a campaign is watched."""
 ENGINE_HISTORY_S = 6 * MAX_ENGINE_WINDOW_S
 """The age of an engine's load from which on it hardly counts: it is halved with each window."""
 NUM_THINNED, MAX_THINNED_INTERVAL_S = 600, 20.0
@@ -64,7 +65,7 @@ class CountSampling:
         age = self.now - time
         if age < RATE_WINDOW_S:
             return _LineMark((True, age // RECENT_INTERVAL_S), int(num_done))
-        return _LineMark((False, age // SAMPLE_INTERVAL_S), int(num_done))
+        return _LineMark((False, math.log(age) // math.log1p(SAMPLE_SHARE)), int(num_done))
 
 
 @dataclass(frozen=True, kw_only=True)

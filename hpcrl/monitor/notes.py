@@ -28,7 +28,7 @@ class MonitorNote(msgspec.Struct, frozen=True, kw_only=True):
     is_least: bool = False
     """Only some of them are reported, with their number so far: there may be more."""
     number: int = 0
-    """Its place among the lines to print: a cause is printed the 1st, 10th, 100th time."""
+    """Its place among the lines to print: most causes are printed the 1st, 10th, 100th time."""
 
     @property
     def line(self) -> str:
@@ -47,13 +47,25 @@ class NoteLog:
     def __iter__(self) -> Iterator[MonitorNote]:
         return iter(self._notes.values())
 
-    def add(self, *, time: float, text: str, bad: bool, cause: Hashable = None, num: int | None = None) -> None:
-        """Add a note; `cause` is what it has in common with others, if anything, `num` their number, if it is known."""
+    def add(
+        self,
+        *,
+        time: float,
+        text: str,
+        bad: bool,
+        cause: Hashable = None,
+        num: int | None = None,
+        prints_all: bool = False,
+    ) -> None:
+        """Add a note; `cause` is what it has in common with others, if anything, `num` their number, if it is known.
+
+        With `prints_all` each is a line to print, also if the list has one line for all.
+        """
         key = cause if cause is not None else self.num_due
         known = self._notes.pop(key, None)
         before = known.num if known is not None else 0
         count = max(num, before) if num is not None else before + 1
-        if len(str(count)) > len(str(before)) or known is None:
+        if len(str(count)) > len(str(before)) or known is None or prints_all:
             self.num_due += 1
             number = self.num_due
         else:

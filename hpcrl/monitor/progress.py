@@ -31,6 +31,7 @@ from hpcrl.campaign_dir.events import (
     MemoryRanOut,
     RowsSkipped,
     SegmentScored,
+    SegmentsRetired,
     StaleDropped,
     StepFinished,
     TaskFailed,
@@ -184,6 +185,8 @@ class DomainProgress:
     """Played episodes that got no reward, since its function failed, by the outcome as played."""
     recent_outcomes: dict[str, float] = field(default_factory=dict)
     """About the last MAX_RECENT_OUTCOMES episodes by outcome: what was before counts less and less."""
+    recent_env_faults: float = 0.0
+    """The part of them whose environment failed, also if it was tried again."""
     num_ended: int = 0
     """Episodes that training did not abort."""
     played: FailureRun = field(default_factory=FailureRun)
@@ -224,6 +227,7 @@ class DomainProgress:
         while sum(recent.values()) > 2 * MAX_RECENT_OUTCOMES:
             for name in recent:
                 recent[name] /= 2
+            self.recent_env_faults /= 2
 
     def add(self, rewards: Sequence[float]) -> None:
         self.num += len(rewards)
@@ -457,6 +461,8 @@ class CampaignProgress:
         match event:
             case FaultReported():
                 self._count_fault(FaultCause(event.what, event.domain or "", event.node or ""), event.detail, event)
+                if event.what == _ENV_FAULT and event.domain:
+                    self._find_domain(event.domain).recent_env_faults += 1
             case FlatGroupsDropped(num=num):
                 self.flat_dropped.append((next(reversed(self.steps), 0), num))
             case StaleDropped(token_counts=counts):
@@ -476,7 +482,14 @@ class CampaignProgress:
             has_failed = isinstance(event, JobEnded) and event.outcome == "failed"
             bad = has_failed or isinstance(event, WorkerFailed | FaultReported | MemoryRanOut | EventsLost)
             cause, num = _find_cause(event)
-            self.notes.add(time=event.time, text=" ".join(text.split()), bad=bad, cause=cause, num=num)
+            self.notes.add(
+                time=event.time,
+                text=" ".join(text.split()),
+                bad=bad,
+                cause=cause,
+                num=num,
+                prints_all=isinstance(event, CheckpointSaved | SegmentsRetired),
+            )
 
     def _count_event(self, event: EpisodesCounted | SegmentScored | EngineCounted) -> None:
         worker = self._find_worker(event)
@@ -587,6 +600,8 @@ def _find_cause(event: CampaignEvent) -> tuple[tuple[str, ...] | None, int | Non
             return ("fault", event.what, domain, *make_cause(event.detail)), event.num or None
         case WorkerFailed() | EventsLost():
             return (type(event).__name__, *make_cause(getattr(event, "of", None) or event.worker, event.reason)), None
+        case CheckpointSaved() | SegmentsRetired():
+            return (type(event).__name__,), None
         case TaskFailed():
             return ("task", event.domain, *make_cause(event.reason)), None
     return None, None

@@ -296,6 +296,7 @@ def _build_key_figures(
         num_faulted=snapshot.episodes.faulted,
         num_aborted=snapshot.episodes.aborted,
         num_tokens=history.totals.num_tokens,
+        num_trained_tokens=sum(step.num_tokens or 0 for step in history.steps.values() if step.skipped is None),
         tokens_per_s=round(history.mean_tokens_per_s(), 1),
         wall_s=wall_s,
         queued_s=queued_s,

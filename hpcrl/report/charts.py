@@ -59,7 +59,7 @@ def build_stability_charts(history: CampaignHistory) -> list[ReportChart]:
     steps = _known_steps(history)
     wanted = (
         ("kl", "Log-prob mismatch (KL)", "nats a token", {
-            "to the acting policy": "kl", "to the reference": "kl_reference",
+            "to the acting policy": "kl", "without lag": "kl_fresh", "to the reference": "kl_reference",
         }),
         ("entropy", "Entropy", "nats a token", {"entropy": "entropy"}),
         ("grad-norm", "Gradient norm", "norm before clipping", {"gradient norm": "grad_norm"}),

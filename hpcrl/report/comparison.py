@@ -33,6 +33,7 @@ RESULT_LABELS = {
     "num_faulted": "of these lost to infrastructure",
     "num_aborted": "aborted episodes",
     "num_tokens": "generated tokens",
+    "num_trained_tokens": "trained tokens",
     "tokens_per_s": "tokens a second",
     "wall_s": "time that jobs ran",
     "queued_s": "time in the queue",

@@ -64,6 +64,8 @@ class KeyFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Episodes lost to infrastructure."""
     num_aborted: int
     num_tokens: int
+    num_trained_tokens: int
+    """The tokens of the steps that changed the weights."""
     tokens_per_s: float
     wall_s: float
     """Time that jobs ran."""
@@ -72,7 +74,7 @@ class KeyFigures(msgspec.Struct, frozen=True, kw_only=True):
     node_hours: float
     gpu_hours: float
     trained_share: float | None
-    """The share of generated tokens that is trained."""
+    """The share of generated tokens that are to be trained on; not all are yet, and flat groups may be dropped."""
 
 
 class ProvenanceEntry(msgspec.Struct, frozen=True, kw_only=True):

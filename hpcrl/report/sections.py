@@ -62,8 +62,12 @@ def _write_tiles(report: CampaignReport) -> str:
     ended = f"{failed}, {figures.num_aborted:,} aborted"
     tiles += [
         ("Episodes", format_number(figures.num_episodes), ended),
-        ("Tokens", format_number(figures.num_tokens), f"{format_number(figures.tokens_per_s)} a second"),
-        ("Tokens trained", format_share(figures.trained_share), "of those generated"),
+        ("Tokens generated", format_number(figures.num_tokens), f"{format_number(figures.tokens_per_s)} a second"),
+        (
+            "Tokens trained",
+            format_number(figures.num_trained_tokens),
+            f"{format_share(figures.trained_share)} of those generated are to train on",
+        ),
         ("Time", format_duration(figures.wall_s), f"{format_duration(figures.queued_s)} in the queue"),
         ("Node-hours", format_number(figures.node_hours), f"{format_number(figures.gpu_hours)} GPU-hours"),
     ]

@@ -27,7 +27,7 @@ from hpcrl.report.markup import esc
 from hpcrl.spool.outcome import name_outcome
 from hpcrl.spool.record import MASK_REASONS, TRAINABLE, Trajectory
 from hpcrl.spool.rows import expand_row, list_placed_turns
-from hpcrl.spool.segment import Segment, read_segment
+from hpcrl.spool.segment import Segment, read_facts, read_segment
 from hpcrl.spool.status import EpisodeStatus
 from hpcrl.system.json_numbers import finite_or_none
 from hpcrl.traj.conversation import (
@@ -78,7 +78,7 @@ class _ChoiceFacts(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        return sum(turn.end - turn.start for turn in self.turns)
+        return sum([turn.end - turn.start for turn in self.turns])
 
 
 _DECODER = msgspec.json.Decoder(_ChoiceFacts, strict=False)
@@ -210,15 +210,15 @@ def _offer_trajectories(history: TrajectoryHistory, sampler: _TrajectorySampler)
     seen = {True: SeenIds(), False: SeenIds()}
     for location in history.segment_locations():
         try:
-            segment = read_segment(location.path, verify=False)
+            segment_facts = read_facts(location.path)
         except SpoolError as error:
             if not isinstance(error.__cause__, FileNotFoundError):  # retired meanwhile
                 history.problems[location.path] = str(error)
             continue
         members: dict[str, list[tuple[float, _RowPlace]]] = defaultdict(list)
-        for index in range(len(segment)):
+        for index in range(len(segment_facts)):
             try:
-                facts = _DECODER.decode(segment.facts.raw(index))
+                facts = _DECODER.decode(segment_facts.raw(index))
             except msgspec.MsgspecError as error:
                 history.problems[location.path] = f"{location.path.name} has facts that cannot be read: {error}"
                 continue

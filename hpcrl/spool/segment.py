@@ -1,8 +1,9 @@
 """Write and read segments: immutable files of trajectories, complete and checked, or absent.
 
-    Segment                           the trajectories of one file
+    Segment, SegmentFacts             the trajectories of one file, and their facts
     write_segment, write_packed, draft_packed    write one
     read_segment                      maps and checks one
+    read_facts                        reads the facts of one, without its columns
     is_out_of_reach                   distinguishes an unreachable segment from a damaged one
 
 The layout of a file, in order:
@@ -86,7 +87,7 @@ class Segment:
     """The trajectories of one file; their columns are read-only views of it, not copies."""
 
     path: Path
-    facts: "_LazyFacts"
+    facts: "SegmentFacts"
     """The facts, each parsed when it is accessed."""
     offsets: NDArray[np.int64]
     columns: dict[str, NDArray[Any]]
@@ -111,7 +112,7 @@ class Segment:
         return {name: column[span] for name, column in self.columns.items()}
 
 
-class _LazyFacts(Sequence[TrajectoryFacts]):
+class SegmentFacts(Sequence[TrajectoryFacts]):
     """The facts of a segment, each parsed when it is accessed."""
 
     def __init__(self, path: Path, raw: memoryview) -> None:
@@ -182,6 +183,19 @@ def read_segment(path: Path, *, verify: bool = True) -> Segment:
     try:
         with path.open("rb") as file:
             return _decode_segment(path, file, verify=verify)
+    except _UNREADABLE as error:
+        raise SpoolError(f"cannot read segment {str(path)!r}: {_describe_error(error)}") from error
+
+
+def read_facts(path: Path) -> SegmentFacts:
+    """Read the facts of a segment alone: the columns are neither mapped nor decompressed, and nothing is verified."""
+    try:
+        with path.open("rb") as file:
+            mapped, index = _map_file(path, file)
+            facts = SegmentFacts(path, _read_columns(file, mapped, index, [METADATA_NAME])[METADATA_NAME])
+            if len(facts) != index.num_trajectories:
+                raise ValueError(f"{len(facts)} facts of {index.num_trajectories} trajectories")
+            return facts
     except _UNREADABLE as error:
         raise SpoolError(f"cannot read segment {str(path)!r}: {_describe_error(error)}") from error
 
@@ -303,16 +317,20 @@ def _drop_written(buffers: list[memoryview], written: int) -> list[memoryview]:
 
 
 def _decode_segment(path: Path, file: BinaryIO, *, verify: bool) -> Segment:
-    mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    index = _parse_index(path, bytes(mapped[:USER_BLOCK]))
-    raw = _read_compressed_columns(file, index) if _is_compressed(index) else _map_columns(mapped, index)
+    mapped, index = _map_file(path, file)
+    raw = _read_columns(file, mapped, index, _list_stored(index))
     if verify:
         _verify_checksums(mapped, index, raw)
     offsets = np.frombuffer(raw["offsets"], ARRAYS["offsets"])
     columns = {name: np.frombuffer(raw[name], ARRAYS[name]) for name in (*COLUMNS, *OPTIONAL_COLUMNS) if name in raw}
-    facts = _LazyFacts(path, raw[METADATA_NAME])
+    facts = SegmentFacts(path, raw[METADATA_NAME])
     _check_shapes(index, facts, offsets, columns)
     return Segment(path, facts, offsets, columns)
+
+
+def _map_file(path: Path, file: BinaryIO) -> tuple[memoryview, _SegmentIndex]:
+    mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    return mapped, _parse_index(path, bytes(mapped[:USER_BLOCK]))
 
 
 def _parse_index(path: Path, block: bytes) -> _SegmentIndex:
@@ -343,10 +361,17 @@ def _list_stored(index: _SegmentIndex) -> list[str]:
     return [name for name in (*ARRAYS, METADATA_NAME) if name in index.columns or name not in OPTIONAL_COLUMNS]
 
 
-def _map_columns(mapped: memoryview, index: _SegmentIndex) -> dict[str, memoryview]:
-    """Return the bytes of every column, in place."""
+def _read_columns(
+    file: BinaryIO, mapped: memoryview, index: _SegmentIndex, names: Sequence[str]
+) -> dict[str, memoryview]:
+    """Return the bytes of these columns."""
+    return _read_compressed_columns(file, index, names) if _is_compressed(index) else _map_columns(mapped, index, names)
+
+
+def _map_columns(mapped: memoryview, index: _SegmentIndex, names: Sequence[str]) -> dict[str, memoryview]:
+    """Return the bytes of columns, in place."""
     raw = {}
-    for name in _list_stored(index):
+    for name in names:
         column = index.columns[name]
         assert column.at is not None
         raw[name] = mapped[column.at : column.at + column.num_bytes]
@@ -355,11 +380,11 @@ def _map_columns(mapped: memoryview, index: _SegmentIndex) -> dict[str, memoryvi
     return raw
 
 
-def _read_compressed_columns(file: BinaryIO, index: _SegmentIndex) -> dict[str, memoryview]:
-    raw = hdf5.decompress_columns(file, _list_stored(index))
-    for name, column in index.columns.items():
-        if len(raw[name]) != column.num_bytes:
-            raise ValueError(f"{name} has {len(raw[name])} bytes, not {column.num_bytes}")
+def _read_compressed_columns(file: BinaryIO, index: _SegmentIndex, names: Sequence[str]) -> dict[str, memoryview]:
+    raw = hdf5.decompress_columns(file, names)
+    for name, column in raw.items():
+        if len(column) != index.columns[name].num_bytes:
+            raise ValueError(f"{name} has {len(column)} bytes, not {index.columns[name].num_bytes}")
     return raw
 
 

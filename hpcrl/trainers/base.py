@@ -76,9 +76,12 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The importance ratio of the policy at the start of the step to the one that acted, before truncation."""
     is_truncated_fraction: float | None
     kl: float | None
-    """The estimate of KL(behaviour || current)."""
+    """The estimate of KL(behaviour || current), which grows with the lag."""
     entropy: float | None
     step_s: float
+    kl_fresh: float | None = None
+    """The same of tokens without lag, before the step changes a weight: how much engines and trainer differ. None where
+    no token of the first minibatch is without lag."""
     kl_reference: float | None = None
     """The estimate of KL(current || the model that training started from); 0 where the recipe keeps no reference."""
     is_ratio_p05: float | None = None

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
@@ -105,13 +105,7 @@ class RowPrefetcher:
 
 
 def _copy_row(row: TrainingRow) -> TrainingRow:
-    return TrainingRow(
-        inputs=np.array(row.inputs),
-        mask=np.array(row.mask),
-        targets=row.targets,
-        behaviour=row.behaviour,
-        credit=row.credit,
-    )
+    return replace(row, inputs=np.array(row.inputs), mask=np.array(row.mask))  # the other columns are copies already
 
 
 KEEPALIVE_INTERVAL_S = 10.0
@@ -217,7 +211,14 @@ class RankLeader:
         source = _choose_source(self._warmup, step)
         next_shares = self._predict_shares(step=step + 1, version=version + 1) if source is None else []
         self._send_order(
-            RankOrder(do="learn", step=step, skipped=step_shares.skipped, shares=step_shares.shares, ahead=next_shares)
+            RankOrder(
+                do="learn",
+                step=step,
+                version=version,
+                skipped=step_shares.skipped,
+                shares=step_shares.shares,
+                ahead=next_shares,
+            )
         )
         return _take_rows(self._prefetcher, step_shares.shares, next_shares, share=self._trainer.share, source=source)
 
@@ -356,6 +357,7 @@ def _learn_share(
             trainer,
             train=train if source is None else source.train,
             step=order.step,
+            version=order.version,
             read_share=partial(_take_rows, prefetcher, order.shares, order.ahead, share=trainer.share, source=source),
             skipped=order.skipped,
             watch=Stopwatch(),

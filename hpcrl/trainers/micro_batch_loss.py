@@ -79,6 +79,7 @@ def compute_micro_batch_loss(
             budget=min(max(train.response_budget.values(), default=max_length), max_length),
         ),
         reference_N=prior.reference_N,
+        fresh_N=micro.fresh_N,
         others=prior.others,
     )
     return policy_loss(logprobs_N, entropy_N=entropy_N, token_inputs=token_inputs, train=train)

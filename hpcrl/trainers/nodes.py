@@ -46,6 +46,8 @@ class StepWork(NodeWork):
 
     trainer: RankTrainer
     step: int
+    version: int
+    """The weights that it starts from."""
     read_share: Callable[[], list[list[TrainingRow]]]
     """A function that returns this rank's rows of each minibatch."""
     must_abandon: Callable[[], bool]
@@ -69,7 +71,9 @@ def make_batches(work: StepWork, minibatch_rows: list[list[TrainingRow]]) -> lis
     """Make micro-batches of this rank's rows of each minibatch; every rank has the same number of minibatches."""
     train, trainer, result = work.train, work.trainer, work.result
     make = make_packed_batches if train.rows == "packed" else make_micro_batches
-    minibatches = [make(rows, tokens_per_micro_batch=train.micro_batch_tokens) for rows in minibatch_rows]
+    minibatches = [
+        make(rows, tokens_per_micro_batch=train.micro_batch_tokens, version=work.version) for rows in minibatch_rows
+    ]
     num_copies = trainer.world.size / trainer.num_shares
     work.totals = reduce_totals(minibatches, world=trainer.world, num_copies=num_copies)
     result.num_tokens = int(sum(each.num_tokens for each in work.totals))

@@ -34,6 +34,8 @@ class LearnResult:
     """The results of a training step's optimizer steps, over all ranks."""
 
     sums: LossSums
+    first_sums: LossSums | None = None
+    """The sums of the first optimizer step alone, which are of the weights before any change."""
     skipped: str | None = None
     num_tokens: int = 0
     num_summed: float = 0.0
@@ -51,6 +53,7 @@ class LearnResult:
 
     def add(self, sums: LossSums, *, norm: float, num_tokens: float) -> None:
         """Add the result of one optimizer step; `skipped` is set if it is not finite and must not be applied."""
+        self.first_sums = self.first_sums or sums
         self.sums = self.sums.add(sums)
         self.num_summed += num_tokens
         self.norms.append(norm)
@@ -61,6 +64,7 @@ class LearnResult:
     def metric_fields(self) -> dict[str, Any]:
         """Return the fields of StepMetrics that come from learning."""
         tokens = self.num_summed or math.nan
+        first = self.first_sums or self.sums
         low, middle, high = compute_ratio_quantiles(self.sums.ratio_bins.cpu(), (0.05, 0.5, 0.95))
         return {
             "skipped": self.skipped,
@@ -79,6 +83,7 @@ class LearnResult:
             "is_ratio_p95": high,
             "is_truncated_fraction": finite_or_none(self.sums.truncated.item() / tokens),
             "kl": finite_or_none(self.sums.kl.item() / tokens),
+            "kl_fresh": finite_or_none(first.kl_fresh.item() / (first.num_fresh.item() or math.nan)),
             "kl_reference": finite_or_none(self.sums.kl_reference.item() / tokens),
             "entropy": finite_or_none(self.sums.entropy.item() / tokens),
         }

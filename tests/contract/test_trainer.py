@@ -346,19 +346,43 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
         TorchTrainer(tmp_path, TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0))
 
 
-@pytest.mark.parametrize("changed", [{"kl": "k1", "kl_in": "reward"}, {"kl": "k2", "num_minibatches": 2}])
-def test_scored_log_probs_take_the_place_of_the_models_of_the_reference(make, model_dir, changed):
+@pytest.fixture
+def compute_logprobs(model_dir):
+    """Return the function of an episode that computes the log-probs of its tokens under the model."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
 
-    def score(episode):
+    def compute(episode):
         ids_1T = torch.from_numpy(episode.token_ids.astype(np.int64))[None]
         with torch.no_grad():
             logprobs = torch.log_softmax(model(ids_1T, use_cache=False).logits[0, :-1], -1)
         column = np.full(len(episode), np.nan, np.float32)
         column[1:] = logprobs.gather(1, ids_1T[0, 1:, None])[:, 0].numpy()
-        return msgspec.structs.replace(
-            episode, teacher_logprobs=np.where(episode.loss_mask, column, np.float32(np.nan))
-        )
+        return column
+
+    return compute
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_the_kl_of_tokens_without_lag_has_neither_lag_nor_updates_in_it(make, compute_logprobs, num_minibatches):
+    trainer, drift = make(num_minibatches=num_minibatches, learning_rate=0.5), {5: -0.2, 4: 1.5}
+    episodes = []
+    for episode in batch():
+        versions = np.where(np.arange(len(episode)) < len(episode) // 2, 4, 5).astype(np.int32)  # a turn of each
+        logprobs = compute_logprobs(episode) - np.where(versions == 5, drift[5], drift[4])
+        logprobs = np.where(episode.loss_mask, logprobs, 0.0).astype(np.float32)
+        episodes.append(msgspec.structs.replace(episode, versions=versions, logprobs=logprobs))
+    expected = {version: np.exp(value) - 1 - value for version, value in drift.items()}
+    metrics = trainer.train_step(episodes, step=1, version=5)
+    assert metrics.kl_fresh == pytest.approx(expected[5], rel=1e-3)
+    assert metrics.kl > 5 * expected[5]
+    assert trainer.train_step(episodes, step=2, version=6).kl_fresh is None
+
+
+@pytest.mark.parametrize("changed", [{"kl": "k1", "kl_in": "reward"}, {"kl": "k2", "num_minibatches": 2}])
+def test_scored_log_probs_take_the_place_of_the_models_of_the_reference(make, compute_logprobs, changed):
+    def score(episode):
+        column = np.where(episode.loss_mask, compute_logprobs(episode), np.float32(np.nan))
+        return msgspec.structs.replace(episode, teacher_logprobs=column)
 
     settings = {"kl_coef": 1.0, "adam_eps": 1.0, "learning_rate": 1.0, **changed}
     first, second = make(**settings), make(**settings, has_scored_reference=True)

@@ -132,6 +132,7 @@ def trained(trainer, *, first=1, last=5, make=batch):
         "loss": [metrics.loss for metrics in steps],
         "grad_norm": [metrics.grad_norm for metrics in steps],
         "entropy": [metrics.entropy for metrics in steps],
+        "kl_fresh": [metrics.kl_fresh for metrics in steps],
         "value_loss": [metrics.value_loss for metrics in steps],
         "num_tokens": [metrics.num_tokens for metrics in steps],
         "weights": weights,

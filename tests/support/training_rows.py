@@ -19,4 +19,5 @@ def make_training_row(length: int, *, seed: int = 0, vocabulary: int = 32) -> Tr
         targets=rng.integers(0, vocabulary, num, dtype=np.int32),
         behaviour=np.zeros(num, np.float32),
         credit=np.zeros(num, np.float32),
+        versions=np.zeros(num, np.int32),
     )

@@ -191,6 +191,7 @@ LINES = [
             kl=0.01,
             entropy=1.5,
             step_s=2.0,
+            kl_fresh=None,
             kl_reference=None,
             is_ratio_p05=0.9,
             is_ratio_p50=1.0,
@@ -214,7 +215,7 @@ LINES = [
         '"num_too_long": 0, "num_tokens": 90, "num_padded_tokens": 96, "reward_mean": 0.5, "reward_std": 0.1, '
         '"lag_mean": 0.5, "lag_max": 1, "loss": NaN, "grad_norm": 1.0, "clip_fraction": 0.0, '
         '"is_ratio_mean": 1.0, "is_truncated_fraction": 0.0, "kl": 0.01, "entropy": 1.5, "step_s": 2.0, '
-        '"kl_reference": null, "is_ratio_p05": 0.9, "is_ratio_p50": 1.0, "is_ratio_p95": 1.1, '
+        '"kl_fresh": null, "kl_reference": null, "is_ratio_p05": 0.9, "is_ratio_p50": 1.0, "is_ratio_p95": 1.1, '
         '"value_loss": null, "learning_rate": 1e-05, "length_mean": 11.0, "length_max": 12, "lags": {"0": 6, '
         '"1": 2}, "imbalance": 1.0, "tokens_per_s": 45.0, "times": {"learn": 1.5, "publish": 0.1}, "num_rows": 9, '
         '"too_long_tokens": {"lake": 5}, "mfu": null, "wait_s": 0.4, '

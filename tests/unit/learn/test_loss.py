@@ -142,6 +142,7 @@ def tokens(request):
         "now": current.clone(),  # the current policy as a constant
         "reference": near(behaviour, 0.5),
         "advantages": torch.randn(N, generator=generator, dtype=torch.float64),
+        "fresh": torch.rand(N, generator=generator) < 0.5,
         "entropy": 2 * torch.rand(N, generator=generator, dtype=torch.float64),
     }
 
@@ -162,6 +163,7 @@ def loss_of(tokens, train, *, part=slice(None)):
         rows_N=rows,
         shares_N=shares(train, rows=rows),
         reference_N=None if train.kl == "none" else cut["reference"],
+        fresh_N=cut["fresh"],
     )
     return compute_policy_loss(cut["current"], entropy_N=cut["entropy"], token_inputs=token_inputs, train=train)
 

@@ -11,6 +11,7 @@ from hpcrl.campaign_dir.events import (
     CheckpointSaved,
     EngineCounted,
     EpisodesCounted,
+    FaultReported,
     FlatGroupsDropped,
     JobStarted,
     MemoryRanOut,
@@ -183,10 +184,87 @@ def test_a_reward_that_never_changes_stalls() -> None:
     assert "reward-stalled" in judge_steps(lambda number: {"reward_mean": 0.0, "reward_std": 0.0})
 
 
+def list_events_with_one_reward(reward: float, *, entropy: float = 2.0) -> Iterator[CampaignEvent]:
+    """Return a campaign whose episodes all have the same reward, from the first one on."""
+    change = {"reward_mean": reward, "reward_std": 0.0, "num_flat_groups": 8}
+    for event in list_healthy_events(lambda number: change | {"entropy": entropy if number < 30 else 0.01 * entropy}):
+        yield (
+            msgspec.structs.replace(event, rewards={"lake": [reward] * 64})
+            if isinstance(event, SegmentScored)
+            else event
+        )
+
+
+def test_tasks_that_are_solved_from_the_start_are_a_notice_alone() -> None:
+    found = judge(*list_events_with_one_reward(1.0))
+    assert [(advisory.name, advisory.severity) for advisory in found] == [("flat-groups", "notice")]
+    assert found[0].cause == "the tasks are solved"
+
+
+@pytest.mark.parametrize("reward", [-1.0, 0.0, 0.1, 5.0])
+def test_tasks_that_all_fail_from_the_start_are_a_warning(reward: float) -> None:
+    found = {advisory.name: advisory.severity for advisory in judge(*list_events_with_one_reward(reward))}
+    assert found == {"flat-groups": "warning", "reward-stalled": "warning", "entropy-collapse": "warning"}
+
+
+def test_groups_that_were_dropped_since_they_are_solved_are_a_notice() -> None:
+    events = [
+        JobStarted(time=T0, node="n0"),
+        stamp_event("reward-0", SegmentScored(num=320, rewards={"lake": [1.0] * 320}), time=T0 + 1),
+        stamp_event("train-0", FlatGroupsDropped(num=40), time=T0 + 2),
+    ]
+    assert [advisory.severity for advisory in judge(*events, now=T0 + 3)] == ["notice"]
+
+
+def test_a_domain_that_fails_beside_a_solved_one_is_not_solved() -> None:
+    scored = stamp_event("reward-0", SegmentScored(num=64, rewards={"taxi": [0.0] * 64}), time=T0 + 1)
+    found = judge(*list_events_with_one_reward(1.0), scored)
+    assert ("flat-groups", "warning") in [(advisory.name, advisory.severity) for advisory in found]
+
+
+def list_faults(num: int) -> list[CampaignEvent]:
+    """Return the reports of episodes whose environment failed at least once."""
+    fault = FaultReported(what="env-fault", detail="the world is gone", domain="lake", id="lake/1/0")
+    return [stamp_event("env-0", fault, time=T0 + number) for number in range(num)]
+
+
+def count_lake_episodes(**outcomes: int) -> CampaignEvent:
+    counts = {name.replace("_", "-"): num for name, num in outcomes.items()}
+    return stamp_event("env-0", EpisodesCounted(done=sum(counts.values()), outcomes={"lake": counts}), time=T0 + 999)
+
+
+@pytest.mark.parametrize(("num_faults", "found"), [(20, []), (21, ["env-faults"]), (100, ["env-faults"])])
+def test_environments_that_fail_and_are_tried_again_are_named(num_faults: int, found: list[str]) -> None:
+    assert names(judge(*list_faults(num_faults), count_lake_episodes(finished=100))) == found
+
+
+def test_episodes_that_were_lost_are_not_counted_among_those_tried_again() -> None:
+    assert judge(*list_faults(5), count_lake_episodes(finished=95, env_fault=5)) == []
+    (found,) = judge(*list_faults(24), count_lake_episodes(finished=97, env_fault=3))
+    assert found.figure == pytest.approx(0.21)
+
+
+def test_faults_of_long_ago_are_not_recent() -> None:
+    assert judge(*list_faults(1000), count_lake_episodes(finished=1000), count_lake_episodes(finished=20_000)) == []
+
+
 def test_a_mismatch_of_fresh_trajectories_has_a_lower_limit() -> None:
     assert judge_steps(lambda number: {"kl": 0.05, "lag_max": 0}) == ["logprob-mismatch"]
     assert judge_steps(lambda number: {"kl": 0.05, "lag_max": 2}) == []
     assert judge_steps(lambda number: {"kl": 0.5, "lag_max": 2}) == ["logprob-mismatch"]
+
+
+def test_tokens_without_lag_show_a_mismatch_that_a_lag_would_hide() -> None:
+    assert judge_steps(lambda number: {"kl": 0.1, "lag_max": 2, "kl_fresh": 0.05}) == ["logprob-mismatch"]
+    assert judge_steps(lambda number: {"kl": 0.1, "lag_max": 2, "kl_fresh": 0.002}) == []
+    assert judge_steps(lambda number: {"kl": 0.1, "lag_max": 2, "kl_fresh": 0.05 if number % 2 else None}) == []
+
+
+@pytest.mark.parametrize(("kl_fresh", "cause"), [(0.05, "compute differently"), (0.002, "too old")])
+def test_the_cause_of_a_mismatch_is_the_lag_if_tokens_without_lag_agree(kl_fresh: float, cause: str) -> None:
+    (found,) = judge(*list_healthy_events(lambda number: {"kl": 0.5, "lag_max": 2, "kl_fresh": kl_fresh}))
+    causes = ("compute differently", "too old")
+    assert [one for one in causes if one in found.cause] == [cause]
 
 
 def test_a_mismatch_that_grows_is_found_by_the_last_steps_and_one_bad_step_is_none() -> None:

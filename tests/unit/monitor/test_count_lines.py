@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from hpcrl.campaign_dir.events import (
 from hpcrl.monitor import count_lines
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.count_lines import CountSampling, CountThinning, drop_superseded
-from hpcrl.monitor.progress import CampaignProgress
+from hpcrl.monitor.progress import RATE_WINDOW_S, CampaignProgress
 from hpcrl.monitor.snapshot import CampaignSnapshot
 from tests.support.synthetic import SyntheticCampaign
 
@@ -116,7 +117,15 @@ def choose_times(data: bytes) -> list[int]:
 def test_the_counts_before_a_new_process_and_those_before_the_window_of_rates_are_kept() -> None:
     lines = [(time, "episodes") for time in range(101, 181)] + [(181, "worker-started"), (182, "episodes")]
     kept = choose_times(CountSampling(now=200.0).choose(write_lines(*lines), 200.0))
-    assert kept == [140, 150, 160, 170, 180, 181, 182]
+    assert kept == [102, 111, 119, 127, 133, 139, 140, 150, 160, 170, 180, 181, 182]
+
+
+def test_a_first_look_keeps_counts_in_intervals_that_grow_with_their_age() -> None:
+    now = 90_000
+    kept = choose_times(CountSampling(now=now).choose(write_lines(*((time, "episodes") for time in range(now))), now))
+    ages = [now - time for time in kept if now - time >= RATE_WINDOW_S]
+    assert all(older - newer <= max(0.1 * older, 1.0) + 1.0 for older, newer in pairwise(ages))
+    assert len(kept) < 100
 
 
 def test_a_report_keeps_a_line_of_counts_for_each_part_of_a_long_time_and_all_of_a_short_one() -> None:

@@ -17,7 +17,9 @@ from hpcrl.campaign_dir.events import (
     FaultReported,
     JobStarted,
     SegmentScored,
+    SegmentsRetired,
     StepFinished,
+    TasksRestarted,
     VersionLoaded,
     WorkerStarted,
 )
@@ -316,12 +318,32 @@ def test_lines_contain_only_notes_that_are_still_kept(tmp_path: Path) -> None:
     reading = collector(campaign)
     before = reading.poll()
     for number in range(200):
-        campaign.emit("train-0", CheckpointSaved(step=number, version=number))
+        campaign.emit("env-0", TasksRestarted(num=number))
 
     lines = describe_changes(before, reading.poll())
 
     assert len(lines) == 50
-    assert lines[-1].endswith("checkpoint at step 199 (version 199)")
+    assert lines[-1].endswith("199 tasks of 000-env-0 that were in flight are started again")
+
+
+def test_checkpoints_are_one_line_of_the_list_and_each_is_printed(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    reading = collector(campaign)
+    seen, printed = reading.poll(), []
+    campaign.emit("env-0", TasksRestarted(num=3))
+    for number in range(21, 81):
+        campaign.emit("train-0", CheckpointSaved(step=number, version=number))
+        campaign.emit("train-0", SegmentsRetired(num=8))
+        snapshot = reading.poll()
+        printed += describe_changes(seen, snapshot)
+        seen = snapshot
+
+    assert [note.line for note in seen.detail.notes][-3:] == [
+        "3 tasks of 000-env-0 that were in flight are started again",
+        "60 x checkpoint at step 80 (version 80)",
+        "60 x 8 trajectories left the spools",
+    ]
+    assert sum("checkpoint at step" in line for line in printed) == 60
 
 
 def test_faults_of_one_cause_are_a_line_for_each_power_of_ten_and_one_on_the_screen(tmp_path: Path) -> None:

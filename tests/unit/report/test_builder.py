@@ -6,6 +6,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import h5py  # noqa: TID251
 import msgspec
 import pytest
 
@@ -19,6 +20,7 @@ from hpcrl.campaign_dir.events import (
     LayoutChosen,
     SegmentScored,
     StepFinished,
+    TrainingResumed,
     VersionLoaded,
     WorkerFailed,
 )
@@ -66,6 +68,7 @@ def play(campaign: SyntheticCampaign) -> SyntheticCampaign:
         campaign.emit("decode-0", EngineCounted(window_s=STEP_S, **load))
         campaign.emit("decode-0", VersionLoaded(version=number, stall_s=0.2))
         figures = {
+            "num_tokens": 100,
             "kl": 0.01,
             "entropy": 1.0,
             "grad_norm": 0.5,
@@ -103,6 +106,15 @@ def test_a_job_that_was_queued_while_another_ran_has_waited_since_the_end_of_tha
     assert [job.started - job.queued for job in report.jobs] == [pytest.approx(5), pytest.approx(15)]
 
 
+def test_tokens_of_a_step_that_changed_nothing_or_was_rolled_back_are_not_trained(campaign: SyntheticCampaign) -> None:
+    campaign.submit_local()
+    campaign.start()
+    for step, skipped in ((1, None), (2, "no trainable tokens"), (3, None)):
+        campaign.emit("train-0", StepFinished(step=step, version=step, num_tokens=100, skipped=skipped))
+    campaign.emit("train-0", TrainingResumed(step=2, version=2))
+    assert report_on(campaign).key_figures.num_trained_tokens == 100
+
+
 def test_each_job_of_a_chain_counts_with_the_nodes_that_it_had(campaign: SyntheticCampaign) -> None:
     gpus, planned, more = [0, 4], [2, 5], [3, 1]
     components = [
@@ -135,6 +147,7 @@ def test_the_key_figures_are_those_of_the_events(campaign: SyntheticCampaign) ->
     assert (figures.evaluation_last, figures.evaluation_best) == (pytest.approx(0.8), pytest.approx(0.8))
     assert (figures.num_episodes, figures.num_tokens) == (320, 3200)
     assert figures.trained_share == pytest.approx(0.9)
+    assert figures.num_trained_tokens == 20 * 100
     assert (figures.wall_s, figures.queued_s) == (pytest.approx(200.1), pytest.approx(5.0))
 
 
@@ -367,6 +380,17 @@ def test_a_damaged_segment_is_named_and_skipped(campaign: SyntheticCampaign) -> 
     found = read_trajectories(campaign.directory)
     assert found.num == 1
     assert any("000-env-0-00000009" in problem for problem in found.problems)
+
+
+def test_trajectories_are_counted_without_a_look_at_their_tokens(campaign: SyntheticCampaign) -> None:
+    path = campaign.directory.spool("scored") / "000-env-0-00000000-1-0123abcd.h5"
+    write_segment(path, [make_lake_trajectory(1, 0, reward=1.0)], compression="zstd")
+    with h5py.File(path) as file:
+        stored = file["token_ids"].id.read_direct_chunk((0,))[1]
+    path.write_bytes(path.read_bytes().replace(stored, bytes(len(stored))))
+    found = read_trajectories(campaign.directory)
+    assert (found.num, found.sampled) == (1, [])
+    assert any(path.name in problem for problem in found.problems)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ FIGURES = [
     and not name.startswith(("num_", "too_long"))
 ]
 CHARTED = {
-    "kl": {"to the acting policy": "kl", "to the reference": "kl_reference"},
+    "kl": {"to the acting policy": "kl", "without lag": "kl_fresh", "to the reference": "kl_reference"},
     "entropy": {"entropy": "entropy"},
     "grad-norm": {"gradient norm": "grad_norm"},
     "clip": {"clipped": "clip_fraction", "truncated importance ratio": "is_truncated_fraction"},

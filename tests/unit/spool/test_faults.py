@@ -4,13 +4,14 @@ import errno
 import itertools
 import os
 
+import h5py  # noqa: TID251
 import pytest
 
 from hpcrl.errors import SpoolError
 from hpcrl.spool import hdf5
 from hpcrl.spool.listing import list_segments
 from hpcrl.spool.reader import DiskSpoolReader
-from hpcrl.spool.segment import read_segment, write_segment
+from hpcrl.spool.segment import read_facts, read_segment, write_segment
 from hpcrl.spool.writer import BatchLimits, DiskSpoolWriter
 from tests.support.clocks import SettableClock
 from tests.support.disks import largest_file
@@ -189,6 +190,29 @@ def test_a_damaged_compressed_segment_is_refused(tmp_path):
         except SpoolError:
             continue
         assert seen == dump_exactly(batch), f"a flip at byte {place}"
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_the_facts_of_a_segment_are_read_without_its_columns(tmp_path, compression):
+    batch, path = [trajectory(number, 5000) for number in range(4)], tmp_path / "a.h5"
+    write_segment(path, batch, compression=compression)
+    assert list(read_facts(path)) == list(read_segment(path).facts)
+    if compression != "none":
+        with h5py.File(path) as file:
+            stored = file["token_ids"].id.read_direct_chunk((0,))[1]
+        path.write_bytes(path.read_bytes().replace(stored, bytes(len(stored))))
+        with pytest.raises(SpoolError):
+            read_segment(path, verify=False)
+        assert [facts.id for facts in read_facts(path)] == [one.id for one in batch]
+
+
+def test_a_segment_that_is_cut_off_has_no_facts(tmp_path):
+    write_segment(tmp_path / "a.h5", [trajectory(number) for number in range(4)])
+    raw = (tmp_path / "a.h5").read_bytes()
+    for end in range(0, len(raw), 97):
+        (tmp_path / "a.h5").write_bytes(raw[:end])
+        with pytest.raises(SpoolError, match="cannot read segment"):
+            read_facts(tmp_path / "a.h5")
 
 
 def test_a_spool_may_be_compressed(tmp_path):

@@ -36,8 +36,16 @@ class Reading:
         if "bad" in names:
             raise TrainError("bad is missing")
         shared = np.zeros(3, np.int32)
-        none = np.zeros(0, np.float32)
-        row = TrainingRow(inputs=shared, mask=shared > 0, targets=shared[:0], behaviour=none, credit=none)
+        known = np.ones(2, np.float32)
+        row = TrainingRow(
+            inputs=shared,
+            mask=shared == 0,
+            targets=shared[:2],
+            behaviour=known,
+            credit=known,
+            versions=shared[:2],
+            teacher=known,
+        )
         return [[row for _ in items] for items in asked]
 
 
@@ -108,3 +116,12 @@ def test_an_empty_prediction_reads_nothing(prefetcher, reading):
     prefetcher.start([[]])
     assert prefetcher.rows([]) == []
     assert reading.read == [[]]
+
+
+def test_prefetched_rows_have_all_columns(prefetcher, reading):
+    prefetcher.start(share("a"))
+    row = prefetcher.rows(share("a"))[0][0]
+    expected = vars(reading(share("a"))[0][0])
+    assert vars(row).keys() == expected.keys()
+    for name, column in expected.items():
+        np.testing.assert_array_equal(getattr(row, name), column)
