@@ -3,12 +3,15 @@
 show_logs        print the last lines of each log of a role
 follow_logs      continue with what is added, until the job ends
 list_events      print the newest events, and with `follow` those that are added
-format_event     an event as a line for a person
+format_event     an event as a line for a person, whole or for a terminal
 FOLLOW_INTERVAL_S    the time between two looks
+MAX_EVENT_LINES      the lines of a terminal that the figures of an event may fill
 """
 
 import argparse
 import json
+import shutil
+import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
@@ -27,6 +30,7 @@ from hpcrl.monitor.log_tail import ROLE_LOGS, list_role_logs, read_from, read_la
 from hpcrl.system.terminal import escape_to_one_line, format_timestamp, print_json_text, print_line, print_to_stderr
 
 FOLLOW_INTERVAL_S = 0.5
+MAX_EVENT_LINES = 2
 _COMMON = frozenset({"event", *CampaignEvent.__struct_fields__})
 
 
@@ -117,7 +121,7 @@ def list_events(
             if as_json:
                 print_json_text(msgspec.json.encode(line))
             else:
-                print_line(format_event(line))
+                print_line(format_event(line, width=_read_terminal_width()))
         for name, why in reader.unreadable.items():
             print_to_stderr(f"{name} cannot be read: {why}")
         for damage in reader.describe_damage():
@@ -130,17 +134,36 @@ def list_events(
         newest = deque(_read_sorted(reader, kinds=kinds, roles=roles))
 
 
-def format_event(line: Mapping[str, Any]) -> str:
-    """Format an event as one line: time, worker, kind, and what it means or its fields."""
+def _read_terminal_width() -> int | None:
+    """Return the columns of the terminal that shows stdout; None for a pipe or a file, which have no width."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def format_event(line: Mapping[str, Any], *, width: int | None = None) -> str:
+    """Format an event as one line: time, worker, kind, and what it means or its fields.
+
+    With the width of a terminal, figures beyond a few lines of it are left out. Texts are whole and come first: one may
+    be a reason.
+    """
     event = parse_event(line)
     text = describe_event(event) if event is not None else None
-    if not text:
-        fields = {
-            name: value for name, value in line.items() if name not in _COMMON and value not in (None, "", {}, [])
-        }
-        text = "  ".join(f"{name}={_format_value(value)}" for name, value in fields.items())
     when = format_timestamp(_read_time(line))
-    return escape_to_one_line(f"{when}  {line.get('worker') or '?':<16} {line.get('event')!s:<16} {text}")
+    head = f"{when}  {line.get('worker') or '?':<16} {line.get('event')!s:<16} "
+    num_chars = None if width is None else MAX_EVENT_LINES * width - len(head)
+    return escape_to_one_line(head + (text or _format_fields(line, num_chars=num_chars)))
+
+
+def _format_fields(line: Mapping[str, Any], *, num_chars: int | None) -> str:
+    fields = {name: value for name, value in line.items() if name not in _COMMON and value not in (None, "", {}, [])}
+    shown = [f"{name}={_format_value(value)}" for name, value in fields.items()]
+    text = "  ".join(shown)
+    if num_chars is None or len(text) <= num_chars:
+        return text
+    texts = [part for part, value in zip(shown, fields.values(), strict=True) if isinstance(value, str)]
+    figures = [part for part in shown if part not in texts]
+    while figures and len("  ".join([*texts, *figures, "..."])) > num_chars:
+        figures.pop()
+    return "  ".join([*texts, *figures, "..."] if len(texts) + len(figures) < len(shown) else texts)
 
 
 def _format_value(value: Any) -> str:

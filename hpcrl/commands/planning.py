@@ -20,7 +20,15 @@ from hpcrl.config.toml import list_known_names
 from hpcrl.errors import HpcrlError
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.suggestions import show_suggestions, suggest_plans
-from hpcrl.system.terminal import PipeConsole, print_json, print_json_text, print_line, print_note, show_wait
+from hpcrl.system.terminal import (
+    PIPE_WIDTH,
+    PipeConsole,
+    print_json,
+    print_json_text,
+    print_line,
+    print_note,
+    show_wait,
+)
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -113,6 +121,7 @@ def _show_dag(recipe: Recipe, *, how: str) -> None:
 def _show_plan(plan: Plan, script: str) -> None:
     """Print a plan and its batch script."""
     console = PipeConsole(highlight=False)
+    console.width = max(console.width, PIPE_WIDTH)  # a narrower terminal wraps the lines: nothing is cut
     print_plan(plan, console)
     console.print(f"\n[dim]{escape(script.rstrip())}[/]", soft_wrap=True)  # not wrapped, so that it can be copied
 

@@ -96,7 +96,7 @@ class WidthChoice:
 
 
 class FittedTable:
-    """A table whose last columns are left out where the screen is too narrow for them."""
+    """A table without the columns for which the screen is too narrow; earlier columns have the space first."""
 
     def __init__(
         self,
@@ -107,24 +107,31 @@ class FittedTable:
         last_texts: Sequence[str] = (),
         styles: Sequence[Mapping[str, str]] = (),
         titles: Mapping[int, str] | None = None,
+        long_names: LongLines = "cut",
     ) -> None:
         """Make columns of texts, of numbers that some row has, and of texts; `styles` are by row and column.
 
-        A title is a line of its own, before the row at its place.
+        A title is a line of its own, before the row at its place. `long_names` is what becomes of a first column that
+        is wider than the screen; a table with titles has one line a row, so it cuts them.
         """
         self._titles = titles or {}
         known = [name for name in numbers if any(row.get(name) for row in rows)]
         self._rows = [{name: escape_to_one_line(text) for name, text in row.items()} for row in rows]
         self._styles = styles
+        self._long_names = long_names
         self._numbers = frozenset(numbers)
         self._names = [*texts, *known, *last_texts]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(box=None, padding=(0, _COLUMN_GAP, 0, 0), pad_edge=False, header_style="dim")
         names = self._choose_names(options.max_width)
-        for name in names:
+        for place, name in enumerate(names):
+            wraps = not place and self._long_names == "wrapped"
             table.add_column(
-                name, justify="right" if name in self._numbers else "left", no_wrap=True, overflow="ellipsis"
+                name,
+                justify="right" if name in self._numbers else "left",
+                no_wrap=not wraps,
+                overflow="fold" if wraps else "ellipsis",
             )
         for place, row in enumerate(self._rows):
             styles = self._styles[place] if place < len(self._styles) else {}
@@ -141,15 +148,15 @@ class FittedTable:
             yield from (*line, Segment.line())
 
     def _choose_names(self, max_width: int) -> list[str]:
-        """Return the columns that fit: the first always; the last of all may be cut."""
+        """Return the columns that fit: the first always; a text that is the last of all may be cut."""
         names: list[str] = []
         used = 0
         for name in self._names:
             width = max(cell_len(text) for text in (name, *(row.get(name, "") for row in self._rows)))
-            if name == self._names[-1]:
+            if name == self._names[-1] and name not in self._numbers:
                 width = min(width, len(name))
             if names and used + width > max_width:
-                break
+                continue
             names.append(name)
             used += width + _COLUMN_GAP
         return names

@@ -345,28 +345,38 @@ def render_campaigns(lines: Sequence[CampaignLine], *, width: int) -> Renderable
     """Render the list of campaigns; reasons are a column, or lines below the list if that is too narrow for one."""
     with_reason = [line for line in lines if line.reason]
     if width >= MIN_TABLE_WIDTH:
-        return _build_campaign_table(lines, has_reasons=bool(with_reason))
+        return _build_campaign_table(lines, width=width, has_reasons=bool(with_reason))
     below = [Text(escape_to_one_line(f"{line.name}: {_shorten_reason(line.reason)}")) for line in with_reason]
-    return Group(_build_campaign_table(lines, has_reasons=False), *below)
+    return Group(_build_campaign_table(lines, width=width), *below)
 
 
 def _shorten_reason(reason: str) -> str:
     return reason if len(reason) <= MAX_REASON_CHARS else f"{reason[:MAX_REASON_CHARS]}..."
 
 
-def _build_campaign_table(lines: Sequence[CampaignLine], *, has_reasons: bool) -> RenderableType:
+def _build_campaign_table(lines: Sequence[CampaignLine], *, width: int, has_reasons: bool = False) -> RenderableType:
+    """Build the list; the date and the site are left out where they do not fit, the name is for the next command."""
+    columns = {
+        "name": [Text(escape_to_one_line(line.name)) for line in lines],
+        "site": [Text(escape_to_one_line(line.site or "?")) for line in lines],
+        "state": [format_state(line.state, is_partial=line.is_partial) for line in lines],
+        "created": [Text(escape_to_one_line(_format_creation(line))) for line in lines],
+    }
+    needed = {name: max([len(name), *(text.cell_len for text in texts)]) for name, texts in columns.items()}
+    for name in ("created", "site"):
+        if not has_reasons and sum(needed.values()) + 2 * (len(needed) - 1) > width:
+            del needed[name], columns[name]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    width = max((len(line.name) for line in lines), default=0)
-    table.add_column("name", no_wrap=True, min_width=width)  # it is copied into the next command
-    states = [format_state(line.state, is_partial=line.is_partial) for line in lines]
-    table.add_column("site", no_wrap=True, overflow="ellipsis")
-    table.add_column("state", no_wrap=True, min_width=max(map(len, states), default=0))
-    table.add_column("created", no_wrap=True, overflow="ellipsis")
+    for name in columns:
+        is_whole = name in ("name", "state")
+        table.add_column(name, no_wrap=True, overflow="ellipsis", min_width=needed[name] if is_whole else None)
     if has_reasons:
         table.add_column("reason", overflow="fold")
-    for line, state in zip(lines, states, strict=True):
-        created = format_date(line.created) if isinstance(line.created, float) else str(line.created or "?")
-        name, site = escape_to_one_line(line.name), escape_to_one_line(line.site or "?")
-        reason = [Text(escape_to_one_line(_shorten_reason(line.reason)))] if has_reasons else []
-        table.add_row(Text(name), Text(site), state, Text(escape_to_one_line(created)), *reason)
+        columns["reason"] = [Text(escape_to_one_line(_shorten_reason(line.reason))) for line in lines]
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
     return table
+
+
+def _format_creation(line: CampaignLine) -> str:
+    return format_date(line.created) if isinstance(line.created, float) else str(line.created or "?")

@@ -10,19 +10,16 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from rich.table import Table
-from rich.text import Text
-
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import EpisodesCounted
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.monitor.progress import CampaignProgress
+from hpcrl.monitor.screen_parts import FittedTable
 from hpcrl.spool.list_line import ListLine
 from hpcrl.spool.outcome import LOST
 from hpcrl.spool.record import Trajectory
 from hpcrl.system.terminal import (
     STATUS_STYLES,
-    escape_to_one_line,
     format_age,
     format_number,
     format_versions,
@@ -109,23 +106,25 @@ def _count_lost(campaign: CampaignDir, selection: TrajectorySelection) -> int:
     return sum(domain.settle_outcomes()[outcome] for domain in domains for outcome in LOST)
 
 
-def _build_list_table(lines: Sequence[ListLine]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("id", overflow="fold", ratio=None)
-    table.add_column("domain", no_wrap=True, overflow="ellipsis", max_width=16)
-    table.add_column("status", no_wrap=True)
-    for heading in ("reward", "turns", "tokens", "versions"):
-        table.add_column(heading, no_wrap=True, justify="right")
-    table.add_column("age", no_wrap=True, justify="right")
-    for line in lines:
-        table.add_row(
-            Text(escape_to_one_line(line.id)),
-            Text(escape_to_one_line(line.domain)),
-            Text(line.status, style=STATUS_STYLES[line.status]),
-            format_number(line.reward),
-            f"{line.num_turns:,}",
-            f"{line.num_tokens:,}",
-            format_versions(line.start_version, line.end_version),
-            format_age(line.created),
-        )
-    return table
+def _build_list_table(lines: Sequence[ListLine]) -> FittedTable:
+    rows = [
+        {
+            "id": line.id,
+            "domain": line.domain,
+            "status": line.status,
+            "reward": format_number(line.reward),
+            "turns": f"{line.num_turns:,}",
+            "tokens": f"{line.num_tokens:,}",
+            "versions": format_versions(line.start_version, line.end_version),
+            "age": format_age(line.created),
+        }
+        for line in lines
+    ]
+    return FittedTable(
+        rows,
+        texts=("id", "status"),
+        numbers=("reward", "turns", "tokens", "versions", "age"),
+        last_texts=("domain",),
+        styles=[{"status": STATUS_STYLES[line.status]} for line in lines],
+        long_names="wrapped",  # an id is copied into the next command
+    )

@@ -21,6 +21,7 @@ from rich.tree import Tree
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import SpoolError
+from hpcrl.monitor.screen_parts import FittedTable
 from hpcrl.spool.outcome import is_failure, name_outcome
 from hpcrl.spool.record import MASK_REASONS, TRAINABLE, EpisodeTurn, Trajectory, list_columns, sum_phase_times
 from hpcrl.spool.rows import (
@@ -299,38 +300,28 @@ def _print_foot(console: Console, trajectory: Trajectory, decoder: TokenDecoder)
         console.print(f"token ids stand for the text: {escape_to_one_line(decoder.missing_reason)}", style="yellow")
 
 
-def _build_token_table(columns: RowColumns, exchange: ChatExchange, decoder: TokenDecoder) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    teacher = [] if columns.teacher_logprobs is None else ["teacher"]
-    for heading in ("", "token", "id", "log-prob", *teacher, "version"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("text", no_wrap=True, overflow="ellipsis")
-    for cells, style in _iter_token_rows(columns, exchange, decoder):
-        table.add_row(*cells, style=style)
-    return table
+def _build_token_table(columns: RowColumns, exchange: ChatExchange, decoder: TokenDecoder) -> FittedTable:
+    rows = list(_iter_token_rows(columns, exchange, decoder))
+    colours = ["cyan" if "version" in row else "dim" for row in rows]
+    return FittedTable(
+        rows,
+        texts=("",),
+        numbers=("token", "id", "log-prob", "teacher", "version"),
+        last_texts=("text",),
+        styles=[dict.fromkeys(row, colour) for row, colour in zip(rows, colours, strict=True)],
+    )
 
 
-def _iter_token_rows(
-    columns: RowColumns, exchange: ChatExchange, decoder: TokenDecoder
-) -> Iterator[tuple[list[Text], str]]:
+def _iter_token_rows(columns: RowColumns, exchange: ChatExchange, decoder: TokenDecoder) -> Iterator[dict[str, str]]:
+    """Yield the cells of each token; only a generated one has a version."""
     for index in range(exchange.start, exchange.end):
-        is_generated = index >= exchange.output_start
         token = int(columns.token_ids[index])
-        policy = [f"{one[index]:.4f}" for one in (columns.logprobs, columns.teacher_logprobs) if one is not None]
-        policy_cells = [*policy, f"{columns.versions[index]}"]
-        text = escape_to_one_line(decoder.decode_token(token))
-        yield (
-            [
-                Text(cell)
-                for cell in (
-                    "output" if is_generated else "input",
-                    *(str(index), str(token)),
-                    *(policy_cells if is_generated else [""] * len(policy_cells)),
-                    text,
-                )
-            ],
-            ("cyan" if is_generated else "dim"),
-        )
+        row = {"": "input", "token": str(index), "id": str(token), "text": decoder.decode_token(token)}
+        if index >= exchange.output_start:
+            row |= {"": "output", "log-prob": f"{columns.logprobs[index]:.4f}", "version": f"{columns.versions[index]}"}
+            if columns.teacher_logprobs is not None:
+                row["teacher"] = f"{columns.teacher_logprobs[index]:.4f}"
+        yield row
 
 
 def _build_label_grid(rows: "Iterator[tuple[Text, Text]] | Sequence[tuple[Text, Text]]") -> Table:

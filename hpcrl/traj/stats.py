@@ -22,6 +22,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hpcrl.monitor.screen_parts import FittedTable
 from hpcrl.spool.outcome import name_outcome
 from hpcrl.spool.record import TRAINABLE, Trajectory, sum_phase_times
 from hpcrl.spool.rows import count_by_fate, list_row_turns, list_spans
@@ -290,19 +291,15 @@ def _format_updates(figures: DomainFigures) -> Text:
     return Text("   ".join(shares) + ("   ..." if len(figures.by_updates) > 6 else ""))
 
 
-def _build_spread_table(figures: DomainFigures) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("", width=LABEL_WIDTH - 1, style="dim", no_wrap=True)
-    for heading in SPREAD_COLUMNS:
-        table.add_column(heading, justify="right", no_wrap=True, min_width=6)
+def _build_spread_table(figures: DomainFigures) -> FittedTable:
+    rows = []
     for name, spread in (("reward", figures.reward), ("tokens", figures.tokens), ("turns", figures.turns)):
-        cells = (
-            [_format_spread_cell(getattr(spread, of), statistic=of, name=name) for of in SPREAD_COLUMNS]
-            if spread
-            else ["-"] * len(SPREAD_COLUMNS)
-        )
-        table.add_row(name, *cells)
-    return table
+        row = {"": f"{name:<{LABEL_WIDTH - 1}}"}
+        for of in SPREAD_COLUMNS:
+            cell = _format_spread_cell(getattr(spread, of), statistic=of, name=name) if spread else "-"
+            row[of] = f"{cell:>6}"
+        rows.append(row)
+    return FittedTable(rows, texts=("",), numbers=SPREAD_COLUMNS, styles=[{"": "dim"}] * len(rows))
 
 
 def _format_spread_cell(value: float, *, statistic: str, name: str) -> str:

@@ -20,12 +20,12 @@ import msgspec
 import numpy as np
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.errors import SpoolError
 from hpcrl.learn.consumed import ConsumedGroups, read_consumed_groups, sort_group_numbers
+from hpcrl.monitor.screen_parts import FittedTable
 from hpcrl.spool import listing
 from hpcrl.spool.ids import get_group, make_group_id
 from hpcrl.spool.listing import list_segments, parse_segment_name
@@ -374,18 +374,18 @@ def _print_report(console: Console, report: VerifyReport) -> None:
         console.print(Text.assemble(("damage", "bold red"), f"  {escape_to_one_line(report.campaign)}: {found}"))
 
 
-def _build_totals_table(report: VerifyReport) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("spool", no_wrap=True)
-    for heading in ("segments", "trajectories", "size", "duplicates", "damaged"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, totals in report.spools.items():
-        table.add_row(
-            Text(name),
-            f"{totals.num_segments:,}",
-            f"{totals.num_trajectories:,}",
-            format_bytes(totals.num_bytes),
-            f"{totals.num_duplicates:,}",
-            Text(f"{totals.num_damaged:,}", style="bold red" if totals.num_damaged else ""),
-        )
-    return table
+def _build_totals_table(report: VerifyReport) -> FittedTable:
+    rows = [
+        {
+            "spool": name,
+            "segments": f"{totals.num_segments:,}",
+            "trajectories": f"{totals.num_trajectories:,}",
+            "size": format_bytes(totals.num_bytes),
+            "duplicates": f"{totals.num_duplicates:,}",
+            "damaged": f"{totals.num_damaged:,}",
+        }
+        for name, totals in report.spools.items()
+    ]
+    numbers = ("segments", "trajectories", "size", "duplicates", "damaged")
+    styles = [{"damaged": "bold red" if totals.num_damaged else ""} for totals in report.spools.values()]
+    return FittedTable(rows, texts=("spool",), numbers=numbers, styles=styles)

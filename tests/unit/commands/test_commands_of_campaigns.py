@@ -14,6 +14,7 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import EpisodesCounted, StepFinished
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.cli import main
+from hpcrl.commands.campaign_logs import format_event
 from hpcrl.commands.monitoring import final_summary
 from hpcrl.config.recipe import Recipe, make_recipe
 from hpcrl.config.toml import load_table
@@ -55,6 +56,31 @@ def test_nested_values_of_events_are_printed_as_json(
     log.emit(EpisodesCounted(done=3, outcomes={"lake": {"finished": 3}}))
     log.close()
     assert 'outcomes={"lake": {"finished": 3}}' in printed(capsys, "events", "one", "--kind", "episodes")
+
+
+def test_events_on_a_terminal_fill_two_lines_and_keep_texts(make_campaign: CampaignMaker) -> None:
+    counts = {"event": "episodes", "worker": "000-env-0", "outcomes": {"lake": {"finished": 3}}} | {
+        name: 1000 for name in ("running", "done", "truncated", "num_tokens", "turns", "env_fault", "policy_fault")
+    }
+    whole, fitted = format_event(counts), format_event(counts, width=60)
+    assert len(fitted) <= 120 < len(whole)
+    assert "running=1000" in fitted
+    assert fitted.endswith("  ...")
+    reason = "no place " * 30
+    shown = format_event({"event": "events-lost", "reason": reason, "num": 7, "counts": [1] * 100}, width=60)
+    assert f"reason={reason}  ..." in shown
+
+
+def test_the_list_of_campaigns_and_a_plan_show_whole_words_on_a_narrow_screen(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Campaigns have fewer columns; the lines of a plan are those of a wide screen, and the terminal wraps them."""
+    make_campaign("quickstart-1")
+    wide = printed(capsys, "plan", "quickstart", "--site", "local")
+    monkeypatch.setenv("COLUMNS", "20")
+    lines = [line.split() for line in printed(capsys, "ls").splitlines()]
+    assert lines == [["name", "state"], ["quickstart-1", "done"]]
+    assert printed(capsys, "plan", "quickstart", "--site", "local") == wide
 
 
 def test_a_campaign_is_not_compared_with_itself(

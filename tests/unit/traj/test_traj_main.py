@@ -94,6 +94,26 @@ def test_filters_let_through_what_they_name(filled, capsys, words, expected):
     assert ids(filled, *words, capsys=capsys) == expected
 
 
+@pytest.mark.parametrize("columns", [20, 40, 80])
+@pytest.mark.parametrize("words", [("ls",), ("stats",), ("verify",), ("show", "--tokens")], ids=" ".join)
+def test_figures_that_do_not_fit_are_left_out_and_never_cut(filled, capsys, monkeypatch, words, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, _ = traj(filled, *words, capsys=capsys)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= columns
+    titles = "\u2500"
+    assert [line for line in out.splitlines() if "\u2026" in line and titles not in line] == []
+    if words == ("ls",):
+        assert ("versions" in out) == (columns == 80)
+
+
+def test_an_id_that_is_wider_than_the_screen_is_wrapped(spools, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    spools.scored(make_lake_trajectory(1, domain="a-long-name-of-a-domain"))
+    _, out, _ = traj(spools, "ls", capsys=capsys)
+    assert "a-long-name-of-a-domain/1/0" in "".join(line.rstrip() for line in out.splitlines())
+
+
 def test_ls_reads_no_more_segments_than_the_newest_need(spools, monkeypatch):
     from hpcrl.traj import history, listing
 
