@@ -23,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == [COMPLETE_COMMAND]:
         return _complete_words(words[1:])
-    arguments = make_parser().parse_args(words, argparse.Namespace(words=words, make_parser=make_parser))
     try:
+        arguments = make_parser().parse_args(words, argparse.Namespace(words=words, make_parser=make_parser))
         return load_command(arguments.run)(arguments)
     except HpcrlError as error:
         print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201

@@ -6,7 +6,6 @@ find_python_with    the interpreter that has a module
 
 import argparse
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -16,7 +15,7 @@ from hpcrl.config.site import load_site
 from hpcrl.config.toml import list_known_names
 from hpcrl.errors import HpcrlError
 from hpcrl.plan.records import read_site
-from hpcrl.system.interrupts import replace_process
+from hpcrl.system.interrupts import replace_process, run_process
 from hpcrl.system.terminal import show_wait
 
 
@@ -51,12 +50,12 @@ def run_export(arguments: argparse.Namespace) -> int:
             raise HpcrlError("export --step chooses a checkpoint: it goes with --hf only")
         python = find_python_with(arguments.tracker, campaign)
         words = [python, "-m", "hpcrl.job.metrics_export", str(campaign.root), arguments.tracker]
-        return subprocess.run(words, check=False).returncode
+        return run_process(words)
     step = [] if arguments.step is None else [str(arguments.step)]
     python = find_python_with("torch", campaign)
     words = [python, "-m", "hpcrl.trainers.export", str(campaign.root), str(arguments.hf.absolute()), *step]
     with show_wait("the checkpoint is written as a model"):
-        return subprocess.run(words, check=False).returncode
+        return run_process(words)
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
@@ -65,7 +64,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         raise HpcrlError(f"--site is missing: give one of {', '.join(list_known_names('sites'))}, or a file")
     settings = tuple(one.removeprefix("site.") for one in arguments.settings if one.startswith("site."))
     python = sys.executable if find_spec("numpy") else load_site(arguments.site, settings=settings).choose_python()
-    return subprocess.run([python, "-m", "hpcrl.simulation", *arguments.words[1:]], check=False).returncode
+    return run_process([python, "-m", "hpcrl.simulation", *arguments.words[1:]])
 
 
 def _find_report_python(campaign_dir: CampaignDir) -> str:

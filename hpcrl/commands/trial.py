@@ -6,7 +6,6 @@ MAX_EPISODES      how many, at most
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import ConfigError
 from hpcrl.system.files import make_private_dir
+from hpcrl.system.interrupts import run_process
 from hpcrl.system.terminal import print_note, print_to_stderr
 from hpcrl.system.variables import PROGRESS_BARS_VARIABLE
 
@@ -62,7 +62,7 @@ def try_recipe(
         if sys.stderr.isatty():  # a line, as what is played may write to the terminal too
             print_to_stderr(f"the model is loaded, then episodes of {', '.join(chosen)} are played")
         environment = {PROGRESS_BARS_VARIABLE: "1", **os.environ}
-        return subprocess.run(words, env=environment, check=False).returncode
+        return run_process(words, environment=environment)
 
 
 def _choose_domains(recipe: Recipe, wanted: Sequence[str]) -> list[str]:

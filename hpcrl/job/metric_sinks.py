@@ -11,6 +11,7 @@ MLFLOW_MAX_METRICS, MLFLOW_MAX_PARAMETERS, MLFLOW_VALUE_CHARS, MLFLOW_ID_TAG   c
 """
 
 import itertools
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -113,7 +114,12 @@ class WandbSink:
         directory = make_private_dir(campaign.metrics / "wandb")
         wandb = _import_wandb(directory)
         settings = wandb.Settings(
-            console="off", disable_code=True, disable_git=True, x_disable_machine_info=True, x_disable_stats=True
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            x_disable_machine_info=True,
+            x_disable_stats=True,
+            silent=mode != "online",  # the address of a run on the server is worth reading
         )
         self._run: Any = wandb.init(
             project=metrics.wandb_project,
@@ -166,6 +172,7 @@ class MlflowSink:
         from mlflow import MlflowClient  # noqa: TID251
         from mlflow.entities import Metric, Param  # noqa: TID251
 
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
         self._metric = Metric
         store, name = find_mlflow_store(campaign), metrics.mlflow_experiment
         self._client = MlflowClient(tracking_uri=store)

@@ -40,7 +40,7 @@ from hpcrl.system.exit_codes import EXIT_USAGE, run_for_code
 from hpcrl.system.files import make_private_dir, publish_json, read_json
 from hpcrl.system.network import current_node
 from hpcrl.system.processes import die_with_parent
-from hpcrl.system.terminal import print_line, print_to_stderr, track_progress
+from hpcrl.system.terminal import print_line, print_to_stderr, show_wait, track_progress
 
 FIELDS_BY_HEADING = {
     "reward": ("reward_mean", "reward_std", "num_trajectories", "num_groups", "num_flat_groups", "num_too_long"),
@@ -177,7 +177,8 @@ def send_recorded(campaign: CampaignDir, name: str, make_sink: Callable[[], Metr
     figures = [one for one in select_valid_figures(EventReader(campaign.events).poll()) if one.time > sent_until]
     if not figures:
         return 0
-    sink = make_sink()
+    with show_wait(f"{name} is started"):  # its import alone takes seconds
+        sink = make_sink()
     for one in track_progress(figures, f"to {name}"):
         sink.write(one)
     sink.flush()

@@ -198,6 +198,8 @@ def __getattr__(name: str) -> Any:
 
 if __name__ == "__main__":
     words = [sys.argv.pop(1) for _ in range(2)]
+    # A pool ends by being killed; Python's tracker then removes its lock, and would warn of a leak in the log.
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     start_fork_server(partial(become_worker, *words))
     use_steady_time()
     # The pool would read the metadata of all installed packages, often from a file system far away, for nothing here.

@@ -1,14 +1,19 @@
-"""Hold Ctrl-C back while this process becomes another program, until that one can answer it.
+"""Hold Ctrl-C back while this process becomes or starts another program, until that one can answer it.
 
 replace_process       become another program
+run_process           run another program, and wait for it
 release_interrupts    answer Ctrl-C again, in that program: one that was held back is raised here
+INTERRUPT_GRACE_S     the time in which a program that was started ends after Ctrl-C, or is killed
 """
 
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
+
+INTERRUPT_GRACE_S = 1.0
 
 
 def replace_process(words: Sequence[str]) -> NoReturn:
@@ -19,6 +24,33 @@ def replace_process(words: Sequence[str]) -> NoReturn:
         os.execv(words[0], list(words))
     finally:
         release_interrupts()
+
+
+def run_process(words: Sequence[str], *, environment: Mapping[str, str] | None = None) -> int:
+    """Run another program to its end and return its return code.
+
+    A terminal sends Ctrl-C to both. The program answers it as soon as it has called `release_interrupts`; while it still
+    imports, there is nothing that it would have to put in order, and it is killed.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with subprocess.Popen(words, env=environment) as process:
+            try:
+                release_interrupts()
+                return process.wait()
+            except KeyboardInterrupt:
+                _end_process(process)
+                raise
+    finally:
+        release_interrupts()
+
+
+def _end_process(process: "subprocess.Popen[bytes]") -> None:
+    try:
+        process.wait(INTERRUPT_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def release_interrupts() -> None:

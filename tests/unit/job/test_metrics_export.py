@@ -344,6 +344,20 @@ def test_wandb_is_offline_unless_the_user_chose_a_mode(campaign, monkeypatch, ca
     assert second == "by WANDB_MODE=online"
 
 
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_an_export_prints_its_two_lines_and_nothing_of_the_trackers(campaign, monkeypatch, name):
+    pytest.importorskip(name)
+    if name == "mlflow":
+        pytest.importorskip("sqlalchemy")
+    for variable in ("WANDB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(variable, raising=False)
+    trainer(campaign).emit(StepFinished(step=1, **STEP))
+    words = [sys.executable, "-m", "hpcrl.job.metrics_export", str(campaign.root), name]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == 2
+
+
 def test_a_tracker_that_cannot_be_reached_is_named_in_one_line(campaign, monkeypatch, capsys):
     pytest.importorskip("mlflow")
     trainer(campaign).emit(StepFinished(step=1, **STEP))

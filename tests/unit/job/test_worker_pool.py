@@ -101,6 +101,7 @@ def test_a_pool_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILL_POOL, str(tmp_path), "__import__('os').getppid()"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert (done.stdout, done.returncode) == ("['resource_tracker', 'spawn_main'] []\n", 0), done.stderr[-2000:]
+    assert [path.read_text() for path in tmp_path.glob("*.log") if "leaked" in path.read_text()] == []
 
 
 KILL_IDLE = (

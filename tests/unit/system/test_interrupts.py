@@ -1,8 +1,11 @@
-"""Ctrl-C while a process becomes another program."""
+"""Ctrl-C while a process becomes or starts another program."""
 
+import os
 import signal
 import subprocess
 import sys
+
+import pytest
 
 CHILD = """
 import sys
@@ -31,3 +34,39 @@ def test_an_interrupt_waits_until_the_new_program_answers_it() -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(b"\n", timeout=60)
     assert (process.returncode, out, err) == (130, b"", b"")
+
+
+STARTER = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from hpcrl.system.interrupts import run_process
+try:
+    run_process([sys.executable, "-c", sys.argv[1]])
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+IMPORTING = "import time; print('up', flush=True); time.sleep(3600)"
+ANSWERING = """
+import time
+from hpcrl.system.interrupts import release_interrupts
+release_interrupts()
+try:
+    print("up", flush=True)
+    time.sleep(3600)
+except KeyboardInterrupt:
+    print("in order", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("program", "printed"), [(IMPORTING, b"up\n"), (ANSWERING, b"up\nin order\n")])
+def test_an_interrupt_ends_a_program_that_imports_and_lets_one_that_works_end_in_order(
+    program: str, printed: bytes
+) -> None:
+    """The signal is sent to the group of processes, as a terminal does."""
+    command = [sys.executable, "-c", STARTER, program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, b"up\n" + out, err) == (130, printed, b"")
