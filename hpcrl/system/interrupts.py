@@ -29,7 +29,7 @@ def replace_process(words: Sequence[str]) -> NoReturn:
 def run_process(words: Sequence[str], *, environment: Mapping[str, str] | None = None) -> int:
     """Run another program to its end and return its return code.
 
-    A terminal sends Ctrl-C to both. The program answers it as soon as it has called `release_interrupts`; one that still
+    A terminal sends Ctrl-C to both. The program answers it once it has called `release_interrupts`; one that still
     imports is killed, as it has nothing to put in order.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
