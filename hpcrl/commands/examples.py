@@ -39,7 +39,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "gc": ("hpcrl gc", "hpcrl gc quickstart-1 --archive --yes"),
     "export": (
         "hpcrl export quickstart-1 --hf model/",
-        "hpcrl export quickstart-1 --hf model/ --step 30",
+        "hpcrl export quickstart-1 --hf model-30/ --step 30",
         "hpcrl export quickstart-1 --mlflow",
     ),
     "traj ls": ("hpcrl traj ls quickstart-1", "hpcrl traj ls quickstart-1 --domain lake --status truncated -n 5"),
@@ -63,16 +63,16 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "init": ("hpcrl init mine",),
     "events": ("hpcrl events quickstart-1", "hpcrl events quickstart-1 --kind fault --kind worker-failed -f"),
     "compare": ("hpcrl compare quickstart-1 quickstart-2", "hpcrl compare quickstart-1 quickstart-2 --json"),
-    "calibrate": ("hpcrl calibrate quickstart-1", "hpcrl calibrate servers.csv --hold-out b200 --json"),
+    "calibrate": ("hpcrl calibrate my-campaign", "hpcrl calibrate servers.csv --hold-out b200 --json"),
     "simulate": (
         "hpcrl simulate quickstart --site local --steps 20",
-        "hpcrl simulate my/recipe.toml --site perlmutter --gpus 512 --traces calls.csv --timeline steps.svg",
+        "hpcrl simulate my/recipe.toml --site my-perlmutter --gpus 512 --traces calls.csv --timeline steps.svg",
     ),
     "rm": ("hpcrl rm quickstart-1", "hpcrl rm quickstart-1 quickstart-2 --yes"),
     "help": ("hpcrl help", "hpcrl help recipe", "hpcrl help recipe rollout", "hpcrl help submit"),
     "schema": ("hpcrl schema", "hpcrl schema monitor"),
     "completion": ('eval "$(hpcrl completion bash)"',),
-    "man": ("hpcrl man > ~/.local/share/man/man1/hpcrl.1",),
+    "man": ("mkdir -p ~/.local/share/man/man1 && hpcrl man > ~/.local/share/man/man1/hpcrl.1",),
 }
 
 

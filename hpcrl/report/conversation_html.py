@@ -8,7 +8,7 @@ write_groups              the attempts at some tasks
 import math
 from collections.abc import Sequence
 
-from hpcrl.report.figures import SampledGroup, SampledTrajectory, SampledTurn
+from hpcrl.report.figures import SampledGroup, SampledToken, SampledTrajectory, SampledTurn
 from hpcrl.report.markup import count_tokens, esc, format_number, format_time
 from hpcrl.system.terminal import format_duration
 
@@ -85,22 +85,36 @@ def _write_turn(turn: SampledTurn) -> str:
         facts.append(f"{turn.num_left_out:,} characters are left out")
     role = turn.role if turn.role in ("assistant", "tool") else "user"
     tokens = ""
-    if turn.tokens:
-        head = f"Log-probabilities of {count_tokens(len(turn.tokens))}"
-        tokens = f"<details><summary>{head}</summary>{_write_tokens(turn)}</details>"
+    if turn.tokens or turn.least_likely:
+        tokens = (
+            f"<details><summary>Log-probabilities of {_describe_tokens(turn)}</summary>{_write_tokens(turn)}</details>"
+        )
     return (
         f'<div class="turn {role}"><div class="meta">{" &middot; ".join(facts)}</div>'
         f"<pre>{esc(turn.text)}</pre>{tokens}</div>"
     )
 
 
+def _describe_tokens(turn: SampledTurn) -> str:
+    """Return which tokens of a turn are shown."""
+    whole = count_tokens(turn.num_tokens)
+    if len(turn.tokens) == turn.num_tokens:
+        return whole
+    first = [f"the first {len(turn.tokens):,}"] if turn.tokens else []
+    least = [f"the {len(turn.least_likely):,} least likely"] if turn.least_likely else []
+    return f"{' and '.join([*first, *least])} of {whole}"
+
+
 def _write_tokens(turn: SampledTurn) -> str:
-    items = []
-    for token in turn.tokens:
-        name = "rare" if token.logprob < _RARE_LOGPROB else "some" if token.logprob < _SOME_LOGPROB else ""
-        kind = f' class="{name}"' if name else ""
-        items.append(f"<span{kind}><code>{esc(token.text)}</code><small>{token.logprob:.2f}</small></span>")
-    return f'<p class="tokens">{"".join(items)}</p>'
+    first = "".join(_write_token(token, f"{token.logprob:.2f}") for token in turn.tokens)
+    least = "".join(_write_token(token, f"no. {token.number:,}: {token.logprob:.2f}") for token in turn.least_likely)
+    return "".join(f'<p class="tokens">{items}</p>' for items in (first, least) if items)
+
+
+def _write_token(token: SampledToken, label: str) -> str:
+    name = "rare" if token.logprob < _RARE_LOGPROB else "some" if token.logprob < _SOME_LOGPROB else ""
+    kind = f' class="{name}"' if name else ""
+    return f"<span{kind}><code>{esc(token.text)}</code><small>{label}</small></span>"
 
 
 def write_groups(groups: Sequence[SampledGroup]) -> str:

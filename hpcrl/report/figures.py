@@ -190,6 +190,8 @@ class SampledToken(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     logprob: float
     version: int
+    number: int = 0
+    """Its place among the tokens that the model generated in this turn, from 1."""
 
 
 class SampledTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,6 +209,8 @@ class SampledTurn(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float = 0.0
     tokens: list[SampledToken] = []
     """The first tokens of what the model generated."""
+    least_likely: list[SampledToken] = []
+    """Of the tokens that follow these, the ones with the lowest log-probabilities, in their order."""
 
 
 class SampledTrajectory(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """Choose the trajectories that a report shows, in one pass over the facts of all; their text is bounded in bytes.
 
 read_trajectories    the figures of all trajectories, with samples
-MAX_TEXT_BYTES, GROUPS_TEXT_SHARE, MAX_TRAJECTORY_BYTES, MAX_TURN_CHARS, MAX_TOKENS    how much text is shown
+MAX_TEXT_BYTES, GROUPS_TEXT_SHARE, MAX_TRAJECTORY_BYTES, MAX_TURN_CHARS    how much text is shown
+MAX_TOKENS, MAX_UNLIKELY_TOKENS, MAX_UNLIKELY_PER_TURN    how many tokens
 
 It reads segments, so it needs the interpreter of `hpcrl traj`.
 """
@@ -26,7 +27,7 @@ from hpcrl.report.figures import SampledGroup, SampledToken, SampledTrajectory, 
 from hpcrl.report.markup import esc
 from hpcrl.spool.outcome import name_outcome
 from hpcrl.spool.record import MASK_REASONS, TRAINABLE, Trajectory
-from hpcrl.spool.rows import expand_row, list_placed_turns
+from hpcrl.spool.rows import RowColumns, expand_row, list_placed_turns
 from hpcrl.spool.segment import Segment, read_facts, read_segment
 from hpcrl.spool.status import EpisodeStatus
 from hpcrl.system.json_numbers import finite_or_none
@@ -49,11 +50,13 @@ MIN_TRAJECTORY_BYTES = 1_000
 """The text of a trajectory for which there is less room is left out."""
 MAX_TURN_CHARS = 6_000
 MAX_TOKENS = 160
-"""The tokens of a trajectory that are shown with their log-probabilities."""
+"""The first tokens of a trajectory, which are shown with their log-probabilities."""
+MAX_UNLIKELY_TOKENS, MAX_UNLIKELY_PER_TURN = 80, 10
+"""Of the tokens that follow them, so many are shown for which the model had the lowest log-probabilities."""
 MAX_SAMPLES = 150
 MAX_HISTOGRAM_VALUES = 20_000
 MAX_PROBLEMS = 20
-_TURN_BYTES, _TOKEN_BYTES = 200, 60
+_TURN_BYTES, _TOKEN_BYTES = 200, 75
 """The bytes of a page for a turn besides its text, and for a token with its log-probability."""
 _NUM_BY_REASON = {"best": 3, "worst": 3, "longest": 2, "newest": 3, "failed": 4, "random": 5}
 _NUM_GROUPS = {"widest spread": 3, "random": 3, "all alike": 1}
@@ -363,8 +366,8 @@ class _SampleWriter:
             notes.append(f"conversation {row + 1} of {len(turns_by_row)}, in which most was generated")
         columns = expand_row(trajectory, row)
         exchanges = build_conversation(trajectory, self._decoder, row=row, turns=turns_by_row[row])
-        turns, num_shown_tokens, used = [], 0, 0
-        room = max(allowance - MAX_TOKENS * _TOKEN_BYTES * with_tokens, MIN_TRAJECTORY_BYTES)
+        turns, num_left, num_unlikely_left = [], MAX_TOKENS * with_tokens, MAX_UNLIKELY_TOKENS * with_tokens
+        room = max(allowance - (num_left + num_unlikely_left) * _TOKEN_BYTES, MIN_TRAJECTORY_BYTES)
         most = min(MAX_TURN_CHARS, room // 4)
         shown, num_hidden = _choose_exchanges(exchanges, room, most=most)
         if num_hidden:
@@ -372,24 +375,39 @@ class _SampleWriter:
         for exchange in shown:
             for message in _list_messages(exchange):
                 turns.append(_shorten_turn(message["role"], message["content"], most=most))
-            num_tokens = min(exchange.end - exchange.output_start, max(MAX_TOKENS - num_shown_tokens, 0)) * with_tokens
-            num_shown_tokens += num_tokens
-            tokens = [
-                SampledToken(
-                    text=self._decoder.decode_token(int(columns.token_ids[index]))
-                    or str(int(columns.token_ids[index])),
-                    logprob=round(float(columns.logprobs[index]), 4),
-                    version=int(columns.versions[index]),
+            middle = min(exchange.output_start + num_left, exchange.end)
+            tokens = self._list_tokens(columns, range(exchange.output_start, middle), start=exchange.output_start)
+            rest = columns.logprobs[middle : exchange.end]
+            lowest = rest.argsort(kind="stable")[: min(MAX_UNLIKELY_PER_TURN, num_unlikely_left)]
+            unlikely = sorted(middle + int(index) for index in lowest)
+            turns.append(
+                _make_answer(
+                    exchange,
+                    tokens,
+                    self._list_tokens(columns, unlikely, start=exchange.output_start),
+                    most=most,
                 )
-                for index in range(exchange.output_start, exchange.output_start + num_tokens)
-            ]
-            turns.append(_make_answer(exchange, tokens, most=most))
-        used = sum(
-            len(esc(turn.text).encode(errors="replace")) + _TOKEN_BYTES * len(turn.tokens) + _TURN_BYTES
+            )
+            num_left, num_unlikely_left = num_left - len(tokens), num_unlikely_left - len(unlikely)
+        self._left -= sum(
+            len(esc(turn.text).encode(errors="replace"))
+            + _TOKEN_BYTES * (len(turn.tokens) + len(turn.least_likely))
+            + _TURN_BYTES
             for turn in turns
         )
-        self._left -= used
         return turns, "; ".join(notes)
+
+    def _list_tokens(self, columns: RowColumns, places: Iterable[int], *, start: int) -> list[SampledToken]:
+        """Return the tokens at these places of a row; they are numbered from `start`."""
+        return [
+            SampledToken(
+                text=self._decoder.decode_token(int(columns.token_ids[place])) or str(int(columns.token_ids[place])),
+                logprob=round(float(columns.logprobs[place]), 4),
+                version=int(columns.versions[place]),
+                number=place - start + 1,
+            )
+            for place in places
+        ]
 
 
 def _list_messages(exchange: ChatExchange) -> Sequence[Mapping[str, Any]]:
@@ -419,7 +437,9 @@ def _choose_exchanges(
     return [exchange for index, exchange in enumerate(exchanges) if index in kept], len(exchanges) - len(kept)
 
 
-def _make_answer(exchange: ChatExchange, tokens: list[SampledToken], *, most: int) -> SampledTurn:
+def _make_answer(
+    exchange: ChatExchange, tokens: list[SampledToken], least_likely: list[SampledToken], *, most: int
+) -> SampledTurn:
     answer = _shorten_turn("assistant", exchange.opening + exchange.output_text, most=most)
     turn = exchange.turn
     versions = exchange.versions
@@ -443,6 +463,7 @@ def _make_answer(exchange: ChatExchange, tokens: list[SampledToken], *, most: in
         generate_s=turn.generate_s if turn is not None else 0.0,
         step_s=turn.step_s if turn is not None else 0.0,
         tokens=tokens,
+        least_likely=least_likely,
     )
 
 

@@ -31,6 +31,7 @@ from tests.support.doc_blocks import (
     list_commands,
     split_session,
 )
+from tests.support.printed_commands import NOT_RUN, list_lines, list_printed, list_runnable
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -467,3 +468,30 @@ def test_the_pictures_are_small_and_every_one_is_shown():
     texts = [path.read_text() for path in DOCUMENTS]
     assert [one.name for one in pictures if not any(f"pictures/{one.name})" in text for text in texts)] == []
     assert [one.name for one in pictures if one.suffix == ".svg" and "url(http" in one.read_text()] == []
+
+
+def test_every_line_that_is_not_run_as_printed_is_printed_somewhere():
+    printed = [line for lines in list_printed().values() for line in lines]
+    listed = [line for lines in NOT_RUN.values() for line in lines]
+    assert sorted(set(listed) - set(printed)) == []
+    assert len(listed) == len(set(listed))
+
+
+def test_most_pages_with_commands_have_some_that_are_run_as_printed():
+    """All lines that are not listed are run (tests/e2e/test_printed_commands.py): a new line joins them by itself."""
+    places = {place for place in list_printed() if list_runnable(place)}
+    assert {"docs/commands.md", "docs/trajectories.md", "docs/simulation.md", "hpcrl traj show --help"} <= places
+    assert sum(map(len, map(list_runnable, places))) > 50
+
+
+def test_the_lines_of_shell_text_are_whole_and_without_comments():
+    text = "# first\nhpcrl plan a \\\n  --site b   # why\n\necho 'x#y'\n"
+    assert list_lines(text) == ["hpcrl plan a --site b", "echo 'x#y'"]
+
+
+FOLLOWED = {"laptop.md", "lab.md", "gpu-node.md", "supercomputer.md"}
+
+
+def test_every_session_is_on_a_page_of_the_tutorial_that_a_test_follows():
+    assert {block.path.name for block in blocks_of("console")} == FOLLOWED
+    assert {block.path.parent for block in blocks_of("console")} == {TUTORIAL}

@@ -11,10 +11,11 @@ from hpcrl.report.builder import build_document, build_report
 from hpcrl.report.comparison import RESULT_LABELS
 from hpcrl.report.conversation_html import write_conversation
 from hpcrl.report.figures import CampaignReport, KeyFigures, RoleFigures, TrajectoryFigures
-from hpcrl.report.trajectories import read_trajectories
+from hpcrl.report.trajectories import MAX_TOKENS, MAX_UNLIKELY_PER_TURN, read_trajectories
+from hpcrl.spool.record import EpisodeTurn
 from hpcrl.system.files import publish_json
 from tests.support.synthetic import SyntheticCampaign
-from tests.support.trajectories import make_lake_trajectory
+from tests.support.trajectories import make_lake_trajectory, make_trajectory
 from tests.unit.report.test_builder import add_segment, play
 
 NUM_STEPS = 3
@@ -104,6 +105,23 @@ def test_a_trajectory_has_its_log_probs_versions_and_rewards(shown: TrajectoryFi
     ]
     assert [(turn.generate_s, turn.step_s) for turn in (first, second)] == [(0.4, 0.05), (0.2, 0.05)]
     assert shown.sampled[0].reward == 0.75
+
+
+def test_the_least_likely_tokens_behind_the_first_ones_are_shown_with_their_numbers(
+    campaign: SyntheticCampaign,
+) -> None:
+    logprobs = [-0.01] * 400
+    logprobs[370], logprobs[250] = -9.25, -7.5
+    long = make_trajectory("lake/1/0", 400, turns=[EpisodeTurn(start=4, end=400)], reward=1.0, logprobs=logprobs)
+    add_segment(campaign.directory, long)
+    found = read_trajectories(campaign.directory).sampled[0]
+    (turn,) = (turn for turn in found.conversation if turn.role == "assistant")
+    assert [token.number for token in turn.tokens] == list(range(1, MAX_TOKENS + 1))
+    assert len(turn.least_likely) == MAX_UNLIKELY_PER_TURN
+    assert [(token.number, token.logprob) for token in turn.least_likely][-2:] == [(247, -7.5), (367, -9.25)]
+    text = write_conversation(found, "t0")
+    assert "Log-probabilities of the first 160 and the 10 least likely of 396 tokens" in text
+    assert "no. 367: -9.25" in text
 
 
 def test_a_conversation_is_written_with_its_log_probs_versions_and_rewards(shown: TrajectoryFigures) -> None:
