@@ -11,7 +11,7 @@ from hpcrl.commands.arguments import add_commands
 from hpcrl.commands.completion import COMPLETE_COMMAND
 from hpcrl.commands.examples import add_examples
 from hpcrl.errors import HpcrlError
-from hpcrl.system.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, drop_output
 from hpcrl.system.file_watch import describe_outage, is_outage
 from hpcrl.system.output_encoding import follow_locale
 
@@ -25,14 +25,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complete_words(words[1:])
     try:
         arguments = make_parser().parse_args(words, argparse.Namespace(words=words, make_parser=make_parser))
-        return load_command(arguments.run)(arguments)
+        code = load_command(arguments.run)(arguments)
+        if sys.stdout is not None:  # it was closed before the command started
+            sys.stdout.flush()
+        return code
     except HpcrlError as error:
         print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_USAGE
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # the reader of the output has exited, as `| head` does
-            sys.stderr.close()
-            return 0
+            drop_output()
+            return EXIT_DONE
         if not is_outage(error):
             raise
         print(f"hpcrl: {describe_outage(error)}", file=sys.stderr)  # noqa: T201

@@ -22,7 +22,7 @@ from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
 from hpcrl.monitor.snapshot import CampaignSnapshot, measure_change
 from hpcrl.plan.records import read_site
 from hpcrl.system.files import read_json
-from hpcrl.system.terminal import escape_to_one_line, format_number, make_console, print_json
+from hpcrl.system.terminal import escape_to_one_line, format_number, make_console, print_json, show_wait
 
 
 class ComparedFigure(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,8 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 def show_comparison(first: CampaignDir, second: CampaignDir, *, as_json: bool) -> None:
     """Print a comparison: figures, then settings that differ."""
-    found = compare_campaigns(first, second)
+    with show_wait(f"the events of {first.name} and {second.name} are read"):
+        found = compare_campaigns(first, second)
     if as_json:
         print_json(found)
         return

@@ -7,6 +7,7 @@ find_python_with    the interpreter that has a module
 import argparse
 import os
 import sys
+import tempfile
 from importlib.util import find_spec
 
 from hpcrl.campaign import directory
@@ -54,8 +55,12 @@ def run_export(arguments: argparse.Namespace) -> int:
     step = [] if arguments.step is None else [str(arguments.step)]
     python = find_python_with("torch", campaign)
     words = [python, "-m", "hpcrl.trainers.export", str(campaign.root), str(arguments.hf.absolute()), *step]
-    with show_wait("the checkpoint is written as a model"):
-        return run_process(words)
+    with tempfile.TemporaryFile("w+") as printed:  # what it prints would be on the line of the spinner
+        with show_wait("the checkpoint is written as a model"):
+            code = run_process(words, stdout=printed)
+        printed.seek(0)
+        sys.stdout.write(printed.read())
+    return code
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:

@@ -52,7 +52,7 @@ MAX_TURN_CHARS = 6_000
 MAX_TOKENS = 160
 """The first tokens of a trajectory, which are shown with their log-probabilities."""
 MAX_UNLIKELY_TOKENS, MAX_UNLIKELY_PER_TURN = 80, 10
-"""Of the tokens that follow them, so many are shown for which the model had the lowest log-probabilities."""
+"""The number of tokens behind them that are shown too: those with the lowest log-probabilities."""
 MAX_SAMPLES = 150
 MAX_HISTOGRAM_VALUES = 20_000
 MAX_PROBLEMS = 20

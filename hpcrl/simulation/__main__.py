@@ -13,6 +13,7 @@ from hpcrl.system.output_encoding import follow_locale
 
 if TYPE_CHECKING:
     from hpcrl.config.recipe import Recipe
+    from hpcrl.simulation.result import SimulationResult
     from hpcrl.simulation.workload import EpisodeSource
 
 
@@ -25,15 +26,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_simulation(arguments: argparse.Namespace) -> int:
+    from hpcrl.simulation.result import describe_result
+    from hpcrl.system.terminal import print_json, print_line, show_wait
+
+    _check_numbers(arguments)
+    with show_wait("the campaign is simulated"):
+        result = _simulate(arguments)
+    if arguments.json:
+        print_json(result)
+    else:
+        for line in describe_result(result):
+            print_line(line)
+    return EXIT_DONE if result.is_complete else EXIT_FAILED
+
+
+def _simulate(arguments: argparse.Namespace) -> "SimulationResult":
     from hpcrl.campaign.request import load_request
     from hpcrl.simulation.campaign import SimulationSettings, simulate_campaign
     from hpcrl.simulation.host import FaultSettings
-    from hpcrl.simulation.result import describe_result
     from hpcrl.simulation.sizes import find_sizes
     from hpcrl.simulation.timeline import write_timeline
-    from hpcrl.system.terminal import print_json, print_line
 
-    _check_numbers(arguments)
     request = load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     sizes = find_sizes(request, num_gpus=arguments.gpus)
     settings = SimulationSettings(
@@ -46,12 +59,7 @@ def _run_simulation(arguments: argparse.Namespace) -> int:
     result = simulate_campaign(request, sizes, _choose_source(arguments, request.recipe), settings)
     if arguments.timeline is not None:
         write_timeline(result, arguments.timeline)
-    if arguments.json:
-        print_json(result)
-    else:
-        for line in describe_result(result):
-            print_line(line)
-    return EXIT_DONE if result.is_complete else EXIT_FAILED
+    return result
 
 
 def _choose_source(arguments: argparse.Namespace, recipe: "Recipe") -> "EpisodeSource":

@@ -48,12 +48,12 @@ def run_for_code(run: Callable[[], int]) -> int:
         hint = f": {sys.executable} needs `pip install 'hpcrl[local]'`" * isinstance(error, ModuleNotFoundError)
         return _refuse(f"{error}{hint}")
     except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
-        _drop_output()
+        drop_output()
         return EXIT_DONE
     except OSError as error:
         if not is_outage(error):
             raise
-        _drop_output()
+        drop_output()
         return _refuse(describe_outage(error))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -67,6 +67,6 @@ def _refuse(message: str) -> int:
     return EXIT_USAGE
 
 
-def _drop_output() -> None:
+def drop_output() -> None:
     """Let what was not written go nowhere, or Python would try again at its end, and fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

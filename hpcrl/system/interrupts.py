@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import IO, NoReturn
 
 INTERRUPT_GRACE_S = 1.0
 
@@ -26,7 +26,9 @@ def replace_process(words: Sequence[str]) -> NoReturn:
         release_interrupts()
 
 
-def run_process(words: Sequence[str], *, environment: Mapping[str, str] | None = None) -> int:
+def run_process(
+    words: Sequence[str], *, environment: Mapping[str, str] | None = None, stdout: IO[str] | None = None
+) -> int:
     """Run another program to its end and return its return code.
 
     A terminal sends Ctrl-C to both. The program answers it once it has called `release_interrupts`; one that still
@@ -34,7 +36,7 @@ def run_process(words: Sequence[str], *, environment: Mapping[str, str] | None =
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with subprocess.Popen(words, env=environment) as process:
+        with subprocess.Popen(words, env=environment, stdout=stdout) as process:
             try:
                 release_interrupts()
                 return process.wait()

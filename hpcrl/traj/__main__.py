@@ -54,6 +54,7 @@ def _report_problems(history: "TrajectoryHistory") -> None:
 
 
 def _run_history_command(arguments: argparse.Namespace, history: "TrajectoryHistory") -> int:
+    from hpcrl.system.terminal import show_wait
     from hpcrl.traj.history import selection_from_arguments
 
     selection = selection_from_arguments(arguments, known_domains=_read_domain_names(history.campaign))
@@ -65,9 +66,10 @@ def _run_history_command(arguments: argparse.Namespace, history: "TrajectoryHist
         case "show":
             from hpcrl.traj import show
 
-            found_trajectory = show.find_trajectory(
-                history, selection, id_prefix=arguments.id, best=arguments.best, worst=arguments.worst
-            )
+            with show_wait("the trajectories are read"):
+                found_trajectory = show.find_trajectory(
+                    history, selection, id_prefix=arguments.id, best=arguments.best, worst=arguments.worst
+                )
             return show.show_trajectory(
                 found_trajectory,
                 campaign=history.campaign,

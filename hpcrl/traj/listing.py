@@ -25,6 +25,7 @@ from hpcrl.system.terminal import (
     format_versions,
     make_console,
     print_json,
+    show_wait,
 )
 from hpcrl.traj.history import SegmentLocation, TrajectoryHistory, TrajectorySelection
 
@@ -71,7 +72,9 @@ def find_newest(
 
 def list_newest(history: TrajectoryHistory, selection: TrajectorySelection, *, limit: int, as_json: bool) -> int:
     """Print the newest trajectories."""
-    lines = [build_list_line(place, trajectory) for place, trajectory in find_newest(history, selection, limit=limit)]
+    with show_wait("the trajectories are read"):
+        found = find_newest(history, selection, limit=limit)
+    lines = [build_list_line(place, trajectory) for place, trajectory in found]
     if as_json:
         print_json(lines)
         return 0

@@ -38,6 +38,7 @@ from hpcrl.system.terminal import (
     format_percent,
     make_console,
     print_json,
+    show_wait,
 )
 from hpcrl.traj.history import TrajectoryHistory, TrajectorySelection
 from hpcrl.traj.listing import describe_nothing
@@ -213,7 +214,8 @@ def count_by_domain(history: TrajectoryHistory, selection: TrajectorySelection) 
 
 def show_stats(history: TrajectoryHistory, selection: TrajectorySelection, *, as_json: bool) -> int:
     """Print the figures of every domain."""
-    domains = count_by_domain(history, selection)
+    with show_wait("the trajectories are read"):
+        domains = count_by_domain(history, selection)
     if as_json:
         print_json(CampaignStats(campaign=history.campaign.name, domains=domains))
         return 0

@@ -28,7 +28,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "source /project/me/hpcrl/bin/activate",
         "pip install 'hpcrl[gpu]'",
     ),
-    "fetches from the network: tests/unit/staging has a hub of its own": (
+    "fetches from the network, which tests/unit/staging imitates": (
         "hpcrl stage RECIPE --site NAME",
         "hpcrl stage my-first.toml --site mycluster",
         "hpcrl stage qwen3-8b-math --site my-perlmutter",
@@ -94,7 +94,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "hpcrl try my-maze.toml",
         "hpcrl try my-reward.toml",
     ),
-    "needs agents of their own: tests/agents": (
+    "needs agents in another environment: tests/agents": (
         "hpcrl submit code-repair --site local -s \"domains.repair.options.readable=['$PWD/agent']\" "
         '-s "domains.repair.options.environment.PATH=$PWD/agent/bin:/usr/bin:/bin"',
     ),

@@ -479,7 +479,9 @@ def test_a_path_without_a_model_directory_is_refused_with_what_it_is(
     assert expected in refused("submit", "quickstart", "--site", "local", "-s", f"model.path={path}")
 
 
-@pytest.mark.parametrize("words", [("plan", "quickstart", "--site", "lab"), ("ls",)])
+@pytest.mark.parametrize(
+    "words", [("plan", "quickstart", "--site", "lab"), ("ls",), ("site", "show", "lab"), ("schema", "ls")]
+)
 def test_a_reader_that_closes_the_output_early_is_not_an_error(home: Path, words: tuple[str, ...]) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -106,15 +106,23 @@ def test_all_that_is_drawn_in_locale_c_is_ascii(
         (["plan", "quickstart", "--site", "local"], b"the plan is made"),
         (["resume", "one"], b"the last job is looked at, and what the campaign has recorded is read"),
         (["try", "quickstart", "-n", "1"], b"the model is loaded, then episodes of lake are played"),
+        (["simulate", "quickstart", "--site", "local"], b"the campaign is simulated"),
+        (["export", "one", "--hf", "model"], b"the checkpoint is written as a model"),
+        (["compare", "one", "two"], b"the events of one and two are read"),
+        (["traj", "stats", "one"], b"the trajectories are read"),
+        (["traj", "show", "one", "--best"], b"the trajectories are read"),
+        (["report", "one"], b"one: reading events"),
+        (["-m", "bench.cli"], b"cli is measured"),
     ],
 )
 def test_what_takes_long_is_shown_on_a_terminal(
-    environment: dict[str, str], tmp_path: Path, words: list[str], shown: bytes
+    environment: dict[str, str], make_campaign: CampaignMaker, tmp_path: Path, words: list[str], shown: bytes
 ) -> None:
     """The command is killed, and leaves its temporary directory."""
+    make_campaign("two")
     user, terminal = pty.openpty()
     command = subprocess.Popen(
-        [*COMMAND[:3], *words],
+        [*COMMAND[:1], *words] if words[0] == "-m" else [*COMMAND[:3], *words],
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
