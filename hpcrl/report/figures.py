@@ -210,7 +210,7 @@ class SampledTurn(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[SampledToken] = []
     """The first tokens of what the model generated."""
     least_likely: list[SampledToken] = []
-    """Of the tokens that follow these, the ones with the lowest log-probabilities, in their order."""
+    """The tokens with the lowest log-probabilities among those that follow, in their order."""
 
 
 class SampledTrajectory(msgspec.Struct, frozen=True, kw_only=True):

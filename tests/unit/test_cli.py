@@ -486,7 +486,8 @@ def test_a_reader_that_closes_the_output_early_is_not_an_error(home: Path, words
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "hpcrl.cli", *words]
-    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    usual = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False, env=usual)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (0, "")
 

@@ -357,6 +357,7 @@ OTHER_PROGRAMS = {
     "eval",
     "export",
     "inspect",
+    "mkdir",
     "python",
     "sinfo",
     "source",
