@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
-INTERRUPT_GRACE_S = 1.0
+INTERRUPT_GRACE_S = 5.0
 
 
 def replace_process(words: Sequence[str]) -> NoReturn:
@@ -31,8 +31,8 @@ def run_process(
 ) -> int:
     """Run another program to its end and return its return code.
 
-    A terminal sends Ctrl-C to both. The program answers it once it has called `release_interrupts`; one that still
-    imports is killed, as it has nothing to put in order.
+    A terminal sends Ctrl-C to both. The program answers it once it has called `release_interrupts`; one that has not
+    ended by then, mostly as it still imports, is killed.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
