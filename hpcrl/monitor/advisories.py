@@ -85,6 +85,8 @@ MAX_START_S = 1800.0
 """The time that the workers of a job may take until its first step."""
 MAX_CHECKPOINT_AGE, MIN_CHECKPOINT_AGE_S = 3.0, 3600.0
 MIN_WORKER_FAILURES, MANY_WORKER_FAILURES = 3, 10
+WORKER_FAILURES_S = 3600.0
+"""The time in which they count: a role of a thousand workers that runs for days loses some."""
 MIN_ENGINE_WINDOW_S = 120.0
 
 
@@ -117,6 +119,8 @@ class HealthFacts:
     now: float
     is_running: bool
     """A job works on it now; without one, what should happen soon is not missed."""
+    checkpoint_every: int | None = None
+    """The steps from one checkpoint to the next, if the recipe is known."""
 
     @property
     def steps(self) -> list[StepFinished]:
@@ -467,16 +471,21 @@ def _have_full_reward(facts: HealthFacts) -> bool:
 
 
 def _find_starving_trainer(facts: HealthFacts) -> Iterator[Advisory]:
-    recent = [step for step in facts.recent_steps if step.wait_s is not None and step.step_s is not None]
-    waited_s = sum(step.wait_s or 0.0 for step in recent)
-    total_s = waited_s + sum(step.step_s or 0.0 for step in recent)
-    if len(recent) < 5 or total_s < MIN_STEADY_S or waited_s / total_s <= MAX_WAIT_SHARE:
+    """Find a trainer that waits, by its recent steps, or as many as fill the time by which it is judged."""
+    waited_s = total_s = 0.0
+    num = 0
+    for step in reversed(facts.steps):
+        if num >= RECENT_STEPS and total_s >= MIN_STEADY_S:
+            break
+        if step.wait_s is not None and step.step_s is not None:
+            waited_s, total_s, num = waited_s + step.wait_s, total_s + step.wait_s + step.step_s, num + 1
+    if num < 5 or total_s < MIN_STEADY_S or waited_s / total_s <= MAX_WAIT_SHARE:
         return
     yield Advisory(
         name="trainer-waits",
         severity="warning",
         subject="train",
-        text=f"the trainer waited {waited_s / total_s:.0%} of the time of the last {len(recent)} steps",
+        text=f"the trainer waited {waited_s / total_s:.0%} of the time of the last {num} steps",
         figure=waited_s / total_s,
         threshold=MAX_WAIT_SHARE,
         unit="share of time",
@@ -486,8 +495,9 @@ def _find_starving_trainer(facts: HealthFacts) -> Iterator[Advisory]:
 
 
 def _find_idle_engines(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find engines that are idle, or were at the end of the last job."""
     for role in ("prefill", "decode"):
-        workers = [worker for worker in _newest_workers(facts) if worker.role == role and worker.is_up]
+        workers = [worker for worker in _newest_workers(facts) if worker.role == role and worker.engine_window_s]
         window_s = sum(worker.engine_window_s for worker in workers)
         busy_s = sum(worker.engine_busy_s for worker in workers)
         if window_s < MIN_ENGINE_WINDOW_S * max(len(workers), 1) or busy_s / window_s >= MIN_BUSY_SHARE:
@@ -540,7 +550,7 @@ def _find_old_checkpoint(facts: HealthFacts) -> Iterator[Advisory]:
     started_at = [job.started_at for job in progress.jobs.values() if job.started_at is not None]
     since = max([*saved[-1:], *started_at[-1:]], default=facts.now)
     gaps = [later - earlier for earlier, later in itertools.pairwise(saved)]
-    usual_s = median(gaps[-RECENT_STEPS:]) if gaps else 0.0
+    usual_s = median(gaps[-RECENT_STEPS:]) if gaps else (facts.checkpoint_every or 0) * _find_step_interval(facts)
     limit_s = max(MAX_CHECKPOINT_AGE * usual_s, MIN_CHECKPOINT_AGE_S)
     if facts.now - since > limit_s:
         yield Advisory(
@@ -556,9 +566,19 @@ def _find_old_checkpoint(facts: HealthFacts) -> Iterator[Advisory]:
         )
 
 
+def _find_step_interval(facts: HealthFacts) -> float:
+    """Return the usual time from one step to the next; 0 if no job has made two."""
+    steps = facts.steps[-RECENT_STEPS - 1 :]
+    gaps = [later.time - earlier.time for earlier, later in itertools.pairwise(steps) if later.job == earlier.job]
+    return median(gaps) if gaps else 0.0
+
+
 def _find_failing_workers(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find workers that fail again and again: in the last hour, or the one before the last failure of an ended job."""
     job = _newest_job(facts)
-    for (number, role), num in sorted(facts.progress.worker_failures.items()):
+    for (number, role), times in sorted(facts.progress.worker_failure_times.items()):
+        end = facts.now if facts.is_running else max(times)
+        num = sum(time > end - WORKER_FAILURES_S for time in times)
         if number != job or num < MIN_WORKER_FAILURES:
             continue
         cause = facts.progress.worker_failure_reasons.get(role) or "see their logs"
@@ -569,7 +589,7 @@ def _find_failing_workers(facts: HealthFacts) -> Iterator[Advisory]:
             name="workers-die",
             severity="critical" if num >= MANY_WORKER_FAILURES else "warning",
             subject=role,
-            text=f"{role} workers failed {num} times in this job",
+            text=f"{role} workers failed {num} times in {'the last' if facts.is_running else 'an'} hour",
             figure=num,
             threshold=MIN_WORKER_FAILURES,
             unit="failures",

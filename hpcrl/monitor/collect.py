@@ -107,11 +107,12 @@ class SnapshotCollector:
             heartbeats=self._reader.touched,
             now=now,
         )
+        recipe: RecipeSummary | None = self._read_record("recipe", RecipeSummary, problems)
         inputs = SnapshotInputs(
             now=now,
             directory=self.campaign_dir.name,
             campaign=campaign,
-            recipe=self._read_record("recipe", RecipeSummary, problems),
+            recipe=recipe,
             plan=self._read_record("plan", PlanSummary, problems) or PlanSummary(),
             state=state,
             verdicts=verdicts,
@@ -120,7 +121,7 @@ class SnapshotCollector:
             num_durable={name: self._count_durable(name, problems) for name in SPOOLS},
             num_settled=self._read_num_settled(problems),
             problems=[*problems, *self._slurm_problems],
-            advisories=self._find_advisories(state, now),
+            advisories=self._find_advisories(state, now, recipe=recipe),
         )
         self._inputs = inputs
         return build_snapshot(inputs)
@@ -131,13 +132,17 @@ class SnapshotCollector:
         assert self._inputs is not None, "no snapshot was made yet"
         return self._inputs
 
-    def _find_advisories(self, state: CampaignState, now: float) -> list[Advisory]:
+    def _find_advisories(self, state: CampaignState, now: float, *, recipe: RecipeSummary | None) -> list[Advisory]:
         judged = (state, len(self._progress.steps))
         if judged != self._judged or now - self._judged_at >= ADVISORY_INTERVAL_S:
             self._judged, self._judged_at = judged, now
             is_running = state in {"running", "draining"}
             facts = HealthFacts(
-                campaign=self.campaign_dir.name, progress=self._progress, now=now, is_running=is_running
+                campaign=self.campaign_dir.name,
+                progress=self._progress,
+                now=now,
+                is_running=is_running,
+                checkpoint_every=None if recipe is None else recipe.train.checkpoint_every_steps,
             )
             self._advisories = find_advisories(facts)
         return self._advisories

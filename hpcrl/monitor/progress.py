@@ -63,6 +63,8 @@ from hpcrl.spool.token_fates import STALE, TOO_LONG, TRAINED
 RATE_WINDOW_S = 60.0
 MAX_RECENT_REWARDS = 256
 """Trajectories in the recent mean reward of each domain."""
+MAX_WORKER_FAILURES = 1000
+"""The failures of a role's workers whose times are known."""
 MAX_RECENT_OUTCOMES = 512
 """The episodes of each domain whose outcomes are called recent."""
 MAX_ENGINE_WINDOW_S = 300.0
@@ -317,6 +319,8 @@ class CampaignProgress:
     """The step after which flat groups were dropped, and their number."""
     worker_failures: Counter[tuple[int, str]] = field(default_factory=Counter)
     """Workers that failed, by job and role."""
+    worker_failure_times: dict[tuple[int, str], deque[float]] = field(default_factory=dict)
+    """When the last of them failed."""
     worker_failure_reasons: dict[str, str] = field(default_factory=dict)
     """The newest reason by role."""
     faults: Counter[FaultCause] = field(default_factory=Counter)
@@ -434,6 +438,10 @@ class CampaignProgress:
             case WorkerFailed():
                 worker.is_up = False
                 self.worker_failures[event.job, worker.role] += 1
+                times = self.worker_failure_times.setdefault(
+                    (event.job, worker.role), deque(maxlen=MAX_WORKER_FAILURES)
+                )
+                times.append(event.time)
                 self.worker_failure_reasons[worker.role] = event.reason
                 self._count_fault(FaultCause(f"worker {worker.role}", "", worker.node), event.reason, event)
             case VersionLoaded():

@@ -268,6 +268,7 @@ class CampaignSummary(msgspec.Struct, kw_only=True):
 
 class TrainSummary(msgspec.Struct, kw_only=True):
     num_steps: int
+    checkpoint_every_steps: int | None = None
 
 
 class RecipeSummary(msgspec.Struct, kw_only=True):

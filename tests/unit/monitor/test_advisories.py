@@ -18,6 +18,7 @@ from hpcrl.campaign_dir.events import (
     SegmentScored,
     StaleDropped,
     StepFinished,
+    WorkerEnded,
     WorkerFailed,
     WorkerStarted,
 )
@@ -399,18 +400,39 @@ def test_idle_engines_are_reported() -> None:
     idle = [stamp_event("decode-0", EngineCounted(window_s=10.0, busy_share=0.05), time=T0 + 1e4) for _ in range(200)]
     found = judge(*list_healthy_events(), *idle)
     assert [(one.name, one.subject) for one in found] == [("engines-idle", "decode")]
+    ended = stamp_event("decode-0", WorkerEnded(reason="the job is ending"), time=T0 + 2e4)
+    assert names(judge(*list_healthy_events(), *idle, ended, is_running=False)) == ["engines-idle"]
+
+
+def test_a_trainer_that_waits_in_short_steps_is_judged_by_as_many_as_fill_ten_minutes() -> None:
+    def list_steps(num: int) -> Iterator[StepFinished]:
+        for number in range(1, num + 1):
+            yield make_learning_step(number, wait_s=9.0, step_s=1.0, time=T0 + 10 * number, reward_mean=number / num)
+
+    assert names(judge(*list_steps(55), now=T0 + 600)) == []
+    (found,) = judge(*list_steps(100), now=T0 + 1000)
+    assert (found.name, found.text) == ("trainer-waits", "the trainer waited 90% of the time of the last 60 steps")
 
 
 def test_workers_that_die_again_and_again_are_reported_with_their_reason() -> None:
-    died = [stamp_event("env-0", WorkerFailed(reason="killed by signal 9"), time=T0) for _ in range(3)]
+    killed = WorkerFailed(reason="killed by signal 9")
+    died = [stamp_event("env-0", killed, time=T0 + minutes * 60) for minutes in (2, 3, 50)]
     found = judge(*list_healthy_events(), *died)
     assert [(one.name, one.subject, one.cause) for one in found] == [("workers-die", "env", "killed by signal 9")]
     assert judge(*list_healthy_events(), died[0]) == []
+    assert names(judge(*list_healthy_events(), *died, now=T0 + 1e6, is_running=False)) == ["workers-die"]
+
+
+def test_workers_that_failed_one_by_one_in_days_are_not_a_sign() -> None:
+    died = [stamp_event(f"env-{day}", WorkerFailed(reason="node lost"), time=T0 + 86400 * day) for day in range(12)]
+    steps = list(list_healthy_events(lambda number: {"time": T0 + number * 5 * 3600.0}))
+    assert "workers-die" not in names(judge(*steps, *died, now=T0 + 12 * 86400))
+    assert "workers-die" not in names(judge(*steps, *died, now=T0 + 12 * 86400, is_running=False))
 
 
 @pytest.mark.parametrize("reason", ["I/O error: No space left on device", "OSError: [Errno 122] Disk quota exceeded"])
 def test_workers_that_die_of_a_full_disk_blame_no_node(reason: str) -> None:
-    died = [stamp_event("train-0", WorkerFailed(reason=reason), time=T0) for _ in range(3)]
+    died = [stamp_event("train-0", WorkerFailed(reason=reason), time=T0 + 600) for _ in range(3)]
     (found,) = judge(*list_healthy_events(), *died)
     assert "hpcrl gc" in found.remedy
     assert "node" not in found.remedy
@@ -427,6 +449,21 @@ def test_a_campaign_without_checkpoints_for_an_hour_is_reported_while_a_job_runs
     late = T0 + 3700
     assert names(judge(*events, now=late)) == ["no-checkpoint"]
     assert judge(*events, now=late, is_running=False) == []
+
+
+def test_long_steps_have_their_first_checkpoints_late() -> None:
+    step_s = 900.0
+    steps = [make_learning_step(number, time=T0 + number * step_s) for number in range(1, 20)]
+    saved = stamp_event("train-0", CheckpointSaved(step=10), time=T0 + 10 * step_s)
+    for events, last in ((steps[:9], 9), ([*steps, saved], 19)):
+        progress = CampaignProgress()
+        for event in (JobStarted(time=T0, node="n0"), *events):
+            progress.add(event)
+        for every, expected in ((10, []), (1, ["no-checkpoint"])):
+            facts = HealthFacts(
+                campaign="one", progress=progress, now=T0 + last * step_s, is_running=True, checkpoint_every=every
+            )
+            assert [one for one in names(find_advisories(facts)) if one == "no-checkpoint"] == expected
 
 
 def test_a_trainer_without_memory_is_noticed() -> None:
