@@ -230,9 +230,9 @@ def _number(table: Mapping[str, Any], name: str, default: float = 0) -> float:
 
 def _count_nodes(plan: Mapping[str, Any], progress: JobProgress | None) -> list[int]:
     """Count the nodes of each component of a job: those that it had, or else those of the newest plan."""
-    planned = [int(_number(component, "nodes")) for component in _list_tables(plan, "components")]
-    had = [len(nodes) for nodes in progress.nodes] if progress else []
-    return had if len(had) == len(planned) else planned
+    if progress and any(progress.nodes):
+        return [len(nodes) for nodes in progress.nodes]
+    return [int(_number(component, "nodes")) for component in _list_tables(plan, "components")]
 
 
 def _build_job(
@@ -301,40 +301,59 @@ def _build_key_figures(
         wall_s=wall_s,
         queued_s=queued_s,
         node_hours=sum(job.num_nodes * job.run_s for job in jobs) / 3600,
-        gpu_hours=sum(
-            num * each * job.run_s for job in jobs for num, each in zip(job.component_nodes, gpus, strict=True)
-        )
-        / 3600,
+        gpu_hours=sum(_count_gpus(job, gpus) * job.run_s for job in jobs) / 3600,
         trained_share=measure_trained_share(fates),
     )
 
 
+def _count_gpus(job: JobFigures, gpus: Sequence[float]) -> float:
+    """Count the GPUs of a job by those of a node of each component; a job of another layout had nodes with the most."""
+    if len(job.component_nodes) != len(gpus):
+        return job.num_nodes * max(gpus, default=0.0)
+    return sum(num * each for num, each in zip(job.component_nodes, gpus, strict=True))
+
+
+def _count_held(role: str, spans: Sequence[WorkerSpan], jobs: Sequence[JobFigures], *, num_planned: int) -> float:
+    """Count the worker-seconds of a role; jobs before the last may have had other numbers of workers than its plan."""
+    started: dict[int, set[str]] = {}
+    for span in spans:
+        started.setdefault(span.job, set()).add(span.worker)
+    held_s = 0.0
+    for job in jobs:
+        is_planned = job is jobs[-1] or role == "reward"  # reward workers come and go
+        held_s += job.run_s * (num_planned if is_planned else len(started.get(job.number, ())) or num_planned)
+    return held_s
+
+
 def _build_roles(history: CampaignHistory, jobs: Sequence[JobFigures], plan: Mapping[str, Any]) -> list[RoleFigures]:
-    held_s = sum(job.run_s for job in jobs)
     spans_by_role: dict[str, list[WorkerSpan]] = {}
     for span in history.spans:
         spans_by_role.setdefault(span.role, []).append(span)
     components = _list_tables(plan, "components")
     roles = []
-    for table in _list_tables(plan, "roles"):
+    tables = _list_tables(plan, "roles")
+    for table in tables:
         role = str(table.get("role"))
         spans, work = spans_by_role.get(role, []), history.work.get(role, RoleWork())
         index = int(_number(table, "component"))
         component = components[index] if 0 <= index < len(components) else {}
         num_sharing = max(len(_list_texts(component, "roles")), 1)
-        node_s = sum(job.component_nodes[index] * job.run_s for job in jobs) if component else 0.0
-        roles.append(_build_role(role, spans, work, num_planned=int(_number(table, "num_workers", 1)), held_s=held_s,
-                                 node_hours=node_s / 3600 / num_sharing))  # fmt: skip
+        num_planned = int(_number(table, "num_workers", 1))
+        node_s = 0.0
+        for job in jobs if component else ():
+            is_alike = len(job.component_nodes) == len(components)
+            nodes = job.component_nodes[index] / num_sharing if is_alike else job.num_nodes / len(tables)
+            node_s += nodes * job.run_s
+        held_s = _count_held(role, spans, jobs, num_planned=max(num_planned, 1))
+        roles.append(_build_role(role, spans, work, num_planned=num_planned, held_s=held_s, node_hours=node_s / 3600))
     return roles
 
 
 def _build_role(
     role: str, spans: Sequence[WorkerSpan], work: RoleWork, *, num_planned: int, held_s: float, node_hours: float
 ) -> RoleFigures:
-    num_workers = max(num_planned, 1)
-    total_s = held_s * num_workers
     up_s = sum(span.end - span.start for span in spans)
-    total_s = max(total_s, up_s)
+    total_s = max(held_s, up_s)
     if total_s <= 0:
         return RoleFigures(
             role=role, num_workers=num_planned, node_hours=0.0, busy_share=None, waiting_share=None, starting_share=0.0,

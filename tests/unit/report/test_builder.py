@@ -22,7 +22,9 @@ from hpcrl.campaign_dir.events import (
     StepFinished,
     TrainingResumed,
     VersionLoaded,
+    WorkerEnded,
     WorkerFailed,
+    WorkerStarted,
 )
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.monitor import count_lines
@@ -136,6 +138,29 @@ def test_each_job_of_a_chain_counts_with_the_nodes_that_it_had(campaign: Synthet
     assert report.key_figures.node_hours == pytest.approx(2 + 5 + 3 + 1)
     assert report.key_figures.gpu_hours == pytest.approx(4 * (5 + 1))
     assert {role.role: role.node_hours for role in report.roles} == pytest.approx({"env": 2 + 3, "train": 5 + 1})
+
+
+def test_jobs_before_a_change_of_layout_and_workers_count_as_they_were(campaign: SyntheticCampaign) -> None:
+    component = {"index": 0, "nodes": 1, "gpus_per_node": 4, "roles": ["env", "train"]}
+    roles = [{"role": role, "component": 0, "num_workers": num} for role, num in (("env", 8), ("train", 1))]
+    publish_json(campaign.directory.plan, {"layout": "colocated", "components": [component], "roles": roles})
+    for number, nodes, num_workers, hours in ((0, [["a"] * 16, ["b"] * 16], 1, 10.0), (1, [["c"]], 8, 0.1)):
+        campaign.submit(number)
+        campaign.start(job=number)
+        campaign.emit("driver", LayoutChosen(layout="any", nodes=nodes), job=number)
+        for index in range(num_workers):
+            campaign.emit(f"env-{index}", WorkerStarted(pid=1), job=number)
+        campaign.now += hours * 3600
+        for index in range(num_workers):
+            campaign.emit(f"env-{index}", WorkerEnded(reason="the job is ending"), job=number)
+        campaign.emit("driver", JobEnded(outcome="drained"), job=number)
+        campaign.outcome("drained", number=number)
+    report = report_on(campaign)
+    assert report.key_figures.node_hours == pytest.approx(320.1, abs=0.1)
+    assert report.key_figures.gpu_hours == pytest.approx(4 * 320.1, abs=1)
+    env = next(role for role in report.roles if role.role == "env")
+    assert env.node_hours == pytest.approx(160.05, abs=0.1)
+    assert env.idle_share == pytest.approx(0.0, abs=0.01)
 
 
 def test_the_key_figures_are_those_of_the_events(campaign: SyntheticCampaign) -> None:
