@@ -5,11 +5,21 @@
   var MIN_TIME_S = 20;
   var WHOLE_TICKS = [0, 1, 2, 3, 4, 5, 6].flatMap(function (power) { return [1, 2, 5].map(function (first) { return first * Math.pow(10, power); }); });
 
+  var PAPER_WIDTH = 640;
+  var isPrinted = false;
+  function findPrintColors() {
+    var rules = Array.prototype.filter.call(document.styleSheets[0].cssRules, function (rule) {
+      return rule.media && rule.media.mediaText === "print" && rule.cssRules[0].selectorText === ":root";
+    });
+    return rules[0].cssRules[0].style;
+  }
   function color(name) {
-    return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+    // Before a page is printed, the colors of the screen are still those that are computed.
+    var style = isPrinted ? findPrintColors() : getComputedStyle(document.documentElement);
+    return style.getPropertyValue(name).trim();
   }
   function width(element) {
-    return Math.max(element.clientWidth, 120);
+    return Math.max(isPrinted ? Math.min(element.clientWidth, PAPER_WIDTH) : element.clientWidth, 120);
   }
   function show(value) {
     if (value === null || value === undefined) return "-";
@@ -181,8 +191,8 @@
   });
   window.addEventListener("hashchange", openTarget);
   window.addEventListener("resize", resize);
-  window.addEventListener("beforeprint", draw);
-  window.addEventListener("afterprint", draw);
+  window.addEventListener("beforeprint", function () { isPrinted = true; draw(); });
+  window.addEventListener("afterprint", function () { isPrinted = false; draw(); });
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   openTarget();
 })();

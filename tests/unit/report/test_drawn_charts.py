@@ -44,6 +44,21 @@ READ_LABELS = """
 id => [...document.getElementById(id).querySelectorAll("canvas")].flatMap(canvas => canvas.labels || [])
 """
 
+READ_COLORS = """
+() => {
+    const canvases = [...document.querySelectorAll('[data-chart] canvas')];
+    const colors = new Set();
+    for (const canvas of canvases) {
+        const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+        for (let at = 0; at < data.length; at += 4)
+            if (data[at + 3] === 255)
+                colors.add('#' + [0, 1, 2].map(part => data[at + part].toString(16).padStart(2, '0')).join(''));
+    }
+    return {colors: [...colors], widest: Math.max(...canvases.map(one => one.width / devicePixelRatio))};
+}
+"""
+RECORD_PRINTED = f"addEventListener('beforeprint', () => {{ window.printed = ({READ_COLORS})(); }})"
+
 READ_BARS = """
 () => [...document.querySelectorAll('tr')].filter(row => row.querySelector('code')?.textContent.startsWith('env-')).map(
     row => [...row.querySelectorAll('.up')].map(part => {
@@ -110,6 +125,21 @@ def test_figures_that_are_zero_all_the_time_have_an_axis_with_zero_alone(
     page = open_page(browser, document, tmp_path / "r.html", [chart], width=1280)
     labels = page.evaluate(READ_LABELS, "c1-kv")
     assert [one["text"] for one in labels if ":" not in one["text"]] == ["0"]
+
+
+def test_charts_are_printed_in_colors_for_paper_and_fit_it(
+    browser: Any, document: ReportDocument, tmp_path: Path
+) -> None:
+    path = tmp_path / "r.html"
+    path.write_text(render_page(document))
+    with open_report(path, browser, width=1280, scheme="dark") as page:
+        page.evaluate(RECORD_PRINTED)
+        page.pdf(path=str(tmp_path / "r.pdf"))
+        printed = page.evaluate("window.printed")
+        assert printed["widest"] <= 640
+        assert {"#3a414c", "#0b62a4"} <= set(printed["colors"])
+        assert not {"#aab4c2", "#6db3f2", "#28303b"} & set(printed["colors"])
+        assert "#aab4c2" in page.evaluate(READ_COLORS)["colors"]
 
 
 @pytest.mark.parametrize("width", [400, 1280])
