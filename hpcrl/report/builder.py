@@ -34,6 +34,7 @@ from hpcrl.report.comparison import compare_reports
 from hpcrl.report.figures import (
     REPORT_VERSION,
     CampaignReport,
+    DomainRewards,
     EngineFigures,
     FailureFigures,
     JobFigures,
@@ -118,6 +119,7 @@ def build_report(
         key_figures=figures,
         provenance=_build_provenance(campaign, recipe, plan),
         reward_charts=build_reward_charts(history),
+        rewards=_build_rewards(snapshot, history),
         stability_charts=build_stability_charts(history),
         time_charts=build_time_charts(history),
         staleness_charts=build_staleness_charts(history),
@@ -323,6 +325,21 @@ def _count_held(role: str, spans: Sequence[WorkerSpan], jobs: Sequence[JobFigure
         is_planned = job is jobs[-1] or role == "reward"  # reward workers come and go
         held_s += job.run_s * (num_planned if is_planned else len(started.get(job.number, ())) or num_planned)
     return held_s
+
+
+def _build_rewards(snapshot: CampaignSnapshot, history: CampaignHistory) -> list[DomainRewards]:
+    last = history.evaluations[max(history.evaluations)].domains if history.evaluations else {}
+    views = snapshot.domains
+    return [
+        DomainRewards(
+            domain=name,
+            num_scored=views[name].scored if name in views else 0,
+            mean=finite_or_none(views[name].reward_mean) if name in views else None,
+            recent=finite_or_none(views[name].reward_recent) if name in views else None,
+            evaluation=finite_or_none(last.get(name)),
+        )
+        for name in sorted(views.keys() | last.keys())
+    ]
 
 
 def _build_roles(history: CampaignHistory, jobs: Sequence[JobFigures], plan: Mapping[str, Any]) -> list[RoleFigures]:

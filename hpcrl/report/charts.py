@@ -50,7 +50,7 @@ def build_reward_charts(history: CampaignHistory) -> list[ReportChart]:
         values = [finite_or_none(evaluations.get(number)) for number in numbers]
         series.append(ChartSeries(name="held-out evaluation", values=values, style="points"))
     left_out = len(domains) - MAX_DOMAIN_LINES
-    note = f"{left_out} more domains are in the table of outcomes." if left_out > 0 else ""
+    note = f"{left_out} more domains are in the table below." if left_out > 0 else ""
     return [_make_chart("reward", "Mean reward", "step", "reward", numbers, series, note=note)]
 
 

@@ -261,6 +261,19 @@ class TrajectoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The reasons why this machine cannot show all of them."""
 
 
+class DomainRewards(msgspec.Struct, frozen=True, kw_only=True):
+    """The rewards of one domain."""
+
+    domain: str
+    num_scored: int
+    mean: float | None
+    """Mean of all scored trajectories."""
+    recent: float | None
+    """Mean of the last 256."""
+    evaluation: float | None
+    """Mean of the last evaluation on held-out tasks."""
+
+
 class CampaignReport(msgspec.Struct, frozen=True, kw_only=True):
     """One campaign."""
 
@@ -274,6 +287,7 @@ class CampaignReport(msgspec.Struct, frozen=True, kw_only=True):
     key_figures: KeyFigures
     provenance: list[ProvenanceEntry]
     reward_charts: list[ReportChart]
+    rewards: list[DomainRewards]
     stability_charts: list[ReportChart]
     time_charts: list[ReportChart]
     staleness_charts: list[ReportChart]

@@ -172,6 +172,12 @@ class CampaignHistory(CampaignProgress):
             case _:
                 self._add_rare_event(event)
 
+    def _drop_steps_from(self, step: int) -> None:
+        super()._drop_steps_from(step)
+        for sums in self.domain_rewards.values():
+            while sums and next(reversed(sums)) >= step:
+                sums.popitem()
+
     def _add_rare_event(self, event: CampaignEvent) -> None:
         match event:
             case VersionLoaded():

@@ -29,6 +29,7 @@ from hpcrl.report.sections import (
     write_jobs,
     write_problems,
     write_provenance,
+    write_rewards,
     write_roles,
     write_summary,
     write_workers,
@@ -157,7 +158,7 @@ class _PageWriter:
         """Yield the sections that have data: id, title and HTML."""
         parts = (
             ("summary", "Summary", write_summary(report)),
-            ("reward", "Reward", self._write_charts(report.reward_charts, key, is_wide=True)),
+            ("reward", "Reward", self._write_charts(report.reward_charts, key, is_wide=True) + write_rewards(report)),
             ("stability", "Stability", self._write_charts(report.stability_charts, key)),
             ("time", "Time", self._write_time(report, key)),
             ("staleness", "Staleness", self._write_staleness(report, key)),

@@ -4,6 +4,7 @@ write_summary     advisories and key figures
 write_problems    what could not be read
 write_roles, write_jobs, write_workers    where the time went
 write_engines     the health of each engine
+write_rewards     the rewards of each domain
 write_failures    outcomes and faults
 write_provenance  what the campaign was made from
 """
@@ -201,6 +202,22 @@ def write_engines(engines: Sequence[EngineFigures]) -> str:
 
 
 # ---- failures
+
+
+def write_rewards(report: CampaignReport) -> str:
+    """Write the rewards of each domain, if there are several, or evaluations."""
+    if len(report.rewards) < 2 and all(one.evaluation is None for one in report.rewards):
+        return ""
+    rows = [
+        [esc(one.domain), format_number(one.num_scored), *map(_format_reward, (one.mean, one.recent, one.evaluation))]
+        for one in report.rewards
+    ]
+    heads = ["domain", "scored", "mean reward", "of the last 256", "last evaluation"]
+    return write_table("Rewards by domain", heads, rows, numbers=range(1, len(heads)))
+
+
+def _format_reward(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def write_failures(report: CampaignReport) -> str:

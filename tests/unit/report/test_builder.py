@@ -32,7 +32,7 @@ from hpcrl.report import __main__ as command
 from hpcrl.report.builder import build_document, build_report
 from hpcrl.report.charts import MAX_POINTS, build_histogram, smooth_values, thin_points
 from hpcrl.report.figures import CampaignReport, ChartSeries, ReportDocument, TrajectoryFigures
-from hpcrl.report.sections import MAX_ENGINES, write_engines
+from hpcrl.report.sections import MAX_ENGINES, write_engines, write_rewards
 from hpcrl.report.trajectories import read_trajectories
 from hpcrl.spool.record import EpisodeTurn
 from hpcrl.spool.segment import write_segment
@@ -138,6 +138,37 @@ def test_each_job_of_a_chain_counts_with_the_nodes_that_it_had(campaign: Synthet
     assert report.key_figures.node_hours == pytest.approx(2 + 5 + 3 + 1)
     assert report.key_figures.gpu_hours == pytest.approx(4 * (5 + 1))
     assert {role.role: role.node_hours for role in report.roles} == pytest.approx({"env": 2 + 3, "train": 5 + 1})
+
+
+def test_rewards_of_every_domain_are_shown_and_those_of_steps_that_are_repeated_do_not_count(
+    campaign: SyntheticCampaign,
+) -> None:
+    campaign.submit()
+    campaign.start()
+    domains = [f"domain-{index}" for index in range(8)]
+
+    def play_step(number: int, reward: float) -> None:
+        campaign.step(number)
+        campaign.now += 1
+        campaign.emit("reward-0", SegmentScored(num=8, rewards={domain: [reward] for domain in domains}))
+        campaign.now += 1
+
+    for number in (1, 2, 3):
+        play_step(number, 0.5)
+    campaign.emit("train-0", TrainingResumed(step=1, version=1))
+    campaign.now += 1
+    play_step(2, 0.25)
+    campaign.emit("env-0", EvaluationFinished(number=0, reward_mean=0.7, domains={"domain-7": 0.7, "held-out": 0.8}))
+    report = report_on(campaign)
+    (chart,) = report.reward_charts
+    assert [one.values for one in chart.series if one.name == "domain-0"] == [[0.375, 0.375]]
+    assert "2 more domains" in chart.note
+    found = {one.domain: (one.num_scored, one.recent, one.evaluation) for one in report.rewards}
+    assert found["domain-6"] == (4, pytest.approx(0.4375), None)
+    assert found["domain-7"] == (4, pytest.approx(0.4375), 0.7)
+    assert found["held-out"] == (0, None, 0.8)
+    table = write_rewards(report)
+    assert all(domain in table for domain in found)
 
 
 def test_jobs_before_a_change_of_layout_and_workers_count_as_they_were(campaign: SyntheticCampaign) -> None:
