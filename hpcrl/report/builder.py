@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
+
 from hpcrl import __version__
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.site import Site
@@ -29,6 +31,7 @@ from hpcrl.report.charts import (
     build_stability_charts,
     build_staleness_charts,
     build_time_charts,
+    thin_chart,
 )
 from hpcrl.report.comparison import compare_reports
 from hpcrl.report.figures import (
@@ -53,6 +56,8 @@ from hpcrl.system.json_numbers import finite_or_none, load_json
 from hpcrl.system.processes import do_nothing
 
 MAX_FAILURE_ROWS = 60
+POINTS_OF_PAGE, MIN_POINTS = 1600, 40
+"""The points of a chart over all campaigns of a page, which stays below 5 MB, and the least of each."""
 MAX_REASON_CHARS = 2000
 MAX_NUMBER = 2**53
 """No node or worker count of a plan is larger."""
@@ -71,14 +76,13 @@ def build_document(
     reports = []
     for campaign in campaigns:
         show_progress(f"{campaign.name}: reading events")
-        reports.append(
-            build_report(
-                campaign,
-                read_trajectories=read_trajectories,
-                show_progress=show_progress,
-                share_of_page=1 / len(campaigns),
-            )
+        report = build_report(
+            campaign,
+            read_trajectories=read_trajectories,
+            show_progress=show_progress,
+            share_of_page=1 / len(campaigns),
         )
+        reports.append(_thin_charts(report, most=max(POINTS_OF_PAGE // len(campaigns), MIN_POINTS)))
     return ReportDocument(
         report=REPORT_VERSION,
         hpcrl=__version__,
@@ -86,6 +90,13 @@ def build_document(
         campaigns=reports,
         comparison=compare_reports(reports) if len(reports) > 1 else None,
     )
+
+
+def _thin_charts(report: CampaignReport, *, most: int) -> CampaignReport:
+    """Return a report whose charts have at most this many points."""
+    names = ("reward_charts", "stability_charts", "time_charts", "staleness_charts", "engine_charts")
+    thin = {name: [thin_chart(chart, most=most) for chart in getattr(report, name)] for name in names}
+    return msgspec.structs.replace(report, **thin)
 
 
 def build_report(

@@ -1,7 +1,7 @@
 """Make the charts of a campaign from its history. Pure.
 
 build_reward_charts, build_stability_charts, build_time_charts, build_staleness_charts, build_engine_charts
-thin_points     means of neighbours, so that a chart of any length has few points
+thin_points, thin_chart     means of neighbours, so that a chart of any length has few points
 smooth_values   the moving mean that is drawn over raw values
 build_histogram    counts of values as bars
 MAX_POINTS      the most points of a chart
@@ -11,6 +11,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
+
+import msgspec
 
 from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.report.figures import ChartSeries, ReportChart
@@ -169,6 +171,14 @@ def smooth_values(values: Sequence[float | None]) -> list[float | None]:
         start, end = max(place - reach, 0), min(place + reach + 1, len(known))
         smoothed[index] = (sums[end] - sums[start]) / (end - start)
     return smoothed
+
+
+def thin_chart(chart: ReportChart, *, most: int) -> ReportChart:
+    """Return a chart with at most this many points; bars stay."""
+    if chart.kind == "category" or len(chart.x) <= most:
+        return chart
+    x, series = thin_points(chart.x, chart.series, most=most)
+    return msgspec.structs.replace(chart, x=x, series=series, note="Each point is the mean of several neighbours.")
 
 
 def thin_points(

@@ -32,6 +32,7 @@ from hpcrl.report import __main__ as command
 from hpcrl.report.builder import build_document, build_report
 from hpcrl.report.charts import MAX_POINTS, build_histogram, smooth_values, thin_points
 from hpcrl.report.figures import CampaignReport, ChartSeries, ReportDocument, TrajectoryFigures
+from hpcrl.report.page import render_page
 from hpcrl.report.sections import MAX_ENGINES, write_engines, write_rewards
 from hpcrl.report.trajectories import read_trajectories
 from hpcrl.spool.record import EpisodeTurn
@@ -169,6 +170,22 @@ def test_rewards_of_every_domain_are_shown_and_those_of_steps_that_are_repeated_
     assert found["held-out"] == (0, None, 0.8)
     table = write_rewards(report)
     assert all(domain in table for domain in found)
+
+
+def test_a_page_of_many_long_campaigns_stays_small(tmp_path: Path) -> None:
+    campaigns = [SyntheticCampaign(tmp_path / f"one-{number}", num_steps=1000) for number in range(8)]
+    for campaign in campaigns:
+        campaign.submit()
+        campaign.start()
+        for number in range(1, 1001):
+            campaign.step(number)
+            campaign.now += 1
+        campaign.close()
+    document = build_document([one.directory for one in campaigns], read_trajectories=read_trajectories)
+    assert {len(chart.x) for one in document.campaigns for chart in one.stability_charts} == {167}
+    (alone,) = build_document([campaigns[0].directory], read_trajectories=read_trajectories).campaigns
+    assert {len(chart.x) for chart in alone.stability_charts} == {334}
+    assert len(render_page(document)) < 5_000_000
 
 
 def test_jobs_before_a_change_of_layout_and_workers_count_as_they_were(campaign: SyntheticCampaign) -> None:
