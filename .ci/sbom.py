@@ -2,15 +2,18 @@
 
 python .ci/sbom.py              a CycloneDX 1.6 document, as JSON
 python .ci/sbom.py --table      name, version and licence of each, as a Markdown table
+python .ci/sbom.py --texts      the licence texts that the packages have with them
 """
 
 import json
 import re
 import sys
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*")
 EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
+LICENCE_FILE = re.compile(r"\.dist-info/(?:.*/)?(?:licen[cs]e|copying|notice|authors)[^/]*$", re.IGNORECASE)
 EXTRAS = frozenset({"local", "mpi", "compress", "export", "gpu", "vllm-cpu"})
 """The extras of hpcrl whose packages are listed, as far as they are installed."""
 
@@ -21,6 +24,10 @@ def main(args: list[str]) -> int:
         print("| package | version | licence |\n|---|---|---|")
         for one in found:
             print(f"| {one.metadata['Name']} | {one.version} | {name_licence(one)} |")
+    elif "--texts" in args:
+        for one in found:
+            print(f"==== {one.metadata['Name']} {one.version}: {name_licence(one)}\n")
+            print("\n".join(read_licences(one)) or "The package has no licence text with it.\n")
     else:
         print(json.dumps(make_document(found), indent=2))
     return 0
@@ -59,6 +66,16 @@ def name_licence(package: Distribution) -> str:
     if named:
         return " or ".join(named)
     return (str(metadata.get("License") or "").strip().splitlines() or ["not declared"])[0][:80]
+
+
+def read_licences(package: Distribution) -> list[str]:
+    """Return the texts of the licences and notices that a package has with its metadata."""
+    paths = [file for file in package.files or [] if LICENCE_FILE.search(str(file))]
+    return [
+        Path(str(file.locate())).read_text(errors="replace")
+        for file in sorted(paths)
+        if Path(str(file.locate())).is_file()
+    ]
 
 
 def make_document(packages: list[Distribution]) -> dict[str, object]:

@@ -187,7 +187,7 @@ class _PageWriter:
             f'<figure class="chart" id="{key}-{esc(chart.id)}"><figcaption><h4>{esc(chart.title)}</h4>'
             f'<span class="soft small">{esc(chart.y_label)} by {esc(chart.x_label)}</span></figcaption>'
             f'<div class="plot" data-chart="{number}" role="img" tabindex="0" '
-            f'aria-label="{esc(title)}. {esc(describe_chart(chart))}"></div><p class="readout"></p>'
+            f'aria-label="{esc(title)}. {esc(describe_chart(chart))}"></div><p class="readout" role="status"></p>'
             f"{write_legend(chart)}{note}<details><summary>Table: {esc(chart.title)}</summary>"
             f"{write_chart_table(chart)}</details></figure>"
         )

@@ -114,6 +114,12 @@ def test_the_bill_of_materials_names_what_is_installed() -> None:
     document = json.loads(done.stdout)
     assert document["bomFormat"] == "CycloneDX"
     assert {"msgspec", "rich", "submitit", "torch"} <= {one["name"] for one in document["components"]}
+    command = [sys.executable, ".ci/sbom.py", "--texts"]
+    texts = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n==== ")
+    assert len(texts) == len(document["components"]) + 1
+    (of_rich,) = [text for text in texts if text.startswith("rich ")]
+    assert "Permission is hereby granted, free of charge" in of_rich
+    assert sum("no licence text with it" in text for text in texts) < len(texts) / 10
 
 
 PACKAGES = {
