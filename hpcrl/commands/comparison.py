@@ -20,7 +20,6 @@ from hpcrl.config.toml import flatten_table
 from hpcrl.errors import CampaignError
 from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
 from hpcrl.monitor.snapshot import CampaignSnapshot, measure_change
-from hpcrl.plan.records import read_site
 from hpcrl.system.files import read_json
 from hpcrl.system.terminal import escape_to_one_line, format_number, make_console, print_json, show_wait
 
@@ -95,7 +94,7 @@ def show_comparison(first: CampaignDir, second: CampaignDir, *, as_json: bool) -
 
 
 def _take_snapshot(campaign: CampaignDir) -> CampaignSnapshot:
-    return SnapshotCollector(campaign, query=make_slurm_query(read_site(campaign, skips_unknown=True))).poll()
+    return SnapshotCollector(campaign, query=make_slurm_query(campaign)).poll()
 
 
 def _list_figures(snapshot: CampaignSnapshot) -> Iterator[tuple[str, float | str | None]]:

@@ -41,7 +41,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 def run_monitor(arguments: argparse.Namespace) -> int:
     campaign_dir = directory.find_campaign(arguments.campaign)
-    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir, skips_unknown=True)))
+    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(campaign_dir))
     with show_wait(f"the events of {campaign_dir.name} are read"):  # a long campaign has many
         snapshot = collector.poll()
     if arguments.json:
@@ -57,7 +57,7 @@ def run_monitor(arguments: argparse.Namespace) -> int:
 def watch_campaign(name: str) -> int:
     """Follow a campaign to its end and print the result."""
     campaign_dir = directory.find_campaign(name)
-    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(read_site(campaign_dir, skips_unknown=True)))
+    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(campaign_dir))
     with show_wait(f"the events of {campaign_dir.name} are read"):
         collector.poll()
     console, traj_command = PipeConsole(highlight=False), _make_traj_command(campaign_dir)

@@ -1,9 +1,9 @@
 """Read what is new in a campaign directory, and in squeue, into a `CampaignSnapshot`.
 
-    SnapshotCollector(campaign_dir, query=make_slurm_query(site)).poll()      no server, no port, no writes
+    SnapshotCollector(campaign_dir, query=make_slurm_query(campaign_dir)).poll()      no server, no port, no writes
 
     SnapshotCollector    reads a campaign again and again
-    make_slurm_query     ask the Slurm of a site
+    make_slurm_query     ask the Slurm of a campaign's site
     SlurmQuery           a function that asks Slurm about jobs
     SLURM_INTERVAL_S     time between two queries
 
@@ -20,8 +20,7 @@ from typing import Any
 
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName
-from hpcrl.config.site import Site
-from hpcrl.errors import SlurmError
+from hpcrl.errors import HpcrlError, SlurmError
 from hpcrl.monitor.advisories import Advisory, HealthFacts, find_advisories
 from hpcrl.monitor.count_lines import CountSampling, CountThinning, drop_superseded
 from hpcrl.monitor.job_state import CampaignState, JobRecord, judge_jobs, read_jobs, read_json_as, select_slurm_ids
@@ -34,6 +33,7 @@ from hpcrl.monitor.snapshot import (
     SnapshotInputs,
     build_snapshot,
 )
+from hpcrl.plan.records import read_site
 from hpcrl.slurm.status import UNKNOWN, JobStatus, query_job_states
 from hpcrl.slurm.submit import make_site_environment
 from hpcrl.spool.listing import SegmentListing, count_trajectories
@@ -46,9 +46,17 @@ ADVISORY_INTERVAL_S = 2.0
 SlurmQuery = Callable[[Sequence[str]], dict[str, JobStatus]]
 
 
-def make_slurm_query(site: Site) -> SlurmQuery:
-    """Return a function that asks the Slurm of a site."""
-    return lambda ids: query_job_states(ids, env=os.environ | make_site_environment(site))
+def make_slurm_query(campaign_dir: CampaignDir) -> SlurmQuery:
+    """Return a function that asks the Slurm of a campaign's site; SlurmError if its record cannot be read."""
+
+    def query(ids: Sequence[str]) -> dict[str, JobStatus]:
+        try:
+            site = read_site(campaign_dir, skips_unknown=True)
+        except HpcrlError as error:
+            raise SlurmError(str(error)) from error
+        return query_job_states(ids, env=os.environ | make_site_environment(site))
+
+    return query
 
 
 class SnapshotCollector:

@@ -18,9 +18,8 @@ import msgspec
 
 from hpcrl import __version__
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.config.site import Site
 from hpcrl.config.toml import flatten_table
-from hpcrl.monitor.collect import SlurmQuery, SnapshotCollector, make_slurm_query
+from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
 from hpcrl.monitor.job_state import read_json_as
 from hpcrl.monitor.progress import JobProgress
 from hpcrl.monitor.snapshot import CampaignSnapshot, JobView, measure_change
@@ -108,8 +107,7 @@ def build_report(
 ) -> CampaignReport:
     """Return the report of one campaign, which may fill a share of a page."""
     history = CampaignHistory()
-    problems: list[str] = []
-    snapshot = SnapshotCollector(campaign, query=_find_query(campaign, problems), progress=history).poll()
+    snapshot = SnapshotCollector(campaign, query=make_slurm_query(campaign), progress=history).poll()
     show_progress(f"{campaign.name}: reading trajectories")
     trajectories = read_trajectories(campaign)
     recipe = _read_table(campaign.recipe)
@@ -119,7 +117,7 @@ def build_report(
         ended = max((job.ended for job in jobs if job.ended is not None), default=-math.inf)
         jobs.append(_build_job(view, campaign, history, plan, now=snapshot.detail.now, last_ended=ended))
     figures = _build_key_figures(snapshot, history, jobs, plan)
-    problems = list(dict.fromkeys([*problems, *snapshot.detail.problems]))
+    problems = list(dict.fromkeys(snapshot.detail.problems))
     return CampaignReport(
         name=snapshot.name,
         state=snapshot.state,
@@ -206,11 +204,6 @@ def _measure_noise(rewards: Sequence[float], size: int) -> float | None:
         return None
     variance = fmean((later - earlier) ** 2 for earlier, later in itertools.pairwise(rewards)) / 2
     return 2 * math.sqrt(2 * variance / size)
-
-
-def _find_query(campaign: CampaignDir, problems: list[str]) -> SlurmQuery:
-    site = read_json_as(campaign.site, Site, problems)
-    return make_slurm_query(site) if site is not None else lambda ids: {}
 
 
 def _read_table(path: Path) -> dict[str, Any]:

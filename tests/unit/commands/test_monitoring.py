@@ -16,9 +16,10 @@ import pytest
 
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import FaultReported
+from hpcrl.cli import main
 from hpcrl.commands import monitoring
 from hpcrl.spool.segment import write_segment
-from hpcrl.system.files import make_private_dir
+from hpcrl.system.files import make_private_dir, publish_json
 from tests.support.trajectories import make_lake_trajectory
 from tests.unit.commands.conftest import CampaignMaker
 
@@ -203,3 +204,16 @@ def test_closing_words_name_the_command_as_it_can_be_called_again(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", [called if called.startswith("/") else str(tmp_path / called)])
     assert monitoring._command_name() == shown
+
+
+def test_a_site_that_cannot_be_read_hides_nothing_else(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = make_campaign("quickstart-1")
+    campaign.job(0).outcome.unlink()
+    publish_json(campaign.job(0).submission, {"id": "7", "scheduler": "slurm", "time": 1.0})
+    campaign.site.write_text('{"name": "la')
+    assert main(["monitor", "quickstart-1", "--once"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "4/" in shown
+    assert "site.json cannot be read" in shown
