@@ -2,21 +2,25 @@
 
     find_campaign, list_campaigns              by name or path
     find_continuable, refuse_newer_format      one that is to be changed
+    refuse_protected                           one that is to be removed
     list_jobs                                  the jobs of a campaign
     reserve_campaign, release_campaign         a directory is reserved before submission, released if that fails
     find_campaigns_root, show_campaigns_root   the directory that holds them on a site
     FORBIDDEN_IN_PATHS                         characters that a batch script cannot contain
+    REMOVAL_TIMEOUT_S                          the time for which a removal is tried again
 
 Campaigns are found by name under ~/.hpcrl/campaigns ($HPCRL_HOME moves it). Where a site stores them on another file
 system, that name is a symbolic link. Creating the directory or the link reserves the name.
 """
 
 import contextlib
+import errno
 import math
 import os
 import re
 import shlex
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hpcrl.campaign_dir.campaign_format import describe_newer_format
@@ -26,10 +30,14 @@ from hpcrl.config.toml import suggest_name
 from hpcrl.errors import CampaignError, HpcrlError, SlurmError
 from hpcrl.slurm.submit import expand_path
 from hpcrl.system.file_systems import may_hold_files
-from hpcrl.system.files import is_directory, is_file, make_private_dir, read_json, remove_path, sync_directory
+from hpcrl.system.file_watch import is_outage, retry_passing
+from hpcrl.system.files import is_directory, make_private_dir, publish_file, read_json, remove_path, sync_directory
+from hpcrl.system.processes import do_nothing
 from hpcrl.system.terminal import print_note
 
 FORBIDDEN_IN_PATHS = "\n\r"
+REMOVAL_TIMEOUT_S = 10.0
+"""The time for which a campaign is removed again while workers still write into its directory."""
 
 
 def find_campaign(name: str) -> CampaignDir:
@@ -55,9 +63,12 @@ def refuse_newer_format(campaign: CampaignDir) -> None:
 
 def _locate_campaign(name: str) -> CampaignDir:
     candidates = [_find_campaigns_home() / name, Path(name)] if "/" not in name else [Path(name)]
+    denied: list[str] = []
     for path in candidates:
-        if is_file(CampaignDir(path).manifest):
+        if _has_manifest(path, show_note=denied.append):
             return CampaignDir(path.resolve())
+    if denied:
+        raise CampaignError(denied[0])
     folder = next((path for path in candidates if is_directory(path)), None)
     what = f"{folder} has no {CampaignDir(folder).manifest.name}" if folder else f"no campaign {name!r}"
     known = [campaign.name for campaign in list_campaigns()]
@@ -65,8 +76,19 @@ def _locate_campaign(name: str) -> CampaignDir:
     raise CampaignError(f"{what}: {there} (`hpcrl ls`)")
 
 
-def list_campaigns() -> list[CampaignDir]:
-    """Return all campaigns of this user, newest first."""
+def _has_manifest(path: Path, *, show_note: Callable[[str], object]) -> bool:
+    """Return whether a path is the directory of a campaign; `show_note` is called with one that may not be entered."""
+    try:
+        return stat.S_ISREG(CampaignDir(path).manifest.stat().st_mode)
+    except PermissionError:
+        show_note(f"{path} cannot be read: permission denied")
+    except (OSError, ValueError):  # such as a name that is too long, or has a null byte
+        pass
+    return False
+
+
+def list_campaigns(*, show_note: Callable[[str], object] = do_nothing) -> list[CampaignDir]:
+    """Return all campaigns of this user, newest first; `show_note` is called with each that may not be entered."""
     campaigns = _find_campaigns_home()
     try:
         paths = list(campaigns.iterdir())
@@ -79,7 +101,7 @@ def list_campaigns() -> list[CampaignDir]:
     except (OSError, ValueError) as error:  # one with a null byte is a ValueError
         why = error.strerror if isinstance(error, OSError) else error
         raise CampaignError(f"{campaigns} cannot be read ({why}): set $HPCRL_HOME to another directory") from error
-    found = [CampaignDir(path.resolve()) for path in paths if is_file(CampaignDir(path).manifest)]
+    found = [CampaignDir(path.resolve()) for path in paths if _has_manifest(path, show_note=show_note)]
     return sorted(found, key=_read_creation_time, reverse=True)
 
 
@@ -139,12 +161,64 @@ def _generate_names(stem: str, campaigns: Path) -> Iterator[str]:
         number += 1
 
 
+def refuse_protected(campaign: CampaignDir) -> None:
+    """Raise CampaignError if a campaign may not be removed, as far as the modes of its directories show it."""
+    try:
+        _check_may_change(campaign.root.parent)
+        for folder, folders, files in os.walk(campaign.root, onerror=_raise_denied):
+            if folders or files:
+                _check_may_change(Path(folder))
+    except PermissionError as error:
+        why = f"{error.strerror} ({error.filename})"
+        raise CampaignError(f"campaign {campaign.name} cannot be removed: {why}; nothing is removed") from error
+
+
+def _check_may_change(folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+
+def _raise_denied(error: OSError) -> None:
+    if isinstance(error, PermissionError):
+        raise error
+
+
 def release_campaign(campaign: CampaignDir) -> None:
-    """Remove a reserved directory and free its name."""
-    remove_path(campaign.root)
+    """Remove a campaign's directory and free its name; what is not removed to the end can be removed again."""
+    try:
+        retry_passing(lambda: _remove_files(campaign), timeout_s=REMOVAL_TIMEOUT_S, passes=_is_disturbed)
+    except OSError as error:
+        if is_outage(error):
+            raise
+        why = f"{error.strerror} ({error.filename})"
+        if _is_disturbed(error):
+            why = f"its workers may still run: {why}; repeat the command after their end"
+        raise CampaignError(f"campaign {campaign.name} is not removed to the end: {why}") from error
     link = _find_campaigns_home() / campaign.name
     if link.is_symlink():
         link.unlink()
+
+
+def _remove_files(campaign: CampaignDir) -> None:
+    """Remove a campaign's directory: campaign.json last, as the campaign is not found without it."""
+    if not campaign.root.exists():
+        return
+    for path in campaign.root.iterdir():
+        if path != campaign.manifest:
+            remove_path(path)
+    manifest = campaign.manifest.read_bytes() if campaign.manifest.exists() else None
+    remove_path(campaign.manifest)
+    try:
+        campaign.root.rmdir()
+    except OSError:
+        if manifest is not None:
+            publish_file(campaign.manifest, manifest)
+        raise
+
+
+def _is_disturbed(error: OSError) -> bool:
+    """Return whether a removal failed since another process wrote into the directory, or removed some of it."""
+    return error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 
 
 def _find_campaigns_home() -> Path:

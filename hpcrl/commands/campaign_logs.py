@@ -10,6 +10,7 @@ MAX_EVENT_LINES      the lines of a terminal that the figures of an event may fi
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import time
@@ -56,6 +57,7 @@ def show_logs(campaign: CampaignDir, *, role: str | None, num_lines: int, follow
     """Print the last lines of each log of a role (None: of all) of the last job that has logs."""
     jobs = directory.list_jobs(campaign)
     job = next((job for job in reversed(jobs) if any(job.logs.glob("*.log"))), jobs[-1])  # the last may be queued
+    _check_listable(job.logs)
     logs = _find_logs(job, role)
     offsets: dict[Path, int] = {}
     for path in logs:
@@ -112,6 +114,7 @@ def list_events(
     if limit < 0:
         raise ConfigError(f"-n {limit}: give the number of events to show, or 0 for all")
     _check_kinds(kinds)
+    _check_listable(campaign.events)
     if not follow:  # the role may start later
         _check_roles(campaign, roles)
     reader, shown = EventReader(campaign.events), set[str]()
@@ -184,6 +187,16 @@ def _read_sorted(reader: EventReader, *, kinds: Collection[str], roles: Collecti
         if (not kinds or line.get("event") in kinds) and (not roles or line.get("role") in roles)
     ]
     yield from sorted(lines, key=_read_time)
+
+
+def _check_listable(folder: Path) -> None:
+    """Raise CampaignError for a folder that cannot be listed, which would look like an empty one."""
+    try:
+        os.scandir(folder).close()
+    except FileNotFoundError:  # it may come with the first job
+        return
+    except OSError as error:
+        raise CampaignError(f"{folder} cannot be read: {error.strerror}") from error
 
 
 def _check_kinds(kinds: Collection[str]) -> None:

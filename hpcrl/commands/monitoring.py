@@ -29,14 +29,15 @@ from hpcrl.monitor.view import watch_campaign as watch_snapshots
 from hpcrl.plan.records import read_recipe, read_site
 from hpcrl.system.exit_codes import EXIT_FAILED
 from hpcrl.system.files import read_json
-from hpcrl.system.terminal import PipeConsole, escape_to_one_line, print_json_text, print_line, show_wait
+from hpcrl.system.terminal import PipeConsole, escape_to_one_line, print_json_text, print_line, print_note, show_wait
 
 MAX_LISTED = 60
 """The trajectories on the page that lists them; a terminal shows those that fit."""
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    return print_campaigns(directory.list_campaigns(), as_json=arguments.json, home=os.environ.get("HPCRL_HOME", ""))
+    campaigns = directory.list_campaigns(show_note=print_note)
+    return print_campaigns(campaigns, as_json=arguments.json, home=os.environ.get("HPCRL_HOME", ""))
 
 
 def run_monitor(arguments: argparse.Namespace) -> int:

@@ -24,7 +24,9 @@ def run_rm(arguments: argparse.Namespace) -> int:
 
 
 def run_gc(arguments: argparse.Namespace) -> int:
-    campaigns = [directory.find_continuable(name) for name in arguments.campaigns] or directory.list_campaigns()
+    campaigns = [directory.find_continuable(name) for name in arguments.campaigns] or directory.list_campaigns(
+        show_note=print_note
+    )
     parts: list[surplus.SurplusPart] = []
     for campaign in campaigns:
         try:
@@ -47,10 +49,11 @@ def run_gc(arguments: argparse.Namespace) -> int:
 
 
 def remove_campaigns(names: Sequence[str], *, is_agreed: bool) -> None:
-    """Remove these campaigns; one that may still run is refused, and then none is removed."""
+    """Remove these campaigns; one that may still run, or be protected, is refused, and then none is removed."""
     campaigns = [directory.find_campaign(name) for name in dict.fromkeys(names)]
     for campaign in campaigns:
         _refuse_living(campaign)
+        directory.refuse_protected(campaign)
     for campaign in campaigns:
         if is_agreed or _ask_user(campaign):
             directory.release_campaign(campaign)

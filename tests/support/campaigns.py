@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,16 @@ CALM = ("-s", "engine.sim.speed=0.002", "-s", "rollout.max_running=16")
 """Simulated episodes that take long: a campaign in which a test waits for something else leaves the cores to others."""
 
 
-def hpcrl(*arguments: str, check: bool = True, timeout_s: float = 480.0) -> subprocess.CompletedProcess[str]:
-    """Run one command as a user does."""
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcrl.cli", *arguments], capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+BOUND_BY_MODES = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+"""Starts a command for which the modes of files count, as they do for every user but root."""
+
+
+def hpcrl(
+    *arguments: str, check: bool = True, timeout_s: float = 480.0, before: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run one command as a user does; `before` are words that start it."""
+    command = [*before, sys.executable, "-m", "hpcrl.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     if check:
         assert done.returncode == 0, (
             f"hpcrl {' '.join(arguments)} ended with {done.returncode}: {done.stdout}{done.stderr}"

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from hpcrl.commands.monitoring import final_summary
 from hpcrl.config.recipe import Recipe, make_recipe
 from hpcrl.config.toml import load_table
 from hpcrl.system.files import make_private_dir, publish_json
-from tests.support.campaigns import hpcrl
+from tests.support.campaigns import BOUND_BY_MODES, hpcrl
 from tests.unit.commands.conftest import CampaignMaker
 
 NO_CHECKPOINT = "no checkpoint was made: job local-7 starts at step 0"
@@ -155,6 +156,107 @@ def test_a_campaign_is_removed_only_after_agreement(
     assert campaign.manifest.exists()
     assert printed(capsys, "rm", "one", "--yes") == "campaign one is removed\n"
     assert not campaign.root.exists()
+
+
+@pytest.mark.parametrize(
+    ("folder", "times", "code"), [("events", 2, 0), ("events", 10**9, 2), ("one", 2, 0), ("one", 10**9, 2)]
+)
+def test_a_removal_that_running_workers_disturb_is_tried_again_and_can_be_repeated(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str], folder: str, times: int, code: int
+) -> None:
+    """A process refills a directory before each attempt to remove it, some times or for ever."""
+    campaign = make_campaign("one")
+    ended = subprocess.run(
+        [sys.executable, "-c", REFILLING_RM, folder, str(times)], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, campaign.root.exists()) == (code, code == 2)
+    if code == 2:
+        assert len(ended.stderr.splitlines()) == 1
+        assert "one is not removed to the end: its workers may still run" in ended.stderr
+        assert printed(capsys, "ls").splitlines()[1].split()[0] == "one"
+        assert printed(capsys, "rm", "one", "--yes") == "campaign one is removed\n"
+
+
+REFILLING_RM = """
+import pathlib, sys
+from hpcrl.campaign import directory
+from hpcrl.cli import main
+
+folder, left = sys.argv[1], int(sys.argv[2])
+
+def refill(event, arguments):
+    global left
+    path = pathlib.Path(str(arguments[0])) if event == "os.rmdir" else None
+    if path is not None and path.name == folder and left:
+        left -= 1
+        (path / f"late-{left}").touch()
+
+directory.REMOVAL_TIMEOUT_S = 2.0 if left < 10 else 0.3
+sys.addaudithook(refill)
+sys.exit(main(["rm", "one", "--yes"]))
+"""
+
+
+@pytest.fixture
+def close_folder() -> Iterator[Callable[[Path, int], None]]:
+    """Restrict what may be done with a folder, until the test ends."""
+    closed: list[Path] = []
+
+    def close(folder: Path, mode: int) -> None:
+        folder.chmod(mode)
+        closed.append(folder)
+
+    yield close
+    for folder in closed:
+        folder.chmod(0o700)
+
+
+def test_a_campaign_with_files_that_may_not_be_removed_is_refused_before_anything_is(
+    make_campaign: CampaignMaker, close_folder: Callable[[Path, int], None]
+) -> None:
+    campaign = make_campaign("one")
+    job = campaign.job(0)
+    job.log("env-0").touch()
+    close_folder(job.logs, 0o500)
+    ended = hpcrl("rm", "one", "--yes", before=BOUND_BY_MODES, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert (
+        ended.stderr == f"hpcrl: campaign one cannot be removed: Permission denied ({job.logs}); nothing is removed\n"
+    )
+    assert job.submission.exists()
+
+
+@pytest.mark.parametrize("words", [["monitor", "one", "--once"], ["events", "one"], ["rm", "one"], ["resume", "one"]])
+def test_a_campaign_that_may_not_be_entered_is_refused_as_that(
+    make_campaign: CampaignMaker, close_folder: Callable[[Path, int], None], words: list[str]
+) -> None:
+    campaign = make_campaign("one")
+    close_folder(campaign.root, 0)
+    ended = hpcrl(*words, before=BOUND_BY_MODES, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"hpcrl: {campaign.root} cannot be read: permission denied\n"
+
+
+def test_the_list_of_campaigns_names_one_that_may_not_be_entered(
+    make_campaign: CampaignMaker, close_folder: Callable[[Path, int], None]
+) -> None:
+    make_campaign("two")
+    campaign = make_campaign("one")
+    close_folder(campaign.root, 0)
+    ended = hpcrl("ls", before=BOUND_BY_MODES)
+    assert [line.split()[0] for line in ended.stdout.splitlines()] == ["name", "two"]
+    assert ended.stderr == f"hpcrl: note: {campaign.root} cannot be read: permission denied\n"
+
+
+def test_events_and_logs_that_cannot_be_listed_are_an_error(
+    make_campaign: CampaignMaker, close_folder: Callable[[Path, int], None]
+) -> None:
+    campaign = make_campaign("one")
+    for words, folder in ((["events", "one"], campaign.events), (["logs", "one"], campaign.job(0).logs)):
+        close_folder(folder, 0o300)
+        ended = hpcrl(*words, before=BOUND_BY_MODES, check=False)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert ended.stderr == f"hpcrl: {folder} cannot be read: Permission denied\n"
 
 
 def test_where_one_campaign_may_run_none_is_removed(
