@@ -72,7 +72,7 @@ def take_screen() -> None:
 
 
 def make_recorder() -> Console:
-    return Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
+    return Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, highlight=False, emoji=False)
 
 
 def save_terminal(console: Console, name: str, title: str) -> None:

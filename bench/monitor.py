@@ -206,7 +206,7 @@ class TimedWatch:
 
     def run(self) -> float:
         """Watch; return the share of a core."""
-        console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40)
+        console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40, emoji=False)
         self._started, cpu = time.monotonic(), time.process_time()
         looks = pace_looks(self, interval_s=FRAME_INTERVAL_S, wait=self._wait)
         show_frames(looks, console, KeyReader(), CampaignPages(self.collector))

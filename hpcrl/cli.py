@@ -26,8 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = make_parser().parse_args(words, argparse.Namespace(words=words, make_parser=make_parser))
         code = load_command(arguments.run)(arguments)
-        if sys.stdout is not None:  # it was closed before the command started
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
     except HpcrlError as error:
         print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201

@@ -234,8 +234,16 @@ def _add_try(commands: "CommandParsers") -> None:
 
 def _add_init(commands: "CommandParsers") -> None:
     init = commands.add_parser("init", help="write a recipe and an environment to start from")
-    init.add_argument("directory", metavar="DIRECTORY", type=Path, help="a new directory; its name is the recipe's")
+    init.add_argument(
+        "directory", metavar="DIRECTORY", type=_parse_directory, help="a new directory; its name is the recipe's"
+    )
     init.set_defaults(run="skeleton:run_init")
+
+
+def _parse_directory(text: str) -> Path:
+    if not text:  # its path would be the current directory
+        raise argparse.ArgumentTypeError("the name is empty: give a new directory, such as my-game")
+    return Path(text)
 
 
 def _add_events(commands: "CommandParsers") -> None:

@@ -55,6 +55,8 @@ def run_events(arguments: argparse.Namespace) -> int:
 
 def show_logs(campaign: CampaignDir, *, role: str | None, num_lines: int, follow: bool = False) -> None:
     """Print the last lines of each log of a role (None: of all) of the last job that has logs."""
+    if num_lines < 0:
+        raise ConfigError(f"-n {num_lines}: give the number of lines of each log to show")
     jobs = directory.list_jobs(campaign)
     job = next((job for job in reversed(jobs) if any(job.logs.glob("*.log"))), jobs[-1])  # the last may be queued
     _check_listable(job.logs)
@@ -62,7 +64,7 @@ def show_logs(campaign: CampaignDir, *, role: str | None, num_lines: int, follow
     offsets: dict[Path, int] = {}
     for path in logs:
         lines, offsets[path] = read_last_lines(path, num_lines)
-        print_line(f"== {path}" + ("" if lines else " (empty)"))
+        print_line(f"== {path}" + ("" if offsets[path] else " (empty)"))
         for line in lines:
             print_line(line)
     if follow:

@@ -35,6 +35,8 @@ def run_traj(arguments: argparse.Namespace) -> int:
 
 def run_report(arguments: argparse.Namespace) -> int:
     """Replace this process by an interpreter that can read segments."""
+    if arguments.output is not None and arguments.output.name in ("", "-"):
+        raise HpcrlError(f"report -o {arguments.output}: give the name of a file; --json without -o prints the figures")
     campaigns = [directory.find_campaign(name) for name in arguments.campaigns]
     options = [f"--format={arguments.format}", *(f"--{name}" for name in ("json", "png") if getattr(arguments, name))]
     if arguments.output is not None:

@@ -48,10 +48,10 @@ def run_monitor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json_text(encode_snapshot(snapshot))
     elif arguments.once:
-        show_snapshot(snapshot, console=PipeConsole(highlight=False))
+        show_snapshot(snapshot, console=PipeConsole())
     else:
         traj_command = _make_traj_command(campaign_dir)
-        watch_snapshots(collector, console=PipeConsole(highlight=False), until_done=False, traj_command=traj_command)
+        watch_snapshots(collector, console=PipeConsole(), until_done=False, traj_command=traj_command)
     return 0
 
 
@@ -61,7 +61,7 @@ def watch_campaign(name: str) -> int:
     collector = SnapshotCollector(campaign_dir, query=make_slurm_query(campaign_dir))
     with show_wait(f"the events of {campaign_dir.name} are read"):
         collector.poll()
-    console, traj_command = PipeConsole(highlight=False), _make_traj_command(campaign_dir)
+    console, traj_command = PipeConsole(), _make_traj_command(campaign_dir)
     snapshot = watch_snapshots(collector, console=console, until_done=True, traj_command=traj_command)
     untrained = [describe_advisory(one) for one in select_untrained(snapshot.advisories)]
     summary = final_summary(

@@ -120,7 +120,7 @@ def _show_dag(recipe: Recipe, *, how: str) -> None:
 
 def _show_plan(plan: Plan, script: str) -> None:
     """Print a plan and its batch script."""
-    console = PipeConsole(highlight=False)
+    console = PipeConsole()
     console.width = max(console.width, PIPE_WIDTH)  # a narrower terminal wraps the lines: nothing is cut
     print_plan(plan, console)
     console.print(f"\n[dim]{escape(script.rstrip())}[/]", soft_wrap=True)  # not wrapped, so that it can be copied

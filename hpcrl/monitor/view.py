@@ -8,7 +8,7 @@ describe_changes    the plain lines between two snapshots: pure
 print_campaigns, survey_campaigns, CampaignLine    all campaigns, from their jobs' files and one query per Slurm
 render_campaigns    their list
 MAX_STEPS_PER_LINE, LINES_PER_CAMPAIGN, LINES_PER_START    how much is printed
-MIN_TABLE_WIDTH, MAX_REASON_CHARS    how reasons are listed
+MIN_TABLE_WIDTH    how reasons are listed
 FRAME_INTERVAL_S, MAX_LOOK_SHARE, MAX_LOOK_PAUSE_S, CLOCK_INTERVAL_S    how often
 """
 
@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcrl.campaign_dir.campaign_format import describe_newer_format
+from hpcrl.campaign_dir.job_end import MAX_REASON_CHARS
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
@@ -60,7 +61,7 @@ from hpcrl.monitor.snapshot import CampaignSnapshot, CampaignSummary, measure_ch
 from hpcrl.slurm.status import JobStatus, query_job_states
 from hpcrl.slurm.submit import make_site_environment
 from hpcrl.spool.outcome import format_failed
-from hpcrl.system.terminal import escape_to_one_line, make_console, print_json
+from hpcrl.system.terminal import PIPE_WIDTH, escape_to_one_line, make_console, print_json
 
 
 class CampaignLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,8 +140,8 @@ def _query_statuses(
 MAX_STEPS_PER_LINE = 25
 LINES_PER_CAMPAIGN = 20
 LINES_PER_START = 8
-MIN_TABLE_WIDTH, MAX_REASON_CHARS = 80, 160
-"""The width from which on the list of campaigns has a column of reasons; `hpcrl monitor` has the whole text."""
+MIN_TABLE_WIDTH = 80
+"""The width from which on the list of campaigns has a column of reasons."""
 FRAME_INTERVAL_S = 0.25
 """The shortest time between two looks at a campaign."""
 MAX_LOOK_SHARE = 0.01
@@ -175,9 +176,14 @@ def show_snapshot(snapshot: CampaignSnapshot, *, console: Console) -> None:
     if console.is_terminal:
         console.print(render_screen(snapshot, height=max(console.height - 1, DEFAULT_HEIGHT - 1)))  # a prompt follows
         return
+    _print_stripped(render_frame(snapshot), console)
+
+
+def _print_stripped(shown: RenderableType, console: Console) -> None:
+    """Print without the blanks that pad tables, which a file need not have."""
     with console.capture() as capture:
-        console.print(render_frame(snapshot))
-    for line in capture.get().splitlines():  # tables are padded with blanks, which a file need not have
+        console.print(shown)
+    for line in capture.get().splitlines():
         console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -217,13 +223,23 @@ def print_campaigns(campaign_dirs: Iterable[CampaignDir], *, as_json: bool, home
     if as_json:
         print_json(lines)
     else:
-        console = make_console()
-        place = f" in $HPCRL_HOME ({escape_to_one_line(home)})" if home else ""
-        listed = render_campaigns(lines, width=console.width)
-        console.print(listed if lines else f"no campaigns yet{place}: `hpcrl submit` starts one", soft_wrap=True)
+        _print_list(lines, home=home)
     for problem in dict.fromkeys(problems):
         print(problem, file=sys.stderr)  # noqa: T201 - beside the answer, not in it
     return 0
+
+
+def _print_list(lines: Sequence[CampaignLine], *, home: str) -> None:
+    longest = max((len(escape_to_one_line(_shorten_reason(line.reason))) for line in lines), default=0)
+    console = make_console(pipe_width=PIPE_WIDTH + longest)  # a pipe gets a line for each campaign
+    listed = render_campaigns(lines, width=console.width)
+    if not lines:
+        place = f" in $HPCRL_HOME ({escape_to_one_line(home)})" if home else ""
+        console.print(f"no campaigns yet{place}: `hpcrl submit` starts one", soft_wrap=True)
+    elif console.is_terminal:
+        console.print(listed, soft_wrap=True)
+    else:
+        _print_stripped(listed, console)
 
 
 def _replace_unprintable(console: Console) -> None:

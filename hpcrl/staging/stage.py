@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from hpcrl.campaign.directory import find_campaigns_root
@@ -50,7 +49,7 @@ from hpcrl.slurm.submit import expand_path
 from hpcrl.staging.hub_files import RepositoryListing, StageTransfer, choose_files, is_whole, list_repository, sum_sizes
 from hpcrl.system.files import make_private_dir, publish_file, staged_path, sync_directory
 from hpcrl.system.free_space import find_free_space
-from hpcrl.system.terminal import format_bytes, print_line, print_to_stderr, show_wait
+from hpcrl.system.terminal import PipeConsole, format_bytes, print_line, print_to_stderr, show_wait
 
 FREE_SHARE = 1.02
 """File systems need some room besides the files."""
@@ -198,8 +197,8 @@ def _record(transfer: StageTransfer, staging: StagingDir) -> None:
 @contextlib.contextmanager
 def _show_progress(name: str, total: int) -> Iterator[Callable[[int], object]]:
     columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True, highlight=False, markup=False)
-    with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as bar:
+    console = PipeConsole(stderr=True, markup=False)
+    with Progress(TextColumn("{task.description}", markup=False), *columns, console=console, transient=True) as bar:
         task = bar.add_task(name, total=total)
         yield lambda num_bytes: bar.advance(task, num_bytes)
 

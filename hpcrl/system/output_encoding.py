@@ -1,6 +1,6 @@
 """Write ASCII where the user's locale is C: Python writes UTF-8 there, which such a terminal does not show.
 
-follow_locale    write to stdout what the locale can show; a question mark stands for the rest
+follow_locale    write to stdout what the locale can show, if there is one; a question mark stands for the rest
 is_ascii_only    whether that is ASCII alone
 """
 
@@ -14,7 +14,10 @@ _COERCED_LOCALE = "C.UTF-8"
 
 
 def follow_locale() -> None:
-    """Write ASCII to stdout if the locale has nothing else."""
+    """Write ASCII to stdout if the locale has nothing else, and to nowhere if it was closed before the start."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - a device, open until the end
+        os.set_inheritable(sys.stdout.fileno(), True)  # the processes that it starts have a stdout too
     if is_ascii_only(os.environ) and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="ascii", errors="replace")
 

@@ -59,7 +59,10 @@ def _escape_character(match: re.Match[str]) -> str:
 
 
 class PipeConsole(Console):
-    """A console that leaves a closed pipe to the command, which ends as it does without one."""
+    """A console that shows text as it is, and leaves a closed pipe to the command, which ends as without one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(emoji=False, highlight=False, **options)
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -73,13 +76,11 @@ def make_console(*, pipe_width: int = PIPE_WIDTH) -> Console:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     is_sized = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return PipeConsole(highlight=False, markup=False, width=None if is_sized else pipe_width)
+    return PipeConsole(markup=False, width=None if is_sized else pipe_width)
 
 
 def print_line(text: str) -> None:
     """Print one line of the command's output; a character that cannot be shown becomes a question mark."""
-    if sys.stdout is None:  # it was closed before the command started
-        return
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, errors="replace").decode(encoding), flush=True)  # noqa: T201
 
@@ -98,7 +99,7 @@ def track_progress(items: Iterable[T], description: str, *, total: int | None = 
     """Yield the items, with a progress bar on stderr if that is a terminal; `total` is for items without a length."""
     from rich.progress import track  # late: most commands show no progress
 
-    console = Console(stderr=True)
+    console = PipeConsole(stderr=True)
     disabled = not items or not console.is_terminal
     return track(items, description, total=total, console=console, transient=True, disable=disabled)
 
@@ -106,7 +107,7 @@ def track_progress(items: Iterable[T], description: str, *, total: int | None = 
 @contextlib.contextmanager
 def show_wait(description: str) -> Iterator[None]:
     """Show on stderr, if that is a terminal, that something takes its time."""
-    console = Console(stderr=True)
+    console = PipeConsole(stderr=True)
     with console.status(Text(escape_to_one_line(description))) if console.is_terminal else contextlib.nullcontext():
         yield
 

@@ -21,7 +21,7 @@ import msgspec
 
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.errors import SpoolError
-from hpcrl.spool.ids import get_group, parse_episode_id
+from hpcrl.spool.ids import get_group, parse_episode_id, parse_group_id
 from hpcrl.spool.listing import count_trajectories, list_segments
 from hpcrl.spool.record import TRAINABLE, Trajectory, TrajectoryFacts
 from hpcrl.spool.segment import Segment, read_segment
@@ -49,12 +49,15 @@ class TrajectorySelection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def selection_from_arguments(arguments: Any, *, known_domains: Collection[str]) -> TrajectorySelection:
-    """Return the filters of a command line; refuse a domain that the recipe does not have."""
+    """Return the filters of a command line; refuse a domain that the recipe does not have, and what names no group."""
     for domain in arguments.domain or ():
         if known_domains and domain not in known_domains:
             near = difflib.get_close_matches(domain, known_domains, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known_domains))}"
             raise SpoolError(f"--domain {domain!r} is not a domain of the campaign's recipe: {hint}")
+    if arguments.group is not None and parse_group_id(arguments.group) is None:
+        example = f"{next(iter(known_domains), 'lake')}/17"
+        raise SpoolError(f"--group {arguments.group!r} is not DOMAIN/NUMBER, such as {example}")
     low, high = arguments.min_version, arguments.max_version
     if low is not None and high is not None and low > high:
         raise SpoolError(f"--min-version {low} is above --max-version {high}: no version is in between")

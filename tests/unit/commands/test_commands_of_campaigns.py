@@ -131,6 +131,15 @@ def test_logs_show_the_last_state_of_a_progress_bar_and_no_controls(
     assert lines[1:] == ["load 100%", r"\x1b]0;title\x07last"]
 
 
+def test_a_negative_number_of_lines_is_refused_and_a_log_that_is_not_shown_is_not_empty(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = make_campaign("one").job(0).log("env-0")
+    log.write_text("line\n")
+    assert "-n -1: give the number of lines" in refused(capsys, "logs", "one", "-n", "-1")
+    assert printed(capsys, "logs", "one", "-n", "0") == f"== {log}\n"
+
+
 def test_logs_of_an_unknown_role_are_refused_with_the_nearest(
     make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,6 +353,56 @@ def test_output_to_a_full_disk_is_refused_in_one_line(make_campaign: CampaignMak
     assert ended.returncode == 2
     assert ended.stderr.startswith("hpcrl: No space left on device: free space, or raise the quota")
     assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["ls", "ls --json", "plan quickstart --site local", "monitor one --once", "traj stats one", "events one", "--help"],
+)
+def test_output_that_is_closed_before_the_start_goes_nowhere(make_campaign: CampaignMaker, command: str) -> None:
+    make_campaign("one")
+    words = ["sh", "-c", f'exec "$0" -m hpcrl.cli {command} >&-', sys.executable]
+    ended = subprocess.run(words, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_what_names_no_group_no_file_or_no_directory_is_refused(
+    make_campaign: CampaignMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_campaign("one")
+    ended = hpcrl("traj", "ls", "one", "--group", "lake", check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "hpcrl: --group 'lake' is not DOMAIN/NUMBER, such as lake/17\n"
+    for output in ("-", ""):
+        assert "give the name of a file" in refused(capsys, "report", "one", "-o", output)
+    with pytest.raises(SystemExit, match="2"):
+        main(["init", ""])
+    assert "the name is empty: give a new directory, such as my-game" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+@pytest.mark.parametrize("words", [["monitor", "one", "--once"], ["ls"]])
+def test_words_between_colons_are_shown_as_they_are(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    campaign = make_campaign("one")
+    publish_json(
+        campaign.job(0).outcome, {"outcome": "failed", "reason": "bad_rewards:boom: raised KeyError", "time": 2.0}
+    )
+    assert "bad_rewards:boom: raised KeyError" in printed(capsys, *words)
+
+
+def test_a_reason_is_on_one_whole_line_of_the_list_in_a_pipe(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("two")
+    reason = f"rank 3 failed: {'why ' * 400}end"
+    publish_json(make_campaign("one").job(0).outcome, {"outcome": "failed", "reason": reason, "time": 2.0})
+    lines = printed(capsys, "ls").splitlines()
+    assert len(lines) == 3
+    assert [line for line in lines if line.endswith(f"  {reason}")]
+    assert all(line == line.rstrip() for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -490,6 +490,19 @@ def test_a_failed_campaign_is_listed_with_its_reason_in_a_list_of_any_width(tmp_
     assert " ".join(listed.split()).count("KeyError: 'answer'") == 1
 
 
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_long_reason_is_whole_in_the_list_on_a_terminal(tmp_path: Path, columns: int) -> None:
+    campaign = running(tmp_path)
+    campaign.outcome("failed", f"{LONG}. It is in the last word: KeyError")
+    lines = survey_campaigns([campaign.directory], problems=[])
+    console = terminal(columns)
+    with console.capture() as capture:
+        console.print(render_campaigns(lines, width=columns), soft_wrap=True)
+    text = "".join(capture.get().split())
+    assert "x" * 300 in text
+    assert text.endswith("lastword:KeyError")
+
+
 def test_a_failed_campaign_has_its_reason_in_the_list_for_scripts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
