@@ -471,7 +471,7 @@ def _have_full_reward(facts: HealthFacts) -> bool:
 
 
 def _find_starving_trainer(facts: HealthFacts) -> Iterator[Advisory]:
-    """Find a trainer that waits, by its recent steps, or as many as fill the time by which it is judged."""
+    """Find a trainer that waits, by its recent steps, or by those of the last minutes if these are more."""
     waited_s = total_s = 0.0
     num = 0
     for step in reversed(facts.steps):
