@@ -88,6 +88,8 @@ MIN_WORKER_FAILURES, MANY_WORKER_FAILURES = 3, 10
 WORKER_FAILURES_S = 3600.0
 """The time in which they count: a role of a thousand workers that runs for days loses some."""
 MIN_ENGINE_WINDOW_S = 120.0
+MAX_FULL_AGE_S = 120.0
+"""The time after a fault for lack of room in which the disk counts as full though steps are made."""
 
 
 class Advisory(msgspec.Struct, frozen=True, kw_only=True):
@@ -515,6 +517,37 @@ def _find_idle_engines(facts: HealthFacts) -> Iterator[Advisory]:
         )
 
 
+def _find_full_disk(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find a disk without room: the events about it may be the last that could be written, so they count for long."""
+    full = [
+        (note, fault)
+        for fault, note in facts.progress.newest_faults.items()
+        if not fault.domain and _names_full_disk(note.text)  # a domain's fault is about a disk of its environment
+    ]
+    job = facts.progress.jobs.get(_newest_job(facts))
+    if not facts.is_running or not full or job is None:
+        return
+    note, fault = max(full, key=lambda one: one[0].time)
+    has_stepped_since = any(step.time > note.time for step in facts.steps[-1:])
+    if note.time < (job.started_at or 0.0) or (has_stepped_since and facts.now - note.time > MAX_FULL_AGE_S):
+        return
+    yield Advisory(
+        name="disk-full",
+        severity="critical",
+        subject=fault.what,
+        text=f"the disk is full, and work waits for room ({fault.what}{f' on {fault.node}' if fault.node else ''})",
+        figure=facts.progress.faults[fault],
+        threshold=1,
+        unit="faults",
+        cause=note.text,
+        remedy="make room (`hpcrl gc` names what can go), or raise the quota: the work then continues by itself",
+    )
+
+
+def _names_full_disk(text: str) -> bool:
+    return any(os.strerror(error) in text for error in (errno.ENOSPC, errno.EDQUOT))
+
+
 def _find_late_step(facts: HealthFacts) -> Iterator[Advisory]:
     """Find a step that takes far longer than those before, while a job runs."""
     steps = facts.steps[-RECENT_STEPS - 1 :]
@@ -536,7 +569,7 @@ def _find_late_step(facts: HealthFacts) -> Iterator[Advisory]:
             figure=since_s,
             threshold=limit_s,
             unit="s",
-            cause="a worker hangs, or no trajectories arrive",
+            cause="the disk is full" if any(_find_full_disk(facts)) else "a worker hangs, or no trajectories arrive",
             remedy="look at the roles that are not alive, and at the logs of train and env",
         )
 
@@ -583,7 +616,7 @@ def _find_failing_workers(facts: HealthFacts) -> Iterator[Advisory]:
             continue
         cause = facts.progress.worker_failure_reasons.get(role) or "see their logs"
         remedy = f"read the log of role {role}, and the failures by node: one bad node is excluded"
-        if any(os.strerror(error) in cause for error in (errno.ENOSPC, errno.EDQUOT)):
+        if _names_full_disk(cause):
             remedy = "make room in the campaign's file system (`hpcrl gc` names what can go), or raise the quota"
         yield Advisory(
             name="workers-die",
@@ -645,6 +678,7 @@ RULES: tuple[Callable[[HealthFacts], Iterator[Advisory]], ...] = (
     _find_low_entropy,
     _find_starving_trainer,
     _find_idle_engines,
+    _find_full_disk,
     _find_late_step,
     _find_old_checkpoint,
     _find_failing_workers,

@@ -8,6 +8,7 @@ measure_change, SeriesChange        how a figure changed from the first steps to
 build_snapshot, SnapshotInputs      the snapshot from what was read
 find_bottleneck                     the role that the others wait for
 BOTTLENECK_SHARE, MIN_WAITING_ROLLOUTS    the limits of that
+MIN_LATE_S, MAX_LOAD_AGE_S          the age from which on figures are not of now
 MAX_END_STEPS, MIN_PACE_STEPS       the steps by whose mean a figure starts and ends, and by which pace is measured
 CampaignSummary, RecipeSummary, TrainSummary, PlanSummary, ComponentSummary, RoleSummary    fields of files
 """
@@ -23,7 +24,7 @@ import msgspec
 
 from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.config.recipe import ROLES
-from hpcrl.monitor.advisories import RECENT_STEPS, Advisory, select_untrained
+from hpcrl.monitor.advisories import MAX_STEP_DELAY, RECENT_STEPS, Advisory, select_untrained
 from hpcrl.monitor.job_state import ALIVE_WITHIN_S, FINAL_STATES, CampaignState, JobVerdict, derive_component_state
 from hpcrl.monitor.notes import MonitorNote
 from hpcrl.monitor.progress import CampaignProgress, DomainProgress, JobProgress, WorkerProgress
@@ -37,6 +38,10 @@ MIN_WAITING_ROLLOUTS = 64
 """The fewest trajectories that wait for rewards where these are the bottleneck."""
 MIN_PACE_STEPS = 5
 """The fewest steps by whose pace the time of the others is estimated."""
+MIN_LATE_S = 60.0
+"""A step that is late by less is usual: a checkpoint or an evaluation may come between two."""
+MAX_LOAD_AGE_S = 180.0
+"""An engine's load that is older is not of now: one that is idle reports it every minute."""
 MAX_END_STEPS = 5
 """The first steps, and the last, whose means show how a figure changed; with few steps, half of them each."""
 
@@ -450,14 +455,17 @@ def _measure_load(role: str, inputs: SnapshotInputs, workers: Sequence[WorkerPro
     if role == "reward":  # it has a queue also while none of its workers is up
         return {"queue": waiting["rollouts"]} if workers or is_running else {}
     if role == "train" and workers:
-        return _measure_trainer_load(inputs.progress) | {"queue": waiting["scored"]}
-    loads = [worker.engine for worker in workers if worker.engine is not None]
+        load = _measure_trainer_load(inputs.progress) | {"queue": waiting["scored"]}
+        return load | ({"busy_share": None} if _is_step_late(inputs) else {})
+    known = [(worker, worker.engine) for worker in workers if worker.engine is not None]
+    current = [(worker, load) for worker, load in known if inputs.now - load.time <= MAX_LOAD_AGE_S]
+    loads = [load for _, load in current]
     if not loads:
         return {}
-    window_s = sum(worker.engine_window_s for worker in workers)
+    window_s = sum(worker.engine_window_s for worker, _ in current)
     kv_shares = [load.kv_share for load in loads if load.kv_share is not None]
     return {
-        "busy_share": round(sum(worker.engine_busy_s for worker in workers) / max(window_s, 1e-9), 3),
+        "busy_share": round(sum(worker.engine_busy_s for worker, _ in current) / max(window_s, 1e-9), 3),
         "queue": round(sum(load.waiting for load in loads)),
         "tokens_per_s": round(sum(load.num_tokens / load.window_s for load in loads if load.window_s > 0), 1),
         "kv_share": round(fmean(kv_shares), 3) if kv_shares else None,
@@ -575,15 +583,28 @@ def _build_detail(
 
 def _estimate_training(inputs: SnapshotInputs) -> float | None:
     """Estimate the time of the steps that are left by the newest ones of the job that runs."""
-    if inputs.state != "running" or inputs.recipe is None:
+    pace_s = _measure_pace(inputs.progress)
+    if inputs.state != "running" or inputs.recipe is None or pace_s is None or _is_step_late(inputs):
         return None
-    newest_first = itertools.islice(reversed(inputs.progress.steps.values()), RECENT_STEPS + 1)
+    return max(inputs.recipe.train.num_steps - next(reversed(inputs.progress.steps), 0), 0) * pace_s
+
+
+def _measure_pace(progress: CampaignProgress) -> float | None:
+    """Return the mean time from step to step of the newest ones of one job; None if they are too few."""
+    newest_first = itertools.islice(reversed(progress.steps.values()), RECENT_STEPS + 1)
     last = next(newest_first, None)
     earlier = [step for step in newest_first if last is not None and step.job == last.job]
     if last is None or len(earlier) < MIN_PACE_STEPS:
         return None
-    each_s = (last.time - earlier[-1].time) / len(earlier)
-    return max(inputs.recipe.train.num_steps - last.step, 0) * each_s
+    return (last.time - earlier[-1].time) / len(earlier)
+
+
+def _is_step_late(inputs: SnapshotInputs) -> bool:
+    """Return whether no step has come for so long that the figures of the last ones are not of now."""
+    last, pace_s = next(reversed(inputs.progress.steps.values()), None), _measure_pace(inputs.progress)
+    if last is None or pace_s is None:
+        return False
+    return inputs.now - last.time > max(MAX_STEP_DELAY * pace_s, MIN_LATE_S)
 
 
 def _measure_job_times(inputs: SnapshotInputs) -> tuple[float | None, float | None]:

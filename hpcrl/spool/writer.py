@@ -35,7 +35,8 @@ from hpcrl.spool.segment import draft_packed, read_segment, write_segment
 from hpcrl.system.files import make_private_dir, sync_directory
 
 MIN_WRITE_PAUSE_S = 0.5
-MAX_WRITE_PAUSE_S = 30.0
+MAX_WRITE_PAUSE_S = 5.0
+"""The longest pause on a full disk: an attempt fails with its first write, and work continues soon after the room."""
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -438,6 +438,39 @@ def test_workers_that_die_of_a_full_disk_blame_no_node(reason: str) -> None:
     assert "node" not in found.remedy
 
 
+def report_full_disk(time: float, *, job: int = 0, **changes: str) -> CampaignEvent:
+    detail = "cannot write segment '/home/a/000-env-0.h5': OSError: [Errno 28] No space left on device"
+    fault = FaultReported(**({"what": "spool", "detail": detail, "job": job} | changes))  # type: ignore[arg-type]
+    return stamp_event("env-0", fault, time=time)
+
+
+def test_a_full_disk_is_critical_from_its_first_fault_until_a_step_is_made() -> None:
+    last = T0 + NUM_STEPS * STEP_S
+    events = [*list_healthy_events(), report_full_disk(last + 5)]
+    (found,) = judge(*events, now=last + 240)
+    assert (found.name, found.severity) == ("disk-full", "critical")
+    assert "No space left on device" in found.cause
+    assert "hpcrl gc" in found.remedy
+    assert judge(*events, now=last + 240, is_running=False) == []
+    late = {one.name: one.cause for one in judge(*events, now=last + 3000)}
+    assert late["step-overdue"] == "the disk is full"
+    step = make_learning_step(NUM_STEPS + 1, time=last + 200)
+    assert names(judge(*events, step, now=last + 100)) == ["disk-full"]
+    assert judge(*events, step, now=last + 240) == []
+
+
+def test_a_disk_that_was_full_in_an_earlier_job_is_not_full_now() -> None:
+    last = T0 + NUM_STEPS * STEP_S
+    started = JobStarted(job=1, time=last + 60)
+    assert judge(*list_healthy_events(), report_full_disk(last + 5), started, now=last + 90) == []
+
+
+def test_a_full_disk_of_an_environment_is_its_domains_fault() -> None:
+    last = T0 + NUM_STEPS * STEP_S
+    fault = report_full_disk(last + 5, what="env-fault", domain="lake")
+    assert judge(*list_healthy_events(), fault, now=last + 30) == []
+
+
 def test_a_step_that_is_overdue_is_reported_while_a_job_runs() -> None:
     late = T0 + NUM_STEPS * STEP_S + 7 * STEP_S
     assert names(judge(*list_healthy_events(), now=late)) == ["step-overdue"]

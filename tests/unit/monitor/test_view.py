@@ -460,6 +460,24 @@ def test_the_time_of_the_other_steps_is_estimated_by_the_pace_of_recent_ones(tmp
     campaign.close()
 
 
+def test_figures_of_long_ago_are_not_shown_as_those_of_now(tmp_path: Path) -> None:
+    """As on a full disk: nothing moves, and no event can be written."""
+    campaign = running(tmp_path)
+    campaign.emit("decode-0", EngineCounted(window_s=10.0, busy_share=0.9, num_tokens=500))
+    reading = collector(campaign)
+    seen = []
+    for wait_s in (0.0, 1000.0):
+        campaign.now += wait_s
+        campaign.beat_all()
+        seen.append(reading.poll())
+    now, later = seen
+    assert [now.roles[role].busy_share for role in ("train", "decode")] == [0.833, 0.9]
+    assert now.detail.training_left_s == pytest.approx(200.0)
+    assert [later.roles[role].busy_share for role in ("train", "decode")] == [None, None]
+    assert later.roles["train"].alive == 3
+    assert later.detail.training_left_s is None
+
+
 @pytest.mark.parametrize("columns", [40, 80])
 def test_a_campaign_that_did_not_train_everything_is_not_shown_as_done(tmp_path: Path, columns: int) -> None:
     campaign = running(tmp_path)
