@@ -50,8 +50,9 @@ def run_monitor(arguments: argparse.Namespace) -> int:
     elif arguments.once:
         show_snapshot(snapshot, console=PipeConsole())
     else:
-        traj_command = _make_traj_command(campaign_dir)
-        watch_snapshots(collector, console=PipeConsole(), until_done=False, traj_command=traj_command)
+        console, traj_command = PipeConsole(), _make_traj_command(campaign_dir)
+        is_read_as_lines = not console.is_terminal  # a screen stays, also after the end
+        watch_snapshots(collector, console=console, until_done=is_read_as_lines, traj_command=traj_command)
     return 0
 
 

@@ -25,6 +25,7 @@ from hpcrl.campaign_dir.events import FaultReported, JobEnded, JobOutcome, JobSt
 from hpcrl.campaign_dir.job_end import REASON_DONE, EndCause, JobEnd, JobError
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.config.program import reserves_place
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site
 from hpcrl.errors import EngineError, HpcrlError, SlurmError, WeightsError
@@ -136,6 +137,7 @@ class JobDriver:
             silence_s=recipe.job.silence_s,
             start_timeout_s=recipe.engine.start_timeout_s,
             emit=emit,
+            inner_domains=[name for name, domain in recipe.domains.items() if not reserves_place(domain)],
         )
         self.reporter = MetricsProcess(self.place, metrics=recipe.metrics, emit=emit)
         self.scoring = RewardScoring(

@@ -7,7 +7,7 @@ LONG_LIVED_ROLES   the roles of those, but for judges
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from hpcrl.config.recipe import RoleName, name_role_resources
 from hpcrl.job.job_drain import CLOCK_SKEW_S
 from hpcrl.job.memory_watch import TrainerMemoryWatch
 from hpcrl.job.progress_watch import MAX_BEAT_AGE_S, RANK_LOOK_INTERVAL_S, RankBeats
+from hpcrl.job.reward_tasks import is_lost_worker
 from hpcrl.job.supervision import LookInterval, RestartBudget, find_quorum
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.slurm.allocation import JobAllocation
@@ -67,6 +68,8 @@ class JobWorkers:
     start_timeout_s: float
     """The time that a trainer may take to start."""
     emit: Callable[[CampaignEvent], object]
+    inner_domains: Sequence[str] = ()
+    """The domains whose environments run in the processes of env workers, and may end them."""
     allocation: JobAllocation | None = None
     long_lived: list[LongLivedWorker] = field(default_factory=list)
     is_trainer_due: bool = False
@@ -113,7 +116,7 @@ class JobWorkers:
                     self.emit(WorkerRestarted(of=worker.name))
             elif worker.future.done():
                 error = worker.future.exception()
-                self._count_worker_failure(worker, str(error) if error else "it ended by itself")
+                self._count_worker_failure(worker, self._explain_end(worker, error))
                 if not worker.is_resting:
                     worker.future = runtime.start_worker(worker.role, worker.index)
         return any(is_without)
@@ -214,6 +217,17 @@ class JobWorkers:
         reason = self.budget.describe(pool, f"see parsl.{role}.block-*.log")
         cause: EndCause = "node-failure" if failed or node in self.list_bad_nodes() else "infrastructure"
         raise JobError(reason, cause=cause, nodes=failed)
+
+    def _explain_end(self, worker: LongLivedWorker, error: BaseException | None) -> str:
+        """Return why a worker has ended; an environment can end the process that it runs in, and leaves no trace."""
+        if error is None:
+            return "it ended by itself"
+        if worker.role != "env" or not self.inner_domains or not is_lost_worker(error) or KILLED in str(error):
+            return str(error)
+        return (
+            f"{error}: the environments of {', '.join(self.inner_domains)} run in its process, and one may have ended "
+            'it: domains.NAME.isolation = "process" keeps them apart'
+        )
 
     def _count_worker_failure(self, worker: LongLivedWorker, reason: str) -> None:
         """Count that a worker has ended; after too many ends, continue without it if enough are left."""

@@ -3,6 +3,7 @@
     RewardScoring      the reward tasks of one job
     RewardJobScaler    when reward jobs start and end, and when work stops waiting for them (pure)
     RewardWorkers      the interface that runs tasks
+    is_lost_worker     whether a task failed since its worker ended
     SEGMENTS_PER_JOB   waiting segments for each reward job
     SCALE_INTERVAL_S   the time between two decisions on the number of reward jobs
 
@@ -149,7 +150,7 @@ class RewardScoring:
         if error is None:
             return
         self.emit(FaultReported(what="reward", detail=f"{', '.join(sorted(task.pending)[:3])}: {error}"))
-        if not _is_lost_worker(error):  # a preempted job is not the fault of segments: they are scored again
+        if not is_lost_worker(error):  # a preempted job is not the fault of segments: they are scored again
             self.count_failure(f"the scoring of {min(task.pending, default='segments')}", str(error))
 
     def _use_spare_cores(self, workers: RewardWorkers, *, now: float) -> None:
@@ -174,6 +175,6 @@ class RewardScoring:
                 self.emit(RewardJobsScaled(num=0, waiting=0))
 
 
-def _is_lost_worker(error: Any) -> bool:
+def is_lost_worker(error: Any) -> bool:
     """Return whether the task ended with its worker pool, by the name of its error: only the runtime imports Parsl."""
     return type(error).__name__ in ("ManagerLost", "WorkerLost")

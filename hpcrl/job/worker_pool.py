@@ -6,7 +6,7 @@
     end_with_children   end the pool when a process is gone that Parsl does not start again
     use_own_queues      let no worker that is killed stop the others, or lose a task
     end_silent_workers  end workers that stand still or do not work
-    name_memory_kills   name the reason where the kernel has ended a worker for its memory
+    name_worker_ends    name how the process of a lost worker ended, and whether that was for its memory
     POOL_LOOK_INTERVAL_S, MAX_DEAD_S   times
 
 The workers are forked from a server that has imported what their role needs; a process that holds what they share is
@@ -43,6 +43,10 @@ POOL_LOOK_INTERVAL_S = 2.0
 MAX_DEAD_S = 15.0
 """Parsl starts a worker again within its heartbeat interval of 5 s."""
 PROGRAM = "parsl.executors.high_throughput.process_worker_pool"
+UNKNOWN_EXIT_CODE = 255
+"""The exit code of a process whose fork server has ended with it."""
+_forked: dict[str, ForkedProcess] = {}
+"""The newest process of each worker, by the name that Parsl gives it."""
 
 
 def call_by_name(function: str, *args: Any) -> Any:
@@ -66,7 +70,8 @@ def run_worker(work: Callable[..., object], *args: Any) -> None:
 
 
 def _make_worker(*, target: Callable[..., object], args: tuple[Any, ...], name: str) -> ForkedProcess:
-    return ForkedProcess(target=run_worker, args=(target, *args), name=name)
+    _forked[name] = ForkedProcess(target=run_worker, args=(target, *args), name=name)
+    return _forked[name]
 
 
 def _start_manager() -> SyncManager:
@@ -160,16 +165,25 @@ def _end_worker(worker: SilentProcess) -> None:
         manager.pending_result_queue.put(_make_failure(task["task_id"], error))
 
 
-def name_memory_kills() -> None:
-    """Let the loss of a worker name the reason where the kernel has ended it for its memory."""
+def name_worker_ends() -> None:
+    """Let the loss of a worker name how its process ended, and that the kernel did it where its memory was used up."""
     from parsl.executors.high_throughput import errors  # noqa: TID251
 
     kills, make_loss = KillWatch(), errors.WorkerLost
 
     def make_named_loss(worker: object, host: str) -> Any:
-        return make_loss(f"{worker} ({KILLED})" if kills.has_killed() else worker, host)
+        end = KILLED if kills.has_killed() else _describe_end(_forked.get(f"HTEX-Worker-{worker}"))
+        return make_loss(f"{worker} ({end})" if end else worker, host)
 
     errors.WorkerLost = make_named_loss  # before Parsl's program imports it
+
+
+def _describe_end(process: ForkedProcess | None) -> str:
+    """Return the exit code or the signal with which a process ended; empty if it is not known."""
+    code = process.exitcode if process is not None else None
+    if code is None or code == UNKNOWN_EXIT_CODE:
+        return ""
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _make_lost_result(id: int) -> bytes:
@@ -207,6 +221,6 @@ if __name__ == "__main__":
     threading.Thread(target=end_with_children, name="children", daemon=True).start()
     program = load_program(PROGRAM)
     use_own_queues()
-    name_memory_kills()
+    name_worker_ends()
     threading.Thread(target=end_silent_workers, name="pulses", daemon=True).start()
     exec(program)

@@ -335,10 +335,17 @@ def _has_risen_early(rewards: Sequence[float]) -> bool:
 
 
 def _find_flat_groups(facts: HealthFacts) -> Iterator[Advisory]:
-    """Find groups in which no episode is better than another: they give no gradient."""
+    """Find groups in which no episode is better than another; where a domain fails, its groups are flat for that."""
+    failing = {advisory.subject for advisory in select_untrained(_find_failing_domains(facts))}
+    if failing and failing >= facts.progress.domains.keys():
+        return
     recent = facts.recent_steps
     first = recent[0].step if recent else 0
-    num_dropped = sum(num for step, num in facts.progress.flat_dropped if step >= first)
+    num_dropped = sum(
+        event.num - sum(event.domains.get(name, 0) for name in failing)
+        for step, event in facts.progress.flat_dropped
+        if step >= first
+    )
     num_flat = num_dropped + sum(step.num_flat_groups or 0 for step in recent)
     num_groups = num_dropped + sum(step.num_groups or 0 for step in recent)
     are_all_flat = all(step.num_groups and step.num_flat_groups == step.num_groups for step in facts.steps)

@@ -315,8 +315,10 @@ class CampaignProgress:
     checkpoint_times: list[float] = field(default_factory=list)
     recent_staleness: deque[StepStaleness] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_OUTCOMES))
     """The episodes that ended after each of the last steps, the newest last."""
-    flat_dropped: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_OUTCOMES))
-    """The step after which flat groups were dropped, and their number."""
+    flat_dropped: deque[tuple[int, FlatGroupsDropped]] = field(
+        default_factory=lambda: deque(maxlen=MAX_RECENT_OUTCOMES)
+    )
+    """The step after which flat groups were dropped, and the event about them."""
     worker_failures: Counter[tuple[int, str]] = field(default_factory=Counter)
     """Workers that failed, by job and role."""
     worker_failure_times: dict[tuple[int, str], deque[float]] = field(default_factory=dict)
@@ -471,8 +473,8 @@ class CampaignProgress:
                 self._count_fault(FaultCause(event.what, event.domain or "", event.node or ""), event.detail, event)
                 if event.what == _ENV_FAULT and event.domain:
                     self._find_domain(event.domain).recent_env_faults += 1
-            case FlatGroupsDropped(num=num):
-                self.flat_dropped.append((next(reversed(self.steps), 0), num))
+            case FlatGroupsDropped():
+                self.flat_dropped.append((next(reversed(self.steps), 0), event))
             case StaleDropped(token_counts=counts):
                 self._find_staleness().num_stale += event.num
                 for domain, num in counts.items():

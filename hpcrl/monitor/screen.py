@@ -23,8 +23,24 @@ from hpcrl.monitor.advisories import Advisory
 from hpcrl.monitor.job_state import FINAL_STATES, CampaignState
 from hpcrl.monitor.progress import MAX_RECENT_REWARDS
 from hpcrl.monitor.screen_parts import FittedScreen, FittedTable, LongLines, WidthChoice
-from hpcrl.monitor.snapshot import CampaignSnapshot, ComponentView, JobView, RoleView, find_bottleneck, measure_change
-from hpcrl.spool.outcome import MAX_FAILED_SHARE, format_failed, measure_failures, measure_outcomes
+from hpcrl.monitor.snapshot import (
+    CampaignSnapshot,
+    ComponentView,
+    DomainView,
+    JobView,
+    RoleView,
+    find_bottleneck,
+    measure_change,
+)
+from hpcrl.spool.outcome import (
+    ABORTED,
+    FAILURES,
+    MAX_FAILED_SHARE,
+    OUTCOME_REWARD_ERROR,
+    format_failed,
+    measure_failures,
+    measure_outcomes,
+)
 from hpcrl.spool.token_fates import MIN_TRAINED_SHARE, explain_untrained
 from hpcrl.system.terminal import Sparkline, escape_to_one_line, format_duration
 
@@ -185,6 +201,7 @@ def _render_roles(snapshot: CampaignSnapshot, *, form: ComponentForm) -> Rendera
     components = job.components if job and len(job.components) > 1 else []
     places = {role: part for part in reversed(components) for role in part.roles}
     order = {role: number for number, part in enumerate(components) for role in part.roles}
+    workers = "workers" if snapshot.state in FINAL_STATES else "alive"  # after the end none is alive
     rows: list[dict[str, str]] = []
     styles, titles = [], {}
     shown: ComponentView | None = None
@@ -196,11 +213,11 @@ def _render_roles(snapshot: CampaignSnapshot, *, form: ComponentForm) -> Rendera
         partitions, nodes = _locate_role(snapshot, role)
         where = {"partition": ", ".join(partitions) or "-", "nodes": _format_names(nodes)}
         where |= {"component": _describe_component(component)} if component is not None else {}
-        rows.append({"role": f"{role:<8}", "alive": _format_alive(snapshot, role), **_format_load(view), **where})
-        styles.append({"alive": _alive_style(snapshot, role, view)})
+        rows.append({"role": f"{role:<8}", workers: _format_workers(snapshot, role), **_format_load(view), **where})
+        styles.append({workers: _workers_style(snapshot, role, view)})
     where_column = "component" if form == "column" and components else "partition"
     return FittedTable(
-        rows, texts=("role",), numbers=("alive", *LOAD_COLUMNS), last_texts=(where_column, "nodes"), styles=styles,
+        rows, texts=("role",), numbers=(workers, *LOAD_COLUMNS), last_texts=(where_column, "nodes"), styles=styles,
         titles=titles if form == "titles" else {},
     )  # fmt: skip
 
@@ -210,7 +227,7 @@ def _describe_component(component: ComponentView) -> str:
     return f"{component.index}, {component.num_nodes:,} x {component.partition}{state}"
 
 
-def _format_alive(snapshot: CampaignSnapshot, role: str) -> str:
+def _format_workers(snapshot: CampaignSnapshot, role: str) -> str:
     """Return how many workers of a role are alive; those for rewards are not, while others score or nothing waits."""
     view = snapshot.roles[role]
     if role == "reward" and not view.alive and not view.queue:
@@ -218,8 +235,7 @@ def _format_alive(snapshot: CampaignSnapshot, role: str) -> str:
             return f"in {view.done_by}"
         if snapshot.state in {"running", "draining"}:
             return "idle"
-    has_ended = snapshot.state in FINAL_STATES and not view.alive
-    return f"{view.workers}" if has_ended else f"{view.alive}/{view.workers}"
+    return f"{view.workers}" if snapshot.state in FINAL_STATES else f"{view.alive}/{view.workers}"
 
 
 def _format_load(view: RoleView) -> dict[str, str]:
@@ -234,7 +250,7 @@ def _format_load(view: RoleView) -> dict[str, str]:
     return {name: text for name, text in known.items() if text is not None}
 
 
-def _alive_style(snapshot: CampaignSnapshot, role: str, view: RoleView) -> str:
+def _workers_style(snapshot: CampaignSnapshot, role: str, view: RoleView) -> str:
     if snapshot.state not in {"running", "draining"}:
         return "dim"
     if view.alive >= view.workers:
@@ -352,10 +368,23 @@ def _iter_outcomes(snapshot: CampaignSnapshot) -> Iterator[str]:
 def find_failing(snapshot: CampaignSnapshot) -> list[str]:
     """Describe the domains most of whose episodes failed."""
     return [
-        f"{name} {format_shares(measure_outcomes(domain.outcomes))}: its program or its reward may be broken"
+        f"{name} {format_shares(measure_outcomes(_mark_unscored(domain)))}: its program or its reward may be broken"
         for name, domain in snapshot.domains.items()
         if measure_failures(domain.outcomes) > MAX_FAILED_SHARE
     ]
+
+
+def _mark_unscored(domain: DomainView) -> dict[str, int]:
+    """Return the outcomes of a domain; where rewards fail, an episode without one is not known to be good."""
+    if not (num_errors := domain.outcomes.get(OUTCOME_REWARD_ERROR)):
+        return domain.outcomes
+    good = {name: num for name, num in domain.outcomes.items() if name not in (*FAILURES, *ABORTED)}
+    marked, num_left = {**domain.outcomes}, max(sum(good.values()) - max(domain.scored - num_errors, 0), 0)
+    for name, num in good.items():
+        num_moved = min(num, num_left)
+        marked |= {name: num - num_moved, "unscored": marked.get("unscored", 0) + num_moved}
+        num_left -= num_moved
+    return marked
 
 
 def format_shares(shares: Mapping[str, float]) -> str:

@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import msgspec
@@ -590,13 +590,14 @@ def _estimate_training(inputs: SnapshotInputs) -> float | None:
 
 
 def _measure_pace(progress: CampaignProgress) -> float | None:
-    """Return the mean time from step to step of the newest ones of one job; None if they are too few."""
-    newest_first = itertools.islice(reversed(progress.steps.values()), RECENT_STEPS + 1)
-    last = next(newest_first, None)
-    earlier = [step for step in newest_first if last is not None and step.job == last.job]
-    if last is None or len(earlier) < MIN_PACE_STEPS:
+    """Return the mean time from step to step of the newest ones of one job, in which a long pause counts little."""
+    newest_first = list(itertools.islice(reversed(progress.steps.values()), RECENT_STEPS + 1))
+    times = [step.time for step in newest_first if step.job == newest_first[0].job]
+    gaps = [later - earlier for later, earlier in itertools.pairwise(times)]
+    if len(gaps) < MIN_PACE_STEPS:
         return None
-    return (last.time - earlier[-1].time) / len(earlier)
+    longest_s = MAX_STEP_DELAY * median(gaps)
+    return fmean(min(gap, longest_s) for gap in gaps)
 
 
 def _is_step_late(inputs: SnapshotInputs) -> bool:

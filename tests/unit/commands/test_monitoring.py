@@ -165,6 +165,12 @@ def test_one_frame_in_a_pipe_is_plain_and_whole_in_locale_c(environment: dict[st
     assert max(map(len, done.stdout.splitlines())) <= max(columns, 20)
 
 
+def test_the_monitor_ends_with_the_campaign_without_a_terminal(environment: dict[str, str]) -> None:
+    done = subprocess.run(COMMAND, env=environment, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"done     step 4/40" in done.stdout.splitlines()[-1]
+
+
 @pytest.mark.parametrize("option", ["--once", "--json"])
 def test_a_reader_that_closes_the_pipe_at_once_ends_the_monitor_silently(
     environment: dict[str, str], option: str

@@ -113,6 +113,21 @@ def test_a_worker_that_the_kernel_killed_for_its_memory_ends_a_job_for_that_caus
     assert events[0].reason == f"loss of worker 0 ({KILLED}) on host n: raise resources.decode.mem_gib_per_worker"
 
 
+def test_a_lost_env_worker_names_the_environments_that_run_inside_it(workers, events):
+    from parsl.executors.high_throughput.errors import WorkerLost  # noqa: TID251
+
+    runtime = SimpleNamespace(replace_lost_blocks=list, start_worker=lambda role, index: Future())
+    workers.inner_domains = ("lake", "taxi")
+    for role, error in (("env", WorkerLost(0, "n")), ("env", OSError("disk")), ("decode", WorkerLost(0, "n"))):
+        workers.long_lived = [LongLivedWorker(role, 0, Future())]
+        workers.long_lived[0].future.set_exception(error)
+        workers.restart_failed(runtime, trainer_code=None)
+    lost, other, engine = [event.reason for event in events if isinstance(event, WorkerFailed)]
+    assert lost.startswith("Task failure due to loss of worker 0 on host n: the environments of lake, taxi run in its ")
+    assert 'domains.NAME.isolation = "process"' in lost
+    assert (other, engine) == ("disk", "Task failure due to loss of worker 0 on host n")
+
+
 def test_engines_that_fail_everywhere_are_not_the_fault_of_a_recipe(workers):
     workers.long_lived = [LongLivedWorker("decode", 0, Future())]
     with pytest.raises(JobError) as ended:

@@ -104,6 +104,26 @@ def test_a_pool_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     assert [path.read_text() for path in tmp_path.glob("*.log") if "leaked" in path.read_text()] == []
 
 
+END_OWN_PROCESS = (
+    RUN_TASKS.split("results =")[0]
+    + """
+for text in sys.argv[2:]:
+    print(runtime._submit("env", "builtins:eval", text).exception(100), flush=True)
+runtime._kernel.cleanup()
+"""
+)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="its workers are spawned by Parsl, which keeps no exit code")
+def test_the_loss_of_a_worker_names_how_its_process_ended(tmp_path: Path) -> None:
+    texts = ["__import__('os')._exit(3)", "__import__('os').kill(__import__('os').getpid(), 11)"]
+    command = [sys.executable, "-c", END_OWN_PROCESS, str(tmp_path), *texts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert ["exit code 3" in line for line in done.stdout.splitlines()] == [True, False]
+    assert ["SIGSEGV" in line for line in done.stdout.splitlines()] == [False, True]
+
+
 KILL_IDLE = (
     RUN_TASKS.split("results =")[0]
     + """
@@ -217,7 +237,7 @@ def test_the_loss_of_a_worker_names_the_kernel_as_its_reason_once(monkeypatch: p
     counts = iter([0, 1, 1])
     monkeypatch.setattr(worker_pool, "KillWatch", lambda: KillWatch(lambda: next(counts)))
     monkeypatch.setattr(errors, "WorkerLost", WorkerLost)
-    worker_pool.name_memory_kills()
+    worker_pool.name_worker_ends()
     killed, other = errors.WorkerLost(0, "n1"), errors.WorkerLost(1, "n1")
     assert type(killed) is type(other) is WorkerLost, "drivers know it by its type"
     assert KILLED in str(killed)

@@ -296,6 +296,23 @@ def test_flat_groups_of_the_first_steps_are_no_finding_once_one_group_was_not_fl
     assert judge(make_learning_step(1, num_groups=8, num_flat_groups=7), flat, now=T0 + 60) == []
 
 
+@pytest.mark.parametrize("outcome", ["exit", "env-fault"])
+def test_groups_that_are_flat_since_every_domain_fails_are_no_finding_beside_that(outcome: str) -> None:
+    dropped = FlatGroupsDropped(num=40, domains={"lake": 40}, time=T0)
+    assert names(judge(count_lake_episodes(**{outcome: 400}), dropped)) == ["domain-fails"]
+    assert names(judge(fail_rewards(400, as_fault=False), dropped)) == ["domain-fails"]
+
+
+def test_flat_groups_of_a_domain_that_fails_do_not_count_against_another() -> None:
+    outcomes = {"lake": {"finished": 400}, "taxi": {"exit": 400}}
+    counts = stamp_event("env-0", EpisodesCounted(outcomes=outcomes), time=T0)
+    step = make_learning_step(1, num_groups=40, num_flat_groups=2)
+    of_taxi = FlatGroupsDropped(num=80, domains={"taxi": 80}, time=T0)
+    assert names(judge(counts, step, of_taxi, now=T0 + 60)) == ["domain-fails"]
+    of_lake = FlatGroupsDropped(num=80, domains={"lake": 80}, time=T0)
+    assert names(judge(counts, step, of_lake, now=T0 + 60)) == ["domain-fails", "flat-groups"]
+
+
 def test_flat_groups_of_solved_tasks_are_only_a_notice() -> None:
     solved = judge(*list_healthy_events(lambda number: {"num_flat_groups": 7 if number > 40 else 1}))
     assert [(one.name, one.severity) for one in solved] == [("flat-groups", "notice")]

@@ -457,6 +457,9 @@ def test_the_time_of_the_other_steps_is_estimated_by_the_pace_of_recent_ones(tmp
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(render_screen(reading.poll()))
     assert "40/500, about 77 min more" in console.export_text()
+    campaign.now += 2000.0
+    campaign.step(41)
+    assert reading.poll().detail.training_left_s == pytest.approx(12.5 * (500 - 41)), "one long pause counts little"
     campaign.close()
 
 
@@ -568,6 +571,18 @@ def test_a_reward_function_that_always_fails_is_shown(tmp_path: Path) -> None:
     assert any("80.0% reward-error" in line and "may be broken" in line for line in text_of(snapshot, width=140))
 
 
+def test_episodes_that_wait_for_a_reward_are_not_shown_as_good_ones_of_a_domain_that_fails(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    campaign.emit("reward-0", SegmentScored(num=8, rewards={"sums": [0.0] * 8}, reward_errors={"sums": 8}))
+    campaign.emit("env-1", EpisodesCounted(outcomes={"sums": {"finished": 7, "max-turns": 3}}))
+    assert any("80.0% reward-error, 20.0% unscored" in line for line in text_of(collector(campaign).poll(), width=140))
+    scored = SegmentScored(num=2, rewards={"sums": [1.0, 0.0, 1.0]}, reward_errors={"sums": 1})
+    campaign.emit("reward-0", scored)
+    snapshot = collector(campaign).poll()
+    assert snapshot.domains["sums"].outcomes == {"reward-error": 9, "max-turns": 1}
+    assert any("90.0% reward-error, 10.0% max-turns" in line for line in text_of(snapshot, width=140))
+
+
 def test_an_episode_whose_reward_failed_is_not_counted_under_the_outcome_that_it_had(tmp_path: Path) -> None:
     campaign = running(tmp_path)
     campaign.emit("env-1", EpisodesCounted(outcomes={"sums": {"finished": 43, "max-turns": 533}}))
@@ -654,6 +669,13 @@ def test_the_load_of_roles_and_the_bottleneck_are_shown(tmp_path: Path) -> None:
     assert next(line for line in screen if line.startswith("train ")).split()[2] == "20%"
     assert any(line.startswith("waiting") and line.endswith("bottleneck: decode") for line in screen)
     assert any("lag 0.50 (0: 25%, 1: 75%)" in line for line in screen)
+
+
+def test_workers_of_a_job_that_has_ended_are_not_called_alive(tmp_path: Path) -> None:
+    rows = [line.split() for line in text_of(collector(done(tmp_path)).poll()) if line]
+    assert ["role", "workers"] in [row[:2] for row in rows]
+    assert ["decode", "3"] in [row[:2] for row in rows]
+    assert not any("alive" in row for row in rows)
 
 
 @pytest.mark.parametrize("width", [20, 40, 200])
