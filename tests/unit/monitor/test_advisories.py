@@ -297,7 +297,7 @@ def test_flat_groups_of_the_first_steps_are_no_finding_once_one_group_was_not_fl
 
 
 @pytest.mark.parametrize("outcome", ["exit", "env-fault"])
-def test_groups_that_are_flat_since_every_domain_fails_are_no_finding_beside_that(outcome: str) -> None:
+def test_groups_that_are_flat_since_every_domain_fails_are_not_reported_beside_that(outcome: str) -> None:
     dropped = FlatGroupsDropped(num=40, domains={"lake": 40}, time=T0)
     assert names(judge(count_lake_episodes(**{outcome: 400}), dropped)) == ["domain-fails"]
     assert names(judge(fail_rewards(400, as_fault=False), dropped)) == ["domain-fails"]
