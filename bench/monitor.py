@@ -1,7 +1,7 @@
 """Measure the CPU share of watching a campaign with 1,000 workers: `python -m bench.monitor`.
 
 idle     nothing is new: the screen is kept up to date all the same
-busy     600 env workers write their counts once a second and 399 engines their load every 10 s, as real ones do
+busy     600 env workers write their counts and 399 engines their load every 10 s, as real ones of this number do
 start    the first look at an hour of what a tenth of these workers write, from files that are in memory
 
 Event files are real, and the monitor looks and draws as on a terminal, at its own pace: four times a second, unless
@@ -39,6 +39,7 @@ from hpcrl.monitor.keys import KeyReader
 from hpcrl.monitor.pages import CampaignPages
 from hpcrl.monitor.snapshot import CampaignSnapshot
 from hpcrl.monitor.view import FRAME_INTERVAL_S, pace_looks, show_frames
+from hpcrl.rollout.reporting import find_report_interval
 from hpcrl.system.files import make_private_dir, publish_json
 
 NUM_WORKERS = {"env": 600, "decode": 350, "prefill": 49, "train": 1}
@@ -46,6 +47,7 @@ SECONDS, SECONDS_FULL = 30.0, 300.0
 NUM_STEPS = 1000
 MAX_SHARE = 0.02
 ENGINE_INTERVAL_S = 10
+COUNT_INTERVAL_S = round(find_report_interval(NUM_WORKERS["env"]))
 HOUR_S = 3600
 LONG_SHARE = 10
 """One worker of this number has an hour of lines for the first look."""
@@ -85,24 +87,22 @@ class LargeCampaign:
     def work(self, second: int) -> None:
         """Write what the workers report in one second."""
         self._num_done += 1
-        episodes = EpisodesCounted(
-            running=8,
-            done=self._num_done,
-            num_tokens=300 * self._num_done,
-            outcomes={"a": {"finished": self._num_done}},
-        )
+        episodes = make_counts(self._num_done)
         load = EngineCounted(window_s=10.0, busy_share=0.7, running=9.0, waiting=1.0, num_tokens=900, version=3)
         for number, (name, log) in enumerate(self._logs.items()):
-            if name.startswith("env"):
+            if name.startswith("env") and number % COUNT_INTERVAL_S == second % COUNT_INTERVAL_S:
                 log.emit(episodes)
-            elif number % ENGINE_INTERVAL_S == second % ENGINE_INTERVAL_S and not name.startswith("train"):
+            elif name.startswith(("decode", "prefill")) and number % ENGINE_INTERVAL_S == second % ENGINE_INTERVAL_S:
                 log.emit(load)
 
     def write_hour(self) -> int:
         """Write what a tenth of the workers report in the hour before now; return the number of lines."""
         started = time.time() - HOUR_S
         num_lines = 0
-        for role, make_event, interval_s in (("env", make_counts, 1), ("decode", make_load, ENGINE_INTERVAL_S)):
+        for role, make_event, interval_s in (
+            ("env", make_counts, COUNT_INTERVAL_S),
+            ("decode", make_load, ENGINE_INTERVAL_S),
+        ):
             events = [(second, make_event(second)) for second in range(interval_s, HOUR_S, interval_s)]
             for index in range(NUM_WORKERS[role] // LONG_SHARE):
                 worker = make_worker_name(0, role, index)

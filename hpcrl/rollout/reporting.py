@@ -29,9 +29,16 @@ from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.rows import count_by_fate
 from hpcrl.spool.status import EpisodeStatus
 
-REPORT_INTERVAL_S = 1.0
+REPORT_INTERVAL_S, MAX_REPORT_INTERVAL_S = 1.0, 20.0
+MAX_REPORTS_PER_S = 60
+"""The reports of all env workers together: whoever watches reads them all, and they are kept."""
 LOOP_WINDOW_S = 60.0
 """The time over which a loop has to be busy to be the limit."""
+
+
+def find_report_interval(num_workers: int) -> float:
+    """Return the seconds between two reports of one of these env workers."""
+    return min(max(REPORT_INTERVAL_S, num_workers / MAX_REPORTS_PER_S), MAX_REPORT_INTERVAL_S)
 
 
 class LoopFigures(NamedTuple):
@@ -183,8 +190,8 @@ class EpisodeReporter:
             self._emit(FaultReported(what="env-loop", detail=describe_busy_loop(found, num_workers=self._num_workers)))
 
     def report_due(self, *, now: float) -> None:
-        """Emit the counts if they have changed, about once a second."""
-        if now - self._reported_at >= REPORT_INTERVAL_S:
+        """Emit the counts if they have changed and the time has come."""
+        if now - self._reported_at >= find_report_interval(self._num_workers):
             self.report()
             self._reported_at = now
 

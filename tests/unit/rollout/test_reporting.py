@@ -21,7 +21,7 @@ from hpcrl.rollout.tasks import TaskStream
 from tests.support.conversations import FACTS, answer
 
 
-def make_reporter(emitted):
+def make_reporter(emitted, *, num_workers=1):
     domains = {FACTS.domain: DomainConfig(env="tests.support.bad_envs:Echo")}
     return EpisodeReporter(
         domains,
@@ -37,7 +37,21 @@ def make_reporter(emitted):
             mem_gib=4.0,
         ),
         emit=emitted.append,
+        num_workers=num_workers,
     )
+
+
+@pytest.mark.parametrize(("num_workers", "interval_s"), [(1, 1), (60, 1), (600, 10), (4096, 20)])
+def test_many_workers_report_no_more_in_all_than_few(num_workers, interval_s):
+    emitted = []
+    reporter = make_reporter(emitted, num_workers=num_workers)
+    for second in range(1, 61):
+        reporter.count_endings([(play(), "done")])
+        reporter.report_due(now=100.0 + second)
+    assert len(emitted) == 60 // interval_s
+    reporter.count_endings([(play(), "done")])
+    reporter.report()  # at the end of a job
+    assert emitted[-1].outcomes[FACTS.domain] == {"finished": 61}
 
 
 def play(status="done", choice="all", **changed):
