@@ -557,15 +557,15 @@ def _names_full_disk(text: str) -> bool:
 
 def _find_late_step(facts: HealthFacts) -> Iterator[Advisory]:
     """Find a step that takes far longer than those before, while a job runs."""
-    steps = facts.steps[-RECENT_STEPS - 1 :]
-    gaps = [later.time - earlier.time for earlier, later in itertools.pairwise(steps) if later.job == earlier.job]
+    gaps = _list_step_gaps(facts)
     number = _newest_job(facts)
     job = facts.progress.jobs.get(number)
     if not facts.is_running or len(gaps) < 5 or job is None:
         return
     limit_s = max(MAX_STEP_DELAY * median(gaps), MIN_STEP_DELAY_S)
-    since_s = facts.now - steps[-1].time
-    if steps[-1].job != number:  # the first step of a job has the starts of all workers before it
+    last = facts.steps[-1]
+    since_s = facts.now - last.time
+    if last.job != number:  # the first step of a job has the starts of all workers before it
         since_s, limit_s = facts.now - (job.started_at or facts.now), limit_s + MAX_START_S
     if since_s > limit_s:
         yield Advisory(
@@ -590,7 +590,10 @@ def _find_old_checkpoint(facts: HealthFacts) -> Iterator[Advisory]:
     started_at = [job.started_at for job in progress.jobs.values() if job.started_at is not None]
     since = max([*saved[-1:], *started_at[-1:]], default=facts.now)
     gaps = [later - earlier for earlier, later in itertools.pairwise(saved)]
-    usual_s = median(gaps[-RECENT_STEPS:]) if gaps else (facts.checkpoint_every or 0) * _find_step_interval(facts)
+    if gaps:
+        usual_s = median(gaps[-RECENT_STEPS:])
+    else:
+        usual_s = (facts.checkpoint_every or 0) * median(_list_step_gaps(facts) or [0.0])
     limit_s = max(MAX_CHECKPOINT_AGE * usual_s, MIN_CHECKPOINT_AGE_S)
     if facts.now - since > limit_s:
         yield Advisory(
@@ -606,11 +609,10 @@ def _find_old_checkpoint(facts: HealthFacts) -> Iterator[Advisory]:
         )
 
 
-def _find_step_interval(facts: HealthFacts) -> float:
-    """Return the usual time from one step to the next; 0 if no job has made two."""
+def _list_step_gaps(facts: HealthFacts) -> list[float]:
+    """Return the times from one of the recent steps to the next, without those between jobs."""
     steps = facts.steps[-RECENT_STEPS - 1 :]
-    gaps = [later.time - earlier.time for earlier, later in itertools.pairwise(steps) if later.job == earlier.job]
-    return median(gaps) if gaps else 0.0
+    return [later.time - earlier.time for earlier, later in itertools.pairwise(steps) if later.job == earlier.job]
 
 
 def _find_failing_workers(facts: HealthFacts) -> Iterator[Advisory]:
