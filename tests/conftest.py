@@ -15,7 +15,7 @@ import pytest
 
 from hpcrl.system.garbage import pause_collection
 from tests.support.campaigns import last_words
-from tests.support.leftovers import LeftoverCheck, start_check
+from tests.support.leftovers import LeftoverCheck, remove_own, start_check
 
 if TYPE_CHECKING:
     from hpcrl.models.chat_template import ChatTemplate
@@ -165,6 +165,9 @@ def find_leftovers(session: pytest.Session) -> list[str]:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail on what was left behind, in CI also if a whole suite was skipped or a module could not be imported."""
+    if hasattr(session.config, "workerinput"):
+        remove_own()  # xdist kills a process that does not end within 10 s
+        return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     failures = []
     if left := find_leftovers(session):

@@ -3,7 +3,6 @@
 show_schema       prints one, or the list
 make_schema       makes one
 JSON_OUTPUTS      the outputs by name
-WITHOUT_SCHEMA    commands whose JSON follows what a campaign has recorded
 """
 
 import argparse
@@ -39,14 +38,13 @@ JSON_OUTPUTS = {
     "simulate": JsonOutput("hpcrl simulate RECIPE --site SITE --json", "hpcrl.simulation.result:SimulationResult"),
     "try": JsonOutput("hpcrl try RECIPE --json", "hpcrl.trial.report:TrialEpisode", is_list=True),
     "traj-ls": JsonOutput("hpcrl traj ls CAMPAIGN --json", "hpcrl.spool.list_line:ListLine", is_list=True),
+    "traj-show": JsonOutput("hpcrl traj show CAMPAIGN --json", "hpcrl.traj.show:ShownTrajectory"),
     "traj-verify": JsonOutput("hpcrl traj verify CAMPAIGN --json", "hpcrl.traj.verify:VerifyReport"),
     "traj-stats": JsonOutput("hpcrl traj stats CAMPAIGN --json", "hpcrl.traj.stats:CampaignStats"),
     "report": JsonOutput("hpcrl report CAMPAIGN ... --json", "hpcrl.report.figures:ReportDocument"),
     "doctor": JsonOutput("hpcrl doctor --site SITE --json", "hpcrl.doctor.result:DoctorReport"),
     "events": JsonOutput("hpcrl events CAMPAIGN --json (each line)", "hpcrl.campaign_dir.events:CampaignEvent"),
 }
-
-WITHOUT_SCHEMA = frozenset({"traj-show"})
 
 
 def run_schema(arguments: argparse.Namespace) -> int:
@@ -61,8 +59,6 @@ def show_schema(name: str | None) -> None:
         for known, output in JSON_OUTPUTS.items():
             print_line(f"{known:<{width}}  {output.command}")
         return
-    if name in WITHOUT_SCHEMA:
-        raise HpcrlError(f"{name} has no schema: its fields are those that the campaign has recorded")
     if name not in JSON_OUTPUTS:
         names = list(JSON_OUTPUTS)
         raise HpcrlError(f"no schema {name!r}: {suggest_name(name, names)}there are {', '.join(names)}")
@@ -83,7 +79,17 @@ def make_schema(name: str) -> dict[str, Any]:
     schema = msgspec.json.schema(kind)
     for table in schema.get("$defs", {}).values() if output.dropped else ():
         _drop_fields(table, output)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": output.command, **schema}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": output.command, **_allow_null(schema)}
+
+
+def _allow_null(part: Any) -> Any:
+    """Return a part of a schema in which every number may be null, which stands for NaN and infinity."""
+    if isinstance(part, list):
+        return [_allow_null(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    types = {"type": ["number", "null"]} if part.get("type") == "number" else {}
+    return {name: _allow_null(one) for name, one in part.items()} | types
 
 
 def _unite(kinds: list[Any]) -> Any:

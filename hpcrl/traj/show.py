@@ -11,8 +11,10 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
@@ -23,7 +25,15 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import SpoolError
 from hpcrl.monitor.screen_parts import FittedTable
 from hpcrl.spool.outcome import is_failure, name_outcome
-from hpcrl.spool.record import MASK_REASONS, TRAINABLE, EpisodeTurn, Trajectory, list_columns, sum_phase_times
+from hpcrl.spool.record import (
+    MASK_REASONS,
+    TRAINABLE,
+    EpisodeTurn,
+    Trajectory,
+    TrajectoryFacts,
+    list_columns,
+    sum_phase_times,
+)
 from hpcrl.spool.rows import (
     PlacedTurn,
     RowColumns,
@@ -182,7 +192,7 @@ def show_trajectory(
         )
     exchanges = build_conversation(trajectory, decoder, row=row, turns=placed_turns[row])
     if as_json:
-        print_json(_build_json_fields(location, trajectory, exchanges, row=row, tokens=tokens))
+        print_json(_build_shown(location, trajectory, exchanges, row=row, tokens=tokens))
         return 0
     console = make_console(pipe_width=100)
     kept_in = str(location.path.relative_to(campaign.root)) if is_kept else None
@@ -337,14 +347,30 @@ def _sign_style(value: float) -> str:
     return "green" if value > 0 else "red" if value < 0 else "dim"
 
 
-def _build_json_fields(
-    location: SegmentLocation, trajectory: Trajectory, exchanges: Sequence[ChatExchange], *, row: int, tokens: bool
-) -> dict[str, object]:
-    columns = list_columns(trajectory)
-    facts = {name: getattr(trajectory, name) for name in trajectory.__struct_fields__ if name not in columns}
-    facts["turns"] = exchanges
-    facts["conversation"] = row + 1
-    return {**facts, "segment": str(location.path), **(columns if tokens else {})}
+class ShownTrajectory(TrajectoryFacts, frozen=True, kw_only=True):
+    """A trajectory with one of its conversations, as `show --json` prints it."""
+
+    turns: list[ChatExchange]  # type: ignore[assignment]
+    """The turns of the conversation."""
+    conversation: int
+    """The number of the conversation, counted from 1."""
+    segment: str
+    """The file that holds it."""
+    token_ids: list[int] | UnsetType = UNSET
+    """The columns of all conversations; only with --tokens."""
+    logprobs: list[float | None] | UnsetType = UNSET
+    versions: list[int] | UnsetType = UNSET
+    loss_mask: list[bool] | UnsetType = UNSET
+    teacher_logprobs: list[float | None] | UnsetType | None = UNSET
+
+
+def _build_shown(
+    location: SegmentLocation, trajectory: Trajectory, exchanges: list[ChatExchange], *, row: int, tokens: bool
+) -> ShownTrajectory:
+    facts = {name: getattr(trajectory, name) for name in TrajectoryFacts.__struct_fields__}
+    columns: dict[str, Any] = dict(list_columns(trajectory)) if tokens else {}
+    fields = {**facts, **columns, "turns": exchanges}
+    return ShownTrajectory(**fields, conversation=row + 1, segment=str(location.path))
 
 
 # ---- the tree of conversations

@@ -3,6 +3,7 @@
 LeftoverCheck  compares what is there before the first of the sessions that run beside each other and after the last
 Leftovers      its result
 start_check    start it for this machine's folders, and mark what this session starts
+remove_own     remove what multiprocessing would only remove when this process ends
 
 Sessions share a lock file: the one that starts alone notes what is there, the one that ends last compares. So none is
 blamed for what another still uses, and what any of them left is found. The last one also removes the lock file, and
@@ -13,6 +14,7 @@ developer's campaign, if a process uses it that no test session has started.
 import contextlib
 import fcntl
 import json
+import multiprocessing.util
 import os
 import re
 import tempfile
@@ -137,6 +139,11 @@ def start_check() -> LeftoverCheck:
     os.environ[MARK] = str(os.getpid())
     temporary = Path(tempfile.gettempdir())
     return LeftoverCheck((Path("/dev/shm"), temporary), lock=temporary / f"hpcrl-tests-{os.getuid()}.lock")
+
+
+def remove_own() -> None:
+    """Remove now what multiprocessing has made for this process and removes when it ends: it may be killed before."""
+    multiprocessing.util._run_finalizers()
 
 
 def _find_used(files: dict[str, tuple[int, int]]) -> tuple[set[str], set[str]]:

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,25 @@ file.close()
 print("mapped", flush=True)
 sys.stdin.read()
 """
+
+
+OWN = """
+import multiprocessing, os, signal, sys
+from multiprocessing import connection
+from tests.support.leftovers import remove_own
+
+open(connection.arbitrary_address("AF_UNIX"), "w").close()
+print(len(os.listdir(os.environ["TMPDIR"])), flush=True)
+remove_own()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_is_killed_at_its_end_has_removed_its_own_files(tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", OWN], env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("1\n", -signal.SIGKILL), done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """`hpcrl calibrate`: coefficients from a CSV file or a campaign, and clear refusals."""
 
-import json
-
 import msgspec
 import pytest
 
@@ -14,6 +12,7 @@ from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.hardware.cost_model import estimate_speed, read_model_shape
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
+from tests.support.printed_json import load_checked
 
 HEADER = "gpu,model,precision,tp,batch,prompt_tokens,reply_tokens,token_ms"
 SHAPE = read_model_shape(MODEL_CONFIGS["Qwen/Qwen3-8B"])
@@ -57,7 +56,7 @@ def test_slower_servers_give_slower_coefficients(tmp_path):
 
 def test_json_has_the_coefficients_and_errors(csv_file, capsys):
     assert main(["calibrate", str(csv_file), "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = load_checked(capsys.readouterr().out, "calibrate")
     assert printed["num_points"] == 18
     assert [one["gpu"] for one in printed["errors"]] == ["h100", "h200"]
     assert set(printed["fit"]) >= {"layer_s", "read", "train"}

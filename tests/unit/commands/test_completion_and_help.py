@@ -1,7 +1,6 @@
 """Help, completion, schemas and the manual page agree with the commands that there are."""
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -10,20 +9,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import msgspec
 import pytest
 
 from hpcrl.cli import load_command, main, make_parser
 from hpcrl.commands.completion import SHELLS, find_candidates, make_script
 from hpcrl.commands.examples import EXAMPLES, find_parsers
-from hpcrl.commands.schemas import JSON_OUTPUTS, WITHOUT_SCHEMA, make_schema
+from hpcrl.commands.schemas import JSON_OUTPUTS, make_schema
 from hpcrl.commands.topics import TOPICS, make_man_page
 from hpcrl.config.key_table import list_keys
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site
+from tests.support.printed_json import load_checked
 from tests.unit.commands.conftest import CampaignMaker
-
-jsonschema = pytest.importorskip("jsonschema")
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
@@ -146,13 +145,13 @@ def test_bash_completes_a_command(home: Path, tmp_path: Path) -> None:
     assert done.stdout == "monitor\n"
 
 
-def test_every_command_with_json_has_a_schema_or_is_named_as_one_without() -> None:
+def test_every_command_with_json_has_a_schema() -> None:
     with_json = {
         name.replace(" ", "-")
         for name, parser in find_parsers(make_parser()).items()
         if "--json" in parser._option_string_actions
     }
-    assert with_json == JSON_OUTPUTS.keys() | WITHOUT_SCHEMA
+    assert with_json == JSON_OUTPUTS.keys()
 
 
 @pytest.mark.parametrize("name", JSON_OUTPUTS)
@@ -175,7 +174,7 @@ def test_the_json_of_a_command_has_its_schema(
 ) -> None:
     make_campaign("one"), make_campaign("two")
     assert main(words) == 0
-    jsonschema.validate(json.loads(capsys.readouterr().out), make_schema(name))
+    load_checked(capsys.readouterr().out, name)
 
 
 @pytest.mark.parametrize(("name", "words"), [("traj-stats", ["traj", "stats"]), ("report", ["report"])])
@@ -185,7 +184,7 @@ def test_the_json_of_a_command_that_becomes_another_program_has_its_schema(
     make_campaign("one")
     command = [sys.executable, "-m", "hpcrl.cli", *words, "one", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    jsonschema.validate(json.loads(done.stdout), make_schema(name))
+    load_checked(done.stdout, name)
 
 
 def test_every_line_of_events_has_their_schema(
@@ -194,7 +193,7 @@ def test_every_line_of_events_has_their_schema(
     make_campaign("one")
     assert main(["events", "one", "--json"]) == 0
     for line in capsys.readouterr().out.splitlines():
-        jsonschema.validate(json.loads(line), make_schema("events"))
+        load_checked(line, "events")
 
 
 def test_the_schema_of_the_monitor_allows_no_detail() -> None:

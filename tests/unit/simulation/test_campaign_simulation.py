@@ -24,6 +24,7 @@ from hpcrl.simulation.sizes import find_sizes
 from hpcrl.simulation.timeline import draw_timeline
 from hpcrl.simulation.workload import DrawnEpisodes, LatencySettings, RecordedEpisodes, read_traces
 from hpcrl.testing.virtual_time import run_virtual
+from tests.support.printed_json import load_checked
 
 GOLDEN = Path(__file__).parent / "quickstart.json"
 SPEED = estimate_speed(GPU_CATALOGUE["h100"], shape=read_model_shape(MODEL_CONFIGS["Qwen/Qwen3-8B"]))
@@ -290,7 +291,7 @@ def test_the_command_prints_figures_and_draws_a_timeline(tmp_path, capsys):
     assert "step time" in capsys.readouterr().out
     assert picture.read_text().startswith("<svg")
     assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_steps"] == 4
+    assert load_checked(capsys.readouterr().out, "simulate")["num_steps"] == 4
 
 
 def test_a_timeline_has_a_row_for_each_role_and_escapes_names():

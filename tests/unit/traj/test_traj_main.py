@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ from hpcrl.traj.conversation import (
 from hpcrl.traj.history import SeenIds, TrajectoryHistory, TrajectorySelection
 from hpcrl.traj.stats import DomainTally, count_by_domain, count_fates
 from tests.support.campaign_spools import Spools, unscored
+from tests.support.printed_json import load_checked
 from tests.support.trajectories import make_lake_trajectory, make_taught_trajectory
 
 
@@ -199,6 +201,24 @@ def test_show_tokens_prints_each_id_and_log_probability(filled, capsys):
     _, out, _ = traj(filled, "show", "lake/3/1", "--tokens", capsys=capsys)
     assert "<user>" in out
     assert out.count("-0.5000") == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("ls", "--json"), "traj-ls"),
+        (("show", "--json"), "traj-show"),
+        (("show", "--json", "--tokens"), "traj-show"),
+        (("verify", "--json"), "traj-verify"),
+        (("stats", "--json"), "traj-stats"),
+    ],
+)
+def test_every_output_has_its_schema(filled, capsys, words, name):
+    filled.scored(make_taught_trajectory())
+    filled.add("rollouts", unscored(make_lake_trajectory(9, status="env-fault", reset_s=math.nan)))
+    code, out, _ = traj(filled, *words, capsys=capsys)
+    assert code == 0
+    load_checked(out, name)
 
 
 def test_show_prints_the_log_probs_of_a_teacher(spools, capsys):
