@@ -107,6 +107,11 @@ class WorkerContext:
         """True once the job is to end: start nothing new, seal what is there."""
         return self.end_requested.is_set() or self.has_request(self.job.drain)
 
+    def is_ending(self) -> bool:
+        """Return whether the job is to end, by a look at this moment: other workers may have noticed it before."""
+        self._requests.expect_change()
+        return self.draining
+
     def has_request(self, request: Path) -> bool:
         """Return whether the driver has published a request, a file of the job's directory."""
         return request.name in self._requests.names()
@@ -187,7 +192,7 @@ def make_judge_report(context: WorkerContext) -> Callable[[str], None]:
     """Return a function that reports what a worker's proxy to the judges has met, until the job ends: so do judges."""
 
     def report(problem: str) -> None:
-        if not context.draining:
+        if not context.is_ending():
             context.events.emit(FaultReported(what="judge", detail=problem))
 
     return report

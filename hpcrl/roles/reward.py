@@ -171,7 +171,7 @@ class ScoringSession:
         if answer.error:
             _check_segment(source, context)
             return
-        if context.draining and context.recipe.judge and _has_error(answer):
+        if context.recipe.judge and _has_error(answer) and context.is_ending():
             return  # a judge may have ended before this worker: the next job scores the segment
         pause_s = MIN_WRITE_PAUSE_S
         while self._needs_twin(name):

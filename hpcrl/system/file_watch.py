@@ -223,6 +223,10 @@ class NameWatch:
         self._directory = directory
         self._names = WatchedValue(directory, self._list, longest_s=longest_s, clock=clock)
 
+    def expect_change(self) -> None:
+        """Look for a change at the next call."""
+        self._names.expect_change()
+
     def names(self) -> frozenset[str]:
         """Return the names that are there."""
         return self._names.poll()

@@ -13,10 +13,12 @@ from hpcrl.rollout.judges.proxy import JudgeProxy
 from hpcrl.rollout.reward_process import SegmentScores
 from hpcrl.rollout.rewards import RewardScore
 from hpcrl.spool.segment import write_segment
+from hpcrl.system.file_watch import NameWatch
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.processes import list_descendants
 from hpcrl.testing.event_lines import read_events
 from tests.support.campaign_spools import unscored
+from tests.support.clocks import SettableClock
 from tests.support.reward_stage import NUM, RewardStage, finish
 from tests.support.served_judges import judge_host
 from tests.support.trajectories import make_lake_trajectory
@@ -152,7 +154,13 @@ def test_a_segment_whose_judge_ended_first_with_the_job_is_left_to_the_next_job(
     session, drain = ScoringSession(context, stage.process, stage.faults), context.job.drain
     failed = SegmentScores(segment="a.h5", scores=[RewardScore(error="the judge does not answer")] * NUM)
     make_private_dir(drain.parent)
+    clock = SettableClock()
+    context._requests = NameWatch(drain.parent, clock=clock)
+    for now in (0.0, 100.0, 200.0):
+        clock.now = now
+        assert not context.draining
     drain.touch()
+    assert not context.draining, "this worker looks again in 2 s"
     make_judge_report(context)("the judge has ended")
     session._write_twin("a.h5", failed)
     assert not list(stage.campaign.spool("scored").glob("*.h5"))
