@@ -13,6 +13,7 @@ from hpcrl.rollout.judges.proxy import JudgeProxy
 from hpcrl.rollout.reward_process import SegmentScores
 from hpcrl.rollout.rewards import RewardScore
 from hpcrl.spool.segment import write_segment
+from hpcrl.system import file_watch
 from hpcrl.system.file_watch import NameWatch
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.processes import list_descendants
@@ -148,7 +149,8 @@ def test_a_twin_has_the_log_probs_of_the_teacher_and_a_fault_where_it_gave_none(
     assert "lake/0/1: teacher.judge = 'grader'" in fault["detail"]
 
 
-def test_a_segment_whose_judge_ended_first_with_the_job_is_left_to_the_next_job(stage):
+def test_a_segment_whose_judge_ended_first_with_the_job_is_left_to_the_next_job(stage, monkeypatch):
+    monkeypatch.setattr(file_watch, "PAUSE_SHARE", 0.1)
     stage.add("a.h5")
     context = stage.open("hang_for", index=9, settings=("judge.grader.tiny={}",))._context
     session, drain = ScoringSession(context, stage.process, stage.faults), context.job.drain
