@@ -44,7 +44,7 @@ from hpcrl.hardware.speed_fit import (
 )
 from hpcrl.monitor.count_lines import drop_superseded
 from hpcrl.plan.records import read_plan, read_recipe, read_site
-from hpcrl.system.terminal import print_json, print_line
+from hpcrl.system.terminal import print_json, print_line, show_wait
 
 
 class _CsvColumn(NamedTuple):
@@ -117,11 +117,12 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
 
 def calibrate_speed(source: str, *, site: Site | None, held_out: Sequence[str], as_json: bool) -> int:
     """Fit to a campaign or a CSV file, but not to the GPU types in `held_out`, and print the result."""
-    if source.endswith(".csv") or Path(source).is_file():
-        servers = read_serving_csv(Path(source), find_gpu=GPU_CATALOGUE.get if site is None else site.find_gpu)
-    else:
-        servers = read_campaign_points(directory.find_campaign(source))
-    report = fit_servers(servers, held_out=held_out)
+    with show_wait("the measurements are read, and the cost model is fitted to them"):
+        if source.endswith(".csv") or Path(source).is_file():
+            servers = read_serving_csv(Path(source), find_gpu=GPU_CATALOGUE.get if site is None else site.find_gpu)
+        else:
+            servers = read_campaign_points(directory.find_campaign(source))
+        report = fit_servers(servers, held_out=held_out)
     if as_json:
         print_json(report)
         return 0

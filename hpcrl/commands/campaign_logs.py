@@ -28,7 +28,14 @@ from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.monitor.log_tail import ROLE_LOGS, list_role_logs, read_from, read_last_lines, split_lines
-from hpcrl.system.terminal import escape_to_one_line, format_timestamp, print_json_text, print_line, print_to_stderr
+from hpcrl.system.terminal import (
+    escape_to_one_line,
+    format_timestamp,
+    print_json_text,
+    print_line,
+    print_to_stderr,
+    show_wait,
+)
 
 FOLLOW_INTERVAL_S = 0.5
 MAX_EVENT_LINES = 2
@@ -120,7 +127,8 @@ def list_events(
     if not follow:  # the role may start later
         _check_roles(campaign, roles)
     reader, shown = EventReader(campaign.events), set[str]()
-    newest = deque(_read_sorted(reader, kinds=kinds, roles=roles), maxlen=limit or None)
+    with show_wait(f"the events of {campaign.name} are read"):
+        newest = deque(_read_sorted(reader, kinds=kinds, roles=roles), maxlen=limit or None)
     while True:
         for line in newest:
             if as_json:

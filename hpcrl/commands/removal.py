@@ -13,7 +13,7 @@ from hpcrl.campaign import directory, surplus
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import CampaignError, HpcrlError
 from hpcrl.monitor.view import survey_campaigns
-from hpcrl.system.terminal import format_bytes, print_line, print_note
+from hpcrl.system.terminal import format_bytes, print_line, print_note, show_wait, track_progress
 
 REMOVABLE_STATES = frozenset({"done", "failed", "stopped", "planned"})
 
@@ -28,7 +28,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
         show_note=print_note
     )
     parts: list[surplus.SurplusPart] = []
-    for campaign in campaigns:
+    for campaign in track_progress(campaigns, "campaigns are looked through"):
         try:
             parts += surplus.find_surplus(campaign, with_archive=arguments.archive)
         except (HpcrlError, OSError, ValueError) as error:
@@ -41,7 +41,8 @@ def run_gc(arguments: argparse.Namespace) -> int:
     if not arguments.yes:
         print_line(f"{total} in all; `hpcrl gc --yes` removes it" if parts else "nothing can be removed")
         return 0
-    failed = surplus.remove_surplus(parts)
+    with show_wait(f"{total} are removed"):
+        failed = surplus.remove_surplus(parts)
     for line in failed:
         print_note(f"not removed: {line}")
     print_line(f"{total} in all, {'removed' if not failed else 'removed but for what is named above'}")
@@ -56,7 +57,8 @@ def remove_campaigns(names: Sequence[str], *, is_agreed: bool) -> None:
         directory.refuse_protected(campaign)
     for campaign in campaigns:
         if is_agreed or _ask_user(campaign):
-            directory.release_campaign(campaign)
+            with show_wait(f"the files of {campaign.name} are removed"):
+                directory.release_campaign(campaign)
             print_line(f"campaign {campaign.name} is removed")
         else:
             print_line(f"campaign {campaign.name} is kept")
@@ -76,7 +78,8 @@ def _refuse_living(campaign: CampaignDir) -> None:
 def _ask_user(campaign: CampaignDir) -> bool:
     if not sys.stdin.isatty():
         raise HpcrlError(f"rm {campaign.name}: it cannot ask without a terminal: add --yes")
-    size = format_bytes(_measure_size(campaign))
+    with show_wait("its size is measured"):
+        size = format_bytes(_measure_size(campaign))
     answer = input(f"remove {campaign.root} ({size}, with its checkpoints and trajectories)? [y/N] ")
     return answer.strip().lower() in ("y", "yes")
 

@@ -28,7 +28,7 @@ from hpcrl.slurm.step_script import make_step_script, make_step_setup
 from hpcrl.slurm.submit import make_site_environment
 from hpcrl.system.files import make_private_dir, publish_file, read_last_line, remove_path
 from hpcrl.system.processes import do_nothing
-from hpcrl.system.terminal import print_json, print_line, print_to_stderr
+from hpcrl.system.terminal import print_json, print_line, print_to_stderr, show_wait
 
 WALLTIME_MIN = 10
 EXIT_FOUND_FAULTS = 1
@@ -165,7 +165,8 @@ def run_doctor(site: Site, *, has_job: bool, as_json: bool, timeout_s: float) ->
         if site.scheduler != "slurm":
             raise ConfigError(f"site {site.name!r} has no Slurm, so that no job can check its nodes: leave out --job")
         folder = Path(tempfile.mkdtemp(prefix="doctor-", dir=make_private_dir(campaigns)))
-        found = run_node_jobs(site, folder=folder, timeout_s=timeout_s, show=print_to_stderr)
+        with show_wait("Slurm starts a job on each partition, which checks its node"):
+            found = run_node_jobs(site, folder=folder, timeout_s=timeout_s, show=print_to_stderr)
         if all(result.name != "node-job" for result in found):
             remove_path(folder)
         if not as_json:

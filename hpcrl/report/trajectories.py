@@ -31,6 +31,7 @@ from hpcrl.spool.rows import RowColumns, expand_row, list_placed_turns
 from hpcrl.spool.segment import Segment, read_facts, read_segment
 from hpcrl.spool.status import EpisodeStatus
 from hpcrl.system.json_numbers import finite_or_none
+from hpcrl.system.terminal import track_progress
 from hpcrl.traj.conversation import (
     ChatExchange,
     TokenDecoder,
@@ -211,7 +212,7 @@ def read_trajectories(campaign: CampaignDir, *, max_text_bytes: int = MAX_TEXT_B
 def _offer_trajectories(history: TrajectoryHistory, sampler: _TrajectorySampler) -> None:
     """Offer every trajectory to the sampler, each once."""
     seen = {True: SeenIds(), False: SeenIds()}
-    for location in history.segment_locations():
+    for location in track_progress(history.segment_locations(), "trajectories are read"):
         try:
             segment_facts = read_facts(location.path)
         except SpoolError as error:

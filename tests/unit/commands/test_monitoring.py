@@ -113,6 +113,11 @@ def test_all_that_is_drawn_in_locale_c_is_ascii(
         (["traj", "stats", "one"], b"the trajectories are read"),
         (["traj", "show", "one", "--best"], b"the trajectories are read"),
         (["report", "one"], b"one: reading events"),
+        (["events", "one"], b"the events of one are read"),
+        (["gc"], b"campaigns are looked through"),
+        (["rm", "one", "--yes"], b"the files of one are removed"),
+        (["rm", "one"], b"its size is measured"),
+        (["calibrate", "one"], b"the measurements are read, and the cost model is fitted to them"),
         (["-m", "bench.cli"], b"cli is measured"),
     ],
 )
