@@ -91,6 +91,19 @@ def test_the_sdist_has_what_a_wheel_is_built_from(built: Path) -> None:
         assert list_source(folder) - names == set()
 
 
+def test_pip_makes_the_same_wheel_of_the_sdist(built: Path, tmp_path: Path) -> None:
+    (sdist,), (wheel,) = built.glob("hpcrl-*.tar.gz"), built.glob("hpcrl-*.whl")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-index"]
+    words = [*pip, "--no-build-isolation", "--wheel-dir", str(tmp_path), str(sdist)]
+    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+    assert read_wheel(tmp_path / wheel.name) == read_wheel(wheel)
+
+
+def read_wheel(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
 def test_the_site_has_every_page_and_no_broken_link(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("material")
