@@ -93,7 +93,7 @@ sbom: $(VENV)/.local
 	$(BIN)/python .ci/sbom.py
 
 clean:
-	rm -rf site $(VENV) .venv-envs .venv-verifiers .venv-agents .venv-trl build dist *.egg-info
+	rm -rf site $(VENV) .venv-envs .venv-verifiers .venv-readers .venv-agents .venv-trl build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hpcrl needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -125,6 +125,8 @@ $(VENV)/.vllm: $(VENV)/.local
 	@touch $@
 .venv-envs/.done: PACKAGES = --editable '.[envs]'
 .venv-verifiers/.done: PACKAGES = 'verifiers>=0.4,<0.5'
+# What reads exports: their tests are skipped without it.
+.venv-readers/.done: PACKAGES = 'inspect-ai>=0.3.200,<0.4' datasets
 
 # What bench.whole compares with; torch and transformers are those of the main environment.
 .venv-trl/.done: $(VENV)/.local | $(BIN)/uv

@@ -17,6 +17,8 @@ from hpcrl.traj import parquet
 from hpcrl.traj.__main__ import main
 from tests.support.campaign_spools import Spools, unscored
 from tests.support.disks import largest_file
+from tests.support.doc_blocks import TUTORIAL, find_blocks
+from tests.support.readers import find_readers, run_reader
 from tests.support.trajectories import make_lake_trajectory, make_taught_trajectory
 
 
@@ -66,6 +68,28 @@ def test_json_lines_hold_messages_and_exact_token_columns(filled, tmp_path):
     assert rows[4]["reward"] is None
     for name, dtype in COLUMNS.items():
         assert np.array_equal(np.array(rows[2][name], dtype), getattr(make_lake_trajectory(2), name))
+
+
+LOAD = """
+import datasets, sys
+
+load_train = datasets.load_dataset
+
+def load_and_print(*arguments, **options):
+    loaded = load_train(*arguments, **options)["train"]
+    print(loaded.num_rows, len(loaded[0]["token_ids"]), loaded[2]["messages"][0]["content"])
+
+datasets.load_dataset = load_and_print
+exec(sys.argv[1], {})
+"""
+
+
+@pytest.mark.skipif(not find_readers(), reason="needs the readers of exports (make .venv-readers/.done)")
+def test_datasets_loads_every_format_as_the_page_shows(filled, tmp_path):
+    for name in ("run.parquet", "run.jsonl", "exported"):
+        assert export(filled, tmp_path / name) == 0
+    (block,) = find_blocks(TUTORIAL.parent / "trajectories.md", "python")
+    assert run_reader(LOAD, block.text, directory=tmp_path) == 3 * ["5 11 hi"]
 
 
 def test_parquet_holds_the_same_as_json_lines(filled, tmp_path):

@@ -1,14 +1,7 @@
-"""`hpcrl traj export --format inspect` writes logs that inspect-ai reads, and messages have the template's roles.
+"""`hpcrl traj export --format inspect` writes logs that inspect-ai reads, and messages have the template's roles."""
 
-The last test needs inspect-ai, in this interpreter or in that of $HPCRL_INSPECT_PYTHON.
-"""
-
-import importlib.util
 import json
 import math
-import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -23,6 +16,7 @@ from hpcrl.testing.model_templates import FAMILIES, save_family
 from hpcrl.traj.__main__ import main
 from hpcrl.traj.conversation import make_message_splitter
 from tests.support.campaign_spools import Spools, unscored
+from tests.support.readers import find_readers, run_reader
 from tests.support.trajectories import make_lake_trajectory
 
 QWEN = (
@@ -318,19 +312,10 @@ print([message.text for message in turns[2].input], turns[2].output.completion, 
 """
 
 
-def find_inspect_python():
-    if importlib.util.find_spec("inspect_ai"):
-        return sys.executable
-    return os.environ.get("HPCRL_INSPECT_PYTHON")
-
-
-@pytest.mark.skipif(not find_inspect_python(), reason="inspect-ai is not installed, and HPCRL_INSPECT_PYTHON not set")
+@pytest.mark.skipif(not find_readers(), reason="needs the readers of exports (make .venv-readers/.done)")
 def test_inspect_ai_reads_the_logs_and_writes_them_again_unchanged(forked, tmp_path):
     assert export(forked, tmp_path / "logs") == 0
-    command = [find_inspect_python(), "-c", READ_ALL, str(tmp_path / "logs"), str(tmp_path / "again.eval")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ""})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    assert run_reader(READ_ALL, "logs", "again.eval", directory=tmp_path) == [
         "lake success 3 0.5 ls",
         "['Be brief.', 'What is there?', 'Quickly!'] Files. 7",
     ]
