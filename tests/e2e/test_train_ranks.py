@@ -28,7 +28,8 @@ def test_two_ranks_killed_with_their_driver_resume_and_train_every_group_once(cr
         num_consumed_groups(crashed.campaign) == crashed.num_steps * 2
     )  # a group that is trained on twice counts once
     events = list(read_events(crashed.campaign.events))
-    assert [event["transport"] for event in events if event["event"] == "transport"] == ["window", "window"]
+    chosen = {event["job"]: event["transport"] for event in reversed(events) if event["event"] == "transport"}
+    assert chosen == {0: "window", 1: "window"}, "later, a machine that is too busy may make an engine ask for files"
     published = {event["version"] for event in events if event["event"] == "published"}
     assert published >= set(range(crashed.num_steps + 1))
 
