@@ -4,7 +4,9 @@ EventLog     append events
 EventReader  read new events
 find_worker_node   the node on which a worker has last run
 LineChooser    a function that leaves out lines that a reader does not need
-EVENT_SUFFIX, BEAT_INTERVAL_S, MAX_PENDING_LINES, MAX_LOOK_INTERVAL_S, TAIL_BYTES, BLOCK_BYTES    constants
+LookSchedule   when a sparing reader looks at each file
+EVENT_SUFFIX, BEAT_INTERVAL_S, MAX_PENDING_LINES, TAIL_BYTES, BLOCK_BYTES    constants
+MAX_LOOK_INTERVAL_S, NUM_FREE_LOOKS, MAX_LOOKS_PER_S    how often it does
 
 A line is written by one write(2) on an O_APPEND descriptor, so a killed process tears at most its own last line.
 Work never ends for an event: on a full or unreachable file system lines wait in memory, the oldest are dropped where
@@ -24,7 +26,7 @@ import stat
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +34,8 @@ from typing import Any
 
 from hpcrl.campaign_dir.events import CampaignEvent, EventsLost, build_line, is_known_event, parse_event
 from hpcrl.campaign_dir.paths import CampaignDir, make_worker_name
-from hpcrl.system.file_watch import NameWatch, PollPace, is_full
+from hpcrl.system import file_watch
+from hpcrl.system.file_watch import NameWatch, is_full
 from hpcrl.system.files import parse_json_lines
 
 EVENT_SUFFIX = ".jsonl"
@@ -50,6 +53,8 @@ BEAT_INTERVAL_S = 10.0
 """The time between heartbeats: a third of the age at which a process counts as ended."""
 MAX_PENDING_LINES = 1000
 """The most lines that wait for a file system to accept them."""
+NUM_FREE_LOOKS, MAX_LOOKS_PER_S = 100, 400
+"""A sparing reader looks at no more than so many files a second, besides a few."""
 MAX_LOOK_INTERVAL_S = 5.0
 """The longest that a sparing reader leaves a file alone; well below the age of a heartbeat that counts."""
 
@@ -165,7 +170,7 @@ class EventReader:
     ended_jobs: frozenset[int] = frozenset()
     """Jobs whose files are not looked at, since they were read to their end."""
     _names: NameWatch | None = None
-    _paces: dict[str, PollPace] = field(default_factory=dict)
+    _schedule: "LookSchedule" = field(default_factory=lambda: LookSchedule())
 
     @classmethod
     def for_role(cls, directory: Path, role: str, *, job: int | None = None) -> "EventReader":
@@ -183,7 +188,7 @@ class EventReader:
     def expect_change(self) -> None:
         """Look at everything at the next call."""
         self._names = None
-        self._paces.clear()
+        self._schedule = LookSchedule()
 
     def poll(self) -> Iterator[CampaignEvent]:
         """Return new events, file by file; incomplete lines wait for the next call, unknown ones are skipped."""
@@ -258,8 +263,7 @@ class EventReader:
         self.touched[name.removesuffix(EVENT_SUFFIX)] = facts.st_mtime
         if facts.st_size <= self.offsets.get(name, 0) or not stat.S_ISREG(facts.st_mode):
             return False
-        if name in self._paces:
-            self._paces[name].note_change()
+        self._schedule.note_change(name)
         return True
 
     def _read_block(self, name: str, num_bytes: int) -> tuple[bytes, bool]:
@@ -280,17 +284,57 @@ class EventReader:
             return sorted(path.name for path in self.directory.glob(self.pattern))
         if self._names is None:
             self._names = NameWatch(self.directory)
-        ended = tuple(f"{make_worker_name(job)}-" for job in self.ended_jobs)
-        try:
+        with contextlib.suppress(OSError):
             names = self._names.names()
-        except OSError:
-            names = frozenset(self._paces)
-        return [
-            name
-            for name in sorted(fnmatch.filter(names, self.pattern))
-            if not name.startswith(ended)
-            and self._paces.setdefault(name, PollPace(longest_s=MAX_LOOK_INTERVAL_S)).is_due()
-        ]
+            if names is not self._schedule.listed:
+                self._schedule.follow(fnmatch.filter(names, self.pattern), listed=names)
+        ended = tuple(f"{make_worker_name(job)}-" for job in self.ended_jobs)
+        return [name for name in self._schedule.take_due() if not name.startswith(ended)]
+
+
+class LookSchedule:
+    """The times at which a sparing reader looks at each file: ever more rarely while it does not change.
+
+    Of very many files each is looked at more rarely, as every look costs the server of the file system a call.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.listed: frozenset[str] | None = None
+        """The names that were listed last."""
+        self._clock = clock
+        self._changed_at: dict[str, float] = {}
+        self._due: list[tuple[float, str]] = []
+        """A heap of the files that are not being looked at."""
+        self._taken: list[str] = []
+        self._taken_at = 0.0
+
+    def follow(self, names: Iterable[str], *, listed: frozenset[str]) -> None:
+        """Look at these files, at new ones first of all."""
+        self.listed = listed
+        now, known = self._clock(), self._changed_at
+        self._changed_at = {name: known.get(name, now) for name in names}
+        for name in self._changed_at.keys() - known.keys():
+            heapq.heappush(self._due, (float("-inf"), name))
+
+    def note_change(self, name: str) -> None:
+        """Note that a file has changed: the next look at it comes soon."""
+        if name in self._changed_at:
+            self._changed_at[name] = self._clock()
+
+    def take_due(self) -> list[str]:
+        """Return the files to look at now, sorted."""
+        shortest_s = max(0.0, (len(self._changed_at) - NUM_FREE_LOOKS) / MAX_LOOKS_PER_S)
+        for name in self._taken:
+            if (changed_at := self._changed_at.get(name)) is not None:
+                pause_s = min(file_watch.PAUSE_SHARE * (self._taken_at - changed_at), MAX_LOOK_INTERVAL_S)
+                heapq.heappush(self._due, (self._taken_at + max(pause_s, shortest_s), name))
+        now, taken = self._clock(), set[str]()
+        while self._due and self._due[0][0] <= now:
+            _, name = heapq.heappop(self._due)
+            if name in self._changed_at:
+                taken.add(name)
+        self._taken, self._taken_at = sorted(taken), now
+        return self._taken
 
 
 def _parse_job(name: str) -> int | None:

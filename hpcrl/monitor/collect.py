@@ -2,6 +2,8 @@
 
     SnapshotCollector(campaign_dir, query=make_slurm_query(campaign_dir)).poll()      no server, no port, no writes
 
+A look alone, which whoever watches does often, costs a tenth of a snapshot where there are many workers.
+
     SnapshotCollector    reads a campaign again and again
     make_slurm_query     ask the Slurm of a campaign's site
     SlurmQuery           a function that asks Slurm about jobs
@@ -24,7 +26,7 @@ from hpcrl.errors import HpcrlError, SlurmError
 from hpcrl.monitor.advisories import Advisory, HealthFacts, find_advisories
 from hpcrl.monitor.count_lines import CountSampling, CountThinning, drop_superseded
 from hpcrl.monitor.job_state import CampaignState, JobRecord, judge_jobs, read_jobs, read_json_as, select_slurm_ids
-from hpcrl.monitor.progress import CampaignProgress
+from hpcrl.monitor.progress import COUNTS, CampaignProgress
 from hpcrl.monitor.snapshot import (
     CampaignSnapshot,
     CampaignSummary,
@@ -77,7 +79,12 @@ class SnapshotCollector:
         self._clock = clock
         self._reader = EventReader(campaign_dir.events, is_sparing=True)
         self._is_watched = progress is None
+        self._has_looked = False
         self._progress = progress if progress is not None else CampaignProgress()
+        self._now = clock()
+        self._campaign: CampaignSummary | None = None
+        self._problems: list[str] = []
+        """What the last look could not read."""
         self._jobs: dict[int, JobRecord] = {}
         self._ended_jobs: frozenset[int] = frozenset()
         """The jobs that had ended at the last call; what they wrote has been read."""
@@ -95,7 +102,12 @@ class SnapshotCollector:
 
     def poll(self) -> CampaignSnapshot:
         """Read what is new, and return the state of the campaign now."""
-        now = self._clock()
+        self.look()
+        return self.build()
+
+    def look(self) -> bool:
+        """Read what is new; return whether there is more of it than the counts that workers write all the time."""
+        now = self._now = self._clock()
         problems: list[str] = []
         # Jobs before events: if a driver's outcome is read, the events that it wrote before are read as well.
         jobs = read_jobs(self.campaign_dir, known=self._jobs, problems=problems)
@@ -103,10 +115,17 @@ class SnapshotCollector:
         self._reader.ended_jobs = ended & self._ended_jobs
         if ended != self._ended_jobs:
             self._reader.expect_change()
-        self._jobs, self._ended_jobs = {job.number: job for job in jobs}, ended
-        campaign = self._read_record("manifest", CampaignSummary, problems)
-        self._read_events(problems, now, created=campaign.created if campaign else None)
-        self._query_slurm(select_slurm_ids(jobs), now)
+        known = {job.number: job for job in jobs}
+        has_news, self._jobs, self._ended_jobs = known != self._jobs, known, ended
+        self._campaign = self._read_record("manifest", CampaignSummary, problems)
+        has_news |= self._read_events(problems, now, created=self._campaign.created if self._campaign else None)
+        has_news |= self._query_slurm(select_slurm_ids(jobs), now)
+        self._problems = problems
+        return has_news
+
+    def build(self) -> CampaignSnapshot:
+        """Return the state of the campaign by what was read so far."""
+        now, problems, jobs = self._now, list(self._problems), list(self._jobs.values())
         state, verdicts = judge_jobs(
             self.campaign_dir,
             jobs,
@@ -119,7 +138,7 @@ class SnapshotCollector:
         inputs = SnapshotInputs(
             now=now,
             directory=self.campaign_dir.name,
-            campaign=campaign,
+            campaign=self._campaign,
             recipe=recipe,
             plan=self._read_record("plan", PlanSummary, problems) or PlanSummary(),
             state=state,
@@ -155,26 +174,33 @@ class SnapshotCollector:
             self._advisories = find_advisories(facts)
         return self._advisories
 
-    def _read_events(self, problems: list[str], now: float, *, created: float | str | None) -> None:
+    def _read_events(self, problems: list[str], now: float, *, created: float | str | None) -> bool:
+        """Read the new events; return whether one of them is no count."""
         directory = self.campaign_dir.events
         if directory.exists() and not os.access(directory, os.R_OK | os.X_OK, effective_ids=True):
             problems.append(f"{directory.name}/ cannot be read: permission denied")
         if not self._is_watched:
             if isinstance(created, float):
                 self._reader.choose_lines = CountThinning(created=created).choose
-        elif self._inputs is None:  # the first look has hours of counts, later ones have seconds
+        elif not self._has_looked:  # the first look has hours of counts, later ones have seconds
             self._reader.choose_lines = CountSampling(now=now).choose
         else:
             self._reader.choose_lines = drop_superseded
+        self._has_looked, has_news = True, False
         for event in self._reader.poll_merged():
             self._progress.add(event)
+            has_news = has_news or not isinstance(event, COUNTS)
         problems += [f"{name} cannot be read: {why}" for name, why in self._reader.unreadable.items()]
         problems += self._reader.describe_damage()
+        return has_news
 
-    def _query_slurm(self, ids: Sequence[str], now: float) -> None:
-        """Ask Slurm about all jobs, at most every half minute; if the query fails, the jobs are unknown."""
+    def _query_slurm(self, ids: Sequence[str], now: float) -> bool:
+        """Ask Slurm about all jobs, at most every half minute; if the query fails, the jobs are unknown.
+
+        Return whether it was asked.
+        """
         if not ids or now - self._last_query_time < SLURM_INTERVAL_S:
-            return
+            return False
         self._last_query_time = now
         try:
             self._statuses |= self._query(ids)
@@ -184,6 +210,7 @@ class SnapshotCollector:
                 job: JobStatus(id=job, state=UNKNOWN, reason="Slurm cannot be queried here") for job in ids
             }
             self._slurm_problems = [str(error)]
+        return True
 
     def _read_record(self, name: str, kind: type[Any], problems: list[str]) -> Any:
         """Return the content of a record of the last submission, read again when it has changed."""

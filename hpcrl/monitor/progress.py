@@ -60,6 +60,8 @@ from hpcrl.spool.outcome import (
 from hpcrl.spool.status import STATUSES
 from hpcrl.spool.token_fates import STALE, TOO_LONG, TRAINED
 
+COUNTS = (EpisodesCounted, SegmentScored, EngineCounted)
+"""The events that workers write all the time."""
 RATE_WINDOW_S = 60.0
 MAX_RECENT_REWARDS = 256
 """Trajectories in the recent mean reward of each domain."""
@@ -338,7 +340,7 @@ class CampaignProgress:
         """Add one event; they come in the order of jobs and time."""
         job = self._update_job(event)
         match event:
-            case EpisodesCounted() | SegmentScored() | EngineCounted():  # nearly all events; none has a note
+            case EpisodesCounted() | SegmentScored() | EngineCounted():  # COUNTS: nearly all events; none has a note
                 self._count_event(event)
                 return
             case EvaluationFinished(number=number) if self.evaluations.setdefault(number, event) is not event:

@@ -15,7 +15,7 @@ CampaignSummary, RecipeSummary, TrainSummary, PlanSummary, ComponentSummary, Rol
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -345,18 +345,20 @@ class SnapshotInputs:
         """Return the progress of a job, from its events."""
         return self.progress.jobs.get(verdict.record.number, JobProgress()) if verdict else JobProgress()
 
-    def is_alive(self, worker: WorkerProgress) -> bool:
-        """Check for a recent heartbeat, no end event, and a job that has not ended (its driver ends its workers)."""
+    def select_live(self, workers: Iterable[WorkerProgress]) -> list[WorkerProgress]:
+        """Return those with a recent heartbeat and no end event; a job that has ended has none."""
         newest = self.newest_job
-        has_ended = newest is None or newest.record.outcome is not None or self.state in FINAL_STATES
-        return not has_ended and worker.is_up and self.now - self.heartbeats.get(worker.name, 0.0) < ALIVE_WITHIN_S
+        if newest is None or newest.record.outcome is not None or self.state in FINAL_STATES:
+            return []
+        since, heartbeats = self.now - ALIVE_WITHIN_S, self.heartbeats
+        return [worker for worker in workers if worker.is_up and heartbeats.get(worker.name, 0.0) > since]
 
 
 def build_snapshot(inputs: SnapshotInputs) -> CampaignSnapshot:
     """Build the snapshot from the collected facts."""
     progress = inputs.progress
     workers = list(inputs.job_progress(inputs.newest_job).workers.values())
-    live_workers = [worker for worker in workers if inputs.is_alive(worker)]
+    live_workers = inputs.select_live(workers)
     return CampaignSnapshot(
         name=inputs.directory,
         state=inputs.state,

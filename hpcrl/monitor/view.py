@@ -9,7 +9,7 @@ print_campaigns, survey_campaigns, CampaignLine    all campaigns, from their job
 render_campaigns    their list
 MAX_STEPS_PER_LINE, LINES_PER_CAMPAIGN, LINES_PER_START    how much is printed
 MIN_TABLE_WIDTH    how reasons are listed
-FRAME_INTERVAL_S, MAX_LOOK_SHARE, MAX_LOOK_PAUSE_S, CLOCK_INTERVAL_S    how often
+FRAME_INTERVAL_S, CLOCK_INTERVAL_S, MAX_PAUSE_S, MAX_LOOK_SHARE, MAX_CLOCK_SHARE, MAX_NEWS_SHARE    how often
 """
 
 import contextlib
@@ -144,11 +144,13 @@ MIN_TABLE_WIDTH = 80
 """The width from which on the list of campaigns has a column of reasons."""
 FRAME_INTERVAL_S = 0.25
 """The shortest time between two looks at a campaign."""
-MAX_LOOK_SHARE = 0.01
+MAX_LOOK_SHARE = 0.0125
 """The share of a core that looks may use: those at many workers that write all the time are rarer."""
-MAX_LOOK_PAUSE_S = 5.0
+MAX_PAUSE_S = 5.0
 CLOCK_INTERVAL_S = 1.0
-"""The time between two drawings of a screen on which little but the clock has changed."""
+"""The shortest time between two drawings of a screen on which little but counts and the clock has changed."""
+MAX_CLOCK_SHARE, MAX_NEWS_SHARE = 0.005, 0.05
+"""The share of a core that such drawings may use, and that those of news may: a step, a note, a worker that ended."""
 
 
 def watch_campaign(
@@ -251,26 +253,42 @@ def _replace_unprintable(console: Console) -> None:
 class SnapshotSource(Protocol):
     """A source of the state of a campaign now."""
 
-    def poll(self) -> CampaignSnapshot: ...
+    def look(self) -> bool: ...
+
+    def build(self) -> CampaignSnapshot: ...
 
 
 def pace_looks(
     source: SnapshotSource, *, interval_s: float, wait: Callable[[float], None], until_done: bool = False
 ) -> Iterator[CampaignSnapshot]:
-    """Yield the state of a campaign again and again, as often as its share of a core allows."""
+    """Yield the state of a campaign after every look at it: the same one until there is news, or some time has passed.
+
+    Looks, and states with what the caller does with them, are as frequent as their shares of a core allow.
+    """
+    started = time.process_time()
+    source.look()
+    look_s, due_at = time.process_time() - started, float("-inf")
     while True:
-        started = time.process_time()
-        snapshot = source.poll()
-        look_s = time.process_time() - started
-        yield snapshot
+        if time.monotonic() >= due_at:
+            started = time.process_time()
+            snapshot = source.build()
+            yield snapshot
+            state_s, built_at = time.process_time() - started, time.monotonic()
+            due_at = built_at + choose_pause(state_s, share=MAX_CLOCK_SHARE, interval_s=CLOCK_INTERVAL_S)
+        else:
+            yield snapshot
         if until_done and snapshot.state in FINAL_STATES:
             return
-        wait(choose_pause(look_s, interval_s=interval_s))
+        wait(choose_pause(look_s, share=MAX_LOOK_SHARE, interval_s=interval_s))
+        started = time.process_time()
+        if source.look():
+            due_at = min(due_at, built_at + choose_pause(state_s, share=MAX_NEWS_SHARE, interval_s=0.0))
+        look_s = time.process_time() - started
 
 
-def choose_pause(look_s: float, *, interval_s: float = FRAME_INTERVAL_S) -> float:
-    """Return the time until the next look at a campaign, by the CPU time that the last one took."""
-    return max(interval_s, min(look_s / MAX_LOOK_SHARE, MAX_LOOK_PAUSE_S))
+def choose_pause(spent_s: float, *, share: float, interval_s: float) -> float:
+    """Return the time until something is done again that took this CPU time."""
+    return max(interval_s, min(spent_s / share, MAX_PAUSE_S))
 
 
 def show_frames(
@@ -279,29 +297,24 @@ def show_frames(
     first = snapshot = next(snapshots)
     try:
         with Live(console=console, auto_refresh=False) as live:
-            drawn, drawn_at = None, float("-inf")
+            drawn, last = None, None
             for snapshot in itertools.chain([first], snapshots):
-                shown = (keys.page, keys.num_roles_passed, console.size, *_mark_news(snapshot))
-                if shown == drawn and time.monotonic() - drawn_at < CLOCK_INTERVAL_S:
+                shown = (keys.page, keys.num_roles_passed, console.size)
+                if snapshot is last and shown == drawn:
                     continue
                 height = console.height - 1  # a frame that fills the screen leaves its first line behind
                 live.update(pages.render(snapshot, keys=keys, height=height), refresh=True)
-                drawn, drawn_at = shown, time.monotonic()
+                drawn, last = shown, snapshot
     except KeyboardInterrupt:
         _print_still_running(snapshot, console)
     return snapshot
-
-
-def _mark_news(snapshot: CampaignSnapshot) -> tuple[str, int, int]:
-    """Return what a screen is drawn again for at once."""
-    return snapshot.state, snapshot.step, snapshot.detail.num_notes
 
 
 def _show_lines(snapshots: Iterator[CampaignSnapshot], console: Console) -> CampaignSnapshot:
     last: CampaignSnapshot | None = None
     try:
         for snapshot in snapshots:
-            for line in describe_changes(last, snapshot):
+            for line in describe_changes(last, snapshot) if snapshot is not last else ():
                 console.print(escape_to_one_line(line), markup=False, highlight=False, soft_wrap=True)
             last = snapshot
     except KeyboardInterrupt:

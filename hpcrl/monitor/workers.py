@@ -62,7 +62,7 @@ def _explain_none(inputs: SnapshotInputs, role: str) -> str:
 
 
 def _view_worker(worker: WorkerProgress, inputs: SnapshotInputs) -> WorkerView:
-    is_alive = inputs.is_alive(worker)
+    is_alive = bool(inputs.select_live([worker]))
     silent_s = inputs.now - inputs.heartbeats.get(worker.name, 0.0)
     has_ended = not worker.is_up or inputs.newest_job is None or inputs.newest_job.record.outcome is not None
     state = "alive" if is_alive else "ended" if has_ended else f"silent for {format_duration(silent_s)}"

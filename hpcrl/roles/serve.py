@@ -8,9 +8,8 @@
     WeightFollower     keep an engine at the newest version
     LoadReporter       report the load of an engine
     EngineWork         note whether it generates
-    FAULT_PAUSE_S, MAX_BEHIND_S, LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S,
-    IDLE_REPORT_INTERVAL_S,
-    WORK_INTERVAL_S   constants
+    FAULT_PAUSE_S, MAX_BEHIND_S, LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S, MAX_LOADS_PER_S,
+    IDLE_REPORT_INTERVAL_S, WORK_INTERVAL_S   constants
 
 A prefill worker computes the KV of prompts and hands it to decode workers. A decode worker generates tokens, from that
 KV or from its own prefill; where the plan has no prefill workers it always is its own.
@@ -68,6 +67,8 @@ FAULT_PAUSE_S = 1.0
 MAX_BEHIND_S = 30.0
 """The time that an engine may lag behind a published version before it asks for files."""
 LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S = 1.0, 10.0
+MAX_LOADS_PER_S = 20
+"""The load reports of all engines of a role together: of very many, each reports more rarely."""
 IDLE_REPORT_INTERVAL_S = 60.0
 """The time between two load reports of an engine that stays idle."""
 WORK_INTERVAL_S = 5.0
@@ -289,7 +290,8 @@ async def _announce_and_follow(engine: WorkerEngine, follower: "WeightFollower",
     )
     endpoints.announce_endpoint(context.campaign.endpoints, endpoint)
     expect_work("generated nothing for the requests that it runs", context.stall_s)
-    reporting = asyncio.create_task(LoadReporter(engine, context.events.emit).report(), name="load of the engine")
+    reporter = LoadReporter(engine, context.events.emit, num_engines=role.num_workers)
+    reporting = asyncio.create_task(reporter.report(), name="load of the engine")
     try:
         await follower.follow(engine=engine)
     finally:
@@ -429,8 +431,10 @@ class LoadReporter:
         engine: TokenGenerator,
         emit: Callable[[EngineCounted], None],
         *,
+        num_engines: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Report for one of several engines."""
         self._engine = engine
         self._emit = emit
         self._clock = clock
@@ -439,7 +443,9 @@ class LoadReporter:
         self._num_tokens = 0
         self._before: LoadFigures | None = None
         """The figures with which the last event ended."""
-        self._span_limit_s = LOAD_REPORT_INTERVAL_S
+        self._interval_s = max(LOAD_REPORT_INTERVAL_S, num_engines / MAX_LOADS_PER_S)
+        self._idle_interval_s = max(IDLE_REPORT_INTERVAL_S, self._interval_s)
+        self._span_limit_s = self._interval_s
 
     async def report(self) -> None:
         """Report until cancelled; an engine that does not answer has no load."""
@@ -454,13 +460,13 @@ class LoadReporter:
         is_idle = (
             not figures.num_running and not figures.num_waiting and figures.num_generated_tokens == self._num_tokens
         )
-        if not is_idle and self._samples and span_s > LOAD_REPORT_INTERVAL_S:
+        if not is_idle and self._samples and span_s > self._interval_s:
             self._emit_load(self._samples[-1], span_s=span_s)
             span_s = 0.0
         self._samples.append(figures)
-        if span_s >= (self._span_limit_s if is_idle else LOAD_REPORT_INTERVAL_S):
+        if span_s >= (self._span_limit_s if is_idle else self._interval_s):
             self._emit_load(figures, span_s=span_s)
-            self._span_limit_s = IDLE_REPORT_INTERVAL_S if is_idle else LOAD_REPORT_INTERVAL_S
+            self._span_limit_s = self._idle_interval_s if is_idle else self._interval_s
 
     def _emit_load(self, newest: LoadFigures, *, span_s: float) -> None:
         """Emit the event of the samples so far, and start over."""

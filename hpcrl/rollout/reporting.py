@@ -30,7 +30,7 @@ from hpcrl.spool.rows import count_by_fate
 from hpcrl.spool.status import EpisodeStatus
 
 REPORT_INTERVAL_S, MAX_REPORT_INTERVAL_S = 1.0, 20.0
-MAX_REPORTS_PER_S = 60
+MAX_REPORTS_PER_S = 30
 """The reports of all env workers together: whoever watches reads them all, and they are kept."""
 LOOP_WINDOW_S = 60.0
 """The time over which a loop has to be busy to be the limit."""

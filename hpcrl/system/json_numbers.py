@@ -13,6 +13,9 @@ from typing import Any
 MAX_MAGNITUDE = 1e99
 _TOO_LARGE = re.compile(rb"\d{99}|\d[eE]\+?(?:99|\d{3})|Infinity")
 """A pattern that every JSON text with a number that is too large has, and few others."""
+_MANY_DIGITS = 99 * b"0"
+_SHAPES = bytes.maketrans(b"123456789E", b"000000000e")
+"""Makes all digits the same: a text without an exponent and without 99 of them has no number that is too large."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -26,13 +29,20 @@ def load_json(data: bytes) -> Any:
 
     Text that cannot be encoded (half a surrogate pair) is a ValueError, like everything that is not JSON.
     """
-    if _TOO_LARGE.search(data) is None:
+    if not _has_too_large(data):
         value = json.loads(data)
     else:
         value = json.loads(data, parse_float=_read_float, parse_int=_read_int, parse_constant=lambda _: math.nan)
     if _SURROGATE.search(data) is not None:
         json.dumps(value, ensure_ascii=False).encode()
     return value
+
+
+def _has_too_large(data: bytes) -> bool:
+    """Return whether the pattern is found; it is slow, and few texts have what it needs."""
+    shapes = data.translate(_SHAPES)
+    may_have = b"0e" in shapes or _MANY_DIGITS in shapes or b"Infinity" in data
+    return may_have and _TOO_LARGE.search(data) is not None
 
 
 def _read_float(text: str) -> float:

@@ -1,12 +1,16 @@
 """Events never end work: they wait while a file system is full or away, and what was dropped is reported."""
 
+import itertools
+
 import pytest
 
 from hpcrl.campaign_dir import event_log
-from hpcrl.campaign_dir.event_log import MAX_PENDING_LINES, EventLog, EventReader
+from hpcrl.campaign_dir.event_log import MAX_PENDING_LINES, EventLog, EventReader, LookSchedule
 from hpcrl.campaign_dir.events import CheckpointSaved, EpisodesCounted, EventsLost, WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.monitor.count_lines import drop_superseded
+from hpcrl.system import file_watch
+from tests.support.clocks import SettableClock
 from tests.support.disks import largest_file
 
 
@@ -72,6 +76,39 @@ def test_a_sparing_reader_leaves_the_files_of_ended_jobs_alone(tmp_path):
     for log in logs:
         log.emit(CheckpointSaved(step=2))
     assert [event.job for event in reader.poll()] == [1]
+
+
+@pytest.mark.parametrize(("num_files", "interval_s"), [(100, 0), (500, 1), (2100, 5)])
+def test_each_of_very_many_files_is_looked_at_more_rarely(num_files, interval_s):
+    clock = SettableClock()
+    schedule = LookSchedule(clock=clock)
+    names = [f"000-env-{number}.jsonl" for number in range(num_files)]
+    schedule.follow(names, listed=frozenset(names))
+    assert schedule.take_due() == sorted(names)
+    for name in names:
+        schedule.note_change(name)
+    clock.now = max(interval_s - 0.01, 0.0)
+    assert schedule.take_due() == ([] if interval_s else sorted(names))
+    clock.now = interval_s
+    assert schedule.take_due() == sorted(names)
+
+
+def test_a_file_that_does_not_change_is_looked_at_ever_more_rarely_and_a_new_one_at_once(monkeypatch):
+    monkeypatch.setattr(file_watch, "PAUSE_SHARE", 0.1)
+    clock = SettableClock()
+    schedule = LookSchedule(clock=clock)
+    schedule.follow(["a"], listed=frozenset("a"))
+    looks = []
+    for clock.now in range(200):
+        if schedule.take_due():
+            looks.append(clock.now)
+    assert looks[:13] == [*range(12), 13], "after more than 10 s without a change, every 2 s, and so on"
+    assert [later - earlier for earlier, later in itertools.pairwise(looks[-5:])] == [5, 5, 5, 5]
+    schedule.follow(["a", "b"], listed=frozenset("ab"))
+    assert schedule.take_due() == ["b"]
+    schedule.follow(["a"], listed=frozenset("a"))
+    clock.now = 1000
+    assert schedule.take_due() == ["a"]
 
 
 def test_of_counts_that_follow_each_other_a_reader_may_get_the_last_alone(log, tmp_path):

@@ -2,7 +2,8 @@
 
 import io
 import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from hpcrl.campaign_dir.events import (
     VersionLoaded,
     WorkerStarted,
 )
+from hpcrl.monitor import view
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.keys import KeyReader
 from hpcrl.monitor.pages import CampaignPages
@@ -31,6 +33,7 @@ from hpcrl.monitor.snapshot import MIN_PACE_STEPS, CampaignSnapshot
 from hpcrl.monitor.view import (
     choose_pause,
     describe_changes,
+    pace_looks,
     print_campaigns,
     render_campaigns,
     show_frames,
@@ -407,27 +410,38 @@ def test_an_interrupt_ends_watching_and_reports_that_the_campaign_continues(tmp_
     assert not campaign.directory.stop.exists()
 
 
-@pytest.mark.parametrize(("look_s", "pause_s"), [(0.0005, 0.25), (0.02, 2.0), (0.2, 5.0)])
-def test_a_look_that_takes_long_is_repeated_more_rarely(look_s: float, pause_s: float) -> None:
-    assert choose_pause(look_s) == pytest.approx(pause_s)
+@pytest.mark.parametrize(("spent_s", "pause_s"), [(0.0005, 0.25), (0.02, 2.0), (0.2, 5.0)])
+def test_what_takes_long_is_repeated_more_rarely(spent_s: float, pause_s: float) -> None:
+    assert choose_pause(spent_s, share=0.01, interval_s=0.25) == pytest.approx(pause_s)
 
 
-def test_a_screen_is_drawn_again_when_a_step_was_made_and_not_at_every_look(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_new_step", [True, False])
+def test_a_screen_is_drawn_again_when_a_step_was_made_and_not_at_every_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_new_step: bool
+) -> None:
+    monkeypatch.setattr(view, "CLOCK_INTERVAL_S", 1000.0)
+    monkeypatch.setattr(view, "MAX_NEWS_SHARE", 1000.0)
     campaign = running(tmp_path)
     reading = collector(campaign)
     console = terminal()
+    num_looks = 0
 
-    def look() -> Iterator[CampaignSnapshot]:
-        for number in range(40):
-            if number == 20:
-                campaign.step(21)
-            yield reading.poll()
+    def wait(seconds: float) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        campaign.emit("env-0", EpisodesCounted(done=num_looks))
+        if num_looks == 20 and has_new_step:
+            campaign.step(21)
+        if num_looks == 40:
+            raise KeyboardInterrupt
+        time.sleep(0.01)
 
-    show_frames(look(), console, KeyReader(), CampaignPages(reading))
+    show_frames(pace_looks(reading, interval_s=0.0, wait=wait), console, KeyReader(), CampaignPages(reading))
 
     assert isinstance(console.file, io.StringIO)
-    assert 2 <= console.file.getvalue().count("reward ") < 20
-    assert "21/40" in console.file.getvalue()
+    frames = console.file.getvalue().split("elapsed")[1:]
+    assert len({frame.partition("reward")[0] for frame in frames}) == 1 + has_new_step
+    assert ("21/40" in console.file.getvalue()) == has_new_step
 
 
 def test_campaigns_are_listed_for_people_and_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
