@@ -84,7 +84,7 @@ class SnapshotCollector:
         self._now = clock()
         self._campaign: CampaignSummary | None = None
         self._problems: list[str] = []
-        """What the last look could not read."""
+        """The problems of the last look."""
         self._jobs: dict[int, JobRecord] = {}
         self._ended_jobs: frozenset[int] = frozenset()
         """The jobs that had ended at the last call; what they wrote has been read."""
@@ -175,7 +175,7 @@ class SnapshotCollector:
         return self._advisories
 
     def _read_events(self, problems: list[str], now: float, *, created: float | str | None) -> bool:
-        """Read the new events; return whether one of them is no count."""
+        """Read the new events; return whether one of them is more than a count."""
         directory = self.campaign_dir.events
         if directory.exists() and not os.access(directory, os.R_OK | os.X_OK, effective_ids=True):
             problems.append(f"{directory.name}/ cannot be read: permission denied")
