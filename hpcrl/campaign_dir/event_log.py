@@ -326,8 +326,8 @@ class LookSchedule:
         shortest_s = max(0.0, (len(self._changed_at) - NUM_FREE_LOOKS) / MAX_LOOKS_PER_S)
         for name in self._taken:
             if (changed_at := self._changed_at.get(name)) is not None:
-                pause_s = min(file_watch.PAUSE_SHARE * (self._taken_at - changed_at), MAX_LOOK_INTERVAL_S)
-                heapq.heappush(self._due, (self._taken_at + max(pause_s, shortest_s), name))
+                pause_s = max(file_watch.PAUSE_SHARE * (self._taken_at - changed_at), shortest_s)
+                heapq.heappush(self._due, (self._taken_at + min(pause_s, MAX_LOOK_INTERVAL_S), name))
         now, taken = self._clock(), set[str]()
         while self._due and self._due[0][0] <= now:
             _, name = heapq.heappop(self._due)

@@ -78,7 +78,7 @@ def test_a_sparing_reader_leaves_the_files_of_ended_jobs_alone(tmp_path):
     assert [event.job for event in reader.poll()] == [1]
 
 
-@pytest.mark.parametrize(("num_files", "interval_s"), [(100, 0), (500, 1), (2100, 5)])
+@pytest.mark.parametrize(("num_files", "interval_s"), [(100, 0), (500, 1), (2100, 5), (20000, 5)])
 def test_each_of_very_many_files_is_looked_at_more_rarely(num_files, interval_s):
     clock = SettableClock()
     schedule = LookSchedule(clock=clock)
