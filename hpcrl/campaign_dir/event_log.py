@@ -4,6 +4,7 @@ EventLog     append events
 EventReader  read new events
 find_worker_node   the node on which a worker has last run
 LineChooser    a function that leaves out lines that a reader does not need
+choose_kinds   one that leaves out all but some kinds of events
 LookSchedule   when a sparing reader looks at each file
 EVENT_SUFFIX, BEAT_INTERVAL_S, MAX_PENDING_LINES, TAIL_BYTES, BLOCK_BYTES    constants
 MAX_LOOK_INTERVAL_S, NUM_FREE_LOOKS, MAX_LOOKS_PER_S    how often it does
@@ -26,7 +27,7 @@ import stat
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,17 @@ NUM_FREE_LOOKS, MAX_LOOKS_PER_S = 100, 400
 """A sparing reader looks at no more than so many files a second, besides a few."""
 MAX_LOOK_INTERVAL_S = 5.0
 """The longest that a sparing reader leaves a file alone; well below the age of a heartbeat that counts."""
+
+
+def choose_kinds(kinds: Collection[str]) -> LineChooser:
+    """Return a chooser of the lines of these kinds of events: others cost no parsing."""
+    wanted = re.compile(rb'"event": "(?:%s)"' % b"|".join(re.escape(kind).encode() for kind in kinds))
+
+    def choose(data: bytes, touched: float) -> bytes:
+        del touched
+        return b"\n".join(line for line in data.split(b"\n") if wanted.search(line))
+
+    return choose
 
 
 class EventLog:
@@ -158,7 +170,7 @@ class EventReader:
     touched: dict[str, float] = field(default_factory=dict)
     """Time when each file (by its name without .jsonl) was last written or touched, as of the last call."""
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Files that could not be read at the last call, with the reason."""
+    """Files that could not be read when they were looked at last, with the reason."""
     damaged: Counter[str] = field(default_factory=Counter)
     """The number of lines of each file that were skipped: no JSON objects, or not what their event has."""
     offsets: dict[str, int] = field(default_factory=dict)
@@ -196,7 +208,6 @@ class EventReader:
 
     def poll_merged(self) -> Iterator[CampaignEvent]:
         """Yield new events in the order of jobs and time, with a block of each file of one job in memory."""
-        self.unreadable.clear()
         names_by_job: dict[int | None, list[str]] = {}
         for name in self._list_names():
             if self._has_grown(name):
@@ -212,7 +223,6 @@ class EventReader:
 
     def poll_lines(self) -> Iterator[dict[str, Any]]:
         """Yield new lines of every kind as dicts."""
-        self.unreadable.clear()
         for name in self._list_names():
             if self._has_grown(name):
                 yield from self._iter_lines(name)
@@ -255,6 +265,7 @@ class EventReader:
 
     def _has_grown(self, name: str) -> bool:
         """Return whether a file has bytes that were not read."""
+        self.unreadable.pop(name, None)
         try:
             facts = os.stat(f"{self.directory}/{name}")  # noqa: PTH116 - thousands of files, several times a second
         except OSError as error:
@@ -281,15 +292,24 @@ class EventReader:
     def _list_names(self) -> list[str]:
         """Return the files to look at now; those known so far, while the directory cannot be listed."""
         if not self.is_sparing:
-            return sorted(path.name for path in self.directory.glob(self.pattern))
+            found = sorted(path.name for path in self.directory.glob(self.pattern))
+            self._forget_unreadable(found)
+            return found
         if self._names is None:
             self._names = NameWatch(self.directory)
         with contextlib.suppress(OSError):
-            names = self._names.names()
-            if names is not self._schedule.listed:
-                self._schedule.follow(fnmatch.filter(names, self.pattern), listed=names)
-        ended = tuple(f"{make_worker_name(job)}-" for job in self.ended_jobs)
-        return [name for name in self._schedule.take_due() if not name.startswith(ended)]
+            listed = (self._names.names(), self.ended_jobs)
+            if listed != self._schedule.listed:
+                ended = tuple(f"{make_worker_name(job)}-" for job in self.ended_jobs)
+                wanted = [name for name in fnmatch.filter(listed[0], self.pattern) if not name.startswith(ended)]
+                self._schedule.follow(wanted, listed=listed)
+                self._forget_unreadable(wanted)
+        return self._schedule.take_due()
+
+    def _forget_unreadable(self, names: Iterable[str]) -> None:
+        """Leave out the problems of files that are not looked at any more."""
+        for name in self.unreadable.keys() - set(names):
+            del self.unreadable[name]
 
 
 class LookSchedule:
@@ -299,8 +319,8 @@ class LookSchedule:
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.listed: frozenset[str] | None = None
-        """The names that were listed last."""
+        self.listed: Hashable = None
+        """What the files to look at were chosen by."""
         self._clock = clock
         self._changed_at: dict[str, float] = {}
         self._due: list[tuple[float, str]] = []
@@ -308,7 +328,7 @@ class LookSchedule:
         self._taken: list[str] = []
         self._taken_at = 0.0
 
-    def follow(self, names: Iterable[str], *, listed: frozenset[str]) -> None:
+    def follow(self, names: Iterable[str], *, listed: Hashable) -> None:
         """Look at these files, at new ones first of all."""
         self.listed = listed
         now, known = self._clock(), self._changed_at

@@ -9,13 +9,13 @@ MAX_EVENT_LINES      the lines of a terminal that the figures of an event may fi
 """
 
 import argparse
+import heapq
 import json
 import os
 import shutil
 import sys
 import time
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def list_events(
         _check_roles(campaign, roles)
     reader, shown = EventReader(campaign.events), set[str]()
     with show_wait(f"the events of {campaign.name} are read"):
-        newest = deque(_read_sorted(reader, kinds=kinds, roles=roles), maxlen=limit or None)
+        newest = _read_newest(reader, kinds=kinds, roles=roles, limit=limit)
     while True:
         for line in newest:
             if as_json:
@@ -144,7 +144,7 @@ def list_events(
         if not follow:
             return
         time.sleep(FOLLOW_INTERVAL_S)
-        newest = deque(_read_sorted(reader, kinds=kinds, roles=roles))
+        newest = _read_newest(reader, kinds=kinds, roles=roles)
 
 
 def _read_terminal_width() -> int | None:
@@ -190,13 +190,17 @@ def _read_time(line: Mapping[str, Any]) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _read_sorted(reader: EventReader, *, kinds: Collection[str], roles: Collection[str]) -> Iterator[dict[str, Any]]:
-    lines = [
-        line
-        for line in reader.poll_lines()
+def _read_newest(
+    reader: EventReader, *, kinds: Collection[str], roles: Collection[str], limit: int = 0
+) -> list[dict[str, Any]]:
+    """Return the newest lines (0: all) in order of time; no others are kept in memory."""
+    wanted = (
+        (_read_time(line), number, line)
+        for number, line in enumerate(reader.poll_lines())
         if (not kinds or line.get("event") in kinds) and (not roles or line.get("role") in roles)
-    ]
-    yield from sorted(lines, key=_read_time)
+    )
+    newest = heapq.nlargest(limit, wanted) if limit else sorted(wanted, reverse=True)
+    return [line for _, _, line in reversed(newest)]
 
 
 def _check_listable(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
     extract_figures       the figures of an event, or None (pure)
     FIELDS_BY_HEADING     the headings of a step's fields
+    FIGURE_KINDS          the events that are read
     MetricsFeeder         read new events and send their figures to every sink
     select_valid_figures  the figures of all events, without those of steps that were trained again
     send_recorded         send what a campaign has recorded to one tracker, and what is new when called again
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.campaign_dir.event_log import EventLog, EventReader
+from hpcrl.campaign_dir.event_log import EventLog, EventReader, choose_kinds
 from hpcrl.campaign_dir.events import CampaignEvent, EvaluationFinished, FaultReported, StepFinished, TrainingResumed
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.job.metric_sinks import (
@@ -61,6 +62,10 @@ FIELDS_BY_HEADING = {
     "speed": ("tokens_per_s", "mfu", "step_s", "wait_s", "imbalance"),
 }
 """The fields of a step, by the heading under which they are shown."""
+
+
+FIGURE_KINDS = [str(kind.__struct_config__.tag) for kind in (StepFinished, EvaluationFinished, TrainingResumed)]
+"""The kinds of events that have figures, or undo some."""
 
 
 def extract_figures(event: CampaignEvent) -> EventFigures | None:
@@ -108,7 +113,7 @@ class MetricsFeeder:
         self._emit = emit
         self._factories = factories
         self._sinks: dict[str, MetricsSink] = {}
-        self._reader = EventReader(campaign.events)
+        self._reader = EventReader(campaign.events, is_sparing=True, choose_lines=choose_kinds(FIGURE_KINDS))
 
     def open(self) -> None:
         """Open the sinks, and continue where the last reader stopped."""
@@ -174,7 +179,8 @@ def send_recorded(campaign: CampaignDir, name: str, make_sink: Callable[[], Metr
     sent_until = 0.0
     with contextlib.suppress(FileNotFoundError):
         sent_until = read_json(state)["time"]
-    figures = [one for one in select_valid_figures(EventReader(campaign.events).poll()) if one.time > sent_until]
+    reader = EventReader(campaign.events, choose_lines=choose_kinds(FIGURE_KINDS))
+    figures = [one for one in select_valid_figures(reader.poll()) if one.time > sent_until]
     if not figures:
         return 0
     with show_wait(f"{name} is started"):  # its import alone takes seconds

@@ -93,6 +93,7 @@ class SnapshotCollector:
         self._slurm_problems: list[str] = []
         self._records: dict[str, Any] = {}
         self._record_watches: dict[str, PathWatch] = {}
+        self._record_problems: dict[str, list[str]] = {}
         self._spools = {name: SegmentListing(campaign_dir.spool(name)) for name in SPOOLS}
         self._num_durable: Counter[str] = Counter()
         self._advisories: list[Advisory] = []
@@ -217,11 +218,13 @@ class SnapshotCollector:
         path: Path = getattr(self.campaign_dir, name)
         watch = self._record_watches.setdefault(name, PathWatch(path))
         if watch.has_changed() or name not in self._records:
-            value = read_json_as(path, kind, problems)
-            if value is None:
-                return self._records.get(name)
-            self._records[name] = value
-        return self._records[name]
+            found: list[str] = []
+            value = read_json_as(path, kind, found)
+            self._record_problems[name] = found
+            if value is not None:
+                self._records[name] = value
+        problems += self._record_problems[name]
+        return self._records.get(name)
 
     def _read_num_settled(self, problems: list[str]) -> int:
         settled = read_json_as(self.campaign_dir.settled, dict[str, int], problems)

@@ -65,7 +65,7 @@ class KeyReader:
             time.sleep(seconds)
             return
         ready, _, _ = select.select([self._fd], [], [], seconds)
-        pressed = os.read(self._fd, 64).decode(errors="replace") if ready else ""
+        pressed = self._read_pressed() if ready else ""
         for key in _ESCAPE_SEQUENCE.sub("", pressed):
             if key in _QUIT_KEYS:
                 raise KeyboardInterrupt
@@ -73,6 +73,15 @@ class KeyReader:
             page = PAGE_KEYS.get(key.lower())
             if page is not None:
                 self.page = "overview" if page == self.page else page
+
+    def _read_pressed(self) -> str:
+        """Return what was typed; a terminal that is gone is never waited for again."""
+        pressed = b""
+        with contextlib.suppress(OSError):
+            pressed = os.read(self._fd, 64) if self._fd is not None else b""
+        if not pressed:
+            self._fd = None
+        return pressed.decode(errors="replace")
 
 
 @contextlib.contextmanager

@@ -267,7 +267,7 @@ def pace_looks(
     """
     started = time.process_time()
     source.look()
-    look_s, due_at = time.process_time() - started, float("-inf")
+    look_s, looked_at, due_at = time.process_time() - started, time.monotonic(), float("-inf")
     while True:
         if time.monotonic() >= due_at:
             started = time.process_time()
@@ -279,11 +279,14 @@ def pace_looks(
             yield snapshot
         if until_done and snapshot.state in FINAL_STATES:
             return
-        wait(choose_pause(look_s, share=MAX_LOOK_SHARE, interval_s=interval_s))
+        look_at = looked_at + choose_pause(look_s, share=MAX_LOOK_SHARE, interval_s=interval_s)
+        wait(max(0.0, look_at - time.monotonic()))
+        if time.monotonic() < look_at:  # a key ended the wait
+            continue
         started = time.process_time()
         if source.look():
             due_at = min(due_at, built_at + choose_pause(state_s, share=MAX_NEWS_SHARE, interval_s=0.0))
-        look_s = time.process_time() - started
+        look_s, looked_at = time.process_time() - started, time.monotonic()
 
 
 def choose_pause(spent_s: float, *, share: float, interval_s: float) -> float:

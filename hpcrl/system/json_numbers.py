@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 MAX_MAGNITUDE = 1e99
-_TOO_LARGE = re.compile(rb"\d{99}|\d[eE]\+?(?:99|\d{3})|Infinity")
+_TOO_LARGE = re.compile(rb"\d{99}|\d[eE]\+?\d{2}|Infinity")
 """A pattern that every JSON text with a number that is too large has, and few others."""
 _MANY_DIGITS = 99 * b"0"
 _SHAPES = bytes.maketrans(b"123456789E", b"000000000e")
@@ -51,5 +51,8 @@ def _read_float(text: str) -> float:
 
 
 def _read_int(text: str) -> float:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:  # more digits than Python converts
+        return math.nan
     return value if abs(value) < MAX_MAGNITUDE else math.nan

@@ -48,6 +48,24 @@ class PlayedQuestion(Question):
 """
 
 
+TRACED = """
+import functools
+from pathlib import Path
+
+
+def trace(function):
+    @functools.wraps(function)
+    def call(*arguments):
+        Path(__file__).with_name(f"{function.__name__}.called").touch()
+        return function(*arguments)
+
+    return call
+
+
+loss, momentum = trace(loss), trace(momentum)
+"""
+
+
 def find_modules() -> dict[str, str]:
     """Return the modules that the pages show by path, which the first line of a block has."""
     modules: defaultdict[str, str] = defaultdict(str)
@@ -62,7 +80,8 @@ def test_the_python_of_pages_trains_a_campaign(
     campaigns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     questions = "".join(f'{{"question": "{number}+1=?", "answer": "{number + 1}"}}\n' for number in range(9))
-    files = find_modules() | {"pages.toml": RECIPE, "played.py": PLAYED, "questions.jsonl": questions}
+    modules = {name: text + (TRACED if name == "my_package/losses.py" else "") for name, text in find_modules().items()}
+    files = modules | {"pages.toml": RECIPE, "played.py": PLAYED, "questions.jsonl": questions}
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -71,4 +90,10 @@ def test_the_python_of_pages_trains_a_campaign(
     hpcrl("submit", str(tmp_path / "pages.toml"), "--site", "local", "--watch", *SIMULATED, "-s", "train.num_steps=40")
     campaign = CampaignDir(campaigns / "pages-1")
     assert outcome(campaign)["outcome"] == "done"
+    assert not outcome(campaign).get("untrained")
+    assert events_of(campaign, "fault") == []
+    grades = [grade for event in events_of(campaign, "scored") for grade in event["rewards"].get("questions", ())]
+    assert set(grades) <= {0.0, 0.25, 0.5, 0.75, 1.0}
+    assert len(set(grades)) > 1, "the judge has graded"
+    assert {path.name for path in (tmp_path / "my_package").glob("*.called")} == {"loss.called", "momentum.called"}
     assert {len(event["weights"]) for event in events_of(campaign, "curriculum")} == {2}

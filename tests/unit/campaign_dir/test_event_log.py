@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from hpcrl.campaign_dir import event_log
-from hpcrl.campaign_dir.event_log import MAX_PENDING_LINES, EventLog, EventReader, LookSchedule
+from hpcrl.campaign_dir.event_log import MAX_PENDING_LINES, EventLog, EventReader, LookSchedule, choose_kinds
 from hpcrl.campaign_dir.events import CheckpointSaved, EpisodesCounted, EventsLost, WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.monitor.count_lines import drop_superseded
@@ -91,6 +91,38 @@ def test_each_of_very_many_files_is_looked_at_more_rarely(num_files, interval_s)
     assert schedule.take_due() == ([] if interval_s else sorted(names))
     clock.now = interval_s
     assert schedule.take_due() == sorted(names)
+
+
+def test_files_of_ended_jobs_do_not_make_looks_rarer(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_log, "NUM_FREE_LOOKS", 1)
+    reader = EventReader(tmp_path, is_sparing=True, ended_jobs=frozenset({0}))
+    for job, worker in ((0, 0), (0, 1), (0, 2), (1, 0)):
+        EventLog(tmp_path / f"{job:03d}-env-{worker}.jsonl", job=job, role="env", worker="w").emit(count(1))
+    assert len(list(reader.poll())) == 1
+    EventLog(tmp_path / "001-env-0.jsonl", job=1, role="env", worker="w").emit(count(2))
+    assert len(list(reader.poll())) == 1, "this file is looked at each time"
+
+
+def test_a_file_that_cannot_be_read_is_named_until_it_can_be_or_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_log, "NUM_FREE_LOOKS", 0)  # so that it is not looked at each time
+    monkeypatch.setattr(event_log, "MAX_LOOKS_PER_S", 1e-3)
+    bad = tmp_path / "000-env-0.jsonl"
+    bad.symlink_to(bad)
+    reader = EventReader(tmp_path, is_sparing=True)
+    for _ in range(3):
+        assert list(reader.poll_merged()) == []
+        assert list(reader.unreadable) == [bad.name]
+    bad.unlink()
+    reader.expect_change()
+    list(reader.poll_merged())
+    assert reader.unreadable == {}
+
+
+def test_a_reader_of_some_kinds_parses_no_other(log, tmp_path):
+    for event in (CheckpointSaved(step=1), count(1), WorkerStarted(pid=1)):
+        log.emit(event)
+    reader = EventReader(tmp_path, choose_lines=choose_kinds(["checkpoint", "worker-started"]))
+    assert [type(event) for event in reader.poll()] == [CheckpointSaved, WorkerStarted]
 
 
 def test_a_file_that_does_not_change_is_looked_at_ever_more_rarely_and_a_new_one_at_once(monkeypatch):

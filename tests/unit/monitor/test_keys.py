@@ -48,6 +48,15 @@ def test_the_key_that_quits_is_as_an_interrupt(terminal: tuple[int, int]) -> Non
         KeyReader(fd=process).wait(5.0)
 
 
+def test_a_terminal_that_is_gone_is_waited_for_no_more() -> None:
+    user, process = pty.openpty()
+    keys = KeyReader(fd=process)
+    os.close(user)
+    keys.wait(5.0)
+    assert not keys.has_keys
+    os.close(process)
+
+
 def test_without_a_terminal_no_key_is_read() -> None:
     keys = KeyReader()
     keys.wait(0.0)

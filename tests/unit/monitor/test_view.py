@@ -415,12 +415,33 @@ def test_what_takes_long_is_repeated_more_rarely(spent_s: float, pause_s: float)
     assert choose_pause(spent_s, share=0.01, interval_s=0.25) == pytest.approx(pause_s)
 
 
+def test_a_key_that_ends_a_wait_starts_no_look_before_its_time(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    reading = collector(campaign)
+    num_looks = 0
+
+    class Counted:
+        def look(self) -> bool:
+            nonlocal num_looks
+            num_looks += 1
+            return reading.look()
+
+        def build(self) -> CampaignSnapshot:
+            return reading.build()
+
+    snapshots = pace_looks(Counted(), interval_s=1000.0, wait=lambda _: None)
+    first = next(snapshots)
+    assert all(next(snapshots) is first for _ in range(9))
+    assert num_looks == 1
+
+
 @pytest.mark.parametrize("has_new_step", [True, False])
 def test_a_screen_is_drawn_again_when_a_step_was_made_and_not_at_every_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_new_step: bool
 ) -> None:
     monkeypatch.setattr(view, "CLOCK_INTERVAL_S", 1000.0)
     monkeypatch.setattr(view, "MAX_NEWS_SHARE", 1000.0)
+    monkeypatch.setattr(view, "MAX_LOOK_SHARE", 1000.0)
     campaign = running(tmp_path)
     reading = collector(campaign)
     console = terminal()
