@@ -320,7 +320,7 @@ class LookSchedule:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.listed: Hashable = None
-        """What the files to look at were chosen by."""
+        """The names and the ended jobs by which files were chosen."""
         self._clock = clock
         self._changed_at: dict[str, float] = {}
         self._due: list[tuple[float, str]] = []
