@@ -62,7 +62,9 @@ def refuse_newer_format(campaign: CampaignDir) -> None:
 
 
 def _locate_campaign(name: str) -> CampaignDir:
-    candidates = [_find_campaigns_home() / name, Path(name)] if "/" not in name else [Path(name)]
+    candidates = [Path(name)] if name else []
+    if "/" not in name and name not in ("", ".", ".."):
+        candidates.insert(0, _find_campaigns_home() / name)
     denied: list[str] = []
     for path in candidates:
         if _has_manifest(path, show_note=denied.append):
@@ -181,6 +183,15 @@ def _check_may_change(folder: Path) -> None:
 def _raise_denied(error: OSError) -> None:
     if isinstance(error, PermissionError):
         raise error
+
+
+def refuse_foreign(campaign: CampaignDir) -> None:
+    """Raise CampaignError for a directory somewhere else, which may hold more than a campaign."""
+    home = _find_campaigns_home()
+    if (home / campaign.name).resolve() != campaign.root.resolve():
+        raise CampaignError(
+            f"{campaign.root} is not in {home}, where campaigns are removed: remove the directory yourself"
+        )
 
 
 def release_campaign(campaign: CampaignDir) -> None:

@@ -313,7 +313,10 @@ def read_campaign_points(campaign: CampaignDir) -> MeasuredServers:
     if gpus["train"] is not None:
         _add_step_points(found, events, shape, gpu=gpus["train"], recipe=recipe)
     if not found.points and not found.steps:
-        raise CampaignError(f"campaign {campaign.name} has no events of busy engines or of steps: let it run longer")
+        raise CampaignError(
+            f"campaign {campaign.name} has no events of busy engines or of steps on a known GPU: one on CPUs, or with "
+            "simulated engines, has nothing to fit to, and a young one should run longer"
+        )
     return found
 
 

@@ -89,7 +89,7 @@ def show_comparison(first: CampaignDir, second: CampaignDir, *, as_json: bool) -
         return
     num = len(found.settings)
     title = "one setting differs" if num == 1 else f"{num} settings differ"
-    settings = ((one.setting, _show(one.first), _show(one.second)) for one in found.settings)
+    settings = ((one.setting, _show_setting(one.first), _show_setting(one.second)) for one in found.settings)
     console.print(_make_table((title, found.first, found.second), settings))
 
 
@@ -147,9 +147,14 @@ def _make_table(headings: Sequence[str], rows: Iterator[tuple[str, str, str]]) -
     return table
 
 
+def _show_setting(value: Any) -> str:
+    """Show a setting as a recipe has it."""
+    return msgspec.json.encode(value).decode() if isinstance(value, float) else _show(value)
+
+
 def _show(value: Any) -> str:
     if isinstance(value, float):
-        return format_number(value)
+        return f"{value:.3f}" if abs(value) < 1000 else format_number(value)
     if value is None or isinstance(value, str):
         return escape_to_one_line(value) if value else "-"
     return f"{value:,}" if type(value) is int else msgspec.json.encode(value).decode()

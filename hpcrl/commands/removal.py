@@ -6,6 +6,7 @@ remove_campaigns      removes them, after the user has agreed
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -39,7 +40,9 @@ def run_gc(arguments: argparse.Namespace) -> int:
         print_line(f"{part.campaign.name}: {part.kind}: {len(part.paths)}, {format_bytes(part.num_bytes)}")
     total = format_bytes(sum(part.num_bytes for part in parts))
     if not arguments.yes:
-        print_line(f"{total} in all; `hpcrl gc --yes` removes it" if parts else "nothing can be removed")
+        options = ["--archive"] * arguments.archive + ["--yes"]
+        command = shlex.join(["hpcrl", "gc", *arguments.campaigns, *options])
+        print_line(f"{total} in all; `{command}` removes it" if parts else "nothing can be removed")
         return 0
     with show_wait(f"{total} are removed"):
         failed = surplus.remove_surplus(parts)
@@ -54,6 +57,7 @@ def remove_campaigns(names: Sequence[str], *, is_agreed: bool) -> None:
     campaigns = [directory.find_campaign(name) for name in dict.fromkeys(names)]
     for campaign in campaigns:
         _refuse_living(campaign)
+        directory.refuse_foreign(campaign)
         directory.refuse_protected(campaign)
     for campaign in campaigns:
         if is_agreed or _ask_user(campaign):

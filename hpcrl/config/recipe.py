@@ -787,7 +787,7 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
     seed: CountOrZero = 0
     """The seed of tasks, of the order of rows, and of what is drawn at random."""
     description: str = ""
-    """A line for `hpcrl recipes`."""
+    """A line for `hpcrl recipe ls`."""
     model: ModelConfig
     domains: dict[Name, DomainConfig] = {}
     rollout: RolloutConfig

@@ -121,6 +121,9 @@ def find_toml(kind: ConfigKind, name: str, *, beside: Path | None = None) -> Pat
     names = list_known_names(kind)
     here = Path(f"{name}.toml")
     hint = f"did you mean './{here}'? " if here.parent == Path() and is_file(here) else suggest_name(name, names)
+    inside = expand_path(name) / f"{kind[:-1]}.toml"
+    if is_file(inside):
+        hint = f"it is a directory: did you mean '{Path(name) / inside.name}'? "
     raise ConfigError(
         f"no {kind[:-1]} {name!r}: {hint}known by name: {', '.join(names) or 'none'}; "
         f"a path must name a .toml file (your own go to {user_folder(kind)})"

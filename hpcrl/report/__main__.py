@@ -1,6 +1,7 @@
 """Report on campaigns: `python -m hpcrl.report ARGUMENTS -- ROOT ...`."""
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from hpcrl.errors import CampaignError
 from hpcrl.report.arguments import add_arguments
 from hpcrl.report.builder import build_document
 from hpcrl.report.figures import ReportDocument, TrajectoryFigures
-from hpcrl.report.page import render_page, write_picture
+from hpcrl.report.page import is_page, render_page, write_picture
 from hpcrl.system.exit_codes import EXIT_DONE, run_for_code
 from hpcrl.system.files import find_output, publish_file
 from hpcrl.system.output_encoding import follow_locale
@@ -51,7 +52,10 @@ def _run_command(arguments: argparse.Namespace, campaigns: Sequence[CampaignDir]
 def _write_page(document: ReportDocument, data: bytes, arguments: argparse.Namespace) -> None:
     names = "-".join(Path(root).name for root in arguments.campaigns)
     page: Path = arguments.output or Path(f"{names[:100]}-report.html")
+    if page.suffix == ".json":
+        raise CampaignError(f"{page} cannot be a page: add --format json, or choose another name with -o")
     twin = page.with_suffix(".json")
+    _refuse_foreign_page(page)
     _refuse_foreign_twin(twin)
     text = render_page(document)
     _publish(page, text)
@@ -63,6 +67,13 @@ def _write_page(document: ReportDocument, data: bytes, arguments: argparse.Names
         picture = page.with_suffix(".png")
         write_picture(page, picture)
         sys.stdout.write(f"{picture}\n")
+
+
+def _refuse_foreign_page(page: Path) -> None:
+    """Refuse to replace a file that is not a page: its name may be a mistake."""
+    with contextlib.suppress(OSError):  # what cannot be read cannot be written either, which is named then
+        if page.is_file() and not is_page(page):
+            raise CampaignError(f"{page} exists and is not a report: choose another name with -o")
 
 
 def _refuse_foreign_twin(twin: Path) -> None:
@@ -102,6 +113,9 @@ def _write_inspect_logs(campaigns: Sequence[CampaignDir], target: Path | None) -
 
     if target is None or len(campaigns) != 1:
         raise CampaignError("--format inspect writes a directory for one campaign: name it with -o DIRECTORY")
+    if target.exists():
+        command = f"hpcrl traj export {campaigns[0].name} {target} --format inspect --force"
+        raise CampaignError(f"{target} exists: choose another directory with -o, or replace it: `{command}`")
     history = TrajectoryHistory(campaigns[0])
     export_trajectories(history, TrajectorySelection(), target=target, kind="inspect", force=False)
 

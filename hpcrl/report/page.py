@@ -1,6 +1,7 @@
 """Write a report as one HTML page: no server, no network, no style or script but its own. Everything shown is escaped.
 
 render_page     the page
+is_page         whether a file is one
 write_picture   a PNG of the top of a page, by a Chromium that is installed here, for slides
 find_chromium   this program
 
@@ -38,6 +39,9 @@ from hpcrl.system.terminal import format_duration
 
 ASSETS = Path(__file__).parent / "assets"
 UPLOT_VERSION = "1.6.32"
+_GENERATOR = '<meta name="generator" content="hpcrl '
+_HEAD_BYTES = 4096
+"""The start of a page, with its generator."""
 NUM_COLORS = 8
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 PICTURE_TIMEOUT_S = 120.0
@@ -62,7 +66,7 @@ def render_page(document: ReportDocument) -> str:
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="generator" content="hpcrl {esc(document.hpcrl)}, uPlot {UPLOT_VERSION} (MIT)">
+{_GENERATOR}{esc(document.hpcrl)}, uPlot {UPLOT_VERSION} (MIT)">
 <title>{esc(names)}: report of hpcrl</title>
 <style>{style}</style>
 </head>
@@ -74,6 +78,12 @@ def render_page(document: ReportDocument) -> str:
 </body>
 </html>
 """
+
+
+def is_page(path: Path) -> bool:
+    """Return whether a file is a report."""
+    with path.open("rb") as file:
+        return _GENERATOR.encode() in file.read(_HEAD_BYTES)
 
 
 def find_chromium() -> str | None:

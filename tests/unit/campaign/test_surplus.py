@@ -68,7 +68,9 @@ def test_nothing_is_removed_before_it_is_asked_for(campaign: CampaignDir, capsys
     assert main(["gc", "c"]) == 0
     printed = capsys.readouterr().out
     assert "c: old versions of the weights: 2, 2 KiB" in printed
-    assert "`hpcrl gc --yes` removes it" in printed
+    assert "`hpcrl gc c --yes` removes it" in printed
+    assert main(["gc", "--archive"]) == 0
+    assert "`hpcrl gc --archive --yes` removes it" in capsys.readouterr().out
     assert list_files(campaign) == before
 
 

@@ -157,6 +157,34 @@ def test_logs_that_are_followed_end_with_their_job(
     assert printed(capsys, "logs", "one", "-f").splitlines()[1:] == ["line"]
 
 
+def test_a_directory_elsewhere_is_not_removed(
+    make_campaign: CampaignMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = tmp_path / "elsewhere" / "one"
+    shutil.copytree(make_campaign("one").root, elsewhere, symlinks=True)
+    assert "remove the directory yourself" in refused(capsys, "rm", str(elsewhere), "--yes")
+    assert (elsewhere / "campaign.json").exists()
+
+
+@pytest.mark.parametrize("name", ["", ".."])
+def test_a_name_that_is_none_is_not_the_directory_of_campaigns(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    make_campaign("one")
+    assert "has no campaign.json" not in refused(capsys, "monitor", name) or name
+    assert "there are one" in refused(capsys, "rm", name, "--yes")
+
+
+def test_settings_are_compared_as_recipes_have_them(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("one", "train.learning_rate=1e-6", reward=0.1234)
+    make_campaign("two", "train.learning_rate=0.003")
+    text = printed(capsys, "compare", "one", "two")
+    assert re.search(r"train.learning_rate +1e-0?6 +0\.003", text)
+    assert re.search(r"reward, last steps +0\.\d{3} +0\.\d{3}", text)
+
+
 def test_a_campaign_is_removed_only_after_agreement(
     make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,7 +314,7 @@ def test_a_comparison_shows_figures_and_the_settings_that_differ(
     make_campaign("one")
     make_campaign("two", "rollout.group_size=4", reward=0.9)
     text = printed(capsys, "compare", "one", "two")
-    assert re.search(r"reward, last steps +0\.44 +0\.79", text)
+    assert re.search(r"reward, last steps +0\.438 +0\.788", text)
     assert re.search(r"one setting differs +one +two\nrollout\.group_size +8 +4", text)
 
 
@@ -303,7 +331,7 @@ def test_all_that_shows_a_reward_shows_the_same(
     log.close()
     compared = printed(capsys, "compare", "one", str(make_campaign("two").root)).splitlines()
     ends = [line.split()[-2] for line in compared if line.startswith("reward, ")]
-    assert ends == ["0.20", "0.80"]
+    assert ends == ["0.200", "0.800"]
     assert re.search(r"reward .* 0\.200 -> 0\.800", printed(capsys, "monitor", "one", "--once"))
     assert "rose from 0.200 to 0.800" in hpcrl("report", "one").stdout
     assert "mean reward 0.200 -> 0.800 in 42 steps" in final_summary(campaign, state="done", rewards=rewards)[0]

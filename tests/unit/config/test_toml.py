@@ -166,6 +166,12 @@ def test_a_model_needs_exactly_one_source(recipe: Path) -> None:
     assert "either `path`" in refused(recipe)
 
 
+def test_a_directory_in_place_of_its_recipe_is_refused_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").touch()
+    with pytest.raises(ConfigError, match=rf"it is a directory: did you mean '{tmp_path}/recipe.toml'"):
+        find_toml("recipes", str(tmp_path))
+
+
 def test_the_error_for_an_unknown_recipe_suggests_the_nearest_name(home: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'quickstart'"):
         find_toml("recipes", "quickstrat")

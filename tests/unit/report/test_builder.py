@@ -599,6 +599,16 @@ def test_a_report_replaces_no_device_and_no_foreign_file(
     (tmp_path / "q.json").write_text('{"mine": 1}')
     assert command.main(["-o", str(tmp_path / "q.html"), "--", str(campaign.directory.root)]) == 2
     assert "q.json exists and is not a report" in capsys.readouterr().err
+    for name, why in (("mine.toml", "mine.toml exists and is not a report"), ("z.json", "z.json cannot be a page")):
+        (tmp_path / name).write_text("{}")
+        assert command.main(["-o", str(tmp_path / name), "--", str(campaign.directory.root)]) == 2
+        assert why in capsys.readouterr().err
+        assert (tmp_path / name).read_text() == "{}"
+    for _ in range(2):
+        assert command.main(["-o", str(tmp_path / "own.html"), "--", str(campaign.directory.root)]) == 0
+    words = ["--format", "inspect", "-o", str(tmp_path), "--", str(campaign.directory.root)]
+    assert command.main(words) == 2
+    assert f"traj export {campaign.directory.name} {tmp_path} --format inspect --force" in capsys.readouterr().err
     assert (tmp_path / "q.json").read_text() == '{"mine": 1}'
 
 
