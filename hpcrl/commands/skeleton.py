@@ -128,7 +128,7 @@ def describe_next(files: list[Path]) -> list[str]:
     folder = recipe.parent
     return [
         f"{recipe} is what to learn, {environment} is the environment and its reward; next:",
-        f"  export PYTHONPATH={shlex.quote(str(folder.absolute()))}",
+        f"  export PYTHONPATH={shlex.quote(str(folder.absolute()))}${{PYTHONPATH:+:$PYTHONPATH}}",
         f"  hpcrl try {shlex.quote(str(recipe))}                            # three episodes, shown",
         f"  hpcrl submit {shlex.quote(str(recipe))} --site local --watch    # train",
     ]

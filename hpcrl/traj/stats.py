@@ -275,7 +275,7 @@ def _format_trained(share: float, fates: Mapping[str, int]) -> Text:
     """Format the share of the generated tokens that is trained, and why the rest is not."""
     reasons = explain_untrained(fates)
     style = "bold yellow" if share < MIN_TRAINED_SHARE else ""
-    text = Text(f"{share:.1%} of the generated tokens", style=style)
+    text = Text(f"{share:.1%} of the tokens of kept episodes, before the trainer drops any", style=style)
     return text.append(f"; {reasons}" if reasons else "")
 
 

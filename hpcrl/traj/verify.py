@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName
 from hpcrl.errors import SpoolError
 from hpcrl.learn.consumed import ConsumedGroups, read_consumed_groups, sort_group_numbers
 from hpcrl.monitor.screen_parts import FittedTable
@@ -37,6 +37,7 @@ from hpcrl.system.files import read_json
 from hpcrl.system.terminal import escape_to_one_line, format_bytes, make_console, print_json, track_progress
 from hpcrl.traj.history import SeenIds
 
+LIVE_SPOOLS: tuple[SpoolName, ...] = ("rollouts", "scored")
 MIN_LEFTOVER_AGE_S = 3600.0
 
 
@@ -179,6 +180,8 @@ class SpoolVerifier:
     def verify_all(self) -> VerifyReport:
         """Verify everything and return the report."""
         consumed = read_consumed_groups(self.campaign.checkpoints)  # first: its groups are in a spool by now
+        self._check_description()
+        self._check_directories()
         self._verify_live_spools()
         self._verify_archive()
         self._report_quarantined()
@@ -188,9 +191,24 @@ class SpoolVerifier:
         self.report.clean = all(finding.severity == "note" for finding in self.report.findings)
         return self.report
 
+    def _check_description(self) -> None:
+        """Report a description of the campaign that cannot be read."""
+        for path in (self.campaign.manifest, self.campaign.recipe):
+            try:
+                read_json(path)
+            except (OSError, ValueError) as error:
+                self._add_finding("damage", path, f"cannot be read: {error}")
+
+    def _check_directories(self) -> None:
+        """Report a spool that is missing while the other is there: they are made together."""
+        present = [self.campaign.spool(name).is_dir() for name in LIVE_SPOOLS]
+        for name, is_present in zip(LIVE_SPOOLS, present, strict=True):
+            if any(present) and not is_present:
+                self._add_finding("damage", self.campaign.spool(name), "is missing")
+
     def _verify_live_spools(self) -> None:
         """Verify both live spools, twin by twin."""
-        names = {spool: set(self._list_spool(spool)) for spool in ("rollouts", "scored")}
+        names = {spool: set(self._list_spool(spool)) for spool in LIVE_SPOOLS}
         for name in track_progress(sorted(names["rollouts"] | names["scored"]), "live segments"):
             rollouts = self._verify_segment("rollouts", name) if name in names["rollouts"] else None
             scored = self._verify_segment("scored", name, twin=rollouts) if name in names["scored"] else None

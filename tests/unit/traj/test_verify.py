@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -48,6 +49,14 @@ def only_damage(spools):
 
 def first(spools, spool="scored"):
     return sorted(spools.campaign.spool(spool).glob("*.h5"))[0]
+
+
+def test_a_description_that_is_cut_and_a_spool_that_is_missing_are_damage(spools):
+    spools.campaign.manifest.write_text('{"name": "o')
+    shutil.rmtree(spools.campaign.spool("scored"))
+    found = damage(spools)
+    assert [path for path, _ in found] == ["campaign.json", "spools/scored"]
+    assert found[0][1].startswith("cannot be read")
 
 
 def test_a_whole_campaign_is_clean_and_exit_code_0(spools, capsys):
