@@ -21,7 +21,14 @@ from hpcrl.errors import CampaignError
 from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
 from hpcrl.monitor.snapshot import CampaignSnapshot, measure_change
 from hpcrl.system.files import read_json
-from hpcrl.system.terminal import escape_to_one_line, format_number, make_console, print_json, show_wait
+from hpcrl.system.terminal import (
+    escape_to_one_line,
+    format_number,
+    make_console,
+    print_json,
+    print_note,
+    show_wait,
+)
 
 
 class ComparedFigure(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +53,8 @@ class CampaignComparison(msgspec.Struct, frozen=True, kw_only=True):
     first: str
     second: str
     figures: list[ComparedFigure]
-    settings: list[ComparedSetting]
+    settings: list[ComparedSetting] | None
+    """None if the recipe or site of one cannot be read."""
 
 
 def compare_campaigns(first: CampaignDir, second: CampaignDir) -> CampaignComparison:
@@ -54,15 +62,19 @@ def compare_campaigns(first: CampaignDir, second: CampaignDir) -> CampaignCompar
     both = [dict(_list_figures(_take_snapshot(campaign))) for campaign in (first, second)]
     names = list(dict.fromkeys([*both[0], *both[1]]))
     settings = [_read_settings(campaign) for campaign in (first, second)]
+    known = [one for one in settings if one is not None]
     return CampaignComparison(
         first=first.name,
         second=second.name,
         figures=[ComparedFigure(name=name, first=both[0].get(name), second=both[1].get(name)) for name in names],
-        settings=[
-            ComparedSetting(setting=name, first=values[0], second=values[1])
-            for name, values in find_differences(settings)
-        ],
+        settings=_list_differences(known) if len(known) == len(settings) else None,
     )
+
+
+def _list_differences(settings: Sequence[dict[str, Any]]) -> list[ComparedSetting]:
+    return [
+        ComparedSetting(setting=name, first=values[0], second=values[1]) for name, values in find_differences(settings)
+    ]
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
@@ -84,6 +96,8 @@ def show_comparison(first: CampaignDir, second: CampaignDir, *, as_json: bool) -
     figures = ((one.name, _show(one.first), _show(one.second)) for one in found.figures)
     console.print(_make_table(("", found.first, found.second), figures))
     console.print()
+    if found.settings is None:
+        return
     if not found.settings:
         console.print("recipes and sites are the same")
         return
@@ -130,12 +144,14 @@ def _list_changes(name: str, values: Sequence[float | None]) -> Iterator[tuple[s
         yield f"{name}, last steps", change.last
 
 
-def _read_settings(campaign: CampaignDir) -> dict[str, Any]:
+def _read_settings(campaign: CampaignDir) -> dict[str, Any] | None:
+    """Return the settings of recipe and site; None, with a note, if they cannot be read."""
     try:
         recipe, site = read_json(campaign.recipe), read_json(campaign.site)
         return dict(flatten_table(recipe)) | dict(flatten_table(site, "site."))
     except (OSError, ValueError, AttributeError) as error:
-        raise CampaignError(f"campaign {campaign.name}: its recipe or site cannot be read: {error}") from error
+        print_note(f"recipe or site of {campaign.name} cannot be read, so that settings are not compared: {error}")
+        return None
 
 
 def _make_table(headings: Sequence[str], rows: Iterator[tuple[str, str, str]]) -> Table:

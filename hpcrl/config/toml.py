@@ -574,9 +574,13 @@ def _find_advice(trail: Sequence[str]) -> str | None:
     return None
 
 
+MIN_PREFIX_CHARS = 3
+
+
 def suggest_name(name: str, names: Sequence[str], *, cutoff: float = 0.6) -> str:
-    """Return "did you mean ...? " with the closest known name; empty if none is close."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    """Return "did you mean ...? " with the only name that starts so, or the closest; empty if none is close."""
+    longer = [known for known in names if len(name) >= MIN_PREFIX_CHARS and known.startswith(name)]
+    close = longer if len(longer) == 1 else difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return f"did you mean {close[0]!r}? " if close else ""
 
 

@@ -120,7 +120,7 @@ class MetricsFeeder:
         for name, make in self._factories.items():
             with self._isolate_failure(name):
                 self._sinks[name] = make()
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ValueError):  # without it figures are sent again
             self._reader.offsets = read_json(self._state)
 
     def feed(self) -> None:

@@ -178,6 +178,8 @@ class SnapshotCollector:
     def _read_events(self, problems: list[str], now: float, *, created: float | str | None) -> bool:
         """Read the new events; return whether one of them is more than a count."""
         directory = self.campaign_dir.events
+        if self._ended_jobs and not directory.exists():
+            problems.append(f"{directory.name}/ is missing: what the campaign did is not known")
         if directory.exists() and not os.access(directory, os.R_OK | os.X_OK, effective_ids=True):
             problems.append(f"{directory.name}/ cannot be read: permission denied")
         if not self._is_watched:

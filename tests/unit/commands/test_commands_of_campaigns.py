@@ -157,6 +157,18 @@ def test_logs_that_are_followed_end_with_their_job(
     assert printed(capsys, "logs", "one", "-f").splitlines()[1:] == ["line"]
 
 
+def test_campaigns_are_compared_without_settings_where_a_recipe_cannot_be_read(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("one")
+    make_campaign("two").recipe.write_bytes(b"\xf8")
+    assert main(["compare", "one", "two"]) == 0
+    shown = capsys.readouterr()
+    assert "reward, last steps" in shown.out
+    assert "setting" not in shown.out
+    assert "recipe or site of two cannot be read" in shown.err
+
+
 def test_a_directory_elsewhere_is_not_removed(
     make_campaign: CampaignMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -857,6 +858,14 @@ def test_advisories_are_found_again_when_time_has_passed(campaign: SyntheticCamp
     campaign.emit("env-0", EpisodesCounted(outcomes={"lake": {"env-fault": 20}}))
     campaign.now += 2.0
     assert [advisory.name for advisory in watched.poll().advisories] == ["domain-fails"]
+
+
+def test_an_ended_campaign_without_its_events_is_not_all_there(campaign: SyntheticCampaign) -> None:
+    running(campaign)
+    assert collector(campaign).poll().detail.problems == []
+    campaign.outcome("done", "every training step was made")
+    shutil.rmtree(campaign.directory.events)
+    assert collector(campaign).poll().detail.problems == ["events/ is missing: what the campaign did is not known"]
 
 
 def test_the_load_of_a_role_is_that_of_all_its_engines(campaign: SyntheticCampaign) -> None:
