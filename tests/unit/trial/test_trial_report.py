@@ -1,10 +1,13 @@
 """What `hpcrl try` prints about the episodes of a domain."""
 
+import msgspec
+
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.spool.outcome import OUTCOME_EXIT, OUTCOME_REWARD_ERROR
 from hpcrl.system.files import make_private_dir
 from hpcrl.trial.player import DomainTrial
 from hpcrl.trial.report import NUM_BYTES, describe_trial, is_good, list_results, show_trials
+from tests.support.printed_json import load_checked
 from tests.support.trajectories import make_trajectory
 
 GOOD = make_trajectory("math/0/0", reward=0.25, seed=7)
@@ -44,7 +47,9 @@ def test_an_episode_that_failed_is_shown_as_failed_and_not_by_its_reward(capsys,
 
 
 def test_the_facts_of_each_episode_are_listed():
-    first, second = list_results([DomainTrial("math", [GOOD]), DomainTrial("code", [FAULT])])
+    results = list_results([DomainTrial("math", [GOOD]), DomainTrial("code", [FAULT])])
+    load_checked(msgspec.json.encode(results).decode(), "try")
+    first, second = results
     assert (first.domain, first.id, first.seed, first.outcome, first.reward) == ("math", GOOD.id, 7, "finished", 0.25)
     assert (first.num_tokens, first.reason) == (len(GOOD), "")
     assert (second.domain, second.outcome, second.reward) == ("code", "env-fault", None)
