@@ -113,7 +113,7 @@ class MetricsFeeder:
         self._emit = emit
         self._factories = factories
         self._sinks: dict[str, MetricsSink] = {}
-        self._reader = EventReader(campaign.events, is_sparing=True, choose_lines=choose_kinds(FIGURE_KINDS))
+        self._reader = EventReader(campaign.events, choose_lines=choose_kinds(FIGURE_KINDS))
 
     def open(self) -> None:
         """Open the sinks, and continue where the last reader stopped."""
