@@ -204,7 +204,7 @@ class SpoolVerifier:
         present = [self.campaign.spool(name).is_dir() for name in LIVE_SPOOLS]
         for name, is_present in zip(LIVE_SPOOLS, present, strict=True):
             if any(present) and not is_present:
-                self._add_finding("damage", self.campaign.spool(name), "is missing")
+                self._add_finding("note", self.campaign.spool(name), "is missing")
 
     def _verify_live_spools(self) -> None:
         """Verify both live spools, twin by twin."""

@@ -51,12 +51,12 @@ def first(spools, spool="scored"):
     return sorted(spools.campaign.spool(spool).glob("*.h5"))[0]
 
 
-def test_a_description_that_is_cut_and_a_spool_that_is_missing_are_damage(spools):
+def test_a_description_that_is_cut_is_damage_and_a_spool_that_is_missing_is_named(spools):
     spools.campaign.manifest.write_text('{"name": "o')
     shutil.rmtree(spools.campaign.spool("scored"))
-    found = damage(spools)
-    assert [path for path, _ in found] == ["campaign.json", "spools/scored"]
-    assert found[0][1].startswith("cannot be read")
+    path, reason = only_damage(spools)
+    assert (path, reason.partition(":")[0]) == ("campaign.json", "cannot be read")
+    assert ("spools/scored", "is missing") in notes(spools)
 
 
 def test_a_whole_campaign_is_clean_and_exit_code_0(spools, capsys):
