@@ -1,7 +1,7 @@
 """Show a campaign on a terminal: one screen from 80x24 up, or plain lines without a terminal.
 
 watch_campaign      show a campaign until it ends
-pace_looks, choose_pause, SnapshotSource    look at it as often as is cheap
+pace_looks, pay_for_look, choose_pause, SnapshotSource    look at it as often as is cheap
 show_frames         show its snapshots on a terminal, one after another
 show_snapshot       print one frame
 describe_changes    the plain lines between two snapshots: pure
@@ -265,10 +265,16 @@ def pace_looks(
 
     Looks, and states with what the caller does with them, are as frequent as their shares of a core allow.
     """
-    started = time.process_time()
-    source.look()
-    look_s, looked_at, due_at = time.process_time() - started, time.monotonic(), float("-inf")
+    look_at = paid_until = due_at = built_at = float("-inf")
+    state_s = 0.0
     while True:
+        if time.monotonic() >= look_at:  # otherwise a key ended the wait
+            started = time.process_time()
+            if source.look():
+                due_at = min(due_at, built_at + choose_pause(state_s, share=MAX_NEWS_SHARE, interval_s=0.0))
+            looked_at = time.monotonic()
+            paid_until = pay_for_look(time.process_time() - started, now=looked_at, paid_until=paid_until)
+            look_at = max(looked_at + interval_s, paid_until)
         if time.monotonic() >= due_at:
             started = time.process_time()
             snapshot = source.build()
@@ -279,14 +285,12 @@ def pace_looks(
             yield snapshot
         if until_done and snapshot.state in FINAL_STATES:
             return
-        look_at = looked_at + choose_pause(look_s, share=MAX_LOOK_SHARE, interval_s=interval_s)
         wait(max(0.0, look_at - time.monotonic()))
-        if time.monotonic() < look_at:  # a key ended the wait
-            continue
-        started = time.process_time()
-        if source.look():
-            due_at = min(due_at, built_at + choose_pause(state_s, share=MAX_NEWS_SHARE, interval_s=0.0))
-        look_s, looked_at = time.process_time() - started, time.monotonic()
+
+
+def pay_for_look(spent_s: float, *, now: float, paid_until: float) -> float:
+    """Return the time until which looks have used their share of a core: one that takes long uses what others left."""
+    return max(paid_until, now - MAX_PAUSE_S) + min(spent_s / MAX_LOOK_SHARE, MAX_PAUSE_S)
 
 
 def choose_pause(spent_s: float, *, share: float, interval_s: float) -> float:

@@ -34,6 +34,7 @@ from hpcrl.monitor.view import (
     choose_pause,
     describe_changes,
     pace_looks,
+    pay_for_look,
     print_campaigns,
     render_campaigns,
     show_frames,
@@ -413,6 +414,24 @@ def test_an_interrupt_ends_watching_and_reports_that_the_campaign_continues(tmp_
 @pytest.mark.parametrize(("spent_s", "pause_s"), [(0.0005, 0.25), (0.02, 2.0), (0.2, 5.0)])
 def test_what_takes_long_is_repeated_more_rarely(spent_s: float, pause_s: float) -> None:
     assert choose_pause(spent_s, share=0.01, interval_s=0.25) == pytest.approx(pause_s)
+
+
+@pytest.mark.parametrize(
+    ("looks_s", "interval_s"), [([0.002], 0.25), ([0.001, 0.001, 0.001, 0.006], 0.25), ([0.03], 2.4), ([9.0], 5.0)]
+)
+def test_looks_use_their_share_of_a_core_on_average(looks_s: list[float], interval_s: float) -> None:
+    """One that takes three times as long as most does not make looks rarer while their mean is cheap."""
+    now, paid_until, times = 100.0, float("-inf"), []
+    for look_s in looks_s * 100:
+        times.append(now)
+        paid_until = pay_for_look(look_s, now=now, paid_until=paid_until)
+        now = max(now + 0.25, paid_until)
+    assert (times[-1] - times[-41]) / 40 == pytest.approx(interval_s)
+
+
+def test_a_first_look_that_takes_long_delays_no_second_one() -> None:
+    looked_at = 1000.0
+    assert pay_for_look(9.0, now=looked_at, paid_until=float("-inf")) == looked_at
 
 
 def test_a_key_that_ends_a_wait_starts_no_look_before_its_time(tmp_path: Path) -> None:
