@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from hpcrl import __version__
 from hpcrl.commands.arguments import add_commands
@@ -53,6 +53,11 @@ class CommandParser(argparse.ArgumentParser):
             command = _find_command(self, sys.argv[1:] if args is None else args)
             command.error(f"unrecognized arguments: {' '.join(unknown)}{_suggest_option(command, unknown)}")
         return found
+
+    def error(self, message: str) -> NoReturn:
+        """End with a message; where words are missing, it names the command that explains them."""
+        is_missing = message.startswith("the following arguments are required")
+        super().error(f"{message}: `{self.prog} --help` explains them" if is_missing else message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

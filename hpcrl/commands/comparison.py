@@ -6,10 +6,11 @@ CampaignComparison, ComparedFigure, ComparedSetting    its parts, also the contr
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +30,9 @@ from hpcrl.system.terminal import (
     print_note,
     show_wait,
 )
+
+
+_MIN_TABLE_WIDTH = 40
 
 
 class ComparedFigure(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +98,7 @@ def show_comparison(first: CampaignDir, second: CampaignDir, *, as_json: bool) -
         return
     console = make_console()
     figures = ((one.name, _show(one.first), _show(one.second)) for one in found.figures)
-    console.print(_make_table(("", found.first, found.second), figures))
+    _print_rows(console, ("", found.first, found.second), figures)
     console.print()
     if found.settings is None:
         return
@@ -104,7 +108,7 @@ def show_comparison(first: CampaignDir, second: CampaignDir, *, as_json: bool) -
     num = len(found.settings)
     title = "one setting differs" if num == 1 else f"{num} settings differ"
     settings = ((one.setting, _show_setting(one.first), _show_setting(one.second)) for one in found.settings)
-    console.print(_make_table((title, found.first, found.second), settings))
+    _print_rows(console, (title, found.first, found.second), settings)
 
 
 def _take_snapshot(campaign: CampaignDir) -> CampaignSnapshot:
@@ -154,7 +158,16 @@ def _read_settings(campaign: CampaignDir) -> dict[str, Any] | None:
         return None
 
 
-def _make_table(headings: Sequence[str], rows: Iterator[tuple[str, str, str]]) -> Table:
+def _print_rows(console: Console, headings: tuple[str, str, str], rows: Iterable[tuple[str, str, str]]) -> None:
+    """Print a table, or a line for each row on a terminal that is too narrow for one."""
+    if console.width >= _MIN_TABLE_WIDTH:
+        console.print(_make_table(headings, rows))
+        return
+    for name, first, second in (headings, *rows):
+        console.print(Text(f"{name}: {first} | {second}" if name else f"{first} | {second}"))
+
+
+def _make_table(headings: Sequence[str], rows: Iterable[tuple[str, str, str]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for index, heading in enumerate(headings):
         table.add_column(Text(heading), justify="right" if index else "left", overflow="fold")

@@ -38,6 +38,9 @@ def run_report(arguments: argparse.Namespace) -> int:
     if arguments.output is not None and arguments.output.name in ("", "-"):
         raise HpcrlError(f"report -o {arguments.output}: give the name of a file; --json without -o prints the figures")
     campaigns = [directory.find_campaign(name) for name in arguments.campaigns]
+    for number, campaign in enumerate(campaigns):
+        if campaign.root in [other.root for other in campaigns[:number]]:
+            raise HpcrlError(f"report: {campaign.name} is named twice: a page has each campaign once")
     options = [f"--format={arguments.format}", *(f"--{name}" for name in ("json", "png") if getattr(arguments, name))]
     if arguments.output is not None:
         options.append(f"--output={arguments.output}")

@@ -95,7 +95,7 @@ def _make_fixed(text: str) -> Callable[[Sequence[str]], str]:
 
 def _suggest_key_topic(words: Sequence[str]) -> str:
     """Return "did you mean ...? " for the name of a table or key of a recipe or a site; empty for any other."""
-    for topic in ("recipe", "site"):
+    for topic in _TOPICS_OF_KEYS:
         with contextlib.suppress(HpcrlError):
             TOPICS[topic][1](words)
             return f"did you mean `hpcrl help {topic} {' '.join(words)}`? "
@@ -113,6 +113,7 @@ TOPICS: dict[str, tuple[str, Callable[[Sequence[str]], str]]] = {
 }
 
 
+_TOPICS_OF_KEYS = ("recipe", "site")
 _COMMANDS_FIRST = frozenset(
     {"site ls", "site show", "site new", "site probe", "recipe ls", "recipe show", "recipe new"}
 )
@@ -135,10 +136,10 @@ def show_topic(words: Sequence[str], *, parser: argparse.ArgumentParser) -> int:
         return 0
     first, *rest = words
     command = " ".join(words)
-    if first in TOPICS and command not in _COMMANDS_FIRST:
+    if command in parsers and (command in _COMMANDS_FIRST or first not in TOPICS):
+        print_line(parsers[command].format_help().rstrip())
+    elif first in TOPICS and (not rest or first in _TOPICS_OF_KEYS):
         print_line(TOPICS[first][1](rest))
-    elif (found := command if command in parsers else first) in parsers:
-        print_line(parsers[found].format_help().rstrip())
     else:
         hint = _suggest_key_topic(words) or suggest_name(command, [*TOPICS, *parsers])
         raise HpcrlError(f"no topic {command!r}: {hint}topics are {', '.join(TOPICS)}")

@@ -104,6 +104,22 @@ def test_a_comparison_in_a_pipe_is_as_wide_as_asked_for(
     assert any(name in line for line in lines) == (columns == 200)
 
 
+def test_a_comparison_on_a_narrow_terminal_breaks_no_word(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    make_campaign("one"), make_campaign("two", "train.learning_rate=0.003")
+    lines = printed(capsys, "compare", "one", "two").splitlines()
+    assert max(map(len, lines)) <= 20
+    assert "steps: 4 | 4" in lines
+    assert "one setting differs: one | two" in " ".join(lines)
+
+
+def test_a_report_has_a_campaign_once(make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    campaign = make_campaign("one")
+    assert "report: one is named twice" in refused(capsys, "report", "one", str(campaign.root))
+
+
 def test_events_are_chosen_by_kind_role_and_number(
     make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
