@@ -31,7 +31,6 @@ from hpcrl.system.terminal import (
     show_wait,
 )
 
-
 _MIN_TABLE_WIDTH = 40
 
 

@@ -63,6 +63,13 @@ def test_an_unknown_topic_is_refused_with_the_nearest(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("words", ["recipe router", "recipe group_size", "site slurm_partition"])
+def test_a_table_or_key_is_no_topic_and_is_suggested_as_part_of_one(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["help", words.split()[1]]) == 2
+    assert f"did you mean `hpcrl help {words}`?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("words", "nearest"), [("submit nope", "submit"), ("exit-codes 4", "exit-codes")])
 def test_no_word_after_a_topic_is_ignored(words: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help", *words.split()]) == 2
@@ -76,13 +83,6 @@ def test_a_command_without_its_words_names_its_help(
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert f"`{command} --help` explains them" in capsys.readouterr().err
-
-
-def test_a_table_or_key_is_no_topic_and_is_suggested_as_part_of_one(
-    words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["help", words.split()[1]]) == 2
-    assert f"did you mean `hpcrl help {words}`?" in capsys.readouterr().err
 
 
 def test_a_topic_that_is_like_no_other_is_refused_without_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
