@@ -93,7 +93,7 @@ sbom: $(VENV)/.local
 	$(BIN)/python .ci/sbom.py
 
 clean:
-	rm -rf site $(VENV) .venv-envs .venv-verifiers .venv-readers .venv-agents .venv-trl build dist *.egg-info
+	rm -rf site $(VENV) .venv-envs .venv-verifiers .venv-readers .venv-newest .venv-agents .venv-trl build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hpcrl needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -128,11 +128,20 @@ $(VENV)/.vllm: $(VENV)/.local
 # What reads exports: their tests are skipped without it.
 .venv-readers/.done: PACKAGES = 'inspect-ai>=0.3.200,<0.4' datasets
 
+# Makes an environment that has the packages of the main one too, where it has no other version.
+SHARED_VENV = $(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D) && \
+	echo "$(CURDIR)/$(VENV)/lib/$$($(BIN)/python -c 'import sys; print(f"python{sys.version_info[0]}.{sys.version_info[1]}")')/site-packages" \
+		> "$$(echo $(@D)/lib/python3*/site-packages)/shared.pth"
+
+# The newest transformers, which vLLM in the main environment may not allow yet: what tests it is skipped without it.
+.venv-newest/.done: pyproject.toml $(VENV)/.local | $(BIN)/uv
+	@$(SHARED_VENV)
+	@$(UV) pip install --quiet --python $(@D)/bin/python 'transformers>=5,<6'
+	@touch $@
+
 # What bench.whole compares with; torch and transformers are those of the main environment.
 .venv-trl/.done: $(VENV)/.local | $(BIN)/uv
-	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-trl
-	@echo "$(CURDIR)/$(VENV)/lib/$$($(BIN)/python -c 'import sys; print(f"python{sys.version_info[0]}.{sys.version_info[1]}")')/site-packages" \
-		> "$$(echo .venv-trl/lib/python3*/site-packages)/shared.pth"
+	@$(SHARED_VENV)
 	@$(UV) pip install --quiet --python .venv-trl/bin/python --no-deps trl==1.16.0 accelerate datasets pandas \
 		multiprocess dill fsspec pyarrow python-dateutil six pytz tzdata
 	@touch $@

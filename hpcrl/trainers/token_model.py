@@ -138,6 +138,13 @@ def _list_forms(causal: Any, *, scale: float) -> list[HeadForm]:
     return [HeadForm(), HeadForm(scale=scale), *([] if cap is None else [HeadForm(cap=float(cap))])]
 
 
+class _MadeUpOutput(SimpleNamespace):
+    """The output of a decoder with nothing but these fields: versions of transformers have other names for the rest."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 def _run_after_decoder(causal: Any, hidden_BTH: Tensor, product_V: Tensor) -> SimpleNamespace | None:
     """Run a model's own code around its decoder and head, which give these; return the head's input and the logits."""
     decoder, head, given = causal.get_decoder(), causal.get_output_embeddings(), []
@@ -148,9 +155,7 @@ def _run_after_decoder(causal: Any, hidden_BTH: Tensor, product_V: Tensor) -> Si
         given.append(hidden)
         return product_V.view(1, 1, -1)
 
-    made_up = SimpleNamespace(
-        last_hidden_state=hidden_BTH, past_key_values=None, hidden_states=None, attentions=None, router_logits=None
-    )
+    made_up = _MadeUpOutput(last_hidden_state=hidden_BTH)
     try:
         with (
             torch.no_grad(),

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from hpcrl.engines.base import FinishReason
 from hpcrl.engines.embedded.grammar import AnswerMatcher, mask_logits
 from hpcrl.engines.embedded.kv_cache import PrefixCache, RowKv
-from hpcrl.engines.embedded.kv_slots import KvSlots, probe_kv_shape
+from hpcrl.engines.embedded.kv_slots import KvSlots, name_cache_argument, probe_kv_shape
 from hpcrl.engines.embedded.sampling import compute_logprobs, find_likeliest, sample_tokens
 from hpcrl.errors import EngineError
 from hpcrl.weights.model_update import BorrowedWeights, borrow_weights
@@ -137,11 +138,10 @@ class RunningBatch:
     def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Compute the log-prob of each token after the first, at temperature 1, in passes of limited size."""
         ids_1T = torch.tensor([token_ids], device=self.model.device)
-        cache, found = None, [torch.zeros(0)]
+        cache, found = DynamicCache(), [torch.zeros(0)]
         for start in range(0, len(token_ids) - 1, MAX_SCORED_TOKENS):
             end = min(start + MAX_SCORED_TOKENS, len(token_ids) - 1)
-            result = self.model(ids_1T[:, start:end], past_key_values=cache, use_cache=True)
-            cache = result.past_key_values
+            result = self.model(ids_1T[:, start:end], use_cache=True, **{name_cache_argument(self.model): cache})
             logprobs_TV = torch.log_softmax(result.logits[0].float(), dim=-1)
             found.append(logprobs_TV.gather(1, ids_1T[0, start + 1 : end + 1, None])[:, 0].cpu())
         return torch.cat(found).tolist()
@@ -270,14 +270,13 @@ class RunningBatch:
         device = self._slots.shape.device
         columns_BQ = columns_BQ.to(device)
         mask_B1QW = torch.arange(width, device=device) <= columns_BQ[:, None, :, None]
+        cache = self._slots.make_cache(first=first, num_rows=len(ids_BQ), columns_BQ=columns_BQ, width=width)
         return module(
             input_ids=ids_BQ.to(device),
             position_ids=columns_BQ.clamp(max=self.context_length - 1).expand(len(ids_BQ), -1),
             attention_mask=mask_B1QW,
-            past_key_values=self._slots.make_cache(
-                first=first, num_rows=len(ids_BQ), columns_BQ=columns_BQ, width=width
-            ),
             use_cache=True,
+            **{name_cache_argument(module): cache},
         )
 
     def _release(self) -> list[RunningRequest]:

@@ -2,6 +2,7 @@
 
     KvShape, probe_kv_shape  the shape of a model's KV
     KvSlots                  the memory
+    name_cache_argument      how a model's forward names it
 
 Rows start at column 0, so nothing moves when rows join or grow, and the causal mask is a comparison of column
 numbers. Columns to the right of a row's last token hold old values, which are finite and masked.
@@ -10,6 +11,7 @@ Legend: K keys and values of all layers (2 * layers), S slots, H KV heads, T col
 Q new tokens of a row.
 """
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,11 @@ class KvShape(NamedTuple):
         return (K, H, D, kv_KHTD.dtype) == (2 * self.num_layers, self.num_heads, self.head_dim, self.dtype)
 
 
+def name_cache_argument(module: Any) -> str:
+    """Return the name under which a model takes its KV: releases of transformers 5 after 5.19 renamed it."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+
+
 def probe_kv_shape(model: Any) -> KvShape:
     """Return the shape of a model's KV, found by running one token; for any architecture with full attention."""
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
@@ -43,7 +50,8 @@ def probe_kv_shape(model: Any) -> KvShape:
         )
     cache = DynamicCache()
     with torch.inference_mode():
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+        ids_11 = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        model(input_ids=ids_11, use_cache=True, **{name_cache_argument(model): cache})
     shapes = {tuple(t.shape) for layer in cache.layers for t in (layer.keys, layer.values)}
     if len(shapes) != 1:
         raise EngineError(f"model {model.config.model_type!r} has KV of several shapes {sorted(shapes)}: not supported")
