@@ -14,9 +14,9 @@ PYTHON = Path(os.environ.get("HPCRL_NEWEST_PYTHON", ROOT / ".venv-newest" / "bin
 @pytest.mark.parametrize("tests", ["trainers/test_token_model.py", "engines/embedded"])
 def test_models_of_the_newest_transformers_train_and_answer(tests: str, tmp_path: Path) -> None:
     """Nothing that it has deprecated is used, and the head of a model is found, so that logits come in chunks."""
+    options = ["-q", "-p", "no:cacheprovider", "-W", "error::FutureWarning", "--basetemp", tmp_path / "tests"]
     done = subprocess.run(
-        [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error::FutureWarning"]
-        + ["--basetemp", tmp_path / "tests", ROOT / "tests" / "unit" / tests],
+        [PYTHON, "-m", "pytest", *options, ROOT / "tests" / "unit" / tests],
         cwd=ROOT,
         capture_output=True,
         text=True,
