@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from hpcrl.campaign.directory import list_jobs
 from hpcrl.campaign.fixed_settings import explain_fixed_setting
 from hpcrl.campaign.running_jobs import STOP_POLL_INTERVAL_S, STOP_TIMEOUT_S, find_job_state, read_submission
 from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
@@ -85,6 +86,7 @@ def _refuse_while_draining(job: JobDir) -> None:
 def refuse_without_journals(campaign: CampaignDir) -> None:
     """Raise if the tasks in flight are not recorded where a job looks for them: it would number its tasks from 0."""
     if not campaign.env_workers.is_dir():
+        list_jobs(campaign)  # raises for one that was not submitted to the end
         raise CampaignError(
             f"campaign {campaign.name!r} cannot be continued: it has no {campaign.env_workers}, as a version of hpcrl "
             f"made it that recorded its tasks elsewhere: `hpcrl export {campaign.name} --hf DIR` writes its model, for "

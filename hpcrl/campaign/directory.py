@@ -122,7 +122,7 @@ def list_jobs(campaign: CampaignDir) -> list[JobDir]:
     if not jobs:
         raise CampaignError(
             f"campaign {campaign.name!r} has no job: it was not submitted to the end; remove it "
-            f"(`rm -r {shlex.quote(str(campaign.root))}`) and submit it again"
+            f"(`hpcrl rm {shlex.quote(campaign.name)}`) and submit it again"
         )
     return jobs
 

@@ -8,6 +8,7 @@ TOPICS           the topics, each with a line and the function that makes its te
 import argparse
 import contextlib
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 
 from hpcrl import __version__
@@ -113,6 +114,7 @@ TOPICS: dict[str, tuple[str, Callable[[Sequence[str]], str]]] = {
 }
 
 
+_MAX_TOPIC_COLUMNS = 80
 _TOPICS_OF_KEYS = ("recipe", "site")
 _COMMANDS_FIRST = frozenset(
     {"site ls", "site show", "site new", "site probe", "recipe ls", "recipe show", "recipe new"}
@@ -149,7 +151,8 @@ def show_topic(words: Sequence[str], *, parser: argparse.ArgumentParser) -> int:
 def _list_topics(parsers: dict[str, argparse.ArgumentParser]) -> str:
     width = max(map(len, TOPICS))
     lines = [f"  {name:<{width}}  {line}" for name, (line, _) in TOPICS.items()]
-    return "\n".join(["topics:", *lines, "commands:", f"  {', '.join(parsers)}"])
+    names = textwrap.wrap(", ".join(parsers), _MAX_TOPIC_COLUMNS, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join(["topics:", *lines, "commands:", *names])
 
 
 _TOPIC_SECTIONS = {"exit-codes": "EXIT STATUS", "states": "STATES", "files": "FILES", "variables": "ENVIRONMENT"}

@@ -188,7 +188,7 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     name: Name
     """The name of the site."""
     description: str = ""
-    """A line for `hpcrl sites`."""
+    """A line for `hpcrl site ls`."""
     scheduler: SchedulerName
     """slurm: jobs are submitted to Slurm; local: they run as processes of this machine."""
     partitions: Annotated[dict[Name, SitePartition], Meta(min_length=1)]

@@ -33,7 +33,7 @@ from hpcrl.campaign_dir.job_end import JobEnd
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.monitor.progress import JobProgress
 from hpcrl.slurm.next_job import find_last_step
-from hpcrl.slurm.status import ACTIVE, ENDED, WAITING, JobStatus
+from hpcrl.slurm.status import ACTIVE, ENDED, UNKNOWN, WAITING, JobStatus
 from hpcrl.slurm.submit import SubmittedJob
 from hpcrl.system.processes import is_alive, return_false
 
@@ -60,6 +60,8 @@ class JobFacts:
     slurm_reason: str = ""
     guardian_alive: bool | None = None
     """For a local job: its first process, the guardian, exists; None: it cannot be seen from here."""
+    silent_min: float | None = None
+    """How long none of its processes has sent a heartbeat; None if none has sent one at all."""
     has_heartbeat: bool = False
     """A process of the job has sent a heartbeat recently."""
     end_requested: bool = False
@@ -129,7 +131,9 @@ def _derive_slurm_state(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
         return _running_or_draining(facts)
     if slurm in WAITING:
         return "queued", facts.slurm_reason
-    return "unknown", facts.slurm_reason or f"Slurm reports the state {slurm}"
+    why = f"Slurm reports the state {slurm}" if slurm != UNKNOWN else "Slurm cannot be queried here"
+    silence = f"; its processes have been silent for {facts.silent_min:,.0f} min" if facts.silent_min else ""
+    return "unknown", (facts.slurm_reason or why) + silence
 
 
 def _running_or_draining(facts: JobFacts) -> tuple[JobState, str]:
@@ -148,6 +152,8 @@ def _explain_slurm_end(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
         "timeout": "Slurm ended it: its time was up before it was drained",
         "preempted": "Slurm ended it: preempted by another job",
     }
+    if slurm == "failed" and facts.silent_min is not None:  # Slurm's reasons are about the start of a batch script
+        return "failed", f"its driver ended without reporting a reason, as after `kill -9`; {facts.resume_hint}"
     why = words.get(slurm, f"Slurm ended it: {slurm.replace('_', ' ')}")
     detail = f" ({facts.slurm_reason})" if facts.slurm_reason else ""
     return "failed", f"{why}{detail}; {facts.resume_hint}"
@@ -231,7 +237,10 @@ def judge_jobs(
 ) -> tuple[CampaignState, list[JobVerdict]]:
     """Return the state of a campaign and of each of its jobs."""
     stop_requested = campaign_dir.stop.exists()
-    live_jobs = {name.partition("-")[0] for name, time in heartbeats.items() if now - time < ALIVE_WITHIN_S}
+    last_beats: dict[str, float] = {}
+    for name, beat in heartbeats.items():
+        job_name = name.partition("-")[0]
+        last_beats[job_name] = max(beat, last_beats.get(job_name, 0.0))
     find_saved_step = cache(partial(find_last_step, campaign_dir))  # it reads a directory, and few reasons need it
     last_step = next(
         (events[number].last_step for number in sorted(events, reverse=True) if events[number].last_step), 0
@@ -244,7 +253,8 @@ def judge_jobs(
             job,
             progress,
             status,
-            has_heartbeat=make_worker_name(job.number) in live_jobs,
+            last_beat=last_beats.get(make_worker_name(job.number)),
+            now=now,
             stop_requested=stop_requested,
         )
         state, reason = derive_job_state(facts)
@@ -305,8 +315,15 @@ def read_json_as(path: Path, kind: type[T], problems: list[str]) -> T | None:
 
 
 def _collect_job_facts(
-    job: JobRecord, progress: JobProgress, status: JobStatus | None, *, has_heartbeat: bool, stop_requested: bool
+    job: JobRecord,
+    progress: JobProgress,
+    status: JobStatus | None,
+    *,
+    last_beat: float | None,
+    now: float,
+    stop_requested: bool,
 ) -> JobFacts:
+    has_heartbeat = last_beat is not None and now - last_beat < ALIVE_WITHIN_S
     # A driver emits its end event before it has ended everything, and writes its outcome last. While the job still
     # runs, only the outcome counts.
     still_runs = has_heartbeat or job.guardian_alive is True or (status is not None and status.state in ACTIVE)
@@ -314,6 +331,7 @@ def _collect_job_facts(
     facts = JobFacts(
         outcome=ending.outcome if ending else None,
         reason=ending.reason if ending else progress.drain_reason or "",
+        silent_min=None if last_beat is None else max(0.0, now - last_beat) / 60,
         has_heartbeat=has_heartbeat,
         end_requested=stop_requested
         or job.drain_requested
@@ -321,7 +339,7 @@ def _collect_job_facts(
         or progress.end_event is not None,
     )
     if job.submitted.scheduler == "slurm":
-        return replace(facts, slurm=status.state if status else "unknown", slurm_reason=status.reason if status else "")
+        return replace(facts, slurm=status.state if status else UNKNOWN, slurm_reason=status.reason if status else "")
     is_remote = bool(progress.node) and _short_hostname(progress.node) != _short_hostname(socket.gethostname())
     return replace(facts, guardian_alive=None if is_remote else job.guardian_alive)
 

@@ -13,8 +13,9 @@ import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from rich.console import Group, OverflowMethod, RenderableType
+from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -161,6 +162,15 @@ def render_header(snapshot: CampaignSnapshot, *, long_lines: LongLines = "wrappe
     return Group(*lines)
 
 
+class StepBar(ProgressBar):
+    """A bar whose rest is drawn with another character, where others differ from what is done by colour alone."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rest, style = "." if options.ascii_only else "┄", console.get_style(self.style)
+        for segment in super().__rich_console__(console, options):
+            yield Segment(rest * len(segment.text), style) if segment.style == style else segment
+
+
 def _render_curves(snapshot: CampaignSnapshot) -> RenderableType:
     wide, narrow = Table.grid(padding=(0, 2, 0, 0), expand=True), _make_grid(long_lines="wrapped")
     wide.add_column(style="dim", width=8)
@@ -174,7 +184,7 @@ def _render_curves(snapshot: CampaignSnapshot) -> RenderableType:
 
 def _list_curves(snapshot: CampaignSnapshot) -> Iterator[tuple[str, RenderableType, str]]:
     """Yield each curve with its label and its figures."""
-    steps = ProgressBar(total=snapshot.num_steps or 1, completed=snapshot.step)
+    steps = StepBar(total=snapshot.num_steps or 1, completed=snapshot.step)
     left_s = snapshot.detail.training_left_s
     more = f", about {format_duration(left_s)} more" if left_s else ""
     yield "steps", steps, format_step_count(snapshot) + more

@@ -47,6 +47,7 @@ _REASONS = {
     "BadConstraints": "no node satisfies its constraints",
     "Cleaning": "its earlier run is being cleaned up",
     "Prolog": "the nodes are being prepared",
+    "JobLaunchFailure": "Slurm could not start its batch script, or a signal killed it",
     "NonZeroExitCode": "it ended with a non-zero exit code",
 }
 _LIMIT_REASONS = (

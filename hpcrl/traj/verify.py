@@ -192,8 +192,8 @@ class SpoolVerifier:
         return self.report
 
     def _check_description(self) -> None:
-        """Report a description of the campaign that cannot be read."""
-        for path in (self.campaign.manifest, self.campaign.recipe):
+        """Report records of the campaign that cannot be read."""
+        for path in (self.campaign.manifest, self.campaign.recipe, self.campaign.site, self.campaign.plan):
             try:
                 read_json(path)
             except (OSError, ValueError) as error:

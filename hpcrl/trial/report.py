@@ -87,7 +87,8 @@ def describe_trial(trial: DomainTrial) -> str:
     scored = f"mean reward {fmean(rewards):.3g}" if rewards else "no reward"
     reasons = list(dict.fromkeys(filter(None, map(find_reason, trial.trajectories))))
     why = f"; {escape_to_one_line(reasons[-1])[:NUM_BYTES]}" if reasons else ""
-    return f"domain {trial.domain}: {len(trial.trajectories)} episodes ({ended}), {scored}{why}"
+    num = len(trial.trajectories)
+    return f"domain {trial.domain}: {num} episode{'s' * (num != 1)} ({ended}), {scored}{why}"
 
 
 def find_reason(trajectory: Trajectory) -> str:

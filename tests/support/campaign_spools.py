@@ -25,6 +25,8 @@ class Spools:
         for spool in ("rollouts", "scored"):
             make_private_dir(self.campaign.spool(spool))
         publish_json(self.campaign.recipe, {"name": "quickstart", "domains": {"lake": {}, "taxi": {}}})
+        publish_json(self.campaign.site, {"name": "local"})
+        publish_json(self.campaign.plan, {"layout": "local"})
         publish_json(
             self.campaign.manifest, {"name": root.name, "recipe": "quickstart", "site": "local", "created": 1.0}
         )

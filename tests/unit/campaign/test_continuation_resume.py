@@ -85,6 +85,14 @@ def test_a_campaign_whose_tasks_were_recorded_elsewhere_is_refused(tmp_path: Pat
         continuation.resume(str(campaign.root))
 
 
+def test_a_campaign_that_was_not_submitted_to_the_end_is_refused_as_such(tmp_path: Path) -> None:
+    """Not as one of an old version, whose model could be exported."""
+    campaign = CampaignDir(make_private_dir(tmp_path / "c"))
+    campaign.manifest.write_text("{")
+    with pytest.raises(CampaignError, match=r"it was not submitted to the end; remove it \(`hpcrl rm c`\)"):
+        continuation.resume(str(campaign.root))
+
+
 @pytest.fixture
 def failed(tmp_path: Path) -> CampaignDir:
     """A campaign of 3 steps whose trainer failed for good."""

@@ -451,6 +451,22 @@ def test_the_state_of_a_job_follows_from_the_known_facts(facts: JobFacts, state:
 
 
 @pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (JobFacts(slurm="failed"), "its batch script failed before the driver could report a reason"),
+        (JobFacts(slurm="failed", silent_min=0.1, slurm_reason="x"), "its driver ended without reporting a reason"),
+        (JobFacts(slurm="unknown"), "Slurm cannot be queried here"),
+        (JobFacts(slurm="unknown", silent_min=90.0), "Slurm cannot be queried here; its processes have been silent"),
+        (JobFacts(slurm="a_new_word"), "Slurm reports the state a_new_word"),
+    ],
+)
+def test_the_end_of_a_driver_that_was_killed_is_not_that_of_a_batch_script_that_did_not_start(
+    facts: JobFacts, reason: str
+) -> None:
+    assert derive_job_state(facts)[1].startswith(reason)
+
+
+@pytest.mark.parametrize(
     ("jobs", "stop", "state"),
     [
         ([], False, "planned"),

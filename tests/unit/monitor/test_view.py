@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ from hpcrl.monitor import view
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.keys import KeyReader
 from hpcrl.monitor.pages import CampaignPages
-from hpcrl.monitor.screen import render_header, render_screen
+from hpcrl.monitor.screen import StepBar, render_header, render_screen
 from hpcrl.monitor.snapshot import MIN_PACE_STEPS, CampaignSnapshot
 from hpcrl.monitor.view import (
     choose_pause,
@@ -740,3 +741,14 @@ def test_a_screen_fits_any_width(tmp_path: Path, width: int) -> None:
     console = Console(width=width, file=io.StringIO(), color_system=None)
     console.print(render_screen(collector(campaign).poll()))
     assert max(map(len, console.file.getvalue().splitlines())) <= width
+
+
+@pytest.mark.parametrize(("encoding", "done", "rest"), [("utf-8", "━", "┄"), ("ascii", "-", ".")])
+def test_the_bar_of_steps_is_read_without_colours(encoding: str, done: str, rest: str) -> None:
+    """Colours are there, but not everybody sees them."""
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding)
+    Console(file=file, width=40, force_terminal=True, color_system="standard").print(StepBar(total=4, completed=1))
+    file.flush()
+    text = re.sub(r"\x1b\[[0-9;]*m", "", raw.getvalue().decode(encoding)).strip()
+    assert (text.count(done), text.count(rest)) == (10, 30)

@@ -59,6 +59,14 @@ def test_a_description_that_is_cut_is_damage_and_a_spool_that_is_missing_is_name
     assert ("spools/scored", "is missing") in notes(spools)
 
 
+@pytest.mark.parametrize("record", ["recipe", "site", "plan"])
+def test_a_record_that_is_missing_is_damage(spools, record):
+    """No other job can continue the campaign."""
+    getattr(spools.campaign, record).unlink()
+    path, reason = only_damage(spools)
+    assert (path, reason.partition(":")[0]) == (f"{record}.json", "cannot be read")
+
+
 def test_a_whole_campaign_is_clean_and_exit_code_0(spools, capsys):
     spools.consumed(*(f"lake/{group}" for group in range(3)))
     assert main([str(spools.campaign.root), "verify", "name"]) == 0

@@ -43,7 +43,7 @@ def test_an_episode_that_failed_is_shown_as_failed_and_not_by_its_reward(capsys,
     head, *_, last = capsys.readouterr().out.splitlines()
     assert "failed (reward-error)" in head
     assert "reward 0.00" not in head
-    assert last.endswith("1 episodes (1 reward-error), no reward")
+    assert last.endswith("1 episode (1 reward-error), no reward")
 
 
 def test_the_facts_of_each_episode_are_listed():
