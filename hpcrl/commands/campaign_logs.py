@@ -39,6 +39,8 @@ from hpcrl.system.terminal import (
 
 FOLLOW_INTERVAL_S = 0.5
 MAX_EVENT_LINES = 2
+_MAX_SHOWN_VALUES = 8
+"""The length up to which a list is shown."""
 _COMMON = frozenset({"event", *CampaignEvent.__struct_fields__})
 
 
@@ -182,7 +184,15 @@ def _format_fields(line: Mapping[str, Any], *, num_chars: int | None) -> str:
 def _format_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(_shorten_lists(value), ensure_ascii=False)
+
+
+def _shorten_lists(value: Any) -> Any:
+    """Return a value whose long lists are replaced by their lengths: --json has them whole."""
+    if isinstance(value, dict):
+        return {name: _shorten_lists(part) for name, part in value.items()}
+    is_long = isinstance(value, list) and len(value) > _MAX_SHOWN_VALUES
+    return f"{len(value):,} values" if is_long else value
 
 
 def _read_time(line: Mapping[str, Any]) -> float:

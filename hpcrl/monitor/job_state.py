@@ -61,7 +61,7 @@ class JobFacts:
     guardian_alive: bool | None = None
     """For a local job: its first process, the guardian, exists; None: it cannot be seen from here."""
     silent_min: float | None = None
-    """How long none of its processes has sent a heartbeat; None if none has sent one at all."""
+    """The time without a heartbeat of any of its processes; None if none has sent one at all."""
     has_heartbeat: bool = False
     """A process of the job has sent a heartbeat recently."""
     end_requested: bool = False

@@ -167,8 +167,11 @@ class StepBar(ProgressBar):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rest, style = "." if options.ascii_only else "┄", console.get_style(self.style)
-        for segment in super().__rich_console__(console, options):
-            yield Segment(rest * len(segment.text), style) if segment.style == style else segment
+        for part in super().__rich_console__(console, options):
+            if isinstance(part, Segment) and part.style == style:
+                yield Segment(rest * len(part.text), style)
+            else:
+                yield part
 
 
 def _render_curves(snapshot: CampaignSnapshot) -> RenderableType:

@@ -15,7 +15,7 @@ from tests.support.printed_commands import ROOT, list_printed, list_runnable
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-CAMPAIGNS = ("quickstart-1", "quickstart-2", "math", "OTHER", "my-campaign")
+CAMPAIGNS = ("quickstart-1", "lab-1", "quickstart-2", "math", "OTHER", "my-campaign")
 SITES = ("NAME", "mycluster", "my-perlmutter")
 SERVERS = "gpu,model,batch,prompt_tokens,reply_tokens,token_ms\n" + "".join(
     f"{gpu},Qwen/Qwen3-8B,{batch},{prompt},200,{4 + batch / 10 + prompt / 1000}\n"

@@ -25,8 +25,8 @@ def test_the_lab_of_the_tutorial_gives_what_it_shows_on_separate_partitions_with
 ) -> None:
     """The report of a finished campaign, in a browser; of one that runs and of one that crashed: test_job_ends.py."""
     assert follow_page(TUTORIAL / "lab.md", lambda words: hpcrl(*words).stdout) == 4
-    campaign = CampaignDir(campaigns / "quickstart-1")
-    seen = snapshot("quickstart-1")
+    campaign = CampaignDir(campaigns / "lab-1")
+    seen = snapshot("lab-1")
     assert seen["state"] == "done"
     assert len(seen["jobs"][0]["components"]) == 4
     assert sum(seen["reward_mean"][-3:]) / 3 > sum(seen["reward_mean"][:3]) / 3 + 0.3
@@ -41,7 +41,7 @@ def test_the_lab_of_the_tutorial_gives_what_it_shows_on_separate_partitions_with
     assert all(event["bytes"] > 0 and event["wall_s"] > 0 for event in carried)
     assert {event["node"] for event in events_of(campaign, "loaded")} == {"prefill1", "decode1"}
     assert lab.list_shared_memory() == {}
-    check_reports({"Done": write_report("quickstart-1", tmp_path / "finished.html")})
+    check_reports({"Done": write_report("lab-1", tmp_path / "finished.html")})
 
 
 def test_the_first_gpu_node_of_the_tutorial_is_described_and_planned_as_shown(in_lab: Lab, home: Path) -> None:

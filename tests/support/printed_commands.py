@@ -52,7 +52,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "hpcrl lab status",
         "hpcrl lab break env1",
         "hpcrl doctor --site lab --job",
-        "hpcrl extend quickstart-1 --steps 44",
+        "hpcrl extend lab-1 --steps 44",
         "hpcrl submit my/recipe.toml --site lab --name mine -s rollout.group_size=16",
     ),
     "asks the Slurm of a cluster: tests/slurm asks the lab": (
@@ -100,6 +100,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
     ),
     "does not end by itself: tests/unit/monitor and tests/unit/commands end it": (
         "hpcrl monitor quickstart-1",
+        "hpcrl monitor lab-1",
         "hpcrl monitor math",
         "hpcrl events quickstart-1 --kind fault --kind worker-failed -f",
     ),

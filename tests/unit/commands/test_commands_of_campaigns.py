@@ -91,6 +91,11 @@ def test_a_campaign_is_not_compared_with_itself(
     assert "compare one with another campaign" in refused(capsys, "compare", "one", str(campaign.root))
 
 
+def test_a_long_list_of_an_event_is_shown_by_its_length() -> None:
+    shown = format_event({"event": "scored", "segment": "a.h5", "rewards": {"lake": [1.0] * 64, "taxi": [0.5]}})
+    assert 'rewards={"lake": "64 values", "taxi": [0.5]}' in shown
+
+
 @pytest.mark.parametrize("columns", [60, 200])
 def test_a_comparison_in_a_pipe_is_as_wide_as_asked_for(
     make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
