@@ -32,6 +32,7 @@ from hpcrl.monitor.progress import (
     DomainProgress,
     FailureRun,
     RecentLoad,
+    WorkerFailure,
     WorkerProgress,
     join_loads,
 )
@@ -865,7 +866,8 @@ def _find_failing_workers(facts: HealthFacts) -> Iterator[Advisory]:
             continue
         num_workers = sum(worker.role == role for worker in _newest_workers(facts))
         num_incidents = _count_incidents(failure.time for failure in recent)
-        num_of_one = max(Counter(failure.worker for failure in recent).values())
+        counts = _count_failures(recent)
+        num_of_one = max(counts.values())
         allowed = num_workers // WORKERS_PER_FAILURE
         num = max(num_incidents - allowed, num_of_one)
         if num < MIN_WORKER_FAILURES:
@@ -876,8 +878,9 @@ def _find_failing_workers(facts: HealthFacts) -> Iterator[Advisory]:
             remedy = "make room in the campaign's file system (`hpcrl gc` names what can go), or raise the quota"
         is_one = num_of_one >= num_incidents - allowed
         figure = num_of_one if is_one else num_incidents
-        what = f"{role} workers failed {len(recent)} times"
-        how = "" if len(recent) == figure else f", one of them {figure}" if is_one else f", at {figure} times"
+        num_failures = sum(counts.values())
+        what = f"{role} workers failed {num_failures} times"
+        how = "" if num_failures == figure else f", one of them {figure}" if is_one else f", at {figure} times"
         yield Advisory(
             name="workers-die",
             severity="critical" if num >= MANY_WORKER_FAILURES else "warning",
@@ -889,6 +892,14 @@ def _find_failing_workers(facts: HealthFacts) -> Iterator[Advisory]:
             cause=cause,
             remedy=remedy,
         )
+
+
+def _count_failures(failures: Iterable[WorkerFailure]) -> dict[str, int]:
+    """Return how often each worker failed, by the one of those who report it that did so most often."""
+    counts: dict[str, int] = {}
+    for (worker, _), num in Counter((failure.worker, failure.reporter) for failure in failures).items():
+        counts[worker] = max(num, counts.get(worker, 0))
+    return counts
 
 
 def _count_incidents(times: Iterable[float]) -> int:

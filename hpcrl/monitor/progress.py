@@ -88,9 +88,10 @@ class FaultCause(NamedTuple):
 
 
 class WorkerFailure(NamedTuple):
-    """The failure of a worker."""
+    """The report of a failure: one that raised is reported by the worker itself, and by the driver as all are."""
 
     worker: str
+    reporter: str
     time: float
 
 
@@ -388,7 +389,7 @@ class CampaignProgress:
     worker_failures: Counter[tuple[int, str]] = field(default_factory=Counter)
     """Workers that failed, by job and role."""
     last_worker_failures: dict[tuple[int, str], deque[WorkerFailure]] = field(default_factory=dict)
-    """The last of them."""
+    """The last reports of them."""
     worker_failure_reasons: dict[str, str] = field(default_factory=dict)
     """The newest reason by role."""
     faults: Counter[FaultCause] = field(default_factory=Counter)
@@ -509,7 +510,7 @@ class CampaignProgress:
                 failures = self.last_worker_failures.setdefault(
                     (event.job, worker.role), deque(maxlen=MAX_WORKER_FAILURES)
                 )
-                failures.append(WorkerFailure(worker.name, event.time))
+                failures.append(WorkerFailure(worker.name, event.worker, event.time))
                 self.worker_failure_reasons[worker.role] = event.reason
                 self._count_fault(FaultCause(f"worker {worker.role}", "", worker.node), event.reason, event)
             case VersionLoaded():

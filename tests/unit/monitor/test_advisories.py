@@ -617,6 +617,18 @@ def test_a_large_role_may_lose_more_workers_but_none_again_and_again() -> None:
     assert [one.severity for one in judge(*workers, *lose_one(*[7] * 10))] == ["critical"]
 
 
+def test_a_failure_that_the_worker_and_the_driver_report_is_one() -> None:
+    def fail(num: int) -> list[CampaignEvent]:
+        times = [T0 + 600 * number for number in range(1, num + 1)]
+        own = [stamp_event("env-0", WorkerFailed(of="000-env-0", reason="it raised"), time=time) for time in times]
+        driver = {"role": "driver", "worker": "000-driver"}
+        return own + [WorkerFailed(of="env-0", reason="it raised", time=time + 2, **driver) for time in times]
+
+    assert judge(*list_healthy_events(), *fail(2)) == []
+    (found,) = judge(*list_healthy_events(), *fail(3))
+    assert (found.name, found.text) == ("workers-die", "env workers failed 3 times in the last hour")
+
+
 def test_workers_that_failed_one_by_one_in_days_are_not_a_sign() -> None:
     died = [stamp_event(f"env-{day}", WorkerFailed(reason="node lost"), time=T0 + 86400 * day) for day in range(12)]
     steps = list(list_healthy_events(lambda number: {"time": T0 + number * 5 * 3600.0}))
