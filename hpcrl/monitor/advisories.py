@@ -95,6 +95,8 @@ NUM_KL_STEPS, MIN_KL_STEPS = 5, 3
 median that counts: one large update makes the trajectories of the next two steps, which were played before it, differ
 much, and importance ratios are truncated for that. Campaigns that do well have such spikes, also at their end."""
 MAX_GRADIENT_GROWTH = 10.0
+SKIPPED_FOR_GRADIENT = "gradient norm"
+"""The words in the reason of the trainer for a step that was skipped since its loss or gradient is not finite."""
 MIN_ENTROPY_SHARE = 0.1
 UNTRAINED_DOMAIN = "domain-fails"
 """The name of the finding that a domain trains nothing."""
@@ -549,11 +551,14 @@ def _find_broken_figures(facts: HealthFacts) -> Iterator[Advisory]:
 def _is_not_finite(step: StepFinished, name: str) -> bool:
     """Return whether a figure of a step is not finite: it is null in an event, as is one that a step does not have.
 
-    A step of the warm-up, which has no lags, has no reward, and one without a loss was not learned from.
+    A step of the warm-up, which has no lags, has no reward, and one without a loss was not learned from, unless the
+    trainer skipped it for its gradient.
     """
     value: float | None = getattr(step, name)
     if value is not None:
         return not math.isfinite(value)
+    if name == "grad_norm" and SKIPPED_FOR_GRADIENT in (step.skipped or ""):
+        return True
     return bool(step.lags) and (name == "reward_mean" or (step.loss is not None and bool(step.num_tokens)))
 
 

@@ -22,7 +22,13 @@ from hpcrl.campaign_dir.events import (
     WorkerFailed,
     WorkerStarted,
 )
-from hpcrl.monitor.advisories import Advisory, HealthFacts, describe_advisory, find_advisories
+from hpcrl.monitor.advisories import (
+    SKIPPED_FOR_GRADIENT,
+    Advisory,
+    HealthFacts,
+    describe_advisory,
+    find_advisories,
+)
 from hpcrl.monitor.progress import CampaignProgress
 from hpcrl.spool.ids import make_held_out_domain
 from tests.support.synthetic import T0
@@ -356,6 +362,12 @@ def test_a_figure_that_is_not_finite_is_found_as_it_is_written_to_the_disk() -> 
         step = make_learning_step(1, **changes, loss=0.1, num_tokens=100, lags={"1": 8})
         read = msgspec.json.decode(msgspec.json.encode(step), type=StepFinished)
         assert names(judge(read, now=T0 + 90)) == ["gradient-explodes" if "grad_norm" in changes else "not-finite"]
+
+
+def test_a_step_that_the_trainer_skips_for_its_loss_and_gradient_is_found() -> None:
+    skipped = f"loss nan with {SKIPPED_FOR_GRADIENT} nan is not finite"
+    step = make_learning_step(1, skipped=skipped, grad_norm=None, kl=None, lags={"1": 8}, num_tokens=100)
+    assert names(judge(step, now=T0 + 90)) == ["gradient-explodes"]
 
 
 def test_figures_that_a_step_does_not_have_are_not_broken() -> None:
