@@ -129,7 +129,7 @@ class EngineCounted(CampaignEvent, frozen=True, kw_only=True, tag="engine"):
     """The time that it covers."""
     version: NonNegativeCount = 0
     busy_share: float = 0.0
-    """The share of this time in which a request ran."""
+    """The share of this time in which at least one request ran."""
     running: float = 0.0
     """Requests that ran, on average."""
     waiting: float = 0.0

@@ -18,15 +18,25 @@ import errno
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from hpcrl.campaign_dir.events import StepFinished
-from hpcrl.monitor.progress import CampaignProgress, FailureRun, WorkerProgress
+from hpcrl.monitor.progress import (
+    CampaignProgress,
+    DomainProgress,
+    FailureRun,
+    RecentLoad,
+    WorkerFailure,
+    WorkerProgress,
+    join_loads,
+)
+from hpcrl.spool.ids import is_held_out
 from hpcrl.spool.outcome import (
     MAX_FAILED_SHARE,
     OUTCOME_REWARD_ERROR,
@@ -63,28 +73,47 @@ rewards that never differ and are any other may be those of tasks that all fail.
 MAX_FLAT_SHARE = 0.5
 MIN_FLAT_AT_START = 16
 """The groups from which on it counts that all since the start were flat."""
+MIN_EQUAL_REWARDS = 128
+"""The rewards of one of several domains from which on it counts that all are equal: then its groups are flat too."""
+MAX_NAMED_DOMAINS = 3
 MAX_ENV_FAULT_SHARE, MAX_REPEATED_SHARE = 0.05, 0.2
 """Episodes that are lost to faults, and those that are played again after one, which only takes time."""
 MAX_TRUNCATED_SHARE = 0.25
 MAX_STALE_SHARE = 0.2
 MAX_SKIPPED_SHARE = 0.1
-MAX_WAIT_SHARE = 0.5
+MAX_WAIT_SHARE, MIN_TRAINER_WAIT_SHARE = 0.5, 0.1
+"""The shares of its time between which a trainer should wait: less, and all others wait for it."""
 MIN_BUSY_SHARE = 0.2
-MIN_STEADY_S = 600.0
+MIN_OCCUPIED_SHARE, MIN_JUDGED_PLACES = 0.05, 100
+"""Engines of this many places and more are idle as well if a smaller share of places and of KV memory is in use."""
+MIN_STEADY_S, MIN_STEADY_STEPS = 600.0, 2
 """The balance between roles is judged by this time of steady work and more."""
 MAX_KL_FRESH, MAX_KL = 0.02, 0.2
 """KL(acting policy || trainer's) of tokens without lag, which only a mismatch explains, and of all."""
 NUM_KL_STEPS, MIN_KL_STEPS = 5, 3
-"""The steps by which a mismatch is judged: few, as it may grow; and how many of them must have a figure."""
+"""The steps by which a mismatch is judged: few, as it may grow; and how many of them must have a figure. It is their
+median that counts: one large update makes the trajectories of the next two steps, which were played before it, differ
+much, and importance ratios are truncated for that. Campaigns that do well have such spikes, also at their end."""
 MAX_GRADIENT_GROWTH = 10.0
+SKIPPED_FOR_GRADIENT = "gradient norm"
+"""The words in the reason of the trainer for a step that was skipped since its loss or gradient is not finite."""
 MIN_ENTROPY_SHARE = 0.1
 UNTRAINED_DOMAIN = "domain-fails"
 """The name of the finding that a domain trains nothing."""
 MAX_STEP_DELAY, MIN_STEP_DELAY_S = 6.0, 300.0
-MAX_START_S = 1800.0
-"""The time that the workers of a job may take until its first step."""
+MAX_START_S, MAX_FIRST_STEP_S = 1800.0, 3600.0
+"""The time that the workers of a job may take to start, and that it may take until the campaign's first step."""
+MIN_STEP_GAPS = 5
+"""The times between steps from which on the limits above hold; with fewer, those below."""
+MAX_EARLY_DELAY, MIN_EARLY_DELAY_S = 12.0, MAX_START_S
+MAX_SECOND_DELAY = 3.0
+"""The time of the second step, as a multiple of that of the first one, which had the start of all workers before it."""
 MAX_CHECKPOINT_AGE, MIN_CHECKPOINT_AGE_S = 3.0, 3600.0
 MIN_WORKER_FAILURES, MANY_WORKER_FAILURES = 3, 10
+WORKERS_PER_FAILURE = 100
+"""A role may lose workers once more for each such number of workers that it has."""
+INCIDENT_S = 60.0
+"""Workers of a role that fail within this time were lost at once, as those of a node, and count once."""
 WORKER_FAILURES_S = 3600.0
 """The time in which they count: a role of a thousand workers that runs for days loses some."""
 MIN_ENGINE_WINDOW_S = 120.0
@@ -294,6 +323,14 @@ def _name_worst(outcomes: Mapping[str, float]) -> str:
 
 
 def _find_reward_trend(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find a reward that has not risen or has fallen, of the campaign or of some of several domains."""
+    found = list(_find_campaign_trend(facts))
+    yield from found
+    if not any(advisory.name == "reward-stalled" for advisory in found):
+        yield from _find_stalled_domains(facts)
+
+
+def _find_campaign_trend(facts: HealthFacts) -> Iterator[Advisory]:
     """Find a reward that has not risen since the start, or that has fallen from where it was."""
     rewards = _finite(step.reward_mean for step in facts.steps)
     if len(rewards) < MIN_STEPS:
@@ -328,6 +365,26 @@ def _find_reward_trend(facts: HealthFacts) -> Iterator[Advisory]:
         )
 
 
+def _find_stalled_domains(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find those of several domains whose reward was the same throughout, though that of the campaign changes."""
+    domains = {name: one for name, one in _list_constant_domains(facts).items() if one.least == one.greatest}
+    if len(facts.progress.steps) < MIN_STEPS or not domains:
+        return
+    rewards = list(dict.fromkeys(f"{domain.least:.3g}" for domain in domains.values()))[:MAX_NAMED_DOMAINS]
+    yield Advisory(
+        name="reward-stalled",
+        severity="warning",
+        subject=_join_domains(domains),
+        text=f"the reward of {_join_domains(domains)} was {' or '.join(rewards)} in all episodes of "
+        f"{len(facts.progress.steps):,} steps",
+        figure=0.0,
+        threshold=0.0,
+        unit="spread of the reward",
+        cause="the tasks give no signal: all fail, or the reward does not distinguish them",
+        remedy=f"read episodes (`hpcrl traj ls {facts.campaign} --domain {next(iter(domains))}`), and test the reward",
+    )
+
+
 def _has_risen_early(rewards: Sequence[float]) -> bool:
     """Return whether a reward is above that of the first steps, as one that rose soon and has stayed there."""
     first, last = rewards[: MIN_STEPS // 3], rewards[-len(rewards) // 3 :]
@@ -335,7 +392,55 @@ def _has_risen_early(rewards: Sequence[float]) -> bool:
 
 
 def _find_flat_groups(facts: HealthFacts) -> Iterator[Advisory]:
-    """Find groups in which no episode is better than another; where a domain fails, its groups are flat for that."""
+    """Find groups in which no episode is better than another: of all domains, or of some of several."""
+    flat = list(_find_flat_campaign(facts))
+    yield from flat
+    if all(advisory.severity == "notice" for advisory in flat):
+        yield from _find_flat_domains(facts)
+
+
+def _find_flat_domains(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find those of several domains whose groups are all flat, since their recent episodes have one reward."""
+    domains = _list_constant_domains(facts)
+    if domains:
+        yield Advisory(
+            name="flat-groups",
+            severity="warning",
+            subject=_join_domains(domains),
+            text=f"all recent groups of {_join_domains(domains)} have one reward for all their episodes",
+            figure=1.0,
+            threshold=MAX_FLAT_SHARE,
+            unit="share of groups",
+            cause="these tasks are too easy or too hard for the policy",
+            remedy=f"lower domains.{next(iter(domains))}.weight, mix other tasks in, or a reward with more degrees",
+        )
+
+
+def _list_constant_domains(facts: HealthFacts) -> dict[str, DomainProgress]:
+    """Return those of several domains whose recent rewards are all equal, without those that fail or are solved."""
+    trained = {name: one for name, one in sorted(facts.progress.domains.items()) if one.num and not is_held_out(name)}
+    failing = {advisory.subject for advisory in select_untrained(_find_failing_domains(facts))}
+    if len(trained) < 2:  # the rules for the campaign judge it by its steps
+        return {}
+    return {name: domain for name, domain in trained.items() if name not in failing and _is_constant(domain)}
+
+
+def _is_constant(domain: DomainProgress) -> bool:
+    """Return whether recent rewards are all equal, and neither the full one nor one that the domain has risen to."""
+    recent = domain.recent
+    if len(recent) < MIN_EQUAL_REWARDS or min(recent) != max(recent) or _has_full_reward(domain):
+        return False
+    return domain.least == domain.greatest or recent[-1] < domain.greatest
+
+
+def _join_domains(names: Collection[str]) -> str:
+    """Join the names of domains; of many, the first ones and the number of the others."""
+    num_more = len(names) - MAX_NAMED_DOMAINS
+    return ", ".join(list(names)[:MAX_NAMED_DOMAINS]) + (f" and {num_more} more" if num_more > 0 else "")
+
+
+def _find_flat_campaign(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find that groups of all domains are flat; where a domain fails, its groups are flat for that."""
     failing = {advisory.subject for advisory in select_untrained(_find_failing_domains(facts))}
     if failing and failing >= facts.progress.domains.keys():
         return
@@ -400,7 +505,7 @@ def _find_mismatch(facts: HealthFacts) -> Iterator[Advisory]:
 
 def _find_bad_gradients(facts: HealthFacts) -> Iterator[Advisory]:
     norms = [step.grad_norm for step in facts.steps if step.grad_norm is not None]
-    num_broken = sum(not math.isfinite(norm) for norm in norms[-RECENT_STEPS:])
+    num_broken = sum(_is_not_finite(step, "grad_norm") for step in facts.recent_steps)
     before, last = _finite(norms[:-5]), _finite(norms[-5:])
     growth = median(last) / median(before) if len(before) >= RECENT_STEPS and last and median(before) > 0 else 0.0
     if num_broken or growth > MAX_GRADIENT_GROWTH:
@@ -415,6 +520,46 @@ def _find_bad_gradients(facts: HealthFacts) -> Iterator[Advisory]:
             cause="the learning rate is too high, or a few trajectories have extreme importance ratios",
             remedy="resume from the last good checkpoint with a lower train.learning_rate or train.max_grad_norm",
         )
+
+
+def _find_broken_figures(facts: HealthFacts) -> Iterator[Advisory]:
+    """Find a KL or a reward that is not finite: both reach the gradient."""
+    causes = {
+        "kl": "log-probs of engine and trainer are too far apart to compare, or one of them is damaged",
+        "reward_mean": "a reward function returns a number that is not finite",
+    }
+    remedies = {
+        "kl": "resume from the last good checkpoint with a lower train.learning_rate or rollout.max_lag",
+        "reward_mean": f"find the episodes (`hpcrl traj ls {facts.campaign}`), and let the reward raise an error",
+    }
+    for name, title in (("kl", "KL between engines and trainer"), ("reward_mean", "mean reward")):
+        num_broken = sum(_is_not_finite(step, name) for step in facts.recent_steps)
+        if num_broken:
+            yield Advisory(
+                name="not-finite",
+                severity="critical",
+                subject="train",
+                text=f"the {title} of {num_broken} of the last {len(facts.recent_steps)} steps is not finite",
+                figure=num_broken,
+                threshold=0,
+                unit="steps",
+                cause=causes[name],
+                remedy=remedies[name],
+            )
+
+
+def _is_not_finite(step: StepFinished, name: str) -> bool:
+    """Return whether a figure of a step is not finite: it is null in an event, as is one that a step does not have.
+
+    A step of the warm-up, which has no lags, has no reward, and one without a loss was not learned from, unless the
+    trainer skipped it for its gradient.
+    """
+    value: float | None = getattr(step, name)
+    if value is not None:
+        return not math.isfinite(value)
+    if name == "grad_norm" and SKIPPED_FOR_GRADIENT in (step.skipped or ""):
+        return True
+    return bool(step.lags) and (name == "reward_mean" or (step.loss is not None and bool(step.num_tokens)))
 
 
 def _find_skipped_steps(facts: HealthFacts) -> Iterator[Advisory]:
@@ -470,32 +615,61 @@ def _is_solved(facts: HealthFacts) -> bool:
 
 def _have_full_reward(facts: HealthFacts) -> bool:
     """Return whether the recent episodes of all domains have the full reward, or nearly so."""
-    recent = [domain.recent for domain in facts.progress.domains.values() if domain.recent]
-    return bool(recent) and all(
-        math.isclose(max(rewards), FULL_REWARD) and fmean(rewards) >= MIN_FULL_SHARE * FULL_REWARD for rewards in recent
-    )
+    known = [domain for domain in facts.progress.domains.values() if domain.recent]
+    return bool(known) and all(map(_has_full_reward, known))
+
+
+def _has_full_reward(domain: DomainProgress) -> bool:
+    """Return whether the recent episodes of a domain have the full reward, or nearly so."""
+    rewards = domain.recent
+    return math.isclose(max(rewards), FULL_REWARD) and fmean(rewards) >= MIN_FULL_SHARE * FULL_REWARD
 
 
 # ---- where time goes
 
 
-def _find_starving_trainer(facts: HealthFacts) -> Iterator[Advisory]:
-    """Find a trainer that waits, by its recent steps, or by those of the last minutes if these are more."""
+class TrainerBalance(NamedTuple):
+    """The time of steps that is judged."""
+
+    num_steps: int
+    total_s: float
+    waited_s: float
+
+    @property
+    def is_known(self) -> bool:
+        return self.num_steps >= MIN_STEADY_STEPS and self.total_s >= MIN_STEADY_S
+
+    @property
+    def wait_share(self) -> float:
+        return self.waited_s / self.total_s
+
+
+def _measure_balance(facts: HealthFacts) -> TrainerBalance:
+    """Measure how long the trainer waited, by its recent steps, or by those of the last minutes if these are more.
+
+    The first step of a job has the start of all workers before it, and does not count.
+    """
     waited_s = total_s = 0.0
     num = 0
-    for step in reversed(facts.steps):
+    for step, before in itertools.pairwise([*reversed(facts.steps), None]):
+        assert step is not None
         if num >= RECENT_STEPS and total_s >= MIN_STEADY_S:
             break
-        if step.wait_s is not None and step.step_s is not None:
+        if before is not None and before.job == step.job and step.wait_s is not None and step.step_s is not None:
             waited_s, total_s, num = waited_s + step.wait_s, total_s + step.wait_s + step.step_s, num + 1
-    if num < 5 or total_s < MIN_STEADY_S or waited_s / total_s <= MAX_WAIT_SHARE:
+    return TrainerBalance(num, total_s, waited_s)
+
+
+def _find_starving_trainer(facts: HealthFacts) -> Iterator[Advisory]:
+    balance = _measure_balance(facts)
+    if not balance.is_known or balance.wait_share <= MAX_WAIT_SHARE:
         return
     yield Advisory(
         name="trainer-waits",
         severity="warning",
         subject="train",
-        text=f"the trainer waited {waited_s / total_s:.0%} of the time of the last {num} steps",
-        figure=waited_s / total_s,
+        text=f"the trainer waited {balance.wait_share:.0%} of the time of the last {balance.num_steps} steps",
+        figure=balance.wait_share,
         threshold=MAX_WAIT_SHARE,
         unit="share of time",
         cause="rollouts are slower than training",
@@ -504,24 +678,49 @@ def _find_starving_trainer(facts: HealthFacts) -> Iterator[Advisory]:
 
 
 def _find_idle_engines(facts: HealthFacts) -> Iterator[Advisory]:
-    """Find engines that are idle, or were at the end of the last job."""
+    """Find engines that are idle, or were at the end of the last job: without a request, or with hardly any.
+
+    Those of prefill are not judged by their places: a prompt runs for a moment. A single engine that waits for the
+    trainer is as it should be in a small campaign.
+    """
+    balance = _measure_balance(facts)
+    waits_for_trainer = balance.is_known and balance.wait_share < MIN_TRAINER_WAIT_SHARE
     for role in ("prefill", "decode"):
-        workers = [worker for worker in _newest_workers(facts) if worker.role == role and worker.engine_window_s]
-        window_s = sum(worker.engine_window_s for worker in workers)
-        busy_s = sum(worker.engine_busy_s for worker in workers)
-        if window_s < MIN_ENGINE_WINDOW_S * max(len(workers), 1) or busy_s / window_s >= MIN_BUSY_SHARE:
+        loads = [one.recent_load for one in _newest_workers(facts) if one.role == role and one.recent_load.window_s]
+        load = join_loads(loads)
+        if not loads or load.window_s < MIN_ENGINE_WINDOW_S * len(loads):
             continue
+        if load.busy_share < MIN_BUSY_SHARE:
+            text = f"the {role} engines had a request to run in only {load.busy_share:.0%} of the time"
+            figure, threshold, unit = load.busy_share, MIN_BUSY_SHARE, "share of time"
+            cause = "the trainer, the rewards or the environments are slower than they"
+        elif role == "decode" and _is_nearly_empty(load) and not (waits_for_trainer and len(loads) == 1):
+            text = f"the {role} engines ran {load.running:.1f} requests at once, in {load.num_places:.0f} places each"
+            figure, threshold, unit = load.running / load.num_places, MIN_OCCUPIED_SHARE, "share of places"
+            cause = "few episodes run at once, a few long ones hold up the others, or environments are slow"
+        else:
+            continue
+        remedy = f"lower resources.{role}.num_workers, or raise rollout.max_running"
+        if waits_for_trainer:
+            cause = "the trainer is slower than they, and they may not run further ahead of it"
+            remedy = f"lower resources.{role}.num_workers, or move their nodes to train"
         yield Advisory(
             name="engines-idle",
             severity="warning",
             subject=role,
-            text=f"the {role} engines had a request to run in only {busy_s / window_s:.0%} of the time",
-            figure=busy_s / window_s,
-            threshold=MIN_BUSY_SHARE,
-            unit="share of time",
-            cause="the trainer, the rewards or the environments are slower than they",
-            remedy=f"lower resources.{role}.num_workers, or raise rollout.max_running",
+            text=text,
+            figure=figure,
+            threshold=threshold,
+            unit=unit,
+            cause=cause,
+            remedy=remedy,
         )
+
+
+def _is_nearly_empty(load: RecentLoad) -> bool:
+    """Return whether engines of many places use few of them, and little KV memory."""
+    is_judged = load.num_places >= MIN_JUDGED_PLACES
+    return is_judged and max(load.running / load.num_places, load.kv_share) < MIN_OCCUPIED_SHARE
 
 
 def _find_full_disk(facts: HealthFacts) -> Iterator[Advisory]:
@@ -556,35 +755,79 @@ def _names_full_disk(text: str) -> bool:
 
 
 def _find_late_step(facts: HealthFacts) -> Iterator[Advisory]:
-    """Find a step that takes far longer than those before, while a job runs."""
-    gaps = _list_step_gaps(facts)
+    """Find a step that takes far longer than those before, or than a first one may take, while a job runs."""
     number = _newest_job(facts)
     job = facts.progress.jobs.get(number)
-    if not facts.is_running or len(gaps) < 5 or job is None:
+    if not facts.is_running or job is None:
         return
-    limit_s = max(MAX_STEP_DELAY * median(gaps), MIN_STEP_DELAY_S)
-    last = facts.steps[-1]
-    since_s = facts.now - last.time
-    if last.job != number:  # the first step of a job has the starts of all workers before it
-        since_s, limit_s = facts.now - (job.started_at or facts.now), limit_s + MAX_START_S
-    if since_s > limit_s:
+    last = next(reversed(facts.progress.steps.values()), None)
+    since = last.time if last is not None and last.job == number else job.started_at
+    limit_s, usual = _limit_step_delay(facts)
+    if last is not None and last.job != number:  # the first step of a job has the starts of all workers before it
+        limit_s += MAX_START_S
+    if since is not None and facts.now - since > limit_s:
         yield Advisory(
             name="step-overdue",
-            severity="critical",
+            severity="critical" if last is not None else "warning",
             subject="train",
-            text=f"no step for {format_duration(since_s)}; they took {format_duration(median(gaps))} before",
-            figure=since_s,
+            text=f"no step for {format_duration(facts.now - since)}; {usual}",
+            figure=facts.now - since,
             threshold=limit_s,
             unit="s",
-            cause="the disk is full" if any(_find_full_disk(facts)) else "a worker hangs, or no trajectories arrive",
+            cause=_explain_late_step(facts, since=since),
             remedy="look at the roles that are not alive, and at the logs of train and env",
         )
+
+
+def _limit_step_delay(facts: HealthFacts) -> tuple[float, str]:
+    """Return the time that a step may take, and what that is judged by."""
+    gaps = _list_step_gaps(facts)
+    if not facts.progress.steps:
+        return MAX_FIRST_STEP_S, f"a first one should be made within {format_duration(MAX_FIRST_STEP_S)}"
+    if not gaps:
+        first_s = _measure_first_step(facts)
+        return max(MAX_SECOND_DELAY * first_s, MAX_FIRST_STEP_S), f"the first one took {format_duration(first_s)}"
+    usual = f"they took {format_duration(median(gaps))} before"
+    if len(gaps) < MIN_STEP_GAPS:
+        return max(MAX_EARLY_DELAY * median(gaps), MIN_EARLY_DELAY_S), usual
+    return max(MAX_STEP_DELAY * median(gaps), MIN_STEP_DELAY_S), usual
+
+
+def _measure_first_step(facts: HealthFacts) -> float:
+    """Return the time from the start of the first job with a step to that step."""
+    first = next(iter(facts.progress.steps.values()))
+    started_at = facts.progress.jobs[first.job].started_at
+    return first.time - (started_at if started_at is not None else first.time)
+
+
+def _explain_late_step(facts: HealthFacts, *, since: float) -> str:
+    """Return the likely cause of a step that is not made, by the first role that has made nothing for it."""
+    progress = facts.progress
+    failing = [advisory.subject for advisory in select_untrained(_find_failing_domains(facts))]
+    if any(_find_full_disk(facts)):
+        return "the disk is full"
+    if failing and failing == sorted(progress.domains):
+        return "all episodes or rewards fail, so there is nothing to train on"
+    if any(event.time > since for _, event in progress.flat_dropped):
+        return "the trainer drops groups that have one reward for all their episodes, and waits for others"
+    if progress.steps:
+        return "a worker hangs, or no trajectories arrive"
+    roles = {worker.role for worker in _newest_workers(facts) if worker.is_up}
+    if "train" not in roles:
+        return "the trainer is not up"
+    if "env" not in roles:
+        return "no env worker is up" if "decode" in roles else "the trainer hangs, or no other role is up"
+    if not any(domain.num_ended or domain.num for domain in progress.domains.values()):
+        return "no episode has ended: engines or environments hang, or take long to start"
+    if not any(domain.num for domain in progress.domains.values()):
+        return "episodes end, but none has a reward yet: the reward function or its workers hang"
+    return "episodes have rewards: the trainer hangs, or waits for whole groups whose last episodes take long"
 
 
 def _find_old_checkpoint(facts: HealthFacts) -> Iterator[Advisory]:
     """Find a running campaign that would lose much work now: no checkpoint for long, though steps are made."""
     progress = facts.progress
-    if not facts.is_running or not progress.steps:
+    if not facts.is_running or not progress.steps or any(_find_late_step(facts)):
         return
     saved = progress.checkpoint_times
     started_at = [job.started_at for job in progress.jobs.values() if job.started_at is not None]
@@ -593,7 +836,7 @@ def _find_old_checkpoint(facts: HealthFacts) -> Iterator[Advisory]:
     if gaps:
         usual_s = median(gaps[-RECENT_STEPS:])
     else:
-        usual_s = (facts.checkpoint_every or 0) * median(_list_step_gaps(facts) or [0.0])
+        usual_s = (facts.checkpoint_every or 0) * median(_list_step_gaps(facts) or [_measure_first_step(facts)])
     limit_s = max(MAX_CHECKPOINT_AGE * usual_s, MIN_CHECKPOINT_AGE_S)
     if facts.now - since > limit_s:
         yield Advisory(
@@ -616,28 +859,61 @@ def _list_step_gaps(facts: HealthFacts) -> list[float]:
 
 
 def _find_failing_workers(facts: HealthFacts) -> Iterator[Advisory]:
-    """Find workers that fail again and again: in the last hour, or the one before the last failure of an ended job."""
+    """Find workers that fail again and again: in the last hour, or the one before the last failure of an ended job.
+
+    Workers that were lost at once count once, and a large role may lose some; one worker that fails again does not.
+    """
     job = _newest_job(facts)
-    for (number, role), times in sorted(facts.progress.worker_failure_times.items()):
-        end = facts.now if facts.is_running else max(times)
-        num = sum(time > end - WORKER_FAILURES_S for time in times)
-        if number != job or num < MIN_WORKER_FAILURES:
+    for (number, role), failures in sorted(facts.progress.last_worker_failures.items()):
+        end = facts.now if facts.is_running else max(failure.time for failure in failures)
+        recent = [failure for failure in failures if failure.time > end - WORKER_FAILURES_S]
+        if number != job or not recent:
+            continue
+        num_workers = sum(worker.role == role for worker in _newest_workers(facts))
+        num_incidents = _count_incidents(failure.time for failure in recent)
+        counts = _count_failures(recent)
+        num_of_one = max(counts.values())
+        allowed = num_workers // WORKERS_PER_FAILURE
+        num = max(num_incidents - allowed, num_of_one)
+        if num < MIN_WORKER_FAILURES:
             continue
         cause = facts.progress.worker_failure_reasons.get(role) or "see their logs"
         remedy = f"read the log of role {role}, and the failures by node: one bad node is excluded"
         if _names_full_disk(cause):
             remedy = "make room in the campaign's file system (`hpcrl gc` names what can go), or raise the quota"
+        is_one = num_of_one >= num_incidents - allowed
+        figure = num_of_one if is_one else num_incidents
+        num_failures = sum(counts.values())
+        what = f"{role} workers failed {num_failures} times"
+        how = "" if num_failures == figure else f", one of them {figure}" if is_one else f", at {figure} times"
         yield Advisory(
             name="workers-die",
             severity="critical" if num >= MANY_WORKER_FAILURES else "warning",
             subject=role,
-            text=f"{role} workers failed {num} times in {'the last' if facts.is_running else 'an'} hour",
-            figure=num,
-            threshold=MIN_WORKER_FAILURES,
+            text=f"{what} in {'the last' if facts.is_running else 'an'} hour{how}",
+            figure=figure,
+            threshold=MIN_WORKER_FAILURES + (0 if is_one else allowed),
             unit="failures",
             cause=cause,
             remedy=remedy,
         )
+
+
+def _count_failures(failures: Iterable[WorkerFailure]) -> dict[str, int]:
+    """Return how often each worker failed, by the one of those who report it that did so most often."""
+    counts: dict[str, int] = {}
+    for (worker, _), num in Counter((failure.worker, failure.reporter) for failure in failures).items():
+        counts[worker] = max(num, counts.get(worker, 0))
+    return counts
+
+
+def _count_incidents(times: Iterable[float]) -> int:
+    """Return how often workers failed, where those that failed within a minute count once."""
+    num, since = 0, -math.inf
+    for time in sorted(times):
+        if time >= since + INCIDENT_S:
+            num, since = num + 1, time
+    return num
 
 
 def _find_lost_memory(facts: HealthFacts) -> Iterator[Advisory]:
@@ -683,6 +959,7 @@ RULES: tuple[Callable[[HealthFacts], Iterator[Advisory]], ...] = (
     _find_flat_groups,
     _find_mismatch,
     _find_bad_gradients,
+    _find_broken_figures,
     _find_skipped_steps,
     _find_low_entropy,
     _find_starving_trainer,

@@ -1,15 +1,18 @@
 """Fold events into the progress of a campaign: no I/O, and constant cost per event.
 
 CampaignProgress    all figures
-JobProgress, WorkerProgress, EpisodeTotals, DomainProgress, FailureRun, StepStaleness, TokenRate    its parts
+JobProgress, WorkerProgress, WorkerFailure, RecentLoad, EpisodeTotals, DomainProgress, FailureRun, StepStaleness,
+TokenRate           its parts
+join_loads          the load of several engines
 FaultCause          what reported faults are counted by
 name_subject, parse_role  the worker that an event of another one is about, and the role in a name
 EPISODE_COUNTERS, RATE_WINDOW_S, MAX_RECENT_REWARDS, MAX_RECENT_OUTCOMES, MAX_ENGINE_WINDOW_S,
 MAX_FAULT_CAUSES    what is counted, and limits
 """
 
+import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,7 +69,7 @@ RATE_WINDOW_S = 60.0
 MAX_RECENT_REWARDS = 256
 """Trajectories in the recent mean reward of each domain."""
 MAX_WORKER_FAILURES = 1000
-"""The failures of a role's workers whose times are known."""
+"""The failures of a role's workers that are known one by one."""
 MAX_RECENT_OUTCOMES = 512
 """The episodes of each domain whose outcomes are called recent."""
 MAX_ENGINE_WINDOW_S = 300.0
@@ -82,6 +85,14 @@ class FaultCause(NamedTuple):
     """The subject of the fault, or the role of a worker that failed."""
     domain: str
     node: str
+
+
+class WorkerFailure(NamedTuple):
+    """The report of a failure: one that raised is reported by the worker itself, and by the driver as all are."""
+
+    worker: str
+    reporter: str
+    time: float
 
 
 class EpisodeTotals(msgspec.Struct, kw_only=True):
@@ -107,6 +118,60 @@ EPISODE_COUNTERS = EpisodeTotals.__struct_fields__
 
 
 @dataclass
+class RecentLoad:
+    """The load of an engine in the last minutes: sums over time, in which what was long ago counts less and less."""
+
+    window_s: float = 0.0
+    """The time that its load is known for."""
+    busy_s: float = 0.0
+    """The part of it in which at least one request ran."""
+    running_s: float = 0.0
+    """Requests that ran, times seconds."""
+    places_s: float = 0.0
+    """The most requests that it could have run, times seconds; 0 where it is not reported."""
+    kv_s: float = 0.0
+    """The share of KV memory in use, times seconds; 0 where it is not reported."""
+
+    def add(self, load: EngineCounted) -> None:
+        """Add the load of a time."""
+        if self.window_s > MAX_ENGINE_WINDOW_S:
+            self.window_s, self.busy_s, self.running_s = self.window_s / 2, self.busy_s / 2, self.running_s / 2
+            self.places_s, self.kv_s = self.places_s / 2, self.kv_s / 2
+        self.window_s += load.window_s
+        self.busy_s += load.window_s * load.busy_share
+        self.running_s += load.window_s * load.running
+        self.places_s += load.window_s * (load.num_places or 0)
+        self.kv_s += load.window_s * (load.kv_share or 0.0)
+
+    @property
+    def busy_share(self) -> float:
+        return self.busy_s / max(self.window_s, 1e-9)
+
+    @property
+    def running(self) -> float:
+        """Return the mean number of requests."""
+        return self.running_s / max(self.window_s, 1e-9)
+
+    @property
+    def num_places(self) -> float:
+        """Return the mean number of places; 0 where it is not reported."""
+        return self.places_s / max(self.window_s, 1e-9)
+
+    @property
+    def kv_share(self) -> float:
+        return self.kv_s / max(self.window_s, 1e-9)
+
+
+def join_loads(loads: Iterable[RecentLoad]) -> RecentLoad:
+    """Return the load of several engines; its means are those of one of them."""
+    joined = RecentLoad()
+    for load in loads:
+        for name in ("window_s", "busy_s", "running_s", "places_s", "kv_s"):
+            setattr(joined, name, getattr(joined, name) + getattr(load, name))
+    return joined
+
+
+@dataclass
 class WorkerProgress:
     """A worker, from its events."""
 
@@ -122,17 +187,11 @@ class WorkerProgress:
     """The newest counts of an env worker."""
     engine: EngineCounted | None = None
     """The newest load of an engine worker."""
-    engine_window_s: float = 0.0
-    """The time of the last minutes that its load is known for."""
-    engine_busy_s: float = 0.0
-    """The part of it in which a request ran."""
+    recent_load: RecentLoad = field(default_factory=RecentLoad)
 
     def add_load(self, load: EngineCounted) -> None:
-        """Add the load of an engine; what was long ago counts less and less."""
-        if self.engine_window_s > MAX_ENGINE_WINDOW_S:
-            self.engine_window_s, self.engine_busy_s = self.engine_window_s / 2, self.engine_busy_s / 2
-        self.engine_window_s += load.window_s
-        self.engine_busy_s += load.window_s * load.busy_share
+        """Add the load of an engine."""
+        self.recent_load.add(load)
         self.engine, self.version = load, load.version
 
 
@@ -175,6 +234,10 @@ class DomainProgress:
     num: int = 0
     total: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_REWARDS))
+    least: float = math.inf
+    """The least reward of all."""
+    greatest: float = -math.inf
+    """The greatest reward of all."""
     token_fates: Counter[str] = field(default_factory=Counter)
     """The fate of the tokens of ended episodes, as far as reported by env workers; some are dropped later."""
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -237,6 +300,8 @@ class DomainProgress:
         self.num += len(rewards)
         self.total += sum(rewards)
         self.recent.extend(rewards)
+        self.least = min([self.least, *rewards])
+        self.greatest = max([self.greatest, *rewards])
 
     def count_failed(self) -> int:
         """Return the ended episodes that failed while they were played or scored."""
@@ -323,8 +388,8 @@ class CampaignProgress:
     """The step after which flat groups were dropped, and the event about them."""
     worker_failures: Counter[tuple[int, str]] = field(default_factory=Counter)
     """Workers that failed, by job and role."""
-    worker_failure_times: dict[tuple[int, str], deque[float]] = field(default_factory=dict)
-    """When the last of them failed."""
+    last_worker_failures: dict[tuple[int, str], deque[WorkerFailure]] = field(default_factory=dict)
+    """The last reports of them."""
     worker_failure_reasons: dict[str, str] = field(default_factory=dict)
     """The newest reason by role."""
     faults: Counter[FaultCause] = field(default_factory=Counter)
@@ -442,10 +507,10 @@ class CampaignProgress:
             case WorkerFailed():
                 worker.is_up = False
                 self.worker_failures[event.job, worker.role] += 1
-                times = self.worker_failure_times.setdefault(
+                failures = self.last_worker_failures.setdefault(
                     (event.job, worker.role), deque(maxlen=MAX_WORKER_FAILURES)
                 )
-                times.append(event.time)
+                failures.append(WorkerFailure(worker.name, event.worker, event.time))
                 self.worker_failure_reasons[worker.role] = event.reason
                 self._count_fault(FaultCause(f"worker {worker.role}", "", worker.node), event.reason, event)
             case VersionLoaded():

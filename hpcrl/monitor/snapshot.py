@@ -27,7 +27,7 @@ from hpcrl.config.recipe import ROLES
 from hpcrl.monitor.advisories import MAX_STEP_DELAY, RECENT_STEPS, Advisory, select_untrained
 from hpcrl.monitor.job_state import ALIVE_WITHIN_S, FINAL_STATES, CampaignState, JobVerdict, derive_component_state
 from hpcrl.monitor.notes import MonitorNote
-from hpcrl.monitor.progress import CampaignProgress, DomainProgress, JobProgress, WorkerProgress
+from hpcrl.monitor.progress import CampaignProgress, DomainProgress, JobProgress, WorkerProgress, join_loads
 from hpcrl.slurm.commands import expand_nodes
 from hpcrl.spool.episode_lengths import LengthSummary, summarize_lengths
 from hpcrl.spool.token_fates import measure_trained_share
@@ -464,10 +464,9 @@ def _measure_load(role: str, inputs: SnapshotInputs, workers: Sequence[WorkerPro
     loads = [load for _, load in current]
     if not loads:
         return {}
-    window_s = sum(worker.engine_window_s for worker, _ in current)
     kv_shares = [load.kv_share for load in loads if load.kv_share is not None]
     return {
-        "busy_share": round(sum(worker.engine_busy_s for worker, _ in current) / max(window_s, 1e-9), 3),
+        "busy_share": round(join_loads(worker.recent_load for worker, _ in current).busy_share, 3),
         "queue": round(sum(load.waiting for load in loads)),
         "tokens_per_s": round(sum(load.num_tokens / load.window_s for load in loads if load.window_s > 0), 1),
         "kv_share": round(fmean(kv_shares), 3) if kv_shares else None,

@@ -79,7 +79,7 @@ def _format_worker_load(worker: WorkerProgress, inputs: SnapshotInputs) -> dict[
     """Return the figures of a worker by column."""
     load: dict[str, str] = {}
     if (engine := worker.engine) is not None:
-        load |= {"busy": f"{worker.engine_busy_s / max(worker.engine_window_s, 1e-9):.0%}"}
+        load |= {"busy": f"{worker.recent_load.busy_share:.0%}"}
         load |= {"running": f"{engine.running:.0f}", "queue": f"{engine.waiting:.0f}"}
         load |= {"tokens/s": f"{engine.num_tokens / engine.window_s:,.0f}"} if engine.window_s > 0 else {}
         load |= {"kv": f"{engine.kv_share:.0%}"} if engine.kv_share is not None else {}

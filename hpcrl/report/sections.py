@@ -195,7 +195,8 @@ def write_engines(engines: Sequence[EngineFigures]) -> str:
     caption = f"Health of the engines ({those}), each on average while it was up"
     table = write_table(caption, heads, rows, numbers=range(2, len(heads)), is_tall=True, is_full=True)
     note = (
-        "KV: the share of KV memory in use. Prefix hits: the share of prompt tokens whose KV was in the prefix cache. "
+        "Busy: the share of time with at least one request. KV: the share of KV memory in use. "
+        "Prefix hits: the share of prompt tokens whose KV was in the prefix cache. "
         "Preempted: requests that lost their KV to others. A dash: the engine does not report it."
     )
     return f'{table}<p class="soft small">{note}</p>'

@@ -22,8 +22,15 @@ from hpcrl.campaign_dir.events import (
     WorkerFailed,
     WorkerStarted,
 )
-from hpcrl.monitor.advisories import Advisory, HealthFacts, describe_advisory, find_advisories
+from hpcrl.monitor.advisories import (
+    SKIPPED_FOR_GRADIENT,
+    Advisory,
+    HealthFacts,
+    describe_advisory,
+    find_advisories,
+)
 from hpcrl.monitor.progress import CampaignProgress
+from hpcrl.spool.ids import make_held_out_domain
 from tests.support.synthetic import T0
 
 STEP_S = 60.0
@@ -79,12 +86,18 @@ def list_healthy_events(change: StepChange = lambda number: {}) -> Iterator[Camp
 
 
 def judge(
-    *events: CampaignEvent, now: float = T0 + (NUM_STEPS + 1) * STEP_S, is_running: bool = True
+    *events: CampaignEvent,
+    now: float = T0 + (NUM_STEPS + 1) * STEP_S,
+    is_running: bool = True,
+    checkpoint_every: int | None = None,
 ) -> list[Advisory]:
     progress = CampaignProgress()
     for event in events:
         progress.add(event)
-    return find_advisories(HealthFacts(campaign="one", progress=progress, now=now, is_running=is_running))
+    facts = HealthFacts(
+        campaign="one", progress=progress, now=now, is_running=is_running, checkpoint_every=checkpoint_every
+    )
+    return find_advisories(facts)
 
 
 def judge_steps(change: StepChange) -> list[str]:
@@ -223,6 +236,54 @@ def test_a_domain_that_fails_beside_a_solved_one_is_not_solved() -> None:
     assert ("flat-groups", "warning") in [(advisory.name, advisory.severity) for advisory in found]
 
 
+def score_domains(**rewards: list[float]) -> list[CampaignEvent]:
+    """Return the events of a campaign that learns, to whose episodes other rewards are added for each step."""
+    scored = [
+        stamp_event("reward-0", SegmentScored(rewards={name: [value] * 8 for name, value in values.items()}), time=T0)
+        for number in range(NUM_STEPS)
+        for values in [{name: every[number % len(every)] for name, every in rewards.items()}]
+    ]
+    return [*list_healthy_events(), *scored]
+
+
+@pytest.mark.parametrize("reward", [-1.0, 0.0, 0.5])
+def test_a_domain_whose_reward_never_changes_is_named_though_the_campaign_learns(reward: float) -> None:
+    found = judge(*score_domains(lake=[0.0, 1.0], taxi=[reward]))
+    assert [(one.name, one.severity, one.subject) for one in found] == [
+        ("reward-stalled", "warning", "taxi"),
+        ("flat-groups", "warning", "taxi"),
+    ]
+    assert f"{reward:g}" in found[0].text
+
+
+def test_a_domain_that_is_solved_or_has_some_good_episodes_is_not_named() -> None:
+    assert judge(*score_domains(lake=[0.0, 1.0], taxi=[1.0])) == []
+    assert judge(*score_domains(lake=[0.0, 1.0], taxi=[0.0] * 9 + [1.0])) == []
+    assert judge(*score_domains(lake=[0.0, 1.0], taxi=[0.0] * 20 + [0.7] * 40)) == []
+
+
+def test_a_domain_that_has_fallen_to_one_reward_has_flat_groups() -> None:
+    found = judge(*score_domains(lake=[0.0, 1.0], taxi=[0.5, 1.0] * 10 + [0.0] * 40))
+    assert [(one.name, one.subject) for one in found] == [("flat-groups", "taxi")]
+
+
+def test_a_domain_is_judged_once_it_has_enough_rewards() -> None:
+    for num, expected in ((15, []), (16, ["flat-groups"])):
+        rewards = SegmentScored(rewards={"lake": [0.0, 1.0], "taxi": [0.0] * 8})
+        scored = [stamp_event("reward-0", rewards, time=T0 + number) for number in range(num)]
+        assert names(judge(*scored, now=T0 + 60)) == expected
+
+
+def test_many_domains_of_one_reward_are_named_in_one_advisory_for_each_rule() -> None:
+    found = judge(*score_domains(lake=[0.0, 1.0], **{f"taxi-{number}": [0.0] for number in range(9)}))
+    subject = "taxi-0, taxi-1, taxi-2 and 6 more"
+    assert [(one.name, one.subject) for one in found] == [("reward-stalled", subject), ("flat-groups", subject)]
+
+
+def test_domains_that_are_only_evaluated_are_not_trained_on() -> None:
+    assert judge(*score_domains(lake=[0.0, 1.0], **{make_held_out_domain("taxi"): [0.0]})) == []
+
+
 def list_faults(num: int) -> list[CampaignEvent]:
     """Return the reports of episodes whose environment failed at least once."""
     fault = FaultReported(what="env-fault", detail="the world is gone", domain="lake", id="lake/1/0")
@@ -274,8 +335,45 @@ def test_a_mismatch_that_grows_is_found_by_the_last_steps_and_one_bad_step_is_no
     assert judge_steps(lambda number: grown if number == NUM_STEPS else {"kl": 0.01}) == []
 
 
+def test_a_mismatch_of_two_steps_after_one_large_update_is_left_alone() -> None:
+    """The last steps of a quickstart that ended well, with a reward that fell to 0.78 for one step."""
+    spike = {56: (0.058, 0.963), 57: (0.559, 0.867), 58: (1.421, 0.778), 59: (0.002, 0.999), 60: (0.0002, 0.984)}
+    spikes = {number: {"kl": kl, "kl_fresh": 5e-9, "reward_mean": reward} for number, (kl, reward) in spike.items()}
+    assert judge_steps(lambda number: spikes.get(number, {})) == []
+    lasts = {"kl": 0.6, "kl_fresh": 5e-9}
+    assert judge_steps(lambda number: lasts if number > NUM_STEPS - 3 else {}) == ["logprob-mismatch"]
+
+
 def test_a_gradient_that_is_not_finite_is_reported_at_once() -> None:
     assert "gradient-explodes" in judge_steps(lambda number: {"grad_norm": float("nan")} if number == NUM_STEPS else {})
+
+
+@pytest.mark.parametrize(("figure", "title"), [("kl", "KL"), ("reward_mean", "reward")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_kl_or_a_reward_that_is_not_finite_is_critical(figure: str, title: str, value: float) -> None:
+    found = judge(*list_healthy_events(lambda number: {figure: value} if number > NUM_STEPS - 20 else {}))
+    (broken,) = (one for one in found if one.name == "not-finite")
+    assert (broken.severity, broken.figure) == ("critical", 20)
+    assert title in broken.text
+
+
+def test_a_figure_that_is_not_finite_is_found_as_it_is_written_to_the_disk() -> None:
+    for changes in ({"kl": float("nan")}, {"reward_mean": float("nan")}, {"grad_norm": float("inf")}):
+        step = make_learning_step(1, **changes, loss=0.1, num_tokens=100, lags={"1": 8})
+        read = msgspec.json.decode(msgspec.json.encode(step), type=StepFinished)
+        assert names(judge(read, now=T0 + 90)) == ["gradient-explodes" if "grad_norm" in changes else "not-finite"]
+
+
+def test_a_step_that_the_trainer_skips_for_its_loss_and_gradient_is_found() -> None:
+    skipped = f"loss nan with {SKIPPED_FOR_GRADIENT} nan is not finite"
+    step = make_learning_step(1, skipped=skipped, grad_norm=None, kl=None, lags={"1": 8}, num_tokens=100)
+    assert names(judge(step, now=T0 + 90)) == ["gradient-explodes"]
+
+
+def test_figures_that_a_step_does_not_have_are_not_broken() -> None:
+    without_rows = make_learning_step(1, skipped="no trainable tokens", kl=None, grad_norm=None, lags={"1": 8})
+    warmup = make_learning_step(2, loss=0.1, num_tokens=100, reward_mean=None, kl=None)
+    assert judge(without_rows, warmup, make_learning_step(3, lags={"1": 8}), now=T0 + 200) == []
 
 
 def test_flat_groups_that_the_trainer_dropped_count() -> None:
@@ -421,6 +519,65 @@ def test_idle_engines_are_reported() -> None:
     assert names(judge(*list_healthy_events(), *idle, ended, is_running=False)) == ["engines-idle"]
 
 
+def report_loads(num_engines: int = 2, **load: float | None) -> list[CampaignEvent]:
+    """Return the loads of engines that always have a request to run."""
+    values = {"window_s": 10.0, "busy_share": 1.0, "running": 1.0, "num_places": 256, "kv_share": 0.01} | load
+    return [
+        stamp_event(f"decode-{number}", EngineCounted(**values), time=T0 + 1e4)  # type: ignore[arg-type]
+        for number in range(num_engines)
+        for _ in range(100)
+    ]
+
+
+def test_engines_that_run_one_of_hundreds_of_requests_are_idle() -> None:
+    (found,) = judge(*list_healthy_events(), *report_loads())
+    assert (found.name, found.subject, found.unit) == ("engines-idle", "decode", "share of places")
+    assert "ran 1.0 requests at once" in found.text
+    assert names(judge(*list_healthy_events(), *report_loads(kv_share=None))) == ["engines-idle"]
+
+
+@pytest.mark.parametrize(
+    "load", [{"running": 30.0}, {"kv_share": 0.3}, {"num_places": 2}, {"num_places": 64}, {"num_places": None}]
+)
+def test_engines_of_few_places_of_much_kv_or_of_many_requests_are_not_idle(load: dict[str, float | None]) -> None:
+    assert judge(*list_healthy_events(), *report_loads(**load)) == []
+
+
+def test_engines_that_wait_for_the_trainer_are_named_with_it_unless_there_is_one() -> None:
+    events = list(list_healthy_events(lambda number: {"wait_s": 0.02 * STEP_S, "step_s": 0.98 * STEP_S}))
+    assert judge(*events, *report_loads(num_engines=1)) == []
+    assert names(judge(*list_healthy_events(), *report_loads(num_engines=1))) == ["engines-idle"]
+    for load in ({}, {"busy_share": 0.1}):
+        (found,) = judge(*events, *report_loads(num_engines=4, **load))
+        assert found.cause.startswith("the trainer is slower")
+
+
+def test_prefill_engines_are_not_judged_by_their_places() -> None:
+    loads = [
+        stamp_event("prefill-0", EngineCounted(window_s=10.0, busy_share=0.6, running=1.0, num_places=256), time=T0)
+        for _ in range(100)
+    ]
+    assert judge(*list_healthy_events(), *loads) == []
+
+
+def test_a_trainer_that_waits_is_judged_by_time_from_two_steps_on() -> None:
+    """The first step of a job does not count: its wait has the start of all workers in it."""
+
+    def list_steps(num: int, *, wait_share: float, step_s: float = 1200.0) -> Iterator[CampaignEvent]:
+        yield JobStarted(time=T0, node="n0")
+        for number in range(1, num + 1):
+            share = 0.95 if number == 1 else wait_share
+            yield make_learning_step(
+                number, wait_s=share * step_s, step_s=(1 - share) * step_s, time=T0 + number * step_s
+            )
+
+    assert names(judge(*list_steps(4, wait_share=0.9), now=T0 + 5000, is_running=False)) == ["trainer-waits"]
+    assert names(judge(*list_steps(3, wait_share=0.9), now=T0 + 3600)) == ["trainer-waits"]
+    assert judge(*list_steps(2, wait_share=0.9), now=T0 + 2500) == []
+    assert judge(*list_steps(4, wait_share=0.3), now=T0 + 5000, is_running=False) == []
+    assert judge(*list_steps(4, wait_share=0.9, step_s=60.0), now=T0 + 300) == []
+
+
 def test_a_trainer_that_waits_in_short_steps_is_judged_by_as_many_as_fill_ten_minutes() -> None:
     def list_steps(num: int) -> Iterator[StepFinished]:
         for number in range(1, num + 1):
@@ -438,6 +595,50 @@ def test_workers_that_die_again_and_again_are_reported_with_their_reason() -> No
     assert [(one.name, one.subject, one.cause) for one in found] == [("workers-die", "env", "killed by signal 9")]
     assert judge(*list_healthy_events(), died[0]) == []
     assert names(judge(*list_healthy_events(), *died, now=T0 + 1e6, is_running=False)) == ["workers-die"]
+
+
+def lose_workers(num: int, *, times: list[float]) -> list[CampaignEvent]:
+    """Return the events of a role of this many workers, all of which are lost each time."""
+    started = [stamp_event(f"env-{number}", WorkerStarted(pid=1), time=T0) for number in range(num)]
+    lost = [
+        stamp_event(f"env-{number}", WorkerFailed(reason="node lost"), time=time)
+        for time in times
+        for number in range(num)
+    ]
+    return [*list_healthy_events(), *started, *lost]
+
+
+def test_workers_that_were_lost_once_at_once_are_one_incident() -> None:
+    assert judge(*lose_workers(64, times=[T0 + 600])) == []
+    (found,) = judge(*lose_workers(64, times=[T0 + 600, T0 + 1200, T0 + 1800]))
+    assert (found.name, found.severity, found.figure) == ("workers-die", "warning", 3)
+    assert found.text == "env workers failed 192 times in the last hour, one of them 3"
+
+
+def test_a_large_role_may_lose_more_workers_but_none_again_and_again() -> None:
+    workers = lose_workers(1000, times=[])
+
+    def lose_one(*numbers: int) -> list[CampaignEvent]:
+        failed = WorkerFailed(reason="node lost")
+        return [stamp_event(f"env-{one}", failed, time=T0 + 240 * index) for index, one in enumerate(numbers, 1)]
+
+    assert judge(*workers, *lose_one(*range(12))) == []
+    assert names(judge(*workers, *lose_one(*range(13)))) == ["workers-die"]
+    assert names(judge(*list_healthy_events(), *lose_one(1, 2, 3))) == ["workers-die"]
+    assert names(judge(*workers, *lose_one(7, 7, 7))) == ["workers-die"]
+    assert [one.severity for one in judge(*workers, *lose_one(*[7] * 10))] == ["critical"]
+
+
+def test_a_failure_that_the_worker_and_the_driver_report_is_one() -> None:
+    def fail(num: int) -> list[CampaignEvent]:
+        times = [T0 + 600 * number for number in range(1, num + 1)]
+        own = [stamp_event("env-0", WorkerFailed(of="000-env-0", reason="it raised"), time=time) for time in times]
+        driver = {"role": "driver", "worker": "000-driver"}
+        return own + [WorkerFailed(of="env-0", reason="it raised", time=time + 2, **driver) for time in times]
+
+    assert judge(*list_healthy_events(), *fail(2)) == []
+    (found,) = judge(*list_healthy_events(), *fail(3))
+    assert (found.name, found.text) == ("workers-die", "env workers failed 3 times in the last hour")
 
 
 def test_workers_that_failed_one_by_one_in_days_are_not_a_sign() -> None:
@@ -492,6 +693,61 @@ def test_a_step_that_is_overdue_is_reported_while_a_job_runs() -> None:
     late = T0 + NUM_STEPS * STEP_S + 7 * STEP_S
     assert names(judge(*list_healthy_events(), now=late)) == ["step-overdue"]
     assert judge(*list_healthy_events(), now=late, is_running=False) == []
+
+
+def start_campaign(*events: CampaignEvent, without: str = "") -> list[CampaignEvent]:
+    """Return the start of a campaign whose workers are up, but for those of one role, and what comes then."""
+    workers = [worker for worker in ("train-0", "decode-0", "env-0") if worker != f"{without}-0"]
+    started = [stamp_event(worker, WorkerStarted(pid=1), time=T0) for worker in workers]
+    busy = stamp_event("decode-0", EngineCounted(window_s=300.0, busy_share=1.0), time=T0 + 900)
+    return [JobStarted(time=T0, node="n0"), *started, *([busy] if without != "decode" else []), *events]
+
+
+def test_a_campaign_that_makes_no_first_step_within_an_hour_is_named() -> None:
+    assert judge(*start_campaign(), now=T0 + 3500) == []
+    (found,) = judge(*start_campaign(), now=T0 + 3700)
+    assert (found.name, found.severity, found.threshold) == ("step-overdue", "warning", 3600)
+    assert judge(*start_campaign(), now=T0 + 6 * 3600, is_running=False) == []
+    first = make_learning_step(1, time=T0 + 3300)
+    assert judge(*start_campaign(first), now=T0 + 9000, checkpoint_every=10) == []
+
+
+@pytest.mark.parametrize(
+    ("events", "cause"),
+    [
+        ([], "no episode has ended"),
+        ([EpisodesCounted(done=8, outcomes={"lake": {"finished": 8}})], "none has a reward yet"),
+        ([SegmentScored(rewards={"lake": [0.0, 1.0] * 8})], "episodes have rewards: the trainer"),
+        ([FlatGroupsDropped(num=9, domains={"lake": 9})], "the trainer drops groups"),
+        ([EpisodesCounted(outcomes={"lake": {"exit": 400}})], "all episodes or rewards fail"),
+        ([FaultReported(what="spool", detail="OSError: [Errno 28] No space left on device")], "the disk is full"),
+    ],
+)
+def test_the_cause_of_a_first_step_that_is_missing_is_the_first_that_makes_nothing(
+    events: list[CampaignEvent], cause: str
+) -> None:
+    stamped = [stamp_event("env-0", event, time=T0 + 600) for event in events]
+    causes = {one.name: one.cause for one in judge(*start_campaign(*stamped), now=T0 + 7200)}
+    assert cause in causes["step-overdue"]
+
+
+@pytest.mark.parametrize(
+    ("role", "cause"),
+    [("train", "the trainer is not up"), ("env", "no env worker is up"), ("decode", "no episode has ended")],
+)
+def test_the_cause_of_a_first_step_that_is_missing_may_be_a_role_that_is_not_up(role: str, cause: str) -> None:
+    (found,) = judge(*start_campaign(without=role), now=T0 + 7200)
+    assert found.cause.startswith(cause)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+def test_a_job_that_hangs_after_few_steps_is_named_and_lacks_no_checkpoint(num_steps: int) -> None:
+    steps = [make_learning_step(number, time=T0 + 600 * number) for number in range(1, num_steps + 1)]
+    last = T0 + 600 * num_steps
+    assert judge(*start_campaign(*steps), now=last + 1500, checkpoint_every=10) == []
+    (found,) = judge(*start_campaign(*steps), now=last + 6 * 3600, checkpoint_every=10)
+    assert (found.name, found.severity) == ("step-overdue", "critical")
+    assert "10 min" in found.text
 
 
 def test_a_campaign_without_checkpoints_for_an_hour_is_reported_while_a_job_runs() -> None:
