@@ -1,28 +1,35 @@
 """Measure the report of a long campaign, made of real event logs and segments: `python -m bench.report [--full]`.
 
-The campaign has 100,000 trajectories (--full: 1,000,000) in groups of 8, of 64 env workers, 16 engines and 2,000 steps.
-An env worker plays a trajectory in 1.28 s and writes its counts after every five, each 6.4 s; real ones write theirs
-each second in which they have changed, so the time of counts alone is a figure too. The report is made by its command
-in another process; time and memory are that process's. The floor is what every reader has to do: each event line
-parsed by json, each trajectory's facts by msgspec into a dict.
+    small    64 env workers, which write their counts each 2.1 s, and 16 engines
+    large    1,000 env workers, which write them each 20 s, and 64 engines
+
+Either has 100,000 trajectories (--full: 1,000,000) of 8 turns in groups of 8, 50 a second, and 2,000 steps in a chain
+of 3 jobs. The interval of counts is that of `hpcrl.rollout.reporting`, and the files have the times of their last
+events, as those of a real campaign. The report is made by its command in another process; time and memory are that
+process's. The floor is what a reader without any choice has to do: each event line parsed by json, each trajectory's
+facts by msgspec into a dict; a report parses fewer lines of counts, the fewer the longer it took.
 """
 
 import json
+import os
 import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from bench.figures import Figure, main
-from hpcrl.campaign_dir.event_log import EventLog, EventReader
+from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventLog
 from hpcrl.campaign_dir.events import (
+    CampaignEvent,
     EngineCounted,
     EpisodesCounted,
     JobEnded,
@@ -31,92 +38,135 @@ from hpcrl.campaign_dir.events import (
     StepFinished,
     WorkerStarted,
 )
-from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
-from hpcrl.report.history import CampaignHistory
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, make_worker_name
+from hpcrl.rollout.reporting import find_report_interval
 from hpcrl.spool.record import COLUMNS, PackedTrajectory
 from hpcrl.spool.segment import read_segment, write_packed
 from hpcrl.system.files import make_private_dir, publish_json
 
 NUM, NUM_FULL = 100_000, 1_000_000
-NUM_ENV_WORKERS, NUM_ENGINES, NUM_STEPS = 64, 16, 2000
+NUM_STEPS, NUM_JOBS, NUM_TURNS = 2000, 3, 8
 GROUP_SIZE, SEGMENT_SIZE, NUM_TOKENS = 8, 256, 24
-COUNTS_PER_1000 = 200
-NUM_COUNTS = 20_000
-"""The lines of counts by which the time of one is measured."""
-START = 1_800_000_000.0
+TRAJECTORIES_PER_S, ENGINE_INTERVAL_S = 50.0, 10.0
+START = 1_750_000_000.0
+"""A time in the past: a report chooses lines by the age of a campaign."""
 MAX_SECONDS, MAX_GIB, MAX_RATIO = 60.0, 2.0, 6.0
+TURNS = ",".join(
+    f'{{"start":{3 * turn},"end":{3 * turn + 3},"generate_s":0.4,"step_s":0.01}}' for turn in range(NUM_TURNS)
+)
 FACTS = (
     '{{"id":"{group}/{index}","group":"{group}","domain":"{domain}","seed":7,"status":"{status}","producer":"000-env-0",'
-    '"created":{created},"start_version":3,"end_version":4,"turns":[{{"start":0,"end":12,"generate_s":0.4,"step_s":0.01}},'
-    '{{"start":12,"end":24,"generate_s":0.4,"step_s":0.01}}],"reset_s":0.1,"outcome":"finished","reward":{reward},'
-    '"reward_parts":{{"reward":{reward}}}}}'
+    '"created":{created},"start_version":3,"end_version":4,"turns":[{turns}],"reset_s":0.1,"outcome":"finished",'
+    '"reward":{reward},"reward_parts":{{"reward":{reward}}}}}'
 )
 
 
-def write_campaign(campaign: CampaignDir, num: int) -> None:
+TimedEvent = tuple[float, CampaignEvent]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSetting:
+    """The size of a campaign."""
+
+    name: str
+    num_env_workers: int
+    num_engines: int
+
+
+SETTINGS = (
+    ReportSetting(name="small", num_env_workers=64, num_engines=16),
+    ReportSetting(name="large", num_env_workers=1000, num_engines=64),
+)
+
+
+def write_campaign(campaign: CampaignDir, num: int, setting: ReportSetting) -> None:
     """Write a campaign that has ended."""
-    for path in (campaign.events, campaign.job(0).root, *(campaign.spool(name) for name in SPOOLS)):
+    for path in (campaign.events, *(campaign.spool(name) for name in SPOOLS)):
         make_private_dir(path)
     publish_json(campaign.manifest, {"name": "long", "site": "bench", "created": START})
     publish_json(campaign.recipe, {"name": "long", "train": {"num_steps": NUM_STEPS}, "domains": {"a": {}, "b": {}}})
-    roles = [
-        {"role": role, "component": 0, "num_workers": num_workers}
-        for role, num_workers in (("env", NUM_ENV_WORKERS), ("decode", NUM_ENGINES), ("train", 1), ("reward", 8))
-    ]
+    sizes = (("env", setting.num_env_workers), ("decode", setting.num_engines), ("train", 1), ("reward", 8))
+    roles = [{"role": role, "component": 0, "num_workers": num_workers} for role, num_workers in sizes]
     component = {"index": 0, "partition": "p", "roles": [str(role["role"]) for role in roles], "nodes": 8}
     publish_json(campaign.plan, {"layout": "hetjob", "components": [component], "roles": roles})
-    publish_json(campaign.job(0).submission, {"id": "1", "scheduler": "slurm", "time": START - 60})
-    publish_json(campaign.job(0).outcome, {"outcome": "done", "reason": "every step was made", "time": START})
-    write_events(campaign, num)
+    job_s = num / TRAJECTORIES_PER_S / NUM_JOBS
+    for job in range(NUM_JOBS):
+        start, is_last = START + job * job_s, job == NUM_JOBS - 1
+        make_private_dir(campaign.job(job).root)
+        publish_json(campaign.job(job).submission, {"id": str(job), "scheduler": "slurm", "time": start - 60})
+        outcome = "done" if is_last else "drained"
+        publish_json(
+            campaign.job(job).outcome, {"outcome": outcome, "reason": "its time is over", "time": start + job_s}
+        )
+        write_events(campaign, num // NUM_JOBS, setting, job=job, start=start)
     write_segments(campaign, num)
 
 
-def write_events(campaign: CampaignDir, num: int) -> None:
-    """Write the event files, with the clock of the campaign."""
-    duration_s = num / 50.0
-    emit(campaign, "driver", [(0.0, JobStarted(node="n0")), (duration_s, JobEnded(outcome="done"))])
-    num_counts = num * COUNTS_PER_1000 // 1000 // NUM_ENV_WORKERS
-    for worker in range(NUM_ENV_WORKERS):
-        counts = ((duration_s * n / num_counts, count_episodes(n * num // num_counts // NUM_ENV_WORKERS))
+def write_events(campaign: CampaignDir, num: int, setting: ReportSetting, *, job: int, start: float) -> None:
+    """Write the event files of one job, which makes `num` trajectories."""
+    duration_s = num / TRAJECTORIES_PER_S
+    write = partial(emit, campaign, job=job, start=start)
+    outcome = "done" if job == NUM_JOBS - 1 else "drained"
+    write("driver", [(0.0, JobStarted(node="n0")), (duration_s, JobEnded(outcome=outcome))])
+    interval_s = find_report_interval(setting.num_env_workers)
+    num_counts = int(duration_s / interval_s)
+    for worker in range(setting.num_env_workers):
+        offset_s = interval_s * worker / setting.num_env_workers
+        counts = ((interval_s * n + offset_s, count_episodes(num * n // num_counts // setting.num_env_workers))
                   for n in range(1, num_counts))  # fmt: skip
-        emit(campaign, f"env-{worker}", [(0.0, WorkerStarted(pid=1)), *counts])
+        write(f"env-{worker}", [(0.0, WorkerStarted(pid=1)), *counts])
     rewards = {"a": [0.5] * (SEGMENT_SIZE // 2), "b": [0.25] * (SEGMENT_SIZE // 2)}
     num_segments = num // SEGMENT_SIZE
     scored = [
         (duration_s * n / num_segments, SegmentScored(segment=f"{n}.h5", num=SEGMENT_SIZE, rewards=rewards))
         for n in range(num_segments)
     ]
-    emit(campaign, "reward-0", scored)
-    for engine in range(NUM_ENGINES):
-        loads = [
-            (10.0 * n, EngineCounted(window_s=10.0, busy_share=0.7, running=9.0, waiting=1.0, num_tokens=900))
-            for n in range(int(duration_s / 10.0))
-        ]
-        emit(campaign, f"decode-{engine}", loads)
+    write("reward-0", scored)
+    for engine in range(setting.num_engines):
+        load = EngineCounted(
+            window_s=ENGINE_INTERVAL_S, busy_share=0.7, running=9.0, waiting=1.0, kv_share=0.5, num_tokens=900
+        )
+        write(f"decode-{engine}", [(ENGINE_INTERVAL_S * n, load) for n in range(int(duration_s / ENGINE_INTERVAL_S))])
+    num_steps = NUM_STEPS // NUM_JOBS
     steps = [
         (
-            duration_s * n / NUM_STEPS,
-            StepFinished(step=n, version=n, reward_mean=n / NUM_STEPS, kl=0.01, entropy=1.0, grad_norm=0.5, step_s=4.0),
+            duration_s * n / num_steps,
+            StepFinished(
+                step=job * num_steps + n,
+                version=job * num_steps + n,
+                reward_mean=n / num_steps,
+                kl=0.01,
+                entropy=1.0,
+                grad_norm=0.5,
+                step_s=4.0,
+            ),
         )
-        for n in range(1, NUM_STEPS + 1)
+        for n in range(1, num_steps + 1)
     ]
-    emit(campaign, "train-0", steps)
+    write("train-0", steps)
 
 
 def count_episodes(num: int) -> EpisodesCounted:
+    """Return counts like those of an env worker, which have a dozen lengths."""
     outcomes = {domain: {"finished": num // 2, "exit": num // 100} for domain in ("a", "b")}
     fates = {domain: {"trained": 10 * num} for domain in ("a", "b")}
-    return EpisodesCounted(running=8, done=num, num_tokens=24 * num, outcomes=outcomes, token_fates=fates)
+    lengths = {f"{16 + length}+": num // 12 for length in range(12)} | {"tokens": 24 * num}
+    return EpisodesCounted(
+        running=8, done=num, num_tokens=24 * num, outcomes=outcomes, token_fates=fates, lengths={"done": lengths}
+    )
 
 
-def emit(campaign: CampaignDir, worker: str, events: Any) -> None:
-    """Write the file of one worker at once; an event log would sync nothing, and write each line alone."""
-    name = f"000-{worker}"
+def emit(campaign: CampaignDir, worker: str, events: Sequence[TimedEvent], *, job: int, start: float) -> None:
+    """Write the file of one worker; it was last touched with its last event."""
+    name = make_worker_name(job, worker)
     role = worker.rpartition("-")[0] or worker
-    log = EventLog(campaign.events / f"{name}.jsonl", job=0, role=role, worker=name, node="n0")
+    path = campaign.events / f"{name}{EVENT_SUFFIX}"
+    log, time = EventLog(path, job=job, role=role, worker=name, node="n0"), start
     for offset_s, event in events:
-        log.emit(msgspec.structs.replace(event, time=round(START + offset_s, 3)))
+        time = round(start + offset_s, 3)
+        log.emit(msgspec.structs.replace(event, time=time))
     log.close()
+    os.utime(path, (time, time))
 
 
 def write_segments(campaign: CampaignDir, num: int) -> None:
@@ -128,7 +178,7 @@ def write_segments(campaign: CampaignDir, num: int) -> None:
             number, index = divmod(segment * SEGMENT_SIZE + place, GROUP_SIZE)
             domain = "ab"[number % 2]
             facts = FACTS.format(
-                group=f"{domain}/{number}", index=index, domain=domain, created=START + segment,
+                group=f"{domain}/{number}", index=index, domain=domain, created=START + segment, turns=TURNS,
                 status="env-fault" if place == 0 else "done", reward=round(index / GROUP_SIZE * (number % 5), 4),
             )  # fmt: skip
             batch.append(PackedTrajectory(id=f"{domain}/{number}/{index}", facts=facts.encode(), columns=columns))
@@ -158,63 +208,42 @@ def run_report(campaign: CampaignDir, page: Path) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def measure_counts(campaign: CampaignDir) -> float:
-    """Return the CPU seconds that a million lines of counts take a report, each second of each env worker."""
-    make_private_dir(campaign.events)
-    for worker in range(NUM_ENV_WORKERS):
-        counts = ((float(second), count_episodes(second)) for second in range(NUM_COUNTS // NUM_ENV_WORKERS))
-        emit(campaign, f"env-{worker}", counts)
-    history, num = CampaignHistory(), 0
-    started = time.process_time()
-    for event in EventReader(campaign.events).poll_merged():
-        history.add(event)
-        num += 1
-    return (time.process_time() - started) * 1_000_000 / num
-
-
 def measure(full: bool) -> list[Figure]:
-    """Measure one campaign, and one without trajectories for what every report needs."""
+    """Measure both settings, and an empty campaign for what every report needs."""
     num = NUM_FULL if full else NUM
     directory = Path(tempfile.mkdtemp(prefix="hpcrl-bench-report-"))
     try:
-        empty, campaign, page = (
-            CampaignDir(directory / "empty"),
-            CampaignDir(directory / "long"),
-            directory / "page.html",
-        )
+        empty, page = CampaignDir(directory / "empty"), directory / "page.html"
         make_private_dir(empty.root)
         publish_json(empty.manifest, {"name": "empty", "site": "bench", "created": START})
         empty_s = run_report(empty, page)
-        counts_s = measure_counts(CampaignDir(directory / "counts"))
-        write_campaign(campaign, num)
-        floor_s = read_all(campaign)
-        started = time.perf_counter()
-        cpu_s = run_report(campaign, page)
-        report_s = time.perf_counter() - started
+        figures = [Figure(name="CPU time of an empty report", value=empty_s, unit="s")]
+        for setting in SETTINGS:
+            campaign = CampaignDir(directory / setting.name)
+            write_campaign(campaign, num, setting)
+            figures += measure_setting(campaign, page, empty_s=empty_s, name=setting.name)
+            shutil.rmtree(campaign.root)
         peak_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-        return [
-            Figure(
-                name="CPU time beyond an empty report over parsing alone",
-                value=(cpu_s - empty_s) / floor_s,
-                bar=MAX_RATIO,
-                better="lower",
-            ),
-            Figure(
-                name="CPU time of 1 million trajectories over a minute",
-                value=cpu_s * NUM_FULL / num / MAX_SECONDS,
-                bar=1.0,
-                better="lower",
-            ),
-            Figure(name="peak memory over 2 GiB", value=peak_gib / MAX_GIB, bar=1.0, better="lower"),
-            Figure(name="page over 5 MB", value=page.stat().st_size / 5e6, bar=1.0, better="lower"),
-            Figure(name="CPU time of the report", value=cpu_s, unit="s"),
-            Figure(name="CPU time of an empty report", value=empty_s, unit="s"),
-            Figure(name="CPU time of a million lines of counts", value=counts_s, unit="s"),
-            Figure(name="time of the report, on a machine that may be busy", value=report_s, unit="s"),
-            Figure(name="trajectories", value=num, unit=""),
-        ]
+        figures.append(Figure(name="peak memory over 2 GiB", value=peak_gib / MAX_GIB, bar=1.0, better="lower"))
+        return [*figures, Figure(name="trajectories", value=num, unit="")]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def measure_setting(campaign: CampaignDir, page: Path, *, empty_s: float, name: str) -> list[Figure]:
+    """Measure the report of one campaign."""
+    floor_s = read_all(campaign)
+    started = time.perf_counter()
+    cpu_s = run_report(campaign, page)
+    report_s = time.perf_counter() - started
+    ratio = (cpu_s - empty_s) / floor_s
+    return [
+        Figure(name=f"{name}: CPU time over parsing alone", value=ratio, bar=MAX_RATIO, better="lower"),
+        Figure(name=f"{name}: CPU time over a minute", value=cpu_s / MAX_SECONDS, bar=1.0, better="lower"),
+        Figure(name=f"{name}: page over 5 MB", value=page.stat().st_size / 5e6, bar=1.0, better="lower"),
+        Figure(name=f"{name}: CPU time", value=cpu_s, unit="s"),
+        Figure(name=f"{name}: time, on a machine that may be busy", value=report_s, unit="s"),
+    ]
 
 
 if __name__ == "__main__":

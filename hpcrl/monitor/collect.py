@@ -13,6 +13,7 @@ A directory that is incomplete, torn or partly unreadable gives a snapshot of wh
 in `detail.problems`.
 """
 
+import contextlib
 import os
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName
 from hpcrl.errors import HpcrlError, SlurmError
 from hpcrl.monitor.advisories import Advisory, HealthFacts, find_advisories
@@ -184,7 +185,7 @@ class SnapshotCollector:
             problems.append(f"{directory.name}/ cannot be read: permission denied")
         if not self._is_watched:
             if isinstance(created, float):
-                self._reader.choose_lines = CountThinning(created=created).choose
+                self._reader.choose_lines = _make_thinning(directory, created=created, now=now).choose
         elif not self._has_looked:  # the first look has hours of counts, later ones have seconds
             self._reader.choose_lines = CountSampling(now=now).choose
         else:
@@ -240,3 +241,15 @@ class SnapshotCollector:
             return 0
         self._num_durable[spool] += count_trajectories(added) - count_trajectories(removed)
         return self._num_durable[spool]
+
+
+def _make_thinning(events: Path, *, created: float, now: float) -> CountThinning:
+    """Return the choice of lines by the number and the times of the event files of env workers."""
+    paths = list(events.glob(f"*-env-*{EVENT_SUFFIX}"))
+    times = [created]
+    for path in paths:
+        with contextlib.suppress(OSError):  # the reader names it
+            times.append(path.stat().st_mtime)
+    num_by_job = Counter(path.name.partition("-")[0] for path in paths)
+    num_workers = max(num_by_job.values(), default=1)
+    return CountThinning(duration_s=max(times) - created, now=now, num_workers=num_workers)

@@ -26,6 +26,8 @@ ENGINE_HISTORY_S = 6 * MAX_ENGINE_WINDOW_S
 """The age of an engine's load from which on it hardly counts: it is halved with each window."""
 NUM_THINNED, MAX_THINNED_INTERVAL_S = 600, 20.0
 """The lines of counts of a worker that a report keeps at least, and the longest time of which it keeps only one."""
+NUM_THINNED_OF_ALL, MAX_CROWDED_INTERVAL_S = 40_000, 200.0
+"""The same for all workers of a job together: of many, each has fewer."""
 _COUNTS = re.compile(rb'\{"time": (\d{1,12})(?:\.\d+)?, "event": "(?:engine"|episodes".*?"done": (\d{1,16}))')
 
 
@@ -62,27 +64,49 @@ class CountSampling:
         time, num_done = int(found[1]), found[2]
         if num_done is None:
             return _LineMark("engine", 0) if time < touched - ENGINE_HISTORY_S else None
+        return _LineMark(self.find_interval(time), int(num_done))
+
+    def find_interval(self, time: float) -> Hashable:
+        """Return the mark of the interval of a time: those that are long ago are longer."""
         age = self.now - time
         if age < RATE_WINDOW_S:
-            return _LineMark((True, age // RECENT_INTERVAL_S), int(num_done))
-        return _LineMark((False, math.log(age) // math.log1p(SAMPLE_SHARE)), int(num_done))
+            return (True, age // RECENT_INTERVAL_S)
+        return (False, math.log(age) // math.log1p(SAMPLE_SHARE))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountThinning:
-    """The choice of lines for a report of a campaign that was made at this time."""
+    """The choice of lines for a report, made now, of a campaign."""
 
-    created: float
+    duration_s: float
+    """The time from its creation to its newest counts."""
+    now: float
+    num_workers: int = 1
+    """The most env workers that a job had."""
 
     def choose(self, data: bytes, touched: float) -> bytes:
-        """Return the lines of a file, last touched at this time, without counts that are close to the next."""
-        interval_s = min((touched - self.created) / NUM_THINNED, MAX_THINNED_INTERVAL_S)
+        """Return the lines of a file without counts that are close to the next."""
+        del touched
+        interval_s = self.find_interval()
         if interval_s <= 1.0:  # workers write no more often
             return data
+        sampling = CountSampling(now=self.now)
+        first_recent = self.now - interval_s / SAMPLE_SHARE
         lines = data.split(b"\n")
-        found = map(_COUNTS.match, lines)
-        marks = [_LineMark(int(one[1]) // interval_s, int(one[2])) if one and one[2] else None for one in found]
+        marks: list[_LineMark | None] = []
+        for found in map(_COUNTS.match, lines):
+            if found is None or found[2] is None:
+                marks.append(None)
+            elif (time := int(found[1])) < first_recent:
+                marks.append(_LineMark(time // interval_s, int(found[2])))
+            else:
+                marks.append(_LineMark(sampling.find_interval(time), int(found[2])))
         return _join_needed(lines, marks)
+
+    def find_interval(self) -> float:
+        """Return the seconds of which one line of a worker is kept."""
+        own_s = min(self.duration_s / NUM_THINNED, MAX_THINNED_INTERVAL_S)
+        return max(own_s, min(self.duration_s * self.num_workers / NUM_THINNED_OF_ALL, MAX_CROWDED_INTERVAL_S))
 
 
 def _join_needed(lines: Sequence[bytes], marks: Sequence[_LineMark | None]) -> bytes:

@@ -14,6 +14,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, sub
 from typing import NamedTuple
 
 import msgspec
@@ -115,6 +116,7 @@ class EpisodeTotals(msgspec.Struct, kw_only=True):
 
 _STATUS_COUNTERS = tuple(status.replace("-", "_") for status in STATUSES)
 EPISODE_COUNTERS = EpisodeTotals.__struct_fields__
+_get_counters = attrgetter(*EPISODE_COUNTERS)
 
 
 @dataclass
@@ -582,10 +584,10 @@ class CampaignProgress:
 
     def _count_episodes(self, worker: WorkerProgress, counts: EpisodesCounted) -> None:
         previous = worker.episodes or EpisodesCounted(time=counts.time)
-        added = [getattr(counts, name) - getattr(previous, name) for name in EPISODE_COUNTERS]
+        added = list(map(sub, _get_counters(counts), _get_counters(previous)))
         if min(added) < 0:  # a new process of this worker counts from zero
             previous = EpisodesCounted(time=counts.time)
-            added = [getattr(counts, name) for name in EPISODE_COUNTERS]
+            added = list(_get_counters(counts))
         increments = dict(zip(EPISODE_COUNTERS, added, strict=True))
         for name, increment in increments.items():
             if increment:
@@ -686,7 +688,11 @@ def _find_cause(event: CampaignEvent) -> tuple[tuple[str, ...] | None, int | Non
 
 def _subtract(counts: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
     """Return what has been added to counts; an env worker adds little to few of them each second."""
-    return {name: num - before.get(name, 0) for name, num in counts.items() if num > before.get(name, 0)}
+    added = {}
+    for name, num in counts.items():
+        if (increment := num - before.get(name, 0)) > 0:
+            added[name] = increment
+    return added
 
 
 def _add_counts(totals: Counter[str], counts: Mapping[str, int]) -> None:

@@ -16,10 +16,10 @@ from hpcrl.report.builder import build_document
 from hpcrl.report.figures import ReportDocument, TrajectoryFigures
 from hpcrl.report.page import is_page, render_page, write_picture
 from hpcrl.system.exit_codes import EXIT_DONE, run_for_code
-from hpcrl.system.files import find_output, publish_file
+from hpcrl.system.files import OUTPUT_MODE, find_output, publish_file
 from hpcrl.system.output_encoding import follow_locale
 from hpcrl.system.processes import do_nothing
-from hpcrl.system.terminal import print_json_text, print_to_stderr
+from hpcrl.system.terminal import print_json_text, print_to_stderr, show_wait
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,6 +52,8 @@ def _run_command(arguments: argparse.Namespace, campaigns: Sequence[CampaignDir]
 def _write_page(document: ReportDocument, data: bytes, arguments: argparse.Namespace) -> None:
     names = "-".join(Path(root).name for root in arguments.campaigns)
     page: Path = arguments.output or Path(f"{names[:100]}-report.html")
+    if not page.suffix and not page.exists():  # a browser shows a file by its suffix
+        page = page.with_name(f"{page.name}.html")
     if page.suffix == ".json":
         raise CampaignError(f"{page} cannot be a page: add --format json, or choose another name with -o")
     twin = page.with_suffix(".json")
@@ -65,7 +67,8 @@ def _write_page(document: ReportDocument, data: bytes, arguments: argparse.Names
         sys.stdout.write(f"{campaign.name}: {campaign.verdict}\n")
     if arguments.png:
         picture = page.with_suffix(".png")
-        write_picture(page, picture)
+        with show_wait(f"{picture} is drawn"):
+            write_picture(page, picture)
         sys.stdout.write(f"{picture}\n")
 
 
@@ -90,7 +93,7 @@ def _refuse_foreign_twin(twin: Path) -> None:
 
 def _publish(path: Path, data: bytes | str) -> None:
     try:
-        publish_file(find_output(path), data)
+        publish_file(find_output(path), data, mode=OUTPUT_MODE)
     except OSError as error:
         raise CampaignError(f"{path} cannot be written ({error.strerror}): choose another file with -o") from error
 

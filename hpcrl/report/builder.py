@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from hpcrl import __version__
+from hpcrl.campaign_dir.campaign_format import describe_newer_format
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.toml import flatten_table
 from hpcrl.monitor.collect import SnapshotCollector, make_slurm_query
@@ -50,7 +51,7 @@ from hpcrl.report.gantt import build_gantt
 from hpcrl.report.history import CampaignHistory, RoleWork, WorkerSpan
 from hpcrl.slurm.submit import SubmittedJob
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
-from hpcrl.spool.token_fates import measure_trained_share
+from hpcrl.spool.token_fates import TRAINED, measure_trained_share
 from hpcrl.system.json_numbers import finite_or_none, load_json
 from hpcrl.system.processes import do_nothing
 
@@ -73,6 +74,7 @@ def build_document(
 ) -> ReportDocument:
     """Return the reports of campaigns, and their comparison if they are several."""
     reports = []
+    sites = [dict(flatten_table(_read_table(campaign.site))) for campaign in campaigns]
     for campaign in campaigns:
         show_progress(f"{campaign.name}: reading events")
         report = build_report(
@@ -87,7 +89,7 @@ def build_document(
         hpcrl=__version__,
         created=time.time(),
         campaigns=reports,
-        comparison=compare_reports(reports) if len(reports) > 1 else None,
+        comparison=compare_reports(reports, sites=sites) if len(reports) > 1 else None,
     )
 
 
@@ -116,8 +118,9 @@ def build_report(
     for view in snapshot.jobs:
         ended = max((job.ended for job in jobs if job.ended is not None), default=-math.inf)
         jobs.append(_build_job(view, campaign, history, plan, now=snapshot.detail.now, last_ended=ended))
-    figures = _build_key_figures(snapshot, history, jobs, plan)
-    problems = list(dict.fromkeys(snapshot.detail.problems))
+    figures = _build_key_figures(snapshot, history, jobs, plan, num_trajectories=trajectories.num_kept)
+    problems = list(dict.fromkeys([*snapshot.detail.problems, *_list_gaps(campaign, has_jobs=bool(jobs))]))
+    in_env = {"reward"} if _is_scored_in_env(snapshot, history) else set()
     return CampaignReport(
         name=snapshot.name,
         state=snapshot.state,
@@ -135,8 +138,8 @@ def build_report(
         engine_charts=build_engine_charts(history),
         engines=_build_engines(history),
         jobs=jobs,
-        roles=_build_roles(history, jobs, plan),
-        workers=build_gantt(history.spans, share=share_of_page),
+        roles=_build_roles(history, jobs, plan, in_env=in_env),
+        workers=build_gantt([span for span in history.spans if span.role not in in_env], share=share_of_page),
         outcomes={name: view.outcomes for name, view in snapshot.domains.items()},
         failed={name: view.failed for name, view in snapshot.domains.items()},
         token_fates={name: view.token_fates for name, view in snapshot.domains.items() if view.token_fates},
@@ -164,27 +167,60 @@ def describe_verdict(
         "queued": f"Waiting in the queue after {steps}",
         "planned": "Not submitted yet",
     }
-    parts = [heads.get(snapshot.state, f"In an unknown state after {steps}")]
-    first, last = figures.reward_first, figures.reward_last
-    if first is not None and last is not None:
-        parts.append(_describe_change(first, last, noise=figures.reward_noise))
-    elif figures.step:
-        parts.append("no step has a reward")
-    if figures.evaluation_last is not None:
-        parts.append(f"held-out tasks give {figures.evaluation_last:.3f}")
+    parts = [heads.get(snapshot.state, f"In an unknown state after {steps}"), *_describe_results(figures)]
     num_ended = figures.num_episodes + figures.num_faulted
     if figures.num_failed > MAX_FAILED_SHARE * num_ended:
         parts.append(f"{figures.num_failed:,} of {num_ended:,} episodes failed")
-    urgent = sum(advisory.severity != "notice" for advisory in snapshot.advisories)
-    if urgent:
-        parts.append(f"{urgent} finding{'s need' if urgent > 1 else ' needs'} attention")
-    elif snapshot.state != "failed" and not num_problems + num_damaged:
-        parts.append("nothing needs attention")
+    parts += _describe_findings(snapshot, figures, is_whole=not num_problems + num_damaged)
     if num_damaged:
         parts.append(f"its records are damaged: `hpcrl traj verify {snapshot.name}`")
     if num_problems:
         parts.append(f"{num_problems} thing{'s' * (num_problems > 1)} could not be read")
     return "; ".join(parts) + "."
+
+
+def _describe_results(figures: KeyFigures) -> Iterator[str]:
+    """Describe what was learned."""
+    first, last = figures.reward_first, figures.reward_last
+    if first is not None and last is not None:
+        yield _describe_change(first, last, noise=figures.reward_noise)
+    elif figures.step:
+        yield "no step has a reward"
+    if figures.evaluation_last is not None:
+        yield f"held-out tasks give {figures.evaluation_last:.3f}"
+
+
+def _describe_findings(snapshot: CampaignSnapshot, figures: KeyFigures, *, is_whole: bool) -> Iterator[str]:
+    """Describe what is left to do, if anything; that nothing is needs records that could all be read."""
+    num_left = (figures.num_steps or 0) - figures.step
+    is_cut = snapshot.state == "stopped" and num_left > 0
+    if is_cut:
+        yield f"{num_left:,} step{'s are' if num_left > 1 else ' is'} left: `hpcrl resume {snapshot.name}`"
+    num_notices = sum(advisory.severity == "notice" for advisory in snapshot.advisories)
+    num_urgent = len(snapshot.advisories) - num_notices
+    if num_urgent:
+        yield f"{num_urgent} finding{'s need' if num_urgent > 1 else ' needs'} attention"
+    elif num_notices:
+        yield f"{num_notices} notice{'s' * (num_notices > 1)}, nothing urgent"
+    elif snapshot.state != "failed" and not is_cut and is_whole:
+        yield "nothing needs attention"
+
+
+def _list_gaps(campaign: CampaignDir, *, has_jobs: bool) -> list[str]:
+    """List what a report lacks of a campaign's records: those that are missing, and what is newer than this version."""
+    found = []
+    if problem := describe_newer_format(campaign):
+        found.append(f"{problem}: what is new in it is not shown")
+    if has_jobs:  # they are written before the first job is submitted
+        records = (campaign.recipe, campaign.plan, campaign.site)
+        found += [f"{path.name} is missing" for path in records if not path.exists()]
+    return found
+
+
+def _is_scored_in_env(snapshot: CampaignSnapshot, history: CampaignHistory) -> bool:
+    """Return whether env workers score, and no reward worker does."""
+    view = snapshot.roles.get("reward")
+    return view is not None and view.done_by == "env" and "reward" not in history.scoring_roles
 
 
 def _describe_change(first: float, last: float, *, noise: float | None) -> str:
@@ -271,7 +307,12 @@ def _build_job(
 
 
 def _build_key_figures(
-    snapshot: CampaignSnapshot, history: CampaignHistory, jobs: Sequence[JobFigures], plan: Mapping[str, Any]
+    snapshot: CampaignSnapshot,
+    history: CampaignHistory,
+    jobs: Sequence[JobFigures],
+    plan: Mapping[str, Any],
+    *,
+    num_trajectories: int,
 ) -> KeyFigures:
     rewards = [value for value in map(finite_or_none, snapshot.reward_mean) if value is not None]
     change = measure_change(rewards)
@@ -297,7 +338,8 @@ def _build_key_figures(
         reward_best=max(rewards, default=None),
         evaluation_last=evaluations[-1] if evaluations else None,
         evaluation_best=max(evaluations, default=None),
-        num_episodes=snapshot.episodes.num_kept,
+        num_episodes=max(snapshot.episodes.num_kept, num_trajectories),
+        num_uncounted=max(num_trajectories - snapshot.episodes.num_kept, 0),
         num_failed=snapshot.episodes.failed,
         num_faulted=snapshot.episodes.faulted,
         num_aborted=snapshot.episodes.aborted,
@@ -308,6 +350,7 @@ def _build_key_figures(
         queued_s=queued_s,
         node_hours=sum(job.num_nodes * job.run_s for job in jobs) / 3600,
         gpu_hours=sum(_count_gpus(job, gpus) * job.run_s for job in jobs) / 3600,
+        num_fit_tokens=fates.get(TRAINED, 0),
         trained_share=measure_trained_share(fates),
     )
 
@@ -346,24 +389,31 @@ def _build_rewards(snapshot: CampaignSnapshot, history: CampaignHistory) -> list
     ]
 
 
-def _build_roles(history: CampaignHistory, jobs: Sequence[JobFigures], plan: Mapping[str, Any]) -> list[RoleFigures]:
+def _build_roles(
+    history: CampaignHistory, jobs: Sequence[JobFigures], plan: Mapping[str, Any], *, in_env: Collection[str]
+) -> list[RoleFigures]:
+    """Build the figures of each role; those in `in_env` have no processes."""
     spans_by_role: dict[str, list[WorkerSpan]] = {}
     for span in history.spans:
         spans_by_role.setdefault(span.role, []).append(span)
     components = _list_tables(plan, "components")
     roles = []
     tables = _list_tables(plan, "roles")
+    num_with_nodes = max(len([table for table in tables if str(table.get("role")) not in in_env]), 1)
     for table in tables:
         role = str(table.get("role"))
+        if role in in_env:
+            roles.append(msgspec.structs.replace(_build_role(role, [], RoleWork()), done_by="env"))
+            continue
         spans, work = spans_by_role.get(role, []), history.work.get(role, RoleWork())
         index = int(_number(table, "component"))
         component = components[index] if 0 <= index < len(components) else {}
-        num_sharing = max(len(_list_texts(component, "roles")), 1)
+        num_sharing = max(len([name for name in _list_texts(component, "roles") if name not in in_env]), 1)
         num_planned = int(_number(table, "num_workers", 1))
         node_s = 0.0
         for job in jobs if component else ():
             is_alike = len(job.component_nodes) == len(components)
-            nodes = job.component_nodes[index] / num_sharing if is_alike else job.num_nodes / len(tables)
+            nodes = job.component_nodes[index] / num_sharing if is_alike else job.num_nodes / num_with_nodes
             node_s += nodes * job.run_s
         held_s = _count_held(role, spans, jobs, num_planned=max(num_planned, 1))
         roles.append(_build_role(role, spans, work, num_planned=num_planned, held_s=held_s, node_hours=node_s / 3600))
@@ -371,7 +421,13 @@ def _build_roles(history: CampaignHistory, jobs: Sequence[JobFigures], plan: Map
 
 
 def _build_role(
-    role: str, spans: Sequence[WorkerSpan], work: RoleWork, *, num_planned: int, held_s: float, node_hours: float
+    role: str,
+    spans: Sequence[WorkerSpan],
+    work: RoleWork,
+    *,
+    num_planned: int = 0,
+    held_s: float = 0.0,
+    node_hours: float = 0.0,
 ) -> RoleFigures:
     up_s = sum(span.end - span.start for span in spans)
     total_s = max(held_s, up_s)

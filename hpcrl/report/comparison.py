@@ -4,7 +4,9 @@ compare_reports    the comparison of some reports
 RESULT_LABELS      the figures that are compared, as people read them
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hpcrl.campaign.fixed_settings import find_differences
 from hpcrl.report.figures import (
@@ -29,39 +31,88 @@ RESULT_LABELS = {
     "evaluation_last": "last evaluation",
     "evaluation_best": "best evaluation",
     "num_episodes": "episodes",
+    "num_uncounted": "of these not counted by a worker",
     "num_failed": "failed episodes",
     "num_faulted": "of these lost to infrastructure",
     "num_aborted": "aborted episodes",
     "num_tokens": "generated tokens",
-    "num_trained_tokens": "trained tokens",
+    "num_trained_tokens": "tokens of steps",
+    "num_fit_tokens": "tokens fit to train on",
     "tokens_per_s": "tokens a second",
     "wall_s": "time that jobs ran",
     "queued_s": "time in the queue",
     "node_hours": "node-hours",
     "gpu_hours": "GPU-hours",
-    "trained_share": "share of tokens to train on",
+    "trained_share": "share of tokens fit to train on",
 }
 
 
-def compare_reports(reports: Sequence[CampaignReport]) -> ReportComparison:
-    """Return the settings that differ, the results side by side, and the rewards in one chart."""
+_SITE_NOTES = frozenset({"description", "sources", "verified", "checked_on"})
+"""The notes of a site about itself."""
+MAX_SITE_ROWS = 30
+"""The settings of sites that are listed, besides a row with the number of the others."""
+
+
+def compare_reports(reports: Sequence[CampaignReport], *, sites: Sequence[Mapping[str, Any]]) -> ReportComparison:
+    """Return the settings that differ, the results side by side, and the rewards in one chart.
+
+    `sites` are the settings of each campaign's site by their dotted keys.
+    """
     settings = [
         ComparedValue(key=key, values=[value or "" for value in values])
         for key, values in sorted(find_differences([report.recipe for report in reports]))
     ]
+    of_sites = _compare_sites(sites)
     results = [
         ComparedValue(key=label, values=[_format(report.key_figures, name) for report in reports])
         for name, label in RESULT_LABELS.items()
     ]
     return ReportComparison(
-        verdict=_describe_differences(settings, reports),
-        settings=settings,
+        verdict=_describe_differences(settings, reports, sites=_describe_sites(sites) if of_sites else ""),
+        settings=[*settings, *of_sites],
         results=[result for result in results if any(result.values)],
         charts=_overlay_charts(reports),
     )
 
 
-def _describe_differences(settings: Sequence[ComparedValue], reports: Sequence[CampaignReport]) -> str:
+def _compare_sites(sites: Sequence[Mapping[str, Any]]) -> list[ComparedValue]:
+    """Return the settings in which sites differ; a partition or a GPU that one of them does not have is one row."""
+    if not all(sites):  # the problems of a campaign name the record that it lacks
+        return []
+    known = [{_split_entry(key)[0] for key in site} for site in sites]
+    rows: dict[str, list[str]] = {}
+    names = [site.get("name") for site in sites]
+    own_name = [("name", names)] if len(set(map(str, names))) > 1 else []
+    for key, values in [*own_name, *find_differences(sites)]:
+        entry, is_named = _split_entry(key)
+        if is_named and not all(entry in one for one in known):
+            rows[f"site.{entry}"] = ["defined" if entry in one else "" for one in known]
+        elif key not in _SITE_NOTES:
+            rows[f"site.{key}"] = ["" if value is None else json.dumps(value) for value in values]
+    listed = [ComparedValue(key=key, values=values) for key, values in sorted(rows.items())]
+    # The name comes first, as it is what a reader knows.
+    listed.sort(key=lambda one: one.key != "site.name")
+    if len(listed) > MAX_SITE_ROWS:
+        num_left = len(listed) - MAX_SITE_ROWS
+        listed[MAX_SITE_ROWS:] = [ComparedValue(key=f"site: {num_left} more settings", values=[""] * len(sites))]
+    return listed
+
+
+def _split_entry(key: str) -> tuple[str, bool]:
+    """Return the part of a site's key that names a partition or a kind of GPU, and whether it does."""
+    parts = key.split(".")
+    is_named = parts[0] in ("partitions", "gpus") and len(parts) > 2
+    return (".".join(parts[:2]), True) if is_named else (key, False)
+
+
+def _describe_sites(sites: Sequence[Mapping[str, Any]]) -> str:
+    names = list(dict.fromkeys(str(site.get("name", "unknown")) for site in sites))
+    if len(names) > 1:
+        return f"the sites differ ({', '.join(names)}), so times and rates are of different machines"
+    return f"the settings of site {names[0]} differ, which may change times and rates"
+
+
+def _describe_differences(settings: Sequence[ComparedValue], reports: Sequence[CampaignReport], *, sites: str) -> str:
     names = [one.key for one in settings]
     best = max(reports, key=lambda report: _rank_by_reward(report.key_figures))
     if not names:
@@ -72,6 +123,8 @@ def _describe_differences(settings: Sequence[ComparedValue], reports: Sequence[C
         text = f"The recipes differ in one setting, {names[0]}"
     else:
         text = f"The recipes differ in {len(names)} settings, so no difference of the results has a single cause"
+    if sites:
+        text += f"; {sites}"
     if best.key_figures.reward_last is None:
         return f"{text}."
     others = [one.key_figures.reward_last for one in reports if one is not best]

@@ -58,6 +58,8 @@ class KeyFigures(msgspec.Struct, frozen=True, kw_only=True):
     evaluation_best: float | None
     num_episodes: int
     """Episodes to train on: ended by themselves or at a limit, or scored for a failure."""
+    num_uncounted: int
+    """Episodes among them that have a trajectory, but that no env worker has counted: it was killed before that."""
     num_failed: int
     """Episodes scored for a failure, and those lost to infrastructure, as the monitor counts them."""
     num_faulted: int
@@ -66,6 +68,8 @@ class KeyFigures(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_trained_tokens: int
     """The tokens of the steps that changed the weights."""
+    num_fit_tokens: int
+    """Generated tokens that are to be trained on, whether a step has used them or not."""
     tokens_per_s: float
     wall_s: float
     """Time that jobs ran."""
@@ -125,6 +129,8 @@ class RoleFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Loads of new weights."""
     pause_s: float
     """Mean time without generation while weights were loaded."""
+    done_by: str = ""
+    """The role whose workers do its work, if it has none: rewards may be scored by env workers."""
 
 
 class EngineFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,6 +263,8 @@ class TrajectoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     charts: list[ReportChart]
     problems: list[str]
     """Segments that could not be read."""
+    num_kept: int = 0
+    """Trajectories to train on: done or truncated."""
     missing: list[str] = []
     """The reasons why this machine cannot show all of them."""
 

@@ -25,10 +25,11 @@ from hpcrl.campaign_dir.events import (
     WorkerRestarted,
 )
 from hpcrl.campaign_dir.paths import drop_job
+from hpcrl.monitor.count_lines import MAX_CROWDED_INTERVAL_S
 from hpcrl.monitor.progress import CampaignProgress, name_subject, parse_role
 
 MAX_BINS = 240
-MAX_COUNT_GAP_S = 30.0
+MAX_COUNT_GAP_S = 1.2 * MAX_CROWDED_INTERVAL_S
 """The longest time between two counts of an env worker for which the first one holds."""
 
 

@@ -35,6 +35,7 @@ from hpcrl.report.sections import (
     write_summary,
     write_workers,
 )
+from hpcrl.spool.token_fates import TRAINED
 from hpcrl.system.terminal import format_duration
 
 ASSETS = Path(__file__).parent / "assets"
@@ -217,12 +218,13 @@ class _PageWriter:
         text = self._write_charts(report.staleness_charts, key)
         if report.token_fates:
             names = sorted({name for fates in report.token_fates.values() for name in fates})
+            labels = ["fit to train on" if name == TRAINED else name for name in names]
             rows = [
                 [esc(domain), *(format_number(fates.get(name, 0)) for name in names)]
                 for domain, fates in report.token_fates.items()
             ]
             text += write_table(
-                "What became of generated tokens", ["domain", *names], rows, numbers=range(1, len(names) + 1)
+                "What became of generated tokens", ["domain", *labels], rows, numbers=range(1, len(names) + 1)
             )
         return text
 

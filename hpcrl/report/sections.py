@@ -65,9 +65,10 @@ def _write_tiles(report: CampaignReport) -> str:
         ("Episodes", format_number(figures.num_episodes), ended),
         ("Tokens generated", format_number(figures.num_tokens), f"{format_number(figures.tokens_per_s)} a second"),
         (
-            "Tokens trained",
+            "Tokens of steps",
             format_number(figures.num_trained_tokens),
-            f"{format_share(figures.trained_share)} of those generated are to train on",
+            f"of {format_number(figures.num_fit_tokens)} fit to train on, "
+            f"{format_share(figures.trained_share)} of those generated",
         ),
         ("Time", format_duration(figures.wall_s), f"{format_duration(figures.queued_s)} in the queue"),
         ("Node-hours", format_number(figures.node_hours), f"{format_number(figures.gpu_hours)} GPU-hours"),
@@ -97,6 +98,9 @@ def write_roles(roles: Sequence[RoleFigures]) -> str:
         ends = list(itertools.accumulate(share for _, share in shares))
         parts = [(end - share, end, name) for (name, share), end in zip(shares, ends, strict=True)]
         label = ", ".join(f"{name} {format_share(share)}" for name, share in shares if share)
+        if role.done_by:
+            rows.append([esc(role.role), f"in {esc(role.done_by)}", *["-"] * 6])
+            continue
         rows.append(
             [
                 esc(role.role), format_number(role.num_workers), format_number(role.node_hours),
@@ -235,6 +239,11 @@ def write_failures(report: CampaignReport) -> str:
         heads = ["domain", "failed", *names]
         caption = f"How episodes ended; failed: {', '.join(FAILURES)}"
         text += write_table(caption, heads, rows, numbers=range(1, len(heads)))
+    if num := report.key_figures.num_uncounted:
+        text += (
+            f'<p class="soft small">{num:,} more episode{"s have" if num > 1 else " has"} a trajectory, but no '
+            "env worker has counted its end: it was killed before its next count. The number at the top has them.</p>"
+        )
     titles = {"infrastructure": "Faults of the infrastructure", "policy": "Faults of the policy and its rewards"}
     for kind, title in titles.items():
         found = [one for one in report.failures if one.kind == kind]

@@ -131,6 +131,7 @@ class _TrajectorySampler:
     """The choice and the counts, while trajectories are passed by."""
 
     num: int = 0
+    num_kept: int = 0
     num_groups: int = 0
     num_flat_groups: int = 0
     rewards: dict[str, Counter[float]] = field(default_factory=lambda: defaultdict(Counter))
@@ -147,6 +148,7 @@ class _TrajectorySampler:
         reward, length = finite_or_none(facts.reward), facts.num_tokens
         scores = {"newest": facts.created, "random": self._random.random()}
         if facts.status in TRAINABLE:
+            self.num_kept += 1
             scores["longest"] = length
             _count_value(self.lengths[facts.domain], float(length))
             if reward is not None:
@@ -199,6 +201,7 @@ def read_trajectories(campaign: CampaignDir, *, max_text_bytes: int = MAX_TEXT_B
     problems = [*history.problems.values(), *writer.problems]
     return TrajectoryFigures(
         num=sampler.num,
+        num_kept=sampler.num_kept,
         num_groups=sampler.num_groups,
         num_flat_groups=sampler.num_flat_groups,
         sampled=sampled,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpcrl.errors import ConfigError
 from hpcrl.simulation.result import SimulationResult, describe_result
-from hpcrl.system.files import find_output, publish_file
+from hpcrl.system.files import OUTPUT_MODE, find_output, publish_file
 
 WIDTH, LEFT, ROW_HEIGHT, GAP = 1000, 90, 34, 8
 _ROWS = {
@@ -70,6 +70,6 @@ def write_timeline(result: SimulationResult, path: Path) -> None:
     elif path.suffix != ".svg":
         raise ConfigError(f"--timeline {path}: give a name that ends with .svg or .html")
     try:
-        publish_file(find_output(path), drawn.encode(), mode=0o644)
+        publish_file(find_output(path), drawn.encode(), mode=OUTPUT_MODE)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}") from error

@@ -12,6 +12,9 @@ from typing import Any
 from hpcrl.system.json_numbers import load_json
 from hpcrl.system.processes import do_nothing
 
+OUTPUT_MODE = 0o666
+"""The mode of a file that a user asks for, in a place of their choice: as their umask leaves it."""
+
 
 def publish_file(path: Path, data: bytes | str, *, mode: int = 0o600) -> None:
     """Make `path` appear with `data`, complete and durable, or not at all."""

@@ -35,6 +35,7 @@ class SyntheticCampaign:
             make_private_dir(path)
         publish_json(self.directory.recipe, {"name": "quickstart", "train": {"num_steps": num_steps}, "seed": 0})
         publish_json(self.directory.plan, _plan(workers))
+        publish_json(self.directory.site, {"name": "lab"})
         publish_json(self.directory.manifest, {"name": root.name, "recipe": "quickstart", "site": "lab", "created": T0})
         self._logs: dict[str, EventLog] = {}
         weakref.finalize(self, _close_logs, self._logs)

@@ -128,12 +128,25 @@ def test_a_first_look_keeps_counts_in_intervals_that_grow_with_their_age() -> No
     assert len(kept) < 100
 
 
+def thin(data: bytes, duration_s: float, *, now: float = 10**6, num_workers: int = 1) -> list[int]:
+    return choose_times(CountThinning(duration_s=duration_s, now=now, num_workers=num_workers).choose(data, 0.0))
+
+
 def test_a_report_keeps_a_line_of_counts_for_each_part_of_a_long_time_and_all_of_a_short_one() -> None:
     data = write_lines(*((time, "episodes") for time in range(1000, 1100)), (1100, "engine"), (1101, "engine"))
-    assert CountThinning(created=700.0).choose(data, 1100.0) == data
-    assert len(choose_times(CountThinning(created=1100 - 6000.0).choose(data, 1100.0))) == 10 + 2
-    kept = choose_times(CountThinning(created=1100 - 10**6).choose(data, 1100.0))
-    assert kept == [1019, 1039, 1059, 1079, 1099, 1100, 1101]
+    assert thin(data, 400.0) == choose_times(data)
+    assert len(thin(data, 6000.0)) == 10 + 2
+    assert thin(data, 7e5) == [1019, 1039, 1059, 1079, 1099, 1100, 1101]
+
+
+def test_a_report_keeps_fewer_lines_of_each_of_many_workers_and_the_newest_as_a_look_does() -> None:
+    data = write_lines(*((time, "episodes") for time in range(100, 20_001, 20)))
+    kept = thin(data, 20_000.0, num_workers=1000)
+    assert len(kept) == 20_000 / 200 + 1
+    running = thin(data, 20_000.0, num_workers=1000, now=20_001.0)
+    assert [time for time in running if time < 18_000] == [time for time in kept if time < 18_000]
+    assert len([time for time in running if time >= 18_000]) > 3 * len([time for time in kept if time >= 18_000])
+    assert running[-3:] == [19_960, 19_980, 20_000]
 
 
 def test_old_loads_of_an_engine_are_left_out() -> None:

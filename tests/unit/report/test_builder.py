@@ -1,5 +1,6 @@
 """The figures of reports, from directories written by real event logs and spools."""
 
+import contextlib
 import json
 import os
 import stat
@@ -31,7 +32,8 @@ from hpcrl.monitor import count_lines
 from hpcrl.report import __main__ as command
 from hpcrl.report.builder import build_document, build_report
 from hpcrl.report.charts import MAX_POINTS, build_histogram, smooth_values, thin_points
-from hpcrl.report.figures import CampaignReport, ChartSeries, ReportDocument, TrajectoryFigures
+from hpcrl.report.comparison import MAX_SITE_ROWS
+from hpcrl.report.figures import CampaignReport, ChartSeries, ReportComparison, ReportDocument, TrajectoryFigures
 from hpcrl.report.page import render_page
 from hpcrl.report.sections import MAX_ENGINES, write_engines, write_rewards
 from hpcrl.report.trajectories import read_trajectories
@@ -505,6 +507,53 @@ def test_campaigns_are_compared_with_the_difference_of_their_recipes(tmp_path: P
     assert len(document.comparison.charts[0].series) == 2
 
 
+def make_site_record(name: str, *partitions: str, **settings: object) -> dict[str, object]:
+    cpu = {"cores_per_node": 64, "mem_gib_per_node": 256}
+    return {"name": name, "description": f"the site {name}", "partitions": dict.fromkeys(partitions, cpu)} | settings
+
+
+def compare_sites(tmp_path: Path, *sites: dict[str, object]) -> ReportComparison:
+    campaigns = [SyntheticCampaign(tmp_path / f"of-{number}") for number, _ in enumerate(sites)]
+    for campaign, site in zip(campaigns, sites, strict=True):
+        publish_json(campaign.directory.site, site)
+        campaign.close()
+    comparison = build_document([one.directory for one in campaigns], read_trajectories=read_trajectories).comparison
+    assert comparison is not None
+    return comparison
+
+
+def test_campaigns_of_different_sites_are_compared_with_what_differs(tmp_path: Path) -> None:
+    sites = (
+        make_site_record("delta", "cpu", "gpu", account="a"),
+        make_site_record("alps", "cpu", "gh200", account="b"),
+    )
+    found = compare_sites(tmp_path, *sites)
+    assert found.verdict == (
+        "The recipes are the same; the sites differ (delta, alps), so times and rates are of different machines."
+    )
+    assert [(one.key, one.values) for one in found.settings] == [
+        ("site.name", ['"delta"', '"alps"']),
+        ("site.account", ['"a"', '"b"']),
+        ("site.partitions.gh200", ["", "defined"]),
+        ("site.partitions.gpu", ["defined", ""]),
+    ]
+
+
+def test_a_setting_of_one_site_that_has_changed_is_named(tmp_path: Path) -> None:
+    found = compare_sites(tmp_path, make_site_record("delta", "cpu"), make_site_record("delta", "cpu", account="b"))
+    assert found.verdict == (
+        "The recipes are the same; the settings of site delta differ, which may change times and rates."
+    )
+    assert [(one.key, one.values) for one in found.settings] == [("site.account", ["", '"b"'])]
+
+
+def test_sites_with_many_differences_have_a_bounded_table(tmp_path: Path) -> None:
+    many = {"environment": {f"NAME_{number}": "1" for number in range(100)}}
+    found = compare_sites(tmp_path, make_site_record("delta", "cpu"), make_site_record("delta", "cpu", **many))
+    assert len(found.settings) == MAX_SITE_ROWS + 1
+    assert found.settings[-1].key == "site: 70 more settings"
+
+
 # Bad input
 
 
@@ -666,3 +715,57 @@ def test_a_picture_of_a_report_is_beside_it(
     picture = page.with_suffix(".png")
     assert picture.read_text() == f"{page.as_uri()}\n"
     assert capsys.readouterr().out.splitlines()[-1] == str(picture)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_a_page_and_its_twin_follow_the_umask(
+    campaign: SyntheticCampaign, tmp_path: Path, umask: int, mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        assert command.main(["-o", str(tmp_path / "page.html"), "--", str(campaign.directory.root)]) == 0
+    finally:
+        os.umask(before)
+    for name in ("page.html", "page.json"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode
+
+
+def test_a_page_whose_name_has_no_suffix_gets_one(
+    campaign: SyntheticCampaign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["-o", str(tmp_path / "x"), "--", str(campaign.directory.root)]) == 0
+    assert (tmp_path / "x.html").exists()
+    assert not (tmp_path / "x").exists()
+    assert str(tmp_path / "x.html") in capsys.readouterr().out
+
+
+def test_groups_whose_attempts_have_one_reward_are_counted_as_flat(campaign: SyntheticCampaign) -> None:
+    rewards = {0: (1.0, 1.0), 1: (0.0, 1.0), 2: (0.5, 0.5)}
+    trajectories = [
+        make_lake_trajectory(group, index, reward=reward)
+        for group, both in rewards.items()
+        for index, reward in enumerate(both)
+    ]
+    add_segment(campaign.directory, *trajectories)
+    figures = read_trajectories(campaign.directory)
+    assert (figures.num_groups, figures.num_flat_groups, figures.num_kept) == (3, 2, 6)
+    page = render_page(build_document([campaign.directory], read_trajectories=read_trajectories))
+    assert "3 scored groups, 67% of them with one reward" in page
+
+
+def test_a_picture_is_named_on_a_terminal_while_it_is_drawn(
+    campaign: SyntheticCampaign, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+
+    @contextlib.contextmanager
+    def note_wait(description: str) -> Iterator[None]:
+        shown.append(description)
+        yield
+        shown.append("done")
+
+    monkeypatch.setattr(command, "show_wait", note_wait)
+    monkeypatch.setattr(command, "write_picture", lambda page, picture: shown.append("drawn"))
+    page = tmp_path / "page.html"
+    assert command.main(["--png", "-o", str(page), "--", str(campaign.directory.root)]) == 0
+    assert shown == [f"{page.with_suffix('.png')} is drawn", "drawn", "done"]

@@ -8,15 +8,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console  # noqa: TID251
 
-from hpcrl.campaign_dir.events import EpisodesCounted, FaultReported, SegmentScored
+from hpcrl.campaign_dir.events import EpisodesCounted, FaultReported, JobEnded, SegmentScored, StepFinished, WorkerEnded
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.screen import render_screen
 from hpcrl.monitor.snapshot import CampaignSnapshot, encode_snapshot
 from hpcrl.monitor.view import describe_changes
-from hpcrl.report.builder import build_report
+from hpcrl.report.builder import build_document, build_report
 from hpcrl.report.figures import CampaignReport, TrajectoryFigures
-from hpcrl.report.sections import write_failures, write_summary
+from hpcrl.report.markup import write_bar
+from hpcrl.report.page import render_page
+from hpcrl.report.sections import write_failures, write_jobs, write_provenance, write_roles, write_summary
 from hpcrl.spool.outcome import FAILURES, OUTCOMES, is_failure, measure_failures
+from hpcrl.system.files import publish_json
+from hpcrl.system.terminal import format_duration
 from tests.support.synthetic import SyntheticCampaign
 
 NUM_COUNTED, NUM_FAILED = 320, 360
@@ -51,9 +55,11 @@ def look(campaign: SyntheticCampaign) -> CampaignSnapshot:
     return SnapshotCollector(campaign.directory, query=lambda ids: {}, clock=lambda: campaign.now).poll()
 
 
+NOTHING = TrajectoryFigures(num=0, num_groups=0, num_flat_groups=0, sampled=[], groups=[], charts=[], problems=[])
+
+
 def report_on(campaign: SyntheticCampaign) -> CampaignReport:
-    nothing = TrajectoryFigures(num=0, num_groups=0, num_flat_groups=0, sampled=[], groups=[], charts=[], problems=[])
-    return build_report(campaign.directory, read_trajectories=lambda _: nothing)
+    return build_report(campaign.directory, read_trajectories=lambda _: NOTHING)
 
 
 @pytest.mark.parametrize("as_fault", [True, False])
@@ -119,3 +125,104 @@ def test_the_report_names_the_outcomes_that_it_counts_as_failed(campaign: Synthe
 
 def test_the_share_of_failures_leaves_out_what_training_aborted() -> None:
     assert measure_failures({"finished": 6, "exit": 3, "env-fault": 1, "aborted-redundant": 90}) == 0.4
+
+
+def test_the_chain_of_jobs_has_a_bar_for_the_time_of_each_in_the_queue_and_its_run(tmp_path: Path) -> None:
+    campaign = SyntheticCampaign(tmp_path / "chain")
+    for number, outcome in enumerate(("drained", "failed")):
+        campaign.submit(number)
+        campaign.now += 100
+        campaign.start(job=number)
+        campaign.now += 300
+        campaign.emit("driver", JobEnded(outcome=outcome), job=number)
+        campaign.outcome(outcome, number=number)
+    campaign.close()
+    table = write_jobs(report_on(campaign))
+    for number, parts in enumerate(
+        ([(0.0, 0.125, "queued"), (0.125, 0.5, "up")], [(0.5, 0.625, "queued"), (0.625, 1.0, "failed")])
+    ):
+        assert write_bar(parts, f"job {number}: waited {format_duration(100)}, ran {format_duration(300)}") in table
+
+
+def test_an_advisory_has_its_figure_and_its_threshold(campaign: SyntheticCampaign) -> None:
+    fail_all(campaign, as_fault=False)
+    report = report_on(campaign)
+    advisory = next(one for one in report.advisories if one.subject == "lake")
+    page = write_summary(report)
+    assert f"<dd>{advisory.figure:g}, threshold {advisory.threshold:g} ({advisory.unit})</dd>" in page
+
+
+def test_the_resolved_recipe_is_a_table_of_all_settings(campaign: SyntheticCampaign) -> None:
+    table = write_provenance(report_on(campaign))
+    for key, value in (("name", "&quot;quickstart&quot;"), ("train.num_steps", "10"), ("seed", "0")):
+        assert f"<td><code>{key}</code></td><td><code>{value}</code></td>" in table
+
+
+def score_in_env(campaign: SyntheticCampaign) -> None:
+    campaign.now += 60
+    campaign.emit("env-0", EpisodesCounted(running=4, done=8, num_tokens=80))
+    campaign.emit("env-0", SegmentScored(num=8, rewards={"lake": [1.0] * 8}))
+    campaign.now += 60
+    campaign.emit("env-0", EpisodesCounted(running=4, done=16, num_tokens=160))
+
+
+def test_a_reward_role_whose_work_env_workers_do_has_no_share_of_their_nodes(tmp_path: Path) -> None:
+    campaign = SyntheticCampaign(tmp_path / "lakes")
+    campaign.submit_local()
+    campaign.start()
+    score_in_env(campaign)
+    campaign.emit("reward-0", WorkerEnded())
+    campaign.outcome("failed", "a node failed")
+    campaign.close()
+    report = report_on(campaign)
+    roles = {role.role: role for role in report.roles}
+    assert look(campaign).roles["reward"].done_by == roles["reward"].done_by == "env"
+    assert (roles["reward"].node_hours, roles["reward"].idle_share, roles["reward"].num_workers) == (0.0, 0.0, 0)
+    assert '<td>reward</td><td class="num">in env</td>' in write_roles(report.roles)
+    assert "reward-0" not in [row.worker for row in report.workers]
+
+
+@pytest.mark.parametrize(("is_in_env", "share_of_env"), [(False, 0.5), (True, 1.0)])
+def test_env_workers_that_score_have_all_of_the_nodes_of_both_roles(
+    tmp_path: Path, is_in_env: bool, share_of_env: float
+) -> None:
+    campaign = SyntheticCampaign(tmp_path / "lakes")
+    component = {"index": 0, "partition": "env", "nodes": 4, "roles": ["env", "reward"]}
+    roles = [{"role": role, "component": 0, "num_workers": 1} for role in ("env", "reward")]
+    publish_json(campaign.directory.plan, {"layout": "hetjob", "components": [component], "roles": roles})
+    campaign.submit_local()
+    campaign.start()
+    campaign.now += 3600
+    if is_in_env:
+        score_in_env(campaign)
+    campaign.emit("driver", JobEnded(outcome="done"))
+    campaign.outcome("done")
+    campaign.close()
+    report = report_on(campaign)
+    (env,) = [role for role in report.roles if role.role == "env"]
+    assert report.key_figures.node_hours >= 4
+    assert env.node_hours == pytest.approx(share_of_env * report.key_figures.node_hours)
+
+
+def test_episodes_are_at_least_the_trajectories_that_are_kept(campaign: SyntheticCampaign) -> None:
+    campaign.emit("env-0", EpisodesCounted(done=90, env_fault=2))
+    nothing = TrajectoryFigures(
+        num=110, num_kept=100, num_groups=0, num_flat_groups=0, sampled=[], groups=[], charts=[], problems=[]
+    )
+    report = build_report(campaign.directory, read_trajectories=lambda _: nothing)
+    assert (report.key_figures.num_episodes, report.key_figures.num_uncounted) == (100, 10)
+    assert "10 more episodes have a trajectory" in write_failures(report)
+    assert "more episode" not in write_failures(report_on(campaign))
+
+
+def test_tokens_of_steps_and_tokens_fit_to_train_on_have_their_own_words(campaign: SyntheticCampaign) -> None:
+    campaign.emit("env-0", EpisodesCounted(done=8, num_tokens=1000, token_fates={"lake": {"trained": 900, "cut": 100}}))
+    campaign.emit("train-0", StepFinished(step=1, version=1, num_tokens=700))
+    report = report_on(campaign)
+    tile = write_summary(report).partition("Tokens of steps")[2].partition("</li>")[0]
+    assert ">700<" in tile
+    assert "of 900 fit to train on, 90% of those generated" in tile
+    page = render_page(build_document([campaign.directory], read_trajectories=lambda _: NOTHING))
+    fates = page.partition("What became of generated tokens")[2].partition("</table>")[0]
+    assert "fit to train on" in fates
+    assert "trained" not in fates
