@@ -3,6 +3,7 @@
 list_fixed_settings     those of a recipe
 explain_fixed_setting   the reason why a setting is kept
 find_differences        the settings in which such tables differ
+split_entry             the partition, or the kind of GPU, that a setting of a site is of
 FIXED_SETTINGS, DOMAIN_SETTINGS   the settings and the reasons
 """
 
@@ -42,6 +43,13 @@ def find_differences(tables: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
         values = [table.get(name) for table in tables]
         if name not in NAMING_SETTINGS and any(value != values[0] for value in values):
             yield name, values
+
+
+def split_entry(key: str) -> tuple[str, bool]:
+    """Return the part of a site's key that names a partition or a kind of GPU, and whether it does; else the key."""
+    parts = key.removeprefix("site.").split(".")
+    is_named = parts[0] in ("partitions", "gpus") and len(parts) > 2
+    return (key[: -len(".".join(parts[2:])) - 1], True) if is_named else (key, False)
 
 
 def explain_fixed_setting(key: str) -> str | None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcrl.campaign import directory
-from hpcrl.campaign.fixed_settings import find_differences
+from hpcrl.campaign.fixed_settings import find_differences, split_entry
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.toml import flatten_table
 from hpcrl.errors import CampaignError
@@ -104,10 +104,24 @@ def show_comparison(first: CampaignDir, second: CampaignDir, *, as_json: bool) -
     if not found.settings:
         console.print("recipes and sites are the same")
         return
-    num = len(found.settings)
-    title = "one setting differs" if num == 1 else f"{num} settings differ"
-    settings = ((one.setting, _show_setting(one.first), _show_setting(one.second)) for one in found.settings)
-    _print_rows(console, (title, found.first, found.second), settings)
+    rows = list(_list_rows(found.settings))
+    title = "one setting differs" if len(rows) == 1 else f"{len(rows)} settings differ"
+    _print_rows(console, (title, found.first, found.second), rows)
+
+
+def _list_rows(settings: Sequence[ComparedSetting]) -> Iterator[tuple[str, str, str]]:
+    """Yield a row for each setting; a partition or a kind of GPU that only one site has is one row."""
+    entries: dict[str, list[ComparedSetting]] = {}
+    for one in settings:
+        entries.setdefault(split_entry(one.setting)[0], []).append(one)
+    for entry, ones in entries.items():
+        sides = ([one.first for one in ones], [one.second for one in ones])
+        is_defined = [len(ones) == 1 or any(value is not None for value in values) for values in sides]
+        if all(is_defined):
+            yield from ((one.setting, _show_setting(one.first), _show_setting(one.second)) for one in ones)
+        else:
+            first, second = ("defined" if is_it else "-" for is_it in is_defined)
+            yield entry, first, second
 
 
 def _take_snapshot(campaign: CampaignDir) -> CampaignSnapshot:
@@ -182,7 +196,7 @@ def _show_setting(value: Any) -> str:
 
 def _show(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.3f}" if abs(value) < 1000 else format_number(value)
+        return f"{value:.3f}" if abs(value) < 100 else format_number(value)
     if value is None or isinstance(value, str):
         return escape_to_one_line(value) if value else "-"
     return f"{value:,}" if type(value) is int else msgspec.json.encode(value).decode()

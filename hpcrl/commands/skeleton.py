@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpcrl.config.toml import NAME_PATTERN, PATTERN_MEANINGS
 from hpcrl.errors import ConfigError
-from hpcrl.system.files import publish_file
+from hpcrl.system.files import OUTPUT_MODE, publish_file
 from hpcrl.system.terminal import print_line
 
 RECIPE_TEXT = """\
@@ -116,7 +116,7 @@ def write_skeleton(directory: Path) -> list[Path]:
                 ("@FOLDER@", shlex.quote(str(directory.absolute()))),
             ):
                 text = text.replace(mark, value)
-            publish_file(directory / file, text)
+            publish_file(directory / file, text, mode=OUTPUT_MODE)
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error
     return [directory / file for file in files]

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpcrl.campaign.fixed_settings import find_differences
+from hpcrl.campaign.fixed_settings import find_differences, split_entry
 from hpcrl.report.figures import (
     CampaignReport,
     ChartSeries,
@@ -79,12 +79,12 @@ def _compare_sites(sites: Sequence[Mapping[str, Any]]) -> list[ComparedValue]:
     """Return the settings in which sites differ; a partition or a GPU that one of them does not have is one row."""
     if not all(sites):  # the problems of a campaign name the record that it lacks
         return []
-    known = [{_split_entry(key)[0] for key in site} for site in sites]
+    known = [{split_entry(key)[0] for key in site} for site in sites]
     rows: dict[str, list[str]] = {}
     names = [site.get("name") for site in sites]
     own_name = [("name", names)] if len(set(map(str, names))) > 1 else []
     for key, values in [*own_name, *find_differences(sites)]:
-        entry, is_named = _split_entry(key)
+        entry, is_named = split_entry(key)
         if is_named and not all(entry in one for one in known):
             rows[f"site.{entry}"] = ["defined" if entry in one else "" for one in known]
         elif key not in _SITE_NOTES:
@@ -96,13 +96,6 @@ def _compare_sites(sites: Sequence[Mapping[str, Any]]) -> list[ComparedValue]:
         num_left = len(listed) - MAX_SITE_ROWS
         listed[MAX_SITE_ROWS:] = [ComparedValue(key=f"site: {num_left} more settings", values=[""] * len(sites))]
     return listed
-
-
-def _split_entry(key: str) -> tuple[str, bool]:
-    """Return the part of a site's key that names a partition or a kind of GPU, and whether it does."""
-    parts = key.split(".")
-    is_named = parts[0] in ("partitions", "gpus") and len(parts) > 2
-    return (".".join(parts[:2]), True) if is_named else (key, False)
 
 
 def _describe_sites(sites: Sequence[Mapping[str, Any]]) -> str:

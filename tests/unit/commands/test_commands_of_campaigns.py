@@ -120,6 +120,19 @@ def test_a_comparison_on_a_narrow_terminal_breaks_no_word(
     assert "one setting differs: one | two" in " ".join(lines)
 
 
+def test_a_partition_that_one_site_lacks_is_one_row_of_a_comparison(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("one")
+    path = make_campaign("two").site
+    site = json.loads(path.read_text())
+    site["partitions"]["gpu"] = next(iter(site["partitions"].values()))
+    path.write_text(json.dumps(site))
+    lines = printed(capsys, "compare", "one", "two").splitlines()
+    assert lines[-2].split() == ["one", "setting", "differs", "one", "two"]
+    assert lines[-1].split() == ["site.partitions.gpu", "-", "defined"]
+
+
 def test_a_report_has_a_campaign_once(make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]) -> None:
     campaign = make_campaign("one")
     assert "report: one is named twice" in refused(capsys, "report", "one", str(campaign.root))
