@@ -79,6 +79,8 @@ def make_schema(name: str) -> dict[str, Any]:
     schema = msgspec.json.schema(kind)
     for table in schema.get("$defs", {}).values() if output.dropped else ():
         _drop_fields(table, output)
+    if name == "events":
+        schema["anyOf"].append(_describe_other_kinds(schema["$defs"]))
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": output.command, **_allow_null(schema)}
 
 
@@ -97,6 +99,13 @@ def _unite(kinds: list[Any]) -> Any:
     for kind in kinds[1:]:
         union |= kind
     return union
+
+
+def _describe_other_kinds(known: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of events of the kinds that other versions write: any object with such a kind."""
+    kinds = [kind for table in known.values() for kind in table["properties"].get("event", {}).get("enum", ())]
+    properties = {"event": {"type": "string", "not": {"enum": kinds}}}
+    return {"title": "an event of another version", "type": "object", "required": ["event"], "properties": properties}
 
 
 def _drop_fields(table: dict[str, Any], output: JsonOutput) -> None:

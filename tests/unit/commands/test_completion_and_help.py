@@ -211,6 +211,12 @@ def test_every_line_of_events_has_their_schema(
         load_checked(line, "events")
 
 
+def test_an_event_of_a_newer_version_has_the_schema_and_a_damaged_one_of_a_known_kind_does_not() -> None:
+    load_checked('{"event": "quantum-leap", "qubits": [1]}', "events")
+    with pytest.raises(jsonschema.ValidationError):
+        load_checked('{"time": 1.0, "event": "step", "step": "many"}', "events")
+
+
 def test_the_schema_of_the_monitor_allows_no_detail() -> None:
     fields = make_schema("monitor")["$defs"]["CampaignSnapshot"]["properties"]
     assert "state" in fields
