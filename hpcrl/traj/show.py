@@ -10,7 +10,7 @@ describe_fate       whether a turn is trained, or why not
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -74,6 +74,8 @@ MAX_OFFERED_IDS = 8
 MAX_SHOWN_ROWS = 24
 MAX_DEPTH = 5
 """The depth of a conversation; one that is deeper starts at the left again."""
+_MAX_TABLE_ROWS = 5000
+"""The tokens in a table; the next ones are in another, so that tables of a million need little memory."""
 MAX_SHOWN_TURNS = 12
 """The turns that are shown of one conversation: those at both ends, and those at which a shown conversation starts."""
 
@@ -203,8 +205,9 @@ def show_trajectory(
     columns = expand_row(trajectory, row)
     for index, exchange in enumerate(exchanges):
         _print_exchange(console, exchange, turn_number=(index if exchange.number is None else exchange.number) + 1)
-        if tokens:
-            console.print(_build_token_table(columns, exchange, decoder))
+        rows = _iter_token_rows(columns, exchange, decoder) if tokens else iter(())
+        while block := list(itertools.islice(rows, _MAX_TABLE_ROWS)):
+            console.print(_build_token_table(block))
     _print_foot(console, trajectory, decoder)
     return 0
 
@@ -310,8 +313,7 @@ def _print_foot(console: Console, trajectory: Trajectory, decoder: TokenDecoder)
         console.print(f"token ids stand for the text: {escape_to_one_line(decoder.missing_reason)}", style="yellow")
 
 
-def _build_token_table(columns: RowColumns, exchange: ChatExchange, decoder: TokenDecoder) -> FittedTable:
-    rows = list(_iter_token_rows(columns, exchange, decoder))
+def _build_token_table(rows: Sequence[Mapping[str, str]]) -> FittedTable:
     colours = ["cyan" if "version" in row else "dim" for row in rows]
     return FittedTable(
         rows,

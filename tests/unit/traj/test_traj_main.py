@@ -19,6 +19,7 @@ from hpcrl.campaign_dir.paths import SPOOLS
 from hpcrl.spool.record import ConversationRow, EpisodeTurn
 from hpcrl.system.files import make_private_dir, publish_json
 from hpcrl.system.terminal import draw_time_bar, escape_controls, escape_to_one_line, format_age, format_duration
+from hpcrl.traj import show
 from hpcrl.traj.__main__ import main
 from hpcrl.traj.conversation import (
     TokenDecoder,
@@ -201,6 +202,16 @@ def test_show_tokens_prints_each_id_and_log_probability(filled, capsys):
     _, out, _ = traj(filled, "show", "lake/3/1", "--tokens", capsys=capsys)
     assert "<user>" in out
     assert out.count("-0.5000") == 4
+
+
+def test_tokens_of_a_long_turn_are_in_several_tables_each_once(filled, capsys, monkeypatch):
+    _, whole, _ = traj(filled, "show", "lake/3/1", "--tokens", capsys=capsys)
+    monkeypatch.setattr(show, "_MAX_TABLE_ROWS", 2)
+    _, out, _ = traj(filled, "show", "lake/3/1", "--tokens", capsys=capsys)
+    assert out.count("log-prob") > whole.count("log-prob")
+    places = [line.split()[1] for line in out.splitlines() if line.startswith(("input  ", "output  "))]
+    rows = [place for place in places if place.isdigit()]
+    assert rows == list(map(str, range(len(rows))))
 
 
 @pytest.mark.parametrize(
