@@ -126,7 +126,9 @@ def list_readable_paths(*more: str) -> tuple[str, ...]:
     home = Path.home().resolve()
     entries = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     places += [entry for entry in entries if not home.is_relative_to(Path(entry).resolve())]
-    return tuple(dict.fromkeys(str(Path(place)) for place in [*places, *more] if Path(place).exists()))
+    found = [Path(place) for place in [*places, *more] if Path(place).exists()]
+    # A link in a directory that is bound, such as an environment on another disk, needs what it leads to.
+    return tuple(dict.fromkeys(str(path) for one in found for path in (one, one.resolve())))
 
 
 def _build_bubblewrap_args(spec: SandboxSpec) -> list[str]:
