@@ -31,6 +31,7 @@ from hpcrl.config.toml import LayeredTable, load_table
 from hpcrl.envs.task_set import DATA_SUFFIXES, ImitationModel, check_conversations
 from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.hardware.architecture import read_architecture, select_fields
+from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
 from hpcrl.models.model_config import read_model_config
 from hpcrl.plan.plan import Plan, make_plan
 from hpcrl.system.files import expand_path, is_file
@@ -191,7 +192,7 @@ def _resolve_options(
 
 def _resolve_model(model: M, layered: LayeredTable, staging: StagingDir, *trail: str) -> M:
     path = model.path and _resolve_model_path(model.path, staging)
-    config = model.config or (_find_config(path) if path else {})
+    config = (_find_config(path) if path else {}) or model.config or MODEL_CONFIGS.get(model.path or "", {})
     template = model.chat_template and _resolve_file(model.chat_template, layered, *trail, "chat_template")
     return msgspec.structs.replace(model, path=path, config=config, chat_template=template)
 

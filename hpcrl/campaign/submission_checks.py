@@ -51,7 +51,7 @@ def check_plan(request: CampaignRequest) -> list[str]:
     space = check_free_space(request) if is_here else []
     if unstaged := find_unstaged(request):
         later = "the recipe's files and code are checked once all is staged"
-        return [*idle, *space, *unstaged, later]
+        return [*idle, *space, *unstaged, *_list_unknown_sizes(request.recipe), later]
     notes = [*idle, *space, *([unchecked] if (unchecked := run_model_check(request)) else [])]
     if not is_here:
         why = f"this machine has no Slurm, so it is not a login node of {request.site.name}"
@@ -114,6 +114,14 @@ def find_unstaged(request: CampaignRequest) -> list[str]:
     words = (source.recipe, source.site, source.settings) if source is not None else (recipe.name, site.name, ())
     advice = advise_staging(*words)
     return [f"{setting}: {problem}: {advice}" for setting, problem in problems.items() if problem]
+
+
+def _list_unknown_sizes(recipe: Recipe) -> list[str]:
+    model = recipe.model
+    if model.path is None or model.architecture is not None:
+        return []
+    advice = "give fields of its config.json in [model.config], or model.num_params"
+    return [f"the size of the model is unknown until it is staged, so memory and speed are not checked: {advice}"]
 
 
 def check_free_space(request: CampaignRequest) -> list[str]:

@@ -87,7 +87,7 @@ class ModelConfig(ConfigTable, frozen=True, kw_only=True):
     num_params: NumParams | None = None
     """Number of weights (not in billions), from which a plan estimates memory and workers where it has no `config`."""
     config: dict[str, Any] = {}
-    """Fields of its config.json, for a plan on a machine that cannot read `path`; the default is what `path` has."""
+    """Fields of its config.json, for a plan on a machine that cannot read `path`; what `path` has takes precedence."""
     chat_template: str | None = None
     """A file with a Jinja template that is used in place of the model's own chat template."""
     chat_template_kwargs: dict[str, Any] = {}

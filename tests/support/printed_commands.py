@@ -1,8 +1,10 @@
-"""The shell lines that pages and the help print, and which of them are not run as printed, with the reason.
+"""The shell lines that pages and the help print: where each is run as printed, and why a few are not.
 
 list_printed      the lines by page, and by the command whose help has them as examples
 list_runnable     those of a page that are run on a finished campaign
+LAB_SESSIONS, CAMPAIGN_LINES, ENDLESS, AT_TERMINAL, WITH_PAGES    those that are run otherwise
 NOT_RUN           all others
+list_special      all lines that are not runnable
 """
 
 import re
@@ -14,6 +16,101 @@ from tests.support.doc_blocks import find_blocks
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMENT = re.compile(r"(?:^|\s+)#.*$")
+
+LAB_SESSIONS: dict[str, tuple[str, ...]] = {
+    "plain": (
+        ".venv/bin/hpcrl lab up",
+        "hpcrl lab up",
+        'eval "$(hpcrl lab env)"',
+        "sinfo",
+        "hpcrl lab status",
+        "hpcrl doctor --site lab --job",
+        "hpcrl submit quickstart --site lab",
+        "hpcrl extend quickstart-1 --jobs 2",
+        "hpcrl stop quickstart-1 --now",
+        ".venv/bin/hpcrl submit recipes/quickstart.toml --site lab --watch",
+        "hpcrl submit my/recipe.toml --site lab --name mine -s rollout.group_size=16",
+        "HPCRL_LAB=/tmp/second hpcrl lab up",
+        "hpcrl stop mine --now",
+        "hpcrl lab break env1",
+        ".venv/bin/hpcrl lab down",
+        "hpcrl lab down",
+    ),
+    "own site": (
+        "hpcrl lab up",
+        'eval "$(hpcrl lab env)"',
+        "hpcrl site new mycluster --detect",
+        "hpcrl doctor --site mycluster",
+        "hpcrl submit quickstart --site mycluster --dry-run",
+        "hpcrl submit quickstart --site mycluster -s job.layout=colocated --dry-run",
+        "hpcrl doctor --site mycluster --job",
+        "hpcrl submit quickstart --site mycluster -s job.layout=colocated --watch",
+        "hpcrl stage my-first.toml --site mycluster",
+        "hpcrl site new NAME --detect",
+        "hpcrl stage RECIPE --site NAME",
+        "hpcrl doctor --site NAME",
+        "hpcrl submit quickstart --site NAME --dry-run",
+        "hpcrl doctor --site NAME --job",
+        "HPCRL_LAB=/tmp/second",
+        "hpcrl lab up --like mycluster",
+    ),
+    "like frontier": (
+        "hpcrl lab up --like frontier",
+        "hpcrl submit quickstart --site /tmp/hpcrl-lab-0/site.toml --watch",
+    ),
+    "like perlmutter": (
+        "hpcrl lab up --like perlmutter",
+        'eval "$(hpcrl lab env)"',
+        "hpcrl submit quickstart --site perlmutter -s site.account=m1234 --dry-run",
+        "hpcrl stage my/recipe.toml --site perlmutter",
+        "hpcrl doctor --site my-perlmutter",
+        "hpcrl stage qwen3-8b-math --site my-perlmutter",
+        "hpcrl submit qwen3-8b-math --site my-perlmutter --dry-run",
+        "hpcrl submit qwen3-8b-math --site my-perlmutter --name math -s limits.node_hours=100",
+        "hpcrl stop math --now",
+    ),
+}
+"""Lines for tests/slurm/test_printed_on_labs.py, each session in one shell."""
+
+CAMPAIGN_LINES: dict[str, tuple[str, ...]] = {
+    "NAME": (
+        "hpcrl resume NAME --accept",
+        "hpcrl resume NAME -s job.walltime_min=240 --watch",
+        "hpcrl extend NAME --steps 300 --jobs 3",
+    ),
+    "math": (
+        "hpcrl resume math",
+        "hpcrl resume math -s job.walltime_min=240",
+        "hpcrl extend math --steps 300 --jobs 3",
+    ),
+    "quickstart-1": (
+        "hpcrl resume quickstart-1 -s train.learning_rate=1e-6 -s job.walltime_min=120",
+        "hpcrl resume quickstart-1 --watch",
+        "hpcrl extend quickstart-1 --steps 80",
+    ),
+}
+"""Lines by the campaign that they continue; tests/e2e/test_printed_commands.py stops it before each resume."""
+
+AT_TERMINAL = ("hpcrl rm quickstart-1",)
+"""Lines that ask before they do anything."""
+
+ENDLESS = (
+    "hpcrl monitor quickstart-1",
+    "hpcrl monitor lab-1",
+    "hpcrl monitor math",
+    "hpcrl events quickstart-1 --kind fault --kind worker-failed -f",
+)
+"""Lines that run until they are interrupted."""
+
+WITH_PAGES = (
+    "hpcrl try my-agent.toml --domain sums",
+    "hpcrl submit my-agent.toml --site local --watch",
+    "export PYTHONPATH=$PWD",
+    "hpcrl try my-maze.toml",
+    "hpcrl submit my-maze.toml --site local --watch",
+    "hpcrl try my-reward.toml",
+)
+"""Lines for tests/e2e/test_howto_pages.py, which has the files of their pages, and makes campaigns small."""
 
 NOT_RUN: dict[str, tuple[str, ...]] = {
     "installs packages, or makes the environment in which the tests run": (
@@ -28,87 +125,23 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "source /project/me/hpcrl/bin/activate",
         "pip install 'hpcrl[gpu]'",
     ),
-    "fetches from the network, which tests/unit/staging imitates": (
-        "hpcrl stage RECIPE --site NAME",
-        "hpcrl stage my-first.toml --site mycluster",
-        "hpcrl stage qwen3-8b-math --site my-perlmutter",
-        "hpcrl stage my/recipe.toml --site perlmutter",
-        "hpcrl stage quickstart --site local -s model.path=Qwen/Qwen3-0.6B",
+    "fetches an image of a registry": (
         "hpcrl image --site perlmutter --wheel dist/hpcrl-0.1.0-py3-none-any.whl --build",
     ),
-    "starts or ends a lab, or asks one: tests/slurm": (
-        ".venv/bin/hpcrl lab up",
-        ".venv/bin/hpcrl lab down",
-        ".venv/bin/hpcrl submit recipes/quickstart.toml --site lab --watch",
-        "hpcrl lab up",
-        "hpcrl lab down",
-        'eval "$(hpcrl lab env)"',
-        "sinfo",
-        "hpcrl submit quickstart --site lab",
-        "hpcrl lab up --like frontier",
-        "hpcrl lab up --like mycluster",
-        "hpcrl submit quickstart --site /tmp/hpcrl-lab-0/site.toml --watch",
-        "HPCRL_LAB=/tmp/second hpcrl lab up",
-        "hpcrl lab status",
-        "hpcrl lab break env1",
-        "hpcrl doctor --site lab --job",
-        "hpcrl extend lab-1 --steps 44",
-        "hpcrl submit my/recipe.toml --site lab --name mine -s rollout.group_size=16",
-    ),
-    "asks the Slurm of a cluster: tests/slurm asks the lab": (
-        "hpcrl submit quickstart --site perlmutter -s site.account=m1234 --dry-run",
-        "hpcrl site new mycluster --detect",
-        "hpcrl site new NAME --detect",
-        "hpcrl doctor --site mycluster",
-        "hpcrl doctor --site mycluster --job",
-        "hpcrl doctor --site NAME",
-        "hpcrl doctor --site NAME --job",
-        "hpcrl doctor --site my-perlmutter",
-        "hpcrl submit quickstart --site mycluster --dry-run",
-        "hpcrl submit quickstart --site NAME --dry-run",
-        "hpcrl submit quickstart --site mycluster -s job.layout=colocated --dry-run",
-        "hpcrl submit quickstart --site mycluster -s job.layout=colocated --watch",
-        "hpcrl submit my-first.toml --site mycluster --watch",
-        "hpcrl submit qwen3-8b-math --site my-perlmutter --dry-run",
-        "hpcrl submit qwen3-8b-math --site my-perlmutter --name math -s limits.node_hours=100",
-    ),
-    "runs a campaign: other tests of tests/e2e, and tests/vllm": (
+    "is a step of a tutorial that a test follows, or of tests/vllm": (
         "hpcrl submit quickstart --site local --watch",
+        "hpcrl extend lab-1 --steps 44",
         ".venv/bin/hpcrl submit recipes/quickstart-vllm.toml --site local --watch",
-        "hpcrl resume NAME -s job.walltime_min=240 --watch",
-        "hpcrl resume NAME --accept",
-        "hpcrl extend NAME --steps 300 --jobs 3",
-        "hpcrl resume math",
-        "hpcrl resume math -s job.walltime_min=240",
-        "hpcrl extend math --steps 300 --jobs 3",
-        "hpcrl resume quickstart-1 --watch",
-        "hpcrl resume quickstart-1 -s train.learning_rate=1e-6 -s job.walltime_min=120",
-        "hpcrl extend quickstart-1 --steps 80",
-        "hpcrl extend quickstart-1 --jobs 2",
-        "hpcrl submit my-agent.toml --site local --watch",
-        "hpcrl submit my-maze.toml --site local --watch",
-    ),
-    "is run with its page: tests/e2e/test_howto_pages.py": (
-        "hpcrl try my-agent.toml --domain sums",
-        "export PYTHONPATH=$PWD",
-        "hpcrl try my-maze.toml",
-        "hpcrl try my-reward.toml",
     ),
     "needs agents in another environment: tests/agents": (
         "hpcrl submit code-repair --site local -s \"domains.repair.options.readable=['$PWD/agent']\" "
         '-s "domains.repair.options.environment.PATH=$PWD/agent/bin:/usr/bin:/bin"',
     ),
-    "does not end by itself: tests/unit/monitor and tests/unit/commands end it": (
-        "hpcrl monitor quickstart-1",
-        "hpcrl monitor lab-1",
-        "hpcrl monitor math",
-        "hpcrl events quickstart-1 --kind fault --kind worker-failed -f",
-    ),
-    "needs a campaign on GPUs: tests/unit/commands/test_calibration.py makes its events": (
+    "needs GPUs": (
+        "hpcrl submit my-first.toml --site mycluster --watch",
         "hpcrl calibrate my-campaign",
     ),
-    "needs a terminal, fish or inspect-ai": (
-        "hpcrl rm quickstart-1",
+    "needs fish, or serves pages of inspect-ai": (
         "hpcrl completion fish | source",
         "inspect view --log-dir logs",
     ),
@@ -131,7 +164,13 @@ def list_printed() -> dict[str, list[str]]:
     return {place: lines for place, lines in printed.items() if lines}
 
 
+def list_special() -> set[str]:
+    """Return the lines that need more than a finished campaign, or are not run."""
+    groups = (*LAB_SESSIONS.values(), *CAMPAIGN_LINES.values(), ENDLESS, AT_TERMINAL, WITH_PAGES, *NOT_RUN.values())
+    return {line for lines in groups for line in lines}
+
+
 def list_runnable(place: str) -> list[str]:
-    """Return the lines of a page, or of a command's help, that are run as printed."""
-    left_out = {line for lines in NOT_RUN.values() for line in lines}
+    """Return the lines of a page, or of a command's help, that are run on a finished campaign."""
+    left_out = list_special()
     return [line for line in list_printed()[place] if line not in left_out]

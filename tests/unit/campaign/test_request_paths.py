@@ -1,5 +1,6 @@
 """A relative path of a recipe is one beside the TOML file that sets it, also if another recipe extends that."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hpcrl.config.program import AGENT_PROGRAM
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.toml import shipped_folder
 from hpcrl.errors import ConfigError
+from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
 
 ROW = '{"question": "1 + 1", "answer": "2"}\n'
 
@@ -85,3 +87,20 @@ def test_a_missing_file_is_refused_with_the_folders_that_were_searched(
     beside = f"warmup.path = '{tmp_path}/mine/none.jsonl' cannot be read: No such file"
     assert str(caught.value).startswith(beside)
     assert f"then in the current directory, {tmp_path}" in str(caught.value)
+
+
+def find_weights(path: str, *settings: str) -> int | None:
+    words = ("site.account=m1", f"model.path={path}", *settings)
+    return load_request("qwen3-8b-math", site="perlmutter", settings=words).recipe.model.num_weights
+
+
+def test_the_sizes_of_a_model_that_is_here_take_precedence(tmp_path: Path, home: Path) -> None:
+    fields = f"model.config={{{', '.join(f'{k} = {v!r}' for k, v in MODEL_CONFIGS['Qwen/Qwen3-8B'].items())}}}"
+    assert round((find_weights(str(tmp_path), fields) or 0) / 1e9, 1) == 8.2
+    (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIGS["Qwen/Qwen3-14B"]))
+    assert round((find_weights(str(tmp_path), fields) or 0) / 1e9, 1) == 14.8
+
+
+def test_a_model_of_the_catalogue_has_its_sizes_before_it_is_staged(home: Path) -> None:
+    assert round((find_weights("Qwen/Qwen3-14B") or 0) / 1e9, 1) == 14.8
+    assert find_weights("acme/other") is None

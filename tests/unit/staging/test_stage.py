@@ -287,6 +287,7 @@ def test_plan_and_submit_name_what_is_not_staged(
     assert planned.returncode == 0, planned.stderr
     assert f"model.path: {MODEL} is not staged: `hpcrl stage {recipe} --site local` on" in planned.stderr
     assert "domains.sums.tasks.path: hf://datasets/acme/sums/data/train.jsonl is not staged" in planned.stderr
+    assert "the size of the model is unknown until it is staged" in planned.stderr
     refused = run_hpcrl("submit", str(recipe), "--site", "local", environment=environment)
     assert refused.returncode == 2
     assert f"{MODEL} is not staged: `hpcrl stage" in refused.stderr
