@@ -189,7 +189,7 @@ def _rank_advisory(advisory: Advisory) -> tuple[int, float]:
 def _find_failing_domains(facts: HealthFacts) -> Iterator[Advisory]:
     """Find domains of whose episodes or rewards all fail, or most."""
     for name, domain in sorted(facts.progress.domains.items()):
-        run = max(domain.played, domain.scored, key=lambda run: run.num_failed_in_row)
+        run = _find_longest_run(domain)
         whole, recent = domain.settle_outcomes(), domain.recent_outcomes
         # The recent ones are as they were played: rewards that failed are counted over the whole campaign.
         is_recent = OUTCOME_REWARD_ERROR not in whole or measure_failures(recent) > measure_failures(whole)
@@ -227,6 +227,16 @@ def _find_failing_domains(facts: HealthFacts) -> Iterator[Advisory]:
                 remedy="its program, its judge or its reward may be broken: read its newest faults: "
                 f"{_name_faults(facts)}",
             )
+
+
+def _list_untrained(facts: HealthFacts) -> set[str]:
+    """Return the domains of which all episodes or rewards fail."""
+    runs = {name: _find_longest_run(domain) for name, domain in facts.progress.domains.items()}
+    return {name for name, run in runs.items() if run.num_failed_in_row >= _limit_in_row(run)}
+
+
+def _find_longest_run(domain: DomainProgress) -> FailureRun:
+    return max(domain.played, domain.scored, key=lambda run: run.num_failed_in_row)
 
 
 def _limit_in_row(run: FailureRun) -> int:
@@ -419,7 +429,7 @@ def _find_flat_domains(facts: HealthFacts) -> Iterator[Advisory]:
 def _list_constant_domains(facts: HealthFacts) -> dict[str, DomainProgress]:
     """Return those of several domains whose recent rewards are all equal, without those that fail or are solved."""
     trained = {name: one for name, one in sorted(facts.progress.domains.items()) if one.num and not is_held_out(name)}
-    failing = {advisory.subject for advisory in select_untrained(_find_failing_domains(facts))}
+    failing = _list_untrained(facts)
     if len(trained) < 2:  # the rules for the campaign judge it by its steps
         return {}
     return {name: domain for name, domain in trained.items() if name not in failing and _is_constant(domain)}
@@ -441,7 +451,7 @@ def _join_domains(names: Collection[str]) -> str:
 
 def _find_flat_campaign(facts: HealthFacts) -> Iterator[Advisory]:
     """Find that groups of all domains are flat; where a domain fails, its groups are flat for that."""
-    failing = {advisory.subject for advisory in select_untrained(_find_failing_domains(facts))}
+    failing = _list_untrained(facts)
     if failing and failing >= facts.progress.domains.keys():
         return
     recent = facts.recent_steps
@@ -803,10 +813,10 @@ def _measure_first_step(facts: HealthFacts) -> float:
 def _explain_late_step(facts: HealthFacts, *, since: float) -> str:
     """Return the likely cause of a step that is not made, by the first role that has made nothing for it."""
     progress = facts.progress
-    failing = [advisory.subject for advisory in select_untrained(_find_failing_domains(facts))]
+    failing = _list_untrained(facts)
     if any(_find_full_disk(facts)):
         return "the disk is full"
-    if failing and failing == sorted(progress.domains):
+    if failing and failing == set(progress.domains):
         return "all episodes or rewards fail, so there is nothing to train on"
     if any(event.time > since for _, event in progress.flat_dropped):
         return "the trainer drops groups that have one reward for all their episodes, and waits for others"

@@ -60,16 +60,19 @@ class JobFacts:
     slurm_reason: str = ""
     guardian_alive: bool | None = None
     """For a local job: its first process, the guardian, exists; None: it cannot be seen from here."""
-    silent_min: float | None = None
+    silence_s: float | None = None
     """The time without a heartbeat of any of its processes; None if none has sent one at all."""
-    has_heartbeat: bool = False
-    """A process of the job has sent a heartbeat recently."""
     end_requested: bool = False
     """The campaign was asked to stop, or the job to drain, or the job reported that it drains."""
     saved_step: int = 0
     """The step of the campaign's newest checkpoint; 0 without one."""
     last_step: int = 0
     """The newest step that was made, as far as it is known."""
+
+    @property
+    def has_heartbeat(self) -> bool:
+        """Whether a process of the job has sent a heartbeat recently."""
+        return self.silence_s is not None and self.silence_s < ALIVE_WITHIN_S
 
     @property
     def resume_hint(self) -> str:
@@ -132,7 +135,7 @@ def _derive_slurm_state(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
     if slurm in WAITING:
         return "queued", facts.slurm_reason
     why = f"Slurm reports the state {slurm}" if slurm != UNKNOWN else "Slurm cannot be queried here"
-    silence = f"; its processes have been silent for {facts.silent_min:,.0f} min" if facts.silent_min else ""
+    silence = f"; its processes have been silent for {facts.silence_s / 60:,.0f} min" if facts.silence_s else ""
     return "unknown", (facts.slurm_reason or why) + silence
 
 
@@ -152,7 +155,7 @@ def _explain_slurm_end(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
         "timeout": "Slurm ended it: its time was up before it was drained",
         "preempted": "Slurm ended it: preempted by another job",
     }
-    if slurm == "failed" and facts.silent_min is not None:  # Slurm's reasons are about the start of a batch script
+    if slurm == "failed" and facts.silence_s is not None:  # Slurm's reasons are about the start of a batch script
         return "failed", f"its driver ended without reporting a reason, as after `kill -9`; {facts.resume_hint}"
     why = words.get(slurm, f"Slurm ended it: {slurm.replace('_', ' ')}")
     detail = f" ({facts.slurm_reason})" if facts.slurm_reason else ""
@@ -323,7 +326,8 @@ def _collect_job_facts(
     now: float,
     stop_requested: bool,
 ) -> JobFacts:
-    has_heartbeat = last_beat is not None and now - last_beat < ALIVE_WITHIN_S
+    silence_s = None if last_beat is None else max(0.0, now - last_beat)
+    has_heartbeat = silence_s is not None and silence_s < ALIVE_WITHIN_S
     # A driver emits its end event before it has ended everything, and writes its outcome last. While the job still
     # runs, only the outcome counts.
     still_runs = has_heartbeat or job.guardian_alive is True or (status is not None and status.state in ACTIVE)
@@ -331,8 +335,7 @@ def _collect_job_facts(
     facts = JobFacts(
         outcome=ending.outcome if ending else None,
         reason=ending.reason if ending else progress.drain_reason or "",
-        silent_min=None if last_beat is None else max(0.0, now - last_beat) / 60,
-        has_heartbeat=has_heartbeat,
+        silence_s=silence_s,
         end_requested=stop_requested
         or job.drain_requested
         or progress.drain_reason is not None

@@ -123,12 +123,11 @@ class FittedTable:
         self._names = [*texts, *known, *last_texts]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        names = self._choose_names(options.max_width)
+        widths = self._choose_widths(options.max_width)
         if self._long_names == "wrapped":
-            yield self._make_wrapped(names)
+            yield self._make_wrapped(list(widths))
             return
-        widths = self._choose_widths(names, options.max_width)
-        yield from self._draw_row(dict(zip(names, names, strict=True)), dict.fromkeys(names, "dim"), widths, console)
+        yield from self._draw_row({name: name for name in widths}, dict.fromkeys(widths, "dim"), widths, console)
         for place, row in enumerate(self._rows):
             if place in self._titles:
                 title = escape_to_one_line(self._titles[place])
@@ -165,26 +164,20 @@ class FittedTable:
             table.add_row(*(Text(row.get(name, ""), style=styles.get(name, "")) for name in names))
         return table
 
-    def _choose_widths(self, names: Sequence[str], max_width: int) -> dict[str, int]:
-        """Return the width of each column; the last one has what is left."""
-        widths = {name: self._measure_column(name) for name in names}
-        excess = sum(widths.values()) + _COLUMN_GAP * (len(widths) - 1) - max_width
-        widths[names[-1]] = max(widths[names[-1]] - max(excess, 0), 1)
+    def _choose_widths(self, max_width: int) -> dict[str, int]:
+        """Return the columns that fit, and their widths: the first always; a text that is the last may be cut."""
+        widths: dict[str, int] = {}
+        used = 0
+        for name in self._names:
+            width = self._measure_column(name)
+            is_cut = name == self._names[-1] and name not in self._numbers
+            if widths and used + (min(width, len(name)) if is_cut else width) > max_width:
+                continue
+            widths[name] = width
+            used += width + _COLUMN_GAP
+        last = next(reversed(widths))
+        widths[last] = max(widths[last] - max(used - _COLUMN_GAP - max_width, 0), 1)
         return widths
 
     def _measure_column(self, name: str) -> int:
         return max(cell_len(text) for text in (name, *(row.get(name, "") for row in self._rows)))
-
-    def _choose_names(self, max_width: int) -> list[str]:
-        """Return the columns that fit: the first always; a text that is the last of all may be cut."""
-        names: list[str] = []
-        used = 0
-        for name in self._names:
-            width = self._measure_column(name)
-            if name == self._names[-1] and name not in self._numbers:
-                width = min(width, len(name))
-            if names and used + width > max_width:
-                continue
-            names.append(name)
-            used += width + _COLUMN_GAP
-        return names
