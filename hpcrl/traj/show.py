@@ -76,6 +76,8 @@ MAX_DEPTH = 5
 """The depth of a conversation; one that is deeper starts at the left again."""
 _MAX_TABLE_ROWS = 5000
 """The tokens in a table; the next ones are in another, so that tables of a million need little memory."""
+_NUM_PRINTED_LINES = 100
+"""The lines of a text that are printed at once."""
 MAX_SHOWN_TURNS = 12
 """The turns that are shown of one conversation: those at both ends, and those at which a shown conversation starts."""
 
@@ -262,18 +264,23 @@ def _print_exchange(console: Console, exchange: ChatExchange, *, turn_number: in
     if exchange.turn is not None and exchange.turn.remote_prefill:
         title.append(" (remote prefill)", style="not bold dim")
     console.print(Rule(title, align="left", style="dim"))
-    parts = [(Text("input", style="dim"), _format_passage(exchange.input_text, style=""))]
+    _print_passage(console, Text("input", style="dim"), exchange.input_text, style="")
     if exchange.end > exchange.output_start:
-        parts.append((Text("output", style="cyan"), _format_passage(exchange.output_text, style="bold cyan")))
-    parts.append((Text(""), _format_turn_figures(exchange)))
-    console.print(_build_label_grid(parts))
+        _print_passage(console, Text("output", style="cyan"), exchange.output_text, style="bold cyan")
+    console.print(_build_label_grid([(Text(""), _format_turn_figures(exchange))]))
 
 
-def _format_passage(text: str, *, style: str) -> Text:
-    """Format a text; an empty or blank one is made visible."""
-    if text.strip():
-        return Text(escape_controls(text).strip("\n"), style=style, overflow="fold")
-    return Text(escape_to_one_line(text).replace(" ", "\\x20") if text else "(no text)", style="dim", overflow="fold")
+def _print_passage(console: Console, label: Text, text: str, *, style: str) -> None:
+    """Print a text by blocks of lines: rich takes a time that grows with the square of their number.
+
+    An empty or blank text is made visible.
+    """
+    lines = escape_controls(text).strip("\n").split("\n")
+    if not text.strip():
+        lines, style = [escape_to_one_line(text).replace(" ", "\\x20") or "(no text)"], "dim"
+    for start in range(0, len(lines), _NUM_PRINTED_LINES):
+        block = Text("\n".join(lines[start : start + _NUM_PRINTED_LINES]), style=style, overflow="fold")
+        console.print(_build_label_grid([(Text("") if start else label, block)]))
 
 
 def _format_turn_figures(exchange: ChatExchange) -> Text:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
-from tests.support.campaigns import SIMULATED, events_of, hpcrl, snapshot, until
+from tests.support.campaigns import SIMULATED, events_of, hpcrl, outcome, snapshot, steps, until
 from tests.support.doc_blocks import TUTORIAL, follow_page
 from tests.support.lab_tools import Lab
 from tests.support.report_pages import check_reports, write_report
@@ -42,6 +42,9 @@ def test_the_lab_of_the_tutorial_gives_what_it_shows_on_separate_partitions_with
     assert {event["node"] for event in events_of(campaign, "loaded")} == {"prefill1", "decode1"}
     assert lab.list_shared_memory() == {}
     check_reports({"Done": write_report("lab-1", tmp_path / "finished.html")})
+    hpcrl("extend", "lab-1", "--steps", "44")
+    assert outcome(campaign, 1)["outcome"] == "done"
+    assert [step["step"] for step in steps(campaign)] == list(range(1, 45)), "job 1 starts from step 40"
 
 
 def test_the_first_gpu_node_of_the_tutorial_is_described_and_planned_as_shown(in_lab: Lab, home: Path) -> None:

@@ -2,7 +2,7 @@
 
 list_printed      the lines by page, and by the command whose help has them as examples
 list_runnable     those of a page that are run on a finished campaign
-LAB_SESSIONS, CAMPAIGN_LINES, ENDLESS, AT_TERMINAL, WITH_PAGES    those that are run otherwise
+LAB_SESSIONS, CAMPAIGN_LINES, ENDLESS, AT_TERMINAL, WITH_PAGES, VLLM_LINE    those that are run otherwise
 NOT_RUN           all others
 list_special      all lines that are not runnable
 """
@@ -94,6 +94,9 @@ CAMPAIGN_LINES: dict[str, tuple[str, ...]] = {
 AT_TERMINAL = ("hpcrl rm quickstart-1",)
 """Lines that ask before they do anything."""
 
+VLLM_LINE = ".venv/bin/hpcrl submit recipes/quickstart-vllm.toml --site local --watch"
+"""The line for tests/vllm/test_vllm_quickstart.py."""
+
 ENDLESS = (
     "hpcrl monitor quickstart-1",
     "hpcrl monitor lab-1",
@@ -128,10 +131,9 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
     "fetches an image of a registry": (
         "hpcrl image --site perlmutter --wheel dist/hpcrl-0.1.0-py3-none-any.whl --build",
     ),
-    "is a step of a tutorial that a test follows, or of tests/vllm": (
+    "is a step of a tutorial that a test follows": (
         "hpcrl submit quickstart --site local --watch",
         "hpcrl extend lab-1 --steps 44",
-        ".venv/bin/hpcrl submit recipes/quickstart-vllm.toml --site local --watch",
     ),
     "needs agents in another environment: tests/agents": (
         "hpcrl submit code-repair --site local -s \"domains.repair.options.readable=['$PWD/agent']\" "
@@ -166,7 +168,15 @@ def list_printed() -> dict[str, list[str]]:
 
 def list_special() -> set[str]:
     """Return the lines that need more than a finished campaign, or are not run."""
-    groups = (*LAB_SESSIONS.values(), *CAMPAIGN_LINES.values(), ENDLESS, AT_TERMINAL, WITH_PAGES, *NOT_RUN.values())
+    groups = (
+        *LAB_SESSIONS.values(),
+        *CAMPAIGN_LINES.values(),
+        ENDLESS,
+        AT_TERMINAL,
+        WITH_PAGES,
+        (VLLM_LINE,),
+        *NOT_RUN.values(),
+    )
     return {line for lines in groups for line in lines}
 
 

@@ -18,7 +18,14 @@ from hpcrl.campaign_dir.events import EpisodesCounted
 from hpcrl.campaign_dir.paths import SPOOLS
 from hpcrl.spool.record import ConversationRow, EpisodeTurn
 from hpcrl.system.files import make_private_dir, publish_json
-from hpcrl.system.terminal import draw_time_bar, escape_controls, escape_to_one_line, format_age, format_duration
+from hpcrl.system.terminal import (
+    draw_time_bar,
+    escape_controls,
+    escape_to_one_line,
+    format_age,
+    format_duration,
+    make_console,
+)
 from hpcrl.traj import show
 from hpcrl.traj.__main__ import main
 from hpcrl.traj.conversation import (
@@ -202,6 +209,20 @@ def test_show_tokens_prints_each_id_and_log_probability(filled, capsys):
     _, out, _ = traj(filled, "show", "lake/3/1", "--tokens", capsys=capsys)
     assert "<user>" in out
     assert out.count("-0.5000") == 4
+
+
+def test_a_text_of_many_lines_is_printed_whole_with_its_empty_lines(monkeypatch, capsys):
+    text = "".join(f"line {number}\n" + "\n" * (number % 3) for number in range(400)) + "\x1b[2J" + "word " * 40
+    printed = []
+    for num_lines in (show._NUM_PRINTED_LINES, 10_000):
+        monkeypatch.setattr(show, "_NUM_PRINTED_LINES", num_lines)
+        show._print_passage(make_console(pipe_width=60), show.Text("input"), text, style="")
+        printed.append([line.rstrip() for line in capsys.readouterr().out.splitlines()])
+    assert printed[0] == printed[1]
+    lines = [line.removeprefix("input").strip() for line in printed[0]]
+    assert lines[:6] == ["line 0", "line 1", "", "line 2", "", ""]
+    assert lines.count("") == 399
+    assert "\x1b" not in "".join(lines)
 
 
 def test_tokens_of_a_long_turn_are_in_several_tables_each_once(filled, capsys, monkeypatch):
