@@ -71,7 +71,7 @@ class JobFacts:
 
     @property
     def has_heartbeat(self) -> bool:
-        """Whether a process of the job has sent a heartbeat recently."""
+        """Return whether a process of the job has sent a heartbeat recently."""
         return self.silence_s is not None and self.silence_s < ALIVE_WITHIN_S
 
     @property
