@@ -3,7 +3,7 @@
     AgentProgram    run the command once for each episode, in a sandbox, and then its judge command in another
     find_reward     find the reward in the output of a program
     INSIDE_PORT, INSIDE_WORKDIR, INSIDE_HOME, MAX_VARIABLE_CHARS, SUPERVISOR_TIMEOUT_S, INHERITED_VARIABLES,
-    NUM_RESERVED_TASKS  constants
+    MAX_ERROR_CHARS, NUM_RESERVED_TASKS  constants
 
 The program finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, and its task as one JSON object
 on standard input and in HPCRL_TASK: `seed`, the option `task`, and the fields of a row if the domain has `tasks`. Its
@@ -69,6 +69,8 @@ SUPERVISOR_TIMEOUT_S = 5.0
 """The time limit of a supervisor for ending all that it started, and for starting it."""
 INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 """The only variables that a program in a sandbox inherits."""
+MAX_ERROR_CHARS = 300
+"""The end of what a program has written to stderr that is shown."""
 NUM_RESERVED_TASKS = 64
 """The kernel allows a few more tasks than max_processes, so that the supervisor sees the excess and reports it."""
 _START_CODE = (
@@ -473,8 +475,16 @@ def _describe_end(result: ProgramResult, name: str) -> str:
     """Return how a stage failed; "" if it did not."""
     if result.exit_code == 0:
         return ""
-    errors = " ".join(result.errors.split())[-300:]
+    errors = _cut_start(" ".join(result.errors.split()))
     return f"the {name} {describe_end(result.exit_code)}{errors and f': {errors}'}"
+
+
+def _cut_start(text: str) -> str:
+    """Return the end of a long text, from a whole word on: the reason of an error is its last line."""
+    if len(text) <= MAX_ERROR_CHARS:
+        return text
+    end = text[-MAX_ERROR_CHARS:]
+    return f"... {end.partition(' ')[2] or end}"
 
 
 @cache

@@ -403,3 +403,9 @@ def test_a_program_is_distinguished_from_other_environments():
 def test_the_interpreter_is_ours(template):
     trajectory = play(template, f"ask('a')\nprint(float(sys.executable == {sys.executable!r}))")
     assert trajectory.turns[-1].reward == 1.0
+
+
+def test_the_reason_of_a_program_that_failed_starts_with_a_whole_word(template):
+    code = "import sys\nsys.exit('a ' + 'long' * 10 + ' word ' * 80 + 'and the reason')"
+    (reason,) = re.findall("ended with code 1: (.*)", play(template, code).extra["fault"])
+    assert re.fullmatch(r"\.\.\. (word )+and the reason", reason)
