@@ -85,3 +85,15 @@ def test_a_missing_file_is_refused_with_the_folders_that_were_searched(
     beside = f"warmup.path = '{tmp_path}/mine/none.jsonl' cannot be read: No such file"
     assert str(caught.value).startswith(beside)
     assert f"then in the current directory, {tmp_path}" in str(caught.value)
+
+
+def test_a_model_directory_is_beside_the_recipe_that_names_it_or_in_the_current_one(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, here = tmp_path / "mine", tmp_path / "here"
+    for folder in (mine, here):
+        (folder / "models" / folder.name).mkdir(parents=True)
+    monkeypatch.chdir(here)
+    for folder in (mine, here):
+        recipe = load_child(mine, extends="quickstart", lines=f'[model]\npath = "models/{folder.name}"')
+        assert recipe.model.path == f"{folder}/models/{folder.name}"
