@@ -179,6 +179,7 @@ class JobDriver:
         self.drain.requests.listen()
         self.workers.allocation = allocation = read_allocation(self.plan)
         self.events.emit(JobStarted(slurm_id=allocation.job_id, end_time=allocation.end_time))
+        note_in_log(f"hpcrl: job {self.job.number} of {self.campaign.name} has started")
         JobNotices(self.job, self.recipe.notices).report_start()
         self.events.emit(LayoutChosen(layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes))
         if allocation.job_id is not None:
@@ -211,6 +212,7 @@ class JobDriver:
         finally:
             self._close(runtime)
         self.events.emit(JobEnded(outcome=end.outcome, reason=end.reason))
+        note_in_log(f"hpcrl: job {self.job.number} {end.outcome}: {end.reason}")
         return end
 
     def _close(self, runtime: "JobRuntime") -> None:
