@@ -222,24 +222,29 @@ def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> lis
     return lines
 
 
-def print_campaigns(campaign_dirs: Iterable[CampaignDir], *, as_json: bool, home: str = "") -> int:
-    """Print all campaigns, and problems to stderr; without any, the place that $HPCRL_HOME names."""
+def print_campaigns(
+    campaign_dirs: Iterable[CampaignDir], *, as_json: bool, home: str = "", site: str | None = None
+) -> int:
+    """Print all campaigns, or those of a site, and problems to stderr; without any, where they would be."""
     problems: list[str] = []
-    lines = survey_campaigns(campaign_dirs, problems=problems)
+    found = survey_campaigns(campaign_dirs, problems=problems)
+    lines = [line for line in found if site is None or line.site == site]
     if as_json:
         print_json(lines)
     else:
-        _print_list(lines, home=home)
+        _print_list(lines, home=home, site=site)
     for problem in dict.fromkeys(problems):
         print(problem, file=sys.stderr)  # noqa: T201 - beside the answer, not in it
     return 0
 
 
-def _print_list(lines: Sequence[CampaignLine], *, home: str) -> None:
+def _print_list(lines: Sequence[CampaignLine], *, home: str, site: str | None) -> None:
     longest = max((len(escape_to_one_line(_shorten_reason(line.reason))) for line in lines), default=0)
     console = make_console(pipe_width=PIPE_WIDTH + longest)  # a pipe gets a line for each campaign
     listed = render_campaigns(lines, width=console.width)
-    if not lines:
+    if not lines and site is not None:
+        console.print(f"no campaigns of site {escape_to_one_line(site)}: `hpcrl ls` lists all", soft_wrap=True)
+    elif not lines:
         place = f" in $HPCRL_HOME ({escape_to_one_line(home)})" if home else ""
         console.print(f"no campaigns yet{place}: `hpcrl submit` starts one", soft_wrap=True)
     elif console.is_terminal:

@@ -456,6 +456,15 @@ def test_what_names_no_group_no_file_or_no_directory_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
+def test_the_list_of_campaigns_may_be_of_one_site(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("one")
+    assert "one" in printed(capsys, "ls", "--site", "local")
+    assert printed(capsys, "ls", "--site", "lab") == "no campaigns of site lab: `hpcrl ls` lists all\n"
+    assert json.loads(printed(capsys, "ls", "--site", "lab", "--json")) == []
+
+
 @pytest.mark.parametrize("words", [["monitor", "one", "--once"], ["ls"]])
 def test_words_between_colons_are_shown_as_they_are(
     make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str], words: list[str]
