@@ -511,3 +511,8 @@ def test_a_node_that_the_weights_alone_fill_is_not_helped_by_less_memory_for_its
     message = refuse_plan(*sized, "resources.train.mem_gib_per_worker=300", site="local")
     assert "a decode node needs" in message
     assert message.endswith("choose a partition whose nodes have more memory")
+
+
+def test_a_rank_of_the_trainer_with_several_gpus_is_refused_with_the_number_of_ranks() -> None:
+    message = refuse_plan("resources.train.gpus_per_worker=4", site="leonardo")
+    assert "a rank uses one GPU: set it to 1, and resources.train.num_workers = 4" in message
