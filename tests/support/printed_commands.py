@@ -26,7 +26,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "python -m venv agent && agent/bin/pip install mini-swe-agent pytest",
         "python -m venv /project/me/hpcrl",
         "source /project/me/hpcrl/bin/activate",
-        "pip install 'hpcrl[gpu]'",
+        "pip install '.[gpu]'",
     ),
     "fetches from the network, which tests/unit/staging imitates": (
         "hpcrl stage RECIPE --site NAME",
