@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,6 +78,8 @@ _START_CODE = (
     "import sys; sys.path.insert(0, {root!r}); from hpcrl.envs.isolation.{module} import main; sys.exit(main())"
 )
 _ROOT = Path(__file__).resolve().parents[2]
+_MISSED_FILE = re.compile(r"No such file or directory: '/(?!episode/)")
+_HIDDEN_FILE = " (if it is there, the sandbox does not show it: add it to {})"
 _PASSED_PREFIXES = ("APPTAINERENV_", "SINGULARITYENV_")
 _log = logging.getLogger(__name__)
 
@@ -306,7 +309,8 @@ class AgentProgram:
             of_program = OUTCOME_TIMEOUT if outcome.was_late else OUTCOME_EXIT
             raise PolicyFailure(OUTCOME_REWARD_ERROR if outcome.results else of_program, why)
         program, *judged = (ProgramResult(**result) for result in outcome.results)
-        self.problem = _describe_end(program, "program")
+        is_hidden = self._options.sandbox != "none"
+        self.problem = _describe_end(program, "program", advice=_HIDDEN_FILE.format("readable") if is_hidden else "")
         if not judged:
             if self.problem:
                 raise PolicyFailure(OUTCOME_EXIT, self.problem)
@@ -314,7 +318,8 @@ class AgentProgram:
         (judge,) = judged
         if self._options.judge_reward == "exit-code" and judge.was_started:
             return float(judge.exit_code == 0)
-        if problem := _describe_end(judge, "judge"):
+        advice = _HIDDEN_FILE.format("judge_readable") if is_hidden else ""
+        if problem := _describe_end(judge, "judge", advice=advice):
             raise PolicyFailure(OUTCOME_REWARD_ERROR, problem) if judge.was_started else EnvFault(problem)
         last_line = judge.output.strip().rpartition("\n")[2]
         if (reward := find_reward(last_line)) is None:
@@ -471,12 +476,13 @@ def _describe_command(command: Sequence[str]) -> str:
     return " ".join(" ".join(command).split())[:120]
 
 
-def _describe_end(result: ProgramResult, name: str) -> str:
-    """Return how a stage failed; "" if it did not."""
+def _describe_end(result: ProgramResult, name: str, *, advice: str) -> str:
+    """Return how a stage failed, with advice if it missed a file by its whole path; "" if it did not fail."""
     if result.exit_code == 0:
         return ""
     errors = _cut_start(" ".join(result.errors.split()))
-    return f"the {name} {describe_end(result.exit_code)}{errors and f': {errors}'}"
+    missed = _MISSED_FILE.search(errors)
+    return f"the {name} {describe_end(result.exit_code)}{errors and f': {errors}'}{advice if missed else ''}"
 
 
 def _cut_start(text: str) -> str:
