@@ -34,7 +34,7 @@ from hpcrl.hardware.architecture import read_architecture, select_fields
 from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
 from hpcrl.models.model_config import read_model_config
 from hpcrl.plan.plan import Plan, make_plan
-from hpcrl.system.files import expand_path, is_file
+from hpcrl.system.files import expand_path, is_directory, is_file
 
 M = TypeVar("M", bound=ModelConfig)
 
@@ -114,12 +114,12 @@ def _resolve_paths(recipe: Recipe, layered: LayeredTable, staging: StagingDir) -
     )
     teacher = recipe.teacher
     if teacher is not None and teacher.path is not None:
-        path = _resolve_model_path(teacher.path, staging)
+        path = _resolve_model_path(teacher.path, layered, staging, "teacher", "path")
         teacher = msgspec.structs.replace(teacher, path=path, num_params=_find_size(path, teacher.num_params))
     nodes = dict(recipe.train.pipeline)
     for name, node in nodes.items():
         if node.model is not None:
-            path = _resolve_model_path(node.model, staging)
+            path = _resolve_model_path(node.model, layered, staging, "train", "pipeline", name, "model")
             nodes[name] = msgspec.structs.replace(node, model=path, num_params=_find_size(path, node.num_params))
     return msgspec.structs.replace(
         recipe,
@@ -133,7 +133,11 @@ def _resolve_paths(recipe: Recipe, layered: LayeredTable, staging: StagingDir) -
     )
 
 
-def _resolve_model_path(path: str, staging: StagingDir) -> str:
+def _resolve_model_path(path: str, layered: LayeredTable, staging: StagingDir, *trail: str) -> str:
+    """Make the path of a model absolute: a directory beside the TOML file, one of the hub, or in the current one."""
+    near = layered.find_folder(*trail) / expand_path(path)
+    if is_directory(near):
+        return str(near.absolute())
     return staging.find_model(path) or str(expand_path(path).absolute())
 
 
@@ -191,7 +195,7 @@ def _resolve_options(
 
 
 def _resolve_model(model: M, layered: LayeredTable, staging: StagingDir, *trail: str) -> M:
-    path = model.path and _resolve_model_path(model.path, staging)
+    path = model.path and _resolve_model_path(model.path, layered, staging, *trail, "path")
     config = (_find_config(path) if path else {}) or model.config or MODEL_CONFIGS.get(model.path or "", {})
     template = model.chat_template and _resolve_file(model.chat_template, layered, *trail, "chat_template")
     return msgspec.structs.replace(model, path=path, config=config, chat_template=template)

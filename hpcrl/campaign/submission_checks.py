@@ -24,6 +24,7 @@ from hpcrl.campaign.model_check import MISSING_PACKAGE, explain_missing_config
 from hpcrl.campaign.request import CampaignRequest
 from hpcrl.campaign.staged_files import PULLED_IMAGES, advise_staging, find_staging_dir, is_registry_image
 from hpcrl.config.recipe import Recipe
+from hpcrl.config.site import Site
 from hpcrl.envs.program_files import SUBJECT_END, ProblemJudge
 from hpcrl.envs.task_set import check_task_set
 from hpcrl.errors import ConfigError, SlurmError
@@ -47,7 +48,7 @@ class PythonMissing(ConfigError):
 def check_plan(request: CampaignRequest) -> list[str]:
     """Check what submission checks, but for Slurm; return notes on what is not certain here."""
     is_here = request.site.scheduler == "local" or slurm.has_slurm()
-    idle = _list_idle_parts(request.recipe)
+    idle = [*_list_unset_variables(request.site), *_list_idle_parts(request.recipe)]
     space = check_free_space(request) if is_here else []
     if unstaged := find_unstaged(request):
         later = "the recipe's files and code are checked once all is staged"
@@ -80,6 +81,15 @@ def check_request(request: CampaignRequest) -> list[str]:
         raise ConfigError(unchecked)
     space = check_free_space(request)
     return [*_list_idle_parts(request.recipe), *space, *run_length_check(request), *_check_user_code(request)]
+
+
+def _list_unset_variables(site: Site) -> list[str]:
+    """Return a note on variables that the plan shows as they are, since they have a value on the site only."""
+    try:
+        directory.find_campaigns_root(site)
+    except SlurmError as error:
+        return [f"site.campaigns_dir: {error}; the batch script below has its name"]
+    return []
 
 
 def _list_idle_parts(recipe: Recipe) -> list[str]:

@@ -85,6 +85,7 @@ def _add_settings(parser: argparse.ArgumentParser, *, help: str) -> None:
 
 def _add_monitoring(commands: "CommandParsers") -> None:
     ls = commands.add_parser("ls", help="list campaigns, newest first")
+    ls.add_argument("--site", metavar="SITE", help="only those of a site")
     ls.add_argument("--json", action="store_true")
     ls.set_defaults(run="monitoring:run_ls")
     monitor = commands.add_parser("monitor", help="watch a campaign")

@@ -37,7 +37,8 @@ MAX_LISTED = 60
 
 def run_ls(arguments: argparse.Namespace) -> int:
     campaigns = directory.list_campaigns(show_note=print_note)
-    return print_campaigns(campaigns, as_json=arguments.json, home=os.environ.get("HPCRL_HOME", ""))
+    home = os.environ.get("HPCRL_HOME", "")
+    return print_campaigns(campaigns, as_json=arguments.json, home=home, site=arguments.site)
 
 
 def run_monitor(arguments: argparse.Namespace) -> int:

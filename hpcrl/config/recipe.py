@@ -82,7 +82,8 @@ class ModelConfig(ConfigTable, frozen=True, kw_only=True):
     """The model to train: a directory that transformers can load, or a tiny model created at start."""
 
     path: str | None = None
-    """A model directory, or the name of a model on Hugging Face (docs/sites.md); either this or `tiny`."""
+    """A model directory, beside the TOML file that sets it or in the current directory, or the name of a model on
+    Hugging Face (docs/sites.md); either this or `tiny`."""
     tiny: TinyModel | None = None
     num_params: NumParams | None = None
     """Number of weights (not in billions), from which a plan estimates memory and workers where it has no `config`."""

@@ -3,7 +3,7 @@
     AgentProgram    run the command once for each episode, in a sandbox, and then its judge command in another
     find_reward     find the reward in the output of a program
     INSIDE_PORT, INSIDE_WORKDIR, INSIDE_HOME, MAX_VARIABLE_CHARS, SUPERVISOR_TIMEOUT_S, INHERITED_VARIABLES,
-    NUM_RESERVED_TASKS  constants
+    MAX_ERROR_CHARS, NUM_RESERVED_TASKS  constants
 
 The program finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, and its task as one JSON object
 on standard input and in HPCRL_TASK: `seed`, the option `task`, and the fields of a row if the domain has `tasks`. Its
@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,12 +70,16 @@ SUPERVISOR_TIMEOUT_S = 5.0
 """The time limit of a supervisor for ending all that it started, and for starting it."""
 INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 """The only variables that a program in a sandbox inherits."""
+MAX_ERROR_CHARS = 300
+"""The end of what a program has written to stderr that is shown."""
 NUM_RESERVED_TASKS = 64
 """The kernel allows a few more tasks than max_processes, so that the supervisor sees the excess and reports it."""
 _START_CODE = (
     "import sys; sys.path.insert(0, {root!r}); from hpcrl.envs.isolation.{module} import main; sys.exit(main())"
 )
 _ROOT = Path(__file__).resolve().parents[2]
+_MISSED_FILE = re.compile(r"No such file or directory: '/(?!episode/)")
+_HIDDEN_FILE = " (if it is there, the sandbox does not show it: add it to {})"
 _PASSED_PREFIXES = ("APPTAINERENV_", "SINGULARITYENV_")
 _log = logging.getLogger(__name__)
 
@@ -304,7 +309,8 @@ class AgentProgram:
             of_program = OUTCOME_TIMEOUT if outcome.was_late else OUTCOME_EXIT
             raise PolicyFailure(OUTCOME_REWARD_ERROR if outcome.results else of_program, why)
         program, *judged = (ProgramResult(**result) for result in outcome.results)
-        self.problem = _describe_end(program, "program")
+        is_hidden = self._options.sandbox != "none"
+        self.problem = _describe_end(program, "program", advice=_HIDDEN_FILE.format("readable") if is_hidden else "")
         if not judged:
             if self.problem:
                 raise PolicyFailure(OUTCOME_EXIT, self.problem)
@@ -312,7 +318,8 @@ class AgentProgram:
         (judge,) = judged
         if self._options.judge_reward == "exit-code" and judge.was_started:
             return float(judge.exit_code == 0)
-        if problem := _describe_end(judge, "judge"):
+        advice = _HIDDEN_FILE.format("judge_readable") if is_hidden else ""
+        if problem := _describe_end(judge, "judge", advice=advice):
             raise PolicyFailure(OUTCOME_REWARD_ERROR, problem) if judge.was_started else EnvFault(problem)
         last_line = judge.output.strip().rpartition("\n")[2]
         if (reward := find_reward(last_line)) is None:
@@ -469,12 +476,21 @@ def _describe_command(command: Sequence[str]) -> str:
     return " ".join(" ".join(command).split())[:120]
 
 
-def _describe_end(result: ProgramResult, name: str) -> str:
-    """Return how a stage failed; "" if it did not."""
+def _describe_end(result: ProgramResult, name: str, *, advice: str) -> str:
+    """Return how a stage failed, with advice if it missed a file by its whole path; "" if it did not fail."""
     if result.exit_code == 0:
         return ""
-    errors = " ".join(result.errors.split())[-300:]
-    return f"the {name} {describe_end(result.exit_code)}{errors and f': {errors}'}"
+    errors = _cut_start(" ".join(result.errors.split()))
+    missed = _MISSED_FILE.search(errors)
+    return f"the {name} {describe_end(result.exit_code)}{errors and f': {errors}'}{advice if missed else ''}"
+
+
+def _cut_start(text: str) -> str:
+    """Return the end of a long text, from a whole word on: the reason of an error is its last line."""
+    if len(text) <= MAX_ERROR_CHARS:
+        return text
+    end = text[-MAX_ERROR_CHARS:]
+    return f"... {end.partition(' ')[2] or end}"
 
 
 @cache

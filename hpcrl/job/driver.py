@@ -59,6 +59,9 @@ DRIVER_ROUND_INTERVAL_S = 0.1
 LIMIT_OUTCOMES: dict[EndCause, JobOutcome] = {"goal-reached": "done", "budget-used": "stopped"}
 """The outcome of a job that drained for a limit of the campaign."""
 LEASE_INTERVAL_S = 10.0
+_STOPPED_AT_ONCE = JobEnd(
+    outcome="stopped", reason="a user asked it to end at once (hpcrl stop --now)", cause="user-request"
+)
 
 
 def main() -> int:
@@ -79,11 +82,16 @@ def _drive_job(place: WorkerPlace, lease: CampaignLease, pulse: DriverPulse, *, 
         driver = JobDriver.load(place, lease, note_turn=pulse.note_turn)
         end = driver.drive()
     except BaseException as error:  # noqa: BLE001 - whatever failed, the guardian must receive the reason
-        if isinstance(error, HpcrlError):
+        if is_stop := isinstance(error, KeyboardInterrupt) and place.campaign.stop.exists():
+            note_in_log(f"hpcrl: job {place.job.number} was stopped while it started")
+        elif isinstance(error, HpcrlError):
             note_in_log(f"hpcrl: {error}")
         else:
             note_exception()  # os._exit follows, so nothing else prints it
-        end = _describe_failure(error, is_supervising=driver is not None and driver.is_supervising)
+        if is_stop:  # before the driver listened to requests
+            end = _STOPPED_AT_ONCE
+        else:
+            end = _describe_failure(error, is_supervising=driver is not None and driver.is_supervising)
     if driver is not None:
         end = msgspec.structs.replace(end, nodes=sorted({*end.nodes, *driver.workers.list_bad_nodes()}))
     send_outcome(end, outcome_fd=outcome_fd, job=place.job)
@@ -179,6 +187,7 @@ class JobDriver:
         self.drain.requests.listen()
         self.workers.allocation = allocation = read_allocation(self.plan)
         self.events.emit(JobStarted(slurm_id=allocation.job_id, end_time=allocation.end_time))
+        note_in_log(f"hpcrl: job {self.job.number} of {self.campaign.name} has started")
         JobNotices(self.job, self.recipe.notices).report_start()
         self.events.emit(LayoutChosen(layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes))
         if allocation.job_id is not None:
@@ -211,6 +220,7 @@ class JobDriver:
         finally:
             self._close(runtime)
         self.events.emit(JobEnded(outcome=end.outcome, reason=end.reason))
+        note_in_log(f"hpcrl: job {self.job.number} {end.outcome}: {end.reason}")
         return end
 
     def _close(self, runtime: "JobRuntime") -> None:
@@ -253,8 +263,7 @@ class JobDriver:
         while True:
             self.note_turn()
             if self.drain.requests.is_cancelled:
-                reason = "a user asked it to end at once (hpcrl stop --now)"
-                return JobEnd(outcome="stopped", reason=reason, cause="user-request")
+                return _STOPPED_AT_ONCE
             request = self.drain.check_requests(allocation)
             if request is not None and request.is_at_walltime:
                 self._queue_next(allocation)  # Slurm may have refused it before; the steps end with the drain

@@ -556,7 +556,8 @@ class CampaignProgress:
                 self.skipped_rows[step] = event
 
     def _add_note(self, event: CampaignEvent) -> None:
-        text = describe_event(event)
+        # The reason of a layout is in the plan and in the event: it is the same each time.
+        text = f"layout {event.layout}" if isinstance(event, LayoutChosen) else describe_event(event)
         if text:
             has_failed = isinstance(event, JobEnded) and event.outcome == "failed"
             bad = has_failed or isinstance(event, WorkerFailed | FaultReported | MemoryRanOut | EventsLost)

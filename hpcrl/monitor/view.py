@@ -197,13 +197,17 @@ def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> lis
         if note.number > num_known:
             lines.append(f"{format_clock_time(note.time)} {note.line}")
     steps_per_line = max(1, min((new.num_steps or 1) // LINES_PER_CAMPAIGN, MAX_STEPS_PER_LINE))
-    if (
-        old is None
-        or old.state != new.state
-        or old.step // steps_per_line != new.step // steps_per_line
-        or _is_far_from(old, new)
-    ):
-        lines.append(f"{format_clock_time(new.detail.now)} {_format_summary_line(new)}")
+    weak = _describe_weak_domains(new)
+    if old is None or old.state != new.state:
+        summary = "  ".join([_format_summary_line(new), *weak.values(), *filter(None, [new.detail.reason])])
+        lines.append(f"{format_clock_time(new.detail.now)} {summary}")
+    else:
+        if old.step // steps_per_line != new.step // steps_per_line or _is_far_from(old, new):
+            lines.append(f"{format_clock_time(new.detail.now)} {_format_summary_line(new)}")
+        known_weak = _describe_weak_domains(old)
+        lines += [
+            f"{format_clock_time(new.detail.now)} {text}" for name, text in weak.items() if name not in known_weak
+        ]
     known = {(advisory.name, advisory.subject) for advisory in old.advisories} if old else set()
     lines += [
         f"{format_clock_time(new.detail.now)} {advisory.severity}: {describe_advisory(advisory)}"
@@ -218,24 +222,29 @@ def describe_changes(old: CampaignSnapshot | None, new: CampaignSnapshot) -> lis
     return lines
 
 
-def print_campaigns(campaign_dirs: Iterable[CampaignDir], *, as_json: bool, home: str = "") -> int:
-    """Print all campaigns, and problems to stderr; without any, the place that $HPCRL_HOME names."""
+def print_campaigns(
+    campaign_dirs: Iterable[CampaignDir], *, as_json: bool, home: str = "", site: str | None = None
+) -> int:
+    """Print all campaigns, or those of a site, and problems to stderr; without any, where they would be."""
     problems: list[str] = []
-    lines = survey_campaigns(campaign_dirs, problems=problems)
+    found = survey_campaigns(campaign_dirs, problems=problems)
+    lines = [line for line in found if site is None or line.site == site]
     if as_json:
         print_json(lines)
     else:
-        _print_list(lines, home=home)
+        _print_list(lines, home=home, site=site)
     for problem in dict.fromkeys(problems):
         print(problem, file=sys.stderr)  # noqa: T201 - beside the answer, not in it
     return 0
 
 
-def _print_list(lines: Sequence[CampaignLine], *, home: str) -> None:
+def _print_list(lines: Sequence[CampaignLine], *, home: str, site: str | None) -> None:
     longest = max((len(escape_to_one_line(_shorten_reason(line.reason))) for line in lines), default=0)
     console = make_console(pipe_width=PIPE_WIDTH + longest)  # a pipe gets a line for each campaign
     listed = render_campaigns(lines, width=console.width)
-    if not lines:
+    if not lines and site is not None:
+        console.print(f"no campaigns of site {escape_to_one_line(site)}: `hpcrl ls` lists all", soft_wrap=True)
+    elif not lines:
         place = f" in $HPCRL_HOME ({escape_to_one_line(home)})" if home else ""
         console.print(f"no campaigns yet{place}: `hpcrl submit` starts one", soft_wrap=True)
     elif console.is_terminal:
@@ -354,11 +363,13 @@ def _format_summary_line(snapshot: CampaignSnapshot) -> str:
         parts.append(f"loss {loss.last:.3f}")
     if episodes.failed:
         parts.append(format_failed(num_failed=episodes.failed, num_lost=episodes.faulted))
-    parts += [f"trained: {text}" for text in find_low_shares(snapshot)]
-    parts += [f"outcomes: {text}" for text in find_failing(snapshot)]
-    if snapshot.detail.reason:
-        parts.append(snapshot.detail.reason)
     return "  ".join(parts)
+
+
+def _describe_weak_domains(snapshot: CampaignSnapshot) -> dict[tuple[str, str], str]:
+    """Describe the domains that need a look, by what is low and their names: each is a line once."""
+    found = {"trained": find_low_shares(snapshot), "outcomes": find_failing(snapshot)}
+    return {(what, text.partition(" ")[0]): f"{what}: {text}" for what, texts in found.items() for text in texts}
 
 
 def _count_starting(snapshot: CampaignSnapshot) -> tuple[int, int] | None:

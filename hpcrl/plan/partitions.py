@@ -213,8 +213,10 @@ def _explain_node_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoic
     held = estimate_trainer_node(recipe, num_ranks=choice.workers_per_node) if role == "train" else None
     if held is None:
         window_gib = compute_window_gib(recipe)
+        least_gib = max((need.gib for need in list_memory_needs(recipe) if need.role == role), default=0.0)
+        held_by_workers = 0.0 if choice.gpus_per_worker else least_gib * choice.workers_per_node
         advice = f"lower {table}.mem_gib_per_worker"
-        if window_gib > node_gib:
+        if window_gib + held_by_workers > node_gib:
             advice = "choose a partition whose nodes have more memory"
         return f"{needs}, {window_gib:.0f} of them shared memory for two versions of the weights, and {has}: {advice}"
     if held.total < node_gib * memory_model.GIB:

@@ -7,6 +7,7 @@ EpisodeReporter    counts endings, and emits counts, faults and pauses of domain
 """
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from time import monotonic, thread_time
@@ -29,6 +30,7 @@ from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.rows import count_by_fate
 from hpcrl.spool.status import EpisodeStatus
 
+_log = logging.getLogger(__name__)
 REPORT_INTERVAL_S, MAX_REPORT_INTERVAL_S = 1.0, 20.0
 MAX_REPORTS_PER_S = 30
 """The reports of all env workers together: whoever watches reads them all, and they are kept."""
@@ -136,6 +138,8 @@ class EpisodeReporter:
         self._outcomes: dict[str, Counter[str]] = {}
         self._token_fates: dict[str, Counter[str]] = {}
         self._lengths: dict[str, LengthCounts] = {}
+        self._num_faults: Counter[str] = Counter()
+        """Faults by domain."""
         self._num_generated: Counter[str] = Counter()
         """Tokens by running episode."""
         self._reported: EpisodesCounted | None = None
@@ -155,6 +159,7 @@ class EpisodeReporter:
         if fault:  # an earlier attempt may have failed where the last one did not
             what: FaultSubject = "policy-fault" if trajectory.status == "policy-fault" else "env-fault"
             self._emit(FaultReported(what=what, detail=fault, id=trajectory.id, domain=trajectory.domain))
+            self._log_fault(trajectory.domain, f"{what}: {trajectory.id}: {fault}")
         failed = trajectory.status == "env-fault"
         pause_s = self._task_queue.record_end(trajectory.domain, group=trajectory.group, fault=failed, now=now)
         if pause_s is not None:
@@ -162,6 +167,13 @@ class EpisodeReporter:
             why = f"too many faults (rollout.max_env_faults), the last: {fault}"
             detail = f"domains.{name} ({self._domains[name].env}) is paused for {pause_s:g} s: {why}"
             self._emit(FaultReported(what="env-paused", detail=detail, domain=name))
+
+    def _log_fault(self, domain: str, text: str) -> None:
+        """Write the 1st, 10th, 100th fault of a domain to the worker's log; the events have all."""
+        self._num_faults[domain] += 1
+        num = str(self._num_faults[domain])
+        if num.rstrip("0") == "1":
+            _log.warning("fault %s of domains.%s: %s", num, domain, text)
 
     def abort_episode(self, episode: str) -> None:
         """Count the length that a cancelled episode had."""

@@ -47,7 +47,7 @@ from hpcrl.envs.task_set import check_task_set
 from hpcrl.errors import EnvFault, StageError
 from hpcrl.slurm.submit import expand_path
 from hpcrl.staging.hub_files import RepositoryListing, StageTransfer, choose_files, is_whole, list_repository, sum_sizes
-from hpcrl.system.files import make_private_dir, publish_file, staged_path, sync_directory
+from hpcrl.system.files import is_directory, make_private_dir, publish_file, staged_path, sync_directory
 from hpcrl.system.free_space import find_free_space
 from hpcrl.system.terminal import PipeConsole, format_bytes, print_line, print_to_stderr, show_wait
 
@@ -74,7 +74,11 @@ def stage_recipe(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> i
     else:
         expand_path(loaded_site.staging_dir)
     staging = find_staging_dir(loaded_site)
-    named = list_hub_names(make_recipe(layered))
+    named = {
+        setting: name
+        for setting, name in list_hub_names(make_recipe(layered)).items()
+        if name.kind != "model" or not is_directory(layered.find_folder(*setting.split(".")) / name.repository)
+    }
     _stage_repositories(list(named.values()), staging)
     images = list_images(layered, loaded_site, staging)
     for image, tool in images.items():

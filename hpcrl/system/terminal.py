@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.measure import Measurement
 from rich.segment import Segment
 from rich.text import Text
@@ -59,13 +59,42 @@ def _escape_character(match: re.Match[str]) -> str:
 
 
 class PipeConsole(Console):
-    """A console that shows text as it is, and leaves a closed pipe to the command, which ends as without one."""
+    """A console that shows text as it is, and leaves a closed pipe to the command, which ends as without one.
+
+    A file or a pipe gets lines without the blanks that pad tables on a terminal.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(emoji=False, highlight=False, **options)
+        if not self.is_terminal:
+            self.push_render_hook(_PaddingRemover())
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+
+class _PaddingRemover(RenderHook):
+    """Makes a console leave out the blanks at the ends of lines."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Unpadded(one) for one in renderables]
+
+
+class _Unpadded:
+    """The text of a renderable without the blanks at the ends of its lines."""
+
+    def __init__(self, padded: ConsoleRenderable) -> None:
+        self._padded = padded
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = ""
+        for text, _, _ in console.render(self._padded, options):
+            *whole, rest = text.split("\n")
+            for part in whole:
+                yield Segment((line + part).rstrip(" ") + "\n")
+                line = ""
+            line += rest
+        yield Segment(line)
 
 
 def make_console(*, pipe_width: int = PIPE_WIDTH) -> Console:

@@ -84,6 +84,10 @@ def test_killed_workers_are_replaced_and_versions_only_increase(
     hpcrl("stop", "w")
     ended = outcome(campaign)
     assert (ended["outcome"], ended["reason"]) == ("stopped", "a user asked for it (hpcrl stop)")
+    log = campaign.job(0).log("batch").read_text().splitlines()
+    assert campaign.job(0).log("train-0").read_text().startswith("step 1  version 0  reward ")
+    assert log[0] == f"hpcrl: job 0 of {campaign.name} has started"
+    assert log[-1] == "hpcrl: job 0 stopped: a user asked for it (hpcrl stop)"
     assert {shift.role for shift in list_shifts(campaign)} == {"train", "prefill"}, "the GPU of decode is its own"
     assert find_overlaps(campaign) == []
     last = steps(campaign)[-1]["step"]

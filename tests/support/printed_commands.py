@@ -126,7 +126,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "python -m venv agent && agent/bin/pip install mini-swe-agent pytest",
         "python -m venv /project/me/hpcrl",
         "source /project/me/hpcrl/bin/activate",
-        "pip install 'hpcrl[gpu]'",
+        "pip install '.[gpu]'",
     ),
     "fetches an image of a registry": (
         "hpcrl image --site perlmutter --wheel dist/hpcrl-0.1.0-py3-none-any.whl --build",

@@ -273,8 +273,9 @@ def test_a_curriculum_that_cannot_be_used_is_refused(
 
 def test_a_plan_for_a_site_can_be_seen_on_any_machine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SCRATCH", raising=False)
-    script = hpcrl("plan", "quickstart", "--site", "perlmutter", "-s", "site.account=m1").stdout
-    assert '#SBATCH --output="$SCRATCH/hpcrl/quickstart-1/jobs/000/logs/batch.log"' in script
+    shown = hpcrl("plan", "quickstart", "--site", "perlmutter", "-s", "site.account=m1")
+    assert '#SBATCH --output="$SCRATCH/hpcrl/quickstart-1/jobs/000/logs/batch.log"' in shown.stdout
+    assert "note: site.campaigns_dir: '$SCRATCH/hpcrl' names a variable that is not set here" in shown.stderr
     assert nothing_left(home)
 
 

@@ -104,3 +104,15 @@ def test_the_sizes_of_a_model_that_is_here_take_precedence(tmp_path: Path, home:
 def test_a_model_of_the_catalogue_has_its_sizes_before_it_is_staged(home: Path) -> None:
     assert round((find_weights("Qwen/Qwen3-14B") or 0) / 1e9, 1) == 14.8
     assert find_weights("acme/other") is None
+
+
+def test_a_model_directory_is_beside_the_recipe_that_names_it_or_in_the_current_one(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, here = tmp_path / "mine", tmp_path / "here"
+    for folder in (mine, here):
+        (folder / "models" / folder.name).mkdir(parents=True)
+    monkeypatch.chdir(here)
+    for folder in (mine, here):
+        recipe = load_child(mine, extends="quickstart", lines=f'[model]\npath = "models/{folder.name}"')
+        assert recipe.model.path == f"{folder}/models/{folder.name}"

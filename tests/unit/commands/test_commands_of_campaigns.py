@@ -19,7 +19,7 @@ from hpcrl.commands.campaign_logs import format_event
 from hpcrl.commands.monitoring import final_summary
 from hpcrl.config.recipe import Recipe, make_recipe
 from hpcrl.config.toml import load_table
-from hpcrl.system.files import make_private_dir, publish_json
+from hpcrl.system.files import make_private_dir, publish_json, read_json
 from tests.support.campaigns import BOUND_BY_MODES, hpcrl
 from tests.unit.commands.conftest import CampaignMaker
 
@@ -454,6 +454,23 @@ def test_what_names_no_group_no_file_or_no_directory_is_refused(
         main(["init", ""])
     assert "the name is empty: give a new directory, such as my-game" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_the_end_of_a_campaign_advises_commands_with_its_own_recipe(make_campaign: CampaignMaker) -> None:
+    campaign = make_campaign("one")
+    publish_json(campaign.manifest, {**read_json(campaign.manifest), "source": {"recipe": "/my work/mine.toml"}})
+    lines = final_summary(campaign, state="done", rewards=[0.1, 0.2])
+    assert any(" plan '/my work/mine.toml' --site lab " in line for line in lines)
+    assert not any("quickstart" in line for line in lines)
+
+
+def test_the_list_of_campaigns_may_be_of_one_site(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("one")
+    assert "one" in printed(capsys, "ls", "--site", "local")
+    assert printed(capsys, "ls", "--site", "lab") == "no campaigns of site lab: `hpcrl ls` lists all\n"
+    assert json.loads(printed(capsys, "ls", "--site", "lab", "--json")) == []
 
 
 @pytest.mark.parametrize("words", [["monitor", "one", "--once"], ["ls"]])

@@ -403,3 +403,21 @@ def test_a_program_is_distinguished_from_other_environments():
 def test_the_interpreter_is_ours(template):
     trajectory = play(template, f"ask('a')\nprint(float(sys.executable == {sys.executable!r}))")
     assert trajectory.turns[-1].reward == 1.0
+
+
+def test_the_reason_of_a_program_that_failed_starts_with_a_whole_word(template):
+    code = "import sys\nsys.exit('a ' + 'long' * 10 + ' word ' * 80 + 'and the reason')"
+    (reason,) = re.findall("ended with code 1: (.*)", play(template, code).extra["fault"])
+    assert re.fullmatch(r"\.\.\. (word )+and the reason", reason)
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("path", "sandbox", "is_advised"),
+    [("{}/a.json", "bubblewrap", True), ("a.json", "bubblewrap", False), ("{}/none.json", "none", False)],
+)
+def test_a_file_that_a_program_misses_may_be_one_that_the_sandbox_hides(template, tmp_path, path, sandbox, is_advised):
+    (tmp_path / "a.json").touch()
+    fault = play(template, f"open({path.format(tmp_path)!r})", sandbox=sandbox).extra["fault"]
+    assert "FileNotFoundError" in fault
+    assert fault.endswith("(if it is there, the sandbox does not show it: add it to readable)") == is_advised

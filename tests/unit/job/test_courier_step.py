@@ -362,6 +362,16 @@ def test_no_courier_is_started_where_the_plan_has_no_room_for_windows(tmp_path: 
     assert len(events) == 1
 
 
+def test_files_that_couriers_will_replace_are_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CourierSupervisor, "start", lambda _: None)
+    place = WorkerPlace(job=CampaignDir(tmp_path).job(0), node="n1")
+    plane = WeightPlane(place, plan=plan_recipe(site="lab"), find_commands=lambda _: [], emit=lambda _: None)
+    plane.start(MpiConfig(flavour="none"))
+    transport = read_transport(place.campaign.weights)
+    assert transport is not None
+    assert (transport.name, transport.reason.split("; ")[-1]) == ("files", "only while the couriers start (tcp)")
+
+
 def test_mpi_comes_before_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
     assert list_transports(MpiConfig(flavour="mpich", srun_type="pmi2"), layout="hetjob") == (["mpi", "tcp"], "")

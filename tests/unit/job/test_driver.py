@@ -17,7 +17,7 @@ from hpcrl.config.recipe import LimitsConfig
 from hpcrl.config.site import load_site
 from hpcrl.errors import HpcrlError, SlurmError, TrainError
 from hpcrl.job.courier_step import WeightPlane
-from hpcrl.job.driver import JobDriver, _describe_failure
+from hpcrl.job.driver import JobDriver, _describe_failure, _drive_job
 from hpcrl.job.progress_watch import watch_campaign
 from hpcrl.job.supervision import CampaignUse, DrainRequest
 from hpcrl.plan.plan import make_plan
@@ -80,6 +80,22 @@ def test_the_end_of_a_job_names_the_cause_of_its_failure(error, cause):
     assert (end.outcome, end.cause, end.reason.endswith(str(error))) == ("failed", cause, True)
     if not isinstance(error, JobError):
         assert _describe_failure(error, is_supervising=False).cause == "not-started"
+
+
+@pytest.mark.parametrize(("is_asked", "outcome"), [(True, "stopped"), (False, "failed")])
+def test_a_job_that_is_stopped_before_the_driver_listens_has_not_failed(driver, monkeypatch, is_asked, outcome):
+    sent = []
+    monkeypatch.setattr(JobDriver, "load", lambda *_, **__: raise_interrupt())
+    monkeypatch.setattr("hpcrl.job.driver.send_outcome", lambda end, **_: sent.append(end))
+    if is_asked:
+        driver.campaign.stop.touch()
+    pulse = types.SimpleNamespace(note_turn=lambda: None)
+    assert _drive_job(driver.place, driver.lease, pulse, outcome_fd=-1) == (0 if is_asked else 1)
+    assert [end.outcome for end in sent] == [outcome]
+
+
+def raise_interrupt():
+    raise KeyboardInterrupt
 
 
 def test_a_campaign_that_has_reached_a_limit_starts_nothing(driver):

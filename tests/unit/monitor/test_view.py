@@ -147,6 +147,11 @@ def test_the_screen_shows_the_main_facts(tmp_path: Path) -> None:
         assert words in screen
 
 
+def test_the_reason_of_a_layout_is_not_repeated_at_each_start(tmp_path: Path) -> None:
+    lines = describe_changes(None, collector(running(tmp_path)).poll())
+    assert [line.split(maxsplit=1)[1] for line in lines if "layout" in line] == ["layout hetjob"]
+
+
 @pytest.mark.parametrize("height", [24, 60])
 def test_a_figure_is_whole_or_left_out_on_a_screen_of_20_columns(tmp_path: Path, height: int) -> None:
     lines = text_of(collector(running(tmp_path)).poll(), width=20, height=height)
@@ -661,6 +666,20 @@ def test_a_low_share_of_trained_tokens_is_shown_with_its_reason(tmp_path: Path) 
     low = "tools only 80.0% of tokens: 15.0% sampled otherwise than training assumes, 5.0% aborted as stale"
     assert line.split(None, 1)[1] == f"{low}   chat 100.0% of tokens"
     assert f"trained: {low}" in describe_changes(None, snapshot)[-1]
+
+
+def test_a_domain_that_needs_a_look_is_a_line_once_and_not_in_each_line_of_steps(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    watched = collector(campaign)
+    before = watched.poll()
+    campaign.emit("env-1", EpisodesCounted(outcomes={"sums": {"exit": 15, "finished": 5}}))
+    first = watched.poll()
+    assert [line.split(maxsplit=1)[1] for line in describe_changes(before, first) if "outcomes: sums" in line] == [
+        "outcomes: sums 75.0% exit, 25.0% finished: its program or its reward may be broken"
+    ]
+    campaign.emit("train-0", StepFinished(step=40, version=40))
+    (line,) = [line for line in describe_changes(first, watched.poll()) if "step 40/40" in line]
+    assert "sums" not in line
 
 
 def test_an_event_loop_that_is_the_limit_is_shown_with_what_helps(tmp_path: Path) -> None:

@@ -502,3 +502,17 @@ def test_more_steps_than_the_node_of_the_driver_bears_are_warned_of() -> None:
     assert warning.endswith('set site.steps_per = "role"')
     joined = plan_recipe(*wide, "site.steps_per=role", site="perlmutter")
     assert not [line for line in joined.warnings if "sruns" in line]
+
+
+def test_a_node_that_the_weights_alone_fill_is_not_helped_by_less_memory_for_its_workers(
+    tmp_path: Path,
+) -> None:
+    sized = "model.num_params=8000000000", "resources.decode.mem_gib_per_worker=30", "job.walltime_min=20"
+    message = refuse_plan(*sized, "resources.train.mem_gib_per_worker=300", site="local")
+    assert "a decode node needs" in message
+    assert message.endswith("choose a partition whose nodes have more memory")
+
+
+def test_a_rank_of_the_trainer_with_several_gpus_is_refused_with_the_number_of_ranks() -> None:
+    message = refuse_plan("resources.train.gpus_per_worker=4", site="leonardo")
+    assert "a rank uses one GPU: set it to 1, and resources.train.num_workers = 4" in message

@@ -64,6 +64,16 @@ def play(status="done", choice="all", **changed):
     return build_record(turns, facts, reward=1.0, choice=choice)
 
 
+def test_the_log_of_a_worker_has_the_1st_and_the_10th_fault_of_a_domain(caplog):
+    emitted = []
+    reporter = make_reporter(emitted)
+    for _ in range(12):
+        reporter.end_episode(play(status="env-fault", extra={"fault": "no such file"}), now=0.0)
+    assert len([event for event in emitted if event.what == "env-fault"]) == 12
+    assert [record.getMessage().partition(" of ")[0] for record in caplog.records] == ["fault 1", "fault 10"]
+    assert caplog.records[0].getMessage().endswith("no such file")
+
+
 @pytest.mark.parametrize(("num_read", "versions"), [(2, [7, 6]), (1, [7])])
 @pytest.mark.parametrize("domain", ["lake", "held-out:lake"])
 def test_the_versions_of_a_streamed_turn_are_known_at_its_end(domain, num_read, versions):

@@ -404,3 +404,14 @@ def test_an_image_that_cannot_be_pulled_is_refused(
     refused = run_hpcrl("stage", str(image_recipe), "--site", "local", environment=environment)
     assert refused.returncode == 2
     assert "cannot be pulled: FATAL: manifest unknown" in refused.stderr
+
+
+def test_a_model_directory_beside_the_recipe_is_not_looked_for_on_the_hub(
+    recipe: Path, environment: dict[str, str], tiny_model_dir: Path
+) -> None:
+    shutil.copytree(tiny_model_dir, recipe.parent / "models" / "own")
+    own = recipe.parent / "own.toml"
+    own.write_text('name = "own"\nextends = "quickstart"\n[model]\npath = "models/own"\n')
+    staged = run_hpcrl("stage", str(own), "--site", "local", environment=environment)
+    assert (staged.returncode, staged.stderr) == (0, "")
+    assert "names no model" in staged.stdout

@@ -117,6 +117,12 @@ def test_figures_that_do_not_fit_are_left_out_and_never_cut(filled, capsys, monk
         assert ("versions" in out) == (columns == 80)
 
 
+@pytest.mark.parametrize("words", [("ls",), ("stats",), ("verify",), ("show",), ("show", "--tokens")], ids=" ".join)
+def test_no_line_in_a_pipe_ends_with_blanks(filled, capsys, words):
+    _, out, _ = traj(filled, *words, capsys=capsys)
+    assert [line for line in out.splitlines() if line != line.rstrip()] == []
+
+
 def test_an_id_that_is_wider_than_the_screen_is_wrapped(spools, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     spools.scored(make_lake_trajectory(1, domain="a-long-name-of-a-domain"))
