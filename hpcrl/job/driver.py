@@ -331,7 +331,12 @@ class JobDriver:
             outcome = LIMIT_OUTCOMES.get(limits.cause, outcome)
         self.drain.publish(reason)
         self.workers.await_ends(timeout_s=self.drain.choose_grace())
-        return JobEnd(outcome=outcome, reason=reason, cause="user-request" if self.campaign.stop.exists() else cause)
+        allocation = self.workers.allocation
+        lost = self.drain.find_lost_nodes(allocation) if outcome in ("drained", "cut") and allocation else []
+        if lost:
+            cause, reason = "node-failure", f"{reason}: Slurm reports {', '.join(lost)} as down"
+        cause = "user-request" if self.campaign.stop.exists() else cause
+        return JobEnd(outcome=outcome, reason=reason, cause=cause, nodes=lost)
 
     def _check_progress(self, watch: ProgressWatch) -> None:
         """Report or end a job in which nothing happens; for a hang, dump all stacks to the logs."""

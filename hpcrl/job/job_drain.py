@@ -6,6 +6,7 @@ CLOCK_SKEW_S, END_QUERY_TIMEOUT_S, LIMITS_INTERVAL_S, MIN_CLOSE_GRACE_S, NOTICE_
 """
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from hpcrl.job.supervision import (
     plan_termination,
 )
 from hpcrl.slurm.allocation import JobAllocation, query_schedule
+from hpcrl.slurm.status import query_lost_nodes
 from hpcrl.system.files import publish_file
 
 END_QUERY_TIMEOUT_S = 3.0
@@ -142,6 +144,13 @@ class JobDrain:
     def choose_grace(self) -> float:
         """Return how long one part of the end may take: all of it must be over when Slurm kills the job."""
         return min(CLOSE_GRACE_S, max((self.limits.kill_time - self.read_time()) / 4, MIN_CLOSE_GRACE_S))
+
+    def find_lost_nodes(self, allocation: JobAllocation) -> list[str]:
+        """Return the nodes for which Slurm has ended the whole job, if it did: it reports them as down by now."""
+        if self.limits.cause != "cancellation" or allocation.job_id is None:
+            return []
+        nodes = sorted({node for names in allocation.nodes for node in names})
+        return query_lost_nodes(nodes, env=os.environ, timeout_s=min(END_QUERY_TIMEOUT_S, self.choose_grace()))
 
     def _terminate(self, allocation: JobAllocation, before: DrainLimits) -> None:
         """Drain after SIGTERM in the time that Slurm names, which may answer only when it is asked again."""

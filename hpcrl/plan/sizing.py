@@ -125,9 +125,8 @@ def _find_worker_demands(recipe: Recipe, gpus: dict[RoleName, GpuModel | None]) 
         if consumed is not None and consumed < tokens_per_s and recipe.rollout.mode != "sync":
             tokens_per_s, source = consumed, f"training consumes about {consumed:.0f} tokens/s"
         busy = tokens_per_s / turn.num_reply * prefill.prefill_s(turn.num_new, num_known=turn.num_context)
-        why = (
-            f"{source}, and the prompts of those turns ({turn.num_new:.0f} new tokens each) keep {busy:.2f} of them busy"
-        )
+        prompts = f"the prompts of those turns ({turn.num_new:.0f} new tokens each)"
+        why = f"{source}, and {prompts} keep {busy:.2f} of them busy"
         open_ones.append(_WorkerDemand(role="prefill", num=ceil(busy), why=why))
     return open_ones
 

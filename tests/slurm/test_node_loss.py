@@ -98,3 +98,17 @@ def lose(lab: Lab, node: str) -> None:
     """Kill the node's daemon and everything it has started, and inform Slurm, which notices only after a minute."""
     outages.break_part(lab.state_dir, node)
     lab.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
+
+def test_a_job_that_slurm_ends_for_a_lost_node_names_it_and_the_next_one_avoids_it(lab: Lab, campaigns: Path) -> None:
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "d", *SIMULATED, *ENDLESS, "-s", "job.num_jobs=1")
+    campaign = CampaignDir(campaigns / "d")
+    until(lambda: len(steps(campaign)) > 2, what="steps are made")
+    outages.break_part(lab.state_dir, KEPT)
+    ended = outcome(campaign)
+    assert (ended["outcome"], ended["cause"], ended["nodes"]) == ("drained", "node-failure", [KEPT])
+    assert f"Slurm reports {KEPT} as down" in ended["reason"]
+    hpcrl("resume", "d")
+    (script,) = campaign.job(1).root.glob("*.sh")
+    assert f"--exclude={KEPT}" in script.read_text()
+    hpcrl("stop", "d", "--now")

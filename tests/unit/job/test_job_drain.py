@@ -71,6 +71,16 @@ def test_a_job_with_sigterm_drains_though_slurm_is_silent_and_a_later_answer_giv
     assert (tmp_path / "order").read_text() == "drained\n", "it was asked once more, and an answer is enough"
 
 
+@pytest.mark.parametrize(("state", "lost"), [("down*", ["n"]), ("mixed", []), ("draining", [])])
+def test_a_job_that_slurm_ends_since_a_node_is_down_names_it(drain, tmp_path, monkeypatch, state, lost):
+    fake_squeue(tmp_path, monkeypatch, 'echo "COMPLETING N/A N/A"')
+    (tmp_path / "bin" / "sinfo").write_text(f"#!/bin/sh\necho n {state}\n")
+    (tmp_path / "bin" / "sinfo").chmod(0o700)
+    drain.requests.is_terminated = True
+    drain.check_requests(ALLOCATION)
+    assert drain.find_lost_nodes(ALLOCATION) == lost
+
+
 def test_steps_learn_by_when_a_running_driver_has_ended_a_job_that_slurm_will_kill(drain, job, monkeypatch):
     drain.start(DrainRequest(reason="a user asked for it", grace_s=6.0, cause="user-request"))
     left, now = DrainTime(job), time.monotonic()
