@@ -120,6 +120,10 @@ def list_jobs(campaign: CampaignDir) -> list[JobDir]:
     """Return the jobs of a campaign, oldest first; at least one."""
     jobs = [campaign.job(number) for number in campaign.job_numbers()]
     if not jobs:
+        if campaign.has_results():
+            raise CampaignError(
+                f"campaign {campaign.name!r} has results, and the records of its jobs are gone: restore {campaign.jobs}"
+            )
         raise CampaignError(
             f"campaign {campaign.name!r} has no job: it was not submitted to the end; remove it "
             f"(`hpcrl rm {shlex.quote(campaign.name)}`) and submit it again"

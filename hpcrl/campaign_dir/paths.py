@@ -131,6 +131,11 @@ class CampaignDir:
     def weights(self) -> Path:
         return self.root / "weights"
 
+    def has_results(self) -> bool:
+        """Return whether a job has left checkpoints or trajectories."""
+        folders = (self.checkpoints, *map(self.spool, SPOOLS))
+        return any(folder.is_dir() and any(folder.glob("[!.]*")) for folder in folders)
+
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"

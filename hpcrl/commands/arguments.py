@@ -256,7 +256,7 @@ def _add_events(commands: "CommandParsers") -> None:
     events.add_argument(
         "-n", "--limit", type=int, default=NUM_EVENTS, metavar="N", help=f"the newest N (default {NUM_EVENTS}; 0: all)"
     )
-    events.add_argument("-f", "--follow", action="store_true", help="continue with those that are added")
+    events.add_argument("-f", "--follow", action="store_true", help="continue until the job ends")
     events.add_argument("--json", action="store_true", help="print a line of JSON for each")
     events.set_defaults(run="campaign_logs:run_events")
 

@@ -31,6 +31,7 @@ from hpcrl.monitor.log_tail import ROLE_LOGS, list_role_logs, read_from, read_la
 from hpcrl.system.terminal import (
     escape_to_one_line,
     format_timestamp,
+    is_terminal,
     print_json_text,
     print_line,
     print_to_stderr,
@@ -121,7 +122,7 @@ def list_events(
     as_json: bool = False,
     follow: bool = False,
 ) -> None:
-    """Print the newest `limit` events of these kinds and roles (0: all); with `follow`, continue until interrupted."""
+    """Print the newest `limit` events of these kinds and roles (0: all); with `follow`, until the job has ended."""
     if limit < 0:
         raise ConfigError(f"-n {limit}: give the number of events to show, or 0 for all")
     _check_kinds(kinds)
@@ -132,6 +133,7 @@ def list_events(
     with show_wait(f"the events of {campaign.name} are read"):
         newest = _read_newest(reader, kinds=kinds, roles=roles, limit=limit)
     while True:
+        has_ended = _has_ended(campaign)
         for line in newest:
             if as_json:
                 print_json_text(msgspec.json.encode(line))
@@ -143,15 +145,21 @@ def list_events(
             if damage not in shown:
                 print_to_stderr(damage)
                 shown.add(damage)
-        if not follow:
+        if not follow or (has_ended and not newest):
             return
         time.sleep(FOLLOW_INTERVAL_S)
         newest = _read_newest(reader, kinds=kinds, roles=roles)
 
 
+def _has_ended(campaign: CampaignDir) -> bool:
+    """Return whether no job of a campaign waits or runs, as far as their records show."""
+    numbers = campaign.job_numbers()
+    return not numbers or campaign.job(max(numbers)).outcome.exists()
+
+
 def _read_terminal_width() -> int | None:
     """Return the columns of the terminal that shows stdout; None for a pipe or a file, which have no width."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
 
 
 def format_event(line: Mapping[str, Any], *, width: int | None = None) -> str:

@@ -144,7 +144,7 @@ def show_topic(words: Sequence[str], *, parser: argparse.ArgumentParser) -> int:
         print_line(TOPICS[first][1](rest))
     else:
         hint = _suggest_key_topic(words) or suggest_name(command, [*TOPICS, *parsers])
-        raise HpcrlError(f"no topic {command!r}: {hint}topics are {', '.join(TOPICS)}")
+        raise HpcrlError(f"no topic {command!r}: {hint}topics are {', '.join(TOPICS)}, and each command")
     return 0
 
 

@@ -20,7 +20,7 @@ from hpcrl.config.toml import suggest_name
 from hpcrl.errors import ConfigError
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.interrupts import run_process
-from hpcrl.system.terminal import print_note, print_to_stderr
+from hpcrl.system.terminal import is_terminal, print_note, print_to_stderr
 from hpcrl.system.variables import PROGRESS_BARS_VARIABLE
 
 MAX_EPISODES = 100
@@ -59,7 +59,7 @@ def try_recipe(
         write_description(campaign, request)
         options = ["--episodes", str(num_episodes), *(["--json"] if as_json else [])]
         words = [request.site.choose_python(), "-m", "hpcrl.trial", str(campaign.root), *options, *chosen]
-        if sys.stderr.isatty():  # a line, as what is played may write to the terminal too
+        if is_terminal(sys.stderr):  # a line, as what is played may write to the terminal too
             print_to_stderr(f"the model is loaded, then episodes of {', '.join(chosen)} are played")
         environment = {PROGRESS_BARS_VARIABLE: "1", **os.environ}
         return run_process(words, environment=environment)

@@ -27,7 +27,7 @@ from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.slurm.end_policy import find_bad_nodes
 from hpcrl.slurm.status import query_failed_nodes, query_lost_nodes, query_restarted_nodes
-from hpcrl.system.exit_codes import EXIT_HUNG, EXIT_OUT_OF_MEMORY
+from hpcrl.system.exit_codes import EXIT_HUNG, EXIT_OUT_OF_MEMORY, SIGNAL_CODE, describe_end
 from hpcrl.system.file_watch import PATIENCE_S
 from hpcrl.system.files import read_last_line
 from hpcrl.system.memory import KILLED
@@ -138,6 +138,8 @@ class JobWorkers:
             return f"{KILLED}: raise resources.train.mem_gib_per_worker"
         if code == EXIT_HUNG:
             return read_last_line(self.job.log("train-step"))
+        if code > SIGNAL_CODE:  # its log ends with a step
+            return f"it {describe_end(SIGNAL_CODE - code)}"
         return f"exit code {code}: {read_last_line(self.job.log('train-0'))}"
 
     def _has_trainer_failed(self, runtime: "JobRuntime", code: int | None) -> bool:

@@ -32,8 +32,11 @@ class MonitorNote(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def line(self) -> str:
-        """The text with the number of events, if there are several."""
-        return f"{self.num:,}{'+' if self.is_least else ''} x {self.text}" if self.num > 1 else self.text
+        """The text with the number of events, if there are several: of faults before it, as they are alike."""
+        if self.num == 1:
+            return self.text
+        num = f"{self.num:,}{'+' if self.is_least else ''}"
+        return f"{num} x {self.text}" if self.bad else f"{self.text}, the last of {num}"
 
 
 class NoteLog:

@@ -19,7 +19,7 @@ from hpcrl.system.exit_codes import EXIT_DONE, run_for_code
 from hpcrl.system.files import OUTPUT_MODE, find_output, publish_file
 from hpcrl.system.output_encoding import follow_locale
 from hpcrl.system.processes import do_nothing
-from hpcrl.system.terminal import print_json_text, print_to_stderr, show_wait
+from hpcrl.system.terminal import is_terminal, print_json_text, print_to_stderr, show_wait
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,7 +34,7 @@ def _run_command(arguments: argparse.Namespace, campaigns: Sequence[CampaignDir]
     if arguments.format == "inspect":
         _write_inspect_logs(campaigns, arguments.output)
         return EXIT_DONE
-    show = print_to_stderr if sys.stderr.isatty() else do_nothing
+    show = print_to_stderr if is_terminal(sys.stderr) else do_nothing
     document = build_document(
         campaigns, read_trajectories=partial(_read_trajectories, num_campaigns=len(campaigns)), show_progress=show
     )
@@ -114,8 +114,10 @@ def _write_inspect_logs(campaigns: Sequence[CampaignDir], target: Path | None) -
     from hpcrl.traj.export import export_trajectories
     from hpcrl.traj.history import TrajectoryHistory, TrajectorySelection
 
-    if target is None or len(campaigns) != 1:
-        raise CampaignError("--format inspect writes a directory for one campaign: name it with -o DIRECTORY")
+    if len(campaigns) != 1:
+        raise CampaignError(f"--format inspect writes the logs of one campaign, and {len(campaigns)} are named")
+    if target is None:
+        raise CampaignError("--format inspect writes a directory: name it with -o DIRECTORY")
     if target.exists():
         command = f"hpcrl traj export {campaigns[0].name} {target} --format inspect --force"
         raise CampaignError(f"{target} exists: choose another directory with -o, or replace it: `{command}`")

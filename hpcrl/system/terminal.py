@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import msgspec
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
@@ -97,6 +97,11 @@ class _Unpadded:
         yield Segment(line)
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether a stream is a terminal; Python has None for one that was closed before the start."""
+    return stream is not None and stream.isatty()
+
+
 def make_console(*, pipe_width: int = PIPE_WIDTH) -> Console:
     """Make a console as wide as $COLUMNS or the terminal, or `pipe_width` for a pipe.
 
@@ -104,7 +109,7 @@ def make_console(*, pipe_width: int = PIPE_WIDTH) -> Console:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    is_sized = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    is_sized = is_terminal(sys.stdout) or os.environ.get("COLUMNS", "").isdigit()
     return PipeConsole(markup=False, width=None if is_sized else pipe_width)
 
 

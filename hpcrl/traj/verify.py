@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName
 from hpcrl.errors import SpoolError
 from hpcrl.learn.consumed import ConsumedGroups, read_consumed_groups, sort_group_numbers
@@ -33,7 +34,7 @@ from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.rows import list_row_turns, list_spans
 from hpcrl.spool.segment import Segment, read_segment
 from hpcrl.system.exit_codes import EXIT_FAILED
-from hpcrl.system.files import read_json
+from hpcrl.system.files import is_directory, read_json
 from hpcrl.system.terminal import escape_to_one_line, format_bytes, make_console, print_json, track_progress
 from hpcrl.traj.history import SeenIds
 
@@ -181,6 +182,7 @@ class SpoolVerifier:
         """Verify everything and return the report."""
         consumed = read_consumed_groups(self.campaign.checkpoints)  # first: its groups are in a spool by now
         self._check_description()
+        self._check_events()
         self._check_directories()
         self._verify_live_spools()
         self._verify_archive()
@@ -198,6 +200,18 @@ class SpoolVerifier:
                 read_json(path)
             except (OSError, ValueError) as error:
                 self._add_finding("damage", path, f"cannot be read: {error}")
+
+    def _check_events(self) -> None:
+        """Report events and records of jobs that are damaged, or missing where a job has left something else."""
+        reader = EventReader(self.campaign.events)
+        for _ in reader.poll_lines():
+            pass
+        unreadable = [f"{name} cannot be read: {why}" for name, why in reader.unreadable.items()]
+        for reason in [*unreadable, *reader.describe_damage()]:
+            self._add_finding("damage", self.campaign.events, reason)
+        for path in (self.campaign.events, self.campaign.jobs):
+            if self.campaign.has_results() and not (is_directory(path) and any(path.iterdir())):
+                self._add_finding("damage", path, "is missing or empty, though a job has left results")
 
     def _check_directories(self) -> None:
         """Report a spool that is missing while the other is there: they are made together."""

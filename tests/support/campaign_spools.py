@@ -24,6 +24,8 @@ class Spools:
         self._number = 0
         for spool in ("rollouts", "scored"):
             make_private_dir(self.campaign.spool(spool))
+        make_private_dir(self.campaign.job(0).root)
+        (make_private_dir(self.campaign.events) / "000-driver.jsonl").touch()
         publish_json(self.campaign.recipe, {"name": "quickstart", "domains": {"lake": {}, "taxi": {}}})
         publish_json(self.campaign.site, {"name": "local"})
         publish_json(self.campaign.plan, {"layout": "local"})

@@ -191,6 +191,14 @@ def test_logs_that_are_followed_end_with_their_job(
     assert printed(capsys, "logs", "one", "-f").splitlines()[1:] == ["line"]
 
 
+def test_events_that_are_followed_end_with_their_job(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make_campaign("one")
+    assert made.job(0).outcome.exists()
+    assert printed(capsys, "events", "one", "-f") == printed(capsys, "events", "one")
+
+
 def test_campaigns_are_compared_without_settings_where_a_recipe_cannot_be_read(
     make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:

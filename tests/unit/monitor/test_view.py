@@ -350,8 +350,8 @@ def test_checkpoints_are_one_line_of_the_list_and_each_is_printed(tmp_path: Path
 
     assert [note.line for note in seen.detail.notes][-3:] == [
         "3 tasks of 000-env-0 that were in flight are started again",
-        "60 x checkpoint at step 80 (version 80)",
-        "60 x 8 trajectories left the spools",
+        "checkpoint at step 80 (version 80), the last of 60",
+        "8 trajectories left the spools, the last of 60",
     ]
     assert sum("checkpoint at step" in line for line in printed) == 60
 

@@ -11,6 +11,8 @@ import time
 import numpy as np
 import pytest
 
+from hpcrl.campaign.directory import list_jobs
+from hpcrl.errors import CampaignError
 from hpcrl.learn.consumed import ConsumedGroups, sort_group_numbers
 from hpcrl.spool import record
 from hpcrl.spool.listing import quarantine_segment
@@ -65,6 +67,18 @@ def test_a_record_that_is_missing_is_damage(spools, record):
     getattr(spools.campaign, record).unlink()
     path, reason = only_damage(spools)
     assert (path, reason.partition(":")[0]) == (f"{record}.json", "cannot be read")
+
+
+def test_damaged_events_and_records_of_jobs_that_are_gone_are_damage(spools):
+    campaign = spools.campaign
+    (campaign.events / "000-env-0.jsonl").write_bytes(b"\xff\x00 rubbish\n")
+    assert damage(spools) == [("events", "1 line of events/000-env-0.jsonl is damaged")]
+    shutil.rmtree(campaign.events)
+    shutil.rmtree(campaign.jobs)
+    reason = "is missing or empty, though a job has left results"
+    assert damage(spools) == [("events", reason), ("jobs", reason)]
+    with pytest.raises(CampaignError, match="the records of its jobs are gone: restore"):
+        list_jobs(campaign)
 
 
 def test_a_whole_campaign_is_clean_and_exit_code_0(spools, capsys):
