@@ -23,19 +23,22 @@ from hpcrl.job.memory_watch import TrainerMemoryWatch
 from hpcrl.job.progress_watch import MAX_BEAT_AGE_S, RANK_LOOK_INTERVAL_S, RankBeats
 from hpcrl.job.reward_tasks import is_lost_worker
 from hpcrl.job.supervision import LookInterval, RestartBudget, find_quorum
+from hpcrl.monitor.advisories import names_full_disk
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.slurm.end_policy import find_bad_nodes
 from hpcrl.slurm.status import query_failed_nodes, query_lost_nodes, query_restarted_nodes
 from hpcrl.system.exit_codes import EXIT_HUNG, EXIT_OUT_OF_MEMORY, SIGNAL_CODE, describe_end
 from hpcrl.system.file_watch import PATIENCE_S
-from hpcrl.system.files import read_last_line
+from hpcrl.system.files import publish_file, read_last_line
 from hpcrl.system.memory import KILLED
 
 if TYPE_CHECKING:
     from hpcrl.job.runtime import JobRuntime
 
 LONG_LIVED_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env")
+PROBE_BYTES = 1 << 20
+"""The size of a file by which the driver finds out whether the file system takes one."""
 
 
 @dataclass
@@ -149,11 +152,19 @@ class JobWorkers:
                 self._count_trainer_failure(reason, cause="node-failure")
             return bool(reason)
         self._refuse_restart()
+        self._probe_disk()
         if not self.memory.report_shortage(code):
             cause: EndCause = "out-of-memory" if code == EXIT_OUT_OF_MEMORY else "user-code"
             self._drop_lost_nodes(runtime, self._list_trainer_nodes())
-            self._count_trainer_failure(self.describe_trainer_end(code), cause=cause)
+            reason = self.describe_trainer_end(code)
+            self._count_trainer_failure(reason, cause="infrastructure" if names_full_disk(reason) else cause)
         return True
+
+    def _probe_disk(self) -> None:
+        """Raise OSError while the file system is full or away: the driver waits for it, and counts no failure."""
+        probe = self.job.root / "probe"
+        publish_file(probe, " " * PROBE_BYTES)
+        probe.unlink()
 
     def _count_trainer_failure(self, reason: str, *, cause: EndCause) -> None:
         self.emit(WorkerFailed(of="train-0", reason=reason))

@@ -7,6 +7,7 @@ HealthFacts         the facts that are judged
 find_advisories     all findings, the worst first
 select_untrained    those that a domain trains nothing
 describe_advisory   a finding in one line
+names_full_disk     whether a reason is a disk without room
 Severity            how bad one is
 RULES               the rules, each a function of the facts
 
@@ -738,7 +739,7 @@ def _find_full_disk(facts: HealthFacts) -> Iterator[Advisory]:
     full = [
         (note, fault)
         for fault, note in facts.progress.newest_faults.items()
-        if not fault.domain and _names_full_disk(note.text)  # a domain's fault is about a disk of its environment
+        if not fault.domain and names_full_disk(note.text)  # a domain's fault is about a disk of its environment
     ]
     job = facts.progress.jobs.get(_newest_job(facts))
     if not facts.is_running or not full or job is None:
@@ -760,7 +761,8 @@ def _find_full_disk(facts: HealthFacts) -> Iterator[Advisory]:
     )
 
 
-def _names_full_disk(text: str) -> bool:
+def names_full_disk(text: str) -> bool:
+    """Return whether a text names the error of a disk that is full, or of a quota that is used up."""
     return any(os.strerror(error) in text for error in (errno.ENOSPC, errno.EDQUOT))
 
 
@@ -889,7 +891,7 @@ def _find_failing_workers(facts: HealthFacts) -> Iterator[Advisory]:
             continue
         cause = facts.progress.worker_failure_reasons.get(role) or "see their logs"
         remedy = f"read the log of role {role}, and the failures by node: one bad node is excluded"
-        if _names_full_disk(cause):
+        if names_full_disk(cause):
             remedy = "make room in the campaign's file system (`hpcrl gc` names what can go), or raise the quota"
         is_one = num_of_one >= num_incidents - allowed
         figure = num_of_one if is_one else num_incidents

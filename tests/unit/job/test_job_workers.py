@@ -38,6 +38,7 @@ def events():
 def workers(tmp_path, events):
     campaign, recipe = CampaignDir(tmp_path), make_recipe()
     make_private_dir(campaign.events)
+    make_private_dir(campaign.job(0).root)
     return JobWorkers(
         job=campaign.job(0),
         plan=make_plan(recipe, load_site("local")),
@@ -87,6 +88,37 @@ def test_a_trainer_whose_start_is_refused_by_a_full_file_system_has_failed_once_
     assert workers.restart_failed(runtime, trainer_code=None) is False
     assert runtime.num_started == 1
     assert events == [WorkerFailed(of="train-0", reason=ANY), WorkerRestarted(of="train-0")]
+
+
+def test_a_trainer_that_ends_while_the_disk_is_full_has_not_failed_until_there_is_room(workers, events, monkeypatch):
+    workers.memory = SimpleNamespace(report_shortage=lambda code: False)
+    runtime = RefusedRuntime(num_refused=0)
+
+    def refuse(path, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(job_workers, "publish_file", refuse)
+        for _ in range(MAX_RESTARTS + 2):
+            with pytest.raises(OSError, match="No space left"):
+                workers.restart_failed(runtime, trainer_code=1)
+    assert events == []
+    workers.restart_failed(runtime, trainer_code=1)
+    assert events == [WorkerFailed(of="train-0", reason=ANY), WorkerRestarted(of="train-0")]
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"), [("OSError: [Errno 28] No space left on device", "infrastructure"), ("x", "user-code")]
+)
+def test_a_trainer_that_fails_for_lack_of_room_is_no_fault_of_the_users_code(workers, log, cause):
+    workers.memory = SimpleNamespace(report_shortage=lambda code: False)
+    make_private_dir(workers.job.logs)
+    workers.job.log("train-0").write_text(f"{log}\n")
+    for _ in range(MAX_RESTARTS):
+        workers._has_trainer_failed(None, 1)
+    with pytest.raises(JobError) as ended:
+        workers._has_trainer_failed(None, 1)
+    assert ended.value.cause == cause
 
 
 def fail_worker(workers, worker, times=MAX_RESTARTS + 1, reason="exit code 1"):
