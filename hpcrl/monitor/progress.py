@@ -72,9 +72,9 @@ MAX_RECENT_REWARDS = 256
 MAX_WORKER_FAILURES = 1000
 """The failures of a role's workers that are known one by one."""
 MIN_RECENT_OUTCOMES = 128
-"""The outcomes of a domain are recent for this number of episodes and up to twice as many."""
+"""The episodes of a domain whose outcomes are called recent: this number, up to twice of it."""
 MAX_RECENT_LISTED = 512
-"""The steps, and the reports of flat groups, that are kept one by one."""
+"""The last steps, and the last reports of flat groups, that are listed."""
 MAX_ENGINE_WINDOW_S = 300.0
 """The time over which an engine's load is called recent."""
 MAX_FAULT_CAUSES = 1000
@@ -255,7 +255,7 @@ class DomainProgress:
     reward_faults: Counter[str] = field(default_factory=Counter)
     """Played episodes that got no reward, since its function failed, by the outcome as played."""
     recent_outcomes: dict[str, float] = field(default_factory=dict)
-    """The last MIN_RECENT_OUTCOMES episodes, or up to twice as many, by outcome: older ones count less and less."""
+    """The last MIN_RECENT_OUTCOMES episodes, up to twice of that, by outcome: older ones count less and less."""
     recent_env_faults: float = 0.0
     """The part of them whose environment failed, also if it was tried again."""
     num_ended: int = 0
@@ -292,9 +292,8 @@ class DomainProgress:
 
     def _add_recent(self, counts: Mapping[str, float]) -> None:
         recent = self.recent_outcomes
-        num_parts = (
-            math.ceil(sum(counts.values()) / MIN_RECENT_OUTCOMES * 4) or 1
-        )  # as if they were reported one by one
+        # A long report is added in parts, so that its first episodes age as if they were reported earlier.
+        num_parts = max(1, math.ceil(sum(counts.values()) / MIN_RECENT_OUTCOMES * 4))
         for _ in range(num_parts):
             for name, num in counts.items():
                 if num:
