@@ -73,7 +73,7 @@ def find_candidates(parser: argparse.ArgumentParser, words: Sequence[str]) -> li
     elif last.startswith("-"):
         found = [name for action in parser._actions for name in action.option_strings]
     else:
-        found = _list_positions(parser, len(positions))
+        found = _list_positions(parser, positions)
     return sorted({one for one in found if one.startswith(last)})
 
 
@@ -90,7 +90,8 @@ def _find_commands(parser: argparse.ArgumentParser) -> dict[str, argparse.Argume
     return None
 
 
-def _list_positions(parser: argparse.ArgumentParser, num_before: int) -> list[str]:
+def _list_positions(parser: argparse.ArgumentParser, before: Sequence[str]) -> list[str]:
+    num_before = len(before)
     commands = _find_commands(parser)
     if commands is not None:
         return [name for name in commands if not name.startswith("_")]
@@ -100,7 +101,19 @@ def _list_positions(parser: argparse.ArgumentParser, num_before: int) -> list[st
     is_known = num_before < len(actions)
     if not is_known and actions[-1].nargs not in ("+", "*", 2):
         return []
-    return _list_values(actions[num_before if is_known else -1])
+    action = actions[num_before if is_known else -1]
+    match parser.prog.split()[1:]:
+        case ["site", "show"]:
+            return _list_known("site")
+        case ["site", "new"]:
+            return []
+        case ["schema"]:
+            return _list_schemas()
+        case ["help"] if num_before == 0:
+            return _list_topics()
+        case ["lab"] if action.dest == "part":
+            return _list_lab_parts() if before[0] in ("break", "restore") else []
+    return _list_values(action)
 
 
 def _list_values(action: argparse.Action) -> list[str]:
@@ -112,16 +125,12 @@ def _list_values(action: argparse.Action) -> list[str]:
             return _list_campaigns()
         case "RECIPE" if action.dest == "parent":
             return _list_known("recipe")
-        case "RECIPE" | "SITE" | "NAME" if action.dest in ("recipe", "site"):
-            return _list_files() + _list_known(action.dest)
+        case "RECIPE" | "SITE" | "NAME" if action.dest in ("recipe", "site", "like"):
+            return _list_files() + _list_known("recipe" if action.dest == "recipe" else "site")
         case "ROLE":
             return [*_list_roles(), "driver"]
         case "KIND":
             return _list_kinds()
-        case "TOPIC":
-            return _list_topics()
-        case "NAME" if action.dest == "name":
-            return _list_schemas() + _list_known("site")
         case _:
             return []
 
@@ -159,9 +168,17 @@ def _list_kinds() -> list[str]:
 
 
 def _list_topics() -> list[str]:
+    from hpcrl.commands.examples import EXAMPLES
     from hpcrl.commands.topics import TOPICS
 
-    return list(TOPICS)
+    return [*TOPICS, *EXAMPLES]
+
+
+def _list_lab_parts() -> list[str]:
+    from hpcrl.lab.conf import DEFAULT_CLUSTER
+    from hpcrl.lab.outages import CONTROLLER
+
+    return [*DEFAULT_CLUSTER.node_names(), CONTROLLER]
 
 
 def _list_schemas() -> list[str]:

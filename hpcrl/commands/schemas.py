@@ -29,6 +29,9 @@ class JsonOutput(NamedTuple):
 
 JSON_OUTPUTS = {
     "plan": JsonOutput("hpcrl plan RECIPE --site SITE --json", "hpcrl.plan.plan:Plan"),
+    "plan-suggest": JsonOutput(
+        "hpcrl plan RECIPE --site SITE --suggest --json", "hpcrl.plan.suggestions:PlanSuggestion", is_list=True
+    ),
     "ls": JsonOutput("hpcrl ls --json", "hpcrl.monitor.view:CampaignLine", is_list=True),
     "monitor": JsonOutput(
         "hpcrl monitor CAMPAIGN --json", "hpcrl.monitor.snapshot:CampaignSnapshot", dropped=("detail",)

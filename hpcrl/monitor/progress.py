@@ -6,7 +6,7 @@ TokenRate           its parts
 join_loads          the load of several engines
 FaultCause          what reported faults are counted by
 name_subject, parse_role  the worker that an event of another one is about, and the role in a name
-EPISODE_COUNTERS, RATE_WINDOW_S, MAX_RECENT_REWARDS, MAX_RECENT_OUTCOMES, MAX_ENGINE_WINDOW_S,
+EPISODE_COUNTERS, RATE_WINDOW_S, MAX_RECENT_REWARDS, MIN_RECENT_OUTCOMES, MAX_ENGINE_WINDOW_S,
 MAX_FAULT_CAUSES    what is counted, and limits
 """
 
@@ -71,8 +71,10 @@ MAX_RECENT_REWARDS = 256
 """Trajectories in the recent mean reward of each domain."""
 MAX_WORKER_FAILURES = 1000
 """The failures of a role's workers that are known one by one."""
-MAX_RECENT_OUTCOMES = 512
-"""The episodes of each domain whose outcomes are called recent."""
+MIN_RECENT_OUTCOMES = 128
+"""The episodes of a domain whose outcomes are called recent: this number, up to twice of it."""
+MAX_RECENT_LISTED = 512
+"""The last steps, and the last reports of flat groups, that are listed."""
 MAX_ENGINE_WINDOW_S = 300.0
 """The time over which an engine's load is called recent."""
 MAX_FAULT_CAUSES = 1000
@@ -253,7 +255,7 @@ class DomainProgress:
     reward_faults: Counter[str] = field(default_factory=Counter)
     """Played episodes that got no reward, since its function failed, by the outcome as played."""
     recent_outcomes: dict[str, float] = field(default_factory=dict)
-    """About the last MAX_RECENT_OUTCOMES episodes by outcome: what was before counts less and less."""
+    """The last MIN_RECENT_OUTCOMES episodes, up to twice of that, by outcome: older ones count less and less."""
     recent_env_faults: float = 0.0
     """The part of them whose environment failed, also if it was tried again."""
     num_ended: int = 0
@@ -290,13 +292,16 @@ class DomainProgress:
 
     def _add_recent(self, counts: Mapping[str, float]) -> None:
         recent = self.recent_outcomes
-        for name, num in counts.items():
-            if num:
-                recent[name] = recent.get(name, 0.0) + num
-        while sum(recent.values()) > 2 * MAX_RECENT_OUTCOMES:
-            for name in recent:
-                recent[name] /= 2
-            self.recent_env_faults /= 2
+        # A long report is added in parts, so that its first episodes age as if they were reported earlier.
+        num_parts = max(1, math.ceil(sum(counts.values()) / MIN_RECENT_OUTCOMES * 4))
+        for _ in range(num_parts):
+            for name, num in counts.items():
+                if num:
+                    recent[name] = recent.get(name, 0.0) + num / num_parts
+            if sum(recent.values()) > 2 * MIN_RECENT_OUTCOMES:
+                for name in recent:
+                    recent[name] /= 2
+                self.recent_env_faults /= 2
 
     def add(self, rewards: Sequence[float]) -> None:
         self.num += len(rewards)
@@ -382,11 +387,9 @@ class CampaignProgress:
     skipped_rows: dict[int, RowsSkipped] = field(default_factory=dict)
     """The rows that were too long for the trainer, by step."""
     checkpoint_times: list[float] = field(default_factory=list)
-    recent_staleness: deque[StepStaleness] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_OUTCOMES))
+    recent_staleness: deque[StepStaleness] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_LISTED))
     """The episodes that ended after each of the last steps, the newest last."""
-    flat_dropped: deque[tuple[int, FlatGroupsDropped]] = field(
-        default_factory=lambda: deque(maxlen=MAX_RECENT_OUTCOMES)
-    )
+    flat_dropped: deque[tuple[int, FlatGroupsDropped]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_LISTED))
     """The step after which flat groups were dropped, and the event about them."""
     worker_failures: Counter[tuple[int, str]] = field(default_factory=Counter)
     """Workers that failed, by job and role."""

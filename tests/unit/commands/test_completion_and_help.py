@@ -1,6 +1,7 @@
 """Help, completion, schemas and the manual page agree with the commands that there are."""
 
 import argparse
+import importlib
 import os
 import re
 import shlex
@@ -113,6 +114,17 @@ def test_every_key_has_a_meaning(kind: type[msgspec.Struct]) -> None:
         (["plan", "quickstart", "--dag", "me"], ["mermaid"]),
         (["logs", "one", "tr"], ["train"]),
         (["events", "one", "--kind", "check"], ["checkpoint"]),
+        (["logs", "one", "dr"], ["driver"]),
+        (["site", "show", "fron"], ["frontier"]),
+        (["site", "new", ""], []),
+        (["schema", "traj-v"], ["traj-verify"]),
+        (["schema", "lab"], []),
+        (["lab", "up", "--like", "fron"], ["frontier"]),
+        (["lab", "break", "dec"], ["decode1", "decode2"]),
+        (["lab", "restore", "slurm"], ["slurmctld"]),
+        (["lab", "up", ""], []),
+        (["help", "exit"], ["exit-codes"]),
+        (["help", "moni"], ["monitor"]),
         (["nonsense", ""], []),
         (["monitor", "one", ""], []),
     ],
@@ -166,7 +178,7 @@ def test_every_command_with_json_has_a_schema() -> None:
         for name, parser in find_parsers(make_parser()).items()
         if "--json" in parser._option_string_actions
     }
-    assert with_json == JSON_OUTPUTS.keys()
+    assert with_json | {"plan-suggest"} == JSON_OUTPUTS.keys()
 
 
 @pytest.mark.parametrize("name", JSON_OUTPUTS)
@@ -174,10 +186,21 @@ def test_a_schema_is_one(name: str) -> None:
     jsonschema.Draft202012Validator.check_schema(make_schema(name))
 
 
+@pytest.mark.parametrize("name", sorted(JSON_OUTPUTS.keys() - {"events"}))
+def test_a_schema_names_the_fields_of_its_struct(name: str) -> None:
+    output = JSON_OUTPUTS[name]
+    module, _, attribute = output.type.partition(":")
+    fields = msgspec.structs.fields(getattr(importlib.import_module(module), attribute))
+    tables = make_schema(name)["$defs"]
+    assert tables[attribute]["properties"].keys() == {field.encode_name for field in fields} - {*output.dropped}
+    assert all(table["properties"] for table in tables.values() if table.get("type") == "object" and "title" in table)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("plan", ["plan", "quickstart", "--site", "local", "--json"]),
+        ("plan-suggest", ["plan", "quickstart", "--site", "lab", "--suggest", "--json"]),
         ("ls", ["ls", "--json"]),
         ("monitor", ["monitor", "one", "--json"]),
         ("compare", ["compare", "one", "two", "--json"]),

@@ -306,6 +306,14 @@ def test_episodes_that_were_lost_are_not_counted_among_those_tried_again() -> No
     assert found.figure == pytest.approx(0.21)
 
 
+@pytest.mark.parametrize("num_reports", [1, 100])
+def test_episodes_that_were_cut_off_before_the_policy_learned_to_finish_are_not_recent(num_reports: int) -> None:
+    before = [count_lake_episodes(truncated=400 * n // num_reports) for n in range(1, num_reports + 1)]
+    after = [count_lake_episodes(truncated=400, finished=300 * n // num_reports) for n in range(1, num_reports + 1)]
+    assert "truncation" in names(judge(*before))
+    assert judge(*before, *after) == []
+
+
 def test_faults_of_long_ago_are_not_recent() -> None:
     assert judge(*list_faults(1000), count_lake_episodes(finished=1000), count_lake_episodes(finished=20_000)) == []
 
