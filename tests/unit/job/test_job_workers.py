@@ -110,7 +110,7 @@ def test_a_trainer_that_ends_while_the_disk_is_full_has_not_failed_until_there_i
 @pytest.mark.parametrize(
     ("log", "cause"), [("OSError: [Errno 28] No space left on device", "infrastructure"), ("x", "user-code")]
 )
-def test_a_trainer_that_fails_for_lack_of_room_is_no_fault_of_the_users_code(workers, log, cause):
+def test_a_trainer_that_fails_for_lack_of_room_does_not_count_as_the_users_code(workers, log, cause):
     workers.memory = SimpleNamespace(report_shortage=lambda code: False)
     make_private_dir(workers.job.logs)
     workers.job.log("train-0").write_text(f"{log}\n")
