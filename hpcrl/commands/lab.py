@@ -32,7 +32,7 @@ def run_lab(arguments: argparse.Namespace) -> int:
         case "status":
             print_line(str(lab.status(state_dir)))
         case "env":
-            if not lab.status(state_dir).is_up:
+            if not lab.status(state_dir).has_controller:
                 raise HpcrlError(f"the lab in {state_dir} is not up: `hpcrl lab up` first")
             for name, value in lab.make_environment(state_dir).items():
                 print_line(f"export {name}={value}")

@@ -18,6 +18,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import ConfigError
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, describe_end
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.interrupts import run_process
 from hpcrl.system.terminal import is_terminal, print_note, print_to_stderr
@@ -62,7 +63,14 @@ def try_recipe(
         if is_terminal(sys.stderr):  # a line, as what is played may write to the terminal too
             print_to_stderr(f"the model is loaded, then episodes of {', '.join(chosen)} are played")
         environment = {PROGRESS_BARS_VARIABLE: "1", **os.environ}
-        return run_process(words, environment=environment)
+        code = run_process(words, environment=environment)
+        if code not in (EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED):
+            print_to_stderr(
+                f"hpcrl: it {describe_end(code)}: the environments of {', '.join(chosen)} run in it, "
+                'and one may have ended it: domains.NAME.isolation = "process" keeps them apart'
+            )
+            return EXIT_FAILED
+        return code
 
 
 def _choose_domains(recipe: Recipe, wanted: Sequence[str]) -> list[str]:

@@ -156,7 +156,8 @@ def _place(result: CheckResult, label: str) -> CheckResult:
 def run_doctor(site: Site, *, has_job: bool, as_json: bool, timeout_s: float) -> int:
     """Check a site; the exit code is 1 if a check failed."""
     campaigns = show_campaigns_root(site)
-    results = list(run_login_checks(site, campaigns=campaigns))
+    with show_wait(f"this machine and its Slurm are compared with site {site.name}"):
+        results = list(run_login_checks(site, campaigns=campaigns))
     if not as_json:
         print_line(f"{site.name}: {site.description}")
         print_line(f"facts: {', '.join(site.sources) or 'no sources'}, {site.checked_on or 'no date'}")

@@ -72,11 +72,18 @@ class LabStatus:
     def is_up(self) -> bool:
         return self.complete and bool(self.daemons) and all(daemon.alive for daemon in self.daemons)
 
+    @property
+    def has_controller(self) -> bool:
+        """Return whether jobs can be sent to it, also while nodes are lost."""
+        return self.complete and any(daemon.name == "slurmctld" and daemon.alive for daemon in self.daemons)
+
     def __str__(self) -> str:
         if not self.daemons:
             return f"the lab in {self.state_dir} is down"
         dead = [daemon.name for daemon in self.daemons if not daemon.alive]
         condition = "was up already" if self.was_up else "is up" if self.is_up else "is not complete"
+        if dead and self.has_controller:
+            condition = "is up without some nodes"
         partitions = ", ".join(self.partitions) or "unknown (slurmctld does not answer)"
         lines = [
             f"the lab in {self.state_dir} {condition}: {len(self.daemons)} daemons, partitions {partitions}",

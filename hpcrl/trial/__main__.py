@@ -8,6 +8,7 @@ from pathlib import Path
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_FAILED, run_for_code
 from hpcrl.system.output_encoding import follow_locale
+from hpcrl.system.processes import do_nothing
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,12 +23,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_trial(arguments: argparse.Namespace) -> int:
-    from hpcrl.system.terminal import print_json
+    from hpcrl.system.terminal import is_terminal, print_json, print_to_stderr
     from hpcrl.trial.player import play_domains
     from hpcrl.trial.report import is_good, list_results, show_trials
 
     campaign = CampaignDir(arguments.directory)
-    trials = play_domains(campaign, domains=arguments.domains, num_episodes=arguments.episodes)
+    show = print_to_stderr if is_terminal(sys.stderr) else do_nothing
+    trials = play_domains(campaign, domains=arguments.domains, num_episodes=arguments.episodes, show=show)
     if arguments.json:
         print_json(list_results(trials))
     else:

@@ -6,7 +6,8 @@ DomainTrial      the episodes of one domain
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -30,11 +31,12 @@ from hpcrl.rollout.fault_budget import FaultBudget
 from hpcrl.rollout.reward_process import RewardProcess
 from hpcrl.rollout.task_queue import TaskQueue
 from hpcrl.rollout.task_sets import TaskSets
-from hpcrl.rollout.tasks import TaskStream
+from hpcrl.rollout.tasks import AgentTask, TaskStream
 from hpcrl.rollout.thoughts import AnswerReader
 from hpcrl.rollout.trajectory_scorer import TrajectoryScorer
 from hpcrl.spool.outcome import name_outcome
 from hpcrl.spool.record import TRAINABLE, Trajectory
+from hpcrl.system.processes import do_nothing
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,16 @@ class DomainTrial:
         return [name_outcome(one.status, one.outcome) for one in self.trajectories]
 
 
-def play_domains(campaign: CampaignDir, *, domains: Sequence[str], num_episodes: int) -> list[DomainTrial]:
-    """Play and score episodes of these domains, each of another task; a domain at a time."""
+def play_domains(
+    campaign: CampaignDir, *, domains: Sequence[str], num_episodes: int, show: Callable[[str], object] = do_nothing
+) -> list[DomainTrial]:
+    """Play and score episodes of these domains, each of another task; a domain at a time. `show` gets its progress."""
     recipe = read_recipe(campaign)
     if recipe.model.path is None:
         make_tiny_model(campaign.model, recipe.model.tiny, seed=recipe.seed)  # type: ignore[arg-type]
     else:
         campaign.model.symlink_to(recipe.model.path)
-    return asyncio.run(_play_domains(_make_context(campaign, recipe), domains, num_episodes))
+    return asyncio.run(_play_domains(_make_context(campaign, recipe), domains, num_episodes, show=show))
 
 
 def _make_context(campaign: CampaignDir, recipe: Recipe) -> WorkerContext:
@@ -72,7 +76,9 @@ def _make_context(campaign: CampaignDir, recipe: Recipe) -> WorkerContext:
     )
 
 
-async def _play_domains(context: WorkerContext, domains: Sequence[str], num_episodes: int) -> list[DomainTrial]:
+async def _play_domains(
+    context: WorkerContext, domains: Sequence[str], num_episodes: int, *, show: Callable[[str], object]
+) -> list[DomainTrial]:
     recipe, campaign = context.recipe, context.campaign
     cpus = context.role_plan.cpus_per_worker
     async with contextlib.AsyncExitStack() as stack:
@@ -89,7 +95,7 @@ async def _play_domains(context: WorkerContext, domains: Sequence[str], num_epis
         stack.push_async_callback(player.task_queue.close)
         stack.push_async_callback(scorer.close)
         held_out = HeldOutPlayer(player=player, open_env=open_env, scorer=scorer, forget=lambda episode: None)
-        return [await _play_domain(held_out, context, name, num_episodes) for name in domains]
+        return [await _play_domain(held_out, context, name, num_episodes, show=show) for name in domains]
 
 
 def _make_player(
@@ -123,13 +129,23 @@ def _make_player(
     )
 
 
-async def _play_domain(held_out: HeldOutPlayer, context: WorkerContext, name: str, num_episodes: int) -> DomainTrial:
+async def _play_domain(
+    held_out: HeldOutPlayer, context: WorkerContext, name: str, num_episodes: int, *, show: Callable[[str], object]
+) -> DomainTrial:
     """Play one domain's episodes at the same time, sampled as in training."""
     player, recipe = held_out.player, context.recipe
     tasks = TaskSets(recipe, EnvWorkerId(0, 1), directory=context.campaign.tasks, num_drawn={})
     stream = TaskStream(EnvWorkerId(0, 1), recipe_seed=recipe.seed, rows=tasks)
     drawn = [stream.draw({name: 1.0}) for _ in range(num_episodes)]
-    played = await asyncio.gather(*(player.play_training(task, 0) for task in drawn))
+    numbers = itertools.count(1)
+
+    async def play(task: AgentTask) -> Trajectory:
+        trajectory = await player.play_training(task, 0)
+        show(f"{name}: {next(numbers)} of {num_episodes} episodes are played")
+        return trajectory
+
+    show(f"{name}: the first episodes are played")
+    played = await asyncio.gather(*map(play, drawn))
     return DomainTrial(name, [await _score(held_out, name, one) for one in played])
 
 

@@ -1,5 +1,6 @@
 """Settings and outages of a lab: a node that is booted again, a controller that falls silent."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,10 @@ def test_a_node_that_is_booted_again_has_lost_its_processes(small_lab: Lab, tmp_
     pid = int((tmp_path / "pid").read_text())
     outages.break_part(small_lab.state_dir, "n1")
     assert is_zombie(pid)
-    assert not labs.status(small_lab.state_dir).is_up
+    status = labs.status(small_lab.state_dir)
+    assert (status.is_up, status.has_controller) == (False, True)
+    assert "is up without some nodes" in str(status)
+    assert f"export HPCRL_LAB={small_lab.state_dir}" in small_lab.run(sys.executable, "-m", "hpcrl.cli", "lab", "env")
     outages.restore_part(small_lab.state_dir, "n1")
     assert labs.status(small_lab.state_dir).is_up
     small_lab.run("srun", "-w", "n1", "-n1", "--mem=50", "true")

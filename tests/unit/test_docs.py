@@ -16,11 +16,15 @@ import pytest
 from hpcrl.campaign.request import load_request
 from hpcrl.campaign_dir.events import CampaignEvent
 from hpcrl.cli import make_parser
+from hpcrl.commands.schemas import JSON_OUTPUTS
 from hpcrl.config.key_table import list_keys
 from hpcrl.config.pipeline import make_pipeline, render_text
 from hpcrl.config.recipe import Recipe, make_recipe
 from hpcrl.config.site import Site, load_site
 from hpcrl.config.toml import ConfigKind, find_toml, load_table
+from hpcrl.monitor import advisories
+from hpcrl.spool.outcome import MAX_FAILED_SHARE
+from hpcrl.system.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from tests.support.doc_blocks import (
     TUTORIAL,
     DocBlock,
@@ -496,3 +500,36 @@ FOLLOWED = {"laptop.md", "lab.md", "gpu-node.md", "supercomputer.md"}
 def test_every_session_is_on_a_page_of_the_tutorial_that_a_test_follows():
     assert {block.path.name for block in blocks_of("console")} == FOLLOWED
     assert {block.path.parent for block in blocks_of("console")} == {TUTORIAL}
+
+
+def test_the_page_of_commands_has_every_exit_code_and_schema():
+    text = (ROOT / "docs" / "commands.md").read_text()
+    codes = [int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)]
+    assert codes == [EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED]
+    listed = re.search(r"lists the names\): ([^.]*)\.", text)
+    assert listed is not None
+    assert set(listed[1].replace("\n", " ").replace(",", " ").split()) == set(JSON_OUTPUTS)
+
+
+@pytest.mark.parametrize(
+    ("advisory", "threshold"),
+    [
+        ("domain-fails", advisories.MIN_FAILED_AT_START),
+        ("domain-failing", MAX_FAILED_SHARE),
+        ("env-faults", advisories.MAX_ENV_FAULT_SHARE),
+        ("truncation", advisories.MAX_TRUNCATED_SHARE),
+        ("stale-episodes", advisories.MAX_STALE_SHARE),
+        ("flat-groups", advisories.MAX_FLAT_SHARE),
+        ("logprob-mismatch", advisories.MAX_KL_FRESH),
+        ("gradient-explodes", advisories.MAX_GRADIENT_GROWTH),
+        ("steps-skipped", advisories.MAX_SKIPPED_SHARE),
+        ("entropy-collapse", advisories.MIN_ENTROPY_SHARE),
+        ("trainer-waits", advisories.MAX_WAIT_SHARE),
+        ("engines-idle", advisories.MIN_BUSY_SHARE),
+        ("step-overdue", advisories.MAX_STEP_DELAY),
+        ("workers-die", advisories.MIN_WORKER_FAILURES),
+    ],
+)
+def test_the_page_of_advisories_has_their_thresholds(advisory, threshold):
+    (row,) = re.findall(rf"^\| `{advisory}` \|.*$", (ROOT / "docs" / "monitoring.md").read_text(), re.MULTILINE)
+    assert re.search(rf"(?<![\d.])({threshold:g}|{threshold * 100:g} %)(?![\d.])", row), row

@@ -154,6 +154,10 @@ def read_rows() -> dict[str, tuple[str, str]]:
     return {what: (declared, tested) for what, declared, tested in cells[1:]}
 
 
+def test_the_citation_has_the_version_of_the_package() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_the_versions_of_the_page_are_those_that_the_package_declares() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     rows = read_rows()

@@ -228,3 +228,15 @@ def test_a_site_that_cannot_be_read_hides_nothing_else(
     shown = " ".join(capsys.readouterr().out.split())
     assert "4/" in shown
     assert "site.json cannot be read" in shown
+
+
+def test_an_environment_that_ends_the_process_of_a_trial_is_named(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "ending.py").write_text(
+        "import os\nfrom hpcrl.envs.gymnasium_text import FrozenLake\n"
+        "class Ending(FrozenLake):\n    def step(self, action):\n        os._exit(7)\n"
+    )
+    own = environment | {"PYTHONPATH": os.pathsep.join((str(tmp_path), environment.get("PYTHONPATH", "")))}
+    words = [*COMMAND[:3], "try", "quickstart", "-n", "1", "-s", 'domains.lake.env="ending:Ending"']
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=own, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "ended with code 7: the environments of lake run in it, and one may have ended it" in done.stderr

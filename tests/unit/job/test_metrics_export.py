@@ -203,6 +203,7 @@ def test_the_reader_process_writes_tensorboard_and_wandb_offline_and_ends_when_a
     stored = list((campaign.metrics / "wandb").rglob("*.wandb"))
     assert len(stored) == 1
     assert b"reward/reward_mean" in stored[0].read_bytes()
+    assert b"groups_per_step" in stored[0].read_bytes(), "the recipe is the run's config"
 
 
 def test_a_killed_process_leaves_the_temporary_files_of_wandb_with_the_campaign(campaign, tmp_path):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.cells import cell_len  # noqa: TID251
 from rich.console import Console  # noqa: TID251
@@ -29,7 +30,7 @@ from hpcrl.monitor import view
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.keys import KeyReader
 from hpcrl.monitor.pages import CampaignPages
-from hpcrl.monitor.screen import StepBar, render_header, render_screen
+from hpcrl.monitor.screen import StepBar, format_date, render_header, render_screen
 from hpcrl.monitor.snapshot import MIN_PACE_STEPS, CampaignSnapshot
 from hpcrl.monitor.view import (
     choose_pause,
@@ -145,6 +146,14 @@ def test_the_screen_shows_the_main_facts(tmp_path: Path) -> None:
         "reward: prefill-0 failed 4 times",
     ):
         assert words in screen
+
+
+def test_the_header_of_a_job_that_waits_has_the_estimate_of_slurm(tmp_path: Path) -> None:
+    seen = collector(running(tmp_path)).poll()
+    waiting = msgspec.structs.replace(seen, detail=msgspec.structs.replace(seen.detail, start_estimate=1_800_000_000.0))
+    estimate = f"starts about {format_date(1_800_000_000.0)} (Slurm's estimate)"
+    assert estimate in "\n".join(text_of(waiting, width=120))
+    assert estimate not in "\n".join(text_of(seen, width=120))
 
 
 def test_the_reason_of_a_layout_is_not_repeated_at_each_start(tmp_path: Path) -> None:
