@@ -48,7 +48,7 @@ from hpcrl.campaign_dir.events import (
     WorkerStarted,
     describe_event,
 )
-from hpcrl.campaign_dir.paths import make_worker_name
+from hpcrl.campaign_dir.paths import drop_job, make_worker_name
 from hpcrl.monitor.notes import MonitorNote, NoteLog, make_cause
 from hpcrl.spool.episode_lengths import LengthCounts, join_lengths
 from hpcrl.spool.ids import parse_domain
@@ -517,7 +517,8 @@ class CampaignProgress:
                 )
                 failures.append(WorkerFailure(worker.name, event.worker, event.time))
                 self.worker_failure_reasons[worker.role] = event.reason
-                self._count_fault(FaultCause(f"worker {worker.role}", "", worker.node), event.reason, event)
+                what = f"worker {worker.role}" if worker.role else drop_job(worker.name)
+                self._count_fault(FaultCause(what, "", worker.node), event.reason, event)
             case VersionLoaded():
                 worker.version = event.version
 

@@ -139,7 +139,7 @@ def build_report(
         engines=_build_engines(history),
         jobs=jobs,
         roles=_build_roles(history, jobs, plan, in_env=in_env),
-        workers=build_gantt([span for span in history.spans if span.role not in in_env], share=share_of_page),
+        workers=build_gantt(history.spans, share=share_of_page),
         outcomes={name: view.outcomes for name, view in snapshot.domains.items()},
         failed={name: view.failed for name, view in snapshot.domains.items()},
         token_fates={name: view.token_fates for name, view in snapshot.domains.items() if view.token_fates},
@@ -429,7 +429,7 @@ def _build_role(
     held_s: float = 0.0,
     node_hours: float = 0.0,
 ) -> RoleFigures:
-    up_s = sum(span.end - span.start for span in spans)
+    up_s = sum(span.end - span.start for span in spans) + work.launch_s
     total_s = max(held_s, up_s)
     if total_s <= 0:
         return RoleFigures(
@@ -439,7 +439,7 @@ def _build_role(
     # The leader of a trainer reports for all its ranks.
     factor = len({span.worker for span in spans if span.job == spans[0].job}) if role == "train" and spans else 1
     busy_s = min(work.busy_s * factor, up_s)
-    starting_s = min(work.starting_s * factor, up_s - busy_s)
+    starting_s = min(work.starting_s * factor + work.launch_s, up_s - busy_s)
     is_measured = work.busy_s > 0 or work.starting_s > 0
     return RoleFigures(
         role=role,

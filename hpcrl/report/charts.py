@@ -32,12 +32,18 @@ def build_reward_charts(history: CampaignHistory) -> list[ReportChart]:
     steps = _known_steps(history)
     if not steps and not history.evaluations:
         return []
-    evaluations = {
-        history.evaluation_steps.get(number, 0): one.reward_mean for number, one in history.evaluations.items()
-    }
-    numbers = sorted({step.step for step in steps} | evaluations.keys())
+    evaluations: dict[int, list[float | None]] = {}
+    for one in history.evaluations.values():
+        evaluations.setdefault(history.find_evaluation_step(one), []).append(finite_or_none(one.reward_mean))
     raw = {step.step: step.reward_mean for step in steps}
-    raw_values = [finite_or_none(raw.get(number)) for number in numbers]
+    # Each evaluation has its place: a second one of a step follows at the same number.
+    places = [
+        (number, index)
+        for number in sorted(raw.keys() | evaluations.keys())
+        for index in range(max(len(evaluations.get(number, [])), 1))
+    ]
+    numbers = [number for number, _ in places]
+    raw_values = [None if index else finite_or_none(raw.get(number)) for number, index in places]
     series = [
         ChartSeries(name="each step", values=raw_values, style="faint"),
         ChartSeries(name="moving mean", values=smooth_values(raw_values)),
@@ -46,10 +52,13 @@ def build_reward_charts(history: CampaignHistory) -> list[ReportChart]:
     if len(domains) > 1:
         for domain in domains[:MAX_DOMAIN_LINES]:
             sums = history.domain_rewards[domain]
-            means = [sums[number][0] / sums[number][1] if sums.get(number, [0, 0])[1] else None for number in numbers]
+            means = [
+                sums[number][0] / sums[number][1] if not index and sums.get(number, [0, 0])[1] else None
+                for number, index in places
+            ]
             series.append(ChartSeries(name=domain, values=smooth_values(means)))
     if evaluations:
-        values = [finite_or_none(evaluations.get(number)) for number in numbers]
+        values = [evaluations[number][index] if number in evaluations else None for number, index in places]
         series.append(ChartSeries(name="held-out evaluation", values=values, style="points"))
     left_out = len(domains) - MAX_DOMAIN_LINES
     note = f"{left_out} more domains are in the table below." if left_out > 0 else ""
@@ -143,6 +152,7 @@ def build_histogram(name: str, title: str, unit: str, counts: Mapping[str, Mappi
         num_bars = NUM_HISTOGRAM_BARS if high > low else 1
         width = (high - low) / num_bars or 1.0
     series = []
+    left_out = sorted(counts)[MAX_DOMAIN_LINES:]
     for key in sorted(counts)[:MAX_DOMAIN_LINES]:
         bars = [0.0] * num_bars
         for value, num in counts[key].items():
@@ -156,6 +166,7 @@ def build_histogram(name: str, title: str, unit: str, counts: Mapping[str, Mappi
     return ReportChart(
         id=name, title=title, x_label=unit, y_label="trajectories", x=[float(index) for index in range(num_bars)],
         series=series, kind="category", labels=labels,
+        note=f"Left out: {', '.join(left_out)}." if left_out else "",
     )  # fmt: skip
 
 

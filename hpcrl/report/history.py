@@ -23,8 +23,9 @@ from hpcrl.campaign_dir.events import (
     WorkerEnded,
     WorkerFailed,
     WorkerRestarted,
+    WorkerStarted,
 )
-from hpcrl.campaign_dir.paths import drop_job
+from hpcrl.campaign_dir.paths import drop_job, make_worker_name
 from hpcrl.monitor.count_lines import MAX_CROWDED_INTERVAL_S
 from hpcrl.monitor.progress import CampaignProgress, name_subject, parse_role
 
@@ -53,6 +54,8 @@ class RoleWork:
 
     busy_s: float = 0.0
     starting_s: float = 0.0
+    launch_s: float = 0.0
+    """Time from the launch of a process to its first event, before which it has no span."""
     num_tokens: int = 0
     pause_s: float = 0.0
     """Time without generation while weights were loaded."""
@@ -139,13 +142,16 @@ class CampaignHistory(CampaignProgress):
     """The load of each engine, by the worker's name without its job."""
     domain_rewards: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     """The sum and the number of rewards of each domain, by the newest step."""
-    evaluation_steps: dict[int, int] = field(default_factory=dict)
-    """The newest step when an evaluation was reported, by its number."""
+    version_steps: dict[int, int] = field(default_factory=dict)
+    """The step that published each version of the weights."""
     publish_times: list[float] = field(default_factory=list)
     """Seconds in which versions were published."""
     _open_spans: dict[str, WorkerSpan] = field(default_factory=dict)
     _ended_jobs: set[int] = field(default_factory=set)
     """The jobs that have ended; what their workers still report starts nothing."""
+    _launched_at: dict[str, float] = field(default_factory=dict)
+    """The time when workers were launched again, until they start."""
+    _has_started: set[str] = field(default_factory=set)
     _has_worked: set[str] = field(default_factory=set)
     _counted_at: dict[str, tuple[float, int]] = field(default_factory=dict)
     """The time of the newest counts of an env worker, and its running episodes."""
@@ -153,6 +159,8 @@ class CampaignHistory(CampaignProgress):
     def add(self, event: CampaignEvent) -> None:
         """Add one event; they come in the order of jobs and time."""
         super().add(event)
+        if isinstance(event, WorkerStarted):
+            self._note_launch(event)
         subject = _name_worker(event)
         if subject:
             self._extend_span(event, subject)
@@ -185,22 +193,40 @@ class CampaignHistory(CampaignProgress):
                 work = self._find_work(event.role)
                 work.pause_s += event.stall_s or 0.0
                 work.num_pauses += 1
-            case VersionPublished() if event.wall_s is not None:
-                self.publish_times.append(event.wall_s)
-            case EvaluationFinished():
-                self.evaluation_steps.setdefault(event.number, next(reversed(self.steps), 0))
+            case VersionPublished():
+                self.version_steps[event.version] = event.step
+                if event.wall_s is not None:
+                    self.publish_times.append(event.wall_s)
             case JobStarted():  # again, if Slurm has requeued it
                 self._ended_jobs.discard(event.job)
+                prefix = f"{make_worker_name(event.job)}-"
+                self._has_started = {name for name in self._has_started if not name.startswith(prefix)}
             case JobEnded():
                 self._ended_jobs.add(event.job)
                 for name in [name for name, span in self._open_spans.items() if span.job == event.job]:
                     self._close_span(name, event.time, "ended")
 
+    def find_evaluation_step(self, evaluation: EvaluationFinished) -> int:
+        """Return the step whose weights were evaluated; a version that no event names has the number of its step."""
+        return self.version_steps.get(evaluation.version, evaluation.version)
+
+    def _note_launch(self, event: WorkerStarted) -> None:
+        """Count the time from a worker's launch to its first event; reward workers come and go during a job."""
+        launched_at = self._launched_at.pop(event.worker, None)
+        if event.worker not in self._has_started:
+            started_at = self.jobs[event.job].started_at
+            launched_at = max((one for one in (launched_at, started_at) if one is not None), default=None)
+        self._has_started.add(event.worker)
+        if launched_at is not None and event.role != "reward" and event.worker not in self._open_spans:
+            self._find_work(event.role).launch_s += max(event.time - launched_at, 0.0)
+
     def _find_work(self, role: str) -> RoleWork:
         return self.work.setdefault(role, RoleWork())
 
     def _extend_span(self, event: CampaignEvent, name: str) -> None:
-        is_end = isinstance(event, WorkerEnded | WorkerFailed)
+        is_end = isinstance(event, WorkerEnded | WorkerFailed | WorkerRestarted)
+        if isinstance(event, WorkerRestarted):
+            self._launched_at[name] = event.time
         span = self._open_spans.get(name)
         if span is None and not is_end and event.job not in self._ended_jobs:
             role = parse_role(name) or event.role
@@ -211,7 +237,7 @@ class CampaignHistory(CampaignProgress):
         if span is None:
             return
         span.end = max(span.end, event.time)
-        if is_end or isinstance(event, WorkerRestarted):
+        if is_end:
             self._close_span(
                 name, event.time, "failed" if isinstance(event, WorkerFailed | WorkerRestarted) else "ended"
             )
@@ -241,7 +267,7 @@ class CampaignHistory(CampaignProgress):
         work = self._find_work(event.role)
         work.busy_s += event.window_s * event.busy_share
         work.num_tokens += event.num_tokens
-        self._note_work(event)
+        self._note_work(event, before_s=event.window_s)
         values = {
             "window_s": event.window_s,
             "busy_s": event.window_s * event.busy_share,

@@ -54,6 +54,7 @@ READ_DRAWINGS = """
             }
             const {name, style, values} = series;
             return {chart: element.closest('[id]').id, name, style, values, x: chart.x,
+                    num_bars: chart.series.filter(one => one.style === 'bars').length,
                     columns: Object.entries(columns).map(([x, ends]) => [Number(x), ...ends])};
         })};
     });
@@ -61,7 +62,7 @@ READ_DRAWINGS = """
 """
 MAX_MISSED_PIXELS = 4
 BAR_WIDTH = 0.85
-"""The width of the bars of a single series, by the distance of their values."""
+"""The width of the bars of all series, by the distance of their values."""
 MEASURE_OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 OPEN_ALL = "document.querySelectorAll('details').forEach(one => { one.open = true; })"
 FIND_VIOLATIONS = """
@@ -79,8 +80,14 @@ class DrawnSeries:
     style: str
     x: list[float]
     values: list[float | None]
+    num_bars: int = 1
+    """The series of bars in its chart."""
     columns: list[tuple[int, int, int]]
     """A place from the left, and the highest and the lowest pixel there, both from the top."""
+
+    @property
+    def bar_width(self) -> float:
+        return BAR_WIDTH / max(self.num_bars, 1)
 
     def list_points(self) -> list[tuple[float, float]]:
         """List the places and values of what has a pixel."""
@@ -129,7 +136,7 @@ def check_drawing(page: Any) -> None:
     """Check that every chart shows its values, and that the page with all its details fits the width."""
     charts = read_drawings(page)
     assert len(charts) >= MIN_CHARTS
-    problems = [find_misdrawn(chart[-1]) for chart in charts if _is_alone_on_top(chart)]
+    problems = [find_misdrawn(series) for chart in charts for series in _list_visible(chart)]
     assert [problem for problem in problems if problem] == []
     page.evaluate(OPEN_ALL)
     assert page.evaluate(MEASURE_OVERFLOW) == 0
@@ -149,7 +156,7 @@ def find_misdrawn(drawn: DrawnSeries) -> str | None:
         return None
     if not drawn.columns:
         return f"{drawn.chart}: {drawn.name} is not drawn"
-    half = BAR_WIDTH / 2 if drawn.style == "bars" else 0.0
+    half = drawn.bar_width / 2 if drawn.style == "bars" else 0.0
     left, right = points[0][0] - half, points[-1][0] + half
     first, last = drawn.columns[0][0], drawn.columns[-1][0]
     top, bottom = min(column[1] for column in drawn.columns), max(column[2] for column in drawn.columns)
@@ -167,9 +174,9 @@ def find_misdrawn(drawn: DrawnSeries) -> str | None:
     return None
 
 
-def _is_alone_on_top(chart: list[DrawnSeries]) -> bool:
-    """Return whether nothing hides the last series: it is drawn last, and bars of two series are beside each other."""
-    return bool(chart) and [series.style for series in chart].count("bars") <= 1
+def _list_visible(chart: list[DrawnSeries]) -> list[DrawnSeries]:
+    """List the series that nothing hides: the last one, and all bars, which are beside each other."""
+    return [series for series in chart[:-1] if series.style == "bars"] + chart[-1:]
 
 
 def check_access(page: Any) -> None:

@@ -3,6 +3,7 @@
   var charts = JSON.parse(document.getElementById("chart-data").textContent);
   var plots = [];
   var MIN_TIME_S = 20;
+  var BARS_WIDTH = 0.85;
   var WHOLE_TICKS = [0, 1, 2, 3, 4, 5, 6].flatMap(function (power) { return [1, 2, 5].map(function (first) { return first * Math.pow(10, power); }); });
 
   var PAPER_WIDTH = 640;
@@ -36,6 +37,14 @@
     var before = chart.series.slice(0, number).filter(function (one) { return one.style !== "faint"; }).length;
     return color("--s" + (before % 8));
   }
+  function placeBars(chart, place, bars) {
+    // Unit 1: the left edges and the width of bars in values of x, which are 1 apart.
+    var size = BARS_WIDTH / bars;
+    return uPlot.paths.bars({ disp: {
+      x0: { unit: 1, values: function () { return chart.x.map(function (x) { return x - BARS_WIDTH / 2 + place * size; }); } },
+      size: { unit: 1, values: function () { return [size]; } }
+    } });
+  }
   function makeSeries(chart) {
     var bars = chart.series.filter(function (one) { return one.style === "bars"; }).length;
     var seen = 0;
@@ -47,7 +56,7 @@
         made.points = { show: true, size: 9, fill: stroke, stroke: color("--page"), width: 1 };
       } else if (one.style === "bars") {
         made.fill = stroke;
-        made.paths = uPlot.paths.bars({ size: [0.85 / bars, 100], align: bars === 1 ? 0 : seen === 0 ? -1 : 1 });
+        made.paths = placeBars(chart, seen, bars);
         seen += 1;
       } else if (one.values.filter(function (value) { return value !== null; }).length < 2) {
         made.points = { show: true, size: 7, fill: stroke };

@@ -164,7 +164,7 @@ def test_rewards_of_every_domain_are_shown_and_those_of_steps_that_are_repeated_
     campaign.emit("env-0", EvaluationFinished(number=0, reward_mean=0.7, domains={"domain-7": 0.7, "held-out": 0.8}))
     report = report_on(campaign)
     (chart,) = report.reward_charts
-    assert [one.values for one in chart.series if one.name == "domain-0"] == [[0.375, 0.375]]
+    assert [one.values for one in chart.series if one.name == "domain-0"] == [[None, 0.375, 0.375]]
     assert "2 more domains" in chart.note
     found = {one.domain: (one.num_scored, one.recent, one.evaluation) for one in report.rewards}
     assert found["domain-6"] == (4, pytest.approx(0.4375), None)

@@ -194,3 +194,19 @@ def test_workers_are_drawn_at_the_times_when_they_were_up(
         page.evaluate(OPEN_ALL)
         drawn = [[share for part in row for share in part] for row in page.evaluate(READ_BARS)]
     assert drawn == [pytest.approx([0, 0.25, 0.75, 1], abs=0.01), pytest.approx([0.5, 0.75], abs=0.01)]
+
+
+@pytest.mark.parametrize("num", [2, 3, 4, 8])
+def test_the_bars_of_any_number_of_series_are_side_by_side(
+    browser: Any, document: ReportDocument, tmp_path: Path, num: int
+) -> None:
+    series = [ChartSeries(name=f"domain-{index}", values=[2.0, 2.0, 1.0], style="bars") for index in range(num)]
+    chart = ReportChart(
+        id="bars", title="bars", x_label="x", y_label="y", x=[0.0, 1.0, 2.0], kind="category", labels=list("abc"),
+        series=series,
+    )  # fmt: skip
+    page = open_page(browser, document, tmp_path / "r.html", [chart], width=1280)
+    drawn = next(series for series in read_drawings(page) if series[0].chart == "c1-bars")
+    assert [find_misdrawn(one) for one in drawn] == [None] * num
+    starts = [one.columns[0][0] for one in drawn]
+    assert starts == sorted(set(starts))

@@ -170,7 +170,7 @@ def test_hours_of_nodes_and_gpus_are_those_of_the_plan_for_the_time_that_jobs_ra
     ("role", "starting_s", "busy_s", "idle_s", "held_s"),
     [
         ("env", 10.0, 190.0, 0.0, 200.1),  # episodes run from the first counts to the last
-        ("decode", 10.0, 120.0, 200.1, 400.2),  # 20 loads of 10 s, 0.6 of them busy; the second engine never starts
+        ("decode", 0.0, 120.0, 200.1, 400.2),  # 20 loads of 10 s, 0.6 of them busy; the second engine never starts
         ("train", 0.0, 120.0, 0.0, 200.1),  # 20 steps of 6 s, each after a wait of 4 s
     ],
 )
