@@ -21,6 +21,9 @@ from hpcrl.system.output_encoding import follow_locale
 from hpcrl.system.processes import do_nothing
 from hpcrl.system.terminal import is_terminal, print_json_text, print_to_stderr, show_wait
 
+MAX_PAGE_BYTES = 5_000_000
+"""The size above which a page counts as large: mail servers refuse it."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; an error that the user can fix is one message and exit code 2."""
@@ -63,6 +66,8 @@ def _write_page(document: ReportDocument, data: bytes, arguments: argparse.Names
     _publish(page, text)
     _publish(twin, data + b"\n")
     sys.stdout.write(f"{page} ({len(text) / 1e6:.1f} MB), the same figures in {twin}\n")
+    if len(text) > MAX_PAGE_BYTES:
+        print_to_stderr(f"{page} is large, as it has {len(document.campaigns)} campaigns: name fewer to share it")
     for campaign in document.campaigns:
         sys.stdout.write(f"{campaign.name}: {campaign.verdict}\n")
     if arguments.png:

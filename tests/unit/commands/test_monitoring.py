@@ -233,7 +233,7 @@ def test_a_site_that_cannot_be_read_hides_nothing_else(
 def test_an_environment_that_ends_the_process_of_a_trial_is_named(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "ending.py").write_text(
         "import os\nfrom hpcrl.envs.gymnasium_text import FrozenLake\n"
-        "class Ending(FrozenLake):\n    def step(self, action):\n        os._exit(7)\n"
+        "class Ending(FrozenLake):\n    async def step(self, action):\n        os._exit(7)\n"
     )
     own = environment | {"PYTHONPATH": os.pathsep.join((str(tmp_path), environment.get("PYTHONPATH", "")))}
     words = [*COMMAND[:3], "try", "quickstart", "-n", "1", "-s", 'domains.lake.env="ending:Ending"']
