@@ -7,7 +7,7 @@
 
 Both numbers follow from one signal, the tokens that can be decoded in a second, as HeteroScale sizes its pools: enough
 decode workers to generate what training consumes, but no more than hold all running episodes; and enough prefill
-workers to compute the prompts of the turns that are consumed.
+workers to compute the prompts of their turns.
 """
 
 from dataclasses import dataclass
@@ -120,13 +120,11 @@ def _find_worker_demands(recipe: Recipe, gpus: dict[RoleName, GpuModel | None]) 
     if num_asked == "auto":
         open_ones.append(_WorkerDemand(role="decode", num=num_decode, why=why))
     if num_prefill == "auto" and prefill is not None:
-        source = f"{num_decode} decode workers generate {tokens_per_s:.0f} tokens/s"
-        consumed = _estimate_consumption(recipe, turn, gpus.get("train"))
-        if consumed is not None and consumed < tokens_per_s and recipe.rollout.mode != "sync":
-            tokens_per_s, source = consumed, f"training consumes about {consumed:.0f} tokens/s"
         busy = tokens_per_s / turn.num_reply * prefill.prefill_s(turn.num_new, num_known=turn.num_context)
-        prompts = f"the prompts of those turns ({turn.num_new:.0f} new tokens each)"
-        why = f"{source}, and {prompts} keep {busy:.2f} of them busy"
+        why = (
+            f"{num_decode} decode workers generate {tokens_per_s:.0f} tokens/s, and the prompts of those turns "
+            f"({turn.num_new:.0f} new tokens each) keep {busy:.2f} of them busy"
+        )
         open_ones.append(_WorkerDemand(role="prefill", num=ceil(busy), why=why))
     return open_ones
 

@@ -67,14 +67,6 @@ def test_training_decides_the_number_of_engines_with_the_reason() -> None:
     assert any("tokens/s, and training consumes about" in line for line in made.sizes)
 
 
-def test_prompts_of_turns_that_training_does_not_consume_need_no_prefill_worker() -> None:
-    asked = "resources.prefill.num_workers=auto"
-    made = planned(*ASYNC, "domains.lake.usual_reply_tokens=2", asked)
-    in_sync = planned("domains.lake.usual_reply_tokens=2", asked)
-    assert made.role("prefill").num_workers < in_sync.role("prefill").num_workers / 4
-    assert any("prefill has" in line and "training consumes about" in line for line in made.sizes)
-
-
 def test_more_ranks_consume_more_and_get_more_engines() -> None:
     assert count_decode("resources.train.num_workers=8") > count_decode()
 
