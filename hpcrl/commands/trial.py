@@ -66,7 +66,7 @@ def try_recipe(
         code = run_process(words, environment=environment)
         if code not in (EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED):
             print_to_stderr(
-                f"hpcrl: it {describe_end(code)}: the environments of {', '.join(chosen)} run in it, "
+                f"hpcrl: the trial {describe_end(code)}: the environments of {', '.join(chosen)} run in it, "
                 'and one may have ended it: domains.NAME.isolation = "process" keeps them apart'
             )
             return EXIT_FAILED
