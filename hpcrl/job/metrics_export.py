@@ -210,7 +210,7 @@ def export_recorded(campaign: CampaignDir, name: str) -> int:
     except Exception as error:  # noqa: BLE001 - a foreign package may raise anything
         print_to_stderr(f"hpcrl: {name}: {type(error).__name__}: {error}")
         return 1
-    print_line(f"{num} records of figures were sent to {name}" if num else f"{name} has all figures already")
+    print_line(f"{num} records of figures were added to {name}" if num else f"{name} has all figures already")
     print_line(_describe_place(campaign, name))
     return 0
 

@@ -90,7 +90,9 @@ class LabStatus:
             "  " + "  ".join(f"{node.name}:{node.state}" for node in self.nodes),
         ]
         if dead:
-            lines.append(f"  dead: {', '.join(dead)} (`hpcrl lab restore NODE` boots one again, `hpcrl lab down` removes all)")
+            lines.append(
+                f"  dead: {', '.join(dead)} (`hpcrl lab restore NODE` boots one again, `hpcrl lab down` removes all)"
+            )
         return "\n".join(line for line in lines if line.strip())
 
 

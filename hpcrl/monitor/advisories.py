@@ -299,6 +299,7 @@ def _find_stale_episodes(facts: HealthFacts) -> Iterator[Advisory]:
     first = facts.recent_steps[0].step - 1 if facts.recent_steps else 0  # episodes end before their step
     recent = [counts for counts in facts.progress.recent_staleness if counts.step >= first]
     num_ended, num_stale = sum(counts.num_ended for counts in recent), sum(counts.num_stale for counts in recent)
+    num_stale = min(num_stale, num_ended)  # a trainer that starts again drops the same ones once more
     if num_ended >= MIN_ENDED and num_stale / num_ended > MAX_STALE_SHARE:
         yield Advisory(
             name="stale-episodes",
