@@ -498,7 +498,7 @@ def test_episodes_that_become_too_old_are_reported() -> None:
     assert names(judge(counts, aborted)) == ["stale-episodes"]
 
 
-def test_episodes_that_a_trainer_drops_twice_are_no_more_than_all() -> None:
+def test_episodes_that_a_trainer_drops_twice_count_at_most_once() -> None:
     counts = stamp_event("env-0", EpisodesCounted(done=100, outcomes={"lake": {"done": 100}}), time=T0)
     (found,) = judge(counts, StaleDropped(num=100, time=T0), StaleDropped(num=100, time=T0))
     assert (found.name, found.figure) == ("stale-episodes", 1.0)
