@@ -46,6 +46,7 @@ LAB_SESSIONS: dict[str, tuple[str, ...]] = {
         "hpcrl doctor --site mycluster --job",
         "hpcrl submit quickstart --site mycluster -s job.layout=colocated --watch",
         "hpcrl stage my-first.toml --site mycluster",
+        "hpcrl stage quickstart --site local -s model.path=Qwen/Qwen3-0.6B",
         "hpcrl site new NAME --detect",
         "hpcrl stage RECIPE --site NAME",
         "hpcrl doctor --site NAME",
