@@ -42,17 +42,12 @@ DRAIN_ANSWER_TIMEOUT_S = 4.0
 
 
 class StepEnd:
-    """The requests to a step: files that ask it to end, and SIGTERM, which it passes on as a notice.
-
-    The end of the process that has started it counts as SIGTERM: without a scheduler nothing else ends a step whose
-    driver and guardian were killed.
-    """
+    """The requests to a step: files that ask it to end, and SIGTERM, which it passes on as a notice."""
 
     def __init__(self, job: JobDir | None, end: Path) -> None:
         self._job = job
         self._ends = {end.name} if job is None else {job.end.name, end.name}
         self._requests = NameWatch(end.parent)
-        self._parent = os.getppid()
         self._is_terminated = False
         self._noticed_at: float | None = None
         self._has_published = False
@@ -71,7 +66,7 @@ class StepEnd:
         with contextlib.suppress(OSError):  # a file system that is away for long: the step waits for it
             if self._ends & self._requests.names():
                 return True
-        if not self._is_terminated and os.getppid() == self._parent:
+        if not self._is_terminated:
             return False
         if self._job is None:
             return True
