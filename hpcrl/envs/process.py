@@ -38,7 +38,7 @@ from hpcrl.envs.process_wire import (
     read_size,
 )
 from hpcrl.errors import EnvFault
-from hpcrl.system.exit_codes import describe_end
+from hpcrl.system.exit_codes import decode_exit_code, describe_end
 
 MAX_OUTPUT_BYTES = 4 << 20
 """The most bytes that an environment may print; one that prints more is killed."""
@@ -183,7 +183,7 @@ class ProcessEnv:
         self._kill()
         await asyncio.to_thread(self._reap)
         code = self._process.returncode
-        how = describe_end(128 - code if code > 128 else code)
+        how = describe_end(decode_exit_code(code))
         last = self._last_printed.decode(errors="replace").strip().rpartition("\n")[2]
         return f"{self._name}: its process {how}" + f", its last output: {last[-300:]}" * bool(last)
 

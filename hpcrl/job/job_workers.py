@@ -28,7 +28,7 @@ from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.slurm.end_policy import find_bad_nodes
 from hpcrl.slurm.status import query_failed_nodes, query_lost_nodes, query_restarted_nodes
-from hpcrl.system.exit_codes import EXIT_HUNG, EXIT_OUT_OF_MEMORY, SIGNAL_CODE, describe_end
+from hpcrl.system.exit_codes import EXIT_HUNG, EXIT_OUT_OF_MEMORY, decode_exit_code, describe_end
 from hpcrl.system.file_watch import PATIENCE_S
 from hpcrl.system.files import publish_file, read_last_line
 from hpcrl.system.memory import KILLED
@@ -141,8 +141,8 @@ class JobWorkers:
             return f"{KILLED}: raise resources.train.mem_gib_per_worker"
         if code == EXIT_HUNG:
             return read_last_line(self.job.log("train-step"))
-        if code > SIGNAL_CODE:  # its log ends with a step
-            return f"it {describe_end(SIGNAL_CODE - code)}"
+        if (return_code := decode_exit_code(code)) < 0:  # its log ends with a step
+            return f"it {describe_end(return_code)}"
         return f"exit code {code}: {read_last_line(self.job.log('train-0'))}"
 
     def _has_trainer_failed(self, runtime: "JobRuntime", code: int | None) -> bool:

@@ -21,13 +21,18 @@ EXIT_OUT_OF_MEMORY = 4
 EXIT_HUNG = 5
 """A rank of the trainer stood still, or did not work, and was ended."""
 EXIT_INTERRUPTED = 130
-SIGNAL_CODE = 128
+_SIGNAL_CODE = 128
 """The exit code for signal N is this plus N."""
 
 
 def encode_exit_code(return_code: int) -> int:
     """Return the exit code for a child that ended with `return_code`: 128 + N if signal N killed it."""
-    return return_code if return_code >= 0 else SIGNAL_CODE - return_code
+    return return_code if return_code >= 0 else _SIGNAL_CODE - return_code
+
+
+def decode_exit_code(code: int) -> int:
+    """Return the return code that `encode_exit_code` had: -N if signal N killed the child."""
+    return _SIGNAL_CODE - code if code > _SIGNAL_CODE else code
 
 
 def describe_end(return_code: int) -> str:

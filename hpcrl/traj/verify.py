@@ -209,8 +209,8 @@ class SpoolVerifier:
         unreadable = [f"{name} cannot be read: {why}" for name, why in reader.unreadable.items()]
         for reason in [*unreadable, *reader.describe_damage()]:
             self._add_finding("damage", self.campaign.events, reason)
-        for path in (self.campaign.events, self.campaign.jobs):
-            if self.campaign.has_results() and not (is_directory(path) and any(path.iterdir())):
+        for path in (self.campaign.events, self.campaign.jobs) if self.campaign.has_results() else ():
+            if not (is_directory(path) and any(path.iterdir())):
                 self._add_finding("damage", path, "is missing or empty, though a job has left results")
 
     def _check_directories(self) -> None:
