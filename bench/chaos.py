@@ -93,10 +93,16 @@ def run_chaos(
     rng, campaign = random.Random(seed), ChaosCampaign(home, place)
     run = ChaosRun(place=place.name, seed=seed)
     campaign.start()
+    last: list[ChaosFault] = []
     try:
         while len(run.faults) < num_faults and time.monotonic() < deadline:
-            faults = make_burst(campaign, rng, most=burst)
-            run.faults += faults
+            try:
+                last = faults = make_burst(campaign, rng, most=burst)
+                run.faults += faults
+            except CampaignGoneError:
+                faults, last = last, []  # they have ended the job only after some more steps
+                if not faults:
+                    raise
             follow_burst(campaign, faults)
             for fault in faults:
                 print(json.dumps(asdict(fault)), file=sys.stderr, flush=True)
@@ -129,6 +135,7 @@ def make_burst(campaign: ChaosCampaign, rng: random.Random, *, most: int) -> lis
 def follow_burst(campaign: ChaosCampaign, faults: list[ChaosFault]) -> None:
     """Wait until steps continue, in this job or in another one; note what is wrong."""
     fault = faults[-1]
+    fault.recovered_s = None
     started, num_before = time.monotonic(), campaign.watch.look()
     while time.monotonic() < started + _RECOVERY_TIMEOUT_S:
         if campaign.place.is_over():

@@ -17,7 +17,7 @@ import psutil
 from bench.faults.places import CampaignPlace
 
 _MAX_PAUSE_S = 8.0
-_PROCESSES_TIMEOUT_S = 30.0
+_PROCESSES_TIMEOUT_S = 5.0
 _SIGNALS, _SIGNAL_WEIGHTS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM), (5, 3, 2)
 _DISK_SHARE, _OUTAGE_SHARE = 0.2, 0.3
 _DISK_ERRORS = {

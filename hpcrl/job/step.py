@@ -42,12 +42,17 @@ DRAIN_ANSWER_TIMEOUT_S = 4.0
 
 
 class StepEnd:
-    """The requests to a step: files that ask it to end, and SIGTERM, which it passes on as a notice."""
+    """The requests to a step: files that ask it to end, and SIGTERM, which it passes on as a notice.
+
+    Without a scheduler, the end of the process that has started it counts as SIGTERM: nothing else ends a step whose
+    driver and guardian were killed.
+    """
 
     def __init__(self, job: JobDir | None, end: Path) -> None:
         self._job = job
         self._ends = {end.name} if job is None else {job.end.name, end.name}
         self._requests = NameWatch(end.parent)
+        self._parent = None if "SLURM_JOB_ID" in os.environ else os.getppid()
         self._is_terminated = False
         self._noticed_at: float | None = None
         self._has_published = False
@@ -66,7 +71,7 @@ class StepEnd:
         with contextlib.suppress(OSError):  # a file system that is away for long: the step waits for it
             if self._ends & self._requests.names():
                 return True
-        if not self._is_terminated:
+        if not self._is_terminated and self._parent in (None, os.getppid()):
             return False
         if self._job is None:
             return True

@@ -87,6 +87,22 @@ def run_sleeping_step(job: Path, *, seconds: float) -> "subprocess.Popen[str]":
     return step
 
 
+def test_a_step_ends_when_what_has_started_it_was_killed(tmp_path: Path) -> None:
+    """Without a scheduler nothing else ends it if driver and guardian are killed at once."""
+    words = [*STEP, str(tmp_path), str(tmp_path / "end-trainer-0"), "sleep", "100"]
+    start = f"import subprocess, sys; p = subprocess.Popen({words!r}, start_new_session=True); print(p.pid); p.wait()"
+    with subprocess.Popen([sys.executable, "-uc", start], stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        step = psutil.Process(int(starter.stdout.readline()))
+        deadline = time.monotonic() + 30
+        while not step.children():
+            assert time.monotonic() < deadline, "the step runs its command"
+            time.sleep(0.05)
+        starter.kill()
+    _, alive = psutil.wait_procs([step, *step.children()], timeout=DRAIN_ANSWER_TIMEOUT_S + 30)
+    assert not alive
+
+
 def test_sigterm_becomes_a_notice_and_the_command_runs_on_while_the_driver_drains(tmp_path: Path) -> None:
     job = tmp_path / "jobs" / "000"
     job.mkdir(parents=True)
