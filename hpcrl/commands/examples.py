@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Iterator
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
+    "": ("hpcrl submit quickstart --site local --watch", "hpcrl report quickstart-1", "hpcrl help resume"),
     "plan": (
         "hpcrl plan quickstart --site local",
         "hpcrl plan quickstart --site perlmutter -s site.account=m1234",
@@ -42,6 +43,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "hpcrl export quickstart-1 --hf model-30/ --step 30",
         "hpcrl export quickstart-1 --mlflow",
     ),
+    "traj": ("hpcrl traj ls quickstart-1", "hpcrl traj show quickstart-1 --best", "hpcrl traj stats quickstart-1"),
     "traj ls": ("hpcrl traj ls quickstart-1", "hpcrl traj ls quickstart-1 --domain lake --status truncated -n 5"),
     "traj show": ("hpcrl traj show quickstart-1 --best", "hpcrl traj show quickstart-1 lake/3/0 --tokens"),
     "traj stats": ("hpcrl traj stats quickstart-1", "hpcrl traj stats quickstart-1 --json"),
@@ -52,8 +54,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "traj verify": ("hpcrl traj verify quickstart-1",),
     "report": ("hpcrl report quickstart-1", "hpcrl report quickstart-1 quickstart-2 -o compared.html --png"),
     "doctor": ("hpcrl doctor --site mycluster", "hpcrl doctor --site lab --job"),
+    "site": ("hpcrl site ls", "hpcrl site show perlmutter", "hpcrl site new mycluster --detect"),
     "site ls": ("hpcrl site ls",),
     "site show": ("hpcrl site show perlmutter",),
+    "recipe": ("hpcrl recipe ls", "hpcrl recipe show qwen3-8b-math", "hpcrl recipe new mine --from qwen3-8b-math"),
     "recipe ls": ("hpcrl recipe ls",),
     "recipe show": ("hpcrl recipe show qwen3-8b-math",),
     "recipe new": ("hpcrl recipe new mine --from qwen3-8b-math",),
@@ -94,8 +98,8 @@ def _iterate_parsers(
 
 
 def add_examples(parser: argparse.ArgumentParser) -> None:
-    """End the help of each command with its examples."""
-    for name, inner in find_parsers(parser).items():
+    """End the help of each command with its examples, and that of all with some."""
+    for name, inner in ({"": parser} | find_parsers(parser)).items():
         if examples := EXAMPLES.get(name):
             inner.epilog = "\n".join(["examples:", *(f"  {example}" for example in examples)])
             inner.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -14,7 +14,7 @@ from hpcrl.campaign import directory, surplus
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import CampaignError, HpcrlError
 from hpcrl.monitor.view import survey_campaigns
-from hpcrl.system.terminal import format_bytes, print_line, print_note, show_wait, track_progress
+from hpcrl.system.terminal import format_bytes, is_terminal, print_line, print_note, show_wait, track_progress
 
 REMOVABLE_STATES = frozenset({"done", "failed", "stopped", "planned"})
 
@@ -80,7 +80,7 @@ def _refuse_living(campaign: CampaignDir) -> None:
 
 
 def _ask_user(campaign: CampaignDir) -> bool:
-    if not sys.stdin.isatty():
+    if not is_terminal(sys.stdin):
         raise HpcrlError(f"rm {campaign.name}: it cannot ask without a terminal: add --yes")
     with show_wait("its size is measured"):
         size = format_bytes(_measure_size(campaign))

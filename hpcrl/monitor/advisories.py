@@ -29,6 +29,7 @@ import msgspec
 
 from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.monitor.progress import (
+    MIN_OCCUPIED_SHARE,
     CampaignProgress,
     DomainProgress,
     FailureRun,
@@ -62,8 +63,12 @@ MIN_STEPS = 30
 """The fewest steps by which learning is judged."""
 NUM_ERRORS = 2.0
 """Changes of the reward below this number of standard errors are noise."""
+MAX_LIKENESS = 0.8
+"""The greatest correlation of a step's reward with the one before that noise is ascribed; a steady fall has more."""
 MIN_GAIN = 0.1
 """A reward that has risen by less, as a share of its spread over episodes, has not risen."""
+MAX_OUTLOOK = 5.0
+"""A rise that would be more than that by the last step, or after this multiple of the steps made, is only slow."""
 NUM_SURE_ERRORS = 3.0
 """The standard errors that a rise may hide in: the rule is asked at every look, and slow campaigns are healthy."""
 SOLVED_SHARE = 0.85
@@ -85,8 +90,6 @@ MAX_SKIPPED_SHARE = 0.1
 MAX_WAIT_SHARE, MIN_TRAINER_WAIT_SHARE = 0.5, 0.1
 """The shares of its time between which a trainer should wait: less, and all others wait for it."""
 MIN_BUSY_SHARE = 0.2
-MIN_OCCUPIED_SHARE, MIN_JUDGED_PLACES = 0.05, 100
-"""Engines of this many places and more are idle as well if a smaller share of places and of KV memory is in use."""
 MIN_STEADY_S, MIN_STEADY_STEPS = 600.0, 2
 """The balance between roles is judged by this time of steady work and more."""
 MAX_KL_FRESH, MAX_KL = 0.02, 0.2
@@ -153,6 +156,8 @@ class HealthFacts:
     """A job works on it now; without one, what should happen soon is not missed."""
     checkpoint_every: int | None = None
     """The steps from one checkpoint to the next, if the recipe is known."""
+    num_steps: int | None = None
+    """The steps that it is to make, if the recipe is known."""
 
     @property
     def steps(self) -> list[StepFinished]:
@@ -351,6 +356,8 @@ def _find_campaign_trend(facts: HealthFacts) -> Iterator[Advisory]:
     first, last = rewards[:size], rewards[-size:]
     best = max((rewards[start : start + size] for start in range(0, len(rewards) - size + 1, size)), key=fmean)
     gain, doubt = fmean(last) - fmean(first), _noise(first, last, num_errors=NUM_SURE_ERRORS)
+    num_expected = min(max(facts.num_steps or 0, len(rewards)), MAX_OUTLOOK * len(rewards))
+    outlook = (gain + _noise(first, last, num_errors=1.0)) / (len(rewards) - size) * num_expected
     spread = max(fmean(_finite(step.reward_std for step in facts.steps) or [0.0]), stdev(rewards))
     loss, loss_noise = fmean(best) - fmean(last), _noise(best, last)
     if loss > 2 * loss_noise and loss > 0.25 * max(fmean(best) - min(rewards), 1e-9):
@@ -364,7 +371,11 @@ def _find_campaign_trend(facts: HealthFacts) -> Iterator[Advisory]:
             cause="updates are too large, or the policy has learned to exploit the reward",
             remedy="resume from the checkpoint before with a lower train.learning_rate, read episodes of both",
         )
-    elif max(doubt, gain + doubt) <= MIN_GAIN * spread and not _has_risen_early(rewards) and not _is_solved(facts):
+    elif (
+        max(doubt, gain + doubt, outlook) <= MIN_GAIN * spread
+        and not _has_risen_early(rewards)
+        and not _is_solved(facts)
+    ):
         yield Advisory(
             name="reward-stalled",
             severity="warning",
@@ -697,28 +708,36 @@ def _find_idle_engines(facts: HealthFacts) -> Iterator[Advisory]:
     """
     balance = _measure_balance(facts)
     waits_for_trainer = balance.is_known and balance.wait_share < MIN_TRAINER_WAIT_SHARE
-    for role in ("prefill", "decode"):
-        loads = [one.recent_load for one in _newest_workers(facts) if one.role == role and one.recent_load.window_s]
+    roles: dict[str, list[RecentLoad]] = {}
+    for worker in _newest_workers(facts):
+        if worker.recent_load.window_s:
+            roles.setdefault(worker.role, []).append(worker.recent_load)
+    known = {role: loads for role, loads in roles.items() if _is_load_known(loads)}
+    is_decode_busy = "decode" in known and join_loads(known["decode"]).busy_share >= MIN_BUSY_SHARE
+    for role in [one for one in ("prefill", "decode") if one in known]:
+        loads = known[role]
         load = join_loads(loads)
-        if not loads or load.window_s < MIN_ENGINE_WINDOW_S * len(loads):
-            continue
+        is_split_unused = role == "prefill" and is_decode_busy
         if load.busy_share < MIN_BUSY_SHARE:
             text = f"the {role} engines had a request to run in only {load.busy_share:.0%} of the time"
             figure, threshold, unit = load.busy_share, MIN_BUSY_SHARE, "share of time"
             cause = "the trainer, the rewards or the environments are slower than they"
-        elif role == "decode" and _is_nearly_empty(load) and not (waits_for_trainer and len(loads) == 1):
+        elif role == "decode" and load.is_nearly_empty and not (waits_for_trainer and len(loads) == 1):
             text = f"the {role} engines ran {load.running:.1f} requests at once, in {load.num_places:.0f} places each"
             figure, threshold, unit = load.running / load.num_places, MIN_OCCUPIED_SHARE, "share of places"
             cause = "few episodes run at once, a few long ones hold up the others, or environments are slow"
         else:
             continue
         remedy = f"lower resources.{role}.num_workers, or raise rollout.max_running"
-        if waits_for_trainer:
+        if is_split_unused:
+            cause = "prompts are short beside what is generated from them"
+            remedy = "lower resources.prefill.num_workers; with 0 the decode engines read the prompts too"
+        elif waits_for_trainer:
             cause = "the trainer is slower than they, and they may not run further ahead of it"
             remedy = f"lower resources.{role}.num_workers, or move their nodes to train"
         yield Advisory(
             name="engines-idle",
-            severity="warning",
+            severity="notice" if is_split_unused else "warning",
             subject=role,
             text=text,
             figure=figure,
@@ -729,10 +748,9 @@ def _find_idle_engines(facts: HealthFacts) -> Iterator[Advisory]:
         )
 
 
-def _is_nearly_empty(load: RecentLoad) -> bool:
-    """Return whether engines of many places use few of them, and little KV memory."""
-    is_judged = load.num_places >= MIN_JUDGED_PLACES
-    return is_judged and max(load.running / load.num_places, load.kv_share) < MIN_OCCUPIED_SHARE
+def _is_load_known(loads: Sequence[RecentLoad]) -> bool:
+    """Return whether the load of engines is known for long enough."""
+    return sum(load.window_s for load in loads) >= MIN_ENGINE_WINDOW_S * len(loads)
 
 
 def _find_full_disk(facts: HealthFacts) -> Iterator[Advisory]:
@@ -758,7 +776,8 @@ def _find_full_disk(facts: HealthFacts) -> Iterator[Advisory]:
         threshold=1,
         unit="faults",
         cause=note.text,
-        remedy="make room (`hpcrl gc` names what can go), or raise the quota: the work then continues by itself",
+        remedy="make room (`hpcrl gc` names what can go), or raise the quota; if the job ends meanwhile, "
+        "`hpcrl resume` continues from its last checkpoint",
     )
 
 
@@ -959,8 +978,25 @@ def _finite(values: Iterable[float | None]) -> list[float]:
 
 
 def _noise(first: Sequence[float], last: Sequence[float], *, num_errors: float = NUM_ERRORS) -> float:
-    """Return the change of a mean that is within the noise of the values."""
-    return num_errors * math.sqrt(sum(stdev(part) ** 2 / len(part) for part in (first, last) if len(part) > 1))
+    """Return the change of a mean that is within the noise of the values.
+
+    Values that resemble those before them count for less than independent ones.
+    """
+    parts = [part for part in (first, last) if len(part) > 1]
+    error = math.sqrt(sum(stdev(part) ** 2 / len(part) for part in parts))
+    likeness = _measure_likeness(parts)
+    return num_errors * error * math.sqrt((1 + likeness) / (1 - likeness))
+
+
+def _measure_likeness(parts: Iterable[Sequence[float]]) -> float:
+    """Return the correlation of values with those before them, from 0 to MAX_LIKENESS."""
+    products = squares = 0.0
+    for part in parts:
+        mean = fmean(part)
+        rest = [value - mean for value in part]
+        products += sum(before * after for before, after in itertools.pairwise(rest))
+        squares += sum(value * value for value in rest)
+    return min(max(products / squares, 0.0), MAX_LIKENESS) if squares else 0.0
 
 
 RULES: tuple[Callable[[HealthFacts], Iterator[Advisory]], ...] = (

@@ -172,6 +172,7 @@ class SnapshotCollector:
                 now=now,
                 is_running=is_running,
                 checkpoint_every=None if recipe is None else recipe.train.checkpoint_every_steps,
+                num_steps=None if recipe is None else recipe.train.num_steps,
             )
             self._advisories = find_advisories(facts)
         return self._advisories

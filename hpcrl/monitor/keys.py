@@ -89,9 +89,10 @@ def open_keys(*, is_wanted: bool) -> Iterator[KeyReader]:
     """Make the terminal send keys at once and show none; restore it at the end, whatever happens."""
     try:
         fd = sys.stdin.fileno() if is_wanted and sys.stdin.isatty() else None
-    except (OSError, ValueError, AttributeError):  # closed, or replaced by something without a descriptor
-        fd = None
-    if fd is None or os.getpgrp() != os.tcgetpgrp(fd):  # a background process must not touch its terminal
+        is_foreground = fd is not None and os.getpgrp() == os.tcgetpgrp(fd)
+    except (OSError, ValueError, AttributeError):  # closed, no descriptor, or not the terminal of this session
+        fd, is_foreground = None, False
+    if fd is None or not is_foreground:  # a background process must not touch its terminal
         yield KeyReader()
         return
     import termios

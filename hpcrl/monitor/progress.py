@@ -6,8 +6,8 @@ TokenRate           its parts
 join_loads          the load of several engines
 FaultCause          what reported faults are counted by
 name_subject, parse_role  the worker that an event of another one is about, and the role in a name
-EPISODE_COUNTERS, RATE_WINDOW_S, MAX_RECENT_REWARDS, MIN_RECENT_OUTCOMES, MAX_ENGINE_WINDOW_S,
-MAX_FAULT_CAUSES    what is counted, and limits
+EPISODE_COUNTERS, RATE_WINDOW_S, MAX_RECENT_REWARDS, MIN_RECENT_OUTCOMES, MAX_ENGINE_WINDOW_S, MIN_OCCUPIED_SHARE,
+MIN_JUDGED_PLACES, MAX_FAULT_CAUSES    what is counted, and limits
 """
 
 import math
@@ -77,6 +77,8 @@ MAX_RECENT_LISTED = 512
 """The last steps, and the last reports of flat groups, that are listed."""
 MAX_ENGINE_WINDOW_S = 300.0
 """The time over which an engine's load is called recent."""
+MIN_OCCUPIED_SHARE, MIN_JUDGED_PLACES = 0.05, 100
+"""Engines of this many places and more are nearly empty if a smaller share of places and of KV memory is in use."""
 MAX_FAULT_CAUSES = 1000
 _ENV_FAULT = "env-fault"
 
@@ -164,6 +166,12 @@ class RecentLoad:
     @property
     def kv_share(self) -> float:
         return self.kv_s / max(self.window_s, 1e-9)
+
+    @property
+    def is_nearly_empty(self) -> bool:
+        """Return whether engines of many places use few of them, and little KV memory; they may have some always."""
+        is_judged = self.num_places >= MIN_JUDGED_PLACES
+        return is_judged and max(self.running / self.num_places, self.kv_share) < MIN_OCCUPIED_SHARE
 
 
 def join_loads(loads: Iterable[RecentLoad]) -> RecentLoad:

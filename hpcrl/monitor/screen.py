@@ -331,8 +331,8 @@ def _iter_rollout_rows(snapshot: CampaignSnapshot) -> Iterator[tuple[str, str]]:
     if episodes.loop_share >= BUSY_LOOP_SHARE and episodes.num_kept:
         busy = f"{episodes.loop_share:.0%} of a core, calls wait up to {episodes.loop_delay_s:.2g} s"
         yield "env loop", f"{busy}: raise resources.env.num_workers"
-    if len(snapshot.domains) > 1:
-        yield "domains", "   ".join(_format_domains(snapshot))
+    if len(snapshot.domains) > 1 and (domains := list(_format_domains(snapshot))):
+        yield "domains", "   ".join(domains)
     if outcomes := list(_iter_outcomes(snapshot)):
         yield "outcomes", "   ".join(outcomes)
     yield "tokens", "   ".join(_format_tokens(snapshot))

@@ -83,6 +83,8 @@ class RoleView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The share of KV memory in use, the mean of its engines."""
     version: int | None = None
     """The oldest version of the weights that a worker serves; of the trainer, the newest that it made."""
+    is_nearly_empty: bool = False
+    """Its engines are busy with few requests for their many places: more of them would not be faster."""
 
 
 class EpisodesView(msgspec.Struct, frozen=True, kw_only=True):
@@ -465,8 +467,10 @@ def _measure_load(role: str, inputs: SnapshotInputs, workers: Sequence[WorkerPro
     if not loads:
         return {}
     kv_shares = [load.kv_share for load in loads if load.kv_share is not None]
+    recent = join_loads(worker.recent_load for worker, _ in current)
     return {
-        "busy_share": round(join_loads(worker.recent_load for worker, _ in current).busy_share, 3),
+        "busy_share": round(recent.busy_share, 3),
+        "is_nearly_empty": recent.is_nearly_empty,
         "queue": round(sum(load.waiting for load in loads)),
         "tokens_per_s": round(sum(load.num_tokens / load.window_s for load in loads if load.window_s > 0), 1),
         "kv_share": round(fmean(kv_shares), 3) if kv_shares else None,
@@ -494,8 +498,9 @@ def find_bottleneck(roles: Mapping[str, RoleView], spools: Sequence[SpoolView]) 
     if depths.get("rollouts", 0) > max(depths.get("scored", 0), MIN_WAITING_ROLLOUTS):
         return "reward"
     engines = {role: share for role, share in shares.items() if role != "train"}
-    busiest = max(engines, key=lambda role: engines[role], default="")
-    if busiest and engines[busiest] >= BOTTLENECK_SHARE:
+    full = {role: share for role, share in engines.items() if not roles[role].is_nearly_empty}
+    busiest = max(full, key=lambda role: full[role], default="")
+    if busiest and full[busiest] >= BOTTLENECK_SHARE:
         return busiest
     return "env" if engines else ""
 

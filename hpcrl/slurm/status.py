@@ -25,6 +25,7 @@ import msgspec
 from hpcrl.errors import SlurmError
 from hpcrl.slurm.commands import TIMED_OUT, run_slurm
 
+_NODES_TAKEN = "nodes that it needs are down, drained or reserved (often: for maintenance)"
 _REASONS = {
     "Priority": "jobs of higher priority are ahead of it",
     "Resources": "it is next and waits for nodes to become free",
@@ -33,16 +34,25 @@ _REASONS = {
     "BeginTime": "its earliest start time has not come (a requeued job waits about two minutes)",
     "JobHeldUser": "it is held: `scontrol release` releases it",
     "JobHeldAdmin": "an administrator holds it",
+    "job_requeued_in_held_state": "it was queued again, and is held: `scontrol release` releases it",
+    "launch_failed_requeued_held": "its start failed, and it is held: `scontrol release` releases it",
     "PartitionDown": "its partition is down",
     "PartitionInactive": "its partition is inactive",
     "PartitionNodeLimit": "it asks for more nodes than its partition allows",
     "PartitionTimeLimit": "it asks for more time than its partition allows",
-    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved (often: for maintenance)",
+    "ReqNodeNotAvail": _NODES_TAKEN,
+    "Nodes": _NODES_TAKEN,  # a whole sentence: "Nodes required for job are DOWN, DRAINED or reserved ..."
+    "NodeDown": "a node that it needs is down",
+    "PartitionConfig": "it asks for more than any node of its partition has",
     "Reservation": "it waits for its reservation to start",
+    "ReservationDeleted": "its reservation was deleted",
     "Licenses": "it waits for a licence",
     "InvalidAccount": "its account is not valid here",
     "InvalidQOS": "its QOS is not valid here",
     "QOSNotAllowed": "its QOS is not allowed for this account or partition",
+    "AccountNotAllowed": "its account is not allowed in this partition",
+    "BurstBufferResources": "it waits for room in the burst buffer",
+    "BurstBufferStageIn": "its files are copied into the burst buffer",
     "JobArrayTaskLimit": "too many tasks of its array are running",
     "BadConstraints": "no node satisfies its constraints",
     "Cleaning": "its earlier run is being cleaned up",
@@ -60,12 +70,13 @@ _LIMIT_REASONS = (
     ("AssocMax", "you are at a limit of its account"),
     ("Assoc", "a limit of its account"),
     ("MaxMemPerLimit", "it asks for more memory per node or core than is allowed"),
+    ("Max", "you are at a limit of its account"),  # MaxCpuPerAccount, MaxJobsPerAccount
 )
 
 
 def explain_reason(reason: str) -> str:
     """Return Slurm's reason in plain words; an unknown reason is returned unchanged."""
-    word = re.split(r"[,:(\s]", reason.strip("() "), maxsplit=1)[0]
+    word = re.split(r"[,:(\s]|_(?=required_)", reason.strip("() "), maxsplit=1)[0]
     if word in _REASONS:
         return _REASONS[word]
     for start, words in _LIMIT_REASONS:
@@ -252,13 +263,14 @@ def _make_job_status(job: str, components: list[ComponentStatus]) -> JobStatus:
     ordered = sorted(components, key=lambda component: component.index)
     state = combine_states(component.state for component in ordered)
     starts = [component.start for component in ordered if component.start is not None]
+    is_start_known = state != "pending" or len(starts) == len(ordered)
     ends = [component.end for component in ordered if component.end is not None]
     return JobStatus(
         id=job,
         state=state,
         components=ordered,
         reason=_combine_reasons(state, ordered),
-        start=max(starts, default=None),  # it starts when its last component can
+        start=max(starts, default=None) if is_start_known else None,  # it starts when its last component can
         end=min(ends, default=None),
     )
 

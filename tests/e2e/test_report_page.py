@@ -10,7 +10,15 @@ import pytest
 
 from hpcrl.report.page import HEIGHT_PX, WIDTH_PX, write_picture
 from tests.e2e.conftest import CrashedCampaign
-from tests.support.report_pages import VIEWS, check_page, needs_chromium, open_browser, read_state
+from tests.support.report_pages import (
+    MEASURE_OVERFLOW,
+    VIEWS,
+    check_page,
+    needs_chromium,
+    open_browser,
+    open_page,
+    read_state,
+)
 
 MIN_COLOURS = 20
 COUNT_COLOURS = """
@@ -71,6 +79,12 @@ def test_charts_are_read_with_the_arrow_keys(reports: dict[str, Path], browser: 
     page.locator("[data-chart]").first.focus()
     page.keyboard.press("ArrowRight")
     page.wait_for_function("document.querySelector('.readout').textContent.startsWith('step ')")
+
+
+def test_the_longest_name_of_a_domain_fits_the_width(reports: dict[str, Path], browser: Any) -> None:
+    with open_page(reports["finished"], browser, width=400, scheme="light") as page:
+        page.evaluate("document.querySelectorAll('.filters option').forEach(one => { one.text = 'w'.repeat(64); })")
+        assert page.evaluate(MEASURE_OVERFLOW) == 0
 
 
 def test_trajectories_are_sorted_and_filtered(reports: dict[str, Path], browser: Any) -> None:

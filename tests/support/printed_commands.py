@@ -163,7 +163,7 @@ def list_printed() -> dict[str, list[str]]:
         str(page.relative_to(ROOT)): [line for block in find_blocks(page, "sh") for line in list_lines(block.text)]
         for page in PAGES
     }
-    printed |= {f"hpcrl {name} --help": list(examples) for name, examples in EXAMPLES.items()}
+    printed |= {f"{f'hpcrl {name}'.strip()} --help": list(examples) for name, examples in EXAMPLES.items()}
     return {place: lines for place, lines in printed.items() if lines}
 
 

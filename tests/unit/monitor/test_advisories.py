@@ -1,5 +1,6 @@
 """Advisories: each fires on a campaign made bad in its way, never on a healthy one."""
 
+import math
 import random
 from collections.abc import Callable, Iterator
 
@@ -90,12 +91,18 @@ def judge(
     now: float = T0 + (NUM_STEPS + 1) * STEP_S,
     is_running: bool = True,
     checkpoint_every: int | None = None,
+    num_steps: int | None = None,
 ) -> list[Advisory]:
     progress = CampaignProgress()
     for event in events:
         progress.add(event)
     facts = HealthFacts(
-        campaign="one", progress=progress, now=now, is_running=is_running, checkpoint_every=checkpoint_every
+        campaign="one",
+        progress=progress,
+        now=now,
+        is_running=is_running,
+        checkpoint_every=checkpoint_every,
+        num_steps=num_steps,
     )
     return find_advisories(facts)
 
@@ -146,20 +153,50 @@ def test_an_advisory_fires_on_steps_that_are_made_bad(name: str) -> None:
     assert name in judge_steps(BAD_STEPS[name])
 
 
-def find_stalled(*, rise: float, num_steps: int) -> list[int]:
-    """Return those of 100 campaigns that count as stalled; their batches have 64 episodes, with a spread of 0.4."""
-    found = []
+def find_stalled(*, rise: float, num_steps: int, num_episodes: int = 64, num_planned: int | None = None) -> list[int]:
+    """Return those of 100 campaigns that count as stalled; their rewards have a spread of 0.4 over episodes."""
+    found, noise = [], 0.4 / math.sqrt(num_episodes)
     for seed in range(100):
         source = random.Random(seed)
-        rewards = [0.3 + rise * number / num_steps + source.gauss(0.0, 0.05) for number in range(num_steps)]
+        rewards = [0.3 + rise * number / num_steps + source.gauss(0.0, noise) for number in range(num_steps)]
         steps = (make_learning_step(number, reward_mean=reward) for number, reward in enumerate(rewards))
-        found += [seed] if "reward-stalled" in names(judge(*steps)) else []
+        found += [seed] if "reward-stalled" in names(judge(*steps, num_steps=num_planned)) else []
     return found
 
 
 def test_a_slow_rise_does_not_stall_while_it_may_hide_in_the_noise() -> None:
     for num_steps in range(30, 300, 30):
         assert find_stalled(rise=0.001 * num_steps, num_steps=num_steps) == []
+
+
+def test_a_slow_rise_does_not_stall_in_large_batches_that_have_little_noise() -> None:
+    for num_steps in (30, 60):
+        slow = find_stalled(rise=0.0005 * num_steps, num_steps=num_steps, num_episodes=1024, num_planned=400)
+        assert len(slow) <= 5
+    assert len(find_stalled(rise=0.0, num_steps=150, num_episodes=1024, num_planned=400)) > 95
+
+
+@pytest.mark.parametrize("likeness", [0.0, 0.7])
+def test_a_rise_whose_level_wanders_does_not_fall(likeness: float) -> None:
+    for seed in range(10):
+        source, level, steps = random.Random(seed), 0.0, []
+        for number in range(1, 401):
+            level = likeness * level + source.gauss(0.0, 0.02 * math.sqrt(1 - likeness**2))
+            steps.append(make_learning_step(number, reward_mean=0.3 + 0.25 * number / 400 + level))
+            if number % 80 == 0:
+                assert "reward-falls" not in names(judge(*steps, num_steps=400))
+
+
+@pytest.mark.parametrize("num_falling", [40, 200])
+def test_a_reward_that_loses_most_of_its_rise_falls(num_falling: int) -> None:
+    for seed in range(10):
+        source = random.Random(seed)
+        rewards = [
+            0.3 + 0.3 * min(number / 200, 1) - 0.25 * min(max(number - 200, 0) / num_falling, 1) + source.gauss(0, 0.05)
+            for number in range(400)
+        ]
+        steps = (make_learning_step(number, reward_mean=reward) for number, reward in enumerate(rewards))
+        assert "reward-falls" in names(judge(*steps, num_steps=400))
 
 
 def test_a_reward_without_a_rise_stalls_once_the_noise_hides_no_rise() -> None:
@@ -572,6 +609,22 @@ def test_prefill_engines_are_not_judged_by_their_places() -> None:
         for _ in range(100)
     ]
     assert judge(*list_healthy_events(), *loads) == []
+
+
+def test_idle_prefill_engines_are_a_notice_where_prompts_are_short() -> None:
+    def report(busy_share: float) -> list[CampaignEvent]:
+        shares = {"prefill-0": 0.01, "decode-0": busy_share}
+        return [
+            stamp_event(name, EngineCounted(window_s=10.0, busy_share=share), time=T0 + 1e4)
+            for name, share in shares.items()
+            for _ in range(100)
+        ]
+
+    (found,) = judge(*list_healthy_events(), *report(0.8))
+    assert (found.name, found.severity, found.subject) == ("engines-idle", "notice", "prefill")
+    assert "prompts are short" in found.cause
+    both = judge(*list_healthy_events(), *report(0.01))
+    assert {(one.severity, one.subject) for one in both} == {("warning", "prefill"), ("warning", "decode")}
 
 
 def test_a_trainer_that_waits_is_judged_by_time_from_two_steps_on() -> None:

@@ -2,6 +2,8 @@
 
 import os
 import pty
+import subprocess
+import sys
 import termios
 from collections.abc import Iterator
 
@@ -61,3 +63,13 @@ def test_without_a_terminal_no_key_is_read() -> None:
     keys = KeyReader()
     keys.wait(0.0)
     assert not keys.has_keys
+
+
+def test_a_terminal_that_is_not_that_of_the_session_sends_no_keys() -> None:
+    """As in a container, or after setsid: such a process may write to the terminal, and has no group in front."""
+    user, process = pty.openpty()
+    code = "from hpcrl.monitor.keys import open_keys\nwith open_keys(is_wanted=True) as keys: print(keys.has_keys)"
+    done = subprocess.run([sys.executable, "-c", code], stdin=process, start_new_session=True, capture_output=True)
+    os.close(user)
+    os.close(process)
+    assert (done.returncode, done.stdout.strip()) == (0, b"False"), done.stderr

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -31,7 +32,14 @@ from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.keys import KeyReader
 from hpcrl.monitor.pages import CampaignPages
 from hpcrl.monitor.screen import StepBar, format_date, render_header, render_screen
-from hpcrl.monitor.snapshot import MIN_PACE_STEPS, CampaignSnapshot
+from hpcrl.monitor.snapshot import (
+    MIN_PACE_STEPS,
+    CampaignSnapshot,
+    DomainView,
+    RoleView,
+    SpoolView,
+    find_bottleneck,
+)
 from hpcrl.monitor.view import (
     choose_pause,
     describe_changes,
@@ -752,6 +760,46 @@ def test_the_load_of_roles_and_the_bottleneck_are_shown(tmp_path: Path) -> None:
     assert next(line for line in screen if line.startswith("train ")).split()[2] == "20%"
     assert any(line.startswith("waiting") and line.endswith("bottleneck: decode") for line in screen)
     assert any("lag 0.50 (0: 25%, 1: 75%)" in line for line in screen)
+
+
+@pytest.mark.parametrize(
+    ("train", "decode", "num_rollouts", "role"),
+    [
+        ({"busy_share": 0.9}, {"busy_share": 0.9}, 0, "train"),
+        ({"busy_share": 0.2}, {"busy_share": 0.9}, 100, "reward"),
+        ({"busy_share": 0.2}, {"busy_share": 0.9}, 0, "decode"),
+        ({"busy_share": 0.2}, {"busy_share": 0.9, "is_nearly_empty": True}, 0, "env"),
+        ({"busy_share": 0.2}, {"busy_share": 0.5}, 0, "env"),
+        ({"busy_share": 0.2}, {}, 0, ""),
+        ({}, {"busy_share": 0.9}, 0, ""),
+    ],
+)
+def test_the_bottleneck_is_the_role_that_the_others_wait_for(
+    train: dict[str, Any], decode: dict[str, Any], num_rollouts: int, role: str
+) -> None:
+    roles = {name: RoleView(workers=1, alive=1, **load) for name, load in (("train", train), ("decode", decode))}
+    assert find_bottleneck(roles, [SpoolView(name="rollouts", depth=num_rollouts)]) == role
+
+
+def test_engines_that_have_one_request_for_hundreds_of_places_are_not_the_bottleneck(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    load = {"window_s": 10.0, "version": 3, "busy_share": 1.0, "waiting": 0.0, "num_tokens": 500, "num_places": 256}
+    for step in range(21, 41):
+        campaign.emit("train-0", StepFinished(step=step, step_s=2.0, wait_s=8.0))
+    for running_now, role in ((1.3, "env"), (200.0, "decode")):
+        for _ in range(60):
+            campaign.emit("decode-0", EngineCounted(running=running_now, **load))
+        waiting = next(line for line in text_of(collector(campaign).poll()) if line.startswith("waiting"))
+        assert waiting.endswith(f"bottleneck: {role}")
+
+
+def test_domains_without_a_reward_so_far_have_no_row(tmp_path: Path) -> None:
+    domain = DomainView(
+        scored=0, reward_mean=None, reward_recent=None, trained_share=None, token_fates={}, outcomes={}, failed=0
+    )
+    domains = {"lake": domain, "taxi": domain}
+    shown = text_of(msgspec.structs.replace(collector(running(tmp_path)).poll(), domains=domains))
+    assert not any(line.startswith("domains") for line in shown)
 
 
 def test_workers_of_a_job_that_has_ended_are_not_called_alive(tmp_path: Path) -> None:

@@ -120,6 +120,14 @@ def test_components_that_wait_for_different_reasons_give_them_by_partition() -> 
     assert job.start is None
 
 
+def test_a_job_has_no_estimate_while_one_component_has_none_and_runs_since_its_last_start() -> None:
+    rows = ("9+0|9|{}|env|2026-11-20T10:00:00|N/A||Priority", "9+1|10|{}|gpu|{}|N/A||Priority")
+    assert parse_queue("\n".join(rows).format("PENDING", "PENDING", "N/A"))["9"].start is None
+    assert parse_queue("\n".join(rows).format("RUNNING", "PENDING", "N/A"))["9"].start is not None
+    known = parse_queue("\n".join(rows).format("PENDING", "PENDING", "2026-11-20T12:00:00"))["9"]
+    assert known.start == time.mktime((2026, 11, 20, 12, 0, 0, 0, 0, -1))
+
+
 def test_a_cancelled_job_does_not_give_the_reason_why_it_waited() -> None:
     assert parse_queue("8|8|CANCELLED|env|2026-11-20T10:00:00|2026-11-20T10:00:00||BeginTime\n")["8"].reason == ""
 
@@ -265,6 +273,11 @@ def test_the_state_of_a_job_follows_from_its_components(states: list[str], whole
         ("Priority", "jobs of higher priority are ahead of it"),
         ("(Resources)", "it is next and waits for nodes to become free"),
         ("ReqNodeNotAvail, UnavailableNodes:env0", "nodes that it needs are down, drained or reserved"),
+        ("Nodes required for job are DOWN, DRAINED or reserved for jobs", "nodes that it needs are down, drained"),
+        ("Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved", "nodes that it needs are down, drained"),
+        ("MaxCpuPerAccount", "you are at a limit of its account (MaxCpuPerAccount)"),
+        ("MaxMemPerLimit", "it asks for more memory"),
+        ("launch_failed_requeued_held", "its start failed, and it is held"),
         ("QOSMaxJobsPerUserLimit", "you are at a limit of its QOS (QOSMaxJobsPerUserLimit)"),
         ("AssocGrpGRESMinutes", "its account is at a limit (AssocGrpGRESMinutes)"),
         ("SomethingNew", "SomethingNew"),
