@@ -14,6 +14,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, drop_output
 from hpcrl.system.file_watch import describe_outage, is_outage
 from hpcrl.system.output_encoding import follow_locale
+from hpcrl.traj.arguments import IntermixedParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-class CommandParser(argparse.ArgumentParser):
+class CommandParser(IntermixedParser):
     """A parser that names the nearest choice or option for an unknown one; parsers of commands are of its kind."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
