@@ -98,8 +98,8 @@ def describe_nothing(campaign: CampaignDir, selection: TrajectorySelection) -> s
     num_failed = _count_lost(campaign, selection)
     if not num_failed:
         return text
-    failed = "1 episode has failed" if num_failed == 1 else f"{num_failed:,} episodes have failed"
-    return f"{text}: {failed} (`hpcrl events {campaign.name} --kind fault`)"
+    failed = "1 episode was" if num_failed == 1 else f"{num_failed:,} episodes were"
+    return f"{text}: {failed} lost to a fault, which leaves no trajectory (`hpcrl events {campaign.name} --kind fault`)"
 
 
 def _count_lost(campaign: CampaignDir, selection: TrajectorySelection) -> int:
