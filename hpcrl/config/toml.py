@@ -178,7 +178,7 @@ def apply_settings(
         _drop_replaced(table, layer)
         table = _merge_tables(table, copy.deepcopy(layer))
     prefix = "site." if kind == "sites" else ""
-    labels = [f"-s {prefix}{_shorten(setting)}" for setting in settings]
+    labels = [_label_setting(f"{prefix}{setting}") for setting in settings]
     parsed = [_parse_setting(setting, label=label) for setting, label in zip(settings, labels, strict=True)]
     applied = [(label, _nest_value(key, value)) for label, (key, value) in zip(labels, parsed, strict=True)]
     for _, layer in applied:
@@ -441,6 +441,12 @@ def _nest_value(key: tuple[str, ...], value: Any) -> TomlTable:
         value = {part: value}
     table: TomlTable = value
     return table
+
+
+def _label_setting(setting: str) -> str:
+    from hpcrl.system.terminal import escape_to_one_line  # late: it imports rich, and most commands have no settings
+
+    return f"-s {_shorten(escape_to_one_line(setting))}"
 
 
 def _show_value(value: Any) -> str:

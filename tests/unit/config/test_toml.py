@@ -131,6 +131,12 @@ def test_a_value_out_of_range_names_key_and_value(recipe: Path) -> None:
     assert "seen: 1" in message
 
 
+def test_a_setting_is_named_without_what_controls_a_terminal(recipe: Path) -> None:
+    message = refused(recipe, "name=\x1b[31mx\ny")
+    assert message.startswith("-s name=\\x1b[31mx\\ny: name: expected")
+    assert message.isprintable()
+
+
 def test_a_missing_key_is_named(recipe: Path) -> None:
     recipe.write_text(RECIPE.replace("learning_rate = 0.001", ""))
     assert "train.learning_rate: missing" in refused(recipe)
