@@ -71,6 +71,14 @@ def nothing_left(home: Path) -> bool:
         (("submit", "quickstart", "--site", "local", "-s", "domains.lake.env=json:Env"), "json has no 'Env'"),
         (("submit", "quickstart", "--site", "local", "-s", "domains.lake.env=json"), "domains.lake.env"),
         (("submit", "quickstart", "--site", "local", "-s", "domains.lake.options.map=9x9"), "9x9"),
+        (
+            ("submit", "quickstart", "--site", "local", "-s", "domains.lake.options.size=-1"),
+            "hpcrl: -s domains.lake.options.size=-1: recipe 'quickstart': domains.lake: ",
+        ),
+        (
+            ("plan", "quickstart", "--site", "local", "-s", "seed=1", "-s", "limits.until=yesterday"),
+            "hpcrl: -s limits.until=yesterday: limits.until = 'yesterday'",
+        ),
         (("submit", "quickstart", "--site", "local", "--name", "a/b"), "--name 'a/b'"),
         (("plan", "quickstart", "--site", "lab", "-s", "nonsense"), "expected key=value"),
         (
