@@ -10,10 +10,11 @@ from hpcrl import __version__
 from hpcrl.commands.arguments import add_commands
 from hpcrl.commands.completion import COMPLETE_COMMAND
 from hpcrl.commands.examples import add_examples
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import ConfigError, HpcrlError, PlanError
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, drop_output
 from hpcrl.system.file_watch import describe_outage, is_outage
 from hpcrl.system.output_encoding import follow_locale
+from hpcrl.traj.arguments import IntermixedParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,13 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == [COMPLETE_COMMAND]:
         return _complete_words(words[1:])
+    arguments = argparse.Namespace(words=words, make_parser=make_parser)
     try:
-        arguments = make_parser().parse_args(words, argparse.Namespace(words=words, make_parser=make_parser))
+        arguments = make_parser().parse_args(words, arguments)
         code = load_command(arguments.run)(arguments)
         sys.stdout.flush()
         return code
     except HpcrlError as error:
-        print(f"hpcrl: {error}", file=sys.stderr)  # noqa: T201
+        print(f"hpcrl: {_name_setting(error, arguments)}", file=sys.stderr)  # noqa: T201
         return EXIT_USAGE
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # the reader of the output has exited, as `| head` does
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-class CommandParser(argparse.ArgumentParser):
+class CommandParser(IntermixedParser):
     """A parser that names the nearest choice or option for an unknown one; parsers of commands are of its kind."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -82,6 +84,16 @@ def _suggest_option(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     hints = [suggest_name(name, [*parser._option_string_actions]) for name in names]
     return "".join(f": {hint.rstrip()}" for hint in hints if hint)
+
+
+def _name_setting(error: HpcrlError, arguments: argparse.Namespace) -> str:
+    """Return the message of an error, with the `-s` that has set what it is about first."""
+    settings: list[str] = getattr(arguments, "settings", [])
+    if not settings or not isinstance(error, ConfigError | PlanError):
+        return str(error)
+    from hpcrl.config.toml import name_setting
+
+    return name_setting(str(error), settings)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -72,10 +72,13 @@ def _locate_campaign(name: str) -> CampaignDir:
     if denied:
         raise CampaignError(denied[0])
     folder = next((path for path in candidates if is_directory(path)), None)
-    what = f"{folder} has no {CampaignDir(folder).manifest.name}" if folder else f"no campaign {name!r}"
     known = [campaign.name for campaign in list_campaigns()]
+    if folder:
+        advice = ": restore it, or remove the directory by hand" if folder.parent == _find_campaigns_home() else ""
+        others = f"there are {', '.join(known[:8])}" if known else "there are none yet"
+        raise CampaignError(f"{folder} has no {CampaignDir(folder).manifest.name}{advice}; {others} (`hpcrl ls`)")
     there = f"{suggest_name(name, known)}there are {', '.join(known[:8])}" if known else "there are none yet"
-    raise CampaignError(f"{what}: {there} (`hpcrl ls`)")
+    raise CampaignError(f"no campaign {name!r}: {there} (`hpcrl ls`)")
 
 
 def _has_manifest(path: Path, *, show_note: Callable[[str], object]) -> bool:

@@ -921,19 +921,24 @@ def make_recipe(layered: LayeredTable) -> Recipe:
     recipe = to_struct(layered, Recipe)
     for table, model in (("model", recipe.model), *((f"judge.{name}", one) for name, one in recipe.judge.items())):
         if (model.path is None) == (model.tiny is None):
+            source = layered.find_setting((*table.split("."), "path"), (*table.split("."), "tiny"))
             raise ConfigError(
-                f"{layered.file}: [{table}] needs either `path` (a model directory) or [{table}.tiny], and not both"
+                f"{source}: [{table}] needs either `path` (a model directory) or [{table}.tiny], and not both"
             )
-        _check_config(model, where=f"{layered.file}: {table}")
+        source = layered.find_setting((*table.split("."), "config"))
+        _check_config(model, where=f"{source}: {table}")
     if recipe.teacher is not None and (recipe.teacher.path is None) == (recipe.teacher.judge is None):
+        source = layered.find_setting(("teacher", "path"), ("teacher", "judge"))
         raise ConfigError(
-            f"{layered.file}: [teacher] needs either `path` (a model directory, which the trainer holds) or `judge` "
+            f"{source}: [teacher] needs either `path` (a model directory, which the trainer holds) or `judge` "
             "(the name of a [judge.NAME], whose engines score the tokens), and not both"
         )
     if not recipe.domains and recipe.warmup is None:
-        raise ConfigError(f"{layered.file}: [domains] is missing: name what to learn, or what to imitate ([warmup])")
+        source = layered.find_setting(("domains",))
+        raise ConfigError(f"{source}: [domains] is missing: name what to learn, or what to imitate ([warmup])")
     if recipe.domains and not recipe.train.num_steps:
-        raise ConfigError(f"{layered.file}: train.num_steps = 0: give the number of steps, 1 or more")
+        source = layered.find_setting(("train", "num_steps"))
+        raise ConfigError(f"{source}: train.num_steps = 0: give the number of steps, 1 or more")
     return _fill_response_budgets(recipe)
 
 

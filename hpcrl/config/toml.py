@@ -8,6 +8,7 @@ to_struct         the struct, or a ConfigError that names the key, the value and
 format_toml       the text of a file
 flatten_table     the settings of a table with their dotted keys
 LayeredTable      a table and the files and settings that it was made of
+name_setting      a message about a key, with the setting that has set it
 suggest_name      "did you mean ...? "
 shipped_folder, user_folder, list_known_names    the places and names of recipes and sites
 ConfigKind, ShippedFolder, TomlTable             types
@@ -146,12 +147,26 @@ class LayeredTable:
         """Return the file or setting that this key comes from; the file itself if it is in none."""
         num_files = sum(not name.startswith("-s ") for name, _ in self.layers)
         by_precedence = (*reversed(self.layers[num_files:]), *self.layers[:num_files])
-        return next((name for name, table in by_precedence if _has_key(table, trail)), self.file)
+        found = (name for name, table in by_precedence if _has_key(table, trail) or _replaces_table(name, trail))
+        return next(found, self.file)
+
+    def find_setting(self, *trails: Sequence[str]) -> str:
+        """Return the first setting that one of these keys comes from; the file if they come from none."""
+        sources = map(self.find_source, trails)
+        return next((source for source in sources if source.startswith("-s ")), self.file)
 
     def find_folder(self, *trail: str) -> Path:
         """Return the folder of the file that this key comes from; that of the first file for a setting."""
         source = self.find_source(trail)
         return Path(self.file if source.startswith("-s ") else source).parent
+
+
+def _replaces_table(source: str, trail: Sequence[str]) -> bool:
+    """Return whether this is a setting of a whole table that the key is in, as `-s model={}` is of `model.path`."""
+    if not source.startswith("-s "):
+        return False
+    parts = _split_key(source.removeprefix("-s ").removeprefix("site."))
+    return len(parts) < len(trail) and parts == tuple(trail[: len(parts)])
 
 
 def _has_key(table: Any, trail: Sequence[str]) -> bool:
@@ -178,7 +193,7 @@ def apply_settings(
         _drop_replaced(table, layer)
         table = _merge_tables(table, copy.deepcopy(layer))
     prefix = "site." if kind == "sites" else ""
-    labels = [f"-s {prefix}{_shorten(setting)}" for setting in settings]
+    labels = [_label_setting(f"{prefix}{setting}") for setting in settings]
     parsed = [_parse_setting(setting, label=label) for setting, label in zip(settings, labels, strict=True)]
     applied = [(label, _nest_value(key, value)) for label, (key, value) in zip(labels, parsed, strict=True)]
     for _, layer in applied:
@@ -197,9 +212,11 @@ def to_struct(layered: LayeredTable, kind: type[T]) -> T:
         raise ConfigError("; ".join(unknown))
     if missing := list(_find_missing(layered.table, kind)):
         if len(missing) == 1:
-            raise ConfigError(f"{layered.file}: {'.'.join(missing[0][0])}: missing; it has no default, so add it")
+            source = layered.find_source(missing[0][0])
+            raise ConfigError(f"{source}: {'.'.join(missing[0][0])}: missing; it has no default, so add it")
         keys = ", ".join(f"{'.'.join(trail)} ({what})" for trail, what in missing)
-        raise ConfigError(f"{layered.file}: these are missing and have no default, so add them: {keys}")
+        source = layered.find_setting(*(trail for trail, _ in missing))
+        raise ConfigError(f"{source}: these are missing and have no default, so add them: {keys}")
     _round_whole_numbers(layered.table, kind)
     try:
         return msgspec.convert(layered.table, kind)
@@ -412,8 +429,8 @@ def _merge_tables(base: TomlTable, over: TomlTable, *, trail: tuple[str, ...] = 
 
 def _parse_setting(setting: str, *, label: str) -> tuple[tuple[str, ...], Any]:
     """Return the key and the value of one `dotted.key=value`; a value that is not TOML is plain text."""
-    key, equals, text = setting.partition("=")
-    parts = tuple(part.strip() for part in key.split("."))
+    _, equals, text = setting.partition("=")
+    parts = _split_key(setting)
     if not equals or not all(parts):
         raise ConfigError(f"{label}: expected key=value, such as -s rollout.group_size=16")
     if len(parts) > MAX_DEPTH:
@@ -441,6 +458,44 @@ def _nest_value(key: tuple[str, ...], value: Any) -> TomlTable:
         value = {part: value}
     table: TomlTable = value
     return table
+
+
+def _split_key(setting: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in setting.partition("=")[0].split("."))
+
+
+def _label_setting(setting: str) -> str:
+    from hpcrl.system.terminal import escape_to_one_line  # late: it imports rich, and most commands have no settings
+
+    return f"-s {_shorten(escape_to_one_line(setting))}"
+
+
+def name_setting(message: str, settings: Sequence[str]) -> str:
+    """Return a message about a key with the setting, if it has set that key, first; one that has a source stays."""
+    if message.startswith("-s ") or re.match(r"[^:]*\.toml: ", message):
+        return message
+    for find_mention in (_find_key, _find_table):
+        found = {setting: find_mention(_split_key(setting.removeprefix("site.")), message) for setting in settings}
+        mentions = [(at, setting) for setting, at in found.items() if at is not None]
+        if mentions:
+            return f"{_label_setting(min(mentions)[1])}: {message}"
+    return message
+
+
+def _find_key(parts: tuple[str, ...], message: str) -> int | None:
+    """Return where a message names a key, or one below it; a single word is a key only as a table."""
+    key = re.escape(".".join(parts))
+    found = re.search(rf"(?<![\w./-]){key}(?![\w-])" if parts[1:] else rf"\[{key}[.\]]|(?<![\w./-]){key}\.\w", message)
+    return None if found is None else found.start()
+
+
+def _find_table(parts: tuple[str, ...], message: str) -> int | None:
+    """Return where a message names a table above a key, if it has the last part of the key too."""
+    if not re.search(rf"(?<![\w.-]){re.escape(parts[-1])}(?![\w.-])", message):
+        return None
+    tables = (re.escape(".".join(parts[:num])) for num in range(len(parts) - 1, 1, -1))
+    found = (re.search(rf"(?<![\w./-]){table}(?![\w-]|\.\w)", message) for table in tables)
+    return next((one.start() for one in found if one is not None), None)
 
 
 def _show_value(value: Any) -> str:

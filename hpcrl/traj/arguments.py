@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     SubcommandParsers = argparse._SubParsersAction[Any]
 
 
-class _IntermixedParser(argparse.ArgumentParser):
-    """A parser that accepts options between positional arguments too: `show CAMPAIGN --tokens ID`."""
+class IntermixedParser(argparse.ArgumentParser):
+    """A parser that takes a word that may be left out after options too: `show CAMPAIGN --tokens ID`."""
 
     _is_mixing = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self._is_mixing:
+        if self._is_mixing or all(action.nargs != "?" for action in self._get_positional_actions()):
             return super().parse_known_args(args, namespace)
         self._is_mixing = True
         try:
@@ -34,7 +34,7 @@ class _IntermixedParser(argparse.ArgumentParser):
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add the five commands to `parser`; the results are in `action` and `campaign`."""
-    commands = parser.add_subparsers(metavar="ACTION", required=True, dest="action", parser_class=_IntermixedParser)
+    commands = parser.add_subparsers(metavar="ACTION", required=True, dest="action", parser_class=IntermixedParser)
     _add_ls(commands)
     _add_show(commands)
     _add_stats(commands)

@@ -90,13 +90,16 @@ def list_newest(history: TrajectoryHistory, selection: TrajectorySelection, *, l
 
 
 def describe_nothing(campaign: CampaignDir, selection: TrajectorySelection) -> str:
-    """Describe why a selection is empty: an episode that an environment or an engine fails has no record."""
+    """Describe why a selection is empty: an episode that is lost to a fault of an environment or engine has no record.
+
+    Only groups that are full are written, and such an episode is in none.
+    """
     text = "no trajectories yet" if selection == TrajectorySelection() else "no trajectory matches"
     num_failed = _count_lost(campaign, selection)
     if not num_failed:
         return text
-    failed = "1 episode has failed" if num_failed == 1 else f"{num_failed:,} episodes have failed"
-    return f"{text}: {failed} (`hpcrl events {campaign.name} --kind fault`)"
+    failed = "1 episode was" if num_failed == 1 else f"{num_failed:,} episodes were"
+    return f"{text}: {failed} lost to a fault, which leaves no trajectory (`hpcrl events {campaign.name} --kind fault`)"
 
 
 def _count_lost(campaign: CampaignDir, selection: TrajectorySelection) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign import submission, submission_checks
-from hpcrl.cli import main
+from hpcrl.cli import main, make_parser
 from hpcrl.system.processes import is_zombie
 from tests.support.campaigns import hpcrl
 
@@ -71,6 +71,14 @@ def nothing_left(home: Path) -> bool:
         (("submit", "quickstart", "--site", "local", "-s", "domains.lake.env=json:Env"), "json has no 'Env'"),
         (("submit", "quickstart", "--site", "local", "-s", "domains.lake.env=json"), "domains.lake.env"),
         (("submit", "quickstart", "--site", "local", "-s", "domains.lake.options.map=9x9"), "9x9"),
+        (
+            ("submit", "quickstart", "--site", "local", "-s", "domains.lake.options.size=-1"),
+            "hpcrl: -s domains.lake.options.size=-1: recipe 'quickstart': domains.lake: ",
+        ),
+        (
+            ("plan", "quickstart", "--site", "local", "-s", "seed=1", "-s", "limits.until=yesterday"),
+            "hpcrl: -s limits.until=yesterday: limits.until = 'yesterday'",
+        ),
         (("submit", "quickstart", "--site", "local", "--name", "a/b"), "--name 'a/b'"),
         (("plan", "quickstart", "--site", "lab", "-s", "nonsense"), "expected key=value"),
         (
@@ -110,6 +118,20 @@ def test_an_unknown_command_is_refused_with_the_nearest(
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["logs", "one", "-f", "driver"], "role", "driver"),
+        (["logs", "one", "-n", "1", "driver"], "role", "driver"),
+        (["logs", "-f", "one"], "role", None),
+        (["lab", "break", "--dir", "here", "lab-c1"], "part", "lab-c1"),
+        (["traj", "show", "one", "--tokens", "lake/3/1"], "id", "lake/3/1"),
+    ],
+)
+def test_a_word_that_may_be_left_out_follows_options_too(words: list[str], name: str, value: str | None) -> None:
+    assert getattr(make_parser().parse_args(words), name) == value
 
 
 @pytest.mark.parametrize("command", ["plan", "submit"])

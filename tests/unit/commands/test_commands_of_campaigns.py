@@ -421,9 +421,13 @@ def test_a_campaign_that_is_not_there_is_refused_with_the_nearest_and_a_folder_a
 ) -> None:
     campaign = make_campaign("evil-1")
     assert "no campaign 'evil': did you mean 'evil-1'? there are evil-1" in refused(capsys, "monitor", "evil")
-    broken = campaign.root.with_name("broken")
+    broken = campaign.root.with_name("evil-")
     broken.mkdir()
-    assert f"{broken} has no campaign.json: there are evil-1" in refused(capsys, "monitor", "broken")
+    problem = f"{broken} has no campaign.json: restore it, or remove the directory by hand; there are evil-1"
+    assert problem in refused(capsys, "monitor", "evil-")
+    assert problem in refused(capsys, "rm", "evil-")
+    other = campaign.root.parents[1]
+    assert f"{other} has no campaign.json; there are evil-1" in refused(capsys, "monitor", str(other))
 
 
 @pytest.mark.parametrize("words", [["report", "one", "--json"], ["monitor", "one", "--json"], ["traj", "ls", "one"]])

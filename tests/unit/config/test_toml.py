@@ -10,7 +10,7 @@ from hpcrl.campaign.request import load_request
 from hpcrl.campaign.submission_checks import check_request
 from hpcrl.config.recipe import fill_warmup_steps, make_recipe
 from hpcrl.config.site import load_site
-from hpcrl.config.toml import MAX_BYTES, RENAMED_KEYS, find_toml, list_known_names, load_table
+from hpcrl.config.toml import MAX_BYTES, RENAMED_KEYS, find_toml, list_known_names, load_table, name_setting
 from hpcrl.errors import ConfigError
 from hpcrl.testing.recipes import load_recipe
 
@@ -129,6 +129,57 @@ def test_a_value_out_of_range_names_key_and_value(recipe: Path) -> None:
     message = refused(recipe, "rollout.group_size=1")
     assert "rollout.group_size: expected integer >= 2" in message
     assert "seen: 1" in message
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train.num_steps=0", "train.num_steps = 0: give the number of steps"),
+        ("domains={}", "[domains] is missing"),
+        ("model={}", "[model] needs either `path`"),
+        ("train={}", "these are missing and have no default"),
+        ("train={num_steps=2,groups_per_step=2}", "train.learning_rate: missing"),
+    ],
+)
+def test_what_a_setting_has_set_is_blamed_on_it_and_not_on_the_file(recipe: Path, setting: str, message: str) -> None:
+    assert refused(recipe, "rollout.group_size=4", setting).startswith(f"-s {setting}: {message}")
+
+
+def test_what_no_setting_has_set_is_blamed_on_the_file(recipe: Path) -> None:
+    recipe.write_text(RECIPE.replace("num_steps = 2", "num_steps = 0"))
+    assert refused(recipe, "train.groups_per_step=4").startswith(f"{recipe}: train.num_steps = 0")
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("rollout.max_running = 1 cannot hold one group", "rollout.max_running=1"),
+        ("recipe 'x': domains.lake: FrozenLake: size = -1: it must be 2 to 20", "domains.lake.options.size=-1"),
+        ("recipe 'x': domains.lake: FrozenLake: map = 'X': no S", ""),
+        ("train.num_steps = 3 is less than rollout.max_running", "rollout.max_running=1"),
+        ("rollout.max_running_total = 1: no", ""),
+        ("teacher.path = '/t' is not a model directory", 'teacher={path="/t"}'),
+        ("partitions.gpu: it has no nodes", ""),
+        ("sites.gpu.account = 'm1'", ""),
+        ("partitions.gpu.account = 'm1': it is unknown", "site.partitions.gpu.account=m1"),
+        ("/r/small.toml: rollout.max_running: it is missing", ""),
+        ("-s seed=x: rollout.max_running", ""),
+    ],
+)
+def test_a_message_about_a_key_names_the_setting_that_has_set_it(message: str, named: str) -> None:
+    settings = (
+        "rollout.max_running=1",
+        "domains.lake.options.size=-1",
+        'teacher={path="/t"}',
+        "site.partitions.gpu.account=m1",
+    )
+    assert name_setting(message, settings) == f"-s {named}: {message}".removeprefix("-s : ")
+
+
+def test_a_setting_is_named_without_what_controls_a_terminal(recipe: Path) -> None:
+    message = refused(recipe, "name=\x1b[31mx\ny")
+    assert message.startswith("-s name=\\x1b[31mx\\ny: name: expected")
+    assert message.isprintable()
 
 
 def test_a_missing_key_is_named(recipe: Path) -> None:

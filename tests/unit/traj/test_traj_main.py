@@ -313,13 +313,14 @@ def test_an_empty_list_names_the_episodes_that_failed_and_what_shows_them(spools
     log.emit(EpisodesCounted(outcomes={"dying": {"env-fault": 40}, "taxi": {"policy-fault": 1}}))
     log.close()
     publish_json(spools.campaign.recipe, {"domains": {"dying": {}, "taxi": {}}})
-    command = f"(`hpcrl events {spools.campaign.name} --kind fault`)\n"
+    lost = "lost to a fault, which leaves no trajectory"
+    command = f"{lost} (`hpcrl events {spools.campaign.name} --kind fault`)\n"
     for action in ("ls", "stats"):
-        assert traj(spools, action, capsys=capsys)[1] == f"no trajectories yet: 41 episodes have failed {command}"
+        assert traj(spools, action, capsys=capsys)[1] == f"no trajectories yet: 41 episodes were {command}"
     listed = traj(spools, "ls", "--domain", "dying", capsys=capsys)[1]
-    assert listed == f"no trajectory matches: 40 episodes have failed {command}"
+    assert listed == f"no trajectory matches: 40 episodes were {command}"
     listed = traj(spools, "ls", "--domain", "taxi", capsys=capsys)[1]
-    assert listed == f"no trajectory matches: 1 episode has failed {command}"
+    assert listed == f"no trajectory matches: 1 episode was {command}"
 
 
 def test_damaged_foreign_and_empty_files_are_named_and_the_rest_is_read(filled, capsys):
