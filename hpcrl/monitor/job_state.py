@@ -8,6 +8,7 @@
     CampaignState, JobState, UnfinishedState  the states, as below
     FINAL_STATES, FINAL_JOB_STATES  the states of a campaign, and of a job, that has ended
     describe_resume              where the next job starts, for users
+    describe_lost_steps          the steps that the events lack
     ALIVE_WITHIN_S               the age of a heartbeat
 
     "planned"   no job yet                    "done"      every step was trained
@@ -86,6 +87,17 @@ def describe_resume(subject: str, *, saved_step: int, last_step: int = 0) -> str
     num_again = max(last_step - saved_step, 0)
     steps = "1 step is" if num_again == 1 else f"{num_again:,} steps are"
     return f"{subject} continues from step {saved_step:,}" + (f" ({steps} made again)" if num_again else "")
+
+
+def describe_lost_steps(*, saved_step: int, last_step: int) -> str | None:
+    """Describe the steps that are missing in the events of a campaign that has ended; None if none is known to be.
+
+    A step is reported before its checkpoint is made. While a job runs, a file system may show them in another order.
+    """
+    if saved_step <= last_step:
+        return None
+    found = f"it ends at step {last_step:,}" if last_step else "it has none"
+    return f"events/ lacks steps: {found}, and a checkpoint is of step {saved_step:,}"
 
 
 def derive_job_state(facts: JobFacts) -> tuple[JobState, str]:

@@ -92,6 +92,15 @@ def test_what_is_newer_than_this_version_is_among_the_problems(campaign: Synthet
     assert report.verdict.endswith("; 1 thing could not be read.")
 
 
+def test_events_that_end_before_a_checkpoint_are_in_the_verdict(campaign: SyntheticCampaign) -> None:
+    (campaign.directory.checkpoints / "000001-step-000020").mkdir(parents=True)
+    assert describe(campaign).endswith("nothing needs attention.")
+    (campaign.directory.events / "000-train-0.jsonl").unlink()
+    verdict = describe(campaign)
+    assert "nothing needs attention" not in verdict
+    assert verdict.endswith("; 1 thing could not be read.")
+
+
 @pytest.mark.parametrize("name", ["recipe", "plan", "site"])
 def test_a_record_that_is_missing_is_among_the_problems(campaign: SyntheticCampaign, name: str) -> None:
     getattr(campaign.directory, name).unlink()
