@@ -202,7 +202,7 @@ def _describe_findings(snapshot: CampaignSnapshot, figures: KeyFigures, *, is_wh
         yield f"{num_urgent} finding{'s need' if num_urgent > 1 else ' needs'} attention"
     elif num_notices:
         yield f"{num_notices} notice{'s' * (num_notices > 1)}, nothing urgent"
-    elif snapshot.state != "failed" and not is_cut and is_whole:
+    elif snapshot.state not in {"failed", "unknown"} and not is_cut and is_whole:
         yield "nothing needs attention"
 
 

@@ -931,6 +931,31 @@ def test_steps_that_were_written_after_the_look_are_not_lost(campaign: Synthetic
     assert (snapshot.state, snapshot.step, snapshot.detail.problems) == ("failed", 2, [])
 
 
+def test_a_campaign_with_results_and_no_job_is_unknown_with_the_reason(campaign: SyntheticCampaign) -> None:
+    running(campaign).step(1)
+    save_checkpoint(campaign, 1)
+    campaign.outcome("done", "every training step was made")
+    shutil.rmtree(campaign.directory.jobs)
+    snapshot = collector(campaign).poll()
+    (line,) = survey_campaigns([campaign.directory], problems=[])
+    restore = f"restore {campaign.directory.jobs}"
+    reason = f"campaign 'quickstart-1' has results, and the records of its jobs are gone: {restore}"
+    assert (snapshot.state, snapshot.detail.reason) == (line.state, line.reason) == ("unknown", reason)
+    campaign.directory.stop.touch()
+    assert collector(campaign).poll().state == "unknown"
+
+
+def test_a_campaign_with_results_whose_jobs_may_not_be_read_is_unknown(
+    campaign: SyntheticCampaign, tmp_path: Path
+) -> None:
+    running(campaign).step(1)
+    save_checkpoint(campaign, 1)
+    with as_another_user(tmp_path, [campaign.directory.jobs]):
+        snapshot = collector(campaign).poll()
+    reason = "campaign 'quickstart-1' has results, and jobs/ cannot be read: Permission denied"
+    assert (snapshot.state, snapshot.detail.reason) == ("unknown", reason)
+
+
 def test_the_load_of_a_role_is_that_of_all_its_engines(campaign: SyntheticCampaign) -> None:
     running(campaign)
     for worker, share, num in (("decode-0", 0.2, 30), ("decode-1", 0.6, 50)):

@@ -1,5 +1,6 @@
 """The verdict and the state of a report: what is damaged, unread or untrained is never all well."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,6 +100,16 @@ def test_events_that_end_before_a_checkpoint_are_in_the_verdict(campaign: Synthe
     verdict = describe(campaign)
     assert "nothing needs attention" not in verdict
     assert verdict.endswith("; 1 thing could not be read.")
+
+
+def test_a_campaign_whose_jobs_are_gone_is_unknown_with_the_reason(campaign: SyntheticCampaign) -> None:
+    (campaign.directory.checkpoints / "000001-step-000020").mkdir(parents=True)
+    shutil.rmtree(campaign.directory.jobs)
+    report = build_report(campaign.directory, read_trajectories=read_trajectories)
+    assert report.state == "unknown"
+    assert report.reason.endswith(f"the records of its jobs are gone: restore {campaign.directory.jobs}")
+    assert report.verdict.startswith("In an unknown state after 20 of 20 steps")
+    assert "nothing needs attention" not in report.verdict
 
 
 @pytest.mark.parametrize("name", ["recipe", "plan", "site"])
