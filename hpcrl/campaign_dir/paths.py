@@ -193,8 +193,12 @@ class CampaignDir:
     def judge(self, name: str) -> "JudgeDir":
         return JudgeDir(self.root / "judges" / name)
 
+    @property
+    def spools(self) -> Path:
+        return self.root / "spools"
+
     def spool(self, name: str) -> Path:
-        return self.root / "spools" / name
+        return self.spools / name
 
     def job(self, number: int) -> "JobDir":
         return JobDir(self.jobs / make_worker_name(number))

@@ -16,6 +16,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.monitor.progress import CampaignProgress
 from hpcrl.monitor.screen_parts import FittedTable
 from hpcrl.spool.list_line import ListLine
+from hpcrl.spool.listing import describe_lost_spools
 from hpcrl.spool.outcome import LOST
 from hpcrl.spool.record import Trajectory
 from hpcrl.system.terminal import (
@@ -91,6 +92,8 @@ def list_newest(history: TrajectoryHistory, selection: TrajectorySelection, *, l
 
 def describe_nothing(campaign: CampaignDir, selection: TrajectorySelection) -> str:
     """Describe why a selection is empty: an episode that an environment or an engine fails has no record."""
+    if lost := describe_lost_spools(campaign):
+        return lost
     text = "no trajectories yet" if selection == TrajectorySelection() else "no trajectory matches"
     num_failed = _count_lost(campaign, selection)
     if not num_failed:

@@ -229,6 +229,8 @@ class SpoolVerifier:
 
     def _check_directories(self) -> None:
         """Report a spool that is missing while the other is there: they are made together."""
+        if lost := listing.describe_lost_spools(self.campaign):
+            self._add_finding("damage", self.campaign.spools, lost)
         present = [self.campaign.spool(name).is_dir() for name in LIVE_SPOOLS]
         for name, is_present in zip(LIVE_SPOOLS, present, strict=True):
             if any(present) and not is_present:

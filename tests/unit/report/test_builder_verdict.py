@@ -112,6 +112,14 @@ def test_a_campaign_whose_jobs_are_gone_is_unknown_with_the_reason(campaign: Syn
     assert "nothing needs attention" not in report.verdict
 
 
+def test_spools_that_are_gone_are_among_the_problems(campaign: SyntheticCampaign) -> None:
+    folder = campaign.directory.spool("scored").parent
+    shutil.rmtree(folder)
+    report = build_report(campaign.directory, read_trajectories=read_trajectories)
+    assert report.problems == [f"the spools are gone: restore {folder}"]
+    assert report.verdict.endswith("; 1 thing could not be read.")
+
+
 @pytest.mark.parametrize("name", ["recipe", "plan", "site"])
 def test_a_record_that_is_missing_is_among_the_problems(campaign: SyntheticCampaign, name: str) -> None:
     getattr(campaign.directory, name).unlink()

@@ -63,6 +63,12 @@ def test_a_description_that_is_cut_is_damage_and_a_spool_that_is_missing_is_name
     assert ("spools/scored", "is missing") in notes(spools)
 
 
+def test_spools_that_are_gone_are_damage(spools):
+    folder = first(spools).parents[1]
+    shutil.rmtree(folder)
+    assert only_damage(spools) == ("spools", f"the spools are gone: restore {folder}")
+
+
 @pytest.mark.parametrize("record", ["recipe", "site", "plan"])
 def test_a_record_that_is_missing_is_damage(spools, record):
     """No other job can continue the campaign."""
