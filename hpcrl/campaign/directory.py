@@ -28,6 +28,7 @@ from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.site import Site
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import CampaignError, HpcrlError, SlurmError
+from hpcrl.monitor.job_state import describe_lost_jobs
 from hpcrl.slurm.submit import expand_path
 from hpcrl.system.file_systems import may_hold_files
 from hpcrl.system.file_watch import is_outage, retry_passing
@@ -124,9 +125,7 @@ def list_jobs(campaign: CampaignDir) -> list[JobDir]:
     jobs = [campaign.job(number) for number in campaign.job_numbers()]
     if not jobs:
         if campaign.has_results():
-            raise CampaignError(
-                f"campaign {campaign.name!r} has results, and the records of its jobs are gone: restore {campaign.jobs}"
-            )
+            raise CampaignError(describe_lost_jobs(campaign))
         raise CampaignError(
             f"campaign {campaign.name!r} has no job: it was not submitted to the end; remove it "
             f"(`hpcrl rm {shlex.quote(campaign.name)}`) and submit it again"

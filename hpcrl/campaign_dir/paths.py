@@ -48,6 +48,7 @@ CAMPAIGN/
     checkpoints/: trainer state and the trajectories consumed
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -134,7 +135,7 @@ class CampaignDir:
     def has_results(self) -> bool:
         """Return whether a job has left checkpoints or trajectories."""
         folders = (self.checkpoints, *map(self.spool, SPOOLS))
-        return any(folder.is_dir() and any(folder.glob("[!.]*")) for folder in folders)
+        return any(map(_has_files, folders))
 
     @property
     def checkpoints(self) -> Path:
@@ -192,8 +193,12 @@ class CampaignDir:
     def judge(self, name: str) -> "JudgeDir":
         return JudgeDir(self.root / "judges" / name)
 
+    @property
+    def spools(self) -> Path:
+        return self.root / "spools"
+
     def spool(self, name: str) -> Path:
-        return self.root / "spools" / name
+        return self.spools / name
 
     def job(self, number: int) -> "JobDir":
         return JobDir(self.jobs / make_worker_name(number))
@@ -203,6 +208,15 @@ class CampaignDir:
         if not self.jobs.is_dir():
             return []
         return sorted(int(path.name) for path in self.jobs.iterdir() if path.name.isdigit())
+
+
+def _has_files(folder: Path) -> bool:
+    """Return whether a directory has files that are not hidden; one that cannot be read shows none."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(not entry.name.startswith(".") for entry in entries)
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)

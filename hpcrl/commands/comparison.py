@@ -125,7 +125,12 @@ def _list_rows(settings: Sequence[ComparedSetting]) -> Iterator[tuple[str, str, 
 
 
 def _take_snapshot(campaign: CampaignDir) -> CampaignSnapshot:
-    return SnapshotCollector(campaign, query=make_slurm_query(campaign)).poll()
+    """Return the state of a campaign now; what is not known of it is noted."""
+    snapshot = SnapshotCollector(campaign, query=make_slurm_query(campaign)).poll()
+    unknown = [snapshot.detail.reason] if snapshot.state == "unknown" else []
+    for problem in filter(None, [*unknown, *snapshot.detail.problems]):
+        print_note(f"{campaign.name}: {problem}")
+    return snapshot
 
 
 def _list_figures(snapshot: CampaignSnapshot) -> Iterator[tuple[str, float | str | None]]:

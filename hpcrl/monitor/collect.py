@@ -26,7 +26,17 @@ from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName
 from hpcrl.errors import HpcrlError, SlurmError
 from hpcrl.monitor.advisories import Advisory, HealthFacts, find_advisories
 from hpcrl.monitor.count_lines import CountSampling, CountThinning, drop_superseded
-from hpcrl.monitor.job_state import CampaignState, JobRecord, judge_jobs, read_jobs, read_json_as, select_slurm_ids
+from hpcrl.monitor.job_state import (
+    FINAL_STATES,
+    CampaignState,
+    JobRecord,
+    describe_lost_jobs,
+    describe_lost_steps,
+    judge_jobs,
+    read_jobs,
+    read_json_as,
+    select_slurm_ids,
+)
 from hpcrl.monitor.progress import COUNTS, CampaignProgress
 from hpcrl.monitor.snapshot import (
     CampaignSnapshot,
@@ -37,6 +47,7 @@ from hpcrl.monitor.snapshot import (
     build_snapshot,
 )
 from hpcrl.plan.records import read_site
+from hpcrl.slurm.next_job import find_last_step
 from hpcrl.slurm.status import UNKNOWN, JobStatus, query_job_states
 from hpcrl.slurm.submit import make_site_environment
 from hpcrl.spool.listing import SegmentListing, count_trajectories
@@ -81,6 +92,9 @@ class SnapshotCollector:
         self._reader = EventReader(campaign_dir.events, is_sparing=True)
         self._is_watched = progress is None
         self._has_looked = False
+        self._has_all_files = True
+        """The events of every file could be read at the last look."""
+        self._lost_steps: str | None = None
         self._progress = progress if progress is not None else CampaignProgress()
         self._now = clock()
         self._campaign: CampaignSummary | None = None
@@ -136,6 +150,7 @@ class SnapshotCollector:
             heartbeats=self._reader.touched,
             now=now,
         )
+        problems += filter(None, [self._find_lost_steps(state)])
         recipe: RecipeSummary | None = self._read_record("recipe", RecipeSummary, problems)
         inputs = SnapshotInputs(
             now=now,
@@ -144,6 +159,7 @@ class SnapshotCollector:
             recipe=recipe,
             plan=self._read_record("plan", PlanSummary, problems) or PlanSummary(),
             state=state,
+            lost_jobs=describe_lost_jobs(self.campaign_dir) if state == "unknown" and not verdicts else "",
             verdicts=verdicts,
             progress=self._progress,
             heartbeats=self._reader.touched,
@@ -160,6 +176,19 @@ class SnapshotCollector:
         """Return what the last snapshot was built from."""
         assert self._inputs is not None, "no snapshot was made yet"
         return self._inputs
+
+    def _find_lost_steps(self, state: CampaignState) -> str | None:
+        """Describe the steps that the events of an ended campaign lack; new ones are read before they are missed."""
+        if state not in FINAL_STATES or not self._has_all_files:
+            return None
+        saved_step = find_last_step(self.campaign_dir)
+        found = describe_lost_steps(saved_step=saved_step, last_step=self._progress.highest_step)
+        if found is not None and found != self._lost_steps:
+            self._reader.expect_change()
+            self._add_events()
+            found = describe_lost_steps(saved_step=saved_step, last_step=self._progress.highest_step)
+        self._lost_steps = found
+        return found
 
     def _find_advisories(self, state: CampaignState, now: float, *, recipe: RecipeSummary | None) -> list[Advisory]:
         judged = (state, len(self._progress.steps))
@@ -180,10 +209,11 @@ class SnapshotCollector:
     def _read_events(self, problems: list[str], now: float, *, created: float | str | None) -> bool:
         """Read the new events; return whether one of them is more than a count."""
         directory = self.campaign_dir.events
+        unread: list[str] = []
         if self._ended_jobs and not directory.exists():
-            problems.append(f"{directory.name}/ is missing: what the campaign did is not known")
+            unread.append(f"{directory.name}/ is missing: what the campaign did is not known")
         if directory.exists() and not os.access(directory, os.R_OK | os.X_OK, effective_ids=True):
-            problems.append(f"{directory.name}/ cannot be read: permission denied")
+            unread.append(f"{directory.name}/ cannot be read: permission denied")
         if not self._is_watched:
             if isinstance(created, float):
                 self._reader.choose_lines = _make_thinning(directory, created=created, now=now).choose
@@ -191,12 +221,19 @@ class SnapshotCollector:
             self._reader.choose_lines = CountSampling(now=now).choose
         else:
             self._reader.choose_lines = drop_superseded
-        self._has_looked, has_news = True, False
+        self._has_looked = True
+        has_news = self._add_events()
+        unread += [f"{name} cannot be read: {why}" for name, why in self._reader.unreadable.items()]
+        problems += [*unread, *self._reader.describe_damage()]
+        self._has_all_files = not unread
+        return has_news
+
+    def _add_events(self) -> bool:
+        """Add the new events to the progress; return whether one of them is more than a count."""
+        has_news = False
         for event in self._reader.poll_merged():
             self._progress.add(event)
             has_news = has_news or not isinstance(event, COUNTS)
-        problems += [f"{name} cannot be read: {why}" for name, why in self._reader.unreadable.items()]
-        problems += self._reader.describe_damage()
         return has_news
 
     def _query_slurm(self, ids: Sequence[str], now: float) -> bool:

@@ -8,6 +8,8 @@
     CampaignState, JobState, UnfinishedState  the states, as below
     FINAL_STATES, FINAL_JOB_STATES  the states of a campaign, and of a job, that has ended
     describe_resume              where the next job starts, for users
+    describe_lost_steps          the steps that the events lack
+    describe_lost_jobs           why nothing is known about the jobs of a campaign that has results
     ALIVE_WITHIN_S               the age of a heartbeat
 
     "planned"   no job yet                    "done"      every step was trained
@@ -86,6 +88,17 @@ def describe_resume(subject: str, *, saved_step: int, last_step: int = 0) -> str
     num_again = max(last_step - saved_step, 0)
     steps = "1 step is" if num_again == 1 else f"{num_again:,} steps are"
     return f"{subject} continues from step {saved_step:,}" + (f" ({steps} made again)" if num_again else "")
+
+
+def describe_lost_steps(*, saved_step: int, last_step: int) -> str | None:
+    """Describe the steps that are missing in the events of a campaign that has ended; None if none is known to be.
+
+    A step is reported before its checkpoint is made. While a job runs, a file system may show them in another order.
+    """
+    if saved_step <= last_step:
+        return None
+    found = f"it ends at step {last_step:,}" if last_step else "it has none"
+    return f"events/ lacks steps: {found}, and a checkpoint is of step {saved_step:,}"
 
 
 def derive_job_state(facts: JobFacts) -> tuple[JobState, str]:
@@ -265,6 +278,8 @@ def judge_jobs(
             facts = replace(facts, saved_step=find_saved_step(), last_step=last_step)
             state, reason = derive_job_state(facts)
         verdicts.append(JobVerdict(record=job, state=state, reason=reason, slurm=status))
+    if not verdicts and campaign_dir.has_results():  # `describe_lost_jobs` has the reason
+        return "unknown", verdicts
     state_of_campaign = derive_campaign_state([verdict.state for verdict in verdicts], stop_requested=stop_requested)
     if state_of_campaign == "stopped" and verdicts:
         end = verdicts[-1].record.outcome
@@ -275,6 +290,14 @@ def judge_jobs(
         reason = "; ".join(part for part in (verdicts[-1].reason, hint) if part)
         verdicts[-1] = replace(verdicts[-1], reason=reason)
     return state_of_campaign, verdicts
+
+
+def describe_lost_jobs(campaign_dir: CampaignDir) -> str:
+    """Describe why nothing is known about the jobs of a campaign that has results."""
+    problems: list[str] = []
+    _list_directory(campaign_dir.jobs, problems)
+    lost = problems[0] if problems else f"the records of its jobs are gone: restore {campaign_dir.jobs}"
+    return f"campaign {campaign_dir.name!r} has results, and {lost}"
 
 
 def read_heartbeats(directory: Path) -> dict[str, float]:

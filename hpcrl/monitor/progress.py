@@ -377,6 +377,8 @@ class CampaignProgress:
     version: int = 0
     steps: dict[int, StepFinished] = field(default_factory=dict)
     """One per step, in order; steps that a resume rolled back are removed."""
+    highest_step: int = 0
+    """The highest step that was made, also if a resume has rolled it back."""
     evaluations: dict[int, EvaluationFinished] = field(default_factory=dict)
     """Evaluations by number, in the order in which they were reported."""
     totals: EpisodeTotals = field(default_factory=EpisodeTotals)
@@ -431,6 +433,7 @@ class CampaignProgress:
                 self._drop_steps_from(event.step)
                 self.steps[event.step] = event
                 job.last_step = event.step
+                self.highest_step = max(self.highest_step, event.step)
                 self.version = max(self.version, event.version)
             case CheckpointSaved():
                 self.checkpoint_times.append(event.time)

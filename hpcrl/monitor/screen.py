@@ -145,7 +145,8 @@ def render_header(snapshot: CampaignSnapshot, *, long_lines: LongLines = "wrappe
     where = escape_to_one_line(f"  {snapshot.recipe or '?'} on {snapshot.site or '?'}")
     state = format_state(snapshot.state, is_partial=snapshot.is_partial)
     top.add_row(title.append(where, style="not bold dim"), state)
-    facts = [f"job {detail.job_id}" if detail.job_id else "no job yet"]
+    no_job = "no job is known" if snapshot.state == "unknown" else "no job yet"
+    facts = [f"job {detail.job_id}" if detail.job_id else no_job]
     if len(snapshot.jobs) > 1 and (job := _find_shown_job(snapshot)):
         facts[0] += f" (number {job.number + 1})"
     if detail.elapsed_s is not None:

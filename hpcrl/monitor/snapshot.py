@@ -315,6 +315,8 @@ class SnapshotInputs:
     recipe: RecipeSummary | None
     plan: PlanSummary
     state: CampaignState
+    lost_jobs: str = ""
+    """The reason for an unknown state without any job."""
     verdicts: Sequence[JobVerdict]
     progress: CampaignProgress
     heartbeats: Mapping[str, float]
@@ -562,7 +564,7 @@ def _build_detail(
     elapsed_s, left_s = _measure_job_times(inputs)
     return SnapshotDetail(
         now=inputs.now,
-        reason=current.reason if current else "",
+        reason=current.reason if current else inputs.lost_jobs,
         job_id=current.record.submitted.id if current else "",
         elapsed_s=elapsed_s,
         left_s=left_s,

@@ -38,6 +38,7 @@ from hpcrl.monitor.job_state import (
     FINAL_STATES,
     CampaignState,
     JobRecord,
+    describe_lost_jobs,
     judge_jobs,
     read_heartbeats,
     read_jobs,
@@ -104,6 +105,8 @@ def _read_campaign_line(
     end = verdicts[-1].record.outcome if verdicts and state == "done" else None
     is_partial = end is not None and end.is_partial
     reason = verdicts[-1].reason if verdicts and (state != "done" or is_partial) else ""
+    if state == "unknown" and not verdicts:
+        reason = describe_lost_jobs(campaign_dir)
     return CampaignLine(
         name=campaign_dir.name,
         site=summary.site,

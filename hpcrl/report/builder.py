@@ -50,6 +50,7 @@ from hpcrl.report.figures import (
 from hpcrl.report.gantt import build_gantt
 from hpcrl.report.history import CampaignHistory, RoleWork, WorkerSpan
 from hpcrl.slurm.submit import SubmittedJob
+from hpcrl.spool.listing import describe_lost_spools
 from hpcrl.spool.outcome import MAX_FAILED_SHARE, OUTCOME_EXIT, OUTCOME_REWARD_ERROR, OUTCOME_TIMEOUT
 from hpcrl.spool.token_fates import TRAINED, measure_trained_share
 from hpcrl.system.json_numbers import finite_or_none, load_json
@@ -119,7 +120,8 @@ def build_report(
         ended = max((job.ended for job in jobs if job.ended is not None), default=-math.inf)
         jobs.append(_build_job(view, campaign, history, plan, now=snapshot.detail.now, last_ended=ended))
     figures = _build_key_figures(snapshot, history, jobs, plan, num_trajectories=trajectories.num_kept)
-    problems = list(dict.fromkeys([*snapshot.detail.problems, *_list_gaps(campaign, has_jobs=bool(jobs))]))
+    has_jobs = bool(jobs) or campaign.has_results()
+    problems = list(dict.fromkeys([*snapshot.detail.problems, *_list_gaps(campaign, has_jobs=has_jobs)]))
     in_env = {"reward"} if _is_scored_in_env(snapshot, history) else set()
     return CampaignReport(
         name=snapshot.name,
@@ -202,7 +204,7 @@ def _describe_findings(snapshot: CampaignSnapshot, figures: KeyFigures, *, is_wh
         yield f"{num_urgent} finding{'s need' if num_urgent > 1 else ' needs'} attention"
     elif num_notices:
         yield f"{num_notices} notice{'s' * (num_notices > 1)}, nothing urgent"
-    elif snapshot.state != "failed" and not is_cut and is_whole:
+    elif snapshot.state not in {"failed", "unknown"} and not is_cut and is_whole:
         yield "nothing needs attention"
 
 
@@ -211,9 +213,10 @@ def _list_gaps(campaign: CampaignDir, *, has_jobs: bool) -> list[str]:
     found = []
     if problem := describe_newer_format(campaign):
         found.append(f"{problem}: what is new in it is not shown")
-    if has_jobs:  # they are written before the first job is submitted
+    if has_jobs:  # they are made before the first job is submitted
         records = (campaign.recipe, campaign.plan, campaign.site)
         found += [f"{path.name} is missing" for path in records if not path.exists()]
+        found += filter(None, [describe_lost_spools(campaign)])
     return found
 
 

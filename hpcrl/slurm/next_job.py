@@ -21,6 +21,7 @@ the next job; where nodes may not submit jobs, the login node queues all of a ch
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 
@@ -207,8 +208,9 @@ def has_more_steps(campaign: CampaignDir) -> bool:
 
 def find_last_step(campaign: CampaignDir) -> int:
     """Return the step of the newest checkpoint; 0 without one."""
-    whole = campaign.checkpoints.glob("[0-9]*-step-*[0-9]")  # not what a trainer that was killed has left
-    return max((int(path.name.rpartition("-")[2]) for path in whole), default=0)
+    paths = campaign.checkpoints.glob("[0-9]*-step-*[0-9]")  # not what a trainer that was killed has left
+    found = (re.fullmatch(r"\d+-step-(\d+)", path.name) for path in paths)  # a copy has another name
+    return max((int(match[1]) for match in found if match), default=0)
 
 
 def count_jobs_left(job: JobDir) -> int:

@@ -7,6 +7,7 @@
     find_shard            the part of a spool that a segment belongs to
     announce_changes      inform every SegmentListing of a change
     count_trajectories    the number of trajectories, taken from the names
+    describe_lost_spools  where to restore the spools, if a campaign has none any more
     sweep_leftovers       removes temporary files of killed writers
     quarantine_segment, make_quarantine_path    move a damaged segment away, and where to
 
@@ -35,8 +36,9 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
 from hpcrl.errors import SpoolError
-from hpcrl.system.files import make_private_dir, publish_file
+from hpcrl.system.files import is_directory, make_private_dir, publish_file
 
 NEWS_FILE = ".news"
 _NAME_PATTERN = re.compile(r"(?P<producer>.+)-(?P<number>\d{8,})-(?P<count>\d+)-(?P<nonce>[0-9a-f]{8})\.h5", re.DOTALL)
@@ -70,6 +72,13 @@ def parse_segment_name(name: str) -> SegmentName | None:
     return SegmentName(
         producer=match["producer"], number=int(match["number"]), count=int(match["count"]), nonce=match["nonce"]
     )
+
+
+def describe_lost_spools(campaign: CampaignDir) -> str | None:
+    """Describe where to restore the spools; None if there is one: all are made before the first job is submitted."""
+    if any(is_directory(campaign.spool(name)) for name in SPOOLS):
+        return None
+    return f"the spools are gone: restore {campaign.spools}"
 
 
 def check_producer(producer: str) -> str:

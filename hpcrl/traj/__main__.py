@@ -54,10 +54,14 @@ def _report_problems(history: "TrajectoryHistory") -> None:
 
 
 def _run_history_command(arguments: argparse.Namespace, history: "TrajectoryHistory") -> int:
-    from hpcrl.system.terminal import show_wait
+    from hpcrl.spool.listing import describe_lost_spools
+    from hpcrl.system.terminal import print_note, show_wait
     from hpcrl.traj.history import selection_from_arguments
 
     selection = selection_from_arguments(arguments, known_domains=_read_domain_names(history.campaign))
+    is_text = arguments.action in ("ls", "stats") and not arguments.json  # these explain why they are empty
+    if not is_text and (lost := describe_lost_spools(history.campaign)):
+        print_note(lost)
     match arguments.action:
         case "ls":
             from hpcrl.traj.listing import list_newest

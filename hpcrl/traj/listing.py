@@ -16,6 +16,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.monitor.progress import CampaignProgress
 from hpcrl.monitor.screen_parts import FittedTable
 from hpcrl.spool.list_line import ListLine
+from hpcrl.spool.listing import describe_lost_spools
 from hpcrl.spool.outcome import LOST
 from hpcrl.spool.record import Trajectory
 from hpcrl.system.terminal import (
@@ -94,6 +95,8 @@ def describe_nothing(campaign: CampaignDir, selection: TrajectorySelection) -> s
 
     Only groups that are full are written, and such an episode is in none.
     """
+    if lost := describe_lost_spools(campaign):
+        return lost
     text = "no trajectories yet" if selection == TrajectorySelection() else "no trajectory matches"
     num_failed = _count_lost(campaign, selection)
     if not num_failed:

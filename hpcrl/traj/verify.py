@@ -23,10 +23,13 @@ from rich.padding import Padding
 from rich.text import Text
 
 from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName
 from hpcrl.errors import SpoolError
 from hpcrl.learn.consumed import ConsumedGroups, read_consumed_groups, sort_group_numbers
+from hpcrl.monitor.job_state import describe_lost_steps, read_heartbeats, read_jobs
 from hpcrl.monitor.screen_parts import FittedTable
+from hpcrl.slurm.next_job import find_last_step
 from hpcrl.spool import listing
 from hpcrl.spool.ids import get_group, make_group_id
 from hpcrl.spool.listing import list_segments, parse_segment_name
@@ -203,18 +206,31 @@ class SpoolVerifier:
 
     def _check_events(self) -> None:
         """Report events and records of jobs that are damaged, or missing where a job has left something else."""
+        saved_step = find_last_step(self.campaign) if self._has_ended() else 0  # first: its steps are in events by now
         reader = EventReader(self.campaign.events)
-        for _ in reader.poll_lines():
-            pass
+        last_step = max((event.step for event in reader.poll() if isinstance(event, StepFinished)), default=0)
         unreadable = [f"{name} cannot be read: {why}" for name, why in reader.unreadable.items()]
         for reason in [*unreadable, *reader.describe_damage()]:
             self._add_finding("damage", self.campaign.events, reason)
+        lost_steps = describe_lost_steps(saved_step=saved_step, last_step=last_step)
+        if lost_steps and reader.offsets and not unreadable:
+            self._add_finding("damage", self.campaign.events, lost_steps)
         for path in (self.campaign.events, self.campaign.jobs) if self.campaign.has_results() else ():
             if not (is_directory(path) and any(path.iterdir())):
                 self._add_finding("damage", path, "is missing or empty, though a job has left results")
 
+    def _has_ended(self) -> bool:
+        """Return whether nothing writes events any more: each job has an outcome, or no process has a heartbeat."""
+        jobs = read_jobs(self.campaign)
+        if jobs and all(job.outcome is not None for job in jobs):
+            return True
+        beats = read_heartbeats(self.campaign.events)
+        return max(beats.values(), default=0.0) < time.time() - MIN_LEFTOVER_AGE_S
+
     def _check_directories(self) -> None:
         """Report a spool that is missing while the other is there: they are made together."""
+        if lost := listing.describe_lost_spools(self.campaign):
+            self._add_finding("damage", self.campaign.spools, lost)
         present = [self.campaign.spool(name).is_dir() for name in LIVE_SPOOLS]
         for name, is_present in zip(LIVE_SPOOLS, present, strict=True):
             if any(present) and not is_present:

@@ -211,6 +211,23 @@ def test_campaigns_are_compared_without_settings_where_a_recipe_cannot_be_read(
     assert "recipe or site of two cannot be read" in shown.err
 
 
+def test_a_comparison_notes_what_is_not_known_of_a_campaign(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_steps, without_jobs = make_campaign("one"), make_campaign("two")
+    for campaign in (without_steps, without_jobs):
+        (campaign.checkpoints / "000001-step-000004").mkdir(parents=True)
+    for path in without_steps.events.iterdir():
+        path.unlink()
+    shutil.rmtree(without_jobs.jobs)
+    assert main(["compare", "one", "two"]) == 0
+    restore = f"restore {without_jobs.jobs}"
+    assert capsys.readouterr().err.splitlines() == [
+        "hpcrl: note: one: events/ lacks steps: it has none, and a checkpoint is of step 4",
+        f"hpcrl: note: two: campaign 'two' has results, and the records of its jobs are gone: {restore}",
+    ]
+
+
 def test_a_directory_elsewhere_is_not_removed(
     make_campaign: CampaignMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -887,6 +887,75 @@ def test_an_ended_campaign_without_its_events_is_not_all_there(campaign: Synthet
     assert collector(campaign).poll().detail.problems == ["events/ is missing: what the campaign did is not known"]
 
 
+def save_checkpoint(campaign: SyntheticCampaign, step: int) -> None:
+    (campaign.directory.checkpoints / f"000001-step-{step:06d}").mkdir(parents=True)
+
+
+def test_events_that_end_before_a_checkpoint_are_a_problem_once_the_campaign_has_ended(
+    campaign: SyntheticCampaign,
+) -> None:
+    running(campaign).step(1)
+    save_checkpoint(campaign, 10)
+    (campaign.directory.checkpoints / "000001-step-000010-copy.2").mkdir()
+    watched = collector(campaign)
+    assert watched.poll().detail.problems == []  # of a job that runs, a file system may show its events later
+    campaign.outcome("done", "every training step was made")
+    reason = "events/ lacks steps: it ends at step 1, and a checkpoint is of step 10"
+    assert watched.poll().detail.problems == [reason]
+    assert collector(campaign).poll().detail.problems == [reason]
+    (campaign.directory.events / "000-train-0.jsonl").unlink()
+    reason = "events/ lacks steps: it has none, and a checkpoint is of step 10"
+    assert collector(campaign).poll().detail.problems == [reason]
+
+
+def test_steps_that_a_resume_took_back_are_not_lost(campaign: SyntheticCampaign) -> None:
+    running(campaign).step(10)
+    save_checkpoint(campaign, 10)
+    campaign.emit("train-0", TrainingResumed(step=5, version=5, checkpoint="000000-step-000005"))
+    campaign.step(6)
+    campaign.outcome("stopped")
+    assert collector(campaign).poll().detail.problems == []
+
+
+def test_steps_that_were_written_after_the_look_are_not_lost(campaign: SyntheticCampaign) -> None:
+    """Slurm reports the end of a job after its events were read."""
+    running(campaign).step(1)
+
+    def query(ids: Sequence[str]) -> dict[str, JobStatus]:
+        campaign.step(2)
+        save_checkpoint(campaign, 2)
+        campaign.now += 60
+        return {job: JobStatus(id=job, state="node_fail") for job in ids}
+
+    snapshot = SnapshotCollector(campaign.directory, query=query, clock=lambda: campaign.now + 60).poll()
+    assert (snapshot.state, snapshot.step, snapshot.detail.problems) == ("failed", 2, [])
+
+
+def test_a_campaign_with_results_and_no_job_is_unknown_with_the_reason(campaign: SyntheticCampaign) -> None:
+    running(campaign).step(1)
+    save_checkpoint(campaign, 1)
+    campaign.outcome("done", "every training step was made")
+    shutil.rmtree(campaign.directory.jobs)
+    snapshot = collector(campaign).poll()
+    (line,) = survey_campaigns([campaign.directory], problems=[])
+    restore = f"restore {campaign.directory.jobs}"
+    reason = f"campaign 'quickstart-1' has results, and the records of its jobs are gone: {restore}"
+    assert (snapshot.state, snapshot.detail.reason) == (line.state, line.reason) == ("unknown", reason)
+    campaign.directory.stop.touch()
+    assert collector(campaign).poll().state == "unknown"
+
+
+def test_a_campaign_with_results_whose_jobs_may_not_be_read_is_unknown(
+    campaign: SyntheticCampaign, tmp_path: Path
+) -> None:
+    running(campaign).step(1)
+    save_checkpoint(campaign, 1)
+    with as_another_user(tmp_path, [campaign.directory.jobs]):
+        snapshot = collector(campaign).poll()
+    reason = "campaign 'quickstart-1' has results, and jobs/ cannot be read: Permission denied"
+    assert (snapshot.state, snapshot.detail.reason) == ("unknown", reason)
+
+
 def test_the_load_of_a_role_is_that_of_all_its_engines(campaign: SyntheticCampaign) -> None:
     running(campaign)
     for worker, share, num in (("decode-0", 0.2, 30), ("decode-1", 0.6, 50)):

@@ -1,5 +1,6 @@
 """The verdict and the state of a report: what is damaged, unread or untrained is never all well."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,6 +90,33 @@ def test_what_is_newer_than_this_version_is_among_the_problems(campaign: Synthet
     publish_json(campaign.directory.manifest, record)
     report = build_report(campaign.directory, read_trajectories=read_trajectories)
     assert any("what is new in it is not shown" in problem for problem in report.problems)
+    assert report.verdict.endswith("; 1 thing could not be read.")
+
+
+def test_events_that_end_before_a_checkpoint_are_in_the_verdict(campaign: SyntheticCampaign) -> None:
+    (campaign.directory.checkpoints / "000001-step-000020").mkdir(parents=True)
+    assert describe(campaign).endswith("nothing needs attention.")
+    (campaign.directory.events / "000-train-0.jsonl").unlink()
+    verdict = describe(campaign)
+    assert "nothing needs attention" not in verdict
+    assert verdict.endswith("; 1 thing could not be read.")
+
+
+def test_a_campaign_whose_jobs_are_gone_is_unknown_with_the_reason(campaign: SyntheticCampaign) -> None:
+    (campaign.directory.checkpoints / "000001-step-000020").mkdir(parents=True)
+    shutil.rmtree(campaign.directory.jobs)
+    report = build_report(campaign.directory, read_trajectories=read_trajectories)
+    assert report.state == "unknown"
+    assert report.reason.endswith(f"the records of its jobs are gone: restore {campaign.directory.jobs}")
+    assert report.verdict.startswith("In an unknown state after 20 of 20 steps")
+    assert "nothing needs attention" not in report.verdict
+
+
+def test_spools_that_are_gone_are_among_the_problems(campaign: SyntheticCampaign) -> None:
+    folder = campaign.directory.spool("scored").parent
+    shutil.rmtree(folder)
+    report = build_report(campaign.directory, read_trajectories=read_trajectories)
+    assert report.problems == [f"the spools are gone: restore {folder}"]
     assert report.verdict.endswith("; 1 thing could not be read.")
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -305,6 +306,15 @@ def test_an_empty_campaign_is_reported(spools, capsys):
     assert traj(spools, "ls", capsys=capsys)[1] == "no trajectories yet\n"
     assert traj(spools, "stats", capsys=capsys)[1] == "no trajectories yet\n"
     assert traj(spools, "show", capsys=capsys)[0] == 2
+
+
+def test_spools_that_are_gone_are_named(filled, capsys):
+    folder = filled.campaign.spool("scored").parent
+    shutil.rmtree(folder)
+    for words in (["ls"], ["stats"], ["ls", "--domain", "lake"]):
+        assert traj(filled, *words, capsys=capsys)[1] == f"the spools are gone: restore {folder}\n"
+    for words in (["ls", "--json"], ["stats", "--json"]):
+        assert traj(filled, *words, capsys=capsys)[2] == f"hpcrl: note: the spools are gone: restore {folder}\n"
 
 
 def test_an_empty_list_names_the_episodes_that_failed_and_what_shows_them(spools, capsys):

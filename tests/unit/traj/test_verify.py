@@ -17,6 +17,8 @@ from hpcrl.learn.consumed import ConsumedGroups, sort_group_numbers
 from hpcrl.spool import record
 from hpcrl.spool.listing import quarantine_segment
 from hpcrl.spool.record import ConversationRow, EpisodeTurn
+from hpcrl.system.files import publish_json
+from hpcrl.system.processes import read_start_ticks
 from hpcrl.traj.__main__ import main
 from hpcrl.traj.verify import SpoolVerifier
 from tests.support.campaign_spools import Spools, unscored
@@ -61,6 +63,12 @@ def test_a_description_that_is_cut_is_damage_and_a_spool_that_is_missing_is_name
     assert ("spools/scored", "is missing") in notes(spools)
 
 
+def test_spools_that_are_gone_are_damage(spools):
+    folder = first(spools).parents[1]
+    shutil.rmtree(folder)
+    assert only_damage(spools) == ("spools", f"the spools are gone: restore {folder}")
+
+
 @pytest.mark.parametrize("record", ["recipe", "site", "plan"])
 def test_a_record_that_is_missing_is_damage(spools, record):
     """No other job can continue the campaign."""
@@ -79,6 +87,29 @@ def test_damaged_events_and_records_of_jobs_that_are_gone_are_damage(spools):
     assert damage(spools) == [("events", reason), ("jobs", reason)]
     with pytest.raises(CampaignError, match="the records of its jobs are gone: restore"):
         list_jobs(campaign)
+
+
+def submit_job(spools):
+    process = {"pid": os.getpid(), "start_ticks": read_start_ticks(os.getpid())}
+    publish_json(spools.campaign.job(0).submission, {"id": "local-1", "scheduler": "local", "time": 1.0} | process)
+
+
+def make_step_line(step):
+    return json.dumps({"time": 1.0, "event": "step", "job": 0, "worker": "000-train-0", "step": step})
+
+
+def test_events_that_end_before_a_checkpoint_are_damage_once_the_campaign_has_ended(spools):
+    spools.consumed("lake/0", step=40)
+    submit_job(spools)
+    path = spools.campaign.events / "000-train-0.jsonl"
+    first, last = (make_step_line(step) for step in (1, 40))
+    path.write_text(f"{first}\n{last[:30]}")
+    assert damage(spools) == []  # it runs: its last events may come later
+    publish_json(spools.campaign.job(0).outcome, {"outcome": "done", "reason": "", "time": 2.0})
+    reason = "events/ lacks steps: it ends at step 1, and a checkpoint is of step 40"
+    assert damage(spools) == [("events", reason)]
+    path.write_text(f"{first}\n{last}\n{last[:30]}")
+    assert damage(spools) == []  # a process that was killed leaves an unfinished line
 
 
 def test_a_whole_campaign_is_clean_and_exit_code_0(spools, capsys):
