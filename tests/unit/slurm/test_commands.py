@@ -58,6 +58,13 @@ def test_a_refusal_names_the_command_and_its_reason(slurm: Path) -> None:
         ask_slurm(["squeue"])
 
 
+def test_slurm_commands_without_a_cluster_name_the_place_to_run_them(slurm: Path) -> None:
+    error = "sbatch: error: _establish_config_source: failed to fetch config"
+    (slurm / "sbatch").write_text(f"#!/bin/sh\necho '{error}' >&2; exit 1\n")
+    with pytest.raises(SlurmError, match=r"^sbatch finds no cluster here.*run this on a login node"):
+        ask_slurm(["sbatch"])
+
+
 def test_a_command_without_an_answer_is_ended(slurm: Path) -> None:
     (slurm / "squeue").write_text("#!/bin/sh\nexec sleep 1000\n")
     done = run_slurm(["squeue"], timeout_s=0.2)
