@@ -115,7 +115,7 @@ def _explain_refusal(text: str, command: str) -> str:
     lines = [line for line in text.splitlines() if f"{command}: error" in line]
     reason = "; ".join(line.partition("error: ")[2] for line in lines) or text.strip() or "no reason given"
     if any(words in text for words in ("failed to fetch config", "Could not establish a configuration source")):
-        return f"{command} finds no cluster here, as there is no slurm.conf: run this on a login node"
+        return f"{command} finds no cluster here (a slurm.conf is missing): run this on a login node"
     fixes = {
         "Unable to contact slurm controller": "the controller is down or slurm_conf points elsewhere: try again later",
         "nvalid account": "give the account that this partition charges: -s site.account=...",
