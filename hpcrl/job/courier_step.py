@@ -263,8 +263,8 @@ class WeightPlane:
         above, why = list_transports(mpi, layout=self._layout)
         if above and not self._has_couriers:
             above, why = [], "by the plan, two versions of the weights do not fit on a node with engines"
-        starting = f"only while the couriers start ({above[0]})" if above else ""
-        files = Transport(name="files", reason="; ".join(filter(None, (why, starting))))
+        starting = f"until the couriers have started ({above[0]})" if above else ""
+        files = Transport(name="files", reason="; ".join(filter(None, (starting, why))))
         self._use_transport(files)
         if above:
             self._couriers = CourierSupervisor(

@@ -22,7 +22,7 @@ A job has one more state: drained, which counts as stopped in a campaign that ha
 
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -278,6 +278,7 @@ def judge_jobs(
             facts = replace(facts, saved_step=find_saved_step(), last_step=last_step)
             state, reason = derive_job_state(facts)
         verdicts.append(JobVerdict(record=job, state=state, reason=reason, slurm=status))
+    verdicts = list(_settle_followed(verdicts))
     if not verdicts and campaign_dir.has_results():  # `describe_lost_jobs` has the reason
         return "unknown", verdicts
     state_of_campaign = derive_campaign_state([verdict.state for verdict in verdicts], stop_requested=stop_requested)
@@ -290,6 +291,16 @@ def judge_jobs(
         reason = "; ".join(part for part in (verdicts[-1].reason, hint) if part)
         verdicts[-1] = replace(verdicts[-1], reason=reason)
     return state_of_campaign, verdicts
+
+
+def _settle_followed(verdicts: Sequence[JobVerdict]) -> Iterator[JobVerdict]:
+    """Yield the verdicts, of which an unknown job counts as ended if a later one has an outcome: one runs at a time."""
+    last_ended = max((one.record.number for one in verdicts if one.record.outcome is not None), default=-1)
+    for verdict in verdicts:
+        if verdict.state == "unknown" and verdict.record.number < last_ended:
+            yield replace(verdict, state="failed", reason=f"it ended without an outcome; {verdict.reason}")
+        else:
+            yield verdict
 
 
 def describe_lost_jobs(campaign_dir: CampaignDir) -> str:

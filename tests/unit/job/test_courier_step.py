@@ -369,7 +369,7 @@ def test_files_that_couriers_will_replace_are_reported_as_such(tmp_path: Path, m
     plane.start(MpiConfig(flavour="none"))
     transport = read_transport(place.campaign.weights)
     assert transport is not None
-    assert (transport.name, transport.reason.split("; ")[-1]) == ("files", "only while the couriers start (tcp)")
+    assert (transport.name, transport.reason.split("; ")[0]) == ("files", "until the couriers have started (tcp)")
 
 
 def test_mpi_comes_before_tcp(monkeypatch: pytest.MonkeyPatch) -> None:

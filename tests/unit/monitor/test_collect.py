@@ -966,3 +966,19 @@ def test_the_load_of_a_role_is_that_of_all_its_engines(campaign: SyntheticCampai
 
     assert (role.busy_share, role.queue, role.tokens_per_s) == (0.5, 8, 8.0)
     assert (role.kv_share, role.version) == (0.4, 30)
+
+
+def test_a_job_that_slurm_no_longer_knows_has_ended_if_a_later_one_has(campaign: SyntheticCampaign) -> None:
+    """As of a driver that was killed, once accounting is purged or the cluster is gone; one with heartbeats runs."""
+    campaign.submit(0, job="1")
+    campaign.submit(1, job="2")
+    campaign.start(workers=1)
+    ask = RecordedQueries(text="")
+    assert collector(campaign, ask).poll().state == "running"
+    campaign.now += 3600
+    assert collector(campaign, ask).poll().state == "unknown"
+    campaign.outcome("stopped", "a user asked it to end", number=1)
+    ended = collector(campaign, ask).poll()
+    assert ended.state == "stopped"
+    assert [job.state for job in ended.jobs] == ["failed", "stopped"]
+    assert ended.jobs[0].reason.startswith("it ended without an outcome; no answer")
