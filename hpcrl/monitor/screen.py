@@ -1,6 +1,6 @@
 """Render one screen of a campaign, from 80x24 up.
 
-render_screen, render_frame         the screen of a snapshot, and one for a file
+render_screen, render_frame         the screen of a snapshot, and a frame as long as its texts
 render_header, render_notes         its parts that pages share
 format_state, finite_values, format_step_count, format_clock_time, format_date, format_shares    parts that lines share
 shorten_middle                      a text that fits a line, with its end
@@ -81,7 +81,7 @@ def render_screen(snapshot: CampaignSnapshot, *, height: int = DEFAULT_HEIGHT) -
 
 
 def render_frame(snapshot: CampaignSnapshot) -> RenderableType:
-    """Render one screen for a file, with every text whole."""
+    """Render one frame of any height, with every text whole."""
     notes = render_notes(snapshot, max_lines=MAX_FRAME_NOTES, long_lines="wrapped")
     parts = [*_render_parts(snapshot, long_lines="wrapped", components="titles"), notes]
     return Group(*(Group(part, "") for part in parts[:-1]), notes)

@@ -48,7 +48,6 @@ from hpcrl.monitor.job_state import (
 from hpcrl.monitor.keys import KeyReader, open_keys
 from hpcrl.monitor.pages import CampaignPages
 from hpcrl.monitor.screen import (
-    DEFAULT_HEIGHT,
     find_failing,
     find_low_shares,
     format_clock_time,
@@ -56,7 +55,6 @@ from hpcrl.monitor.screen import (
     format_state,
     format_step_count,
     render_frame,
-    render_screen,
 )
 from hpcrl.monitor.snapshot import CampaignSnapshot, CampaignSummary, measure_change
 from hpcrl.slurm.status import JobStatus, query_job_states
@@ -176,12 +174,12 @@ def watch_campaign(
 
 
 def show_snapshot(snapshot: CampaignSnapshot, *, console: Console) -> None:
-    """Print one frame; a line that is too long is cut on a terminal only."""
+    """Print one frame with every text whole, also where it is longer than the terminal, which scrolls."""
     _replace_unprintable(console)
     if console.is_terminal:
-        console.print(render_screen(snapshot, height=max(console.height - 1, DEFAULT_HEIGHT - 1)))  # a prompt follows
-        return
-    _print_stripped(render_frame(snapshot), console)
+        console.print(render_frame(snapshot))
+    else:
+        _print_stripped(render_frame(snapshot), console)
 
 
 def _print_stripped(shown: RenderableType, console: Console) -> None:

@@ -708,19 +708,19 @@ def test_an_event_loop_that_is_the_limit_is_shown_with_what_helps(tmp_path: Path
     assert "93% of a core, calls wait up to 0.4 s: raise resources.env.num_workers" in line
 
 
-def test_one_frame_in_a_file_has_every_text_whole_and_on_a_terminal_the_end_of_the_newest_fault(tmp_path: Path) -> None:
+def test_one_frame_has_every_text_whole_and_a_live_screen_the_end_of_the_newest_fault(tmp_path: Path) -> None:
     campaign = running(tmp_path)
     campaign.emit("driver", FaultReported(what="reward", detail=f"{LONG} then correct the function"))
     campaign.emit("env-0", EpisodesCounted(lengths={"done": {"512+": 10, "512+tokens": 5200, "tokens": 5200}}))
     snapshot = collector(campaign).poll()
-    file = Console(file=io.StringIO(), width=80, height=24, color_system=None)
-    with file.capture() as capture:
-        show_snapshot(snapshot, console=file)
-    printed = "".join(line.strip() for line in capture.get().splitlines())
-    assert LONG.partition("x")[0].replace(" ", "") in printed.replace(" ", "")
-    assert "x" * 300 in printed
-    assert "then correct the function" in printed
-    assert chr(0x2026) not in printed
+    for console in (Console(file=io.StringIO(), width=80, height=24, color_system=None), terminal()):
+        with console.capture() as capture:
+            show_snapshot(snapshot, console=console)
+        printed = "".join(line.strip() for line in capture.get().splitlines())
+        assert LONG.partition("x")[0].replace(" ", "") in printed.replace(" ", "")
+        assert "x" * 300 in printed
+        assert "then correct the function" in printed
+        assert chr(0x2026) not in printed
     assert "then correct the function" in "".join(map(str.strip, text_of(snapshot))), (
         "the end of the newest fault is seen"
     )
