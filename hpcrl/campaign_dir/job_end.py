@@ -20,6 +20,7 @@ import msgspec
 from hpcrl.campaign_dir.events import JobOutcome
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import HpcrlError
+from hpcrl.system.file_watch import retry_passing
 
 EndCause = Literal[
     "complete",
@@ -141,6 +142,6 @@ class JobError(HpcrlError):
 def read_job_end(job: JobDir) -> JobEnd | None:
     """Read how a job ended; None if nothing was recorded."""
     try:
-        return msgspec.json.decode(job.outcome.read_bytes(), type=JobEnd)
+        return msgspec.json.decode(retry_passing(job.outcome.read_bytes), type=JobEnd)
     except FileNotFoundError:
         return None

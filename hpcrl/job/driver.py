@@ -21,7 +21,14 @@ import msgspec
 from hpcrl.campaign_dir.campaign_lease import CampaignLease, LeaseHolder
 from hpcrl.campaign_dir.endpoints import withdraw_all
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
-from hpcrl.campaign_dir.events import FaultReported, JobEnded, JobOutcome, JobStarted, LayoutChosen
+from hpcrl.campaign_dir.events import (
+    CampaignEvent,
+    FaultReported,
+    JobEnded,
+    JobOutcome,
+    JobStarted,
+    LayoutChosen,
+)
 from hpcrl.campaign_dir.job_end import REASON_DONE, EndCause, JobEnd, JobError
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
@@ -47,6 +54,7 @@ from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm import next_job
 from hpcrl.slurm.allocation import JobAllocation, read_allocation, scrub_environment
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
+from hpcrl.system.file_watch import retry_passing
 from hpcrl.system.files import make_private_dir, publish_file, remove_path
 from hpcrl.system.network import current_node, find_bind_address
 from hpcrl.system.processes import do_nothing
@@ -59,6 +67,8 @@ DRIVER_ROUND_INTERVAL_S = 0.1
 LIMIT_OUTCOMES: dict[EndCause, JobOutcome] = {"goal-reached": "done", "budget-used": "stopped"}
 """The outcome of a job that drained for a limit of the campaign."""
 LEASE_INTERVAL_S = 10.0
+FOLLOW_INTERVAL_S = 300.0
+"""The time after which a next job that Slurm has refused is tried again."""
 _STOPPED_AT_ONCE = JobEnd(
     outcome="stopped", reason="a user asked it to end at once (hpcrl stop --now)", cause="user-request"
 )
@@ -68,7 +78,12 @@ def main() -> int:
     """Turn the batch script's process into the guardian and run the driver in a child."""
     campaign, number = CampaignDir(Path(sys.argv[1])), int(sys.argv[2])
     place = WorkerPlace(campaign.job(number), current_node())
-    lease = take_campaign_lease(place, has_scheduler=read_plan(campaign).layout != "local")
+    try:
+        has_scheduler = read_plan(campaign).layout != "local"
+        lease = retry_passing(lambda: take_campaign_lease(place, has_scheduler=has_scheduler))
+    except OSError as error:  # no outcome either: the files of the campaign are away, or take no changes
+        note_in_log(f"hpcrl: job {number} cannot start: {error}")
+        return EXIT_FAILED
     if isinstance(lease, LeaseHolder):  # nothing is touched, not even the outcome: the other job may have this number
         note_in_log(f"hpcrl: {lease.describe()}: this one ends")
         return EXIT_FAILED
@@ -135,6 +150,8 @@ class JobDriver:
         self.drain = JobDrain(self.job, margin=margin, use=self.use, emit=emit)
         self.last_step = LastStepWatch(self.campaign, num_steps=recipe.train.num_steps)
         self.lease_looks = LookInterval(LEASE_INTERVAL_S)
+        self.follow_looks = LookInterval(FOLLOW_INTERVAL_S)
+        self.last_refusal = ""
         has_gpus = bool(self.plan.role("train").gpus_per_worker)
         self.workers = JobWorkers(
             job=self.job,
@@ -207,6 +224,7 @@ class JobDriver:
             find_commands=runtime.courier_commands,
             emit=self.events.emit,
         )
+        self._queue_next(allocation)  # first: whatever fails from here on, the next job continues
         try:
             self.workers.memory.note_limits()
             self.workers.start_trainer(runtime)  # first: all others wait for its weights
@@ -214,7 +232,6 @@ class JobDriver:
                 self.weight_plane.start(self.site.mpi)
             runtime.start()
             self.workers.start(runtime)
-            self._queue_next(allocation)
             self.is_supervising = True
             end = self._supervise(runtime, allocation)
         finally:
@@ -252,10 +269,17 @@ class JobDriver:
         """Queue the next job in a thread: a Slurm that is slow must not delay the answer to SIGTERM."""
         if self.queueing is not None and self.queueing.is_alive():
             return
-        slurm_id, emit = allocation.job_id, self.events.emit
+        slurm_id, emit = allocation.job_id, self._report_queueing
         options = {"plan": self.plan, "site": self.site, "slurm_id": slurm_id, "emit": emit}
         self.queueing = threading.Thread(target=next_job.try_follow, args=(self.place,), kwargs=options, daemon=True)
         self.queueing.start()
+
+    def _report_queueing(self, event: CampaignEvent) -> None:
+        """Emit what has become of the next job; a refusal that is the last one again is not repeated."""
+        refusal = event.detail if isinstance(event, FaultReported) else ""
+        if not refusal or refusal != self.last_refusal:
+            self.events.emit(event)
+        self.last_refusal = refusal
 
     def _supervise(self, runtime: "JobRuntime", allocation: JobAllocation) -> JobEnd:
         watch = watch_campaign(self.campaign, recipe=self.recipe, count_segments=self.scoring.num_segments)
@@ -265,9 +289,14 @@ class JobDriver:
             if self.drain.requests.is_cancelled:
                 return _STOPPED_AT_ONCE
             request = self.drain.check_requests(allocation)
-            if request is not None and request.is_at_walltime:
+            if (request is not None and request.is_at_walltime) or self.follow_looks.is_due():
                 self._queue_next(allocation)  # Slurm may have refused it before; the steps end with the drain
-            code = self.last_step.confirm_done(runtime.trainer_exit_code())
+            try:
+                code = self.last_step.confirm_done(runtime.trainer_exit_code())
+            except OSError as error:  # the checkpoints cannot be listed now
+                self.outage.note(error)
+                time.sleep(DRIVER_ROUND_INTERVAL_S)
+                continue
             if (end := self._find_end(code)) is not None:
                 return end
             if self.drain.limits.reason is None:

@@ -33,7 +33,7 @@ from hpcrl.campaign_dir.job_end import EndCause, read_job_end
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import Site
-from hpcrl.errors import SlurmError
+from hpcrl.errors import HpcrlError
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe
 from hpcrl.slurm import commands
@@ -41,6 +41,7 @@ from hpcrl.slurm.end_policy import UNCOUNTED_CAUSES, SavedProgress, decide_campa
 from hpcrl.slurm.script import list_excluded_nodes, make_job_script, make_mark
 from hpcrl.slurm.status import UNKNOWN, query_job_states
 from hpcrl.slurm.submit import SubmittedJob, make_job_environment, record_submission
+from hpcrl.system.file_watch import retry_passing
 from hpcrl.system.files import make_private_dir, publish_file, read_json, remove_path
 
 UNCERTAIN_CAUSES: frozenset[EndCause] = frozenset({"unknown", "cancellation", "infrastructure"})
@@ -109,7 +110,7 @@ def try_follow(
         return
     try:
         id = queue_next_job(place.job, plan=plan, site=site, slurm_id=slurm_id)
-    except (SlurmError, OSError) as error:
+    except (HpcrlError, OSError) as error:
         emit(FaultReported(what="chain", detail=f"no job follows this one: {error}"))
     else:
         if id is not None:
@@ -208,15 +209,15 @@ def has_more_steps(campaign: CampaignDir) -> bool:
 
 def find_last_step(campaign: CampaignDir) -> int:
     """Return the step of the newest checkpoint; 0 without one."""
-    paths = campaign.checkpoints.glob("[0-9]*-step-*[0-9]")  # not what a trainer that was killed has left
-    found = (re.fullmatch(r"\d+-step-(\d+)", path.name) for path in paths)  # a copy has another name
+    paths = retry_passing(lambda: list(campaign.checkpoints.glob("[0-9]*-step-*[0-9]")))
+    found = (re.fullmatch(r"\d+-step-(\d+)", path.name) for path in paths)  # neither copies nor unfinished ones
     return max((int(match[1]) for match in found if match), default=0)
 
 
 def count_jobs_left(job: JobDir) -> int:
     """Return how many jobs may follow; a job submitted by hand starts a new count."""
     try:
-        return int(job.chain_marker.read_text())
+        return int(retry_passing(job.chain_marker.read_text))
     except FileNotFoundError:
         return read_plan(job.campaign).num_jobs - 1
 

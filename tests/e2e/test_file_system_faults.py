@@ -1,6 +1,10 @@
 """Real processes whose file system fails: nothing ends, nothing acknowledged is lost, and work continues after it."""
 
 import errno
+import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +14,14 @@ import pytest
 from hpcrl.campaign_dir.endpoints import announce_endpoint
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved
+from hpcrl.campaign_dir.job_end import JobEnd
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.spool.reader import DiskSpoolReader
+from hpcrl.system.files import publish_file
 from hpcrl.testing.faulty_disk import FaultyDisk
 from tests.support.endpoints import make_endpoint
 from tests.support.faulty_disk import FaultyProcess
+from tests.support.plans import plan_recipe
 
 FULL = [errno.ENOSPC, errno.EDQUOT]
 GONE = [errno.ESTALE, errno.EIO]
@@ -207,3 +215,45 @@ sys.modules["hpcrl.roles.env"] = types.SimpleNamespace(run=lambda context: 0)
         process.start(f"code = roles.work({str(folder)!r}, 0, 'env', 0)", "code")
         time.sleep(0.3)
     assert process.wait() == 0
+
+
+@pytest.mark.parametrize("error", GONE)
+def test_records_of_jobs_are_read_once_the_file_system_is_back(
+    process: FaultyProcess, folder: Path, error: int
+) -> None:
+    campaign = CampaignDir(folder)
+    (campaign.checkpoints / "000001-step-000004").mkdir(parents=True)
+    campaign.job(1).root.mkdir(parents=True)
+    campaign.job(1).chain_marker.write_text("3")
+    campaign.job(1).outcome.write_bytes(JobEnd(outcome="drained", cause="walltime", run_s=1.0).encode())
+    process.run(f"""
+from pathlib import Path
+from hpcrl.campaign_dir.job_end import read_job_end
+from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.slurm.next_job import count_jobs_left, find_last_step
+campaign = CampaignDir(Path({str(folder)!r}))""")
+    for value, known in (
+        ("read_job_end(campaign.job(1)).cause", "walltime"),
+        ("count_jobs_left(campaign.job(1))", 3),
+        ("find_last_step(campaign)", 4),
+    ):
+        with process.failing(error):
+            process.start("", value)
+            time.sleep(0.5)
+        assert process.wait() == known
+
+
+def test_a_job_whose_file_system_takes_no_changes_ends_with_one_line(folder: Path) -> None:
+    disk = FaultyDisk.build(folder, directory=folder.parent)
+    if disk is None:
+        pytest.skip("no C compiler: the file system of this test cannot be made to fail")
+    campaign = CampaignDir(folder)
+    publish_file(campaign.plan, plan_recipe(site="local").to_json())
+    with disk.fail_calls(errno.ENOSPC, kinds="w"):
+        command = [sys.executable, "-m", "hpcrl.job.driver", str(folder), "0"]
+        done = subprocess.run(
+            command, env=os.environ | disk.environ, capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    assert re.search(r"hpcrl: job 0 cannot start: .*No space left on device", done.stderr)
+    assert "Traceback" not in done.stderr

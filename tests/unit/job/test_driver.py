@@ -1,6 +1,8 @@
 """How the driver ends a job: one in which nothing happens, one that failed, one that is complete."""
 
 import dataclasses
+import errno
+import os
 import threading
 import types
 
@@ -177,3 +179,61 @@ def test_a_slow_slurm_does_not_hold_the_driver_when_the_next_job_is_queued(drive
     answer.set()
     driver.queueing.join(60)
     assert asked == [1]
+
+
+ALLOCATION = JobAllocation(job_id="7", nodes=[["n"]], het=False, end_time=0.0, kill_wait_s=30.0)
+
+
+def test_the_next_job_is_queued_before_what_may_fail_at_the_start(driver, monkeypatch):
+    followed = []
+
+    def start_without_room(*_: object) -> None:
+        driver.queueing.join(60)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp")
+
+    monkeypatch.setattr("hpcrl.job.driver.next_job.try_follow", lambda *_, **__: followed.append(1))
+    monkeypatch.setattr("hpcrl.job.driver.read_allocation", lambda _: ALLOCATION)
+    monkeypatch.setattr(driver.drain.requests, "listen", lambda: None)
+    monkeypatch.setattr(driver.workers.memory, "note_limits", start_without_room)
+    with pytest.raises(OSError, match="No space left"):
+        driver.drive()
+    assert followed == [1]
+    assert not driver.is_supervising
+
+
+def test_a_next_job_that_slurm_refuses_is_tried_again_and_reported_once(driver, monkeypatch):
+    """Until the job ends in whatever way, and not at the walltime alone."""
+    answers = [*["nothing was queued"] * 3, "Socket timed out", ""]
+
+    def follow(*_: object, emit, **__: object) -> None:
+        if answer := answers.pop(0):
+            emit(FaultReported(what="chain", detail=answer))
+
+    def end_trainer() -> int | None:
+        driver.queueing.join(60)
+        return None if answers else EXIT_DRAINED
+
+    monkeypatch.setattr("hpcrl.job.driver.next_job.try_follow", follow)
+    monkeypatch.setattr("hpcrl.job.driver.FOLLOW_INTERVAL_S", 0.0)
+    driver = dataclasses.replace(driver)
+    driver.workers.allocation = ALLOCATION
+    monkeypatch.setattr(driver, "_watch_workers", lambda *_, **__: None)
+    driver._supervise(types.SimpleNamespace(trainer_exit_code=end_trainer), ALLOCATION)
+    assert answers == []
+    faults = [event.detail for event in EventReader(driver.campaign.events).poll() if isinstance(event, FaultReported)]
+    assert faults == ["nothing was queued", "Socket timed out"]
+
+
+def test_a_driver_that_cannot_list_the_checkpoints_asks_again(driver, monkeypatch):
+    errors = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))] * 2
+
+    def confirm(code: int | None) -> int | None:
+        if errors:
+            raise errors.pop()
+        return code
+
+    monkeypatch.setattr("hpcrl.job.driver.next_job.try_follow", lambda *_, **__: None)
+    monkeypatch.setattr(driver.last_step, "confirm_done", confirm)
+    runtime = types.SimpleNamespace(trainer_exit_code=lambda: EXIT_DONE)
+    assert driver._supervise(runtime, ALLOCATION).outcome == "done"
+    assert errors == []
