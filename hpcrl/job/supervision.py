@@ -239,7 +239,7 @@ class DrainMargin:
     """A reader of the trainer's events.
 
     The trainer sees the request to drain between two steps. If it has just started one, it needs the time of a step,
-    of publishing, and of a checkpoint.
+    of publishing, and of a checkpoint; if it has just started to write one, that ends before the last one.
     """
 
     def __init__(
@@ -261,7 +261,8 @@ class DrainMargin:
         if self._looks.is_due():
             for event in self._poll_events():
                 self._note_event(event)
-        work_s = max(self._step_times, default=0.0) + max(self._save_times, default=0.0)
+        save_s = max(self._save_times, default=0.0)
+        work_s = max(max(self._step_times, default=0.0), save_s) + save_s
         return max(self._least_s, MARGIN_FACTOR * work_s)
 
     def _note_event(self, event: CampaignEvent) -> None:

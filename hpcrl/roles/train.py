@@ -32,6 +32,7 @@ from hpcrl.campaign_dir.events import (
     TrainingResumed,
 )
 from hpcrl.campaign_dir.job_end import DrainTime
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import TrainProgress, read_train_progress, write_train_progress
 from hpcrl.config.published_adapters import publishes_adapters
 from hpcrl.config.published_dtype import choose_published_dtype
@@ -264,13 +265,27 @@ class DrainTimes:
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_MEASURED))
     saves: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_MEASURED))
 
-    def is_too_late(self, *, step_age_s: float, left_s: float) -> bool:
+    @classmethod
+    def read_earlier(cls, campaign: CampaignDir) -> "DrainTimes":
+        """Read those of the jobs before this one: the first drain of a trainer may come before its first checkpoint."""
+        times, reader = cls(), EventReader.for_role(campaign.events, "train")
+        reader.skip_to_tails()
+        for event in reader.poll_merged():
+            if isinstance(event, StepFinished):
+                times.steps.append((event.step_s or 0.0) + event.times.get("publish", 0.0))
+            elif isinstance(event, CheckpointSaved):
+                times.saves.append(event.wall_s or 0.0)
+        return times
+
+    def is_too_late(self, *, step_age_s: float, left_s: float, save_age_s: float | None = None) -> bool:
         """Return whether the rest of a step that has run for a while, and a checkpoint, need more time than is left.
 
-        What was not measured yet counts as nothing.
+        A checkpoint that has been written for `save_age_s` so far ends first. What was not measured counts as nothing.
         """
         save_s = TIME_FACTOR * max(self.saves, default=0.0)
         rest_s = max(TIME_FACTOR * max(self.steps, default=0.0) - step_age_s, 0.0)
+        if save_age_s is not None:
+            rest_s = max(rest_s, save_s - save_age_s)
         return left_s < rest_s + save_s
 
 
@@ -305,6 +320,8 @@ class TrainingLoop:
     """The mean reward of the last step."""
     saving: "Future[None] | None" = None
     """The checkpoint that is being written."""
+    saving_since: float = 0.0
+    """The time at which it was started."""
     background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "spool"))
     """The thread that reads new trajectories while a step runs."""
@@ -365,6 +382,7 @@ class TrainingLoop:
             evidence=evidence,
             listener=context.open_listener(),
             shift=shift,
+            times=DrainTimes.read_earlier(campaign),
         )
         training_loop.train_queue.recover()
         write_train_progress(context.campaign.train_progress, training_loop.progress)  # not that of an earlier start
@@ -439,7 +457,10 @@ class TrainingLoop:
         if not self.context.draining:
             return False
         age_s = time.monotonic() - self.step_started_at
-        return self.times.is_too_late(step_age_s=age_s, left_s=self.drain_time.read_left())
+        is_saving = self.saving is not None and not self.saving.done()
+        save_age_s = time.monotonic() - self.saving_since if is_saving else None
+        left_s = self.drain_time.read_left()
+        return self.times.is_too_late(step_age_s=age_s, left_s=left_s, save_age_s=save_age_s)
 
     def try_step(self) -> bool:
         """Make one step; return False if there are not enough groups for it."""
@@ -654,7 +675,7 @@ class TrainingLoop:
         self.train_queue.note_settled()
         if self.publisher is not None:
             self.publisher.persist()
-        self.saved_step = self.step
+        self.saved_step, self.saving_since = self.step, started
         self.saving = self.background.submit(self._commit_checkpoint, moment, started, time.monotonic() - started)
 
     def await_checkpoint(self) -> None:

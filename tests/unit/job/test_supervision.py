@@ -186,6 +186,11 @@ def test_a_long_step_its_publishing_and_a_checkpoint_are_kept():
     assert make_margin(events).find_seconds() == MARGIN_FACTOR * 1000.0
 
 
+def test_a_checkpoint_that_takes_longer_than_a_step_is_kept_twice_as_one_may_be_being_written():
+    events = [StepFinished(step=1, step_s=60.0), CheckpointSaved(step=1, wall_s=300.0)]
+    assert make_margin(events).find_seconds() == MARGIN_FACTOR * 600.0
+
+
 def test_short_steps_do_not_lower_the_time_of_the_recipe():
     assert make_margin([StepFinished(step=1, step_s=0.2)]).find_seconds() == LEAST_S
 

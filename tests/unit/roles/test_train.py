@@ -1,16 +1,18 @@
 """The trainer of the train role: the models that it holds beside the policy."""
 
+from collections import deque
+
 import msgspec
 import pytest
 
-from hpcrl.campaign_dir.event_log import EventReader
-from hpcrl.campaign_dir.events import CheckpointSaved, FaultReported
+from hpcrl.campaign_dir.event_log import EventLog, EventReader
+from hpcrl.campaign_dir.events import CheckpointSaved, FaultReported, StepFinished
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.errors import NodeResultError
 from hpcrl.learn.pipeline import check_trajectories
 from hpcrl.roles import train
-from hpcrl.roles.train import DrainTimes, _make_trainer
+from hpcrl.roles.train import TIME_FACTOR, DrainTimes, _make_trainer
 from hpcrl.system.files import make_private_dir
 from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.megatron import skip_without_megatron
@@ -100,6 +102,28 @@ def test_a_step_is_abandoned_if_its_rest_and_a_checkpoint_do_not_fit(age_s, left
     times.steps.extend((8.0, 20.0, 9.0))
     times.saves.extend((10.0, 1.0))
     assert times.is_too_late(step_age_s=age_s, left_s=left_s) == is_too_late
+
+
+@pytest.mark.parametrize(
+    ("save_age_s", "left_s", "is_too_late"),
+    [(None, 50.0, False), (0.0, 98.0, True), (0.0, 102.0, False), (40.0, 58.0, True), (40.0, 62.0, False)],
+)
+def test_a_checkpoint_that_is_being_written_takes_its_time_first(save_age_s, left_s, is_too_late):
+    times = DrainTimes(saves=deque([50.0 / TIME_FACTOR]))
+    assert times.is_too_late(step_age_s=0.0, left_s=left_s, save_age_s=save_age_s) == is_too_late
+
+
+def test_a_trainer_knows_the_times_of_the_jobs_before_it(tmp_path):
+    campaign = CampaignDir(tmp_path)
+    make_private_dir(campaign.events)
+    log = EventLog.open(campaign, "train", 0, job=0, role="train")
+    for step in range(1, 2000):  # more than is read of it
+        log.emit(StepFinished(step=step, step_s=10.0, times={"publish": 2.0}))
+    log.emit(CheckpointSaved(step=1999, wall_s=60.0))
+    times = DrainTimes.read_earlier(campaign)
+    assert (max(times.steps), list(times.saves)) == (12.0, [60.0])
+    assert times.is_too_late(step_age_s=0.0, left_s=72.0)
+    assert DrainTimes.read_earlier(CampaignDir(tmp_path / "new")) == DrainTimes()
 
 
 def test_a_step_is_not_abandoned_before_any_was_measured():
