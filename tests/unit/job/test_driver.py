@@ -18,6 +18,7 @@ from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import LimitsConfig
 from hpcrl.config.site import load_site
 from hpcrl.errors import HpcrlError, SlurmError, TrainError
+from hpcrl.job import runtime
 from hpcrl.job.courier_step import WeightPlane
 from hpcrl.job.driver import JobDriver, _describe_failure, _drive_job
 from hpcrl.job.progress_watch import watch_campaign
@@ -194,6 +195,8 @@ def test_the_next_job_is_queued_before_what_may_fail_at_the_start(driver, monkey
     monkeypatch.setattr("hpcrl.job.driver.next_job.try_follow", lambda *_, **__: followed.append(1))
     monkeypatch.setattr("hpcrl.job.driver.read_allocation", lambda _: ALLOCATION)
     monkeypatch.setattr(driver.drain.requests, "listen", lambda: None)
+    stand_in = types.SimpleNamespace(close=lambda grace_s: None, courier_commands=list)
+    monkeypatch.setattr(runtime, "JobRuntime", lambda *_, **__: stand_in)
     monkeypatch.setattr(driver.workers.memory, "note_limits", start_without_room)
     with pytest.raises(OSError, match="No space left"):
         driver.drive()
@@ -234,6 +237,6 @@ def test_a_driver_that_cannot_list_the_checkpoints_asks_again(driver, monkeypatc
 
     monkeypatch.setattr("hpcrl.job.driver.next_job.try_follow", lambda *_, **__: None)
     monkeypatch.setattr(driver.last_step, "confirm_done", confirm)
-    runtime = types.SimpleNamespace(trainer_exit_code=lambda: EXIT_DONE)
-    assert driver._supervise(runtime, ALLOCATION).outcome == "done"
+    ended = types.SimpleNamespace(trainer_exit_code=lambda: EXIT_DONE)
+    assert driver._supervise(ended, ALLOCATION).outcome == "done"
     assert errors == []
