@@ -42,7 +42,14 @@ def await_end(lab: Lab, campaign: CampaignDir) -> str:
     """Wait until Slurm has ended the first job; return its state in the accounting."""
     id = json.loads(campaign.job(0).submission.read_text())["id"]
     until(lambda: id not in lab.run("squeue", "-h", "-o", "%A"), what="the job has left the queue", timeout_s=60)
-    return lab.accounted(id)[0]["State"].split()[0]
+    states = ["RUNNING"]  # accounting lags behind the queue
+
+    def is_accounted() -> bool:
+        states.append(lab.accounted(id)[0]["State"].split()[0])
+        return states[-1] != "RUNNING"
+
+    until(is_accounted, what="the end of the job is accounted", timeout_s=60)
+    return states[-1]
 
 
 def kill_batch_processes(lab: Lab, campaign: CampaignDir) -> None:
