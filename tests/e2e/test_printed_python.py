@@ -48,6 +48,12 @@ class PlayedQuestion(Question):
 """
 
 
+EAGER = """
+
+from hpcrl.rollout import curriculum
+
+curriculum.UPDATE_INTERVAL_S = 0.5  # the whole campaign may take less than the usual one
+"""
 TRACED = """
 import functools
 from pathlib import Path
@@ -80,7 +86,8 @@ def test_the_python_of_pages_trains_a_campaign(
     campaigns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     questions = "".join(f'{{"question": "{number}+1=?", "answer": "{number + 1}"}}\n' for number in range(9))
-    modules = {name: text + (TRACED if name == "my_package/losses.py" else "") for name, text in find_modules().items()}
+    added = {"my_package/losses.py": TRACED, "my_curriculum.py": EAGER}
+    modules = {name: text + added.get(name, "") for name, text in find_modules().items()}
     files = modules | {"pages.toml": RECIPE, "played.py": PLAYED, "questions.jsonl": questions}
     for name, text in files.items():
         path = tmp_path / name
