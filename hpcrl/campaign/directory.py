@@ -74,12 +74,11 @@ def _locate_campaign(name: str) -> CampaignDir:
         raise CampaignError(denied[0])
     folder = next((path for path in candidates if is_directory(path)), None)
     known = [campaign.name for campaign in list_campaigns()]
+    others = f"there are {', '.join(known[:8])}" if known else "there are none yet"
     if folder:
         advice = ": restore it, or remove the directory by hand" if folder.parent == _find_campaigns_home() else ""
-        others = f"there are {', '.join(known[:8])}" if known else "there are none yet"
         raise CampaignError(f"{folder} has no {CampaignDir(folder).manifest.name}{advice}; {others} (`hpcrl ls`)")
-    there = f"{suggest_name(name, known)}there are {', '.join(known[:8])}" if known else "there are none yet"
-    raise CampaignError(f"no campaign {name!r}: {there} (`hpcrl ls`)")
+    raise CampaignError(f"no campaign {name!r}: {suggest_name(name, known)}{others} (`hpcrl ls`)")
 
 
 def _has_manifest(path: Path, *, show_note: Callable[[str], object]) -> bool:

@@ -36,10 +36,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def process(folder: Path) -> Iterator[FaultyProcess]:
+def disk(folder: Path) -> FaultyDisk:
     disk = FaultyDisk.build(folder, directory=folder.parent)
     if disk is None:
         pytest.skip("no C compiler: the file system of these tests cannot be made to fail")
+    return disk
+
+
+@pytest.fixture
+def process(disk: FaultyDisk) -> Iterator[FaultyProcess]:
     with FaultyProcess(disk) as process:
         yield process
 
@@ -243,10 +248,7 @@ campaign = CampaignDir(Path({str(folder)!r}))""")
         assert process.wait() == known
 
 
-def test_a_job_whose_file_system_takes_no_changes_ends_with_one_line(folder: Path) -> None:
-    disk = FaultyDisk.build(folder, directory=folder.parent)
-    if disk is None:
-        pytest.skip("no C compiler: the file system of this test cannot be made to fail")
+def test_a_job_whose_file_system_takes_no_changes_ends_with_one_line(folder: Path, disk: FaultyDisk) -> None:
     campaign = CampaignDir(folder)
     publish_file(campaign.plan, plan_recipe(site="local").to_json())
     with disk.fail_calls(errno.ENOSPC, kinds="w"):
