@@ -5,6 +5,7 @@
     ├── PlanError         recipe and site do not fit each other
     ├── CampaignError     a campaign that is missing, exists already, or is in the wrong state
     ├── SlurmError        Slurm refused, is missing, or did not answer
+    │   └── LostAnswerError   the answer to a submission was lost: the job may be queued
     ├── StageError        what a recipe names could not be brought to the file system of a site
     ├── LabError          the lab (a private Slurm on one machine) could not do what was asked
     ├── SpoolError        trajectories could not be written or read
@@ -44,6 +45,10 @@ class CampaignError(HpcrlError):
 
 class SlurmError(HpcrlError):
     """Slurm refused, is missing, or did not answer."""
+
+
+class LostAnswerError(SlurmError):
+    """Slurm's answer to a submission was lost, and its queue cannot be seen: the job may be queued."""
 
 
 class StageError(HpcrlError):

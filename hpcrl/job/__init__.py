@@ -10,6 +10,7 @@ domain_watch     find out that no domain trains anything
 memory_watch     lower limits of a trainer that ran out of memory
 batch_log        notes in the log of the batch script
 guardian         run the driver and clean up after it
+driver_pulse     find out that the driver hangs
 runtime          start workers with Parsl
 parsl_providers  Parsl blocks as steps and as jobs
 interchange      the interchange of Parsl, which ends with the driver

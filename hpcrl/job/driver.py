@@ -39,7 +39,8 @@ from hpcrl.errors import EngineError, HpcrlError, SlurmError, WeightsError
 from hpcrl.job.batch_log import note_exception, note_in_log
 from hpcrl.job.courier_step import WeightPlane
 from hpcrl.job.domain_watch import DomainWatch, list_untrained_domains, watch_domains
-from hpcrl.job.guardian import CLOSE_GRACE_S, DriverPulse, cancel_reward_jobs, run_guarded, send_outcome
+from hpcrl.job.driver_pulse import DriverPulse
+from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_reward_jobs, run_guarded, send_outcome
 from hpcrl.job.job_drain import JobDrain
 from hpcrl.job.job_notices import JobNotices
 from hpcrl.job.job_workers import JobWorkers
@@ -53,6 +54,7 @@ from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm import next_job
 from hpcrl.slurm.allocation import JobAllocation, read_allocation, scrub_environment
+from hpcrl.slurm.submit import SubmittedJob, record_submission
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
 from hpcrl.system.file_watch import retry_passing
 from hpcrl.system.files import make_private_dir, publish_file, remove_path
@@ -134,7 +136,7 @@ class JobDriver:
     site: Site
     events: EventLog
     note_turn: Callable[[], object] = do_nothing
-    """Called in each turn of the loop: the guardian ends a driver that hangs."""
+    """Called in each part of a turn of the loop: the guardian ends a driver that hangs."""
     is_supervising: bool = False
     """True once everything was started."""
     queueing: threading.Thread | None = None
@@ -185,10 +187,14 @@ class JobDriver:
         for directory in (campaign.endpoints, *(campaign.judge(name).endpoints for name in recipe.judge)):
             withdraw_all(directory)
         events = EventLog.open(campaign, "driver", job=job.number, role="driver", node=place.node)
+        plan = read_plan(campaign)
+        slurm_id = os.environ.get("SLURM_JOB_ID")
+        if plan.layout != "local" and slurm_id is not None and not job.submission.exists():  # sbatch had no answer
+            record_submission(SubmittedJob(id=slurm_id, scheduler="slurm", time=time.time()), job=job)
         return cls(
             place=place,
             lease=lease,
-            plan=read_plan(campaign),
+            plan=plan,
             recipe=recipe,
             site=read_site(campaign),
             events=events,
@@ -252,6 +258,7 @@ class JobDriver:
                 close()
             except (HpcrlError, OSError) as error:
                 note_in_log(f"hpcrl: {error}")
+            self.note_turn()
 
     def _find_campaign_end(self) -> JobEnd | None:
         """Return the end of a campaign that has reached a limit, or that the job before this one has ended."""
@@ -316,7 +323,9 @@ class JobDriver:
         self.reporter.keep_running()
         if self.workers.restart_failed(runtime, trainer_code=trainer_code):
             self.weight_plane.restart_on_remaining_nodes()
+        self.note_turn()  # a Slurm that is silent may take long in each part
         self.scoring.poll(runtime)
+        self.note_turn()
         self._check_progress(watch)
         if why := domains.find_end():
             raise JobError(why, cause="user-code")

@@ -2,21 +2,16 @@
 child, even if that was killed.
 
     run_guarded          fork, forward signals, wait, clean up, and only then record the outcome
-    DriverPulse          the heartbeat of the driver: one that hangs is ended with all its processes
     send_outcome         send the outcome to the guardian; without a guardian, clean up and record it
     EndTasks             run what may fail or hang: all of it together takes no longer than a limit
     sweep_nodes          remove what killed steps have left on any node
     cancel_reward_jobs   end the reward jobs of a driver that was killed
-    CLOSE_GRACE_S, TERM_CLOSE_GRACE_S, OUTCOME_TIMEOUT_S, FORWARDED_SIGNALS, PULSE_INTERVAL_S, MAX_DRIVER_SILENCE_S,
-    MAX_TURN_S, MAX_END_S, MIN_TASK_S, SWEEP_TIMEOUT_S   constants
+    CLOSE_GRACE_S, TERM_CLOSE_GRACE_S, OUTCOME_TIMEOUT_S, MAX_END_S, MIN_TASK_S, SWEEP_TIMEOUT_S   constants
 """
 
 import contextlib
-import faulthandler
-import mmap
 import os
 import signal
-import struct
 import subprocess
 import threading
 import time
@@ -30,6 +25,7 @@ from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.errors import HpcrlError
 from hpcrl.job.batch_log import note_exception, note_in_log
+from hpcrl.job.driver_pulse import FORWARDED_SIGNALS, MAX_SILENCE_S, PULSE_INTERVAL_S, DriverPulse
 from hpcrl.job.job_notices import JobNotices
 from hpcrl.plan.components import JobComponent
 from hpcrl.plan.records import read_plan, read_recipe, read_site
@@ -45,19 +41,12 @@ from hpcrl.system.pulse import STACKS_GRACE_S
 from hpcrl.weights.window.file import unlink_recorded_windows
 from hpcrl.weights.window.shm_cleanup import remove_orphans
 
-_TIMES = struct.Struct("dd")
 OUTCOME_TIMEOUT_S = 5.0
 """The time for which recording the outcome is tried on a full or unreachable file system."""
 CLOSE_GRACE_S = 10.0
 """The time that processes may take to end."""
 TERM_CLOSE_GRACE_S = 1.5
 """The time that they may take after SIGTERM, when SIGKILL is near."""
-FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-PULSE_INTERVAL_S = 0.2
-MAX_DRIVER_SILENCE_S = 45.0
-"""The driver's process was stopped, or hangs with all its threads."""
-MAX_TURN_S = 400.0
-"""The longest turn of the driver's loop: a Slurm that is silent may take this long to refuse a job."""
 SWEEP_TIMEOUT_S = 15.0
 MAX_END_S = 45.0
 """The time that all looks at files and all commands of Slurm at the end of a job may take together.
@@ -66,45 +55,6 @@ A file system or a Slurm that hangs must not keep the nodes, nor anything from b
 """
 MIN_TASK_S = 1.0
 """The time that each of them has even then."""
-
-
-class DriverPulse:
-    """Two times in shared memory: a thread of the driver writes one of them, its loop the other."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _TIMES.size)
-        self._last_turn = self._last_beat = time.monotonic()
-        self._write()
-
-    def start(self) -> None:
-        """Start the thread, in the driver; its stacks are written at SIGUSR1."""
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)  # they are for the first thread
-        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def note_turn(self) -> None:
-        """Note that the driver's loop makes another turn."""
-        self._last_turn = time.monotonic()
-
-    def describe_hang(self, *, since: float) -> str | None:
-        """Return why the driver counts as hung since that time; None while it works."""
-        turn, beat = (max(then, since) for then in _TIMES.unpack(self._memory[:]))
-        now = time.monotonic()
-        if now - beat > MAX_DRIVER_SILENCE_S:
-            return f"the driver has stood still for {MAX_DRIVER_SILENCE_S:g} s"
-        if now - turn > MAX_TURN_S:
-            return f"the driver has waited for one thing for {MAX_TURN_S:g} s"
-        return None
-
-    def _beat(self) -> None:
-        while True:
-            self._last_beat = time.monotonic()
-            self._write()
-            time.sleep(PULSE_INTERVAL_S)
-
-    def _write(self) -> None:
-        self._memory[:] = _TIMES.pack(self._last_turn, self._last_beat)
 
 
 class EndTasks:
@@ -136,7 +86,7 @@ def _try_task(task: Callable[[], object]) -> None:
 
 def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace) -> int:
     """Run `drive` in a child, which writes its outcome to the given descriptor; return the exit code of the job."""
-    job, pulse, started_at = place.job, DriverPulse(), time.monotonic()
+    job, pulse, started_at = place.job, DriverPulse(place.job.root), time.monotonic()
     adopt_orphans()
     outcome_fd, driver_end = os.pipe()
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)  # until they can be forwarded
@@ -250,7 +200,7 @@ def _wait_for_driver(driver: int, signals: set[int], pulse: DriverPulse) -> int 
     while result is None:
         ended, status = os.waitpid(driver, os.WNOHANG)
         now = time.monotonic()
-        if now - looked_at > MAX_DRIVER_SILENCE_S / 4:  # the whole node stood still, or Slurm had suspended the job
+        if now - looked_at > MAX_SILENCE_S / 4:  # the whole node stood still, or Slurm had suspended the job
             since = now
         looked_at = now
         result = os.waitstatus_to_exitcode(status) if ended else pulse.describe_hang(since=since)

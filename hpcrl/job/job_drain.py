@@ -19,6 +19,7 @@ from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.job.batch_log import note_in_log
 from hpcrl.job.guardian import CLOSE_GRACE_S
 from hpcrl.job.supervision import (
+    SIGNAL_EARLY_S,
     CampaignUse,
     DrainMargin,
     DrainRequest,
@@ -77,6 +78,8 @@ class JobDrain:
         self._started_at, self._started_turn = time.time(), time.monotonic()
         self._warned_end: tuple[float, EndCause] | None = None
         """The end that Slurm has named after a warning, and its cause."""
+        self._is_guess = False
+        """True for a drain after a warning that Slurm has not explained yet."""
         self._limit_looks, self._notice_looks = LookInterval(LIMITS_INTERVAL_S), LookInterval(NOTICE_INTERVAL_S)
         self._limits_before: DrainLimits | None = None
         """The limits before SIGTERM; None until SIGTERM was taken into account."""
@@ -104,10 +107,13 @@ class JobDrain:
         elif not self.has_schedule and self.schedule_looks.is_due():
             self._terminate(allocation, self._limits_before)
         if self.limits.reason is not None:
+            if self._is_guess:
+                self._correct_guess(allocation)
             self.publish()
             return None
         request = self._find_request(allocation)
         if request is not None:
+            self._is_guess = request.cause == "unknown"
             self.start(request)
         return request
 
@@ -162,36 +168,43 @@ class JobDrain:
         self.limits = before
         self.start(request)
 
+    def _correct_guess(self, allocation: JobAllocation) -> None:
+        """Ask Slurm again for the end of a job that it has warned, and drain until then."""
+        self._find_end_time(allocation)
+        if self._warned_end is None:
+            return
+        self._is_guess = False
+        if not self.requests.has_termination() and (request := self._find_request(allocation)) is not None:
+            self.limits = DrainLimits()
+            self.start(request)
+
     def _find_request(self, allocation: JobAllocation) -> DrainRequest | None:
         drain_s = self._margin.find_seconds()
         if self._limit_looks.is_due():
             limit = self._use.find_drain(now=self.read_time(), job_start=self._started_at, drain_s=drain_s)
             if limit is not None:
                 return limit
-        request = self.requests.find_drain(
-            now=self.read_time(),
-            end_time=self._find_end_time(allocation),
-            drain_s=drain_s,
-            kill_wait_s=allocation.kill_wait_s,
-        )
-        if request is None or self._warned_end is None or self._warned_end[1] != "preemption":
+        now, end_time, kill_wait_s = self.read_time(), self._find_end_time(allocation), allocation.kill_wait_s
+        request = self.requests.find_drain(now=now, end_time=end_time, drain_s=drain_s, kill_wait_s=kill_wait_s)
+        if request is None or not request.is_at_walltime:
             return request
-        return replace(request, reason="it is preempted", cause="preemption", kill_time=self._warned_end[0])
+        if self._warned_end is not None and self._warned_end[1] == "preemption":
+            return replace(request, reason="it is preempted", cause="preemption", kill_time=self._warned_end[0])
+        if self._warned_end is None and allocation.job_id is not None and end_time > now + drain_s + SIGNAL_EARLY_S:
+            reason = "Slurm has warned that it will end, and does not answer when"
+            kill_time = now + drain_s + kill_wait_s
+            return DrainRequest(reason=reason, grace_s=drain_s, cause="unknown", kill_time=kill_time)
+        return request
 
     def _find_end_time(self, allocation: JobAllocation) -> float:
         """Return when the job ends; after a warning by Slurm's answer, since a preemption may be the reason."""
         if not self.requests.is_near_end or allocation.job_id is None:
             return allocation.end_time
-        if self._warned_end is not None:
-            return self._warned_end[0]
-        end_time = allocation.end_time
-        cause: EndCause = "walltime"
-        schedule = query_schedule(allocation.job_id, timeout_s=END_QUERY_TIMEOUT_S)
-        if schedule is not None and schedule.running_end is not None:
-            end_time = schedule.running_end
-            cause = "preemption" if schedule.is_preempted else "walltime"
-        self._warned_end = end_time, cause
-        return end_time
+        if self._warned_end is None and self.schedule_looks.is_due():
+            schedule = query_schedule(allocation.job_id, timeout_s=END_QUERY_TIMEOUT_S)
+            if schedule is not None and schedule.running_end is not None:
+                self._warned_end = schedule.running_end, "preemption" if schedule.is_preempted else "walltime"
+        return allocation.end_time if self._warned_end is None else self._warned_end[0]
 
     def _plan_termination(self, allocation: JobAllocation) -> DrainRequest:
         """Return how to drain after SIGTERM; on a machine without a scheduler no SIGKILL follows."""

@@ -9,6 +9,7 @@ gpu_shifts  GPUs that trainer and engines use in turns
 partitions  the best partition for one role
 layout      the placement of all roles: hetjob, hetstep, colocated, local
 sizing      the number of workers where the recipe leaves it open
+job_time    the least time of a job against its walltime
 storage     the space for checkpoints, weights and trajectories, and its growth
 trainer_memory  the memory of the trainer's GPUs and nodes
 programs    the programs of agents against the memory of their nodes

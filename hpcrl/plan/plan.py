@@ -35,6 +35,7 @@ from hpcrl.plan.components import (
 from hpcrl.plan.demand import PartitionChoice, compute_step_gib, compute_window_gib
 from hpcrl.plan.engine_gpus import choose_engine_gpus
 from hpcrl.plan.engine_nodes import ENGINE_ROLES, check_spanning_engines
+from hpcrl.plan.job_time import check_job_time
 from hpcrl.plan.layout import JobLayout, JobPlacement, place_roles
 from hpcrl.plan.programs import check_programs
 from hpcrl.plan.storage import describe_storage, forecast_storage, warn_late_retirement
@@ -215,6 +216,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *warn_long_trajectories(train_memory, recipe),
             *_warn_no_scheduler(recipe, placement.layout),
             *warn_late_retirement(forecast, recipe),
+            *check_job_time(recipe, forecast, num_nodes=components[component_indices["train"]].nodes),
         ],
         cost=_compute_cost(recipe, site, components),
         drain_s=recipe.job.drain_s,

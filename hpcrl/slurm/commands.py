@@ -11,7 +11,7 @@ query_live_jobs         ask squeue which jobs wait or run
 cancel_jobs             end jobs with scancel
 cancel_steps            end steps whose srun was killed
 cancel_recorded_jobs    end the recorded jobs of a driver that was killed
-COMMAND_TIMEOUT_S, STEPS_TIMEOUT_S   time limit of one command
+COMMAND_TIMEOUT_S, SHORT_TIMEOUT_S   time limit of one command
 TIMED_OUT               exit code of a command that did not answer
 MAX_NODES               longest range in a node list
 
@@ -28,12 +28,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from hpcrl.errors import SlurmError
+from hpcrl.errors import LostAnswerError, SlurmError
 
 COMMAND_TIMEOUT_S = float(os.environ.get("HPCRL_SLURM_TIMEOUT_S", "40"))
 """The time that one Slurm command may take to answer; a caller that only displays the answer may set less."""
-STEPS_TIMEOUT_S = 10.0
-"""The time that a query of steps may take, as the driver waits for it in the middle of its work."""
+SHORT_TIMEOUT_S = 10.0
+"""The time that a command may take for which the driver waits in the middle of its work."""
 TIMED_OUT = 124
 """The exit code of coreutils' timeout; `run_slurm` uses it too for a command that did not answer."""
 NUM_LOOKUPS = 5
@@ -160,7 +160,7 @@ def queue_script(script: Path, *options: str, mark: str | None = None, env: Mapp
     """Submit a script to Slurm and return the id of its job.
 
     sbatch may fail though the job is queued. With a `mark`, the comment of this job and no other, such a job is found:
-    one that an earlier try has left, or this one.
+    one that an earlier try has left, or this one. Raise LostAnswerError where the queue cannot be seen.
     """
     if mark is not None and (known := find_marked_job(mark, env=env)) is not None:
         return known
@@ -177,18 +177,33 @@ def is_unanswered(code: int, text: str) -> bool:
 
 
 def await_marked_job(mark: str, *, env: Mapping[str, str] | None = None) -> str | None:
-    """Look for a job whose submission was not answered, several times: it may be queued only after a while."""
+    """Look for a job whose submission was not answered, several times: it may be queued only after a while.
+
+    Raise LostAnswerError if the last look was not answered either.
+    """
     for attempt in range(NUM_LOOKUPS):
         time.sleep(LOOKUP_INTERVAL_S if attempt else 0.0)
-        if (known := find_marked_job(mark, env=env)) is not None:
-            return known
+        try:
+            if (known := find_marked_job(mark, env=env)) is not None:
+                return known
+        except LostAnswerError:
+            if attempt == NUM_LOOKUPS - 1:
+                raise
     return None
 
 
 def find_marked_job(mark: str, *, env: Mapping[str, str] | None = None) -> str | None:
-    """Return the id of this user's job with such a comment that waits or runs; None if there is none, or no answer."""
+    """Return the id of this user's job with such a comment that waits or runs; None if there is none.
+
+    Raise LostAnswerError if squeue does not answer.
+    """
     done = run_slurm(["squeue", "-h", "--me", "-o", "%i %k"], env=env)
-    rows = (line.partition(" ") for line in done.stdout.splitlines()) if done.returncode == 0 else ()
+    if done.returncode != 0:
+        raise LostAnswerError(
+            f"squeue does not answer whether the job is in the queue ({(done.stderr or done.stdout).strip()}): try "
+            "again later"
+        )
+    rows = (line.partition(" ") for line in done.stdout.splitlines())
     return next((id.partition("+")[0] for id, _, comment in rows if comment.strip() == mark), None)
 
 
@@ -204,11 +219,10 @@ def query_live_jobs(ids: Sequence[str]) -> dict[str, bool] | None:
     """Map each job that waits or runs to True if it runs; ended jobs are absent. None: Slurm did not answer."""
     if not ids:
         return {}
-    try:
-        rows = ask_slurm(["squeue", "-h", "--me", "-o", "%A %T"]).split("\n")
-    except SlurmError:
+    done = run_slurm(["squeue", "-h", "--me", "-o", "%A %T"], timeout_s=SHORT_TIMEOUT_S)
+    if done.returncode != 0:
         return None
-    states = dict(row.split(maxsplit=1) for row in rows if row)
+    states = dict(row.split(maxsplit=1) for row in done.stdout.split("\n") if row)
     return {id: states[id].strip() == "RUNNING" for id in ids if id in states and states[id].strip() != "COMPLETING"}
 
 
@@ -224,11 +238,11 @@ def cancel_steps(name: str) -> None:
 
     The steps of a component are listed under its own id, which the job does not know: a name must be that of one job.
     """
-    listed = run_slurm(["squeue", "-h", "-s", "--me", "-o", "%i %j"], timeout_s=STEPS_TIMEOUT_S)
+    listed = run_slurm(["squeue", "-h", "-s", "--me", "-o", "%i %j"], timeout_s=SHORT_TIMEOUT_S)
     rows = (line.partition(" ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else ()
     ids = [id for id, _, step in rows if step.strip() == name]
     if ids:
-        run_slurm(["scancel", *ids], timeout_s=STEPS_TIMEOUT_S)
+        run_slurm(["scancel", *ids], timeout_s=SHORT_TIMEOUT_S)
 
 
 def cancel_recorded_jobs(record: Path) -> None:

@@ -33,12 +33,12 @@ from hpcrl.campaign_dir.job_end import EndCause, read_job_end
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import Site
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import HpcrlError, LostAnswerError
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe
 from hpcrl.slurm import commands
 from hpcrl.slurm.end_policy import UNCOUNTED_CAUSES, SavedProgress, decide_campaign_end, name_slurm_cause
-from hpcrl.slurm.script import list_excluded_nodes, make_job_script, make_mark
+from hpcrl.slurm.script import list_excluded_nodes, list_requests, make_job_script, make_mark
 from hpcrl.slurm.status import UNKNOWN, query_job_states
 from hpcrl.slurm.submit import SubmittedJob, make_job_environment, record_submission
 from hpcrl.system.file_watch import retry_passing
@@ -56,7 +56,8 @@ def queue_next_job(
 ) -> str | None:
     """Queue the job after `job` and return its id; None if there is one already or no more jobs are allowed.
 
-    Raise SlurmError if Slurm refuses it.
+    Raise SlurmError if Slurm refuses it. A job that may be queued without an answer keeps its directory: it could not
+    start without, and a later try finds it by its mark.
     """
     num_left = count_jobs_left(job)
     next_job = job.next_job
@@ -70,6 +71,8 @@ def queue_next_job(
         publish_file(next_job.script, make_job_script(plan, job=next_job, site=site), mode=0o700)
         dependency = f"--dependency=afterany:{slurm_id}"
         id = commands.queue_script(next_job.script, dependency, mark=make_mark(next_job), env=env)
+    except LostAnswerError:
+        raise
     except BaseException:
         remove_path(next_job.root)
         raise
@@ -145,10 +148,17 @@ def cancel_next_jobs(job: JobDir, *, env: Mapping[str, str] | None = None) -> No
     Raise SlurmError if Slurm does not answer.
     """
     followers = list_followers(job)
-    submissions = [read_json(follower.submission) for follower in followers if follower.submission.exists()]
-    commands.cancel_jobs([submission["id"] for submission in reversed(submissions)], env=env)
+    ids = (_find_queued_id(follower, env=env) for follower in reversed(followers))
+    commands.cancel_jobs([id for id in ids if id is not None], env=env)
     for follower in reversed(followers):
         remove_path(follower.root)
+
+
+def _find_queued_id(job: JobDir, *, env: Mapping[str, str] | None = None) -> str | None:
+    """Return the id of a job that was submitted, also if Slurm's answer to that was lost."""
+    if job.submission.exists():
+        return str(read_json(job.submission)["id"])
+    return commands.find_marked_job(make_mark(job), env=env)
 
 
 def avoid_nodes(job: JobDir, *, plan: Plan, site: Site) -> None:
@@ -156,12 +166,13 @@ def avoid_nodes(job: JobDir, *, plan: Plan, site: Site) -> None:
 
     Raise SlurmError if Slurm refuses that.
     """
-    nodes = list_excluded_nodes(job.campaign, plan=plan, site=site, now=time.time())
-    always = dict.fromkeys(name for part in plan.components for name in site.partitions[part.partition].exclude)
-    followers = [follower for follower in list_followers(job) if follower.submission.exists()]
-    if nodes and followers:
-        ids = ",".join(str(read_json(follower.submission)["id"]) for follower in followers)
-        commands.ask_slurm(["scontrol", "update", f"JobId={ids}", f"ExcNodeList={','.join([*nodes, *always])}"])
+    excluded = list_excluded_nodes(job.campaign, plan=plan, site=site, now=time.time())
+    ids = [read_json(follower.submission)["id"] for follower in list_followers(job) if follower.submission.exists()]
+    for part in list_requests(plan):
+        nodes = list(dict.fromkeys([*excluded[part.partition], *site.partitions[part.partition].exclude]))
+        for id in ids if excluded[part.partition] else ():
+            own_id = f"{id}+{part.index}" if plan.layout == "hetjob" else id
+            commands.ask_slurm(["scontrol", "update", f"JobId={own_id}", f"ExcNodeList={','.join(nodes)}"])
 
 
 def campaign_outcome(job: JobDir, *, state: str = UNKNOWN) -> tuple[JobOutcome, str] | None:

@@ -6,6 +6,7 @@ make_reward_script  the script of one reward job
 quote_expanding     the quotes of a value in which $NAME is expanded
 make_mark           the comment of one job
 list_excluded_nodes  the nodes that the next job avoids
+list_requests        the components that Slurm is asked for
 read_prologue       the text of a site's prologue
 find_driver_environment  the site's variables for the driver
 EXCLUSION_S         how long a node is avoided
@@ -16,6 +17,7 @@ import os
 import re
 import shlex
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from hpcrl.campaign_dir.job_end import read_job_end
@@ -23,7 +25,7 @@ from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.site import Site
 from hpcrl.config.toml import shipped_folder, user_folder
 from hpcrl.errors import PlanError, show_error
-from hpcrl.plan.components import EXCLUDE_FLAG
+from hpcrl.plan.components import EXCLUDE_FLAG, JobComponent
 from hpcrl.plan.plan import Plan
 from hpcrl.system.files import expand_path, is_file, read_json
 
@@ -38,15 +40,15 @@ def make_batch_script(
     python: str,
     exports: Iterable[tuple[str, str]] = (),
     environment: Mapping[str, str] | None = None,
-    excluded_nodes: Sequence[str] = (),
+    excluded_nodes: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
     """Return the script of one job; a site without a scheduler runs the same text in bash.
 
-    In `environment`, which follows the prologue, $NAME is expanded on the node.
+    In `environment`, which follows the prologue, $NAME is expanded on the node; `excluded_nodes` are by partition.
     """
     lines = ["#!/bin/bash"]
     if plan.layout != "local":
-        lines += _make_directives(plan, job=job, excluded_nodes=excluded_nodes)
+        lines += _make_directives(plan, job=job, excluded_nodes=excluded_nodes or {})
     lines += ["", "set -eu", "umask 077"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in exports]
     lines += _make_prologue(plan)
@@ -72,12 +74,14 @@ def find_driver_environment(plan: Plan, site: Site) -> dict[str, str]:
     return offline | site.environment | site.partitions[plan.components[0].partition].environment
 
 
-def list_excluded_nodes(campaign: CampaignDir, *, plan: Plan, site: Site, now: float) -> list[str]:
-    """Return the nodes that failed in the last jobs, newest first; no more than each partition can spare."""
+def list_excluded_nodes(campaign: CampaignDir, *, plan: Plan, site: Site, now: float) -> dict[str, list[str]]:
+    """Map each partition to the nodes that failed in the last jobs, newest first; no more than it can spare."""
     ends = [end for number in reversed(campaign.job_numbers()) if (end := read_job_end(campaign.job(number)))]
     named = dict.fromkeys(node for end in ends if now - end.time < EXCLUSION_S for node in end.nodes)
-    spare = min((site.partitions[part.partition].max_nodes - part.nodes for part in plan.components), default=0)
-    return list(named)[: max(spare, 0)]
+    needed: Counter[str] = Counter()
+    for part in plan.components:
+        needed[part.partition] += part.nodes
+    return {label: list(named)[: max(site.partitions[label].max_nodes - num, 0)] for label, num in needed.items()}
 
 
 def make_mark(job: JobDir) -> str:
@@ -101,7 +105,12 @@ def make_reward_script(plan: Plan, *, job: JobDir, name: str, command: Sequence[
     return "\n".join([*lines, "", f"exec {shlex.join(command)}", ""])
 
 
-def _make_directives(plan: Plan, *, job: JobDir, excluded_nodes: Sequence[str]) -> list[str]:
+def list_requests(plan: Plan) -> list[JobComponent]:
+    """Return the components that Slurm is asked for one by one; the others have nodes of the first."""
+    return plan.components if plan.layout == "hetjob" else plan.components[:1]
+
+
+def _make_directives(plan: Plan, *, job: JobDir, excluded_nodes: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the #SBATCH lines: a block for each component, or one for all; the first block sets the output file."""
     log = str(job.log("batch")).replace("%", "%%")
     name = job.campaign.name
@@ -111,11 +120,11 @@ def _make_directives(plan: Plan, *, job: JobDir, excluded_nodes: Sequence[str]) 
     if plan.survive_node_loss:
         shared.append("--no-kill")
     lines: list[str] = []
-    for component in plan.components if plan.layout == "hetjob" else plan.components[:1]:
+    for component in list_requests(plan):
         if component.index:
             lines.append("#SBATCH hetjob")
         own = [f"--output={_quote_directive(log)}", "--open-mode=append"] if component.index == 0 else []
-        flags = _exclude_also(component.slurm_flags, excluded_nodes)
+        flags = _exclude_also(component.slurm_flags, excluded_nodes.get(component.partition, ()))
         lines += [f"#SBATCH {flag}" for flag in (*shared, *own, *flags)]
     return lines
 

@@ -118,6 +118,9 @@ ssize_t pwrite(int fd, const void *data, size_t num, off_t at) {
 }
 int fsync(int fd) { return fails_fd(fd, 'w') ? -1 : REAL(fsync)(fd); }
 int futimens(int fd, const struct timespec times[2]) { return fails_fd(fd, 'w') ? -1 : REAL(futimens)(fd, times); }
+int utimensat(int dir, const char *path, const struct timespec times[2], int flags) {
+    return fails(path, 'w') ? -1 : REAL(utimensat)(dir, path, times, flags);
+}
 int rename(const char *from, const char *to) { return fails(to, 'w') ? -1 : REAL(rename)(from, to); }
 int link(const char *from, const char *to) { return fails(to, 'w') ? -1 : REAL(link)(from, to); }
 int unlink(const char *path) { return fails(path, 'w') ? -1 : REAL(unlink)(path); }

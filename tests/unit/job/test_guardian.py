@@ -1,11 +1,16 @@
 """The guardian records the outcome of its driver; a driver whose guardian was killed records its own."""
 
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -98,12 +103,14 @@ from pathlib import Path
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import load_site
-from hpcrl.job import guardian
+from hpcrl.job import driver_pulse, guardian
 from hpcrl.plan.plan import make_plan
 from hpcrl.plan.records import read_plan
 
-guardian.MAX_DRIVER_SILENCE_S, guardian.MAX_TURN_S, guardian.STACKS_GRACE_S = 2.0, 6.0, 0.5
-guardian.CLOSE_GRACE_S = 1.0
+driver_pulse.MAX_SILENCE_S = guardian.MAX_SILENCE_S = 2.0
+driver_pulse.SUSPICION_S, driver_pulse.MAX_TURN_S, driver_pulse.MAX_WAIT_S = 1.0, 2.0, 9.0
+driver_pulse.PROBE_INTERVAL_S, driver_pulse.MAX_ANSWER_S = 0.1, 0.5
+guardian.STACKS_GRACE_S, guardian.CLOSE_GRACE_S = 0.5, 1.0
 place = WorkerPlace(CampaignDir(Path(sys.argv[1])).job(0), "node0")
 
 def hang_in_one_place():
@@ -123,18 +130,20 @@ def drive(outcome_fd, pulse):
             time.sleep(0.05)
         guardian.send_outcome(guardian.JobEnd(outcome="drained"), outcome_fd=outcome_fd, job=place.job)
         return 0
+    if sys.argv[2] not in ("stop", "start"):
+        pulse.note_turn()
     stop_or_hang()
 
 sys.exit(guardian.run_guarded(drive, place))
 """
 
 
-def run_hung(tmp_path: Path, how: str) -> tuple[JobEnd, str, int]:
+def run_hung(tmp_path: Path, how: str, *, environ: Mapping[str, str] = MappingProxyType({})) -> tuple[JobEnd, str, int]:
     """Run a driver that hangs; return the recorded end, the batch log, and the pid of a process that it has started."""
     job = CampaignDir(tmp_path).job(0)
     make_private_dir(job.root)
     command = [sys.executable, "-c", HUNG_PROGRAM, str(tmp_path), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | dict(environ))
     assert done.returncode == 1
     end = read_job_end(job)
     assert end is not None
@@ -143,7 +152,12 @@ def run_hung(tmp_path: Path, how: str) -> tuple[JobEnd, str, int]:
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [("stop", "has stood still for 2 s"), ("hang", "has waited for one thing for 6 s")]
+    ("how", "reason"),
+    [
+        ("stop", "has stood still for 2 s"),
+        ("hang", "has waited for one thing for 3 s"),
+        ("start", "has waited for one thing for 9 s"),
+    ],
 )
 def test_a_driver_that_hangs_is_ended_with_its_processes_and_its_stacks_are_kept(
     tmp_path: Path, how: str, reason: str
@@ -152,6 +166,20 @@ def test_a_driver_that_hangs_is_ended_with_its_processes_and_its_stacks_are_kept
     assert (end.outcome, end.cause, reason in end.reason) == ("failed", "infrastructure", True)
     assert "in stop_or_hang" in log
     assert read_start_ticks(started) is None, "what it had started was ended too"
+
+
+@pytest.mark.parametrize("lag_ms", [-1, 0])
+def test_a_driver_has_longer_while_the_file_system_does_not_answer(tmp_path: Path, lag_ms: int) -> None:
+    disk = FaultyDisk.build(tmp_path / "c", directory=tmp_path)
+    if disk is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "c").mkdir()
+    with ThreadPoolExecutor() as threads:
+        with disk.fail_calls(errno.EIO, kinds="w", lag_ms=lag_ms):
+            done = threads.submit(run_hung, tmp_path / "c", "hang", environ=disk.environ)
+            time.sleep(6.0)  # longer than a turn that only waits
+        end, _, _ = done.result()
+    assert re.search(r"has waited for one thing for [6-9] s", end.reason), end.reason
 
 
 def test_a_job_that_stood_still_as_a_whole_continues(tmp_path: Path) -> None:

@@ -126,12 +126,41 @@ def test_a_warning_of_a_preemption_gives_the_job_what_is_left_of_the_grace_time(
     assert request.kill_time <= end
 
 
-def test_a_warning_without_an_answer_of_slurm_counts_as_the_end_of_the_walltime(drain, tmp_path, monkeypatch):
+def test_a_warning_near_the_end_of_the_walltime_needs_no_answer_of_slurm(drain, tmp_path, monkeypatch):
     fake_squeue(tmp_path, monkeypatch, "exit 1")
     drain.requests.is_near_end = True
-    request = drain.check_requests(dataclasses.replace(ALLOCATION, end_time=time.time() + 3600))
+    assert drain.check_requests(dataclasses.replace(ALLOCATION, end_time=time.time() + 100)) is None, "it came early"
+    request = drain.check_requests(dataclasses.replace(ALLOCATION, end_time=time.time() + 59))
     assert request.is_at_walltime
-    assert 3000 < request.grace_s < 3600
+    assert 45 < request.grace_s < 50
+
+
+def test_a_warning_that_slurm_explains_late_drains_at_once_and_then_until_slurm_ends_it(
+    drain, job, tmp_path, monkeypatch
+):
+    fake_squeue(tmp_path, monkeypatch, "exit 1")
+    drain.schedule_looks = LookInterval(0.0)
+    drain.requests.is_near_end = True
+    request = drain.check_requests(dataclasses.replace(ALLOCATION, end_time=time.time() + 3600))
+    assert request.reason == "Slurm has warned that it will end, and does not answer when"
+    assert 55 < DrainTime(job).read_left() <= 60, "the time that a drain takes, not that of the walltime"
+    drain.check_requests(ALLOCATION)
+    assert drain.limits.cause == "unknown", "Slurm is still silent"
+    named = datetime.fromtimestamp(time.time() + 40).isoformat(timespec="seconds")
+    fake_squeue(tmp_path, monkeypatch, f'echo "RUNNING {named} {named}"')
+    drain.check_requests(ALLOCATION)
+    assert (drain.limits.cause, drain.limits.reason) == ("preemption", "it is preempted")
+    assert 20 < DrainTime(job).read_left() <= 30
+    drain.check_requests(ALLOCATION)
+    assert (tmp_path / "order").read_text() == "drained\ndrained\n", "an answer is enough"
+
+
+def test_a_stop_after_a_warning_of_slurm_needs_no_answer_of_slurm(drain, job, tmp_path, monkeypatch):
+    fake_squeue(tmp_path, monkeypatch, "exit 1")
+    drain.requests.is_near_end = True
+    job.campaign.stop.touch()
+    request = drain.check_requests(dataclasses.replace(ALLOCATION, end_time=time.time() + 3600))
+    assert request.cause == "user-request"
 
 
 def test_a_drain_that_the_file_system_refuses_is_asked_for_again(drain, job, monkeypatch):

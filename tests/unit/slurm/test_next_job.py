@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from hpcrl.campaign_dir.job_end import EndCause, JobEnd
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.errors import SlurmError
-from hpcrl.slurm import next_job
+from hpcrl.slurm import commands, next_job
 from hpcrl.slurm.script import EXCLUSION_S, list_excluded_nodes
 from hpcrl.system.files import make_private_dir, publish_json
 
@@ -106,6 +107,39 @@ def test_a_refused_job_leaves_nothing_and_may_be_tried_again(
     assert campaign.job_numbers() == [0]
     (slurm / "sbatch").write_text(works)
     assert follow(campaign, 0, asked) == "4712"
+
+
+def test_a_job_that_may_be_queued_though_slurm_is_silent_is_kept_and_cancelled_by_its_mark(
+    campaign: CampaignDir, slurm: Path, asked: CampaignRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "LOOKUP_INTERVAL_S", 0.01)
+    silence = "Unable to contact slurm controller (connect failure)"
+    (slurm / "sbatch").write_text(
+        f"#!/bin/sh\ngrep -o 'hpcrl:[0-9a-f]*:[0-9]*' $3 > {slurm}/queued; ln -sf off {slurm}/squeue\n"
+        "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1\n"
+    )
+    (slurm / "off").write_text(f"#!/bin/sh\necho 'slurm_load_jobs error: {silence}' >&2; exit 1\n")
+    (slurm / "off").chmod(0o700)
+    with pytest.raises(SlurmError, match=r"squeue does not answer .* Unable to contact"):
+        follow(campaign, 0, asked)
+    assert campaign.job(1).script.exists(), "Slurm may start it"
+    with pytest.raises(SlurmError, match="squeue does not answer"):
+        next_job.cancel_next_jobs(campaign.job(0))
+    assert campaign.job(1).script.exists(), "it was not cancelled"
+    (slurm / "off").write_text(f"#!/bin/sh\necho 4712+0 $(head -1 {slurm}/queued)\n")
+    next_job.cancel_next_jobs(campaign.job(0))
+    assert (slurm / "calls").read_text() == "scancel 4712\n"
+    assert campaign.job_numbers() == [0]
+
+
+def test_no_second_job_is_queued_while_the_queue_cannot_be_seen(
+    campaign: CampaignDir, slurm: Path, asked: CampaignRequest
+) -> None:
+    (slurm / "squeue").unlink()
+    (slurm / "squeue").symlink_to("/bin/false")
+    with pytest.raises(SlurmError, match="try again later"):
+        follow(campaign, 0, asked)
+    assert not (slurm / "calls").exists()
 
 
 def test_a_waiting_job_is_cancelled_and_its_files_removed(
@@ -245,16 +279,25 @@ def test_the_next_job_avoids_nodes_that_failed(campaign: CampaignDir, slurm: Pat
     (slurm / "scontrol").write_text(f'#!/bin/sh\necho scontrol "$@" >> {slurm}/calls\n')
     (slurm / "scontrol").chmod(0o700)
     next_job.avoid_nodes(campaign.job(0), plan=asked.plan, site=asked.site)
-    assert (slurm / "calls").read_text().endswith("scontrol update JobId=4712 ExcNodeList=nid1,nid2\n")
+    calls = [line for line in (slurm / "calls").read_text().splitlines() if line.startswith("scontrol")]
+    indices = range(len(asked.plan.components))
+    assert calls == [f"scontrol update JobId=4712+{index} ExcNodeList=nid1,nid2" for index in indices]
 
 
 def test_no_more_nodes_are_avoided_than_a_partition_can_spare(campaign: CampaignDir, asked: CampaignRequest) -> None:
     ended_for(campaign, 0, "node-failure", nodes=("nid1", "nid2"))
     now = time.time()
+    needed = Counter[str]()
+    for part in asked.plan.components:
+        needed[part.partition] += part.nodes
+    trainers = asked.plan.components[asked.plan.role("train").component].partition
     parts = {
-        name: msgspec.structs.replace(part, max_nodes=asked.plan.components[0].nodes + 1)
+        name: msgspec.structs.replace(part, max_nodes=needed[name] + (name != trainers))
         for name, part in asked.site.partitions.items()
+        if name in needed
     }
     small = msgspec.structs.replace(asked.site, partitions=parts)
-    assert list_excluded_nodes(campaign, plan=asked.plan, site=small, now=now) == ["nid1"]
-    assert list_excluded_nodes(campaign, plan=asked.plan, site=asked.site, now=now + EXCLUSION_S + 60) == []
+    found = list_excluded_nodes(campaign, plan=asked.plan, site=small, now=now)
+    assert found == {name: ["nid1"] * (name != trainers) for name in needed}, "each spares what it can"
+    late = list_excluded_nodes(campaign, plan=asked.plan, site=asked.site, now=now + EXCLUSION_S + 60)
+    assert not any(late.values())

@@ -1,0 +1,49 @@
+"""The time that a job needs at least until its first checkpoint, against its walltime. Pure.
+
+check_job_time   refuse a walltime that cannot hold a step and its checkpoint; warn of one of which they take most
+NODE_GIB_PER_S, MIN_VLLM_START_S, MAX_OVERHEAD_SHARE   constants
+"""
+
+import math
+
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import PlanError
+from hpcrl.plan.storage import DAY_S, StorageForecast
+
+NODE_GIB_PER_S = 5.0
+"""Checkpoints and weights move between a node and the file system no faster; most sites are slower."""
+MIN_VLLM_START_S = 40.0
+"""Imports, compilation and the first answer of a vLLM engine, of a small model on an idle node."""
+MAX_OVERHEAD_SHARE = 0.5
+
+
+def check_job_time(recipe: Recipe, forecast: StorageForecast | None, *, num_nodes: int) -> list[str]:
+    """Return warnings about the time of a job whose trainer has `num_nodes`; raise PlanError if nothing fits.
+
+    The need is a lower bound, so that a walltime which might do is not refused.
+    """
+    if forecast is None or forecast.steps_per_day is None:
+        return []
+    step_s, walltime_s = DAY_S / forecast.steps_per_day, recipe.job.walltime_min * 60
+    checkpoint_gib = forecast.checkpoints_gib / forecast.num_checkpoints
+    save_s = checkpoint_gib / num_nodes / NODE_GIB_PER_S
+    start_s = save_s + (MIN_VLLM_START_S if recipe.engine.backend == "vllm" and recipe.has_rollouts else 0.0)
+    needed_s = start_s + step_s + save_s
+    needs = (
+        f"a job needs {needed_s:.0f} s or more: {start_s:.0f} s to start and read a checkpoint, {step_s:.0f} s for a "
+        f"step, and {save_s:.0f} s to write {checkpoint_gib:.3g} GiB at {NODE_GIB_PER_S:g} GiB/s and node"
+    )
+    if needed_s > walltime_s:
+        raise PlanError(
+            f"job.walltime_min = {recipe.job.walltime_min} cannot hold a step and its checkpoint: {needs}: raise it to "
+            f"{math.ceil(needed_s / MAX_OVERHEAD_SHARE / 60)}, or lower train.groups_per_step"
+        )
+    found = []
+    if needed_s > MAX_OVERHEAD_SHARE * walltime_s:
+        found.append(f"most of job.walltime_min = {recipe.job.walltime_min} is start and end: {needs}")
+    if save_s > recipe.job.drain_s:
+        found.append(
+            f"job.drain_s = {recipe.job.drain_s:g} is less than a checkpoint takes ({save_s:.0f} s or more): the first "
+            "job to be preempted or cancelled would end without one"
+        )
+    return found
