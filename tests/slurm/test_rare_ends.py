@@ -142,6 +142,32 @@ def slow_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     return calls
 
 
+def test_a_job_that_was_queued_without_any_answer_starts_and_is_recorded(
+    lab: Lab, campaigns: Path, slow_sbatch: Path
+) -> None:
+    """The driver's sbatch does not answer, nor does squeue after it: only Slurm knows of the next job."""
+    squeue = slow_sbatch.parent / "programs" / "squeue"
+    refusal = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
+    has_called = f"[ $(wc -l < {slow_sbatch}) -ge 2 ]"
+    squeue.write_text(
+        f'#!/bin/sh\ncase "$SLURMD_NODENAME $*" in [a-z]*%k) if {has_called}; then {refusal}; fi;; esac\n'
+        f'exec {shutil.which("squeue")} "$@"\n'
+    )
+    squeue.chmod(0o700)
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "u", *SIMULATED, *ENDLESS, "-s", "job.num_jobs=2")
+    campaign = CampaignDir(campaigns / "u")
+    id = read_json(campaign.job(0).submission)["id"]
+    until(lambda: bool(events_of(campaign, "fault")), what="the next job counts as refused", timeout_s=120)
+    assert not campaign.job(1).submission.exists()
+    (following,) = {one.partition("+")[0] for one in lab.run("squeue", "-h", "-o", "%i").split()} - {id}
+    until(lambda: len(steps(campaign)) > 2, what="steps are made")
+    lab.run("scancel", id)
+    until(lambda: any(step["job"] == 1 for step in steps(campaign)), what="the next job makes steps")
+    assert read_json(campaign.job(1).submission)["id"] == following
+    hpcrl("stop", "u")
+    assert outcome(campaign, 1)["outcome"] == "stopped"
+
+
 def test_jobs_are_found_that_a_silent_controller_queues_later_or_whose_sbatch_timed_out_after_queueing_them(
     lab: Lab, campaigns: Path, slow_sbatch: Path
 ) -> None:
