@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -27,15 +28,10 @@ from hpcrl.campaign_dir.paths import CampaignDir
 _GROUPS_PER_STEP = 2
 _BAR = 0.9
 _START_TIMEOUT_S = 120.0
-_FIRST_STEPS, _LEAD_STEPS = 200, 100
-"""The steps at first, and the least by which the last one is kept away: no job of some minutes makes more."""
+_STEPS_PER_MIN = 300
+"""More than the first job makes in a minute."""
 _SETTINGS = (
-    *(
-        f"train.num_steps={_FIRST_STEPS}",
-        f"train.groups_per_step={_GROUPS_PER_STEP}",
-        "rollout.group_size=4",
-        "engine.backend=sim",
-    ),
+    *(f"train.groups_per_step={_GROUPS_PER_STEP}", "rollout.group_size=4", "engine.backend=sim"),
     *("engine.sim.speed=0.002", "rollout.max_running=16", "train.checkpoint_every_steps=1000000", "spool.keep=all"),
 )
 
@@ -90,20 +86,26 @@ def _count_drained(uses: list[JobUse]) -> int:
 
 def run_chain(place: LabPlace, *, num_jobs: int, walltime_min: int) -> tuple[list[JobUse], list[str], bool]:
     """Run a campaign over this many jobs; return their use, what was wrong, and whether it made its last step."""
-    options = [*_SETTINGS, f"job.walltime_min={walltime_min}", f"job.num_jobs={num_jobs + 4}", "job.drain_s=15"]
+    last_step = _STEPS_PER_MIN * walltime_min
+    options = [*_SETTINGS, f"train.num_steps={last_step}", f"job.walltime_min={walltime_min}", "job.drain_s=15"]
+    options.append(f"job.num_jobs={num_jobs + 4}")
     words = [word for setting in options for word in ("-s", setting)]
     done = place.command("submit", "quickstart", *place.site_words, "--name", "chain", *words)
     assert done.returncode == 0, done.stderr
     campaign = CampaignDir(place.home / "campaigns" / "chain")
     watch = CampaignWatch(campaign, groups_per_step=_GROUPS_PER_STEP)
     violations: list[str] = []
+    first_steps: dict[int, int] = {}
     deadline = time.monotonic() + (num_jobs + 4) * (walltime_min * 60 + _START_TIMEOUT_S)
-    last_step = _FIRST_STEPS
     while not place.is_over() and time.monotonic() < deadline:
         violations += [one for one in watch.find_violations() if one not in violations]
-        if watch.last_job < num_jobs - 1 and last_step < watch.last_step + _LEAD_STEPS:
-            last_step = watch.last_step + 2 * _LEAD_STEPS
-            place.command("extend", "chain", "--steps", str(last_step))
+        first_steps.setdefault(watch.last_job, watch.last_step)
+        num_most = max((after - before for before, after in pairwise(first_steps.values())), default=0)
+        # A job continues to the step that was the last one when it started.
+        if watch.last_job < num_jobs - 1 and last_step < watch.last_step + 1.5 * num_most:
+            last_step = watch.last_step + 2 * num_most
+            extended = place.command("extend", "chain", "--steps", str(last_step))
+            assert extended.returncode == 0, extended.stderr
         time.sleep(2.0)
     place.command("stop", "--now", "chain")
     violations += [one for one in watch.find_violations() if one not in violations]
