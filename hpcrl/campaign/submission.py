@@ -33,6 +33,7 @@ from hpcrl.slurm.script import find_driver_environment, make_batch_script, make_
 from hpcrl.slurm.step_script import write_step_setups
 from hpcrl.system.files import make_private_dir, publish_file, publish_json, remove_path
 from hpcrl.system.processes import do_nothing
+from hpcrl.system.tls import make_certificate
 
 
 def submit(
@@ -143,6 +144,8 @@ def write_records(campaign: CampaignDir, request: CampaignRequest) -> None:
     for path, value in ((campaign.recipe, request.recipe), (campaign.site, request.site)):
         publish_file(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
     publish_file(campaign.plan, request.plan.to_json())
+    if request.site.network.tls and not campaign.certificate.exists():
+        make_certificate(campaign.certificate)
     paths = (request.recipe.served_models | request.recipe.further_models).values()
     write_step_setups(campaign, request.plan, request.site, paths=paths)
 

@@ -34,6 +34,7 @@ CAMPAIGN/
         couriers-INCARNATION.json, meetings/INCARNATION: status of the couriers, and their addresses for TCP
     events/: JSON lines, one file a process (hpcrl.campaign_dir.event_log)
     endpoints/: one file an engine worker, 0600 (it contains the token)
+    tls.pem: the key and the certificate of these servers, 0600, where the site asks for TLS
     judges/NAME/: endpoints/ of a judge's engines, as above, and its model/ if that is tiny
     model/: architecture and tokenizer, in the format of transformers
     tasks/: the rows of each domain's task set, and where each row is
@@ -118,6 +119,11 @@ class CampaignDir:
     @property
     def endpoints(self) -> Path:
         return self.root / "endpoints"
+
+    @property
+    def certificate(self) -> Path:
+        """The key and the certificate of servers that other nodes reach, where the site asks for TLS."""
+        return self.root / "tls.pem"
 
     @property
     def switched_roles(self) -> Path:

@@ -162,6 +162,9 @@ class NetworkConfig(ConfigTable, frozen=True, kw_only=True):
     """The fast network, such as "slingshot-11". None: kv_connector "auto" is always "files"."""
     srun_network: str | None = None
     """The value of `--network`, where steps need it."""
+    tls: bool = False
+    """Encrypt what engines, environments and judges send from node to node, with a certificate of each campaign. MPI,
+    NCCL and vLLM's own KV connectors encrypt nothing: needs mpi.couriers = false and kv_connector = "files"."""
     internet_on_compute: Literal["yes", "no", "proxy", "unknown"] = "unknown"
     """The way from compute nodes to the internet; no: jobs get HF_HUB_OFFLINE = 1; proxy: through the one that
     `environment` names."""

@@ -49,6 +49,7 @@ from hpcrl.engines.base import (
 )
 from hpcrl.engines.proved_connector import ProvedConnector, UnprovedServerError
 from hpcrl.errors import EngineError, EngineRefusedError, EngineRequestError
+from hpcrl.system.tls import name_scheme, open_client_tls, open_server_tls
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 64 << 20
@@ -90,7 +91,13 @@ class _ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 async def serve_over_http(
-    engine: ServedEngine, *, host: str, token: str, port: int = 0, max_load_age_s: float = MAX_LOAD_AGE_S
+    engine: ServedEngine,
+    *,
+    host: str,
+    token: str,
+    port: int = 0,
+    max_load_age_s: float = MAX_LOAD_AGE_S,
+    certificate: Path | None = None,
 ) -> tuple[str, web.AppRunner]:
     """Serve on `host` (port 0: any free one) until the runner's cleanup(); returns the URL for clients."""
     app = web.Application(middlewares=[_require_token(token), _answer_errors], client_max_size=MAX_BODY_BYTES)
@@ -106,11 +113,11 @@ async def serve_over_http(
     app.router.add_get("/kv/{name}", handlers.kv)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=open_server_tls(certificate)).start()
     except OSError as error:
         await runner.cleanup()
         raise EngineError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    handlers.url = f"http://{_format_host(host)}:{runner.addresses[0][1]}"
+    handlers.url = f"{name_scheme(certificate)}://{_format_host(host)}:{runner.addresses[0][1]}"
     return handlers.url, runner
 
 
@@ -260,12 +267,13 @@ def _format_host(host: str) -> str:
 # ---- client
 
 
-def make_client_session() -> aiohttp.ClientSession:
+def make_client_session(certificate: Path | None = None) -> aiohttp.ClientSession:
     """Return a session with one kept-alive connection for each request in flight.
 
-    A bearer token is sent only to a server that has proved, on the same connection, that it has the token.
+    With a certificate its servers are reached by TLS, and must have the key of it. A bearer token is sent only to a
+    server that has proved, on the same connection, that it has the token.
     """
-    return aiohttp.ClientSession(connector=ProvedConnector())
+    return aiohttp.ClientSession(connector=ProvedConnector(open_client_tls(certificate)))
 
 
 class RemoteEngine:

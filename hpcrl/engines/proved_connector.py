@@ -9,6 +9,7 @@ shows nothing.
 """
 
 import asyncio
+import ssl
 import weakref
 from typing import TYPE_CHECKING
 
@@ -39,9 +40,9 @@ class UnprovedServerError(aiohttp.ClientError):
 class ProvedConnector(aiohttp.TCPConnector):
     """TCP connections; one is used for a request with a bearer token once its server has proved that it has this."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         """Allow any number of connections."""
-        super().__init__(limit=0)
+        super().__init__(limit=0, ssl=True if tls is None else tls)
         self._proved: weakref.WeakKeyDictionary[ResponseHandler, str] = weakref.WeakKeyDictionary()
         """The token that was proved on each connection."""
 

@@ -289,7 +289,12 @@ class JobDriver:
         self.last_refusal = refusal
 
     def _supervise(self, runtime: "JobRuntime", allocation: JobAllocation) -> JobEnd:
-        watch = watch_campaign(self.campaign, recipe=self.recipe, count_segments=self.scoring.num_segments)
+        watch = watch_campaign(
+            self.campaign,
+            recipe=self.recipe,
+            count_segments=self.scoring.num_segments,
+            certificate=self.campaign.certificate if self.site.network.tls else None,
+        )
         domains = watch_domains(self.campaign, job=self.job.number, recipe=self.recipe)
         while True:
             self.note_turn()

@@ -115,7 +115,11 @@ class ProgressWatch:
 
 
 def watch_campaign(
-    campaign: CampaignDir, *, recipe: Recipe, count_segments: Callable[[], tuple[int, int]]
+    campaign: CampaignDir,
+    *,
+    recipe: Recipe,
+    count_segments: Callable[[], tuple[int, int]],
+    certificate: Path | None = None,
 ) -> ProgressWatch:
     """Return the watch over the figures of a job; files that do not change are read ever more rarely."""
     progress = WatchedValue(
@@ -133,7 +137,7 @@ def watch_campaign(
         read_progress=progress.poll,
         count_segments=count_segments,
         find_version=version.poll,
-        count_activity=lambda: count_activity(list_endpoints(campaign.endpoints)),
+        count_activity=lambda: count_activity(list_endpoints(campaign.endpoints), certificate=certificate),
     )
 
 
@@ -145,15 +149,15 @@ def _describe_roles(progress: TrainProgress, activity: ActivityFigures) -> str:
     return f"{engines}, the trainer {'is in a step' if progress.is_training else waiting}"
 
 
-def count_activity(endpoints: Iterable[EngineEndpoint]) -> ActivityFigures:
+def count_activity(endpoints: Iterable[EngineEndpoint], *, certificate: Path | None = None) -> ActivityFigures:
     """Ask all engines at once how much they have generated; one that does not answer counts as no engine."""
-    return asyncio.run(_count_activity(list(endpoints)))
+    return asyncio.run(_count_activity(list(endpoints), certificate))
 
 
-async def _count_activity(endpoints: list[EngineEndpoint]) -> ActivityFigures:
+async def _count_activity(endpoints: list[EngineEndpoint], certificate: Path | None) -> ActivityFigures:
     from hpcrl.engines.http import RemoteEngine, make_client_session  # a job that never seems to stall needs no HTTP
 
-    async with make_client_session() as session:
+    async with make_client_session(certificate) as session:
 
         async def ask(endpoint: EngineEndpoint) -> tuple[str, int] | None:
             try:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from hpcrl.config.program import reserves_place
 from hpcrl.config.recipe import DEFAULT_MICRO_BATCH_TOKENS, JUDGE_ROLE_PREFIX, Recipe, RoleName
-from hpcrl.config.site import Site, SitePartition
+from hpcrl.config.site import OUR_CONNECTOR, Site, SitePartition
 from hpcrl.errors import PlanError
 from hpcrl.hardware import cost_model, memory_model
 from hpcrl.plan.checks import check_recipe
@@ -215,6 +215,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_check_spanning_engines(choices, recipe, site),
             *warn_long_trajectories(train_memory, recipe),
             *_warn_no_scheduler(recipe, placement.layout),
+            *_check_encryption(recipe, site, choices, placement.layout),
             *warn_late_retirement(forecast, recipe),
             *check_job_time(recipe, forecast, num_nodes=components[component_indices["train"]].nodes),
         ],
@@ -478,6 +479,33 @@ def _warn_stale_data(recipe: Recipe) -> list[str]:
         f'train.correction = "none" with rollout.max_lag = {rollout.max_lag}: the gradient is wrong for episodes that '
         'older weights generated; set correction = "token", or max_lag = 0'
     ]
+
+
+def _check_encryption(
+    recipe: Recipe, site: Site, choices: Mapping[RoleName, PartitionChoice], layout: JobLayout
+) -> list[str]:
+    """Refuse what sends trajectories, KV or weights unencrypted where the site asks for TLS; name what is left."""
+    if not site.network.tls or layout in ("local", "colocated"):
+        return []
+    if site.mpi.couriers:
+        raise PlanError(
+            f"site {site.name!r} has network.tls, and MPI encrypts no weights: set site.mpi.couriers = false, and they "
+            "go by files"
+        )
+    labels = {choice.partition for role, choice in choices.items() if role in ENGINE_ROLES}
+    connectors = {site.choose_inference(label).kv_connector for label in labels}
+    if recipe.engine.backend == "vllm" and recipe.has_prefill and not connectors <= {OUR_CONNECTOR, None}:
+        raise PlanError(
+            f"site {site.name!r} has network.tls, and only one connector sends KV by it: set inference.kv_connector = "
+            f'"{OUR_CONNECTOR}", or resources.prefill.num_workers = 0'
+        )
+    spanning = [
+        role
+        for role, choice in choices.items()
+        if choice.nodes_per_engine > 1 or (role == "train" and choice.nodes > 1)
+    ]
+    names = " and ".join(spanning)
+    return [f"network.tls does not encrypt what the processes of {names} send from node to node"] * bool(spanning)
 
 
 def _warn_no_scheduler(recipe: Recipe, layout: JobLayout) -> list[str]:

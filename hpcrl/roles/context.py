@@ -82,6 +82,11 @@ class WorkerContext:
         """The longest time in which a worker may do nothing of its work."""
         return self.recipe.job.stall_timeout_min * 60
 
+    @property
+    def certificate(self) -> Path | None:
+        """The certificate of servers that other nodes reach; None without TLS."""
+        return self.campaign.certificate if self.site.network.tls else None
+
     def find_address(self) -> str:
         """Return the address of this node at which other nodes reach it."""
         return find_bind_address(self.site.list_interfaces(self.partition))

@@ -84,8 +84,11 @@ async def _play_until_drained(context: WorkerContext, wakeups: WakeEvent) -> Non
         return
     async with contextlib.AsyncExitStack() as stack:
         report = make_judge_report(context)
-        stack.enter_context(open_judge_proxy(recipe, campaign, job=context.job.number, report=report))
-        session = await stack.enter_async_context(make_client_session())
+        judges = open_judge_proxy(
+            recipe, campaign, job=context.job.number, report=report, certificate=context.certificate
+        )
+        stack.enter_context(judges)
+        session = await stack.enter_async_context(make_client_session(context.certificate))
         router = _make_worker_router(context, connect=lambda endpoint: RemoteEngine(endpoint, session))
         env_worker = make_env_worker(
             context,

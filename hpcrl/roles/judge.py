@@ -51,7 +51,7 @@ async def _serve(context: WorkerContext) -> None:
     model_dir = await _find_model(context, judge, place.model)
     async with (
         open_judge_api(context, name, judge, model_dir) as opened,
-        serve_judge(opened.api, host=host, token=token) as url,
+        serve_judge(opened.api, host=host, token=token, certificate=context.certificate) as url,
     ):
         endpoint = EngineEndpoint(
             role=context.role,

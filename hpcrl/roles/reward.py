@@ -294,7 +294,8 @@ def _open_reward_process(campaign: str, job_number: int) -> RewardProcess:
     """Return the process that computes this worker's rewards; it is kept from task to task, as the judges' proxy."""
     context = _open_reward_context(campaign, job_number)
     recipe = context.recipe
-    open_judge_proxy(recipe, context.campaign, job=job_number, report=make_judge_report(context)).__enter__()
+    report, certificate = make_judge_report(context), context.certificate
+    open_judge_proxy(recipe, context.campaign, job=job_number, report=report, certificate=certificate).__enter__()
     num_cpus = recipe.resources.reward.cpus_per_worker
     return RewardProcess(
         Path(campaign), concurrency=recipe.reward.concurrency, num_cpus=num_cpus, teacher=recipe.teacher_name

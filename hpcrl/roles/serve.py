@@ -99,7 +99,7 @@ async def serve_engine(context: WorkerContext) -> None:
             return
         expect_work("not become ready to generate", max(context.recipe.engine.start_timeout_s, context.stall_s))
         async with (
-            make_client_session() as session,
+            make_client_session(context.certificate) as session,
             open_engine(context, source, session=session, shift=shift) as engine,
         ):
             expect_nothing()  # the trainer may warm up for hours
@@ -276,7 +276,9 @@ def make_vllm_launch(
 async def _announce_and_follow(engine: WorkerEngine, follower: "WeightFollower", context: WorkerContext) -> None:
     """Start the HTTP server, announce its endpoint, load new versions until the job ends, then shut it down."""
     token = endpoints.make_token()
-    url, runner = await serve_over_http(engine, host=context.find_address(), token=token)
+    url, runner = await serve_over_http(
+        engine, host=context.find_address(), token=token, certificate=context.certificate
+    )
     role = context.role_plan
     endpoint = EngineEndpoint(
         role=context.role,

@@ -9,17 +9,19 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from hpcrl.engines.http import MAX_BODY_BYTES
+from hpcrl.system.tls import name_scheme, open_server_tls
 
 RequestHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 async def start_server(
-    handle: RequestHandler, *, host: str, max_body_bytes: int = MAX_BODY_BYTES
+    handle: RequestHandler, *, host: str, max_body_bytes: int = MAX_BODY_BYTES, certificate: Path | None = None
 ) -> tuple[str, web.ServerRunner]:
     """Serve on `host` until the runner's cleanup(); return the URL. A client that leaves cancels its request."""
     make_request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=max_body_bytes)
@@ -29,8 +31,8 @@ async def start_server(
     runner = web.ServerRunner(server, shutdown_timeout=1.0)
     await runner.setup()
     listening = socket.create_server((host, 0), backlog=1024)
-    await web.SockSite(runner, listening).start()
-    return f"http://{host}:{listening.getsockname()[1]}", runner
+    await web.SockSite(runner, listening, ssl_context=open_server_tls(certificate)).start()
+    return f"{name_scheme(certificate)}://{host}:{listening.getsockname()[1]}", runner
 
 
 def _make_quiet_logger() -> logging.Logger:

@@ -8,6 +8,7 @@ processes   processes that this one started
 pulse       whether a worker stands still, or does not work
 memory      the processes that the kernel ended for a lack of memory
 network     names, addresses, ports
+tls         a certificate that only one user's processes have
 json_numbers  which numbers JSON can represent
 terminal    text that is safe to print
 output_encoding  what the locale can show

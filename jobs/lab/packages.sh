@@ -5,7 +5,7 @@ set -euo pipefail
 if [ $# -gt 0 ]; then
     wanted=("$@")
 else
-    wanted=(slurm-wlm slurmdbd munge mariadb-server libpmix-dev bubblewrap)
+    wanted=(slurm-wlm slurmdbd munge mariadb-server libpmix-dev bubblewrap openssl)
 fi
 missing=()
 for package in "${wanted[@]}"; do

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from safetensors.numpy import save_file
 
+from hpcrl.campaign_dir.endpoints import list_endpoints
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import read_json
 from hpcrl.system.gpu_shifts import ShiftLocks
@@ -126,9 +127,11 @@ def test_a_trainer_that_waits_for_gpus_saves_its_last_step_when_the_job_ends(
 
 
 def test_a_stopped_campaign_resumes_from_a_checkpoint_and_can_be_stopped_without_interchanges(campaigns: Path) -> None:
-    hpcrl("submit", "quickstart", "--site", "local", "--name", "s", *SIMULATED, *CALM, "-s", "train.num_steps=100000")
+    settings = ("-s", "train.num_steps=100000", "-s", "site.network.tls=true")
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "s", *SIMULATED, *CALM, *settings)
     campaign = CampaignDir(campaigns / "s")
     until(lambda: len(steps(campaign)) >= 1, what="a step was made")
+    assert {endpoint.url.partition(":")[0] for endpoint in list_endpoints(campaign.endpoints)} == {"https"}
     assert "is stopping" in hpcrl("stop", "s").stdout
     assert outcome(campaign)["outcome"] == "stopped"
     assert snapshot("s")["state"] == "stopped"

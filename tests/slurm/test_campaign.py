@@ -88,11 +88,13 @@ def test_a_cluster_that_was_just_described_runs_the_quickstart_stored_elsewhere_
     elsewhere = tmp_path / 'my "scratch" space'
     elsewhere.mkdir()
     settings = (f"site.campaigns_dir={elsewhere}", "site.mpi.couriers=false", "job.num_jobs=2", "train.num_steps=3")
+    settings += ("site.network.tls=true",)
     options = [option for setting in settings for option in ("-s", setting)]
     hpcrl("submit", "quickstart", "--site", "mine", "--watch", "--name", "e", *SIMULATED, *options)
     campaign = CampaignDir(campaigns / "e")
     assert (campaigns / "e").is_symlink()
     assert (elsewhere / "e" / "campaign.json").is_file()
+    assert campaign.certificate.stat().st_mode & 0o777 == 0o600
     assert [event["transport"] for event in events_of(campaign, "transport")] == ["files"]
     nodes = {event["role"]: event["node"] for event in events_of(campaign, "worker-started")}
     assert {event["node"] for event in events_of(campaign, "loaded")} == {nodes["prefill"], nodes["decode"]}

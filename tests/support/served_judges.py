@@ -21,7 +21,13 @@ T = TypeVar("T")
 
 @contextlib.asynccontextmanager
 async def open_judge(
-    model_dir: Path, directory: Path, *, backend: str = "embedded", worker: str = "000-judge-grader-0", job: int = 0
+    model_dir: Path,
+    directory: Path,
+    *,
+    backend: str = "embedded",
+    worker: str = "000-judge-grader-0",
+    job: int = 0,
+    certificate: Path | None = None,
 ) -> AsyncIterator[str]:
     """Serve the model as the judge "grader", and announce it; yields its URL."""
     config = EngineConfig(backend=backend, sim=SimulatedEngineConfig(speed=100.0))  # type: ignore[arg-type]
@@ -34,7 +40,7 @@ async def open_judge(
     async with (
         engine,
         EngineApi(engine, name="grader", judge=judge, model_dir=model_dir) as api,
-        serve_judge(api, host="127.0.0.1", token=f"token of {worker} {id(api)}") as url,
+        serve_judge(api, host="127.0.0.1", token=f"token of {worker} {id(api)}", certificate=certificate) as url,
     ):
         endpoint = make_endpoint(worker, role="judge-grader", url=url, token=f"token of {worker} {id(api)}", job=job)
         announce_endpoint(make_private_dir(directory), endpoint)

@@ -71,14 +71,19 @@ class JudgeProxy:
     """The proxy of one worker, used as `with JudgeProxy(...)`; it serves in its own thread."""
 
     def __init__(
-        self, directories: Mapping[str, Path], *, job: int, report: Callable[[str], None] = lambda problem: None
+        self,
+        directories: Mapping[str, Path],
+        *,
+        job: int,
+        report: Callable[[str], None] = lambda problem: None,
+        certificate: Path | None = None,
     ) -> None:
         self.variables: dict[str, str] = {}
         """The variables of the processes that call judges; those of this process are set as well."""
         self._judges = {
             name: _JudgeState(name, EndpointReader(directory, job=job)) for name, directory in directories.items()
         }
-        self._report = report
+        self._report, self._certificate = report, certificate
         self._tokens = {name: secrets.token_urlsafe(32) for name in directories}
         self._marks = Path()
         self._thread = threading.Thread(target=self._run, name="judge proxy", daemon=True)
@@ -117,7 +122,7 @@ class JudgeProxy:
             self._ready.set()
 
     async def _serve(self) -> None:
-        async with make_client_session() as self._session:
+        async with make_client_session(self._certificate) as self._session:
             self._url, runner = await start_server(self._handle, host="127.0.0.1")
             self._ready.set()
             try:
@@ -205,13 +210,18 @@ class JudgeProxy:
 
 
 def open_judge_proxy(
-    recipe: Recipe, campaign: CampaignDir, *, job: int, report: Callable[[str], None]
+    recipe: Recipe,
+    campaign: CampaignDir,
+    *,
+    job: int,
+    report: Callable[[str], None],
+    certificate: Path | None = None,
 ) -> contextlib.AbstractContextManager[JudgeProxy | None]:
     """Return the proxy of a worker, to be entered; it is None if the recipe has no judges."""
     if not recipe.judge:
         return contextlib.nullcontext()
     directories = {name: campaign.judge(name).endpoints for name in recipe.judge}
-    return JudgeProxy(directories, job=job, report=report)
+    return JudgeProxy(directories, job=job, report=report, certificate=certificate)
 
 
 def _authorize(engine: _JudgeEngine) -> dict[str, str]:

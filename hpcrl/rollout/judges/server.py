@@ -154,7 +154,7 @@ class VllmApi:
 
 
 @contextlib.asynccontextmanager
-async def serve_judge(api: ModelApi, *, host: str, token: str) -> AsyncIterator[str]:
+async def serve_judge(api: ModelApi, *, host: str, token: str, certificate: Path | None = None) -> AsyncIterator[str]:
     """Serve the API at an address that other nodes reach, for requests with the token; yields the URL."""
     connector = aiohttp.UnixConnector(path=str(api.socket_path), limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
@@ -173,7 +173,7 @@ async def serve_judge(api: ModelApi, *, host: str, token: str) -> AsyncIterator[
             async with api.open_key() as key:
                 return await _relay_to_api(http, session, key=key)
 
-        url, runner = await start_server(handle, host=host)
+        url, runner = await start_server(handle, host=host, certificate=certificate)
         try:
             yield url
         finally:

@@ -38,6 +38,7 @@ from hpcrl.engines.http import (
 )
 from hpcrl.errors import EngineError, EngineRefusedError, EngineRequestError
 from hpcrl.rollout.routing.router import Router
+from hpcrl.system.tls import make_certificate
 from tests.support.completions import make_completion
 from tests.support.endpoints import make_endpoint
 
@@ -262,6 +263,28 @@ class Impostor:
             yield runner.addresses[0][1]
         finally:
             await runner.cleanup()
+
+
+def test_a_server_with_a_certificate_generates_streams_and_hands_over_kv(tmp_path: Path) -> None:
+    make_certificate(tmp_path / "tls.pem")
+
+    async def run() -> None:
+        engine = ScriptedEngine()
+        url, runner = await serve_over_http(engine, host="127.0.0.1", token="right", certificate=tmp_path / "tls.pem")
+        async with make_client_session(tmp_path / "tls.pem") as session:
+            client = remote(url, session)
+            assert (await client.generate(REQUEST)).token_ids == [7]
+            assert [chunk.token_ids async for chunk in client.stream(REQUEST)] == [[7]]
+            handle = await client.prefill(REQUEST)
+            assert handle.url.startswith("https://")
+            assert await make_kv_fetcher(session)(handle) == b"kv" * 50
+        async with make_client_session() as stranger:
+            with pytest.raises(EngineError, match="verify failed"):
+                await remote(url, stranger).load_figures()
+        await runner.cleanup()
+        assert engine.num_load_requests == 0
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("path", ["/load", "/generate"])

@@ -516,3 +516,14 @@ def test_a_node_that_the_weights_alone_fill_is_not_helped_by_less_memory_for_its
 def test_a_rank_of_the_trainer_with_several_gpus_is_refused_with_the_number_of_ranks() -> None:
     message = refuse_plan("resources.train.gpus_per_worker=4", site="leonardo")
     assert "a rank uses one GPU: set it to 1, and resources.train.num_workers = 4" in message
+
+
+def test_a_site_with_tls_sends_nothing_unencrypted_from_node_to_node() -> None:
+    assert "set site.mpi.couriers = false" in refuse_plan("site.network.tls=true")
+    by_files = ("site.network.tls=true", "site.mpi.couriers=false")
+    assert not [text for text in plan_recipe(*by_files).warnings if "tls" in text]
+    large = plan_recipe(*by_files, "resources.train.num_workers=8")
+    (left,) = [text for text in large.warnings if "tls" in text]
+    assert left == "network.tls does not encrypt what the processes of train send from node to node"
+    assert 'inference.kv_connector = "files"' in refuse_plan(*by_files, 'engine.backend="vllm"')
+    assert not [text for text in plan_recipe("site.network.tls=true", site="local").warnings if "tls" in text]

@@ -23,6 +23,7 @@ from hpcrl.rollout.judges import proxy as proxy_module
 from hpcrl.rollout.judges.proxy import JudgeProxy
 from hpcrl.rollout.judges.server import serve_judge
 from hpcrl.system.files import make_private_dir
+from hpcrl.system.tls import make_certificate
 from tests.support.trajectories import make_lake_trajectory
 
 QUESTION = [{"role": "user", "content": "2+2?"}]
@@ -146,6 +147,15 @@ def test_endpoints_of_an_earlier_job_and_of_dead_engines_are_not_called(host, cl
     dead = {"url": "http://127.0.0.1:9", "worker": "000-judge-grader-2", "token": "of a dead one"}
     announce_endpoint(host.directory, msgspec.structs.replace(alive, **dead))
     assert [chat(client).model for _ in range(4)] == ["grader"] * 4
+
+
+def test_a_judge_is_called_by_tls_where_there_is_a_certificate(host, tmp_path):
+    make_certificate(tmp_path / "tls.pem")
+    assert host.start(certificate=tmp_path / "tls.pem").startswith("https://")
+    with JudgeProxy({"grader": host.directory}, job=0, certificate=tmp_path / "tls.pem"):
+        access = find_judge("grader")
+        with openai.OpenAI(base_url=access.url, api_key=access.api_key) as client:
+            assert chat(client).model == "grader"
 
 
 def test_the_variables_of_judges_are_there_while_the_proxy_is_open(host):
