@@ -48,7 +48,7 @@ class SlurmError(HpcrlError):
 
 
 class LostAnswerError(SlurmError):
-    """Slurm's answer to a submission was lost, and its queue cannot be seen: the job may be queued."""
+    """Slurm's answer to a submission was lost, and its queue shows no such job: it may be queued all the same."""
 
 
 class StageError(HpcrlError):

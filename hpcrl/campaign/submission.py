@@ -111,6 +111,8 @@ def _make_job_dir(campaign: CampaignDir, number: int) -> JobDir:
             f"campaign {campaign.name!r}: another process is submitting job {number}; if it was killed, try again "
             f"{next_job.SUBMISSION_TIMEOUT_S / 60:.0f} minutes after it"
         )
+    if job.script.exists():  # of a job that was to follow by itself
+        remove_path(job.root)
     make_private_dir(job.logs)
     return job
 

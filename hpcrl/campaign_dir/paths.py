@@ -21,6 +21,7 @@ CAMPAIGN/
     jobs/000/: one Slurm job (or local run)
         job.sh: its script, unless submitit made one under its id (ID_submission.sh)
         submitted.json: its id, the only one that may be cancelled
+        unanswered: present when Slurm may have queued it without an answer to its submission
         follows: present when the previous job queued this one; the number of jobs that may still follow it
         outcome.json: how its driver ended
         drain, end, dump-stacks: present to request draining, the end of every step, stack dumps of each worker
@@ -271,6 +272,11 @@ class JobDir:
     def submission(self) -> Path:
         """The recorded id, the only one that may be cancelled."""
         return self.root / "submitted.json"
+
+    @property
+    def unanswered(self) -> Path:
+        """The mark of a job that Slurm may have queued without an answer: one process may take it over."""
+        return self.root / "unanswered"
 
     @property
     def chain_marker(self) -> Path:

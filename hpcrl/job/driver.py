@@ -49,14 +49,22 @@ from hpcrl.job.metrics_process import MetricsProcess
 from hpcrl.job.own_lease import take_campaign_lease
 from hpcrl.job.progress_watch import ProgressWatch, watch_campaign
 from hpcrl.job.reward_tasks import RewardScoring
-from hpcrl.job.supervision import DrainMargin, FileOutage, LastStepWatch, LookInterval, RestartBudget, find_campaign_use
+from hpcrl.job.supervision import (
+    MAX_DRAIN_SHARE,
+    DrainMargin,
+    FileOutage,
+    LastStepWatch,
+    LookInterval,
+    RestartBudget,
+    find_campaign_use,
+)
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm import next_job
-from hpcrl.slurm.allocation import JobAllocation, read_allocation, scrub_environment
+from hpcrl.slurm.allocation import JobAllocation, find_own_id, read_allocation, scrub_environment
 from hpcrl.slurm.submit import SubmittedJob, record_submission
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
-from hpcrl.system.file_watch import retry_passing
+from hpcrl.system.file_watch import PATIENCE_S, is_outage, retry_passing
 from hpcrl.system.files import make_private_dir, publish_file, remove_path
 from hpcrl.system.network import current_node, find_bind_address
 from hpcrl.system.processes import do_nothing
@@ -71,6 +79,8 @@ LIMIT_OUTCOMES: dict[EndCause, JobOutcome] = {"goal-reached": "done", "budget-us
 LEASE_INTERVAL_S = 10.0
 FOLLOW_INTERVAL_S = 300.0
 """The time after which a next job that Slurm has refused is tried again."""
+MAX_QUEUEING_S = 60.0
+"""The time for which a job that failed at its start waits for Slurm to queue the next one."""
 _STOPPED_AT_ONCE = JobEnd(
     outcome="stopped", reason="a user asked it to end at once (hpcrl stop --now)", cause="user-request"
 )
@@ -82,7 +92,9 @@ def main() -> int:
     place = WorkerPlace(campaign.job(number), current_node())
     try:
         has_scheduler = read_plan(campaign).layout != "local"
-        lease = retry_passing(lambda: take_campaign_lease(place, has_scheduler=has_scheduler))
+        lease = retry_passing(
+            lambda: take_campaign_lease(place, has_scheduler=has_scheduler), timeout_s=PATIENCE_S, passes=is_outage
+        )
     except OSError as error:  # no outcome either: the files of the campaign are away, or take no changes
         note_in_log(f"hpcrl: job {number} cannot start: {error}")
         return EXIT_FAILED
@@ -99,16 +111,11 @@ def _drive_job(place: WorkerPlace, lease: CampaignLease, pulse: DriverPulse, *, 
         driver = JobDriver.load(place, lease, note_turn=pulse.note_turn)
         end = driver.drive()
     except BaseException as error:  # noqa: BLE001 - whatever failed, the guardian must receive the reason
-        if is_stop := isinstance(error, KeyboardInterrupt) and place.campaign.stop.exists():
-            note_in_log(f"hpcrl: job {place.job.number} was stopped while it started")
-        elif isinstance(error, HpcrlError):
+        if isinstance(error, HpcrlError):
             note_in_log(f"hpcrl: {error}")
         else:
             note_exception()  # os._exit follows, so nothing else prints it
-        if is_stop:  # before the driver listened to requests
-            end = _STOPPED_AT_ONCE
-        else:
-            end = _describe_failure(error, is_supervising=driver is not None and driver.is_supervising)
+        end = _describe_failure(error, is_supervising=driver is not None and driver.is_supervising)
     if driver is not None:
         end = msgspec.structs.replace(end, nodes=sorted({*end.nodes, *driver.workers.list_bad_nodes()}))
     send_outcome(end, outcome_fd=outcome_fd, job=place.job)
@@ -147,7 +154,8 @@ class JobDriver:
         self.campaign, self.job = self.place.campaign, self.place.job
         emit, recipe = self.events.emit, self.recipe
         trainer_events = EventReader.for_role(self.campaign.events, "train")  # of earlier jobs too
-        margin = DrainMargin(trainer_events.poll, least_s=recipe.job.drain_s)
+        most_s = MAX_DRAIN_SHARE * recipe.job.walltime_min * 60
+        margin = DrainMargin(trainer_events.poll, least_s=recipe.job.drain_s, most_s=most_s)
         self.use = find_campaign_use(self.job, limits=recipe.limits, plan=self.plan)
         self.drain = JobDrain(self.job, margin=margin, use=self.use, emit=emit)
         self.last_step = LastStepWatch(self.campaign, num_steps=recipe.train.num_steps)
@@ -188,8 +196,8 @@ class JobDriver:
             withdraw_all(directory)
         events = EventLog.open(campaign, "driver", job=job.number, role="driver", node=place.node)
         plan = read_plan(campaign)
-        slurm_id = os.environ.get("SLURM_JOB_ID")
-        if plan.layout != "local" and slurm_id is not None and not job.submission.exists():  # sbatch had no answer
+        slurm_id = find_own_id(plan)
+        if slurm_id is not None and not job.submission.exists():  # sbatch had no answer
             record_submission(SubmittedJob(id=slurm_id, scheduler="slurm", time=time.time()), job=job)
         return cls(
             place=place,
@@ -202,12 +210,24 @@ class JobDriver:
         )
 
     def drive(self) -> JobEnd:
+        """Run the job unless there is nothing to do, with the next one queued; return how it ended."""
+        self.drain.requests.listen()
+        if (known_end := self._find_campaign_end()) is not None:
+            return known_end
+        if self.drain.requests.is_cancelled:
+            return _STOPPED_AT_ONCE
+        self._queue_next()  # first: whatever fails from here on, the next job continues
+        try:
+            return self._run_job()
+        finally:
+            if self.queueing is not None and not self.is_supervising:
+                is_killed_soon = self.drain.requests.has_termination()
+                self.queueing.join(self.drain.choose_grace() if is_killed_soon else MAX_QUEUEING_S)
+
+    def _run_job(self) -> JobEnd:
         """Start everything, supervise, end everything; return how the job ended."""
         from hpcrl.job.runtime import JobRuntime  # it imports parsl: only here, and late
 
-        if (known_end := self._find_campaign_end()) is not None:
-            return known_end
-        self.drain.requests.listen()
         self.workers.allocation = allocation = read_allocation(self.plan)
         self.events.emit(JobStarted(slurm_id=allocation.job_id, end_time=allocation.end_time))
         note_in_log(f"hpcrl: job {self.job.number} of {self.campaign.name} has started")
@@ -230,7 +250,6 @@ class JobDriver:
             find_commands=runtime.courier_commands,
             emit=self.events.emit,
         )
-        self._queue_next(allocation)  # first: whatever fails from here on, the next job continues
         try:
             self.workers.memory.note_limits()
             self.workers.start_trainer(runtime)  # first: all others wait for its weights
@@ -272,12 +291,20 @@ class JobDriver:
         known = next_job.campaign_outcome(last, state=next_job.query_end_state(last))
         return None if known is None else JobEnd(outcome=known[0], reason=known[1])
 
-    def _queue_next(self, allocation: JobAllocation) -> None:
+    def _queue_next(self) -> None:
         """Queue the next job in a thread: a Slurm that is slow must not delay the answer to SIGTERM."""
         if self.queueing is not None and self.queueing.is_alive():
             return
-        slurm_id, emit = allocation.job_id, self._report_queueing
-        options = {"plan": self.plan, "site": self.site, "slurm_id": slurm_id, "emit": emit}
+        slurm_id, environ = find_own_id(self.plan), dict(os.environ)
+        if slurm_id is not None:  # that of the script becomes the job's
+            scrub_environment(environ)
+        options = {
+            "plan": self.plan,
+            "site": self.site,
+            "slurm_id": slurm_id,
+            "emit": self._report_queueing,
+            "env": environ,
+        }
         self.queueing = threading.Thread(target=next_job.try_follow, args=(self.place,), kwargs=options, daemon=True)
         self.queueing.start()
 
@@ -302,7 +329,7 @@ class JobDriver:
                 return _STOPPED_AT_ONCE
             request = self.drain.check_requests(allocation)
             if (request is not None and request.is_at_walltime) or self.follow_looks.is_due():
-                self._queue_next(allocation)  # Slurm may have refused it before; the steps end with the drain
+                self._queue_next()  # Slurm may have refused it before; the steps end with the drain
             try:
                 code = self.last_step.confirm_done(runtime.trainer_exit_code())
             except OSError as error:  # the checkpoints cannot be listed now

@@ -66,6 +66,18 @@ class FileProbe:
             time.sleep(PROBE_INTERVAL_S)
 
 
+def waits_for_storage(pid: int) -> bool:
+    """Return whether the first thread of a process is in a call that no signal ends.
+
+    The server of a directory may answer while that of a file's content is away.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return False
+    return fields[:1] == ["D"]
+
+
 class DriverPulse:
     """Two times in shared memory: a thread of the driver writes one of them, its loop the other."""
 
@@ -75,6 +87,8 @@ class DriverPulse:
         self._memory = mmap.mmap(-1, _TIMES.size)
         self._last_turn = self._last_beat = self._made_at = time.monotonic()
         self._probe: FileProbe | None = None
+        self._waited_at = float("-inf")
+        """When the driver was last seen to wait for storage."""
         self._write()
 
     def start(self) -> None:
@@ -88,17 +102,17 @@ class DriverPulse:
         """Note that the driver's loop makes another turn, or the next part of one."""
         self._last_turn = time.monotonic()
 
-    def describe_hang(self, *, since: float) -> str | None:
-        """Return why the driver counts as hung since that time, in the guardian; None while it works."""
+    def describe_hang(self, driver: int, *, since: float) -> str | None:
+        """Return why the driver with this pid counts as hung since that time; None while it works."""
         last_turn, last_beat = _TIMES.unpack(self._memory[:])
         turn, beat, now = max(last_turn, since), max(last_beat, since), time.monotonic()
         if now - beat > MAX_SILENCE_S:
             return f"the driver has stood still for {MAX_SILENCE_S:g} s"
-        if now - turn > MAX_WAIT_S or (last_turn > self._made_at and self._is_turn_too_long(turn, now=now)):
+        if now - turn > MAX_WAIT_S or (last_turn > self._made_at and self._is_turn_too_long(driver, turn, now=now)):
             return f"the driver has waited for one thing for {now - turn:.0f} s"
         return None
 
-    def _is_turn_too_long(self, turn: float, *, now: float) -> bool:
+    def _is_turn_too_long(self, driver: int, turn: float, *, now: float) -> bool:
         if now - turn < SUSPICION_S:
             if self._probe is not None:
                 self._probe.end()
@@ -106,7 +120,9 @@ class DriverPulse:
             return False
         if self._probe is None:
             self._probe = FileProbe(self._directory)
-        return now - self._probe.find_steady_start() > MAX_TURN_S
+        if waits_for_storage(driver):
+            self._waited_at = now
+        return now - max(self._probe.find_steady_start(), self._waited_at) > MAX_TURN_S
 
     def _beat(self) -> None:
         while True:

@@ -6,7 +6,8 @@ child, even if that was killed.
     EndTasks             run what may fail or hang: all of it together takes no longer than a limit
     sweep_nodes          remove what killed steps have left on any node
     cancel_reward_jobs   end the reward jobs of a driver that was killed
-    CLOSE_GRACE_S, TERM_CLOSE_GRACE_S, OUTCOME_TIMEOUT_S, MAX_END_S, MIN_TASK_S, SWEEP_TIMEOUT_S   constants
+    CLOSE_GRACE_S, TERM_CLOSE_GRACE_S, OUTCOME_TIMEOUT_S, MAX_END_S, HUNG_CLOSE_GRACE_S, MAX_HUNG_END_S,
+    MIN_TASK_S, SWEEP_TIMEOUT_S   constants
 """
 
 import contextlib
@@ -53,6 +54,8 @@ MAX_END_S = 45.0
 
 A file system or a Slurm that hangs must not keep the nodes, nor anything from being ended.
 """
+HUNG_CLOSE_GRACE_S, MAX_HUNG_END_S = 5.0, 15.0
+"""The same after a hang, which has taken its time already."""
 MIN_TASK_S = 1.0
 """The time that each of them has even then."""
 
@@ -96,19 +99,21 @@ def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace) ->
         adopt_orphans()  # a driver whose guardian is killed ends them too
         # Slurm ends the job then, and this process at any moment: it must not answer the steps that ask for a driver.
         die_with_parent(signal.SIGKILL if "SLURM_JOB_ID" in os.environ else signal.SIGTERM)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         pulse.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # for its stacks; the others once it listens
         os._exit(drive(driver_end, pulse))
     os.close(driver_end)
     signals: set[int] = set()
-    code, tasks = _wait_for_driver(driver, signals, pulse), EndTasks(limit_s=MAX_END_S)
+    code = _wait_for_driver(driver, signals, pulse)
     has_hung = isinstance(code, str)
+    tasks = EndTasks(limit_s=MAX_HUNG_END_S if has_hung else MAX_END_S)
     if isinstance(code, str):
         end = _end_hung_driver(driver, code, job=job, tasks=tasks)
     else:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         end = _describe_crash(code, f"the driver {how}")
-    _clean_up(job, grace_s=TERM_CLOSE_GRACE_S if signal.SIGTERM in signals else CLOSE_GRACE_S, tasks=tasks)
+    grace_s = HUNG_CLOSE_GRACE_S if has_hung else CLOSE_GRACE_S
+    _clean_up(job, grace_s=TERM_CLOSE_GRACE_S if signal.SIGTERM in signals else grace_s, tasks=tasks)
     if signal.SIGTERM not in signals:
         tasks.run(lambda: sweep_nodes(job))
     end = msgspec.structs.replace(_read_sent_end(outcome_fd) or end, run_s=round(time.monotonic() - started_at, 1))
@@ -203,7 +208,7 @@ def _wait_for_driver(driver: int, signals: set[int], pulse: DriverPulse) -> int 
         if now - looked_at > MAX_SILENCE_S / 4:  # the whole node stood still, or Slurm had suspended the job
             since = now
         looked_at = now
-        result = os.waitstatus_to_exitcode(status) if ended else pulse.describe_hang(since=since)
+        result = os.waitstatus_to_exitcode(status) if ended else pulse.describe_hang(driver, since=since)
         if result is None:
             time.sleep(PULSE_INTERVAL_S)
     for sig in FORWARDED_SIGNALS:

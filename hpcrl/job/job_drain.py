@@ -84,8 +84,8 @@ class JobDrain:
         self._limits_before: DrainLimits | None = None
         """The limits before SIGTERM; None until SIGTERM was taken into account."""
         self._is_published = False
-        self._has_answered = False
-        """True once steps have been sent an answer to their SIGTERM."""
+        self._terminated_at: float | None = None
+        """When SIGTERM was taken into account; steps have been sent an answer to theirs since."""
 
     def read_time(self) -> float:
         """Return the time since the epoch, by the clock as it was at the start: one that jumps ends no job."""
@@ -160,13 +160,16 @@ class JobDrain:
 
     def _terminate(self, allocation: JobAllocation, before: DrainLimits) -> None:
         """Drain after SIGTERM in the time that Slurm names, which may answer only when it is asked again."""
-        if before.reason is not None and not self._has_answered:  # steps wait for it, and Slurm may be slow
+        is_first = self._terminated_at is None
+        if before.reason is not None and is_first:  # steps wait for it, and Slurm may be slow
             self._is_published = False
             self.publish()
-        self._has_answered = True
-        request = self._plan_termination(allocation)
-        self.limits = before
-        self.start(request)
+        if self._terminated_at is None:
+            self._terminated_at = self.read_time()
+        request = self._plan_termination(allocation, terminated_at=self._terminated_at)
+        if is_first or self.has_schedule:
+            self.limits = before
+            self.start(request)
 
     def _correct_guess(self, allocation: JobAllocation) -> None:
         """Ask Slurm again for the end of a job that it has warned, and drain until then."""
@@ -206,9 +209,9 @@ class JobDrain:
                 self._warned_end = schedule.running_end, "preemption" if schedule.is_preempted else "walltime"
         return allocation.end_time if self._warned_end is None else self._warned_end[0]
 
-    def _plan_termination(self, allocation: JobAllocation) -> DrainRequest:
+    def _plan_termination(self, allocation: JobAllocation, *, terminated_at: float) -> DrainRequest:
         """Return how to drain after SIGTERM; on a machine without a scheduler no SIGKILL follows."""
-        now, end = self.read_time(), allocation.end_time
+        now, end = terminated_at, allocation.end_time
         kill_wait_s, drain_s = allocation.kill_wait_s, self._margin.find_seconds()
         cause: EndCause = "walltime" if now >= end - CLOCK_SKEW_S else "cancellation"
         self.has_schedule = allocation.job_id is None
@@ -216,6 +219,8 @@ class JobDrain:
             schedule = query_schedule(allocation.job_id, timeout_s=min(END_QUERY_TIMEOUT_S, kill_wait_s / 3))
             self.has_schedule = schedule is not None
             end = (schedule.running_end if schedule is not None else None) or now
+            now = self.read_time() if end > now else now
             if schedule is not None and schedule.is_preempted:
                 cause = "preemption"
-        return plan_termination(end, now=now, drain_s=drain_s, kill_wait_s=kill_wait_s, cause=cause)
+        request = plan_termination(end, now=now, drain_s=drain_s, kill_wait_s=kill_wait_s, cause=cause)
+        return replace(request, grace_s=max(request.grace_s - (self.read_time() - now), MIN_CLOSE_GRACE_S))

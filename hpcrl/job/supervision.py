@@ -31,6 +31,7 @@ from hpcrl.campaign_dir.job_end import EndCause, JobError, read_job_end
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.config.recipe import LimitsConfig
 from hpcrl.job.batch_log import note_in_log
+from hpcrl.job.driver_pulse import FORWARDED_SIGNALS
 from hpcrl.job.guardian import CLOSE_GRACE_S
 from hpcrl.monitor.job_state import find_last_beat
 from hpcrl.plan.plan import Plan
@@ -44,6 +45,8 @@ CLOSE_RESERVE_S = 12.0
 """Time that is kept, of what is left after SIGTERM, to end all processes and record the outcome."""
 MAX_CLOSE_SHARE = 0.4
 """The most of a short time that is kept for that."""
+MAX_DRAIN_SHARE = 0.5
+"""The most of a walltime that is learned as the time to drain: the rest is for steps."""
 MARGIN_FACTOR = 1.3
 """The next step may be longer than the longest seen."""
 NUM_STEPS = 20
@@ -93,10 +96,11 @@ class EndRequests:
         self._notices = NameWatch(self.terminated.parent, longest_s=REQUEST_PAUSE_S)
 
     def listen(self) -> None:
-        """Take the signals of this process as requests."""
+        """Take the signals of this process as requests, also those that came before and were blocked."""
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, self._on_cancel)
         signal.signal(signal.SIGUSR2, self._on_near_end)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
 
     def has_termination(self) -> bool:
         """Return whether this process or a step received SIGTERM."""
@@ -247,11 +251,15 @@ class DrainMargin:
         poll_events: Callable[[], Iterable[CampaignEvent]],
         *,
         least_s: float,
+        most_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the newest events of the trainer, and the least time to drain."""
+        """Take the newest events of the trainer, the least time to drain, and the most that is learned.
+
+        Without a limit one checkpoint that took very long would let all later jobs drain before their first step.
+        """
         self._poll_events = poll_events
-        self._least_s = least_s
+        self._least_s, self._most_s = least_s, most_s
         self._looks = LookInterval(READ_INTERVAL_S, clock=clock)
         self._step_times: deque[float] = deque(maxlen=NUM_STEPS)
         self._save_times: deque[float] = deque(maxlen=NUM_STEPS)
@@ -263,7 +271,7 @@ class DrainMargin:
                 self._note_event(event)
         save_s = max(self._save_times, default=0.0)
         work_s = max(max(self._step_times, default=0.0), save_s) + save_s
-        return max(self._least_s, MARGIN_FACTOR * work_s)
+        return max(self._least_s, min(MARGIN_FACTOR * work_s, self._most_s))
 
     def _note_event(self, event: CampaignEvent) -> None:
         if isinstance(event, StepFinished):

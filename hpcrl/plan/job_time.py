@@ -22,28 +22,34 @@ def check_job_time(recipe: Recipe, forecast: StorageForecast | None, *, num_node
 
     The need is a lower bound, so that a walltime which might do is not refused.
     """
+    walltime_s, drain_s, found = recipe.job.walltime_min * 60, recipe.job.drain_s, []
+    if drain_s > MAX_OVERHEAD_SHARE * walltime_s:
+        found.append(
+            f"job.drain_s = {drain_s:g} is most of job.walltime_min = {recipe.job.walltime_min}: a job makes steps in "
+            f"the first {walltime_s - drain_s:.0f} s alone, its start included"
+        )
     if forecast is None or forecast.steps_per_day is None:
-        return []
-    step_s, walltime_s = DAY_S / forecast.steps_per_day, recipe.job.walltime_min * 60
+        return found
+    step_s = DAY_S / forecast.steps_per_day
     checkpoint_gib = forecast.checkpoints_gib / forecast.num_checkpoints
     save_s = checkpoint_gib / num_nodes / NODE_GIB_PER_S
     start_s = save_s + (MIN_VLLM_START_S if recipe.engine.backend == "vllm" and recipe.has_rollouts else 0.0)
-    needed_s = start_s + step_s + save_s
+    needed_s = start_s + max(step_s + save_s, drain_s)
     needs = (
         f"a job needs {needed_s:.0f} s or more: {start_s:.0f} s to start and read a checkpoint, {step_s:.0f} s for a "
-        f"step, and {save_s:.0f} s to write {checkpoint_gib:.3g} GiB at {NODE_GIB_PER_S:g} GiB/s and node"
+        f"step, and {save_s:.0f} s to write {checkpoint_gib:.3g} GiB at {NODE_GIB_PER_S:g} GiB/s and node "
+        f"(job.drain_s = {drain_s:g})"
     )
     if needed_s > walltime_s:
         raise PlanError(
             f"job.walltime_min = {recipe.job.walltime_min} cannot hold a step and its checkpoint: {needs}: raise it to "
             f"{math.ceil(needed_s / MAX_OVERHEAD_SHARE / 60)}, or lower train.groups_per_step"
         )
-    found = []
     if needed_s > MAX_OVERHEAD_SHARE * walltime_s:
         found.append(f"most of job.walltime_min = {recipe.job.walltime_min} is start and end: {needs}")
-    if save_s > recipe.job.drain_s:
+    if save_s > drain_s:
         found.append(
-            f"job.drain_s = {recipe.job.drain_s:g} is less than a checkpoint takes ({save_s:.0f} s or more): the first "
+            f"job.drain_s = {drain_s:g} is less than a checkpoint takes ({save_s:.0f} s or more): the first "
             "job to be preempted or cancelled would end without one"
         )
     return found

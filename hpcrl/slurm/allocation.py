@@ -124,11 +124,16 @@ def read_allocation(plan: Plan) -> JobAllocation:
     return replace(allocation, end_time=end_time, kill_wait_s=kill_wait_s)
 
 
+def find_own_id(plan: Plan) -> str | None:
+    """Return Slurm's id of this job; None on a machine without a scheduler, and inside another job there."""
+    return None if plan.layout == "local" else os.environ.get("SLURM_JOB_ID")
+
+
 def read_own_nodes(plan: Plan) -> JobAllocation:
     """Read the nodes of this job from the environment alone; its end is left open."""
     if plan.layout == "local":
         return JobAllocation(job_id=None, end_time=math.inf, nodes=[[current_node()] for _ in plan.components])
-    job_id = os.environ.get("SLURM_JOB_ID")
+    job_id = find_own_id(plan)
     if job_id is None:
         raise SlurmError("the driver runs inside a Slurm job, and SLURM_JOB_ID is not set: use `hpcrl submit`")
     het = plan.layout == "hetjob"

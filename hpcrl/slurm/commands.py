@@ -19,6 +19,7 @@ A running job queues other jobs through this module: reward jobs (one node each,
 for them) and the next job of the campaign, a whole het job. Only recorded ids are ever queried or ended.
 """
 
+import contextlib
 import itertools
 import os
 import re
@@ -160,13 +161,13 @@ def queue_script(script: Path, *options: str, mark: str | None = None, env: Mapp
     """Submit a script to Slurm and return the id of its job.
 
     sbatch may fail though the job is queued. With a `mark`, the comment of this job and no other, such a job is found:
-    one that an earlier try has left, or this one. Raise LostAnswerError where the queue cannot be seen.
+    one that an earlier try has left, or this one. Raise LostAnswerError if it may be queued and is not found.
     """
     if mark is not None and (known := find_marked_job(mark, env=env)) is not None:
         return known
     done = run_slurm(["sbatch", "--parsable", *options, str(script)], env=env)
-    if mark is not None and is_unanswered(done.returncode, done.stderr) and (known := await_marked_job(mark, env=env)):
-        return known
+    if mark is not None and is_unanswered(done.returncode, done.stderr):
+        return await_marked_job(mark, env=env, answer=done.stderr)
     check_answer("sbatch", done.returncode, done.stderr or done.stdout)
     return done.stdout.strip().partition(";")[0]
 
@@ -176,30 +177,30 @@ def is_unanswered(code: int, text: str) -> bool:
     return code == TIMED_OUT or (code != 0 and any(words in text for words in _LOST_ANSWERS))
 
 
-def await_marked_job(mark: str, *, env: Mapping[str, str] | None = None) -> str | None:
-    """Look for a job whose submission was not answered, several times: it may be queued only after a while.
+def await_marked_job(mark: str, *, answer: str, env: Mapping[str, str] | None = None) -> str:
+    """Look for a job whose submission had this answer, several times, and return its id.
 
-    Raise LostAnswerError if the last look was not answered either.
+    Raise LostAnswerError if it is not found: it may be queued even later.
     """
     for attempt in range(NUM_LOOKUPS):
         time.sleep(LOOKUP_INTERVAL_S if attempt else 0.0)
-        try:
+        with contextlib.suppress(SlurmError):
             if (known := find_marked_job(mark, env=env)) is not None:
                 return known
-        except LostAnswerError:
-            if attempt == NUM_LOOKUPS - 1:
-                raise
-    return None
+    raise LostAnswerError(
+        f"sbatch had no answer of Slurm ({' '.join(answer.split())}), and the queue shows no such job: it may come "
+        "later (`squeue --me`), so try again in some minutes"
+    )
 
 
 def find_marked_job(mark: str, *, env: Mapping[str, str] | None = None) -> str | None:
     """Return the id of this user's job with such a comment that waits or runs; None if there is none.
 
-    Raise LostAnswerError if squeue does not answer.
+    Raise SlurmError if squeue does not answer.
     """
     done = run_slurm(["squeue", "-h", "--me", "-o", "%i %k"], env=env)
     if done.returncode != 0:
-        raise LostAnswerError(
+        raise SlurmError(
             f"squeue does not answer whether the job is in the queue ({(done.stderr or done.stdout).strip()}): try "
             "again later"
         )

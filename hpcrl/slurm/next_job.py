@@ -20,6 +20,7 @@ the next job; where nodes may not submit jobs, the login node queues all of a ch
     UNCERTAIN_CAUSES  causes that Slurm may correct
 """
 
+import contextlib
 import os
 import re
 import time
@@ -65,31 +66,42 @@ def queue_next_job(
         return None
     if not claim_job_dir(next_job):
         return None
+    may_be_queued = next_job.script.exists()
     try:
         make_private_dir(next_job.logs)
         publish_file(next_job.chain_marker, str(num_left - 1))
         publish_file(next_job.script, make_job_script(plan, job=next_job, site=site), mode=0o700)
         dependency = f"--dependency=afterany:{slurm_id}"
         id = commands.queue_script(next_job.script, dependency, mark=make_mark(next_job), env=env)
-    except LostAnswerError:
+    except BaseException as error:
+        if may_be_queued or isinstance(error, LostAnswerError):
+            with contextlib.suppress(OSError):  # then it can be taken over after a while
+                publish_file(next_job.unanswered, "")
+        else:
+            remove_path(next_job.root)
         raise
-    except BaseException:
+    try:
+        record_submission(SubmittedJob(id=id, scheduler="slurm", time=time.time()), job=next_job)
+    except OSError:  # a job that is not recorded could not be cancelled later
+        commands.cancel_jobs([id], env=env)
         remove_path(next_job.root)
         raise
-    record_submission(SubmittedJob(id=id, scheduler="slurm", time=time.time()), job=next_job)
     return id
 
 
 def claim_job_dir(job: JobDir) -> bool:
     """Make the directory of a new job; return False if another process is submitting it, or has.
 
-    A process that was killed meanwhile leaves a directory without a submission: its time is over after a while.
+    A process that was killed meanwhile leaves a directory without a submission: its time is over after a while. One
+    whose submission was not answered has left a directory that the next process takes over as it is.
     """
     try:
         job.root.mkdir(mode=0o700)
     except FileExistsError:
-        age_s = abs(time.time() - job.root.stat().st_mtime)  # a clock that was set back makes it one of the future
-        if job.submission.exists() or age_s < SUBMISSION_TIMEOUT_S:
+        with contextlib.suppress(FileNotFoundError):
+            job.unanswered.unlink()  # which only one process can
+            return not job.submission.exists()
+        if job.submission.exists() or _is_being_submitted(job):  # a clock that was set back makes it one of the future
             return False
         remove_path(job.root)
         job.root.mkdir(mode=0o700)
@@ -106,13 +118,19 @@ def queue_chain(job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> list[s
 
 
 def try_follow(
-    place: WorkerPlace, *, plan: Plan, site: Site, slurm_id: str | None, emit: Callable[[CampaignEvent], None]
+    place: WorkerPlace,
+    *,
+    plan: Plan,
+    site: Site,
+    slurm_id: str | None,
+    emit: Callable[[CampaignEvent], None],
+    env: Mapping[str, str] | None = None,
 ) -> None:
     """Queue the next job if this node may; otherwise the login node has, or a user has to resume the campaign."""
     if slurm_id is None or not site.nodes_may_submit:
         return
     try:
-        id = queue_next_job(place.job, plan=plan, site=site, slurm_id=slurm_id)
+        id = queue_next_job(place.job, plan=plan, site=site, slurm_id=slurm_id, env=env)
     except (HpcrlError, OSError) as error:
         emit(FaultReported(what="chain", detail=f"no job follows this one: {error}"))
     else:
@@ -147,11 +165,11 @@ def cancel_next_jobs(job: JobDir, *, env: Mapping[str, str] | None = None) -> No
 
     Raise SlurmError if Slurm does not answer.
     """
-    followers = list_followers(job)
-    ids = (_find_queued_id(follower, env=env) for follower in reversed(followers))
-    commands.cancel_jobs([id for id in ids if id is not None], env=env)
-    for follower in reversed(followers):
-        remove_path(follower.root)
+    queued = {follower: _find_queued_id(follower, env=env) for follower in reversed(list_followers(job))}
+    commands.cancel_jobs([id for id in queued.values() if id is not None], env=env)
+    for follower, id in queued.items():
+        if id is not None or not _is_being_submitted(follower):
+            remove_path(follower.root)
 
 
 def _find_queued_id(job: JobDir, *, env: Mapping[str, str] | None = None) -> str | None:
@@ -159,6 +177,11 @@ def _find_queued_id(job: JobDir, *, env: Mapping[str, str] | None = None) -> str
     if job.submission.exists():
         return str(read_json(job.submission)["id"])
     return commands.find_marked_job(make_mark(job), env=env)
+
+
+def _is_being_submitted(job: JobDir) -> bool:
+    """Return whether a process may still submit a job, or Slurm may still queue it."""
+    return not job.submission.exists() and abs(time.time() - job.root.stat().st_mtime) < SUBMISSION_TIMEOUT_S
 
 
 def avoid_nodes(job: JobDir, *, plan: Plan, site: Site) -> None:

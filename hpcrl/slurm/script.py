@@ -85,8 +85,13 @@ def list_excluded_nodes(campaign: CampaignDir, *, plan: Plan, site: Site, now: f
 
 
 def make_mark(job: JobDir) -> str:
-    """Return the comment by which Slurm's queue shows this job of this campaign, and no other."""
-    digest = hashlib.blake2b(os.fsencode(job.campaign.root), digest_size=8).hexdigest()
+    """Return the comment by which Slurm's queue shows this job of this campaign, and no other.
+
+    The path of a campaign differs between nodes, and between commands, where it has symbolic links.
+    """
+    campaign = job.campaign
+    created = read_json(campaign.manifest)["created"] if campaign.manifest.exists() else campaign.root
+    digest = hashlib.blake2b(os.fsencode(f"{campaign.name}:{created}"), digest_size=8).hexdigest()
     return f"hpcrl:{digest}:{job.number}"
 
 

@@ -33,6 +33,7 @@ from hpcrl.errors import SlurmError
 from hpcrl.slurm.commands import (
     ask_slurm,
     await_marked_job,
+    cancel_jobs,
     check_answer,
     find_marked_job,
     is_unanswered,
@@ -181,14 +182,15 @@ def _submit_slurm(script: str, job: JobDir, site: Site) -> SubmittedJob:
 
     executor = HetExecutor(folder=job.root)
     mark, env = make_mark(job), make_job_environment(site)
-    if job.number and (known := find_marked_job(mark, env=env)) is not None:  # of an earlier try
-        return SubmittedJob(id=known, scheduler="slurm", time=time.time())
+    if job.number and (known := find_marked_job(mark, env=env)) is not None:
+        cancel_jobs([known], env=env)  # of an earlier try, whose plan may have changed since
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
             submitted = executor._submit_command(script)
     except submitit.core.utils.FailedJobError as error:
         code = getattr(error.__cause__, "returncode", 1)
-        if is_unanswered(code, str(error)) and (id := await_marked_job(mark, env=env)) is not None:
+        if is_unanswered(code, str(error)):
+            id = await_marked_job(mark, env=env, answer=str(error))
             return SubmittedJob(id=id, scheduler="slurm", time=time.time())
         check_answer("sbatch", code, str(error))
         raise

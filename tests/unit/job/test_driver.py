@@ -3,7 +3,10 @@
 import dataclasses
 import errno
 import os
+import subprocess
+import sys
 import threading
+import time
 import types
 
 import pytest
@@ -18,9 +21,8 @@ from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.recipe import LimitsConfig
 from hpcrl.config.site import load_site
 from hpcrl.errors import HpcrlError, SlurmError, TrainError
-from hpcrl.job import runtime
 from hpcrl.job.courier_step import WeightPlane
-from hpcrl.job.driver import JobDriver, _describe_failure, _drive_job
+from hpcrl.job.driver import JobDriver, _describe_failure
 from hpcrl.job.progress_watch import watch_campaign
 from hpcrl.job.supervision import CampaignUse, DrainRequest
 from hpcrl.plan.plan import make_plan
@@ -85,20 +87,28 @@ def test_the_end_of_a_job_names_the_cause_of_its_failure(error, cause):
         assert _describe_failure(error, is_supervising=False).cause == "not-started"
 
 
-@pytest.mark.parametrize(("is_asked", "outcome"), [(True, "stopped"), (False, "failed")])
-def test_a_job_that_is_stopped_before_the_driver_listens_has_not_failed(driver, monkeypatch, is_asked, outcome):
-    sent = []
-    monkeypatch.setattr(JobDriver, "load", lambda *_, **__: raise_interrupt())
-    monkeypatch.setattr("hpcrl.job.driver.send_outcome", lambda end, **_: sent.append(end))
-    if is_asked:
-        driver.campaign.stop.touch()
-    pulse = types.SimpleNamespace(note_turn=lambda: None)
-    assert _drive_job(driver.place, driver.lease, pulse, outcome_fd=-1) == (0 if is_asked else 1)
-    assert [end.outcome for end in sent] == [outcome]
+def test_signals_that_came_before_the_driver_listens_are_requests(driver):
+    """The guardian forks it with signals blocked: by default SIGTERM would end it without an outcome."""
+    program = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from hpcrl.job.driver_pulse import FORWARDED_SIGNALS\n"
+        "from hpcrl.job.supervision import EndRequests\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)\n"
+        "for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2): os.kill(os.getpid(), sig)\n"
+        "requests = EndRequests(Path('stop'), Path('terminated'))\n"
+        "requests.listen()\n"
+        "print(requests.is_terminated, requests.is_cancelled, requests.is_near_end)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "True True True\n"
 
 
-def raise_interrupt():
-    raise KeyboardInterrupt
+def test_a_job_that_is_stopped_before_it_starts_anything_queues_nothing(driver, monkeypatch):
+    monkeypatch.setattr(driver.drain.requests, "listen", lambda: None)
+    monkeypatch.setattr("hpcrl.job.driver.next_job.try_follow", lambda *_, **__: pytest.fail("no job follows"))
+    driver.drain.requests.is_cancelled = True
+    assert driver.drive().outcome == "stopped"
 
 
 def test_a_campaign_that_has_reached_a_limit_starts_nothing(driver):
@@ -150,10 +160,10 @@ def test_a_job_that_trained_every_domain_is_done(driver):
 
 def test_a_job_drains_as_early_as_the_steps_of_earlier_jobs_need(driver):
     trainer = EventLog.open(driver.campaign, "train", 0, job=0, role="train")
-    trainer.emit(StepFinished(step=1, step_s=800.0))
+    trainer.emit(StepFinished(step=1, step_s=400.0))
     place = WorkerPlace(driver.campaign.job(1), "n")
     later = dataclasses.replace(driver, place=place)
-    assert later.drain._margin.find_seconds() > 800.0
+    assert later.drain._margin.find_seconds() > 400.0
 
 
 def test_what_fails_at_the_end_of_a_job_keeps_nothing_else_from_being_ended(driver, tmp_path):
@@ -174,9 +184,8 @@ def test_a_slow_slurm_does_not_hold_the_driver_when_the_next_job_is_queued(drive
         answer.wait(60)
 
     monkeypatch.setattr("hpcrl.job.driver.next_job.try_follow", follow_slowly)
-    allocation = JobAllocation(job_id="7", nodes=[], het=False, end_time=0.0, kill_wait_s=30.0)
     for _ in range(2):  # at the start, and again at the walltime
-        driver._queue_next(allocation)
+        driver._queue_next()
     answer.set()
     driver.queueing.join(60)
     assert asked == [1]
@@ -186,22 +195,26 @@ ALLOCATION = JobAllocation(job_id="7", nodes=[["n"]], het=False, end_time=0.0, k
 
 
 def test_the_next_job_is_queued_before_what_may_fail_at_the_start(driver, monkeypatch):
+    """It is queued though Slurm is slower than the failure."""
     followed = []
 
-    def start_without_room(*_: object) -> None:
-        driver.queueing.join(60)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp")
+    def follow(*_: object, env, **__: object) -> None:
+        time.sleep(0.5)
+        followed.append(env)
 
-    monkeypatch.setattr("hpcrl.job.driver.next_job.try_follow", lambda *_, **__: followed.append(1))
-    monkeypatch.setattr("hpcrl.job.driver.read_allocation", lambda _: ALLOCATION)
+    monkeypatch.setattr("hpcrl.job.driver.next_job.try_follow", follow)
+    monkeypatch.setattr("hpcrl.job.driver.read_allocation", lambda _: raise_refusal())
+    monkeypatch.setattr("hpcrl.job.driver.find_own_id", lambda _: "4711")
     monkeypatch.setattr(driver.drain.requests, "listen", lambda: None)
-    stand_in = types.SimpleNamespace(close=lambda grace_s: None, courier_commands=list)
-    monkeypatch.setattr(runtime, "JobRuntime", lambda *_, **__: stand_in)
-    monkeypatch.setattr(driver.workers.memory, "note_limits", start_without_room)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(SlurmError, match="fewer components"):
         driver.drive()
-    assert followed == [1]
+    assert [environ.get("CUDA_VISIBLE_DEVICES") for environ in followed] == [None]
     assert not driver.is_supervising
+
+
+def raise_refusal():
+    raise SlurmError("the job has fewer components than the plan")
 
 
 def test_a_next_job_that_slurm_refuses_is_tried_again_and_reported_once(driver, monkeypatch):

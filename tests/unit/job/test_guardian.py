@@ -17,7 +17,8 @@ import pytest
 from hpcrl.campaign_dir.job_end import EndCause, JobEnd, read_job_end
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.site import load_site
-from hpcrl.job import guardian
+from hpcrl.job import driver_pulse, guardian
+from hpcrl.job.driver_pulse import DriverPulse, waits_for_storage
 from hpcrl.plan.plan import make_plan
 from hpcrl.plan.records import read_plan
 from hpcrl.system.files import make_private_dir, publish_file, read_json
@@ -168,6 +169,30 @@ def test_a_driver_that_hangs_is_ended_with_its_processes_and_its_stacks_are_kept
     assert read_start_ticks(started) is None, "what it had started was ended too"
 
 
+def test_a_driver_that_no_signal_ends_waits_for_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its main thread is in state D, which cannot be had here without a file system that is away."""
+    for name, value in (("SUSPICION_S", 0.0), ("MAX_TURN_S", 0.2)):
+        monkeypatch.setattr(driver_pulse, name, value)
+    waits = [True]
+    monkeypatch.setattr(driver_pulse, "waits_for_storage", lambda _: waits[0])
+    pulse = DriverPulse(tmp_path)
+    pulse.note_turn()
+    pulse._write()
+    for _ in range(5):
+        assert pulse.describe_hang(os.getpid(), since=0.0) is None
+        time.sleep(0.1)
+    waits[0] = False
+    time.sleep(0.3)
+    assert "has waited for one thing" in str(pulse.describe_hang(os.getpid(), since=0.0))
+
+
+def test_a_process_that_sleeps_does_not_wait_for_storage() -> None:
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        assert not waits_for_storage(sleeper.pid)
+        sleeper.kill()
+    assert not waits_for_storage(sleeper.pid)
+
+
 @pytest.mark.parametrize("lag_ms", [-1, 0])
 def test_a_driver_has_longer_while_the_file_system_does_not_answer(tmp_path: Path, lag_ms: int) -> None:
     disk = FaultyDisk.build(tmp_path / "c", directory=tmp_path)
@@ -177,7 +202,7 @@ def test_a_driver_has_longer_while_the_file_system_does_not_answer(tmp_path: Pat
     with ThreadPoolExecutor() as threads:
         with disk.fail_calls(errno.EIO, kinds="w", lag_ms=lag_ms):
             done = threads.submit(run_hung, tmp_path / "c", "hang", environ=disk.environ)
-            time.sleep(6.0)  # longer than a turn that only waits
+            time.sleep(12.0)  # longer than a turn that only waits, and a slow start
         end, _, _ = done.result()
     assert re.search(r"has waited for one thing for [6-9] s", end.reason), end.reason
 

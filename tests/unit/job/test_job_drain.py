@@ -71,6 +71,24 @@ def test_a_job_with_sigterm_drains_though_slurm_is_silent_and_a_later_answer_giv
     assert (tmp_path / "order").read_text() == "drained\n", "it was asked once more, and an answer is enough"
 
 
+def test_the_time_after_sigterm_is_not_counted_anew_while_slurm_is_silent(drain, job, tmp_path, monkeypatch):
+    fake_squeue(tmp_path, monkeypatch, "exit 1")
+    drain.requests.is_terminated = True
+    drain.check_requests(ALLOCATION)
+    first, now, left = drain.limits, time.monotonic(), DrainTime(job)
+    assert 10 < left.read_left() < 20
+    drain.schedule_looks = LookInterval(0.0)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 12.0)
+    drain.check_requests(ALLOCATION)
+    assert drain.limits == first
+    assert left.read_left() < 10
+    fake_squeue(tmp_path, monkeypatch, 'echo "COMPLETING N/A N/A"')
+    drain.check_requests(ALLOCATION)
+    assert abs(drain.limits.deadline - first.deadline) < 1, "the end is that of the first SIGTERM"
+    monkeypatch.setattr(time, "monotonic", lambda: now + 20.0)
+    assert drain.is_overdue, "before Slurm kills what is left"
+
+
 @pytest.mark.parametrize(("state", "lost"), [("down*", ["n"]), ("mixed", []), ("draining", [])])
 def test_a_job_that_slurm_ends_since_a_node_is_down_names_it(drain, tmp_path, monkeypatch, state, lost):
     fake_squeue(tmp_path, monkeypatch, 'echo "COMPLETING N/A N/A"')

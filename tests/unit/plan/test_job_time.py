@@ -20,7 +20,7 @@ def test_a_walltime_that_cannot_hold_a_step_and_its_checkpoint_is_refused() -> N
 
 def test_a_walltime_of_which_start_and_end_take_most_is_warned_of() -> None:
     (share,) = [text for text in plan_qwen("qwen3-32b", "job.walltime_min=2").warnings if "walltime_min" in text]
-    assert share.startswith("most of job.walltime_min = 2 is start and end: a job needs 64 s or more")
+    assert share.startswith("most of job.walltime_min = 2 is start and end: a job needs 109 s or more")
 
 
 def test_a_drain_that_is_shorter_than_a_checkpoint_takes_is_warned_of() -> None:

@@ -21,7 +21,7 @@ from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.errors import SlurmError
 from hpcrl.slurm import commands, next_job
-from hpcrl.slurm.script import EXCLUSION_S, list_excluded_nodes
+from hpcrl.slurm.script import EXCLUSION_S, list_excluded_nodes, make_mark
 from hpcrl.system.files import make_private_dir, publish_json
 
 
@@ -120,16 +120,35 @@ def test_a_job_that_may_be_queued_though_slurm_is_silent_is_kept_and_cancelled_b
     )
     (slurm / "off").write_text(f"#!/bin/sh\necho 'slurm_load_jobs error: {silence}' >&2; exit 1\n")
     (slurm / "off").chmod(0o700)
-    with pytest.raises(SlurmError, match=r"squeue does not answer .* Unable to contact"):
-        follow(campaign, 0, asked)
-    assert campaign.job(1).script.exists(), "Slurm may start it"
+    for tries in (r"sbatch had no answer .* Socket timed out", r"squeue does not answer .* Unable to contact"):
+        with pytest.raises(SlurmError, match=tries):
+            follow(campaign, 0, asked)
+        assert campaign.job(1).script.exists(), "Slurm may start it"
     with pytest.raises(SlurmError, match="squeue does not answer"):
         next_job.cancel_next_jobs(campaign.job(0))
     assert campaign.job(1).script.exists(), "it was not cancelled"
+    (slurm / "off").write_text("#!/bin/sh\n")
+    next_job.cancel_next_jobs(campaign.job(0))
+    assert campaign.job(1).script.exists(), "Slurm may still queue it"
     (slurm / "off").write_text(f"#!/bin/sh\necho 4712+0 $(head -1 {slurm}/queued)\n")
+    assert follow(campaign, 0, asked) == "4712", "taken over at once"
     next_job.cancel_next_jobs(campaign.job(0))
     assert (slurm / "calls").read_text() == "scancel 4712\n"
     assert campaign.job_numbers() == [0]
+
+
+def test_a_job_that_cannot_be_recorded_is_cancelled(campaign: CampaignDir, slurm: Path, asked: CampaignRequest) -> None:
+    (slurm / "sbatch").write_text(f"#!/bin/sh\nrm -r {campaign.job(1).root}\necho 4712\n")  # as by `hpcrl stop`
+    with pytest.raises(FileNotFoundError):
+        follow(campaign, 0, asked)
+    assert (slurm / "calls").read_text() == "scancel 4712\n"
+
+
+def test_the_mark_of_a_job_is_the_same_by_every_path(campaign: CampaignDir, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    same = CampaignDir(tmp_path / "link" / campaign.name)
+    assert make_mark(same.job(1)) == make_mark(campaign.job(1))
+    assert make_mark(campaign.job(2)) != make_mark(campaign.job(1))
 
 
 def test_no_second_job_is_queued_while_the_queue_cannot_be_seen(
@@ -140,6 +159,9 @@ def test_no_second_job_is_queued_while_the_queue_cannot_be_seen(
     with pytest.raises(SlurmError, match="try again later"):
         follow(campaign, 0, asked)
     assert not (slurm / "calls").exists()
+    (slurm / "squeue").unlink()
+    (slurm / "squeue").symlink_to("/bin/true")
+    assert follow(campaign, 0, asked) == "4712", "as soon as it can"
 
 
 def test_a_waiting_job_is_cancelled_and_its_files_removed(
