@@ -32,15 +32,15 @@ from hpcrl.campaign.fixed_settings import list_fixed_settings
 from hpcrl.campaign.request import CampaignRequest, RequestSource, load_request, resolve_recipe
 from hpcrl.campaign.running_jobs import find_job_states, read_submission
 from hpcrl.campaign.staged_files import find_staging_dir
-from hpcrl.campaign.submission import digest_records, start_job, write_records
-from hpcrl.campaign.submission_checks import check_request
+from hpcrl.campaign.submission import claim_job, start_job, write_records
+from hpcrl.campaign.submission_checks import check_request, find_room
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site
 from hpcrl.config.toml import apply_settings, drop_unknown, to_struct
 from hpcrl.errors import CampaignError, ConfigError, HpcrlError, SlurmError
 from hpcrl.plan.plan import Plan, make_plan
-from hpcrl.plan.records import read_plan, read_record
+from hpcrl.plan.records import digest_records, list_edited_records, read_plan, read_record
 from hpcrl.slurm import next_job
 from hpcrl.slurm.submit import make_site_environment
 from hpcrl.system.files import publish_file, publish_json, read_json, remove_path
@@ -79,14 +79,22 @@ def resume(
         _check_new_plan(recorded.plan, request.plan)
         for note in check_request(request):
             show_note(note)
-    number = last.number + 1
-    with (
-        _record_changes(campaign, request, changes, settings=settings, job=last.next_job)
-        if is_new
-        else contextlib.nullcontext()
-    ):
-        remove_path(campaign.stop)
-        start_job(campaign, request, number=number, show_note=show_note)
+    else:
+        find_room(request.site)
+    job, was_stopped = claim_job(campaign, last.number + 1), campaign.stop.exists()  # only one process can
+    try:
+        with (
+            _record_changes(campaign, request, changes, settings=settings, job=job)
+            if is_new
+            else contextlib.nullcontext()
+        ):
+            remove_path(campaign.stop)
+            start_job(job, request, show_note=show_note)
+    except BaseException:
+        remove_path(job.root)
+        if was_stopped:
+            publish_file(campaign.stop, "")
+        raise
     for change in changes:
         show_note(f"changed: {change}")
     return campaign
@@ -222,10 +230,11 @@ def _apply_changes(
 def _read_manifest(campaign: CampaignDir) -> dict[str, Any]:
     """Read campaign.json; CampaignError if it is damaged."""
     try:
-        manifest = read_json(campaign.manifest)
+        manifest: dict[str, Any] = read_json(campaign.manifest)
     except (ValueError, RecursionError) as error:
         raise CampaignError(f"{campaign.manifest} is damaged: {error}") from error
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("digests", {}), dict):
+    has_all = isinstance(manifest, dict) and {"created", "exports"} <= manifest.keys()
+    if not has_all or not isinstance(manifest.get("digests", {}), dict):
         raise CampaignError(f"{campaign.manifest} is damaged: it has not what hpcrl writes into it")
     return manifest
 
@@ -244,9 +253,8 @@ def _change_settings(campaign: CampaignDir, base: CampaignRequest, settings: Seq
 
 def _list_edited(campaign: CampaignDir) -> list[str]:
     """Return the names of the records that are not as the last submission left them."""
-    digests = _read_manifest(campaign).get("digests", {})
-    now = digest_records(campaign)
-    return [name for name, digest in now.items() if digests.get(name, digest) != digest]
+    _read_manifest(campaign)  # raises for a damaged one
+    return list_edited_records(campaign)
 
 
 def _refuse_edited(campaign: CampaignDir, edited: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from hpcrl.campaign.fixed_settings import explain_fixed_setting
 from hpcrl.campaign.running_jobs import STOP_POLL_INTERVAL_S, STOP_TIMEOUT_S, find_job_state, read_submission
 from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved, JobStarted, StepFinished
+from hpcrl.campaign_dir.job_end import read_job_end
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.config.site import Site
@@ -29,7 +30,6 @@ from hpcrl.config.toml import flatten_table
 from hpcrl.errors import CampaignError
 from hpcrl.monitor.job_state import ALIVE_WITHIN_S, await_new_beat, find_last_beat
 from hpcrl.slurm import next_job
-from hpcrl.system.files import read_json
 
 NUM_TIMES = 20
 """The last steps and checkpoints whose times count."""
@@ -66,7 +66,8 @@ def refuse_while_alive(job: JobDir, site: Site, *, is_done: bool) -> None:
 
 
 def _read_outcome(job: JobDir) -> str | None:
-    return str(read_json(job.outcome)["outcome"]) if job.outcome.exists() else None
+    end = read_job_end(job)
+    return None if end is None else end.outcome
 
 
 def _refuse_while_draining(job: JobDir) -> None:

@@ -113,7 +113,14 @@ def stop_gracefully(name: str) -> str:
 def stop_now(name: str) -> str:
     """End a campaign without a checkpoint. Return a message."""
     campaign = directory.find_campaign(name)
-    return _describe_end(campaign) or _end_job(*_request_stop(campaign))
+    if (ended := _describe_end(campaign)) is not None:
+        return ended
+    try:
+        job, site = _request_stop(campaign)
+    except OSError as error:  # a full disk must not keep a job: it ends by a signal
+        job, site = _find_running(campaign)
+        return f"{_end_job(job, site)} ({error})"
+    return _end_job(job, site)
 
 
 def _describe_end(campaign: CampaignDir) -> str | None:
@@ -130,13 +137,18 @@ def _describe_end(campaign: CampaignDir) -> str | None:
 
 def _request_stop(campaign: CampaignDir) -> tuple[JobDir, Site]:
     """Publish the stop request, and cancel the jobs that only wait for another one. Return the job that is left."""
-    every, site = directory.list_jobs(campaign), read_site(campaign, skips_unknown=True)
     publish_file(campaign.stop, "")
-    *_, last = [job for job in every if job.submission.exists()] or every
-    states = find_job_states(every, site)
-    first = next((job for job, state in states.items() if state != "gone"), last)
+    first, site = _find_running(campaign)
     next_job.cancel_next_jobs(first, env=os.environ | slurm.make_site_environment(site))
     return first, site
+
+
+def _find_running(campaign: CampaignDir) -> tuple[JobDir, Site]:
+    """Return the job that runs or is the first to run, else the last one."""
+    every, site = directory.list_jobs(campaign), read_site(campaign, skips_unknown=True)
+    *_, last = [job for job in every if job.submission.exists()] or every
+    states = find_job_states(every, site)
+    return next((job for job, state in states.items() if state != "gone"), last), site
 
 
 def _end_job(job: JobDir, site: Site) -> str:
@@ -154,5 +166,6 @@ def _end_job(job: JobDir, site: Site) -> str:
             return f"campaign {campaign.name}: job {read_submission(job).id} has ended; {resumable}"
     slurm.cancel_job(read_submission(job), site=site)
     resumable = describe_next_start(campaign, f"`hpcrl resume {campaign.name}`")
-    publish_json(job.outcome, {"outcome": "stopped", "reason": "cancelled (hpcrl stop --now)", "time": time.time()})
+    with contextlib.suppress(OSError):
+        publish_json(job.outcome, {"outcome": "stopped", "reason": "cancelled (hpcrl stop --now)", "time": time.time()})
     return f"campaign {campaign.name}: job {read_submission(job).id} is cancelled; {resumable}"

@@ -3,11 +3,10 @@
 submit, dry_run      create a campaign with its first job, or only try whether that would succeed
 preview_script       the batch script, for `hpcrl plan`
 write_description    the campaign's directory with its records
-write_records, digest_records    these records again, after a change, and the digests by which an edited one is known
-start_job            a further job
+write_records        these records again, after a change
+claim_job, start_job    a further job
 """
 
-import hashlib
 import os
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site
 from hpcrl.envs.task_set import import_conversations, import_task_set
 from hpcrl.errors import CampaignError, SlurmError
+from hpcrl.plan.records import digest_records
 from hpcrl.slurm import next_job
 from hpcrl.slurm import submit as slurm
 from hpcrl.slurm.script import find_driver_environment, make_batch_script, make_job_script
@@ -48,7 +48,7 @@ def submit(
     campaign = directory.reserve_campaign(name, stem=request.recipe.name, site=request.site)
     try:
         write_description(campaign, request)
-        start_job(campaign, request, number=0, show_note=show_note)
+        start_job(claim_job(campaign, 0), request, show_note=show_note)
     except BaseException:
         directory.release_campaign(campaign)
         raise
@@ -64,7 +64,7 @@ def dry_run(request: CampaignRequest, *, show_note: Callable[[str], object] = do
         write_description(campaign, request)
         if request.site.scheduler == "local":
             return "no test by a scheduler: the site has none"
-        job = _make_job_dir(campaign, 0)
+        job = claim_job(campaign, 0)
         publish_file(job.script, preview_script(request, name=campaign.name), mode=0o700)
         return slurm.check_script(job.script, site=request.site)
     finally:
@@ -84,11 +84,8 @@ def preview_script(request: CampaignRequest, *, name: str) -> str:
     )
 
 
-def start_job(
-    campaign: CampaignDir, request: CampaignRequest, *, number: int, show_note: Callable[[str], object] = do_nothing
-) -> None:
-    """Submit a job; with it those that may follow, if its nodes may not submit them."""
-    job = _make_job_dir(campaign, number)
+def start_job(job: JobDir, request: CampaignRequest, *, show_note: Callable[[str], object] = do_nothing) -> None:
+    """Submit a job whose directory was made; with it those that may follow, if its nodes may not submit them."""
     try:
         script = make_job_script(request.plan, job=job, site=request.site)
         submitted = slurm.submit_job(script, job=job, site=request.site)
@@ -103,7 +100,8 @@ def start_job(
             show_note(f"{num} of {request.plan.num_jobs - 1} jobs that may follow are queued: {error}")
 
 
-def _make_job_dir(campaign: CampaignDir, number: int) -> JobDir:
+def claim_job(campaign: CampaignDir, number: int) -> JobDir:
+    """Make the directory of a job; raise CampaignError if another process is submitting it."""
     job = campaign.job(number)
     make_private_dir(campaign.jobs)
     if not next_job.claim_job_dir(job):
@@ -150,11 +148,6 @@ def write_records(campaign: CampaignDir, request: CampaignRequest) -> None:
         make_certificate(campaign.certificate)
     paths = (request.recipe.served_models | request.recipe.further_models).values()
     write_step_setups(campaign, request.plan, request.site, paths=paths)
-
-
-def digest_records(campaign: CampaignDir) -> dict[str, str]:
-    """Return the digests of recipe and site, by which an edited one is known."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (campaign.recipe, campaign.site)}
 
 
 def _import_task_sets(campaign: CampaignDir, recipe: Recipe, site: Site) -> None:

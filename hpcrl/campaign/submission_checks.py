@@ -1,13 +1,13 @@
 """The checks before a campaign is submitted, of what would otherwise fail only in the queue or in the job.
 
 check_request     everything, for a submission
-check_free_space  the space that is left where campaigns are stored
+check_free_space, find_room  the space that is left where campaigns are stored
 check_plan        the same for a plan, where this machine may be no login node of the site
 find_unstaged     what the recipe names of the hub, and the site of registries, that the site does not have
 run_model_check   the model, by the interpreter of the jobs
 run_length_check  the lengths of the conversations of a warm-up
 PythonMissing     that interpreter is not on this machine
-CHECK_TIMEOUT_S, MODEL_CHECK_TIMEOUT_S, MIN_FREE_FILES  limits of these checks
+CHECK_TIMEOUT_S, MODEL_CHECK_TIMEOUT_S, MIN_FREE_FILES, MIN_FREE_BYTES  limits of these checks
 """
 
 import os
@@ -32,13 +32,15 @@ from hpcrl.plan.storage import forecast_storage, judge_free_space
 from hpcrl.slurm import submit as slurm
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_USAGE, describe_end
 from hpcrl.system.files import is_directory, is_file
-from hpcrl.system.free_space import find_free_space
+from hpcrl.system.free_space import FreeSpace, find_free_space
 from hpcrl.system.terminal import show_wait
 
 CHECK_TIMEOUT_S = 120
 MODEL_CHECK_TIMEOUT_S = 60
 MIN_FREE_FILES = 10_000
 """A campaign whose file system, or quota, has room for fewer files would soon stop."""
+MIN_FREE_BYTES = 64 << 20
+"""Logs, events and the first checkpoints of a tiny model."""
 
 
 class PythonMissing(ConfigError):
@@ -139,17 +141,10 @@ def check_free_space(request: CampaignRequest) -> list[str]:
 
     Return how long it lasts, if the size of the model is known.
     """
-    try:
-        root = directory.find_campaigns_root(request.site)
-    except SlurmError:  # a variable of the site is unset here
+    found = find_room(request.site)
+    if found is None:
         return []
-    existing = next(path for path in (root, *root.parents) if path.exists())
-    free = find_free_space(existing)
-    if free.num_files < MIN_FREE_FILES:
-        raise ConfigError(
-            f"{existing} has room for {free.num_files:.0f} more files (by {free.source}), and a campaign makes "
-            "thousands: remove some (`hpcrl gc` lists what old campaigns no longer need), or set site.campaigns_dir"
-        )
+    existing, free = found
     train_gpu = request.plan.components[request.plan.role("train").component].gpu
     forecast = forecast_storage(request.recipe, train_gpu=request.site.find_gpu(train_gpu))
     if forecast is None:
@@ -160,6 +155,30 @@ def check_free_space(request: CampaignRequest) -> list[str]:
             forecast, free_gib=free_gib, place=f"{existing} has {free_gib:.3g} GiB free (by {free.source})"
         )
     ]
+
+
+def find_room(site: Site) -> tuple[Path, FreeSpace] | None:
+    """Return where campaigns are stored, and what is free there; raise ConfigError if that is next to nothing.
+
+    None if a variable of the site is unset here.
+    """
+    try:
+        root = directory.find_campaigns_root(site)
+    except SlurmError:
+        return None
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    free = find_free_space(existing)
+    if free.num_files < MIN_FREE_FILES:
+        raise ConfigError(
+            f"{existing} has room for {free.num_files:.0f} more files (by {free.source}), and a campaign makes "
+            "thousands: remove some (`hpcrl gc` lists what old campaigns no longer need), or set site.campaigns_dir"
+        )
+    if free.num_bytes < MIN_FREE_BYTES:
+        raise ConfigError(
+            f"{existing} has {free.num_bytes / 2**20:.3g} MiB free (by {free.source}), too little for the logs of a "
+            "job: free space (`hpcrl gc` lists what old campaigns no longer need), or set site.campaigns_dir"
+        )
+    return existing, free
 
 
 def run_model_check(request: CampaignRequest) -> str:

@@ -436,6 +436,7 @@ if TYPE_CHECKING:
         "node",
         "policy-fault",
         "quorum",
+        "records",
         "request",
         "reward",
         "rows",

@@ -140,8 +140,8 @@ class JobError(HpcrlError):
 
 
 def read_job_end(job: JobDir) -> JobEnd | None:
-    """Read how a job ended; None if nothing was recorded."""
+    """Read how a job ended; None if nothing was recorded, or the record is damaged."""
     try:
         return msgspec.json.decode(retry_passing(job.outcome.read_bytes), type=JobEnd)
-    except FileNotFoundError:
+    except (FileNotFoundError, msgspec.MsgspecError):
         return None

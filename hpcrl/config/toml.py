@@ -26,6 +26,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -203,6 +204,15 @@ def apply_settings(
     return LayeredTable(table=table, layers=(*files, *applied))
 
 
+def _spell_dates(value: Any) -> Any:
+    """Return a value of TOML with its dates as text, as they are when they are quoted."""
+    if isinstance(value, dict):
+        return {key: _spell_dates(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_spell_dates(inner) for inner in value]
+    return value.isoformat() if isinstance(value, date | time) else value
+
+
 def to_struct(layered: LayeredTable, kind: type[T]) -> T:
     """Convert the table, or raise a ConfigError that names the wrong key, the value seen and what is expected."""
     if unknown := [
@@ -320,7 +330,7 @@ def _parse_text(text: str, *, source: str) -> TomlTable:
     if _DEEP_KEY.search(_COMMENT_OR_STRING.sub("_", text)):
         raise ConfigError(_too_deep(source))
     try:
-        table = tomllib.loads(text)
+        table: TomlTable = _spell_dates(tomllib.loads(text))
     except RecursionError:
         raise ConfigError(_too_deep(source)) from None
     except tomllib.TOMLDecodeError:

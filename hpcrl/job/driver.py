@@ -59,7 +59,7 @@ from hpcrl.job.supervision import (
     find_campaign_use,
 )
 from hpcrl.plan.plan import Plan
-from hpcrl.plan.records import read_plan, read_recipe, read_site
+from hpcrl.plan.records import list_edited_records, read_plan, read_recipe, read_site
 from hpcrl.slurm import next_job
 from hpcrl.slurm.allocation import JobAllocation, find_own_id, read_allocation, scrub_environment
 from hpcrl.slurm.submit import SubmittedJob, record_submission
@@ -162,6 +162,7 @@ class JobDriver:
         self.lease_looks = LookInterval(LEASE_INTERVAL_S)
         self.follow_looks = LookInterval(FOLLOW_INTERVAL_S)
         self.last_refusal = ""
+        self.last_edits: list[str] = []
         has_gpus = bool(self.plan.role("train").gpus_per_worker)
         self.workers = JobWorkers(
             job=self.job,
@@ -231,6 +232,7 @@ class JobDriver:
         self.workers.allocation = allocation = read_allocation(self.plan)
         self.events.emit(JobStarted(slurm_id=allocation.job_id, end_time=allocation.end_time))
         note_in_log(f"hpcrl: job {self.job.number} of {self.campaign.name} has started")
+        self._report_edits()
         JobNotices(self.job, self.recipe.notices).report_start()
         self.events.emit(LayoutChosen(layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes))
         if allocation.job_id is not None:
@@ -308,6 +310,17 @@ class JobDriver:
         self.queueing = threading.Thread(target=next_job.try_follow, args=(self.place,), kwargs=options, daemon=True)
         self.queueing.start()
 
+    def _report_edits(self) -> None:
+        """Emit a fault for a recipe or site that was edited by hand: processes that start from now on read it."""
+        try:
+            edited = list_edited_records(self.campaign)
+        except (OSError, ValueError):  # the file system is away; a damaged manifest ends what needs it
+            return
+        if edited and edited != self.last_edits:
+            detail = f"{' and '.join(edited)} was edited after the submission: what starts from now on uses it"
+            self.events.emit(FaultReported(what="records", detail=detail))
+        self.last_edits = edited
+
     def _report_queueing(self, event: CampaignEvent) -> None:
         """Emit what has become of the next job; a refusal that is the last one again is not repeated."""
         refusal = event.detail if isinstance(event, FaultReported) else ""
@@ -328,7 +341,10 @@ class JobDriver:
             if self.drain.requests.is_cancelled:
                 return _STOPPED_AT_ONCE
             request = self.drain.check_requests(allocation)
-            if (request is not None and request.is_at_walltime) or self.follow_looks.is_due():
+            is_look = self.follow_looks.is_due()
+            if is_look:
+                self._report_edits()
+            if (request is not None and request.is_at_walltime) or is_look:
                 self._queue_next()  # Slurm may have refused it before; the steps end with the drain
             try:
                 code = self.last_step.confirm_done(runtime.trainer_exit_code())

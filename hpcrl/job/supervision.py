@@ -182,19 +182,24 @@ class CampaignUse:
         past_hours: float,
         num_nodes: int,
         num_gpus: int,
+        job: int = 0,
+        saved_step: int = 0,
     ) -> None:
-        """Take the events of the trainer in all jobs."""
+        """Take the events of the trainer in all jobs, and the step from which this one continues."""
         self._limits = limits
         self._poll_events = poll_events
         self._past_hours = past_hours
         self._num_nodes, self._num_gpus = num_nodes, num_gpus
+        self._job, self._saved_step = job, saved_step
         self._steps: dict[int, StepFinished] = {}
+        """The steps of the policy as it is: what was made and not saved does not count."""
 
     def find_drain(self, *, now: float, job_start: float, drain_s: float) -> DrainRequest | None:
         """Return the request to drain once a limit is reached, or would be while the job drains."""
         for event in self._poll_events():
-            if isinstance(event, StepFinished):
-                self._steps[event.step] = event  # a step that was made again counts once
+            if isinstance(event, StepFinished) and (event.job >= self._job or event.step <= self._saved_step):
+                self._steps = {step: before for step, before in self._steps.items() if step < event.step}
+                self._steps[event.step] = event
         hours = self._past_hours + (now + drain_s - job_start) / 3600
         if reason := self._find_goal():
             return DrainRequest(reason=reason, grace_s=drain_s, cause="goal-reached")
@@ -236,6 +241,8 @@ def find_campaign_use(job: JobDir, *, limits: LimitsConfig, plan: Plan) -> Campa
         past_hours=sum(map(measure_hours, map(job.campaign.job, range(job.number)))),
         num_nodes=sum(part.nodes for part in plan.components),
         num_gpus=sum(part.nodes * part.gpus_per_node for part in plan.components),
+        job=job.number,
+        saved_step=next_job.find_last_step(job.campaign),
     )
 
 

@@ -1,9 +1,11 @@
 """The records that a campaign was submitted with, read again: by workers, next jobs and the commands of the user.
 
 read_recipe, read_site, read_plan    the recipe, site and plan of its last submission
+digest_records, list_edited_records  those that were edited by hand since
 read_record                          any other file of the campaign directory that holds one struct
 """
 
+import hashlib
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +18,7 @@ from hpcrl.config.toml import LayeredTable, drop_unknown, to_struct
 from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.plan.plan import Plan
 from hpcrl.system.file_watch import retry_passing
+from hpcrl.system.files import read_json
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -28,6 +31,17 @@ def read_recipe(campaign: CampaignDir, *, skips_unknown: bool = False) -> Recipe
 def read_site(campaign: CampaignDir, *, skips_unknown: bool = False) -> Site:
     """Read the site of a campaign; what only looks at the campaign skips keys of another version."""
     return read_record(campaign.site, Site, skips_unknown=skips_unknown)
+
+
+def list_edited_records(campaign: CampaignDir) -> list[str]:
+    """Return which records are not as the last submission wrote them; none if it recorded no digests."""
+    digests = read_json(campaign.manifest).get("digests", {})
+    return [name for name, digest in digest_records(campaign).items() if digests.get(name, digest) != digest]
+
+
+def digest_records(campaign: CampaignDir) -> dict[str, str]:
+    """Return the digests of recipe and site, by which an edited one is known."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (campaign.recipe, campaign.site)}
 
 
 def read_plan(campaign: CampaignDir) -> Plan:

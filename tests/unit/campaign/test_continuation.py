@@ -1,5 +1,6 @@
 """Campaigns that are continued with changes, and ones that get more steps or jobs."""
 
+import errno
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import pytest
 from hpcrl.campaign import continuation, running_jobs
 from hpcrl.campaign.request import load_request
 from hpcrl.campaign.running_jobs import stop_gracefully, stop_now
-from hpcrl.campaign.submission import start_job, write_description
+from hpcrl.campaign.submission import claim_job, start_job, write_description
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_limits import make_recipe_digest
 from hpcrl.errors import CampaignError, ConfigError, SlurmError
@@ -60,7 +61,7 @@ def submitted(tmp_path: Path, recipe: Path, *settings: str, site: str = "perlmut
     own = ("site.account=m1",) if site == "perlmutter" else ()
     request = load_request(str(recipe), site=site, settings=(*own, *settings))
     write_description(campaign, request)
-    start_job(campaign, request, number=0)
+    start_job(claim_job(campaign, 0), request)
     return campaign
 
 
@@ -342,6 +343,23 @@ def test_a_job_that_ends_while_it_is_stopped_is_no_error(
     refuse = 'echo "scancel: error: Kill job error on job id 71: Invalid job id specified" >&2; exit 1'
     (slurm / "scancel").write_text(f'#!/bin/sh\ncase "$*" in *signal*) {refuse} ;; esac\n')
     assert "is cancelled" in stop_now(str(campaign.root))
+
+
+def test_a_full_disk_does_not_keep_a_job_from_being_ended_at_once(
+    tmp_path: Path, slurm: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    campaign = submitted(tmp_path, recipe)
+    runs(slurm, 71)
+
+    def refuse(path: Path, *_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(running_jobs, "STOP_TIMEOUT_S", 0.1)
+    for name in ("publish_file", "publish_json"):
+        monkeypatch.setattr(running_jobs, name, refuse)
+    assert re.search(r"job 71 is cancelled.*No space left on device", stop_now(str(campaign.root)))
+    calls = (slurm / "calls").read_text().splitlines()
+    assert [call for call in calls if call.startswith("scancel")][-1] == "scancel 71"
 
 
 def test_two_that_extend_at_once_queue_one_job(tmp_path: Path, slurm: Path, recipe: Path) -> None:

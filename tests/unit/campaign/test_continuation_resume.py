@@ -18,7 +18,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import TrainProgress, write_train_progress
 from hpcrl.commands import monitoring
 from hpcrl.commands.monitoring import final_summary
-from hpcrl.errors import CampaignError
+from hpcrl.errors import CampaignError, SlurmError
 from hpcrl.monitor.job_state import judge_jobs, read_jobs
 from hpcrl.slurm.submit import SubmittedJob, record_submission
 from hpcrl.system.files import make_private_dir, read_json
@@ -119,6 +119,47 @@ def test_a_campaign_that_failed_with_all_its_steps_made_is_not_resumed_nor_is_th
     assert failed.job_numbers() == [0]
 
 
+def test_a_record_of_the_last_end_that_is_damaged_counts_as_none(
+    failed: CampaignDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed.job(0).outcome.write_text('{"outcome": "dr')
+    started: list[int] = []
+    monkeypatch.setattr(continuation, "start_job", lambda job, *_, **_options: started.append(job.number))
+    continuation.resume(str(failed.root))
+    assert started == [1]
+
+
+def test_a_manifest_without_what_jobs_need_is_damaged(failed: CampaignDir) -> None:
+    failed.manifest.write_text('{"created": 1}')
+    with pytest.raises(CampaignError, match="is damaged: it has not what hpcrl writes"):
+        continuation.resume(str(failed.root), settings=("job.walltime_min=30",))
+
+
+def test_a_resume_that_another_process_makes_meanwhile_changes_nothing(failed: CampaignDir) -> None:
+    make_private_dir(failed.job(1).root)  # it is about to submit it
+    before = {path: path.read_bytes() for path in (failed.recipe, failed.manifest, failed.plan)}
+    failed.stop.touch()
+    with pytest.raises(CampaignError, match="another process is submitting job 1"):
+        continuation.resume(str(failed.root), settings=("job.walltime_min=30",))
+    assert {path: path.read_bytes() for path in before} == before
+    assert failed.stop.exists()
+    assert failed.job_numbers() == [0, 1]
+
+
+def test_a_resume_that_slurm_refuses_leaves_the_request_to_stop(
+    failed: CampaignDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **_options: object) -> None:
+        raise SlurmError("AssocMaxSubmitJobLimit")
+
+    monkeypatch.setattr(continuation, "start_job", refuse)
+    failed.stop.touch()
+    with pytest.raises(SlurmError, match="AssocMaxSubmitJobLimit"):
+        continuation.resume(str(failed.root))
+    assert failed.stop.exists()
+    assert failed.job_numbers() == [0]
+
+
 def test_a_fixed_setting_is_refused_with_the_name_of_the_campaign(failed: CampaignDir) -> None:
     with pytest.raises(CampaignError, match="`hpcrl export c --hf DIR` writes its model, for a new campaign"):
         continuation.resume(str(failed.root), settings=("seed=7",))
@@ -129,7 +170,7 @@ def test_a_campaign_that_failed_before_its_last_step_is_resumed(
 ) -> None:
     make_private_dir(failed.checkpoints / "000001-step-000002")
     started: list[int] = []
-    monkeypatch.setattr(continuation, "start_job", lambda *_, number, **_options: started.append(number))
+    monkeypatch.setattr(continuation, "start_job", lambda job, *_, **_options: started.append(job.number))
     (line,) = final_summary(failed, state="failed", rewards=[])
     assert "hpcrl resume c" in line
     continuation.resume(str(failed.root))

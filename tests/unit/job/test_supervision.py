@@ -243,6 +243,29 @@ def test_a_campaign_ends_at_the_first_of_its_limits(limits, reached):
         assert next(iter(limits)) in request.reason
 
 
+def test_only_the_steps_of_the_policy_as_it_is_reach_a_goal():
+    """Neither steps that no checkpoint covers count, nor those behind one that is made again."""
+    earlier = [StepFinished(step=step, job=0, reward_mean=0.9) for step in range(1, 6)]
+    config = msgspec.convert({"reward": 0.5, "reward_steps": 3}, LimitsConfig)
+
+    def is_reached(*events: StepFinished, saved_step: int) -> bool:
+        facts = {"past_hours": 0.0, "num_nodes": 1, "num_gpus": 0, "job": 1, "saved_step": saved_step}
+        use = CampaignUse(config, lambda: [*earlier, *events], **facts)
+        return use.find_drain(now=0.0, job_start=0.0, drain_s=0.0) is not None
+
+    assert is_reached(saved_step=3)
+    assert not is_reached(saved_step=2)
+    assert not is_reached(saved_step=0)
+    assert not is_reached(StepFinished(step=2, job=1, reward_mean=0.1), saved_step=5), "a checkpoint was damaged"
+
+
+def test_what_is_learned_as_the_time_to_drain_leaves_some_of_the_walltime_for_steps():
+    slow = [CheckpointSaved(step=1, wall_s=1500.0)]
+    margin = DrainMargin(lambda: slow, least_s=60.0, most_s=1800.0)
+    assert margin.find_seconds() == 1800.0
+    assert DrainMargin(lambda: slow, least_s=2000.0, most_s=1800.0).find_seconds() == 2000.0, "as the recipe asks"
+
+
 def test_the_time_of_an_earlier_job_is_counted_from_its_start_to_its_end(tmp_path):
     campaign = CampaignDir(tmp_path)
     make_private_dir(campaign.events)

@@ -285,4 +285,5 @@ def test_a_silence_that_is_not_shorter_than_a_stall_is_refused():
 
 def test_a_limit_that_is_not_a_date_is_refused() -> None:
     assert "limits.until = 'soon' is not a date: give one such as 2026-12-24" in refuse_plan('limits.until="soon"')
-    check_recipe(make_recipe('limits.until="2026-12-24T18:00"'))
+    for spelled in ('"2026-12-24T18:00"', "2026-12-24", "2026-12-24T18:00:00", "2026-12-24T18:00:00Z"):
+        check_recipe(make_recipe(f"limits.until={spelled}"))

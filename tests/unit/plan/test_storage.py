@@ -64,6 +64,12 @@ def test_a_campaign_without_room_for_its_files_is_refused(home: Path, monkeypatc
         check_request(load_request("quickstart", site="local", settings=(SIZE,)))
 
 
+def test_a_full_disk_refuses_a_model_of_unknown_size_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission_checks, "find_free_space", lambda _: FreeSpace(8 << 10, 1e6))
+    with pytest.raises(ConfigError, match=r"has 0.00781 MiB free .*too little for the logs of a job"):
+        check_request(load_request("quickstart", site="local"))
+
+
 def make_forecast(**changed: float) -> StorageForecast:
     facts = {
         **{"checkpoints_gib": 30.0, "num_checkpoints": 3, "versions_gib": 10.0, "trajectories_gib": 1.0},

@@ -35,7 +35,7 @@ def campaign(home: Path, tmp_path: Path, asked: CampaignRequest) -> CampaignDir:
     """A campaign with a first job."""
     made = CampaignDir(make_private_dir(tmp_path / "c"))
     write_description(made, asked)
-    submission._make_job_dir(made, 0)
+    submission.claim_job(made, 0)
     return made
 
 
@@ -176,7 +176,7 @@ def test_a_waiting_job_is_cancelled_and_its_files_removed(
 
 
 def test_a_job_that_a_user_submitted_is_never_cancelled(campaign: CampaignDir, slurm: Path) -> None:
-    submission._make_job_dir(campaign, 1)
+    submission.claim_job(campaign, 1)
     next_job.cancel_next_jobs(campaign.job(0))
     assert campaign.job_numbers() == [0, 1]
     assert not (slurm / "calls").exists()
