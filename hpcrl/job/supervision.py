@@ -237,7 +237,7 @@ def find_campaign_use(job: JobDir, *, limits: LimitsConfig, plan: Plan) -> Campa
     """Return the use of a campaign at the start of a job, with the nodes that the plan gives it."""
     return CampaignUse(
         limits,
-        EventReader.for_role(job.campaign.events, "train").poll,
+        EventReader.for_role(job.campaign.events, "train").poll_merged,
         past_hours=sum(map(measure_hours, map(job.campaign.job, range(job.number)))),
         num_nodes=sum(part.nodes for part in plan.components),
         num_gpus=sum(part.nodes * part.gpus_per_node for part in plan.components),

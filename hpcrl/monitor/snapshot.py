@@ -601,7 +601,7 @@ def _measure_pace(progress: CampaignProgress) -> float | None:
     """Return the mean time from step to step of the newest ones of one job, in which a long pause counts little."""
     newest_first = list(itertools.islice(reversed(progress.steps.values()), RECENT_STEPS + 1))
     times = [step.time for step in newest_first if step.job == newest_first[0].job]
-    gaps = [later - earlier for later, earlier in itertools.pairwise(times)]
+    gaps = [max(later - earlier, 0.0) for later, earlier in itertools.pairwise(times)]  # a clock may jump
     if len(gaps) < MIN_PACE_STEPS:
         return None
     longest_s = MAX_STEP_DELAY * median(gaps)

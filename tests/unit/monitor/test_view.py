@@ -537,6 +537,10 @@ def test_the_time_of_the_other_steps_is_estimated_by_the_pace_of_recent_ones(tmp
     campaign.now += 2000.0
     campaign.step(41)
     assert reading.poll().detail.training_left_s == pytest.approx(12.5 * (500 - 41)), "one long pause counts little"
+    campaign.now -= 1e6
+    campaign.step(42)
+    left_s = reading.poll().detail.training_left_s
+    assert left_s is None or left_s >= 0.0, "a clock was set back"
     campaign.close()
 
 
