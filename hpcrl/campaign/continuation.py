@@ -32,7 +32,7 @@ from hpcrl.campaign.fixed_settings import list_fixed_settings
 from hpcrl.campaign.request import CampaignRequest, RequestSource, load_request, resolve_recipe
 from hpcrl.campaign.running_jobs import find_job_states, read_submission
 from hpcrl.campaign.staged_files import find_staging_dir
-from hpcrl.campaign.submission import claim_job, start_job, write_records
+from hpcrl.campaign.submission import claim_job, queue_followers, start_job, write_records
 from hpcrl.campaign.submission_checks import check_request, find_room
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.recipe import Recipe
@@ -89,12 +89,13 @@ def resume(
             else contextlib.nullcontext()
         ):
             remove_path(campaign.stop)
-            start_job(job, request, show_note=show_note)
+            submitted = start_job(job, request)
     except BaseException:
-        remove_path(job.root)
         if was_stopped:
             publish_file(campaign.stop, "")
+        remove_path(job.root)  # last: from here on another process may make it
         raise
+    queue_followers(job, request, submitted, show_note=show_note)
     for change in changes:
         show_note(f"changed: {change}")
     return campaign

@@ -98,6 +98,8 @@ def stop_gracefully(name: str) -> str:
     if (ended := _describe_end(campaign)) is not None:
         return ended
     job, site = _request_stop(campaign)
+    if job.outcome.exists():
+        return _end_job(job, site)
     state = find_job_state(job, site)
     if site.scheduler == "slurm" and state == "queued":
         return _end_job(job, site)
@@ -119,13 +121,16 @@ def stop_now(name: str) -> str:
         job, site = _request_stop(campaign)
     except OSError as error:  # a full disk must not keep a job: it ends by a signal
         job, site = _find_running(campaign)
+        next_job.cancel_next_jobs(job, env=os.environ | slurm.make_site_environment(site))
         return f"{_end_job(job, site)} ({error})"
     return _end_job(job, site)
 
 
 def _describe_end(campaign: CampaignDir) -> str | None:
-    """Return the message for a campaign that has ended already; None if its last job may still run."""
+    """Return the message for a campaign that has ended already; None if its last job may still run, or start."""
     jobs = read_jobs(campaign)[-1:]
+    if next_job.list_followers(campaign.job(jobs[0].number) if jobs else campaign.job(0)):
+        return None
     heartbeats = read_heartbeats(campaign.events)
     ids = select_slurm_ids(jobs)
     statuses = _query_states(ids, read_site(campaign, skips_unknown=True)) if ids else {}
@@ -154,6 +159,9 @@ def _find_running(campaign: CampaignDir) -> tuple[JobDir, Site]:
 def _end_job(job: JobDir, site: Site) -> str:
     """End a job without a checkpoint: interrupt it, and cancel it by its recorded id if it does not end."""
     campaign = job.campaign
+    if job.outcome.exists():
+        resumable = describe_next_start(campaign, f"`hpcrl resume {campaign.name}`")
+        return f"campaign {campaign.name}: the job that was to follow is cancelled; {resumable}"
     if find_job_state(job, site) == "running":
         # It may have ended just now; a Slurm that is away refuses the cancellation too.
         with contextlib.suppress(SlurmError):

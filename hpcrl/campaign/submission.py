@@ -4,7 +4,7 @@ submit, dry_run      create a campaign with its first job, or only try whether t
 preview_script       the batch script, for `hpcrl plan`
 write_description    the campaign's directory with its records
 write_records        these records again, after a change
-claim_job, start_job    a further job
+claim_job, start_job, queue_followers    a further job
 """
 
 import os
@@ -48,10 +48,12 @@ def submit(
     campaign = directory.reserve_campaign(name, stem=request.recipe.name, site=request.site)
     try:
         write_description(campaign, request)
-        start_job(claim_job(campaign, 0), request, show_note=show_note)
+        job = claim_job(campaign, 0)
+        submitted = start_job(job, request)
     except BaseException:
         directory.release_campaign(campaign)
         raise
+    queue_followers(job, request, submitted, show_note=show_note)
     return campaign
 
 
@@ -84,18 +86,24 @@ def preview_script(request: CampaignRequest, *, name: str) -> str:
     )
 
 
-def start_job(job: JobDir, request: CampaignRequest, *, show_note: Callable[[str], object] = do_nothing) -> None:
-    """Submit a job whose directory was made; with it those that may follow, if its nodes may not submit them."""
-    try:
-        script = make_job_script(request.plan, job=job, site=request.site)
-        submitted = slurm.submit_job(script, job=job, site=request.site)
-    except BaseException:
-        remove_path(job.root)
-        raise
+def start_job(job: JobDir, request: CampaignRequest) -> slurm.SubmittedJob:
+    """Submit a job whose directory was made."""
+    script = make_job_script(request.plan, job=job, site=request.site)
+    return slurm.submit_job(script, job=job, site=request.site)
+
+
+def queue_followers(
+    job: JobDir,
+    request: CampaignRequest,
+    submitted: slurm.SubmittedJob,
+    *,
+    show_note: Callable[[str], object] = do_nothing,
+) -> None:
+    """Queue the jobs that may follow a job which was submitted, where its nodes may not submit them."""
     if submitted.scheduler == "slurm" and not request.site.nodes_may_submit:
         try:
             next_job.queue_chain(job, plan=request.plan, site=request.site, slurm_id=submitted.id)
-        except SlurmError as error:
+        except (SlurmError, OSError) as error:
             num = len(next_job.list_followers(job))
             show_note(f"{num} of {request.plan.num_jobs - 1} jobs that may follow are queued: {error}")
 

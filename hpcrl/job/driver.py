@@ -221,9 +221,8 @@ class JobDriver:
         try:
             return self._run_job()
         finally:
-            if self.queueing is not None and not self.is_supervising:
-                is_killed_soon = self.drain.requests.has_termination()
-                self.queueing.join(self.drain.choose_grace() if is_killed_soon else MAX_QUEUEING_S)
+            if not self.is_supervising:
+                self._await_queueing()
 
     def _run_job(self) -> JobEnd:
         """Start everything, supervise, end everything; return how the job ended."""
@@ -272,7 +271,7 @@ class JobDriver:
         for close in (
             self.weight_plane.close,
             lambda: self.queueing.join(self.drain.choose_grace()) if self.queueing is not None else None,
-            lambda: runtime.close(grace_s=self.drain.choose_grace()),
+            lambda: runtime.close(grace_s=self.drain.choose_grace(), note_turn=self.note_turn),
             self.reporter.close,
         ):
             try:
@@ -321,6 +320,16 @@ class JobDriver:
             self.events.emit(FaultReported(what="records", detail=detail))
         self.last_edits = edited
 
+    def _await_queueing(self) -> None:
+        """Wait for Slurm to take the next job, unless this one is about to be killed."""
+        deadline, requests = time.monotonic() + MAX_QUEUEING_S, self.drain.requests
+        while self.queueing is not None and self.queueing.is_alive() and time.monotonic() < deadline:
+            self.note_turn()
+            self.queueing.join(MAX_QUEUEING_S / 60)
+            if requests.is_cancelled or requests.has_termination():
+                self.queueing.join(self.drain.choose_grace())
+                return
+
     def _report_queueing(self, event: CampaignEvent) -> None:
         """Emit what has become of the next job; a refusal that is the last one again is not repeated."""
         refusal = event.detail if isinstance(event, FaultReported) else ""
@@ -368,10 +377,11 @@ class JobDriver:
     ) -> None:
         """Restart what has failed, start what has work, and end a job that makes no progress."""
         self.weight_plane.poll()
+        self.note_turn()  # a Slurm that is silent may take long in each part
         self.reporter.keep_running()
         if self.workers.restart_failed(runtime, trainer_code=trainer_code):
             self.weight_plane.restart_on_remaining_nodes()
-        self.note_turn()  # a Slurm that is silent may take long in each part
+        self.note_turn()
         self.scoring.poll(runtime)
         self.note_turn()
         self._check_progress(watch)

@@ -23,7 +23,7 @@ MAX_SILENCE_S = 45.0
 """The driver's process was stopped, or hangs with all its threads."""
 SUSPICION_S = 15.0
 """A turn of the driver's loop is long from here on: whether the file system answers is watched."""
-MAX_TURN_S = COMMAND_TIMEOUT_S + 20.0
+MAX_TURN_S = max(COMMAND_TIMEOUT_S, 40.0) + 20.0
 """The longest wait from then on while it answers: at most one command of Slurm takes all its time in a turn."""
 MAX_WAIT_S = 400.0
 """The longest turn while it does not, and the longest time until the first one, as all of Python is imported there."""

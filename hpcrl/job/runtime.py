@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ from hpcrl.slurm.step_script import StepSetup, choose_step_python, read_step_set
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_OUT_OF_MEMORY
 from hpcrl.system.file_watch import retry_passing
 from hpcrl.system.files import publish_file
-from hpcrl.system.processes import end_group
+from hpcrl.system.processes import do_nothing, end_groups
 from hpcrl.system.variables import PARTITION_VARIABLE, TRAINER_START_VARIABLE
 from hpcrl.weights.versions import TransportName
 
@@ -230,8 +230,7 @@ class JobRuntime:
         while any(process.poll() is None for process in self._trainer) and time.monotonic() < deadline:
             time.sleep(0.1)
         is_hung = any(process.poll() is None for process in self._trainer)
-        for process in self._trainer:
-            end_group(process, grace_s=1.0)
+        end_groups(self._trainer, grace_s=1.0)
         self._trainer.clear()
         return is_hung
 
@@ -315,8 +314,11 @@ class JobRuntime:
         """Count the nodes on which worker pools of a role are started."""
         return self._steps[role].num_nodes
 
-    def close(self, *, grace_s: float) -> None:
-        """End every worker pool and executor; ask first, since a step that srun ends is killed without notice."""
+    def close(self, *, grace_s: float, note_turn: Callable[[], object] = do_nothing) -> None:
+        """End every worker pool and executor; ask first, since a step that srun ends is killed without notice.
+
+        `note_turn` is called after each part that may take long.
+        """
         deadline = time.monotonic() + grace_s
         ask_to_end(self._job.end)
         while any(steps.num_running() for steps in self._steps.values()) and time.monotonic() < deadline:
@@ -325,11 +327,13 @@ class JobRuntime:
             steps.cancel_all()
         if self._reward_jobs is not None:
             self._reward_jobs.cancel_all()
+        note_turn()
         self._end_kernel(timeout_s=min(grace_s, KERNEL_STOP_TIMEOUT_S))
         for steps in self._steps.values():
             steps.wait(deadline=deadline)
         if isinstance(self._reward_jobs, StepProvider):
             self._reward_jobs.wait(deadline=deadline)
+        note_turn()
         self._end_trainer(grace_s=deadline - time.monotonic())
 
     def _end_kernel(self, *, timeout_s: float) -> None:

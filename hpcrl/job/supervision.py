@@ -191,15 +191,17 @@ class CampaignUse:
         self._past_hours = past_hours
         self._num_nodes, self._num_gpus = num_nodes, num_gpus
         self._job, self._saved_step = job, saved_step
-        self._steps: dict[int, StepFinished] = {}
-        """The steps of the policy as it is: what was made and not saved does not count."""
+        self._steps: dict[int, dict[int, StepFinished]] = {}
+        """The steps of each job, by number: in order, as a trainer that starts again makes some of them again."""
 
     def find_drain(self, *, now: float, job_start: float, drain_s: float) -> DrainRequest | None:
         """Return the request to drain once a limit is reached, or would be while the job drains."""
         for event in self._poll_events():
             if isinstance(event, StepFinished) and (event.job >= self._job or event.step <= self._saved_step):
-                self._steps = {step: before for step, before in self._steps.items() if step < event.step}
-                self._steps[event.step] = event
+                steps = self._steps.setdefault(event.job, {})
+                while steps and next(reversed(steps)) >= event.step:
+                    steps.popitem()
+                steps[event.step] = event
         hours = self._past_hours + (now + drain_s - job_start) / 3600
         if reason := self._find_goal():
             return DrainRequest(reason=reason, grace_s=drain_s, cause="goal-reached")
@@ -207,14 +209,26 @@ class CampaignUse:
             return DrainRequest(reason=reason, grace_s=drain_s, cause="budget-used")
         return None
 
+    def _list_steps(self) -> list[StepFinished]:
+        """Return the steps of the policy as it is: those that a later job, or a start of a trainer, made again once."""
+        found: list[StepFinished] = []
+        first = math.inf  # of the later jobs
+        for _, steps in sorted(self._steps.items(), reverse=True):
+            found += [event for step, event in steps.items() if step < first]
+            first = min(first, *steps)
+        return sorted(found, key=lambda event: event.step)
+
     def _find_goal(self) -> str:
         limits = self._limits
+        if limits.tokens is None and limits.reward is None:
+            return ""
+        kept = self._list_steps()
         if limits.tokens is not None:
-            num = sum(step.num_tokens or 0 for step in self._steps.values())
+            num = sum(step.num_tokens or 0 for step in kept)
             if num >= limits.tokens:
                 return f"{num} tokens were trained on (limits.tokens = {limits.tokens})"
         if limits.reward is not None:
-            rewards = [step.reward_mean for _, step in sorted(self._steps.items()) if step.reward_mean is not None]
+            rewards = [step.reward_mean for step in kept if step.reward_mean is not None]
             last = rewards[-limits.reward_steps :]
             if len(last) == limits.reward_steps and fmean(last) >= limits.reward:
                 return f"the mean reward of {len(last)} steps is {fmean(last):.4g} (limits.reward = {limits.reward:g})"

@@ -220,7 +220,10 @@ def query_live_jobs(ids: Sequence[str]) -> dict[str, bool] | None:
     """Map each job that waits or runs to True if it runs; ended jobs are absent. None: Slurm did not answer."""
     if not ids:
         return {}
-    done = run_slurm(["squeue", "-h", "--me", "-o", "%A %T"], timeout_s=SHORT_TIMEOUT_S)
+    try:
+        done = run_slurm(["squeue", "-h", "--me", "-o", "%A %T"], timeout_s=SHORT_TIMEOUT_S)
+    except SlurmError:  # it cannot be started now
+        return None
     if done.returncode != 0:
         return None
     states = dict(row.split(maxsplit=1) for row in done.stdout.split("\n") if row)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -91,15 +92,25 @@ def end_group(process: "subprocess.Popen[bytes]", *, grace_s: float) -> None:
 
     A child that has already ended is left alone: its pid may belong to another process by now.
     """
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(max(grace_s, 0.0))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+    end_groups([process], grace_s=grace_s)
+
+
+def end_groups(processes: Sequence["subprocess.Popen[bytes]"], *, grace_s: float) -> None:
+    """End several such children in the time that one takes."""
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    for process in processes:
         with suppress(subprocess.TimeoutExpired):
-            process.wait(MAX_KILL_S)
+            process.wait(max(deadline - time.monotonic(), 0.0))
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + MAX_KILL_S
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(deadline - time.monotonic(), 0.0))
 
 
 def wait_for_descendants(*, timeout_s: float) -> None:

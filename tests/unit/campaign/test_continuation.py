@@ -9,14 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcrl.campaign import continuation, running_jobs
+from hpcrl.campaign import continuation, running_jobs, submission
 from hpcrl.campaign.request import load_request
 from hpcrl.campaign.running_jobs import stop_gracefully, stop_now
-from hpcrl.campaign.submission import claim_job, start_job, write_description
+from hpcrl.campaign.submission import claim_job, queue_followers, start_job, write_description
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_limits import make_recipe_digest
 from hpcrl.errors import CampaignError, ConfigError, SlurmError
 from hpcrl.plan.records import read_plan, read_recipe, read_site
+from hpcrl.slurm.script import make_mark
 from hpcrl.slurm.submit import SubmittedJob, record_submission
 from hpcrl.system.files import make_private_dir, publish_json, read_json
 from hpcrl.system.processes import read_start_ticks
@@ -61,7 +62,8 @@ def submitted(tmp_path: Path, recipe: Path, *settings: str, site: str = "perlmut
     own = ("site.account=m1",) if site == "perlmutter" else ()
     request = load_request(str(recipe), site=site, settings=(*own, *settings))
     write_description(campaign, request)
-    start_job(claim_job(campaign, 0), request)
+    job = claim_job(campaign, 0)
+    queue_followers(job, request, start_job(job, request))
     return campaign
 
 
@@ -345,10 +347,9 @@ def test_a_job_that_ends_while_it_is_stopped_is_no_error(
     assert "is cancelled" in stop_now(str(campaign.root))
 
 
-def test_a_full_disk_does_not_keep_a_job_from_being_ended_at_once(
-    tmp_path: Path, slurm: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_keeps_no_job_from_being_ended_at_once(
+    chain: CampaignDir, slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    campaign = submitted(tmp_path, recipe)
     runs(slurm, 71)
 
     def refuse(path: Path, *_: object) -> None:
@@ -357,9 +358,51 @@ def test_a_full_disk_does_not_keep_a_job_from_being_ended_at_once(
     monkeypatch.setattr(running_jobs, "STOP_TIMEOUT_S", 0.1)
     for name in ("publish_file", "publish_json"):
         monkeypatch.setattr(running_jobs, name, refuse)
-    assert re.search(r"job 71 is cancelled.*No space left on device", stop_now(str(campaign.root)))
+    assert re.search(r"job 71 is cancelled.*No space left on device", stop_now(str(chain.root)))
     calls = (slurm / "calls").read_text().splitlines()
-    assert [call for call in calls if call.startswith("scancel")][-1] == "scancel 71"
+    assert [call for call in calls if call.startswith("scancel")] == [
+        "scancel 73 72",
+        "scancel --batch --signal=INT 71",
+        "scancel 71",
+    ]
+
+
+@pytest.mark.parametrize("stop", [stop_gracefully, stop_now])
+def test_a_job_that_slurm_has_queued_without_an_answer_is_stopped_after_the_one_before_has_ended(
+    tmp_path: Path, slurm: Path, recipe: Path, stop: object
+) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "drained", step=4)
+    follower = campaign.job(1)
+    make_private_dir(follower.root)
+    follower.chain_marker.write_text("3")
+    for path in (follower.script, follower.unanswered):
+        path.touch()
+    (slurm / "squeue").write_text(f'#!/bin/sh\ncase "$*" in *%k*) echo 72+0 {make_mark(follower)} ;; esac\n')
+    assert callable(stop)
+    assert "the job that was to follow is cancelled; `hpcrl resume c` continues from step 4" in stop(str(campaign.root))
+    assert (slurm / "calls").read_text().splitlines()[-1] == "scancel 72"
+    assert campaign.job_numbers() == [0]
+    assert read_json(campaign.job(0).outcome)["outcome"] == "drained"
+
+
+def test_a_resumed_job_whose_followers_cannot_be_recorded_keeps_its_directory(
+    chain: CampaignDir, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended(chain, slurm, "drained", step=4)
+    for number in (1, 2):
+        make_private_dir(chain.job(number).parsl)
+        publish_json(chain.job(number).outcome, {"outcome": "drained", "reason": "", "time": 0.0})
+
+    def refuse(*_: object, **_options: object) -> list[str]:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(submission.next_job, "queue_chain", refuse)
+    notes: list[str] = []
+    continuation.resume(str(chain.root), settings=("train.num_steps=20",), show_note=notes.append)
+    assert "0 of 2 jobs that may follow are queued: [Errno 122] Disk quota exceeded" in notes
+    assert read_json(chain.job(3).submission)["id"] == "74"
+    assert read_recipe(chain).train.num_steps == 20
 
 
 def test_two_that_extend_at_once_queue_one_job(tmp_path: Path, slurm: Path, recipe: Path) -> None:

@@ -170,7 +170,7 @@ def test_what_fails_at_the_end_of_a_job_keeps_nothing_else_from_being_ended(driv
     closed = []
     driver.weight_plane = WeightPlane(driver.place, plan=driver.plan, find_commands=list, emit=driver.events.emit)
     driver.weight_plane._couriers = object()  # it would be closed after the request that cannot be written
-    runtime = types.SimpleNamespace(close=lambda grace_s: closed.append(grace_s))
+    runtime = types.SimpleNamespace(close=lambda grace_s, note_turn: closed.append(grace_s))
     driver.job.root.rename(tmp_path / "away")
     driver._close(runtime)
     assert len(closed) == 1

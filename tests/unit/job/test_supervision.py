@@ -259,6 +259,18 @@ def test_only_the_steps_of_the_policy_as_it_is_reach_a_goal():
     assert not is_reached(StepFinished(step=2, job=1, reward_mean=0.1), saved_step=5), "a checkpoint was damaged"
 
 
+def test_steps_whose_file_could_not_be_read_at_first_undo_none_of_later_jobs():
+    late, batches = [StepFinished(step=step, job=0, num_tokens=10) for step in range(1, 6)], []
+    batches.append([StepFinished(step=step, job=1, num_tokens=10) for step in range(6, 11)])
+    batches.append(late)
+    left = iter(batches)
+    use = CampaignUse(
+        msgspec.convert({"tokens": 100}, LimitsConfig), lambda: next(left, []), past_hours=0.0, num_nodes=1, num_gpus=0
+    )
+    assert use.find_drain(now=0.0, job_start=0.0, drain_s=0.0) is None
+    assert use.find_drain(now=0.0, job_start=0.0, drain_s=0.0) is not None
+
+
 def test_what_is_learned_as_the_time_to_drain_leaves_some_of_the_walltime_for_steps():
     slow = [CheckpointSaved(step=1, wall_s=1500.0)]
     margin = DrainMargin(lambda: slow, least_s=60.0, most_s=1800.0)

@@ -7,7 +7,15 @@ import pytest
 
 from hpcrl.errors import SlurmError
 from hpcrl.slurm import commands
-from hpcrl.slurm.commands import ask_slurm, cancel_steps, expand_nodes, limited_command, queue_script, run_slurm
+from hpcrl.slurm.commands import (
+    ask_slurm,
+    cancel_steps,
+    expand_nodes,
+    limited_command,
+    query_live_jobs,
+    queue_script,
+    run_slurm,
+)
 
 
 @pytest.fixture
@@ -113,6 +121,11 @@ def test_a_refusal_is_not_looked_for_in_the_queue(slurm: Path) -> None:
     write_queue(slurm, sbatch="echo 'sbatch: error: Invalid account' >&2; exit 1")
     with pytest.raises(SlurmError, match="Invalid account"):
         queue_script(slurm / "job.sh", mark="hpcrl:a:1")
+
+
+def test_a_squeue_that_cannot_be_started_now_has_not_answered(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(slurm / "nowhere"))
+    assert query_live_jobs(["7"]) is None
 
 
 def test_steps_whose_srun_was_killed_are_ended_by_their_name(slurm: Path) -> None:
