@@ -23,13 +23,12 @@ from hpcrl.job.memory_watch import TrainerMemoryWatch
 from hpcrl.job.progress_watch import MAX_BEAT_AGE_S, RANK_LOOK_INTERVAL_S, RankBeats
 from hpcrl.job.reward_tasks import is_lost_worker
 from hpcrl.job.supervision import LookInterval, RestartBudget, find_quorum
-from hpcrl.monitor.advisories import names_full_disk
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.slurm.end_policy import find_bad_nodes
 from hpcrl.slurm.status import query_failed_nodes, query_lost_nodes, query_restarted_nodes
 from hpcrl.system.exit_codes import EXIT_HUNG, EXIT_OUT_OF_MEMORY, decode_exit_code, describe_end
-from hpcrl.system.file_watch import PATIENCE_S
+from hpcrl.system.file_watch import PATIENCE_S, names_outage
 from hpcrl.system.files import publish_file, read_last_line
 from hpcrl.system.memory import KILLED
 
@@ -157,7 +156,11 @@ class JobWorkers:
             cause: EndCause = "out-of-memory" if code == EXIT_OUT_OF_MEMORY else "user-code"
             self._drop_lost_nodes(runtime, self._list_trainer_nodes())
             reason = self.describe_trainer_end(code)
-            self._count_trainer_failure(reason, cause="infrastructure" if names_full_disk(reason) else cause)
+            if names_outage(reason):  # it has passed, as the probe shows: those of other causes are counted apart
+                self.emit(WorkerFailed(of="train-0", reason=reason))
+                self.budget.count_failure("the disk of train-0", reason, cause="infrastructure")
+            else:
+                self._count_trainer_failure(reason, cause=cause)
         return True
 
     def _probe_disk(self) -> None:

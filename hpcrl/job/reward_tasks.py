@@ -6,6 +6,7 @@
     is_lost_worker     whether a task failed since its worker ended
     SEGMENTS_PER_JOB   waiting segments for each reward job
     SCALE_INTERVAL_S   the time between two decisions on the number of reward jobs
+    OUTAGE_PAUSE_S     the time without a new task after one that met a file system without room, or away
 
 A task may run twice (a preempted job, a wait that was cancelled): the twin has one name, so nothing is scored twice.
 """
@@ -20,12 +21,13 @@ from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, RewardJobsSc
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import RewardConfig
 from hpcrl.spool.listing import SegmentListing, find_shard
-from hpcrl.system.file_watch import PollPace
+from hpcrl.system.file_watch import PATIENCE_S, PollPace, is_outage
 
 SEGMENTS_PER_JOB = 16
 """Segments that wait for each reward job before another job is started."""
 SCALE_INTERVAL_S = 1.0
 """The time between two decisions on the number of reward jobs."""
+OUTAGE_PAUSE_S = 2.0
 
 
 class RewardWorkers(Protocol):
@@ -95,6 +97,9 @@ class RewardScoring:
     tasks: dict[int, _ScoringTask] = field(default_factory=dict)
     """The task of each shard."""
     scaled_at: float = 0.0
+    paused_until: float = 0.0
+    outage_since: float | None = None
+    """When the file system failed for the first time since a task worked."""
 
     def __post_init__(self) -> None:
         self.rollouts = SegmentListing(self.campaign.spool("rollouts"))
@@ -108,9 +113,13 @@ class RewardScoring:
     def poll(self, workers: RewardWorkers) -> None:
         """Collect tasks that have ended, start new ones, and start or end reward jobs."""
         now = time.monotonic()
+        if now < self.paused_until:
+            return
         ended = [shard for shard, task in self.tasks.items() if task.future.done()]
         for shard in ended:
-            self._collect(self.tasks.pop(shard))
+            self._collect(self.tasks.pop(shard), now=now)
+        if now < self.paused_until:
+            return
         if not ended and not self._pace.is_due():
             return
         scored = self.scored.name_set()  # first: a segment is retired from "rollouts" before it is from "scored"
@@ -145,11 +154,17 @@ class RewardScoring:
         future = workers.score(sorted(segments), shard=shard, num_shards=self.num_shards, elastic=elastic)
         self.tasks[shard] = _ScoringTask(future=future, since=now, pending=segments, elastic=elastic)
 
-    def _collect(self, task: _ScoringTask) -> None:
+    def _collect(self, task: _ScoringTask, *, now: float) -> None:
         error = task.future.exception()
         if error is None:
+            self.outage_since = None
             return
         self.emit(FaultReported(what="reward", detail=f"{', '.join(sorted(task.pending)[:3])}: {error}"))
+        if isinstance(error, OSError) and is_outage(error):
+            self.paused_until = now + OUTAGE_PAUSE_S
+            self.outage_since = self.outage_since or now
+            if now - self.outage_since <= PATIENCE_S:
+                return
         if not is_lost_worker(error):  # a preempted job is not the fault of segments: they are scored again
             self.count_failure(f"the scoring of {min(task.pending, default='segments')}", str(error))
 

@@ -3,6 +3,7 @@
 retry_passing   call a function again after an error that passes
 is_passing, is_full   whether an error may pass, or is that of a file system without room
 is_outage       whether a file system that gave an error may work again: it was away, full, or read-only
+names_outage    whether the last line of a process names such an error
 describe_outage, advise_on_outage    what users read about it
 PollPace        when to look again: ever more rarely while nothing changes
 PathWatch       notices that a file, or the names in a directory, may have changed
@@ -69,6 +70,12 @@ def is_full(error: OSError) -> bool:
 def is_outage(error: OSError) -> bool:
     """Return whether a file system may work again that gave this error: it was away, full, or read-only."""
     return is_passing(error) or is_full(error) or error.errno == errno.EROFS
+
+
+def names_outage(text: str) -> bool:
+    """Return whether a process with this last line ended since the file system took nothing, not even the line."""
+    errors = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
+    return "lost sys.stderr" in text or any(error in text for error in errors)
 
 
 def describe_outage(error: OSError) -> str:

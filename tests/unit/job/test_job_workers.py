@@ -108,7 +108,12 @@ def test_a_trainer_that_ends_while_the_disk_is_full_has_not_failed_until_there_i
 
 
 @pytest.mark.parametrize(
-    ("log", "cause"), [("OSError: [Errno 28] No space left on device", "infrastructure"), ("x", "user-code")]
+    ("log", "cause"),
+    [
+        ("OSError: [Errno 28] No space left on device", "infrastructure"),
+        ("lost sys.stderr", "infrastructure"),
+        ("x", "user-code"),
+    ],
 )
 def test_a_trainer_that_fails_for_lack_of_room_does_not_count_as_the_users_code(workers, log, cause):
     workers.memory = SimpleNamespace(report_shortage=lambda code: False)
@@ -119,6 +124,14 @@ def test_a_trainer_that_fails_for_lack_of_room_does_not_count_as_the_users_code(
     with pytest.raises(JobError) as ended:
         workers._has_trainer_failed(None, 1)
     assert ended.value.cause == cause
+
+
+def test_a_disk_that_was_full_uses_up_no_restart_of_a_trainer_that_was_killed_before(workers):
+    workers.memory = SimpleNamespace(report_shortage=lambda code: False)
+    make_private_dir(workers.job.logs)
+    for log in ["x"] * MAX_RESTARTS + ["lost sys.stderr"] * MAX_RESTARTS:
+        workers.job.log("train-0").write_text(f"{log}\n")
+        assert workers._has_trainer_failed(None, 1)
 
 
 def fail_worker(workers, worker, times=MAX_RESTARTS + 1, reason="exit code 1"):

@@ -1,5 +1,8 @@
 """Reward tasks, and when reward jobs start and end."""
 
+import errno
+import os
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -7,9 +10,10 @@ import pytest
 from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import RewardConfig
-from hpcrl.job.reward_tasks import SEGMENTS_PER_JOB, RewardJobScaler, RewardScoring
+from hpcrl.job.reward_tasks import OUTAGE_PAUSE_S, SEGMENTS_PER_JOB, RewardJobScaler, RewardScoring
 from hpcrl.slurm.script import make_reward_script
 from hpcrl.spool.listing import find_shard
+from hpcrl.system.file_watch import PATIENCE_S
 from tests.support.plans import plan_recipe
 
 
@@ -136,6 +140,23 @@ def test_a_task_that_fails_costs_an_attempt(make, spent):
     scoring.poll(workers)
     workers.tasks[0][2].set_exception(RuntimeError("no"))
     scoring.poll(workers)
+    assert spent == [f"the scoring of {SEGMENT}"]
+
+
+def test_a_task_on_a_disk_that_takes_no_file_costs_no_attempt_until_patience_ends(make, spent, monkeypatch):
+    workers, scoring, now = Workers(), make(), 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    scoring.poll(workers)
+    for number in range(200):
+        assert (len(workers.tasks), spent) == (number + 1, [])
+        workers.tasks[-1][2].set_exception(OSError(errno.EROFS, os.strerror(errno.EROFS)))
+        scoring.poll(workers)
+        assert len(workers.tasks) == number + 1, "not again at once"
+        if spent:
+            break
+        now += OUTAGE_PAUSE_S
+        scoring.poll(workers)
+    assert PATIENCE_S < now - 100.0 < PATIENCE_S + 2 * OUTAGE_PAUSE_S
     assert spent == [f"the scoring of {SEGMENT}"]
 
 
