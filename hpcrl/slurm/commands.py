@@ -105,10 +105,15 @@ def limited_command(command: Sequence[str], *, env: Mapping[str, str]) -> list[s
 
 def check_answer(command: str, code: int | None, text: str) -> None:
     """Raise SlurmError if `command`, which printed `text`, ended with a code other than 0."""
-    if code == TIMED_OUT:
-        raise SlurmError(f"{command} did not answer within {COMMAND_TIMEOUT_S:g} s: is slurmctld up? Try again later")
     if code != 0:
-        raise SlurmError(_explain_refusal(text, command))
+        raise SlurmError(_explain_failure(command, code, text))
+
+
+def _explain_failure(command: str, code: int | None, text: str) -> str:
+    """Return why a command failed, for users."""
+    if code == TIMED_OUT:
+        return f"{command} did not answer within {COMMAND_TIMEOUT_S:g} s: is slurmctld up? Try again later"
+    return _explain_refusal(text, command)
 
 
 def _explain_refusal(text: str, command: str) -> str:
@@ -124,6 +129,7 @@ def _explain_refusal(text: str, command: str) -> str:
         "configuration is not available": "no node has that much: `hpcrl plan` shows what is requested",
         "operation not supported": "if it runs no heterogeneous jobs: -s job.layout=hetstep requests one allocation",
     }
+    fixes = dict.fromkeys(_LOST_ANSWERS, "the connection to the controller was lost: try again later") | fixes
     unknown = "nothing was queued" if command == "sbatch" else f"the answer of {command}"
     fix = next((fix for words, fix in fixes.items() if words in reason), unknown)
     return f"Slurm refused: {reason} ({fix})"
@@ -167,7 +173,7 @@ def queue_script(script: Path, *options: str, mark: str | None = None, env: Mapp
         return known
     done = run_slurm(["sbatch", "--parsable", *options, str(script)], env=env)
     if mark is not None and is_unanswered(done.returncode, done.stderr):
-        return await_marked_job(mark, env=env, answer=done.stderr)
+        return await_marked_job(mark, code=done.returncode, answer=done.stderr, env=env)
     check_answer("sbatch", done.returncode, done.stderr or done.stdout)
     return done.stdout.strip().partition(";")[0]
 
@@ -177,8 +183,8 @@ def is_unanswered(code: int, text: str) -> bool:
     return code == TIMED_OUT or (code != 0 and any(words in text for words in _LOST_ANSWERS))
 
 
-def await_marked_job(mark: str, *, answer: str, env: Mapping[str, str] | None = None) -> str:
-    """Look for a job whose submission had this answer, several times, and return its id.
+def await_marked_job(mark: str, *, code: int, answer: str, env: Mapping[str, str] | None = None) -> str:
+    """Look for a job whose submission ended so, several times, and return its id.
 
     Raise LostAnswerError if it is not found: it may be queued even later.
     """
@@ -187,10 +193,8 @@ def await_marked_job(mark: str, *, answer: str, env: Mapping[str, str] | None = 
         with contextlib.suppress(SlurmError):
             if (known := find_marked_job(mark, env=env)) is not None:
                 return known
-    raise LostAnswerError(
-        f"sbatch had no answer of Slurm ({' '.join(answer.split())}), and the queue shows no such job: it may come "
-        "later (`squeue --me`), so try again in some minutes"
-    )
+    reason = _explain_failure("sbatch", code, answer)
+    raise LostAnswerError(f"{reason}; the job may still be queued: `squeue --me` shows it")
 
 
 def find_marked_job(mark: str, *, env: Mapping[str, str] | None = None) -> str | None:

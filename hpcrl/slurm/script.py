@@ -90,8 +90,10 @@ def make_mark(job: JobDir) -> str:
     The path of a campaign differs between nodes, and between commands, where it has symbolic links.
     """
     campaign = job.campaign
-    created = read_json(campaign.manifest)["created"] if campaign.manifest.exists() else campaign.root
-    digest = hashlib.blake2b(os.fsencode(f"{campaign.name}:{created}"), digest_size=8).hexdigest()
+    origin = os.fspath(campaign.root)  # of a preview
+    if campaign.manifest.exists():
+        origin = f"{campaign.name}:{read_json(campaign.manifest)['created']}"
+    digest = hashlib.blake2b(os.fsencode(origin), digest_size=8).hexdigest()
     return f"hpcrl:{digest}:{job.number}"
 
 

@@ -190,7 +190,7 @@ def _submit_slurm(script: str, job: JobDir, site: Site) -> SubmittedJob:
     except submitit.core.utils.FailedJobError as error:
         code = getattr(error.__cause__, "returncode", 1)
         if is_unanswered(code, str(error)):
-            id = await_marked_job(mark, env=env, answer=str(error))
+            id = await_marked_job(mark, code=code, answer=str(error), env=env)
             return SubmittedJob(id=id, scheduler="slurm", time=time.time())
         check_answer("sbatch", code, str(error))
         raise

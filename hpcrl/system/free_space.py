@@ -34,8 +34,9 @@ class FreeSpace(NamedTuple):
 def find_free_space(path: Path) -> FreeSpace:
     """Return the least that is left at a path, by the file system and by the user's quotas."""
     facts = os.statvfs(path)
-    num_files = facts.f_favail if facts.f_files else math.inf  # some file systems count none
-    least = FreeSpace(facts.f_bavail * facts.f_frsize, num_files)
+    num_files = facts.f_favail if facts.f_files else math.inf  # some file systems count none, nor bytes
+    num_bytes = facts.f_bavail * facts.f_frsize if facts.f_blocks else math.inf
+    least = FreeSpace(num_bytes, num_files)
     for space in _query_quotas(path):
         if space.num_bytes < least.num_bytes or space.num_files < least.num_files:
             least = FreeSpace(

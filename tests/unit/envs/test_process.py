@@ -154,8 +154,9 @@ def test_an_environment_does_not_outlive_its_env_worker(tmp_path):
 
         asyncio.run(live())
         os._exit(0)
-    wait_until((tmp_path / "hanging").exists)
-    pids = [int((tmp_path / name).read_text()) for name in ("hanging", "keeper")]
+    notes = [tmp_path / name for name in ("hanging", "keeper")]
+    wait_until(lambda: all(note.exists() and note.read_text() for note in notes))
+    pids = [int(note.read_text()) for note in notes]
     os.kill(host, 9)
     os.waitpid(host, 0)
     wait_until(lambda: all(is_gone(pid) for pid in pids))

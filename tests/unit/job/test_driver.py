@@ -203,7 +203,7 @@ def test_the_next_job_is_queued_before_what_may_fail_at_the_start(driver, monkey
         followed.append(env)
 
     monkeypatch.setattr("hpcrl.job.driver.next_job.try_follow", follow)
-    monkeypatch.setattr("hpcrl.job.driver.read_allocation", lambda _: raise_refusal())
+    monkeypatch.setattr(driver, "_run_job", lambda: raise_refusal())
     monkeypatch.setattr("hpcrl.job.driver.find_own_id", lambda _: "4711")
     monkeypatch.setattr(driver.drain.requests, "listen", lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")

@@ -120,7 +120,7 @@ def test_a_job_that_may_be_queued_though_slurm_is_silent_is_kept_and_cancelled_b
     )
     (slurm / "off").write_text(f"#!/bin/sh\necho 'slurm_load_jobs error: {silence}' >&2; exit 1\n")
     (slurm / "off").chmod(0o700)
-    for tries in (r"sbatch had no answer .* Socket timed out", r"squeue does not answer .* Unable to contact"):
+    for tries in (r"Socket timed out .* the job may still be queued", r"squeue does not answer .* Unable to contact"):
         with pytest.raises(SlurmError, match=tries):
             follow(campaign, 0, asked)
         assert campaign.job(1).script.exists(), "Slurm may start it"
