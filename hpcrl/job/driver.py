@@ -64,7 +64,7 @@ from hpcrl.slurm import next_job
 from hpcrl.slurm.allocation import JobAllocation, find_own_id, read_allocation, scrub_environment
 from hpcrl.slurm.submit import SubmittedJob, record_submission
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
-from hpcrl.system.file_watch import PATIENCE_S, is_outage, retry_passing
+from hpcrl.system.file_watch import is_outage, retry_passing
 from hpcrl.system.files import make_private_dir, publish_file, remove_path
 from hpcrl.system.network import current_node, find_bind_address
 from hpcrl.system.processes import do_nothing
@@ -79,6 +79,8 @@ LIMIT_OUTCOMES: dict[EndCause, JobOutcome] = {"goal-reached": "done", "budget-us
 LEASE_INTERVAL_S = 10.0
 FOLLOW_INTERVAL_S = 300.0
 """The time after which a next job that Slurm has refused is tried again."""
+START_PATIENCE_S = 40.0
+"""The time for which a job waits at its start for a file system that is away or full: its nodes are idle meanwhile."""
 MAX_QUEUEING_S = 60.0
 """The time for which a job that failed at its start waits for Slurm to queue the next one."""
 _STOPPED_AT_ONCE = JobEnd(
@@ -93,7 +95,9 @@ def main() -> int:
     try:
         has_scheduler = read_plan(campaign).layout != "local"
         lease = retry_passing(
-            lambda: take_campaign_lease(place, has_scheduler=has_scheduler), timeout_s=PATIENCE_S, passes=is_outage
+            lambda: take_campaign_lease(place, has_scheduler=has_scheduler),
+            timeout_s=START_PATIENCE_S,
+            passes=is_outage,
         )
     except OSError as error:  # no outcome either: the files of the campaign are away, or take no changes
         note_in_log(f"hpcrl: job {number} cannot start: {error}")

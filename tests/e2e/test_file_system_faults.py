@@ -254,7 +254,7 @@ def test_a_job_whose_file_system_takes_no_changes_ends_with_one_line(folder: Pat
     with disk.fail_calls(errno.ENOSPC, kinds="w"):
         command = [sys.executable, "-m", "hpcrl.job.driver", str(folder), "0"]
         done = subprocess.run(
-            command, env=os.environ | disk.environ, capture_output=True, text=True, timeout=60, check=False
+            command, env=os.environ | disk.environ, capture_output=True, text=True, timeout=150, check=False
         )
     assert done.returncode == 1
     assert re.search(r"hpcrl: job 0 cannot start: .*No space left on device", done.stderr)
