@@ -97,20 +97,14 @@ def end_group(process: "subprocess.Popen[bytes]", *, grace_s: float) -> None:
 
 def end_groups(processes: Sequence["subprocess.Popen[bytes]"], *, grace_s: float) -> None:
     """End several such children in the time that one takes."""
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    for process in processes:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(deadline - time.monotonic(), 0.0))
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + MAX_KILL_S
-    for process in processes:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(deadline - time.monotonic(), 0.0))
+    for sig, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, MAX_KILL_S)):
+        left = [process for process in processes if process.poll() is None]
+        for process in left:
+            os.killpg(process.pid, sig)
+        deadline = time.monotonic() + limit_s
+        for process in left:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.0))
 
 
 def wait_for_descendants(*, timeout_s: float) -> None:
