@@ -97,7 +97,8 @@ def stop_gracefully(name: str) -> str:
     campaign = directory.find_campaign(name)
     if (ended := _describe_end(campaign)) is not None:
         return ended
-    job, site = _request_stop(campaign)
+    publish_file(campaign.stop, "")
+    job, site = _cancel_waiting(campaign)
     if job.outcome.exists():
         return _end_job(job, site)
     state = find_job_state(job, site)
@@ -117,13 +118,12 @@ def stop_now(name: str) -> str:
     campaign = directory.find_campaign(name)
     if (ended := _describe_end(campaign)) is not None:
         return ended
+    note = ""
     try:
-        job, site = _request_stop(campaign)
+        publish_file(campaign.stop, "")
     except OSError as error:  # a full disk must not keep a job: it ends by a signal
-        job, site = _find_running(campaign)
-        next_job.cancel_next_jobs(job, env=os.environ | slurm.make_site_environment(site))
-        return f"{_end_job(job, site)} ({error})"
-    return _end_job(job, site)
+        note = f" ({error})"
+    return _end_job(*_cancel_waiting(campaign)) + note
 
 
 def _describe_end(campaign: CampaignDir) -> str | None:
@@ -140,20 +140,14 @@ def _describe_end(campaign: CampaignDir) -> str | None:
     return f"campaign {campaign.name} has ended already ({verdicts[0].state}: {verdicts[0].reason})"
 
 
-def _request_stop(campaign: CampaignDir) -> tuple[JobDir, Site]:
-    """Publish the stop request, and cancel the jobs that only wait for another one. Return the job that is left."""
-    publish_file(campaign.stop, "")
-    first, site = _find_running(campaign)
-    next_job.cancel_next_jobs(first, env=os.environ | slurm.make_site_environment(site))
-    return first, site
-
-
-def _find_running(campaign: CampaignDir) -> tuple[JobDir, Site]:
-    """Return the job that runs or is the first to run, else the last one."""
+def _cancel_waiting(campaign: CampaignDir) -> tuple[JobDir, Site]:
+    """Cancel the jobs that only wait for another one; return the job that is left, the last one if none runs."""
     every, site = directory.list_jobs(campaign), read_site(campaign, skips_unknown=True)
     *_, last = [job for job in every if job.submission.exists()] or every
     states = find_job_states(every, site)
-    return next((job for job, state in states.items() if state != "gone"), last), site
+    first = next((job for job, state in states.items() if state != "gone"), last)
+    next_job.cancel_next_jobs(first, env=os.environ | slurm.make_site_environment(site))
+    return first, site
 
 
 def _end_job(job: JobDir, site: Site) -> str:
