@@ -427,14 +427,11 @@ class JobRuntime:
         component: JobComponent = self._plan.components[role.component]
         setup = self._find_setup(component.partition)
         threads_per_core = self._site.partitions[component.partition].threads_per_core
-        cpus, gpus = role.cpus_per_worker * role.workers_per_node, role.gpus_per_worker * role.workers_per_node
-        mem_gib, is_alone = role.step_mem_gib, component.roles == [role.role]
-        if self._plan.layout == "colocated":  # steps that overlap would get the same first cores and GPUs each
-            gpus = component.gpus_per_node if gpus else 0
-        if is_alone:
-            mem_gib = component.mem_gib_per_node
-        if is_alone or self._plan.layout == "colocated":
-            cpus = component.cpus_per_node
+        # Steps that overlap get the same first cores and GPUs each, so that each gets all that roles share.
+        cpus, gpus = component.cpus_per_node, role.gpus_per_worker * role.workers_per_node
+        if self._plan.layout == "colocated" and gpus:
+            gpus = component.gpus_per_node
+        mem_gib = component.mem_gib_per_node if component.roles == [role.role] else role.step_mem_gib
         return [
             *self._allocation.step_prefix(component, nodes, cpus=cpus * threads_per_core, mem_gib=mem_gib, gpus=gpus),
             *(setup.srun_flags if self._allocation.job_id is not None else []),

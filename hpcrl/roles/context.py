@@ -30,6 +30,7 @@ from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU, GPU_CATALOGUE, GpuModel
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.system.file_watch import MAX_PAUSE_S, NameWatch
+from hpcrl.system.near_cores import bind_near_gpus
 from hpcrl.system.network import current_node, find_bind_address
 from hpcrl.system.pulse import start_pulse
 from hpcrl.system.variables import PARTITION_VARIABLE, PROGRESS_BARS_VARIABLE
@@ -216,7 +217,7 @@ def redirect_output(job: JobDir, role: str, index: int) -> None:
 
 
 def pin_devices(role: RolePlan, variable: DeviceVariable | None = None) -> list[str]:
-    """Restrict this worker to its devices of the node and its share of cores; call it before torch is imported.
+    """Restrict this worker to its devices of the node, and to the cores near them; call it before torch is imported.
 
     Where nothing names the devices of the step, the node has them all; several roles may share them. One variable is
     left in the end: AMD's runtime would apply HIP's and CUDA's to what ROCr's has left.
@@ -234,6 +235,7 @@ def pin_devices(role: RolePlan, variable: DeviceVariable | None = None) -> list[
     for other in STEP_DEVICE_VARIABLES:
         os.environ.pop(other, None)
     os.environ[name] = ",".join(own)
+    bind_near_gpus(own, num_cpus=role.cpus_per_worker)
     return own
 
 

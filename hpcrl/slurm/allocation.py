@@ -77,9 +77,10 @@ class JobAllocation:
         """Return the command that runs a component's command once on every node of it, all as one MPI world.
 
         `make_command` returns the flags of srun and the command of a component. The step ends if one of its ranks
-        fails. It gets no devices, and may use all memory the job has on a node.
+        fails. It gets no devices, and may use all memory that the job has on a node, and all cores: with a number of
+        them it would get the first ones, on which other steps run.
         """
-        shape = ["--ntasks-per-node=1", "--cpus-per-task=1", "--gres=none"]
+        shape = ["--ntasks-per-node=1", "--cpu-bind=none", "--gres=none"]
         if all(any(flag.startswith("--mem") for flag in component.slurm_flags) for component in components):
             shape.append("--mem=0")
         shape += ["--overlap", "--kill-on-bad-exit=1", f"--mpi={mpi}", "--unbuffered"]

@@ -7,6 +7,7 @@ free_space  what the file system and quotas leave
 processes   processes that this one started
 pulse       whether a worker stands still, or does not work
 memory      the processes that the kernel ended for a lack of memory
+near_cores  the cores near a GPU
 network     names, addresses, ports
 tls         a certificate that only one user's processes have
 json_numbers  which numbers JSON can represent

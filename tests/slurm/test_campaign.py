@@ -20,6 +20,15 @@ def states(lab: Lab, job_id: str) -> dict[str, str]:
     return dict(row.split("|") for row in rows)
 
 
+def cores_of(lab: Lab, job_id: str) -> dict[str, set[int]]:
+    """Return the numbers of cores that each component, and each step on it, had in the accounting."""
+    rows = [row.split("|") for row in lab.run("sacct", "-n", "-P", "-j", job_id, "--format=JobID,AllocCPUS").split()]
+    found: dict[str, set[int]] = {}
+    for id, num in rows:
+        found.setdefault(id.partition(".")[0], set()).add(int(num))
+    return found
+
+
 def test_the_lab_of_the_tutorial_gives_what_it_shows_on_separate_partitions_with_weights_by_mpi(
     lab: Lab, campaigns: Path, tmp_path: Path
 ) -> None:
@@ -35,6 +44,9 @@ def test_the_lab_of_the_tutorial_gives_what_it_shows_on_separate_partitions_with
     assert where == {"env": "env", "prefill": "prefill", "decode": "decode", "train": "train"}
     expected = dict.fromkeys(("env", "prefill", "decode", "train"), "COMPLETED")
     until(lambda: states(lab, seen["jobs"][0]["id"]) == expected, what="sacct shows every component COMPLETED")
+    num_cores = cores_of(lab, seen["jobs"][0]["id"])
+    assert len(num_cores) == 4
+    assert all(len(nums) == 1 for nums in num_cores.values()), "steps overlap: with fewer cores each has the first ones"
     assert [event["transport"] for event in events_of(campaign, "transport")] == ["files", "mpi"]
     carried = events_of(campaign, "courier")
     assert {(event["node"], *event["to"]) for event in carried} == {("train1", "prefill1", "decode1")}

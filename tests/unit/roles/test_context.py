@@ -1,6 +1,7 @@
 """The devices that a worker takes of those of its node."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,12 +21,14 @@ ROLE = RolePlan(
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No variable of devices; whatever a test sets is unset after it."""
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """No variable of devices; whatever a test sets is unset after it, and the cores are set back."""
     for name in (*DEVICE_VARIABLES, "GPU_DEVICE_ORDINAL", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("PARSL_WORKER_RANK", "1")
-    return monkeypatch
+    cores = os.sched_getaffinity(0)
+    yield monkeypatch
+    os.sched_setaffinity(0, cores)
 
 
 @pytest.mark.parametrize(
@@ -54,3 +57,11 @@ def test_a_worker_takes_its_share_by_the_variable_that_the_site_uses_and_no_othe
     assert pin_devices(ROLE, asked) == value.split(",")
     assert {name: os.environ[name] for name in DEVICE_VARIABLES if os.environ.get(name)} == pinned
     assert not os.environ.get("GPU_DEVICE_ORDINAL")
+
+
+def test_a_worker_uses_the_cores_near_its_own_gpus(environment: pytest.MonkeyPatch) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    places = [("", {cores[0]}), ("", {cores[0]}), ("", {cores[-1]}), ("", {cores[-1]})]
+    environment.setattr("hpcrl.system.near_cores.list_near_cores", lambda _: places)
+    assert pin_devices(ROLE) == ["2", "3"]
+    assert os.sched_getaffinity(0) == {cores[-1]}
