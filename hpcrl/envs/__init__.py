@@ -15,6 +15,7 @@ program_files   what the command of an agent program needs and does not find
 arithmetic      sums
 question        one question a row
 repair          fix a Python function with a tool
+software        the judge of tasks in SWE-bench's form
 judge           a reward from a language model
 judge_access    how user code calls the judges of its campaign
 gymnasium_text  FrozenLake, Taxi and Blackjack as text

@@ -49,6 +49,7 @@ from hpcrl.envs.judge_access import keep_judges
 from hpcrl.envs.program_files import (
     TASK_FIELD,
     ProgramProblem,
+    fill_arguments,
     fill_template,
     find_command_problems,
     find_path_problem,
@@ -80,6 +81,8 @@ _START_CODE = (
 _ROOT = Path(__file__).resolve().parents[2]
 _MISSED_FILE = re.compile(r"No such file or directory: '/(?!episode/)")
 _HIDDEN_FILE = " (if it is there, the sandbox does not show it: add it to {})"
+_COPY_WORDS = ("cp", "-dR", "--preserve=mode,timestamps,links", "--")
+"""Owners are not kept: they cannot be given here."""
 _PASSED_PREFIXES = ("APPTAINERENV_", "SINGULARITYENV_")
 _log = logging.getLogger(__name__)
 
@@ -194,7 +197,8 @@ class AgentProgram:
                 image = await stack.enter_async_context(open_image(image, self._images))
             root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="hpcrl-agent-"))  # 0700
             stack.push_async_callback(asyncio.to_thread, _remove_tree, root)
-            sandboxes = _SandboxFactory(kind=kind, image=image, root=root)
+            workdir = self._options.image_directory or INSIDE_WORKDIR
+            sandboxes = _SandboxFactory(kind=kind, image=image, root=root, workdir=workdir)
             stages = [self._make_program_stage(sandboxes, fields, access)]
             if self._options.judge is not None:
                 stages.append(self._make_judge_stage(sandboxes, fields))
@@ -205,11 +209,12 @@ class AgentProgram:
         return {**self._options.task, **(task or {}), "seed": seed}
 
     def _make_program_stage(self, sandboxes: "_SandboxFactory", fields: TaskFields, access: ModelAccess) -> Stage:
-        shown = json.dumps({name: value for name, value in fields.items() if name not in self._options.judge_fields})
+        given = {name: value for name, value in fields.items() if name not in self._options.judge_fields}
+        shown = json.dumps(given)
         forwarded = sandboxes.kind != "none"
         url = f"http://127.0.0.1:{INSIDE_PORT}/v1" if forwarded else access.url
         launch = ProgramLaunch(
-            command=sandboxes.resolve_python(self._options.command),
+            command=fill_arguments(sandboxes.resolve_python(self._options.command), given),
             task=shown,
             environment={
                 **self._options.variables,
@@ -237,7 +242,7 @@ class AgentProgram:
         launch = ProgramLaunch(
             command=sandboxes.resolve_python(self._options.judge),
             task=task,
-            environment=sandboxes.task_variables(task),
+            environment={**sandboxes.module_variables(), **sandboxes.task_variables(task)},
             **self._process_limits(sandboxes),
         )
         return sandboxes.make_stage(
@@ -265,7 +270,7 @@ class AgentProgram:
         episode = EpisodeStages(
             stages=[asdict(stage) for stage in stages],
             directories=sandboxes.directories,
-            copied_from=directory or "",
+            **self._make_copying(sandboxes, directory),
             max_processes=self._options.max_processes,
             max_memory_mb=self._options.max_memory_mb,
             max_disk_mb=self._options.max_disk_mb,
@@ -294,6 +299,15 @@ class AgentProgram:
         except (ValueError, TypeError):
             why = errors.decode(errors="replace").strip()[-300:]
             raise EnvFault(f"{self._name}: its supervisor ended with {process.returncode}: {why}") from None
+
+    def _make_copying(self, sandboxes: "_SandboxFactory", directory: str | None) -> dict[str, Any]:
+        """Return the command that fills the working directory, and what it copies."""
+        if (inside := self._options.image_directory) is not None:
+            return {"copy_command": sandboxes.make_image_copy(inside), "copied_from": f"image_directory = {inside!r}"}
+        if directory is None:
+            return {}
+        command = [*_COPY_WORDS, f"{directory}/.", sandboxes.directories[0]]
+        return {"copy_command": command, "copied_from": f"directory = {directory!r}"}
 
     def _read_outcome(self, outcome: EpisodeOutcome) -> float | None:
         """Return the reward; raises PolicyFailure for stages that failed, and EnvFault for those that did not start.
@@ -384,8 +398,10 @@ class AgentProgram:
 class _SandboxFactory:
     """The settings that the sandboxes of one episode share."""
 
-    def __init__(self, *, kind: SandboxKind, image: str | None, root: Path) -> None:
+    def __init__(self, *, kind: SandboxKind, image: str | None, root: Path, workdir: str) -> None:
         self.kind = kind
+        self._workdir = workdir
+        """The place of the working directory in the sandboxes."""
         self.root = root
         self.has_fixed_disks = kind == "bubblewrap" and not find_disk_problem()
         self.counts_tasks = kind == "bubblewrap" and not find_task_problem()
@@ -395,8 +411,22 @@ class _SandboxFactory:
 
     def task_variables(self, task: str) -> dict[str, str]:
         """Return the variables with the task, if it is not too long, and with the program's directory."""
-        workdir = self.directories[0] if self.kind == "none" else INSIDE_WORKDIR
+        workdir = self.directories[0] if self.kind == "none" else self._workdir
         return {"HPCRL_WORKDIR": workdir, **({"HPCRL_TASK": task} if len(task) < MAX_VARIABLE_CHARS else {})}
+
+    def module_variables(self) -> dict[str, str]:
+        """Return what the modules of hpcrl need in an image, which shows them, beside its Python."""
+        return {"PYTHONPATH": str(_ROOT)} if self.kind == "apptainer" else {}
+
+    def make_image_copy(self, directory: str) -> list[str]:
+        """Return the command that copies a directory of the image to the working directory."""
+        spec = SandboxSpec(
+            kind=self.kind,
+            workdir=INSIDE_WORKDIR,
+            writable=((self.directories[0], INSIDE_WORKDIR),),
+            image=self._image,
+        )
+        return wrap_command([*_COPY_WORDS, f"{directory}/.", INSIDE_WORKDIR], spec)
 
     def resolve_python(self, command: Sequence[str]) -> list[str]:
         """Return the command with the interpreter that `python` stands for."""
@@ -421,16 +451,19 @@ class _SandboxFactory:
         work, own = self.directories[0], self.root / name
         home, temporary, memory = (str(own / part) for part in ("home", "tmp", "shm"))
         self.directories += [home, temporary, memory]
-        places = ((work, INSIDE_WORKDIR), (home, INSIDE_HOME), (temporary, "/tmp"), (memory, "/dev/shm"))
+        places = ((work, self._workdir), (home, INSIDE_HOME), (temporary, "/tmp"), (memory, "/dev/shm"))
         start_code = _START_CODE.format(root=str(_ROOT), module="program_launcher")
         launcher = self.resolve_python(["python", "-I", "-S", "-c", start_code])
         directories = {"HOME": home, "TMPDIR": temporary} if self.kind == "none" else {"HOME": INSIDE_HOME}
         launch = replace(launch, environment={"PYTHONUNBUFFERED": "1", **launch.environment, **directories})
         readable = _list_image_paths(readable) if self.kind == "apptainer" else list_readable_paths(*readable)
+        if self.kind == "apptainer":  # which makes no place to mount in what is bound
+            within = [path for path in readable if path.startswith("/tmp/") and Path(path).is_dir()]
+            self.directories += [f"{temporary}{path.removeprefix('/tmp')}" for path in within]
         shown = readable if self.kind == "apptainer" else (*SYSTEM_DIRS, *readable)
         spec = SandboxSpec(
             kind=self.kind,
-            workdir=INSIDE_WORKDIR if name == "program" else INSIDE_HOME,
+            workdir=self._workdir if name == "program" else INSIDE_HOME,
             writable=places,
             readable=readable,
             hidden=list_answer_files(shown) if name == "program" else (),

@@ -5,13 +5,15 @@
     ProgramProblem         why a program cannot work
     ProblemJudge           whether a problem that is found here is one of the nodes too
     list_shown_paths       what a sandbox without an image shows
-    fill_template          put the fields of a task into a text
+    fill_template          put the fields of a task into a path
+    fill_arguments         put them into the arguments of a program
     TASK_FIELD, INSIDE_DIRS, MODULE_TIMEOUT_S, SUBJECT_END  constants
 
 On the login node it is known that nodes lack a file only if they share its file system; PATH and other variables are
 those of the job only if its site has no prologue that sets them.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -242,6 +244,16 @@ def _read_interpreter(file: str) -> str:
         return ""
     name = line.removeprefix(b"#!").split()[:1] if line.startswith(b"#!") else []
     return os.fsdecode(name[0]) if name and name[0].startswith(b"/") else ""
+
+
+def fill_arguments(command: Sequence[str], fields: Mapping[str, Any]) -> list[str]:
+    """Replace each {field} of the task in the arguments of a program; other braces are the program's own."""
+
+    def fill_field(match: re.Match[str]) -> str:
+        value = fields.get(match[1], match[0])
+        return (value if isinstance(value, str) else json.dumps(value)).replace("\0", "")
+
+    return [command[0], *(TASK_FIELD.sub(fill_field, word) for word in command[1:])]
 
 
 def fill_template(template: str, fields: Mapping[str, Any], *, what: str) -> str:

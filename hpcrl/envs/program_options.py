@@ -30,6 +30,8 @@ _LEAST = {
     "max_disk_mb": 1,
     "image_cache_gib": 0,
 }
+_OWN_PLACES = ("/tmp", "/dev/shm", "/proc", "/sys", "/episode/work", "/episode/home")
+"""The directories of a sandbox that are not the image's."""
 _TYPE_WORDS: tuple[tuple[Any, str], ...] = (
     (bool, "true or false"),
     (int, "a whole number"),
@@ -46,7 +48,8 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of one domain."""
 
     command: tuple[str, ...]
-    """The program with its arguments; `python` is the one that runs hpcrl, or that of the image."""
+    """The program with its arguments, in which {field} is a field of the task that the program is given; `python` is
+    the one that runs hpcrl, or that of the image."""
     task: dict[str, Any] = {}
     """Fields that are added to the task, beside the seed, which only a row of the domain's `tasks` replaces."""
     environment: dict[str, str | int | float] = {}
@@ -55,6 +58,9 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Auto (apptainer if there is an image, else bubblewrap), apptainer, bubblewrap (no image), or none."""
     image: str | None = None
     """The image for apptainer: a file, or one of a registry such as docker://name; {field} is a task's field."""
+    image_directory: str | None = None
+    """A directory of the image, such as /testbed, that the program works in and may change: each episode has a copy in
+    its place, which its judge finds there too."""
     image_cache: str | None = None
     """A directory of each node for images of registries."""
     image_cache_gib: float = 50.0
@@ -143,11 +149,26 @@ def _check_together(options: ProgramOptions) -> None:
         raise ConfigError("AgentProgram: judge_readable and judge_fields need a judge: set `judge` to its command")
     if options.judge is not None and options.posts_reward:
         raise ConfigError("AgentProgram: posts_reward = true with a judge: the reward is the judge's, remove one")
+    if options.image_directory is not None:
+        _check_image_directory(options)
     if options.calls_judges and options.sandbox != "none":
         raise ConfigError(
             f"AgentProgram: calls_judges = {list(options.calls_judges)!r} with sandbox = {options.sandbox!r}, which "
             'has no network: remove it, or set sandbox = "none"'
         )
+
+
+def _check_image_directory(options: ProgramOptions) -> None:
+    """Raise ConfigError for a directory of an image that cannot be the working directory."""
+    given = f"AgentProgram: image_directory = {options.image_directory!r}"
+    if options.image is None or options.sandbox not in ("auto", "apptainer"):
+        raise ConfigError(f'{given} needs an `image`, with sandbox = "auto" or "apptainer"')
+    if options.directory is not None:
+        raise ConfigError(f"{given} with directory = {options.directory!r}: the program works in one, remove the other")
+    path = Path(str(options.image_directory))
+    is_own = any(path.is_relative_to(place) or Path(place).is_relative_to(path) for place in _OWN_PLACES)
+    if not path.is_absolute() or ".." in path.parts or is_own:
+        raise ConfigError(f"{given}: give the whole path of a directory of the image, such as /testbed")
 
 
 def _check_variables(environment: dict[str, Any]) -> None:

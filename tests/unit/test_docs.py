@@ -361,10 +361,13 @@ OTHER_PROGRAMS = {
     "eval",
     "export",
     "inspect",
+    "ln",
     "mkdir",
     "python",
     "sinfo",
     "source",
+    "uv",
+    "~/mini-swe-agent/python/bin/python3",
 }
 
 

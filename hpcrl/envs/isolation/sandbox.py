@@ -160,8 +160,8 @@ def _build_apptainer_args(spec: SandboxSpec) -> list[str]:
     return [
         *(find_apptainer() or "apptainer", "--silent", "exec", "--containall", "--cleanenv", "--no-home", "--no-init"),
         *("--net", "--network", "none"),
-        *own,
         *[argument for inside, source in places.items() for argument in ("--bind", f"{source}:{inside}")],
+        *own,  # after /tmp, which some are in
         *("--pwd", spec.workdir),
         spec.image,
     ]

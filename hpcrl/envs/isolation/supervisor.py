@@ -67,8 +67,10 @@ class EpisodeStages:
     """Each a Stage; a new one starts when all processes of the last have ended."""
     directories: list[str]
     """Made before, for this user only."""
+    copy_command: list[str] = field(default_factory=list)
+    """The command that fills the first of `directories`, if any."""
     copied_from: str = ""
-    """A directory whose content is copied to the first of `directories`; "": none."""
+    """The name, for messages, of what it copies."""
     max_processes: int
     max_memory_mb: int
     max_disk_mb: int
@@ -180,13 +182,11 @@ def _count_memory_bytes(pid: int) -> int:
 def _fill_directories(episode: EpisodeStages) -> None:
     for directory in episode.directories:
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-    if episode.copied_from:
-        kept = "--preserve=mode,timestamps,links"  # not owners, which cannot be given here
-        copying = ["cp", "-dR", kept, "--", f"{episode.copied_from}/.", episode.directories[0]]
-        done = subprocess.run(copying, capture_output=True, text=True, check=False)
+    if episode.copy_command:
+        done = subprocess.run(episode.copy_command, capture_output=True, text=True, errors="replace", check=False)
         if done.returncode != 0:
             last = done.stderr.strip().rpartition("\n")[2][-300:]
-            raise StageFault(f"directory = {episode.copied_from!r} could not be copied: {last}")
+            raise StageFault(f"{episode.copied_from} could not be copied: {last}")
 
 
 def _run_stage(stage: Stage, episode: EpisodeStages) -> dict[str, Any]:
