@@ -300,6 +300,7 @@ def add_simulation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train-s", type=float, metavar="S", help="time of a training step (default: an estimate)")
     parser.add_argument("--env-faults", type=float, default=0.0, metavar="SHARE", help="share of resets that fail (0)")
     parser.add_argument("--engine-hours", type=float, metavar="H", help="mean time to the failure of an engine (none)")
+    parser.add_argument("--suggest", action="store_true", help="print other plans, with the campaign's time and cost")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw the timeline (.svg or .html)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 

@@ -1,6 +1,7 @@
 """Commands that need packages which this interpreter may lack, run by the one of the campaign's jobs.
 
 run_traj, run_report, run_export, run_simulate    `hpcrl traj`, `report`, `export` and `simulate`
+run_suggestions     `hpcrl plan --suggest`
 find_python_with    the interpreter that has a module
 """
 
@@ -60,12 +61,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     step = [] if arguments.step is None else [str(arguments.step)]
     python = find_python_with("torch", campaign)
     words = [python, "-m", "hpcrl.trainers.export", str(campaign.root), str(arguments.hf.absolute()), *step]
-    with tempfile.TemporaryFile("w+") as printed:  # what it prints would be on the line of the spinner
-        with show_wait("the checkpoint is written as a model"):
-            code = run_process(words, stdout=printed)
-        printed.seek(0)
-        sys.stdout.write(printed.read())
-    return code
+    return _print_process(words, what="the checkpoint is written as a model")
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
@@ -75,6 +71,23 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     settings = tuple(one.removeprefix("site.") for one in arguments.settings if one.startswith("site."))
     python = sys.executable if find_spec("numpy") else load_site(arguments.site, settings=settings).choose_python()
     return run_process([python, "-m", "hpcrl.simulation", *arguments.words[1:]])
+
+
+def run_suggestions(arguments: argparse.Namespace) -> int:
+    """Simulate other plans with this interpreter, which has numpy, and print them."""
+    settings = [word for setting in arguments.settings for word in ("-s", setting)]
+    words = [arguments.recipe, "--site", arguments.site, *settings, "--suggest", *(["--json"] * arguments.json)]
+    return _print_process([sys.executable, "-m", "hpcrl.simulation", *words], what="other plans are simulated")
+
+
+def _print_process(words: list[str], *, what: str) -> int:
+    """Run a program, then print what it has printed; return its exit code."""
+    with tempfile.TemporaryFile("w+") as printed:  # it would be on the line of the spinner
+        with show_wait(what):
+            code = run_process(words, stdout=printed)
+        printed.seek(0)
+        sys.stdout.write(printed.read())
+    return code
 
 
 def _find_report_python(campaign_dir: CampaignDir) -> str:

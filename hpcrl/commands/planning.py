@@ -5,6 +5,7 @@ print_plan                                    the plan on a console
 """
 
 import argparse
+from importlib.util import find_spec
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,6 +15,7 @@ from hpcrl.campaign.request import CampaignRequest, load_request
 from hpcrl.campaign.running_jobs import read_submission
 from hpcrl.campaign.submission import dry_run, preview_script, submit
 from hpcrl.campaign.submission_checks import check_plan
+from hpcrl.commands.interpreters import run_suggestions
 from hpcrl.config.pipeline import RENDERERS, make_running_pipeline
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.toml import list_known_names
@@ -36,8 +38,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     for note in check_plan(request):
         print_note(note)
     if arguments.suggest:
-        _print_suggestions(request, as_json=arguments.json)
-    elif arguments.json:
+        return _print_suggestions(arguments, request)
+    if arguments.json:
         print_json_text(request.plan.to_json())
     elif arguments.dag:
         _show_dag(request.recipe, how=arguments.dag)
@@ -103,15 +105,17 @@ def _load_request(arguments: argparse.Namespace) -> CampaignRequest:
         return load_request(arguments.recipe, site=site, settings=tuple(arguments.settings))
 
 
-def _print_suggestions(request: CampaignRequest, *, as_json: bool) -> None:
-    """Print the size of the plan that was made, and of others."""
-
-    suggestions = suggest_plans(request.recipe, request.site, request.plan)
-    if as_json:
+def _print_suggestions(arguments: argparse.Namespace, request: CampaignRequest) -> int:
+    """Print the size of the plan that was made, and of others; with numpy, what a campaign takes under each."""
+    if request.recipe.has_rollouts and find_spec("numpy"):
+        return run_suggestions(arguments)
+    made, suggestions = suggest_plans(request.recipe, request.site, request.plan)
+    if arguments.json:
         print_json(suggestions)
-        return
-    for line in show_suggestions(suggestions, request.plan):
+        return 0
+    for line in show_suggestions(suggestions, made, site=request.site.name):
         print_line(line)
+    return 0
 
 
 def _show_dag(recipe: Recipe, *, how: str) -> None:

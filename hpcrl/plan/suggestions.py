@@ -1,12 +1,14 @@
 """Other plans for the same recipe and site, with what they cost. Pure.
 
-suggest_plans     up to MAX_SUGGESTIONS of them, the cheapest first
+suggest_plans     up to MAX_SUGGESTIONS of them by their size, the cheapest first
+choose_frontier   up to MAX_SUGGESTIONS of them by time and cost of the whole campaign, where these are known
+list_plans        all of them, with the plan that was made
 show_suggestions  the lines of text for them
 PlanSuggestion    one of them: the settings that lead to it, and its size
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 
@@ -36,6 +38,10 @@ class PlanSuggestion(msgspec.Struct, frozen=True, kw_only=True):
     """Workers of prefill and decode together; an engine over several nodes counts once for each."""
     num_ranks: int
     """Ranks of the trainer."""
+    campaign_hours: float | None = None
+    """The simulated time until the last step, without waiting in the queue; None if nothing was simulated."""
+    campaign_node_hours: float | None = None
+    campaign_gpu_hours: float | None = None
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -52,35 +58,73 @@ class PlanSuggestion(msgspec.Struct, frozen=True, kw_only=True):
         )
         sizes = ", ".join(f"{num} {noun}{'s' * (num != 1)}" for noun, num in each)
         words = " ".join(f"-s {setting}" for setting in self.settings)
-        return f"{words}: {self.layout}, {sizes}, {self.node_hours:g} node-hours and {self.gpu_hours:g} GPU-hours a job"
+        return f"{words}: {self.layout}, {sizes}, {self.describe_cost()}"
+
+    def describe_cost(self) -> str:
+        """Return what a job may cost at most, and what the whole campaign takes, if that was simulated."""
+        each_job = f"{self.node_hours:g} node-hours and {self.gpu_hours:g} GPU-hours a job"
+        if self.campaign_hours is None:
+            return each_job
+        whole = f"{self.campaign_node_hours:.3g} node-hours and {self.campaign_gpu_hours:.3g} GPU-hours in all"
+        hours = self.campaign_hours
+        time = f"{hours:.3g} h" if hours >= 2 else f"{hours * 60:.3g} min"
+        return f"{each_job}; the last step after {time}, {whole}"
+
+    def is_as_good_as(self, other: "PlanSuggestion") -> bool:
+        """Return whether a campaign under this plan is as fast and as cheap as under another."""
+        mine, others = ((one.campaign_hours or 0.0, one.campaign_node_hours or 0.0) for one in (self, other))
+        return mine[0] <= others[0] and mine[1] <= others[1]
 
 
-def suggest_plans(recipe: Recipe, site: Site, plan: Plan) -> list[PlanSuggestion]:
-    """Return other plans that the site can hold, of other sizes than `plan`: cheaper ones, and the next larger one."""
-    made = _measure_plan(plan, [])
-    found: dict[tuple[object, ...], PlanSuggestion] = {}
-    for changes in _list_changes(recipe, plan):
-        try:
-            other = make_plan(_change_struct(recipe, changes), site)
-        except PlanError:
-            continue
-        suggestion = _measure_plan(other, [f"{key}={value}" for key, value in changes.items()])
-        if suggestion.size != made.size:
-            found.setdefault(suggestion.size, suggestion)
-    ranked = sorted(found.values(), key=lambda one: one.node_hours)
+class PlannedRecipe(NamedTuple):
+    """A recipe with its plan, as a suggestion."""
+
+    suggestion: PlanSuggestion
+    recipe: Recipe
+    plan: Plan
+
+
+def suggest_plans(recipe: Recipe, site: Site, plan: Plan) -> tuple[PlanSuggestion, list[PlanSuggestion]]:
+    """Return the plan that was made, and others that the site can hold: cheaper ones, and the next larger one."""
+    made, *others = (one.suggestion for one in list_plans(recipe, site, plan))
+    ranked = sorted(others, key=lambda one: one.node_hours)
     cheaper = [one for one in ranked if one.node_hours <= made.node_hours]
     larger = [one for one in ranked if one.node_hours > made.node_hours]
     num_larger = max(MAX_SUGGESTIONS - len(cheaper), 1)
-    return [*cheaper[: MAX_SUGGESTIONS - min(num_larger, len(larger))], *larger[:num_larger]]
+    return made, [*cheaper[: MAX_SUGGESTIONS - min(num_larger, len(larger))], *larger[:num_larger]]
 
 
-def show_suggestions(suggestions: list[PlanSuggestion], plan: Plan) -> list[str]:
+def choose_frontier(made: PlanSuggestion, others: Sequence[PlanSuggestion]) -> list[PlanSuggestion]:
+    """Return other plans beside which none is both as fast and as cheap, the fastest first, with both ends of them."""
+    best: list[PlanSuggestion] = []
+    for one in sorted(others, key=lambda one: (one.campaign_hours or 0.0, one.campaign_node_hours or 0.0)):
+        if not any(better.is_as_good_as(one) for better in (made, *best)):
+            best.append(one)
+    return best if len(best) <= MAX_SUGGESTIONS else [best[0], best[len(best) // 2], best[-1]]
+
+
+def list_plans(recipe: Recipe, site: Site, plan: Plan) -> list[PlannedRecipe]:
+    """Return the plan that was made, then others of other sizes that the site can hold."""
+    made = _measure_plan(plan, [])
+    found = {made.size: PlannedRecipe(made, recipe, plan)}
+    for changes in _list_changes(recipe, plan):
+        changed = _change_struct(recipe, changes)
+        try:
+            other = make_plan(changed, site)
+        except PlanError:
+            continue
+        suggestion = _measure_plan(other, [f"{key}={value}" for key, value in changes.items()])
+        found.setdefault(suggestion.size, PlannedRecipe(suggestion, changed, other))
+    return list(found.values())
+
+
+def show_suggestions(suggestions: Sequence[PlanSuggestion], made: PlanSuggestion, *, site: str) -> list[str]:
     """Return the lines for the plan that was made, and for others."""
-    cost = plan.cost
-    made = f"planned   {plan.layout}, {cost.node_hours:g} node-hours and {cost.gpu_hours:g} GPU-hours a job"
+    line = f"planned   {made.layout}, {made.describe_cost()}"
     if not suggestions:
-        return [made, f"site {plan.site} can hold it in none of the other sizes that were tried"]
-    return [made, *(f"or        {suggestion.describe()}" for suggestion in suggestions)]
+        why = "no other size that was tried, and that the site can hold, is faster or cheaper"
+        return [line, why if made.campaign_hours is not None else f"site {site} can hold none of the other sizes"]
+    return [line, *(f"or        {suggestion.describe()}" for suggestion in suggestions)]
 
 
 def _list_changes(recipe: Recipe, plan: Plan) -> Iterator[dict[str, Any]]:
@@ -94,8 +138,12 @@ def _list_changes(recipe: Recipe, plan: Plan) -> Iterator[dict[str, Any]]:
     num_decode = plan.role("decode").num_workers // plan.role("decode").nodes_per_engine
     if num_decode > 1:
         yield {"resources.decode.num_workers": num_decode // 2}
+    num_ranks = recipe.resources.train.num_workers
+    if num_ranks > 1:
+        yield {"resources.train.num_workers": num_ranks // 2}
     yield {"resources.decode.num_workers": num_decode * 2}
-    yield {"resources.train.num_workers": recipe.resources.train.num_workers * 2}
+    yield {"resources.train.num_workers": num_ranks * 2}
+    yield {"resources.decode.num_workers": num_decode * 2, "resources.train.num_workers": num_ranks * 2}
 
 
 def _change_struct(struct: S, changes: Mapping[str, Any]) -> S:

@@ -11,5 +11,6 @@ trainer      the trainer: choice of groups, steps, versions
 campaign     all of them together, job after job
 result       the figures of a simulation
 timeline     their picture
+frontier     other plans, with their time and cost
 __main__     the command line
 """

@@ -13,8 +13,9 @@ from hpcrl.system.output_encoding import follow_locale
 
 if TYPE_CHECKING:
     from hpcrl.config.recipe import Recipe
+    from hpcrl.simulation.campaign import SimulationSettings
     from hpcrl.simulation.result import SimulationResult
-    from hpcrl.simulation.workload import EpisodeSource
+    from hpcrl.simulation.workload import EpisodeSource, LatencySettings
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,6 +31,8 @@ def _run_simulation(arguments: argparse.Namespace) -> int:
     from hpcrl.system.terminal import print_json, print_line, show_wait
 
     _check_numbers(arguments)
+    if arguments.suggest:
+        return _print_suggestions(arguments)
     with show_wait("the campaign is simulated"):
         result = _simulate(arguments)
     if arguments.json:
@@ -42,33 +45,72 @@ def _run_simulation(arguments: argparse.Namespace) -> int:
 
 def _simulate(arguments: argparse.Namespace) -> "SimulationResult":
     from hpcrl.campaign.request import load_request
-    from hpcrl.simulation.campaign import SimulationSettings, simulate_campaign
-    from hpcrl.simulation.host import FaultSettings
+    from hpcrl.simulation.campaign import simulate_campaign
     from hpcrl.simulation.sizes import find_sizes
     from hpcrl.simulation.timeline import write_timeline
 
     request = load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     sizes = find_sizes(request, num_gpus=arguments.gpus)
-    settings = SimulationSettings(
+    result = simulate_campaign(request, sizes, _choose_source(arguments, request.recipe), _read_settings(arguments))
+    if arguments.timeline is not None:
+        write_timeline(result, arguments.timeline)
+    return result
+
+
+def _read_settings(arguments: argparse.Namespace) -> "SimulationSettings":
+    from hpcrl.simulation.campaign import SimulationSettings
+    from hpcrl.simulation.host import FaultSettings
+
+    return SimulationSettings(
         seed=arguments.seed,
         num_steps=arguments.steps,
         reward_s=arguments.reward_s,
         train_s=arguments.train_s,
         faults=FaultSettings(env_share=arguments.env_faults, engine_hours=arguments.engine_hours),
     )
-    result = simulate_campaign(request, sizes, _choose_source(arguments, request.recipe), settings)
-    if arguments.timeline is not None:
-        write_timeline(result, arguments.timeline)
-    return result
+
+
+def _read_latencies(arguments: argparse.Namespace) -> "LatencySettings":
+    from hpcrl.simulation.workload import LatencySettings
+
+    return LatencySettings(env_s=arguments.env_s, env_sigma=arguments.env_sigma, reset_s=arguments.reset_s)
+
+
+def _print_suggestions(arguments: argparse.Namespace) -> int:
+    """Print the plan and others, with the time and cost of the campaign under each."""
+    from hpcrl.campaign.request import load_request
+    from hpcrl.plan.suggestions import choose_frontier, show_suggestions, suggest_plans
+    from hpcrl.simulation.frontier import time_plans
+    from hpcrl.simulation.sizes import find_sizes
+    from hpcrl.system.terminal import print_json, print_line, print_note, show_wait
+
+    for name in ("gpus", "traces", "timeline"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name} and --suggest: other plans have other sizes, and drawn episodes")
+    request = load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+    try:
+        notes = [f"assumed   {note}" for note in find_sizes(request).notes]
+        with show_wait("other plans are simulated"):
+            made, *others = time_plans(request, _read_latencies(arguments), _read_settings(arguments))
+        suggestions = choose_frontier(made, others)
+    except ConfigError as error:
+        print_note(f"other plans are listed without the campaign's time and cost: {error}")
+        notes = []
+        made, suggestions = suggest_plans(request.recipe, request.site, request.plan)
+    if arguments.json:
+        print_json(suggestions)
+        return EXIT_DONE
+    for line in [*show_suggestions(suggestions, made, site=request.site.name), *notes]:
+        print_line(line)
+    return EXIT_DONE
 
 
 def _choose_source(arguments: argparse.Namespace, recipe: "Recipe") -> "EpisodeSource":
     from hpcrl.simulation.recorded import read_campaign_traces
-    from hpcrl.simulation.workload import DrawnEpisodes, LatencySettings, RecordedEpisodes, read_traces
+    from hpcrl.simulation.workload import DrawnEpisodes, RecordedEpisodes, read_traces
 
     if arguments.traces is None:
-        latencies = LatencySettings(env_s=arguments.env_s, env_sigma=arguments.env_sigma, reset_s=arguments.reset_s)
-        return DrawnEpisodes(recipe, latencies, seed=arguments.seed)
+        return DrawnEpisodes(recipe, _read_latencies(arguments), seed=arguments.seed)
     path = Path(arguments.traces)
     is_file = path.suffix == ".csv" or path.is_file()
     if is_file:

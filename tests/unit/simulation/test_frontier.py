@@ -1,0 +1,72 @@
+"""Other plans with the time and cost of the whole campaign, against a simulation of all of its steps."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hpcrl.campaign.request import CampaignRequest
+from hpcrl.plan.plan import make_plan
+from hpcrl.simulation.campaign import SimulationSettings, simulate_campaign
+from hpcrl.simulation.frontier import time_plans
+from hpcrl.simulation.sizes import find_sizes
+from hpcrl.simulation.workload import DrawnEpisodes, LatencySettings
+from tests.support.plans import make_recipe, make_site
+
+LATENCIES = LatencySettings(env_s=1.0, env_sigma=1.0, reset_s=1.0)
+
+
+def plan_request(*settings: str, site: str = "perlmutter") -> CampaignRequest:
+    recipe, place = make_recipe(*settings), make_site(site)
+    return CampaignRequest(recipe=recipe, site=place, plan=make_plan(recipe, place))
+
+
+@pytest.mark.parametrize("walltime_min", [20, 3])
+def test_the_time_of_a_campaign_is_near_that_of_all_its_steps(walltime_min: int) -> None:
+    request = plan_request("train.num_steps=60", f"job.walltime_min={walltime_min}", "job.num_jobs=9", "job.drain_s=20")
+    made = time_plans(request, LATENCIES, SimulationSettings())[0]
+    source = DrawnEpisodes(request.recipe, LATENCIES, seed=0)
+    whole = simulate_campaign(request, find_sizes(request), source, SimulationSettings())
+    assert made.campaign_hours is not None
+    assert made.campaign_hours * 3600 == pytest.approx(whole.seconds, rel=0.15)
+    assert made.campaign_node_hours == pytest.approx(made.nodes * made.campaign_hours, rel=1e-3)
+
+
+def test_more_engines_make_a_campaign_faster_that_waits_for_them() -> None:
+    large = ("model.num_params=8000000000", "resources.train.num_workers=4", "rollout.max_running=512")
+    large += ("train.groups_per_step=64", "domains.lake.usual_reply_tokens=200", "resources.decode.num_workers=2")
+    made, *others = time_plans(plan_request(*large), LATENCIES, SimulationSettings(num_steps=3))
+    assert made.settings == []
+    (more,) = (one for one in others if one.settings == ["resources.decode.num_workers=4"])
+    assert more.campaign_hours is not None
+    assert made.campaign_hours is not None
+    assert more.campaign_hours < made.campaign_hours
+
+
+def run(*words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "hpcrl.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_plan_suggest_prints_the_time_and_cost_of_the_campaign() -> None:
+    done = run("plan", "quickstart", "--site", "lab", "--suggest")
+    assert done.returncode == 0, done.stderr
+    assert "a job; the last step after " in done.stdout.splitlines()[0]
+    listed = json.loads(run("plan", "quickstart", "--site", "lab", "--suggest", "--json").stdout)
+    assert all(one["campaign_hours"] > 0 for one in listed)
+    assert run("simulate", "quickstart", "--site", "lab", "--suggest").stdout == done.stdout
+
+
+def test_a_recipe_without_episodes_has_suggestions_by_size() -> None:
+    done = run("plan", "sft", "--site", "lab", "--suggest")
+    assert done.returncode == 0, done.stderr
+    assert "the last step after" not in done.stdout
+    assert done.stdout.startswith("planned   ")
+
+
+@pytest.mark.parametrize("option", ["--gpus=4", "--traces=calls.csv", "--timeline=a.svg"])
+def test_options_that_other_plans_cannot_have_are_refused(option: str) -> None:
+    done = run("simulate", "quickstart", "--site", "lab", "--suggest", option)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"hpcrl: {option.partition('=')[0]} and --suggest: ")
