@@ -47,6 +47,8 @@ CAUSE_BY_OUTCOME: dict[str, EndCause] = {
 }
 """The cause where a record has none."""
 MAX_REASON_CHARS = 4000
+MAX_LATE_S = 20.0
+"""The most by which a request is seen late: files are read again every 15 s. A larger difference is one of clocks."""
 REASON_DONE = "every training step was made"
 
 
@@ -63,6 +65,9 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
     time: float = 0.0
     run_s: float | None = None
     """The time for which the job ran, by a clock that does not jump."""
+    num_nodes: int | None = None
+    """The nodes that the job had; None if its plan could not be read."""
+    num_gpus: int | None = None
 
     @property
     def likely_cause(self) -> EndCause:
@@ -115,11 +120,18 @@ class DrainTime:
         except (OSError, msgspec.MsgspecError):
             return False
         if notice != self._seen:
-            limits = [math.inf if notice.left_s is None else notice.left_s]
-            limits += [] if notice.deadline is None else [notice.deadline - time.time()]
-            self._seen, self._deadline = notice, time.monotonic() + min(limits)
+            self._seen, self._deadline = notice, time.monotonic() + _find_left(notice)
             self._end = time.monotonic() + (math.inf if notice.end_s is None else notice.end_s)
         return True
+
+
+def _find_left(notice: DrainNotice) -> float:
+    """Return the time that a request leaves now, less that by which it is seen late, if clocks agree on that."""
+    left_s = math.inf if notice.left_s is None else notice.left_s
+    by_clock_s = math.inf if notice.deadline is None else notice.deadline - time.time()
+    if notice.left_s is not None and not 0.0 <= left_s - by_clock_s <= MAX_LATE_S:
+        return left_s
+    return min(left_s, by_clock_s)
 
 
 def is_sigterm_answered(job: JobDir) -> bool:

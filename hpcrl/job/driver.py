@@ -81,6 +81,8 @@ FOLLOW_INTERVAL_S = 300.0
 """The time after which a next job that Slurm has refused is tried again."""
 START_PATIENCE_S = 40.0
 """The time for which a job waits at its start for a file system that is away or full: its nodes are idle meanwhile."""
+MAX_TURN_GAP_S = 30.0
+"""A longer turn is no time in which the job had to make progress: it was suspended, or Slurm or the files were away."""
 MAX_QUEUEING_S = 60.0
 """The time for which a job that failed at its start waits for Slurm to queue the next one."""
 _STOPPED_AT_ONCE = JobEnd(
@@ -93,7 +95,8 @@ def main() -> int:
     campaign, number = CampaignDir(Path(sys.argv[1])), int(sys.argv[2])
     place = WorkerPlace(campaign.job(number), current_node())
     try:
-        has_scheduler = read_plan(campaign).layout != "local"
+        plan = read_plan(campaign)
+        has_scheduler = plan.layout != "local"
         lease = retry_passing(
             lambda: take_campaign_lease(place, has_scheduler=has_scheduler),
             timeout_s=START_PATIENCE_S,
@@ -105,14 +108,16 @@ def main() -> int:
     if isinstance(lease, LeaseHolder):  # nothing is touched, not even the outcome: the other job may have this number
         note_in_log(f"hpcrl: {lease.describe()}: this one ends")
         return EXIT_FAILED
-    return run_guarded(lambda outcome_fd, pulse: _drive_job(place, lease, pulse, outcome_fd=outcome_fd), place)
+    return run_guarded(
+        lambda outcome_fd, pulse: _drive_job(place, lease, pulse, outcome_fd=outcome_fd), place, plan=plan
+    )
 
 
 def _drive_job(place: WorkerPlace, lease: CampaignLease, pulse: DriverPulse, *, outcome_fd: int) -> int:
     """Drive the job and send its outcome to the guardian, whatever happens; only a kill prevents that."""
     driver: JobDriver | None = None
     try:
-        driver = JobDriver.load(place, lease, note_turn=pulse.note_turn)
+        driver = JobDriver.load(place, lease, note_turn=pulse.note_turn, note_start=pulse.note_start)
         end = driver.drive()
     except BaseException as error:  # noqa: BLE001 - whatever failed, the guardian must receive the reason
         if isinstance(error, HpcrlError):
@@ -148,8 +153,10 @@ class JobDriver:
     events: EventLog
     note_turn: Callable[[], object] = do_nothing
     """Called in each part of a turn of the loop: the guardian ends a driver that hangs."""
+    note_start: Callable[[], object] = do_nothing
+    """Called once everything was started."""
     is_supervising: bool = False
-    """True once everything was started."""
+    """True from then on."""
     queueing: threading.Thread | None = None
     """The thread that queues the next job."""
 
@@ -165,6 +172,7 @@ class JobDriver:
         self.last_step = LastStepWatch(self.campaign, num_steps=recipe.train.num_steps)
         self.lease_looks = LookInterval(LEASE_INTERVAL_S)
         self.follow_looks = LookInterval(FOLLOW_INTERVAL_S)
+        self.turned_at = time.monotonic()
         self.last_refusal = ""
         self.last_edits: list[str] = []
         has_gpus = bool(self.plan.role("train").gpus_per_worker)
@@ -190,7 +198,14 @@ class JobDriver:
         )
 
     @classmethod
-    def load(cls, place: WorkerPlace, lease: CampaignLease, *, note_turn: Callable[[], None]) -> "JobDriver":
+    def load(
+        cls,
+        place: WorkerPlace,
+        lease: CampaignLease,
+        *,
+        note_turn: Callable[[], None],
+        note_start: Callable[[], None],
+    ) -> "JobDriver":
         """Read what was submitted; remove requests left by an earlier, requeued run of this job."""
         campaign, job = place.campaign, place.job
         make_private_dir(job.parsl)
@@ -212,6 +227,7 @@ class JobDriver:
             site=read_site(campaign),
             events=events,
             note_turn=note_turn,
+            note_start=note_start,
         )
 
     def drive(self) -> JobEnd:
@@ -263,6 +279,7 @@ class JobDriver:
             runtime.start()
             self.workers.start(runtime)
             self.is_supervising = True
+            self.note_start()
             end = self._supervise(runtime, allocation)
         finally:
             self._close(runtime)
@@ -349,8 +366,10 @@ class JobDriver:
             certificate=self.campaign.certificate if self.site.network.tls else None,
         )
         domains = watch_domains(self.campaign, job=self.job.number, recipe=self.recipe)
+        self.turned_at = time.monotonic()
         while True:
             self.note_turn()
+            self._note_gap(watch)
             if self.drain.requests.is_cancelled:
                 return _STOPPED_AT_ONCE
             request = self.drain.check_requests(allocation)
@@ -375,6 +394,14 @@ class JobDriver:
                 else:
                     self.outage.end()
             time.sleep(DRIVER_ROUND_INTERVAL_S)
+
+    def _note_gap(self, watch: ProgressWatch) -> None:
+        """Leave out the time since the last turn if nothing could be seen in it."""
+        now = time.monotonic()
+        if (gap_s := now - self.turned_at) > MAX_TURN_GAP_S:
+            watch.skip(gap_s)
+            self.workers.note_suspension()
+        self.turned_at = now
 
     def _watch_workers(
         self, runtime: "JobRuntime", *, trainer_code: int | None, watch: ProgressWatch, domains: DomainWatch

@@ -1,6 +1,7 @@
 """The pulse of the driver, by which its guardian sees that it hangs.
 
-DriverPulse   two times in shared memory: of the last beat of the driver, and of the last turn of its loop
+DriverPulse   two times in shared memory: of the last beat of the driver, and of the last turn of its loop; and whether
+              everything was started
 FileProbe     whether the file system answers: a driver that waits for it does not hang
 PULSE_INTERVAL_S, MAX_SILENCE_S, MAX_TURN_S, MAX_WAIT_S, SUSPICION_S, PROBE_INTERVAL_S, MAX_ANSWER_S   times
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from hpcrl.slurm.commands import COMMAND_TIMEOUT_S
 
-_TIMES = struct.Struct("dd")
+_FACTS = struct.Struct("dd?")
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 PULSE_INTERVAL_S = 0.2
 MAX_SILENCE_S = 45.0
@@ -84,7 +85,8 @@ class DriverPulse:
     def __init__(self, directory: Path) -> None:
         """Take a directory of the file system for which the driver may wait."""
         self._directory = directory
-        self._memory = mmap.mmap(-1, _TIMES.size)
+        self._memory = mmap.mmap(-1, _FACTS.size)
+        self._has_started = False
         self._last_turn = self._last_beat = self._made_at = time.monotonic()
         self._probe: FileProbe | None = None
         self._waited_at = float("-inf")
@@ -102,9 +104,19 @@ class DriverPulse:
         """Note that the driver's loop makes another turn, or the next part of one."""
         self._last_turn = time.monotonic()
 
+    def note_start(self) -> None:
+        """Note, in the driver, that everything was started, and is supervised from now on."""
+        self._has_started = True
+        self._write()
+
+    @property
+    def is_supervising(self) -> bool:
+        """Return whether the driver has noted that."""
+        return bool(_FACTS.unpack(self._memory[:])[2])
+
     def describe_hang(self, driver: int, *, since: float) -> str | None:
         """Return why the driver with this pid counts as hung since that time; None while it works."""
-        last_turn, last_beat = _TIMES.unpack(self._memory[:])
+        last_turn, last_beat, _ = _FACTS.unpack(self._memory[:])
         turn, beat, now = max(last_turn, since), max(last_beat, since), time.monotonic()
         if now - beat > MAX_SILENCE_S:
             return f"the driver has stood still for {MAX_SILENCE_S:g} s"
@@ -131,4 +143,4 @@ class DriverPulse:
             time.sleep(PULSE_INTERVAL_S)
 
     def _write(self) -> None:
-        self._memory[:] = _TIMES.pack(self._last_turn, self._last_beat)
+        self._memory[:] = _FACTS.pack(self._last_turn, self._last_beat, self._has_started)

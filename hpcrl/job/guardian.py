@@ -29,6 +29,7 @@ from hpcrl.job.batch_log import note_exception, note_in_log
 from hpcrl.job.driver_pulse import FORWARDED_SIGNALS, MAX_SILENCE_S, PULSE_INTERVAL_S, DriverPulse
 from hpcrl.job.job_notices import JobNotices
 from hpcrl.plan.components import JobComponent
+from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm import next_job
 from hpcrl.slurm.allocation import read_own_nodes, scrub_environment
@@ -87,8 +88,11 @@ def _try_task(task: Callable[[], object]) -> None:
         note_exception()
 
 
-def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace) -> int:
-    """Run `drive` in a child, which writes its outcome to the given descriptor; return the exit code of the job."""
+def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace, *, plan: Plan | None = None) -> int:
+    """Run `drive` in a child, which writes its outcome to the given descriptor; return the exit code of the job.
+
+    The sizes of `plan` are recorded with the outcome.
+    """
     job, pulse, started_at = place.job, DriverPulse(place.job.root), time.monotonic()
     adopt_orphans()
     outcome_fd, driver_end = os.pipe()
@@ -108,15 +112,17 @@ def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace) ->
     has_hung = isinstance(code, str)
     tasks = EndTasks(limit_s=MAX_HUNG_END_S if has_hung else MAX_END_S)
     if isinstance(code, str):
-        end = _end_hung_driver(driver, code, job=job, tasks=tasks)
+        end = _end_hung_driver(driver, code, job=job, tasks=tasks, is_supervising=pulse.is_supervising)
     else:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        end = _describe_crash(code, f"the driver {how}")
+        end = _describe_crash(code, f"the driver {how}", is_supervising=pulse.is_supervising)
     grace_s = HUNG_CLOSE_GRACE_S if has_hung else CLOSE_GRACE_S
     _clean_up(job, grace_s=TERM_CLOSE_GRACE_S if signal.SIGTERM in signals else grace_s, tasks=tasks)
     if signal.SIGTERM not in signals:
         tasks.run(lambda: sweep_nodes(job))
     end = msgspec.structs.replace(_read_sent_end(outcome_fd) or end, run_s=round(time.monotonic() - started_at, 1))
+    if plan is not None:
+        end = msgspec.structs.replace(end, num_nodes=plan.num_nodes, num_gpus=plan.num_gpus)
     _record_end(job, end, has_hung=has_hung, tasks=tasks)
     return EXIT_FAILED if isinstance(code, str) else encode_exit_code(code)
 
@@ -176,10 +182,10 @@ def _publish_outcome(job: JobDir, record: bytes) -> None:
         return
 
 
-def _describe_crash(code: int, reason: str) -> JobEnd:
+def _describe_crash(code: int, reason: str, *, is_supervising: bool) -> JobEnd:
     """Return the record of a driver that has sent none: the kernel kills processes where memory is short."""
     is_short = code == -signal.SIGKILL and bool(count_oom_kills())
-    cause: EndCause = "out-of-memory" if is_short else "infrastructure"
+    cause: EndCause = "out-of-memory" if is_short else "infrastructure" if is_supervising else "not-started"
     return JobEnd(outcome="failed", reason=reason, cause=cause, time=time.time())
 
 
@@ -216,7 +222,7 @@ def _wait_for_driver(driver: int, signals: set[int], pulse: DriverPulse) -> int 
     return result
 
 
-def _end_hung_driver(driver: int, reason: str, *, job: JobDir, tasks: EndTasks) -> JobEnd:
+def _end_hung_driver(driver: int, reason: str, *, job: JobDir, tasks: EndTasks, is_supervising: bool) -> JobEnd:
     """Let all processes write their stacks, kill the driver and return the record of its end."""
     tasks.run(lambda: note_in_log(f"hpcrl: {reason}: its stacks follow"))
     os.kill(driver, signal.SIGUSR1)
@@ -225,7 +231,8 @@ def _end_hung_driver(driver: int, reason: str, *, job: JobDir, tasks: EndTasks) 
     time.sleep(STACKS_GRACE_S)
     os.kill(driver, signal.SIGKILL)
     reason = f"{reason}; the stacks are in {job.logs}"
-    return JobEnd(outcome="failed", reason=reason, cause="infrastructure", time=time.time())
+    cause: EndCause = "infrastructure" if is_supervising else "not-started"
+    return JobEnd(outcome="failed", reason=reason, cause=cause, time=time.time())
 
 
 def _clean_up(job: JobDir, *, grace_s: float, tasks: EndTasks) -> None:

@@ -78,6 +78,8 @@ class JobDrain:
         self._started_at, self._started_turn = time.time(), time.monotonic()
         self._warned_end: tuple[float, EndCause] | None = None
         """The end that Slurm has named after a warning, and its cause."""
+        self._moved_end: float | None = None
+        """The end that Slurm names when that of the start is near: a suspension, or the site, may have moved it."""
         self._is_guess = False
         """True for a drain after a warning that Slurm has not explained yet."""
         self._limit_looks, self._notice_looks = LookInterval(LIMITS_INTERVAL_S), LookInterval(NOTICE_INTERVAL_S)
@@ -187,6 +189,7 @@ class JobDrain:
             limit = self._use.find_drain(now=self.read_time(), job_start=self._started_at, drain_s=drain_s)
             if limit is not None:
                 return limit
+        self._confirm_end(allocation, drain_s=drain_s)
         now, end_time, kill_wait_s = self.read_time(), self._find_end_time(allocation), allocation.kill_wait_s
         request = self.requests.find_drain(now=now, end_time=end_time, drain_s=drain_s, kill_wait_s=kill_wait_s)
         if request is None or not request.is_at_walltime:
@@ -199,19 +202,31 @@ class JobDrain:
             return DrainRequest(reason=reason, grace_s=drain_s, cause="unknown", kill_time=kill_time)
         return request
 
+    def _confirm_end(self, allocation: JobAllocation, *, drain_s: float) -> None:
+        """Ask Slurm for the end of a job that is to drain for its walltime now."""
+        end_time = self._read_end(allocation)
+        if allocation.job_id is None or self.requests.is_near_end or self.read_time() + drain_s <= end_time:
+            return
+        schedule = query_schedule(allocation.job_id, timeout_s=END_QUERY_TIMEOUT_S)
+        if schedule is not None and schedule.running_end is not None:
+            self._moved_end = schedule.running_end
+
+    def _read_end(self, allocation: JobAllocation) -> float:
+        return allocation.end_time if self._moved_end is None else self._moved_end
+
     def _find_end_time(self, allocation: JobAllocation) -> float:
         """Return when the job ends; after a warning by Slurm's answer, since a preemption may be the reason."""
         if not self.requests.is_near_end or allocation.job_id is None:
-            return allocation.end_time
+            return self._read_end(allocation)
         if self._warned_end is None and self.schedule_looks.is_due():
             schedule = query_schedule(allocation.job_id, timeout_s=END_QUERY_TIMEOUT_S)
             if schedule is not None and schedule.running_end is not None:
                 self._warned_end = schedule.running_end, "preemption" if schedule.is_preempted else "walltime"
-        return allocation.end_time if self._warned_end is None else self._warned_end[0]
+        return self._read_end(allocation) if self._warned_end is None else self._warned_end[0]
 
     def _plan_termination(self, allocation: JobAllocation, *, terminated_at: float) -> DrainRequest:
         """Return how to drain after SIGTERM; on a machine without a scheduler no SIGKILL follows."""
-        now, end = terminated_at, allocation.end_time
+        now, end = terminated_at, self._read_end(allocation)
         kill_wait_s, drain_s = allocation.kill_wait_s, self._margin.find_seconds()
         cause: EndCause = "walltime" if now >= end - CLOCK_SKEW_S else "cancellation"
         self.has_schedule = allocation.job_id is None

@@ -123,6 +123,10 @@ class JobWorkers:
                     worker.future = runtime.start_worker(worker.role, worker.index)
         return any(is_without)
 
+    def note_suspension(self) -> None:
+        """Note that all processes of the job stood still: their heartbeats continue from now on."""
+        self.beats.restart()
+
     def await_ends(self, *, timeout_s: float) -> None:
         """Wait until the long-lived workers have ended."""
         wait([worker.future for worker in self.long_lived], timeout=timeout_s)

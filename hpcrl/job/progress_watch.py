@@ -109,6 +109,11 @@ class ProgressWatch:
             return None
         return JobStall(f"{stalled}: {_describe_roles(progress, activity)}", is_final=True, is_hang=True)
 
+    def skip(self, seconds: float) -> None:
+        """Leave out a time in which nothing could happen, and give engines half of a timeout to work again."""
+        self._since = max(self._since + seconds, self.clock() - self.timeout_s / 2)
+        self._activity = None
+
     def _restart(self, progress: TrainProgress, now: float) -> None:
         self._since, self._activity = now, None
         self._wasted = (progress.num_flat_groups, progress.num_lost_groups)

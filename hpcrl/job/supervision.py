@@ -7,7 +7,7 @@ FileOutage          errors of the file system that pass
 LookInterval        the time between two looks
 RestartBudget       the failures of each worker, pool and segment in the last hour
 find_quorum         the workers of a role without which the job ends
-measure_hours       the time that a job has run
+measure_hours, measure_use, UsedHours    what an earlier job has used
 CampaignUse, find_campaign_use    what the campaign has used and reached, for its limits
 LastStepWatch       whether a trainer that has ended is done
 DrainMargin         the time that a job needs to drain, learned from its trainer
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, JobStarted, StepFinished
@@ -158,6 +159,21 @@ def find_quorum(num_workers: int, *, share: float) -> int:
     return max(math.ceil(num_workers * share), 1)
 
 
+class UsedHours(NamedTuple):
+    """What earlier jobs of a campaign have used."""
+
+    node_hours: float = 0.0
+    gpu_hours: float = 0.0
+
+
+def measure_use(job: JobDir, *, plan: Plan) -> UsedHours:
+    """Return what an earlier job has used; one without a record of its sizes had those of `plan`."""
+    end, hours = read_job_end(job), measure_hours(job)
+    num_nodes = plan.num_nodes if end is None or end.num_nodes is None else end.num_nodes
+    num_gpus = plan.num_gpus if end is None or end.num_gpus is None else end.num_gpus
+    return UsedHours(hours * num_nodes, hours * num_gpus)
+
+
 def measure_hours(job: JobDir) -> float:
     """Return how long an earlier job has run, by its record or its events; 0 if it never started."""
     end = read_job_end(job)
@@ -172,14 +188,14 @@ def measure_hours(job: JobDir) -> float:
 
 
 class CampaignUse:
-    """The figures of a campaign that its limits are about; `past_hours` are those of its earlier jobs."""
+    """The figures of a campaign that its limits are about; `past` is what its earlier jobs have used."""
 
     def __init__(
         self,
         limits: LimitsConfig,
         poll_events: Callable[[], Iterable[CampaignEvent]],
         *,
-        past_hours: float,
+        past: UsedHours,
         num_nodes: int,
         num_gpus: int,
         job: int = 0,
@@ -188,7 +204,7 @@ class CampaignUse:
         """Take the events of the trainer in all jobs, and the step from which this one continues."""
         self._limits = limits
         self._poll_events = poll_events
-        self._past_hours = past_hours
+        self._past = past
         self._num_nodes, self._num_gpus = num_nodes, num_gpus
         self._job, self._saved_step = job, saved_step
         self._steps: dict[int, dict[int, StepFinished]] = {}
@@ -202,7 +218,7 @@ class CampaignUse:
                 while steps and next(reversed(steps)) >= event.step:
                     steps.popitem()
                 steps[event.step] = event
-        hours = self._past_hours + (now + drain_s - job_start) / 3600
+        hours = (now + drain_s - job_start) / 3600
         if reason := self._find_goal():
             return DrainRequest(reason=reason, grace_s=drain_s, cause="goal-reached")
         if reason := self._find_budget(hours, now=now):
@@ -236,11 +252,11 @@ class CampaignUse:
 
     def _find_budget(self, hours: float, *, now: float) -> str:
         limits = self._limits
-        for name, num, limit in (
-            ("node", self._num_nodes, limits.node_hours),
-            ("gpu", self._num_gpus, limits.gpu_hours),
+        for name, used, limit in (
+            ("node", self._past.node_hours + hours * self._num_nodes, limits.node_hours),
+            ("gpu", self._past.gpu_hours + hours * self._num_gpus, limits.gpu_hours),
         ):
-            if limit is not None and hours * num >= limit:
+            if limit is not None and used >= limit:
                 return f"the campaign has used its {limit:g} {name}-hours (limits.{name}_hours)"
         if limits.until is not None and now >= datetime.fromisoformat(limits.until).timestamp():
             return f"it is later than {limits.until} (limits.until)"
@@ -249,12 +265,13 @@ class CampaignUse:
 
 def find_campaign_use(job: JobDir, *, limits: LimitsConfig, plan: Plan) -> CampaignUse:
     """Return the use of a campaign at the start of a job, with the nodes that the plan gives it."""
+    uses = [measure_use(job.campaign.job(number), plan=plan) for number in range(job.number)]
     return CampaignUse(
         limits,
         EventReader.for_role(job.campaign.events, "train").poll_merged,
-        past_hours=sum(map(measure_hours, map(job.campaign.job, range(job.number)))),
-        num_nodes=sum(part.nodes for part in plan.components),
-        num_gpus=sum(part.nodes * part.gpus_per_node for part in plan.components),
+        past=UsedHours(*map(sum, zip(UsedHours(), *uses, strict=True))),
+        num_nodes=plan.num_nodes,
+        num_gpus=plan.num_gpus,
         job=job.number,
         saved_step=next_job.find_last_step(job.campaign),
     )

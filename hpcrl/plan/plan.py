@@ -159,6 +159,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.is_on_one_node and not self.role("train").all_gpus.isdisjoint(self.role(name).list_gpus(index))
 
     @property
+    def num_nodes(self) -> int:
+        return sum(part.nodes for part in self.components)
+
+    @property
+    def num_gpus(self) -> int:
+        """Return the GPUs of all nodes, which are charged whether roles use them or not."""
+        return sum(part.nodes * part.gpus_per_node for part in self.components)
+
+    @property
     def is_on_one_node(self) -> bool:
         """Return whether all roles share a node, and the window of its memory for weights."""
         return self.layout in ("local", "colocated")

@@ -155,7 +155,7 @@ def list_followers(job: JobDir) -> list[JobDir]:
     for follower in later:
         if not follower.chain_marker.exists() or follower.outcome.exists():
             break
-        if not follower.parsl.exists():  # its driver makes this directory first
+        if not _has_started(follower):
             followers.append(follower)
     return followers
 
@@ -211,7 +211,10 @@ def campaign_outcome(job: JobDir, *, state: str = UNKNOWN) -> tuple[JobOutcome, 
         cause = named
     if cause == "complete" and has_more_steps(job.campaign):
         return None  # the campaign was extended while the job ran
-    return decide_campaign_end(end, cause, _read_progress(job))
+    progress = _read_progress(job)
+    if end is None and cause == "unknown" and progress.has_checkpoint and not _has_started(job):
+        cause = "not-started"
+    return decide_campaign_end(end, cause, progress)
 
 
 def query_end_state(job: JobDir) -> str:
@@ -224,16 +227,22 @@ def query_end_state(job: JobDir) -> str:
 
 def _read_progress(job: JobDir) -> SavedProgress:
     """Return what a job and those before it have saved; a job that a user has submitted starts a new count."""
+    numbers = reversed(job.campaign.job_numbers())
+    has_checkpoint = any(_has_checkpoint(job.campaign, number) for number in numbers if number <= job.number)
     num_idle, seen = 0, job
     while not _has_checkpoint(job.campaign, seen.number):
         end = read_job_end(seen)
-        num_idle += end is None or end.cause not in UNCOUNTED_CAUSES or seen is job
+        was_tried = not has_checkpoint or _has_started(seen) if end is None else end.cause not in UNCOUNTED_CAUSES
+        num_idle += was_tried or seen is job
         if not seen.chain_marker.exists() or seen.number == 0:
             break
         seen = job.campaign.job(seen.number - 1)
-    numbers = reversed(job.campaign.job_numbers())
-    has_checkpoint = any(_has_checkpoint(job.campaign, number) for number in numbers if number <= job.number)
     return SavedProgress(job.number, num_idle, has_checkpoint)
+
+
+def _has_started(job: JobDir) -> bool:
+    """Return whether a job without an outcome had a driver, which makes this directory first."""
+    return job.parsl.exists()
 
 
 def has_more_steps(campaign: CampaignDir) -> bool:

@@ -24,7 +24,7 @@ from hpcrl.errors import HpcrlError, SlurmError, TrainError
 from hpcrl.job.courier_step import WeightPlane
 from hpcrl.job.driver import JobDriver, _describe_failure
 from hpcrl.job.progress_watch import watch_campaign
-from hpcrl.job.supervision import CampaignUse, DrainRequest
+from hpcrl.job.supervision import CampaignUse, DrainRequest, UsedHours
 from hpcrl.plan.plan import make_plan
 from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
@@ -113,10 +113,24 @@ def test_a_job_that_is_stopped_before_it_starts_anything_queues_nothing(driver, 
 
 def test_a_campaign_that_has_reached_a_limit_starts_nothing(driver):
     assert driver._find_campaign_end() is None
-    driver.use = CampaignUse(LimitsConfig(node_hours=1.0), list, past_hours=1.0, num_nodes=1, num_gpus=0)
+    driver.use = CampaignUse(LimitsConfig(node_hours=1.0), list, past=UsedHours(1.0), num_nodes=1, num_gpus=0)
     end = driver._find_campaign_end()
     assert (end.outcome, end.cause) == ("stopped", "budget-used")
     assert "limits.node_hours" in end.reason
+
+
+def test_a_job_that_was_suspended_is_no_hang_and_has_lost_no_rank(driver):
+    watch = make_watch(driver, iter((0.0, 1e6, 1e6, 1e6)))
+    driver._check_progress(watch)
+    beats = driver.workers.beats
+    beats._changed_at = [time.monotonic() - 1e6]
+    driver._note_gap(watch)
+    assert beats.find_silent(max_age_s=60.0, max_start_s=60.0) == [0], "a turn of the usual length changes nothing"
+    driver.turned_at -= 1e6
+    driver._note_gap(watch)
+    driver._check_progress(watch)
+    assert not driver.job.dump_stacks.exists()
+    assert beats.find_silent(max_age_s=60.0, max_start_s=60.0) == []
 
 
 def test_a_trainer_is_done_only_with_the_checkpoint_of_its_last_step(driver):

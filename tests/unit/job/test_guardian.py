@@ -133,6 +133,8 @@ def drive(outcome_fd, pulse):
         return 0
     if sys.argv[2] not in ("stop", "start"):
         pulse.note_turn()
+    if sys.argv[2] != "start":
+        pulse.note_start()
     stop_or_hang()
 
 sys.exit(guardian.run_guarded(drive, place))
@@ -164,7 +166,8 @@ def test_a_driver_that_hangs_is_ended_with_its_processes_and_its_stacks_are_kept
     tmp_path: Path, how: str, reason: str
 ) -> None:
     end, log, started = run_hung(tmp_path, how)
-    assert (end.outcome, end.cause, reason in end.reason) == ("failed", "infrastructure", True)
+    cause = "not-started" if how == "start" else "infrastructure"
+    assert (end.outcome, end.cause, reason in end.reason) == ("failed", cause, True)
     assert "in stop_or_hang" in log
     assert read_start_ticks(started) is None, "what it had started was ended too"
 

@@ -13,7 +13,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import LimitsConfig
 from hpcrl.job import job_drain
 from hpcrl.job.job_drain import DrainLimits, JobDrain
-from hpcrl.job.supervision import CampaignUse, DrainMargin, DrainRequest, LookInterval
+from hpcrl.job.supervision import CampaignUse, DrainMargin, DrainRequest, LookInterval, UsedHours
 from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.system.files import make_private_dir
 
@@ -28,7 +28,7 @@ def job(tmp_path):
 
 @pytest.fixture
 def drain(job):
-    use = CampaignUse(LimitsConfig(), list, past_hours=0.0, num_nodes=1, num_gpus=0)
+    use = CampaignUse(LimitsConfig(), list, past=UsedHours(), num_nodes=1, num_gpus=0)
     return JobDrain(job, margin=DrainMargin(list, least_s=60.0), use=use, emit=[].append)
 
 
@@ -121,6 +121,38 @@ def test_a_clock_that_is_set_back_gives_a_worker_no_more_time_than_the_driver(dr
     assert 30 < left.read_left() <= 90
     monkeypatch.setattr(time, "time", lambda: now + 6 * 3600)
     assert 30 < left.read_left() <= 90, "a jump after the request was seen changes nothing"
+
+
+@pytest.mark.parametrize("jump_s", [-6 * 3600, 1200])
+def test_a_worker_whose_clock_is_another_has_the_time_that_the_driver_gave(drain, job, monkeypatch, jump_s):
+    drain.start(DrainRequest(reason="its walltime is nearly over", grace_s=900.0, cause="walltime"))
+    left, now = DrainTime(job), time.time()
+    monkeypatch.setattr(time, "time", lambda: now + jump_s)
+    assert 890 < left.read_left() <= 900
+
+
+def test_a_worker_that_sees_the_request_late_has_less_time(drain, job, monkeypatch):
+    drain.start(DrainRequest(reason="its walltime is nearly over", grace_s=90.0, cause="walltime"))
+    left, now = DrainTime(job), time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 15)
+    assert 70 < left.read_left() <= 75
+
+
+def test_a_job_whose_end_has_moved_works_until_then(drain, tmp_path, monkeypatch):
+    """Slurm moves the end of a job that was suspended; a site may extend a walltime."""
+    ending = dataclasses.replace(ALLOCATION, end_time=time.time() - 10)
+    later = datetime.fromtimestamp(time.time() + 7200).isoformat(timespec="seconds")
+    fake_squeue(tmp_path, monkeypatch, f'echo "RUNNING {later} N/A"; echo >> {tmp_path}/asked')
+    assert drain.check_requests(ending) is None
+    assert drain.check_requests(ending) is None
+    assert (tmp_path / "asked").read_text() == "\n", "an answer is enough"
+
+
+@pytest.mark.parametrize("answer", ["exit 1", "echo RUNNING 2020-01-01T00:00:00 N/A"])
+def test_a_job_at_its_walltime_drains_whether_slurm_confirms_that_or_is_silent(drain, tmp_path, monkeypatch, answer):
+    fake_squeue(tmp_path, monkeypatch, answer)
+    request = drain.check_requests(dataclasses.replace(ALLOCATION, end_time=time.time() + 50))
+    assert request.is_at_walltime
 
 
 def test_sigterm_during_a_drain_is_answered_before_slurm_is_asked(drain, job, tmp_path, monkeypatch):

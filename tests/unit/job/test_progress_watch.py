@@ -187,3 +187,11 @@ def test_engines_that_do_not_answer_count_as_none():
     gone = make_endpoint(url="http://127.0.0.1:9")
     assert count_activity([gone]) == ActivityFigures()
     assert count_activity([]) == ActivityFigures()
+
+
+def test_a_time_in_which_the_job_was_suspended_does_not_count(job):
+    job.look_for(TIMEOUT_S - 1)
+    job.now += 7200
+    job.watch.skip(7200)
+    assert job.look_for(TIMEOUT_S / 2 - 1) is None, "engines have some time to work again"
+    assert job.look_for(TIMEOUT_S).is_hang

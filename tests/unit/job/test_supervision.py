@@ -28,18 +28,23 @@ from hpcrl.job.supervision import (
     FileOutage,
     LookInterval,
     RestartBudget,
+    UsedHours,
+    find_campaign_use,
     find_quorum,
     measure_hours,
+    measure_use,
     plan_termination,
 )
 from hpcrl.system.file_watch import PATIENCE_S
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.processes import MAX_RESTARTS
+from tests.support.plans import plan_recipe
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 END_TIME = 1000.0
 DRAIN_S = 60.0
 KILL_WAIT_S = 30.0
+NOTHING_USED = UsedHours()
 
 
 @pytest.fixture
@@ -201,9 +206,9 @@ def test_a_long_step_is_forgotten_after_many_short_ones():
     assert margin.find_seconds() == MARGIN_FACTOR * 100.0
 
 
-def make_use(*events: CampaignEvent, past_hours: float = 0.0, **limits: object) -> CampaignUse:
+def make_use(*events: CampaignEvent, past: UsedHours = NOTHING_USED, **limits: object) -> CampaignUse:
     config = msgspec.convert(limits, LimitsConfig)
-    return CampaignUse(config, lambda: events, past_hours=past_hours, num_nodes=4, num_gpus=16)
+    return CampaignUse(config, lambda: events, past=past, num_nodes=4, num_gpus=16)
 
 
 def make_used_step(step: int, *, num_tokens: int = 10, reward: float | None = None) -> StepFinished:
@@ -235,7 +240,7 @@ def test_a_campaign_ends_at_the_first_of_its_limits(limits, reached):
         again,
         make_used_step(3, reward=0.6),
     )
-    use = make_use(*steps, past_hours=2.0, **limits)
+    use = make_use(*steps, past=UsedHours(8.0, 32.0), **limits)
     now = 5 * 86400.0
     request = use.find_drain(now=now, job_start=now - 3600.0, drain_s=180.0)
     assert (request.cause if request else None) == reached
@@ -249,7 +254,7 @@ def test_only_the_steps_of_the_policy_as_it_is_reach_a_goal():
     config = msgspec.convert({"reward": 0.5, "reward_steps": 3}, LimitsConfig)
 
     def is_reached(*events: StepFinished, saved_step: int) -> bool:
-        facts = {"past_hours": 0.0, "num_nodes": 1, "num_gpus": 0, "job": 1, "saved_step": saved_step}
+        facts = {"past": NOTHING_USED, "num_nodes": 1, "num_gpus": 0, "job": 1, "saved_step": saved_step}
         use = CampaignUse(config, lambda: [*earlier, *events], **facts)
         return use.find_drain(now=0.0, job_start=0.0, drain_s=0.0) is not None
 
@@ -265,7 +270,11 @@ def test_steps_whose_file_could_not_be_read_at_first_undo_none_of_later_jobs():
     batches.append(late)
     left = iter(batches)
     use = CampaignUse(
-        msgspec.convert({"tokens": 100}, LimitsConfig), lambda: next(left, []), past_hours=0.0, num_nodes=1, num_gpus=0
+        msgspec.convert({"tokens": 100}, LimitsConfig),
+        lambda: next(left, []),
+        past=UsedHours(),
+        num_nodes=1,
+        num_gpus=0,
     )
     assert use.find_drain(now=0.0, job_start=0.0, drain_s=0.0) is None
     assert use.find_drain(now=0.0, job_start=0.0, drain_s=0.0) is not None
@@ -291,6 +300,19 @@ def test_the_time_of_an_earlier_job_is_counted_from_its_start_to_its_end(tmp_pat
     assert measure_hours(job) == pytest.approx(2.0)
     job.outcome.write_bytes(JobEnd(outcome="drained", time=start.time - 9e4, run_s=5400.0).encode())
     assert measure_hours(job) == pytest.approx(1.5), "the clock was set back meanwhile"
+
+
+def test_an_earlier_job_counts_with_the_nodes_that_it_had(tmp_path):
+    campaign, plan = CampaignDir(tmp_path), plan_recipe(site="perlmutter")
+    for number, sizes in ((0, {"num_nodes": 16, "num_gpus": 64}), (1, {})):
+        make_private_dir(campaign.job(number).root)
+        campaign.job(number).outcome.write_bytes(JobEnd(outcome="drained", run_s=7200.0, **sizes).encode())
+    assert measure_use(campaign.job(0), plan=plan) == (32.0, 128.0)
+    assert measure_use(campaign.job(1), plan=plan) == (2 * plan.num_nodes, 2 * plan.num_gpus), "of an older version"
+    limits = msgspec.convert({"node_hours": 33.0 + 2 * plan.num_nodes}, LimitsConfig)
+    use = find_campaign_use(campaign.job(2), limits=limits, plan=plan)
+    assert use.find_drain(now=0.0, job_start=0.0, drain_s=0.0) is None
+    assert use.find_drain(now=3600.0, job_start=0.0, drain_s=0.0) is not None
 
 
 def test_an_error_of_the_file_system_requests_and_ends_nothing(tmp_path, monkeypatch):

@@ -274,6 +274,21 @@ def test_jobs_that_never_started_end_nothing_that_has_a_checkpoint(campaign: Cam
     assert next_job.campaign_outcome(ended_for(campaign, 7, "walltime")) is not None
 
 
+def test_jobs_without_a_driver_end_nothing_that_has_a_checkpoint(campaign: CampaignDir) -> None:
+    """Nothing records their end: their node was broken, or the file system was away."""
+    ended_for(campaign, 0, "walltime")
+    checkpointed(campaign, 0)
+    for number in range(1, 6):
+        make_private_dir(campaign.job(number).root)
+        campaign.job(number).chain_marker.write_text("9")
+        assert next_job.campaign_outcome(campaign.job(number)) is None
+    make_private_dir(campaign.job(5).parsl)
+    assert next_job.campaign_outcome(campaign.job(5)) is None, "the first that had a driver"
+    for number in (4, 5):
+        make_private_dir(campaign.job(number).parsl)
+    assert next_job.campaign_outcome(campaign.job(5)) is not None, "two that had one"
+
+
 def test_slurm_names_the_cause_of_a_job_without_an_outcome(
     campaign: CampaignDir, slurm: Path, asked: CampaignRequest
 ) -> None:
@@ -287,7 +302,7 @@ def test_slurm_names_the_cause_of_a_job_without_an_outcome(
     assert next_job.query_end_state(campaign.job(1)) == "node_fail"
     assert next_job.query_end_state(campaign.job(0)) == "unknown", "it was never submitted"
     for number in (2, 3):
-        make_private_dir(campaign.job(number).root)
+        make_private_dir(campaign.job(number).parsl)
         campaign.job(number).chain_marker.write_text("9")
     assert next_job.campaign_outcome(campaign.job(3), state="node_fail") is None
     assert next_job.campaign_outcome(campaign.job(3), state="timeout") is not None
