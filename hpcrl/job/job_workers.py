@@ -5,6 +5,7 @@ LongLivedWorker    a worker that runs until the job ends
 LONG_LIVED_ROLES   the roles of those, but for judges
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from hpcrl.job.reward_tasks import is_lost_worker
 from hpcrl.job.supervision import LookInterval, RestartBudget, find_quorum
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.slurm.allocation import JobAllocation
+from hpcrl.slurm.commands import StepFailure, find_step_failure
 from hpcrl.slurm.end_policy import find_bad_nodes
 from hpcrl.slurm.status import query_failed_nodes, query_lost_nodes, query_restarted_nodes
 from hpcrl.system.exit_codes import EXIT_HUNG, EXIT_OUT_OF_MEMORY, decode_exit_code, describe_end
@@ -36,6 +38,10 @@ if TYPE_CHECKING:
     from hpcrl.job.runtime import JobRuntime
 
 LONG_LIVED_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env")
+MIN_STEP_PAUSE_S, MAX_STEP_PAUSE_S = 15.0, 240.0
+"""The time before a trainer is started again that Slurm or a node has ended: each is twice the one before."""
+STEADY_S = 600.0
+"""The time after which a trainer that was started counts as working."""
 PROBE_BYTES = 1 << 20
 """The size of a file by which the driver finds out whether the file system takes one."""
 
@@ -77,6 +83,11 @@ class JobWorkers:
     is_trainer_due: bool = False
     """True from the end of a trainer until it has been started again, which the file system may refuse for a while."""
     trainer_started_at: float = 0.0
+    trainer_pause_s: float = MIN_STEP_PAUSE_S
+    trainer_due_at: float = 0.0
+    """The earliest time, by the monotonic clock, for the next start of the trainer."""
+    step_log_start: int = 0
+    """The size of the log of the trainer's steps when they were last started."""
 
     def __post_init__(self) -> None:
         names = [make_worker_name(self.job.number, "train", rank) for rank in range(self._trainer.num_workers)]
@@ -89,6 +100,8 @@ class JobWorkers:
 
     def start_trainer(self, runtime: "JobRuntime") -> None:
         """Start the trainer, or start it again after the end of what is left of it."""
+        log = self.job.log("train-step")
+        self.step_log_start = log.stat().st_size if log.exists() else 0
         runtime.start_trainer()
         self.trainer_started_at = time.time()
         self.beats.restart()
@@ -105,7 +118,7 @@ class JobWorkers:
         num_nodes = len(self._list_trainer_nodes())
         if not self.is_trainer_due:
             self.is_trainer_due = self._has_trainer_failed(runtime, trainer_code)
-        if self.is_trainer_due:
+        if self.is_trainer_due and time.monotonic() >= self.trainer_due_at:
             self.start_trainer(runtime)
             self.is_trainer_due = False
             self.emit(WorkerRestarted(of="train-0"))
@@ -160,12 +173,33 @@ class JobWorkers:
             cause: EndCause = "out-of-memory" if code == EXIT_OUT_OF_MEMORY else "user-code"
             self._drop_lost_nodes(runtime, self._list_trainer_nodes())
             reason = self.describe_trainer_end(code)
-            if names_outage(reason):  # it has passed, as the probe shows: those of other causes are counted apart
+            if failure := self._find_step_failure():
+                self._count_step_failure(failure)
+            elif names_outage(reason):  # it has passed, as the probe shows: those of other causes are counted apart
                 self.emit(WorkerFailed(of="train-0", reason=reason))
                 self.budget.count_failure("the disk of train-0", reason, cause="infrastructure")
             else:
                 self._count_trainer_failure(reason, cause=cause)
         return True
+
+    def _find_step_failure(self) -> StepFailure | None:
+        """Return why srun has ended the steps of the trainer, if that was not for its own sake."""
+        with contextlib.suppress(OSError), self.job.log("train-step").open("rb") as log:
+            log.seek(self.step_log_start)
+            return find_step_failure(log.read().decode(errors="replace"))
+        return None
+
+    def _count_step_failure(self, failure: StepFailure) -> None:
+        """Count that Slurm or a node has ended the trainer, and let it wait before the next start: that may pass."""
+        self.emit(WorkerFailed(of="train-0", reason=failure.line))
+        if failure.node in self._list_trainer_nodes():
+            self.budget.note_node("train", str(failure.node))
+        if time.time() - self.trainer_started_at > STEADY_S:
+            self.trainer_pause_s = MIN_STEP_PAUSE_S
+        self.trainer_due_at = time.monotonic() + self.trainer_pause_s
+        self.trainer_pause_s = min(2 * self.trainer_pause_s, MAX_STEP_PAUSE_S)
+        cause: EndCause = "node-failure" if failure.node is not None else "infrastructure"
+        self.budget.count_failure("a step of train-0", failure.line, cause=cause)
 
     def _probe_disk(self) -> None:
         """Raise OSError while the file system is full or away: the driver waits for it, and counts no failure."""

@@ -22,12 +22,17 @@ from parsl.providers.base import ExecutionProvider  # noqa: TID251
 
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import SlurmError
+from hpcrl.job.batch_log import note_in_log
 from hpcrl.plan.components import RewardJobPlan
 from hpcrl.slurm import commands
 from hpcrl.system.files import publish_file
 from hpcrl.system.processes import MIN_RESTART_INTERVAL_S, end_group
 
-STATUS_INTERVAL_S = 5
+STATUS_INTERVAL_S = 30
+COUNT_INTERVAL_S = 10.0
+"""The time for which a count of jobs stands: all decisions in it need one squeue."""
+MIN_REFUSAL_PAUSE_S, MAX_REFUSAL_PAUSE_S = 10.0, 600.0
+"""The times after a refusal in which Slurm is asked for no other job: each is twice the one before."""
 MIN_LOST_AGE_S = 40.0
 """A pool that Parsl reports as lost has been silent for 20 s; one that was started since then is another."""
 LOST_GRACE_S = 15.0
@@ -224,16 +229,24 @@ class JobProvider(ExecutionProvider):
         self._script = script
         self._started_ids: list[str] = []
         """Jobs that are not known to have ended."""
+        self._counted_at = self._refused_until = float("-inf")
+        self._pause_s = MIN_REFUSAL_PAUSE_S
 
     def submit(self, command: str, tasks_per_node: int, job_name: str = "block") -> str | None:
-        """Start a job; None if Slurm refuses, which does not end the campaign."""
+        """Start a job; None if Slurm refuses, or has a short time ago, which does not end the campaign."""
         del tasks_per_node
+        if time.monotonic() < self._refused_until:
+            return None
         path = self._job.root / f"{job_name}.sh"
         publish_file(path, self._script(job_name, command.split("\n")))
         try:
             id = commands.queue_recorded_script(path, record=self._job.reward_jobs)
-        except SlurmError:
+        except SlurmError as error:
+            note_in_log(f"hpcrl: no reward job for {self._pause_s:g} s: {error}")
+            self._refused_until = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, MAX_REFUSAL_PAUSE_S)
             return None
+        self._pause_s = MIN_REFUSAL_PAUSE_S
         self._started_ids.append(id)
         return id
 
@@ -254,7 +267,10 @@ class JobProvider(ExecutionProvider):
         return [True for _ in ids]
 
     def num_running(self) -> int:
-        """Count the jobs that wait or run; while Slurm does not answer, the last count stands."""
+        """Count the jobs that wait or run; while Slurm does not answer, and for some time, the last count stands."""
+        if time.monotonic() < self._counted_at + COUNT_INTERVAL_S:
+            return len(self._started_ids)
+        self._counted_at = time.monotonic()
         alive = commands.query_live_jobs(self._started_ids)
         if alive is not None:
             self._started_ids = [id for id in self._started_ids if id in alive]

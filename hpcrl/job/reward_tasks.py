@@ -184,7 +184,8 @@ class RewardScoring:
         match self.scale.decide(waiting=waiting, jobs=jobs, now=now):
             case "start":
                 workers.start_reward_job()
-                self.emit(RewardJobsScaled(num=jobs + 1, waiting=waiting))
+                if (num := workers.num_reward_jobs()) > jobs:  # else Slurm has refused it
+                    self.emit(RewardJobsScaled(num=num, waiting=waiting))
             case "end":
                 workers.end_reward_jobs()
                 self.emit(RewardJobsScaled(num=0, waiting=0))

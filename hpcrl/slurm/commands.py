@@ -10,6 +10,7 @@ queue_recorded_script   submit a script and record the id of its job
 query_live_jobs         ask squeue which jobs wait or run
 cancel_jobs             end jobs with scancel
 cancel_steps            end steps whose srun was killed
+find_step_failure, StepFailure    the line by which srun reports that Slurm or a node has failed a step
 cancel_recorded_jobs    end the recorded jobs of a driver that was killed
 COMMAND_TIMEOUT_S, SHORT_TIMEOUT_S   time limit of one command
 TIMED_OUT               exit code of a command that did not answer
@@ -28,6 +29,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from hpcrl.errors import LostAnswerError, SlurmError
 
@@ -45,6 +47,14 @@ MAX_NODES = 100_000
 
 _LOST_ANSWERS = ("Socket timed out", "Unable to contact slurm controller", "Zero Bytes were transmitted")
 """The messages of an sbatch that has lost the connection; the controller may have taken the job."""
+_STEP_FAILURES = (
+    *_LOST_ANSWERS,
+    *("Unable to create step", "Unable to confirm allocation", "Task launch for", "Application launch failed"),
+    *("Communication connection failure", "Connection refused", "Connection timed out", "No route to host"),
+    *("DUE TO NODE FAILURE", "Node failure on"),
+)
+"""The messages of srun about a step that Slurm could not start, or whose node was lost."""
+_FAILED_NODE = re.compile(r"(?:on node|Node failure on) ([\w.-]+)|STEP \S+ ON ([\w.-]+) CANCELLED")
 _SETTINGS = ("SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
 """Variables with these prefixes act as options of a command."""
 
@@ -251,6 +261,26 @@ def cancel_steps(name: str) -> None:
     ids = [id for id, _, step in rows if step.strip() == name]
     if ids:
         run_slurm(["scancel", *ids], timeout_s=SHORT_TIMEOUT_S)
+
+
+class StepFailure(NamedTuple):
+    """A step that ended for a reason other than its command."""
+
+    line: str
+    node: str | None
+    """The node that is named as the cause."""
+
+
+def find_step_failure(text: str) -> StepFailure | None:
+    """Return the first line of srun's output that blames Slurm or a node; None if there is none.
+
+    What it reports of the tasks themselves, as "n1: task 0: Exited with exit code 1", is no such line.
+    """
+    for line in text.splitlines():
+        if line.startswith(("srun: ", "slurmstepd: ")) and any(words in line for words in _STEP_FAILURES):
+            found = _FAILED_NODE.search(line)
+            return StepFailure(line, (found[1] or found[2]) if found else None)
+    return None
 
 
 def cancel_recorded_jobs(record: Path) -> None:

@@ -1,8 +1,10 @@
 """What a job does about workers that fail again and again, and about a trainer that has failed for good."""
 
 import errno
+import itertools
 import os
 import time
+from collections import deque
 from concurrent.futures import Future
 from types import SimpleNamespace
 from unittest.mock import ANY
@@ -266,3 +268,71 @@ def test_a_trainer_that_has_just_started_has_longer_for_its_first_heartbeat(cloc
     assert beats.find_silent(max_age_s=10.0, max_start_s=60.0) == []
     clock.now += 11
     assert beats.find_silent(max_age_s=10.0, max_start_s=60.0) == [0]
+
+
+class SteplessTrainers(StartedTrainers):
+    """A runtime whose srun reports that it cannot start the steps of the trainer."""
+
+    def __init__(self, log, line):
+        super().__init__()
+        self.log, self.line = log, line
+
+    def start_trainer(self):
+        super().start_trainer()
+        with self.log.open("a") as log:
+            log.write(f"{self.line}\n")
+
+
+def fail_until_ended(workers, runtime, clock):
+    """Let the trainer end as soon as it was started, until the job ends; return when it was started again."""
+    workers.memory = SimpleNamespace(report_shortage=lambda code: False)
+    workers.start_trainer(runtime)
+    starts = []
+    while True:
+        clock.now += 1.0
+        num = runtime.num
+        workers.restart_failed(runtime, trainer_code=1)
+        starts += [clock.now] * (runtime.num - num)
+        yield starts
+
+
+def test_a_trainer_that_slurm_cannot_start_is_no_fault_of_the_users_code_and_waits_before_each_start(
+    workers, lost, monkeypatch
+):
+    clock = SettableClock(1000.0)
+    monkeypatch.setattr("hpcrl.job.job_workers.time.monotonic", clock)
+    make_private_dir(workers.job.logs)
+    workers.job.log("train-0").write_text("step 812: loss 0.31\n")
+    line = "srun: error: Unable to create step for job 7: Unable to contact slurm controller"
+    turns = fail_until_ended(workers, SteplessTrainers(workers.job.log("train-step"), line), clock)
+    starts = next(turns)
+    with pytest.raises(JobError, match=r"a step of train-0 failed 4 times .*Unable to contact slurm") as found:
+        deque(turns, maxlen=0)
+    assert found.value.cause == "infrastructure"
+    assert [later - start for start, later in itertools.pairwise(starts)] == [31.0, 61.0]
+
+
+def test_a_node_on_which_steps_of_the_trainer_cannot_start_is_named(workers, lost, monkeypatch):
+    clock = SettableClock(1000.0)
+    monkeypatch.setattr("hpcrl.job.job_workers.time.monotonic", clock)
+    make_private_dir(workers.job.logs)
+    workers.allocation = JobAllocation(job_id="7", end_time=1e12, nodes=[["t1", "t2", "t3"]])
+    line = "srun: error: Task launch for StepId=7.3 failed on node t2: Communication connection failure"
+    with pytest.raises(JobError) as found:
+        deque(fail_until_ended(workers, SteplessTrainers(workers.job.log("train-step"), line), clock), maxlen=0)
+    assert found.value.cause == "node-failure"
+    assert workers.list_bad_nodes() == ["t2"]
+
+
+def test_what_srun_reports_of_an_earlier_start_is_not_the_reason_of_this_end(workers, lost, events):
+    make_private_dir(workers.job.logs)
+    workers.job.log("train-0").write_text("ZeroDivisionError: of the recipe\n")
+    workers.job.log("train-step").write_text("srun: error: Unable to contact slurm controller (connect failure)\n")
+    workers.memory = SimpleNamespace(report_shortage=lambda code: False)
+    runtime = StartedTrainers()
+    workers.start_trainer(runtime)
+    with workers.job.log("train-step").open("a") as log:
+        log.write("srun: error: n1: task 0: Exited with exit code 1\n")
+    workers.restart_failed(runtime, trainer_code=1)
+    (failed,) = [event for event in events if isinstance(event, WorkerFailed)]
+    assert "ZeroDivisionError" in failed.reason

@@ -1,12 +1,16 @@
 """The worker pools as steps on the nodes of a component."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.job import parsl_providers as blocks
-from hpcrl.job.parsl_providers import StepProvider
+from hpcrl.job.parsl_providers import JobProvider, StepProvider
+from hpcrl.plan.components import RewardJobPlan
+from hpcrl.system.files import make_private_dir
 from tests.support.campaigns import until
 
 
@@ -145,3 +149,54 @@ def test_the_last_pool_of_a_joined_step_ends_with_it_and_all_are_started_togethe
     assert joined.lost_nodes() == ["n1", "n2", "n3"]
     start_pool(joined, command)
     assert read_starts(tmp_path, num=2) == ["n1,n2,n3", "n1,n2,n3"]
+
+
+@pytest.fixture
+def reward_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobProvider:
+    """A provider whose sbatch and squeue note each call; sbatch refuses while there is a file `full`."""
+    programs = make_private_dir(tmp_path / "bin")
+    refuse = f"[ -e {tmp_path}/full ] && {{ echo 'sbatch: error: QOSMaxSubmitJobPerUserLimit' >&2; exit 1; }}"
+    for name, program in (("sbatch", f"{refuse}; echo 7"), ("squeue", "echo 7 PENDING")):
+        (programs / name).write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/calls\n{program}\n")
+        (programs / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    job = CampaignDir(tmp_path / "c").job(0)
+    make_private_dir(job.logs)
+    plan = RewardJobPlan(partition="spare", max_jobs=4, workers_per_job=1, walltime_min=10)
+    return JobProvider(plan, job=job, script=lambda *_: "#!/bin/sh\n")
+
+
+def count_calls(tmp_path: Path, name: str) -> int:
+    return (tmp_path / "calls").read_text().split().count(name)
+
+
+def test_a_slurm_that_refuses_reward_jobs_is_asked_ever_more_rarely(
+    reward_jobs: JobProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("hpcrl.job.parsl_providers.time.monotonic", lambda: now)
+    (tmp_path / "full").touch()
+    for second in range(3600):
+        now = 1000.0 + second
+        assert reward_jobs.submit("true", 1) is None
+    assert 5 <= count_calls(tmp_path, "sbatch") <= 12
+    (tmp_path / "full").unlink()
+    now += blocks.MAX_REFUSAL_PAUSE_S
+    assert reward_jobs.submit("true", 1) == "7"
+    (tmp_path / "full").touch()
+    assert reward_jobs.submit("true", 1) is None
+    (tmp_path / "full").unlink()
+    now += blocks.MIN_REFUSAL_PAUSE_S
+    assert reward_jobs.submit("true", 1) == "7", "the pause is short again"
+
+
+def test_reward_jobs_are_counted_with_few_commands(
+    reward_jobs: JobProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("hpcrl.job.parsl_providers.time.monotonic", lambda: now)
+    assert reward_jobs.submit("true", 1) == "7"
+    for second in range(100):
+        now = 1000.0 + second
+        assert reward_jobs.num_running() == 1
+    assert count_calls(tmp_path, "squeue") == 10

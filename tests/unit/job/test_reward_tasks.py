@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from hpcrl.campaign_dir.events import FaultReported
+from hpcrl.campaign_dir.events import FaultReported, RewardJobsScaled
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import RewardConfig
 from hpcrl.job.reward_tasks import OUTAGE_PAUSE_S, SEGMENTS_PER_JOB, RewardJobScaler, RewardScoring
@@ -58,6 +58,7 @@ class Workers:
     def __init__(self):
         self.tasks = []
         self.jobs = 0
+        self.are_jobs_refused = False
 
     def score(self, segments, *, shard, num_shards, elastic):
         assert all(find_shard(segment, num_shards=num_shards) == shard for segment in segments)
@@ -68,7 +69,7 @@ class Workers:
         return self.jobs
 
     def start_reward_job(self):
-        self.jobs += 1
+        self.jobs += not self.are_jobs_refused
 
     def end_reward_jobs(self):
         self.jobs = 0
@@ -116,6 +117,17 @@ def test_a_sealed_segment_becomes_one_task(make):
     scoring.poll(workers)
     assert [(segment, elastic) for segment, elastic, _ in workers.tasks] == [(SEGMENT, True)]
     assert workers.jobs == 1
+
+
+def test_a_reward_job_that_is_refused_is_not_reported_as_started(make, events, monkeypatch):
+    workers, scoring, now = Workers(), make(), 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    workers.are_jobs_refused = True
+    scoring.poll(workers)
+    assert not [event for event in events if isinstance(event, RewardJobsScaled)]
+    now, workers.are_jobs_refused = 200.0, False
+    scoring.poll(workers)
+    assert [event.num for event in events if isinstance(event, RewardJobsScaled)] == [1]
 
 
 def test_without_reward_jobs_every_segment_is_scored_on_spare_cores(make):

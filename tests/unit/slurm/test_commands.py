@@ -137,3 +137,36 @@ def test_steps_whose_srun_was_killed_are_ended_by_their_name(slurm: Path) -> Non
     assert not (slurm / "cancelled").exists()
     cancel_steps("hpcrl-7-train-1")
     assert (slurm / "cancelled").read_text() == "8.0 9.0\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "node"),
+    [
+        ("srun: error: Unable to create step for job 7: Unable to contact slurm controller (connect failure)", None),
+        ("srun: error: Task launch for StepId=7.3 failed on node gpu03: Communication connection failure", "gpu03"),
+        ("srun: error: Node failure on nid001.cluster", "nid001.cluster"),
+        (
+            "slurmstepd: error: *** STEP 7.3 ON gpu1 CANCELLED AT 2026-01-01T00:00:00 DUE TO NODE FAILURE, SEE LOG ***",
+            "gpu1",
+        ),
+        ("srun: error: Unable to confirm allocation for job 7: Zero Bytes were transmitted or received", None),
+    ],
+)
+def test_steps_that_slurm_or_a_node_has_failed_are_known_by_the_words_of_srun(line: str, node: str | None) -> None:
+    found = commands.find_step_failure(f"srun: Job 7 step creation temporarily disabled, retrying\n{line}\nlast\n")
+    assert found == (line, node)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "srun: error: gpu1: task 0: Exited with exit code 1",
+        "srun: error: gpu[1-2]: tasks 0-1: Killed",
+        "slurmstepd: error: *** STEP 7.3 ON gpu1 CANCELLED AT 2026-01-01T00:00:00 ***",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=7.3. Some of the step tasks have been OOM Killed.",
+        "ConnectionError: Connection refused",
+        "",
+    ],
+)
+def test_steps_that_their_command_has_failed_are_not(line: str) -> None:
+    assert commands.find_step_failure(f"{line}\n") is None
