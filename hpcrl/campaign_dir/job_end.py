@@ -8,6 +8,7 @@ read_job_end    read it
 DrainNotice     the request to drain, for the workers
 DrainTime       the time that it leaves
 is_sigterm_answered  read whether it answers SIGTERM
+read_term_answer     read the first answer, before the request to drain
 """
 
 import math
@@ -140,6 +141,14 @@ def is_sigterm_answered(job: JobDir) -> bool:
         return msgspec.json.decode(job.drain.read_bytes(), type=DrainNotice).answers_sigterm
     except msgspec.MsgspecError:
         return True
+
+
+def read_term_answer(job: JobDir) -> DrainNotice | None:
+    """Return the answer of a driver to the notice of a step; None before it."""
+    try:
+        return msgspec.json.decode(job.term_answer.read_bytes(), type=DrainNotice)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 class JobError(HpcrlError):

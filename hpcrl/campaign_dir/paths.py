@@ -26,7 +26,7 @@ CAMPAIGN/
         outcome.json: how its driver ended
         drain, end, dump-stacks: present to request draining, the end of every step, stack dumps of each worker
         logs/, parsl/: one log a worker; files of parsl
-        terminated: the node of a step that received SIGTERM
+        terminated, term-answer: the node of a step that received SIGTERM; the driver's answer
         end-trainer-0: present to request the end of one start of the trainer
         windows, reward-jobs: shared memory to be removed, and reward jobs to be cancelled, after this job
         wakeups/: an empty file for each process that others wake; its name is the address (hpcrl.system.wakeups)
@@ -300,8 +300,17 @@ class JobDir:
 
     @property
     def terminated(self) -> Path:
-        """The notice of a step that received SIGTERM: Slurm may send the driver none, or a later one."""
+        """The notice of a step that received SIGTERM: Slurm may send the driver none, or a later one. Empty before.
+
+        It and the answer are there from the start: what a network file system was asked for in vain it believes to be
+        absent for a while.
+        """
         return self.root / "terminated"
+
+    @property
+    def term_answer(self) -> Path:
+        """The answer to that notice, of a driver that may have to wait for Slurm before it drains. Empty before."""
+        return self.root / "term-answer"
 
     @property
     def dump_stacks(self) -> Path:
@@ -343,7 +352,8 @@ class JobDir:
     def list_messages(self) -> list[Path]:
         """List what the processes of one run of this job leave for each other: another run must not read it."""
         starts = [path for name in (_RANKS_NAME, _TRAINER_END_NAME) for path in self.root.glob(name.format("*"))]
-        return [self.drain, self.end, self.terminated, self.outcome, self.dump_stacks, self.wakeups, *starts]
+        own = [self.drain, self.end, self.terminated, self.term_answer, self.outcome, self.dump_stacks, self.wakeups]
+        return [*own, *starts]
 
     def courier_status(self, incarnation: str) -> Path:
         """Return the status file of one incarnation of the couriers, so that an old one cannot overwrite it."""

@@ -68,6 +68,7 @@ from hpcrl.system.file_watch import is_outage, retry_passing
 from hpcrl.system.files import make_private_dir, publish_file, remove_path
 from hpcrl.system.network import current_node, find_bind_address
 from hpcrl.system.processes import do_nothing
+from hpcrl.system.variables import KILL_WAIT_VARIABLE
 
 if TYPE_CHECKING:
     from hpcrl.job.runtime import JobRuntime
@@ -211,6 +212,8 @@ class JobDriver:
         make_private_dir(job.parsl)
         for path in (*job.list_messages(), campaign.train_progress):
             remove_path(path)
+        for path in (job.terminated, job.term_answer):
+            publish_file(path, "")
         recipe = read_recipe(campaign)
         for directory in (campaign.endpoints, *(campaign.judge(name).endpoints for name in recipe.judge)):
             withdraw_all(directory)
@@ -254,8 +257,10 @@ class JobDriver:
         self._report_edits()
         JobNotices(self.job, self.recipe.notices).report_start()
         self.events.emit(LayoutChosen(layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes))
+        self.drain.answer_notices(allocation.kill_wait_s)
         if allocation.job_id is not None:
             scrub_environment(os.environ)
+            os.environ[KILL_WAIT_VARIABLE] = f"{allocation.kill_wait_s:g}"
         for number in self.campaign.job_numbers():  # if a whole node was lost, no process was left to end them
             cancel_reward_jobs(self.campaign.job(number))
         runtime = JobRuntime(

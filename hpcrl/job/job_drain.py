@@ -2,11 +2,12 @@
 
 JobDrain      the requests to end one job, and its drain once there is one
 DrainLimits   the reason of a drain, and its times
-CLOCK_SKEW_S, END_QUERY_TIMEOUT_S, LIMITS_INTERVAL_S, MIN_CLOSE_GRACE_S, NOTICE_INTERVAL_S   constants
+ANSWER_SHARE, CLOCK_SKEW_S, END_QUERY_TIMEOUT_S, LIMITS_INTERVAL_S, MIN_CLOSE_GRACE_S, NOTICE_INTERVAL_S   constants
 """
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ END_QUERY_TIMEOUT_S = 3.0
 """Time for Slurm to answer when a job that is about to end will end: there is little of it."""
 LIMITS_INTERVAL_S = 5.0
 NOTICE_INTERVAL_S = 0.5
+ANSWER_SHARE = 0.7
+"""The share of the time until SIGKILL for which a step waits for the drain of a driver that has answered."""
 MIN_CLOSE_GRACE_S = 0.5
 CLOCK_SKEW_S = 5.0
 """The most by which the clocks of nodes differ."""
@@ -88,6 +91,25 @@ class JobDrain:
         self._is_published = False
         self._terminated_at: float | None = None
         """When SIGTERM was taken into account; steps have been sent an answer to theirs since."""
+
+    def answer_notices(self, kill_wait_s: float) -> None:
+        """Answer, in a thread, the steps that report SIGTERM: without an answer in time they end.
+
+        The loop of the driver may have to wait for Slurm, which is busy while it preempts.
+        """
+        threading.Thread(target=self._answer_notices, args=(kill_wait_s,), name="notices", daemon=True).start()
+
+    def _answer_notices(self, kill_wait_s: float) -> None:
+        while not self.requests.has_notice():
+            time.sleep(NOTICE_INTERVAL_S)
+        answer = DrainNotice(reason="a step received SIGTERM", end_s=ANSWER_SHARE * kill_wait_s, answers_sigterm=True)
+        while True:
+            try:
+                publish_file(self._job.term_answer, msgspec.json.encode(answer))
+            except OSError:
+                time.sleep(NOTICE_INTERVAL_S)
+            else:
+                return
 
     def read_time(self) -> float:
         """Return the time since the epoch, by the clock as it was at the start: one that jumps ends no job."""

@@ -24,21 +24,26 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from hpcrl.campaign_dir.job_end import DrainTime, is_sigterm_answered
+from hpcrl.campaign_dir.job_end import DrainTime, is_sigterm_answered, read_term_answer
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.file_watch import NameWatch
 from hpcrl.system.files import publish_file
 from hpcrl.system.network import current_node
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants
-from hpcrl.system.variables import PARTITION_VARIABLE
+from hpcrl.system.variables import KILL_WAIT_VARIABLE, PARTITION_VARIABLE
 from hpcrl.weights.window.file import unlink_recorded_windows
 from hpcrl.weights.window.shm_cleanup import SCRATCH_PREFIX, SegmentLedger, remove_orphan_mpi, remove_orphans
 
 WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 TERM_GRACE_S = 3.0
 DRAIN_ANSWER_TIMEOUT_S = 4.0
-"""Time for a driver to answer a notice of SIGTERM: Slurm may send SIGKILL soon."""
+"""The least time for a driver to answer a notice of SIGTERM: Slurm may send SIGKILL soon."""
+ANSWER_TIMEOUT_SHARE = 1 / 3
+"""The share of the time until then, where it is known."""
+NOTICE_INTERVAL_S = 5.0
+"""The time after which a notice without an answer is published again: a change of one's own shows those of others."""
+ANSWER_LOOK_INTERVAL_S = 0.25
 
 
 class StepEnd:
@@ -55,9 +60,11 @@ class StepEnd:
         self._parent = None if "SLURM_JOB_ID" in os.environ else os.getppid()
         self._is_terminated = False
         self._noticed_at: float | None = None
-        self._has_published = False
+        self._next_notice = self._next_look = float("-inf")
+        self._answer_end: float | None = None
+        """The time by which a driver that has answered drains the job."""
         self._answer: DrainTime | None = None
-        """The driver's answer to a notice."""
+        """The drain, from then on."""
         self.is_alone = False
         """True if no driver has answered a notice, or the one that has is gone."""
 
@@ -75,22 +82,40 @@ class StepEnd:
             return False
         if self._job is None:
             return True
-        self._noticed_at = self._noticed_at or time.monotonic()
+        now = time.monotonic()
+        self._noticed_at = self._noticed_at or now
+        if self._answer is None and now >= self._next_look:
+            self._next_look = now + ANSWER_LOOK_INTERVAL_S
+            self._ask_driver(self._job, now)
         if self._answer is not None:
             self.is_alone = self._answer.is_driver_overdue()
-            return self.is_alone
-        with contextlib.suppress(OSError):  # a full or unreachable file system: the notice is tried again
-            if not self._has_published:
-                publish_file(self._job.terminated, current_node())
-                self._has_published = True
-            # A drain that was published before the SIGTERM does not show that the driver is alive.
-            if self._job.drain.name in self._requests.names() and is_sigterm_answered(self._job):
-                self._answer = DrainTime(self._job)
-        self.is_alone = time.monotonic() > self._noticed_at + DRAIN_ANSWER_TIMEOUT_S and self._answer is None
+        else:
+            end = self._noticed_at + find_answer_timeout() if self._answer_end is None else self._answer_end
+            self.is_alone = now > end
         return self.is_alone
+
+    def _ask_driver(self, job: JobDir, now: float) -> None:
+        """Publish the notice of SIGTERM, and look for the answer."""
+        with contextlib.suppress(OSError):  # a full or unreachable file system: it is tried again
+            if now >= self._next_notice:
+                publish_file(job.terminated, current_node())
+                self._next_notice = now + NOTICE_INTERVAL_S
+        if self._answer_end is None and (answer := read_term_answer(job)) is not None:
+            self._answer_end = now + (answer.end_s or 0.0)
+        with contextlib.suppress(OSError):
+            # A drain that was published before the SIGTERM does not show that the driver is alive.
+            if is_sigterm_answered(job):
+                self._answer = DrainTime(job)
 
     def _on_term(self, *_: object) -> None:
         self._is_terminated = True
+
+
+def find_answer_timeout() -> float:
+    """Return how long a step waits for the answer of a driver."""
+    with contextlib.suppress(ValueError):
+        return max(DRAIN_ANSWER_TIMEOUT_S, ANSWER_TIMEOUT_SHARE * float(os.environ.get(KILL_WAIT_VARIABLE, "")))
+    return DRAIN_ANSWER_TIMEOUT_S
 
 
 def main(job: JobDir | None, end: Path, command: list[str]) -> int:

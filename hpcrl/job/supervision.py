@@ -94,7 +94,6 @@ class EndRequests:
     def __post_init__(self) -> None:
         # By listing: the client of a network file system remembers for long that a file is not there.
         self._stops = NameWatch(self.stop.parent, longest_s=REQUEST_PAUSE_S)
-        self._notices = NameWatch(self.terminated.parent, longest_s=REQUEST_PAUSE_S)
 
     def listen(self) -> None:
         """Take the signals of this process as requests, also those that came before and were blocked."""
@@ -105,7 +104,14 @@ class EndRequests:
 
     def has_termination(self) -> bool:
         """Return whether this process or a step received SIGTERM."""
-        return self.is_terminated or _is_there(self.terminated, self._notices)
+        return self.is_terminated or self.has_notice()
+
+    def has_notice(self) -> bool:
+        """Return whether a step has reported SIGTERM: a file that is opened is asked for from the server."""
+        try:
+            return bool(self.terminated.read_bytes())
+        except OSError:
+            return False
 
     def find_drain(self, *, now: float, end_time: float, drain_s: float, kill_wait_s: float) -> DrainRequest | None:
         """Return the request of a user or of the clock to drain; both times are seconds since the epoch."""

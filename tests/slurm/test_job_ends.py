@@ -40,7 +40,7 @@ def test_a_job_that_is_preempted_with_a_grace_time_uses_it_for_a_checkpoint(lab:
     taker = lab.run("sbatch", "--parsable", "-p", "h100", "-N4", "--exclusive", "--mem=0", "-o/dev/null", "--wrap=true")
     assert await_end(lab, campaign) in ("PREEMPTED", "COMPLETED"), "it may end within the grace time"
     assert (outcome(campaign)["outcome"], outcome(campaign)["cause"]) == ("drained", "preemption")
-    assert campaign.job(0).terminated.exists(), "Slurm sent SIGTERM to the steps, before the batch script got one"
+    assert campaign.job(0).terminated.read_text(), "Slurm sent SIGTERM to the steps, before the batch script got one"
     assert list_saved_steps(campaign) == [steps(campaign)[-1]["step"]]
     assert lab.list_shared_memory() == {}
     lab.wait_accounted(taker, "COMPLETED")

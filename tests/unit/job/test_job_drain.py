@@ -8,7 +8,7 @@ from datetime import datetime
 
 import pytest
 
-from hpcrl.campaign_dir.job_end import DrainTime, is_sigterm_answered
+from hpcrl.campaign_dir.job_end import DrainTime, is_sigterm_answered, read_term_answer
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import LimitsConfig
 from hpcrl.job import job_drain
@@ -16,6 +16,7 @@ from hpcrl.job.job_drain import DrainLimits, JobDrain
 from hpcrl.job.supervision import CampaignUse, DrainMargin, DrainRequest, LookInterval, UsedHours
 from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.system.files import make_private_dir
+from tests.support.campaigns import until
 
 ALLOCATION = JobAllocation(job_id="7", end_time=1e12, nodes=[["n"]])
 
@@ -129,6 +130,18 @@ def test_a_worker_whose_clock_is_another_has_the_time_that_the_driver_gave(drain
     left, now = DrainTime(job), time.time()
     monkeypatch.setattr(time, "time", lambda: now + jump_s)
     assert 890 < left.read_left() <= 900
+
+
+def test_steps_are_answered_while_the_driver_waits_for_slurm(drain, job):
+    job.terminated.touch()
+    drain.answer_notices(30.0)
+    time.sleep(1.0)
+    assert read_term_answer(job) is None
+    job.terminated.write_text("n1")
+    until(lambda: read_term_answer(job) is not None, what="the thread has answered")
+    answer = read_term_answer(job)
+    assert (answer.answers_sigterm, answer.end_s, answer.left_s) == (True, 21.0, None)
+    assert not job.drain.exists(), "how long it may take is not known yet"
 
 
 def test_a_worker_that_sees_the_request_late_has_less_time(drain, job, monkeypatch):

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from hpcrl.campaign_dir.job_end import DrainNotice
-from hpcrl.job.step import DRAIN_ANSWER_TIMEOUT_S
-from hpcrl.system.variables import PARTITION_VARIABLE
+from hpcrl.job.step import DRAIN_ANSWER_TIMEOUT_S, find_answer_timeout
+from hpcrl.system.variables import KILL_WAIT_VARIABLE, PARTITION_VARIABLE
 
 STEP = (sys.executable, "-m", "hpcrl.job.step")
 SHARED_MEMORY = Path("/dev/shm")
@@ -147,6 +147,39 @@ def test_a_warning_becomes_a_notice_and_ends_nothing_that_the_step_has_started(
             child.send_signal(number)
         assert step.wait(30) == 0, "the command came to its end"
     assert (job / "terminated").read_text()
+
+
+def test_a_step_waits_for_the_drain_of_a_driver_that_has_answered_though_slurm_is_slow(tmp_path: Path) -> None:
+    job = tmp_path / "jobs" / "000"
+    job.mkdir(parents=True)
+    (job / "terminated").touch()
+    answer = DrainNotice(reason="SIGTERM", end_s=DRAIN_ANSWER_TIMEOUT_S + 60, answers_sigterm=True)
+    (job / "term-answer").write_bytes(msgspec.json.encode(answer))
+    with run_sleeping_step(job, seconds=DRAIN_ANSWER_TIMEOUT_S + 3) as step:
+        step.terminate()
+        time.sleep(DRAIN_ANSWER_TIMEOUT_S + 1)
+        drain = DrainNotice(reason="SIGTERM", left_s=60.0, end_s=90.0, answers_sigterm=True)
+        (job / "drain").write_bytes(msgspec.json.encode(drain))
+        assert step.wait(30) == 0, "the command came to its end"
+    assert (job / "terminated").read_text()
+
+
+def test_a_step_ends_when_a_driver_that_has_answered_does_not_drain(tmp_path: Path) -> None:
+    job = tmp_path / "jobs" / "000"
+    job.mkdir(parents=True)
+    answer = DrainNotice(reason="SIGTERM", end_s=2.0, answers_sigterm=True)
+    (job / "term-answer").write_bytes(msgspec.json.encode(answer))
+    with run_sleeping_step(job, seconds=60) as step:
+        step.terminate()
+        assert step.wait(30) == 0
+
+
+@pytest.mark.parametrize(("kill_wait", "seconds"), [("30", 10.0), ("10", 4.0), ("", 4.0), ("x", 4.0)])
+def test_a_step_waits_longer_for_an_answer_where_slurm_leaves_more_time(
+    monkeypatch: pytest.MonkeyPatch, kill_wait: str, seconds: float
+) -> None:
+    monkeypatch.setenv(KILL_WAIT_VARIABLE, kill_wait)
+    assert find_answer_timeout() == pytest.approx(seconds)
 
 
 def test_a_step_without_a_driver_ends_after_its_notice(tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ def test_a_signal_that_slurm_has_sent_early_takes_no_time_from_the_job(requests)
 def test_sigterm_counts_whether_this_process_or_a_step_received_it(requests):
     assert not requests.has_termination()
     requests.terminated.touch()
+    assert not requests.has_termination(), "it is there from the start"
+    requests.terminated.write_text("n1")
     assert requests.has_termination()
     requests.terminated.unlink()
     os.kill(os.getpid(), signal.SIGTERM)
