@@ -19,6 +19,7 @@
     │   └── TemplateLimitError  the chat template takes too long, or renders too much
     ├── RewardError       the process that computes rewards ended
     └── TrainError        training cannot continue
+        ├── LostCheckpointsError  every checkpoint is damaged: another start would find the same
         └── NodeResultError  a user's node of the pipeline returns what the next one cannot use
 
 `show_error` returns the type and the message of any exception.
@@ -105,6 +106,10 @@ class RewardError(HpcrlError):
 
 class TrainError(HpcrlError):
     """Training cannot continue."""
+
+
+class LostCheckpointsError(TrainError):
+    """Every checkpoint is damaged: another start would find the same."""
 
 
 class NodeResultError(TrainError):

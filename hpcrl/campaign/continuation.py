@@ -34,6 +34,8 @@ from hpcrl.campaign.running_jobs import find_job_states, read_submission
 from hpcrl.campaign.staged_files import find_staging_dir
 from hpcrl.campaign.submission import claim_job, queue_followers, start_job, write_records
 from hpcrl.campaign.submission_checks import check_request, find_room
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import CheckpointSaved
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site
@@ -43,7 +45,7 @@ from hpcrl.plan.plan import Plan, make_plan
 from hpcrl.plan.records import digest_records, list_edited_records, read_plan, read_record
 from hpcrl.slurm import next_job
 from hpcrl.slurm.submit import make_site_environment
-from hpcrl.system.files import publish_file, publish_json, read_json, remove_path
+from hpcrl.system.files import is_file, publish_file, publish_json, read_json, remove_path
 from hpcrl.system.processes import do_nothing
 from hpcrl.system.terminal import show_wait
 
@@ -67,6 +69,8 @@ def resume(
         is_done = next_job.find_last_step(campaign) >= request.recipe.train.num_steps
         refuse_while_alive(last, recorded.site, is_done=is_done)
         refuse_short_walltime(campaign, walltime_min=request.recipe.job.walltime_min)
+        if not accept:
+            _refuse_lost_checkpoints(campaign)
     if failure := find_final_failure(campaign, num_steps=request.recipe.train.num_steps):
         raise CampaignError(
             f"campaign {campaign.name!r} cannot be resumed: all {request.recipe.train.num_steps} steps were made, and "
@@ -101,6 +105,19 @@ def resume(
     return campaign
 
 
+def _refuse_lost_checkpoints(campaign: CampaignDir) -> None:
+    """Raise CampaignError if checkpoints were made and none is there: a job would train from the start."""
+    if next_job.find_last_step(campaign):
+        return
+    events = EventReader.for_role(campaign.events, "train").poll()
+    saved = [event.step for event in events if isinstance(event, CheckpointSaved)]
+    if saved:
+        raise CampaignError(
+            f"the checkpoint of step {saved[-1]} is gone, and no other is in {campaign.checkpoints}: restore them "
+            f"there, or let training start from step 0 by `hpcrl resume {campaign.name} --accept`"
+        )
+
+
 def extend(name: str, *, steps: int | None = None, jobs: int = 0, show_note: ShowNote = do_nothing) -> str:
     """Give a campaign more steps, or let more jobs follow; resume it if it has ended. Return a message."""
     campaign = directory.find_continuable(name)
@@ -109,11 +126,6 @@ def extend(name: str, *, steps: int | None = None, jobs: int = 0, show_note: Sho
     num_steps = recorded_steps if steps is None else steps
     if num_steps < recorded_steps:
         raise ConfigError(f"--steps {num_steps}: campaign {campaign.name!r} has {recorded_steps} already")
-    if campaign.stop.exists():
-        raise CampaignError(
-            f"campaign {campaign.name!r} was asked to stop: `hpcrl resume {campaign.name} -s train.num_steps="
-            f"{num_steps}` continues it"
-        )
     _refuse_edited(campaign, _list_edited(campaign))
     settings = (f"train.num_steps={num_steps}",) if num_steps > recorded_steps else ()
     states = find_job_states(directory.list_jobs(campaign), site)
@@ -127,6 +139,10 @@ def extend(name: str, *, steps: int | None = None, jobs: int = 0, show_note: Sho
         resumed = resume(name, settings=(*settings, *([f"job.num_jobs={jobs}"] if jobs else [])), show_note=show_note)
         job = directory.list_jobs(resumed)[-1]
         return f"campaign {campaign.name}: job {read_submission(job).id} continues up to step {num_steps}"
+    if campaign.stop.exists():
+        raise CampaignError(
+            f"campaign {campaign.name!r} was asked to stop, and its job still runs: repeat this when it has ended"
+        )
     if site.scheduler == "local" and jobs:
         raise ConfigError("--jobs: without a scheduler no job follows another; `hpcrl resume` starts the next one")
     last = live[-1]
@@ -211,7 +227,9 @@ def _apply_changes(
     fixed = list_fixed_settings(recorded.recipe)
     check_changes(compare_settings(manifest.get("fixed", fixed), fixed), campaign=campaign)
     base, notes = recorded, []
-    newer = None if edited else _load_source(manifest)
+    newer, problem = (None, "") if edited else _load_source(manifest)
+    if problem and accept:
+        raise CampaignError(f"what was submitted cannot be read again: {problem}; without --accept it is not used")
     if newer is not None and (found := _list_all_changes(recorded, newer)):
         if accept:
             base = newer
@@ -219,6 +237,8 @@ def _apply_changes(
             more = f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
             what = "; ".join(map(str, found[:MAX_SHOWN])) + more
             notes = [f"what was submitted has changed since, and is not used without --accept: {what}"]
+    if problem:
+        notes = [f"what was submitted has changed since, and is not used: {problem}"]
     if not settings and base is recorded and not edited and not accept:
         return recorded, notes
     changed = _change_settings(campaign, base, settings)
@@ -267,13 +287,17 @@ def _refuse_edited(campaign: CampaignDir, edited: Sequence[str]) -> None:
         )
 
 
-def _load_source(manifest: dict[str, Any]) -> CampaignRequest | None:
-    """Load again what was submitted; None if it is not there any more, or not valid."""
+def _load_source(manifest: dict[str, Any]) -> tuple[CampaignRequest | None, str]:
+    """Load again what was submitted; None if it is not there any more, or cannot be read, and why in that case."""
     try:
         source = msgspec.convert(manifest.get("source"), RequestSource)
-        return load_request(source.recipe, site=source.site, settings=source.settings)
-    except (HpcrlError, msgspec.ValidationError, OSError):
-        return None
+    except msgspec.ValidationError:  # of an older version
+        return None, ""
+    try:
+        return load_request(source.recipe, site=source.site, settings=source.settings), ""
+    except (HpcrlError, OSError) as error:
+        is_gone = "/" in source.recipe and not is_file(Path(source.recipe))
+        return None, "" if is_gone else str(error)
 
 
 def _list_all_changes(old: CampaignRequest, new: CampaignRequest) -> list[SettingChange]:

@@ -302,8 +302,8 @@ class JobDir:
     def terminated(self) -> Path:
         """The notice of a step that received SIGTERM: Slurm may send the driver none, or a later one. Empty before.
 
-        It and the answer are there from the start: what a network file system was asked for in vain it believes to be
-        absent for a while.
+        It and the answer are there from the start: a network file system believes for a while that a file is
+        absent which it did not find once.
         """
         return self.root / "terminated"
 

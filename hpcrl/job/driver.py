@@ -83,7 +83,7 @@ FOLLOW_INTERVAL_S = 300.0
 START_PATIENCE_S = 40.0
 """The time for which a job waits at its start for a file system that is away or full: its nodes are idle meanwhile."""
 MAX_TURN_GAP_S = 30.0
-"""A longer turn is no time in which the job had to make progress: it was suspended, or Slurm or the files were away."""
+"""The job need not make progress in a longer turn: it was suspended, or Slurm or the files were away."""
 MAX_QUEUEING_S = 60.0
 """The time for which a job that failed at its start waits for Slurm to queue the next one."""
 _STOPPED_AT_ONCE = JobEnd(

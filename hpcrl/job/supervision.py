@@ -166,7 +166,7 @@ def find_quorum(num_workers: int, *, share: float) -> int:
 
 
 class UsedHours(NamedTuple):
-    """What earlier jobs of a campaign have used."""
+    """The use of earlier jobs of a campaign."""
 
     node_hours: float = 0.0
     gpu_hours: float = 0.0

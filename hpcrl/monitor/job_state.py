@@ -84,7 +84,7 @@ class JobFacts:
 def describe_resume(subject: str, *, saved_step: int, last_step: int = 0) -> str:
     """Describe where a command or a job continues a campaign, and how many steps it makes again if that is known."""
     if not saved_step:
-        return f"no checkpoint was made: {subject} starts at step 0"
+        return f"without a checkpoint, {subject} starts at step 0"
     num_again = max(last_step - saved_step, 0)
     steps = "1 step is" if num_again == 1 else f"{num_again:,} steps are"
     return f"{subject} continues from step {saved_step:,}" + (f" ({steps} made again)" if num_again else "")

@@ -37,7 +37,7 @@ from hpcrl.campaign_dir.train_progress import TrainProgress, read_train_progress
 from hpcrl.config.published_adapters import publishes_adapters
 from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import make_warmup_settings
-from hpcrl.errors import NodeResultError, TrainError
+from hpcrl.errors import LostCheckpointsError, NodeResultError, TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.learn.evaluations import EvaluationStore, find_version_score, is_round_due
 from hpcrl.learn.group_choice import GroupChoice, count_groups
@@ -95,7 +95,7 @@ def run(context: WorkerContext) -> int:
     except StepMemoryError as error:
         return _end_without_memory(memory, error, world)
     except BaseException as error:
-        if isinstance(error, NodeResultError):  # another start would find the same
+        if isinstance(error, NodeResultError | LostCheckpointsError):  # another start would find the same
             progress = read_train_progress(context.campaign.train_progress)
             write_train_progress(context.campaign.train_progress, msgspec.structs.replace(progress, failure=str(error)))
         leave_world(world)

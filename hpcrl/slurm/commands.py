@@ -47,6 +47,8 @@ MAX_NODES = 100_000
 
 _LOST_ANSWERS = ("Socket timed out", "Unable to contact slurm controller", "Zero Bytes were transmitted")
 """The messages of an sbatch that has lost the connection; the controller may have taken the job."""
+_GONE = ("Invalid job id specified", "already completing or completed")
+"""The messages of scancel about a job that has ended: some versions fail with them."""
 _STEP_FAILURES = (
     *_LOST_ANSWERS,
     *("Unable to create step", "Unable to confirm allocation", "Task launch for", "Application launch failed"),
@@ -245,10 +247,16 @@ def query_live_jobs(ids: Sequence[str]) -> dict[str, bool] | None:
 
 
 def cancel_jobs(ids: Iterable[str], *, env: Mapping[str, str] | None = None) -> None:
-    """End jobs; jobs that have already ended are ignored."""
+    """End jobs; jobs that have already ended, or that Slurm no longer knows, are ignored."""
     wanted = list(ids)
-    if wanted:
-        ask_slurm(["scancel", *wanted], env=env)
+    if not wanted:
+        return
+    done = run_slurm(["scancel", *wanted], env=env)
+    answer = done.stderr or done.stdout
+    errors = [line for line in answer.splitlines() if "error" in line]
+    if errors and all(any(words in line for words in _GONE) for line in errors):
+        return
+    check_answer("scancel", done.returncode, answer)
 
 
 def cancel_steps(name: str) -> None:
@@ -274,7 +282,7 @@ class StepFailure(NamedTuple):
 def find_step_failure(text: str) -> StepFailure | None:
     """Return the first line of srun's output that blames Slurm or a node; None if there is none.
 
-    What it reports of the tasks themselves, as "n1: task 0: Exited with exit code 1", is no such line.
+    Lines about the tasks themselves, as "n1: task 0: Exited with exit code 1", blame neither.
     """
     for line in text.splitlines():
         if line.startswith(("srun: ", "slurmstepd: ")) and any(words in line for words in _STEP_FAILURES):

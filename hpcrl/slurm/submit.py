@@ -138,7 +138,7 @@ def interrupt_job(submitted: SubmittedJob, *, site: Site) -> None:
 def cancel_job(submitted: SubmittedJob, *, site: Site) -> None:
     """End a job; it is not an error if the job has already ended."""
     if submitted.scheduler == "slurm":
-        ask_slurm(["scancel", submitted.id], env=make_job_environment(site))
+        cancel_jobs([submitted.id], env=make_job_environment(site))
     else:
         _send_signal(submitted, signal.SIGTERM)
 

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from hpcrl.errors import TrainError
+from hpcrl.errors import LostCheckpointsError, TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.system.files import make_private_dir, publish_file, remove_path, staged_path, sync_directory, sync_file
 from hpcrl.trainers.base import WritableState
@@ -104,7 +104,7 @@ def find_newest(directory: Path, *, report: Callable[[Path, str], None]) -> Path
             return path
         report(path, reason)
     if committed:
-        raise TrainError(
+        raise LostCheckpointsError(
             f"every checkpoint in {directory} is damaged (the newest: {find_damage(committed[-1])}): "
             "restore one from a copy, or move them away to train from the start"
         )

@@ -13,6 +13,8 @@ from hpcrl.campaign import continuation, running_jobs, submission
 from hpcrl.campaign.request import load_request
 from hpcrl.campaign.running_jobs import stop_gracefully, stop_now
 from hpcrl.campaign.submission import claim_job, queue_followers, start_job, write_description
+from hpcrl.campaign_dir.event_log import EventLog
+from hpcrl.campaign_dir.events import CheckpointSaved
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_limits import make_recipe_digest
 from hpcrl.errors import CampaignError, ConfigError, SlurmError
@@ -244,9 +246,54 @@ def test_fewer_steps_and_a_campaign_that_ends_are_not_extended(tmp_path: Path, s
     with pytest.raises(ConfigError, match="--steps 9: campaign 'c' has 10 already"):
         continuation.extend(str(campaign.root), steps=9)
     campaign.stop.touch()
-    with pytest.raises(CampaignError, match=r"was asked to stop: `hpcrl resume c -s train.num_steps=30`"):
+    with pytest.raises(CampaignError, match=r"was asked to stop, and its job still runs: repeat this when"):
         continuation.extend(str(campaign.root), steps=30)
     assert read_recipe(campaign).train.num_steps == 10
+
+
+def test_a_campaign_that_was_stopped_is_resumed_by_an_extension(tmp_path: Path, slurm: Path, recipe: Path) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "stopped", step=4)
+    campaign.stop.touch()
+    assert continuation.extend(str(campaign.root), steps=30).startswith("campaign c: job 72 continues up to step 30")
+    assert not campaign.stop.exists()
+
+
+def test_a_campaign_whose_checkpoints_are_gone_starts_from_step_0_only_if_that_is_accepted(
+    tmp_path: Path, slurm: Path, recipe: Path
+) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "drained", step=7)
+    (campaign.checkpoints / "000001-step-000007").rmdir()
+    make_private_dir(campaign.events)
+    EventLog.open(campaign, "train", 0, job=0, role="train").emit(CheckpointSaved(step=7, wall_s=1.0))
+    with pytest.raises(CampaignError, match=r"the checkpoint of step 7 is gone, and no other is in .*--accept`"):
+        continuation.resume(str(campaign.root))
+    assert campaign.job_numbers() == [0]
+    make_private_dir(campaign.checkpoints / "000001-step-000005")
+    continuation.resume(str(campaign.root))
+    assert campaign.job_numbers() == [0, 1], "an older one is there: the job reports what is missing"
+
+
+@pytest.mark.parametrize("damage", ["learning_rat = 1", "[train"])
+def test_a_recipe_file_that_cannot_be_read_cannot_be_accepted(
+    tmp_path: Path, slurm: Path, recipe: Path, damage: str
+) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "drained", step=4)
+    recipe.write_text(f"{recipe.read_text()}\n{damage}\n")
+    with pytest.raises(CampaignError, match="what was submitted cannot be read again: "):
+        continuation.resume(str(campaign.root), accept=True)
+    notes: list[str] = []
+    continuation.resume(str(campaign.root), show_note=notes.append)
+    assert notes[0].startswith("what was submitted has changed since, and is not used: ")
+
+
+def test_a_recipe_file_that_is_gone_changes_nothing(tmp_path: Path, slurm: Path, recipe: Path) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "drained", step=4)
+    recipe.unlink()
+    continuation.resume(str(campaign.root), accept=True, show_note=pytest.fail)
 
 
 def test_without_a_scheduler_further_steps_are_for_a_later_job(tmp_path: Path, recipe: Path) -> None:
@@ -345,6 +392,20 @@ def test_a_job_that_ends_while_it_is_stopped_is_no_error(
     refuse = 'echo "scancel: error: Kill job error on job id 71: Invalid job id specified" >&2; exit 1'
     (slurm / "scancel").write_text(f'#!/bin/sh\ncase "$*" in *signal*) {refuse} ;; esac\n')
     assert "is cancelled" in stop_now(str(campaign.root))
+
+
+@pytest.mark.parametrize("words", ["Invalid job id specified", "Job/step already completing or completed"])
+def test_stop_now_ends_a_job_that_slurm_no_longer_knows(tmp_path: Path, slurm: Path, recipe: Path, words: str) -> None:
+    campaign = submitted(tmp_path, recipe)
+    refuse = f'echo "scancel: error: Kill job error on job id 71: {words}" >&2; exit 1'
+    (slurm / "scancel").write_text(f"#!/bin/sh\n{refuse}\n")
+    unknown = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    (slurm / "squeue").write_text(f'#!/bin/sh\ncase "$*" in *%k*) exit 0 ;; esac\n{unknown}\n')
+    with pytest.raises(CampaignError, match=r"`hpcrl stop --now c` first"):
+        continuation.resume(str(campaign.root))
+    assert "is cancelled" in stop_now(str(campaign.root))
+    continuation.resume(str(campaign.root))
+    assert campaign.job_numbers() == [0, 1]
 
 
 def test_a_full_disk_keeps_no_job_from_being_ended_at_once(

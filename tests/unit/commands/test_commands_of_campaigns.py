@@ -23,7 +23,7 @@ from hpcrl.system.files import make_private_dir, publish_json, read_json
 from tests.support.campaigns import BOUND_BY_MODES, hpcrl
 from tests.unit.commands.conftest import CampaignMaker
 
-NO_CHECKPOINT = "no checkpoint was made: job local-7 starts at step 0"
+NO_CHECKPOINT = "without a checkpoint, job local-7 starts at step 0"
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:

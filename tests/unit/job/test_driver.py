@@ -119,7 +119,7 @@ def test_a_campaign_that_has_reached_a_limit_starts_nothing(driver):
     assert "limits.node_hours" in end.reason
 
 
-def test_a_job_that_was_suspended_is_no_hang_and_has_lost_no_rank(driver):
+def test_a_job_that_was_suspended_does_not_hang_and_has_lost_no_rank(driver):
     watch = make_watch(driver, iter((0.0, 1e6, 1e6, 1e6)))
     driver._check_progress(watch)
     beats = driver.workers.beats

@@ -296,7 +296,7 @@ def fail_until_ended(workers, runtime, clock):
         yield starts
 
 
-def test_a_trainer_that_slurm_cannot_start_is_no_fault_of_the_users_code_and_waits_before_each_start(
+def test_a_trainer_that_slurm_cannot_start_is_not_blamed_on_the_users_code_and_waits_before_each_start(
     workers, lost, monkeypatch
 ):
     clock = SettableClock(1000.0)

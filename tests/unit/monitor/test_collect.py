@@ -552,7 +552,7 @@ def test_a_drained_campaign_without_a_next_job_is_stopped_with_a_hint_to_resume(
 
     assert snapshot.state == "stopped"
     assert snapshot.jobs[0].state == "drained"
-    assert snapshot.jobs[0].reason.endswith("over; no checkpoint was made: `hpcrl resume` starts at step 0")
+    assert snapshot.jobs[0].reason.endswith("over; without a checkpoint, `hpcrl resume` starts at step 0")
 
 
 @pytest.mark.parametrize(

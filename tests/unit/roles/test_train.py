@@ -9,7 +9,7 @@ from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved, FaultReported, StepFinished
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import read_train_progress
-from hpcrl.errors import NodeResultError
+from hpcrl.errors import LostCheckpointsError, NodeResultError
 from hpcrl.learn.pipeline import check_trajectories
 from hpcrl.roles import train
 from hpcrl.roles.train import TIME_FACTOR, DrainTimes, _make_trainer
@@ -91,6 +91,18 @@ def test_a_node_with_a_result_that_cannot_be_used_ends_the_campaign(tmp_path, ti
     with pytest.raises(NodeResultError, match="returned None"):
         train.run(context)
     assert "train.pipeline.filter returned None" in read_train_progress(context.campaign.train_progress).failure
+
+
+def test_a_campaign_whose_checkpoints_are_all_damaged_ends_without_another_start(tmp_path, tiny_model_dir, monkeypatch):
+    def find_damage(context, world):
+        raise LostCheckpointsError("every checkpoint is damaged")
+
+    monkeypatch.setattr(train, "_run_rank", find_damage)
+    context = make_context(tmp_path, tiny_model_dir)
+    context.campaign.recipe.write_bytes(msgspec.json.encode(context.recipe))
+    with pytest.raises(LostCheckpointsError):
+        train.run(context)
+    assert read_train_progress(context.campaign.train_progress).failure == "every checkpoint is damaged"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config.recipe import TrainConfig
-from hpcrl.errors import TrainError
+from hpcrl.errors import LostCheckpointsError, TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.testing.learning import load_checkpoint, save_checkpoint
 from hpcrl.testing.ranks import RANK_SERVER
@@ -158,7 +158,9 @@ def test_a_checkpoint_of_a_newer_format_is_named_as_such(tmp_path):
 def test_training_does_not_start_again_when_every_checkpoint_is_damaged(tmp_path):
     for path in saved(tmp_path, 1, 2):
         cut(path / "state.json")
-    with pytest.raises(TrainError, match=r"every checkpoint in .* is damaged .*state.json: has 0 bytes, had 1"):
+    with pytest.raises(
+        LostCheckpointsError, match=r"every checkpoint in .* is damaged .*state.json: has 0 bytes, had 1"
+    ):
         found(tmp_path)
 
 
