@@ -6,7 +6,7 @@ the next job; where nodes may not submit jobs, the login node queues all of a ch
 
     queue_next_job    queue the job after this one, unless there is one
     queue_chain       queue all jobs of a chain, from the login node
-    try_follow        queue the next job from a driver: emit the result; a refusal is not an error
+    try_follow        queue the next jobs from a driver: emit the result; a refusal is not an error
     allow_more_jobs   raise the number of jobs that may follow
     count_jobs_left   that number
     claim_job_dir     make the directory of a job that is submitted
@@ -14,6 +14,7 @@ the next job; where nodes may not submit jobs, the login node queues all of a ch
     cancel_next_jobs  remove them from the queue
     avoid_nodes       let them avoid nodes that failed
     campaign_outcome  the outcome of a campaign, if no job is to follow this one
+    NUM_AHEAD              the jobs that a driver queues ahead
     SUBMISSION_TIMEOUT_S   the time limit of a submission
     has_more_steps, find_last_step   what a campaign still has to do, by its newest checkpoint
     query_end_state   ask Slurm how a job ended
@@ -48,6 +49,8 @@ from hpcrl.system.files import make_private_dir, publish_file, read_json, remove
 UNCERTAIN_CAUSES: frozenset[EndCause] = frozenset({"unknown", "cancellation", "infrastructure"})
 """The causes that a job records where Slurm may know better afterwards."""
 
+NUM_AHEAD = 2
+"""The jobs that a driver queues ahead: one more than the next, which may end before its driver can queue another."""
 SUBMISSION_TIMEOUT_S = 600.0
 """The time after which no process submits a job any more; sbatch and the search for its job take half of it at most."""
 
@@ -56,6 +59,8 @@ def queue_next_job(
     job: JobDir, *, plan: Plan, site: Site, slurm_id: str, env: Mapping[str, str] | None = None
 ) -> str | None:
     """Queue the job after `job` and return its id; None if there is one already or no more jobs are allowed.
+
+    `slurm_id` is the id of the job that it waits for, or several with colons between them.
 
     Raise SlurmError if Slurm refuses it. A job that may be queued without an answer keeps its directory: it could not
     start without, and a later try finds it by its mark.
@@ -126,16 +131,32 @@ def try_follow(
     emit: Callable[[CampaignEvent], None],
     env: Mapping[str, str] | None = None,
 ) -> None:
-    """Queue the next job if this node may; otherwise the login node has, or a user has to resume the campaign."""
+    """Queue the next jobs if this node may; otherwise the login node has, or a user has to resume the campaign.
+
+    The one after the next is for a next job that has no driver, as on a broken node; if the next job is cancelled, it
+    waits for this one all the same. A site may refuse it.
+    """
     if slurm_id is None or not site.nodes_may_submit:
         return
-    try:
-        id = queue_next_job(place.job, plan=plan, site=site, slurm_id=slurm_id, env=env)
-    except (HpcrlError, OSError) as error:
-        emit(FaultReported(what="chain", detail=f"no job follows this one: {error}"))
-    else:
+    job, waits_for, is_first = place.job, slurm_id, True
+    while waits_for and job.number < place.job.number + NUM_AHEAD:
+        try:
+            id = queue_next_job(job, plan=plan, site=site, slurm_id=waits_for, env=env)
+            job = job.next_job
+            known = id or _read_id(job)
+            waits_for = f"{known}:{slurm_id}" if known else ""
+        except (HpcrlError, OSError) as error:
+            if is_first:
+                emit(FaultReported(what="chain", detail=f"no job follows this one: {error}"))
+            return
         if id is not None:
-            emit(NextJobQueued(slurm_id=id, number=place.job.number + 1))
+            emit(NextJobQueued(slurm_id=id, number=job.number))
+        is_first = False
+
+
+def _read_id(job: JobDir) -> str | None:
+    """Return the id of a job; None if it was not submitted, or is just being."""
+    return str(read_json(job.submission)["id"]) if job.submission.exists() else None
 
 
 def allow_more_jobs(job: JobDir, num: int, *, plan: Plan) -> Plan:
@@ -174,9 +195,7 @@ def cancel_next_jobs(job: JobDir, *, env: Mapping[str, str] | None = None) -> No
 
 def _find_queued_id(job: JobDir, *, env: Mapping[str, str] | None = None) -> str | None:
     """Return the id of a job that was submitted, also if Slurm's answer to that was lost."""
-    if job.submission.exists():
-        return str(read_json(job.submission)["id"])
-    return commands.find_marked_job(make_mark(job), env=env)
+    return _read_id(job) or commands.find_marked_job(make_mark(job), env=env)
 
 
 def _is_being_submitted(job: JobDir) -> bool:
@@ -219,9 +238,8 @@ def campaign_outcome(job: JobDir, *, state: str = UNKNOWN) -> tuple[JobOutcome, 
 
 def query_end_state(job: JobDir) -> str:
     """Ask Slurm how a job ended; UNKNOWN without an answer, or for a job of no scheduler."""
-    if not job.submission.exists():
+    if (id := _read_id(job)) is None:
         return UNKNOWN
-    id = str(read_json(job.submission)["id"])
     return query_job_states([id], env=os.environ)[id].state
 
 

@@ -23,7 +23,7 @@ def follower(campaign: CampaignDir, *, job: int) -> str:
     """Return the Slurm id of the job that waits for this one, once it is queued."""
 
     def queued() -> list[str]:
-        return [e["slurm_id"] for e in events_of(campaign, "follower") if e["job"] == job]
+        return [e["slurm_id"] for e in events_of(campaign, "follower") if e["number"] == job + 1]
 
     until(lambda: bool(queued()), what=f"a job follows job {job}")
     return queued()[0]
@@ -45,7 +45,9 @@ def test_a_campaign_continues_after_its_walltime_and_after_a_kill(lab: Lab, camp
     second = follower(campaign, job=0)
     until(lambda: has_stepped(campaign, job=0), what="the first job makes steps")
     seen = snapshot("n")
-    assert (seen["state"], [job["state"] for job in seen["jobs"]]) == ("running", ["running", "queued"])
+    until(lambda: len(snapshot("n")["jobs"]) == 3, what="the job after the next is queued too")
+    seen = snapshot("n")
+    assert (seen["state"], [job["state"] for job in seen["jobs"]]) == ("running", ["running", "queued", "queued"])
     assert seen["jobs"][1]["id"] == second
     lab.run("scancel", "--batch", "--signal=USR2", seen["jobs"][0]["id"])  # as Slurm does when the time is nearly over
     assert outcome(campaign, 0)["outcome"] == "drained"
@@ -62,6 +64,20 @@ def test_a_campaign_continues_after_its_walltime_and_after_a_kill(lab: Lab, camp
     assert campaign.job_numbers() == [0, 1, 2], "three in a row"
     states = [job["state"] for job in snapshot("n")["jobs"]]
     assert states == ["drained", "failed", "stopped"]
+
+
+def test_a_campaign_continues_though_its_next_job_never_has_a_driver(lab: Lab, campaigns: Path) -> None:
+    endless = (*CALM, "-s", "train.num_steps=100000", "-s", "train.checkpoint_every_steps=1", "-s", "job.num_jobs=3")
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "o", *SIMULATED, *endless)
+    campaign = CampaignDir(campaigns / "o")
+    second, third = follower(campaign, job=0), follower(campaign, job=1)
+    until(lambda: has_stepped(campaign, job=0), what="the first job makes steps")
+    lab.run("scancel", second)  # as little is left of one whose node cannot run it
+    lab.run("scancel", "--batch", "--signal=USR2", snapshot("o")["jobs"][0]["id"])
+    until(lambda: has_stepped(campaign, job=2), what="the third job makes steps")
+    assert snapshot("o")["jobs"][2]["id"] == third
+    hpcrl("stop", "o")
+    assert outcome(campaign, 2)["outcome"] == "stopped"
 
 
 def test_a_campaign_that_runs_gets_more_steps_in_jobs_that_wait_from_the_start(lab: Lab, campaigns: Path) -> None:

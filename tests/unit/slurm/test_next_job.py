@@ -87,14 +87,40 @@ def test_jobs_follow_one_another_up_to_the_number_in_the_recipe(
     assert follow(campaign, 2, asked) is None, "three in a row"
 
 
-def test_a_queued_job_is_reported_once(campaign: CampaignDir, slurm: Path, asked: CampaignRequest) -> None:
+def try_follow(campaign: CampaignDir, number: int, asked: CampaignRequest) -> list[CampaignEvent]:
+    """Let the driver of a job queue the next ones twice; return what it reports."""
     reported: list[CampaignEvent] = []
-    place = WorkerPlace(campaign.job(0), "node0")
+    place = WorkerPlace(campaign.job(number), "node0")
     for _ in range(2):
         next_job.try_follow(place, plan=asked.plan, site=asked.site, slurm_id="4711", emit=reported.append)
-    (queued,) = reported
+    return reported
+
+
+def test_the_next_job_and_the_one_after_it_are_queued_and_reported_once(
+    campaign: CampaignDir, slurm: Path, asked: CampaignRequest
+) -> None:
+    queued = try_follow(campaign, 0, asked)
+    assert [(event.slurm_id, event.number) for event in queued if isinstance(event, NextJobQueued)] == [
+        ("4712", 1),
+        ("4712", 2),
+    ]
+    assert len(queued) == 2
+    assert [call.split()[2] for call in (slurm / "calls").read_text().splitlines()] == [
+        "--dependency=afterany:4711",
+        "--dependency=afterany:4712:4711",
+    ]
+    assert try_follow(campaign, 1, asked) == [], "three in a row"
+
+
+def test_a_site_that_refuses_the_job_after_the_next_hinders_nothing(
+    campaign: CampaignDir, slurm: Path, asked: CampaignRequest
+) -> None:
+    works = (slurm / "sbatch").read_text()
+    refuse = 'case "$*" in *afterany:4712*) echo QOSMaxSubmitJobPerUserLimit >&2; exit 1 ;; esac'
+    (slurm / "sbatch").write_text(works.replace("#!/bin/sh\n", f"#!/bin/sh\n{refuse}\n", 1))
+    (queued,) = try_follow(campaign, 0, asked)
     assert isinstance(queued, NextJobQueued)
-    assert (queued.slurm_id, queued.number) == ("4712", 1)
+    assert campaign.job_numbers() == [0, 1]
 
 
 def test_a_refused_job_leaves_nothing_and_may_be_tried_again(
