@@ -289,6 +289,11 @@ class JobWorkers:
         if is_short:
             reason = f"{reason}: raise {name_role_resources(worker.role)}.mem_gib_per_worker"
         self.emit(WorkerFailed(of=worker.name, reason=reason))
+        has_code = "exit code" in reason  # one that was killed leaves the last line of an earlier end
+        if names_outage(reason) or (has_code and names_outage(read_last_line(self.job.log(worker.name)))):
+            self.budget.count_failure(f"the disk of {worker.name}", reason, cause="infrastructure")
+            self.emit(WorkerRestarted(of=worker.name))
+            return
         if node := find_worker_node(self.job.campaign, self.job.number, worker.role, worker.index):
             self.budget.note_node(worker.role, node)
         if self.budget.note_failure(worker.name):

@@ -141,6 +141,27 @@ def fail_worker(workers, worker, times=MAX_RESTARTS + 1, reason="exit code 1"):
         workers._count_worker_failure(worker, reason)
 
 
+def test_a_worker_that_a_disk_has_ended_uses_up_no_restart_of_one_that_was_killed(workers):
+    workers.long_lived = [LongLivedWorker("env", index, Future()) for index in range(2)]
+    worker = workers.long_lived[0]
+    make_private_dir(workers.job.logs)
+    fail_worker(workers, worker, MAX_RESTARTS, "loss of worker 0 (ended by SIGKILL)")
+    workers.job.log("env-0").write_text("object repr: OSError(5, 'Input/output error')\nlost sys.stderr\n")
+    fail_worker(workers, worker, MAX_RESTARTS, "loss of worker 0 (ended with exit code 1)")
+    assert not worker.is_resting
+    with pytest.raises(JobError) as ended:
+        fail_worker(workers, worker, 1, "OSError: [Errno 28] No space left on device")
+    assert ended.value.cause == "infrastructure"
+
+
+def test_a_worker_that_is_killed_after_a_disk_had_ended_it_has_failed(workers):
+    workers.long_lived = [LongLivedWorker("env", index, Future()) for index in range(3)]
+    make_private_dir(workers.job.logs)
+    workers.job.log("env-0").write_text("lost sys.stderr\n")
+    fail_worker(workers, workers.long_lived[0], reason="loss of worker 0 (ended by SIGKILL)")
+    assert workers.long_lived[0].is_resting
+
+
 def test_a_job_continues_without_a_worker_that_fails_again_and_again(workers, events):
     workers.long_lived = [LongLivedWorker("env", index, Future()) for index in range(3)]
     fail_worker(workers, workers.long_lived[0])
