@@ -3,7 +3,7 @@
 run_ls, run_monitor    the commands
 watch_campaign         follow a campaign until it ends
 final_summary          the text at its end
-MAX_LISTED             a limit
+MAX_LISTED, JOB_INTERVAL_S    limits
 """
 
 import argparse
@@ -33,6 +33,8 @@ from hpcrl.system.terminal import PipeConsole, escape_to_one_line, print_json_te
 
 MAX_LISTED = 60
 """The trajectories on the page that lists them; a terminal shows those that fit."""
+JOB_INTERVAL_S = 1.0
+"""The time between two looks at the records of jobs; the monitor looks at events more often."""
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
@@ -43,7 +45,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 def run_monitor(arguments: argparse.Namespace) -> int:
     campaign_dir = directory.find_campaign(arguments.campaign)
-    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(campaign_dir))
+    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(campaign_dir), job_interval_s=JOB_INTERVAL_S)
     with show_wait(f"the events of {campaign_dir.name} are read"):  # a long campaign has many
         snapshot = collector.poll()
     if arguments.json:
@@ -60,7 +62,7 @@ def run_monitor(arguments: argparse.Namespace) -> int:
 def watch_campaign(name: str) -> int:
     """Follow a campaign to its end and print the result."""
     campaign_dir = directory.find_campaign(name)
-    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(campaign_dir))
+    collector = SnapshotCollector(campaign_dir, query=make_slurm_query(campaign_dir), job_interval_s=JOB_INTERVAL_S)
     with show_wait(f"the events of {campaign_dir.name} are read"):
         collector.poll()
     console, traj_command = PipeConsole(), _make_traj_command(campaign_dir)

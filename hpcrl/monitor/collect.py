@@ -83,8 +83,12 @@ class SnapshotCollector:
         query: SlurmQuery,
         clock: Callable[[], float] = time.time,
         progress: CampaignProgress | None = None,
+        job_interval_s: float = 0.0,
     ) -> None:
-        """Read a campaign into `progress`, an empty one, for callers that count more than a snapshot has."""
+        """Read a campaign into `progress`, an empty one, for callers that count more than a snapshot has.
+
+        The records of jobs, which change rarely, are read again after `job_interval_s` at the earliest.
+        """
         self.campaign_dir = campaign_dir
         self._inputs: SnapshotInputs | None = None
         self._query = query
@@ -100,6 +104,8 @@ class SnapshotCollector:
         self._campaign: CampaignSummary | None = None
         self._problems: list[str] = []
         """The problems of the last look."""
+        self._job_interval_s, self._next_job_look = job_interval_s, float("-inf")
+        self._job_problems: list[str] = []
         self._jobs: dict[int, JobRecord] = {}
         self._ended_jobs: frozenset[int] = frozenset()
         """The jobs that had ended at the last call; what they wrote has been read."""
@@ -124,9 +130,9 @@ class SnapshotCollector:
     def look(self) -> bool:
         """Read what is new; return whether there is more of it than the counts that workers write all the time."""
         now = self._now = self._clock()
-        problems: list[str] = []
         # Jobs before events: if a driver's outcome is read, the events that it wrote before are read as well.
-        jobs = read_jobs(self.campaign_dir, known=self._jobs, problems=problems)
+        jobs = self._find_jobs()
+        problems = list(self._job_problems)
         ended = frozenset(job.number for job in jobs if job.outcome is not None)
         self._reader.ended_jobs = ended & self._ended_jobs
         if ended != self._ended_jobs:
@@ -138,6 +144,14 @@ class SnapshotCollector:
         has_news |= self._query_slurm(select_slurm_ids(jobs), now)
         self._problems = problems
         return has_news
+
+    def _find_jobs(self) -> list[JobRecord]:
+        """Return the jobs, from their records if it is time to read them."""
+        if (turn := time.monotonic()) < self._next_job_look:
+            return list(self._jobs.values())
+        self._next_job_look = turn + self._job_interval_s
+        self._job_problems = []
+        return read_jobs(self.campaign_dir, known=self._jobs, problems=self._job_problems)
 
     def build(self) -> CampaignSnapshot:
         """Return the state of the campaign by what was read so far."""

@@ -79,6 +79,23 @@ def running(campaign: SyntheticCampaign) -> SyntheticCampaign:
     return campaign
 
 
+def test_the_records_of_jobs_are_read_rarely_where_that_is_asked_for(
+    campaign: SyntheticCampaign, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running(campaign).step(1)
+    turn = 1000.0
+    monkeypatch.setattr("hpcrl.monitor.collect.time.monotonic", lambda: turn)
+    rare = SnapshotCollector(
+        campaign.directory, query=RecordedQueries(), clock=lambda: campaign.now, job_interval_s=1.0
+    )
+    assert rare.poll().state == "running"
+    campaign.outcome("done", "every training step was made")
+    turn = 1000.9
+    assert rare.poll().state == "running"
+    turn = 1001.1
+    assert rare.poll().state == "done"
+
+
 # The contract
 
 
