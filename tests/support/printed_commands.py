@@ -128,8 +128,12 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "python -m venv /project/me/hpcrl",
         "source /project/me/hpcrl/bin/activate",
         "pip install '.[gpu]'",
+        "uv python install 3.12 --install-dir ~/mini-swe-agent",
+        "cd ~/mini-swe-agent && ln -s cpython-3.12* python",
+        "~/mini-swe-agent/python/bin/python3 -m pip install --break-system-packages mini-swe-agent",
     ),
-    "fetches an image of a registry": (
+    "fetches images of a registry": (
+        "hpcrl stage qwen3-32b-swe --site SITE",
         "hpcrl image --site perlmutter --wheel dist/hpcrl-0.1.0-py3-none-any.whl --build",
     ),
     "is a step of a tutorial that a test follows": (
