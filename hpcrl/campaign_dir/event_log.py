@@ -315,7 +315,8 @@ class EventReader:
 class LookSchedule:
     """The times at which a sparing reader looks at each file: ever more rarely while it does not change.
 
-    Of very many files each is looked at more rarely, as every look costs the server of the file system a call.
+    A file that changes rarely is also looked at rarely after a change. Of very many files each is looked at rarely,
+    as every look costs the server of the file system a call.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -323,6 +324,8 @@ class LookSchedule:
         """The names and the ended jobs by which files were chosen."""
         self._clock = clock
         self._changed_at: dict[str, float] = {}
+        self._quiet_s: dict[str, float] = {}
+        """The time between the last two changes of each file."""
         self._due: list[tuple[float, str]] = []
         """A heap of the files that are not being looked at."""
         self._taken: list[str] = []
@@ -333,20 +336,23 @@ class LookSchedule:
         self.listed = listed
         now, known = self._clock(), self._changed_at
         self._changed_at = {name: known.get(name, now) for name in names}
+        self._quiet_s = {name: self._quiet_s.get(name, 0.0) for name in self._changed_at}
         for name in self._changed_at.keys() - known.keys():
             heapq.heappush(self._due, (float("-inf"), name))
 
     def note_change(self, name: str) -> None:
-        """Note that a file has changed: the next look at it comes soon."""
+        """Note that a file has changed: if it does so often, the next look at it comes soon."""
         if name in self._changed_at:
-            self._changed_at[name] = self._clock()
+            now = self._clock()
+            self._quiet_s[name], self._changed_at[name] = now - self._changed_at[name], now
 
     def take_due(self) -> list[str]:
         """Return the files to look at now, sorted."""
         shortest_s = max(0.0, (len(self._changed_at) - NUM_FREE_LOOKS) / MAX_LOOKS_PER_S)
         for name in self._taken:
             if (changed_at := self._changed_at.get(name)) is not None:
-                pause_s = max(file_watch.PAUSE_SHARE * (self._taken_at - changed_at), shortest_s)
+                quiet_s = max(self._taken_at - changed_at, self._quiet_s[name])
+                pause_s = max(file_watch.PAUSE_SHARE * quiet_s, shortest_s)
                 heapq.heappush(self._due, (self._taken_at + min(pause_s, MAX_LOOK_INTERVAL_S), name))
         now, taken = self._clock(), set[str]()
         while self._due and self._due[0][0] <= now:

@@ -5,7 +5,6 @@ LongLivedWorker    a worker that runs until the job ends
 LONG_LIVED_ROLES   the roles of those, but for judges
 """
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -86,8 +85,6 @@ class JobWorkers:
     trainer_pause_s: float = MIN_STEP_PAUSE_S
     trainer_due_at: float = 0.0
     """The earliest time, by the monotonic clock, for the next start of the trainer."""
-    step_log_start: int = 0
-    """The size of the log of the trainer's steps when they were last started."""
 
     def __post_init__(self) -> None:
         names = [make_worker_name(self.job.number, "train", rank) for rank in range(self._trainer.num_workers)]
@@ -100,8 +97,6 @@ class JobWorkers:
 
     def start_trainer(self, runtime: "JobRuntime") -> None:
         """Start the trainer, or start it again after the end of what is left of it."""
-        log = self.job.log("train-step")
-        self.step_log_start = log.stat().st_size if log.exists() else 0
         runtime.start_trainer()
         self.trainer_started_at = time.time()
         self.beats.restart()
@@ -173,7 +168,7 @@ class JobWorkers:
             cause: EndCause = "out-of-memory" if code == EXIT_OUT_OF_MEMORY else "user-code"
             self._drop_lost_nodes(runtime, self._list_trainer_nodes())
             reason = self.describe_trainer_end(code)
-            if failure := self._find_step_failure():
+            if failure := find_step_failure(runtime.step_log.read()):
                 self._count_step_failure(failure)
             elif names_outage(reason):  # it has passed, as the probe shows: those of other causes are counted apart
                 self.emit(WorkerFailed(of="train-0", reason=reason))
@@ -181,13 +176,6 @@ class JobWorkers:
             else:
                 self._count_trainer_failure(reason, cause=cause)
         return True
-
-    def _find_step_failure(self) -> StepFailure | None:
-        """Return why srun has ended the steps of the trainer, if that was not for its own sake."""
-        with contextlib.suppress(OSError), self.job.log("train-step").open("rb") as log:
-            log.seek(self.step_log_start)
-            return find_step_failure(log.read().decode(errors="replace"))
-        return None
 
     def _count_step_failure(self, failure: StepFailure) -> None:
         """Count that Slurm or a node has ended the trainer, and let it wait before the next start: that may pass."""

@@ -1,6 +1,7 @@
 """Run the workers of one job with Parsl: one executor per role over its component, and one for reward jobs.
 
     JobRuntime      start and end the workers of a job
+    StepLog         what the log of the trainer's steps has of their last start
     ask_to_end      publish a request to end
     PARSL_ROLES, WEIGHT_ROLES, ELASTIC_EXECUTOR   roles and executors
     HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, TRAINER_END_GRACE_S, KERNEL_STOP_TIMEOUT_S   times
@@ -103,6 +104,28 @@ def ask_to_end(path: Path) -> None:
         note_in_log(f"hpcrl: {error}")
 
 
+class StepLog:
+    """The log of the trainer's steps, with what srun reports about them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._start = 0
+
+    def note_start(self) -> None:
+        """Note that the steps are started now: what the log has is about earlier ones."""
+        try:
+            self._start = self._path.stat().st_size
+        except OSError:
+            self._start = 0
+
+    def read(self) -> str:
+        """Return what was written since then."""
+        with contextlib.suppress(OSError), self._path.open("rb") as log:
+            log.seek(self._start)
+            return log.read().decode(errors="replace")
+        return ""
+
+
 class JobRuntime:
     """The runtime of a job: it starts and ends the workers and holds none of their data."""
 
@@ -119,9 +142,8 @@ class JobRuntime:
         """The executors and hosts of worker pools that have fallen silent."""
         self._reward_jobs: StepProvider | JobProvider | None = None
         self._kernel: parsl.DataFlowKernel | None = None
+        self.step_log = StepLog(self._job.log("train-step"))
         self._trainer: list[subprocess.Popen[bytes]] = []
-        self._trainer_log_start = 0
-        """The size of the log of the trainer's steps when they were last started."""
         self._num_starts = 0
 
     def start(self) -> None:
@@ -199,7 +221,7 @@ class JobRuntime:
         environ = {TRAINER_START_VARIABLE: str(self._num_starts), "MASTER_ADDR": master}
         self._num_starts += 1
         first = 0
-        self._trainer_log_start = _read_size(self._job.log("train-step"))
+        self.step_log.note_start()
         step_name = self._name_step(self._num_starts - 1)
         for prefix in self._prefixes(plan).values():
             num = min(plan.workers_per_node, plan.num_workers - first)
@@ -271,16 +293,9 @@ class JobRuntime:
             return None
         codes = [process.poll() for process in self._trainer]
         failed = [code for code in codes if code not in (None, EXIT_DONE, EXIT_DRAINED)]
-        if failed[:1] == [SRUN_OUT_OF_MEMORY] and self._has_run_out_of_memory():
-            return EXIT_OUT_OF_MEMORY
+        if failed[:1] == [SRUN_OUT_OF_MEMORY] and ": Out Of Memory" in self.step_log.read():
+            return EXIT_OUT_OF_MEMORY  # the kernel killed a process for its memory, as srun reports
         return failed[0] if failed else codes[0] if None not in codes else None
-
-    def _has_run_out_of_memory(self) -> bool:
-        """Return whether srun has reported that the kernel killed a process of the trainer's steps for its memory."""
-        with contextlib.suppress(OSError), self._job.log("train-step").open("rb") as log:
-            log.seek(self._trainer_log_start)
-            return b": Out Of Memory" in log.read()
-        return False
 
     def replace_lost_blocks(self) -> list[tuple[RoleName, str]]:
         """Start a new worker pool for every one that has ended; return their roles and nodes."""
@@ -437,13 +452,6 @@ class JobRuntime:
             *(setup.srun_flags if self._allocation.job_id is not None else []),
             *setup.words,
         ]
-
-
-def _read_size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _escape_template(path: Path) -> str:

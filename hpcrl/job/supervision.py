@@ -7,7 +7,7 @@ FileOutage          errors of the file system that pass
 LookInterval        the time between two looks
 RestartBudget       the failures of each worker, pool and segment in the last hour
 find_quorum         the workers of a role without which the job ends
-measure_hours, measure_use, UsedHours    what an earlier job has used
+measure_use, UsedHours    what an earlier job has used
 CampaignUse, find_campaign_use    what the campaign has used and reached, for its limits
 LastStepWatch       whether a trainer that has ended is done
 DrainMargin         the time that a job needs to drain, learned from its trainer
@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, JobStarted, StepFinished
-from hpcrl.campaign_dir.job_end import EndCause, JobError, read_job_end
+from hpcrl.campaign_dir.job_end import EndCause, JobEnd, JobError, read_job_end
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.config.recipe import LimitsConfig
 from hpcrl.job.batch_log import note_in_log
@@ -174,15 +174,15 @@ class UsedHours(NamedTuple):
 
 def measure_use(job: JobDir, *, plan: Plan) -> UsedHours:
     """Return what an earlier job has used; one without a record of its sizes had those of `plan`."""
-    end, hours = read_job_end(job), measure_hours(job)
+    end = read_job_end(job)
+    hours = _measure_hours(job, end=end)
     num_nodes = plan.num_nodes if end is None or end.num_nodes is None else end.num_nodes
     num_gpus = plan.num_gpus if end is None or end.num_gpus is None else end.num_gpus
     return UsedHours(hours * num_nodes, hours * num_gpus)
 
 
-def measure_hours(job: JobDir) -> float:
-    """Return how long an earlier job has run, by its record or its events; 0 if it never started."""
-    end = read_job_end(job)
+def _measure_hours(job: JobDir, *, end: JobEnd | None) -> float:
+    """Return how long an earlier job has run, by the record of its end or its events; 0 if it never started."""
     if end is not None and end.run_s is not None:
         return end.run_s / 3600
     name = make_worker_name(job.number, "driver")

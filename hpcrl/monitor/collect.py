@@ -87,7 +87,7 @@ class SnapshotCollector:
     ) -> None:
         """Read a campaign into `progress`, an empty one, for callers that count more than a snapshot has.
 
-        The records of jobs, which change rarely, are read again after `job_interval_s` at the earliest.
+        The records of jobs change rarely: they are read again after `job_interval_s` at the earliest.
         """
         self.campaign_dir = campaign_dir
         self._inputs: SnapshotInputs | None = None
@@ -106,6 +106,8 @@ class SnapshotCollector:
         """The problems of the last look."""
         self._job_interval_s, self._next_job_look = job_interval_s, float("-inf")
         self._job_problems: list[str] = []
+        self._directory_problems: list[str] = []
+        """The reasons why no event can be read; found with the records of jobs."""
         self._jobs: dict[int, JobRecord] = {}
         self._ended_jobs: frozenset[int] = frozenset()
         """The jobs that had ended at the last call; what they wrote has been read."""
@@ -151,7 +153,18 @@ class SnapshotCollector:
             return list(self._jobs.values())
         self._next_job_look = turn + self._job_interval_s
         self._job_problems = []
-        return read_jobs(self.campaign_dir, known=self._jobs, problems=self._job_problems)
+        jobs = read_jobs(self.campaign_dir, known=self._jobs, problems=self._job_problems)
+        self._directory_problems = self._check_events(has_ended=any(job.outcome is not None for job in jobs))
+        return jobs
+
+    def _check_events(self, *, has_ended: bool) -> list[str]:
+        """Return why no event can be read; a campaign of which no job `has_ended` may not have any yet."""
+        directory = self.campaign_dir.events
+        if not directory.exists():
+            return [f"{directory.name}/ is missing: what the campaign did is not known"] if has_ended else []
+        if not os.access(directory, os.R_OK | os.X_OK, effective_ids=True):
+            return [f"{directory.name}/ cannot be read: permission denied"]
+        return []
 
     def build(self) -> CampaignSnapshot:
         """Return the state of the campaign by what was read so far."""
@@ -223,11 +236,7 @@ class SnapshotCollector:
     def _read_events(self, problems: list[str], now: float, *, created: float | str | None) -> bool:
         """Read the new events; return whether one of them is more than a count."""
         directory = self.campaign_dir.events
-        unread: list[str] = []
-        if self._ended_jobs and not directory.exists():
-            unread.append(f"{directory.name}/ is missing: what the campaign did is not known")
-        if directory.exists() and not os.access(directory, os.R_OK | os.X_OK, effective_ids=True):
-            unread.append(f"{directory.name}/ cannot be read: permission denied")
+        unread = list(self._directory_problems)
         if not self._is_watched:
             if isinstance(created, float):
                 self._reader.choose_lines = _make_thinning(directory, created=created, now=now).choose

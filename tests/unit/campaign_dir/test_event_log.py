@@ -143,6 +143,22 @@ def test_a_file_that_does_not_change_is_looked_at_ever_more_rarely_and_a_new_one
     assert schedule.take_due() == ["a"]
 
 
+def test_a_file_that_changes_rarely_is_looked_at_rarely_until_it_changes_often(monkeypatch):
+    monkeypatch.setattr(file_watch, "PAUSE_SHARE", 0.1)
+    clock = SettableClock()
+    schedule = LookSchedule(clock=clock)
+    schedule.follow(["a"], listed=frozenset("a"))
+    looks, changes = [], {40, 80, 120, *range(121, 140)}
+    for clock.now in range(140):
+        if schedule.take_due():
+            looks.append(clock.now)
+            if any(looks[-2] < change <= clock.now for change in changes if looks[1:]):
+                schedule.note_change("a")
+    of_second = [look for look in looks if 50 <= look < 80]
+    assert len(of_second) <= 8, "every 4 s, as before its change, and not every second"
+    assert looks[-5:] == [135, 136, 137, 138, 139]
+
+
 def test_of_counts_that_follow_each_other_a_reader_may_get_the_last_alone(log, tmp_path):
     """Not across the start of a new process, whose counts start at zero."""
     for event in (*map(count, (1, 2, 3)), WorkerStarted(pid=1), *map(count, (1, 5))):

@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import ANY
 
@@ -21,6 +22,7 @@ from hpcrl.job import job_workers
 from hpcrl.job.job_workers import JobWorkers, LongLivedWorker
 from hpcrl.job.memory_watch import TrainerMemoryWatch
 from hpcrl.job.progress_watch import MAX_BEAT_AGE_S, RankBeats
+from hpcrl.job.runtime import StepLog
 from hpcrl.job.supervision import LookInterval, RestartBudget
 from hpcrl.plan.plan import make_plan
 from hpcrl.slurm.allocation import JobAllocation
@@ -62,6 +64,8 @@ def test_a_trainer_that_learned_nothing_is_not_started_again(workers):
 
 class RefusedRuntime:
     """A runtime whose file system refuses the first starts of the trainer."""
+
+    step_log = StepLog(Path("none"))
 
     def __init__(self, num_refused: int) -> None:
         self.num_refused = num_refused
@@ -122,9 +126,9 @@ def test_a_trainer_that_fails_for_lack_of_room_does_not_count_as_the_users_code(
     make_private_dir(workers.job.logs)
     workers.job.log("train-0").write_text(f"{log}\n")
     for _ in range(MAX_RESTARTS):
-        workers._has_trainer_failed(None, 1)
+        workers._has_trainer_failed(StartedTrainers(), 1)
     with pytest.raises(JobError) as ended:
-        workers._has_trainer_failed(None, 1)
+        workers._has_trainer_failed(StartedTrainers(), 1)
     assert ended.value.cause == cause
 
 
@@ -133,7 +137,7 @@ def test_a_disk_that_was_full_uses_up_no_restart_of_a_trainer_that_was_killed_be
     make_private_dir(workers.job.logs)
     for log in ["x"] * MAX_RESTARTS + ["lost sys.stderr"] * MAX_RESTARTS:
         workers.job.log("train-0").write_text(f"{log}\n")
-        assert workers._has_trainer_failed(None, 1)
+        assert workers._has_trainer_failed(StartedTrainers(), 1)
 
 
 def fail_worker(workers, worker, times=MAX_RESTARTS + 1, reason="exit code 1"):
@@ -229,6 +233,8 @@ def lost(workers, clock, monkeypatch):
 class StartedTrainers:
     """A runtime that counts how often the trainer is started."""
 
+    step_log = StepLog(Path("none"))
+
     def __init__(self, *, has_spare=False):
         self.num = 0
         self.has_spare = has_spare
@@ -294,14 +300,15 @@ def test_a_trainer_that_has_just_started_has_longer_for_its_first_heartbeat(cloc
 class SteplessTrainers(StartedTrainers):
     """A runtime whose srun reports that it cannot start the steps of the trainer."""
 
-    def __init__(self, log, line):
+    def __init__(self, log, line, *, num_lines=1_000):
         super().__init__()
-        self.log, self.line = log, line
+        self.log, self.lines, self.step_log = log, [line] * num_lines, StepLog(log)
 
     def start_trainer(self):
         super().start_trainer()
+        self.step_log.note_start()
         with self.log.open("a") as log:
-            log.write(f"{self.line}\n")
+            log.write(f"{self.lines.pop() if self.lines else 'srun: error: n1: task 0: Exited with exit code 1'}\n")
 
 
 def fail_until_ended(workers, runtime, clock):
@@ -348,12 +355,11 @@ def test_a_node_on_which_steps_of_the_trainer_cannot_start_is_named(workers, los
 def test_what_srun_reports_of_an_earlier_start_is_not_the_reason_of_this_end(workers, lost, events):
     make_private_dir(workers.job.logs)
     workers.job.log("train-0").write_text("ZeroDivisionError: of the recipe\n")
-    workers.job.log("train-step").write_text("srun: error: Unable to contact slurm controller (connect failure)\n")
     workers.memory = SimpleNamespace(report_shortage=lambda code: False)
-    runtime = StartedTrainers()
+    line = "srun: error: Unable to contact slurm controller (connect failure)"
+    runtime = SteplessTrainers(workers.job.log("train-step"), line, num_lines=1)
     workers.start_trainer(runtime)
-    with workers.job.log("train-step").open("a") as log:
-        log.write("srun: error: n1: task 0: Exited with exit code 1\n")
+    workers.start_trainer(runtime)
     workers.restart_failed(runtime, trainer_code=1)
     (failed,) = [event for event in events if isinstance(event, WorkerFailed)]
     assert "ZeroDivisionError" in failed.reason

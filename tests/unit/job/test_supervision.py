@@ -31,7 +31,6 @@ from hpcrl.job.supervision import (
     UsedHours,
     find_campaign_use,
     find_quorum,
-    measure_hours,
     measure_use,
     plan_termination,
 )
@@ -294,6 +293,10 @@ def test_the_time_of_an_earlier_job_is_counted_from_its_start_to_its_end(tmp_pat
     make_private_dir(campaign.events)
     job = campaign.job(0)
     make_private_dir(job.root)
+
+    def measure_hours(job):
+        return measure_use(job, plan=plan_recipe(site="local")).node_hours
+
     assert measure_hours(job) == 0.0, "it never started"
     EventLog.open(campaign, "driver", job=0, role="driver").emit(JobStarted(slurm_id="1", end_time=9e9))
     assert 0.0 <= measure_hours(job) < 1.0, "it was killed: until its last heartbeat"
