@@ -26,4 +26,5 @@ metric_sinks     the trackers: TensorBoard, W&B, MLflow
 job_notices      report start and end of the job to people
 step             run one command of a step
 ranks            start the ranks of a step on one node
+trainer_end      find which rank has ended the trainer, and why
 """

@@ -389,7 +389,7 @@ class JobDriver:
                 self.outage.note(error)
                 time.sleep(DRIVER_ROUND_INTERVAL_S)
                 continue
-            if (end := self._find_end(code)) is not None:
+            if (end := self._find_end(runtime, code)) is not None:
                 return end
             if self.drain.limits.reason is None:
                 try:
@@ -424,7 +424,7 @@ class JobDriver:
         if why := domains.find_end():
             raise JobError(why, cause="user-code")
 
-    def _find_end(self, code: int | None) -> JobEnd | None:
+    def _find_end(self, runtime: "JobRuntime", code: int | None) -> JobEnd | None:
         """Return how the job ends, if it does now; `code` is the exit code of the trainer."""
         drain_reason = self.drain.limits.reason
         if code == EXIT_DONE:
@@ -432,7 +432,7 @@ class JobDriver:
         if code == EXIT_DRAINED:
             return self._finish("drained", drain_reason or "the trainer was drained")
         if code is not None and drain_reason:
-            failure = self.workers.describe_trainer_end(code)
+            failure = self.workers.describe_trainer_end(runtime, code)
             return self._finish("cut", f"{drain_reason}, and the trainer failed: {failure}")
         if self.drain.is_overdue:
             return self._finish("cut", f"{drain_reason}, and the time was too short for a checkpoint")

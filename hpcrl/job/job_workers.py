@@ -23,14 +23,15 @@ from hpcrl.job.memory_watch import TrainerMemoryWatch
 from hpcrl.job.progress_watch import MAX_BEAT_AGE_S, RANK_LOOK_INTERVAL_S, RankBeats
 from hpcrl.job.reward_tasks import is_lost_worker
 from hpcrl.job.supervision import LookInterval, RestartBudget, find_quorum
+from hpcrl.job.trainer_end import RankFailure, find_first_failure, find_hang, is_gpu_fault, is_lost_peer
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.slurm.commands import StepFailure, find_step_failure
 from hpcrl.slurm.end_policy import find_bad_nodes
 from hpcrl.slurm.status import query_failed_nodes, query_lost_nodes, query_restarted_nodes
-from hpcrl.system.exit_codes import EXIT_HUNG, EXIT_OUT_OF_MEMORY, decode_exit_code, describe_end
+from hpcrl.system.exit_codes import EXIT_OUT_OF_MEMORY, decode_exit_code, describe_end
 from hpcrl.system.file_watch import PATIENCE_S, names_outage
-from hpcrl.system.files import publish_file, read_last_line
+from hpcrl.system.files import publish_file, read_error_line, read_last_line
 from hpcrl.system.memory import KILLED
 
 if TYPE_CHECKING:
@@ -146,15 +147,25 @@ class JobWorkers:
         nodes = {plan.role: self.allocation.nodes[plan.component] for plan in self.plan.roles}
         return find_bad_nodes(self.budget.list_records(), nodes)
 
-    def describe_trainer_end(self, code: int) -> str:
-        """Return why the trainer ended."""
+    def describe_trainer_end(self, runtime: "JobRuntime", code: int) -> str:
+        """Return why the trainer ended; `code` is the exit code of the first of its steps that was seen to end."""
+        step_log = runtime.step_log.read()
         if code == EXIT_OUT_OF_MEMORY:
             return f"{KILLED}: raise resources.train.mem_gib_per_worker"
-        if code == EXIT_HUNG:
-            return read_last_line(self.job.log("train-step"))
-        if (return_code := decode_exit_code(code)) < 0:  # its log ends with a step
-            return f"it {describe_end(return_code)}"
-        return f"exit code {code}: {read_last_line(self.job.log('train-0'))}"
+        if hang := find_hang(step_log):
+            return hang
+        failed = self._find_failed_rank(step_log, code)
+        rank = "" if self._trainer.num_workers == 1 else f"rank {failed.rank}"
+        if failed.was_killed:  # its log ends with a step
+            return f"{rank or 'it'} {describe_end(decode_exit_code(failed.code))}"
+        return f"exit code {failed.code}{rank and f' of {rank}'}: {self._read_rank_error(failed.rank)}"
+
+    def _find_failed_rank(self, step_log: str, code: int) -> RankFailure:
+        """Return the rank that failed by itself; the first one with the code of a step if no step names one."""
+        return find_first_failure(step_log, self._read_rank_error) or RankFailure(0, code)
+
+    def _read_rank_error(self, rank: int) -> str:
+        return read_error_line(self.job.log(f"train-{rank}"))
 
     def _has_trainer_failed(self, runtime: "JobRuntime", code: int | None) -> bool:
         """Count a trainer that has ended, or whose node is gone; return whether it has to be started again."""
@@ -165,16 +176,19 @@ class JobWorkers:
         self._refuse_restart()
         self._probe_disk()
         if not self.memory.report_shortage(code):
-            cause: EndCause = "out-of-memory" if code == EXIT_OUT_OF_MEMORY else "user-code"
             self._drop_lost_nodes(runtime, self._list_trainer_nodes())
-            reason = self.describe_trainer_end(code)
-            if failure := find_step_failure(runtime.step_log.read()):
+            reason, step_log = self.describe_trainer_end(runtime, code), runtime.step_log.read()
+            rank = self._find_failed_rank(step_log, code).rank
+            if failure := find_step_failure(step_log):
                 self._count_step_failure(failure)
-            elif names_outage(reason):  # it has passed, as the probe shows: those of other causes are counted apart
+            elif is_gpu_fault(reason):
+                self._count_gpu_fault(runtime, rank, reason)
+            elif names_outage(reason) or names_outage(read_last_line(self.job.log(f"train-{rank}"))):
+                # It has passed, as the probe shows: those of other causes are counted apart.
                 self.emit(WorkerFailed(of="train-0", reason=reason))
                 self.budget.count_failure("the disk of train-0", reason, cause="infrastructure")
             else:
-                self._count_trainer_failure(reason, cause=cause)
+                self._count_trainer_failure(reason, cause=_find_trainer_cause(code, reason))
         return True
 
     def _count_step_failure(self, failure: StepFailure) -> None:
@@ -188,6 +202,26 @@ class JobWorkers:
         self.trainer_pause_s = min(2 * self.trainer_pause_s, MAX_STEP_PAUSE_S)
         cause: EndCause = "node-failure" if failure.node is not None else "infrastructure"
         self.budget.count_failure("a step of train-0", failure.line, cause=cause)
+
+    def _count_gpu_fault(self, runtime: "JobRuntime", rank: int, reason: str) -> None:
+        """Count that a GPU of a rank has failed: the trainer continues on another node, or tries this one again."""
+        self.emit(WorkerFailed(of=f"train-{rank}", reason=reason))
+        nodes = self._list_trainer_nodes()
+        node = nodes[rank // self._trainer.workers_per_node] if nodes else "this machine"
+        if nodes and self._continue_without(runtime, node):
+            return
+        subject = f"a GPU of {node}"
+        if not self.budget.note_failure(subject):
+            bad = [node] if nodes else []
+            raise JobError(self.budget.describe(subject, reason), cause="node-failure", nodes=bad)
+
+    def _continue_without(self, runtime: "JobRuntime", node: str) -> bool:
+        """Continue the trainer without one of its nodes; return False if there is none to take its place."""
+        if self.allocation is None or not runtime.drop_trainer_node(node):
+            return False
+        self.allocation = self.allocation.without_node(node)
+        self.emit(FaultReported(what="node", detail=f"train continues without {node}"))
+        return True
 
     def _probe_disk(self) -> None:
         """Raise OSError while the file system is full or away: the driver waits for it, and counts no failure."""
@@ -228,11 +262,9 @@ class JobWorkers:
         """Continue without the nodes of the trainer that have failed, and return them; too few left end the job."""
         failed = query_lost_nodes(nodes, env=os.environ)
         for node in failed:
-            if self.allocation is None or not runtime.drop_trainer_node(node):
+            if not self._continue_without(runtime, node):
                 reason = f"{', '.join(failed)} of the trainer failed, and it has no other node in this job"
                 raise JobError(reason, cause="node-failure", nodes=failed)
-            self.allocation = self.allocation.without_node(node)
-            self.emit(FaultReported(what="node", detail=f"train continues without {node}"))
         return failed
 
     def _refuse_restart(self) -> None:
@@ -297,3 +329,10 @@ class JobWorkers:
             raise JobError(reason, cause="node-failure" if self.list_bad_nodes() else by_default)
         left = f"{worker.role} continues with {num_left} of {len(alike)} workers"
         self.emit(FaultReported(what="quorum", detail=f"{reason}; {left}"))
+
+
+def _find_trainer_cause(code: int, reason: str) -> EndCause:
+    """Return what has ended the trainer, of what its own ranks may end for."""
+    if code == EXIT_OUT_OF_MEMORY:
+        return "out-of-memory"
+    return "infrastructure" if is_lost_peer(reason) else "user-code"

@@ -3,7 +3,7 @@
 Each gets RANK, WORLD_SIZE and LOCAL_RANK as from torchrun, and its rank as the last argument. Where several run a role,
 what it needs is imported once and they are forked. When one fails the others are ended too: they would wait for it
 forever. The exit code is special if the kernel ended a rank because the memory of its control group was used up, or if
-one stood still or did not work and was ended.
+one stood still or did not work and was ended. A line names the rank that failed: those on other nodes fail then too.
 """
 
 import contextlib
@@ -16,12 +16,13 @@ import time
 from types import FrameType
 
 from hpcrl.job.fork_server import ROLES_PROGRAM, is_fork_safe
+from hpcrl.job.trainer_end import RankFailure, report_rank_failure
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_HUNG, EXIT_OUT_OF_MEMORY, encode_exit_code
 from hpcrl.system.memory import KillWatch
 from hpcrl.system.processes import die_with_parent
 from hpcrl.system.pulse import PULSE_WATCH_INTERVAL_S, PulseWatch, end_silent
 
-RANK_POLL_INTERVAL_S = 0.25
+RANK_POLL_INTERVAL_S = 0.1
 SUCCESS_CODES = (EXIT_DONE, EXIT_DRAINED)
 ROLE_WORDS = ["-m", "hpcrl.roles"]
 
@@ -77,11 +78,13 @@ def main(size: int, first: int, num: int, command: list[str]) -> int:
             next_look = time.monotonic() + PULSE_WATCH_INTERVAL_S
             has_hung = _end_silent_ranks(pulses)
         time.sleep(RANK_POLL_INTERVAL_S)
-    code = next((_failure_code(rank) for rank in ranks if _failure_code(rank)), ranks[0].returncode or 0)
-    if code == -signal.SIGKILL and kills.has_killed():
-        code = EXIT_OUT_OF_MEMORY
-    if has_hung:
-        code = EXIT_HUNG
+    code, failed = ranks[0].returncode or 0, next(filter(_failure_code, ranks), None)
+    if failed is not None:
+        code = _failure_code(failed)
+        if code == -signal.SIGKILL and kills.has_killed():
+            code = EXIT_OUT_OF_MEMORY
+        code = encode_exit_code(EXIT_HUNG if has_hung else code)
+        print(report_rank_failure(RankFailure(first + ranks.index(failed), code)), flush=True)  # noqa: T201
     _end_ranks(ranks)
     return encode_exit_code(code)
 

@@ -5,7 +5,6 @@
     ask_to_end      publish a request to end
     PARSL_ROLES, WEIGHT_ROLES, ELASTIC_EXECUTOR   roles and executors
     HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, TRAINER_END_GRACE_S, KERNEL_STOP_TIMEOUT_S   times
-    SRUN_OUT_OF_MEMORY                                                an exit code
     WORKER_FUNCTION                                                   the function of workers
     STEP_COMMAND, RANKS_COMMAND, INTERCHANGE_COMMAND, POOL_COMMAND, POOL_OPTIONS   what processes run
 
@@ -43,6 +42,7 @@ from hpcrl.config.site import Site
 from hpcrl.job.batch_log import note_in_log
 from hpcrl.job.courier_step import TransportCommand
 from hpcrl.job.parsl_providers import JobProvider, StepProvider
+from hpcrl.job.trainer_end import has_lacked_memory
 from hpcrl.job.worker_pool import call_by_name
 from hpcrl.plan.components import JobComponent, RewardJobPlan
 from hpcrl.plan.plan import Plan, RolePlan
@@ -67,8 +67,6 @@ HEARTBEAT_TIMEOUT_S = 20
 TRAINER_END_GRACE_S = 5.0
 """The time that the steps of a trainer may take to end before another start."""
 KERNEL_STOP_TIMEOUT_S = 10.0
-SRUN_OUT_OF_MEMORY = 1
-"""The exit code of srun where the kernel has killed a process of a step for its memory, whatever that of the step."""
 WORKER_FUNCTION = "hpcrl.roles.__main__:work"
 
 STEP_COMMAND = ("-m", "hpcrl.job.step")
@@ -293,8 +291,8 @@ class JobRuntime:
             return None
         codes = [process.poll() for process in self._trainer]
         failed = [code for code in codes if code not in (None, EXIT_DONE, EXIT_DRAINED)]
-        if failed[:1] == [SRUN_OUT_OF_MEMORY] and ": Out Of Memory" in self.step_log.read():
-            return EXIT_OUT_OF_MEMORY  # the kernel killed a process for its memory, as srun reports
+        if failed and has_lacked_memory(self.step_log.read()):
+            return EXIT_OUT_OF_MEMORY
         return failed[0] if failed else codes[0] if None not in codes else None
 
     def replace_lost_blocks(self) -> list[tuple[RoleName, str]]:

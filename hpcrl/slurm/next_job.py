@@ -114,9 +114,12 @@ def claim_job_dir(job: JobDir) -> bool:
 
 
 def queue_chain(job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> list[str]:
-    """Queue all jobs that may follow `job`, each after the one before, and return their ids."""
+    """Queue all jobs that may follow `job`, and return their ids.
+
+    Each waits for all before it: if some of them are cancelled, the first of the others does not start beside `job`.
+    """
     env, ids = make_job_environment(site), [slurm_id]
-    while (id := queue_next_job(job, plan=plan, site=site, slurm_id=ids[-1], env=env)) is not None:
+    while (id := queue_next_job(job, plan=plan, site=site, slurm_id=":".join(reversed(ids)), env=env)) is not None:
         ids.append(id)
         job = job.next_job
     return ids[1:]

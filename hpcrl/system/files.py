@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +13,13 @@ from typing import Any
 from hpcrl.system.json_numbers import load_json
 from hpcrl.system.processes import do_nothing
 
+MAX_LINE_CHARS = 500
+"""The longest line that is taken from a log."""
 OUTPUT_MODE = 0o666
 """The mode of a file that a user asks for, in a place of their choice: as their umask leaves it."""
+_NO_LOG = "it has no log"
+_TRACEBACK, _CPP_MESSAGE = "Traceback (most recent call last)", "what():"
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 
 
 def publish_file(path: Path, data: bytes | str, *, mode: int = 0o600) -> None:
@@ -168,8 +174,30 @@ def measure_file(path: Path) -> int:
 
 def read_last_line(path: Path) -> str:
     """Return the last line of a log that is not blank: of a traceback, the error."""
+    if (lines := _read_end(path, 4096)) is None:
+        return _NO_LOG
+    return next((line for line in reversed(lines) if line.strip()), "")[:MAX_LINE_CHARS]
+
+
+def read_error_line(path: Path) -> str:
+    """Return the error with which a process ended: the first line of a message that has several, or the last line.
+
+    Errors of CUDA end with hints about debugging, those of C++ with frames. torch puts the rank before each line.
+    """
+    if (lines := _read_end(path, 1 << 16)) is None:
+        return _NO_LOG
+    lines = [_RANK_PREFIX.sub("", line) for line in lines if line.strip()]
+    for number in reversed(range(len(lines))):
+        if lines[number].startswith(_TRACEBACK):
+            message = (line for line in lines[number + 1 :] if not line[0].isspace())
+            return next(message, lines[-1])[:MAX_LINE_CHARS]
+        if lines[number].lstrip().startswith(_CPP_MESSAGE):
+            return lines[number].strip().removeprefix(_CPP_MESSAGE).strip()[:MAX_LINE_CHARS]
+    return (lines[-1] if lines else "")[:MAX_LINE_CHARS]
+
+
+def _read_end(path: Path, num_bytes: int) -> list[str] | None:
     with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(path.stat().st_size - 4096, 0))
-        lines = file.read().decode(errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "")[:500]
-    return "it has no log"
+        file.seek(max(path.stat().st_size - num_bytes, 0))
+        return file.read().decode(errors="replace").split("\n")
+    return None

@@ -322,7 +322,7 @@ def test_where_nodes_may_not_submit_all_jobs_are_queued_from_the_login_node(chai
     first, second, third = queued(slurm)
     assert "--dependency" not in first
     assert "--dependency=afterany:71" in second
-    assert "--dependency=afterany:72" in third
+    assert "--dependency=afterany:72:71 " in third, "it does not start beside the first if the second is cancelled"
     assert [chain.job(number).chain_marker.read_text() for number in (1, 2)] == ["1", "0"]
 
 

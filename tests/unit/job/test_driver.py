@@ -159,7 +159,7 @@ def test_a_job_whose_last_step_is_made_names_the_domains_that_were_not_trained(d
     for num in range(1, 1000):  # its file is longer than what is read of it
         good = {"finished": 10 * num, "exit": num}
         log.emit(EpisodesCounted(done=11 * num, outcomes={"lake": good, "sums": {"env-fault": num}}))
-    end = driver._find_end(EXIT_DONE)
+    end = driver._find_end(types.SimpleNamespace(), EXIT_DONE)
     assert (end.outcome, end.cause, end.is_partial) == ("done", "complete", True)
     assert end.reason.endswith("not everything was trained: domain sums: all 999 episodes failed, so it trains nothing")
 
@@ -168,7 +168,7 @@ def test_a_job_that_trained_every_domain_is_done(driver):
     log = EventLog.open(driver.campaign, "env", 0, job=0, role="env")
     for num in range(1, 1000):
         log.emit(EpisodesCounted(done=11 * num, outcomes={"lake": {"finished": 10 * num, "exit": num}}))
-    end = driver._find_end(EXIT_DONE)
+    end = driver._find_end(types.SimpleNamespace(), EXIT_DONE)
     assert (end.reason, end.is_partial) == ("every training step was made", False)
 
 

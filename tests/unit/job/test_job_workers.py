@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import ANY
 
+import msgspec
 import pytest
 
 from hpcrl.campaign_dir.events import FaultReported, WorkerFailed, WorkerRestarted
@@ -24,6 +25,7 @@ from hpcrl.job.memory_watch import TrainerMemoryWatch
 from hpcrl.job.progress_watch import MAX_BEAT_AGE_S, RankBeats
 from hpcrl.job.runtime import StepLog
 from hpcrl.job.supervision import LookInterval, RestartBudget
+from hpcrl.job.trainer_end import RankFailure, report_rank_failure
 from hpcrl.plan.plan import make_plan
 from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.system.files import make_private_dir
@@ -363,3 +365,69 @@ def test_what_srun_reports_of_an_earlier_start_is_not_the_reason_of_this_end(wor
     workers.restart_failed(runtime, trainer_code=1)
     (failed,) = [event for event in events if isinstance(event, WorkerFailed)]
     assert "ZeroDivisionError" in failed.reason
+
+
+ECC_ERROR = """Traceback (most recent call last):
+  File "train.py", line 1, in <module>
+RuntimeError: AcceleratorError: CUDA error: uncorrectable ECC error encountered
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+LOST_ERROR = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.7]:1\n"
+
+
+@pytest.fixture
+def on_four_nodes(workers, lost):
+    """The workers of a trainer with a rank on each of four nodes."""
+    trainer = msgspec.structs.replace(workers.plan.role("train"), num_workers=4, workers_per_node=1)
+    roles = [trainer if role.role == "train" else role for role in workers.plan.roles]
+    workers.plan = msgspec.structs.replace(workers.plan, roles=roles)
+    workers.memory = SimpleNamespace(report_shortage=lambda code: False)
+    workers.allocation = JobAllocation(job_id="7", end_time=1e12, nodes=[["t0", "t1", "t2", "t3"]])
+    make_private_dir(workers.job.logs)
+    for rank in (0, 1, 3):
+        workers.job.log(f"train-{rank}").write_text(LOST_ERROR)
+    return workers
+
+
+def write_failures(workers, *ranks):
+    lines = [report_rank_failure(RankFailure(rank, 1)) for rank in ranks]
+    workers.job.log("train-step").write_text("\n".join([*lines, ""]))
+    runtime = StartedTrainers()
+    runtime.step_log = StepLog(workers.job.log("train-step"))
+    return runtime
+
+
+def test_a_bad_gpu_ends_the_job_and_not_the_campaign_and_its_node_is_named(on_four_nodes, events):
+    workers = on_four_nodes
+    workers.job.log("train-2").write_text(ECC_ERROR)
+    runtime = write_failures(workers, 0, 2, 1)
+    with pytest.raises(JobError, match=r"a GPU of t2 failed 4 times .*of rank 2: .*uncorrectable ECC") as found:
+        for _ in range(MAX_RESTARTS + 1):
+            workers.restart_failed(runtime, trainer_code=1)
+    assert (found.value.cause, found.value.nodes) == ("node-failure", ["t2"])
+    assert {event.of for event in events if isinstance(event, WorkerFailed)} == {"train-2"}
+
+
+def test_a_trainer_with_a_bad_gpu_continues_on_a_spare_node(on_four_nodes, events):
+    workers = on_four_nodes
+    workers.job.log("train-2").write_text(ECC_ERROR)
+    runtime = write_failures(workers, 2)
+    runtime.has_spare = True
+    assert workers.restart_failed(runtime, trainer_code=1), "the couriers go around it"
+    assert workers.allocation.nodes == [["t0", "t1", "t3"]]
+
+
+def test_the_error_of_the_rank_that_failed_is_reported_and_not_that_of_the_first(on_four_nodes):
+    workers = on_four_nodes
+    workers.job.log("train-2").write_text("Traceback (most recent call last):\nValueError: a bad reward\n")
+    reason = workers.describe_trainer_end(write_failures(workers, 0, 2), 1)
+    assert reason == "exit code 1 of rank 2: ValueError: a bad reward"
+
+
+def test_ranks_that_have_all_lost_each_other_are_not_blamed_on_the_users_code(on_four_nodes):
+    workers = on_four_nodes
+    workers.job.log("train-2").write_text(LOST_ERROR)
+    with pytest.raises(JobError, match="Connection closed by peer") as found:
+        for _ in range(MAX_RESTARTS + 1):
+            workers.restart_failed(write_failures(workers, 0, 2), trainer_code=1)
+    assert found.value.cause == "infrastructure"

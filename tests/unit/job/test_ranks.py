@@ -37,7 +37,8 @@ def test_all_ranks_end_when_one_stands_still(tmp_path: Path) -> None:
     output, _ = ranks.communicate(timeout=120)
     assert ranks.returncode == EXIT_HUNG
     assert output.splitlines() == [
-        f"process {pids[1]} was ended: it has stood still for 5 s (job.silence_timeout_s); its stacks are in its log"
+        f"process {pids[1]} was ended: it has stood still for 5 s (job.silence_timeout_s); its stacks are in its log",
+        f"rank 1 of the trainer failed with code {EXIT_HUNG}",
     ]
     assert not Path(f"/proc/{pids[0]}").exists()
 
@@ -84,6 +85,7 @@ def test_a_forked_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.endswith("RuntimeError: no such model\n")
+    assert done.stdout.splitlines()[1:] == ["rank 4 of the trainer failed with code 1"]
 
 
 def test_ranks_are_started_anew_where_the_imports_have_started_a_thread(tmp_path: Path) -> None:

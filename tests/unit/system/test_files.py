@@ -14,7 +14,7 @@ from hpcrl.campaign_dir.endpoints import (
 )
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import DrainStarted, JobStarted
-from hpcrl.system.files import make_private_dir, publish_file, remove_path, staged_path
+from hpcrl.system.files import make_private_dir, publish_file, read_error_line, remove_path, staged_path
 from hpcrl.testing.event_lines import read_events
 from tests.support.endpoints import make_endpoint
 
@@ -108,3 +108,40 @@ def test_a_private_directory_in_place_of_a_file_is_refused(tmp_path: Path) -> No
     (tmp_path / "a").write_text("")
     with pytest.raises(NotADirectoryError):
         make_private_dir(tmp_path / "a")
+
+
+CUDA_ERROR = """[rank9]: Traceback (most recent call last):
+[rank9]:   File "train.py", line 1, in <module>
+[rank9]:     step()
+[rank9]: torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered
+[rank9]: CUDA kernel errors might be asynchronously reported at some other API call.
+[rank9]: Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+
+"""
+NCCL_ERROR = """terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0] Process group watchdog thread terminated with exception: NCCL error: remote process exited
+Exception raised from run at ProcessGroupNCCL.cpp:2060 (most recent call first):
+frame #0: c10::Error::Error + 0x96 (0x7f in libc10.so)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("step 1\n", "step 1"),
+        ("", ""),
+        (CUDA_ERROR, "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"),
+        ("x" * 100_000 + "\n" + CUDA_ERROR.replace("[rank9]: ", ""), CUDA_ERROR.splitlines()[3][len("[rank9]: ") :]),
+        (
+            CUDA_ERROR + NCCL_ERROR,
+            "[PG ID 0] Process group watchdog thread terminated with exception: NCCL error: remote process exited",
+        ),
+    ],
+)
+def test_the_error_of_a_process_is_found_above_the_hints_that_follow_it(tmp_path: Path, text: str, error: str) -> None:
+    (tmp_path / "log").write_text(text)
+    assert read_error_line(tmp_path / "log") == error
+
+
+def test_a_process_without_a_log_has_no_error(tmp_path: Path) -> None:
+    assert read_error_line(tmp_path / "log") == "it has no log"
