@@ -1,6 +1,6 @@
 """The refusals of another job: of one beside a job that runs, with changes to what is fixed, or without any gain.
 
-refuse_while_alive       refuse it while the last job may still run
+refuse_while_alive       refuse it while a job may still run
 refuse_without_journals  refuse it where the tasks in flight are not recorded
 refuse_short_walltime    refuse a job that could hold no step and checkpoint, by what the campaign has recorded
 find_final_failure       why the trainer failed after its last step, and would again
@@ -13,13 +13,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
 from hpcrl.campaign.directory import list_jobs
 from hpcrl.campaign.fixed_settings import explain_fixed_setting
-from hpcrl.campaign.running_jobs import STOP_POLL_INTERVAL_S, STOP_TIMEOUT_S, find_job_state, read_submission
+from hpcrl.campaign.running_jobs import (
+    STOP_POLL_INTERVAL_S,
+    STOP_TIMEOUT_S,
+    find_job_state,
+    find_live_job,
+    read_submission,
+)
 from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved, JobStarted, StepFinished
 from hpcrl.campaign_dir.job_end import read_job_end
@@ -36,12 +42,14 @@ NUM_TIMES = 20
 
 
 def refuse_while_alive(job: JobDir, site: Site, *, is_done: bool) -> None:
-    """Raise if the last job may still run: two jobs at once would train twice on the same trajectories.
+    """Raise if the last job, or one before it, may still run: two at once would train twice on the same trajectories.
 
     `is_done` is whether the campaign has all its steps.
     """
     campaign = job.campaign
     outcome = _read_outcome(job)
+    if outcome is None and (live := find_live_job(campaign, before=job.number)) is not None:
+        _refuse_live(*live)  # the last one was cancelled before it started
     state = "gone" if outcome == "done" and is_done else find_job_state(job, site)
     if outcome is None and state == "gone":
         _refuse_while_draining(job)
@@ -55,14 +63,20 @@ def refuse_while_alive(job: JobDir, site: Site, *, is_done: bool) -> None:
     while outcome is not None and state == "running" and time.monotonic() < deadline:
         time.sleep(STOP_POLL_INTERVAL_S)  # its outcome is written, so it is about to exit
         state = find_job_state(job, site)
-    if state in ("queued", "running"):
-        hint = f"`hpcrl monitor {campaign.name}` shows it, `hpcrl stop {campaign.name}` ends it"
-        raise CampaignError(f"campaign {campaign.name!r}: job {read_submission(job).id} is {state}: {hint}")
-    if state == "unknown" and outcome is None:
+    if state in ("queued", "running") or (state == "unknown" and outcome is None):
+        _refuse_live(job, state)
+
+
+def _refuse_live(job: JobDir, state: str) -> NoReturn:
+    """Raise what a user has to do about a job that is queued, runs, or may run."""
+    campaign = job.campaign
+    if state == "unknown":
         raise CampaignError(
             f"campaign {campaign.name!r}: Slurm does not report the state of job {read_submission(job).id}: try again "
             f"later, or, if you know that it is gone, `hpcrl stop --now {campaign.name}` first"
         )
+    hint = f"`hpcrl monitor {campaign.name}` shows it, `hpcrl stop {campaign.name}` ends it"
+    raise CampaignError(f"campaign {campaign.name!r}: job {read_submission(job).id} is {state}: {hint}")
 
 
 def _read_outcome(job: JobDir) -> str | None:

@@ -3,6 +3,7 @@
 read_submission      the recorded submission of a job
 find_job_states      the states of all jobs without a recorded end
 find_job_state       the state of one job
+find_live_job        a job that may run though a later one has ended
 describe_next_start  where a campaign continues, for users
 stop_gracefully, stop_now    end a campaign, with a checkpoint or without
 STOP_TIMEOUT_S, STOP_POLL_INTERVAL_S    the time that a job gets to end, and between two looks at it
@@ -53,6 +54,14 @@ def find_job_states(jobs: Iterable[JobDir], site: Site) -> dict[JobDir, str]:
     states = _ask_job_states([job for job in every if not job.outcome.exists()], site)
     last = max((job.number for job in every if states.get(job, "running") == "running"), default=0)
     return {job: "gone" if state == "unknown" and job.number < last else state for job, state in states.items()}
+
+
+def find_live_job(campaign: CampaignDir, *, before: int) -> tuple[JobDir, str] | None:
+    """Return the first job with a number below `before` that may still run or start, with its state; None without."""
+    if not before:
+        return None
+    states = find_job_states(directory.list_jobs(campaign), read_site(campaign, skips_unknown=True))
+    return next(((job, state) for job, state in states.items() if job.number < before and state != "gone"), None)
 
 
 def find_job_state(job: JobDir, site: Site) -> str:
@@ -127,9 +136,14 @@ def stop_now(name: str) -> str:
 
 
 def _describe_end(campaign: CampaignDir) -> str | None:
-    """Return the message for a campaign that has ended already; None if its last job may still run, or start."""
+    """Return the message for a campaign that has ended already; None if any of its jobs may still run, or start.
+
+    The newest may have been cancelled while an earlier one runs.
+    """
     jobs = read_jobs(campaign)[-1:]
     if next_job.list_followers(campaign.job(jobs[0].number) if jobs else campaign.job(0)):
+        return None
+    if jobs and find_live_job(campaign, before=jobs[0].number) is not None:
         return None
     heartbeats = read_heartbeats(campaign.events)
     ids = select_slurm_ids(jobs)

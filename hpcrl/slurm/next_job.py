@@ -137,16 +137,19 @@ def try_follow(
     """Queue the next jobs if this node may; otherwise the login node has, or a user has to resume the campaign.
 
     The one after the next is for a next job that has no driver, as on a broken node; if the next job is cancelled, it
-    waits for this one all the same. A site may refuse it.
+    waits for this one all the same, and another one follows it. A site may refuse it.
     """
     if slurm_id is None or not site.nodes_may_submit:
         return
-    job, waits_for, is_first = place.job, slurm_id, True
-    while waits_for and job.number < place.job.number + NUM_AHEAD:
+    job, waits_for, is_first, num_ahead = place.job, slurm_id, True, 0
+    while waits_for and num_ahead < NUM_AHEAD:
         try:
             id = queue_next_job(job, plan=plan, site=site, slurm_id=waits_for, env=env)
             job = job.next_job
             known = id or _read_id(job)
+            if id is None and known and _is_gone(known):
+                continue  # it waited for this job, and was cancelled
+            num_ahead += 1
             waits_for = f"{known}:{slurm_id}" if known else ""
         except (HpcrlError, OSError) as error:
             if is_first:
@@ -155,6 +158,12 @@ def try_follow(
         if id is not None:
             emit(NextJobQueued(slurm_id=id, number=job.number))
         is_first = False
+
+
+def _is_gone(slurm_id: str) -> bool:
+    """Return whether Slurm has a job no more; False if it does not answer."""
+    live = commands.query_live_jobs([slurm_id])
+    return live is not None and slurm_id not in live
 
 
 def _read_id(job: JobDir) -> str | None:

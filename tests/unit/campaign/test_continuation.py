@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -17,8 +18,10 @@ from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import CheckpointSaved
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_limits import make_recipe_digest
+from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.errors import CampaignError, ConfigError, SlurmError
 from hpcrl.plan.records import read_plan, read_recipe, read_site
+from hpcrl.slurm import next_job
 from hpcrl.slurm.script import make_mark
 from hpcrl.slurm.submit import SubmittedJob, record_submission
 from hpcrl.system.files import make_private_dir, publish_json, read_json
@@ -565,3 +568,32 @@ def test_an_extension_by_jobs_alone_records_no_steps(tmp_path: Path, slurm: Path
     runs(slurm, 71)
     continuation.extend(str(campaign.root), jobs=1)
     assert not any("num_steps" in setting for setting in read_json(campaign.manifest)["source"]["settings"])
+
+
+@pytest.fixture
+def with_cancelled(tmp_path: Path, slurm: Path, recipe: Path) -> CampaignDir:
+    """A campaign whose first job runs, has queued two more, and lost the newest: somebody has cancelled it."""
+    recipe.write_text(RECIPE.format(num_jobs=4))
+    campaign = submitted(tmp_path, recipe)
+    place = WorkerPlace(campaign.job(0), "node0")
+    next_job.try_follow(place, plan=read_plan(campaign), site=read_site(campaign), slurm_id="71", emit=[].append)
+    (slurm / "queue").write_text("71|RUNNING\n72|PENDING\n73|CANCELLED\n")
+    make_private_dir(campaign.checkpoints / "000001-step-000004")
+    return campaign
+
+
+@pytest.mark.parametrize("stop", [stop_gracefully, stop_now])
+def test_a_campaign_whose_newest_job_was_cancelled_is_stopped_all_the_same(
+    with_cancelled: CampaignDir, stop: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_jobs, "STOP_TIMEOUT_S", 0.0)
+    assert "has ended already" not in stop(str(with_cancelled.root))
+    assert with_cancelled.stop.exists()
+    assert with_cancelled.job_numbers() == [0]
+
+
+def test_no_job_is_started_beside_one_that_runs_though_the_newest_was_cancelled(with_cancelled: CampaignDir) -> None:
+    with pytest.raises(CampaignError, match="job 71 is running: `hpcrl monitor"):
+        continuation.resume(str(with_cancelled.root), settings=("train.learning_rate=1e-7",))
+    assert read_recipe(with_cancelled).train.learning_rate != 1e-7
+    assert with_cancelled.job_numbers() == [0, 1, 2]

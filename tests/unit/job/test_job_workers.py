@@ -397,13 +397,17 @@ def write_failures(workers, *ranks):
     return runtime
 
 
+def fail_trainer(workers, runtime, *, times):
+    for _ in range(times):
+        workers.restart_failed(runtime, trainer_code=1)
+
+
 def test_a_bad_gpu_ends_the_job_and_not_the_campaign_and_its_node_is_named(on_four_nodes, events):
     workers = on_four_nodes
     workers.job.log("train-2").write_text(ECC_ERROR)
     runtime = write_failures(workers, 0, 2, 1)
     with pytest.raises(JobError, match=r"a GPU of t2 failed 4 times .*of rank 2: .*uncorrectable ECC") as found:
-        for _ in range(MAX_RESTARTS + 1):
-            workers.restart_failed(runtime, trainer_code=1)
+        fail_trainer(workers, runtime, times=MAX_RESTARTS + 1)
     assert (found.value.cause, found.value.nodes) == ("node-failure", ["t2"])
     assert {event.of for event in events if isinstance(event, WorkerFailed)} == {"train-2"}
 
@@ -428,6 +432,5 @@ def test_ranks_that_have_all_lost_each_other_are_not_blamed_on_the_users_code(on
     workers = on_four_nodes
     workers.job.log("train-2").write_text(LOST_ERROR)
     with pytest.raises(JobError, match="Connection closed by peer") as found:
-        for _ in range(MAX_RESTARTS + 1):
-            workers.restart_failed(write_failures(workers, 0, 2), trainer_code=1)
+        fail_trainer(workers, write_failures(workers, 0, 2), times=MAX_RESTARTS + 1)
     assert found.value.cause == "infrastructure"

@@ -47,7 +47,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, answer in (("sbatch", "echo 4712"), ("scancel", "true")):
         (folder / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {folder}/calls\n{answer}\n')
         (folder / name).chmod(0o700)
-    (folder / "squeue").symlink_to("/bin/true")  # the queue is empty
+    (folder / "queue").touch()
+    (folder / "squeue").write_text(f"#!/bin/sh\ncat {folder}/queue\n")
+    (folder / "squeue").chmod(0o700)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
 
@@ -99,6 +101,7 @@ def try_follow(campaign: CampaignDir, number: int, asked: CampaignRequest) -> li
 def test_the_next_job_and_the_one_after_it_are_queued_and_reported_once(
     campaign: CampaignDir, slurm: Path, asked: CampaignRequest
 ) -> None:
+    (slurm / "queue").write_text("4712 PENDING\n")
     queued = try_follow(campaign, 0, asked)
     assert [(event.slurm_id, event.number) for event in queued if isinstance(event, NextJobQueued)] == [
         ("4712", 1),
@@ -118,9 +121,25 @@ def test_a_site_that_refuses_the_job_after_the_next_hinders_nothing(
     works = (slurm / "sbatch").read_text()
     refuse = 'case "$*" in *afterany:4712*) echo QOSMaxSubmitJobPerUserLimit >&2; exit 1 ;; esac'
     (slurm / "sbatch").write_text(works.replace("#!/bin/sh\n", f"#!/bin/sh\n{refuse}\n", 1))
+    (slurm / "queue").write_text("4712 PENDING\n")
     (queued,) = try_follow(campaign, 0, asked)
     assert isinstance(queued, NextJobQueued)
     assert campaign.job_numbers() == [0, 1]
+
+
+def test_another_job_follows_in_place_of_one_that_was_cancelled(
+    campaign: CampaignDir, slurm: Path, asked: CampaignRequest
+) -> None:
+    number_them = f"n=$(($(cat {slurm}/n || echo 4711) + 1)); echo $n > {slurm}/n; echo $n PENDING >> {slurm}/queue"
+    (slurm / "sbatch").write_text(f"#!/bin/sh\n{number_them}; echo $n\necho $* >> {slurm}/calls\n")
+    next_job.allow_more_jobs(campaign.job(0), 1, plan=asked.plan)
+    queued = try_follow(campaign, 0, asked)
+    assert [event.number for event in queued if isinstance(event, NextJobQueued)] == [1, 2]
+    (slurm / "queue").write_text("4713 PENDING\n")
+    (third,) = try_follow(campaign, 0, asked)
+    assert isinstance(third, NextJobQueued)
+    assert third.number == 3
+    assert "--dependency=afterany:4713:4711 " in (slurm / "calls").read_text().splitlines()[-1]
 
 
 def test_a_refused_job_leaves_nothing_and_may_be_tried_again(
