@@ -107,7 +107,7 @@ def resume(
 
 def _refuse_lost_checkpoints(campaign: CampaignDir) -> None:
     """Raise CampaignError if checkpoints were made and none is there: a job would train from the start."""
-    if next_job.find_last_step(campaign):
+    if next_job.has_checkpoint(campaign):
         return
     events = EventReader.for_role(campaign.events, "train").poll()
     saved = [event.step for event in events if isinstance(event, CheckpointSaved)]

@@ -58,6 +58,7 @@ from hpcrl.job.supervision import (
     RestartBudget,
     find_campaign_use,
 )
+from hpcrl.plan.job_time import estimate_save_s
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import list_edited_records, read_plan, read_recipe, read_site
 from hpcrl.slurm import next_job
@@ -167,7 +168,8 @@ class JobDriver:
         emit, recipe = self.events.emit, self.recipe
         trainer_events = EventReader.for_role(self.campaign.events, "train")  # of earlier jobs too
         most_s = MAX_DRAIN_SHARE * recipe.job.walltime_min * 60
-        margin = DrainMargin(trainer_events.poll, least_s=recipe.job.drain_s, most_s=most_s)
+        save_s = estimate_save_s(recipe, num_nodes=self.plan.components[self.plan.role("train").component].nodes)
+        margin = DrainMargin(trainer_events.poll, least_s=recipe.job.drain_s, most_s=most_s, assumed_save_s=save_s)
         self.use = find_campaign_use(self.job, limits=recipe.limits, plan=self.plan)
         self.drain = JobDrain(self.job, margin=margin, use=self.use, emit=emit)
         self.last_step = LastStepWatch(self.campaign, num_steps=recipe.train.num_steps)

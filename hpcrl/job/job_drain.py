@@ -50,7 +50,9 @@ class DrainLimits:
     reason: str | None = None
     cause: EndCause = "unknown"
     deadline: float = math.inf
-    """When the workers must have drained, by the monotonic clock."""
+    """When the workers should have drained, by the monotonic clock."""
+    cut_at: float = math.inf
+    """When those that have not are ended, by the monotonic clock."""
     kill_time: float = math.inf
     """When Slurm kills what is left, in seconds since the epoch, if it will."""
 
@@ -61,6 +63,7 @@ class DrainLimits:
             reason=request.reason if is_first else self.reason,
             cause=request.cause if is_first else self.cause,
             deadline=min(self.deadline, time.monotonic() + request.grace_s),
+            cut_at=min(self.cut_at, time.monotonic() + max(request.grace_s, request.longest_s)),
             kill_time=min(self.kill_time, request.kill_time),
         )
 
@@ -117,7 +120,7 @@ class JobDrain:
 
     @property
     def is_overdue(self) -> bool:
-        return time.monotonic() > self.limits.deadline
+        return time.monotonic() > self.limits.cut_at
 
     def check_requests(self, allocation: JobAllocation) -> DrainRequest | None:
         """Drain the job if a user, Slurm or the clock asks for it, and return the first request but for SIGTERM.
@@ -137,6 +140,9 @@ class JobDrain:
             return None
         request = self._find_request(allocation)
         if request is not None:
+            if math.isinf(request.kill_time):  # the job has its walltime for the checkpoint
+                left_s = self._read_end(allocation) - self.read_time() - CLOSE_GRACE_S
+                request = replace(request, longest_s=left_s)
             self._is_guess = request.cause == "unknown"
             self.start(request)
         return request

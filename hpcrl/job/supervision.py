@@ -73,6 +73,8 @@ class DrainRequest:
     cause: EndCause
     kill_time: float = math.inf
     """When Slurm kills what is left, in seconds since the epoch, if it will."""
+    longest_s: float = 0.0
+    """The time for a checkpoint that takes longer than expected, where nothing else ends the job before."""
 
     @property
     def is_at_walltime(self) -> bool:
@@ -296,14 +298,17 @@ class DrainMargin:
         *,
         least_s: float,
         most_s: float = math.inf,
+        assumed_save_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take the newest events of the trainer, the least time to drain, and the most that is learned.
 
+        Until a checkpoint was measured it takes `assumed_save_s`.
+
         Without a limit one checkpoint that took very long would let all later jobs drain before their first step.
         """
         self._poll_events = poll_events
-        self._least_s, self._most_s = least_s, most_s
+        self._least_s, self._most_s, self._assumed_save_s = least_s, most_s, assumed_save_s
         self._looks = LookInterval(READ_INTERVAL_S, clock=clock)
         self._step_times: deque[float] = deque(maxlen=NUM_STEPS)
         self._save_times: deque[float] = deque(maxlen=NUM_STEPS)
@@ -313,7 +318,7 @@ class DrainMargin:
         if self._looks.is_due():
             for event in self._poll_events():
                 self._note_event(event)
-        save_s = max(self._save_times, default=0.0)
+        save_s = max(self._save_times, default=self._assumed_save_s)
         work_s = max(max(self._step_times, default=0.0), save_s) + save_s
         return max(self._least_s, min(MARGIN_FACTOR * work_s, self._most_s))
 

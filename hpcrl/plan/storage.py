@@ -54,6 +54,11 @@ class StorageForecast(NamedTuple):
     """At the pace of the trainer's GPUs; None where it is not known."""
 
     @property
+    def checkpoint_gib(self) -> float:
+        """The space of one checkpoint."""
+        return self.checkpoints_gib / self.num_checkpoints
+
+    @property
     def fixed_gib(self) -> float:
         """The space of what is replaced: checkpoints and versions of the weights."""
         return self.checkpoints_gib + self.versions_gib

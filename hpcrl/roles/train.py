@@ -43,6 +43,7 @@ from hpcrl.learn.evaluations import EvaluationStore, find_version_score, is_roun
 from hpcrl.learn.group_choice import GroupChoice, count_groups
 from hpcrl.models.model_config import read_model_config
 from hpcrl.models.tiny import make_tiny_model
+from hpcrl.plan.job_time import estimate_save_s
 from hpcrl.roles.context import WorkerContext
 from hpcrl.roles.gpu_shifts import TrainerShift, open_shift_locks, open_trainer_shift
 from hpcrl.roles.learning_evidence import LearningEvidence
@@ -264,11 +265,13 @@ class DrainTimes:
 
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_MEASURED))
     saves: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_MEASURED))
+    assumed_save_s: float = 0.0
+    """The time of a checkpoint before one was measured."""
 
     @classmethod
-    def read_earlier(cls, campaign: CampaignDir) -> "DrainTimes":
+    def read_earlier(cls, campaign: CampaignDir, *, assumed_save_s: float = 0.0) -> "DrainTimes":
         """Read those of the jobs before this one: the first drain of a trainer may come before its first checkpoint."""
-        times, reader = cls(), EventReader.for_role(campaign.events, "train")
+        times, reader = cls(assumed_save_s=assumed_save_s), EventReader.for_role(campaign.events, "train")
         reader.skip_to_tails()
         for event in reader.poll_merged():
             if isinstance(event, StepFinished):
@@ -280,9 +283,10 @@ class DrainTimes:
     def is_too_late(self, *, step_age_s: float, left_s: float, save_age_s: float | None = None) -> bool:
         """Return whether the rest of a step that has run for a while, and a checkpoint, need more time than is left.
 
-        A checkpoint that has been written for `save_age_s` so far ends first. What was not measured counts as nothing.
+        A checkpoint that has been written for `save_age_s` so far ends first. Steps that were not measured count as
+        nothing.
         """
-        save_s = TIME_FACTOR * max(self.saves, default=0.0)
+        save_s = TIME_FACTOR * max(self.saves, default=self.assumed_save_s)
         rest_s = max(TIME_FACTOR * max(self.steps, default=0.0) - step_age_s, 0.0)
         if save_age_s is not None:
             rest_s = max(rest_s, save_s - save_age_s)
@@ -366,6 +370,7 @@ class TrainingLoop:
         if found is not None:
             trainer.load(found)
             context.events.emit(TrainingResumed(step=step, version=version, checkpoint=found.name))
+        save_s = estimate_save_s(context.recipe, num_nodes=context.plan.components[context.role_plan.component].nodes)
         training_loop = cls(
             context=context,
             trainer=trainer,
@@ -382,7 +387,7 @@ class TrainingLoop:
             evidence=evidence,
             listener=context.open_listener(),
             shift=shift,
-            times=DrainTimes.read_earlier(campaign),
+            times=DrainTimes.read_earlier(campaign, assumed_save_s=save_s),
         )
         training_loop.train_queue.recover()
         write_train_progress(context.campaign.train_progress, training_loop.progress)  # not that of an earlier start

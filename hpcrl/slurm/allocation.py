@@ -15,7 +15,7 @@ from hpcrl.config.site import STEP_DEVICE_VARIABLES
 from hpcrl.errors import SlurmError
 from hpcrl.plan.components import JobComponent
 from hpcrl.plan.plan import Plan
-from hpcrl.slurm.commands import COMMAND_TIMEOUT_S, expand_nodes, run_slurm
+from hpcrl.slurm.commands import COMMAND_TIMEOUT_S, expand_nodes, run_slurm, try_slurm
 from hpcrl.system.network import current_node
 
 KEPT_VARIABLES = (
@@ -164,7 +164,7 @@ class JobSchedule(NamedTuple):
 
 def query_schedule(job_id: str, *, timeout_s: float = COMMAND_TIMEOUT_S) -> JobSchedule | None:
     """Ask Slurm when a job will end, which may have changed, and whether it is preempted; None without an answer."""
-    done = run_slurm(["squeue", "-h", "-j", job_id, "-O", _SCHEDULE_FORMAT], timeout_s=timeout_s)
+    done = try_slurm(["squeue", "-h", "-j", job_id, "-O", _SCHEDULE_FORMAT], timeout_s=timeout_s)
     fields = done.stdout.split("\n")[0].split() if done.returncode == 0 else []
     if len(fields) != 3:
         return None

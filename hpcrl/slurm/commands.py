@@ -4,6 +4,7 @@ run_slurm, ask_slurm    run one command with a time limit, without variables tha
 limited_command         the same as a list of words, for submitit, which starts sbatch itself
 check_answer            raise SlurmError, with a fix, for a command that was refused or did not answer
 expand_nodes            `cpu[1-3]` as a list
+try_slurm               run one that may not even start
 queue_script            submit a script with sbatch, once
 find_marked_job, await_marked_job, is_unanswered   find a job by its comment, if sbatch did not answer
 queue_recorded_script   submit a script and record the id of its job
@@ -98,6 +99,16 @@ def run_slurm(
     return subprocess.CompletedProcess(
         command, child.returncode, out.decode(errors="replace"), err.decode(errors="replace")
     )
+
+
+def try_slurm(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = COMMAND_TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
+    """Run one command on which a job must not depend: one that cannot be started, as on a full node, gave no answer."""
+    try:
+        return run_slurm(command, env=env, timeout_s=timeout_s)
+    except SlurmError as error:
+        return subprocess.CompletedProcess(command, TIMED_OUT, "", str(error))
 
 
 def ask_slurm(command: Sequence[str], *, env: Mapping[str, str] | None = None) -> str:
@@ -236,10 +247,7 @@ def query_live_jobs(ids: Sequence[str]) -> dict[str, bool] | None:
     """Map each job that waits or runs to True if it runs; ended jobs are absent. None: Slurm did not answer."""
     if not ids:
         return {}
-    try:
-        done = run_slurm(["squeue", "-h", "--me", "-o", "%A %T"], timeout_s=SHORT_TIMEOUT_S)
-    except SlurmError:  # it cannot be started now
-        return None
+    done = try_slurm(["squeue", "-h", "--me", "-o", "%A %T"], timeout_s=SHORT_TIMEOUT_S)
     if done.returncode != 0:
         return None
     states = dict(row.split(maxsplit=1) for row in done.stdout.split("\n") if row)
@@ -264,11 +272,11 @@ def cancel_steps(name: str) -> None:
 
     The steps of a component are listed under its own id, which the job does not know: a name must be that of one job.
     """
-    listed = run_slurm(["squeue", "-h", "-s", "--me", "-o", "%i %j"], timeout_s=SHORT_TIMEOUT_S)
+    listed = try_slurm(["squeue", "-h", "-s", "--me", "-o", "%i %j"], timeout_s=SHORT_TIMEOUT_S)
     rows = (line.partition(" ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else ()
     ids = [id for id, _, step in rows if step.strip() == name]
     if ids:
-        run_slurm(["scancel", *ids], timeout_s=SHORT_TIMEOUT_S)
+        try_slurm(["scancel", *ids], timeout_s=SHORT_TIMEOUT_S)
 
 
 class StepFailure(NamedTuple):

@@ -16,7 +16,7 @@ the next job; where nodes may not submit jobs, the login node queues all of a ch
     campaign_outcome  the outcome of a campaign, if no job is to follow this one
     NUM_AHEAD              the jobs that a driver queues ahead
     SUBMISSION_TIMEOUT_S   the time limit of a submission
-    has_more_steps, find_last_step   what a campaign still has to do, by its newest checkpoint
+    has_more_steps, find_last_step, has_checkpoint   what a campaign still has to do, by its newest checkpoint
     query_end_state   ask Slurm how a job ended
     UNCERTAIN_CAUSES  causes that Slurm may correct
 """
@@ -282,9 +282,18 @@ def has_more_steps(campaign: CampaignDir) -> bool:
 
 def find_last_step(campaign: CampaignDir) -> int:
     """Return the step of the newest checkpoint; 0 without one."""
+    return max(_list_saved_steps(campaign), default=0)
+
+
+def has_checkpoint(campaign: CampaignDir) -> bool:
+    """Return whether there is a checkpoint: a job that drains before its first step saves one of step 0."""
+    return bool(_list_saved_steps(campaign))
+
+
+def _list_saved_steps(campaign: CampaignDir) -> list[int]:
     paths = retry_passing(lambda: list(campaign.checkpoints.glob("[0-9]*-step-*[0-9]")))
     found = (re.fullmatch(r"\d+-step-(\d+)", path.name) for path in paths)  # neither copies nor unfinished ones
-    return max((int(match[1]) for match in found if match), default=0)
+    return [int(match[1]) for match in found if match]
 
 
 def count_jobs_left(job: JobDir) -> int:

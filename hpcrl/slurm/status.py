@@ -17,13 +17,13 @@ be disabled, so it is used only for jobs that have ended.
 
 import datetime
 import re
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from hpcrl.errors import SlurmError
-from hpcrl.slurm.commands import TIMED_OUT, run_slurm
+from hpcrl.slurm.commands import TIMED_OUT, run_slurm, try_slurm
 
 _NODES_TAKEN = "nodes that it needs are down, drained or reserved (often: for maintenance)"
 _REASONS = {
@@ -154,7 +154,7 @@ def query_job_states(ids: Sequence[str], *, env: Mapping[str, str], timeout_s: f
     found = parse_queue(queue.text)
     missing = [job for job in numbers if job not in found]
     if missing:
-        ended = _ask_accounting(_make_ended_command(missing), env, timeout_s=timeout_s)
+        ended = _try_query(_make_ended_command(missing), env, timeout_s=timeout_s)
         found |= parse_ended(ended.text)
         why = queue.problem or ended.problem or "neither squeue nor sacct lists it"
         found |= {job: JobStatus(id=job, state=UNKNOWN, reason=why) for job in missing if job not in found}
@@ -177,7 +177,7 @@ def _query_node_states(nodes: Sequence[str], env: Mapping[str, str], *, timeout_
     if not nodes:
         return {}
     command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N %T"]
-    rows = (line.split() for line in _query_slurm(command, env, timeout_s=timeout_s).text.splitlines())
+    rows = (line.split() for line in _try_query(command, env, timeout_s=timeout_s).text.splitlines())
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
@@ -189,7 +189,7 @@ def query_restarted_nodes(
         return []
     command = ["scontrol", "--oneliner", "show", "node", ",".join(nodes)]
     found = []
-    for line in _query_slurm(command, env, timeout_s=timeout_s).text.splitlines():
+    for line in _try_query(command, env, timeout_s=timeout_s).text.splitlines():
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
         starts = [_parse_time(fields.get(name, "")) for name in ("BootTime", "SlurmdStartTime")]
         if any(start is not None and start > since for start in starts):
@@ -300,7 +300,10 @@ def _make_ended_command(ids: Sequence[str]) -> list[str]:
 
 
 def _query_slurm(command: list[str], env: Mapping[str, str], *, timeout_s: float) -> _CommandAnswer:
-    done = run_slurm(command, env=env, timeout_s=timeout_s)
+    return _read_answer(command, run_slurm(command, env=env, timeout_s=timeout_s))
+
+
+def _read_answer(command: list[str], done: subprocess.CompletedProcess[str]) -> _CommandAnswer:
     complaint = done.stderr.strip()
     if done.returncode == TIMED_OUT:
         return _CommandAnswer("", complaint)
@@ -310,12 +313,9 @@ def _query_slurm(command: list[str], env: Mapping[str, str], *, timeout_s: float
     return _CommandAnswer(done.stdout)
 
 
-def _ask_accounting(command: list[str], env: Mapping[str, str], *, timeout_s: float) -> _CommandAnswer:
-    """Run sacct, which a site without accounting may lack."""
-    try:
-        return _query_slurm(command, env, timeout_s=timeout_s)
-    except SlurmError as error:
-        return _CommandAnswer("", str(error))
+def _try_query(command: list[str], env: Mapping[str, str], *, timeout_s: float) -> _CommandAnswer:
+    """Run a command that cannot be started everywhere, nor always: a site without accounting may lack sacct."""
+    return _read_answer(command, try_slurm(command, env=env, timeout_s=timeout_s))
 
 
 def _parse_time(text: str) -> float | None:

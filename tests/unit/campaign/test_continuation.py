@@ -278,6 +278,17 @@ def test_a_campaign_whose_checkpoints_are_gone_starts_from_step_0_only_if_that_i
     assert campaign.job_numbers() == [0, 1], "an older one is there: the job reports what is missing"
 
 
+def test_a_campaign_that_was_stopped_before_its_first_step_is_continued(
+    tmp_path: Path, slurm: Path, recipe: Path
+) -> None:
+    campaign = submitted(tmp_path, recipe)
+    ended(campaign, slurm, "stopped", step=0)
+    make_private_dir(campaign.events)
+    EventLog.open(campaign, "train", 0, job=0, role="train").emit(CheckpointSaved(step=0, wall_s=1.0))
+    continuation.resume(str(campaign.root))
+    assert campaign.job_numbers() == [0, 1]
+
+
 @pytest.mark.parametrize("damage", ["learning_rat = 1", "[train"])
 def test_a_recipe_file_that_cannot_be_read_cannot_be_accepted(
     tmp_path: Path, slurm: Path, recipe: Path, damage: str

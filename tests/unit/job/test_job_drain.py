@@ -251,3 +251,33 @@ def test_a_clock_that_jumps_does_not_end_a_job(drain, job, monkeypatch, jump_s):
     request = drain.check_requests(dataclasses.replace(ALLOCATION, end_time=now + 30))
     assert request is not None
     assert request.is_at_walltime
+
+
+@pytest.mark.parametrize("goal", [False, True])
+def test_a_job_that_nothing_kills_waits_for_a_checkpoint_that_takes_longer_than_expected(
+    job, tmp_path, monkeypatch, goal
+):
+    limits = LimitsConfig(until="2020-01-01T00:00:00+00:00") if goal else LimitsConfig()
+    use = CampaignUse(limits, list, past=UsedHours(), num_nodes=1, num_gpus=0)
+    drain = JobDrain(job, margin=DrainMargin(list, least_s=60.0), use=use, emit=[].append)
+    fake_squeue(tmp_path, monkeypatch, "exit 1")
+    if not goal:
+        job.campaign.stop.touch()
+    now = time.monotonic()
+    request = drain.check_requests(dataclasses.replace(ALLOCATION, end_time=time.time() + 3600.0))
+    assert request.cause == ("budget-used" if goal else "user-request")
+    assert 55 < DrainTime(job).read_left() < 61, "the trainer starts nothing that takes longer"
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3000.0)
+    assert not drain.is_overdue
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3599.0)
+    assert drain.is_overdue
+
+
+@pytest.mark.parametrize("with_sigterm", [False, True])
+def test_a_job_drains_though_no_program_of_slurm_can_be_started(drain, job, monkeypatch, with_sigterm):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    drain.requests.is_terminated = with_sigterm
+    drain.check_requests(dataclasses.replace(ALLOCATION, end_time=time.time() + 30.0))
+    assert job.drain.exists()
+    drain.limits = dataclasses.replace(drain.limits, cause="cancellation")
+    assert drain.find_lost_nodes(ALLOCATION) == []

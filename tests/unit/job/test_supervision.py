@@ -346,3 +346,10 @@ def test_an_outage_of_the_file_system_ends_a_job_only_when_it_lasts(first: int) 
 def test_an_error_that_does_not_pass_ends_a_job_at_once() -> None:
     with pytest.raises(PermissionError):
         FileOutage().note(PermissionError(errno.EACCES, "denied"))
+
+
+def test_a_job_counts_the_size_of_its_first_checkpoint():
+    margin = DrainMargin(list, least_s=60.0, assumed_save_s=300.0)
+    assert margin.find_seconds() == pytest.approx(MARGIN_FACTOR * 600.0)
+    margin = DrainMargin(lambda: [CheckpointSaved(step=1, wall_s=50.0)], least_s=60.0, assumed_save_s=300.0)
+    assert margin.find_seconds() == pytest.approx(MARGIN_FACTOR * 100.0)

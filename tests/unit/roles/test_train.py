@@ -141,3 +141,10 @@ def test_a_trainer_knows_the_times_of_the_jobs_before_it(tmp_path):
 def test_a_step_is_not_abandoned_before_any_was_measured():
     assert not DrainTimes().is_too_late(step_age_s=50.0, left_s=1.0)
     assert not DrainTimes().is_too_late(step_age_s=0.0, left_s=float("inf"))
+
+
+def test_a_checkpoint_that_was_not_measured_takes_the_time_of_its_size():
+    times = DrainTimes(assumed_save_s=50.0 / TIME_FACTOR)
+    assert times.is_too_late(step_age_s=0.0, left_s=49.0)
+    times.saves.append(1.0)
+    assert not times.is_too_late(step_age_s=0.0, left_s=49.0)
