@@ -65,7 +65,7 @@ from hpcrl.slurm import next_job
 from hpcrl.slurm.allocation import JobAllocation, find_own_id, read_allocation, scrub_environment
 from hpcrl.slurm.submit import SubmittedJob, record_submission
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
-from hpcrl.system.file_watch import is_outage, retry_passing
+from hpcrl.system.file_watch import is_outage, is_there, retry_passing
 from hpcrl.system.files import make_private_dir, publish_file, remove_path
 from hpcrl.system.network import current_node, find_bind_address
 from hpcrl.system.processes import do_nothing
@@ -387,11 +387,12 @@ class JobDriver:
                 self._queue_next()  # Slurm may have refused it before; the steps end with the drain
             try:
                 code = self.last_step.confirm_done(runtime.trainer_exit_code())
-            except OSError as error:  # the checkpoints cannot be listed now
+                end = self._find_end(runtime, code)
+            except OSError as error:  # checkpoints, or leases, cannot be listed now
                 self.outage.note(error)
                 time.sleep(DRIVER_ROUND_INTERVAL_S)
                 continue
-            if (end := self._find_end(runtime, code)) is not None:
+            if end is not None:
                 return end
             if self.drain.limits.reason is None:
                 try:
@@ -459,7 +460,8 @@ class JobDriver:
         """Let the workers seal what they hold before they are ended; a user's request to stop ends the campaign."""
         limits = self.drain.limits
         cause: EndCause = "complete" if outcome == "done" or limits.reason is None else limits.cause
-        if outcome in ("drained", "cut") and self.campaign.stop.exists():
+        is_stopped = is_there(self.campaign.stop)
+        if outcome in ("drained", "cut") and is_stopped:
             outcome = "stopped"
         elif outcome == "drained":
             outcome = LIMIT_OUTCOMES.get(limits.cause, outcome)
@@ -469,7 +471,7 @@ class JobDriver:
         lost = self.drain.find_lost_nodes(allocation) if outcome in ("drained", "cut") and allocation else []
         if lost:
             cause, reason = "node-failure", f"{reason}: Slurm reports {', '.join(lost)} as down"
-        cause = "user-request" if self.campaign.stop.exists() else cause
+        cause = "user-request" if is_stopped else cause
         return JobEnd(outcome=outcome, reason=reason, cause=cause, nodes=lost)
 
     def _check_progress(self, watch: ProgressWatch) -> None:

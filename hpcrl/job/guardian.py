@@ -33,7 +33,8 @@ from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm import next_job
 from hpcrl.slurm.allocation import read_own_nodes, scrub_environment
-from hpcrl.slurm.commands import cancel_recorded_jobs
+from hpcrl.slurm.commands import SHORT_TIMEOUT_S, cancel_recorded_jobs
+from hpcrl.slurm.status import query_lost_nodes
 from hpcrl.slurm.step_script import choose_step_python, read_step_setup
 from hpcrl.system.exit_codes import EXIT_FAILED, encode_exit_code
 from hpcrl.system.files import publish_file
@@ -252,6 +253,9 @@ def sweep_nodes(job: JobDir) -> None:
     plan = read_plan(job.campaign)
     allocation, environ = read_own_nodes(plan), dict(os.environ)
     scrub_environment(environ)
+    every = sorted({node for names in allocation.nodes for node in names})
+    for node in query_lost_nodes(every, env=environ, timeout_s=SHORT_TIMEOUT_S):  # Slurm would start it on none
+        allocation = allocation.without_node(node)
 
     def make_words(component: JobComponent) -> list[str]:
         setup = read_step_setup(job.campaign, component.partition)

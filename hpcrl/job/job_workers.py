@@ -53,8 +53,12 @@ class LongLivedWorker:
     role: RoleName
     index: int
     future: "Future[None]"
-    is_resting: bool = False
-    """True while it is not restarted, since it has failed too often."""
+    rests_for: str = ""
+    """What has failed too often, while the worker is not restarted for that."""
+
+    @property
+    def is_resting(self) -> bool:
+        return bool(self.rests_for)
 
     @property
     def name(self) -> str:
@@ -122,8 +126,8 @@ class JobWorkers:
         is_without += [self._count_lost_pool(runtime, role, node) for role, node in runtime.replace_lost_blocks()]
         for worker in self.long_lived:
             if worker.is_resting:
-                if not self.budget.is_used_up(worker.name):
-                    worker.is_resting, worker.future = False, runtime.start_worker(worker.role, worker.index)
+                if not self.budget.is_used_up(worker.rests_for):
+                    worker.rests_for, worker.future = "", runtime.start_worker(worker.role, worker.index)
                     self.emit(WorkerRestarted(of=worker.name))
             elif worker.future.done():
                 error = worker.future.exception()
@@ -308,23 +312,23 @@ class JobWorkers:
         is_short = KILLED in reason
         if is_short:
             reason = f"{reason}: raise {name_role_resources(worker.role)}.mem_gib_per_worker"
-        self.emit(WorkerFailed(of=worker.name, reason=reason))
         has_code = "exit code" in reason  # one that was killed leaves the last line of an earlier end
-        if names_outage(reason) or (has_code and names_outage(read_last_line(self.job.log(worker.name)))):
-            self.budget.count_failure(f"the disk of {worker.name}", reason, cause="infrastructure")
-            self.emit(WorkerRestarted(of=worker.name))
-            return
+        is_disk = names_outage(reason) or (has_code and names_outage(read_last_line(self.job.log(worker.name))))
+        if is_disk:
+            self._probe_disk()
+        self.emit(WorkerFailed(of=worker.name, reason=reason))
         if node := find_worker_node(self.job.campaign, self.job.number, worker.role, worker.index):
             self.budget.note_node(worker.role, node)
-        if self.budget.note_failure(worker.name):
+        name = f"the disk of {worker.name}" if is_disk else worker.name  # counted apart
+        if self.budget.note_failure(name):
             self.emit(WorkerRestarted(of=worker.name))
             return
-        worker.is_resting = True
+        worker.rests_for = name
         alike = [other for other in self.long_lived if other.role == worker.role]
         num_left = sum(not other.is_resting for other in alike)
-        reason = self.budget.describe(worker.name, reason)
+        reason = self.budget.describe(name, reason)
         if num_left < find_quorum(len(alike), share=self.quorum):
-            by_default: EndCause = "user-code" if worker.role == "env" else "infrastructure"
+            by_default: EndCause = "user-code" if worker.role == "env" and not is_disk else "infrastructure"
             by_default = "out-of-memory" if is_short else by_default
             raise JobError(reason, cause="node-failure" if self.list_bad_nodes() else by_default)
         left = f"{worker.role} continues with {num_left} of {len(alike)} workers"

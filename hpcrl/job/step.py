@@ -27,7 +27,7 @@ from types import FrameType
 from hpcrl.campaign_dir.job_end import DrainTime, is_sigterm_answered, read_term_answer
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.system.exit_codes import encode_exit_code
-from hpcrl.system.file_watch import NameWatch
+from hpcrl.system.file_watch import NameWatch, is_there
 from hpcrl.system.files import publish_file
 from hpcrl.system.network import current_node
 from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, list_descendants
@@ -141,7 +141,7 @@ def main(job: JobDir | None, end: Path, command: list[str]) -> int:
         ledger.record(list_descendants())
         end_descendants(grace_s=grace_s)
         ledger.clear()
-        if job is not None and (job.end.exists() or requests.is_alone):
+        if job is not None and (requests.is_alone or is_there(job.end)):
             unlink_recorded_windows(job)
     return encode_exit_code(code)
 

@@ -1,6 +1,7 @@
 """Follow files of a shared file system with few operations, and read them in spite of errors that pass.
 
 retry_passing   call a function again after an error that passes
+is_there        whether a path exists, asked like that
 is_passing, is_full   whether an error may pass, or is that of a file system without room
 is_outage       whether a file system that gave an error may work again: it was away, full, or read-only
 names_outage    whether the last line of a process names such an error
@@ -106,6 +107,14 @@ def retry_passing(
                 raise
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+
+def is_there(path: Path) -> bool:
+    """Return whether a path exists; if the file system still gives an error after some tries, it counts as absent."""
+    try:
+        return retry_passing(path.exists)
+    except OSError:
+        return False
 
 
 class PollPace:

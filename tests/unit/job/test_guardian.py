@@ -391,6 +391,20 @@ def test_the_last_sweep_removes_what_killed_steps_have_left_on_all_nodes(
     assert call.startswith(f"--het-group={','.join(map(str, range(num)))} --ntasks-per-node=1 ")
 
 
+def test_the_last_sweep_leaves_out_nodes_that_slurm_has_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: Path
+) -> None:
+    job = make_job(tmp_path, monkeypatch)
+    first = read_plan(job.campaign).components[0]
+    (srun.parent / "sinfo").write_text(f"#!/bin/sh\necho {first.partition}0 down*\necho other idle\n")
+    (srun.parent / "sinfo").chmod(0o700)
+    guardian.sweep_nodes(job)
+    (call,) = srun.read_text().splitlines()
+    assert f"{first.partition}0" not in call
+    num = len(read_plan(job.campaign).components)
+    assert call.count("--het-group=") == (num - 1 if first.nodes == 1 else num)
+
+
 def test_a_sweep_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: Path) -> None:
     job = make_job(tmp_path, monkeypatch)
     (srun.parent / "srun").write_text("#!/bin/sh\nexec sleep 600\n")

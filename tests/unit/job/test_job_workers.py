@@ -148,7 +148,7 @@ def fail_worker(workers, worker, times=MAX_RESTARTS + 1, reason="exit code 1"):
 
 
 def test_a_worker_that_a_disk_has_ended_uses_up_no_restart_of_one_that_was_killed(workers):
-    workers.long_lived = [LongLivedWorker("env", index, Future()) for index in range(2)]
+    workers.long_lived = [LongLivedWorker("env", index, Future()) for index in range(1)]
     worker = workers.long_lived[0]
     make_private_dir(workers.job.logs)
     fail_worker(workers, worker, MAX_RESTARTS, "loss of worker 0 (ended by SIGKILL)")
@@ -158,6 +158,31 @@ def test_a_worker_that_a_disk_has_ended_uses_up_no_restart_of_one_that_was_kille
     with pytest.raises(JobError) as ended:
         fail_worker(workers, worker, 1, "OSError: [Errno 28] No space left on device")
     assert ended.value.cause == "infrastructure"
+
+
+def test_a_job_continues_without_a_worker_whose_own_disk_is_full(workers, events, monkeypatch):
+    workers.long_lived = [LongLivedWorker("env", index, Future()) for index in range(300)]
+    monkeypatch.setattr(job_workers, "find_worker_node", lambda *_: "n7")
+    fail_worker(workers, workers.long_lived[3], reason="OSError: [Errno 28] No space left on device: '/tmp/sandbox'")
+    assert [worker.name for worker in workers.long_lived if worker.is_resting] == ["env-3"]
+    assert {record.node for record in workers.budget.list_records()} == {"n7"}
+    (fault,) = [event for event in events if isinstance(event, FaultReported)]
+    assert fault.detail.startswith("the disk of env-3 failed 4 times in an hour")
+
+
+def test_a_worker_that_ends_while_the_campaigns_disk_is_full_has_not_failed_until_there_is_room(
+    workers, events, monkeypatch
+):
+    workers.long_lived = [LongLivedWorker("env", 0, Future())]
+
+    def refuse(path, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(job_workers, "publish_file", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        fail_worker(workers, workers.long_lived[0], reason="OSError: [Errno 28] No space left on device")
+    assert not events
+    assert not workers.budget.is_used_up("the disk of env-0")
 
 
 def test_a_worker_that_is_killed_after_a_disk_had_ended_it_has_failed(workers):
