@@ -12,7 +12,7 @@ from hpcrl.commands.completion import COMPLETE_COMMAND
 from hpcrl.commands.examples import add_examples
 from hpcrl.errors import ConfigError, HpcrlError, PlanError
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, drop_output
-from hpcrl.system.file_watch import describe_outage, is_outage
+from hpcrl.system.file_watch import describe_outage, is_denied, is_outage
 from hpcrl.system.output_encoding import follow_locale
 from hpcrl.traj.arguments import IntermixedParser
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # the reader of the output has exited, as `| head` does
             drop_output()
             return EXIT_DONE
-        if not is_outage(error):
+        if not is_outage(error) and not is_denied(error):
             raise
         print(f"hpcrl: {describe_outage(error)}", file=sys.stderr)  # noqa: T201
         return EXIT_USAGE

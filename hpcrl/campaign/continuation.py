@@ -226,7 +226,8 @@ def _apply_changes(
         _refuse_edited(campaign, edited)
     fixed = list_fixed_settings(recorded.recipe)
     check_changes(compare_settings(manifest.get("fixed", fixed), fixed), campaign=campaign)
-    base, notes = recorded, []
+    base = recorded
+    notes = [f"{name} is used as it was edited after the last submission" for name in edited]
     newer, problem = (None, "") if edited else _load_source(manifest)
     if problem and accept:
         raise CampaignError(f"what was submitted cannot be read again: {problem}; without --accept it is not used")
@@ -236,7 +237,7 @@ def _apply_changes(
         else:
             more = f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
             what = "; ".join(map(str, found[:MAX_SHOWN])) + more
-            notes = [f"what was submitted has changed since, and is not used without --accept: {what}"]
+            notes.append(f"what was submitted has changed since, and is not used without --accept: {what}")
     if problem:
         notes = [f"what was submitted has changed since, and is not used: {problem}"]
     if not settings and base is recorded and not edited and not accept:

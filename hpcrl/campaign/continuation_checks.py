@@ -24,6 +24,7 @@ from hpcrl.campaign.running_jobs import (
     STOP_TIMEOUT_S,
     find_job_state,
     find_live_job,
+    find_living_job,
     read_submission,
 )
 from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
@@ -34,7 +35,6 @@ from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.config.site import Site
 from hpcrl.config.toml import flatten_table
 from hpcrl.errors import CampaignError
-from hpcrl.monitor.job_state import ALIVE_WITHIN_S, await_new_beat, find_last_beat
 from hpcrl.slurm import next_job
 
 NUM_TIMES = 20
@@ -52,7 +52,12 @@ def refuse_while_alive(job: JobDir, site: Site, *, is_done: bool) -> None:
         _refuse_live(*live)  # the last one was cancelled before it started
     state = "gone" if outcome == "done" and is_done else find_job_state(job, site)
     if outcome is None and state == "gone":
-        _refuse_while_draining(job)
+        if find_living_job(campaign) is not None:
+            raise CampaignError(
+                f"campaign {campaign.name!r}: the first process of job {read_submission(job).id} was killed, and "
+                "others of it still run, to save a checkpoint: try again when they have ended, after job.drain_s at "
+                f"most ({job.outcome} is there then)"
+            )
         outcome = _read_outcome(job)
     if outcome == "done" and is_done:
         raise CampaignError(
@@ -82,20 +87,6 @@ def _refuse_live(job: JobDir, state: str) -> NoReturn:
 def _read_outcome(job: JobDir) -> str | None:
     end = read_job_end(job)
     return None if end is None else end.outcome
-
-
-def _refuse_while_draining(job: JobDir) -> None:
-    """Raise if processes of a job that ended without an outcome still run: its first one alone was killed.
-
-    Only a heartbeat that changes shows this, as clocks differ: a silence is waited for.
-    """
-    silence_s = max(time.time() - find_last_beat(job), 0.0)
-    if await_new_beat(job, timeout_s=ALIVE_WITHIN_S - silence_s, is_over=job.outcome.exists):
-        raise CampaignError(
-            f"campaign {job.campaign.name!r}: the first process of job {read_submission(job).id} was killed, and "
-            "others of it still run, to save a checkpoint: try again when they have ended, after job.drain_s at "
-            f"most ({job.outcome} is there then)"
-        )
 
 
 def refuse_without_journals(campaign: CampaignDir) -> None:

@@ -4,6 +4,7 @@ read_submission      the recorded submission of a job
 find_job_states      the states of all jobs without a recorded end
 find_job_state       the state of one job
 find_live_job        a job that may run though a later one has ended
+find_living_job      a job whose processes run though its first one has ended
 describe_next_start  where a campaign continues, for users
 stop_gracefully, stop_now    end a campaign, with a checkpoint or without
 STOP_TIMEOUT_S, STOP_POLL_INTERVAL_S    the time that a job gets to end, and between two looks at it
@@ -21,8 +22,11 @@ from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.site import Site
 from hpcrl.errors import SlurmError
 from hpcrl.monitor.job_state import (
+    ALIVE_WITHIN_S,
     FINAL_JOB_STATES,
+    await_new_beat,
     describe_resume,
+    find_last_beat,
     judge_jobs,
     read_heartbeats,
     read_jobs,
@@ -62,6 +66,20 @@ def find_live_job(campaign: CampaignDir, *, before: int) -> tuple[JobDir, str] |
         return None
     states = find_job_states(directory.list_jobs(campaign), read_site(campaign, skips_unknown=True))
     return next(((job, state) for job, state in states.items() if job.number < before and state != "gone"), None)
+
+
+def find_living_job(campaign: CampaignDir) -> JobDir | None:
+    """Return the newest job if its processes send heartbeats though no end of it is recorded; None if they do not.
+
+    Its first process was killed, or the record of its submission is damaged: no scheduler knows of it then. Only a
+    heartbeat that changes shows this, as clocks differ: a silence is waited for.
+    """
+    job = campaign.job(max(campaign.job_numbers(), default=0))
+    if job.outcome.exists():
+        return None
+    silence_s = max(time.time() - find_last_beat(job), 0.0)
+    lives = await_new_beat(job, timeout_s=ALIVE_WITHIN_S - silence_s, is_over=job.outcome.exists)
+    return job if lives else None
 
 
 def find_job_state(job: JobDir, site: Site) -> str:
@@ -105,6 +123,12 @@ def stop_gracefully(name: str) -> str:
     """Ask a campaign to make a checkpoint and end, or cancel a job that is only queued. Return a message."""
     campaign = directory.find_campaign(name)
     if (ended := _describe_end(campaign)) is not None:
+        if find_living_job(campaign) is not None:
+            publish_file(campaign.stop, "")
+            return (
+                f"campaign {campaign.name}: the first process of its last job was killed, and others of it still run, "
+                f"to save a checkpoint: `hpcrl stop --now {campaign.name}` ends them without one"
+            )
         return ended
     publish_file(campaign.stop, "")
     job, site = _cancel_waiting(campaign)
@@ -126,12 +150,16 @@ def stop_now(name: str) -> str:
     """End a campaign without a checkpoint. Return a message."""
     campaign = directory.find_campaign(name)
     if (ended := _describe_end(campaign)) is not None:
+        if (living := find_living_job(campaign)) is not None:
+            publish_file(campaign.stop, "")
+            publish_file(living.end, "")  # its steps end what they have started
+            return f"campaign {campaign.name}: what is left of its last job ends now"
         return ended
     note = ""
     try:
         publish_file(campaign.stop, "")
     except OSError as error:  # a full disk must not keep a job: it ends by a signal
-        note = f" ({error})"
+        note = f" (the file {campaign.stop.name} could not be written: {error.strerror})"
     return _end_job(*_cancel_waiting(campaign)) + note
 
 

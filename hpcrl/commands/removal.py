@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from hpcrl.campaign import directory, surplus
+from hpcrl.campaign.running_jobs import find_living_job
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import CampaignError, HpcrlError
 from hpcrl.monitor.view import survey_campaigns
@@ -72,7 +73,14 @@ def _refuse_living(campaign: CampaignDir) -> None:
     problems: list[str] = []
     (line,) = survey_campaigns([campaign], problems=problems)
     if line.state in REMOVABLE_STATES:
-        return
+        with show_wait(f"whether processes of {campaign.name} still run is looked at"):
+            living = find_living_job(campaign)
+        if living is None:
+            return
+        raise CampaignError(
+            f"campaign {campaign.name}: processes of job {living.number} still run: `hpcrl stop --now {campaign.name}` "
+            "ends them; nothing is removed"
+        )
     why = f" ({'; '.join(problems)})" if problems else ""
     raise CampaignError(
         f"campaign {campaign.name} is {line.state}{why}: `hpcrl stop {campaign.name}` first; nothing is removed"

@@ -219,7 +219,12 @@ class JobDriver:
         recipe = read_recipe(campaign)
         for directory in (campaign.endpoints, *(campaign.judge(name).endpoints for name in recipe.judge)):
             withdraw_all(directory)
+        has_events = campaign.events.is_dir()
+        make_private_dir(campaign.events)
         events = EventLog.open(campaign, "driver", job=job.number, role="driver", node=place.node)
+        if not has_events:
+            lost = f"{campaign.events} was gone, and with it what earlier jobs have reported"
+            events.emit(FaultReported(what="records", detail=lost))
         plan = read_plan(campaign)
         slurm_id = find_own_id(plan)
         if slurm_id is not None and not job.submission.exists():  # sbatch had no answer

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from hpcrl.errors import HpcrlError
-from hpcrl.system.file_watch import describe_outage, is_outage
+from hpcrl.system.file_watch import describe_outage, is_denied, is_outage
 from hpcrl.system.interrupts import release_interrupts
 
 EXIT_DONE = 0
@@ -58,7 +58,7 @@ def run_for_code(run: Callable[[], int]) -> int:
         drop_output()
         return EXIT_DONE
     except OSError as error:
-        if not is_outage(error):
+        if not is_outage(error) and not is_denied(error):
             raise
         drop_output()
         return _refuse(describe_outage(error))

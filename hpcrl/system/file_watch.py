@@ -4,6 +4,7 @@ retry_passing   call a function again after an error that passes
 is_there        whether a path exists, asked like that
 is_passing, is_full   whether an error may pass, or is that of a file system without room
 is_outage       whether a file system that gave an error may work again: it was away, full, or read-only
+is_denied       whether this user may not do what was tried
 names_outage    whether the last line of a process names such an error
 describe_outage, advise_on_outage    what users read about it
 PollPace        when to look again: ever more rarely while nothing changes
@@ -73,6 +74,11 @@ def is_outage(error: OSError) -> bool:
     return is_passing(error) or is_full(error) or error.errno == errno.EROFS
 
 
+def is_denied(error: OSError) -> bool:
+    """Return whether this user may not do what was tried: another try is refused too."""
+    return error.errno in (errno.EACCES, errno.EPERM)
+
+
 def names_outage(text: str) -> bool:
     """Return whether a process with this last line ended since the file system took nothing, not even the line."""
     errors = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
@@ -80,13 +86,15 @@ def names_outage(text: str) -> bool:
 
 
 def describe_outage(error: OSError) -> str:
-    """Return a message for users about a file system that gave an error of `is_outage`, with what to do."""
+    """Return a message for users about an error of `is_outage` or `is_denied`, with what to do."""
     where = f" ({error.filename})" if error.filename else ""
     return f"{error.strerror}{where}: {advise_on_outage(error)}"
 
 
 def advise_on_outage(error: OSError) -> str:
-    """Return what to do about a file system that is full, read-only or away."""
+    """Return what to do about a file system that is full, read-only or away, or where this user may not write."""
+    if is_denied(error):
+        return "you may not write there now: `ls -ld` shows who may, and the owner changes it (`chmod u+w`)"
     if is_full(error):
         return (
             "free space, or raise the quota (`hpcrl gc` lists what campaigns no longer need), then repeat the command"

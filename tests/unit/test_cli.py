@@ -523,6 +523,7 @@ def test_a_reader_that_closes_the_output_early_is_not_an_error(home: Path, words
         (errno.EDQUOT, "free space, or raise the quota (`hpcrl gc`"),
         (errno.EROFS, "takes no changes now"),
         (errno.ESTALE, "repeat the command when it works again"),
+        (errno.EACCES, "you may not write there now: `ls -ld` shows who may"),
     ],
 )
 def test_a_command_on_a_file_system_that_fails_is_refused_with_the_cure(

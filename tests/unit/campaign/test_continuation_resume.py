@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.campaign import continuation, continuation_checks
+from hpcrl.campaign import continuation, running_jobs
 from hpcrl.campaign.request import load_request
 from hpcrl.campaign.submission import write_description
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import TrainProgress, write_train_progress
-from hpcrl.commands import monitoring
+from hpcrl.commands import monitoring, removal
 from hpcrl.commands.monitoring import final_summary
 from hpcrl.errors import CampaignError, SlurmError
 from hpcrl.monitor.job_state import judge_jobs, read_jobs
@@ -276,10 +276,32 @@ def test_a_campaign_without_a_scheduler_is_not_resumed_while_a_driver_drains(tmp
         assert campaign.job_numbers() == [0]
 
 
+def test_a_campaign_whose_driver_drains_without_its_guardian_is_neither_removed_nor_taken_for_ended(
+    tmp_path: Path,
+) -> None:
+    with killed_guardian(tmp_path, site="local") as (campaign, _):
+        with pytest.raises(CampaignError, match=r"processes of job 0 still run: `hpcrl stop --now c` ends them"):
+            removal.remove_campaigns([str(campaign.root)], is_agreed=True)
+        assert "others of it still run" in running_jobs.stop_gracefully(str(campaign.root))
+        assert campaign.stop.exists()
+        assert "ends now" in running_jobs.stop_now(str(campaign.root))
+        assert campaign.job(0).end.exists()
+
+
+def test_a_campaign_whose_job_runs_though_its_record_is_damaged_is_neither_removed_nor_taken_for_ended(
+    tmp_path: Path,
+) -> None:
+    with killed_guardian(tmp_path, site="local") as (campaign, _):
+        campaign.job(0).submission.write_text('{"id": ')
+        with pytest.raises(CampaignError):
+            removal.remove_campaigns([str(campaign.root)], is_agreed=True)
+        assert campaign.job(0).root.is_dir()
+
+
 def test_a_job_that_was_killed_as_a_whole_is_resumed_after_a_silence(
     tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(continuation_checks, "ALIVE_WITHIN_S", 1.0)
+    monkeypatch.setattr(running_jobs, "ALIVE_WITHIN_S", 1.0)
     with killed_guardian(tmp_path, "site.account=m1", site="perlmutter") as (campaign, driver):
         os.kill(driver, signal.SIGKILL)
         continuation.resume(str(campaign.root))

@@ -9,6 +9,7 @@ import threading
 import time
 import types
 
+import msgspec
 import pytest
 
 from hpcrl.campaign_dir.campaign_lease import CampaignLease
@@ -28,7 +29,8 @@ from hpcrl.job.supervision import CampaignUse, DrainRequest, UsedHours
 from hpcrl.plan.plan import make_plan
 from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
-from hpcrl.system.files import make_private_dir
+from hpcrl.system.files import make_private_dir, remove_path
+from hpcrl.system.processes import do_nothing
 from tests.support.plans import make_recipe
 
 
@@ -267,3 +269,14 @@ def test_a_driver_that_cannot_list_the_checkpoints_asks_again(driver, monkeypatc
     ended = types.SimpleNamespace(trainer_exit_code=lambda: EXIT_DONE)
     assert driver._supervise(ended, ALLOCATION).outcome == "done"
     assert errors == []
+
+
+def test_a_job_makes_a_directory_of_events_that_is_gone_and_reports_it_once(driver):
+    campaign, place = driver.campaign, WorkerPlace(driver.campaign.job(0), "n")
+    for path, record in ((campaign.recipe, driver.recipe), (campaign.site, driver.site), (campaign.plan, driver.plan)):
+        path.write_bytes(msgspec.json.encode(record))
+    remove_path(campaign.events)
+    for _ in range(2):
+        JobDriver.load(place, driver.lease, note_turn=do_nothing, note_start=do_nothing)
+    (fault,) = EventReader(campaign.events).poll()
+    assert fault.detail.startswith(f"{campaign.events} was gone")
