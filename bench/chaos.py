@@ -7,8 +7,9 @@ steps continue, or the job ends, must leave no process, no job in the queue and 
 continues the campaign. After each fault: no acknowledged trajectory is lost, none was trained on twice, versions rise,
 every checkpoint is whole. Victims and kinds are seeded; the moment is the machine's. With `--burst N`, N faults follow
 each other within seconds, whatever the ones before have done, and steps must continue after the last: what must hold is
-checked after each, and the time until nodes are free counts from the first. `--report FILE` collects runs: the figures
-are those of all of them. The lab needs root.
+checked after each, and the time until nodes are free counts from the first. The pauses are below most of the times
+after which something counts as dead; `--pauses 30 150` goes beyond them. `--report FILE` collects runs: the figures are
+those of all of them. The lab needs root.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from pathlib import Path
 
 from bench.faults.places import CampaignPlace, LabPlace, LocalPlace
 from bench.faults.report import ChaosRun, add_run, make_figures
-from bench.faults.strikes import CampaignGoneError, ChaosFault, make_fault
+from bench.faults.strikes import PAUSES_S, CampaignGoneError, ChaosFault, make_fault
 from bench.faults.watch import CampaignWatch
 from bench.figures import Figure, main
 from hpcrl.campaign_dir.endpoints import list_endpoints
@@ -58,6 +59,7 @@ class ChaosCampaign:
         self.directory = CampaignDir(home / "campaigns" / "chaos")
         self.watch = CampaignWatch(self.directory, groups_per_step=_GROUPS_PER_STEP)
         self.num_jobs = 1
+        self.pauses_s = PAUSES_S
 
     def start(self) -> None:
         options = [word for setting in _SETTINGS for word in ("-s", setting)]
@@ -86,11 +88,19 @@ class ChaosCampaign:
 
 
 def run_chaos(
-    home: Path, place: CampaignPlace, *, num_faults: int, seed: int, burst: int = 1, longest_s: float = math.inf
+    home: Path,
+    place: CampaignPlace,
+    *,
+    num_faults: int,
+    seed: int,
+    burst: int = 1,
+    longest_s: float = math.inf,
+    pauses_s: tuple[float, float] = PAUSES_S,
 ) -> ChaosRun:
     """Make faults in a campaign, which is stopped then; one that does not recover is the last."""
     deadline = time.monotonic() + longest_s
     rng, campaign = random.Random(seed), ChaosCampaign(home, place)
+    campaign.pauses_s = pauses_s
     run = ChaosRun(place=place.name, seed=seed)
     campaign.start()
     last: list[ChaosFault] = []
@@ -122,7 +132,7 @@ def make_burst(campaign: ChaosCampaign, rng: random.Random, *, most: int) -> lis
     faults: list[ChaosFault] = []
     while len(faults) < most and not (faults and campaign.is_ending):
         try:
-            fault = make_fault(campaign.place, rng, job=campaign.num_jobs - 1)
+            fault = make_fault(campaign.place, rng, job=campaign.num_jobs - 1, pauses_s=campaign.pauses_s)
         except CampaignGoneError:
             if not faults:
                 raise
@@ -195,7 +205,9 @@ def run_in_place(arguments: argparse.Namespace, *, num_faults: int) -> ChaosRun:
     """Run the bench in a new home; one in which something is wrong is copied to where `--keep` asks for."""
     name, keep = arguments.place, arguments.keep
     seed, burst, longest_s = arguments.seed, arguments.burst, 60 * arguments.minutes
-    run_there = partial(run_chaos, num_faults=num_faults, seed=seed, burst=burst, longest_s=longest_s)
+    run_there = partial(
+        run_chaos, num_faults=num_faults, seed=seed, burst=burst, longest_s=longest_s, pauses_s=tuple(arguments.pauses)
+    )
     with tempfile.TemporaryDirectory(prefix="hpcrl-", ignore_cleanup_errors=True) as directory:
         home = Path(directory)
         if name == "local":
@@ -223,6 +235,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--faults", type=int, help=f"how many (default: {_NUM_FAULTS}, with --full {_NUM_FAULTS_FULL})")
     parser.add_argument("--burst", type=int, default=1, help="faults that follow each other (default: 1)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="make no fault after this time")
+    parser.add_argument(
+        "--pauses", type=float, nargs=2, default=PAUSES_S, help="the shortest and the longest pause in seconds"
+    )
     parser.add_argument("--seed", type=int, default=_SEED)
     parser.add_argument("--report", type=Path, help="a file that collects runs")
     parser.add_argument("--keep", type=Path, help="where campaigns in which something was wrong are copied to")

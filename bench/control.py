@@ -34,6 +34,8 @@ from hpcrl.testing.event_lines import read_events
 ENV_WORKERS, ENGINES, NODES_OF_ENGINES = 100, 200, 50
 STEPS = 2 * ENV_WORKERS + NODES_OF_ENGINES + 8
 """The steps of a job of that size: env and reward workers on each env node, engines, trainer."""
+MANY = {"reward": ENV_WORKERS, "step": STEPS, "pool": STEPS}
+"""The number of processes of kinds without peers, for a campaign of that size; of others there is one."""
 BAR_OPERATIONS, BAR_LOADS = 1000.0, 10.0
 GROUP_SIZE = 8
 """That of the recipe."""
@@ -141,10 +143,11 @@ def _extrapolate(small: CampaignCount, large: CampaignCount, *, has_bars: bool) 
     rates = {
         "env workers": ENV_WORKERS * at("env", ENGINES),
         "engines": ENGINES * at("engine", 0),
-        "steps": STEPS * at("step", 0),
         "driver": at("driver", ENV_WORKERS + ENGINES),
         "monitor": at("monitor", ENV_WORKERS + ENGINES),
     }
+    others = sorted({*small.rates, *large.rates} - {"env", "engine", "driver", "monitor"})
+    rates |= {f"{kind} processes": MANY.get(kind, 1) * at(kind, 0) for kind in others}
     slope = max(large.loads - small.loads, 0.0) / (large.num_env - small.num_env)
     loads = large.loads + slope * (ENV_WORKERS - large.num_env)
     size = f"{ENV_WORKERS} + {ENGINES}"
@@ -242,7 +245,7 @@ def _find_processes(campaign: CampaignDir) -> dict[int, str]:
         if not (command := _read_command(pid)):
             continue  # it has ended
         kind = kinds.get(pid) or ("step" if "hpcrl.job.step" in command else None)
-        kind = kind or ("driver" if "hpcrl.job.driver" in command else "pool")
+        kind = kind or ("guardian" if pid == guardian else "driver" if "hpcrl.job.driver" in command else "pool")
         found[pid] = kind
     return found
 

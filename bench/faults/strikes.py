@@ -2,6 +2,7 @@
 
 ChaosFault    one fault, and what followed
 make_fault    choose one, and make it
+PAUSES_S      how long a process stands still, or a file system fails
 CampaignGoneError   the campaign has no process that could be struck
 """
 
@@ -16,7 +17,8 @@ import psutil
 
 from bench.faults.places import CampaignPlace
 
-_MAX_PAUSE_S = 8.0
+PAUSES_S = (0.5, 8.0)
+"""The shortest and the longest pause: below most of the times after which something is taken for dead."""
 _PROCESSES_TIMEOUT_S = 5.0
 _SIGNALS, _SIGNAL_WEIGHTS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM), (5, 3, 2)
 _DISK_SHARE, _OUTAGE_SHARE = 0.2, 0.3
@@ -56,15 +58,17 @@ class ChaosFault:
     violations: list[str] = field(default_factory=list)
 
 
-def make_fault(place: CampaignPlace, rng: random.Random, *, job: int) -> ChaosFault:
+def make_fault(
+    place: CampaignPlace, rng: random.Random, *, job: int, pauses_s: tuple[float, float] = PAUSES_S
+) -> ChaosFault:
     """Choose a fault and make it; return after its pause."""
     time.sleep(rng.uniform(0.0, 3.0))
     draw = rng.random()
     if place.outages and draw < _OUTAGE_SHARE:
         return _strike_place(place, rng, job=job)
     if place.disk is not None and draw > 1.0 - _DISK_SHARE:
-        return _fail_disk(place, rng, job=job)
-    return _send_signal(place, rng, job=job)
+        return _fail_disk(place, rng, job=job, pauses_s=pauses_s)
+    return _send_signal(place, rng, job=job, pauses_s=pauses_s)
 
 
 def _strike_place(place: CampaignPlace, rng: random.Random, *, job: int) -> ChaosFault:
@@ -77,7 +81,7 @@ def _strike_place(place: CampaignPlace, rng: random.Random, *, job: int) -> Chao
     return fault
 
 
-def _fail_disk(place: CampaignPlace, rng: random.Random, *, job: int) -> ChaosFault:
+def _fail_disk(place: CampaignPlace, rng: random.Random, *, job: int, pauses_s: tuple[float, float]) -> ChaosFault:
     """Let calls fail for all processes, or for one."""
     assert place.disk is not None
     name = rng.choice(sorted(_DISK_ERRORS))
@@ -86,14 +90,16 @@ def _fail_disk(place: CampaignPlace, rng: random.Random, *, job: int) -> ChaosFa
     program = rng.choice(sorted(processes))
     pid = rng.choice(processes[program]).pid if rng.random() < 0.5 else None
     fault = ChaosFault(kind=f"disk {name}", victim=program if pid else "all", job=job, at=time.time())
-    fault.pause_s = round(rng.uniform(0.5, _MAX_PAUSE_S), 2)
+    fault.pause_s = round(rng.uniform(*pauses_s), 2)
     where = str(pid) if pid else ""
     with place.disk.fail_calls(error, kinds=kinds, lag_ms=_LAG_MS.get(name, 0), where=where):
         time.sleep(fault.pause_s)
     return fault
 
 
-def _send_signal(place: CampaignPlace, rng: random.Random, *, job: int) -> ChaosFault:
+def _send_signal(
+    place: CampaignPlace, rng: random.Random, *, job: int, pauses_s: tuple[float, float] = PAUSES_S
+) -> ChaosFault:
     """Choose a program, one of its processes, and a signal."""
     processes = _await_processes(place)
     program = rng.choice(sorted(processes))
@@ -103,7 +109,7 @@ def _send_signal(place: CampaignPlace, rng: random.Random, *, job: int) -> Chaos
     with contextlib.suppress(psutil.NoSuchProcess):
         victim.send_signal(kind)
         if kind == signal.SIGSTOP:
-            fault.pause_s = round(rng.uniform(0.5, _MAX_PAUSE_S), 2)
+            fault.pause_s = round(rng.uniform(*pauses_s), 2)
             time.sleep(fault.pause_s)
             victim.send_signal(signal.SIGCONT)
     return fault

@@ -78,8 +78,8 @@ def find_living_job(campaign: CampaignDir) -> JobDir | None:
     if job.outcome.exists():
         return None
     silence_s = max(time.time() - find_last_beat(job), 0.0)
-    lives = await_new_beat(job, timeout_s=ALIVE_WITHIN_S - silence_s, is_over=job.outcome.exists)
-    return job if lives else None
+    is_beating = await_new_beat(job, timeout_s=ALIVE_WITHIN_S - silence_s, is_over=job.outcome.exists)
+    return job if is_beating else None
 
 
 def find_job_state(job: JobDir, site: Site) -> str:

@@ -54,7 +54,7 @@ class LongLivedWorker:
     index: int
     future: "Future[None]"
     rests_for: str = ""
-    """What has failed too often, while the worker is not restarted for that."""
+    """The name of what has failed too often, while the worker is not restarted for that."""
 
     @property
     def is_resting(self) -> bool:

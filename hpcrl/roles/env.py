@@ -58,7 +58,7 @@ from hpcrl.system.pulse import expect_work, note_work
 from hpcrl.system.wakeups import WakeEvent
 from hpcrl.weights.versions import find_newest_version
 
-TRAINED_INTERVAL_S = 5.0
+TRAINED_INTERVAL_S = 10.0
 
 EnvOpener = Callable[[str, DomainConfig], Awaitable[Env]]
 

@@ -358,7 +358,7 @@ class WeightFollower:
         self._sender = context.make_sender("env")
         weights = context.campaign.weights
         self._work = EngineWork(has_tokens=context.role != "prefill")
-        self._published = WatchedValue(weights, lambda: find_newest_version(weights), longest_s=LONG_PAUSE_S)
+        self._published = WatchedValue(weights, lambda: find_newest_version(weights), longest_s=MAX_BEHIND_S / 3)
 
     async def follow(self, *, engine: WorkerEngine) -> None:
         """Load new versions until the job ends. If the engine fails, raise the cause: the worker is then restarted."""

@@ -583,7 +583,7 @@ def test_an_extension_by_jobs_alone_records_no_steps(tmp_path: Path, slurm: Path
 
 @pytest.fixture
 def with_cancelled(tmp_path: Path, slurm: Path, recipe: Path) -> CampaignDir:
-    """A campaign whose first job runs, has queued two more, and lost the newest: somebody has cancelled it."""
+    """A campaign whose first job runs, has queued two more, and lost the newest to a scancel."""
     recipe.write_text(RECIPE.format(num_jobs=4))
     campaign = submitted(tmp_path, recipe)
     place = WorkerPlace(campaign.job(0), "node0")
