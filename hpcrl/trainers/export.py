@@ -91,11 +91,11 @@ def _read_weights(campaign: CampaignDir, source: Path) -> Mapping[str, torch.Ten
 
 
 def _find_checkpoint(campaign: CampaignDir, step: int | None) -> Path:
-    damaged: list[str] = []
+    def report_damage(path: Path, why: str) -> None:
+        print(f"hpcrl: note: {path.name} is damaged ({why}): an older one is taken", file=sys.stderr)  # noqa: T201
+
     if step is None:
-        found = checkpoint.find_newest(
-            campaign.checkpoints, report=lambda path, why: damaged.append(f"{path.name}: {why}")
-        )
+        found = checkpoint.find_newest(campaign.checkpoints, report=report_damage)
     else:
         found = checkpoint.find_by_step(campaign.checkpoints, step)
     if found is None:

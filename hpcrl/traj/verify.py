@@ -193,6 +193,7 @@ class SpoolVerifier:
         self._report_stray_files()
         self._report_duplicates()
         self._check_consumed(consumed)
+        self._check_checkpoints()
         self.report.clean = all(finding.severity == "note" for finding in self.report.findings)
         return self.report
 
@@ -307,6 +308,22 @@ class SpoolVerifier:
             reason = f"trained on, but in no spool: {num:,} of the groups of {domain}, such as {group!r}"
             self._add_finding("damage", self.campaign.checkpoints / consumed.checkpoint, reason)
         self.report.consumed = f"{summary}; {f'{num_missing:,} missing' if num_missing else 'all present'}"
+
+    def _check_checkpoints(self) -> None:
+        """Check that the files of checkpoints have their sizes; training checks every byte, which takes long."""
+        for manifest in sorted(self.campaign.checkpoints.glob("[0-9]*-step-*/checkpoint.json")):
+            try:
+                files = read_json(manifest)["files"].items()
+                sizes = {name: facts["num_bytes"] for name, facts in files if name != "consumed.json"}  # by checksum
+                found = {name: (manifest.parent / name).stat().st_size for name in sizes}
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                if manifest.exists():  # one that was not removed meanwhile
+                    self._add_finding("damage", manifest.parent, f"cannot be read: {error}")
+                continue
+            for name, num_bytes in sizes.items():
+                if found[name] != num_bytes:
+                    reason = f"{name} has {found[name]:,} bytes, and had {num_bytes:,} when it was saved"
+                    self._add_finding("damage", manifest.parent, reason)
 
     def _verify_segment(self, spool: str, name: str, *, twin: Segment | None = None) -> Segment | None:
         """Read one segment and count it; return None if it is damaged or gone."""

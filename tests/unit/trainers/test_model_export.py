@@ -1,5 +1,6 @@
 """The export of a checkpoint as a model directory."""
 
+import os
 import sys
 
 import pytest
@@ -81,6 +82,18 @@ def test_an_export_has_the_trained_weights(tmp_path, advantage, capsys, monkeypa
     assert "\nhpcrl: /proc/hf cannot be written: " in capsys.readouterr().err
     with pytest.raises(TrainError, match=r"of step 7 \(steps: 1\): .* only train\.keep_checkpoints are kept"):
         export_model(campaign, tmp_path / "other", step=7)
+
+
+def test_an_export_names_a_damaged_checkpoint_in_whose_place_it_takes_an_older_one(tmp_path, capsys):
+    campaign = CampaignDir(tmp_path / "campaign")
+    make_model(campaign.model)
+    trainer = TorchTrainer(campaign.model, settings(), seed=1)
+    for step in (1, 2):
+        save_checkpoint(campaign.checkpoints, step=step, version=step, trainer=trainer, consumed=ConsumedTrajectories())
+    (cut,) = campaign.checkpoints.glob("*-step-000002/*.safetensors")
+    os.truncate(cut, 100)
+    assert export_model(campaign, tmp_path / "hf").name == "000001-step-000001"
+    assert "hpcrl: note: 000002-step-000002 is damaged (" in capsys.readouterr().err
 
 
 def test_an_export_to_a_full_disk_is_refused_in_one_line(tmp_path, capsys, monkeypatch):

@@ -17,7 +17,7 @@ from hpcrl.learn.consumed import ConsumedGroups, sort_group_numbers
 from hpcrl.spool import record
 from hpcrl.spool.listing import quarantine_segment
 from hpcrl.spool.record import ConversationRow, EpisodeTurn
-from hpcrl.system.files import publish_json
+from hpcrl.system.files import publish_json, read_json
 from hpcrl.system.processes import read_start_ticks
 from hpcrl.traj.__main__ import main
 from hpcrl.traj.verify import SpoolVerifier
@@ -266,6 +266,20 @@ def test_a_damaged_list_of_consumed_groups_is_reported_and_the_previous_one_is_u
     where, reason = only_damage(spools)
     assert where == "checkpoints/000002-step-000002/consumed.json"
     assert "checksum" in reason
+
+
+def test_a_file_of_a_checkpoint_that_was_cut_is_damage(spools):
+    checkpoint = spools.consumed("lake/0").parent
+    state = checkpoint / "state-00000.safetensors"
+    state.write_bytes(b"x" * 999)
+    manifest = read_json(checkpoint / "checkpoint.json")
+    manifest["files"][state.name] = {"num_bytes": 1000, "xxh3": ""}
+    publish_json(checkpoint / "checkpoint.json", manifest)
+    where, reason = only_damage(spools)
+    assert where == f"checkpoints/{checkpoint.name}"
+    assert reason == "state-00000.safetensors has 999 bytes, and had 1,000 when it was saved"
+    state.write_bytes(b"x" * 1000)
+    assert damage(spools) == []
 
 
 def test_missing_groups_are_counted_without_walking_through_all():
