@@ -31,7 +31,7 @@ from typing import Any, Literal, TypeVar, get_args
 import msgspec
 
 from hpcrl.campaign_dir.events import JobOutcome
-from hpcrl.campaign_dir.job_end import JobEnd
+from hpcrl.campaign_dir.job_end import EndCause, JobEnd
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
 from hpcrl.monitor.progress import JobProgress
 from hpcrl.slurm.next_job import find_last_step
@@ -48,6 +48,8 @@ FINAL_STATES: frozenset[str] = frozenset({"done", "failed", "stopped"})
 FINAL_JOB_STATES: frozenset[str] = frozenset(get_args(JobOutcome))
 _UNFINISHED_STATES: tuple[UnfinishedState, ...] = get_args(UnfinishedState)
 _STATE_BY_OUTCOME: dict[str, JobState] = {outcome: outcome for outcome in get_args(JobOutcome)}
+_ENDING_CAUSES: frozenset[EndCause] = frozenset({"user-code", "memory-limits"})
+"""The causes that would end another job too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,8 +284,9 @@ def judge_jobs(
     if not verdicts and campaign_dir.has_results():  # `describe_lost_jobs` has the reason
         return "unknown", verdicts
     state_of_campaign = derive_campaign_state([verdict.state for verdict in verdicts], stop_requested=stop_requested)
-    if state_of_campaign == "stopped" and verdicts:
-        end = verdicts[-1].record.outcome
+    end = verdicts[-1].record.outcome if verdicts else None
+    may_continue = state_of_campaign == "failed" and end is not None and end.likely_cause not in _ENDING_CAUSES
+    if verdicts and (state_of_campaign == "stopped" or may_continue):
         is_used_up = end is not None and end.likely_cause == "budget-used"
         hint = describe_resume("`hpcrl resume`", saved_step=find_saved_step(), last_step=last_step)
         if is_used_up:

@@ -218,6 +218,16 @@ def test_the_reason_of_a_campaign_at_its_limit_names_the_setting_that_continues_
     assert verdict.reason == "it has used 3 node-hours; `hpcrl resume c -s limits.KEY=VALUE` raises it"
 
 
+@pytest.mark.parametrize(("cause", "is_hinted"), [("infrastructure", True), ("user-code", False)])
+def test_a_failed_campaign_names_where_it_continues_unless_another_job_would_fail_too(
+    failed: CampaignDir, cause: str, is_hinted: bool
+) -> None:
+    failed.job(0).outcome.write_text(json.dumps({"outcome": "failed", "cause": cause, "reason": "it was killed"}))
+    make_private_dir(failed.checkpoints / "000001-step-000575")
+    _, (verdict,) = judge_jobs(failed, read_jobs(failed), statuses={}, events={}, heartbeats={}, now=0.0)
+    assert verdict.reason == "it was killed" + "; `hpcrl resume` continues from step 575" * is_hinted
+
+
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Fakes of Slurm's programs, for which job 7 has ended; the next one has the number 8."""
