@@ -24,7 +24,7 @@ from hpcrl.campaign.running_jobs import (
     STOP_TIMEOUT_S,
     find_job_state,
     find_live_job,
-    find_living_job,
+    find_orphaned_job,
     read_submission,
 )
 from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
@@ -52,7 +52,7 @@ def refuse_while_alive(job: JobDir, site: Site, *, is_done: bool) -> None:
         _refuse_live(*live)  # the last one was cancelled before it started
     state = "gone" if outcome == "done" and is_done else find_job_state(job, site)
     if outcome is None and state == "gone":
-        if find_living_job(campaign) is not None:
+        if find_orphaned_job(campaign) is not None:
             raise CampaignError(
                 f"campaign {campaign.name!r}: the first process of job {read_submission(job).id} was killed, and "
                 "others of it still run, to save a checkpoint: try again when they have ended, after job.drain_s at "

@@ -4,7 +4,7 @@ read_submission      the recorded submission of a job
 find_job_states      the states of all jobs without a recorded end
 find_job_state       the state of one job
 find_live_job        a job that may run though a later one has ended
-find_living_job      a job whose processes run though its first one has ended
+find_orphaned_job    a job whose processes run though its first one has ended
 describe_next_start  where a campaign continues, for users
 stop_gracefully, stop_now    end a campaign, with a checkpoint or without
 STOP_TIMEOUT_S, STOP_POLL_INTERVAL_S    the time that a job gets to end, and between two looks at it
@@ -68,7 +68,7 @@ def find_live_job(campaign: CampaignDir, *, before: int) -> tuple[JobDir, str] |
     return next(((job, state) for job, state in states.items() if job.number < before and state != "gone"), None)
 
 
-def find_living_job(campaign: CampaignDir) -> JobDir | None:
+def find_orphaned_job(campaign: CampaignDir) -> JobDir | None:
     """Return the newest job if its processes send heartbeats though no end of it is recorded; None if they do not.
 
     Its first process was killed, or the record of its submission is damaged: no scheduler knows of it then. Only a
@@ -123,7 +123,7 @@ def stop_gracefully(name: str) -> str:
     """Ask a campaign to make a checkpoint and end, or cancel a job that is only queued. Return a message."""
     campaign = directory.find_campaign(name)
     if (ended := _describe_end(campaign)) is not None:
-        if find_living_job(campaign) is not None:
+        if find_orphaned_job(campaign) is not None:
             publish_file(campaign.stop, "")
             return (
                 f"campaign {campaign.name}: the first process of its last job was killed, and others of it still run, "
@@ -150,7 +150,7 @@ def stop_now(name: str) -> str:
     """End a campaign without a checkpoint. Return a message."""
     campaign = directory.find_campaign(name)
     if (ended := _describe_end(campaign)) is not None:
-        if (living := find_living_job(campaign)) is not None:
+        if (living := find_orphaned_job(campaign)) is not None:
             publish_file(campaign.stop, "")
             publish_file(living.end, "")  # its steps end what they have started
             return f"campaign {campaign.name}: what is left of its last job ends now"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.campaign import directory
-from hpcrl.campaign.running_jobs import find_job_states, find_living_job
+from hpcrl.campaign.running_jobs import find_job_states, find_orphaned_job
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.plan.records import read_site
 from hpcrl.spool.listing import list_segments
@@ -51,7 +51,7 @@ def find_surplus(campaign: CampaignDir, *, with_archive: bool = False) -> list[S
     states = find_job_states([job for job in jobs if job.submission.exists()], site)
     over = [job for job in jobs if job.outcome.exists() or states.get(job) == "gone"]
     # A job without a record may be submitted just now.
-    is_quiet = len(over) == len(jobs) and find_living_job(campaign) is None
+    is_quiet = len(over) == len(jobs) and find_orphaned_job(campaign) is None
     found = {"files of ended jobs for their own processes": _list_meetings(over)}
     if is_quiet:
         found["unfinished files of writers that were killed"] = _list_unfinished(campaign)

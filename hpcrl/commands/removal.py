@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from hpcrl.campaign import directory, surplus
-from hpcrl.campaign.running_jobs import find_living_job
+from hpcrl.campaign.running_jobs import find_orphaned_job
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import CampaignError, HpcrlError
 from hpcrl.monitor.view import survey_campaigns
@@ -74,7 +74,7 @@ def _refuse_living(campaign: CampaignDir) -> None:
     (line,) = survey_campaigns([campaign], problems=problems)
     if line.state in REMOVABLE_STATES:
         with show_wait(f"whether processes of {campaign.name} still run is looked at"):
-            living = find_living_job(campaign)
+            living = find_orphaned_job(campaign)
         if living is None:
             return
         raise CampaignError(
