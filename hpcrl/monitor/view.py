@@ -102,7 +102,8 @@ def _read_campaign_line(
     )
     end = verdicts[-1].record.outcome if verdicts and state == "done" else None
     is_partial = end is not None and end.is_partial
-    reason = verdicts[-1].reason if verdicts and (state != "done" or is_partial) else ""
+    is_early = end is not None and end.likely_cause == "goal-reached"  # before its last step
+    reason = verdicts[-1].reason if verdicts and (state != "done" or is_partial or is_early) else ""
     if state == "unknown" and not verdicts:
         reason = describe_lost_jobs(campaign_dir)
     return CampaignLine(

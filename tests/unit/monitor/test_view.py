@@ -579,6 +579,17 @@ def test_a_campaign_that_did_not_train_everything_is_not_shown_as_done(tmp_path:
     assert any(" partial  step 20/40" in line for line in describe_changes(None, collector(campaign).poll()))
 
 
+def test_a_campaign_that_is_done_before_its_last_step_is_listed_with_the_reason(tmp_path: Path) -> None:
+    campaign = running(tmp_path)
+    why = "the mean reward of 3 steps is 0.9 (limits.reward = 0.8)"
+    campaign.outcome("done", why, cause="goal-reached")
+    (line,) = survey_campaigns([campaign.directory], problems=[])
+    assert (line.state, line.reason) == ("done", why)
+    campaign.outcome("done", "every training step was made", cause="complete")
+    (line,) = survey_campaigns([campaign.directory], problems=[])
+    assert (line.state, line.reason) == ("done", "")
+
+
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])
 def test_a_failed_campaign_is_listed_with_its_reason_in_a_list_of_any_width(tmp_path: Path, columns: int) -> None:
     campaign = running(tmp_path)
