@@ -154,11 +154,13 @@ class JobWorkers:
     def describe_trainer_end(self, runtime: "JobRuntime", code: int) -> str:
         """Return why the trainer ended; `code` is the exit code of the first of its steps that was seen to end."""
         step_log = runtime.step_log.read()
+        return self._describe_end(step_log, code, failed=self._find_failed_rank(step_log, code))
+
+    def _describe_end(self, step_log: str, code: int, *, failed: RankFailure) -> str:
         if code == EXIT_OUT_OF_MEMORY:
             return f"{KILLED}: raise resources.train.mem_gib_per_worker"
         if hang := find_hang(step_log):
             return hang
-        failed = self._find_failed_rank(step_log, code)
         rank = "" if self._trainer.num_workers == 1 else f"rank {failed.rank}"
         if failed.was_killed:  # its log ends with a step
             return f"{rank or 'it'} {describe_end(decode_exit_code(failed.code))}"
@@ -181,8 +183,9 @@ class JobWorkers:
         self._probe_disk()
         if not self.memory.report_shortage(code):
             self._drop_lost_nodes(runtime, self._list_trainer_nodes())
-            reason, step_log = self.describe_trainer_end(runtime, code), runtime.step_log.read()
-            rank = self._find_failed_rank(step_log, code).rank
+            step_log = runtime.step_log.read()
+            failed = self._find_failed_rank(step_log, code)
+            reason, rank = self._describe_end(step_log, code, failed=failed), failed.rank
             if failure := find_step_failure(step_log):
                 self._count_step_failure(failure)
             elif is_gpu_fault(reason):
