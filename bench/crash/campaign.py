@@ -20,6 +20,7 @@ from typing import cast
 import numpy as np
 
 from bench.peers import records
+from hpcrl.campaign_dir.checkpoints import parse_commit_number
 from hpcrl.errors import HpcrlError, SpoolError
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.learn.group_choice import choose_groups
@@ -168,7 +169,7 @@ class Consumer:
             self._checkpoints, step=self._step, version=self._step, trainer=self._trainer(), consumed=self._consumed
         )
         checkpoint.prune_checkpoints(self._checkpoints, keep=KEEP_CHECKPOINTS)
-        self._settled.cover(checkpoint.parse_commit_number(saved))
+        self._settled.cover(parse_commit_number(saved))
         self._saved = self._step
         self._retire()
 

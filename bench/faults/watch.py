@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hpcrl.campaign_dir.checkpoints import list_committed
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName
 from hpcrl.errors import SpoolError
@@ -60,7 +61,7 @@ class CampaignWatch:
         return [f"version {b} was published after {a}" for a, b in itertools.pairwise(versions) if b <= a]
 
     def _check_checkpoints(self) -> list[str]:
-        committed = sorted(self.campaign.checkpoints.glob("[0-9]*-step-*[0-9]"))
+        committed = list_committed(self.campaign.checkpoints)
         for path in committed:
             if path.name not in self._checked:
                 with contextlib.suppress(FileNotFoundError):  # a newer one has replaced it just now

@@ -10,4 +10,5 @@ endpoints  the engine workers that serve now
 event_log  append and read events as JSON lines
 events     the events
 job_end    how a job ended, and why
+checkpoints     the names of checkpoints, and the manifest of one
 """

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.campaign_dir.checkpoints import CheckpointManifest, list_saved_steps
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import (
     CheckpointSaved,
@@ -152,7 +153,7 @@ def _report_missing_checkpoint(context: WorkerContext, *, step: int) -> None:
     events = EventReader.for_role(context.campaign.events, "train").poll()
     last = [0, *(event.step for event in events if isinstance(event, CheckpointSaved))][-1]
     directory = context.campaign.checkpoints
-    if last > step and last not in checkpoint.list_saved_steps(directory):
+    if last > step and last not in list_saved_steps(directory):
         then = f"training continues from step {step}" if step else "training starts from step 0"
         detail = f"the checkpoint of step {last} is not in {directory} any more: {then}"
         context.events.emit(FaultReported(what="checkpoint", detail=detail))
@@ -707,7 +708,7 @@ class TrainingLoop:
         )
 
 
-def _make_checkpoint_score(context: WorkerContext) -> Callable[[checkpoint.CheckpointManifest], float | None]:
+def _make_checkpoint_score(context: WorkerContext) -> Callable[[CheckpointManifest], float | None]:
     """Return the score of a checkpoint: by evaluations if the recipe has any, else by the reward of its last step."""
     every = context.recipe.evaluation.every_versions
     if not every:

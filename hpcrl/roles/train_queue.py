@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hpcrl.campaign_dir.checkpoints import parse_commit_number
 from hpcrl.campaign_dir.events import FaultReported, SegmentsRetired
 from hpcrl.errors import SpoolError
 from hpcrl.learn.advantage import is_flat_group
@@ -144,7 +145,7 @@ class TrainQueue:
     def mark_covered(self, saved: Path) -> None:
         """Mark the noted segments as covered by a checkpoint that is now durable."""
         with self._lock:
-            self._settled.cover(checkpoint.parse_commit_number(saved))
+            self._settled.cover(parse_commit_number(saved))
 
     def retire(self, *, version: int) -> None:
         """Retire segments that no kept checkpoint needs, in a thread: training does not wait for it."""

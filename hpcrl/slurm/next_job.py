@@ -23,12 +23,12 @@ the next job; where nodes may not submit jobs, the login node queues all of a ch
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 
 import msgspec
 
+from hpcrl.campaign_dir.checkpoints import list_saved_steps
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, FaultReported, JobOutcome, NextJobQueued
 from hpcrl.campaign_dir.job_end import EndCause, read_job_end
@@ -282,18 +282,16 @@ def has_more_steps(campaign: CampaignDir) -> bool:
 
 def find_last_step(campaign: CampaignDir) -> int:
     """Return the step of the newest checkpoint; 0 without one."""
-    return max(_list_saved_steps(campaign), default=0)
+    return max(_read_saved_steps(campaign), default=0)
 
 
 def has_checkpoint(campaign: CampaignDir) -> bool:
     """Return whether there is a checkpoint: a job that drains before its first step saves one of step 0."""
-    return bool(_list_saved_steps(campaign))
+    return bool(_read_saved_steps(campaign))
 
 
-def _list_saved_steps(campaign: CampaignDir) -> list[int]:
-    paths = retry_passing(lambda: list(campaign.checkpoints.glob("[0-9]*-step-*[0-9]")))
-    found = (re.fullmatch(r"\d+-step-(\d+)", path.name) for path in paths)  # neither copies nor unfinished ones
-    return [int(match[1]) for match in found if match]
+def _read_saved_steps(campaign: CampaignDir) -> list[int]:
+    return retry_passing(lambda: list_saved_steps(campaign.checkpoints))
 
 
 def count_jobs_left(job: JobDir) -> int:

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from hpcrl.campaign_dir.checkpoints import CheckpointManifest
 from hpcrl.learn.batch import CreditPlacer, TrainingRow, divide_credits, make_chosen_rows, spread_credit
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.base import Trainer
-from hpcrl.trainers.checkpoint import CheckpointManifest, PendingCheckpoint, commit_checkpoint, read_checkpoint
+from hpcrl.trainers.checkpoint import PendingCheckpoint, commit_checkpoint, read_checkpoint
 
 
 def make_rows(

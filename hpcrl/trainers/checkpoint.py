@@ -5,13 +5,11 @@
         consumed.json                  the groups that were trained on (see learn/consumed.py)
         ...                            the trainer's own files
 
-A checkpoint is filled under a temporary name, made durable, and renamed: it is complete or absent. The number in
-front counts commits, because steps go back after a resume and the newest commit is the one to resume from.
-No pickle: safetensors and JSON.
+A checkpoint is filled under a temporary name, made durable, and renamed: it is complete or absent. Names and manifest
+are those of `hpcrl/campaign_dir/checkpoints.py`. No pickle: safetensors and JSON.
 """
 
 import math
-import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,45 +18,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import xxhash
 
+from hpcrl.campaign_dir.checkpoints import (
+    MANIFEST_FILE,
+    CheckpointFile,
+    CheckpointManifest,
+    decode_manifest,
+    encode_manifest,
+    find_missing_file,
+    list_committed,
+    parse_commit_number,
+)
 from hpcrl.errors import LostCheckpointsError, TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.system.files import make_private_dir, publish_file, remove_path, staged_path, sync_directory, sync_file
 from hpcrl.trainers.base import WritableState
 
-FORMAT_VERSION = 1
-MANIFEST_FILE = "checkpoint.json"
 CONSUMED_FILE = "consumed.json"
 
-_NAME_PATTERN = re.compile(r"(\d{6,})-step-\d+")
 _READ_CHUNK_BYTES = 1 << 22
 NUM_STREAMS = 8
 """The files that are read at a time for their checksums: one stream has a part of a file system's speed."""
-
-
-class CheckpointFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The size and the checksum that a file of a checkpoint must have."""
-
-    num_bytes: int
-    xxh3: str
-
-
-class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of a checkpoint, by which it is found intact and resumed; written last."""
-
-    format: int = FORMAT_VERSION
-    step: int
-    """The number of training steps done."""
-    version: int
-    """The version of these weights."""
-    created: float
-    files: dict[str, CheckpointFile]
-    extra: dict[str, Any]
-    """The rest of what the role needs in order to resume; plain JSON."""
-    xxh3: str = ""
-    """The checksum of this manifest with this field empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +70,7 @@ def commit_checkpoint(directory: Path, pending: PendingCheckpoint) -> Path:
             manifest = CheckpointManifest(
                 step=step, version=pending.version, created=time.time(), files=files, extra=pending.extra
             )
-            publish_file(temporary / MANIFEST_FILE, _encode_manifest(manifest))
+            publish_file(temporary / MANIFEST_FILE, encode_manifest(manifest))
     except OSError as error:
         raise TrainError(
             f"checkpoint {path} could not be saved ({error}); older checkpoints are untouched: "
@@ -103,7 +84,7 @@ def find_newest(directory: Path, *, report: Callable[[Path, str], None]) -> Path
 
     If all are damaged it raises: to start again would train a second time on what they had consumed.
     """
-    committed = _list_committed(directory)
+    committed = list_committed(directory)
     for path in reversed(committed):
         reason = find_damage(path)
         if reason is None:
@@ -119,7 +100,7 @@ def find_newest(directory: Path, *, report: Callable[[Path, str], None]) -> Path
 
 def read_checkpoint(path: Path) -> tuple[CheckpointManifest, ConsumedTrajectories]:
     """Read a checkpoint except for the trainer's state."""
-    return _decode_manifest((path / MANIFEST_FILE).read_bytes()), ConsumedTrajectories.decode(
+    return decode_manifest((path / MANIFEST_FILE).read_bytes()), ConsumedTrajectories.decode(
         (path / CONSUMED_FILE).read_bytes()
     )
 
@@ -142,7 +123,7 @@ def prune_checkpoints(
     The `keep_best` others with the highest `score` stay too: to be exported, not to resume from.
     Only the one process that saves here may call this: it removes every temporary name.
     """
-    committed = _list_committed(directory)
+    committed = list_committed(directory)
     removed = committed[: _count_older(committed, keep)]
     best = set(sorted(removed, key=lambda path: _score_checkpoint(path, score), reverse=True)[:keep_best])
     removed = [path for path in removed if path not in best]
@@ -153,40 +134,30 @@ def prune_checkpoints(
     return removed
 
 
-def parse_commit_number(path: Path) -> int:
-    """Return the commit number of a checkpoint; later ones have higher numbers."""
-    return int(path.name.partition("-")[0])
-
-
 def find_oldest_number(directory: Path, *, keep: int) -> int | None:
     """Return the oldest commit that is kept to resume from; those kept as the best may be older."""
-    committed = _list_committed(directory)
+    committed = list_committed(directory)
     return parse_commit_number(committed[_count_older(committed, keep)]) if committed else None
 
 
 def _count_older(committed: list[Path], keep: int) -> int:
     """Return how many commits are older than the `keep` newest ones that have all their files."""
-    intact = [index for index, path in enumerate(committed) if _find_missing_file(path) is None]
+    intact = [index for index, path in enumerate(committed) if find_missing_file(path) is None]
     return intact[-keep] if len(intact) >= keep else 0
-
-
-def list_saved_steps(directory: Path) -> list[int]:
-    """Return the steps that have a checkpoint."""
-    return sorted({int(path.name.rpartition("-")[2]) for path in _list_committed(directory)})
 
 
 def find_by_step(directory: Path, step: int) -> Path | None:
     """Return the last commit of a step, if it is intact."""
-    found = [path for path in _list_committed(directory) if int(path.name.rpartition("-")[2]) == step]
+    found = [path for path in list_committed(directory) if int(path.name.rpartition("-")[2]) == step]
     return found[-1] if found and find_damage(found[-1]) is None else None
 
 
 def find_damage(path: Path) -> str | None:
     """Return why a checkpoint cannot be used; None if every byte is as it was saved."""
-    reason = _find_missing_file(path)
+    reason = find_missing_file(path)
     if reason is not None:
         return reason
-    files = _decode_manifest((path / MANIFEST_FILE).read_bytes()).files
+    files = decode_manifest((path / MANIFEST_FILE).read_bytes()).files
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         return next(filter(None, pool.map(partial(_find_file_damage, path), files, files.values())), None)
 
@@ -204,40 +175,10 @@ def _find_file_damage(path: Path, name: str, content: CheckpointFile) -> str | N
 def _score_checkpoint(path: Path, score: Callable[[CheckpointManifest], float | None]) -> float:
     """Return the score of a checkpoint; one without a score ranks last."""
     try:
-        value = score(_decode_manifest((path / MANIFEST_FILE).read_bytes()))
+        value = score(decode_manifest((path / MANIFEST_FILE).read_bytes()))
     except (OSError, ValueError):
         return -math.inf
     return -math.inf if value is None else value
-
-
-def _find_missing_file(path: Path) -> str | None:
-    """Check manifest and sizes only: the quick half of `find_damage`."""
-    try:
-        manifest = _decode_manifest((path / MANIFEST_FILE).read_bytes())
-        sizes = {name: (path / name).stat().st_size for name in manifest.files}
-    except (OSError, ValueError) as error:
-        return f"{MANIFEST_FILE}: {error}" if isinstance(error, ValueError) else str(error)
-    for name, content in manifest.files.items():
-        if sizes[name] != content.num_bytes:
-            return f"{name}: has {sizes[name]} bytes, had {content.num_bytes} when saved"
-    return None
-
-
-def _encode_manifest(manifest: CheckpointManifest) -> bytes:
-    blank = msgspec.structs.replace(manifest, xxh3="")
-    checksum = xxhash.xxh3_128_hexdigest(msgspec.json.encode(blank))
-    sealed = msgspec.structs.replace(manifest, xxh3=checksum)
-    return msgspec.json.format(msgspec.json.encode(sealed), indent=2) + b"\n"
-
-
-def _decode_manifest(data: bytes) -> CheckpointManifest:
-    """Decode and verify a manifest, or raise ValueError (msgspec's errors are a kind of it)."""
-    manifest = msgspec.json.decode(data, type=CheckpointManifest)
-    if manifest.format > FORMAT_VERSION:
-        raise ValueError(f"format {manifest.format} is newer than this hpcrl reads ({FORMAT_VERSION}): update hpcrl")
-    if data != _encode_manifest(manifest):
-        raise ValueError("its bytes are not as they were saved")
-    return manifest
 
 
 def _seal_file(path: Path) -> CheckpointFile:
@@ -259,14 +200,6 @@ def _list_files(directory: Path) -> list[str]:
     return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
 
 
-def _list_committed(directory: Path) -> list[Path]:
-    """List the checkpoints in the order of their commits."""
-    if not directory.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME_PATTERN.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
-
-
 def _next_commit_number(directory: Path) -> int:
-    committed = _list_committed(directory)
+    committed = list_committed(directory)
     return parse_commit_number(committed[-1]) + 1 if committed else 1

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from hpcrl.campaign_dir.checkpoints import list_saved_steps
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.published_dtype import read_stored_dtype
 from hpcrl.errors import TrainError
@@ -99,7 +100,7 @@ def _find_checkpoint(campaign: CampaignDir, step: int | None) -> Path:
     else:
         found = checkpoint.find_by_step(campaign.checkpoints, step)
     if found is None:
-        saved_steps = ", ".join(str(number) for number in checkpoint.list_saved_steps(campaign.checkpoints)) or "none"
+        saved_steps = ", ".join(str(number) for number in list_saved_steps(campaign.checkpoints)) or "none"
         wanted = "" if step is None else f" of step {step}"
         raise TrainError(
             f"campaign {campaign.name} has no intact checkpoint{wanted} (steps: {saved_steps}): give one of these, as "

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from hpcrl.campaign_dir.checkpoints import find_missing_file, list_committed
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import StepFinished
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName
@@ -311,19 +312,10 @@ class SpoolVerifier:
 
     def _check_checkpoints(self) -> None:
         """Check that the files of checkpoints have their sizes; training checks every byte, which takes long."""
-        for manifest in sorted(self.campaign.checkpoints.glob("[0-9]*-step-*/checkpoint.json")):
-            try:
-                files = read_json(manifest)["files"].items()
-                sizes = {name: facts["num_bytes"] for name, facts in files if name != "consumed.json"}  # by checksum
-                found = {name: (manifest.parent / name).stat().st_size for name in sizes}
-            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-                if manifest.exists():  # one that was not removed meanwhile
-                    self._add_finding("damage", manifest.parent, f"cannot be read: {error}")
-                continue
-            for name, num_bytes in sizes.items():
-                if found[name] != num_bytes:
-                    reason = f"{name} has {found[name]:,} bytes, and had {num_bytes:,} when it was saved"
-                    self._add_finding("damage", manifest.parent, reason)
+        for path in list_committed(self.campaign.checkpoints):
+            reason = find_missing_file(path)
+            if reason is not None and path.exists():  # it was not removed meanwhile
+                self._add_finding("damage", path, reason)
 
     def _verify_segment(self, spool: str, name: str, *, twin: Segment | None = None) -> Segment | None:
         """Read one segment and count it; return None if it is damaged or gone."""

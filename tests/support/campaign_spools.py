@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from hpcrl.campaign_dir.checkpoints import MANIFEST_FILE, CheckpointFile, CheckpointManifest, encode_manifest
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.spool.record import Trajectory
@@ -55,8 +56,9 @@ class Spools:
         make_private_dir(path.parent)
         data = consumed.encode()
         publish_file(path, data)
-        content = {"num_bytes": len(data), "xxh3": xxhash.xxh3_128_hexdigest(data)}
-        publish_json(path.with_name("checkpoint.json"), {"step": step, "files": {path.name: content}})
+        files = {path.name: CheckpointFile(num_bytes=len(data), xxh3=xxhash.xxh3_128_hexdigest(data))}
+        manifest = CheckpointManifest(step=step, version=step, created=0.0, files=files, extra={})
+        publish_file(path.with_name(MANIFEST_FILE), encode_manifest(manifest))
         return path
 
     def keep(self, policy: str) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from hpcrl.campaign_dir.checkpoints import list_saved_steps
 from hpcrl.campaign_dir.endpoints import EndpointReader
 from hpcrl.campaign_dir.events import EvaluationFinished, FaultReported
 from hpcrl.campaign_dir.workers import EnvWorkerId
@@ -422,7 +423,7 @@ def test_the_checkpoints_that_are_kept_are_those_with_the_best_evaluation(tmp_pa
         checkpoint.commit_checkpoint(tmp_path, moment)
     by_evaluation = partial(score_of_manifest, results=results)
     checkpoint.prune_checkpoints(tmp_path, keep=1, keep_best=1, score=by_evaluation)
-    assert checkpoint.list_saved_steps(tmp_path) == [9, 30]
+    assert list_saved_steps(tmp_path) == [9, 30]
 
 
 def score_of_manifest(manifest, *, results):

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from hpcrl.campaign.directory import list_jobs
+from hpcrl.campaign_dir.checkpoints import MANIFEST_FILE, CheckpointFile, decode_manifest, encode_manifest
 from hpcrl.errors import CampaignError
 from hpcrl.learn.consumed import ConsumedGroups, sort_group_numbers
 from hpcrl.spool import record
 from hpcrl.spool.listing import quarantine_segment
 from hpcrl.spool.record import ConversationRow, EpisodeTurn
-from hpcrl.system.files import publish_json, read_json
+from hpcrl.system.files import publish_file, publish_json
 from hpcrl.system.processes import read_start_ticks
 from hpcrl.traj.__main__ import main
 from hpcrl.traj.verify import SpoolVerifier
@@ -262,7 +263,8 @@ def test_a_consumed_group_may_be_in_the_archive(spools):
 
 def test_a_damaged_list_of_consumed_groups_is_reported_and_the_previous_one_is_used(spools):
     spools.consumed("lake/0", step=1)
-    spools.consumed("lake/99", step=2).write_text("{}")
+    damaged = spools.consumed("lake/99", step=2)
+    damaged.write_text(damaged.read_text().replace("99", "98"))
     where, reason = only_damage(spools)
     assert where == "checkpoints/000002-step-000002/consumed.json"
     assert "checksum" in reason
@@ -272,12 +274,12 @@ def test_a_file_of_a_checkpoint_that_was_cut_is_damage(spools):
     checkpoint = spools.consumed("lake/0").parent
     state = checkpoint / "state-00000.safetensors"
     state.write_bytes(b"x" * 999)
-    manifest = read_json(checkpoint / "checkpoint.json")
-    manifest["files"][state.name] = {"num_bytes": 1000, "xxh3": ""}
-    publish_json(checkpoint / "checkpoint.json", manifest)
+    manifest = decode_manifest((checkpoint / MANIFEST_FILE).read_bytes())
+    manifest.files[state.name] = CheckpointFile(num_bytes=1000, xxh3="")
+    publish_file(checkpoint / MANIFEST_FILE, encode_manifest(manifest))
     where, reason = only_damage(spools)
     assert where == f"checkpoints/{checkpoint.name}"
-    assert reason == "state-00000.safetensors has 999 bytes, and had 1,000 when it was saved"
+    assert reason == "state-00000.safetensors: has 999 bytes, had 1,000 when saved"
     state.write_bytes(b"x" * 1000)
     assert damage(spools) == []
 
