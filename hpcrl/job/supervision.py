@@ -117,7 +117,7 @@ class EndRequests:
 
     def find_drain(self, *, now: float, end_time: float, drain_s: float, kill_wait_s: float) -> DrainRequest | None:
         """Return the request of a user or of the clock to drain; both times are seconds since the epoch."""
-        if _is_there(self.stop, self._stops):
+        if self._has_stop_request():
             return DrainRequest(reason="a user asked for it (hpcrl stop)", grace_s=drain_s, cause="user-request")
         early_s = end_time - drain_s - now
         is_warned = self.is_near_end and not 0.0 <= early_s <= SIGNAL_EARLY_S
@@ -127,6 +127,13 @@ class EndRequests:
             return DrainRequest(reason=reason, grace_s=grace_s, cause="walltime", kill_time=kill_time)
         return None
 
+    def _has_stop_request(self) -> bool:
+        """Return whether a user has made the file; an error ends no job, and the next look is soon."""
+        try:
+            return self.stop.name in self._stops.names()
+        except OSError:
+            return False
+
     def _on_cancel(self, *_: object) -> None:
         self.is_cancelled = True
 
@@ -135,14 +142,6 @@ class EndRequests:
 
     def _on_near_end(self, *_: object) -> None:
         self.is_near_end = True
-
-
-def _is_there(path: Path, names: NameWatch) -> bool:
-    """Return whether a file is there; an error of the file system ends no job, and the next look comes soon."""
-    try:
-        return path.name in names.names()
-    except OSError:
-        return False
 
 
 def plan_termination(

@@ -7,7 +7,6 @@ HealthFacts         the facts that are judged
 find_advisories     all findings, the worst first
 select_untrained    those that a domain trains nothing
 describe_advisory   a finding in one line
-names_full_disk     whether a reason is a disk without room
 Severity            how bad one is
 RULES               the rules, each a function of the facts
 
@@ -15,10 +14,8 @@ The monitor, `--watch`, the last lines of a campaign and its report use these. A
 few figures to judge: a campaign that has just started has no advisories.
 """
 
-import errno
 import itertools
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +45,7 @@ from hpcrl.spool.outcome import (
     measure_failures,
     measure_outcomes,
 )
+from hpcrl.system.file_watch import names_full_disk
 from hpcrl.system.terminal import format_duration
 
 Severity = Literal["critical", "warning", "notice"]
@@ -779,11 +777,6 @@ def _find_full_disk(facts: HealthFacts) -> Iterator[Advisory]:
         remedy="make room (`hpcrl gc` names what can go), or raise the quota; if the job ends meanwhile, "
         "`hpcrl resume` continues from its last checkpoint",
     )
-
-
-def names_full_disk(text: str) -> bool:
-    """Return whether a text names the error of a disk that is full, or of a quota that is used up."""
-    return any(os.strerror(error) in text for error in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _find_late_step(facts: HealthFacts) -> Iterator[Advisory]:

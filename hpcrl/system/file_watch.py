@@ -5,7 +5,7 @@ is_there        whether a path exists, asked like that
 is_passing, is_full   whether an error may pass, or is that of a file system without room
 is_outage       whether a file system that gave an error may work again: it was away, full, or read-only
 is_denied       whether this user may not do what was tried
-names_outage    whether the last line of a process names such an error
+names_full_disk, names_outage    whether a text, or the last line of a process, names such an error
 describe_outage, advise_on_outage    what users read about it
 PollPace        when to look again: ever more rarely while nothing changes
 PathWatch       notices that a file, or the names in a directory, may have changed
@@ -79,10 +79,14 @@ def is_denied(error: OSError) -> bool:
     return error.errno in (errno.EACCES, errno.EPERM)
 
 
+def names_full_disk(text: str) -> bool:
+    """Return whether a text names the error of a disk that is full, or of a quota that is used up."""
+    return any(os.strerror(error) in text for error in (errno.ENOSPC, errno.EDQUOT))
+
+
 def names_outage(text: str) -> bool:
     """Return whether a process with this last line ended since the file system took nothing, not even the line."""
-    errors = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
-    return "lost sys.stderr" in text or any(error in text for error in errors)
+    return "lost sys.stderr" in text or names_full_disk(text) or os.strerror(errno.EROFS) in text
 
 
 def describe_outage(error: OSError) -> str:
