@@ -44,7 +44,6 @@ class Recorder:
 
     root: Path
     before_call: Callable[[], None] = lambda: None
-    is_paused: bool = False
     _one_at_a_time: Any = field(default_factory=threading.RLock)
     """Writers flush in threads: a call is made and seen before the next one."""
     _nodes: dict[int, _Node] = field(default_factory=dict)
@@ -68,9 +67,9 @@ class Recorder:
         call = getattr(os, name)
 
         def watched(*args: Any, **options: Any) -> Any:
+            if not self._concerns(args[0], options.get("dir_fd")):
+                return call(*args, **options)
             with self._one_at_a_time:
-                if self.is_paused:
-                    return call(*args, **options)
                 self._look()
                 self.before_call()
                 result = call(*args, **options)
@@ -80,6 +79,12 @@ class Recorder:
                 return result
 
         return watched
+
+    def _concerns(self, file: Any, directory: int | None) -> bool:
+        """Return whether a file is in the tree; a copy of it is judged, by several threads, in the middle of a call."""
+        path = Path(f"/proc/self/fd/{file}").readlink() if isinstance(file, int) else Path(os.fsdecode(file))
+        start = Path.cwd() if directory is None else Path(f"/proc/self/fd/{directory}").readlink()
+        return (start / path).is_relative_to(self.root)
 
     def _made_durable(self, inode: int) -> None:
         number = self._numbers.get(inode)
@@ -149,11 +154,9 @@ def run_power_losses(root: Path, *, num_losses: int, seed: int) -> Losses:
     def maybe_fail() -> None:
         nonlocal left
         if left and rng.random() < _CHANCE:
-            recorder.is_paused = True
             left -= 1
             recorder.after_power_loss(root / f"after-{left}", rng)
             losses.add(judge(root / f"after-{left}", acknowledged))
-            recorder.is_paused = False
 
     recorder.before_call = maybe_fail
     with recorder.watching():
