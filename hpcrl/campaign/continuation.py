@@ -206,7 +206,7 @@ def _read_tolerantly(campaign: CampaignDir, path: Path, kind: type[T], *, accept
             table = msgspec.json.decode(path.read_bytes())
             dropped = drop_unknown(table, kind)
             record = msgspec.convert(table, kind)
-        except (OSError, msgspec.MsgspecError, LookupError, AttributeError, TypeError):
+        except (OSError, msgspec.MsgspecError, RecursionError, LookupError, AttributeError, TypeError):
             raise error from None
         if not accept:
             raise CampaignError(
@@ -253,7 +253,7 @@ def _read_manifest(campaign: CampaignDir) -> dict[str, Any]:
     """Read campaign.json; CampaignError if it is damaged."""
     try:
         manifest: dict[str, Any] = read_json(campaign.manifest)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CampaignError(f"{campaign.manifest} is damaged: {error}") from error
     has_all = isinstance(manifest, dict) and {"created", "exports"} <= manifest.keys()
     if not has_all or not isinstance(manifest.get("digests", {}), dict):

@@ -114,7 +114,7 @@ def _read_creation_time(campaign: CampaignDir) -> float:
     """Return when a campaign was created; one whose campaign.json is damaged counts as the oldest."""
     try:
         created = float(read_json(campaign.manifest)["created"])
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return -math.inf
     return created if math.isfinite(created) else -math.inf
 

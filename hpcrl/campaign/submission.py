@@ -57,11 +57,13 @@ def submit(
     return campaign
 
 
-def dry_run(request: CampaignRequest, *, show_note: Callable[[str], object] = do_nothing) -> str:
+def dry_run(
+    request: CampaignRequest, *, name: str | None = None, show_note: Callable[[str], object] = do_nothing
+) -> str:
     """Check everything that submission checks, and let Slurm test the script; leave no files. Return Slurm's answer."""
     for note in check_request(request):
         show_note(note)
-    campaign = directory.reserve_campaign(None, stem=request.recipe.name, site=request.site)
+    campaign = directory.reserve_campaign(name, stem=request.recipe.name, site=request.site)
     try:
         write_description(campaign, request)
         if request.site.scheduler == "local":

@@ -16,7 +16,7 @@ def describe_newer_format(campaign: CampaignDir) -> str:
     """Describe a format that is newer than this version of hpcrl; empty if it is not, or cannot be read."""
     try:
         manifest = read_json(campaign.manifest)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return ""
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if not isinstance(found, int) or found <= CAMPAIGN_FORMAT:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "checkpoint.json"
@@ -59,6 +58,8 @@ def find_missing_file(path: Path) -> str | None:
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
     """Encode a manifest with its checksum."""
+    import xxhash  # which login nodes need not have
+
     blank = msgspec.structs.replace(manifest, xxh3="")
     checksum = xxhash.xxh3_128_hexdigest(msgspec.json.encode(blank))
     sealed = msgspec.structs.replace(manifest, xxh3=checksum)
@@ -85,7 +86,12 @@ def list_committed(directory: Path) -> list[Path]:
 
 def list_saved_steps(directory: Path) -> list[int]:
     """Return the steps that have a checkpoint."""
-    return sorted({int(path.name.rpartition("-")[2]) for path in list_committed(directory)})
+    return sorted({parse_step(path) for path in list_committed(directory)})
+
+
+def parse_step(path: Path) -> int:
+    """Return the step of a checkpoint."""
+    return int(path.name.rpartition("-")[2])
 
 
 def parse_commit_number(path: Path) -> int:

@@ -283,7 +283,7 @@ def _find_config(model: str, *, folder: Path) -> dict[str, Any] | None:
             try:
                 config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
                 read_model_shape(config)
-            except (OSError, msgspec.DecodeError, KeyError) as error:
+            except (OSError, msgspec.DecodeError, RecursionError, KeyError) as error:
                 raise ConfigError(f"{path} is not the config.json of a language model ({error!r})") from error
             return config
     return None
@@ -294,7 +294,7 @@ def _find_config(model: str, *, folder: Path) -> dict[str, Any] | None:
 
 def read_campaign_points(campaign: CampaignDir) -> MeasuredServers:
     """Read what engines and trainer took from the events of a campaign, a point for each engine and step."""
-    recipe, site = read_recipe(campaign), read_site(campaign, skips_unknown=True)
+    recipe, site = read_recipe(campaign, skips_unknown=True), read_site(campaign, skips_unknown=True)
     shape = _read_campaign_shape(campaign, recipe)
     reader = EventReader(campaign.events, choose_lines=drop_superseded)  # the last counts of episodes are enough
     used = EngineCounted | EpisodesCounted | StepFinished
@@ -324,7 +324,7 @@ def _read_campaign_shape(campaign: CampaignDir, recipe: Recipe) -> ModelShape:
     path = Path(recipe.engine.sim.config or campaign.model / "config.json")
     try:
         return read_model_shape(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
-    except (OSError, msgspec.DecodeError, KeyError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError, KeyError) as error:
         raise CampaignError(f"the sizes of the model of {campaign.name} cannot be read: {path}: {error!r}") from error
 
 

@@ -51,7 +51,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def run_submit(arguments: argparse.Namespace) -> int:
     request = _load_request(arguments)
     if arguments.dry_run:
-        opinion = dry_run(request, show_note=print_note)
+        opinion = dry_run(request, name=arguments.name, show_note=print_note)
         _show_plan(request.plan, preview_script(request, name=arguments.name or f"{request.recipe.name}-1"))
         print_line(f"dry run: nothing was submitted. {request.site.name}: {opinion}")
         return 0

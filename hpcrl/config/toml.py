@@ -294,10 +294,13 @@ def _find_parent(kind: ConfigKind, name: Any, path: Path) -> Path:
     """Return the file that the file at `path` extends."""
     if not isinstance(name, str):
         raise ConfigError(f"{path}: extends: expected a name or a path, got {_show_value(name)}")
-    if name.endswith(".toml") or "/" in name:
-        return find_toml(kind, name, beside=path.parent)
-    if path.stem != name:
-        return find_toml(kind, name)
+    try:
+        if name.endswith(".toml") or "/" in name:
+            return find_toml(kind, name, beside=path.parent)
+        if path.stem != name:
+            return find_toml(kind, name)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: extends: {error}") from None
     shipped = shipped_folder(kind) / f"{name}.toml"  # a user's own `lab.toml` extends the shipped `lab`
     if not is_file(shipped):
         raise ConfigError(
@@ -310,7 +313,7 @@ def _find_parent(kind: ConfigKind, name: Any, path: Path) -> Path:
 def _parse_toml(path: Path) -> TomlTable:
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1).decode()
+            text = file.read(MAX_BYTES + 1).decode("utf-8-sig")  # Windows editors start with a byte order mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}): save it as UTF-8") from error
     except OSError as error:
@@ -446,7 +449,10 @@ def _parse_setting(setting: str, *, label: str) -> tuple[tuple[str, ...], Any]:
     if len(parts) > MAX_DEPTH:
         raise ConfigError(_too_deep(label))
     try:
+        text.encode()
         value = _parse_text(f"value = {text}", source=label)["value"]
+    except UnicodeEncodeError:
+        raise ConfigError(f"{label}: not UTF-8 text") from None
     except tomllib.TOMLDecodeError:
         return parts, text
     _refuse_odd_numbers(value, source=label)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
+from hpcrl.spool.outcome import is_too_old
 from hpcrl.spool.record import TRAINABLE, Trajectory
 
 
@@ -47,7 +48,8 @@ def choose_groups(
     lost: dict[str, list[Trajectory]] = {}
     rest: list[Trajectory] = []
     for trajectory in _sort_unconsumed(available, consumed=consumed):
-        if not _is_usable(trajectory) or version - trajectory.start_version > max_lag:
+        is_stale = is_too_old(trajectory.start_version, newest=version, max_lag=max_lag)
+        if is_stale or not _is_usable(trajectory):
             lost.setdefault(trajectory.group, []).append(trajectory)
         elif trajectory.reward is None:
             rest.append(trajectory)
@@ -59,7 +61,8 @@ def choose_groups(
             stale += [*members, *groups.pop(name, ())]
             continue
         for trajectory in members:  # a failed one stays until its group has arrived: it marks the group as lost
-            (stale if version - trajectory.start_version > max_lag else rest).append(trajectory)
+            is_stale = is_too_old(trajectory.start_version, newest=version, max_lag=max_lag)
+            (stale if is_stale else rest).append(trajectory)
     complete = [name for name, members in groups.items() if len(members) >= group_size]
     flat_names = [name for name in complete if is_flat_group(groups[name][:group_size])]
     flat = [trajectory for name in flat_names for trajectory in groups.pop(name)]

@@ -55,7 +55,7 @@ def open_weight_files(model_dir: Path) -> WeightFiles:
     if index.exists():
         try:
             listed: dict[str, str] = msgspec.json.decode(index.read_bytes())["weight_map"]
-        except (msgspec.MsgspecError, KeyError, TypeError) as error:
+        except (msgspec.MsgspecError, RecursionError, KeyError, TypeError) as error:
             raise TrainError(f"{index} cannot be read ({error!r}): download the model again") from error
     elif (model_dir / SINGLE_FILE).exists():
         listed = {}

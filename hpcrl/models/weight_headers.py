@@ -43,7 +43,7 @@ def _list_files(setting: str, directory: Path) -> list[Path]:
     try:
         names = set(msgspec.json.decode(index.read_bytes(), type=dict[str, Any])["weight_map"].values())
         return [directory / name for name in sorted(names)]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{setting} = {str(directory)!r}: {INDEX_FILE} cannot be read ({error!r}): download the model again"
         ) from error
@@ -60,6 +60,6 @@ def _find_damage(path: Path) -> str | None:
         listed = msgspec.json.decode(header, type=dict[str, Any])
         ends = [each["data_offsets"][1] for name, each in listed.items() if name != "__metadata__"]
         expected = _LENGTH.size + length + max(ends, default=0)
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, RecursionError, KeyError, IndexError, TypeError):
         return f"has {size} bytes and no header of a safetensors file"
     return None if size == expected else f"has {size} bytes, and {expected} by its header"

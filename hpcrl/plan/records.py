@@ -63,7 +63,8 @@ def read_record(path: Path, kind: type[T], *, skips_unknown: bool = False) -> T:
             if skips_unknown and isinstance(table, dict):
                 drop_unknown(table, kind)
             return to_struct(LayeredTable(table=table, layers=((path.name, table),)), kind)
-    except (OSError, msgspec.DecodeError, ConfigError) as error:
+    except (OSError, msgspec.DecodeError, ConfigError, RecursionError) as error:
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
         raise CampaignError(
-            f"{path} cannot be read ({error}): the campaign is damaged or was made by another version of hpcrl"
+            f"{path} cannot be read ({reason}): the campaign is damaged or was made by another version of hpcrl"
         ) from error

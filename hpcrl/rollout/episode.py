@@ -38,6 +38,7 @@ from hpcrl.spool.outcome import (
     OUTCOME_REWARD_ERROR,
     OUTCOME_TIMEOUT,
     OUTCOME_UNPLAYED,
+    is_too_old,
 )
 from hpcrl.spool.record import ConversationRow, EpisodeTurn, Trajectory
 from hpcrl.spool.status import EpisodeStatus
@@ -347,7 +348,7 @@ class _EpisodeAttempt:
                 return EpisodeEnding("truncated", OUTCOME_OVERFLOW)
             builder.add_prompt(prompt)
             step, completion = await self._run_turn(env, turn)
-            if self._newest_version() - builder.start_version > limits.max_lag:
+            if is_too_old(builder.start_version, newest=self._newest_version(), max_lag=limits.max_lag):
                 return EpisodeEnding("aborted-stale")
             if step.done:
                 return EpisodeEnding("done")

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpcrl.spool.ids import get_index, make_episode_id
+from hpcrl.spool.outcome import is_too_old
 from hpcrl.spool.record import TRAINABLE, Trajectory
 from hpcrl.spool.status import EpisodeStatus
 
@@ -264,7 +265,7 @@ class EpisodeGroups:
         return self._late_after_s is not None and now - group.started_at >= self._late_after_s
 
     def _is_stale(self, trajectory: Trajectory, *, newest: int) -> bool:
-        return self._max_lag is not None and newest - trajectory.start_version > self._max_lag
+        return self._max_lag is not None and is_too_old(trajectory.start_version, newest=newest, max_lag=self._max_lag)
 
     def _close_group(self, group: _GroupState, members: Sequence[Trajectory] = ()) -> GroupOutcome:
         """Close a group and release its members, or drop all that it kept; abort the episodes that still run."""

@@ -7,6 +7,7 @@
     measure_outcomes           the share of each outcome among the episodes that ended
     is_infrastructure          whether infrastructure caused an outcome
     is_failure, count_failures, measure_failures, format_failed    the one definition of a failed episode
+    is_too_old                 whether an episode is too many versions behind to be trained on
     FAILURES, LOST, ABORTED    the outcomes of failed, lost and aborted episodes
 
 What the policy causes is an outcome with a reward, so that training and evaluations count it; infrastructure that
@@ -102,3 +103,8 @@ def format_failed(*, num_failed: int, num_lost: int) -> str:
     """Return how many episodes failed, and how many of them are done all the same, as they are scored for that."""
     num_scored = num_failed - num_lost
     return f"{num_failed:,} failed" + (f" ({num_scored:,} of them scored)" if num_scored else "")
+
+
+def is_too_old(start_version: int, *, newest: int, max_lag: int) -> bool:
+    """Return whether an episode that started with `start_version` is more than `max_lag` versions behind the newest."""
+    return newest - start_version > max_lag

@@ -145,8 +145,11 @@ def is_directory(path: Path) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """Return the JSON value in `path`; the caller knows its shape."""
-    return json.loads(path.read_bytes())
+    """Return the JSON value in `path`; the caller knows its shape. One that is nested too deep is a ValueError too."""
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError(f"{path.name} is nested too deep") from None
 
 
 def parse_json_lines(data: bytes, *, note_damage: Callable[[], object] = do_nothing) -> Iterator[dict[str, Any]]:

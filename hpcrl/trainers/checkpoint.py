@@ -29,6 +29,7 @@ from hpcrl.campaign_dir.checkpoints import (
     find_missing_file,
     list_committed,
     parse_commit_number,
+    parse_step,
 )
 from hpcrl.errors import LostCheckpointsError, TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
@@ -148,7 +149,7 @@ def _count_older(committed: list[Path], keep: int) -> int:
 
 def find_by_step(directory: Path, step: int) -> Path | None:
     """Return the last commit of a step, if it is intact."""
-    found = [path for path in list_committed(directory) if int(path.name.rpartition("-")[2]) == step]
+    found = [path for path in list_committed(directory) if parse_step(path) == step]
     return found[-1] if found and find_damage(found[-1]) is None else None
 
 

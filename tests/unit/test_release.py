@@ -8,7 +8,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import pytest
@@ -183,3 +183,51 @@ def test_the_versions_of_the_page_are_those_that_the_suites_run_with(what: str) 
     except PackageNotFoundError:
         pytest.skip(f"{what} is not installed")
     assert f"{installed.partition('+')[0]}.".startswith(f"{tested[0]}.")
+
+
+LOGIN_NODE = """
+import importlib, pkgutil, sys
+from importlib.metadata import packages_distributions
+
+installed = {installed!r}
+owners_of = packages_distributions()
+absent = {{name for name, owners in owners_of.items() if not installed & {{each.lower() for each in owners}}}}
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name in absent - {{"hpcrl"}}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import hpcrl.commands
+for module in pkgutil.iter_modules(hpcrl.commands.__path__, "hpcrl.commands."):
+    importlib.import_module(module.name)
+from hpcrl.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""A login node, on which nothing is installed but what `pip install hpcrl` installs."""
+
+
+def list_base_packages() -> set[str]:
+    """Return the names of all that hpcrl needs without an extra, with what that needs itself."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found: set[str] = set()
+    to_visit = [str(line) for line in project["dependencies"]]
+    while to_visit:
+        name = re.split(r"[^A-Za-z0-9._-]", to_visit.pop(), maxsplit=1)[0].lower().replace("_", "-")
+        if name not in found:
+            found.add(name)
+            to_visit += [line for line in requires(name) or () if "extra ==" not in line]
+    return {*found, *(name.replace("-", "_") for name in found)}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("ls",), ("plan", "quickstart", "--site", "lab"), ("site", "show", "lab"), ("recipe", "ls"), ("stop", "q")],
+    ids="-".join,
+)
+def test_a_login_node_needs_only_the_packages_that_come_without_an_extra(home: Path, words: tuple[str, ...]) -> None:
+    code = LOGIN_NODE.format(installed=list_base_packages())
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == (2 if words[0] == "stop" else 0), done.stderr
+    assert "No module named" not in done.stdout + done.stderr

@@ -22,7 +22,7 @@ from hpcrl.rollout.agents.shared_sequence import IdListCache
 from hpcrl.rollout.episode import EpisodeLimits
 from hpcrl.rollout.tasks import stable_hash
 from hpcrl.spool.ids import make_request_id
-from hpcrl.spool.outcome import OUTCOME_MAX_TURNS, OUTCOME_OVERFLOW
+from hpcrl.spool.outcome import OUTCOME_MAX_TURNS, OUTCOME_OVERFLOW, is_too_old
 
 MAX_IGNORED_FIELDS, MAX_FIELD_CHARS = 32, 64
 """The most names of ignored fields that an episode remembers, and how much of each."""
@@ -115,7 +115,7 @@ class ProgramSession:
         for turn in self.recording.turns[self._num_checked :]:
             self.start_version = min((self.start_version, *turn.completion.versions))
         self._num_checked = len(self.recording.turns)
-        if self.newest_version() - self.start_version > self.limits.max_lag:
+        if is_too_old(self.start_version, newest=self.newest_version(), max_lag=self.limits.max_lag):
             self.is_stale = True
             self.stop_event.set()
 
