@@ -174,7 +174,7 @@ def _queue_more(last: JobDir, request: CampaignRequest) -> list[str]:
     if not site.nodes_may_submit:
         return next_job.queue_chain(last, plan=plan, site=site, slurm_id=submitted.id)
     env = os.environ | make_site_environment(site)
-    id = next_job.queue_next_job(last, plan=plan, site=site, slurm_id=submitted.id, env=env)
+    id = next_job.queue_next_job(last, plan=plan, site=site, waits_for=submitted.id, env=env)
     return [] if id is None else [id]
 
 

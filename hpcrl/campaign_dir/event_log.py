@@ -55,7 +55,7 @@ BEAT_INTERVAL_S = 10.0
 MAX_PENDING_LINES = 1000
 """The most lines that wait for a file system to accept them."""
 NUM_FREE_LOOKS, MAX_LOOKS_PER_S = 100, 400
-"""A sparing reader looks at no more than so many files a second, besides a few."""
+"""The files at which a sparing reader always looks, and how many of the others it looks at in a second."""
 MAX_LOOK_INTERVAL_S = 5.0
 """The longest that a sparing reader leaves a file alone; well below the age of a heartbeat that counts."""
 
@@ -204,7 +204,9 @@ class EventReader:
 
     def poll(self) -> Iterator[CampaignEvent]:
         """Return new events, file by file; incomplete lines wait for the next call, unknown ones are skipped."""
-        return (event for line in self.poll_lines() if (event := parse_event(line)) is not None)
+        for name in self._list_names():
+            if self._has_grown(name):
+                yield from self._iter_events(name, BLOCK_BYTES)
 
     def poll_merged(self) -> Iterator[CampaignEvent]:
         """Yield new events in the order of jobs and time, with a block of each file of one job in memory."""

@@ -1,7 +1,7 @@
 """The events of a campaign, one struct a kind; emitters construct them, and readers get them back.
 
 CampaignEvent   the base of all events
-count_rewards   make the event of a scored segment
+make_segment_scored   make the event of a scored segment
 build_line      make the line of an event
 parse_event     read a line of an event file; None for torn, foreign or newer lines
 is_known_event  whether this version has a kind
@@ -477,7 +477,7 @@ _EVENT_TYPES: dict[str, type[CampaignEvent]] = {
 }
 
 
-def count_rewards(segment: str, rewards: dict[str, list[float]]) -> SegmentScored:
+def make_segment_scored(segment: str, rewards: dict[str, list[float]]) -> SegmentScored:
     """Make the event of a segment from its rewards by domain."""
     given = [reward for domain in rewards.values() for reward in domain]
     mean = sum(given) / len(given) if given else None

@@ -690,7 +690,8 @@ def _explain_error(message: str, layered: LayeredTable, kind: type[msgspec.Struc
     where = ".".join(trail)
     if (new_value := _find_new_value(where, seen)) is not None:
         return f'{source}: {where} = {_show_value(seen)} is now written "{new_value}": use the new value'
-    return f"{source}: {where}: {what[:1].lower()}{what[1:]} (seen: {_show_value(seen)})"
+    place = f"{source}: {where}" if where else source
+    return f"{place}: {what[:1].lower()}{what[1:]} (seen: {_show_value(seen)})"
 
 
 def _translate_types(message: str) -> str:

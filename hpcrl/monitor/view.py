@@ -272,7 +272,7 @@ class SnapshotSource(Protocol):
 def pace_looks(
     source: SnapshotSource, *, interval_s: float, wait: Callable[[float], None], until_done: bool = False
 ) -> Iterator[CampaignSnapshot]:
-    """Yield the state of a campaign after every look at it: the same one until there is news, or some time has passed.
+    """Yield the state of a campaign after every look at it: the same one until it has changed, or is old.
 
     Looks, and states with what the caller does with them, are as frequent as their shares of a core allow.
     """

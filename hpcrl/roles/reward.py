@@ -24,7 +24,7 @@ from typing import Literal, cast
 
 import msgspec
 
-from hpcrl.campaign_dir.events import FaultReported, SegmentScored, WorkerStarted, count_rewards
+from hpcrl.campaign_dir.events import FaultReported, SegmentScored, WorkerStarted, make_segment_scored
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.errors import HpcrlError, RewardError, SpoolError
 from hpcrl.monitor.notes import make_cause
@@ -235,7 +235,7 @@ class _ScoredCounts:
 
     def summarise(self, segment: str) -> SegmentScored:
         return msgspec.structs.replace(
-            count_rewards(segment, self.rewards),
+            make_segment_scored(segment, self.rewards),
             reward_errors={name: replaced.total() for name, replaced in self.replaced_outcomes.items()},
             replaced_outcomes={name: dict(replaced) for name, replaced in self.replaced_outcomes.items()},
             reward_faults={name: dict(failed) for name, failed in self.faults.items()},

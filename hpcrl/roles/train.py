@@ -5,7 +5,7 @@
     DrainTimes                  the times of steps and checkpoints, and whether a step still fits
     BATCH_POLL_INTERVAL_S       the pause while there is nothing to train on
     EVALUATION_POLL_INTERVAL_S  the pause while the last evaluation runs
-    WORK_FACTOR                 the time limit of a part of a step
+    WORK_FACTOR                 the time limit of a part of a step, as a multiple of `stall_s`
     NUM_MEASURED, TIME_FACTOR      how many of the last steps count, and how much longer the next may be
     LAST_CHECKPOINT_TIMEOUT_S   the time that a checkpoint has to be complete after memory ran out
 
@@ -419,10 +419,13 @@ class TrainingLoop:
         """Publish the weights that training starts from, unless they are the newest version."""
         newest = publisher.newest_version()
         if newest != self.version or publisher.newest_readable() != self.version:
-            # Version numbers never decrease: versions published after the checkpoint are obsolete, so take a new one.
-            self.version = self.version if newest is None else max(self.version, newest + 1)
-            self.publish()
+            self._publish_above(newest)
             publisher.persist()
+
+    def _publish_above(self, newest: int | None) -> None:
+        """Publish the weights as a version above all others: those after the checkpoint are obsolete."""
+        self.version = self.version if newest is None else max(self.version, newest + 1)
+        self.publish()
 
     @property
     def is_warming_up(self) -> bool:
@@ -450,9 +453,7 @@ class TrainingLoop:
         if not self.is_warming_up and self.publisher is not None:
             self.check_evidence()  # nothing is played with a model that imitated nothing
             self.evidence.start_rewards()
-            newest = self.publisher.newest_version()
-            self.version = self.version if newest is None else max(self.version, newest + 1)
-            self.publish()
+            self._publish_above(self.publisher.newest_version())
             self.trainer.restart_optimizer()  # its moments are those of another loss: rewards would move it too far
         if not self.is_warming_up or self.step % self.context.recipe.train.checkpoint_every_steps == 0:
             self.start_checkpoint()

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, SegmentScored, count_rewards
+from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, SegmentScored, make_segment_scored
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import SpoolError
 from hpcrl.spool.ids import get_domain
@@ -147,4 +147,4 @@ def _summarise_twin(name: str, twin: Sequence[PackedTrajectory]) -> SegmentScore
     rewards: dict[str, list[float]] = {}
     for packed in twin:
         rewards.setdefault(get_domain(packed.id), []).append(packed.reward or 0.0)
-    return count_rewards(name, rewards)
+    return make_segment_scored(name, rewards)

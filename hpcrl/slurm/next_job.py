@@ -56,11 +56,11 @@ SUBMISSION_TIMEOUT_S = 600.0
 
 
 def queue_next_job(
-    job: JobDir, *, plan: Plan, site: Site, slurm_id: str, env: Mapping[str, str] | None = None
+    job: JobDir, *, plan: Plan, site: Site, waits_for: str, env: Mapping[str, str] | None = None
 ) -> str | None:
     """Queue the job after `job` and return its id; None if there is one already or no more jobs are allowed.
 
-    `slurm_id` is the id of the job that it waits for, or several with colons between them.
+    `waits_for` is the id of the job that it waits for, or several with colons between them.
 
     Raise SlurmError if Slurm refuses it. A job that may be queued without an answer keeps its directory: it could not
     start without, and a later try finds it by its mark.
@@ -76,7 +76,7 @@ def queue_next_job(
         make_private_dir(next_job.logs)
         publish_file(next_job.chain_marker, str(num_left - 1))
         publish_file(next_job.script, make_job_script(plan, job=next_job, site=site), mode=0o700)
-        dependency = f"--dependency=afterany:{slurm_id}"
+        dependency = f"--dependency=afterany:{waits_for}"
         id = commands.queue_script(next_job.script, dependency, mark=make_mark(next_job), env=env)
     except BaseException as error:
         if may_be_queued or isinstance(error, LostAnswerError):
@@ -119,7 +119,7 @@ def queue_chain(job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> list[s
     Each waits for all before it: if some of them are cancelled, the first of the others does not start beside `job`.
     """
     env, ids = make_job_environment(site), [slurm_id]
-    while (id := queue_next_job(job, plan=plan, site=site, slurm_id=":".join(reversed(ids)), env=env)) is not None:
+    while (id := queue_next_job(job, plan=plan, site=site, waits_for=":".join(reversed(ids)), env=env)) is not None:
         ids.append(id)
         job = job.next_job
     return ids[1:]
@@ -144,7 +144,7 @@ def try_follow(
     job, waits_for, is_first, num_ahead = place.job, slurm_id, True, 0
     while waits_for and num_ahead < NUM_AHEAD:
         try:
-            id = queue_next_job(job, plan=plan, site=site, slurm_id=waits_for, env=env)
+            id = queue_next_job(job, plan=plan, site=site, waits_for=waits_for, env=env)
             job = job.next_job
             known = id or _read_id(job)
             if id is None and known and _is_gone(known):
@@ -161,7 +161,7 @@ def try_follow(
 
 
 def _is_gone(slurm_id: str) -> bool:
-    """Return whether Slurm has a job no more; False if it does not answer."""
+    """Return whether Slurm no longer has a job; False if it does not answer."""
     live = commands.query_live_jobs([slurm_id])
     return live is not None and slurm_id not in live
 
@@ -258,9 +258,9 @@ def query_end_state(job: JobDir) -> str:
 def _read_progress(job: JobDir) -> SavedProgress:
     """Return what a job and those before it have saved; a job that a user has submitted starts a new count."""
     numbers = reversed(job.campaign.job_numbers())
-    has_checkpoint = any(_has_checkpoint(job.campaign, number) for number in numbers if number <= job.number)
+    has_checkpoint = any(_has_saved(job.campaign, number) for number in numbers if number <= job.number)
     num_idle, seen = 0, job
-    while not _has_checkpoint(job.campaign, seen.number):
+    while not _has_saved(job.campaign, seen.number):
         end = read_job_end(seen)
         was_tried = not has_checkpoint or _has_started(seen) if end is None else end.cause not in UNCOUNTED_CAUSES
         num_idle += was_tried or seen is job
@@ -302,6 +302,6 @@ def count_jobs_left(job: JobDir) -> int:
         return read_plan(job.campaign).num_jobs - 1
 
 
-def _has_checkpoint(campaign: CampaignDir, number: int) -> bool:
+def _has_saved(campaign: CampaignDir, number: int) -> bool:
     events = EventReader.for_role(campaign.events, "train", job=number).poll()
     return any(isinstance(event, CheckpointSaved) for event in events)

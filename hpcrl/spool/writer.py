@@ -40,7 +40,7 @@ MAX_WRITE_PAUSE_S = 5.0
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of a batch. Up to twice `max_bytes` are held while a batch is written, or cannot be."""
+    """The limits of a batch. Twice `max_bytes`, and one whole group, may be held while a batch cannot be written."""
 
     max_bytes: int = 64 << 20
     max_count: int = 256

@@ -2,5 +2,5 @@
 
 stage        what a recipe names: models, data files, images
 image_definition    the definition of an image with hpcrl: `hpcrl image`
-hub_files    files of the hub: listed, fetched, checked; the only importer of huggingface_hub
+hub_files    files of the hub: listed, fetched, checked
 """

@@ -294,7 +294,7 @@ class SpoolVerifier:
         for path, reason in consumed.problems:
             self._add_finding("damage", path, reason)
         if not consumed.checkpoint:
-            self.report.consumed = "no checkpoint yet"
+            self.report.consumed = "no checkpoint"
             return
         keep_setting = _read_keep_setting(self.campaign)
         summary = f"{consumed.num_groups:,} groups, by checkpoint {consumed.checkpoint}"
@@ -423,7 +423,8 @@ def _print_report(console: Console, report: VerifyReport) -> None:
     if report.clean:
         console.print(
             Text.assemble(
-                ("clean", "bold green"), f"  {escape_to_one_line(report.campaign)}: nothing is damaged or missing"
+                ("clean", "bold green"),
+                f"  {escape_to_one_line(report.campaign)}: nothing is damaged{'' if notes else ' or missing'}",
             )
         )
     else:

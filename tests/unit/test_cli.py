@@ -474,6 +474,16 @@ def test_a_plan_elsewhere_names_what_it_did_not_check(home: Path, monkeypatch: p
     assert "this machine has no Slurm, so it is not a login node of perlmutter" in planned.stderr
 
 
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_name_that_cannot_be_that_of_a_new_campaign_is_refused(
+    home: Path, more: tuple[str, ...], refused: Refusal
+) -> None:
+    submission = ("submit", "quickstart", "--site", "local", *more)
+    assert "letters, digits" in refused(*submission, "--name", "a name/..")
+    (home / "campaigns" / "taken").mkdir(parents=True)
+    assert "campaign 'taken' exists already" in refused(*submission, "--name", "taken")
+
+
 @pytest.mark.parametrize("root", ["/proc/nope", "/dev/null"])
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
 def test_a_directory_of_campaigns_that_cannot_be_made_is_named(

@@ -258,7 +258,7 @@ class Router:
                 if decision.decode is not None:
                     return decision
             if _loop_time() > deadline:
-                full = f", {len(refused)} of them full" if refused else ""
+                full = f" ({len(refused)} were full)" if refused else ""
                 raise EngineError(
                     f"no decode worker was available{full} for "
                     f"{self._timeouts.no_decode_timeout_s:g} s: see the logs of role decode"

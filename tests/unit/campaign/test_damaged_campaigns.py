@@ -1,6 +1,8 @@
 """Campaigns whose files are damaged or missing: one message each, and no other campaign suffers."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,6 +84,22 @@ def test_a_campaign_whose_record_is_damaged_is_not_continued(
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1, printed
     assert "campaign.json is damaged" in printed
+
+
+@pytest.mark.parametrize("record", ["recipe", "site", "plan", "manifest"])
+def test_a_record_that_is_nested_too_deep_ends_no_command_with_a_traceback(
+    good: SyntheticCampaign, record: str
+) -> None:
+    write_description(good.directory, load_request("quickstart", site="local"))
+    good.submit_local(pid=2**22 + 1)
+    getattr(good.directory, record).write_text("[" * 3000 + "]" * 3000)
+
+    for words in (["resume", "good"], ["report", "good"], ["traj", "verify", "good"], ["gc", "good"]):
+        command = [sys.executable, "-m", "hpcrl.cli", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=good.directory.root)
+        assert done.returncode in (0, 1, 2)
+        assert "Traceback" not in done.stderr, words
+        assert "recursion" not in (done.stdout + done.stderr).lower(), words
 
 
 def test_logs_of_a_job_without_logs_name_their_directory(

@@ -90,6 +90,7 @@ def test_a_model_that_a_job_would_refuse_is_refused(
     [
         ("[]", "config.json is not a model's configuration: it has a JSON list, no object"),
         ("{", "config.json is not a model's configuration: "),
+        ("[" * 3000, "config.json is not a model's configuration: config.json is nested too deep"),
         (None, "is not a model directory: it has no config.json"),
     ],
 )

@@ -47,8 +47,8 @@ from hpcrl.campaign_dir.events import (
     WorkerFailed,
     WorkerRestarted,
     WorkerStarted,
-    count_rewards,
     describe_event,
+    make_segment_scored,
     parse_event,
 )
 from hpcrl.learn.evaluations import EvaluationResult
@@ -400,9 +400,9 @@ def test_no_emitter_passes_a_string():
 
 
 def test_rewards_of_a_segment_are_counted_over_its_domains() -> None:
-    event = count_rewards("a.h5", {"lake": [1.0, 0.0], "taxi": [0.5]})
+    event = make_segment_scored("a.h5", {"lake": [1.0, 0.0], "taxi": [0.5]})
     assert (event.segment, event.num, event.reward_mean) == ("a.h5", 3, 0.5)
-    assert count_rewards("b.h5", {}).reward_mean is None
+    assert make_segment_scored("b.h5", {}).reward_mean is None
 
 
 def _name_of(function: ast.expr) -> str:

@@ -1,6 +1,7 @@
 """Recipes and sites as TOML: found, extended, overridden, refused with a fix."""
 
 import json
+import os
 import tomllib
 from pathlib import Path
 
@@ -300,6 +301,21 @@ def test_a_comment_or_a_text_with_many_dots_is_no_deep_key(recipe: Path, text: s
 @pytest.mark.parametrize("setting", ["x=" + "[" * 2000, ".".join("a" * 2000) + "=1"], ids=["value", "key"])
 def test_a_setting_that_is_nested_too_deep_is_refused(recipe: Path, setting: str) -> None:
     assert "nested" in refused(recipe, setting)
+
+
+def test_a_setting_that_is_no_text_is_refused(recipe: Path) -> None:
+    assert "not UTF-8 text" in refused(recipe, "description=" + os.fsdecode(b"\xff"))
+
+
+def test_a_file_may_start_with_a_byte_order_mark(recipe: Path) -> None:
+    recipe.write_bytes(b"\xef\xbb\xbf" + RECIPE.encode())
+    assert load_recipe(str(recipe)).rollout.group_size == 4
+
+
+@pytest.mark.parametrize("parent", ["no-such-recipe", "no-such-recipe.toml"])
+def test_a_parent_that_is_not_found_is_named_with_the_file_that_extends_it(recipe: Path, parent: str) -> None:
+    recipe.write_text(f'extends = "{parent}"')
+    assert refused(recipe).startswith(f"{recipe}: extends: no recipe '{parent}'")
 
 
 def child_of(recipe: Path, text: str) -> Path:

@@ -55,7 +55,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def follow(campaign: CampaignDir, number: int, asked: CampaignRequest) -> str | None:
-    return next_job.queue_next_job(campaign.job(number), plan=asked.plan, site=asked.site, slurm_id="4711")
+    return next_job.queue_next_job(campaign.job(number), plan=asked.plan, site=asked.site, waits_for="4711")
 
 
 def ended(campaign: CampaignDir, number: int, outcome: str, reason: str = "so it is") -> JobDir:

@@ -84,6 +84,11 @@ def test_an_export_has_the_trained_weights(tmp_path, advantage, capsys, monkeypa
         export_model(campaign, tmp_path / "other", step=7)
 
 
+def test_an_export_without_any_checkpoint_has_nothing_to_choose_from(tmp_path):
+    with pytest.raises(TrainError, match="has no checkpoint: there is no trained model to export"):
+        export_model(CampaignDir(tmp_path / "campaign"), tmp_path / "hf")
+
+
 def test_an_export_names_a_damaged_checkpoint_in_whose_place_it_takes_an_older_one(tmp_path, capsys):
     campaign = CampaignDir(tmp_path / "campaign")
     make_model(campaign.model)
