@@ -1,7 +1,7 @@
 """Measure how well the names of hpcrl explain themselves: `make names`; exit code 1 when a bar is missed.
 
     python .ci/names.py            the table
-    python .ci/names.py --words    where the dialect words of the glossary table are, in any case
+    python .ci/names.py --words    the dialect words of the glossary table, in any case, with their lines
     python .ci/names.py --classes  one-word classes, and classes of one name
 
 Private names count, without their underscores. Dialect words have a bar in the package and the docs, and another in
@@ -11,7 +11,7 @@ tests and benches.
 import ast
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,11 +49,9 @@ def main(args: list[str]) -> int:
     modules = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {name: ast.parse(path.read_text()) for name, path in modules.items()}
     classes = find_classes(trees)
-    words = count_words(CODE_AND_DOCS, ROOT_TEXTS)
-    test_words = count_words(TESTS)
+    words, test_words = find_words(CODE_AND_DOCS, ROOT_TEXTS), find_words(TESTS)
     if "--words" in args:
-        for place, number in sorted((words + test_words).items(), key=lambda item: -item[1]):
-            print(f"{number:6} {place}")
+        print(*words, *test_words, sep="\n")
         return 0
     if "--classes" in args:
         print("one word:", *sorted({name for name in classes if num_words(name) == 1}))
@@ -80,8 +78,8 @@ def main(args: list[str]) -> int:
         ("class names in several modules", sum(len(where) > 1 for where in classes.values()), 0, ""),
         ("modules with one importer, under 120 lines", percent(len(small), len(content)), 8, "%"),
         ("modules in the root", len(list(PACKAGE.glob("*.py"))), 3, ""),
-        ("dialect words in code and docs", sum(words.values()), 60, ""),
-        ("dialect words in tests and benches", sum(test_words.values()), 40, ""),
+        ("dialect words in code and docs", len(words), 60, ""),
+        ("dialect words in tests and benches", len(test_words), 40, ""),
     ]
     missed = False
     for label, value, bar, unit in rows:
@@ -136,18 +134,20 @@ def percent(part: int, whole: int) -> int:
     return round(100 * part / max(whole, 1))
 
 
-def count_words(folders: tuple[str, ...], files: tuple[str, ...] = ()) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    paths = [path for folder in folders for pattern in TEXT_FILES for path in (ROOT / folder).rglob(pattern)]
+def find_words(folders: tuple[str, ...], files: tuple[str, ...] = ()) -> list[str]:
+    """Return each dialect word with its file and line."""
+    found = []
+    paths = [path for folder in folders for pattern in TEXT_FILES for path in sorted((ROOT / folder).rglob(pattern))]
     for path in [*paths, *(ROOT / name for name in files)]:
         if "golden/files" in str(path) or path.name == "glossary.md" or path == Path(__file__).resolve():
             continue
         text = re.sub(r"<[|\uff5c][^<>]*[|\uff5c]>|[_`]", " ", path.read_text(errors="replace"))  # not models' marks
         name = str(path.relative_to(ROOT))
         for place, words in DIALECT_WORDS.items():
-            if name.startswith(place) and (number := len(words.findall(text))):
-                counts[name] += number
-    return counts
+            if name.startswith(place):
+                lines = ((text.count("\n", 0, word.start()) + 1, word[0]) for word in words.finditer(text))
+                found += [f"{name}:{line}: {' '.join(word.split())}" for line, word in lines]
+    return found
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ class DrainNotice(msgspec.Struct, frozen=True, kw_only=True):
     left_s: float | None = None
     """The time until then when this was published; clocks of nodes differ, and may jump."""
     end_s: float | None = None
-    """The time from then in which a driver that lives ends the job; None if nothing kills the job."""
+    """The time from then in which a running driver ends the job; None if nothing kills the job."""
     answers_sigterm: bool = False
     """True if the driver knows of the SIGTERM that steps have reported: it was alive after that."""
 
@@ -112,7 +112,7 @@ class DrainTime:
         return self._deadline - time.monotonic() if self._read_notice() else math.inf
 
     def is_driver_overdue(self) -> bool:
-        """Return whether a driver that lives would have ended the job by now."""
+        """Return whether a running driver would have ended the job by now."""
         return self._read_notice() and time.monotonic() > self._end
 
     def _read_notice(self) -> bool:

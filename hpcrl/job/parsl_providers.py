@@ -143,7 +143,7 @@ class StepProvider(ExecutionProvider):
     def end_lost(self, host: str) -> None:
         """End the block on a host whose worker pool Parsl has lost: srun waits forever for a node that restarted.
 
-        A step that has pools on other nodes too continues, a pool that still runs there ends when nobody answers it.
+        A step that has pools on other nodes too continues, a pool that still runs there ends when it gets no answer.
         """
         name, latest = host.partition(".")[0], time.monotonic() - MIN_LOST_AGE_S
         for node, pool in zip(self._nodes, self._pools, strict=True):

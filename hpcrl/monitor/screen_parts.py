@@ -111,7 +111,7 @@ class FittedTable:
     ) -> None:
         """Make columns of texts, of numbers that some row has, and of texts; `styles` are by row and column.
 
-        A title is a line of its own, before the row at its place. `long_names` is what becomes of a first column that
+        A title is a separate line, before the row at its place. `long_names` is what becomes of a first column that
         is wider than the screen; a table with titles has one line a row, so it cuts them.
         """
         self._titles = titles or {}

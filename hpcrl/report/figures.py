@@ -171,7 +171,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
     times: list[tuple[float, float]]
     """The times in which one of them was up; shorter gaps than can be drawn are closed."""
     failures: list[float]
-    """The times when one of them failed; of those too near to be told apart, the first."""
+    """The times when one of them failed; of those too near to distinguish, the first."""
     num_failures: int
     up_s: float
     """The time that they were up, added up."""

@@ -19,7 +19,7 @@ MAX_ROWS = 1500
 MAX_BAR_PARTS = 12_000
 """The parts of all bars of a page: gaps are closed, the shortest first, until there are fewer."""
 NUM_PLACES = 1000
-"""The places of a bar that can be told apart."""
+"""The places of a bar that can be distinguished."""
 _MIN_PLACES = 4
 
 

@@ -102,7 +102,7 @@ def _find_checkpoint(campaign: CampaignDir, step: int | None) -> Path:
     if found is None:
         saved_steps = ", ".join(str(number) for number in list_saved_steps(campaign.checkpoints))
         if not saved_steps:
-            raise TrainError(f"campaign {campaign.name} has no checkpoint: there is no trained model to export")
+            raise TrainError(f"campaign {campaign.name} has no checkpoint: nothing trained can be exported")
         wanted = "" if step is None else f" of step {step}"
         raise TrainError(
             f"campaign {campaign.name} has no intact checkpoint{wanted} (steps: {saved_steps}): give one of these, as "

@@ -284,9 +284,9 @@ def check_version(launch: VllmLaunch) -> None:
 
 
 def find_cause(log: Path, *, start: int) -> str:
-    """Find why a server ended whose output begins there: the first error of its processes, else the last line.
+    """Find why a server ended whose output starts there: the first error of its processes, else the last line.
 
-    The last line is mostly that of the process for requests, which only says that another one failed.
+    The last line is mostly that of the process for requests, which only reports that another one failed.
     """
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(start)

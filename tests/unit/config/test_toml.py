@@ -303,7 +303,7 @@ def test_a_setting_that_is_nested_too_deep_is_refused(recipe: Path, setting: str
     assert "nested" in refused(recipe, setting)
 
 
-def test_a_setting_that_is_no_text_is_refused(recipe: Path) -> None:
+def test_a_setting_must_be_text(recipe: Path) -> None:
     assert "not UTF-8 text" in refused(recipe, "description=" + os.fsdecode(b"\xff"))
 
 

@@ -85,7 +85,7 @@ def test_an_export_has_the_trained_weights(tmp_path, advantage, capsys, monkeypa
 
 
 def test_an_export_without_any_checkpoint_has_nothing_to_choose_from(tmp_path):
-    with pytest.raises(TrainError, match="has no checkpoint: there is no trained model to export"):
+    with pytest.raises(TrainError, match="has no checkpoint: nothing trained can be exported"):
         export_model(CampaignDir(tmp_path / "campaign"), tmp_path / "hf")
 
 
