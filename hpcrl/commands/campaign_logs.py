@@ -106,7 +106,7 @@ def _find_logs(job: JobDir, role: str | None) -> list[Path]:
     stems = {path.stem.rpartition("-")[0] or path.stem for path in job.logs.glob("*.log")}
     present = sorted(named.get(stem, stem) for stem in stems)
     if not present:
-        raise CampaignError(f"job {job.number} of {job.campaign.name} has no logs yet in {job.logs}")
+        raise CampaignError(f"job {job.number} of {job.campaign.name} has no logs in {job.logs}")
     hint = suggest_name(role or "", present)
     raise CampaignError(
         f"job {job.number} of {job.campaign.name} has no log of {role!r}: {hint}it has {', '.join(present)}"

@@ -11,7 +11,7 @@ from hpcrl.config.recipe import Recipe, make_recipe
 from hpcrl.config.toml import NAME_PATTERN, PATTERN_MEANINGS, find_toml, list_known_names, load_table, user_folder
 from hpcrl.errors import ConfigError, HpcrlError
 from hpcrl.system.files import make_private_dir, publish_file
-from hpcrl.system.terminal import print_line
+from hpcrl.system.terminal import print_line, print_note
 
 
 def run_recipe_ls(arguments: argparse.Namespace) -> int:
@@ -29,10 +29,15 @@ def run_recipe_ls(arguments: argparse.Namespace) -> int:
 
 def run_recipe_show(arguments: argparse.Namespace) -> int:
     """Print the file, and those that it extends, the first one last."""
-    for file, _ in load_table("recipes", arguments.recipe).layers:
+    table = load_table("recipes", arguments.recipe)
+    for file, _ in table.layers:
         path = find_toml("recipes", file)
         print_line(f"# {path}")
         sys.stdout.write(path.read_text())
+    try:
+        make_recipe(table)
+    except HpcrlError as error:
+        print_note(f"it cannot be used: {error}")
     return 0
 
 

@@ -33,8 +33,13 @@ def run_site_show(arguments: argparse.Namespace) -> int:
     load_table("sites", arguments.name)
     print_line(f"# {path}")
     sys.stdout.write(path.read_text())
-    with contextlib.suppress(HpcrlError):  # a site with a wrong value is shown too
-        for line in describe_own_gpus(load_site(arguments.name)):
+    try:
+        site = load_site(arguments.name)
+    except HpcrlError as error:  # a site with a wrong value is shown too
+        print_note(f"it cannot be used: {error}")
+        return 0
+    with contextlib.suppress(HpcrlError):
+        for line in describe_own_gpus(site):
             print_line(f"# {line}")
     return 0
 

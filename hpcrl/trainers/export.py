@@ -50,6 +50,10 @@ def export_model(campaign: CampaignDir, target: Path, *, step: int | None = None
     """Export the newest intact checkpoint, or that of a step, and return it; `target` must not exist."""
     if target.exists():
         raise TrainError(f"{target} exists already: choose another directory, or remove it")
+    try:
+        str(target).encode()
+    except UnicodeEncodeError:
+        raise TrainError(f"{str(target)!r} has a name that is not UTF-8 text: choose another directory") from None
     source = _find_checkpoint(campaign, step)
     tensors = _read_weights(campaign, source)
     dtypes, usual = _read_dtypes(campaign.model), _read_usual_dtype(campaign.model)

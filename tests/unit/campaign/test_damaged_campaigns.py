@@ -109,7 +109,7 @@ def test_logs_of_a_job_without_logs_name_their_directory(
 
     assert main(["logs", "good"]) == 2
 
-    assert capsys.readouterr().err == f"hpcrl: job 0 of good has no logs yet in {good.directory.job(0).logs}\n"
+    assert capsys.readouterr().err == f"hpcrl: job 0 of good has no logs in {good.directory.job(0).logs}\n"
 
 
 @pytest.mark.parametrize("stop", [stop_gracefully, stop_now])

@@ -46,3 +46,23 @@ def test_a_name_that_cannot_be_a_recipe_is_refused(
 ) -> None:
     assert main(["recipe", "new", name]) == 2
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "fault"),
+    [
+        (["recipe", "show"], 'extends = "quickstart"\nrouter.reluctance = 1', "'router.reluctance' is now called"),
+        (["site", "show"], 'extends = "local"\nscheduler = "pbs"', "unknown value 'pbs'"),
+    ],
+    ids=["recipe", "site"],
+)
+def test_a_file_that_cannot_be_used_is_shown_with_the_reason(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], text: str, fault: str
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    assert main([*words, str(path)]) == 0
+    shown = capsys.readouterr()
+    assert text in shown.out
+    assert shown.err.startswith("hpcrl: note: it cannot be used: ")
+    assert fault in shown.err

@@ -89,6 +89,11 @@ def test_an_export_without_any_checkpoint_has_nothing_to_choose_from(tmp_path):
         export_model(CampaignDir(tmp_path / "campaign"), tmp_path / "hf")
 
 
+def test_an_export_to_a_name_that_safetensors_cannot_open_is_refused(tmp_path):
+    with pytest.raises(TrainError, match="not UTF-8 text: choose another directory"):
+        export_model(CampaignDir(tmp_path / "campaign"), tmp_path / os.fsdecode(b"h\xff"))
+
+
 def test_an_export_names_a_damaged_checkpoint_in_whose_place_it_takes_an_older_one(tmp_path, capsys):
     campaign = CampaignDir(tmp_path / "campaign")
     make_model(campaign.model)
