@@ -6,6 +6,7 @@
     SpoolName, SPOOLS    its spools
     make_worker_name     the name of a worker in events, endpoints, logs and spools
     drop_job             the same without the job
+    parse_role           the role in it
 
 Files below a directory of one owner (a version in weights/, a segment in spools/) are named by that owner.
 
@@ -67,6 +68,11 @@ def make_worker_name(job: int, *parts: str | int) -> str:
 def drop_job(worker: str) -> str:
     """Return the name of a worker without its job."""
     return worker.partition("-")[2] or worker
+
+
+def parse_role(worker: str) -> str:
+    """Return the role in the full name of a worker; "" if the name has none."""
+    return drop_job(worker).rpartition("-")[0]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import msgspec
 from hpcrl.campaign import directory
 from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, describe_event, parse_event
-from hpcrl.campaign_dir.paths import CampaignDir, JobDir
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir, drop_job, parse_role
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.monitor.log_tail import ROLE_LOGS, list_role_logs, read_from, read_last_lines, split_lines
@@ -239,8 +239,8 @@ def _check_kinds(kinds: Collection[str]) -> None:
 
 
 def _check_roles(campaign: CampaignDir, roles: Collection[str]) -> None:
-    names = {path.stem.partition("-")[2] for path in campaign.events.glob(f"*{EVENT_SUFFIX}")}
-    present = sorted({name.rpartition("-")[0] or name for name in names})
+    names = [path.stem for path in campaign.events.glob(f"*{EVENT_SUFFIX}")]
+    present = sorted({parse_role(name) or drop_job(name) for name in names})  # the driver has no number
     for role in roles:
         if present and role not in present:
             raise ConfigError(

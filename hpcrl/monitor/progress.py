@@ -5,7 +5,7 @@ JobProgress, WorkerProgress, WorkerFailure, RecentLoad, EpisodeTotals, DomainPro
 TokenRate           its parts
 join_loads          the load of several engines
 FaultCause          what reported faults are counted by
-name_subject, parse_role  the worker that an event of another one is about, and the role in a name
+name_subject        the worker that an event of another one is about
 EPISODE_COUNTERS, RATE_WINDOW_S, MAX_RECENT_REWARDS, MIN_RECENT_OUTCOMES, MAX_ENGINE_WINDOW_S, MIN_OCCUPIED_SHARE,
 MIN_JUDGED_PLACES, MAX_FAULT_CAUSES    what is counted, and limits
 """
@@ -48,7 +48,7 @@ from hpcrl.campaign_dir.events import (
     WorkerStarted,
     describe_event,
 )
-from hpcrl.campaign_dir.paths import drop_job, make_worker_name
+from hpcrl.campaign_dir.paths import drop_job, make_worker_name, parse_role
 from hpcrl.monitor.notes import MonitorNote, NoteLog, make_cause
 from hpcrl.spool.episode_lengths import LengthCounts, join_lengths
 from hpcrl.spool.ids import parse_domain
@@ -680,11 +680,6 @@ def name_subject(event: CampaignEvent) -> str:
     if not isinstance(subject, str) or not subject:
         return ""
     return make_worker_name(event.job, subject.removeprefix(make_worker_name(event.job) + "-"))
-
-
-def parse_role(worker: str) -> str:
-    """Return the role in the full name of a worker; "" if the name has none."""
-    return worker.partition("-")[2].rpartition("-")[0]
 
 
 def _find_cause(event: CampaignEvent) -> tuple[tuple[str, ...] | None, int | None]:

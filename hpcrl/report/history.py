@@ -25,9 +25,9 @@ from hpcrl.campaign_dir.events import (
     WorkerRestarted,
     WorkerStarted,
 )
-from hpcrl.campaign_dir.paths import drop_job, make_worker_name
+from hpcrl.campaign_dir.paths import drop_job, make_worker_name, parse_role
 from hpcrl.monitor.count_lines import MAX_CROWDED_INTERVAL_S
-from hpcrl.monitor.progress import CampaignProgress, name_subject, parse_role
+from hpcrl.monitor.progress import CampaignProgress, name_subject
 
 MAX_BINS = 240
 MAX_COUNT_GAP_S = 1.2 * MAX_CROWDED_INTERVAL_S

@@ -360,7 +360,7 @@ def _learn_share(
             version=order.version,
             read_share=partial(_take_rows, prefetcher, order.shares, order.ahead, share=trainer.share, source=source),
             skipped=order.skipped,
-            watch=Stopwatch(),
+            stopwatch=Stopwatch(),
         )
 
 

@@ -81,7 +81,7 @@ def train_step(
         version=version,
         read_share=partial(read_share or _make_row_reader(trajectories, share=trainer.share, train=train), step_shares),
         skipped=step_shares.skipped,
-        watch=stopwatch,
+        stopwatch=stopwatch,
         must_abandon=must_abandon,
     )
     return build_step_metrics(
@@ -102,7 +102,7 @@ def learn_rows(
     version: int,
     read_share: Callable[[], list[list[TrainingRow]]],
     skipped: str | None,
-    watch: Stopwatch,
+    stopwatch: Stopwatch,
     must_abandon: Callable[[], bool] = return_false,
 ) -> LearnResult:
     """Run the nodes of every rank on its share of a step, whose rows `read_share` returns.
@@ -130,7 +130,7 @@ def learn_rows(
     try:
         with watch_memory():
             executor.run("rows", work=work, results=results)
-            watch.record_lap("rows")
+            stopwatch.record_lap("rows")
             work.skipped = skipped
             executor.run("prepare", work=work, results=results)
             for number in list(range(len(work.totals))) * train.epochs:
@@ -145,7 +145,7 @@ def learn_rows(
         raise
     trainer.fitting_tokens = max(trainer.fitting_tokens, result.largest_batch)
     result.skipped = work.skipped
-    watch.record_lap("learn")
+    stopwatch.record_lap("learn")
     return result
 
 

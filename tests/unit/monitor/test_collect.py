@@ -30,11 +30,11 @@ from hpcrl.campaign_dir.events import (
     WorkerRestarted,
     WorkerStarted,
 )
-from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.paths import CampaignDir, parse_role
 from hpcrl.errors import SlurmError
 from hpcrl.monitor.collect import SnapshotCollector
 from hpcrl.monitor.job_state import JobFacts, JobState, derive_campaign_state, derive_job_state
-from hpcrl.monitor.progress import name_subject, parse_role
+from hpcrl.monitor.progress import name_subject
 from hpcrl.monitor.snapshot import CampaignSnapshot, encode_snapshot, measure_change
 from hpcrl.monitor.view import survey_campaigns
 from hpcrl.slurm.status import JobStatus, parse_queue
