@@ -2,6 +2,7 @@
 
 driver           supervise the workers
 own_lease        let one driver run a campaign
+next_job_queue   queue the job that follows
 job_drain        the drain of the job, and who asked for it
 job_workers      start the workers, also again
 supervision      requests to end, the time to drain, failures that repeat

@@ -9,7 +9,6 @@ No data passes through the driver.
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from hpcrl.campaign_dir.campaign_lease import CampaignLease, LeaseHolder
 from hpcrl.campaign_dir.endpoints import withdraw_all
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import (
-    CampaignEvent,
     FaultReported,
     JobEnded,
     JobOutcome,
@@ -46,6 +44,7 @@ from hpcrl.job.job_notices import JobNotices
 from hpcrl.job.job_workers import JobWorkers
 from hpcrl.job.memory_watch import TrainerMemoryWatch
 from hpcrl.job.metrics_process import MetricsProcess
+from hpcrl.job.next_job_queue import NextJobQueue
 from hpcrl.job.own_lease import take_campaign_lease
 from hpcrl.job.progress_watch import ProgressWatch, watch_campaign
 from hpcrl.job.reward_tasks import RewardScoring
@@ -85,8 +84,6 @@ START_PATIENCE_S = 40.0
 """The time for which a job waits at its start for a file system that is away or full: its nodes are idle meanwhile."""
 MAX_TURN_GAP_S = 30.0
 """The job need not make progress in a longer turn: it was suspended, or Slurm or the files were away."""
-MAX_QUEUEING_S = 60.0
-"""The time for which a job that failed at its start waits for Slurm to queue the next one."""
 _STOPPED_AT_ONCE = JobEnd(
     outcome="stopped", reason="a user asked it to end at once (hpcrl stop --now)", cause="user-request"
 )
@@ -159,8 +156,6 @@ class JobDriver:
     """Called once everything was started."""
     is_supervising: bool = False
     """True from then on."""
-    queueing: threading.Thread | None = None
-    """The thread that queues the next job."""
 
     def __post_init__(self) -> None:
         self.outage = FileOutage()
@@ -176,7 +171,7 @@ class JobDriver:
         self.lease_looks = LookInterval(LEASE_INTERVAL_S)
         self.follow_looks = LookInterval(FOLLOW_INTERVAL_S)
         self.turned_at = time.monotonic()
-        self.last_refusal = ""
+        self.next_job_queue = NextJobQueue(self.place, plan=self.plan, site=self.site, emit=emit)
         self.last_edits: list[str] = []
         has_gpus = bool(self.plan.role("train").gpus_per_worker)
         self.workers = JobWorkers(
@@ -247,12 +242,12 @@ class JobDriver:
             return known_end
         if self.drain.requests.is_cancelled:
             return _STOPPED_AT_ONCE
-        self._queue_next()  # first: whatever fails from here on, the next job continues
+        self.next_job_queue.start()  # first: whatever fails from here on, the next job continues
         try:
             return self._run_job()
         finally:
             if not self.is_supervising:
-                self._await_queueing()
+                self.next_job_queue.wait_long(self.drain, note_turn=self.note_turn)
 
     def _run_job(self) -> JobEnd:
         """Start everything, supervise, end everything; return how the job ended."""
@@ -303,7 +298,7 @@ class JobDriver:
         """End everything that was started; what fails, as on a full disk, is left to the guardian."""
         for close in (
             self.weight_plane.close,
-            lambda: self.queueing.join(self.drain.choose_grace()) if self.queueing is not None else None,
+            lambda: self.next_job_queue.wait(self.drain.choose_grace()),
             lambda: runtime.close(grace_s=self.drain.choose_grace(), note_turn=self.note_turn),
             self.reporter.close,
         ):
@@ -325,23 +320,6 @@ class JobDriver:
         known = next_job.campaign_outcome(last, state=next_job.query_end_state(last))
         return None if known is None else JobEnd(outcome=known[0], reason=known[1])
 
-    def _queue_next(self) -> None:
-        """Queue the next job in a thread: a Slurm that is slow must not delay the answer to SIGTERM."""
-        if self.queueing is not None and self.queueing.is_alive():
-            return
-        slurm_id, environ = find_own_id(self.plan), dict(os.environ)
-        if slurm_id is not None:  # that of the script becomes the job's
-            scrub_environment(environ)
-        options = {
-            "plan": self.plan,
-            "site": self.site,
-            "slurm_id": slurm_id,
-            "emit": self._report_queueing,
-            "env": environ,
-        }
-        self.queueing = threading.Thread(target=next_job.try_follow, args=(self.place,), kwargs=options, daemon=True)
-        self.queueing.start()
-
     def _report_edits(self) -> None:
         """Emit a fault for a recipe or site that was edited by hand: processes that start from now on read it."""
         try:
@@ -352,23 +330,6 @@ class JobDriver:
             detail = f"{' and '.join(edited)} was edited after the submission: what starts from now on uses it"
             self.events.emit(FaultReported(what="records", detail=detail))
         self.last_edits = edited
-
-    def _await_queueing(self) -> None:
-        """Wait for Slurm to take the next job, unless this one is about to be killed."""
-        deadline, requests = time.monotonic() + MAX_QUEUEING_S, self.drain.requests
-        while self.queueing is not None and self.queueing.is_alive() and time.monotonic() < deadline:
-            self.note_turn()
-            self.queueing.join(MAX_QUEUEING_S / 60)
-            if requests.is_cancelled or requests.has_termination():
-                self.queueing.join(self.drain.choose_grace())
-                return
-
-    def _report_queueing(self, event: CampaignEvent) -> None:
-        """Emit what has become of the next job; a refusal that is the last one again is not repeated."""
-        refusal = event.detail if isinstance(event, FaultReported) else ""
-        if not refusal or refusal != self.last_refusal:
-            self.events.emit(event)
-        self.last_refusal = refusal
 
     def _supervise(self, runtime: "JobRuntime", allocation: JobAllocation) -> JobEnd:
         watch = watch_campaign(
@@ -389,7 +350,7 @@ class JobDriver:
             if is_look:
                 self._report_edits()
             if (request is not None and request.is_at_walltime) or is_look:
-                self._queue_next()  # Slurm may have refused it before; the steps end with the drain
+                self.next_job_queue.start()  # Slurm may have refused it before; the steps end with the drain
             try:
                 code = self.last_step.confirm_done(runtime.trainer_exit_code())
                 end = self._find_end(runtime, code)
