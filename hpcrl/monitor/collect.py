@@ -33,6 +33,7 @@ from hpcrl.monitor.job_state import (
     describe_lost_jobs,
     describe_lost_steps,
     judge_jobs,
+    read_ended_jobs,
     read_jobs,
     read_json_as,
     select_slurm_ids,
@@ -144,6 +145,12 @@ class SnapshotCollector:
         self._campaign = self._read_record("manifest", CampaignSummary, problems)
         has_news |= self._read_events(problems, now, created=self._campaign.created if self._campaign else None)
         has_news |= self._query_slurm(select_slurm_ids(jobs), now)
+        settled = {job.number: job for job in read_ended_jobs(jobs, self._statuses)}
+        if settled != self._jobs:  # an outcome that is older than Slurm's answer, and newer than the look at jobs
+            self._jobs = settled
+            self._reader.expect_change()
+            self._read_events(problems, now, created=self._campaign.created if self._campaign else None)
+            has_news = True
         self._problems = problems
         return has_news
 

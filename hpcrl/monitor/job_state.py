@@ -2,6 +2,7 @@
 
     read_jobs, JobRecord         one record a job, from files only
     select_slurm_ids             ids of the jobs that Slurm must be asked about
+    read_ended_jobs             the jobs, read once more where Slurm has just ended one
     judge_jobs, JobVerdict       the states of jobs and campaign; enough for `hpcrl ls`, which reads no events
     read_heartbeats, find_last_beat, await_new_beat, read_json_as        files
     derive_job_state, derive_campaign_state, derive_component_state, JobFacts    the states from known facts: pure
@@ -242,6 +243,16 @@ def read_jobs(
 def select_slurm_ids(jobs: Iterable[JobRecord]) -> list[str]:
     """Return the ids of the jobs whose state only Slurm can report."""
     return [job.submitted.id for job in jobs if job.outcome is None and job.submitted.scheduler == "slurm"]
+
+
+def read_ended_jobs(jobs: Iterable[JobRecord], statuses: Mapping[str, JobStatus]) -> list[JobRecord]:
+    """Return the jobs, after one more look at those that Slurm reports as ended: they may have just left an outcome."""
+    found = []
+    for job in jobs:
+        status = statuses.get(job.submitted.id)
+        is_open_end = job.outcome is None and status is not None and status.state in ENDED
+        found.append((_read_job(job.dir, []) if is_open_end else None) or job)
+    return found
 
 
 def judge_jobs(

@@ -40,6 +40,7 @@ from hpcrl.monitor.job_state import (
     JobRecord,
     describe_lost_jobs,
     judge_jobs,
+    read_ended_jobs,
     read_heartbeats,
     read_jobs,
     read_json_as,
@@ -89,6 +90,7 @@ def survey_campaigns(campaign_dirs: Iterable[CampaignDir], *, problems: list[str
 def _read_campaign_line(
     campaign_dir: CampaignDir, jobs: list[JobRecord], statuses: Mapping[str, JobStatus], problems: list[str]
 ) -> CampaignLine:
+    jobs = read_ended_jobs(jobs, statuses)
     unreadable: list[str] = []
     summary = read_json_as(campaign_dir.manifest, CampaignSummary, unreadable)
     problems += [f"campaign {campaign_dir.name}: {problem}" for problem in unreadable]

@@ -661,6 +661,23 @@ def test_a_running_job_is_shown_and_not_the_one_that_waits_for_it(campaign: Synt
     assert snapshot.detail.reason == "it waits for another job to end"
 
 
+def test_an_outcome_that_is_recorded_between_the_looks_at_the_job_and_at_slurm_is_seen(
+    campaign: SyntheticCampaign,
+) -> None:
+    """A job that had just ended was `failed` for one look, which ended `submit --watch` with code 1."""
+    campaign.submit()
+
+    def end(ids: Sequence[str]) -> dict[str, JobStatus]:
+        campaign.emit("driver", JobEnded(outcome="done", reason="its last step"))
+        campaign.outcome("done", "its last step")
+        return {id: JobStatus(id=id, state="completed") for id in ids}
+
+    snapshot = SnapshotCollector(campaign.directory, query=end, clock=lambda: campaign.now).poll()
+
+    assert snapshot.state == "done"
+    assert snapshot.detail.reason == "its last step"
+
+
 def test_missing_slurm_leaves_the_job_unknown_and_is_reported(campaign: SyntheticCampaign) -> None:
     campaign.submit()
 
