@@ -149,7 +149,7 @@ class SnapshotCollector:
         if settled != self._jobs:  # an outcome that is older than Slurm's answer, and newer than the look at jobs
             self._jobs = settled
             self._reader.expect_change()
-            self._read_events(problems, now, created=self._campaign.created if self._campaign else None)
+            self._add_events()
             has_news = True
         self._problems = problems
         return has_news
