@@ -144,13 +144,14 @@ class SnapshotCollector:
         has_news, self._jobs, self._ended_jobs = known != self._jobs, known, ended
         self._campaign = self._read_record("manifest", CampaignSummary, problems)
         has_news |= self._read_events(problems, now, created=self._campaign.created if self._campaign else None)
-        has_news |= self._query_slurm(select_slurm_ids(jobs), now)
-        settled = {job.number: job for job in read_ended_jobs(jobs, self._statuses)}
-        if settled != self._jobs:  # an outcome that is older than Slurm's answer, and newer than the look at jobs
-            self._jobs = settled
-            self._reader.expect_change()
-            self._add_events()
+        if self._query_slurm(select_slurm_ids(jobs), now):
             has_news = True
+            # An outcome is older than Slurm's answer that its job has ended, and may be newer than the look at jobs.
+            settled = {job.number: job for job in read_ended_jobs(jobs, self._statuses)}
+            if settled != self._jobs:
+                self._jobs = settled
+                self._reader.expect_change()
+                self._add_events()
         self._problems = problems
         return has_news
 
