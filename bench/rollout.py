@@ -109,7 +109,7 @@ def _redundancy(whole: int, sizes: Sequence[int], *, num_steps: int = 6) -> list
             _settings(whole, plays=plays, num_steps=num_steps, mode=mode),
             redundancy=size - 8,
             late_after_s=0.0 if size > 8 else None,
-            spare_groups=groups - whole,
+            spare_groups=groups - whole if mode == "sync" else 0,
             max_running=groups * size,
             max_batch=108,
         )
