@@ -43,6 +43,7 @@ BAR_BYTES = 150e3
 BAR_CONTROL = 1.3
 MEAN_S = 10.0
 CROWD = 10_000
+REDUNDANCY_MODES: tuple[RolloutMode, ...] = ("sync", "async")
 WHOLE, QUARTER = 32, 8
 """Groups that a step consumes: RollArt's number, and a quarter of it on a quarter of the engines where scale matters
 less."""
@@ -94,18 +95,17 @@ def _latency(sigmas: Sequence[int], *, num_steps: int) -> list[Figure]:
     return figures
 
 
-def _redundancy(whole: int, sizes: Sequence[int], *, num_steps: int = 6) -> list[Figure]:
-    """Measure redundancy at the widest latency: a step consumes `whole` groups of 8; more, or larger ones, run at once.
+def list_redundancy_cells(
+    whole: int, sizes: Sequence[int], *, num_steps: int = 6
+) -> dict[tuple[RolloutMode, int, int], RollingSetting]:
+    """Return the settings by mode, number of groups at once, and their size.
 
-    The bar is for steps that wait for their batch, since redundancy is meant for stragglers. Episodes on separate
-    timelines wait for none, so their figures show only the wasted episodes.
+    Spare groups need batches; without batches more groups run all the same.
     """
     plays = plain(mean_s=MEAN_S, sigma_s=max(BAR_LATENCY))
     counts = sorted({whole, whole * 17 // 16, whole * 18 // 16})
-    modes: tuple[RolloutMode, ...] = ("sync", "async")
-    cells = [(mode, groups, size) for mode in modes for groups in counts for size in sizes]
-    settings = [
-        replace(
+    return {
+        (mode, groups, size): replace(
             _settings(whole, plays=plays, num_steps=num_steps, mode=mode),
             redundancy=size - 8,
             late_after_s=0.0 if size > 8 else None,
@@ -113,11 +113,22 @@ def _redundancy(whole: int, sizes: Sequence[int], *, num_steps: int = 6) -> list
             max_running=groups * size,
             max_batch=108,
         )
-        for mode, groups, size in cells
-    ]
-    seconds = dict(zip(cells, (outcome.step_s for outcome in run_all(settings)), strict=True))
+        for mode in REDUNDANCY_MODES
+        for groups in counts
+        for size in sizes
+    }
+
+
+def _redundancy(whole: int, sizes: Sequence[int]) -> list[Figure]:
+    """Measure redundancy at the widest latency: a step consumes `whole` groups of 8; more, or larger ones, run at once.
+
+    The bar is for steps that wait for their batch, since redundancy is meant for stragglers. Episodes on separate
+    timelines wait for none, so their figures show only the wasted episodes.
+    """
+    cells = list_redundancy_cells(whole, sizes)
+    seconds = dict(zip(cells, (outcome.step_s for outcome in run_all(list(cells.values()))), strict=True))
     figures = []
-    for mode in modes:
+    for mode in REDUNDANCY_MODES:
         base = seconds.pop((mode, whole, 8))
         own = {(groups, size): value for (kind, groups, size), value in seconds.items() if kind == mode}
         figures += [

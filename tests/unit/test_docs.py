@@ -117,6 +117,18 @@ def test_every_link_to_a_file_leads_to_one(path):
     assert [target for target in targets if not (path.parent / target).exists()] == []
 
 
+BENCH_SECTION = re.compile(r"^## `python -m bench\.(\w+)`\n\n```text\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
+
+
+def test_the_text_of_each_bench_is_that_of_its_module():
+    sections = dict(BENCH_SECTION.findall((ROOT / "docs" / "benchmarks.md").read_text()))
+    assert len(sections) >= 20
+    for name, text in sections.items():
+        paths = (ROOT / "bench" / f"{name}.py", ROOT / "bench" / name / "__main__.py")
+        (path,) = (path for path in paths if path.exists())
+        assert ast.get_docstring(ast.parse(path.read_text())) == text, path
+
+
 EVENT_NAMES = re.compile(r"\bevents? ((?:`[a-z-]+`(?:, | and | or )?)+)")
 
 
