@@ -32,7 +32,7 @@ from hpcrl.campaign.fixed_settings import list_fixed_settings
 from hpcrl.campaign.request import CampaignRequest, RequestSource, load_request, resolve_recipe
 from hpcrl.campaign.running_jobs import find_job_states, read_submission
 from hpcrl.campaign.staged_files import find_staging_dir
-from hpcrl.campaign.submission import claim_job, queue_followers, start_job, write_records
+from hpcrl.campaign.submission import claim_job, queue_next_jobs, start_job, write_records
 from hpcrl.campaign.submission_checks import check_request, find_room
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved
@@ -46,6 +46,7 @@ from hpcrl.plan.records import digest_records, list_edited_records, read_plan, r
 from hpcrl.slurm import next_job
 from hpcrl.slurm.submit import make_site_environment
 from hpcrl.system.files import is_file, publish_file, publish_json, read_json, remove_path
+from hpcrl.system.json_records import decode_record
 from hpcrl.system.processes import do_nothing
 from hpcrl.system.terminal import show_wait
 
@@ -99,7 +100,7 @@ def resume(
             publish_file(campaign.stop, "")
         remove_path(job.root)  # last: from here on another process may make it
         raise
-    queue_followers(job, request, submitted, show_note=show_note)
+    queue_next_jobs(job, request, submitted, show_note=show_note)
     for change in changes:
         show_note(f"changed: {change}")
     return campaign
@@ -172,7 +173,7 @@ def _queue_more(last: JobDir, request: CampaignRequest) -> list[str]:
         return []
     plan, site = request.plan, request.site
     if not site.nodes_may_submit:
-        return next_job.queue_chain(last, plan=plan, site=site, slurm_id=submitted.id)
+        return next_job.queue_all_next_jobs(last, plan=plan, site=site, slurm_id=submitted.id)
     env = os.environ | make_site_environment(site)
     id = next_job.queue_next_job(last, plan=plan, site=site, waits_for=submitted.id, env=env)
     return [] if id is None else [id]
@@ -203,10 +204,10 @@ def _read_tolerantly(campaign: CampaignDir, path: Path, kind: type[T], *, accept
         return read_record(path, kind), []
     except CampaignError as error:
         try:
-            table = msgspec.json.decode(path.read_bytes())
+            table = decode_record(path.read_bytes())
             dropped = drop_unknown(table, kind)
             record = msgspec.convert(table, kind)
-        except (OSError, msgspec.MsgspecError, RecursionError, LookupError, AttributeError, TypeError):
+        except (OSError, msgspec.MsgspecError, LookupError, AttributeError, TypeError):
             raise error from None
         if not accept:
             raise CampaignError(

@@ -169,7 +169,7 @@ def _describe_end(campaign: CampaignDir) -> str | None:
     The newest may have been cancelled while an earlier one runs.
     """
     jobs = read_jobs(campaign)[-1:]
-    if next_job.list_followers(campaign.job(jobs[0].number) if jobs else campaign.job(0)):
+    if next_job.list_next_jobs(campaign.job(jobs[0].number) if jobs else campaign.job(0)):
         return None
     if jobs and find_live_job(campaign, before=jobs[0].number) is not None:
         return None

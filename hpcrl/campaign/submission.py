@@ -4,7 +4,7 @@ submit, dry_run      create a campaign with its first job, or only try whether t
 preview_script       the batch script, for `hpcrl plan`
 write_description    the campaign's directory with its records
 write_records        these records again, after a change
-claim_job, start_job, queue_followers    a further job
+claim_job, start_job, queue_next_jobs   a further job
 """
 
 import os
@@ -53,7 +53,7 @@ def submit(
     except BaseException:
         directory.release_campaign(campaign)
         raise
-    queue_followers(job, request, submitted, show_note=show_note)
+    queue_next_jobs(job, request, submitted, show_note=show_note)
     return campaign
 
 
@@ -94,7 +94,7 @@ def start_job(job: JobDir, request: CampaignRequest) -> slurm.SubmittedJob:
     return slurm.submit_job(script, job=job, site=request.site)
 
 
-def queue_followers(
+def queue_next_jobs(
     job: JobDir,
     request: CampaignRequest,
     submitted: slurm.SubmittedJob,
@@ -104,9 +104,9 @@ def queue_followers(
     """Queue the jobs that may follow a job which was submitted, where its nodes may not submit them."""
     if submitted.scheduler == "slurm" and not request.site.nodes_may_submit:
         try:
-            next_job.queue_chain(job, plan=request.plan, site=request.site, slurm_id=submitted.id)
+            next_job.queue_all_next_jobs(job, plan=request.plan, site=request.site, slurm_id=submitted.id)
         except (SlurmError, OSError) as error:
-            num = len(next_job.list_followers(job))
+            num = len(next_job.list_next_jobs(job))
             show_note(f"{num} of {request.plan.num_jobs - 1} jobs that may follow are queued: {error}")
 
 
@@ -131,22 +131,23 @@ def write_description(campaign: CampaignDir, request: CampaignRequest) -> None:
         make_private_dir(folder)
     write_records(campaign, request)
     _import_task_sets(campaign, request.recipe, request.site)
-    named = {
+    source = request.source
+    manifest = {
         "name": campaign.name,
         "format": CAMPAIGN_FORMAT,
         "hpcrl": __version__,
         "recipe": request.recipe.name,
         "site": request.site.name,
-    }
-    source = {
-        "source": msgspec.to_builtins(request.source),
+        "created": time.time(),
+        "exports": _shell_exports(),
+        "source": msgspec.to_builtins(source),
         "digests": digest_records(campaign),
         "fixed": list_fixed_settings(request.recipe),
         "software": describe_software(
-            python=request.site.choose_python(), recipe=None if request.source is None else request.source.recipe
+            python=request.site.choose_python(), recipe=None if source is None else source.recipe
         ),
     }
-    publish_json(campaign.manifest, {**named, "created": time.time(), "exports": _shell_exports(), **source})
+    publish_json(campaign.manifest, manifest)
 
 
 def write_records(campaign: CampaignDir, request: CampaignRequest) -> None:

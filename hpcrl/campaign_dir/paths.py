@@ -65,6 +65,11 @@ def make_worker_name(job: int, *parts: str | int) -> str:
     return "-".join(map(str, (f"{job:03d}", *parts)))
 
 
+def parse_job(worker: str) -> str:
+    """Return the job in the full name of a process, such as 000."""
+    return worker.partition("-")[0]
+
+
 def drop_job(worker: str) -> str:
     """Return the name of a worker without its job."""
     return worker.partition("-")[2] or worker

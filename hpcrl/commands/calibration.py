@@ -44,6 +44,7 @@ from hpcrl.hardware.speed_fit import (
 )
 from hpcrl.monitor.count_lines import drop_superseded
 from hpcrl.plan.records import read_plan, read_recipe, read_site
+from hpcrl.system.json_records import decode_record
 from hpcrl.system.terminal import print_json, print_line, show_wait
 
 
@@ -281,9 +282,9 @@ def _find_config(model: str, *, folder: Path) -> dict[str, Any] | None:
     for path in (folder / model, folder / model / "config.json"):
         if model and path.is_file():
             try:
-                config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+                config = decode_record(path.read_bytes(), dict[str, Any])
                 read_model_shape(config)
-            except (OSError, msgspec.DecodeError, RecursionError, KeyError) as error:
+            except (OSError, msgspec.DecodeError, KeyError) as error:
                 raise ConfigError(f"{path} is not the config.json of a language model ({error!r})") from error
             return config
     return None
@@ -323,8 +324,8 @@ def read_campaign_points(campaign: CampaignDir) -> MeasuredServers:
 def _read_campaign_shape(campaign: CampaignDir, recipe: Recipe) -> ModelShape:
     path = Path(recipe.engine.sim.config or campaign.model / "config.json")
     try:
-        return read_model_shape(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
-    except (OSError, msgspec.DecodeError, RecursionError, KeyError) as error:
+        return read_model_shape(decode_record(path.read_bytes(), dict[str, Any]))
+    except (OSError, msgspec.DecodeError, KeyError) as error:
         raise CampaignError(f"the sizes of the model of {campaign.name} cannot be read: {path}: {error!r}") from error
 
 

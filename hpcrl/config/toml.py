@@ -575,8 +575,8 @@ def _name_type(info: msgspec.inspect.Type) -> str:
     names: tuple[tuple[type[msgspec.inspect.Type], str], ...] = (
         (msgspec.inspect.IntType, "an integer"),
         (msgspec.inspect.FloatType, "a number"),
-        (msgspec.inspect.StrType, "a text"),
-        (msgspec.inspect.LiteralType, "one of some texts"),
+        (msgspec.inspect.StrType, "a string"),
+        (msgspec.inspect.LiteralType, "one of some strings"),
         (msgspec.inspect.DictType, "a table"),
     )
     return next((name for kind, name in names if isinstance(info, kind)), "a value")

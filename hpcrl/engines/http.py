@@ -49,6 +49,7 @@ from hpcrl.engines.base import (
 )
 from hpcrl.engines.proved_connector import ProvedConnector, UnprovedServerError
 from hpcrl.errors import EngineError, EngineRefusedError, EngineRequestError
+from hpcrl.system.json_records import decode_record
 from hpcrl.system.tls import name_scheme, open_client_tls, open_server_tls
 
 T = TypeVar("T")
@@ -200,8 +201,8 @@ async def _append_error(chunks: AsyncIterator[CompletionChunk]) -> AsyncIterator
 
 async def _decode_body(http: web.Request, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(await http.read(), type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+        return decode_record(await http.read(), kind)
+    except msgspec.DecodeError as error:
         raise web.HTTPBadRequest(text=f"the body is not a valid {kind.__name__.strip('_')}: {error}") from None
 
 

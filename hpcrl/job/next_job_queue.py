@@ -33,8 +33,8 @@ class NextJobQueue:
         slurm_id, environ = find_own_id(self._plan), dict(os.environ)
         if slurm_id is not None:  # that of the script becomes the job's
             scrub_environment(environ)
-        follow = partial(
-            next_job.try_follow,
+        queue = partial(
+            next_job.try_queue_next_jobs,
             self._place,
             plan=self._plan,
             site=self._site,
@@ -42,7 +42,7 @@ class NextJobQueue:
             emit=self._report,
             env=environ,
         )
-        self._thread = threading.Thread(target=follow, name="next-job", daemon=True)
+        self._thread = threading.Thread(target=queue, name="next-job", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float) -> None:

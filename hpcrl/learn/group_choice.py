@@ -44,12 +44,15 @@ def choose_groups(
     Groups arrive with exactly `group_size` members, so one with an unusable member is dropped as a whole: no other
     member will be made, and the rest of the group would count as work that training still has to do.
     """
+
+    def is_old(trajectory: Trajectory) -> bool:
+        return is_too_old(trajectory.start_version, newest=version, max_lag=max_lag)
+
     groups: dict[str, list[Trajectory]] = {}
     lost: dict[str, list[Trajectory]] = {}
     rest: list[Trajectory] = []
     for trajectory in _sort_unconsumed(available, consumed=consumed):
-        is_stale = is_too_old(trajectory.start_version, newest=version, max_lag=max_lag)
-        if is_stale or not _is_usable(trajectory):
+        if is_old(trajectory) or not _is_usable(trajectory):
             lost.setdefault(trajectory.group, []).append(trajectory)
         elif trajectory.reward is None:
             rest.append(trajectory)
@@ -61,8 +64,7 @@ def choose_groups(
             stale += [*members, *groups.pop(name, ())]
             continue
         for trajectory in members:  # a failed one stays until its group has arrived: it marks the group as lost
-            is_stale = is_too_old(trajectory.start_version, newest=version, max_lag=max_lag)
-            (stale if is_stale else rest).append(trajectory)
+            (stale if is_old(trajectory) else rest).append(trajectory)
     complete = [name for name, members in groups.items() if len(members) >= group_size]
     flat_names = [name for name in complete if is_flat_group(groups[name][:group_size])]
     flat = [trajectory for name in flat_names for trajectory in groups.pop(name)]

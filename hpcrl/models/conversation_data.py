@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcrl.errors import ConfigError
+from hpcrl.system.json_records import decode_record
 
 MESSAGE_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -99,8 +100,8 @@ def _parse_tools(tools: Any) -> list[Any]:
 
 def _decode_json(text: str, place: str) -> Any:
     try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        return decode_record(text)
+    except msgspec.DecodeError as error:
         raise ConfigError(f"{place} is not JSON ({error}): {text[:40]!r}") from error
 
 

@@ -32,6 +32,7 @@ from transformers.core_model_loading import (
 
 from hpcrl.errors import TrainError
 from hpcrl.models.weight_headers import INDEX_FILE, SINGLE_FILE
+from hpcrl.system.json_records import decode_record
 from hpcrl.weights.layout import TensorShard
 from hpcrl.weights.stored_tensors import StoredTensor, StoredTensors, list_model_tensors
 
@@ -54,8 +55,8 @@ def open_weight_files(model_dir: Path) -> WeightFiles:
     index = model_dir / INDEX_FILE
     if index.exists():
         try:
-            listed: dict[str, str] = msgspec.json.decode(index.read_bytes())["weight_map"]
-        except (msgspec.MsgspecError, RecursionError, KeyError, TypeError) as error:
+            listed: dict[str, str] = decode_record(index.read_bytes())["weight_map"]
+        except (msgspec.MsgspecError, KeyError, TypeError) as error:
             raise TrainError(f"{index} cannot be read ({error!r}): download the model again") from error
     elif (model_dir / SINGLE_FILE).exists():
         listed = {}

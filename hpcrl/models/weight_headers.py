@@ -4,9 +4,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from hpcrl.errors import ConfigError
+from hpcrl.system.json_records import decode_record
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -41,9 +40,9 @@ def _list_files(setting: str, directory: Path) -> list[Path]:
             )
         return [single] if single.exists() else []
     try:
-        names = set(msgspec.json.decode(index.read_bytes(), type=dict[str, Any])["weight_map"].values())
+        names = set(decode_record(index.read_bytes(), dict[str, Any])["weight_map"].values())
         return [directory / name for name in sorted(names)]
-    except (OSError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{setting} = {str(directory)!r}: {INDEX_FILE} cannot be read ({error!r}): download the model again"
         ) from error
@@ -57,9 +56,9 @@ def _find_damage(path: Path) -> str | None:
         length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else _MAX_HEADER_BYTES + 1
         header = file.read(length) if length <= _MAX_HEADER_BYTES else b""
     try:
-        listed = msgspec.json.decode(header, type=dict[str, Any])
+        listed = decode_record(header, dict[str, Any])
         ends = [each["data_offsets"][1] for name, each in listed.items() if name != "__metadata__"]
         expected = _LENGTH.size + length + max(ends, default=0)
-    except (ValueError, RecursionError, KeyError, IndexError, TypeError):
+    except (ValueError, KeyError, IndexError, TypeError):
         return f"has {size} bytes and no header of a safetensors file"
     return None if size == expected else f"has {size} bytes, and {expected} by its header"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
-from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName, parse_job
 from hpcrl.errors import HpcrlError, SlurmError
 from hpcrl.monitor.advisories import Advisory, HealthFacts, find_advisories
 from hpcrl.monitor.count_lines import CountSampling, CountThinning, drop_superseded
@@ -319,6 +319,6 @@ def _make_thinning(events: Path, *, created: float, now: float) -> CountThinning
     for path in paths:
         with contextlib.suppress(OSError):  # the reader names it
             times.append(path.stat().st_mtime)
-    num_by_job = Counter(path.name.partition("-")[0] for path in paths)
+    num_by_job = Counter(parse_job(path.name) for path in paths)
     num_workers = max(num_by_job.values(), default=1)
     return CountThinning(duration_s=max(times) - created, now=now, num_workers=num_workers)

@@ -33,11 +33,12 @@ import msgspec
 
 from hpcrl.campaign_dir.events import JobOutcome
 from hpcrl.campaign_dir.job_end import EndCause, JobEnd
-from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name, parse_job
 from hpcrl.monitor.progress import JobProgress
 from hpcrl.slurm.next_job import find_last_step
 from hpcrl.slurm.status import ACTIVE, ENDED, UNKNOWN, WAITING, JobStatus
 from hpcrl.slurm.submit import SubmittedJob
+from hpcrl.system.json_records import decode_record
 from hpcrl.system.processes import is_alive, return_false
 
 CampaignState = Literal["planned", "queued", "running", "draining", "done", "failed", "stopped", "unknown"]
@@ -268,7 +269,7 @@ def judge_jobs(
     stop_requested = campaign_dir.stop.exists()
     last_beats: dict[str, float] = {}
     for name, beat in heartbeats.items():
-        job_name = name.partition("-")[0]
+        job_name = parse_job(name)
         last_beats[job_name] = max(beat, last_beats.get(job_name, 0.0))
     find_saved_step = cache(partial(find_last_step, campaign_dir))  # it reads a directory, and few reasons need it
     last_step = next(
@@ -357,10 +358,10 @@ def await_new_beat(job: JobDir, *, timeout_s: float, is_over: Callable[[], bool]
 def read_json_as(path: Path, kind: type[T], problems: list[str]) -> T | None:
     """Read a JSON file as `kind`; None if it does not exist, or if it is invalid, which is added to `problems`."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return decode_record(path.read_bytes(), kind)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, msgspec.MsgspecError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return None
 

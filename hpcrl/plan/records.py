@@ -19,6 +19,7 @@ from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.plan.plan import Plan
 from hpcrl.system.file_watch import retry_passing
 from hpcrl.system.files import read_json
+from hpcrl.system.json_records import decode_record
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -57,14 +58,13 @@ def read_record(path: Path, kind: type[T], *, skips_unknown: bool = False) -> T:
     try:
         data = retry_passing(path.read_bytes)
         try:
-            return msgspec.json.decode(data, type=kind)
+            return decode_record(data, kind)
         except msgspec.ValidationError:  # a key that was renamed since gets its new name in the message
-            table = msgspec.json.decode(data)
+            table = decode_record(data)
             if skips_unknown and isinstance(table, dict):
                 drop_unknown(table, kind)
             return to_struct(LayeredTable(table=table, layers=((path.name, table),)), kind)
-    except (OSError, msgspec.DecodeError, ConfigError, RecursionError) as error:
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
+    except (OSError, msgspec.DecodeError, ConfigError) as error:
         raise CampaignError(
-            f"{path} cannot be read ({reason}): the campaign is damaged or was made by another version of hpcrl"
+            f"{path} cannot be read ({error}): the campaign is damaged or was made by another version of hpcrl"
         ) from error

@@ -246,7 +246,7 @@ def _measure_noise(rewards: Sequence[float], size: int) -> float | None:
 
 
 def _read_table(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+    with contextlib.suppress(OSError, ValueError):
         table = load_json(path.read_bytes())
         if isinstance(table, dict):
             return table

@@ -14,6 +14,7 @@ from statistics import fmean
 
 from hpcrl.campaign.request import CampaignRequest
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
+from hpcrl.campaign_dir.paths import parse_role
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import ConfigTable
 from hpcrl.errors import ConfigError
@@ -136,7 +137,7 @@ class SimulatedCampaign:
     def _make_host(self, worker: EnvWorkerId) -> SimulatedHost:
         endpoints, speeds, gpus = [], dict[str, WorkerSpeed](), self.sizes.roles
         for name in self.engines:
-            role = name.split("-")[1]
+            role = parse_role(name)
             size = gpus[role]
             speeds[name] = self._find_speed(size)
             endpoints.append(
@@ -203,7 +204,7 @@ class SimulatedCampaign:
         shape, stall_s = self.sizes.shape, self.settings.stall_s
         bytes_s = shape.num_params * shape.weight_bytes / LINK_BYTES_PER_S
         for name, engine in self.engines.items():
-            size = self.sizes.roles[name.split("-")[1]]
+            size = self.sizes.roles[parse_role(name)]
             pause_s = bytes_s / size.gpus_each if stall_s is None else stall_s
             if engine.is_up:
                 self.queue.call_later(0.0, partial(self._load, engine, version, pause_s))
@@ -297,7 +298,7 @@ class SimulatedCampaign:
     def _sample(self) -> None:
         busy: Counter[str] = Counter()
         for name, engine in self.engines.items():
-            busy[name.split("-")[1]] += engine.busy_s  # type: ignore[assignment]
+            busy[parse_role(name)] += engine.busy_s  # type: ignore[assignment]
         in_env = sum(host.num_in_env for host in self.hosts)
         running = sum(host.groups.num_running for host in self.hosts)
         places = self.recipe.rollout.max_running

@@ -4,21 +4,21 @@ So a campaign continues even if no process was left to ask for it: the walltime 
 nodes failed. A job that is not needed is cancelled; if it starts all the same, it sees that and ends. A driver queues
 the next job; where nodes may not submit jobs, the login node queues all of a chain at once.
 
-    queue_next_job    queue the job after this one, unless there is one
-    queue_chain       queue all jobs of a chain, from the login node
-    try_follow        queue the next jobs from a driver: emit the result; a refusal is not an error
-    allow_more_jobs   raise the number of jobs that may follow
-    count_jobs_left   that number
-    claim_job_dir     make the directory of a job that is submitted
-    list_followers    the jobs of the chain after this one
-    cancel_next_jobs  remove them from the queue
-    avoid_nodes       let them avoid nodes that failed
-    campaign_outcome  the outcome of a campaign, if no job is to follow this one
-    NUM_AHEAD              the jobs that a driver queues ahead
-    SUBMISSION_TIMEOUT_S   the time limit of a submission
+    queue_next_job           queue the job after this one, unless there is one
+    queue_all_next_jobs      queue all jobs that may follow, from the login node
+    try_queue_next_jobs      queue the next jobs from a driver: emit the result; a refusal is not an error
+    list_next_jobs           the jobs that wait for this one
+    cancel_next_jobs         remove them from the queue
+    avoid_nodes              let them avoid nodes that failed
+    allow_more_jobs          raise the number of jobs that may follow
+    count_jobs_left          that number
+    claim_job_dir            make the directory of a job that is submitted
+    campaign_outcome         the outcome of a campaign, if no job is to follow this one
     has_more_steps, find_last_step, has_checkpoint   what a campaign still has to do, by its newest checkpoint
-    query_end_state   ask Slurm how a job ended
-    UNCERTAIN_CAUSES  causes that Slurm may correct
+    query_end_state          ask Slurm how a job ended
+    NUM_AHEAD                the jobs that a driver queues ahead
+    SUBMISSION_TIMEOUT_S     the time limit of a submission
+    UNCERTAIN_CAUSES         causes that Slurm may correct
 """
 
 import contextlib
@@ -113,7 +113,7 @@ def claim_job_dir(job: JobDir) -> bool:
     return True
 
 
-def queue_chain(job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> list[str]:
+def queue_all_next_jobs(job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> list[str]:
     """Queue all jobs that may follow `job`, and return their ids.
 
     Each waits for all before it: if some of them are cancelled, the first of the others does not start beside `job`.
@@ -125,7 +125,7 @@ def queue_chain(job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> list[s
     return ids[1:]
 
 
-def try_follow(
+def try_queue_next_jobs(
     place: WorkerPlace,
     *,
     plan: Plan,
@@ -181,16 +181,16 @@ def allow_more_jobs(job: JobDir, num: int, *, plan: Plan) -> Plan:
     return plan
 
 
-def list_followers(job: JobDir) -> list[JobDir]:
+def list_next_jobs(job: JobDir) -> list[JobDir]:
     """Return the jobs that were queued to follow `job` and have not started, oldest first."""
     later = (job.campaign.job(number) for number in job.campaign.job_numbers() if number > job.number)
-    followers = []
-    for follower in later:
-        if not follower.chain_marker.exists() or follower.outcome.exists():
+    waiting = []
+    for next_job in later:
+        if not next_job.chain_marker.exists() or next_job.outcome.exists():
             break
-        if not _has_started(follower):
-            followers.append(follower)
-    return followers
+        if not _has_started(next_job):
+            waiting.append(next_job)
+    return waiting
 
 
 def cancel_next_jobs(job: JobDir, *, env: Mapping[str, str] | None = None) -> None:
@@ -198,11 +198,11 @@ def cancel_next_jobs(job: JobDir, *, env: Mapping[str, str] | None = None) -> No
 
     Raise SlurmError if Slurm does not answer.
     """
-    queued = {follower: _find_queued_id(follower, env=env) for follower in reversed(list_followers(job))}
+    queued = {next_job: _find_queued_id(next_job, env=env) for next_job in reversed(list_next_jobs(job))}
     commands.cancel_jobs([id for id in queued.values() if id is not None], env=env)
-    for follower, id in queued.items():
-        if id is not None or not _is_being_submitted(follower):
-            remove_path(follower.root)
+    for next_job, id in queued.items():
+        if id is not None or not _is_being_submitted(next_job):
+            remove_path(next_job.root)
 
 
 def _find_queued_id(job: JobDir, *, env: Mapping[str, str] | None = None) -> str | None:
@@ -221,7 +221,7 @@ def avoid_nodes(job: JobDir, *, plan: Plan, site: Site) -> None:
     Raise SlurmError if Slurm refuses that.
     """
     excluded = list_excluded_nodes(job.campaign, plan=plan, site=site, now=time.time())
-    ids = [read_json(follower.submission)["id"] for follower in list_followers(job) if follower.submission.exists()]
+    ids = [read_json(next_job.submission)["id"] for next_job in list_next_jobs(job) if next_job.submission.exists()]
     for part in list_requests(plan):
         nodes = list(dict.fromkeys([*excluded[part.partition], *site.partitions[part.partition].exclude]))
         for id in ids if excluded[part.partition] else ():

@@ -11,6 +11,7 @@ near_cores  the cores near a GPU
 network     names, addresses, ports
 tls         a certificate that only one user's processes have
 json_numbers  which numbers JSON can represent
+json_records  decode JSON as a type
 terminal    text that is safe to print
 output_encoding  what the locale can show
 interrupts  Ctrl-C while a process becomes another program

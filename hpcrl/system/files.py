@@ -162,7 +162,7 @@ def parse_json_lines(data: bytes, *, note_damage: Callable[[], object] = do_noth
             continue
         try:
             value = load_json(line)
-        except (ValueError, RecursionError):
+        except ValueError:
             value = None
         if isinstance(value, dict):
             yield value

@@ -27,12 +27,15 @@ def finite_or_none(value: float | None) -> float | None:
 def load_json(data: bytes) -> Any:
     """Parse JSON; infinite numbers, and those of which sums or squares may be infinite, are NaN.
 
-    Text that cannot be encoded (half a surrogate pair) is a ValueError, like everything that is not JSON.
+    Text that cannot be encoded (half a surrogate pair) or is nested too deep is a ValueError, like what is not JSON.
     """
-    if not _has_too_large(data):
-        value = json.loads(data)
-    else:
-        value = json.loads(data, parse_float=_read_float, parse_int=_read_int, parse_constant=lambda _: math.nan)
+    try:
+        if not _has_too_large(data):
+            value = json.loads(data)
+        else:
+            value = json.loads(data, parse_float=_read_float, parse_int=_read_int, parse_constant=lambda _: math.nan)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
     if _SURROGATE.search(data) is not None:
         json.dumps(value, ensure_ascii=False).encode()
     return value

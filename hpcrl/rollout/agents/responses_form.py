@@ -230,7 +230,7 @@ def _read_conversation(request: ResponsesRequest, memory: ResponseMemory) -> tup
     new, left_out = memory.read_items(request.input or ())
     messages = [*before, *new]
     if not messages:
-        raise ApiError(400, "input is missing: give a text or items", param="input", code="invalid_value")
+        raise ApiError(400, "input is missing: give a string or items", param="input", code="invalid_value")
     return messages, left_out
 
 

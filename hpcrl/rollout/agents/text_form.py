@@ -187,7 +187,7 @@ def tokenize(
     elif request.prompt is not None:
         ids = list_ids(ModelCall(model="", text=request.prompt))
     else:
-        raise ApiError(400, "prompt is missing: give a text, or messages", param="prompt", code="invalid_value")
+        raise ApiError(400, "prompt is missing: give a string, or messages", param="prompt", code="invalid_value")
     found: dict[str, Any] = {"count": len(ids), "max_model_len": context_length, "tokens": ids}
     if request.return_token_strs:
         found["token_strs"] = [template.decode_token(token) for token in ids]

@@ -13,7 +13,7 @@ import pytest
 from hpcrl.campaign import continuation, running_jobs, submission
 from hpcrl.campaign.request import load_request
 from hpcrl.campaign.running_jobs import stop_gracefully, stop_now
-from hpcrl.campaign.submission import claim_job, queue_followers, start_job, write_description
+from hpcrl.campaign.submission import claim_job, queue_next_jobs, start_job, write_description
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import CheckpointSaved
 from hpcrl.campaign_dir.paths import CampaignDir
@@ -68,7 +68,7 @@ def submitted(tmp_path: Path, recipe: Path, *settings: str, site: str = "perlmut
     request = load_request(str(recipe), site=site, settings=(*own, *settings))
     write_description(campaign, request)
     job = claim_job(campaign, 0)
-    queue_followers(job, request, start_job(job, request))
+    queue_next_jobs(job, request, start_job(job, request))
     return campaign
 
 
@@ -472,7 +472,7 @@ def test_a_resumed_job_whose_followers_cannot_be_recorded_keeps_its_directory(
     def refuse(*_: object, **_options: object) -> list[str]:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(submission.next_job, "queue_chain", refuse)
+    monkeypatch.setattr(submission.next_job, "queue_all_next_jobs", refuse)
     notes: list[str] = []
     continuation.resume(str(chain.root), settings=("train.num_steps=20",), show_note=notes.append)
     assert "0 of 2 jobs that may follow are queued: [Errno 122] Disk quota exceeded" in notes
@@ -587,7 +587,9 @@ def with_cancelled(tmp_path: Path, slurm: Path, recipe: Path) -> CampaignDir:
     recipe.write_text(RECIPE.format(num_jobs=4))
     campaign = submitted(tmp_path, recipe)
     place = WorkerPlace(campaign.job(0), "node0")
-    next_job.try_follow(place, plan=read_plan(campaign), site=read_site(campaign), slurm_id="71", emit=[].append)
+    next_job.try_queue_next_jobs(
+        place, plan=read_plan(campaign), site=read_site(campaign), slurm_id="71", emit=[].append
+    )
     (slurm / "queue").write_text("71|RUNNING\n72|PENDING\n73|CANCELLED\n")
     make_private_dir(campaign.checkpoints / "000001-step-000004")
     return campaign

@@ -125,7 +125,7 @@ def test_a_record_of_the_last_end_that_is_damaged_counts_as_none(
     failed.job(0).outcome.write_text('{"outcome": "dr')
     started: list[int] = []
     monkeypatch.setattr(continuation, "start_job", lambda job, _: started.append(job.number))
-    monkeypatch.setattr(continuation, "queue_followers", lambda *_, **_options: None)
+    monkeypatch.setattr(continuation, "queue_next_jobs", lambda *_, **_options: None)
     continuation.resume(str(failed.root))
     assert started == [1]
 
@@ -172,7 +172,7 @@ def test_a_campaign_that_failed_before_its_last_step_is_resumed(
     make_private_dir(failed.checkpoints / "000001-step-000002")
     started: list[int] = []
     monkeypatch.setattr(continuation, "start_job", lambda job, _: started.append(job.number))
-    monkeypatch.setattr(continuation, "queue_followers", lambda *_, **_options: None)
+    monkeypatch.setattr(continuation, "queue_next_jobs", lambda *_, **_options: None)
     (line,) = final_summary(failed, state="failed", rewards=[])
     assert "hpcrl resume c" in line
     continuation.resume(str(failed.root))

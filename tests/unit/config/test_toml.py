@@ -625,7 +625,7 @@ def test_all_missing_keys_are_named_at_once(tmp_path):
     path.write_text('name = "gaps"\n[model.tiny]\n[domains.a]\n[rollout]\nmax_lag = 1\n[train]\nnum_steps = 3\n')
     with pytest.raises(ConfigError) as caught:
         make_recipe(load_table("recipes", str(path)))
-    for key in ("domains.a.env (a text)", "rollout.group_size (an integer)", "train.learning_rate (a number)"):
+    for key in ("domains.a.env (a string)", "rollout.group_size (an integer)", "train.learning_rate (a number)"):
         assert key in str(caught.value)
 
 

@@ -370,7 +370,7 @@ def test_bad_options_are_refused(options):
         ({"max_processes": "x"}, "max_processes = 'x': give a whole number"),
         ({"max_disk_mb": True}, "max_disk_mb = True: give a whole number"),
         ({"judge_fields": "x"}, "judge_fields = 'x': give a list of texts"),
-        ({"image": 3}, "image = 3: give a text"),
+        ({"image": 3}, "image = 3: give a string"),
     ],
 )
 def test_an_option_of_a_wrong_type_is_refused_in_one_line(options, why):

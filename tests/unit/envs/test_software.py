@@ -201,7 +201,7 @@ def test_fields_of_the_task_are_put_into_arguments_and_other_braces_are_kept(
         ({"image_directory": "/a/../b"}, "give the whole path"),
         ({"image_directory": "/"}, "give the whole path"),
         ({"image_directory": "/tmp/work"}, "give the whole path"),
-        ({"image_directory": 3}, "image_directory = 3: give a text"),
+        ({"image_directory": 3}, "image_directory = 3: give a string"),
     ],
 )
 def test_a_directory_of_an_image_that_cannot_be_right_is_refused(changes: dict[str, Any], why: str) -> None:

@@ -108,7 +108,7 @@ def test_signals_that_came_before_the_driver_listens_are_requests(driver):
 
 def test_a_job_that_is_stopped_before_it_starts_anything_queues_nothing(driver, monkeypatch):
     monkeypatch.setattr(driver.drain.requests, "listen", lambda: None)
-    monkeypatch.setattr("hpcrl.slurm.next_job.try_follow", lambda *_, **__: pytest.fail("no job follows"))
+    monkeypatch.setattr("hpcrl.slurm.next_job.try_queue_next_jobs", lambda *_, **__: pytest.fail("no job follows"))
     driver.drain.requests.is_cancelled = True
     assert driver.drive().outcome == "stopped"
 
@@ -199,7 +199,7 @@ def test_a_slow_slurm_does_not_hold_the_driver_when_the_next_job_is_queued(drive
         asked.append(1)
         answer.wait(60)
 
-    monkeypatch.setattr("hpcrl.slurm.next_job.try_follow", follow_slowly)
+    monkeypatch.setattr("hpcrl.slurm.next_job.try_queue_next_jobs", follow_slowly)
     for _ in range(2):  # at the start, and again at the walltime
         driver.next_job_queue.start()
     answer.set()
@@ -218,7 +218,7 @@ def test_the_next_job_is_queued_before_what_may_fail_at_the_start(driver, monkey
         time.sleep(0.5)
         followed.append(env)
 
-    monkeypatch.setattr("hpcrl.slurm.next_job.try_follow", follow)
+    monkeypatch.setattr("hpcrl.slurm.next_job.try_queue_next_jobs", follow)
     monkeypatch.setattr(driver, "_run_job", lambda: raise_refusal())
     monkeypatch.setattr("hpcrl.job.next_job_queue.find_own_id", lambda _: "4711")
     monkeypatch.setattr(driver.drain.requests, "listen", lambda: None)
@@ -245,7 +245,7 @@ def test_a_next_job_that_slurm_refuses_is_tried_again_and_reported_once(driver, 
         driver.next_job_queue.wait(60)
         return None if answers else EXIT_DRAINED
 
-    monkeypatch.setattr("hpcrl.slurm.next_job.try_follow", follow)
+    monkeypatch.setattr("hpcrl.slurm.next_job.try_queue_next_jobs", follow)
     monkeypatch.setattr("hpcrl.job.driver.FOLLOW_INTERVAL_S", 0.0)
     driver = dataclasses.replace(driver)
     driver.workers.allocation = ALLOCATION
@@ -264,7 +264,7 @@ def test_a_driver_that_cannot_list_the_checkpoints_asks_again(driver, monkeypatc
             raise errors.pop()
         return code
 
-    monkeypatch.setattr("hpcrl.slurm.next_job.try_follow", lambda *_, **__: None)
+    monkeypatch.setattr("hpcrl.slurm.next_job.try_queue_next_jobs", lambda *_, **__: None)
     monkeypatch.setattr(driver.last_step, "confirm_done", confirm)
     ended = types.SimpleNamespace(trainer_exit_code=lambda: EXIT_DONE)
     assert driver._supervise(ended, ALLOCATION).outcome == "done"

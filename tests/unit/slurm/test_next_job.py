@@ -89,12 +89,12 @@ def test_jobs_follow_one_another_up_to_the_number_in_the_recipe(
     assert follow(campaign, 2, asked) is None, "three in a row"
 
 
-def try_follow(campaign: CampaignDir, number: int, asked: CampaignRequest) -> list[CampaignEvent]:
+def try_queue_next_jobs(campaign: CampaignDir, number: int, asked: CampaignRequest) -> list[CampaignEvent]:
     """Let the driver of a job queue the next ones twice; return what it reports."""
     reported: list[CampaignEvent] = []
     place = WorkerPlace(campaign.job(number), "node0")
     for _ in range(2):
-        next_job.try_follow(place, plan=asked.plan, site=asked.site, slurm_id="4711", emit=reported.append)
+        next_job.try_queue_next_jobs(place, plan=asked.plan, site=asked.site, slurm_id="4711", emit=reported.append)
     return reported
 
 
@@ -102,7 +102,7 @@ def test_the_next_job_and_the_one_after_it_are_queued_and_reported_once(
     campaign: CampaignDir, slurm: Path, asked: CampaignRequest
 ) -> None:
     (slurm / "queue").write_text("4712 PENDING\n")
-    queued = try_follow(campaign, 0, asked)
+    queued = try_queue_next_jobs(campaign, 0, asked)
     assert [(event.slurm_id, event.number) for event in queued if isinstance(event, NextJobQueued)] == [
         ("4712", 1),
         ("4712", 2),
@@ -112,7 +112,7 @@ def test_the_next_job_and_the_one_after_it_are_queued_and_reported_once(
         "--dependency=afterany:4711",
         "--dependency=afterany:4712:4711",
     ]
-    assert try_follow(campaign, 1, asked) == [], "three in a row"
+    assert try_queue_next_jobs(campaign, 1, asked) == [], "three in a row"
 
 
 def test_a_site_that_refuses_the_job_after_the_next_hinders_nothing(
@@ -122,7 +122,7 @@ def test_a_site_that_refuses_the_job_after_the_next_hinders_nothing(
     refuse = 'case "$*" in *afterany:4712*) echo QOSMaxSubmitJobPerUserLimit >&2; exit 1 ;; esac'
     (slurm / "sbatch").write_text(works.replace("#!/bin/sh\n", f"#!/bin/sh\n{refuse}\n", 1))
     (slurm / "queue").write_text("4712 PENDING\n")
-    (queued,) = try_follow(campaign, 0, asked)
+    (queued,) = try_queue_next_jobs(campaign, 0, asked)
     assert isinstance(queued, NextJobQueued)
     assert campaign.job_numbers() == [0, 1]
 
@@ -133,10 +133,10 @@ def test_another_job_follows_in_place_of_one_that_was_cancelled(
     number_them = f"n=$(($(cat {slurm}/n || echo 4711) + 1)); echo $n > {slurm}/n; echo $n PENDING >> {slurm}/queue"
     (slurm / "sbatch").write_text(f"#!/bin/sh\n{number_them}; echo $n\necho $* >> {slurm}/calls\n")
     next_job.allow_more_jobs(campaign.job(0), 1, plan=asked.plan)
-    queued = try_follow(campaign, 0, asked)
+    queued = try_queue_next_jobs(campaign, 0, asked)
     assert [event.number for event in queued if isinstance(event, NextJobQueued)] == [1, 2]
     (slurm / "queue").write_text("4713 PENDING\n")
-    (third,) = try_follow(campaign, 0, asked)
+    (third,) = try_queue_next_jobs(campaign, 0, asked)
     assert isinstance(third, NextJobQueued)
     assert third.number == 3
     assert "--dependency=afterany:4713:4711 " in (slurm / "calls").read_text().splitlines()[-1]
@@ -259,7 +259,7 @@ def test_a_job_that_made_every_step_is_followed_if_the_campaign_was_extended_mea
 def test_all_jobs_of_a_chain_are_cancelled_the_last_first(
     campaign: CampaignDir, slurm: Path, asked: CampaignRequest
 ) -> None:
-    ids = next_job.queue_chain(campaign.job(0), plan=asked.plan, site=asked.site, slurm_id="4711")
+    ids = next_job.queue_all_next_jobs(campaign.job(0), plan=asked.plan, site=asked.site, slurm_id="4711")
     assert (ids, campaign.job_numbers()) == (["4712", "4712"], [0, 1, 2])
     next_job.cancel_next_jobs(campaign.job(0))
     assert (slurm / "calls").read_text().endswith("scancel 4712 4712\n")
