@@ -36,10 +36,10 @@ _TYPE_WORDS: tuple[tuple[Any, str], ...] = (
     (bool, "true or false"),
     (int, "a whole number"),
     (float, "a number"),
-    (str, "a text"),
-    (tuple[str, ...], "a list of texts, such as ['a', 'b']"),
+    (str, "a string"),
+    (tuple[str, ...], "a list of strings, such as ['a', 'b']"),
     (dict[str, Any], "a table"),
-    (dict[str, str | int | float], "a table of texts and numbers, such as {PORT = 8080}"),
+    (dict[str, str | int | float], "a table of strings and numbers, such as {PORT = 8080}"),
 )
 """The types of options, as they are described to users."""
 

@@ -369,7 +369,7 @@ def test_bad_options_are_refused(options):
         ({"judge": ["x"], "judge_timeout_s": "5"}, "judge_timeout_s = '5': give a number"),
         ({"max_processes": "x"}, "max_processes = 'x': give a whole number"),
         ({"max_disk_mb": True}, "max_disk_mb = True: give a whole number"),
-        ({"judge_fields": "x"}, "judge_fields = 'x': give a list of texts"),
+        ({"judge_fields": "x"}, "judge_fields = 'x': give a list of strings"),
         ({"image": 3}, "image = 3: give a string"),
     ],
 )
