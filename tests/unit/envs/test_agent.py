@@ -361,7 +361,7 @@ def test_bad_options_are_refused(options):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"environment": {"A": True}}, "environment = {'A': True}: give a table of texts and numbers"),
+        ({"environment": {"A": True}}, "environment = {'A': True}: give a table of strings and numbers"),
         ({"environment": {"A=B": "1"}}, "environment has 'A=B' = '1': the name of a variable"),
         ({"posts_reward": "false"}, "posts_reward = 'false': give true or false"),
         ({"task": "x"}, "task = 'x': give a table"),
