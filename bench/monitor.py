@@ -7,17 +7,21 @@ start    the first look at an hour of what a tenth of these workers write, from 
 Event files are real, and the monitor looks and draws as on a terminal, at its own pace: it looks four times a second
 for news, and draws the figures as often as its share of a core allows. The share is the CPU time of this process over
 the time that has passed, without that of the workers' lines, over 2 %. The first look at all workers is ten times that
-of a tenth, as each line is read by itself.
+of a tenth, as each line is read by itself. `--workers 64 4096` compares campaigns of other sizes, with the same shares
+of each role: what a look and a drawing take, in all and for each worker.
 """
 
+import argparse
 import io
 import json
 import shutil
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -44,12 +48,13 @@ from hpcrl.rollout.reporting import find_report_interval
 from hpcrl.system.files import make_private_dir, publish_json
 
 NUM_WORKERS = {"env": 600, "decode": 350, "prefill": 49, "train": 1}
+MAX_REFRESH_S = 1.0
+MAX_COST_RATIO = 1.5
 SECONDS, SECONDS_FULL = 30.0, 300.0
 NUM_STEPS = 1000
 MAX_SHARE = 0.02
-ENGINE_INTERVAL_S = round(NUM_WORKERS["decode"] / MAX_LOADS_PER_S)
-COUNT_INTERVAL_S = round(find_report_interval(NUM_WORKERS["env"]))
 HOUR_S = 3600
+NUM_REFRESHES = 20
 LONG_SHARE = 10
 """One worker of this number has an hour of lines for the first look."""
 
@@ -57,8 +62,11 @@ LONG_SHARE = 10
 class LargeCampaign:
     """A campaign that runs, and whose workers write when this process lets them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, num_workers: Mapping[str, int] = NUM_WORKERS) -> None:
         self.directory = CampaignDir(root)
+        self.num_workers = num_workers
+        self.engine_interval_s = max(1, round(num_workers["decode"] / MAX_LOADS_PER_S))
+        self.count_interval_s = max(1, round(find_report_interval(num_workers["env"])))
         self._logs: dict[str, EventLog] = {}
         self._num_done = 0
 
@@ -68,12 +76,12 @@ class LargeCampaign:
             make_private_dir(path)
         publish_json(campaign.manifest, {"name": "large", "site": "bench", "created": time.time()})
         publish_json(campaign.recipe, {"name": "large", "train": {"num_steps": NUM_STEPS}})
-        roles = [{"role": role, "component": 0, "num_workers": num} for role, num in NUM_WORKERS.items()]
-        component = {"index": 0, "partition": "p", "roles": list(NUM_WORKERS), "nodes": 100}
+        roles = [{"role": role, "component": 0, "num_workers": num} for role, num in self.num_workers.items()]
+        component = {"index": 0, "partition": "p", "roles": list(self.num_workers), "nodes": 100}
         publish_json(campaign.plan, {"layout": "hetjob", "components": [component], "roles": roles})
         publish_json(campaign.job(0).submission, {"id": "1", "scheduler": "slurm", "time": time.time()})
         EventLog.open(campaign, "driver", job=0, role="driver", node="n0").emit(JobStarted(node="n0"))
-        for role, num in NUM_WORKERS.items():
+        for role, num in self.num_workers.items():
             for index in range(num):
                 self._logs[f"{role}-{index}"] = EventLog.open(
                     campaign, role, index, job=0, role=role, node=f"n{index % 100}"
@@ -82,20 +90,21 @@ class LargeCampaign:
             log.emit(WorkerStarted(pid=1))
         for step in range(1, NUM_STEPS // 2):
             self._logs["train-0"].emit(make_step(step))
-        for second in range(ENGINE_INTERVAL_S):
+        for second in range(self.engine_interval_s):
             self.work(second)
 
     def work(self, second: int) -> None:
         """Write what the workers report in one second."""
         self._num_done += 1
         episodes = make_counts(self._num_done)
-        load = EngineCounted(
-            window_s=float(ENGINE_INTERVAL_S), busy_share=0.7, running=9.0, waiting=1.0, num_tokens=900, version=3
-        )
+        load = make_load(3, window_s=self.engine_interval_s)
         for number, (name, log) in enumerate(self._logs.items()):
-            if name.startswith("env") and number % COUNT_INTERVAL_S == second % COUNT_INTERVAL_S:
+            if name.startswith("env") and number % self.count_interval_s == second % self.count_interval_s:
                 log.emit(episodes)
-            elif name.startswith(("decode", "prefill")) and number % ENGINE_INTERVAL_S == second % ENGINE_INTERVAL_S:
+            elif (
+                name.startswith(("decode", "prefill"))
+                and number % self.engine_interval_s == second % self.engine_interval_s
+            ):
                 log.emit(load)
 
     def write_hour(self) -> int:
@@ -103,11 +112,11 @@ class LargeCampaign:
         started = time.time() - HOUR_S
         num_lines = 0
         for role, make_event, interval_s in (
-            ("env", make_counts, COUNT_INTERVAL_S),
-            ("decode", make_load, ENGINE_INTERVAL_S),
+            ("env", make_counts, self.count_interval_s),
+            ("decode", partial(make_load, window_s=self.engine_interval_s), self.engine_interval_s),
         ):
             events = [(second, make_event(second)) for second in range(interval_s, HOUR_S, interval_s)]
-            for index in range(NUM_WORKERS[role] // LONG_SHARE):
+            for index in range(self.num_workers[role] // LONG_SHARE):
                 worker = make_worker_name(0, role, index)
                 origin = {"job": 0, "role": role, "worker": worker, "node": f"n{index % 100}"}
                 lines = [
@@ -117,6 +126,11 @@ class LargeCampaign:
                 (self.directory.events / f"{worker}.jsonl").write_text("".join(lines))
                 num_lines += len(lines)
         return num_lines
+
+
+def make_console() -> Console:
+    """Make a terminal in memory."""
+    return Console(file=io.StringIO(), force_terminal=True, width=100, height=40, emoji=False)
 
 
 def make_counts(second: int) -> CampaignEvent:
@@ -138,9 +152,9 @@ def make_counts(second: int) -> CampaignEvent:
     )
 
 
-def make_load(second: int) -> CampaignEvent:
+def make_load(second: int, *, window_s: float = 1.0) -> CampaignEvent:
     return EngineCounted(
-        window_s=float(ENGINE_INTERVAL_S),
+        window_s=window_s,
         busy_share=0.7,
         running=9.0,
         waiting=1.0,
@@ -155,9 +169,15 @@ def make_step(number: int) -> StepFinished:
     return StepFinished(step=number, version=number, reward_mean=reward, loss=0.1, step_s=4.0, wait_s=1.0)
 
 
-def measure(full: bool) -> list[Figure]:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, nargs="+", help="compare campaigns of these numbers of workers")
+
+
+def measure(full: bool, arguments: argparse.Namespace) -> list[Figure]:
     directory = Path(tempfile.mkdtemp(prefix="hpcrl-bench-monitor-"))
     try:
+        if arguments.workers:
+            return compare_sizes(directory, arguments.workers)
         campaign = LargeCampaign(directory / "large")
         campaign.start()
         figures = list(measure_campaign(campaign, seconds=SECONDS_FULL if full else SECONDS))
@@ -182,6 +202,49 @@ def measure_campaign(campaign: LargeCampaign, *, seconds: float) -> Iterator[Fig
         yield Figure(name=f"CPU time of a look, {name}", value=1000 * watch.look_s / watch.num_looks, unit="ms")
         yield Figure(name=f"time between two looks over 0.25 s, {name}", value=4 * seconds / watch.num_looks, unit="x")
         yield Figure(name=f"time between two drawings without news, {name}", value=seconds / watch.num_built, unit="s")
+
+
+def compare_sizes(directory: Path, sizes: Sequence[int]) -> list[Figure]:
+    """Measure a look and a drawing of busy campaigns of several sizes."""
+    seconds: dict[int, float] = {}
+    figures = []
+    for size in sizes:
+        campaign = LargeCampaign(directory / str(size), scale_workers(size))
+        campaign.start()
+        collector = SnapshotCollector(campaign.directory, query=lambda _: {})
+        collector.poll()
+        refreshes = [measure_refresh(campaign, collector, second) for second in range(NUM_REFRESHES)]
+        seconds[size] = statistics.median(refreshes)
+        figures.append(
+            Figure(
+                name=f"{size:,} workers: look, figures and screen",
+                value=seconds[size],
+                unit="s",
+                bar=MAX_REFRESH_S,
+                better="lower",
+            )
+        )
+    few, many = min(sizes), max(sizes)
+    ratio = (seconds[many] / many) / (seconds[few] / few)
+    name = f"the same per worker: {many:,} workers / {few:,} workers"
+    return [*figures, Figure(name=name, value=ratio, bar=MAX_COST_RATIO, better="lower")]
+
+
+def scale_workers(size: int) -> dict[str, int]:
+    """Return the numbers of workers of a campaign with `size` of them: one trains, the others have the usual shares."""
+    total = sum(NUM_WORKERS.values())
+    numbers = {role: max(1, round(size * num / total)) for role, num in NUM_WORKERS.items()} | {"train": 1}
+    return numbers | {"env": size - sum(num for role, num in numbers.items() if role != "env")}
+
+
+def measure_refresh(campaign: LargeCampaign, collector: SnapshotCollector, second: int) -> float:
+    """Measure a look at what the workers wrote in a second, the figures, and the screen."""
+    campaign.work(second)
+    console, pages = make_console(), CampaignPages(collector)
+    started = time.process_time()
+    collector.look()
+    console.print(pages.render(collector.build(), keys=KeyReader(), height=console.height - 1))
+    return time.process_time() - started
 
 
 def measure_first_look(root: Path) -> list[Figure]:
@@ -217,7 +280,7 @@ class TimedWatch:
 
     def run(self) -> float:
         """Watch; return the share of a core."""
-        console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40, emoji=False)
+        console = make_console()
         self._started, cpu = time.monotonic(), time.process_time()
         looks = pace_looks(self, interval_s=FRAME_INTERVAL_S, wait=self._wait)
         show_frames(looks, console, KeyReader(), CampaignPages(self.collector))
@@ -249,4 +312,4 @@ class TimedWatch:
 
 
 if __name__ == "__main__":
-    sys.exit(main("monitor", measure))
+    sys.exit(main("monitor", measure, add_options=add_options))

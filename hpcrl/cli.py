@@ -49,7 +49,7 @@ class CommandParser(IntermixedParser):
     """A parser that names the nearest choice or option for an unknown one; parsers of commands are of its kind."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words of a command; what it does not know is refused with the usage of that command."""
+        """Parse the words of a command; unknown ones are refused with the usage of that command."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             command = _find_command(self, sys.argv[1:] if args is None else args)

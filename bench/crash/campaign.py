@@ -220,4 +220,4 @@ def _kept(spools: SpoolDirs, unreadable: list[str]) -> set[str]:
 
 
 def _count_nothing(segments: list[str]) -> None:
-    """In a campaign this lowers the count that env hosts go by."""
+    """In a campaign this lowers the count that env workers use."""

@@ -179,7 +179,7 @@ def _check_same_tokens(what: str, known: dict[str, int], own: str, taught: dict[
 
 
 def _check_teaching_judge(recipe: Recipe, judge: JudgeConfig) -> None:
-    """Check that the engines of a teacher know the tokens of a tiny model, and read all that the policy generates."""
+    """Check that the engines of a teacher have the tokens of a tiny model, and read all that the policy generates."""
     table = f"judge.{recipe.teacher_name}"
     if judge.path is None:
         name, known = _read_tokens(table, judge)

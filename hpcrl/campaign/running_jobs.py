@@ -71,7 +71,7 @@ def find_live_job(campaign: CampaignDir, *, before: int) -> tuple[JobDir, str] |
 def find_orphaned_job(campaign: CampaignDir) -> JobDir | None:
     """Return the newest job if its processes send heartbeats though no end of it is recorded; None if they do not.
 
-    Its first process was killed, or the record of its submission is damaged: no scheduler knows of it then. Only a
+    Its first process was killed, or the record of its submission is damaged: no scheduler has it then. Only a
     heartbeat that changes shows this, as clocks differ: a silence is waited for.
     """
     job = campaign.job(max(campaign.job_numbers(), default=0))

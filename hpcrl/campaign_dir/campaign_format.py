@@ -23,5 +23,5 @@ def describe_newer_format(campaign: CampaignDir) -> str:
         return ""
     return (
         f"campaign {campaign.name} has format {found}, of hpcrl {manifest.get('hpcrl', '?')}; hpcrl {__version__} "
-        f"knows formats up to {CAMPAIGN_FORMAT}"
+        f"reads formats up to {CAMPAIGN_FORMAT}"
     )

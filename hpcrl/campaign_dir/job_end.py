@@ -95,7 +95,7 @@ class DrainNotice(msgspec.Struct, frozen=True, kw_only=True):
     end_s: float | None = None
     """The time from then in which a running driver ends the job; None if nothing kills the job."""
     answers_sigterm: bool = False
-    """True if the driver knows of the SIGTERM that steps have reported: it was alive after that."""
+    """True if the driver has seen the SIGTERM that steps have reported: it was alive after that."""
 
 
 class DrainTime:

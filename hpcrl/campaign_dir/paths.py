@@ -5,6 +5,7 @@
     JudgeDir       the directory of one of its judges
     SpoolName, SPOOLS    its spools
     make_worker_name     the name of a worker in events, endpoints, logs and spools
+    parse_job            the job in it
     drop_job             the same without the job
     parse_role           the role in it
 
@@ -13,6 +14,7 @@ Files below a directory of one owner (a version in weights/, a segment in spools
 CAMPAIGN/
     campaign.json: name, site, created, changes; written last; a directory without it is not a campaign
     recipe.json, site.json, plan.json: the request with all its settings, and the numbers chosen for it
+    steps/: what the steps of each partition start with
     stop: present when the campaign has been asked to stop
     settled.json: progress of the trainer, which limits how far env workers may be ahead
     train-progress.json: progress of the trainer in its present job, by which the driver finds a stall
@@ -21,6 +23,7 @@ CAMPAIGN/
     switched-roles.json: workers that do the other role's work for now
     jobs/000/: one Slurm job (or local run)
         job.sh: its script, unless submitit made one under its id (ID_submission.sh)
+        BLOCK.sh: the scripts of its reward jobs
         submitted.json: its id, the only one that may be cancelled
         unanswered: present when Slurm may have queued it without an answer to its submission
         follows: present when the previous job queued this one; the number of jobs that may still follow it
@@ -278,6 +281,10 @@ class JobDir:
     @property
     def script(self) -> Path:
         return self.root / "job.sh"
+
+    def block_script(self, block: str) -> Path:
+        """Return the script of a block of Parsl that is a job of its own."""
+        return self.root / f"{block}.sh"
 
     @property
     def submission(self) -> Path:

@@ -1,7 +1,7 @@
 """The identity of a worker, as frozen records that are passed as one parameter.
 
 EnvWorkerId    the index of an env worker
-WorkerPlace    the job, which knows its campaign, and the node
+WorkerPlace    the job, with its campaign, and the node
 """
 
 from dataclasses import dataclass

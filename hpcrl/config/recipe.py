@@ -408,7 +408,7 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """Precision of the forward and backward pass; weights and optimizer are float32. Auto: bf16 on GPUs."""
     recompute: Literal["auto"] | bool = "auto"
     """Layers keep only their inputs for the gradient, and compute the rest again; auto: where the plan finds that the
-    micro-batches do not fit otherwise, and with sharding = "full" where it knows no sizes; not with "megatron"."""
+    micro-batches do not fit otherwise, and with sharding = "full" without known sizes; not with "megatron"."""
     compile: bool = False
     """With trainer "torch": layers are compiled (torch.compile) when the first micro-batches need them."""
     offload: bool = False
@@ -491,10 +491,10 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """AdamW's term against a division by zero."""
     tokens_per_micro_batch: Literal["auto"] | Count = "auto"
     """Padded tokens in one forward pass; a step accumulates gradients over all its passes. Auto: what fits on a GPU by
-    the plan, up to 65,536 or the longest trajectory; 16,384 where the plan does not know (docs/learning.md)."""
+    the plan, up to 65,536 or the longest trajectory; 16,384 where sizes are unknown (docs/learning.md)."""
     max_row_tokens: Literal["auto"] | Count = "auto"
     """Longer training rows are left out of a step, and reported; auto: those for which a GPU has too little memory by
-    the plan, and none where the plan does not know."""
+    the plan, and none where sizes are unknown."""
     rows: Literal["padded", "packed"] = "padded"
     """In a forward pass: a row for each trajectory, or all of them in one row, each attending only to itself."""
     lora_rank: CountOrZero = 0
@@ -670,7 +670,7 @@ class PrefillResources(WorkerShare, frozen=True, kw_only=True):
     num_workers: Literal["auto"] | CountOrZero = "auto"
     """0: none, and the decode workers also compute the prompts, as one pool of engines. auto: the planner chooses: none
     where decode gets the same kind of GPU, or the site has fewer than four GPU nodes; else by the model's size, the
-    GPUs, and the domains' usual lengths, and 1 where it knows none."""
+    GPUs, and the domains' usual lengths, and 1 where there are none."""
     gpus_per_worker: Literal["auto"] | CountOrZero = "auto"
     """As for decode."""
     affinity: Affinity = "compute"

@@ -238,7 +238,7 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     container: ContainerTool | None = None
     """The program that runs images here."""
     image: str | None = None
-    """Steps run in this image: a file, a directory, or a name that the program knows. None: steps run on the node."""
+    """Steps run in this image: a file, a directory, or a name that the program accepts. None: steps run on the node."""
     image_python: str = "python3"
     """The interpreter in images."""
     image_binds: list[str] = []

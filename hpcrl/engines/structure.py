@@ -48,7 +48,7 @@ _UNHELD_KEYWORDS = (
     *("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties"),
     *("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "not", "if", "then", "else"),
 )
-"""Keywords of JSON Schema that only restrict an answer, and that llguidance does not know."""
+"""Keywords of JSON Schema that only restrict an answer, and that llguidance does not support."""
 _MAPS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _SCHEMA_KEYWORDS = frozenset(
     ("allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalItems", "additionalProperties")

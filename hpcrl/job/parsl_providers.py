@@ -237,7 +237,7 @@ class JobProvider(ExecutionProvider):
         del tasks_per_node
         if time.monotonic() < self._refused_until:
             return None
-        path = self._job.root / f"{job_name}.sh"
+        path = self._job.block_script(job_name)
         publish_file(path, self._script(job_name, command.split("\n")))
         try:
             id = commands.queue_recorded_script(path, record=self._job.reward_jobs)

@@ -4,7 +4,7 @@
     assign_credits        the node `advantage` (or `rewards`, with a critic)
     distribute_rows       the node `deal`
     DEAL_NODES            these nodes
-    DealWork              what they know beside their inputs
+    DealWork              what they need beside their inputs
     StepShares            a distributed step
     RankShare, ShareItem  one rank's part of it; one trajectory there
     find_row_limit        the longest row that is trained on

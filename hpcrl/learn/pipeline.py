@@ -2,7 +2,7 @@
 
     PipelineExecutor                  the nodes of a recipe with their functions; every worker has one
     NodeFunction                      a function of hpcrl for a node
-    NodeWork                          what hpcrl's own nodes know beside their inputs
+    NodeWork                          what hpcrl's own nodes have beside their inputs
     compute_credits                   the advantages, or rewards where a critic turns them into advantages
     load_functions                    the user's functions by node; called early, it finds import errors before a job
     load_update                       the user's update of a weight, if any

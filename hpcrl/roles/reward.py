@@ -51,7 +51,7 @@ MAX_SESSION_S = 30.0
 MAX_IDLE_S = 60.0
 """The time that a task waits for more segments where each shard has a worker: env workers wake it."""
 MAX_LINGER_S = 5.0
-"""The further time that it waits for those under way. Their scores go on being computed: the next task of this worker
+"""The further time that it waits for those under way. Their scores are computed all the same: its next task
 writes them, unless another worker was faster."""
 RECEIVE_TIMEOUT_S = 0.2
 MAX_REASONS = 256

@@ -59,7 +59,7 @@ def _simulate(arguments: argparse.Namespace) -> "SimulationResult":
 
 def _read_settings(arguments: argparse.Namespace) -> "SimulationSettings":
     from hpcrl.simulation.campaign import SimulationSettings
-    from hpcrl.simulation.host import FaultSettings
+    from hpcrl.simulation.simulated_worker import FaultSettings
 
     return SimulationSettings(
         seed=arguments.seed,

@@ -3,7 +3,7 @@
 simulate_campaign    runs it -> SimulationResult
 SimulationSettings   what a recipe does not have
 SimulatedCampaign    the parts, and what passes between them
-MAX_HOSTS            the env workers that are simulated, at most
+MAX_ENV_WORKERS            the env workers that are simulated, at most
 """
 
 import random
@@ -24,8 +24,8 @@ from hpcrl.rollout.routing.router import DEFAULT_TIMEOUTS
 from hpcrl.rollout.tasks import AgentTask
 from hpcrl.simulation.clock import EventQueue
 from hpcrl.simulation.engine import FluidEngine
-from hpcrl.simulation.host import FaultSettings, HostLinks, SimulatedHost
 from hpcrl.simulation.result import SimulationResult, TimelineBin
+from hpcrl.simulation.simulated_worker import EnvWorkerLinks, FaultSettings, SimulatedEnvWorker
 from hpcrl.simulation.sizes import CampaignSizes, RoleSize
 from hpcrl.simulation.trainer import SimulatedStep, SimulatedTrainer
 from hpcrl.simulation.turn_router import TurnRouter
@@ -33,7 +33,7 @@ from hpcrl.simulation.workload import EpisodeSource
 from hpcrl.spool.ids import get_group, parse_group_id
 from hpcrl.spool.record import Trajectory
 
-MAX_HOSTS = 4
+MAX_ENV_WORKERS = 4
 """Each stands for several where there are more: they share the work evenly."""
 NUM_BINS = 200
 MAX_SIMULATED_S = 400 * 86400.0
@@ -82,7 +82,7 @@ class SimulatedCampaign:
             recipe=self.recipe,
             estimate_s=self._estimate_step,
             publish=self._publish,
-            list_holds=lambda: [host.hold_limit() for host in self.hosts],
+            list_holds=lambda: [env_worker.hold_limit() for env_worker in self.env_workers],
             drop=self._drop,
             count_tokens=self._count_trained,
             on_idle=self._end_step,
@@ -92,7 +92,7 @@ class SimulatedCampaign:
             for role, size in self._engine_roles().items()
             for index in range(size.num_workers)
         }
-        self.links = HostLinks(
+        self.links = EnvWorkerLinks(
             queue=self.queue,
             recipe=self.recipe,
             source=source,
@@ -105,8 +105,10 @@ class SimulatedCampaign:
         )
         self.num_trained_tokens = 0
         self.num_trained = 0
-        num_hosts = min(sizes.num_env, MAX_HOSTS)
-        self.hosts = [self._make_host(EnvWorkerId(index, num_hosts)) for index in range(num_hosts)]
+        num_env_workers = min(sizes.num_env, MAX_ENV_WORKERS)
+        self.env_workers = [
+            self._make_env_worker(EnvWorkerId(index, num_env_workers)) for index in range(num_env_workers)
+        ]
         self._refresh_s = max(DEFAULT_TIMEOUTS.refresh_interval_s, sizes.num_env / MAX_LOAD_REQUESTS_PER_S)
 
     def run(self) -> None:
@@ -134,7 +136,7 @@ class SimulatedCampaign:
     def _find_speed(self, size: RoleSize) -> WorkerSpeed:
         return self.sizes.find_speed(size, self.recipe)
 
-    def _make_host(self, worker: EnvWorkerId) -> SimulatedHost:
+    def _make_env_worker(self, worker: EnvWorkerId) -> SimulatedEnvWorker:
         endpoints, speeds, gpus = [], dict[str, WorkerSpeed](), self.sizes.roles
         for name in self.engines:
             role = parse_role(name)
@@ -154,18 +156,18 @@ class SimulatedCampaign:
             speed_of=lambda endpoint: speeds[endpoint.worker],
             find_gpu=self.request.site.find_gpu,
         )
-        return SimulatedHost(self.links, worker, router)
+        return SimulatedEnvWorker(self.links, worker, router)
 
     # ---- what passes between them
 
-    def _release(self, host: SimulatedHost, members: list[Trajectory]) -> None:
+    def _release(self, env_worker: SimulatedEnvWorker, members: list[Trajectory]) -> None:
         def seal() -> None:
-            host.num_unsealed -= len(members)
+            env_worker.num_unsealed -= len(members)
             for one in members:
-                host.in_flight.drop(one.id)
+                env_worker.in_flight.drop(one.id)
             self.trainer.num_waiting += len(members)
             self.queue.call_later(self.settings.reward_s, lambda: self.trainer.offer(members))
-            self._poll_hosts()
+            self._poll_env_workers()
 
         self.queue.call_later(self.settings.handover_s, seal)
 
@@ -177,8 +179,8 @@ class SimulatedCampaign:
             parsed = parse_group_id(group)
             assert parsed is not None
             task = AgentTask(domain=parsed[0], number=parsed[1], seed=0)
-            self.hosts[parsed[1] % len(self.hosts)].record_lost(group, task)
-        self._poll_hosts()
+            self.env_workers[parsed[1] % len(self.env_workers)].record_lost(group, task)
+        self._poll_env_workers()
 
     def _estimate_step(self, chosen: list[Trajectory]) -> float:
         num_tokens = sum(self.links.lengths[one.id] for one in chosen)
@@ -208,20 +210,20 @@ class SimulatedCampaign:
             pause_s = bytes_s / size.gpus_each if stall_s is None else stall_s
             if engine.is_up:
                 self.queue.call_later(0.0, partial(self._load, engine, version, pause_s))
-        self._poll_hosts()
+        self._poll_env_workers()
 
     def _load(self, engine: FluidEngine, version: int, pause_s: float) -> None:
         if engine.is_up and version > engine.version:
             engine.load(version, stall_s=pause_s)
 
     def _end_step(self) -> None:
-        self._poll_hosts()
+        self._poll_env_workers()
         if self.trainer.is_draining:
             self._end_job()
 
-    def _poll_hosts(self) -> None:
-        for host in self.hosts:
-            host.poll()
+    def _poll_env_workers(self) -> None:
+        for env_worker in self.env_workers:
+            env_worker.poll()
 
     # ---- jobs
 
@@ -235,9 +237,9 @@ class SimulatedCampaign:
         for engine in self.engines.values():
             engine.is_up = True
             engine.version = self.trainer.version
-        for host in self.hosts:
-            host.router.refresh_loads(now=self.queue.now)
-            host.resume()
+        for env_worker in self.env_workers:
+            env_worker.router.refresh_loads(now=self.queue.now)
+            env_worker.resume()
         self.trainer.resume()
         if self.settings.faults.engine_hours is not None:
             for name in self.engines:
@@ -247,8 +249,8 @@ class SimulatedCampaign:
         if job != self.num_jobs or self.is_over:
             return
         self.trainer.is_draining = True
-        for host in self.hosts:
-            host.drain()
+        for env_worker in self.env_workers:
+            env_worker.drain()
         if not self.trainer.is_training:
             self._end_job()
 
@@ -274,8 +276,8 @@ class SimulatedCampaign:
             return
         self.num_failures += 1
         engine.fail()
-        for host in self.hosts:
-            host.lose_engine(name)
+        for env_worker in self.env_workers:
+            env_worker.lose_engine(name)
         self.queue.call_later(self.settings.faults.repair_s, partial(self._repair_engine, name, job))
 
     def _repair_engine(self, name: str, job: int) -> None:
@@ -288,9 +290,9 @@ class SimulatedCampaign:
 
     def _watch(self) -> None:
         """Refresh the loads in routers, and note what is busy, in regular intervals."""
-        for host in self.hosts:
-            host.router.refresh_loads(now=self.queue.now)
-            host.poll()
+        for env_worker in self.env_workers:
+            env_worker.router.refresh_loads(now=self.queue.now)
+            env_worker.poll()
         self._sample()
         if not self.is_over:
             self.queue.call_later(self._refresh_s, self._watch)
@@ -299,8 +301,8 @@ class SimulatedCampaign:
         busy: Counter[str] = Counter()
         for name, engine in self.engines.items():
             busy[parse_role(name)] += engine.busy_s  # type: ignore[assignment]
-        in_env = sum(host.num_in_env for host in self.hosts)
-        running = sum(host.groups.num_running for host in self.hosts)
+        in_env = sum(env_worker.num_in_env for env_worker in self.env_workers)
+        running = sum(env_worker.groups.num_running for env_worker in self.env_workers)
         places = self.recipe.rollout.max_running
         self.samples.append((self.queue.now, busy["decode"], busy["prefill"], in_env / places, running / places))
 
@@ -310,9 +312,9 @@ def simulate_campaign(
 ) -> SimulationResult:
     """Simulate a campaign to its last step."""
     campaign = SimulatedCampaign(request, sizes, source, settings)
-    for host in campaign.hosts:
+    for env_worker in campaign.env_workers:
         if request.recipe.rollout.late_after_s is not None:
-            host.watch_late_groups()
+            env_worker.watch_late_groups()
     campaign.run()
     return _make_result(campaign)
 
@@ -343,7 +345,7 @@ def _make_result(campaign: SimulatedCampaign) -> SimulationResult:
         step_p95_s=round(regular[int(0.95 * (len(regular) - 1))], 4) if regular else None,
         train_s=round(fmean(step.ended_at - step.started_at for step in steps), 4) if steps else 0.0,
         num_episodes=campaign.num_trained,
-        num_turns=sum(host.router.reasons.total() for host in campaign.hosts),
+        num_turns=sum(env_worker.router.reasons.total() for env_worker in campaign.env_workers),
         tokens_per_s=round(campaign.num_trained_tokens / seconds, 2) if seconds else 0.0,
         utilisation=_measure_utilisation(campaign),
         lag_mean=round(sum(lag * num for lag, num in lags.items()) / max(1, lags.total()), 4),

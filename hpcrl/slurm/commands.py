@@ -255,7 +255,7 @@ def query_live_jobs(ids: Sequence[str]) -> dict[str, bool] | None:
 
 
 def cancel_jobs(ids: Iterable[str], *, env: Mapping[str, str] | None = None) -> None:
-    """End jobs; jobs that have already ended, or that Slurm no longer knows, are ignored."""
+    """End jobs; jobs that have already ended, or that Slurm no longer lists, are ignored."""
     wanted = list(ids)
     if not wanted:
         return
@@ -270,7 +270,7 @@ def cancel_jobs(ids: Iterable[str], *, env: Mapping[str, str] | None = None) -> 
 def cancel_steps(name: str) -> None:
     """End this user's steps with such a name: where srun was killed, what it had started continues.
 
-    The steps of a component are listed under its own id, which the job does not know: a name must be that of one job.
+    The steps of a component are listed under its own id, which the job does not have: a name must be that of one job.
     """
     listed = try_slurm(["squeue", "-h", "-s", "--me", "-o", "%i %j"], timeout_s=SHORT_TIMEOUT_S)
     rows = (line.partition(" ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else ()

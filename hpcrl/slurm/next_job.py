@@ -47,7 +47,7 @@ from hpcrl.system.file_watch import retry_passing
 from hpcrl.system.files import make_private_dir, publish_file, read_json, remove_path
 
 UNCERTAIN_CAUSES: frozenset[EndCause] = frozenset({"unknown", "cancellation", "infrastructure"})
-"""The causes that a job records where Slurm may know better afterwards."""
+"""The causes that a job records that Slurm may correct afterwards."""
 
 NUM_AHEAD = 2
 """The jobs that a driver queues ahead: one more than the next, which may end before its driver can queue another."""

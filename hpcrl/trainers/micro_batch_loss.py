@@ -6,7 +6,7 @@
     compare_costs               costs beside those of other rows at the same token
     normalize_advantages        micro-batches whose advantages have mean 0 and variance 1 over all ranks
     compute_mean_and_std        mean and standard deviation over all ranks
-    MinibatchTotals, PriorLogprobs   what a loss needs to know beside them
+    MinibatchTotals, PriorLogprobs   what a loss needs beside them
 
 Legend: N model tokens of a micro-batch
 """

@@ -63,7 +63,7 @@ class StepWork(NodeWork):
 
 
 def read_rows(work: StepWork, _deal: None) -> list[list[TrainingRow]]:
-    """Read the rows of this rank's share, which only `read_share` knows."""
+    """Read the rows of this rank's share, which only `read_share` reads."""
     return work.read_share()
 
 

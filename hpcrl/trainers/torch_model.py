@@ -325,7 +325,7 @@ def recompute_layers(called: torch.nn.Module) -> None:
 
 
 def cast_experts(called: torch.nn.Module) -> None:
-    """Let experts multiply in autocast's precision, which grouped products do not know: theirs is the weights'."""
+    """Let experts multiply in autocast's precision, which grouped products do not follow: theirs is the weights'."""
     for part in called.modules():
         if isinstance(experts := getattr(part, "experts", None), torch.nn.Module):
             experts.forward = partial(_call_experts, experts, experts.forward)
@@ -343,7 +343,7 @@ def _call_experts(experts: torch.nn.Module, forward: Callable[..., Tensor], *inp
 
 
 def compile_layers(called: torch.nn.Module) -> None:
-    """Let torch compile the layers, but not their experts, whose numbers of tokens it does not know."""
+    """Let torch compile the layers, but not their experts, whose numbers of tokens change."""
     for layer in _list_layers(called):
         for part in layer.modules():
             if hasattr(part, "experts"):

@@ -1,4 +1,4 @@
-"""Sandboxes of environments and agent programs; nothing here knows what an environment is.
+"""Sandboxes of environments and agent programs; nothing here depends on environments.
 
 sandbox           apptainer or bubblewrap around a process
 images            the images of apptainer, and a node's cache of them

@@ -37,7 +37,7 @@ T = TypeVar("T")
 ASSUMED_BATCH = 32.0
 """The number of sequences decoded together, which share the fixed cost of a step."""
 MIN_REMOTE_TOKENS = 256
-"""The tokens that remote prefill must compute where no cost model knows whether it pays: CPUs take milliseconds for a
+"""The tokens that remote prefill must compute where no cost model shows whether it pays: CPUs take milliseconds for a
 short prompt, and as long to hand its KV over."""
 PRICE_EXPONENT = 8
 """The steepness of the price: at 0.8 of the places it is a sixth above that of an idle engine, at 1.0 it is twice and

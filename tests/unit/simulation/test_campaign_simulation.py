@@ -19,7 +19,7 @@ from hpcrl.simulation.__main__ import main
 from hpcrl.simulation.campaign import SimulationSettings, simulate_campaign
 from hpcrl.simulation.clock import EventQueue
 from hpcrl.simulation.engine import EngineRow, FluidEngine
-from hpcrl.simulation.host import FaultSettings
+from hpcrl.simulation.simulated_worker import FaultSettings
 from hpcrl.simulation.sizes import find_sizes
 from hpcrl.simulation.timeline import draw_timeline
 from hpcrl.simulation.workload import DrawnEpisodes, LatencySettings, RecordedEpisodes, read_traces

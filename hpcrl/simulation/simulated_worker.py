@@ -1,9 +1,9 @@
-"""An env worker in simulated time (`SimulatedHost`): admission, groups, holds and routing are those of a real one.
+"""An env worker in simulated time (`SimulatedEnvWorker`): admission, groups, holds and routing are those of a real one.
 
-EpisodeRun       an episode that runs
-HostLinks        what a host reaches of the campaign
-SimulatedHost    the env worker
-FaultSettings    how often environments and engines fail
+EpisodeRun           an episode that runs
+EnvWorkerLinks       what an env worker reaches of the campaign
+SimulatedEnvWorker   the env worker
+FaultSettings        how often environments and engines fail
 """
 
 import random
@@ -62,18 +62,18 @@ class TrainingState(Protocol):
 
 
 @dataclass
-class HostLinks:
-    """The parts of the campaign that a host reaches."""
+class EnvWorkerLinks:
+    """The parts of the campaign that an env worker reaches."""
 
     queue: EventQueue
     recipe: Recipe
     source: EpisodeSource
     engines: Mapping[str, FluidEngine]
     training: TrainingState
-    release: Callable[["SimulatedHost", list[Trajectory]], object]
+    release: Callable[["SimulatedEnvWorker", list[Trajectory]], object]
     """Called with the members of a group that is full."""
     on_hold: Callable[[], object]
-    """Called when the hold of a host may have changed."""
+    """Called when the hold of an env worker may have changed."""
     faults: FaultSettings
     draw: random.Random
     fates: Counter[str] = field(default_factory=Counter)
@@ -106,10 +106,10 @@ class EpisodeRun:
     asked_at: float = 0.0
 
 
-class SimulatedHost:
+class SimulatedEnvWorker:
     """One env worker."""
 
-    def __init__(self, links: HostLinks, worker: EnvWorkerId, router: TurnRouter) -> None:
+    def __init__(self, links: EnvWorkerLinks, worker: EnvWorkerId, router: TurnRouter) -> None:
         recipe = links.recipe
         rollout = recipe.rollout
         self.router = router
