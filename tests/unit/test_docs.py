@@ -4,6 +4,7 @@ import argparse
 import ast
 import functools
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -179,6 +180,35 @@ def test_every_walk_gives_its_number_of_files_and_names_real_classes() -> None:
         assert re.search(rf"^\| {walk[0]} \| \d+ \| {num_files} \|", WALKS.read_text(), flags=re.MULTILINE)
         _, _, names = walk.partition("Names of what")
         assert set(re.findall(r"`(\w+)`", names)) <= classes
+
+
+def trace_command(*words: str, home: Path) -> list[tuple[str, str]]:
+    """Return the functions that a command reaches, in the order of their first calls, with their files."""
+    command = [sys.executable, "-m", "tests.support.call_order", *words]
+    environ = os.environ | {"HPCRL_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [(file, name) for file, name in json.loads(done.stdout.splitlines()[-1])]
+
+
+def test_the_walk_of_a_submission_is_in_the_order_of_the_code(tmp_path):
+    """A model of the hub that is not staged is planned and then refused; a tiny one is submitted."""
+    walk = WALKS.read_text().partition("## D.")[2].partition("\n## ")[0]
+    stations = {file: re.findall(r"[\w.]+", names) for file, names in STATION.findall(walk)}
+    checks = "hpcrl/campaign/submission_checks.py"
+
+    def list_reached(*words: str) -> list[str]:
+        reached = trace_command("submit", *words, "--dry-run", home=tmp_path / "home")
+        return list(dict.fromkeys(file for file, name in reached if name in stations.get(file, ())))
+
+    order = list(stations)
+    planned = list_reached("qwen3-8b-math", "--site", "perlmutter", "-s", "site.account=m1234")
+    assert planned == [file for file in order if file in planned]
+    assert checks in planned
+    assert len(planned) > 25
+    submitted = list_reached("quickstart", "--site", "local")
+    written = [file for file in submitted if order.index(file) > order.index(checks)]
+    assert written == [file for file in order if file in written]
+    assert len(written) > 7
 
 
 def test_the_climbs_of_planning_are_those_that_the_walks_name() -> None:
