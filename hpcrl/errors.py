@@ -19,7 +19,7 @@
     │   └── TemplateLimitError  the chat template takes too long, or renders too much
     ├── RewardError       the process that computes rewards ended
     └── TrainError        training cannot continue
-        ├── LostCheckpointsError  every checkpoint is damaged: another start would find the same
+        ├── LostCheckpointsError  no checkpoint can be read: another start would find the same
         └── NodeResultError  a user's node of the pipeline returns what the next one cannot use
 
 `show_error` returns the type and the message of any exception.
@@ -109,7 +109,7 @@ class TrainError(HpcrlError):
 
 
 class LostCheckpointsError(TrainError):
-    """Every checkpoint is damaged: another start would find the same."""
+    """Every checkpoint is damaged, or is of a newer hpcrl: another start would find the same."""
 
 
 class NodeResultError(TrainError):

@@ -258,7 +258,7 @@ def _read_manifest(campaign: CampaignDir) -> dict[str, Any]:
         raise CampaignError(f"{campaign.manifest} is damaged: {error}") from error
     has_all = isinstance(manifest, dict) and {"created", "exports"} <= manifest.keys()
     if not has_all or not isinstance(manifest.get("digests", {}), dict):
-        raise CampaignError(f"{campaign.manifest} is damaged: it has not what hpcrl writes into it")
+        raise CampaignError(f"{campaign.manifest} is damaged: it lacks what hpcrl writes into it")
     return manifest
 
 

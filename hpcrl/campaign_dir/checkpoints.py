@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.system.json_records import decode_record
+
 FORMAT_VERSION = 1
 MANIFEST_FILE = "checkpoint.json"
 
@@ -43,6 +45,10 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The checksum of this manifest with this field empty."""
 
 
+class _ManifestFormat(msgspec.Struct):
+    format: int
+
+
 def find_missing_file(path: Path) -> str | None:
     """Return why the files of a checkpoint are not all there with their sizes; their bytes are not read."""
     try:
@@ -58,22 +64,41 @@ def find_missing_file(path: Path) -> str | None:
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
     """Encode a manifest with its checksum."""
+    return _seal_fields(msgspec.to_builtins(manifest))
+
+
+def _seal_fields(fields: dict[str, Any]) -> bytes:
+    """Encode the fields of a manifest, also those of another version, with their checksum."""
     import xxhash  # which login nodes need not have
 
-    blank = msgspec.structs.replace(manifest, xxh3="")
-    checksum = xxhash.xxh3_128_hexdigest(msgspec.json.encode(blank))
-    sealed = msgspec.structs.replace(manifest, xxh3=checksum)
-    return msgspec.json.format(msgspec.json.encode(sealed), indent=2) + b"\n"
+    checksum = xxhash.xxh3_128_hexdigest(msgspec.json.encode(fields | {"xxh3": ""}))
+    return msgspec.json.format(msgspec.json.encode(fields | {"xxh3": checksum}), indent=2) + b"\n"
 
 
 def decode_manifest(data: bytes) -> CheckpointManifest:
-    """Decode and verify a manifest, or raise ValueError (msgspec's errors are a kind of it)."""
-    manifest = msgspec.json.decode(data, type=CheckpointManifest)
+    """Decode and verify a manifest, or raise ValueError (msgspec's errors are a kind of it).
+
+    Fields that a newer version has added are covered by the checksum, and skipped.
+    """
+    manifest = decode_record(data, CheckpointManifest)
     if manifest.format > FORMAT_VERSION:
-        raise ValueError(f"format {manifest.format} is newer than this hpcrl reads ({FORMAT_VERSION}): update hpcrl")
-    if data != encode_manifest(manifest):
+        raise ValueError(_describe_newer(manifest.format))
+    if data != _seal_fields(decode_record(data)):
         raise ValueError("its bytes are not as they were saved")
     return manifest
+
+
+def explain_newer_format(path: Path) -> str | None:
+    """Return why this version of hpcrl cannot read a checkpoint of a newer one; None for others, also damaged ones."""
+    try:
+        format = decode_record((path / MANIFEST_FILE).read_bytes(), _ManifestFormat).format
+    except (OSError, ValueError):
+        return None
+    return _describe_newer(format) if format > FORMAT_VERSION else None
+
+
+def _describe_newer(format: int) -> str:
+    return f"format {format} is newer than this hpcrl reads ({FORMAT_VERSION}): update hpcrl"
 
 
 def list_committed(directory: Path) -> list[Path]:

@@ -7,6 +7,7 @@ CampaignComparison, ComparedFigure, ComparedSetting    its parts, also the contr
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -169,11 +170,18 @@ def _list_changes(name: str, values: Sequence[float | None]) -> Iterator[tuple[s
 def _read_settings(campaign: CampaignDir) -> dict[str, Any] | None:
     """Return the settings of recipe and site; None, with a note, if they cannot be read."""
     try:
-        recipe, site = read_json(campaign.recipe), read_json(campaign.site)
+        recipe, site = (_read_table(path) for path in (campaign.recipe, campaign.site))
         return dict(flatten_table(recipe)) | dict(flatten_table(site, "site."))
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         print_note(f"recipe or site of {campaign.name} cannot be read, so that settings are not compared: {error}")
         return None
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    table = read_json(path)
+    if not isinstance(table, dict):
+        raise ValueError(f"{path.name} is not a table")
+    return table
 
 
 def _print_rows(console: Console, headings: tuple[str, str, str], rows: Iterable[tuple[str, str, str]]) -> None:

@@ -127,7 +127,7 @@ def find_toml(kind: ConfigKind, name: str, *, beside: Path | None = None) -> Pat
     if is_file(inside):
         hint = f"it is a directory: did you mean '{Path(name) / inside.name}'? "
     raise ConfigError(
-        f"no {kind[:-1]} {name!r}: {hint}known by name: {', '.join(names) or 'none'}; "
+        f"no {kind[:-1]} {_shorten(repr(name))}: {hint}known by name: {', '.join(names) or 'none'}; "
         f"a path must name a .toml file (your own go to {user_folder(kind)})"
     )
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from hpcrl.campaign_dir.checkpoints import MANIFEST_FILE, decode_manifest
 from hpcrl.spool.ids import parse_episode_id, parse_group_id
 
 
@@ -172,16 +173,19 @@ def read_consumed_groups(checkpoints: Path) -> ConsumedGroups:
             return ConsumedGroups(path.parent.name, _read_number_ranges(path), problems)
         except FileNotFoundError:  # an old checkpoint may have been removed meanwhile
             continue
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             problems.append((path, str(error)))
     return ConsumedGroups(problems=problems)
 
 
 def _read_number_ranges(path: Path) -> dict[str, list[tuple[int, int]]]:
     data = path.read_bytes()
-    manifest = msgspec.json.decode(path.with_name("checkpoint.json").read_bytes())
-    if xxhash.xxh3_128_hexdigest(data) != manifest["files"][path.name]["xxh3"]:
-        raise ValueError("does not match the checksum in its checkpoint.json")
+    try:
+        content = decode_manifest(path.with_name(MANIFEST_FILE).read_bytes()).files.get(path.name)
+    except ValueError as error:
+        raise ValueError(f"{MANIFEST_FILE}, which has its checksum, cannot be read: {error}") from error
+    if content is None or xxhash.xxh3_128_hexdigest(data) != content.xxh3:
+        raise ValueError(f"does not match the checksum in its {MANIFEST_FILE}")
     return msgspec.json.decode(data, type=_StoredGroups).runs
 
 

@@ -60,6 +60,8 @@ class JobFacts:
 
     outcome: str | None = None
     """The outcome that its driver wrote, if it has ended."""
+    damage: str = ""
+    """The reason why the file of its outcome cannot be read."""
     reason: str = ""
     slurm: str | None = None
     """State reported by Slurm; None for a local job."""
@@ -138,7 +140,7 @@ def derive_component_state(slurm: str) -> JobState:
 
 def _derive_local_state(facts: JobFacts) -> tuple[JobState, str]:
     if facts.guardian_alive is False:
-        return "failed", f"it ended without an outcome, as after `kill -9`; {facts.resume_hint}"
+        return "failed", f"{facts.damage or 'it ended without an outcome, as after `kill -9`'}; {facts.resume_hint}"
     if facts.guardian_alive or facts.has_heartbeat:
         return _running_or_draining(facts)
     return "unknown", "it runs on another machine and has sent no heartbeat recently"
@@ -161,7 +163,9 @@ def _running_or_draining(facts: JobFacts) -> tuple[JobState, str]:
 
 
 def _explain_slurm_end(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
-    """Explain the end of a job whose driver wrote no outcome."""
+    """Explain the end of a job whose driver wrote no outcome, or whose outcome cannot be read."""
+    if facts.damage:
+        return "failed", f"{facts.damage}; {facts.resume_hint}"
     if slurm == "cancelled":
         return "stopped", "it was cancelled"
     words = {
@@ -199,6 +203,8 @@ class JobRecord:
     guardian_alive: bool | None = None
     """For a local job: its first process, the guardian, exists."""
     outcome: JobEnd | None = None
+    damage: str = ""
+    """The reason why its outcome cannot be read."""
     drain_requested: bool = False
 
     @property
@@ -321,7 +327,7 @@ def _settle_followed(verdicts: Sequence[JobVerdict]) -> Iterator[JobVerdict]:
 def describe_lost_jobs(campaign_dir: CampaignDir) -> str:
     """Describe why nothing is known about the jobs of a campaign that has results."""
     problems: list[str] = []
-    _list_directory(campaign_dir.jobs, problems)
+    read_jobs(campaign_dir, problems=problems)
     lost = problems[0] if problems else f"the records of its jobs are gone: restore {campaign_dir.jobs}"
     return f"campaign {campaign_dir.name!r} has results, and {lost}"
 
@@ -355,14 +361,17 @@ def await_new_beat(job: JobDir, *, timeout_s: float, is_over: Callable[[], bool]
     return False
 
 
-def read_json_as(path: Path, kind: type[T], problems: list[str]) -> T | None:
-    """Read a JSON file as `kind`; None if it does not exist, or if it is invalid, which is added to `problems`."""
+def read_json_as(path: Path, kind: type[T], problems: list[str], *, place: str = "") -> T | None:
+    """Read a JSON file as `kind`; None if it does not exist, or if it is invalid, which is added to `problems`.
+
+    `place` is the directory by which the file is named there.
+    """
     try:
         return decode_record(path.read_bytes(), kind)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        problems.append(f"{path.name} cannot be read: {error}")
+        problems.append(f"{Path(place) / path.name} cannot be read: {error}")
         return None
 
 
@@ -383,6 +392,7 @@ def _collect_job_facts(
     ending: Any = job.outcome or (None if still_runs else progress.end_event)
     facts = JobFacts(
         outcome=ending.outcome if ending else None,
+        damage=job.damage,
         reason=ending.reason if ending else progress.drain_reason or "",
         silence_s=silence_s,
         end_requested=stop_requested
@@ -401,7 +411,8 @@ def _short_hostname(node: str) -> str:
 
 
 def _read_job(directory: JobDir, problems: list[str]) -> JobRecord | None:
-    submitted = read_json_as(directory.submission, SubmittedJob, problems)
+    place = f"{directory.root.parent.name}/{directory.root.name}"
+    submitted = read_json_as(directory.submission, SubmittedJob, problems, place=place)
     if submitted is None:
         return None
     # The process is checked before the outcome: a driver that ends normally in between has then written its outcome.
@@ -409,12 +420,16 @@ def _read_job(directory: JobDir, problems: list[str]) -> JobRecord | None:
     guardian_alive = is_alive(submitted.pid, submitted.start_ticks) if is_local else None
     # Listing the directory makes an NFS client refresh; opening the name may return a cached "not found".
     present = {path.name for path in _list_directory(directory.root, problems)}
-    outcome = read_json_as(directory.outcome, JobEnd, problems) if directory.outcome.name in present else None
+    damage: list[str] = []
+    is_there = directory.outcome.name in present
+    outcome = read_json_as(directory.outcome, JobEnd, damage, place=place) if is_there else None
+    problems += damage
     return JobRecord(
         dir=directory,
         submitted=submitted,
         guardian_alive=guardian_alive,
         outcome=outcome,
+        damage="; ".join(damage),
         drain_requested=directory.drain.name in present,
     )
 

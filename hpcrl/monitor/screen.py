@@ -124,11 +124,18 @@ def format_step_count(snapshot: CampaignSnapshot) -> str:
 
 
 def format_clock_time(time: float) -> str:
-    return datetime.datetime.fromtimestamp(time).strftime("%H:%M:%S")
+    return _format_time(time, "%H:%M:%S")
 
 
 def format_date(time: float) -> str:
-    return datetime.datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M")
+    return _format_time(time, "%Y-%m-%d %H:%M")
+
+
+def _format_time(time: float, form: str) -> str:
+    try:
+        return datetime.datetime.fromtimestamp(time).strftime(form)
+    except (OverflowError, OSError, ValueError):  # a damaged record may have any number
+        return "?"
 
 
 def format_state(state: CampaignState, *, is_partial: bool) -> Text:

@@ -79,7 +79,11 @@ class CampaignLine(msgspec.Struct, frozen=True, kw_only=True):
 
 def survey_campaigns(campaign_dirs: Iterable[CampaignDir], *, problems: list[str]) -> list[CampaignLine]:
     """Return a line for each campaign, in order; files and queries that fail are added to `problems`."""
-    jobs = {campaign_dir: read_jobs(campaign_dir, problems=problems) for campaign_dir in campaign_dirs}
+    jobs: dict[CampaignDir, list[JobRecord]] = {}
+    for campaign_dir in campaign_dirs:
+        unreadable: list[str] = []
+        jobs[campaign_dir] = read_jobs(campaign_dir, problems=unreadable)
+        problems += [f"campaign {campaign_dir.name}: {problem}" for problem in unreadable]
     statuses = _query_statuses(jobs, problems)
     return [
         _read_campaign_line(campaign_dir, jobs[campaign_dir], statuses.get(campaign_dir, {}), problems)

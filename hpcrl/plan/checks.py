@@ -429,6 +429,11 @@ def find_megatron_conflict(train: TrainConfig) -> str | None:
     return None
 
 
+def _describe_group(rollout: RolloutConfig) -> str:
+    extra = f" and {rollout.redundancy} extra" if rollout.redundancy else ""
+    return f"{rollout.group_size}{extra} episodes"
+
+
 def _check_rollout(recipe: Recipe) -> None:
     if recipe.rollout.spare_groups and recipe.rollout.mode == "async":
         raise PlanError(
@@ -439,8 +444,9 @@ def _check_rollout(recipe: Recipe) -> None:
     least = rollout.episodes_per_group * num_env_workers
     if recipe.has_rollouts and rollout.max_running < least:
         raise PlanError(
-            f"rollout.max_running = {rollout.max_running} cannot hold one group of {rollout.group_size} (and "
-            f"{rollout.redundancy} extra) episodes on each of {num_env_workers} env workers: set it to {least} or more"
+            f"rollout.max_running = {rollout.max_running} cannot hold one group of {_describe_group(rollout)} on "
+            f"{f'each of {num_env_workers} env workers' if num_env_workers > 1 else 'the env worker'}: set it to "
+            f"{least} or more, or lower rollout.group_size"
         )
     if rollout.late_after_s is not None and not rollout.redundancy:
         raise PlanError(

@@ -26,6 +26,7 @@ from hpcrl.campaign_dir.checkpoints import (
     CheckpointManifest,
     decode_manifest,
     encode_manifest,
+    explain_newer_format,
     find_missing_file,
     list_committed,
     parse_commit_number,
@@ -83,10 +84,13 @@ def commit_checkpoint(directory: Path, pending: PendingCheckpoint) -> Path:
 def find_newest(directory: Path, *, report: Callable[[Path, str], None]) -> Path | None:
     """Return the last intact commit, or None before the first; each damaged one skipped is passed to `report`.
 
-    If all are damaged it raises: to start again would train a second time on what they had consumed.
+    If all are damaged, or one is of a newer hpcrl, it raises: to start again, or from an older one, would train a
+    second time on what they had consumed.
     """
     committed = list_committed(directory)
     for path in reversed(committed):
+        if newer := explain_newer_format(path):
+            raise LostCheckpointsError(f"{path} was saved by a newer hpcrl: {newer}")
         reason = find_damage(path)
         if reason is None:
             return path

@@ -97,7 +97,7 @@ def _read_weights(campaign: CampaignDir, source: Path) -> Mapping[str, torch.Ten
 
 def _find_checkpoint(campaign: CampaignDir, step: int | None) -> Path:
     def report_damage(path: Path, why: str) -> None:
-        print(f"hpcrl: note: {path.name} is damaged ({why}): an older one is taken", file=sys.stderr)  # noqa: T201
+        print(f"hpcrl: note: {path.name} is damaged ({why}): an older one is tried", file=sys.stderr)  # noqa: T201
 
     if step is None:
         found = checkpoint.find_newest(campaign.checkpoints, report=report_damage)

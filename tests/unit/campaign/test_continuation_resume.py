@@ -132,7 +132,7 @@ def test_a_record_of_the_last_end_that_is_damaged_counts_as_none(
 
 def test_a_manifest_without_what_jobs_need_is_damaged(failed: CampaignDir) -> None:
     failed.manifest.write_text('{"created": 1}')
-    with pytest.raises(CampaignError, match="is damaged: it has not what hpcrl writes"):
+    with pytest.raises(CampaignError, match="is damaged: it lacks what hpcrl writes"):
         continuation.resume(str(failed.root), settings=("job.walltime_min=30",))
 
 

@@ -211,6 +211,27 @@ def test_campaigns_are_compared_without_settings_where_a_recipe_cannot_be_read(
     assert "recipe or site of two cannot be read" in shown.err
 
 
+def test_settings_that_are_not_a_table_are_named(
+    make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("one")
+    make_campaign("two").recipe.write_text("[]")
+    assert main(["compare", "one", "two"]) == 0
+    assert "are not compared: recipe.json is not a table" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("created", [1e300, -1e14])
+def test_a_campaign_with_an_impossible_date_is_listed_with_the_others(
+    created: float, make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_campaign("one")
+    odd = make_campaign("two")
+    publish_json(odd.manifest, read_json(odd.manifest) | {"created": created})
+    lines = printed(capsys, "ls").splitlines()
+    assert any(line.startswith("one ") for line in lines)
+    assert any(line.startswith("two ") and "?" in line for line in lines)
+
+
 def test_a_comparison_notes_what_is_not_known_of_a_campaign(
     make_campaign: CampaignMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,7 +33,13 @@ from hpcrl.campaign_dir.events import (
 from hpcrl.campaign_dir.paths import CampaignDir, parse_role
 from hpcrl.errors import SlurmError
 from hpcrl.monitor.collect import SnapshotCollector
-from hpcrl.monitor.job_state import JobFacts, JobState, derive_campaign_state, derive_job_state
+from hpcrl.monitor.job_state import (
+    JobFacts,
+    JobState,
+    derive_campaign_state,
+    derive_job_state,
+    describe_lost_jobs,
+)
 from hpcrl.monitor.progress import name_subject
 from hpcrl.monitor.snapshot import CampaignSnapshot, encode_snapshot, measure_change
 from hpcrl.monitor.view import survey_campaigns
@@ -812,7 +818,22 @@ def test_broken_job_files_are_reported_and_the_rest_is_shown(campaign: Synthetic
     snapshot = collector(campaign).poll()
 
     assert [job.number for job in snapshot.jobs] == [0]
-    assert {problem.split()[0] for problem in snapshot.detail.problems} == {"outcome.json", "submitted.json"}
+    problems = {problem.split()[0] for problem in snapshot.detail.problems}
+    assert problems == {"jobs/000/outcome.json", "jobs/001/submitted.json", "jobs/7/submitted.json"}
+
+
+@pytest.mark.parametrize("slurm", [None, "completed"])
+def test_the_reason_of_a_job_whose_outcome_cannot_be_read_is_that_file(slurm: str | None) -> None:
+    facts = JobFacts(guardian_alive=False, slurm=slurm, damage="jobs/000/outcome.json cannot be read: x", saved_step=4)
+    state, reason = derive_job_state(facts)
+    assert state == "failed"
+    assert reason == "jobs/000/outcome.json cannot be read: x; `hpcrl resume` continues from step 4"
+
+
+def test_a_submission_that_cannot_be_read_is_not_a_lost_job(campaign: SyntheticCampaign) -> None:
+    running(campaign).segment("scored", 0, 3)
+    campaign.directory.job(0).submission.write_text("[]")
+    assert "has results, and jobs/000/submitted.json cannot be read" in describe_lost_jobs(campaign.directory)
 
 
 def test_foreign_files_everywhere_do_no_harm(campaign: SyntheticCampaign) -> None:

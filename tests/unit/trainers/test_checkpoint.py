@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from hpcrl.campaign_dir.checkpoints import CheckpointManifest, encode_manifest
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import LostCheckpointsError, TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
@@ -27,6 +28,7 @@ from hpcrl.trainers.checkpoint import (
     find_newest,
     find_oldest_number,
     prune_checkpoints,
+    read_checkpoint,
 )
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.disks import largest_file
@@ -153,6 +155,26 @@ def test_a_checkpoint_of_a_newer_format_is_named_as_such(tmp_path):
     text = (path / "checkpoint.json").read_text()
     (path / "checkpoint.json").write_text(text.replace('"format": 1', '"format": 2'))
     assert "format 2 is newer than this hpcrl reads (1): update hpcrl" in find_damage(path)
+
+
+def test_no_older_checkpoint_replaces_one_of_a_newer_format(tmp_path):
+    _, newest = saved(tmp_path, 5, 6)
+    text = (newest / "checkpoint.json").read_text()
+    (newest / "checkpoint.json").write_text(text.replace('"format": 1', '"format": 2'))
+    with pytest.raises(LostCheckpointsError, match=r"000006 was saved by a newer hpcrl: format 2 .* update"):
+        found(tmp_path)
+
+
+def test_fields_that_a_newer_version_has_added_are_skipped(tmp_path):
+    class NewerManifest(CheckpointManifest, frozen=True, kw_only=True):
+        added_later: int = 1
+
+    (path,) = saved(tmp_path, 5)
+    manifest, _ = read_checkpoint(path)
+    fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
+    (path / "checkpoint.json").write_bytes(encode_manifest(NewerManifest(**fields)))
+    assert b"added_later" in (path / "checkpoint.json").read_bytes()
+    assert found(tmp_path) == (path, [])
 
 
 def test_training_does_not_start_again_when_every_checkpoint_is_damaged(tmp_path):

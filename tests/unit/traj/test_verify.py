@@ -270,6 +270,13 @@ def test_a_damaged_list_of_consumed_groups_is_reported_and_the_previous_one_is_u
     assert "checksum" in reason
 
 
+def test_a_manifest_that_is_not_a_table_is_named_beside_the_list_of_groups(spools):
+    checkpoint = spools.consumed("lake/0").parent
+    (checkpoint / MANIFEST_FILE).write_text("[]")
+    reasons = dict(damage(spools))
+    assert "cannot be read: Expected `object`" in reasons[f"checkpoints/{checkpoint.name}/consumed.json"]
+
+
 def test_a_file_of_a_checkpoint_that_was_cut_is_damage(spools):
     checkpoint = spools.consumed("lake/0").parent
     state = checkpoint / "state-00000.safetensors"
