@@ -8,6 +8,7 @@ job_workers      start the workers, also again
 supervision      requests to end, the time to drain, failures that repeat
 progress_watch   find out whether the job has stalled
 domain_watch     find out that no domain trains anything
+record_watch     report a recipe or site that was edited by hand
 memory_watch     lower limits of a trainer that ran out of memory
 batch_log        notes in the log of the batch script
 guardian         run the driver and clean up after it

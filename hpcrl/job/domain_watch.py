@@ -2,7 +2,7 @@
 
 DomainWatch     follows how the episodes and rewards of each domain end
 watch_domains   makes it for a job
-list_untrained_domains    the domains that trained nothing, at the end of a job
+add_untrained   adds those that trained nothing to the end of a job that made the last step
 DOMAIN_INTERVAL_S, MIN_FAILURES, MIN_STEPS, FAULT_PATIENCE_S     limits
 
 Only a job in which no domain had one good result is ended: events are read until there is one, and not after that. What
@@ -15,10 +15,14 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 
+import msgspec
+
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import CampaignEvent, EpisodesCounted, FaultReported, SegmentScored
-from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.campaign_dir.job_end import JobEnd
+from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.config.recipe import Recipe
+from hpcrl.job.batch_log import note_in_log
 from hpcrl.monitor.advisories import HealthFacts, find_advisories, select_untrained
 from hpcrl.monitor.progress import CampaignProgress, DomainProgress
 from hpcrl.spool.ids import parse_domain
@@ -41,7 +45,20 @@ def watch_domains(campaign: CampaignDir, *, job: int, recipe: Recipe) -> "Domain
     )
 
 
-def list_untrained_domains(campaign: CampaignDir, *, job: int) -> list[str]:
+def add_untrained(end: JobEnd, *, job: JobDir) -> JobEnd:
+    """Add what was not trained to the end of a job that made the last step."""
+    try:
+        untrained = _list_untrained_domains(job.campaign, job=job.number)
+    except OSError as error:  # the campaign is done all the same
+        note_in_log(f"hpcrl: whether every domain was trained is not known: {error}")
+        return end
+    if not untrained:
+        return end
+    reason = f"{end.reason}, but not everything was trained: {'; '.join(untrained)}"
+    return msgspec.structs.replace(end, reason=reason, untrained=untrained)
+
+
+def _list_untrained_domains(campaign: CampaignDir, *, job: int) -> list[str]:
     """Return a sentence for each domain that trains nothing, by the last events of a job: its logs may be long."""
     progress = CampaignProgress()
     readers = [EventReader.for_role(campaign.events, role, job=job) for role in ("env", "reward")]

@@ -36,7 +36,7 @@ from hpcrl.config.site import Site
 from hpcrl.errors import EngineError, HpcrlError, SlurmError, WeightsError
 from hpcrl.job.batch_log import note_exception, note_in_log
 from hpcrl.job.courier_step import WeightPlane
-from hpcrl.job.domain_watch import DomainWatch, list_untrained_domains, watch_domains
+from hpcrl.job.domain_watch import DomainWatch, add_untrained, watch_domains
 from hpcrl.job.driver_pulse import DriverPulse
 from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_reward_jobs, run_guarded, send_outcome
 from hpcrl.job.job_drain import JobDrain
@@ -47,6 +47,7 @@ from hpcrl.job.metrics_process import MetricsProcess
 from hpcrl.job.next_job_queue import NextJobQueue
 from hpcrl.job.own_lease import take_campaign_lease
 from hpcrl.job.progress_watch import ProgressWatch, watch_campaign
+from hpcrl.job.record_watch import RecordWatch
 from hpcrl.job.reward_tasks import RewardScoring
 from hpcrl.job.supervision import (
     MAX_DRAIN_SHARE,
@@ -59,7 +60,7 @@ from hpcrl.job.supervision import (
 )
 from hpcrl.plan.job_time import estimate_save_s
 from hpcrl.plan.plan import Plan
-from hpcrl.plan.records import list_edited_records, read_plan, read_recipe, read_site
+from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm import next_job
 from hpcrl.slurm.allocation import JobAllocation, find_own_id, read_allocation, scrub_environment
 from hpcrl.slurm.submit import SubmittedJob, record_submission
@@ -172,7 +173,7 @@ class JobDriver:
         self.follow_looks = LookInterval(FOLLOW_INTERVAL_S)
         self.turned_at = time.monotonic()
         self.next_job_queue = NextJobQueue(self.place, plan=self.plan, site=self.site, emit=emit)
-        self.last_edits: list[str] = []
+        self.records = RecordWatch(self.campaign, emit=emit)
         has_gpus = bool(self.plan.role("train").gpus_per_worker)
         self.workers = JobWorkers(
             job=self.job,
@@ -256,7 +257,7 @@ class JobDriver:
         self.workers.allocation = allocation = read_allocation(self.plan)
         self.events.emit(JobStarted(slurm_id=allocation.job_id, end_time=allocation.end_time))
         note_in_log(f"hpcrl: job {self.job.number} of {self.campaign.name} has started")
-        self._report_edits()
+        self.records.look()
         JobNotices(self.job, self.recipe.notices).report_start()
         self.events.emit(LayoutChosen(layout=self.plan.layout, reason=self.plan.layout_reason, nodes=allocation.nodes))
         self.drain.answer_notices(allocation.kill_wait_s)
@@ -320,17 +321,6 @@ class JobDriver:
         known = next_job.campaign_outcome(last, state=next_job.query_end_state(last))
         return None if known is None else JobEnd(outcome=known[0], reason=known[1])
 
-    def _report_edits(self) -> None:
-        """Emit a fault for a recipe or site that was edited by hand: processes that start from now on read it."""
-        try:
-            edited = list_edited_records(self.campaign)
-        except (OSError, ValueError):  # the file system is away; a damaged manifest ends what needs it
-            return
-        if edited and edited != self.last_edits:
-            detail = f"{' and '.join(edited)} was edited after the submission: what starts from now on uses it"
-            self.events.emit(FaultReported(what="records", detail=detail))
-        self.last_edits = edited
-
     def _supervise(self, runtime: "JobRuntime", allocation: JobAllocation) -> JobEnd:
         watch = watch_campaign(
             self.campaign,
@@ -348,7 +338,7 @@ class JobDriver:
             request = self.drain.check_requests(allocation)
             is_look = self.follow_looks.is_due()
             if is_look:
-                self._report_edits()
+                self.records.look()
             if (request is not None and request.is_at_walltime) or is_look:
                 self.next_job_queue.start()  # Slurm may have refused it before; the steps end with the drain
             try:
@@ -397,7 +387,7 @@ class JobDriver:
         """Return how the job ends, if it does now; `code` is the exit code of the trainer."""
         drain_reason = self.drain.limits.reason
         if code == EXIT_DONE:
-            return self._describe_completion(self._finish("done", REASON_DONE))
+            return add_untrained(self._finish("done", REASON_DONE), job=self.job)
         if code == EXIT_DRAINED:
             return self._finish("drained", drain_reason or "the trainer was drained")
         if code is not None and drain_reason:
@@ -409,18 +399,6 @@ class JobDriver:
             reason = "another job runs this campaign: Slurm reported that this one had ended"
             return JobEnd(outcome="failed", reason=reason, cause="infrastructure")
         return None
-
-    def _describe_completion(self, end: JobEnd) -> JobEnd:
-        """Add what was not trained to the end of a job that made the last step."""
-        try:
-            untrained = list_untrained_domains(self.campaign, job=self.job.number)
-        except OSError as error:  # the campaign is done all the same
-            note_in_log(f"hpcrl: whether every domain was trained is not known: {error}")
-            return end
-        if not untrained:
-            return end
-        reason = f"{end.reason}, but not everything was trained: {'; '.join(untrained)}"
-        return msgspec.structs.replace(end, reason=reason, untrained=untrained)
 
     def _finish(self, outcome: JobOutcome, reason: str) -> JobEnd:
         """Let the workers seal what they hold before they are ended; a user's request to stop ends the campaign."""
