@@ -89,7 +89,7 @@ class DrainNotice(msgspec.Struct, frozen=True, kw_only=True):
 
     reason: str
     deadline: float | None = None
-    """When a worker must have drained, in seconds since the epoch; None without a limit."""
+    """The time when a worker must have drained, in seconds since the epoch; None without a limit."""
     left_s: float | None = None
     """The time until then when this was published; clocks of nodes differ, and may jump."""
     end_s: float | None = None

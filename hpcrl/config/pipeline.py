@@ -48,7 +48,7 @@ STAGES: dict[NodeOutput, NodeStage] = {
     "loss": "learn",
     "weights": "learn",
 }
-"""When a worker runs a node: rank 0 alone (deal); each rank, once in a step (rows, prepare); or each rank, once for
+"""The time at which a worker runs a node: rank 0 alone (deal); each rank, once in a step (rows, prepare); or each rank, once for
 every minibatch, since the weights change in between (learn)."""
 SCORE_FUNCTION = "hpcrl.roles.reward:score"
 """The node that reward workers run; the trainer reads its results from a spool."""

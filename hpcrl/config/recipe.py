@@ -672,7 +672,7 @@ class PrefillResources(WorkerShare, frozen=True, kw_only=True):
     where decode gets the same kind of GPU, or the site has fewer than four GPU nodes; else by the model's size, the
     GPUs, and the domains' usual lengths, and 1 where there are none."""
     gpus_per_worker: Literal["auto"] | CountOrZero = "auto"
-    """As for decode."""
+    """The same as for decode."""
     affinity: Affinity = "compute"
 
 

@@ -90,7 +90,7 @@ class DriverPulse:
         self._last_turn = self._last_beat = self._made_at = time.monotonic()
         self._probe: FileProbe | None = None
         self._waited_at = float("-inf")
-        """When the driver was last seen to wait for storage."""
+        """The time when the driver was last seen to wait for storage."""
         self._write()
 
     def start(self) -> None:

@@ -50,11 +50,11 @@ class DrainLimits:
     reason: str | None = None
     cause: EndCause = "unknown"
     deadline: float = math.inf
-    """When the workers should have drained, by the monotonic clock."""
+    """The time when the workers should have drained, by the monotonic clock."""
     cut_at: float = math.inf
-    """When those that have not are ended, by the monotonic clock."""
+    """The time when those that have not are ended, by the monotonic clock."""
     kill_time: float = math.inf
-    """When Slurm kills what is left, in seconds since the epoch, if it will."""
+    """The time when Slurm kills what is left, in seconds since the epoch, if it will."""
 
     def tighten(self, request: DrainRequest) -> "DrainLimits":
         """Return the limits after one more request: the first reason stays, and the earliest times."""
@@ -93,7 +93,7 @@ class JobDrain:
         """The limits before SIGTERM; None until SIGTERM was taken into account."""
         self._is_published = False
         self._terminated_at: float | None = None
-        """When SIGTERM was taken into account; steps have been sent an answer to theirs since."""
+        """The time when SIGTERM was taken into account; steps have been sent an answer to theirs since."""
 
     def answer_notices(self, kill_wait_s: float) -> None:
         """Answer, in a thread, the steps that report SIGTERM: without an answer in time they end.

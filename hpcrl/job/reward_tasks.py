@@ -99,7 +99,7 @@ class RewardScoring:
     scaled_at: float = 0.0
     paused_until: float = 0.0
     outage_since: float | None = None
-    """When the file system failed for the first time since a task worked."""
+    """The time when the file system failed for the first time since a task worked."""
 
     def __post_init__(self) -> None:
         self.rollouts = SegmentListing(self.campaign.spool("rollouts"))

@@ -72,7 +72,7 @@ class DrainRequest:
     grace_s: float
     cause: EndCause
     kill_time: float = math.inf
-    """When Slurm kills what is left, in seconds since the epoch, if it will."""
+    """The time when Slurm kills what is left, in seconds since the epoch, if it will."""
     longest_s: float = 0.0
     """The time for a checkpoint that takes longer than expected, where nothing else ends the job before."""
 

@@ -44,7 +44,7 @@ class SimulationSettings(ConfigTable, frozen=True, kw_only=True):
 
     seed: int = 0
     num_steps: int | None = None
-    """In place of the recipe's."""
+    """Replaces the recipe's."""
     reward_s: float = 0.0
     """The time to score a trajectory, on workers that are always enough."""
     train_s: float | None = None

@@ -150,7 +150,7 @@ class JobSchedule(NamedTuple):
 
     state: str
     end_time: float | None
-    """When it will end, or has ended, in seconds since the epoch."""
+    """The time when it will end, or has ended, in seconds since the epoch."""
     is_preempted: bool
 
     @property

@@ -10,7 +10,7 @@ held-out:lake/4/3   episode 3 of a held-out task of domain `lake`
 """
 
 HELD_OUT_PREFIX = "held-out:"
-"""Before the domain of a held-out task; no domain of a recipe has a colon."""
+"""The prefix of the domain of a held-out task; no domain of a recipe has a colon."""
 MAX_NUMBER_DIGITS = 18
 """A longer number is damage, not the number of a group or an episode."""
 

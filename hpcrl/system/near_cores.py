@@ -19,7 +19,7 @@ _ROOT = Path("/")
 class _PciGpu(NamedTuple):
     uuid: str
     address: str
-    """On the PCI bus: domain:bus:device.function."""
+    """The address on the PCI bus: domain:bus:device.function."""
 
 
 def bind_near_gpus(gpus: Sequence[str], *, num_cpus: int, root: Path = _ROOT) -> set[int]:

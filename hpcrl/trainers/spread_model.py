@@ -35,7 +35,7 @@ class SpreadModel:
         self._temperature = temperature
         stride = world.size // data_parallel
         self._owners = [rank - rank % stride for rank in range(world.size)]
-        """For each rank, the one that computes for it."""
+        """The rank that computes for each rank."""
         owns = self._owners[world.rank] == world.rank
         self._model = TokenModel(load_causal(model_dir)).to(world.device).eval() if owns else None
         shares = torch.zeros(world.size, dtype=torch.long, device=world.device)

@@ -502,7 +502,7 @@ def test_the_docstring_of_a_function_starts_with_an_imperative_verb():
     assert wrong == []
 
 
-CLAUSES = {"By", "From", "How", "Of", "That", "Those", "To", "What", "Where", "Whether", "Why"}
+CLAUSES = {"By", "From", "How", "Of", "So", "That", "Those", "To", "What", "When", "Where", "Whether", "Who", "Why"}
 
 
 def described_nodes(path: Path) -> Iterator[tuple[int, str]]:

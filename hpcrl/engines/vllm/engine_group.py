@@ -32,7 +32,7 @@ class GroupMeeting(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     rpc_port: int
-    """For the copies of a data-parallel engine."""
+    """The port for calls between the copies of a data-parallel engine."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ class DeltaHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     layout: str
     """Digest of the layout of both versions."""
     sizes: list[tuple[Size, Size]]
-    """For each chunk: bytes of its gaps, number of its changed values."""
+    """The bytes of the gaps of each chunk, and the number of its changed values."""
 
 
 class CodecChoice(NamedTuple):
