@@ -48,8 +48,8 @@ STAGES: dict[NodeOutput, NodeStage] = {
     "loss": "learn",
     "weights": "learn",
 }
-"""The ranks that run a node, and how often: rank 0 alone (deal); each rank, once in a step (rows, prepare); or each rank,
-once for every minibatch, since the weights change in between (learn)."""
+"""The ranks that run a node, and how often: rank 0 alone (deal); each rank, once in a step (rows, prepare); or each
+rank, once for every minibatch, since the weights change in between (learn)."""
 SCORE_FUNCTION = "hpcrl.roles.reward:score"
 """The node that reward workers run; the trainer reads its results from a spool."""
 TRAINER_ROLES: tuple[NodeRole, ...] = ("reference", "critic", "policy")
