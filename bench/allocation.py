@@ -22,6 +22,7 @@ from bench.faults.places import LabPlace
 from bench.faults.watch import CampaignWatch
 from bench.figures import Figure, main
 from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import JobStarted, StepFinished
 from hpcrl.campaign_dir.job_end import read_job_end
 from hpcrl.campaign_dir.paths import CampaignDir
 
@@ -109,26 +110,24 @@ def run_chain(place: LabPlace, *, num_jobs: int, walltime_min: int) -> tuple[lis
         time.sleep(2.0)
     place.command("stop", "--now", "chain")
     violations += [one for one in watch.find_violations() if one not in violations]
-    steps = [event for event in EventReader(campaign.events).poll_lines() if event.get("event") == "step"]
-    made = {event["step"] for event in steps}
+    steps = [event for event in EventReader(campaign.events).poll() if isinstance(event, StepFinished)]
+    made = {event.step for event in steps}
     if left := place.list_shared_memory(campaign):
         violations.append(f"shared memory was left: {', '.join(left)}")
     return _list_uses(campaign, steps, place.list_allocations()), violations, made == set(range(1, last_step + 1))
 
 
 def _list_uses(
-    campaign: CampaignDir, steps: list[dict[str, float]], allocations: dict[str, tuple[float, float]]
+    campaign: CampaignDir, steps: list[StepFinished], allocations: dict[str, tuple[float, float]]
 ) -> list[JobUse]:
-    kept = {event["step"]: event for event in steps}  # a step that was made again counts once
+    kept = {event.step: event for event in steps}  # a step that was made again counts once
     ids = {
-        event["job"]: str(event["slurm_id"])
-        for event in EventReader(campaign.events).poll_lines()
-        if event.get("event") == "job-started"
+        event.job: str(event.slurm_id) for event in EventReader(campaign.events).poll() if isinstance(event, JobStarted)
     }
     uses = []
     for number, id in sorted(ids.items()):
-        times = sorted(event["time"] for event in kept.values() if event["job"] == number)
-        end = read_job_end(campaign.job(int(number)))
+        times = sorted(event.time for event in kept.values() if event.job == number)
+        end = read_job_end(campaign.job(number))
         started, ended = allocations.get(id, (times[0], times[-1]) if times else (0.0, 0.0))
         first = times[0] - (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else ended
         uses.append(

@@ -27,9 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.figures import Figure, main
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.system.files import read_json
-from hpcrl.testing.event_lines import read_events
 
 ENV_WORKERS, ENGINES, NODES_OF_ENGINES = 100, 200, 50
 STEPS = 2 * ENV_WORKERS + NODES_OF_ENGINES + 8
@@ -115,6 +116,8 @@ def measure(full: bool, arguments: argparse.Namespace) -> list[Figure]:
     if shutil.which("strace") is None:
         raise SystemExit("bench.control counts with strace, which is not installed: apt-get install strace")
     sizes = arguments.workers or ((4, 16, 64) if full else (16, 32))
+    if len(sizes) < 2:
+        raise SystemExit("bench.control extrapolates from two sizes: give --workers two numbers or more")
     counts = [_count_campaign(num, is_busy=arguments.busy) for num in sizes]
     figures = []
     for count in counts:
@@ -223,10 +226,16 @@ def _await_idle(campaign: CampaignDir, *, num_engines: int, num_env: int, is_bus
 
 
 def _is_complete(campaign: CampaignDir, *, num_engines: int, num_env: int) -> bool:
-    events = read_events(campaign.events) if campaign.events.is_dir() else []
-    env_workers = {event["worker"] for event in events if event["event"] == "worker-started" and event["role"] == "env"}
+    env_workers = {event.worker for event in _list_starts(campaign) if event.role == "env"}
     has_segment = campaign.spool("scored").is_dir() and any(campaign.spool("scored").glob("*.h5"))
     return len(list(campaign.endpoints.glob("*.json"))) == num_engines and len(env_workers) == num_env and has_segment
+
+
+def _list_starts(campaign: CampaignDir) -> list[WorkerStarted]:
+    """Return the starts of workers so far."""
+    if not campaign.events.is_dir():
+        return []
+    return [event for event in EventReader(campaign.events).poll() if isinstance(event, WorkerStarted)]
 
 
 def _find_processes(campaign: CampaignDir) -> dict[int, str]:
@@ -236,9 +245,9 @@ def _find_processes(campaign: CampaignDir) -> dict[int, str]:
         return {}
     guardian = int(read_json(submission)["pid"])
     kinds = {
-        int(event["pid"]): {"env": "env", "train": "trainer", "reward": "reward"}.get(event["role"], "engine")
-        for event in read_events(campaign.events)
-        if event["event"] == "worker-started" and event.get("pid")
+        event.pid: {"env": "env", "train": "trainer", "reward": "reward"}.get(event.role, "engine")
+        for event in _list_starts(campaign)
+        if event.pid is not None
     }
     found = {}
     for pid in [guardian, *_list_descendants(guardian)]:

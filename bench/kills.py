@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import psutil
 
@@ -36,8 +36,11 @@ from bench.control import SITE
 from bench.faults.watch import CampaignWatch
 from bench.figures import Figure, main
 from bench.peers.parsl_retries import GROUP_SIZE, GROUPS_PER_STEP, NUM_ENGINES, NUM_ROLLOUT_WORKERS
+from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import CampaignEvent, StepFinished, WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.testing.event_lines import read_events
+
+EventType = TypeVar("EventType", bound=CampaignEvent)
 
 _BAR = 0.85
 _NUM_WARM = 2
@@ -110,17 +113,17 @@ class CampaignSystem:
     def list_step_times(self) -> list[float]:
         """Return when each step was made for the first time: a trainer that was killed makes some again."""
         times: dict[int, float] = {}
-        for event in sorted(self._list_events("step"), key=lambda event: float(event["time"])):
-            times.setdefault(event["step"], event["time"])
+        for event in sorted(self._list_events(StepFinished), key=lambda event: event.time):
+            times.setdefault(event.step, event.time)
         return list(times.values())
 
     def find_process(self, worker: str) -> int | None:
-        started = [event for event in self._list_events("worker-started") if event["worker"] == f"000-{worker}"]
-        return int(max(started, key=lambda event: float(event["time"]))["pid"]) if started else None
+        started = [event for event in self._list_events(WorkerStarted) if event.worker == f"000-{worker}"]
+        return max(started, key=lambda event: event.time).pid if started else None
 
-    def _list_events(self, kind: str) -> list[dict[str, Any]]:
-        events = read_events(self.campaign.events) if self.campaign.events.is_dir() else []
-        return [event for event in events if event["event"] == kind]
+    def _list_events(self, kind: type[EventType]) -> list[EventType]:
+        events = EventReader(self.campaign.events).poll() if self.campaign.events.is_dir() else []
+        return [event for event in events if isinstance(event, kind)]
 
 
 @dataclass

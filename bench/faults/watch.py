@@ -12,6 +12,7 @@ from typing import Any
 
 from hpcrl.campaign_dir.checkpoints import list_committed
 from hpcrl.campaign_dir.event_log import EventReader
+from hpcrl.campaign_dir.events import StepFinished, VersionPublished
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName
 from hpcrl.errors import SpoolError
 from hpcrl.spool.listing import list_segments
@@ -39,12 +40,13 @@ class CampaignWatch:
 
     def look(self) -> int:
         """Read new events and acknowledged segments; return the number of steps made so far."""
-        for line in self._events.poll_lines():
-            if line.get("event") == "step":
-                self.num_steps += 1
-                self.last_step, self.last_job = max(self.last_step, line["step"]), max(self.last_job, line["job"])
-            elif line.get("event") == "published":
-                self.published.append((line["time"], line["version"]))
+        for event in self._events.poll():
+            match event:
+                case StepFinished():
+                    self.num_steps += 1
+                    self.last_step, self.last_job = max(self.last_step, event.step), max(self.last_job, event.job)
+                case VersionPublished():
+                    self.published.append((event.time, event.version))
         self.acknowledged |= self._list_ids("rollouts")
         return self.num_steps
 
