@@ -57,6 +57,11 @@ class CampaignRequest:
     source: RequestSource | None = None
     """None for one that was read from a campaign."""
 
+    @property
+    def shown_recipe(self) -> str:
+        """The recipe in messages: the word of the user, as a file that extends another may have that one's name."""
+        return self.recipe.name if self.source is None else self.source.recipe
+
 
 def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> CampaignRequest:
     """Load recipe and site, and make the plan; settings are `key=value` of the recipe, `site.key=value` of the site."""

@@ -205,7 +205,7 @@ def run_model_check(request: CampaignRequest) -> str:
         return f"the model is not checked: {command[0]} lacks the package {message}: pip install 'hpcrl[local]' there"
     if completed.returncode:
         lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["its check ended without a message"]
-        raise ConfigError(f"recipe {request.recipe.name!r}: {message or lines[-1]}")
+        raise ConfigError(f"recipe {request.shown_recipe!r}: {message or lines[-1]}")
     return ""
 
 
@@ -222,7 +222,7 @@ def run_length_check(request: CampaignRequest) -> list[str]:
         return [f"warmup.path: the lengths of its conversations are not checked: {error}"]
     text = " ".join(completed.stdout.decode(errors="replace").splitlines())
     if completed.returncode == EXIT_USAGE:
-        raise ConfigError(f"recipe {request.recipe.name!r}: {text}")
+        raise ConfigError(f"recipe {request.shown_recipe!r}: {text}")
     if completed.returncode:
         last = completed.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         return [f"warmup.path: the lengths of its conversations are not checked: {last}"]
@@ -249,7 +249,7 @@ def _check_user_code(request: CampaignRequest) -> list[str]:
         raise PythonMissing(f"the site's python {python!r} cannot be run here: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"importing the environments of recipe {request.recipe.name!r} took over {CHECK_TIMEOUT_S} s: "
+            f"importing the environments of recipe {request.shown_recipe!r} took over {CHECK_TIMEOUT_S} s: "
             "importing must be quick; open files and start servers in reset()"
         ) from error
     last = completed.stderr.decode(errors="replace").strip().rpartition("\n")[2]
@@ -258,11 +258,11 @@ def _check_user_code(request: CampaignRequest) -> list[str]:
     if not subjects or subjects[-1] or completed.returncode not in (EXIT_DONE, EXIT_USAGE):
         subject = next((name for name in reversed(subjects) if name), "its code cannot be checked")
         raise ConfigError(
-            f"recipe {request.recipe.name!r}: {subject}: the process that checks it "
+            f"recipe {request.shown_recipe!r}: {subject}: the process that checks it "
             f"{describe_end(completed.returncode)}" + f", its last output: {last[-300:]}" * bool(last)
         )
     if completed.returncode:
-        raise ConfigError(f"recipe {request.recipe.name!r}: {'; '.join(answer.splitlines())}")
+        raise ConfigError(f"recipe {request.shown_recipe!r}: {'; '.join(answer.splitlines())}")
     return answer.splitlines()
 
 

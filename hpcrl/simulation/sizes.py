@@ -84,7 +84,7 @@ def find_sizes(request: CampaignRequest, *, num_gpus: int | None = None) -> Camp
     roles = {role: _find_role(request, role, notes) for role in ("train", "decode", "prefill")}
     decode, train = roles["decode"], roles["train"]
     if decode is None or train is None:
-        raise ConfigError(f"recipe {request.recipe.name!r} plays no episodes: there is nothing to simulate")
+        raise ConfigError(f"recipe {request.shown_recipe!r} plays no episodes: there is nothing to simulate")
     env = request.plan.role("env")
     components = [request.plan.components[index] for index in sorted({role.component for role in request.plan.roles})]
     found = CampaignSizes(

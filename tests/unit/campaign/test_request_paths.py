@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign.request import load_request
+from hpcrl.campaign.submission_checks import check_request
 from hpcrl.config.program import AGENT_PROGRAM
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.toml import shipped_folder
@@ -116,3 +117,10 @@ def test_a_model_directory_is_beside_the_recipe_that_names_it_or_in_the_current_
     for folder in (mine, here):
         recipe = load_child(mine, extends="quickstart", lines=f'[model]\npath = "models/{folder.name}"')
         assert recipe.model.path == f"{folder}/models/{folder.name}"
+
+
+def test_messages_name_the_file_of_a_recipe_and_not_its_parent(tmp_path: Path, home: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text('extends = "quickstart"\n[domains.lake]\nenv = "nowhere_to_be_found:Env"\n')
+    with pytest.raises(ConfigError, match=f"^recipe '{own}': domains.lake.env = "):
+        check_request(load_request(str(own), site="local"))
