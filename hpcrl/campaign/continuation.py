@@ -24,6 +24,7 @@ from hpcrl.campaign.continuation_checks import (
     compare_settings,
     find_final_failure,
     list_changes,
+    refuse_other_package,
     refuse_short_walltime,
     refuse_while_alive,
     refuse_without_journals,
@@ -81,6 +82,7 @@ def resume(
         show_note(note)
     is_new = bool(changes or dropped or accept)
     if is_new:
+        refuse_other_package(campaign, _read_manifest(campaign)["exports"])
         _check_new_plan(recorded.plan, request.plan)
         for note in check_request(request):
             show_note(note)
@@ -257,7 +259,7 @@ def _read_manifest(campaign: CampaignDir) -> dict[str, Any]:
     except ValueError as error:
         raise CampaignError(f"{campaign.manifest} is damaged: {error}") from error
     has_all = isinstance(manifest, dict) and {"created", "exports"} <= manifest.keys()
-    if not has_all or not isinstance(manifest.get("digests", {}), dict):
+    if not has_all or not all(isinstance(manifest.get(key, {}), dict) for key in ("exports", "digests")):
         raise CampaignError(f"{campaign.manifest} is damaged: it lacks what hpcrl writes into it")
     return manifest
 

@@ -3,20 +3,24 @@
 refuse_while_alive       refuse it while a job may still run
 refuse_without_journals  refuse it where the tasks in flight are not recorded
 refuse_short_walltime    refuse a job that could hold no step and checkpoint, by what the campaign has recorded
+refuse_other_package     refuse to rewrite the records where jobs import another hpcrl, which may not read them
 find_final_failure       why the trainer failed after its last step, and would again
 SettingChange, list_changes, compare_settings    the settings that differ between two records: pure
 check_changes            refuse those that a campaign cannot take over: pure
 """
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
+import hpcrl
 from hpcrl.campaign.directory import list_jobs
 from hpcrl.campaign.fixed_settings import explain_fixed_setting
 from hpcrl.campaign.running_jobs import (
@@ -98,6 +102,21 @@ def refuse_without_journals(campaign: CampaignDir) -> None:
             f"made it that recorded its tasks elsewhere: `hpcrl export {campaign.name} --hf DIR` writes its model, for "
             "a new campaign with `model.path = DIR`"
         )
+
+
+def refuse_other_package(campaign: CampaignDir, exports: Mapping[str, str]) -> None:
+    """Refuse to rewrite the records of a campaign whose jobs, with these exports, import another hpcrl."""
+    own = Path(hpcrl.__file__).parent
+    for folder in exports.get("PYTHONPATH", "").split(os.pathsep):
+        package = Path(folder, "hpcrl")
+        if not folder or not (package / "__init__.py").is_file():
+            continue
+        if not package.samefile(own):
+            raise CampaignError(
+                f"campaign {campaign.name!r}: its jobs import hpcrl from {package} (PYTHONPATH at its submission), and "
+                f"this is {own}: resume it with that one, which reads what it writes"
+            )
+        return
 
 
 def find_final_failure(campaign: CampaignDir, *, num_steps: int) -> str:

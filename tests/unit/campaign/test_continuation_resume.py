@@ -21,7 +21,7 @@ from hpcrl.commands.monitoring import final_summary
 from hpcrl.errors import CampaignError, SlurmError
 from hpcrl.monitor.job_state import judge_jobs, read_jobs
 from hpcrl.slurm.submit import SubmittedJob, record_submission
-from hpcrl.system.files import make_private_dir, read_json
+from hpcrl.system.files import make_private_dir, publish_json, read_json
 from hpcrl.system.processes import read_start_ticks
 from tests.support.campaigns import until
 
@@ -134,6 +134,19 @@ def test_a_manifest_without_what_jobs_need_is_damaged(failed: CampaignDir) -> No
     failed.manifest.write_text('{"created": 1}')
     with pytest.raises(CampaignError, match="is damaged: it lacks what hpcrl writes"):
         continuation.resume(str(failed.root), settings=("job.walltime_min=30",))
+
+
+def test_records_are_not_rewritten_for_jobs_that_import_another_hpcrl(failed: CampaignDir, tmp_path: Path) -> None:
+    other = tmp_path / "checkout"
+    make_private_dir(other / "hpcrl")
+    (other / "hpcrl" / "__init__.py").touch()
+    manifest = read_json(failed.manifest)
+    publish_json(failed.manifest, manifest | {"exports": {"PYTHONPATH": f"{tmp_path}:{other}"}})
+    before = failed.recipe.read_bytes()
+    with pytest.raises(CampaignError, match=rf"its jobs import hpcrl from {other}/hpcrl .* resume it with that one"):
+        continuation.resume(str(failed.root), settings=("job.walltime_min=30",))
+    assert failed.recipe.read_bytes() == before
+    assert failed.job_numbers() == [0]
 
 
 def test_a_resume_that_another_process_makes_meanwhile_changes_nothing(failed: CampaignDir) -> None:
