@@ -66,7 +66,7 @@ def test_a_failure_is_a_fault_where_its_domain_sets_that(stage):
 def test_a_function_that_fails_each_time_is_reported_once_for_each_reason_and_power_of_ten(stage):
     for name in (names := [f"{letter}.h5" for letter in "abc"]):
         stage.add(name)
-        session = stage.open("refuse")
+        session = stage.open("refuse", settings=("domains.lake.reward_timeout_s=60",))  # busy cores are slow
         session.start([name])
         finish(session)
     faults = [event for event in read_events(stage.campaign.events) if event["event"] == "fault"]
