@@ -11,25 +11,24 @@ What pools send through the interchanges (a heartbeat of each node every 5 s) is
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from bench.figures import Figure, main
-from bench.monitor import make_counts, make_load, make_step
+from bench.monitor import find_intervals, make_counts, make_load, make_step
 from hpcrl.campaign.request import load_request
 from hpcrl.campaign.submission import write_description
 from hpcrl.campaign_dir.event_log import BEAT_INTERVAL_S, EventLog
 from hpcrl.campaign_dir.events import WorkerStarted
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.plan.plan import Plan
-from hpcrl.roles.serve import MAX_LOADS_PER_S
-from hpcrl.rollout.reporting import find_report_interval
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.processes import end_groups
 
@@ -131,7 +130,7 @@ def _measure_driver(num_workers: int, *, seconds: float) -> DriverCost:
                 num_workers=num_workers,
                 cpu_share=(after[0] - before[0]) / passed_s,
                 interchange_share=(after[1] - before[1]) / passed_s,
-                memory_bytes=_read_peak(job.driver),
+                memory_bytes=_read_peak(job.driver.pid),
                 start_s=start_s,
             )
     finally:
@@ -154,9 +153,9 @@ class PretendedJob:
         self._second = 0
 
     @property
-    def driver(self) -> int:
-        """The pid of the driver, the child of the guardian."""
-        return _list_children(self._process.pid)[0]
+    def driver(self) -> psutil.Process:
+        """The driver, the child of the guardian."""
+        return psutil.Process(self._process.pid).children()[0]
 
     def await_start(self) -> float:
         """Wait until every step runs; return how long it took."""
@@ -165,8 +164,7 @@ class PretendedJob:
             for log in logs:
                 log.emit(WorkerStarted(pid=1))
         while self._process.poll() is None and time.monotonic() < started + START_TIMEOUT_S:
-            steps = [pid for pid in _list_children(self.driver) if _read_name(pid) == "sleep"]
-            if len(steps) >= self._count_steps():
+            if len(self._list_children(are_steps=True)) >= self._count_steps():
                 return time.monotonic() - started
             self.work(0.5)
         batch_log = self._campaign.job(0).log("batch").read_text()
@@ -185,28 +183,30 @@ class PretendedJob:
             time.sleep(max(0.0, min(now + 1.0, until) - time.monotonic()))
 
     def _write_second(self, second: int) -> None:
-        num_env, num_engines = len(self._logs["env"]), len(self._logs["decode"])
-        count_s = max(1, round(find_report_interval(num_env)))
-        load_s = max(1, round(num_engines / MAX_LOADS_PER_S))
-        counts, load = make_counts(second), make_load(second)
-        for index, log in enumerate(self._logs["env"]):
-            if index % count_s == second % count_s:
-                log.emit(counts)
-            elif index % int(BEAT_INTERVAL_S) == second % int(BEAT_INTERVAL_S):
-                log.beat()
-        for index, log in enumerate(self._logs["decode"]):
-            if index % load_s == second % load_s:
-                log.emit(load)
-            elif index % int(BEAT_INTERVAL_S) == second % int(BEAT_INTERVAL_S):
-                log.beat()
+        env, engines = self._logs["env"], self._logs["decode"]
+        count_s, load_s = find_intervals(num_env=len(env), num_engines=len(engines))
+        beat_s = int(BEAT_INTERVAL_S)
+        for logs, event, interval_s in ((env, make_counts(second), count_s), (engines, make_load(second), load_s)):
+            for index, log in enumerate(logs):
+                if index % interval_s == second % interval_s:
+                    log.emit(event)
+                elif index % beat_s == second % beat_s:
+                    log.beat()
         for log in self._logs["train"]:
             log.emit(make_step(second))
 
     def read_cpu(self) -> tuple[float, float]:
         """Return the CPU time of the driver, and of its interchanges."""
-        driver = self.driver
-        others = [pid for pid in _list_children(driver) if _read_name(pid) != "sleep"]
-        return _read_cpu(driver), sum(map(_read_cpu, others))
+        return _sum_cpu([self.driver]), _sum_cpu(self._list_children(are_steps=False))
+
+    def _list_children(self, *, are_steps: bool) -> list[psutil.Process]:
+        """Return the processes that the driver has started: its steps, or the others."""
+        found = []
+        for child in self.driver.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if (child.name() == "sleep") == are_steps:
+                    found.append(child)
+        return found
 
 
 @contextlib.contextmanager
@@ -257,34 +257,21 @@ def _run_job(scratch: Path, num_workers: int) -> Iterator[PretendedJob]:
 
 def _end_job(process: "subprocess.Popen[bytes]") -> None:
     """End the guardian, the driver and all that they have started."""
-    family = [process.pid]
-    for pid in family:
-        family += _list_children(pid)
+    started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     end_groups([process], grace_s=1.0)
-    for pid in family[1:]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for each in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
 
 
-def _list_children(pid: int) -> list[int]:
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, path.read_text().split())
-    return found
-
-
-def _read_name(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
-
-
-def _read_cpu(pid: int) -> float:
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
+def _sum_cpu(processes: Iterable[psutil.Process]) -> float:
+    """Return the CPU time of processes that still run."""
+    total = 0.0
+    for each in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = each.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def _read_peak(pid: int) -> int:

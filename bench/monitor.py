@@ -65,8 +65,9 @@ class LargeCampaign:
     def __init__(self, root: Path, num_workers: Mapping[str, int] = NUM_WORKERS) -> None:
         self.directory = CampaignDir(root)
         self.num_workers = num_workers
-        self.engine_interval_s = max(1, round(num_workers["decode"] / MAX_LOADS_PER_S))
-        self.count_interval_s = max(1, round(find_report_interval(num_workers["env"])))
+        self.count_interval_s, self.engine_interval_s = find_intervals(
+            num_env=num_workers["env"], num_engines=num_workers["decode"]
+        )
         self._logs: dict[str, EventLog] = {}
         self._num_done = 0
 
@@ -126,6 +127,11 @@ class LargeCampaign:
                 (self.directory.events / f"{worker}.jsonl").write_text("".join(lines))
                 num_lines += len(lines)
         return num_lines
+
+
+def find_intervals(*, num_env: int, num_engines: int) -> tuple[int, int]:
+    """Return the seconds between two reports of an env worker, and of an engine, in a campaign of this size."""
+    return max(1, round(find_report_interval(num_env))), max(1, round(num_engines / MAX_LOADS_PER_S))
 
 
 def make_console() -> Console:

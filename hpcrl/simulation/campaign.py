@@ -3,7 +3,7 @@
 simulate_campaign    runs it -> SimulationResult
 SimulationSettings   what a recipe does not have
 SimulatedCampaign    the parts, and what passes between them
-MAX_ENV_WORKERS            the env workers that are simulated, at most
+MAX_ENV_WORKERS      the env workers that are simulated, at most
 """
 
 import random
