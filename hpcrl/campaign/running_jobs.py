@@ -35,6 +35,7 @@ from hpcrl.monitor.job_state import (
 from hpcrl.plan.records import read_record, read_site
 from hpcrl.slurm import next_job
 from hpcrl.slurm import submit as slurm
+from hpcrl.slurm.component_jobs import cancel_component_jobs
 from hpcrl.slurm.status import ACTIVE, UNKNOWN, WAITING, JobStatus, query_job_states
 from hpcrl.system.files import publish_file, publish_json
 from hpcrl.system.processes import is_alive
@@ -209,6 +210,7 @@ def _end_job(job: JobDir, site: Site) -> str:
             resumable = describe_next_start(campaign, f"`hpcrl resume {campaign.name}`")
             return f"campaign {campaign.name}: job {read_submission(job).id} has ended; {resumable}"
     slurm.cancel_job(read_submission(job), site=site)
+    cancel_component_jobs(job, env=slurm.make_job_environment(site))
     resumable = describe_next_start(campaign, f"`hpcrl resume {campaign.name}`")
     with contextlib.suppress(OSError):
         publish_json(job.outcome, {"outcome": "stopped", "reason": "cancelled (hpcrl stop --now)", "time": time.time()})

@@ -1,12 +1,13 @@
 """Submit a campaign: its directory, the records that its jobs read, and its jobs.
 
 submit, dry_run      create a campaign with its first job, or only try whether that would succeed
-preview_script       the batch script, for `hpcrl plan`
+preview_scripts      the batch scripts, for `hpcrl plan`
 write_description    the campaign's directory with its records
 write_records        these records again, after a change
 claim_job, start_job, queue_next_jobs   a further job
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -25,11 +26,18 @@ from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site
 from hpcrl.envs.task_set import import_conversations, import_task_set
-from hpcrl.errors import CampaignError, SlurmError
+from hpcrl.errors import CampaignError, LostAnswerError, SlurmError
 from hpcrl.plan.records import digest_records
 from hpcrl.slurm import next_job
 from hpcrl.slurm import submit as slurm
-from hpcrl.slurm.script import find_driver_environment, make_batch_script, make_job_script
+from hpcrl.slurm.component_jobs import cancel_component_jobs, queue_component_jobs
+from hpcrl.slurm.script import (
+    find_driver_environment,
+    list_separate_components,
+    make_batch_script,
+    make_component_script,
+    make_job_script,
+)
 from hpcrl.slurm.step_script import write_step_setups
 from hpcrl.system.files import make_private_dir, publish_file, publish_json, remove_path
 from hpcrl.system.processes import do_nothing
@@ -69,29 +77,46 @@ def dry_run(
         if request.site.scheduler == "local":
             return "no test by a scheduler: the site has none"
         job = claim_job(campaign, 0)
-        publish_file(job.script, preview_script(request, name=campaign.name), mode=0o700)
-        return slurm.check_script(job.script, site=request.site)
+        answers = []
+        for script in preview_scripts(request, name=campaign.name):
+            publish_file(job.script, script, mode=0o700)
+            answers.append(slurm.check_script(job.script, site=request.site))
+        return "\n".join(answers)
     finally:
         directory.release_campaign(campaign)
 
 
-def preview_script(request: CampaignRequest, *, name: str) -> str:
-    """Return the batch script for `hpcrl plan`; submission only fills in the campaign's path."""
-    campaign = CampaignDir(directory.show_campaigns_root(request.site) / name)
-    plan, site = request.plan, request.site
-    return make_batch_script(
+def preview_scripts(request: CampaignRequest, *, name: str) -> list[str]:
+    """Return the batch scripts for `hpcrl plan`, the driver's first; submission only fills in the campaign's path."""
+    job = CampaignDir(directory.show_campaigns_root(request.site) / name).job(0)
+    plan, site, exports = request.plan, request.site, _shell_exports().items()
+    first = make_batch_script(
         plan,
-        job=campaign.job(0),
+        job=job,
         python=site.choose_python(plan.components[0].partition),
-        exports=_shell_exports().items(),
+        exports=exports,
         environment=find_driver_environment(plan, site),
     )
+    others = [
+        make_component_script(plan, component, job=job, site=site, exports=exports)
+        for component in list_separate_components(plan)
+    ]
+    return [first, *others]
 
 
 def start_job(job: JobDir, request: CampaignRequest) -> slurm.SubmittedJob:
     """Submit a job whose directory was made."""
-    script = make_job_script(request.plan, job=job, site=request.site)
-    return slurm.submit_job(script, job=job, site=request.site)
+    plan, site = request.plan, request.site
+    script, env = make_job_script(plan, job=job, site=site), slurm.make_job_environment(site)
+    queue_component_jobs(job, plan=plan, site=site, env=env)
+    try:
+        return slurm.submit_job(script, job=job, site=site)
+    except LostAnswerError:  # the job may be queued, and need them
+        raise
+    except BaseException:
+        with contextlib.suppress(SlurmError):
+            cancel_component_jobs(job, env=env)
+        raise
 
 
 def queue_next_jobs(

@@ -24,6 +24,8 @@ CAMPAIGN/
     jobs/000/: one Slurm job (or local run)
         job.sh: its script, unless submitit made one under its id (ID_submission.sh)
         BLOCK.sh: the scripts of its reward jobs
+        component-1.sh, component-jobs, component-1.json: in the layout "multi-job" the script of a component's job, the
+            ids of all of them, and the nodes of one that has started
         submitted.json: its id, the only one that may be cancelled
         unanswered: present when Slurm may have queued it without an answer to its submission
         follows: present when the previous job queued this one; the number of jobs that may still follow it
@@ -257,6 +259,7 @@ class JudgeDir:
 
 
 _RANKS_NAME = "ranks-{}.json"
+_LEASE_NAME = "component-{}.json"
 _TRAINER_END_NAME = "end-trainer-{}"
 
 
@@ -285,6 +288,23 @@ class JobDir:
     def block_script(self, block: str) -> Path:
         """Return the script of a block of Parsl that is a job of its own."""
         return self.root / f"{block}.sh"
+
+    def component_script(self, index: int) -> Path:
+        """Return the script of the job of a component."""
+        return self.root / f"component-{index}.sh"
+
+    def component_lease(self, index: int) -> Path:
+        """Return the record of the nodes that the job of a component has, from its start to its end."""
+        return self.root / _LEASE_NAME.format(index)
+
+    def list_leases(self) -> list[Path]:
+        """List the leases of components whose jobs run."""
+        return list(self.root.glob(_LEASE_NAME.format("*")))
+
+    @property
+    def component_jobs(self) -> Path:
+        """The ids of the jobs of components 1, 2, ..., a line each."""
+        return self.root / "component-jobs"
 
     @property
     def submission(self) -> Path:

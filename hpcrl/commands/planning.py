@@ -5,6 +5,7 @@ print_plan                                    the plan on a console
 """
 
 import argparse
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from hpcrl.campaign.request import CampaignRequest, load_request
 from hpcrl.campaign.running_jobs import read_submission
-from hpcrl.campaign.submission import dry_run, preview_script, submit
+from hpcrl.campaign.submission import dry_run, preview_scripts, submit
 from hpcrl.campaign.submission_checks import check_plan
 from hpcrl.commands.interpreters import run_suggestions
 from hpcrl.config.pipeline import RENDERERS, make_running_pipeline
@@ -44,7 +45,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     elif arguments.dag:
         _show_dag(request.recipe, how=arguments.dag)
     else:
-        _show_plan(request.plan, preview_script(request, name=f"{request.recipe.name}-1"))
+        _show_plan(request.plan, preview_scripts(request, name=f"{request.recipe.name}-1"))
     return 0
 
 
@@ -52,7 +53,7 @@ def run_submit(arguments: argparse.Namespace) -> int:
     request = _load_request(arguments)
     if arguments.dry_run:
         opinion = dry_run(request, name=arguments.name, show_note=print_note)
-        _show_plan(request.plan, preview_script(request, name=arguments.name or f"{request.recipe.name}-1"))
+        _show_plan(request.plan, preview_scripts(request, name=arguments.name or f"{request.recipe.name}-1"))
         print_line(f"dry run: nothing was submitted. {request.site.name}: {opinion}")
         return 0
     campaign_dir = submit(request, name=arguments.name, show_note=print_note)
@@ -122,12 +123,13 @@ def _show_dag(recipe: Recipe, *, how: str) -> None:
     print_line(RENDERERS[how](make_running_pipeline(recipe)))
 
 
-def _show_plan(plan: Plan, script: str) -> None:
-    """Print a plan and its batch script."""
+def _show_plan(plan: Plan, scripts: Sequence[str]) -> None:
+    """Print a plan and its batch scripts."""
     console = PipeConsole()
     console.width = max(console.width, PIPE_WIDTH)  # a narrower terminal wraps the lines: nothing is cut
     print_plan(plan, console)
-    console.print(f"\n[dim]{escape(script.rstrip())}[/]", soft_wrap=True)  # not wrapped, so that it can be copied
+    for script in scripts:
+        console.print(f"\n[dim]{escape(script.rstrip())}[/]", soft_wrap=True)  # not wrapped, so that it can be copied
 
 
 def print_plan(plan: Plan, console: Console) -> None:

@@ -746,9 +746,10 @@ class JobConfig(ConfigTable, frozen=True, kw_only=True):
     quorum: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """The share of a role's workers, and of its nodes, with which the job continues while the others fail again and
     again. With fewer only the job ends, and the next one continues the campaign from its last checkpoint."""
-    layout: Literal["auto", "hetjob", "hetstep", "colocated"] = "auto"
+    layout: Literal["auto", "hetjob", "hetstep", "colocated", "multi-job"] = "auto"
     """hetjob: a heterogeneous job; hetstep: one allocation, its nodes split among the roles; colocated: one node, its
-    GPUs and cores split among the roles; auto: by the site, and colocated where one node is enough."""
+    GPUs and cores split among the roles; multi-job: a separate job for each component, which wait for each other;
+    auto: by the site, and colocated where one node is enough."""
     stall_timeout_min: Annotated[float, Meta(gt=0)] = 15.0
     """A job without progress for this long is ended, so that nodes are never held idle. Progress are tokens, segments,
     groups and versions; a training step may take four times as long. One worker that does nothing of its work for this

@@ -11,6 +11,7 @@ domain_watch     find out that no domain trains anything
 record_watch     report a recipe or site that was edited by hand
 memory_watch     lower limits of a trainer that ran out of memory
 batch_log        notes in the log of the batch script
+component_holder  hold the nodes of a component in a separate job
 guardian         run the driver and clean up after it
 driver_pulse     find out that the driver hangs
 runtime          start workers with Parsl

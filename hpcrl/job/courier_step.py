@@ -8,9 +8,10 @@
     COURIERS_SILENCE_TIMEOUT_S, STEP_POLL_INTERVAL_S, RESTART_DELAY_S, LEAVE_TIMEOUT_S, TERM_GRACE_S   more of them
 
 The fallback order: one MPI step over all nodes that need weights (joined over het groups, or inside one allocation),
-else the same step over TCP, else files. A transport that never served is dropped for good. One that served and then
-failed too often is retried after a while. When an engine has asked for files, couriers are used again once they have
-delivered a later version to every node. Both happen a few times in a job. A campaign never waits for its couriers.
+else the same step over TCP (one in each job, where components are separate jobs), else files. A transport that never
+served is dropped for good. One that served and then failed too often is retried after a while. When an engine has asked
+for files, couriers are used again once they have delivered a later version to every node. Both happen a few times in a
+job. A campaign never waits for its couriers.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import secrets
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -33,7 +34,7 @@ from hpcrl.config.site import MpiConfig
 from hpcrl.plan.layout import JobLayout
 from hpcrl.plan.plan import Plan
 from hpcrl.system.files import make_private_dir, publish_file, read_last_line, remove_path
-from hpcrl.system.processes import MIN_RESTART_INTERVAL_S, end_group
+from hpcrl.system.processes import MIN_RESTART_INTERVAL_S, end_groups
 from hpcrl.weights.couriers.protocol import CourierStatus
 from hpcrl.weights.versions import Transport, TransportName, find_newest_version, read_transport, write_transport
 
@@ -72,6 +73,8 @@ def list_transports(mpi: MpiConfig, *, layout: JobLayout) -> tuple[list[Transpor
 def _explain_no_mpi(mpi: MpiConfig, layout: JobLayout) -> str | None:
     if mpi.flavour == "none":
         return 'the site has no MPI (site.mpi.flavour = "none")'
+    if layout == "multi-job":
+        return "no MPI world spans jobs, and each component is one"
     if mpi.world_over_components == "no" and layout == "hetjob":
         return 'the site has no MPI over several components (site.mpi.world_over_components = "no")'
     if importlib.util.find_spec("mpi4py") is None:
@@ -81,11 +84,11 @@ def _explain_no_mpi(mpi: MpiConfig, layout: JobLayout) -> str | None:
 
 @dataclass(frozen=True)
 class TransportCommand:
-    """A transport other than files, and its command."""
+    """A transport other than files, and its commands."""
 
     transport: TransportName
-    command: Sequence[str]
-    """The command of the couriers' step; every start adds the name of its incarnation."""
+    commands: Sequence[Sequence[str]]
+    """The command of the couriers' step, or of a step in each job; every start adds the name of its incarnation."""
 
 
 @dataclass
@@ -102,7 +105,7 @@ class CourierSupervisor:
     incarnation: str = ""
     _num_useless: int = 0
     """The number of commands that proved useless and are not tried again on these nodes."""
-    _process: "subprocess.Popen[bytes] | None" = None
+    _processes: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
     _started_at: float = 0.0
     _patient_until: float = 0.0
     """Until then, a running step that does not serve is left alone: it is starting, or ending by itself."""
@@ -122,11 +125,13 @@ class CourierSupervisor:
         """Start the step without waiting for it."""
         remove_path(self.job.courier_status(self.incarnation))
         self.incarnation = secrets.token_hex(8)
-        command = [*self.commands[self._num_useless].command, f"--incarnation={self.incarnation}"]
+        own = f"--incarnation={self.incarnation}"
         with self.job.log("couriers").open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            for command in self.commands[self._num_useless].commands:
+                process = subprocess.Popen(
+                    [*command, own], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+                self._processes.append(process)
         self._started_at = time.monotonic()
         self._patient_until = self._started_at + STARTUP_TIMEOUT_S
 
@@ -136,10 +141,10 @@ class CourierSupervisor:
         if now < self._next_poll:
             return None
         self._next_poll = now + STEP_POLL_INTERVAL_S
-        if self._process is None:
+        if not self._processes:
             self._start_if_due(now)
             return None
-        status, code = CourierStatus.read(self.job.courier_status(self.incarnation)), self._process.poll()
+        status, code = CourierStatus.read(self.job.courier_status(self.incarnation)), self._find_code()
         if code is None and status is not None and status.ready and not self._is_silent(now):
             self._has_served = True
             self._patient_until = now + END_TIMEOUT_S
@@ -204,13 +209,18 @@ class CourierSupervisor:
     @property
     def is_running(self) -> bool:
         """True while a step has been started and not ended."""
-        return self._process is not None
+        return bool(self._processes)
+
+    def _find_code(self) -> int | None:
+        """Return the exit code of the first step that has ended; None while all run."""
+        return next((code for process in self._processes if (code := process.poll()) is not None), None)
 
     def close(self) -> None:
         """End the couriers for good; in a draining job they end by themselves and remove their windows."""
-        if self._process is not None:
+        deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(LEAVE_TIMEOUT_S)
+                process.wait(max(deadline - time.monotonic(), 0.0))
         self._end_step()
 
     def _is_silent(self, now: float) -> bool:
@@ -230,9 +240,8 @@ class CourierSupervisor:
         return f"the step of the couriers ended with code {code}: {read_last_line(self.job.log('couriers'))}"
 
     def _end_step(self) -> None:
-        if self._process is not None:
-            end_group(self._process, grace_s=TERM_GRACE_S)
-            self._process = None
+        end_groups(self._processes, grace_s=TERM_GRACE_S)
+        self._processes.clear()
 
 
 class WeightPlane:

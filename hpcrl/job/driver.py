@@ -35,10 +35,11 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site
 from hpcrl.errors import EngineError, HpcrlError, SlurmError, WeightsError
 from hpcrl.job.batch_log import note_exception, note_in_log
+from hpcrl.job.component_holder import await_components
 from hpcrl.job.courier_step import WeightPlane
 from hpcrl.job.domain_watch import DomainWatch, add_untrained, watch_domains
 from hpcrl.job.driver_pulse import DriverPulse
-from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_reward_jobs, run_guarded, send_outcome
+from hpcrl.job.guardian import CLOSE_GRACE_S, cancel_components, cancel_reward_jobs, run_guarded, send_outcome
 from hpcrl.job.job_drain import JobDrain
 from hpcrl.job.job_notices import JobNotices
 from hpcrl.job.job_workers import JobWorkers
@@ -254,7 +255,9 @@ class JobDriver:
         """Start everything, supervise, end everything; return how the job ended."""
         from hpcrl.job.runtime import JobRuntime  # it imports parsl: only here, and late
 
-        self.workers.allocation = allocation = read_allocation(self.plan)
+        if end := await_components(self.job, self.plan, requests=self.drain.requests, note_turn=self.note_turn):
+            return end
+        self.workers.allocation = allocation = read_allocation(self.plan, self.job)
         self.events.emit(JobStarted(slurm_id=allocation.job_id, end_time=allocation.end_time))
         note_in_log(f"hpcrl: job {self.job.number} of {self.campaign.name} has started")
         self.records.look()
@@ -266,6 +269,8 @@ class JobDriver:
             os.environ[KILL_WAIT_VARIABLE] = f"{allocation.kill_wait_s:g}"
         for number in self.campaign.job_numbers():  # if a whole node was lost, no process was left to end them
             cancel_reward_jobs(self.campaign.job(number))
+            if number < self.job.number:
+                cancel_components(self.campaign.job(number))
         runtime = JobRuntime(
             self.plan,
             place=self.place,

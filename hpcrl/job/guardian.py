@@ -5,9 +5,10 @@ child, even if that was killed.
     send_outcome         send the outcome to the guardian; without a guardian, clean up and record it
     EndTasks             run what may fail or hang: all of it together takes no longer than a limit
     sweep_nodes          remove what killed steps have left on any node
+    release_components, cancel_components   end the jobs of components, after the driver or an earlier one
     cancel_reward_jobs   end the reward jobs of a driver that was killed
     CLOSE_GRACE_S, TERM_CLOSE_GRACE_S, OUTCOME_TIMEOUT_S, MAX_END_S, HUNG_CLOSE_GRACE_S, MAX_HUNG_END_S,
-    MIN_TASK_S, SWEEP_TIMEOUT_S   constants
+    MIN_TASK_S, RELEASE_TIMEOUT_S, SWEEP_TIMEOUT_S   constants
 """
 
 import contextlib
@@ -34,18 +35,22 @@ from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm import next_job
 from hpcrl.slurm.allocation import read_own_nodes, scrub_environment
 from hpcrl.slurm.commands import SHORT_TIMEOUT_S, cancel_recorded_jobs
+from hpcrl.slurm.component_jobs import cancel_component_jobs, read_leases
+from hpcrl.slurm.script import list_separate_components
 from hpcrl.slurm.status import query_lost_nodes
 from hpcrl.slurm.step_script import choose_step_python, read_step_setup
 from hpcrl.system.exit_codes import EXIT_FAILED, encode_exit_code
 from hpcrl.system.files import publish_file
 from hpcrl.system.memory import count_oom_kills
-from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, end_group, wait_for_descendants
+from hpcrl.system.processes import adopt_orphans, die_with_parent, end_descendants, end_groups, wait_for_descendants
 from hpcrl.system.pulse import STACKS_GRACE_S
 from hpcrl.weights.window.file import unlink_recorded_windows
 from hpcrl.weights.window.shm_cleanup import remove_orphans
 
 OUTCOME_TIMEOUT_S = 5.0
 """The time for which recording the outcome is tried on a full or unreachable file system."""
+RELEASE_TIMEOUT_S = 4.0
+"""The time for which the jobs of components may end by themselves."""
 CLOSE_GRACE_S = 10.0
 """The time that processes may take to end."""
 TERM_CLOSE_GRACE_S = 1.5
@@ -125,6 +130,7 @@ def run_guarded(drive: Callable[[int, DriverPulse], int], place: WorkerPlace, *,
     if plan is not None:
         end = msgspec.structs.replace(end, num_nodes=plan.num_nodes, num_gpus=plan.num_gpus)
     _record_end(job, end, has_hung=has_hung, tasks=tasks)
+    tasks.run(lambda: release_components(job))
     return EXIT_FAILED if isinstance(code, str) else encode_exit_code(code)
 
 
@@ -162,6 +168,7 @@ def send_outcome(end: JobEnd, *, outcome_fd: int, job: JobDir) -> None:
         tasks = EndTasks(limit_s=MAX_END_S)
         _clean_up(job, grace_s=CLOSE_GRACE_S, tasks=tasks)
         tasks.run(lambda: _publish_outcome(job, record), least_s=2 * OUTCOME_TIMEOUT_S)
+        tasks.run(lambda: release_components(job))
         tasks.run(lambda: _send_notices(job, end))
 
 
@@ -188,6 +195,20 @@ def _describe_crash(code: int, reason: str, *, is_supervising: bool) -> JobEnd:
     is_short = code == -signal.SIGKILL and bool(count_oom_kills())
     cause: EndCause = "out-of-memory" if is_short else "infrastructure" if is_supervising else "not-started"
     return JobEnd(outcome="failed", reason=reason, cause=cause, time=time.time())
+
+
+def release_components(job: JobDir) -> None:
+    """Let the jobs that hold the nodes of components end, which see the outcome, and cancel those that are left."""
+    deadline = time.monotonic() + RELEASE_TIMEOUT_S
+    while job.list_leases() and time.monotonic() < deadline:
+        time.sleep(PULSE_INTERVAL_S)
+    cancel_component_jobs(job)
+
+
+def cancel_components(job: JobDir) -> None:
+    """End the jobs of components of an earlier job that have left leases: if all was killed, some may still run."""
+    if job.list_leases():
+        _try_task(lambda: cancel_component_jobs(job))
 
 
 def cancel_reward_jobs(job: JobDir) -> None:
@@ -251,7 +272,9 @@ def sweep_nodes(job: JobDir) -> None:
     if "SLURM_JOB_ID" not in os.environ:
         return
     plan = read_plan(job.campaign)
-    allocation, environ = read_own_nodes(plan), dict(os.environ)
+    if len(read_leases(job, plan)) < len(list_separate_components(plan)):
+        return  # one has not started, so no steps have
+    allocation, environ = read_own_nodes(plan, job), dict(os.environ)
     scrub_environment(environ)
     every = sorted({node for names in allocation.nodes for node in names})
     for node in query_lost_nodes(every, env=environ, timeout_s=SHORT_TIMEOUT_S):  # Slurm would start it on none
@@ -261,8 +284,12 @@ def sweep_nodes(job: JobDir) -> None:
         setup = read_step_setup(job.campaign, component.partition)
         return [*setup.srun_flags, *setup.words, choose_step_python(setup), "-m", "hpcrl.job.step", str(job.root)]
 
-    command = allocation.mpi_step_command(plan.components, make_words, mpi="none")
-    sweep = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        sweep.wait(SWEEP_TIMEOUT_S)
-    end_group(sweep, grace_s=0.0)
+    sweeps = [
+        subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
+        for command in allocation.node_step_commands(plan.components, make_words, mpi="none")
+    ]
+    deadline = time.monotonic() + SWEEP_TIMEOUT_S
+    for sweep in sweeps:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            sweep.wait(max(deadline - time.monotonic(), 0.0))
+    end_groups(sweeps, grace_s=0.0)

@@ -2,7 +2,8 @@
 
 JobDrain      the requests to end one job, and its drain once there is one
 DrainLimits   the reason of a drain, and its times
-ANSWER_SHARE, CLOCK_SKEW_S, END_QUERY_TIMEOUT_S, LIMITS_INTERVAL_S, MIN_CLOSE_GRACE_S, NOTICE_INTERVAL_S   constants
+ANSWER_SHARE, CLOCK_SKEW_S, COMPONENT_INTERVAL_S, END_QUERY_TIMEOUT_S, LIMITS_INTERVAL_S, MIN_CLOSE_GRACE_S,
+NOTICE_INTERVAL_S   constants
 """
 
 import math
@@ -28,13 +29,16 @@ from hpcrl.job.supervision import (
     LookInterval,
     plan_termination,
 )
-from hpcrl.slurm.allocation import JobAllocation, query_schedule
+from hpcrl.slurm.allocation import JobAllocation
+from hpcrl.slurm.end_policy import name_slurm_cause
 from hpcrl.slurm.status import query_lost_nodes
 from hpcrl.system.files import publish_file
 
 END_QUERY_TIMEOUT_S = 3.0
 """Time for Slurm to answer when a job that is about to end will end: there is little of it."""
 LIMITS_INTERVAL_S = 5.0
+COMPONENT_INTERVAL_S = 10.0
+"""The time between two questions whether the jobs of components still run, where they are separate."""
 NOTICE_INTERVAL_S = 0.5
 ANSWER_SHARE = 0.7
 """The share of the time until SIGKILL for which a step waits for the drain of a driver that has answered."""
@@ -89,6 +93,7 @@ class JobDrain:
         self._is_guess = False
         """True for a drain after a warning that Slurm has not explained yet."""
         self._limit_looks, self._notice_looks = LookInterval(LIMITS_INTERVAL_S), LookInterval(NOTICE_INTERVAL_S)
+        self._component_looks = LookInterval(COMPONENT_INTERVAL_S)
         self._limits_before: DrainLimits | None = None
         """The limits before SIGTERM; None until SIGTERM was taken into account."""
         self._is_published = False
@@ -217,6 +222,10 @@ class JobDrain:
             limit = self._use.find_drain(now=self.read_time(), job_start=self._started_at, drain_s=drain_s)
             if limit is not None:
                 return limit
+        if allocation.component_ids and self._component_looks.is_due():
+            ended = allocation.find_ended_component(timeout_s=END_QUERY_TIMEOUT_S)
+            if ended is not None:
+                return self._plan_component_loss(*ended, drain_s=drain_s, kill_wait_s=allocation.kill_wait_s)
         self._confirm_end(allocation, drain_s=drain_s)
         now, end_time, kill_wait_s = self.read_time(), self._find_end_time(allocation), allocation.kill_wait_s
         request = self.requests.find_drain(now=now, end_time=end_time, drain_s=drain_s, kill_wait_s=kill_wait_s)
@@ -230,12 +239,22 @@ class JobDrain:
             return DrainRequest(reason=reason, grace_s=drain_s, cause="unknown", kill_time=kill_time)
         return request
 
+    def _plan_component_loss(self, index: int, state: str, *, drain_s: float, kill_wait_s: float) -> DrainRequest:
+        """Return how to drain after the job of a component has ended."""
+        cause = name_slurm_cause(state)
+        return DrainRequest(
+            reason=f"the job of component {index} has ended ({state})",
+            grace_s=drain_s,
+            cause="infrastructure" if cause == "unknown" else cause,
+            kill_time=self.read_time() + drain_s + kill_wait_s,
+        )
+
     def _confirm_end(self, allocation: JobAllocation, *, drain_s: float) -> None:
         """Ask Slurm for the end of a job that is to drain for its walltime now."""
         end_time = self._read_end(allocation)
         if allocation.job_id is None or self.requests.is_near_end or self.read_time() + drain_s <= end_time:
             return
-        schedule = query_schedule(allocation.job_id, timeout_s=END_QUERY_TIMEOUT_S)
+        schedule = allocation.query_schedule(timeout_s=END_QUERY_TIMEOUT_S)
         if schedule is not None and schedule.running_end is not None:
             self._moved_end = schedule.running_end
 
@@ -247,7 +266,7 @@ class JobDrain:
         if not self.requests.is_near_end or allocation.job_id is None:
             return self._read_end(allocation)
         if self._warned_end is None and self.schedule_looks.is_due():
-            schedule = query_schedule(allocation.job_id, timeout_s=END_QUERY_TIMEOUT_S)
+            schedule = allocation.query_schedule(timeout_s=END_QUERY_TIMEOUT_S)
             if schedule is not None and schedule.running_end is not None:
                 self._warned_end = schedule.running_end, "preemption" if schedule.is_preempted else "walltime"
         return self._read_end(allocation) if self._warned_end is None else self._warned_end[0]
@@ -259,7 +278,7 @@ class JobDrain:
         cause: EndCause = "walltime" if now >= end - CLOCK_SKEW_S else "cancellation"
         self.has_schedule = allocation.job_id is None
         if allocation.job_id is not None:
-            schedule = query_schedule(allocation.job_id, timeout_s=min(END_QUERY_TIMEOUT_S, kill_wait_s / 3))
+            schedule = allocation.query_schedule(timeout_s=min(END_QUERY_TIMEOUT_S, kill_wait_s / 3))
             self.has_schedule = schedule is not None
             end = (schedule.running_end if schedule is not None else None) or now
             now = self.read_time() if end > now else now

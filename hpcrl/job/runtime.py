@@ -264,10 +264,10 @@ class JobRuntime:
         commands = []
         for name in transports:
             mpi = self._site.mpi.srun_type if name == "mpi" else "none"
-            command = self._allocation.mpi_step_command(
+            steps = self._allocation.node_step_commands(
                 components, partial(self._make_courier_words, [*words, f"--wire={name}"]), mpi=mpi
             )
-            commands.append(TransportCommand(transport=name, command=command))
+            commands.append(TransportCommand(transport=name, commands=steps))
         return commands
 
     def _make_courier_words(self, words: Sequence[str], component: JobComponent) -> list[str]:

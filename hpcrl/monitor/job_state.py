@@ -24,7 +24,7 @@ A job has one more state: drained, which counts as stopped in a campaign that ha
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -35,8 +35,9 @@ from hpcrl.campaign_dir.events import JobOutcome
 from hpcrl.campaign_dir.job_end import EndCause, JobEnd
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir, make_worker_name, parse_job
 from hpcrl.monitor.progress import JobProgress
+from hpcrl.slurm.component_jobs import read_component_ids
 from hpcrl.slurm.next_job import find_last_step
-from hpcrl.slurm.status import ACTIVE, ENDED, UNKNOWN, WAITING, JobStatus
+from hpcrl.slurm.status import ACTIVE, ENDED, UNKNOWN, WAITING, JobStatus, join_component_jobs
 from hpcrl.slurm.submit import SubmittedJob
 from hpcrl.system.json_records import decode_record
 from hpcrl.system.processes import is_alive, return_false
@@ -159,7 +160,9 @@ def _derive_slurm_state(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
 
 
 def _running_or_draining(facts: JobFacts) -> tuple[JobState, str]:
-    return ("draining", facts.reason) if facts.end_requested else ("running", "")
+    if facts.end_requested:
+        return "draining", facts.reason
+    return "running", facts.slurm_reason if facts.slurm in ACTIVE else ""
 
 
 def _explain_slurm_end(facts: JobFacts, slurm: str) -> tuple[JobState, str]:
@@ -200,6 +203,8 @@ class JobRecord:
 
     dir: JobDir
     submitted: SubmittedJob
+    component_ids: list[str] = field(default_factory=list)
+    """The ids of the jobs of its further components, where they are separate."""
     guardian_alive: bool | None = None
     """For a local job: its first process, the guardian, exists."""
     outcome: JobEnd | None = None
@@ -249,7 +254,16 @@ def read_jobs(
 
 def select_slurm_ids(jobs: Iterable[JobRecord]) -> list[str]:
     """Return the ids of the jobs whose state only Slurm can report."""
-    return [job.submitted.id for job in jobs if job.outcome is None and job.submitted.scheduler == "slurm"]
+    asked = [job for job in jobs if job.outcome is None and job.submitted.scheduler == "slurm"]
+    return [id for job in asked for id in (job.submitted.id, *job.component_ids)]
+
+
+def _find_status(job: JobRecord, statuses: Mapping[str, JobStatus]) -> JobStatus | None:
+    """Return what Slurm has reported of a job, with the jobs of its further components."""
+    first = statuses.get(job.submitted.id)
+    if first is None or not job.component_ids:
+        return first
+    return join_component_jobs(first, [statuses.get(id, JobStatus(id=id, state=UNKNOWN)) for id in job.component_ids])
 
 
 def read_ended_jobs(jobs: Iterable[JobRecord], statuses: Mapping[str, JobStatus]) -> list[JobRecord]:
@@ -283,7 +297,7 @@ def judge_jobs(
     )
     verdicts = []
     for job in jobs:
-        status = statuses.get(job.submitted.id)
+        status = _find_status(job, statuses)
         progress = events.get(job.number, JobProgress())
         facts = _collect_job_facts(
             job,
@@ -401,7 +415,9 @@ def _collect_job_facts(
         or progress.end_event is not None,
     )
     if job.submitted.scheduler == "slurm":
-        return replace(facts, slurm=status.state if status else UNKNOWN, slurm_reason=status.reason if status else "")
+        state, reason = (status.state, status.reason) if status else (UNKNOWN, "")
+        is_old = state in ACTIVE and progress.started_at is not None  # the driver has all nodes since
+        return replace(facts, slurm=state, slurm_reason="" if is_old else reason)
     is_remote = bool(progress.node) and _short_hostname(progress.node) != _short_hostname(socket.gethostname())
     return replace(facts, guardian_alive=None if is_remote else job.guardian_alive)
 
@@ -427,6 +443,7 @@ def _read_job(directory: JobDir, problems: list[str]) -> JobRecord | None:
     return JobRecord(
         dir=directory,
         submitted=submitted,
+        component_ids=read_component_ids(directory) if directory.component_jobs.name in present else [],
         guardian_alive=guardian_alive,
         outcome=outcome,
         damage="; ".join(damage),

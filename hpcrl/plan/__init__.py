@@ -7,7 +7,7 @@ engine_gpus   the GPUs of an engine
 engine_nodes  engines that are larger than a node
 gpu_shifts  GPUs that trainer and engines use in turns
 partitions  the best partition for one role
-layout      the placement of all roles: hetjob, hetstep, colocated, local
+layout      the placement of all roles: hetjob, hetstep, colocated, multi-job, local
 sizing      the number of workers where the recipe leaves it open
 job_time    the least time of a job against its walltime
 storage     the space for checkpoints, weights and trajectories, and its growth

@@ -10,6 +10,8 @@ JobLayout      one of:
               jobs, and for an MPI that cannot span components
 "colocated"   one node, its GPUs and cores split among the roles: for small jobs; trainer and engines use the same GPUs
               in turns where a node has too few
+"multi-job"   a separate job for each component, the nodes as in a heterogeneous one: for sites without these where one
+              partition cannot hold all roles; what starts first waits for the others
 "local"       one machine without a scheduler
 """
 
@@ -37,7 +39,9 @@ from hpcrl.plan.gpu_shifts import deal_in_shifts, describe_shifts
 from hpcrl.plan.partitions import choose_partition, evaluate_partition, explain_memory_refusal
 from hpcrl.plan.sizing import WorkerNumbers, find_worker_numbers, warn_busy_loops, with_single_workers
 
-JobLayout = Literal["hetjob", "hetstep", "colocated", "local"]
+JobLayout = Literal["hetjob", "hetstep", "colocated", "multi-job", "local"]
+SPREAD_LAYOUTS: tuple[JobLayout, ...] = ("hetjob", "multi-job")
+"""The layouts in which each component is requested from Slurm by itself."""
 MIN_SPLIT_NODES = 4
 """The GPU nodes from which prefill may have separate workers: one each for it, decode and training, and a spare."""
 
@@ -66,6 +70,22 @@ RoleChooser = Callable[[str, Recipe, Site], dict[RoleName, PartitionChoice] | st
 def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
     """Choose the layout that the site and the recipe allow, and a partition for every role."""
     layout, reason = _choose_layout(recipe, site)
+    try:
+        placement = _place_in_layout(recipe, site, layout=layout, reason=reason)
+    except PlanError as refusal:
+        if layout != "hetstep" or recipe.job.layout != "auto" or not recipe.has_rollouts:
+            raise
+        why = f"site {site.name} runs no heterogeneous jobs, and no partition can hold all roles: a job per component"
+        try:
+            placement = _place_in_layout(recipe, site, layout="multi-job", reason=why)
+        except PlanError:
+            raise refusal from None
+    warnings = _find_warnings(recipe, site) if placement.layout == "hetjob" else []
+    warnings += warn_busy_loops(placement.recipe, gpus=_find_engine_gpus(placement.choices, site))
+    return replace(placement, warnings=warnings)
+
+
+def _place_in_layout(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str) -> JobPlacement:
     recipe, pools = choose_pools(recipe, site, is_one_partition=layout in ("hetstep", "colocated"))
     if layout == "colocated":
         placement = _share_node(recipe, site, reason=reason)
@@ -73,9 +93,7 @@ def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
         placement = small
     else:
         placement = _place_on_nodes(recipe, site, layout=layout, reason=reason)
-    warnings = _find_warnings(recipe, site) if placement.layout == "hetjob" else []
-    warnings += warn_busy_loops(placement.recipe, gpus=_find_engine_gpus(placement.choices, site))
-    return replace(placement, sizes=[*pools, *placement.sizes], warnings=warnings)
+    return replace(placement, sizes=[*pools, *placement.sizes])
 
 
 def _place_on_nodes(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str) -> JobPlacement:
@@ -150,6 +168,8 @@ def _choose_layout(recipe: Recipe, site: Site) -> tuple[JobLayout, str]:
             return "colocated", 'the recipe asks for one node (job.layout = "colocated")'
         case "hetstep", _:
             return "hetstep", 'the recipe asks for one allocation (job.layout = "hetstep")'
+        case "multi-job", _:
+            return "multi-job", 'the recipe asks for a job per component (job.layout = "multi-job")'
         case "hetjob", "no":
             raise PlanError(
                 f'job.layout = "hetjob", and site {site.name!r} runs no heterogeneous jobs (het_jobs = "no"): '

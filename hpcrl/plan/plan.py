@@ -36,7 +36,7 @@ from hpcrl.plan.demand import PartitionChoice, compute_step_gib, compute_window_
 from hpcrl.plan.engine_gpus import choose_engine_gpus
 from hpcrl.plan.engine_nodes import ENGINE_ROLES, check_spanning_engines
 from hpcrl.plan.job_time import check_job_time
-from hpcrl.plan.layout import JobLayout, JobPlacement, place_roles
+from hpcrl.plan.layout import SPREAD_LAYOUTS, JobLayout, JobPlacement, place_roles
 from hpcrl.plan.programs import check_programs
 from hpcrl.plan.storage import describe_storage, forecast_storage, warn_late_retirement
 from hpcrl.plan.trainer_memory import (
@@ -320,7 +320,7 @@ def _make_components(placement: JobPlacement, site: Site) -> list[JobComponent]:
             return [make_colocated_component(choices, recipe, site, account=next(iter(account.values())))]
         case "hetstep":
             return make_shared_components(choices, recipe, site, account=next(iter(account.values())))
-        case "hetjob":
+        case "hetjob" | "multi-job":
             return [
                 make_component(index, role, choices[role], recipe, site, account=account[role])
                 for index, role in enumerate(recipe.placed_roles)
@@ -396,7 +396,7 @@ def _find_walltime_limit(partition: SitePartition, nodes: int) -> tuple[int, str
 
 def _check_job_limits(recipe: Recipe, site: Site, components: list[JobComponent], layout: JobLayout) -> list[str]:
     """Refuse more components than a QOS lets a user have as jobs; warn if none is left for a job that follows."""
-    if layout != "hetjob":
+    if layout not in SPREAD_LAYOUTS:
         return []
     found = []
     for label in dict.fromkeys(component.partition for component in components):

@@ -130,7 +130,7 @@ def show_suggestions(suggestions: Sequence[PlanSuggestion], made: PlanSuggestion
 def _list_changes(recipe: Recipe, plan: Plan) -> Iterator[dict[str, Any]]:
     """Yield settings that change the size of a job: another layout, one pool or two, other numbers of workers."""
     for layout in get_args(JobLayout):
-        if layout not in ("local", plan.layout):
+        if layout not in ("local", "multi-job", plan.layout):  # of the same size as a heterogeneous job
             yield {"job.layout": layout}
     if not plan.has_role("decode"):
         return

@@ -5,17 +5,19 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import accumulate
 from typing import NamedTuple
 
+from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.config.site import STEP_DEVICE_VARIABLES
 from hpcrl.errors import SlurmError
 from hpcrl.plan.components import JobComponent
 from hpcrl.plan.plan import Plan
 from hpcrl.slurm.commands import COMMAND_TIMEOUT_S, expand_nodes, run_slurm, try_slurm
+from hpcrl.slurm.component_jobs import ComponentLease, read_leases
 from hpcrl.system.network import current_node
 
 KEPT_VARIABLES = (
@@ -45,6 +47,8 @@ class JobAllocation:
     """Node names of each component."""
     het: bool = False
     """True if components are het groups; otherwise they share the nodes of one plain job."""
+    component_ids: list[str] = field(default_factory=list)
+    """Slurm's id of each component's job, where each has one."""
     kill_wait_s: float = DEFAULT_KILL_WAIT_S
     """Time between SIGTERM and SIGKILL at the end of a job."""
 
@@ -61,24 +65,48 @@ class JobAllocation:
         if any(flag.startswith("--mem") for flag in component.slurm_flags):
             size.append(f"--mem={int(mem_gib * 1024)}M")
         size.append(f"--gres=gpu:{gpus}" if gpus else "--gres=none")
-        group = [f"--het-group={component.index}"] if self.het else []
         place = _format_node_flags(nodes)
         if len(nodes) > 1:
             place += ["--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
-        return ["srun", *group, *place, *size, "--overlap", "--mpi=none", "--unbuffered"]
+        return ["srun", *self._choose_group(component.index), *place, *size, "--overlap", "--mpi=none", "--unbuffered"]
+
+    def query_schedule(self, *, timeout_s: float = COMMAND_TIMEOUT_S) -> "JobSchedule | None":
+        """Ask Slurm when the job ends: where each component has a job, with the first of them that does."""
+        assert self.job_id is not None
+        if not self.component_ids:
+            return query_schedule(self.job_id, timeout_s=timeout_s)
+        found = query_component_schedules(self.component_ids, timeout_s=timeout_s)
+        return join_schedules([found.get(id) for id in self.component_ids]) if found else None
+
+    def find_ended_component(self, *, timeout_s: float = COMMAND_TIMEOUT_S) -> tuple[int, str] | None:
+        """Ask Slurm whether the job of a component has ended; return the first one, and its state."""
+        found = query_component_schedules(self.component_ids, timeout_s=timeout_s)
+        if self.job_id not in found:  # no answer
+            return None
+        for index, id in enumerate(self.component_ids[1:], 1):
+            if id not in found or not found[id].is_running:
+                return index, found[id].state.lower() if id in found else "no longer listed"
+        return None
 
     def without_node(self, node: str) -> "JobAllocation":
         """Return the allocation that is left when a node is lost."""
         return replace(self, nodes=[[name for name in names if name != node] for names in self.nodes])
 
-    def mpi_step_command(
-        self, components: Sequence[JobComponent], make_command: Callable[[JobComponent], Sequence[str]], *, mpi: str
-    ) -> list[str]:
-        """Return the command that runs a component's command once on every node of it, all as one MPI world.
+    def _choose_group(self, index: int) -> list[str]:
+        """Return the words that name the part of the allocation with a component."""
+        if self.component_ids:
+            return [f"--jobid={self.component_ids[index]}"]
+        return [f"--het-group={index}"] if self.het else []
 
-        `make_command` returns the flags of srun and the command of a component. The step ends if one of its ranks
-        fails. It gets no devices, and may use all memory that the job has on a node, and all cores: with a number of
-        them it would get the first ones, on which other steps run.
+    def node_step_commands(
+        self, components: Sequence[JobComponent], make_command: Callable[[JobComponent], Sequence[str]], *, mpi: str
+    ) -> list[list[str]]:
+        """Return what runs a component's command once on every node of it: one step, which is one MPI world.
+
+        Where components are separate jobs, it is a step in each of them. `make_command` returns the flags of srun and
+        the command of a component. A step ends if one of its ranks fails. It gets no devices, and may use all memory
+        that the job has on a node, and all cores: with a number of them it would get the first ones, on which other
+        steps run.
         """
         shape = ["--ntasks-per-node=1", "--cpu-bind=none", "--gres=none"]
         if all(any(flag.startswith("--mem") for flag in component.slurm_flags) for component in components):
@@ -90,7 +118,9 @@ class JobAllocation:
             [*node_flags, *shape, *commands[index]]
             for index, node_flags in self._make_node_flags(components, is_alike=is_alike)
         ]
-        return ["srun", *groups[0], *(word for group in groups[1:] for word in (":", *group))]
+        if self.component_ids:
+            return [["srun", *group] for group in groups]
+        return [["srun", *groups[0], *(word for group in groups[1:] for word in (":", *group))]]
 
     def _make_node_flags(self, components: Sequence[JobComponent], *, is_alike: bool) -> list[tuple[int, list[str]]]:
         """Return srun's node flags, with the first component that they are of.
@@ -98,12 +128,12 @@ class JobAllocation:
         They are one group for all components where srun can express that, else one for each.
         """
         nodes = {component.index: self.nodes[component.index] for component in components}
-        if not self.het:
+        if not self.het and not self.component_ids:
             return [(components[0].index, _format_node_flags([name for names in nodes.values() for name in names]))]
-        if is_alike and all(len(nodes[component.index]) == component.nodes for component in components):
+        if self.het and is_alike and all(len(nodes[component.index]) == component.nodes for component in components):
             return [(components[0].index, [f"--het-group={','.join(map(str, nodes))}"])]
         return [
-            (index, [f"--het-group={index}", *_format_node_flags(names)]) for index, names in nodes.items() if names
+            (index, [*self._choose_group(index), *_format_node_flags(names)]) for index, names in nodes.items() if names
         ]
 
 
@@ -116,12 +146,12 @@ def _format_node_flags(nodes: Sequence[str]) -> list[str]:
     return [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}"]
 
 
-def read_allocation(plan: Plan) -> JobAllocation:
+def read_allocation(plan: Plan, job: JobDir) -> JobAllocation:
     """Read the allocation from the environment and Slurm; without a scheduler it is this machine."""
-    allocation = read_own_nodes(plan)
+    allocation = read_own_nodes(plan, job)
     if allocation.job_id is None:
         return replace(allocation, end_time=time.time() + plan.cost.walltime_min * 60)
-    end_time, kill_wait_s = _find_end_time(allocation.job_id, plan), _query_kill_wait()
+    end_time, kill_wait_s = _find_end_time(allocation, plan), _query_kill_wait()
     return replace(allocation, end_time=end_time, kill_wait_s=kill_wait_s)
 
 
@@ -130,19 +160,24 @@ def find_own_id(plan: Plan) -> str | None:
     return None if plan.layout == "local" else os.environ.get("SLURM_JOB_ID")
 
 
-def read_own_nodes(plan: Plan) -> JobAllocation:
-    """Read the nodes of this job from the environment alone; its end is left open."""
+def read_own_nodes(plan: Plan, job: JobDir) -> JobAllocation:
+    """Read the nodes of this job from the environment, those of separate components from their leases.
+
+    Its end is left open.
+    """
     if plan.layout == "local":
         return JobAllocation(job_id=None, end_time=math.inf, nodes=[[current_node()] for _ in plan.components])
     job_id = find_own_id(plan)
     if job_id is None:
         raise SlurmError("the driver runs inside a Slurm job, and SLURM_JOB_ID is not set: use `hpcrl submit`")
     het = plan.layout == "hetjob"
-    nodes = _read_group_nodes(plan) if het else _distribute_nodes(plan)
+    leases = read_leases(job, plan)
+    nodes = _read_group_nodes(plan) if het else _distribute_nodes(plan, leases)
     for component, names in zip(plan.components, nodes, strict=True):
         if len(names) != component.nodes:
             raise SlurmError(f"component {component.index} has {len(names)} nodes, and the plan has {component.nodes}")
-    return JobAllocation(job_id=job_id, end_time=math.inf, nodes=nodes, het=het)
+    component_ids = [job_id, *(lease.slurm_id for _, lease in sorted(leases.items()))] if leases else []
+    return JobAllocation(job_id=job_id, end_time=math.inf, nodes=nodes, het=het, component_ids=component_ids)
 
 
 class JobSchedule(NamedTuple):
@@ -159,15 +194,36 @@ class JobSchedule(NamedTuple):
 
         A job that is preempted with a grace time still runs, and its end is that of the grace time.
         """
-        return self.end_time if self.state in ("RUNNING", "SUSPENDED") else None
+        return self.end_time if self.is_running else None
+
+    @property
+    def is_running(self) -> bool:
+        return self.state in ("RUNNING", "SUSPENDED")
+
+
+def join_schedules(schedules: Sequence[JobSchedule | None]) -> JobSchedule:
+    """Return the schedule of jobs that need each other: None is one that Slurm does not list any more."""
+    listed = [JobSchedule("ENDED", None, is_preempted=False) if one is None else one for one in schedules]
+    first = min(listed, key=lambda one: (one.is_running, one.end_time or math.inf))
+    return first._replace(is_preempted=any(one.is_preempted for one in listed))
 
 
 def query_schedule(job_id: str, *, timeout_s: float = COMMAND_TIMEOUT_S) -> JobSchedule | None:
     """Ask Slurm when a job will end, which may have changed, and whether it is preempted; None without an answer."""
     done = try_slurm(["squeue", "-h", "-j", job_id, "-O", _SCHEDULE_FORMAT], timeout_s=timeout_s)
     fields = done.stdout.split("\n")[0].split() if done.returncode == 0 else []
-    if len(fields) != 3:
-        return None
+    return _parse_schedule(fields) if len(fields) == 3 else None
+
+
+def query_component_schedules(ids: Sequence[str], *, timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, JobSchedule]:
+    """Ask Slurm the same for the jobs of components; those that it does not list are left out. Empty: no answer."""
+    command = ["squeue", "-h", "--states=all", "-j", ",".join(ids), "-O", f"{_SCHEDULE_FORMAT},JobID:30"]
+    done = try_slurm(command, timeout_s=timeout_s)
+    rows = [line.split() for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    return {row[3]: _parse_schedule(row) for row in rows if len(row) == 4}
+
+
+def _parse_schedule(fields: Sequence[str]) -> JobSchedule:
     return JobSchedule(fields[0], _parse_time(fields[1]), _parse_time(fields[2]) is not None)
 
 
@@ -198,13 +254,18 @@ def _read_group_nodes(plan: Plan) -> list[list[str]]:
     return found
 
 
-def _distribute_nodes(plan: Plan) -> list[list[str]]:
-    """Distribute the nodes of a plain job to the components in order; the batch script's node comes first."""
+def _distribute_nodes(plan: Plan, leases: Mapping[int, ComponentLease]) -> list[list[str]]:
+    """Distribute the nodes of a plain job to the components in order; the batch script's node comes first.
+
+    Components that are separate jobs have their own.
+    """
     nodelist = os.environ.get("SLURM_JOB_NODELIST")
     if nodelist is None:
         raise SlurmError("SLURM_JOB_NODELIST is not set, so the nodes of this job are unknown")
     here = current_node()
     names = sorted(expand_nodes(nodelist), key=lambda name: name != here)  # stable: neighbours stay together
+    if plan.layout == "multi-job":
+        return [names, *(leases[part.index].nodes if part.index in leases else [] for part in plan.components[1:])]
     ends = list(accumulate(component.nodes for component in plan.components))
     return [names[end - part.nodes : end] for part, end in zip(plan.components, ends, strict=True)]
 
@@ -216,9 +277,9 @@ def _query_kill_wait() -> float:
     return float(found[1]) if found else DEFAULT_KILL_WAIT_S
 
 
-def _find_end_time(job_id: str, plan: Plan) -> float:
+def _find_end_time(allocation: JobAllocation, plan: Plan) -> float:
     """Return when the job ends: by Slurm, which may not answer now, else by what was asked for."""
-    schedule = query_schedule(job_id)
+    schedule = allocation.query_schedule()
     if schedule is not None and schedule.end_time is not None:
         return schedule.end_time
     named = os.environ.get("SLURM_JOB_END_TIME", "")  # not set everywhere

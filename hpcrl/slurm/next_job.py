@@ -35,10 +35,12 @@ from hpcrl.campaign_dir.job_end import EndCause, read_job_end
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import Site
-from hpcrl.errors import HpcrlError, LostAnswerError
+from hpcrl.errors import HpcrlError, LostAnswerError, SlurmError
+from hpcrl.plan.layout import JobLayout
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe
 from hpcrl.slurm import commands
+from hpcrl.slurm.component_jobs import cancel_component_jobs, queue_component_jobs, read_component_ids
 from hpcrl.slurm.end_policy import UNCOUNTED_CAUSES, SavedProgress, decide_campaign_end, name_slurm_cause
 from hpcrl.slurm.script import list_excluded_nodes, list_requests, make_job_script, make_mark
 from hpcrl.slurm.status import UNKNOWN, query_job_states
@@ -76,6 +78,7 @@ def queue_next_job(
         make_private_dir(next_job.logs)
         publish_file(next_job.chain_marker, str(num_left - 1))
         publish_file(next_job.script, make_job_script(plan, job=next_job, site=site), mode=0o700)
+        queue_component_jobs(next_job, plan=plan, site=site, waits_for=waits_for, env=env)
         dependency = f"--dependency=afterany:{waits_for}"
         id = commands.queue_script(next_job.script, dependency, mark=make_mark(next_job), env=env)
     except BaseException as error:
@@ -83,15 +86,22 @@ def queue_next_job(
             with contextlib.suppress(OSError):  # then it can be taken over after a while
                 publish_file(next_job.unanswered, "")
         else:
+            _cancel_components(next_job, env=env)
             remove_path(next_job.root)
         raise
     try:
         record_submission(SubmittedJob(id=id, scheduler="slurm", time=time.time()), job=next_job)
     except OSError:  # a job that is not recorded could not be cancelled later
-        commands.cancel_jobs([id], env=env)
+        commands.cancel_jobs([id, *read_component_ids(next_job)], env=env)
         remove_path(next_job.root)
         raise
     return id
+
+
+def _cancel_components(job: JobDir, *, env: Mapping[str, str] | None) -> None:
+    """Cancel what was queued for a job that was refused; one that is left finds no job that it is for, and ends."""
+    with contextlib.suppress(SlurmError):
+        cancel_component_jobs(job, env=env)
 
 
 def claim_job_dir(job: JobDir) -> bool:
@@ -199,7 +209,8 @@ def cancel_next_jobs(job: JobDir, *, env: Mapping[str, str] | None = None) -> No
     Raise SlurmError if Slurm does not answer.
     """
     queued = {next_job: _find_queued_id(next_job, env=env) for next_job in reversed(list_next_jobs(job))}
-    commands.cancel_jobs([id for id in queued.values() if id is not None], env=env)
+    component_ids = [id for next_job in queued for id in read_component_ids(next_job)]
+    commands.cancel_jobs([*(id for id in queued.values() if id is not None), *component_ids], env=env)
     for next_job, id in queued.items():
         if id is not None or not _is_being_submitted(next_job):
             remove_path(next_job.root)
@@ -221,12 +232,18 @@ def avoid_nodes(job: JobDir, *, plan: Plan, site: Site) -> None:
     Raise SlurmError if Slurm refuses that.
     """
     excluded = list_excluded_nodes(job.campaign, plan=plan, site=site, now=time.time())
-    ids = [read_json(next_job.submission)["id"] for next_job in list_next_jobs(job) if next_job.submission.exists()]
+    waiting = [next_job for next_job in list_next_jobs(job) if next_job.submission.exists()]
     for part in list_requests(plan):
         nodes = list(dict.fromkeys([*excluded[part.partition], *site.partitions[part.partition].exclude]))
-        for id in ids if excluded[part.partition] else ():
-            own_id = f"{id}+{part.index}" if plan.layout == "hetjob" else id
+        for next_job in waiting if excluded[part.partition] else ():
+            own_id = _find_component_id(next_job, part.index, layout=plan.layout)
             commands.ask_slurm(["scontrol", "update", f"JobId={own_id}", f"ExcNodeList={','.join(nodes)}"])
+
+
+def _find_component_id(job: JobDir, index: int, *, layout: JobLayout) -> str:
+    """Return the id by which Slurm has a component of a job."""
+    id = str(read_json(job.submission)["id"])
+    return f"{id}+{index}" if layout == "hetjob" else [id, *read_component_ids(job)][index]
 
 
 def campaign_outcome(job: JobDir, *, state: str = UNKNOWN) -> tuple[JobOutcome, str] | None:

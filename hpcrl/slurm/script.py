@@ -2,11 +2,13 @@
 
 make_batch_script   the script of one job
 make_job_script     the same for an existing campaign
+make_component_script  the script of the job of a component, in the layout "multi-job"
 make_reward_script  the script of one reward job
 quote_expanding     the quotes of a value in which $NAME is expanded
 make_mark           the comment of one job
 list_excluded_nodes  the nodes that the next job avoids
 list_requests        the components that Slurm is asked for
+list_separate_components  those that are jobs of their own
 read_prologue       the text of a site's prologue
 find_driver_environment  the site's variables for the driver
 EXCLUSION_S         how long a node is avoided
@@ -46,15 +48,11 @@ def make_batch_script(
 
     In `environment`, which follows the prologue, $NAME is expanded on the node; `excluded_nodes` are by partition.
     """
-    lines = ["#!/bin/bash"]
-    if plan.layout != "local":
-        lines += _make_directives(plan, job=job, excluded_nodes=excluded_nodes or {})
-    lines += ["", "set -eu", "umask 077"]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in exports]
-    lines += _make_prologue(plan)
-    lines += [f"export {name}={quote_expanding(value)}" for name, value in (environment or {}).items()]
+    directives = _make_directives(plan, job=job, excluded_nodes=excluded_nodes or {}) if plan.layout != "local" else []
     driver = [python, "-m", "hpcrl.job.driver", str(job.campaign.root), str(job.number)]
-    return "\n".join([*lines, "", f"exec {shlex.join(driver)}", ""])
+    return _join_script(
+        directives, exports=exports, prologue=plan.prologue, environment=environment or {}, command=driver
+    )
 
 
 def make_job_script(plan: Plan, *, job: JobDir, site: Site) -> str:
@@ -66,6 +64,46 @@ def make_job_script(plan: Plan, *, job: JobDir, site: Site) -> str:
     return make_batch_script(
         plan, job=job, python=python, exports=exports, environment=environment, excluded_nodes=excluded
     )
+
+
+def make_component_script(
+    plan: Plan,
+    component: JobComponent,
+    *,
+    job: JobDir,
+    site: Site,
+    exports: Iterable[tuple[str, str]] = (),
+    excluded_nodes: Mapping[str, Sequence[str]] | None = None,
+) -> str:
+    """Return the script of a job that holds the nodes of a component; where it waits too long it is queued again."""
+    log = str(job.log(f"component-{component.index}")).replace("%", "%%")
+    flags = _list_shared_flags(plan, job=job, mark=make_mark(job, component=component.index))
+    flags += ["--requeue", f"--output={_quote_directive(log)}", "--open-mode=append"]
+    flags += _exclude_also(component.slurm_flags, (excluded_nodes or {}).get(component.partition, ()))
+    python = site.choose_python(component.partition)
+    holder = [python, "-m", "hpcrl.job.component_holder", str(job.campaign.root), str(job.number)]
+    return _join_script(
+        [f"#SBATCH {flag}" for flag in flags],
+        exports=exports,
+        prologue=site.choose_prologue(component.partition),
+        environment=site.environment | site.partitions[component.partition].environment,
+        command=[*holder, str(component.index)],
+    )
+
+
+def _join_script(
+    directives: Sequence[str],
+    *,
+    exports: Iterable[tuple[str, str]],
+    prologue: str | None,
+    environment: Mapping[str, str],
+    command: Sequence[str],
+) -> str:
+    lines = ["#!/bin/bash", *directives, "", "set -eu", "umask 077"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in exports]
+    lines += _make_prologue(prologue)
+    lines += [f"export {name}={quote_expanding(value)}" for name, value in environment.items()]
+    return "\n".join([*lines, "", f"exec {shlex.join(command)}", ""])
 
 
 def find_driver_environment(plan: Plan, site: Site) -> dict[str, str]:
@@ -84,7 +122,7 @@ def list_excluded_nodes(campaign: CampaignDir, *, plan: Plan, site: Site, now: f
     return {label: list(named)[: max(site.partitions[label].max_nodes - num, 0)] for label, num in needed.items()}
 
 
-def make_mark(job: JobDir) -> str:
+def make_mark(job: JobDir, *, component: int = 0) -> str:
     """Return the comment by which Slurm's queue shows this job of this campaign, and no other.
 
     The path of a campaign differs between nodes, and between commands, where it has symbolic links.
@@ -94,7 +132,7 @@ def make_mark(job: JobDir) -> str:
     if campaign.manifest.exists():
         origin = f"{campaign.name}:{read_json(campaign.manifest)['created']}"
     digest = hashlib.blake2b(os.fsencode(origin), digest_size=8).hexdigest()
-    return f"hpcrl:{digest}:{job.number}"
+    return f"hpcrl:{digest}:{job.number}" + (f":{component}" if component else "")
 
 
 def make_reward_script(plan: Plan, *, job: JobDir, name: str, command: Sequence[str]) -> str:
@@ -107,33 +145,45 @@ def make_reward_script(plan: Plan, *, job: JobDir, name: str, command: Sequence[
         "--export=ALL",
     ]
     flags += ["--no-requeue", f"--output={_quote_directive(log)}", "--open-mode=append", *plan.reward_jobs.slurm_flags]
-    lines = ["#!/bin/bash", *(f"#SBATCH {flag}" for flag in flags), "", "set -eu", "umask 077"]
-    lines += _make_prologue(plan)
-    return "\n".join([*lines, "", f"exec {shlex.join(command)}", ""])
+    directives = [f"#SBATCH {flag}" for flag in flags]
+    return _join_script(directives, exports=(), prologue=plan.prologue, environment={}, command=command)
 
 
 def list_requests(plan: Plan) -> list[JobComponent]:
     """Return the components that Slurm is asked for one by one; the others have nodes of the first."""
+    return [*_list_joint_components(plan), *list_separate_components(plan)]
+
+
+def list_separate_components(plan: Plan) -> list[JobComponent]:
+    """Return the components that are jobs of their own, beside the first one with the driver."""
+    return plan.components[1:] if plan.layout == "multi-job" else []
+
+
+def _list_joint_components(plan: Plan) -> list[JobComponent]:
+    """Return the components that the job with the driver asks for."""
     return plan.components if plan.layout == "hetjob" else plan.components[:1]
 
 
 def _make_directives(plan: Plan, *, job: JobDir, excluded_nodes: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the #SBATCH lines: a block for each component, or one for all; the first block sets the output file."""
     log = str(job.log("batch")).replace("%", "%%")
-    name = job.campaign.name
-    shared = [f"--job-name=hpcrl-{name}", f"--time={_format_walltime(plan.cost.walltime_min)}", "--export=ALL"]
-    shared.append(f"--comment={make_mark(job)}")
-    shared += [f"--signal=B:USR2@{int(plan.drain_s)}", "--no-requeue"]  # the next job continues, not this one again
-    if plan.survive_node_loss:
-        shared.append("--no-kill")
+    shared = _list_shared_flags(plan, job=job, mark=make_mark(job))
+    shared[4:4] = [f"--signal=B:USR2@{int(plan.drain_s)}", "--no-requeue"]  # the next job continues, not this one again
     lines: list[str] = []
-    for component in list_requests(plan):
+    for component in _list_joint_components(plan):
         if component.index:
             lines.append("#SBATCH hetjob")
         own = [f"--output={_quote_directive(log)}", "--open-mode=append"] if component.index == 0 else []
         flags = _exclude_also(component.slurm_flags, excluded_nodes.get(component.partition, ()))
         lines += [f"#SBATCH {flag}" for flag in (*shared, *own, *flags)]
     return lines
+
+
+def _list_shared_flags(plan: Plan, *, job: JobDir, mark: str) -> list[str]:
+    """Return the flags of every component, and of every job of one."""
+    name, walltime = job.campaign.name, _format_walltime(plan.cost.walltime_min)
+    flags = [f"--job-name=hpcrl-{name}", f"--time={walltime}", "--export=ALL", f"--comment={mark}"]
+    return [*flags, "--no-kill"] if plan.survive_node_loss else flags
 
 
 def _exclude_also(flags: Sequence[str], nodes: Sequence[str]) -> list[str]:
@@ -162,9 +212,9 @@ def _quote_directive(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _make_prologue(plan: Plan) -> list[str]:
+def _make_prologue(prologue: str | None) -> list[str]:
     """Return the lines of the site's prologue; `module` and `conda` fail where unset variables are errors."""
-    return ["", "set +eu", read_prologue(plan.prologue).rstrip(), "set -eu"] if plan.prologue else []
+    return ["", "set +eu", read_prologue(prologue).rstrip(), "set -eu"] if prologue else []
 
 
 def read_prologue(name: str) -> str:

@@ -4,6 +4,7 @@ query_job_states           ask Slurm; a job without an answer is "unknown", whic
 JobStatus                  the state of one job
 ComponentStatus            the state of one of its components
 parse_queue, parse_ended   parse the two text formats (JSON changes between Slurm versions)
+join_component_jobs        a job and those of its further components, where these are separate
 combine_states             the state of a heterogeneous job from those of its components
 query_failed_nodes         ask sinfo which nodes take no job
 query_lost_nodes           ask sinfo which nodes run nothing
@@ -257,6 +258,21 @@ def combine_states(states: Iterable[str]) -> str:
     if not listed or any(state not in ENDED for state in listed):
         return UNKNOWN
     return min(listed, key=ENDED.index)
+
+
+def join_component_jobs(first: JobStatus, others: Sequence[JobStatus]) -> JobStatus:
+    """Return the status of a job whose further components are separate jobs; if these wait, that is the reason."""
+    parts = [
+        msgspec.structs.replace(part, index=index)
+        for index, status in enumerate(others, 1)
+        for part in status.components
+    ]
+    waiting = {part.partition: part for part in parts if part.state in WAITING}
+    components = [*first.components, *parts]
+    if first.state != "running" or not waiting:
+        return msgspec.structs.replace(first, components=components)
+    reasons = "; ".join(f"{name}: {explain_reason(part.reason)}" for name, part in waiting.items())
+    return msgspec.structs.replace(first, components=components, reason=f"waiting for nodes ({reasons})")
 
 
 def _make_job_status(job: str, components: list[ComponentStatus]) -> JobStatus:

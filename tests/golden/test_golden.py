@@ -15,7 +15,7 @@ import pytest
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.toml import shipped_folder
 from hpcrl.errors import PlanError
-from hpcrl.slurm.script import make_batch_script
+from hpcrl.slurm.script import list_separate_components, make_batch_script, make_component_script
 from hpcrl.slurm.step_script import make_step_script
 from tests.support.plans import make_site, plan_recipe
 from tests.support.shell_scripts import find_script_problems
@@ -72,6 +72,19 @@ def test_recipes_of_real_size_fit_where_their_memory_is() -> None:
                 planned[recipe].append(site)
     everywhere = {"alps", "delta", "deltaai", "frontier", "jupiter", "leonardo", "lumi", "marenostrum5", "perlmutter"}
     assert all(everywhere <= set(sites) for sites in planned.values()), planned
+
+
+def test_the_scripts_of_separate_jobs_are_as_recorded(tmp_path: Path) -> None:
+    site = str(Path(__file__).parent / "sites" / "no-het-jobs.toml")
+    plan = plan_recipe("job.survive_node_loss=true", recipe="quickstart", site=site)
+    job = CampaignDir(Path("/scratch/someone/hpcrl/q-1")).job(0)
+    assert plan.layout == "multi-job"
+    scripts = {"separate-0.sh": make_batch_script(plan, job=job, python="/opt/hpcrl/bin/python")}
+    for part in list_separate_components(plan):
+        script = make_component_script(plan, part, job=job, site=make_site(site))
+        scripts[f"separate-{part.index}.sh"] = script
+    assert find_script_problems(scripts, tmp_path) == ""
+    compare(scripts)
 
 
 def describe_plan(recipe: str, site: str) -> str:

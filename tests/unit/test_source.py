@@ -438,7 +438,7 @@ NAMED_ABOVE = {
     "job/ranks.py": (PROGRAM, {"hpcrl.roles"}),
     "job/runtime.py": (PROGRAM, {"hpcrl.roles", "hpcrl.roles.__main__"}),
     "plan/checks.py": (SHIPPED, {"hpcrl.envs.judge"}),
-    "slurm/script.py": (PROGRAM, {"hpcrl.job.driver"}),
+    "slurm/script.py": (PROGRAM, {"hpcrl.job.driver", "hpcrl.job.component_holder"}),
 }
 """The modules that name others above their layer, or beside, in a string: each with the reason, and the others."""
 MODULE_STRING = re.compile(r"(hpcrl(?:\.\w+)+)(?::\w*|\.)?")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.campaign.request import load_request
-from hpcrl.campaign.submission import preview_script
+from hpcrl.campaign.submission import preview_scripts
 from hpcrl.config.site import load_site
 from hpcrl.errors import ConfigError, PlanError
 from hpcrl.hardware.gpus import GPU_CATALOGUE
@@ -60,7 +60,7 @@ def test_odd_figures_are_refused(site: Path, figures: str) -> None:
 def test_a_site_with_any_gpu_of_the_catalogue_is_planned(site: Path, gpu: str) -> None:
     site.write_text(SITE.replace("GPU", gpu))
     request = load_request("quickstart", site=str(site), settings=("job.layout=hetjob",))
-    script = preview_script(request, name="c")
+    [script] = preview_scripts(request, name="c")
     assert "#SBATCH --gres=gpu:" in script
     assert script.count("#SBATCH hetjob") == 2
 
@@ -73,7 +73,7 @@ def test_the_memory_of_a_gpu_decides_what_fits_though_its_speed_is_unknown(site:
 
 def test_flags_of_a_whole_job_are_on_its_first_component(site: Path) -> None:
     site.write_text(f"job_flags = ['--licenses=scratch']{SITE.replace('GPU', 'h100')}")
-    script = preview_script(load_request("quickstart", site=str(site)), name="c")
+    [script] = preview_scripts(load_request("quickstart", site=str(site)), name="c")
     first, *others = script.split("#SBATCH hetjob")
     assert "#SBATCH --licenses=scratch\n" in first
     assert not any("licenses" in other for other in others)
@@ -89,7 +89,7 @@ def test_the_users_own_prologue_may_use_unset_variables_and_fail(site: Path, tmp
     (folder / "mine.sh").write_text(PROLOGUE)
     named = "mine.sh" if place == "own folder" else folder / "mine.sh"
     site.write_text(f"prologue = '{named}'{SITE.replace('GPU', 'h100')}")
-    script = preview_script(load_request("quickstart", site=str(site)), name="c")
+    [script] = preview_scripts(load_request("quickstart", site=str(site)), name="c")
     assert "set +eu\n" + PROLOGUE + "set -eu\n" in script
     body = script.partition("\nexec ")[0] + '\necho "$LOADED"\n'
     assert subprocess.run(["bash", "-c", body], capture_output=True, check=True).stdout == b"\nyes\n"
@@ -99,4 +99,4 @@ def test_a_prologue_that_is_missing_is_refused_with_the_folder_for_it(site: Path
     site.write_text(f"prologue = 'mine.sh'{SITE.replace('GPU', 'h100')}")
     request = load_request("quickstart", site=str(site))
     with pytest.raises(PlanError, match=rf"'mine.sh' cannot be read.*put it into {tmp_path}/config/hpcrl/jobs"):
-        preview_script(request, name="c")
+        preview_scripts(request, name="c")

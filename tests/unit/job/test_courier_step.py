@@ -89,7 +89,7 @@ def start(started: list[CourierSupervisor], job: JobDir, *programs: str) -> Cour
     """Start couriers with these programs as their fallback order."""
     names: tuple[TransportName, ...] = ("mpi", "tcp")
     commands = [
-        TransportCommand(transport=name, command=[sys.executable, "-c", program, str(job.root)])
+        TransportCommand(transport=name, commands=[[sys.executable, "-c", program, str(job.root)]])
         for name, program in zip(names, programs, strict=False)
     ]
     couriers = CourierSupervisor(
@@ -166,15 +166,15 @@ def test_couriers_without_a_lost_node_start_at_once_even_after_they_were_abandon
     couriers = start(started, job, SERVE, CRASH)
     serving(couriers)
     left = [
-        TransportCommand(transport=one.transport, command=[sys.executable, "-B", *one.command[1:]])
+        TransportCommand(transport=one.transport, commands=[[sys.executable, "-B", *one.commands[0][1:]]])
         for one in couriers.commands
     ]
     before = couriers.incarnation
     couriers.replace_commands(couriers.commands)
     assert couriers.incarnation == before, "nothing has changed"
-    couriers.commands[0] = TransportCommand(transport="mpi", command=[sys.executable, "-c", FAIL, str(job.root)])
-    assert couriers._process is not None
-    couriers._process.kill()
+    couriers.commands[0] = TransportCommand(transport="mpi", commands=[[sys.executable, "-c", FAIL, str(job.root)]])
+    [step] = couriers._processes
+    step.kill()
     failures(couriers, number=MAX_RESTARTS + 1)
     assert couriers.transport.name == "files"
     couriers.replace_commands(left)
@@ -187,7 +187,7 @@ def test_without_the_lost_node_every_transport_is_tried_again(started: list[Cour
     assert not couriers.is_running
     couriers.replace_commands(
         [
-            TransportCommand(transport=one.transport, command=[sys.executable, "-c", SERVE, str(job.root)])
+            TransportCommand(transport=one.transport, commands=[[sys.executable, "-c", SERVE, str(job.root)]])
             for one in couriers.commands
         ]
     )
@@ -202,7 +202,7 @@ def test_a_transport_that_never_serves_without_the_lost_node_is_replaced_by_the_
     programs: list[tuple[TransportName, str]] = [("mpi", CRASH), ("tcp", SERVE)]
     couriers.replace_commands(
         [
-            TransportCommand(transport=name, command=[sys.executable, "-c", text, str(job.root)])
+            TransportCommand(transport=name, commands=[[sys.executable, "-c", text, str(job.root)]])
             for name, text in programs
         ]
     )
@@ -222,9 +222,9 @@ def test_couriers_that_served_have_a_larger_budget_and_then_versions_go_by_files
 ) -> None:
     couriers = start(started, job, SERVE, CRASH)
     serving(couriers)
-    couriers.commands[0] = TransportCommand(transport="mpi", command=[sys.executable, "-c", FAIL, str(job.root)])
-    assert couriers._process is not None
-    couriers._process.kill()
+    couriers.commands[0] = TransportCommand(transport="mpi", commands=[[sys.executable, "-c", FAIL, str(job.root)]])
+    [step] = couriers._processes
+    step.kill()
     failures(couriers, number=MAX_RESTARTS)
     assert couriers.is_running
     failures(couriers, number=1)

@@ -300,10 +300,30 @@ def test_the_next_partition_is_chosen_if_the_best_cannot_hold_all() -> None:
 
 
 def test_one_allocation_that_no_partition_can_hold_is_refused_by_role_and_partition() -> None:
-    message = refuse_plan(*ONE, "resources.decode.num_workers=4")
-    assert 'het_jobs = "no"' in message
+    message = refuse_plan("job.layout=hetstep", "resources.decode.num_workers=4")
     assert "train: prefill allows 2 nodes, and 1 workers need 1 beside 2 for other roles" in message
     assert "decode: env has no GPUs, and one worker needs 1" in message
+
+
+def test_where_no_partition_can_hold_all_roles_each_component_is_a_job() -> None:
+    made = plan_recipe(*ONE, "resources.decode.num_workers=4")
+    assert made.layout == "multi-job"
+    assert "no partition can hold all roles" in made.layout_reason
+    assert partitions(made) == {"env", "prefill", "decode", "train"}
+    assert all("--nodes=1" in component.slurm_flags for component in made.components)
+
+
+def test_what_fits_neither_one_partition_nor_several_is_refused_as_one_allocation() -> None:
+    message = refuse_plan(*ONE, "resources.decode.num_workers=40")
+    assert 'het_jobs = "no"' in message
+    assert "decode: decode allows 2 nodes, and 40 workers need 10" in message
+
+
+def test_a_qos_counts_each_component_that_is_a_job() -> None:
+    limit = "site.partitions.decode.max_jobs=1"
+    settings = ("job.layout=multi-job", limit, "resources.prefill.num_workers=0")
+    assert not any("jobs of a user" in line for line in plan_recipe(*settings).warnings)
+    assert any("decode allows 1 jobs of a user" in line for line in plan_recipe(*settings, "job.num_jobs=2").warnings)
 
 
 def test_a_model_too_large_for_the_only_partition_is_refused_with_both() -> None:
@@ -336,7 +356,10 @@ def test_to_survive_node_loss_every_role_has_two_nodes_of_one_allocation() -> No
     assert [component.nodes for component in made.components] == [2, 2, 2]
     script = make_batch_script(made, job=CampaignDir(Path("/c/x")).job(0), python="python")
     assert script.count("--no-kill") == script.count("--nodes=6") == 1
-    assert "h100 allows 4 nodes" in refuse_plan("job.survive_node_loss=true", site="lab-hetstep")
+    apart = plan_recipe("job.survive_node_loss=true", site="lab-hetstep")
+    assert (apart.layout, {component.nodes for component in apart.components}) == ("multi-job", {2})
+    only = ("job.survive_node_loss=true", "job.layout=hetstep")
+    assert "h100 allows 4 nodes" in refuse_plan(*only, site="lab-hetstep")
 
 
 def test_workers_are_sized_for_the_gpus_of_the_one_partition() -> None:

@@ -4,13 +4,18 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpcrl.errors import SlurmError
 from hpcrl.slurm.commands import expand_nodes
 from hpcrl.slurm.status import (
+    UNKNOWN,
+    ComponentStatus,
+    JobStatus,
     combine_states,
     explain_reason,
+    join_component_jobs,
     parse_ended,
     parse_queue,
     query_failed_nodes,
@@ -325,3 +330,25 @@ def test_nodes_that_were_booted_or_whose_daemon_was_started_are_found(slurm: Fak
     since = datetime.fromisoformat("2026-11-20T10:30:00").timestamp()
     assert query_restarted_nodes(["a", "b", "c"], since=since, env=slurm.env) == ["b"]
     assert query_restarted_nodes([], since=since, env=slurm.env) == []
+
+
+def test_a_job_with_separate_components_has_those_of_all_and_names_what_it_waits_for() -> None:
+    first = JobStatus(id="1", state="running", components=[part("1", "running", "env")])
+    others = [
+        JobStatus(id="2", state="running", components=[part("2", "running", "decode")]),
+        JobStatus(id="3", state="pending", components=[part("3", "pending", "gpu", reason="Priority")]),
+        JobStatus(id="4", state=UNKNOWN),
+    ]
+    joined = join_component_jobs(first, others)
+    assert [(one.index, one.id) for one in joined.components] == [(0, "1"), (1, "2"), (2, "3")]
+    assert (joined.state, joined.reason) == (
+        "running",
+        "waiting for nodes (gpu: jobs of higher priority are ahead of it)",
+    )
+    assert join_component_jobs(first, others[:1]).reason == ""
+    ended = msgspec.structs.replace(first, state="cancelled", reason="")
+    assert (join_component_jobs(ended, others).state, join_component_jobs(ended, others).reason) == ("cancelled", "")
+
+
+def part(id: str, state: str, partition: str, *, reason: str = "") -> ComponentStatus:
+    return ComponentStatus(id=id, index=0, state=state, partition=partition, reason=reason)

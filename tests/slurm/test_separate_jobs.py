@@ -1,0 +1,100 @@
+"""Campaigns whose components are separate jobs, on a real Slurm: they meet, wait for each other, and end together."""
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.campaign_dir.paths import CampaignDir
+from tests.support.campaigns import events_of, hpcrl, outcome, snapshot, steps, until
+from tests.support.lab_campaigns import kill_batch_processes, list_saved_steps, start
+from tests.support.lab_tools import Lab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+SEPARATE = ("-s", "job.layout=multi-job")
+
+
+def list_component_ids(campaign: CampaignDir, *, job: int = 0) -> list[str]:
+    return campaign.job(job).component_jobs.read_text().split()
+
+
+def list_queue(lab: Lab) -> dict[str, str]:
+    """Return the state of each job in the queue."""
+    rows = lab.run("squeue", "-h", "-o", "%A %T").splitlines()
+    return dict(row.split() for row in rows)
+
+
+def test_separate_jobs_train_together_and_the_next_ones_continue_when_one_is_cancelled(
+    lab: Lab, campaigns: Path
+) -> None:
+    campaign, first = start(campaigns, "s", *SEPARATE, "-s", "job.num_jobs=2")
+    ids = list_component_ids(campaign)
+    assert [event["layout"] for event in events_of(campaign, "layout")] == ["multi-job"]
+    parts = {component["partition"]: component for component in snapshot("s")["jobs"][0]["components"]}
+    assert {name: part["nodes"] for name, part in parts.items()} == {
+        "env": ["env1"],
+        "prefill": ["prefill1"],
+        "decode": ["decode1"],
+        "train": ["train1"],
+    }
+    assert {part["state"] for part in parts.values()} == {"running"}
+    until(lambda: len(events_of(campaign, "courier")) > 1, what="versions are sent from job to job")
+    assert [event["transport"] for event in events_of(campaign, "transport")] == ["files", "tcp"]
+    until(campaign.job(1).submission.exists, what="the next jobs are queued")
+    states = list_queue(lab)
+    assert [states[id] for id in (first, *ids)] == ["RUNNING"] * 4
+    assert [states[id] for id in list_component_ids(campaign, job=1)] == ["PENDING"] * 3
+    made = len(steps(campaign))
+    lab.run("scancel", ids[1])
+    end = outcome(campaign)
+    assert (end["outcome"], end["cause"]) == ("drained", "cancellation")
+    assert list_saved_steps(campaign)[-1] >= made
+    until(lambda: any(step["job"] == 1 for step in steps(campaign)), what="the next jobs make steps")
+    numbers = [step["step"] for step in steps(campaign)]
+    assert numbers == sorted(set(numbers)), "no step was lost or made twice"
+    [row] = lab.wait_accounted(ids[2], "COMPLETED")
+    assert row["NodeList"] == "train1"
+    hpcrl("stop", "s", "--now")
+    until(lambda: list_queue(lab) == {}, what="all jobs have ended", timeout_s=60)
+
+
+def test_what_starts_first_waits_for_the_others_and_is_stopped_while_it_waits(
+    lab: Lab, campaigns: Path, tmp_path: Path
+) -> None:
+    hog = lab.submit(tmp_path, "sleep 600", "--partition=decode", "--nodes=2", "--exclusive")
+    lab.wait_state(hog, "RUNNING")
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "w", *SEPARATE)
+    campaign = CampaignDir(campaigns / "w")
+    _, decode, train = list_component_ids(campaign)
+    until(lambda: campaign.job(0).component_lease(3).exists(), what="the trainer's job has its node")
+    until(lambda: bool(campaign.job(0).log("batch").read_text()), what="the driver waits")
+    states = list_queue(lab)
+    assert (states[decode], states[train]) == ("PENDING", "RUNNING")
+    [job] = snapshot("w")["jobs"]
+    assert job["state"] == "running"
+    assert job["reason"].startswith("waiting for nodes (decode: ")
+    assert [part["state"] for part in job["components"]] == ["running", "running", "queued", "running"]
+    assert "waiting for the jobs of decode (partition decode)" in campaign.job(0).log("batch").read_text()
+    lab.run("scancel", hog)
+    until(lambda: bool(steps(campaign)), what="steps are made")
+    hpcrl("stop", "w", "--now")
+    until(lambda: list_queue(lab) == {}, what="all jobs have ended", timeout_s=60)
+
+    hog = lab.submit(tmp_path, "sleep 600", "--partition=decode", "--nodes=2", "--exclusive")
+    lab.wait_state(hog, "RUNNING")
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "x", *SEPARATE)
+    waiting = CampaignDir(campaigns / "x")
+    until(waiting.job(0).component_lease(3).exists, what="the trainer's job has its node")
+    hpcrl("stop", "x")
+    assert outcome(waiting)["outcome"] == "stopped"
+    until(lambda: list(list_queue(lab)) == [hog], what="the jobs of the campaign have ended", timeout_s=60)
+    lab.run("scancel", hog)
+
+
+def test_jobs_of_components_end_by_themselves_when_the_driver_and_its_guardian_were_killed(
+    lab: Lab, campaigns: Path
+) -> None:
+    campaign, _ = start(campaigns, "k", *SEPARATE)
+    kill_batch_processes(lab, campaign)
+    until(lambda: list_queue(lab) == {}, what="all jobs have ended", timeout_s=120)
+    assert not campaign.job(0).list_leases()
