@@ -63,6 +63,8 @@ TERM_GRACE_S = 2.0
 
 def list_transports(mpi: MpiConfig, *, layout: JobLayout) -> tuple[list[TransportName], str]:
     """Return the transports to try before files, best first, and why MPI, or all of them, cannot be tried."""
+    if layout == "colocated":
+        return [], "the trainer and engines are on the same nodes"
     if not mpi.couriers:
         return [], "the site disables couriers (site.mpi.couriers = false)"
     if (why := _explain_no_mpi(mpi, layout)) is not None:

@@ -2,7 +2,7 @@
 
 make_component            the het group of one role
 make_shared_components    the shares of the roles in one allocation
-make_colocated_component  one node with all roles
+make_colocated_component  nodes that each have all roles
 make_local_component      all roles on one machine
 plan_reward_jobs          separate jobs for rewards
 make_slurm_flags          the sbatch flags of one of them
@@ -150,14 +150,14 @@ def _list_license_flags(site: Site) -> list[str]:
 def make_colocated_component(
     choices: dict[RoleName, PartitionChoice], recipe: Recipe, site: Site, *, account: str | None
 ) -> JobComponent:
-    """Make the component of one node with all roles."""
+    """Make the component of a node with all roles, or of several that are alike."""
     choice = next(iter(choices.values()))
     partition = site.partitions[choice.partition]
     whole = PerNode(partition.cores_per_node, int(partition.mem_gib_per_node), partition.gpus_per_node)
     cpus, mem_gib, _ = sum_node_needs(choices, recipe)
     needs = PerNode(cpus, mem_gib, count_dealt_gpus(choices))
     per_node = whole if partition.exclusive else _add_gpu_shares(needs, partition)
-    component = _build_component(0, "env", choice, site, per_node=per_node, nodes=1, account=account)
+    component = _build_component(0, "env", choice, site, per_node=per_node, nodes=choice.nodes, account=account)
     return msgspec.structs.replace(component, roles=recipe.planned_roles)
 
 

@@ -8,17 +8,19 @@ JobLayout      one of:
 "hetjob"      a heterogeneous job: a component for each role, on the kind of node that fits it; the first choice
 "hetstep"     one allocation on one partition, its nodes split among the roles: for sites without heterogeneous
               jobs, and for an MPI that cannot span components
-"colocated"   one node, its GPUs and cores split among the roles: for small jobs; trainer and engines use the same GPUs
-              in turns where a node has too few
+"colocated"   nodes that each have workers of all roles, its GPUs and cores split among them: for small jobs. One node
+              where that is enough; if it has too few GPUs, trainer and engines use the same ones in turns
 "multi-job"   a separate job for each component, the nodes as in a heterogeneous one: for sites without these where one
               partition cannot hold all roles; what starts first waits for the others
 "local"       one machine without a scheduler
 """
 
+import contextlib
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from typing import Literal
 
 import msgspec
@@ -88,7 +90,7 @@ def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
 def _place_in_layout(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str) -> JobPlacement:
     recipe, pools = choose_pools(recipe, site, is_one_partition=layout in ("hetstep", "colocated"))
     if layout == "colocated":
-        placement = _share_node(recipe, site, reason=reason)
+        placement = _share_nodes(recipe, site, reason=reason)
     elif layout != "local" and (small := _find_small_job(recipe, site)) is not None:
         placement = small
     else:
@@ -107,22 +109,25 @@ def _place_on_nodes(recipe: Recipe, site: Site, *, layout: JobLayout, reason: st
         return place()
     except PlanError as refusal:
         try:
-            return _share_node(recipe, site, reason=f"site {site.name} has too few nodes for roles on separate nodes")
+            return _share_nodes(recipe, site, reason=f"site {site.name} has too few nodes for roles on separate nodes")
         except PlanError:
             raise refusal from None
 
 
-def _share_node(recipe: Recipe, site: Site, *, reason: str) -> JobPlacement:
-    """Place all roles on one node, each with its own GPUs; where these are too few, in turns on the same."""
+def _share_nodes(recipe: Recipe, site: Site, *, reason: str) -> JobPlacement:
+    """Place all roles on one node, each with its own GPUs, else on the fewest nodes that hold them.
+
+    Where all nodes have too few GPUs, roles use the same ones of a node in turns.
+    """
     if recipe.job.survive_node_loss:
         raise PlanError(f"job.survive_node_loss = true needs two nodes a role, and {reason}: remove one of them")
     try:
         return _one_node_for_all(recipe, site, reason=reason)
     except PlanError as refusal:
-        try:
-            return _one_node_in_shifts(recipe, site, reason=reason)
-        except PlanError:
-            raise refusal from None
+        for place in (_several_nodes_for_all, _one_node_in_shifts):
+            with contextlib.suppress(PlanError):
+                return place(recipe, site, reason=reason)
+        raise refusal from None
 
 
 def choose_pools(recipe: Recipe, site: Site, *, is_one_partition: bool) -> tuple[Recipe, list[str]]:
@@ -165,7 +170,7 @@ def _choose_layout(recipe: Recipe, site: Site) -> tuple[JobLayout, str]:
         return "hetstep", "nothing is played: the trainer is the only component, in a plain allocation"
     match recipe.job.layout, site.het_jobs:
         case "colocated", _:
-            return "colocated", 'the recipe asks for one node (job.layout = "colocated")'
+            return "colocated", 'the recipe asks for nodes that roles share (job.layout = "colocated")'
         case "hetstep", _:
             return "hetstep", 'the recipe asks for one allocation (job.layout = "hetstep")'
         case "multi-job", _:
@@ -369,6 +374,38 @@ def _one_node_for_all(recipe: Recipe, site: Site, *, reason: str, has_all: bool 
     )
 
 
+def _several_nodes_for_all(recipe: Recipe, site: Site, *, reason: str) -> JobPlacement:
+    """Place all roles on the fewest nodes of a partition that hold them, each on all of these.
+
+    More nodes than a role has workers hold no more. Where the layout is open, it is for partitions of few nodes.
+    """
+    single = with_single_workers(recipe)
+    most = max(single.role_resources(role).num_workers for role in recipe.placed_roles)
+    for num_nodes in range(2, most + 1):
+        with contextlib.suppress(PlanError):
+            return _place_in_best(
+                site,
+                partial(_place_on_shared_nodes, recipe=recipe, site=site, num_nodes=num_nodes, reason=reason),
+                refusal=f"{num_nodes} nodes of {site.name} cannot hold all roles",
+                advice="Lower what is refused",
+            )
+    raise PlanError(f"{most} nodes of {site.name} cannot hold all roles")
+
+
+def _place_on_shared_nodes(
+    label: str, *, recipe: Recipe, site: Site, num_nodes: int, reason: str
+) -> JobPlacement | str:
+    has = site.partitions[label].max_nodes
+    if num_nodes > has or (recipe.job.layout == "auto" and has >= MIN_SPLIT_NODES):
+        return f"{label} has {has} nodes"
+    choose = partial(_choose_on_node, num_nodes=num_nodes)
+    placed = _place_in_partition(label, recipe, site, choose=choose, layout="colocated", reason=reason)
+    if isinstance(placed, str):
+        return placed
+    why = f"{num_nodes} nodes of {label} hold all roles, each of them on all nodes: weights go by files"
+    return replace(placed, reason=f"{reason}; {why}")
+
+
 def _one_node_in_shifts(recipe: Recipe, site: Site, *, reason: str) -> JobPlacement:
     """Place all roles on one node, on whose GPUs the trainer and engines work in turns."""
     placement = _place_in_best(
@@ -382,9 +419,11 @@ def _one_node_in_shifts(recipe: Recipe, site: Site, *, reason: str) -> JobPlacem
     return replace(placement, sizes=[*placement.sizes, *describe_shifts(placement.choices)])
 
 
-def _choose_on_node(label: str, recipe: Recipe, site: Site) -> dict[RoleName, PartitionChoice] | str:
-    """Distribute all roles to one node of a partition, or return why it is too small."""
-    choices = _fit_on_node(label, recipe, site)
+def _choose_on_node(
+    label: str, recipe: Recipe, site: Site, *, num_nodes: int = 1
+) -> dict[RoleName, PartitionChoice] | str:
+    """Distribute all roles to a node of a partition, or to each of several, or return why it is too small."""
+    choices = _fit_on_node(label, recipe, site, num_nodes=num_nodes)
     if isinstance(choices, str):
         return choices
     num_gpus = site.partitions[label].gpus_per_node
@@ -400,15 +439,24 @@ def _choose_on_node_in_shifts(label: str, recipe: Recipe, site: Site) -> dict[Ro
     return dealt if isinstance(dealt, str) else _explain_small_node(label, dealt, recipe, site, is_dealt=True) or dealt
 
 
-def _fit_on_node(label: str, recipe: Recipe, site: Site) -> dict[RoleName, PartitionChoice] | str:
-    """Return what each role takes of one node of a partition, as if it was there alone, or why it does not fit."""
+def _fit_on_node(
+    label: str, recipe: Recipe, site: Site, *, num_nodes: int = 1
+) -> dict[RoleName, PartitionChoice] | str:
+    """Return what each role takes of a node of a partition, as if it was there alone, or why it does not fit.
+
+    On several nodes each has an equal share of the workers of every role.
+    """
     choices: dict[RoleName, PartitionChoice] = {}
     for role in recipe.placed_roles:
-        choice = evaluate_partition(label, compute_role_demand(role, recipe, one_machine=True), site, taken={})
+        demand = compute_role_demand(role, recipe, one_machine=True)
+        num_workers = ceil(demand.resources.num_workers / num_nodes)
+        share = replace(demand, resources=msgspec.structs.replace(demand.resources, num_workers=num_workers))
+        choice = evaluate_partition(label, share, site, taken={})
         if isinstance(choice, str):
             return choice
         if choice.nodes > 1:
             return f"{role}: its workers need {choice.nodes} nodes of {label}"
+        choice = replace(choice, nodes=num_nodes)
         choices[role] = replace(choice, fallback=None) if role == "env" else choice  # spare cores are what it wants
     return choices
 

@@ -170,7 +170,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_on_one_node(self) -> bool:
         """Return whether all roles share a node, and the window of its memory for weights."""
-        return self.layout in ("local", "colocated")
+        return self.layout in ("local", "colocated") and self.num_nodes == 1
 
     def to_json(self) -> bytes:
         """Encode the plan: sorted keys, two spaces, one final newline."""
@@ -494,7 +494,7 @@ def _check_encryption(
     recipe: Recipe, site: Site, choices: Mapping[RoleName, PartitionChoice], layout: JobLayout
 ) -> list[str]:
     """Refuse what sends trajectories, KV or weights unencrypted where the site asks for TLS; name what is left."""
-    if not site.network.tls or layout in ("local", "colocated"):
+    if not site.network.tls or layout == "local" or (layout == "colocated" and choices["train"].nodes == 1):
         return []
     if site.mpi.couriers:
         raise PlanError(

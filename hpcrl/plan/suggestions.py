@@ -113,6 +113,8 @@ def list_plans(recipe: Recipe, site: Site, plan: Plan) -> list[PlannedRecipe]:
             other = make_plan(changed, site)
         except PlanError:
             continue
+        if other.layout == "colocated" and not other.is_on_one_node:
+            continue  # its weights go by files, which the simulation does not time
         suggestion = _measure_plan(other, [f"{key}={value}" for key, value in changes.items()])
         found.setdefault(suggestion.size, PlannedRecipe(suggestion, changed, other))
     return list(found.values())

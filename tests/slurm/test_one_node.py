@@ -1,4 +1,4 @@
-"""Small jobs on the lab: one node whose GPUs the trainer and the engines share, four or two."""
+"""Small jobs on the lab: one or two nodes whose GPUs the trainer and the engines share, four or two."""
 
 from pathlib import Path
 
@@ -31,11 +31,32 @@ def test_a_trainer_on_two_gpus_and_two_engines_share_one_node(lab: Lab, campaign
     assert {event["node"] for event in started} == {row["NodeList"]} == {"prefill1"}
 
 
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_a_trainer_and_engines_share_two_nodes(lab: Lab, campaigns: Path, sharding: str) -> None:
+    more = ("-s", "resources.train.num_workers=4", "-s", "resources.decode.num_workers=4")
+    settings = (*TWO_AND_TWO, *more, "-s", f"train.sharding={sharding}")
+    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "m", *SIMULATED, *settings)
+    campaign, seen = CampaignDir(campaigns / "m"), snapshot("m")
+    assert seen["state"] == "done"
+    assert [event["transport"] for event in events_of(campaign, "transport")] == ["files"]
+    started = events_of(campaign, "worker-started")
+    for role, gpus in {"train": ["0", "1"], "decode": ["2", "3"]}.items():
+        places = sorted((event["node"], *event["gpus"]) for event in started if event["role"] == role)
+        assert places == [(node, gpu) for node in ("prefill1", "prefill2") for gpu in gpus]
+    loaded = {event["node"]: event["version"] for event in events_of(campaign, "loaded")}
+    last = max(event["version"] for event in events_of(campaign, "published"))
+    assert set(loaded) == {"prefill1", "prefill2"}
+    assert min(loaded.values()) > last / 2, "engines of both nodes follow the weights"
+
+
 def test_a_trainer_and_two_engines_use_two_gpus_in_turns(lab: Lab, campaigns: Path) -> None:
-    """No node has more than two GPUs to give, by the site file."""
-    two = [
-        words for name in ("prefill", "decode", "train") for words in ("-s", f"site.partitions.{name}.gpus_per_node=2")
+    """By the site file no partition has more than one node to give, with two GPUs."""
+    limits = [
+        f"site.partitions.{name}.{limit}"
+        for name in ("prefill", "decode", "train")
+        for limit in ("gpus_per_node=2", "max_nodes=1")
     ]
+    two = [word for limit in limits for word in ("-s", limit)]
     hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "t", *SIMULATED, *TWO_AND_TWO, *two)
     campaign, seen = CampaignDir(campaigns / "t"), snapshot("t")
     assert seen["state"] == "done"

@@ -45,9 +45,8 @@ def test_judges_keep_gpus_of_their_own() -> None:
         'domains.lake.judges=["grader"]',
         "judge.grader.resources.num_workers=1",
     )
-    made = plan_recipe(
-        COLOCATED, *judged, "resources.train.num_workers=3", "resources.decode.num_workers=2", site="leonardo"
-    )
+    settings = (COLOCATED, "site.partitions.booster.max_nodes=1", *judged)
+    made = plan_recipe(*settings, "resources.train.num_workers=3", "resources.decode.num_workers=2", site="leonardo")
     assert made.role("judge-grader").first_gpu == 3
     assert (list_shared(made)["judge-grader"], list_shared(made)["decode"]) == ([False], [True] * 2)
 
@@ -69,7 +68,5 @@ def test_the_node_has_memory_for_what_sleeps() -> None:
 
 def test_what_cannot_use_gpus_in_turns_is_refused() -> None:
     assert "has 2 jobs" not in refuse_plan(*ONE_NODE, *TWO, "job.survive_node_loss=true", site="leonardo")
-    message = refuse_plan(
-        COLOCATED, *TWO, "train.trainer=megatron", "site.partitions.booster.gpus_per_node=2", site="leonardo"
-    )
+    message = refuse_plan(COLOCATED, *TWO, "train.trainer=megatron", *ONE_NODE, site="leonardo")
     assert "all roles need 4 GPUs, and a node of booster has 2" in message

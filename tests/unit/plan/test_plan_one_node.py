@@ -81,7 +81,8 @@ def test_roles_that_gain_from_different_gpus_stay_apart() -> None:
 
 
 def test_what_one_node_cannot_hold_is_refused_by_partition() -> None:
-    message = refuse_plan(COLOCATED, "resources.train.num_workers=4", "train.trainer=megatron", *SMALL)
+    single = [f"site.partitions.{label}.max_nodes=1" for label in ("prefill", "decode", "train")]
+    message = refuse_plan(COLOCATED, "resources.train.num_workers=4", "train.trainer=megatron", *SMALL, *single)
     assert "all roles need 5 GPUs, and a node of train has 4" in message
     assert "env has no GPUs" in message
     assert "job.survive_node_loss = true needs two nodes a role" in refuse_plan(COLOCATED, "job.survive_node_loss=true")
@@ -93,3 +94,26 @@ def test_the_step_of_a_role_may_use_the_window_of_its_node() -> None:
     assert made.role("env").step_mem_gib == made.role("env").mem_gib_per_worker
     for role in made.roles:
         assert role.step_mem_gib <= made.components[role.component].mem_gib_per_node
+
+
+FOUR_AND_FOUR = ("resources.train.num_workers=4", "resources.decode.num_workers=4", *SMALL)
+
+
+def test_roles_that_one_node_cannot_hold_share_the_fewest_nodes_that_can() -> None:
+    made = plan_recipe(COLOCATED, *FOUR_AND_FOUR)
+    [component] = made.components
+    assert (made.layout, component.nodes, component.gpus_per_node) == ("colocated", 2, 4)
+    assert not made.is_on_one_node
+    assert "--nodes=2" in component.slurm_flags
+    sizes = {role.role: (role.num_workers, role.workers_per_node, role.first_gpu) for role in made.roles}
+    assert (sizes["train"], sizes["decode"]) == ((4, 2, 0), (4, 2, 2))
+    assert "2 nodes of prefill hold all roles" in made.layout_reason
+    assert made.cost.node_hours == pytest.approx(2 * made.cost.walltime_min / 60, abs=0.01)
+    assert not made.has_gpu_shifts
+
+
+def test_a_site_of_two_nodes_shares_them_rather_than_their_gpus_in_turns() -> None:
+    few = ("site.partitions.dcgp.preemptible=true", "site.partitions.booster.max_nodes=2")
+    made = plan_recipe(*few, "resources.train.num_workers=4", "resources.decode.num_workers=4", site="leonardo")
+    assert (made.layout, made.num_nodes, made.has_gpu_shifts) == ("colocated", 2, False)
+    assert "too few nodes" in made.layout_reason
