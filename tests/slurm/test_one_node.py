@@ -49,7 +49,8 @@ def test_a_trainer_and_engines_share_two_nodes(lab: Lab, campaigns: Path, shardi
     assert min(loaded.values()) > last / 2, "engines of both nodes follow the weights"
 
 
-def test_a_trainer_and_two_engines_use_two_gpus_in_turns(lab: Lab, campaigns: Path) -> None:
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_trainer_and_two_engines_use_two_gpus_in_turns(lab: Lab, campaigns: Path, mode: str) -> None:
     """By the site file no partition has more than one node to give, with two GPUs."""
     limits = [
         f"site.partitions.{name}.{limit}"
@@ -57,7 +58,8 @@ def test_a_trainer_and_two_engines_use_two_gpus_in_turns(lab: Lab, campaigns: Pa
         for limit in ("gpus_per_node=2", "max_nodes=1")
     ]
     two = [word for limit in limits for word in ("-s", limit)]
-    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "t", *SIMULATED, *TWO_AND_TWO, *two)
+    mode_words = ("-s", f"rollout.mode={mode}")
+    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "t", *SIMULATED, *TWO_AND_TWO, *two, *mode_words)
     campaign, seen = CampaignDir(campaigns / "t"), snapshot("t")
     assert seen["state"] == "done"
     started = events_of(campaign, "worker-started")
