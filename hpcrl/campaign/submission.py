@@ -26,7 +26,7 @@ from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, JobDir
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site
 from hpcrl.envs.task_set import import_conversations, import_task_set
-from hpcrl.errors import CampaignError, LostAnswerError, SlurmError
+from hpcrl.errors import CampaignError, SlurmError
 from hpcrl.plan.records import digest_records
 from hpcrl.slurm import next_job
 from hpcrl.slurm import submit as slurm
@@ -111,9 +111,7 @@ def start_job(job: JobDir, request: CampaignRequest) -> slurm.SubmittedJob:
     queue_component_jobs(job, plan=plan, site=site, env=env)
     try:
         return slurm.submit_job(script, job=job, site=site)
-    except LostAnswerError:  # the job may be queued, and need them
-        raise
-    except BaseException:
+    except BaseException:  # also if it may be queued: its directory is removed
         with contextlib.suppress(SlurmError):
             cancel_component_jobs(job, env=env)
         raise

@@ -37,6 +37,7 @@ EndCause = Literal[
     "user-code",
     "infrastructure",
     "not-started",
+    "missing-nodes",
     "unknown",
 ]
 CAUSE_BY_OUTCOME: dict[str, EndCause] = {

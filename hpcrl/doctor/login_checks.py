@@ -6,6 +6,7 @@ check_*             one check each: pure, or of one file or program
 VERSION_GATES       defects of Slurm up to a version, by the MPI plugin of srun
 """
 
+import errno
 import os
 import re
 import shutil
@@ -295,6 +296,10 @@ def check_python(python: str) -> CheckResult:
             [python, "-c", PYTHON_PROBE], capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOEXEC:  # of nodes with another kind of processor
+            return warn_check(
+                "python", f"{python} is not for this machine: `hpcrl doctor --job` runs it on its nodes", ""
+            )
         return fail_check("python", f"{python} does not run here: {error}", change)
     if done.returncode:
         return fail_check("python", f"{python}: {done.stderr.strip().rpartition(chr(10))[2]}", change)

@@ -55,6 +55,11 @@ class GpuModel(msgspec.Struct, frozen=True, kw_only=True):
     fit: RooflineFit = DEFAULT_FIT
 
     @property
+    def has_bf16(self) -> bool:
+        """True unless it is known to compute in float16 in place of bfloat16."""
+        return not self.name.startswith("v100-")
+
+    @property
     def has_speed(self) -> bool:
         """True if speeds can be estimated."""
         return self.bf16_tflops is not None and self.memory_tb_per_s is not None

@@ -2,12 +2,12 @@
 
 `python -m hpcrl.job.component_holder CAMPAIGN JOB COMPONENT` is the program of a component's job: it leaves a lease
 with its nodes, on which the driver starts steps, and holds them until the driver's job has ended. SIGTERM becomes a
-notice for the driver, as in a step. A job that starts long before the driver's waits in the queue again: its nodes
-would idle.
+notice for the driver, as in a step. The driver's job starts when all others have started; a job that has waited long
+for that goes back into the queue, held, and the driver releases it: meanwhile its nodes would idle.
 
     await_components    the driver's side: wait until every component has its nodes
     ComponentHolder     the other side
-    MAX_WAIT_SHARE, LOOK_INTERVAL_S, POLL_INTERVAL_S   limits
+    MAX_WAIT_SHARE, LOOK_INTERVAL_S, POLL_INTERVAL_S, LEASE_PATIENCE_S, NUM_ABSENT   limits
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -26,65 +27,69 @@ from hpcrl.errors import HpcrlError
 from hpcrl.job.batch_log import note_in_log
 from hpcrl.job.driver_pulse import FORWARDED_SIGNALS
 from hpcrl.job.supervision import EndRequests, LookInterval
+from hpcrl.plan.components import JobComponent
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_record
 from hpcrl.slurm import commands
 from hpcrl.slurm.component_jobs import ComponentLease, read_component_ids, read_leases
 from hpcrl.slurm.next_job import SUBMISSION_TIMEOUT_S
 from hpcrl.slurm.script import list_separate_components
-from hpcrl.slurm.status import ENDED, WAITING, JobStatus, query_job_states
+from hpcrl.slurm.status import ACTIVE, ENDED, NOT_LISTED, WAITING, JobStatus, query_job_states
 from hpcrl.slurm.submit import SubmittedJob
-from hpcrl.system.file_watch import NameWatch, is_there, retry_passing
+from hpcrl.system.file_watch import NameWatch, is_outage, retry_passing
 from hpcrl.system.files import publish_file, remove_path
 from hpcrl.system.network import current_node
 
 MAX_WAIT_SHARE = 0.25
-"""The share of the walltime for which the jobs that have started wait for the others."""
+"""The share of the walltime for which a job that has started waits for others."""
 LOOK_INTERVAL_S = 30.0
 """The time between two questions to Slurm about jobs that are waited for."""
 POLL_INTERVAL_S = 1.0
+LEASE_PATIENCE_S = 40.0
+"""The time for which a full or unreachable file system may keep a lease from being written."""
+NUM_ABSENT = 3
+"""The answers in a row without the driver's job after which it is gone: a Slurm that starts again may list none."""
+DriverState = Literal["missing", "removed", "queued", "running", "gone", "unknown"]
 
 
 def await_components(
     job: JobDir, plan: Plan, *, requests: EndRequests, note_turn: Callable[[], object]
 ) -> JobEnd | None:
     """Wait until the jobs of all components have started; return how this job ends if one of them does not."""
-    components = {part.index: part for part in list_separate_components(plan)}
+    components = list_separate_components(plan)
+    if not components:
+        return None
     looks, limit_s = LookInterval(LOOK_INTERVAL_S), MAX_WAIT_SHARE * plan.cost.walltime_min * 60
     deadline = time.monotonic() + limit_s
-    while missing := [components[index] for index in _list_missing(job, plan)]:
+    missing, seen = components, 0
+    while True:
         note_turn()
+        leases = read_leases(job, plan)
+        if looks.is_due() or seen < len(leases) == len(components):
+            seen, states = len(leases), _query_components(job)
+            missing = [part for part in components if not _has_nodes(leases.get(part.index), states.get(part.index))]
+            if not missing:
+                return None
+            if ended := [part for part in missing if _has_ended(states.get(part.index))]:
+                names = ", ".join(f"{'+'.join(part.roles)} ({states[part.index].state})" for part in ended)
+                return _describe_missing(f"the jobs of {names} ended before this one had all its nodes")
+            _release(missing, states)
         names = ", ".join(f"{'+'.join(part.roles)} (partition {part.partition})" for part in missing)
-        if requests.is_cancelled or is_there(job.campaign.stop):
+        if requests.is_cancelled or requests.has_stop_request():
             return JobEnd(outcome="stopped", reason="a user asked for it (hpcrl stop)", cause="user-request")
         if requests.has_termination():
             reason = f"it received SIGTERM while it waited for the jobs of {names}"
             return JobEnd(outcome="cut", reason=reason, cause="cancellation")
-        if looks.is_due():
-            states = _query_components(job)
-            ended = [part for part in missing if _has_ended(states[part.index])]
-            if ended:
-                names = ", ".join(f"{'+'.join(part.roles)} ({states[part.index].state})" for part in ended)
-                reason = f"the jobs of {names} ended before this one had all its nodes"
-                return JobEnd(outcome="failed", reason=reason, cause="not-started")
-            why = "; ".join(filter(None, dict.fromkeys(states[part.index].reason for part in missing)))
-            note_in_log(f"hpcrl: waiting for the jobs of {names}" + (f": {why}" if why else ""))
         if time.monotonic() > deadline:
-            reason = (
+            return _describe_missing(
                 f"the jobs of {names} did not start within {limit_s / 60:.0f} min, a quarter of the walltime: ask for "
                 "fewer nodes there, or raise job.walltime_min"
             )
-            return JobEnd(outcome="failed", reason=reason, cause="not-started")
         time.sleep(POLL_INTERVAL_S)
-    return None
 
 
-def _list_missing(job: JobDir, plan: Plan) -> list[int]:
-    """Return the components whose jobs have not started, or wait again: Slurm may have queued one after a failure."""
-    leases = read_leases(job, plan)
-    if missing := [part.index for part in list_separate_components(plan) if part.index not in leases]:
-        return missing
-    return [index for index, status in _query_components(job).items() if status.state in WAITING or _has_ended(status)]
+def _describe_missing(reason: str) -> JobEnd:
+    return JobEnd(outcome="failed", reason=reason, cause="missing-nodes")
 
 
 def _query_components(job: JobDir) -> Mapping[int, JobStatus]:
@@ -93,8 +98,26 @@ def _query_components(job: JobDir) -> Mapping[int, JobStatus]:
     return {index: found[id] for index, id in enumerate(ids, 1)}
 
 
-def _has_ended(status: JobStatus) -> bool:
-    return status.state in ENDED
+def _has_nodes(lease: ComponentLease | None, status: JobStatus | None) -> bool:
+    """Return whether a component's job has the nodes of its lease: Slurm may have queued it again since."""
+    if lease is None or (status is not None and (status.state in WAITING or status.state in ENDED)):
+        return False
+    named = [node for part in status.components for node in commands.expand_nodes(part.nodes)] if status else []
+    return not named or named == lease.nodes
+
+
+def _has_ended(status: JobStatus | None) -> bool:
+    return status is not None and status.state in ENDED
+
+
+def _release(missing: list[JobComponent], states: Mapping[int, JobStatus]) -> None:
+    """Let the jobs start that hold themselves back until the driver is there, and note what is waited for."""
+    waiting = [index for part in missing if (index := part.index) in states and states[index].state in WAITING]
+    for id in (states[index].id for index in waiting):
+        commands.try_slurm(["scontrol", "release", id])
+    why = "; ".join(filter(None, dict.fromkeys(states[index].reason for index in waiting)))
+    names = ", ".join(f"{'+'.join(part.roles)} (partition {part.partition})" for part in missing)
+    note_in_log(f"hpcrl: waiting for the jobs of {names}" + (f": {why}" if why else ""))
 
 
 class ComponentHolder:
@@ -106,6 +129,10 @@ class ComponentHolder:
         self._names = NameWatch(job.root, longest_s=POLL_INTERVAL_S)
         self._looks = LookInterval(LOOK_INTERVAL_S)
         self._started_at = time.monotonic()
+        self._driver_id: str | None = None
+        self._has_driver = False
+        """True once the driver's job was seen to run."""
+        self._num_absent = 0
         self._is_terminated = False
 
     def listen(self) -> None:
@@ -116,49 +143,57 @@ class ComponentHolder:
     def hold(self, *, max_wait_s: float) -> str:
         """Publish the lease and hold the nodes until they are not needed; return why."""
         nodes = commands.expand_nodes(os.environ["SLURM_JOB_NODELIST"])
-        lease = ComponentLease(slurm_id=self._slurm_id, nodes=nodes, time=time.time())
-        retry_passing(lambda: publish_file(self._lease, msgspec.json.encode(lease)))
+        lease = msgspec.json.encode(ComponentLease(slurm_id=self._slurm_id, nodes=nodes, time=time.time()))
+        retry_passing(lambda: publish_file(self._lease, lease), timeout_s=LEASE_PATIENCE_S, passes=is_outage)
         while (why := self._find_end(max_wait_s)) is None:
             time.sleep(POLL_INTERVAL_S)
         return why
 
     def _find_end(self, max_wait_s: float) -> str | None:
         with contextlib.suppress(OSError):  # a file system that is away ends nothing
-            if self._job.outcome.name in self._names.names():
+            names = self._names.names()
+            if self._job.outcome.name in names:
                 return "the driver's job has ended"
             if self._is_terminated:
+                if not self._has_driver and self._job.parsl.name not in names:
+                    return "it received SIGTERM before the driver has started"
                 publish_file(self._job.terminated, current_node())
                 self._is_terminated = False
-        waited_s = time.monotonic() - self._started_at
         if not self._looks.is_due():
             return None
-        match self._find_driver_state():
-            case "gone":
-                return "the driver's job is gone"
-            case "removed":
-                return "its campaign was removed"
-            case "missing" if waited_s > SUBMISSION_TIMEOUT_S:
-                return "no driver's job was submitted"
-            case "queued" if waited_s > max_wait_s:
-                return self._wait_in_queue(waited_s)
+        waited_s, state = time.monotonic() - self._started_at, self._find_driver_state()
+        self._has_driver |= state == "running"
+        self._num_absent = self._num_absent + 1 if state == "gone" else 0
+        if state == "removed":
+            return "its campaign was removed"
+        if self._num_absent >= NUM_ABSENT:
+            return "the driver's job is gone"
+        if state == "missing" and waited_s > SUBMISSION_TIMEOUT_S:
+            return "no driver's job was submitted"
+        if state == "queued" and not self._has_driver and waited_s > max_wait_s:
+            return self._wait_in_queue(waited_s)
         return None
 
-    def _find_driver_state(self) -> str:
-        """Ask Slurm for the driver's job: missing, queued, running, gone, removed; unknown without an answer."""
-        try:
-            id = read_record(self._job.submission, SubmittedJob).id
-        except (HpcrlError, OSError):
-            return "missing" if self._job.root.exists() else "removed"
-        live = commands.query_live_jobs([id])
-        if live is None:
-            return "unknown"
-        return {None: "gone", False: "queued", True: "running"}[live.get(id)]
+    def _find_driver_state(self) -> DriverState:
+        """Ask Slurm for the driver's job; without an answer, or a file system that gives one, it is unknown."""
+        if self._driver_id is None:
+            try:
+                if not self._job.submission.exists():
+                    return "missing" if self._job.root.exists() else "removed"
+                self._driver_id = read_record(self._job.submission, SubmittedJob).id
+            except (HpcrlError, OSError):
+                return "unknown"
+        status = query_job_states([self._driver_id], env=os.environ)[self._driver_id]
+        if status.state in ENDED or status.reason == NOT_LISTED:
+            return "gone"
+        return "queued" if status.state in WAITING else "running" if status.state in ACTIVE else "unknown"
 
     def _wait_in_queue(self, waited_s: float) -> str:
-        """Ask Slurm to queue this job again, which ends this process."""
+        """Ask Slurm to queue this job again, held until the driver releases it; that ends this process."""
         remove_path(self._lease)
-        commands.try_slurm(["scontrol", "requeue", self._slurm_id])
-        return f"the driver's job has not started within {waited_s / 60:.0f} min"
+        done = commands.try_slurm(["scontrol", "requeuehold", self._slurm_id])
+        refused = f", and Slurm does not queue this one again: {done.stderr.strip()}" if done.returncode else ""
+        return f"the driver's job has not started within {waited_s / 60:.0f} min{refused}"
 
     def release(self) -> None:
         """Remove the lease."""

@@ -255,6 +255,9 @@ class JobDriver:
         """Start everything, supervise, end everything; return how the job ended."""
         from hpcrl.job.runtime import JobRuntime  # it imports parsl: only here, and late
 
+        for number in self.campaign.job_numbers():  # of a job that was killed: they would keep nodes
+            if number < self.job.number:
+                cancel_components(self.campaign.job(number))
         if end := await_components(self.job, self.plan, requests=self.drain.requests, note_turn=self.note_turn):
             return end
         self.workers.allocation = allocation = read_allocation(self.plan, self.job)
@@ -269,8 +272,6 @@ class JobDriver:
             os.environ[KILL_WAIT_VARIABLE] = f"{allocation.kill_wait_s:g}"
         for number in self.campaign.job_numbers():  # if a whole node was lost, no process was left to end them
             cancel_reward_jobs(self.campaign.job(number))
-            if number < self.job.number:
-                cancel_components(self.campaign.job(number))
         runtime = JobRuntime(
             self.plan,
             place=self.place,

@@ -31,7 +31,7 @@ from hpcrl.job.supervision import (
 )
 from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.slurm.end_policy import name_slurm_cause
-from hpcrl.slurm.status import query_lost_nodes
+from hpcrl.slurm.status import WAITING, query_lost_nodes
 from hpcrl.system.files import publish_file
 
 END_QUERY_TIMEOUT_S = 3.0
@@ -188,7 +188,7 @@ class JobDrain:
 
     def find_lost_nodes(self, allocation: JobAllocation) -> list[str]:
         """Return the nodes for which Slurm has ended the whole job, if it did: it reports them as down by now."""
-        if self.limits.cause != "cancellation" or allocation.job_id is None:
+        if self.limits.cause not in ("cancellation", "node-failure") or allocation.job_id is None:
             return []
         nodes = sorted({node for names in allocation.nodes for node in names})
         return query_lost_nodes(nodes, env=os.environ, timeout_s=min(END_QUERY_TIMEOUT_S, self.choose_grace()))
@@ -202,6 +202,8 @@ class JobDrain:
         if self._terminated_at is None:
             self._terminated_at = self.read_time()
         request = self._plan_termination(allocation, terminated_at=self._terminated_at)
+        if roles := allocation.name_separate_job(self.requests.read_notice()):
+            request = replace(request, reason=f"the job of {roles} received SIGTERM ({request.cause})")
         if is_first or self.has_schedule:
             self.limits = before
             self.start(request)
@@ -225,7 +227,7 @@ class JobDrain:
         if allocation.component_ids and self._component_looks.is_due():
             ended = allocation.find_ended_component(timeout_s=END_QUERY_TIMEOUT_S)
             if ended is not None:
-                return self._plan_component_loss(*ended, drain_s=drain_s, kill_wait_s=allocation.kill_wait_s)
+                return self._plan_component_loss(*ended, drain_s=drain_s, allocation=allocation)
         self._confirm_end(allocation, drain_s=drain_s)
         now, end_time, kill_wait_s = self.read_time(), self._find_end_time(allocation), allocation.kill_wait_s
         request = self.requests.find_drain(now=now, end_time=end_time, drain_s=drain_s, kill_wait_s=kill_wait_s)
@@ -239,14 +241,17 @@ class JobDrain:
             return DrainRequest(reason=reason, grace_s=drain_s, cause="unknown", kill_time=kill_time)
         return request
 
-    def _plan_component_loss(self, index: int, state: str, *, drain_s: float, kill_wait_s: float) -> DrainRequest:
-        """Return how to drain after the job of a component has ended."""
-        cause = name_slurm_cause(state)
+    def _plan_component_loss(
+        self, index: int, state: str, *, drain_s: float, allocation: JobAllocation
+    ) -> DrainRequest:
+        """Return how to drain after the job of a component has ended, or was queued again by Slurm."""
+        lost = query_lost_nodes(allocation.nodes[index], env=os.environ, timeout_s=END_QUERY_TIMEOUT_S)
+        cause = "node-failure" if lost else name_slurm_cause("preempted" if state in WAITING else state)
         return DrainRequest(
-            reason=f"the job of component {index} has ended ({state})",
+            reason=f"the job of {allocation.component_roles[index]} has ended ({state})",
             grace_s=drain_s,
-            cause="infrastructure" if cause == "unknown" else cause,
-            kill_time=self.read_time() + drain_s + kill_wait_s,
+            cause="cancellation" if cause == "unknown" else cause,
+            kill_time=self.read_time() + drain_s + allocation.kill_wait_s,
         )
 
     def _confirm_end(self, allocation: JobAllocation, *, drain_s: float) -> None:

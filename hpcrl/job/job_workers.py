@@ -164,7 +164,10 @@ class JobWorkers:
         rank = "" if self._trainer.num_workers == 1 else f"rank {failed.rank}"
         if failed.was_killed:  # its log ends with a step
             return f"{rank or 'it'} {describe_end(decode_exit_code(failed.code))}"
-        return f"exit code {failed.code}{rank and f' of {rank}'}: {self._read_rank_error(failed.rank)}"
+        error = self._read_rank_error(failed.rank)
+        if not self.job.log(f"train-{failed.rank}").exists():  # it never started: its step has written why
+            error = read_error_line(self.job.log("train-step"))
+        return f"exit code {failed.code}{rank and f' of {rank}'}: {error}"
 
     def _find_failed_rank(self, step_log: str, code: int) -> RankFailure:
         """Return the rank that failed by itself; the first one with the code of a step if no step names one."""

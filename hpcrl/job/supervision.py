@@ -110,14 +110,18 @@ class EndRequests:
 
     def has_notice(self) -> bool:
         """Return whether a step has reported SIGTERM: a file that is opened is asked for from the server."""
+        return bool(self.read_notice())
+
+    def read_notice(self) -> str:
+        """Return the node of a step that has reported SIGTERM; empty without one."""
         try:
-            return bool(self.terminated.read_bytes())
+            return self.terminated.read_text()
         except OSError:
-            return False
+            return ""
 
     def find_drain(self, *, now: float, end_time: float, drain_s: float, kill_wait_s: float) -> DrainRequest | None:
         """Return the request of a user or of the clock to drain; both times are seconds since the epoch."""
-        if self._has_stop_request():
+        if self.has_stop_request():
             return DrainRequest(reason="a user asked for it (hpcrl stop)", grace_s=drain_s, cause="user-request")
         early_s = end_time - drain_s - now
         is_warned = self.is_near_end and not 0.0 <= early_s <= SIGNAL_EARLY_S
@@ -127,7 +131,7 @@ class EndRequests:
             return DrainRequest(reason=reason, grace_s=grace_s, cause="walltime", kill_time=kill_time)
         return None
 
-    def _has_stop_request(self) -> bool:
+    def has_stop_request(self) -> bool:
         """Return whether a user has made the file; an error ends no job, and the next look is soon."""
         try:
             return self.stop.name in self._stops.names()

@@ -67,11 +67,21 @@ def find_account(site: Site, partition: SitePartition) -> str | None:
 
 
 def make_component(
-    index: int, role: RoleName, choice: PartitionChoice, recipe: Recipe, site: Site, *, account: str | None
+    index: int,
+    role: RoleName,
+    choice: PartitionChoice,
+    recipe: Recipe,
+    site: Site,
+    *,
+    account: str | None,
+    is_job: bool = False,
 ) -> JobComponent:
-    """Make the het group of one role."""
+    """Make the het group of one role, or a separate job, which has the flags of every job."""
     per_node = _per_node([(role, choice)], recipe, site)
-    return _build_component(index, role, choice, site, per_node=per_node, nodes=choice.nodes, account=account)
+    component = _build_component(index, role, choice, site, per_node=per_node, nodes=choice.nodes, account=account)
+    if index and is_job:
+        component = msgspec.structs.replace(component, slurm_flags=[*component.slurm_flags, *_list_job_flags(site)])
+    return component
 
 
 def make_shared_components(

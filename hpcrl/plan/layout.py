@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import ceil
 from typing import Literal
 
@@ -71,47 +72,73 @@ RoleChooser = Callable[[str, Recipe, Site], dict[RoleName, PartitionChoice] | st
 
 def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
     """Choose the layout that the site and the recipe allow, and a partition for every role."""
+    _check_longest_walltime(recipe, site)
     layout, reason = _choose_layout(recipe, site)
-    try:
-        placement = _place_in_layout(recipe, site, layout=layout, reason=reason)
-    except PlanError as refusal:
-        if layout != "hetstep" or recipe.job.layout != "auto" or not recipe.has_rollouts:
-            raise
-        why = f"site {site.name} runs no heterogeneous jobs, and no partition can hold all roles: a job per component"
-        try:
-            placement = _place_in_layout(recipe, site, layout="multi-job", reason=why)
-        except PlanError:
-            raise refusal from None
+    placement = _place_in_layout(recipe, site, layout=layout, reason=reason)
     warnings = _find_warnings(recipe, site) if placement.layout == "hetjob" else []
     warnings += warn_busy_loops(placement.recipe, gpus=_find_engine_gpus(placement.choices, site))
     return replace(placement, warnings=warnings)
 
 
-def _place_in_layout(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str) -> JobPlacement:
-    recipe, pools = choose_pools(recipe, site, is_one_partition=layout in ("hetstep", "colocated"))
+def _place_in_layout(asked: Recipe, site: Site, *, layout: JobLayout, reason: str) -> JobPlacement:
+    recipe, pools = choose_pools(asked, site, is_one_partition=layout in ("hetstep", "colocated"))
     if layout == "colocated":
         placement = _share_nodes(recipe, site, reason=reason)
     elif layout != "local" and (small := _find_small_job(recipe, site)) is not None:
         placement = small
     else:
-        placement = _place_on_nodes(recipe, site, layout=layout, reason=reason)
+        placement = _place_on_nodes(recipe, site, layout=layout, reason=reason, asked=asked)
+    if placement.layout == "multi-job" and layout == "hetstep":  # with pools of its own
+        return placement
     return replace(placement, sizes=[*pools, *placement.sizes])
 
 
-def _place_on_nodes(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str) -> JobPlacement:
-    """Place each role on separate nodes; where that is refused, on one node, if it has room for all."""
+def _place_apart(recipe: Recipe, site: Site) -> JobPlacement:
+    """Place each role on the partition that suits it, in a separate job."""
+    recipe, pools = choose_pools(recipe, site, is_one_partition=False)
+    reason = f"site {site.name} runs no heterogeneous jobs, and no partition can hold all roles: a job per component"
+    placement = _best_partition_each(recipe, site, layout="multi-job", reason=reason)
+    return replace(placement, sizes=[*pools, *placement.sizes])
+
+
+def _check_longest_walltime(recipe: Recipe, site: Site) -> None:
+    """Refuse a walltime that no partition allows, before the nodes are looked at."""
+    longest = max((p.max_walltime_min for p in site.partitions.values() if not p.preemptible), default=None)
+    if longest is not None and recipe.job.walltime_min > longest:
+        raise PlanError(
+            f"job.walltime_min = {recipe.job.walltime_min}, and site {site.name!r} allows {longest} at the most, in any "
+            "partition: lower it (`hpcrl resume` continues the campaign)"
+        )
+
+
+def _place_on_nodes(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str, asked: Recipe) -> JobPlacement:
+    """Place each role on separate nodes; where that is refused, on nodes that roles share, if these have room for all.
+
+    Where a site runs no heterogeneous jobs, a separate job for each role comes before turns on shared GPUs; it is for
+    the recipe as it was asked for, before pools were chosen for one partition.
+    """
     place = partial(_best_partition_each, recipe, site, layout=layout, reason=reason)
     if layout == "hetstep" and recipe.has_rollouts:
         place = partial(_one_partition_for_all, recipe, site, reason=reason)
-    if layout == "local" or recipe.job.layout != "auto" or recipe.job.survive_node_loss or not recipe.has_rollouts:
+    if layout == "local" or recipe.job.layout != "auto" or not recipe.has_rollouts:
         return place()
+    few = f"site {site.name} has too few nodes for roles on separate nodes"
+    others = [partial(place_shared, recipe, site, reason=few) for place_shared in _SHARED_PLACES]
+    if recipe.job.survive_node_loss:
+        others.clear()
+    if layout == "hetstep":
+        others.insert(2, partial(_place_apart, asked, site))
     try:
         return place()
-    except PlanError as refusal:
+    except PlanError as error:
+        refusals = [str(error)]
+    for place_otherwise in others:
         try:
-            return _share_nodes(recipe, site, reason=f"site {site.name} has too few nodes for roles on separate nodes")
-        except PlanError:
-            raise refusal from None
+            return place_otherwise()
+        except PlanError as error:
+            refusals.append(str(error))
+    is_small = all(partition.max_nodes < MIN_SPLIT_NODES for partition in site.partitions.values() if partition.gpu)
+    raise PlanError(". Nor otherwise: ".join(refusals[: 1 + is_small]))
 
 
 def _share_nodes(recipe: Recipe, site: Site, *, reason: str) -> JobPlacement:
@@ -121,10 +148,11 @@ def _share_nodes(recipe: Recipe, site: Site, *, reason: str) -> JobPlacement:
     """
     if recipe.job.survive_node_loss:
         raise PlanError(f"job.survive_node_loss = true needs two nodes a role, and {reason}: remove one of them")
+    first, *others = _SHARED_PLACES
     try:
-        return _one_node_for_all(recipe, site, reason=reason)
+        return first(recipe, site, reason=reason)
     except PlanError as refusal:
-        for place in (_several_nodes_for_all, _one_node_in_shifts):
+        for place in others:
             with contextlib.suppress(PlanError):
                 return place(recipe, site, reason=reason)
         raise refusal from None
@@ -377,15 +405,17 @@ def _one_node_for_all(recipe: Recipe, site: Site, *, reason: str, has_all: bool 
 def _several_nodes_for_all(recipe: Recipe, site: Site, *, reason: str) -> JobPlacement:
     """Place all roles on the fewest nodes of a partition that hold them, each on all of these.
 
-    More nodes than a role has workers hold no more. Where the layout is open, it is for partitions of few nodes.
+    That is with all workers that roles could use, if they are enough for these. More nodes than a role has workers hold
+    no more. Where the layout is open, it is for partitions of few nodes.
     """
     single = with_single_workers(recipe)
     most = max(single.role_resources(role).num_workers for role in recipe.placed_roles)
-    for num_nodes in range(2, most + 1):
+    for has_all, num_nodes in product((True, False), range(2, most + 1)):
+        place = partial(_place_on_shared_nodes, recipe=recipe, site=site, num_nodes=num_nodes, has_all=has_all)
         with contextlib.suppress(PlanError):
             return _place_in_best(
                 site,
-                partial(_place_on_shared_nodes, recipe=recipe, site=site, num_nodes=num_nodes, reason=reason),
+                partial(place, reason=reason),
                 refusal=f"{num_nodes} nodes of {site.name} cannot hold all roles",
                 advice="Lower what is refused",
             )
@@ -393,13 +423,13 @@ def _several_nodes_for_all(recipe: Recipe, site: Site, *, reason: str) -> JobPla
 
 
 def _place_on_shared_nodes(
-    label: str, *, recipe: Recipe, site: Site, num_nodes: int, reason: str
+    label: str, *, recipe: Recipe, site: Site, num_nodes: int, has_all: bool, reason: str
 ) -> JobPlacement | str:
     has = site.partitions[label].max_nodes
     if num_nodes > has or (recipe.job.layout == "auto" and has >= MIN_SPLIT_NODES):
         return f"{label} has {has} nodes"
     choose = partial(_choose_on_node, num_nodes=num_nodes)
-    placed = _place_in_partition(label, recipe, site, choose=choose, layout="colocated", reason=reason)
+    placed = _place_in_partition(label, recipe, site, choose=choose, layout="colocated", reason=reason, has_all=has_all)
     if isinstance(placed, str):
         return placed
     why = f"{num_nodes} nodes of {label} hold all roles, each of them on all nodes: weights go by files"
@@ -417,6 +447,10 @@ def _one_node_in_shifts(recipe: Recipe, site: Site, *, reason: str) -> JobPlacem
         advice="Lower what is refused",
     )
     return replace(placement, sizes=[*placement.sizes, *describe_shifts(placement.choices)])
+
+
+_SHARED_PLACES = (_one_node_for_all, _several_nodes_for_all, _one_node_in_shifts)
+"""The ways in which roles share nodes, best first."""
 
 
 def _choose_on_node(

@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from hpcrl.config.program import reserves_place
+from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import DEFAULT_MICRO_BATCH_TOKENS, JUDGE_ROLE_PREFIX, Recipe, RoleName
 from hpcrl.config.site import OUR_CONNECTOR, Site, SitePartition
 from hpcrl.errors import PlanError
@@ -222,6 +223,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_warn_length_bias(recipe),
             *_warn_stale_data(recipe),
             *_check_spanning_engines(choices, recipe, site),
+            *_warn_no_bf16(choices, recipe, site),
             *warn_long_trajectories(train_memory, recipe),
             *_warn_no_scheduler(recipe, placement.layout),
             *_check_encryption(recipe, site, choices, placement.layout),
@@ -322,7 +324,15 @@ def _make_components(placement: JobPlacement, site: Site) -> list[JobComponent]:
             return make_shared_components(choices, recipe, site, account=next(iter(account.values())))
         case "hetjob" | "multi-job":
             return [
-                make_component(index, role, choices[role], recipe, site, account=account[role])
+                make_component(
+                    index,
+                    role,
+                    choices[role],
+                    recipe,
+                    site,
+                    account=account[role],
+                    is_job=placement.layout == "multi-job",
+                )
                 for index, role in enumerate(recipe.placed_roles)
             ]
 
@@ -515,6 +525,19 @@ def _check_encryption(
     ]
     names = " and ".join(spanning)
     return [f"network.tls does not encrypt what the processes of {names} send from node to node"] * bool(spanning)
+
+
+def _warn_no_bf16(choices: Mapping[RoleName, PartitionChoice], recipe: Recipe, site: Site) -> list[str]:
+    """Warn of engines that would compute in bfloat16 on GPUs that cannot."""
+    if recipe.engine.backend != "vllm" or choose_published_dtype(recipe, recipe.model.config) != "bfloat16":
+        return []
+    gpus = {site.partitions[choices[role].partition].gpu for role in ENGINE_ROLES if role in choices}
+    models = [gpu for name in gpus if name is not None and (gpu := site.find_gpu(name)) is not None]
+    names = " and ".join(sorted(gpu.name for gpu in models if not gpu.has_bf16))
+    return [
+        f"{names} has no bfloat16, and weights are published in it: vLLM computes in float16, in which large "
+        'activations overflow; set engine.dtype = "float32" if rewards or log-probs are not finite'
+    ] * bool(names)
 
 
 def _warn_no_scheduler(recipe: Recipe, layout: JobLayout) -> list[str]:

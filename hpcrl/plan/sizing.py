@@ -154,7 +154,7 @@ def _choose_decode_number(
     if num == num_held:
         return num_held, holds
     return num, (
-        f"together they generate {generate_rate(num):.0f} tokens/s, and training consumes about {consumed:.0f} "
+        f"{num} together generate {generate_rate(num):.0f} tokens/s, and training consumes about {consumed:.0f} "
         f"(to hold all {running} episodes at once: {num_held} workers)"
     )
 

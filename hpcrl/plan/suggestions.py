@@ -113,8 +113,8 @@ def list_plans(recipe: Recipe, site: Site, plan: Plan) -> list[PlannedRecipe]:
             other = make_plan(changed, site)
         except PlanError:
             continue
-        if other.layout == "colocated" and not other.is_on_one_node:
-            continue  # its weights go by files, which the simulation does not time
+        if (other.layout == "colocated" and not other.is_on_one_node) or other.has_gpu_shifts != plan.has_gpu_shifts:
+            continue  # the simulation times neither weights that go by files nor turns on shared GPUs
         suggestion = _measure_plan(other, [f"{key}={value}" for key, value in changes.items()])
         found.setdefault(suggestion.size, PlannedRecipe(suggestion, changed, other))
     return list(found.values())

@@ -18,6 +18,7 @@ from hpcrl.plan.components import JobComponent
 from hpcrl.plan.plan import Plan
 from hpcrl.slurm.commands import COMMAND_TIMEOUT_S, expand_nodes, run_slurm, try_slurm
 from hpcrl.slurm.component_jobs import ComponentLease, read_leases
+from hpcrl.slurm.status import ACTIVE
 from hpcrl.system.network import current_node
 
 KEPT_VARIABLES = (
@@ -33,6 +34,8 @@ KEPT_VARIABLES = (
 
 DEFAULT_KILL_WAIT_S = 30.0
 """Slurm's default."""
+RUNNING_STATES = ACTIVE - {"completing"}
+"""The states of a job whose nodes it has, and keeps for now."""
 _SCHEDULE_FORMAT = "State:30,EndTime:30,PreemptTime:30"
 
 
@@ -49,6 +52,10 @@ class JobAllocation:
     """True if components are het groups; otherwise they share the nodes of one plain job."""
     component_ids: list[str] = field(default_factory=list)
     """Slurm's id of each component's job, where each has one."""
+    component_roles: list[str] = field(default_factory=list)
+    """The roles of each, for messages."""
+    component_starts: list[float] = field(default_factory=list)
+    """The times when those but the first have started."""
     kill_wait_s: float = DEFAULT_KILL_WAIT_S
     """Time between SIGTERM and SIGKILL at the end of a job."""
 
@@ -78,14 +85,20 @@ class JobAllocation:
         found = query_component_schedules(self.component_ids, timeout_s=timeout_s)
         return join_schedules([found.get(id) for id in self.component_ids]) if found else None
 
+    def name_separate_job(self, node: str) -> str | None:
+        """Return the roles of the separate job that has a node; None for the driver's, and where there is only one."""
+        parts = zip(self.component_roles[1:], self.nodes[1:], strict=False)
+        return next((roles for roles, nodes in parts if node in nodes), None)
+
     def find_ended_component(self, *, timeout_s: float = COMMAND_TIMEOUT_S) -> tuple[int, str] | None:
         """Ask Slurm whether the job of a component has ended; return the first one, and its state."""
         found = query_component_schedules(self.component_ids, timeout_s=timeout_s)
         if self.job_id not in found:  # no answer
             return None
         for index, id in enumerate(self.component_ids[1:], 1):
-            if id not in found or not found[id].is_running:
-                return index, found[id].state.lower() if id in found else "no longer listed"
+            state = found[id].state.lower() if id in found else ""
+            if state not in RUNNING_STATES:
+                return index, "preempted" if id in found and found[id].is_preempted else state or "no longer listed"
         return None
 
     def without_node(self, node: str) -> "JobAllocation":
@@ -176,8 +189,16 @@ def read_own_nodes(plan: Plan, job: JobDir) -> JobAllocation:
     for component, names in zip(plan.components, nodes, strict=True):
         if len(names) != component.nodes:
             raise SlurmError(f"component {component.index} has {len(names)} nodes, and the plan has {component.nodes}")
-    component_ids = [job_id, *(lease.slurm_id for _, lease in sorted(leases.items()))] if leases else []
-    return JobAllocation(job_id=job_id, end_time=math.inf, nodes=nodes, het=het, component_ids=component_ids)
+    ordered = [lease for _, lease in sorted(leases.items())]
+    return JobAllocation(
+        job_id=job_id,
+        end_time=math.inf,
+        nodes=nodes,
+        het=het,
+        component_ids=[job_id, *(lease.slurm_id for lease in ordered)] if ordered else [],
+        component_roles=["+".join(part.roles) for part in plan.components] if ordered else [],
+        component_starts=[lease.time for lease in ordered],
+    )
 
 
 class JobSchedule(NamedTuple):
@@ -280,7 +301,9 @@ def _query_kill_wait() -> float:
 def _find_end_time(allocation: JobAllocation, plan: Plan) -> float:
     """Return when the job ends: by Slurm, which may not answer now, else by what was asked for."""
     schedule = allocation.query_schedule()
+    walltime_s = plan.cost.walltime_min * 60
     if schedule is not None and schedule.end_time is not None:
         return schedule.end_time
     named = os.environ.get("SLURM_JOB_END_TIME", "")  # not set everywhere
-    return float(named) if named.isdecimal() else time.time() + plan.cost.walltime_min * 60
+    own_end = float(named) if named.isdecimal() else time.time() + walltime_s
+    return min([own_end, *(start + walltime_s for start in allocation.component_starts)])

@@ -1,10 +1,11 @@
 """The jobs of components, in the layout "multi-job".
 
 Each holds the nodes of a component until the first job, the one with the driver, has ended. They are queued before that
-one, and find each other in its directory: a component's job that has started leaves a lease there with its nodes, and
-the driver starts steps on them.
+one, which waits for their start, and find each other in its directory: a component's job that has started leaves a
+lease there with its nodes, and the driver starts steps on them.
 
     queue_component_jobs    queue them all, and record their ids
+    list_start_dependencies  what the driver's job waits for
     cancel_component_jobs   end them
     read_component_ids      read their ids
     ComponentLease          the record of one that has started
@@ -25,7 +26,7 @@ from hpcrl.slurm import commands
 from hpcrl.slurm.script import list_excluded_nodes, list_separate_components, make_component_script, make_mark
 from hpcrl.system.files import publish_file, read_json
 
-CANCEL_TIMEOUT_S = 10.0
+CANCEL_TIMEOUT_S = 40.0
 """The time in which a job of an earlier try, that was cancelled, leaves the queue."""
 LOOK_INTERVAL_S = 0.5
 
@@ -70,9 +71,17 @@ def queue_component_jobs(
 def _cancel_marked(mark: str, *, env: Mapping[str, str] | None) -> None:
     """Cancel the job of an earlier try, whose plan may have changed since."""
     deadline = time.monotonic() + CANCEL_TIMEOUT_S
-    while (known := commands.find_marked_job(mark, env=env)) is not None and time.monotonic() < deadline:
+    while (known := commands.find_marked_job(mark, env=env)) is not None:
+        if time.monotonic() > deadline:
+            raise SlurmError(f"job {known} of an earlier try was cancelled, and has not ended yet: try again")
         commands.cancel_jobs([known], env=env)
         time.sleep(LOOK_INTERVAL_S)
+
+
+def list_start_dependencies(job: JobDir) -> list[str]:
+    """Return the dependency of the driver's job on the start of the others, if there are any: its nodes would idle."""
+    ids = read_component_ids(job)
+    return [f"after:{':'.join(ids)}"] if ids else []
 
 
 def cancel_component_jobs(job: JobDir, *, env: Mapping[str, str] | None = None) -> None:
@@ -97,6 +106,12 @@ def read_lease(job: JobDir, index: int) -> ComponentLease | None:
 
 
 def read_leases(job: JobDir, plan: Plan) -> dict[int, ComponentLease]:
-    """Read the leases of the components whose jobs have started."""
-    leases = {part.index: read_lease(job, part.index) for part in list_separate_components(plan)}
+    """Read the leases of the components whose jobs have started.
+
+    By listing: the client of a network file system remembers for long that a file is not there.
+    """
+    components = list_separate_components(plan)
+    present = set(job.list_leases()) if components else set()
+    found = [part.index for part in components if job.component_lease(part.index) in present]
+    leases = {index: read_lease(job, index) for index in found}
     return {index: lease for index, lease in leases.items() if lease is not None}

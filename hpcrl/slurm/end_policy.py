@@ -51,8 +51,9 @@ POLICIES: dict[EndCause, EndPolicy] = {
     "infrastructure": EndPolicy(max_idle=2, max_first=0),
     # It has cost nothing: the number of jobs is limit enough, unless the campaign has never worked.
     "not-started": EndPolicy(max_idle=ANY_NUMBER, max_first=0),
+    "missing-nodes": EndPolicy(max_idle=ANY_NUMBER, max_first=ANY_NUMBER),  # the queue was long: the next may have luck
 }
-UNCOUNTED_CAUSES: frozenset[EndCause] = frozenset({"not-started"})
+UNCOUNTED_CAUSES: frozenset[EndCause] = frozenset({"not-started", "missing-nodes"})
 """A job that ended so had no chance to make a checkpoint: it is not counted as one without."""
 
 

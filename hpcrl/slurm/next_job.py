@@ -40,7 +40,12 @@ from hpcrl.plan.layout import JobLayout
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe
 from hpcrl.slurm import commands
-from hpcrl.slurm.component_jobs import cancel_component_jobs, queue_component_jobs, read_component_ids
+from hpcrl.slurm.component_jobs import (
+    cancel_component_jobs,
+    list_start_dependencies,
+    queue_component_jobs,
+    read_component_ids,
+)
 from hpcrl.slurm.end_policy import UNCOUNTED_CAUSES, SavedProgress, decide_campaign_end, name_slurm_cause
 from hpcrl.slurm.script import list_excluded_nodes, list_requests, make_job_script, make_mark
 from hpcrl.slurm.status import UNKNOWN, query_job_states
@@ -79,7 +84,7 @@ def queue_next_job(
         publish_file(next_job.chain_marker, str(num_left - 1))
         publish_file(next_job.script, make_job_script(plan, job=next_job, site=site), mode=0o700)
         queue_component_jobs(next_job, plan=plan, site=site, waits_for=waits_for, env=env)
-        dependency = f"--dependency=afterany:{waits_for}"
+        dependency = f"--dependency={','.join([f'afterany:{waits_for}', *list_start_dependencies(next_job)])}"
         id = commands.queue_script(next_job.script, dependency, mark=make_mark(next_job), env=env)
     except BaseException as error:
         if may_be_queued or isinstance(error, LostAnswerError):

@@ -10,7 +10,7 @@ query_failed_nodes         ask sinfo which nodes take no job
 query_lost_nodes           ask sinfo which nodes run nothing
 query_restarted_nodes      ask scontrol which nodes have started again
 explain_reason             why a job waits or ended, in plain words
-UNKNOWN, WAITING, ACTIVE, ENDED   states
+UNKNOWN, WAITING, ACTIVE, ENDED, NOT_LISTED   states, and the reason of a job that no command lists
 
 States are Slurm's names in lower case. squeue is authoritative for jobs that wait or run; sacct lags behind it and may
 be disabled, so it is used only for jobs that have ended.
@@ -87,6 +87,8 @@ def explain_reason(reason: str) -> str:
 
 
 UNKNOWN = "unknown"
+NOT_LISTED = "neither squeue nor sacct lists it"
+"""The reason of a job that is unknown though both answered."""
 WAITING = frozenset({"pending", "requeued", "requeue_fed", "requeue_hold", "special_exit", "reconfig_fail"})
 ACTIVE = frozenset(
     {"running", "completing", "configuring", "suspended", "stopped", "signaling", "stage_out", "resizing"}
@@ -157,7 +159,7 @@ def query_job_states(ids: Sequence[str], *, env: Mapping[str, str], timeout_s: f
     if missing:
         ended = _try_query(_make_ended_command(missing), env, timeout_s=timeout_s)
         found |= parse_ended(ended.text)
-        why = queue.problem or ended.problem or "neither squeue nor sacct lists it"
+        why = queue.problem or ended.problem or NOT_LISTED
         found |= {job: JobStatus(id=job, state=UNKNOWN, reason=why) for job in missing if job not in found}
     return states | {job: found[job] for job in numbers}
 
@@ -269,7 +271,12 @@ def join_component_jobs(first: JobStatus, others: Sequence[JobStatus]) -> JobSta
     ]
     waiting = {part.partition: part for part in parts if part.state in WAITING}
     components = [*first.components, *parts]
-    if first.state != "running" or not waiting:
+    num_idle = sum(part.state == "running" for part in parts)
+    if first.state == "pending" and num_idle and not waiting:
+        reason = f"{first.reason}; meanwhile {num_idle} of its jobs hold their nodes"
+        return msgspec.structs.replace(first, components=components, reason=reason)
+    is_next = all(part.reason == "Dependency" for part in waiting.values())  # they wait for the job before this one
+    if first.state not in ("running", "pending") or is_next:
         return msgspec.structs.replace(first, components=components)
     reasons = "; ".join(f"{name}: {explain_reason(part.reason)}" for name, part in waiting.items())
     return msgspec.structs.replace(first, components=components, reason=f"waiting for nodes ({reasons})")

@@ -40,6 +40,7 @@ from hpcrl.slurm.commands import (
     limited_command,
     run_slurm,
 )
+from hpcrl.slurm.component_jobs import list_start_dependencies
 from hpcrl.slurm.script import make_mark
 from hpcrl.system.files import publish_file
 from hpcrl.system.processes import is_alive, read_start_ticks
@@ -178,7 +179,8 @@ def _submit_slurm(script: str, job: JobDir, site: Site) -> SubmittedJob:
             return command
 
         def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-            return limited_command(["sbatch", str(submission_file_path)], env=make_job_environment(site))
+            waits = [f"--dependency={start}" for start in list_start_dependencies(job)]
+            return limited_command(["sbatch", *waits, str(submission_file_path)], env=make_job_environment(site))
 
     executor = HetExecutor(folder=job.root)
     mark, env = make_mark(job), make_job_environment(site)

@@ -59,7 +59,9 @@ def test_a_trainer_and_two_engines_use_two_gpus_in_turns(lab: Lab, campaigns: Pa
     ]
     two = [word for limit in limits for word in ("-s", limit)]
     mode_words = ("-s", f"rollout.mode={mode}")
-    hpcrl("submit", "quickstart", "--site", "lab", "--watch", "--name", "t", *SIMULATED, *TWO_AND_TWO, *two, *mode_words)
+    hpcrl(
+        "submit", "quickstart", "--site", "lab", "--watch", "--name", "t", *SIMULATED, *TWO_AND_TWO, *two, *mode_words
+    )
     campaign, seen = CampaignDir(campaigns / "t"), snapshot("t")
     assert seen["state"] == "done"
     started = events_of(campaign, "worker-started")

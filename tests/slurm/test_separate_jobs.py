@@ -66,29 +66,23 @@ def test_what_starts_first_waits_for_the_others_and_is_stopped_while_it_waits(
     hpcrl("submit", "quickstart", "--site", "lab", "--name", "w", *SEPARATE)
     campaign = CampaignDir(campaigns / "w")
     _, decode, train = list_component_ids(campaign)
-    until(lambda: campaign.job(0).component_lease(3).exists(), what="the trainer's job has its node")
-    until(lambda: bool(campaign.job(0).log("batch").read_text()), what="the driver waits")
-    states = list_queue(lab)
-    assert (states[decode], states[train]) == ("PENDING", "RUNNING")
+    until(campaign.job(0).component_lease(3).exists, what="the trainer's job has its node")
     [job] = snapshot("w")["jobs"]
-    assert job["state"] == "running"
+    states = list_queue(lab)
+    assert (states[decode], states[train], states[job["id"]]) == ("PENDING", "RUNNING", "PENDING")
+    assert job["state"] == "queued", "the driver's job starts last"
     assert job["reason"].startswith("waiting for nodes (decode: ")
-    assert [part["state"] for part in job["components"]] == ["running", "running", "queued", "running"]
-    assert "waiting for the jobs of decode (partition decode)" in campaign.job(0).log("batch").read_text()
-    lab.run("scancel", hog)
-    until(lambda: bool(steps(campaign)), what="steps are made")
-    hpcrl("stop", "w", "--now")
-    until(lambda: list_queue(lab) == {}, what="all jobs have ended", timeout_s=60)
-
-    hog = lab.submit(tmp_path, "sleep 600", "--partition=decode", "--nodes=2", "--exclusive")
-    lab.wait_state(hog, "RUNNING")
-    hpcrl("submit", "quickstart", "--site", "lab", "--name", "x", *SEPARATE)
-    waiting = CampaignDir(campaigns / "x")
-    until(waiting.job(0).component_lease(3).exists, what="the trainer's job has its node")
-    hpcrl("stop", "x")
-    assert outcome(waiting)["outcome"] == "stopped"
+    assert [part["state"] for part in job["components"]] == ["queued", "running", "queued", "running"]
+    hpcrl("stop", "w")
     until(lambda: list(list_queue(lab)) == [hog], what="the jobs of the campaign have ended", timeout_s=60)
+
+    hpcrl("submit", "quickstart", "--site", "lab", "--name", "x", *SEPARATE)
+    other = CampaignDir(campaigns / "x")
+    until(other.job(0).component_lease(3).exists, what="the trainer's job has its node")
     lab.run("scancel", hog)
+    until(lambda: bool(steps(other)), what="steps are made")
+    hpcrl("stop", "x", "--now")
+    until(lambda: list_queue(lab) == {}, what="all jobs have ended", timeout_s=60)
 
 
 def test_jobs_of_components_end_by_themselves_when_the_driver_and_its_guardian_were_killed(
@@ -98,3 +92,13 @@ def test_jobs_of_components_end_by_themselves_when_the_driver_and_its_guardian_w
     kill_batch_processes(lab, campaign)
     until(lambda: list_queue(lab) == {}, what="all jobs have ended", timeout_s=120)
     assert not campaign.job(0).list_leases()
+
+
+def test_a_checkpoint_is_saved_when_the_job_of_the_driver_is_cancelled(lab: Lab, campaigns: Path) -> None:
+    campaign, first = start(campaigns, "c", *SEPARATE)
+    made = len(steps(campaign))
+    lab.run("scancel", first)
+    end = outcome(campaign)
+    assert (end["outcome"], end["cause"]) == ("drained", "cancellation")
+    assert list_saved_steps(campaign)[-1] >= made
+    until(lambda: list_queue(lab) == {}, what="all jobs have ended", timeout_s=60)

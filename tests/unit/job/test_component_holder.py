@@ -46,7 +46,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, program in programs.items():
         (folder / name).write_text(f"#!/bin/sh\n{program}\n")
         (folder / name).chmod(0o700)
-    (folder / "queue").write_text("100 RUNNING\n")
+    (folder / "queue").write_text(list_states("100 RUNNING"))
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "101")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-2]")
@@ -70,6 +70,7 @@ def test_a_job_holds_its_nodes_until_the_driver_has_recorded_the_outcome(job: Jo
     lease = read_lease(job, 1)
     assert lease is not None
     assert (lease.slurm_id, lease.nodes) == ("101", ["gpu1", "gpu2"])
+    make_private_dir(job.parsl)  # there is a driver
     holder.send_signal(signal.SIGTERM)
     until(lambda: bool(job.terminated.read_text()), what="there is a notice of SIGTERM")
     assert holder.poll() is None, "the driver decides what is still possible"
@@ -79,10 +80,53 @@ def test_a_job_holds_its_nodes_until_the_driver_has_recorded_the_outcome(job: Jo
     assert not job.component_lease(1).exists()
 
 
-def test_a_job_whose_driver_is_not_in_the_queue_any_more_ends(job: JobDir, slurm: Path) -> None:
+def test_without_a_driver_sigterm_ends_a_job(job: JobDir, slurm: Path) -> None:
+    holder = start(job)
+    until(job.component_lease(1).exists, what="there is a lease")
+    holder.send_signal(signal.SIGTERM)
+    printed, _ = holder.communicate(timeout=60)
+    assert b"it received SIGTERM before the driver has started" in printed
+    assert not job.terminated.read_text()
+
+
+@pytest.mark.parametrize("queue", ["77 RUNNING", "100 CANCELLED"])
+def test_a_job_whose_driver_is_gone_ends_after_several_answers(
+    job: JobDir, slurm: Path, monkeypatch: pytest.MonkeyPatch, queue: str
+) -> None:
     submitted(job)
-    (slurm / "queue").write_text("77 RUNNING\n")
+    monkeypatch.setattr(component_holder, "LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(component_holder, "POLL_INTERVAL_S", 0.01)
+    (slurm / "squeue").write_text(f"#!/bin/sh\necho >> {slurm}/calls\ncat {slurm}/queue\n")
+    (slurm / "queue").write_text(list_states(queue))
     assert ComponentHolder(job, 1).hold(max_wait_s=60) == "the driver's job is gone"
+    assert len((slurm / "calls").read_text()) == component_holder.NUM_ABSENT
+
+
+@pytest.mark.parametrize("state", ["SUSPENDED", "CONFIGURING", "COMPLETING"])
+def test_a_driver_that_has_nodes_is_not_queued(job: JobDir, slurm: Path, state: str) -> None:
+    submitted(job)
+    (slurm / "queue").write_text(list_states(f"100 {state}"))
+    assert ComponentHolder(job, 1)._find_end(0.0) is None
+    assert not (slurm / "calls").exists()
+
+
+def test_a_driver_that_has_run_is_not_waited_for(job: JobDir, slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(job)
+    monkeypatch.setattr(component_holder, "LOOK_INTERVAL_S", 0.0)
+    holder = ComponentHolder(job, 1)
+    assert holder._find_end(0.0) is None
+    (slurm / "queue").write_text(list_states("100 PENDING"))
+    assert holder._find_end(0.0) is None, "Slurm has queued it again: then the driver is over soon"
+
+
+def test_a_record_that_cannot_be_read_is_not_missing(job: JobDir, slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(component_holder, "SUBMISSION_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(component_holder, "LOOK_INTERVAL_S", 0.0)
+    holder = ComponentHolder(job, 1)
+    publish_file(job.submission, "{")
+    assert holder._find_end(60.0) is None
+    job.submission.unlink()
+    assert holder._find_end(60.0) == "no driver's job was submitted"
 
 
 def test_a_job_whose_campaign_was_removed_ends(job: JobDir, slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,9 +165,9 @@ def test_a_slurm_that_does_not_answer_ends_nothing(job: JobDir, slurm: Path, mon
 
 def test_a_job_that_starts_long_before_the_driver_is_queued_again(job: JobDir, slurm: Path) -> None:
     submitted(job)
-    (slurm / "queue").write_text("100 PENDING\n")
+    (slurm / "queue").write_text(list_states("100 PENDING"))
     assert "has not started" in ComponentHolder(job, 1).hold(max_wait_s=0.0)
-    assert (slurm / "calls").read_text() == "requeue 101\n"
+    assert (slurm / "calls").read_text() == "requeuehold 101\n"
     assert not job.component_lease(1).exists(), "the driver must not use its nodes"
 
 
@@ -135,9 +179,13 @@ def leased(job: JobDir, *indices: int) -> None:
 
 def list_component_states(**states: str) -> str:
     """Return squeue's rows of the jobs of components, as `c1="RUNNING"`."""
-    ids = {name: 100 + int(name[1:]) for name in states}
-    rows = (f"{ids[name]}|{ids[name]}|{state}|gpu|N/A|N/A||Priority" for name, state in states.items())
-    return "".join(f"{row}\n" for row in rows)
+    return list_states(*(f"{100 + int(name[1:])} {state}" for name, state in states.items()))
+
+
+def list_states(*jobs: str) -> str:
+    """Return squeue's rows of jobs, given as `100 RUNNING` or `100 RUNNING n1`."""
+    rows = ((*job.split(), "")[:3] for job in jobs)
+    return "".join(f"{id}|{id}|{state}|gpu|N/A|N/A|{nodes}|Priority\n" for id, state, nodes in rows)
 
 
 def wait(job: JobDir) -> JobEnd | None:
@@ -159,8 +207,29 @@ def test_a_lease_of_a_job_that_waits_again_does_not_count(
     (slurm / "queue").write_text(list_component_states(c1="RUNNING", c2="PENDING"))
     end = wait(job)
     assert end is not None
-    assert (end.outcome, end.cause) == ("failed", "not-started")
+    assert (end.outcome, end.cause) == ("failed", "missing-nodes")
     assert "the jobs of train (partition prefill) did not start" in end.reason
+
+
+def test_a_lease_with_other_nodes_is_of_an_earlier_start(
+    job: JobDir, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(component_holder, "MAX_WAIT_SHARE", 0.0)
+    leased(job, 1, 2)
+    (slurm / "queue").write_text(list_states("101 RUNNING n1", "102 RUNNING n9"))
+    end = wait(job)
+    assert end is not None
+    assert "the jobs of train" in end.reason
+    (slurm / "queue").write_text(list_states("101 RUNNING n1", "102 RUNNING n2"))
+    assert wait(job) is None
+
+
+def test_a_job_that_held_itself_back_is_released(job: JobDir, slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(component_holder, "MAX_WAIT_SHARE", 0.0)
+    leased(job, 1)
+    (slurm / "queue").write_text(list_states("101 RUNNING", "102 PENDING"))
+    assert wait(job) is not None
+    assert (slurm / "calls").read_text() == "release 102\n"
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "FAILED", "NODE_FAIL"])
@@ -169,7 +238,7 @@ def test_the_driver_does_not_wait_for_a_job_that_has_ended(job: JobDir, slurm: P
     (slurm / "queue").write_text(list_component_states(c1=state, c2="RUNNING"))
     end = wait(job)
     assert end is not None
-    assert (end.outcome, end.cause) == ("failed", "not-started")
+    assert (end.outcome, end.cause) == ("failed", "missing-nodes")
     assert f"the jobs of decode ({state.lower()}) ended" in end.reason
 
 

@@ -281,3 +281,50 @@ def test_a_job_drains_though_no_program_of_slurm_can_be_started(drain, job, monk
     assert job.drain.exists()
     drain.limits = dataclasses.replace(drain.limits, cause="cancellation")
     assert drain.find_lost_nodes(ALLOCATION) == []
+
+
+SEPARATE = JobAllocation(
+    job_id="7",
+    end_time=1e12,
+    nodes=[["n"], ["g1"], ["t1"]],
+    component_ids=["7", "8", "9"],
+    component_roles=["env+reward", "decode", "train"],
+)
+
+
+@pytest.mark.parametrize(
+    ("state", "down", "cause"),
+    [
+        ("PREEMPTED", "", "preemption"),
+        ("PENDING", "", "preemption"),
+        ("PENDING", "t1", "node-failure"),
+        ("NODE_FAIL", "", "node-failure"),
+        ("COMPLETING", "", "cancellation"),
+        ("FAILED", "", "cancellation"),
+        ("TIMEOUT", "", "walltime"),
+    ],
+)
+def test_a_job_drains_when_that_of_a_component_has_ended(drain, tmp_path, monkeypatch, state, down, cause):
+    running = "RUNNING 2030-01-01T00:00:00 N/A"
+    fake_squeue(tmp_path, monkeypatch, f"echo '{running} 7'; echo '{running} 8'; echo '{state} N/A N/A 9'")
+    (tmp_path / "bin" / "sinfo").write_text(f"#!/bin/sh\necho {down or 'none'} down\n")
+    (tmp_path / "bin" / "sinfo").chmod(0o700)
+    request = drain.check_requests(SEPARATE)
+    assert (request.cause, request.reason) == (cause, f"the job of train has ended ({state.lower()})")
+    assert drain.limits.kill_time < time.time() + 60 + SEPARATE.kill_wait_s + 5, "a lost trainer is not waited for"
+
+
+def test_a_component_that_is_suspended_or_unknown_ends_nothing(drain, tmp_path, monkeypatch):
+    running = "RUNNING 2030-01-01T00:00:00 N/A"
+    fake_squeue(tmp_path, monkeypatch, f"echo '{running} 7'; echo '{running} 8'; echo 'SUSPENDED N/A N/A 9'")
+    assert drain.check_requests(SEPARATE) is None
+    fake_squeue(tmp_path, monkeypatch, "exit 1")
+    drain._component_looks = LookInterval(0.0)
+    assert drain.check_requests(SEPARATE) is None
+
+
+def test_sigterm_to_a_component_is_named(drain, job, tmp_path, monkeypatch):
+    fake_squeue(tmp_path, monkeypatch, "exit 1")
+    job.terminated.write_text("g1")
+    drain.check_requests(SEPARATE)
+    assert drain.limits.reason == "the job of decode received SIGTERM (cancellation)"

@@ -550,3 +550,44 @@ def test_a_site_with_tls_sends_nothing_unencrypted_from_node_to_node() -> None:
     assert left == "network.tls does not encrypt what the processes of train send from node to node"
     assert 'inference.kv_connector = "files"' in refuse_plan(*by_files, 'engine.backend="vllm"')
     assert not [text for text in plan_recipe("site.network.tls=true", site="local").warnings if "tls" in text]
+
+
+SMALL_GPU_PARTITIONS = (
+    *("site.het_jobs=no", "resources.train.num_workers=4", "resources.decode.num_workers=2"),
+    *("site.partitions.prefill.max_nodes=1", "site.partitions.decode.max_nodes=1"),
+    "site.partitions.train.max_nodes=1",
+)
+
+
+def test_separate_jobs_come_before_turns_on_shared_gpus() -> None:
+    made = plan_recipe(*SMALL_GPU_PARTITIONS)
+    assert (made.layout, made.has_gpu_shifts) == ("multi-job", False)
+
+
+def test_pools_of_separate_jobs_are_not_those_of_one_partition() -> None:
+    made = plan_recipe(*SMALL_GPU_PARTITIONS)
+    assert not any("one partition has one kind of GPU" in line for line in made.sizes)
+
+
+def test_a_small_site_is_refused_with_what_does_not_fit_on_shared_nodes_either() -> None:
+    few = ("site.partitions.booster.max_nodes=1", "site.partitions.dcgp.max_nodes=1")
+    message = refuse_plan(*few, "resources.train.num_workers=16", site="leonardo")
+    assert "train: booster allows 1 nodes, and 16 workers need 4" in message
+
+
+def test_separate_jobs_all_have_the_licences_and_flags_of_every_job() -> None:
+    flags = ('site.licenses=["scratch:1"]', 'site.job_flags=["--wckey=x"]', "resources.prefill.num_workers=1")
+    apart, together = (plan_recipe(*flags, f"job.layout={layout}") for layout in ("multi-job", "hetjob"))
+    wanted = {"--licenses=scratch:1", "--wckey=x"}
+    assert [wanted <= set(part.slurm_flags) for part in apart.components] == [True] * 4
+    assert [wanted <= set(part.slurm_flags) for part in together.components] == [True, False, False, False]
+
+
+def test_engines_on_a_gpu_without_bfloat16_are_warned_of() -> None:
+    settings = ("engine.backend=vllm", "train.publish_dtype=bfloat16")
+    old, new = (
+        plan_recipe(*settings, *(f"site.partitions.{label}.gpu={gpu}" for label in ("prefill", "decode", "train")))
+        for gpu in ("v100-32", "a100-80")
+    )
+    assert any("v100-32 has no bfloat16" in line for line in old.warnings)
+    assert not any("bfloat16" in line for line in new.warnings)

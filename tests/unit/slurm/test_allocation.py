@@ -250,3 +250,23 @@ def test_no_component_has_ended_when_slurm_does_not_answer(answers: Path, separa
     (answers / "queue").write_text("")
     assert separate.query_schedule() is None
     assert separate.find_ended_component() is None
+
+
+def test_without_an_answer_the_job_ends_with_the_component_that_started_first(
+    answers: Path, separate: JobAllocation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, started = CampaignDir(tmp_path / "c").job(0), time.time() - 600
+    lease = ComponentLease(slurm_id="125", nodes=["decode1"], time=started)
+    job.component_lease(2).write_bytes(msgspec.json.encode(lease))
+    for index in (1, 3):
+        lease = ComponentLease(
+            slurm_id=str(123 + index), nodes=[["prefill1"], ["train1"]][index // 2], time=time.time()
+        )
+        job.component_lease(index).write_bytes(msgspec.json.encode(lease))
+    (answers / "queue").write_text("")
+    plan = planned_apart()
+    assert read_allocation(plan, job).end_time == pytest.approx(started + plan.cost.walltime_min * 60, abs=5)
+
+
+def test_a_node_belongs_to_the_separate_job_of_its_component(separate: JobAllocation) -> None:
+    assert [separate.name_separate_job(node) for node in ("train1", "env1", "other")] == ["train", None, None]

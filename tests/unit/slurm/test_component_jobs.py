@@ -10,8 +10,8 @@ from hpcrl.campaign import submission
 from hpcrl.campaign.request import CampaignRequest, load_request
 from hpcrl.campaign_dir.job_end import JobEnd
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.errors import SlurmError
-from hpcrl.slurm import next_job
+from hpcrl.errors import LostAnswerError, SlurmError
+from hpcrl.slurm import component_jobs, next_job
 from hpcrl.slurm.component_jobs import queue_component_jobs, read_component_ids
 from hpcrl.slurm.script import make_job_script, make_mark
 from hpcrl.system.files import make_private_dir
@@ -38,7 +38,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Fakes of Slurm's commands: sbatch numbers jobs from 101 and refuses a script named in the file `refused`."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    number = f'n=$(($(cat {folder}/number) + 1)); echo $n > {folder}/number; echo "$n"'
+    answer = 'case "$*" in *--parsable*) echo $n;; *) echo "Submitted batch job $n";; esac'
+    number = f"n=$(($(cat {folder}/number) + 1)); echo $n > {folder}/number; {answer}"
     refuse = f'case "$*" in *"$(cat {folder}/refused)"*) echo "sbatch: error: not now" >&2; exit 1;; esac'
     programs = dict.fromkeys(("scancel", "scontrol", "srun"), "true")
     programs |= {"sbatch": f"{refuse}\n{number}", "squeue": f"cat {folder}/queue"}
@@ -102,7 +103,7 @@ def test_a_job_of_an_earlier_try_is_cancelled_before_its_component_is_queued_aga
 
 
 def test_a_campaign_whose_first_job_is_refused_leaves_no_jobs_of_components(
-    tmp_path: Path, asked: CampaignRequest, slurm: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, tmp_path: Path, asked: CampaignRequest, slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SCRATCH", str(tmp_path))
     (slurm / "refused").write_text("submission_file\n")
@@ -119,7 +120,8 @@ def test_all_jobs_of_a_next_job_wait_for_the_running_one_and_are_cancelled_toget
     assert id == "104"
     queued = list_calls(slurm, "sbatch")
     assert len(queued) == 4
-    assert all("--dependency=afterany:88" in call for call in queued)
+    assert ["--dependency=afterany:88 " in call for call in queued[:3]] == [True] * 3
+    assert "--dependency=afterany:88,after:101:102:103 " in queued[3], "the driver starts last"
     next_job.cancel_next_jobs(campaign.job(0))
     assert list_calls(slurm, "scancel") == ["104 101 102 103"]
 
@@ -143,3 +145,36 @@ def test_jobs_of_components_avoid_nodes_by_their_own_ids(
     next_job.avoid_nodes(campaign.job(0), plan=asked.plan, site=asked.site)
     updated = [call.split()[1] for call in list_calls(slurm, "scontrol") if "ExcNodeList=nid1" in call]
     assert updated == ["JobId=104", "JobId=101", "JobId=102", "JobId=103"]
+
+
+def test_the_driver_starts_after_the_jobs_of_components(
+    home: Path, tmp_path: Path, asked: CampaignRequest, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    submission.submit(asked, name="x")
+    *_, last = list_calls(slurm, "sbatch")
+    assert last.startswith("--dependency=after:101:102:103 ")
+
+
+@pytest.mark.parametrize("lost", ["submission_file", "component-2.sh"])
+def test_a_campaign_whose_submission_had_no_answer_leaves_no_jobs_of_components(
+    home: Path, tmp_path: Path, asked: CampaignRequest, slurm: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    monkeypatch.setattr("hpcrl.slurm.commands.LOOKUP_INTERVAL_S", 0.0)
+    (slurm / "refused").write_text(f"{lost}\n")
+    text = (slurm / "sbatch").read_text().replace("not now", "Socket timed out on send/recv operation")
+    (slurm / "sbatch").write_text(text)
+    with pytest.raises(LostAnswerError):
+        submission.submit(asked, name="x")
+    assert list_calls(slurm, "scancel") == ["101" if lost == "component-2.sh" else "101 102 103"]
+
+
+def test_a_job_of_an_earlier_try_that_does_not_end_is_not_taken_for_the_new_one(
+    campaign: CampaignDir, asked: CampaignRequest, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(component_jobs, "CANCEL_TIMEOUT_S", 0.0)
+    (slurm / "queue").write_text(f"78 {make_mark(campaign.job(0), component=1)}\n")
+    with pytest.raises(SlurmError, match="has not ended yet"):
+        queue_component_jobs(campaign.job(0), plan=asked.plan, site=asked.site)
+    assert list_calls(slurm, "sbatch") == []

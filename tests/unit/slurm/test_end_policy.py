@@ -28,6 +28,7 @@ ROWS: list[tuple[EndCause, int, int]] = [
     ("user-code", 0, 0),
     ("infrastructure", 2, 0),
     ("not-started", NEVER, 0),
+    ("missing-nodes", NEVER, NEVER),
 ]
 FINAL_CAUSES: tuple[EndCause, ...] = ("complete", "user-request", "goal-reached", "budget-used", "memory-limits")
 FAILED = JobEnd(outcome="failed", reason="so it is")

@@ -346,6 +346,11 @@ def test_a_job_with_separate_components_has_those_of_all_and_names_what_it_waits
         "waiting for nodes (gpu: jobs of higher priority are ahead of it)",
     )
     assert join_component_jobs(first, others[:1]).reason == ""
+    queued = msgspec.structs.replace(first, state="pending", reason="it is next")
+    assert join_component_jobs(queued, others).reason.startswith("waiting for nodes (gpu: ")
+    assert join_component_jobs(queued, others[:1]).reason == "it is next; meanwhile 1 of its jobs hold their nodes"
+    after = [JobStatus(id="3", state="pending", components=[part("3", "pending", "gpu", reason="Dependency")])]
+    assert join_component_jobs(queued, after).reason == "it is next"
     ended = msgspec.structs.replace(first, state="cancelled", reason="")
     assert (join_component_jobs(ended, others).state, join_component_jobs(ended, others).reason) == ("cancelled", "")
 
