@@ -39,6 +39,8 @@ with h5py.File(sys.argv[1], "w") as file:
 with h5py.File(sys.argv[1]) as file:
     assert file["x"][0] == 1
 """
+MPI_PROBE = "from mpi4py import MPI; print('world', MPI.COMM_WORLD.Get_size(), flush=True)"
+MPI_TIMEOUT_S = 60.0
 _GIB = 2**30
 
 
@@ -70,6 +72,7 @@ def run_node_checks(request: NodeRequest) -> Iterator[CheckResult]:
         yield check_gpu_driver()
     yield check_internet(site, is_reachable(*INTERNET_HOST))
     yield check_submission(site, Path(request.script))
+    yield check_mpi(site)
     yield from check_hdf5(Path(request.signal_file).parent)
     yield check_lag(Path(request.signal_file))
 
@@ -191,6 +194,30 @@ def check_submission(site: Site, script: Path) -> CheckResult:
         found = "accepted" if works else "refused, as the site file has it"
         return pass_check("submission", f"sbatch from the node: {found}")
     return fail_check("submission", f"sbatch from the node: {why}", "set nodes_may_submit = false")
+
+
+def check_mpi(site: Site) -> CheckResult:
+    """Check that `srun` and the MPI of this interpreter make one world of two processes, as couriers need."""
+    flavour, how = site.mpi.flavour, f"srun --mpi={site.mpi.srun_type}"
+    if flavour == "none" or not site.mpi.couriers:
+        return pass_check("mpi", "not used: weights go by TCP or files")
+    if shutil.which("srun") is None:
+        return leave_unknown("mpi", "srun is not on PATH here, as in most images")
+    command = ["srun", f"--jobid={os.environ.get('SLURM_JOB_ID', '')}", "--overlap", "--nodes=1", "--ntasks=2"]
+    command += ["--cpus-per-task=1", "--gres=none", f"--mpi={site.mpi.srun_type}", sys.executable, "-c", MPI_PROBE]
+    done = run_slurm(command, timeout_s=MPI_TIMEOUT_S)
+    sizes = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("world ")]
+    if sizes == ["2", "2"]:
+        return pass_check("mpi", f"{how}: a world of 2")
+    if "No module named 'mpi4py'" in done.stderr:
+        return warn_check("mpi", "mpi4py is not installed", f"{sys.executable} -m pip install 'hpcrl[mpi]'")
+    found = f"{how} makes worlds of {' and '.join(sizes)}" if sizes else f"{how}: {_read_last(done.stderr)}"
+    change = 'correct mpi.srun_type (`srun --mpi=list`), or set mpi.flavour = "none": weights go by TCP'
+    return fail_check("mpi", found, change)
+
+
+def _read_last(text: str) -> str:
+    return (text.strip().splitlines() or ["it printed nothing"])[-1][-200:]
 
 
 def check_hdf5(folder: Path) -> Iterator[CheckResult]:

@@ -19,6 +19,7 @@ def test_jobs_find_the_faults_of_each_partition(in_lab: Lab, campaigns: Path, tm
         *("doctor", "--site", "lab", "--job", "--json", "--timeout", "200"),
         *("-s", "partitions.decode.interface=hsn0", "-s", "partitions.train.gpu_variable=HIP_VISIBLE_DEVICES"),
         *("-s", f"partitions.prefill.prologue={leaving}", "-s", "partitions.preempt.slurm_partition=absent"),
+        *("-s", "mpi.srun_type=none"),
         check=False,
     )
     assert done.returncode == 1, done.stderr
@@ -32,6 +33,7 @@ def test_jobs_find_the_faults_of_each_partition(in_lab: Lab, campaigns: Path, tm
         ("train", "gpu-variable"),
         ("prefill", "node-job"),
         ("preempt", "node-job"),
+        *((label, "mpi") for label in ("env", "decode", "train")),
     }
 
 

@@ -1,5 +1,6 @@
 """Faults that `hpcrl doctor --job` finds on a node."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,29 @@ def test_hdf5_is_tried_where_campaigns_are(tmp_path: Path) -> None:
     assert [result.state for result in checks.check_hdf5(tmp_path)] == ["ok"]
     assert "HDF5_USE_FILE_LOCKING" in next(iter(checks.check_hdf5(tmp_path / "absent"))).change
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("printed", "state", "found"),
+    [
+        ("echo world 2; echo world 2", "ok", "srun --mpi=pmi2: a world of 2"),
+        ("echo world 1; echo world 1", "failed", "srun --mpi=pmi2 makes worlds of 1 and 1"),
+        ("echo 'srun: error: no plugin' >&2; exit 1", "failed", "srun --mpi=pmi2: srun: error: no plugin"),
+        ("exit 1", "failed", "srun --mpi=pmi2: it printed nothing"),
+        ("echo \"ModuleNotFoundError: No module named 'mpi4py'\" >&2; exit 1", "warning", "mpi4py is not installed"),
+    ],
+)
+def test_one_world_of_mpi_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str, state: str, found: str
+) -> None:
+    (tmp_path / "srun").write_text(f"#!/bin/sh\n{printed}\n")
+    (tmp_path / "srun").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    result = checks.check_mpi(make_site("lab"))
+    assert (result.state, result.found) == (state, found)
+
+
+def test_mpi_that_is_not_used_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert checks.check_mpi(make_site("lab", 'mpi.flavour="none"')).state == "ok"
+    assert checks.check_mpi(make_site("lab")).state == "unknown"
