@@ -106,8 +106,8 @@ def _check_longest_walltime(recipe: Recipe, site: Site) -> None:
     longest = max((p.max_walltime_min for p in site.partitions.values() if not p.preemptible), default=None)
     if longest is not None and recipe.job.walltime_min > longest:
         raise PlanError(
-            f"job.walltime_min = {recipe.job.walltime_min}, and site {site.name!r} allows {longest} at the most: lower it "
-            "(`hpcrl resume` continues the campaign)"
+            f"job.walltime_min = {recipe.job.walltime_min}, and site {site.name!r} allows {longest} at the most: lower "
+            "it (`hpcrl resume` continues the campaign)"
         )
 
 
