@@ -114,8 +114,8 @@ def _check_longest_walltime(recipe: Recipe, site: Site) -> None:
 def _place_on_nodes(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str, asked: Recipe) -> JobPlacement:
     """Place each role on separate nodes; where that is refused, on nodes that roles share, if these have room for all.
 
-    Where a site runs no heterogeneous jobs, a separate job for each role comes before turns on shared GPUs; it is for
-    the recipe as it was asked for, before pools were chosen for one partition.
+    Where a site runs no heterogeneous jobs, a separate job for each role comes first; it is for the recipe as it was
+    asked for, before pools were chosen for one partition.
     """
     place = partial(_best_partition_each, recipe, site, layout=layout, reason=reason)
     if layout == "hetstep" and recipe.has_rollouts:
@@ -127,7 +127,7 @@ def _place_on_nodes(recipe: Recipe, site: Site, *, layout: JobLayout, reason: st
     if recipe.job.survive_node_loss:
         others.clear()
     if layout == "hetstep":
-        others.insert(2, partial(_place_apart, asked, site))
+        others.insert(0, partial(_place_apart, asked, site))
     try:
         return place()
     except PlanError as error:
@@ -138,7 +138,9 @@ def _place_on_nodes(recipe: Recipe, site: Site, *, layout: JobLayout, reason: st
         except PlanError as error:
             refusals.append(str(error))
     is_small = all(partition.max_nodes < MIN_SPLIT_NODES for partition in site.partitions.values() if partition.gpu)
-    raise PlanError(". Nor otherwise: ".join(refusals[: 1 + is_small]))
+    if not is_small or recipe.job.survive_node_loss:
+        raise PlanError(refusals[0])
+    raise PlanError(f"{refusals[0]}. Nor otherwise: {refusals[-len(_SHARED_PLACES)]}")
 
 
 def _share_nodes(recipe: Recipe, site: Site, *, reason: str) -> JobPlacement:
