@@ -51,7 +51,10 @@ def check_plan(request: CampaignRequest) -> list[str]:
     """Check what submission checks, but for Slurm; return notes on what is not certain here."""
     is_here = request.site.scheduler == "local" or slurm.has_slurm()
     idle = [*_list_unset_variables(request.site), *_list_idle_parts(request.recipe)]
-    space = check_free_space(request) if is_here else []
+    try:
+        space = check_free_space(request) if is_here else []
+    except ConfigError as error:  # submission refuses it; the plan may be for another machine
+        space = [str(error)]
     if unstaged := find_unstaged(request):
         later = "the recipe's files and code are checked once all is staged"
         return [*idle, *space, *unstaged, *_list_unknown_sizes(request.recipe), later]

@@ -6,7 +6,7 @@ import pytest
 
 from hpcrl.campaign import submission_checks
 from hpcrl.campaign.request import load_request
-from hpcrl.campaign.submission_checks import check_request
+from hpcrl.campaign.submission_checks import check_plan, check_request
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
 from hpcrl.plan.storage import StorageForecast, forecast_storage, judge_free_space, warn_late_retirement
@@ -54,6 +54,7 @@ def test_a_campaign_without_room_for_its_checkpoints_is_refused_before_it_is_que
         ConfigError, match=r"GiB free \(by .*this campaign needs .*site.campaigns_dir.*keep_checkpoints"
     ):
         check_request(request)
+    assert any("this campaign needs" in note for note in check_plan(request)), "a plan may be for another machine"
     monkeypatch.setattr(submission_checks, "find_free_space", lambda _: FreeSpace(free + 1, 1e6))
     check_request(request)
 
