@@ -74,7 +74,7 @@ def await_components(
                 names = ", ".join(f"{'+'.join(part.roles)} ({states[part.index].state})" for part in ended)
                 return _describe_missing(f"the jobs of {names} ended before this one had all its nodes")
             _release(missing, states)
-        names = ", ".join(f"{'+'.join(part.roles)} (partition {part.partition})" for part in missing)
+        names = _name_components(missing)
         if requests.is_cancelled or requests.has_stop_request():
             return JobEnd(outcome="stopped", reason="a user asked for it (hpcrl stop)", cause="user-request")
         if requests.has_termination():
@@ -116,8 +116,11 @@ def _release(missing: list[JobComponent], states: Mapping[int, JobStatus]) -> No
     for id in (states[index].id for index in waiting):
         commands.try_slurm(["scontrol", "release", id])
     why = "; ".join(filter(None, dict.fromkeys(states[index].reason for index in waiting)))
-    names = ", ".join(f"{'+'.join(part.roles)} (partition {part.partition})" for part in missing)
-    note_in_log(f"hpcrl: waiting for the jobs of {names}" + (f": {why}" if why else ""))
+    note_in_log(f"hpcrl: waiting for the jobs of {_name_components(missing)}" + (f": {why}" if why else ""))
+
+
+def _name_components(components: list[JobComponent]) -> str:
+    return ", ".join(f"{'+'.join(part.roles)} (partition {part.partition})" for part in components)
 
 
 class ComponentHolder:

@@ -78,10 +78,9 @@ def make_component(
 ) -> JobComponent:
     """Make the het group of one role, or a separate job, which has the flags of every job."""
     per_node = _per_node([(role, choice)], recipe, site)
-    component = _build_component(index, role, choice, site, per_node=per_node, nodes=choice.nodes, account=account)
-    if index and is_job:
-        component = msgspec.structs.replace(component, slurm_flags=[*component.slurm_flags, *_list_job_flags(site)])
-    return component
+    return _build_component(
+        index, role, choice, site, per_node=per_node, nodes=choice.nodes, account=account, is_job=is_job
+    )
 
 
 def make_shared_components(
@@ -132,6 +131,7 @@ def _build_component(
     per_node: PerNode,
     nodes: int,
     account: str | None,
+    is_job: bool = False,
 ) -> JobComponent:
     """Build a component; `nodes` is the number requested from Slurm, of which this role may have only a share."""
     partition = site.partitions[choice.partition]
@@ -145,7 +145,7 @@ def _build_component(
         mem_gib_per_node=per_node.mem_gib,
         gpus_per_node=per_node.gpus,
         gpu=partition.gpu if per_node.gpus else None,
-        slurm_flags=flags if index else [*flags, *_list_job_flags(site)],
+        slurm_flags=flags if index and not is_job else [*flags, *_list_job_flags(site)],
     )
 
 

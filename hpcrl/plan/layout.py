@@ -17,7 +17,7 @@ JobLayout      one of:
 
 import contextlib
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -122,25 +122,18 @@ def _place_on_nodes(recipe: Recipe, site: Site, *, layout: JobLayout, reason: st
         place = partial(_one_partition_for_all, recipe, site, reason=reason)
     if layout == "local" or recipe.job.layout != "auto" or not recipe.has_rollouts:
         return place()
-    few = f"site {site.name} has too few nodes for roles on separate nodes"
-    others = [partial(place_shared, recipe, site, reason=few) for place_shared in _SHARED_PLACES]
-    if recipe.job.survive_node_loss:
-        others.clear()
-    if layout == "hetstep":
-        others.insert(0, partial(_place_apart, asked, site))
+    apart = [partial(_place_apart, asked, site)] if layout == "hetstep" else []
     try:
-        return place()
-    except PlanError as error:
-        refusals = [str(error)]
-    for place_otherwise in others:
+        return _place_first([place, *apart])
+    except PlanError as refusal:
+        if recipe.job.survive_node_loss:
+            raise
         try:
-            return place_otherwise()
+            return _share_nodes(recipe, site, reason=f"site {site.name} has too few nodes for roles on separate nodes")
         except PlanError as error:
-            refusals.append(str(error))
-    is_small = all(partition.max_nodes < MIN_SPLIT_NODES for partition in site.partitions.values() if partition.gpu)
-    if not is_small or recipe.job.survive_node_loss:
-        raise PlanError(refusals[0])
-    raise PlanError(f"{refusals[0]}. Nor otherwise: {refusals[-len(_SHARED_PLACES)]}")
+            gpu_partitions = [partition for partition in site.partitions.values() if partition.gpu]
+            is_small = all(partition.max_nodes < MIN_SPLIT_NODES for partition in gpu_partitions)
+            raise PlanError(f"{refusal}. Nor otherwise: {error}" if is_small else str(refusal)) from None
 
 
 def _share_nodes(recipe: Recipe, site: Site, *, reason: str) -> JobPlacement:
@@ -150,13 +143,19 @@ def _share_nodes(recipe: Recipe, site: Site, *, reason: str) -> JobPlacement:
     """
     if recipe.job.survive_node_loss:
         raise PlanError(f"job.survive_node_loss = true needs two nodes a role, and {reason}: remove one of them")
-    first, *others = _SHARED_PLACES
+    ways = (_one_node_for_all, _several_nodes_for_all, _one_node_in_shifts)
+    return _place_first([partial(place, recipe, site, reason=reason) for place in ways])
+
+
+def _place_first(ways: Sequence[Callable[[], JobPlacement]]) -> JobPlacement:
+    """Return the placement of the first way that is not refused; where all are, the first refusal counts."""
+    first, *others = ways
     try:
-        return first(recipe, site, reason=reason)
+        return first()
     except PlanError as refusal:
         for place in others:
             with contextlib.suppress(PlanError):
-                return place(recipe, site, reason=reason)
+                return place()
         raise refusal from None
 
 
@@ -449,10 +448,6 @@ def _one_node_in_shifts(recipe: Recipe, site: Site, *, reason: str) -> JobPlacem
         advice="Lower what is refused",
     )
     return replace(placement, sizes=[*placement.sizes, *describe_shifts(placement.choices)])
-
-
-_SHARED_PLACES = (_one_node_for_all, _several_nodes_for_all, _one_node_in_shifts)
-"""The ways in which roles share nodes, best first."""
 
 
 def _choose_on_node(

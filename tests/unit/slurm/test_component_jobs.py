@@ -26,14 +26,6 @@ def asked() -> CampaignRequest:
 
 
 @pytest.fixture
-def campaign(home: Path, tmp_path: Path, asked: CampaignRequest) -> CampaignDir:
-    made = CampaignDir(make_private_dir(tmp_path / "c"))
-    submission.write_description(made, asked)
-    submission.claim_job(made, 0)
-    return made
-
-
-@pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Fakes of Slurm's commands: sbatch numbers jobs from 101 and refuses a script named in the file `refused`."""
     folder = tmp_path / "bin"

@@ -13,7 +13,6 @@ import pytest
 
 from hpcrl.campaign import submission
 from hpcrl.campaign.request import CampaignRequest, load_request
-from hpcrl.campaign.submission import write_description
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.events import CampaignEvent, CheckpointSaved, NextJobQueued
 from hpcrl.campaign_dir.job_end import EndCause, JobEnd
@@ -28,15 +27,6 @@ from hpcrl.system.files import make_private_dir, publish_json
 @pytest.fixture
 def asked() -> CampaignRequest:
     return load_request("quickstart", site="perlmutter", settings=("site.account=m1", "job.num_jobs=3"))
-
-
-@pytest.fixture
-def campaign(home: Path, tmp_path: Path, asked: CampaignRequest) -> CampaignDir:
-    """A campaign with a first job."""
-    made = CampaignDir(make_private_dir(tmp_path / "c"))
-    write_description(made, asked)
-    submission.claim_job(made, 0)
-    return made
 
 
 @pytest.fixture
