@@ -6,7 +6,7 @@ import pytest
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from tests.support.campaigns import events_of, hpcrl, outcome, snapshot, steps, until
-from tests.support.lab_campaigns import kill_batch_processes, list_saved_steps, start
+from tests.support.lab_campaigns import await_clean_nodes, kill_guardian_first, list_saved_steps, start
 from tests.support.lab_tools import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -89,8 +89,9 @@ def test_jobs_of_components_end_by_themselves_when_the_driver_and_its_guardian_w
     lab: Lab, campaigns: Path
 ) -> None:
     campaign, _ = start(campaigns, "k", *SEPARATE)
-    kill_batch_processes(lab, campaign)
+    kill_guardian_first(campaign)
     until(lambda: list_queue(lab) == {}, what="all jobs have ended", timeout_s=120)
+    await_clean_nodes(lab, campaign)  # steps in the jobs of components go on until those end
     assert not campaign.job(0).list_leases()
 
 

@@ -54,12 +54,17 @@ def await_end(lab: Lab, campaign: CampaignDir) -> str:
 
 def kill_batch_processes(lab: Lab, campaign: CampaignDir) -> None:
     """Kill the guardian and the driver of the first job, and wait until the nodes are free and clean."""
+    kill_guardian_first(campaign)
+    await_end(lab, campaign)
+    await_clean_nodes(lab, campaign)
+
+
+def kill_guardian_first(campaign: CampaignDir) -> None:
+    """Kill the guardian and the driver of the first job."""
     guardian, driver = find_batch_processes(campaign)
     driver.suspend()  # it must not end anything
     guardian.kill()
     driver.wait(60)
-    await_end(lab, campaign)
-    await_clean_nodes(lab, campaign)
 
 
 def await_clean_nodes(lab: Lab, campaign: CampaignDir) -> None:
