@@ -2,6 +2,8 @@
 
 result        the record of one check, its print, and verified facts in the user's own site file
 login_checks  what the login node and Slurm report
+file_checks   the campaigns' file system, seen from both
 node_checks   what a node reports, of itself
-node_job      one short job that runs the checks of nodes on each partition
+node_meeting  what nodes do together: connections to each other, and the SIGTERM at the end
+node_job      one short job on each partition, which runs both
 """

@@ -11,28 +11,27 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from hpcrl.config.site import Site
+from hpcrl.doctor.file_checks import check_rates
+from hpcrl.doctor.node_meeting import MIN_TERM_S
 from hpcrl.doctor.result import CheckResult, fail_check, leave_unknown, pass_check, warn_check
 from hpcrl.errors import HpcrlError, PlanError
 from hpcrl.slurm.commands import run_slurm
 from hpcrl.slurm.script import read_prologue
 from hpcrl.slurm.site_detection import parse_config, parse_gres, parse_partitions
 from hpcrl.slurm.submit import REQUIRED_COMMANDS, expand_path, make_site_environment
+from hpcrl.system.free_space import find_free_space
 from hpcrl.system.network import is_reachable
 
-MIN_KILL_WAIT_S = 20
 MAX_TEMPORARY_LENGTH = 39
 """The longest TMPDIR below which the names of unix sockets fit."""
 MIN_FREE_GIB = 20.0
-MIN_FSYNCS_PER_S = 20.0
-NUM_FSYNCS = 20
+MIN_FREE_FILES = 100_000
 PYTHON_TIMEOUT_S = 60.0
 PROLOGUE_TIMEOUT_S = 60.0
 VERSION_GATES = (
@@ -240,7 +239,7 @@ def check_kill_wait(answers: SlurmAnswers) -> CheckResult:
     found = re.match(r"\d+", answers.config.get("KillWait", ""))
     if found is None:
         return leave_unknown("kill-wait", "scontrol does not report KillWait")
-    if int(found[0]) < MIN_KILL_WAIT_S:
+    if int(found[0]) < MIN_TERM_S:
         change = "after scancel a checkpoint may not be finished: end campaigns by `hpcrl stop`"
         return warn_check("kill-wait", f"KillWait = {found[0]} s", change)
     return pass_check("kill-wait", f"{found[0]} s")
@@ -263,29 +262,26 @@ def check_campaigns_dir(root: Path) -> Iterator[CheckResult]:
     """Check that campaigns can be stored: by making a folder, writing and syncing small files."""
     existing = next(path for path in (root, *root.parents) if path.exists())
     try:
-        with tempfile.TemporaryDirectory(prefix=".hpcrl-doctor-", dir=existing) as folder:
-            started = time.monotonic()
-            for number in range(NUM_FSYNCS):
-                with (Path(folder) / str(number)).open("wb") as file:
-                    file.write(b"x" * 4096)
-                    file.flush()
-                    os.fsync(file.fileno())
-            rate = NUM_FSYNCS / max(time.monotonic() - started, 1e-6)
+        rates = list(check_rates(existing))
     except OSError as error:
         change = "set campaigns_dir to a directory of yours on a file system that all nodes share"
         yield fail_check("campaigns-dir", f"{existing}: {error.strerror}", change)
         return
     yield pass_check("campaigns-dir", str(root))
-    free_gib = shutil.disk_usage(existing).free / 2**30
+    yield _check_free_space(existing)
+    yield from rates
+
+
+def _check_free_space(existing: Path) -> CheckResult:
+    """Check what the file system and the user's quotas leave."""
+    free = find_free_space(existing)
+    free_gib, place = free.num_bytes / 2**30, f"{existing} (by {free.source})"
+    change = "set campaigns_dir to a larger file system, or ask for a higher quota (`hpcrl gc` names what can go)"
     if free_gib < MIN_FREE_GIB:
-        yield warn_check("free-space", f"{free_gib:.3g} GiB in {existing}", "set campaigns_dir to a larger file system")
-    else:
-        yield pass_check("free-space", f"{free_gib:.0f} GiB")
-    if rate < MIN_FSYNCS_PER_S:
-        change = "set campaigns_dir to a faster file system, or rollout.seal_after_s higher"
-        yield warn_check("fsync-rate", f"{rate:.3g} files/s in {existing}", change)
-    else:
-        yield pass_check("fsync-rate", f"{rate:.0f} files/s")
+        return warn_check("free-space", f"{free_gib:.3g} GiB in {place}", change)
+    if free.num_files < MIN_FREE_FILES:
+        return warn_check("free-space", f"room for {free.num_files:.0f} files in {place}", change)
+    return pass_check("free-space", f"{free_gib:.0f} GiB")
 
 
 def check_python(python: str) -> CheckResult:

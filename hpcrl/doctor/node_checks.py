@@ -1,46 +1,49 @@
 """The checks of a node: `python -m hpcrl.doctor.node_checks REQUEST`, a JSON file, stores the results beside it.
 
+Then it meets the other nodes, until its job is cancelled (hpcrl.doctor.node_meeting).
+
 NodeRequest      the site, the partition, and what the step asked Slurm for
 run_node_checks  all of them
 check_*          one check each
 """
 
+import contextlib
+import json
 import os
 import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from hpcrl.config.site import DEVICE_VARIABLES, DeviceVariable, Site
+from hpcrl.doctor.file_checks import check_hdf5, check_lag, check_rates
+from hpcrl.doctor.node_meeting import MeetingFiles, NodeMeeting
 from hpcrl.doctor.result import CheckResult, fail_check, leave_unknown, pass_check, warn_check
 from hpcrl.errors import ConfigError, SlurmError
 from hpcrl.slurm.commands import run_slurm
-from hpcrl.system.files import publish_file
-from hpcrl.system.network import find_interface, is_reachable
+from hpcrl.system.files import publish_file, remove_path
+from hpcrl.system.memory import count_oom_kills, read_memory_limit
+from hpcrl.system.network import find_bind_address, find_interface, is_reachable
+from hpcrl.system.package_range import VLLM, find_installed
 
 MIN_OPEN_FILES = 4096
 MIN_SHARED_MEMORY_GIB = 1.0
-LAG_TIMEOUT_S = 90.0
-MAX_LAG_S = 5.0
-SIGNAL_POLL_INTERVAL_S = 0.1
 INTERNET_HOST = ("huggingface.co", 443)
 PROGRAM_TIMEOUT_S = 30.0
 DRIVER_PROGRAMS = ("nvidia-smi", "rocm-smi", "amd-smi")
-HDF5_PROBE = """
-import h5py, sys
-with h5py.File(sys.argv[1], "w") as file:
-    file["x"] = [1]
-with h5py.File(sys.argv[1]) as file:
-    assert file["x"][0] == 1
-"""
 MPI_PROBE = "from mpi4py import MPI; print('world', MPI.COMM_WORLD.Get_size(), flush=True)"
 MPI_TIMEOUT_S = 60.0
+ENGINE_PROBE = "hpcrl.trial.engine_probe"
+ENGINE_TIMEOUT_S = 600.0
+MAX_MEAN_DIFFERENCE = 0.02
+"""The most by which log-probs may differ on average, in nats: bfloat16 has some thousandths with this model."""
+ASKED_SHARE = 0.95
+"""The least share of the memory asked for: sites keep some back."""
 _GIB = 2**30
 
 
@@ -51,6 +54,10 @@ class NodeRequest(msgspec.Struct, frozen=True, kw_only=True):
     partition: str
     cpus: int
     """The CPUs that Slurm was asked for."""
+    mem_gib: int | None
+    """The memory that it was asked for; None if the site's jobs ask for none."""
+    has_engine: bool
+    """True if this node starts a vLLM server."""
     signal_file: str
     """The file that appears while nodes wait for it: how late they see it is the lag of the file system."""
     script: str
@@ -63,6 +70,7 @@ def run_node_checks(request: NodeRequest) -> Iterator[CheckResult]:
     part = site.partitions[label]
     yield check_interface(site.list_interfaces(label))
     yield check_cores(len(os.sched_getaffinity(0)), request.cpus)
+    yield check_memory(read_memory_limit(), request.mem_gib, counts_kills=count_oom_kills() is not None)
     yield check_shared_memory(Path("/dev/shm"))
     yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield check_namespaces()
@@ -73,8 +81,12 @@ def run_node_checks(request: NodeRequest) -> Iterator[CheckResult]:
     yield check_internet(site, is_reachable(*INTERNET_HOST))
     yield check_submission(site, Path(request.script))
     yield check_mpi(site)
-    yield from check_hdf5(Path(request.signal_file).parent)
+    folder = Path(request.signal_file).parent
+    yield check_hdf5(folder)
+    yield from check_rates(folder)
     yield check_lag(Path(request.signal_file))
+    if request.has_engine:
+        yield check_engine(folder / f"{label}-engine")
 
 
 def check_interface(wanted: list[str]) -> CheckResult:
@@ -92,6 +104,20 @@ def check_cores(seen: int, asked: int) -> CheckResult:
         change = "if Slurm counts hardware threads, set threads_per_core = 2 in the partition"
         return fail_check("cores", f"{seen} of {asked} CPUs", change)
     return pass_check("cores", f"{seen} CPUs, {asked} asked for")
+
+
+def check_memory(limit_bytes: int | None, asked_gib: int | None, *, counts_kills: bool) -> CheckResult:
+    """Check the memory that the step may use."""
+    if limit_bytes is None:
+        return pass_check("memory", "no limit by a control group: one job may take the memory of another")
+    limit_gib = limit_bytes / _GIB
+    if asked_gib is not None and limit_gib < ASKED_SHARE * asked_gib:
+        change = "ask the site how memory is requested there; mem_flag = false leaves `--mem` out"
+        return fail_check("memory", f"{limit_gib:.3g} of {asked_gib} GiB", change)
+    found = f"{limit_gib:.3g} GiB" + (f", {asked_gib} asked for" if asked_gib is not None else "")
+    if not counts_kills:
+        found += "; the kernel does not show what it ends for a lack of it"
+    return pass_check("memory", found)
 
 
 def check_shared_memory(folder: Path) -> CheckResult:
@@ -216,40 +242,30 @@ def check_mpi(site: Site) -> CheckResult:
     return fail_check("mpi", found, change)
 
 
+def check_engine(folder: Path) -> CheckResult:
+    """Check that a vLLM server starts, and that its log-probs are those of a trainer on the same device."""
+    change = f"{sys.executable} -m pip install 'hpcrl[{VLLM.extra}]', or use engine.backend = \"embedded\""
+    if find_installed(VLLM) is None:
+        return warn_check("engine", "vLLM is not installed", change)
+    command = [sys.executable, "-m", ENGINE_PROBE, str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        where = "set cache_dir and a python on a fast file system"
+        return fail_check("engine", f"no vLLM server answered within {ENGINE_TIMEOUT_S:g} s", where)
+    if done.returncode:
+        return fail_check("engine", _read_last(done.stderr), f"see its log; {change}")
+    agreement = json.loads(done.stdout)
+    remove_path(folder)
+    mean, started = agreement["mean_difference"], f"vLLM {agreement['version']} started in {agreement['start_s']:.0f} s"
+    if not mean <= MAX_MEAN_DIFFERENCE:  # also a number that is none
+        found = f"log-probs differ from the trainer's by {mean:.3g} on average, over {agreement['num_tokens']} tokens"
+        return fail_check("engine", found, "install another version of vLLM or torch there: training would diverge")
+    return pass_check("engine", f"{started}; its log-probs differ from the trainer's by {mean:.2g}")
+
+
 def _read_last(text: str) -> str:
     return (text.strip().splitlines() or ["it printed nothing"])[-1][-200:]
-
-
-def check_hdf5(folder: Path) -> Iterator[CheckResult]:
-    """Check that segments can be written to the campaigns' file system."""
-    path = folder / f"probe-{os.getpid()}.h5"
-    done = _run(sys.executable, "-c", HDF5_PROBE, str(path))
-    path.unlink(missing_ok=True)
-    if done is None or done.returncode:
-        why = "it hangs" if done is None else done.stderr.strip().rpartition("\n")[2]
-        change = 'export HDF5_USE_FILE_LOCKING=FALSE: environment.HDF5_USE_FILE_LOCKING = "FALSE"'
-        yield fail_check("hdf5", why, change)
-    else:
-        yield pass_check("hdf5", "a file was written and read")
-
-
-def check_lag(signal_file: Path) -> CheckResult:
-    """Wait for a file of another node, after it was seen to be absent, and compare its time with now."""
-    deadline = time.monotonic() + LAG_TIMEOUT_S
-    signal_file.exists()
-    signal_file.with_suffix(".looked").touch()
-    while not signal_file.exists():
-        if time.monotonic() > deadline:
-            change = "set campaigns_dir to a file system that all nodes share"
-            return fail_check("file-lag", f"{signal_file} was not seen within {LAG_TIMEOUT_S:g} s", change)
-        time.sleep(SIGNAL_POLL_INTERVAL_S)
-    lag_s = max(time.time() - float(signal_file.read_text() or time.time()), 0.0)
-    if lag_s > MAX_LAG_S:
-        change = (
-            "set campaigns_dir to a file system that shows new files earlier; raise job.drain_s above twice the lag"
-        )
-        return warn_check("file-lag", f"{lag_s:.1f} s", change)
-    return pass_check("file-lag", f"{lag_s:.1f} s")
 
 
 def _run(*command: str) -> "subprocess.CompletedProcess[str] | None":
@@ -261,10 +277,14 @@ def _run(*command: str) -> "subprocess.CompletedProcess[str] | None":
 
 
 def main(path: Path) -> None:
-    """Run the checks of a request, and store the results beside it."""
+    """Run the checks of a request, store the results beside it, and meet the other nodes."""
     request = msgspec.json.decode(path.read_bytes(), type=NodeRequest)
-    results = [msgspec.structs.replace(result, place=request.partition) for result in run_node_checks(request)]
-    publish_file(path.with_suffix(".results"), msgspec.json.encode(results))
+    files = MeetingFiles(path.parent, request.partition)
+    meeting = NodeMeeting(files)
+    with contextlib.suppress(ConfigError, OSError):  # without an interface it only waits for SIGTERM
+        meeting.open(find_bind_address(request.site.list_interfaces(request.partition)))
+    publish_file(files.results, msgspec.json.encode(list(run_node_checks(request))))
+    meeting.attend()
 
 
 if __name__ == "__main__":

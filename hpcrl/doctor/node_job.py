@@ -16,9 +16,10 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.campaign.directory import show_campaigns_root
-from hpcrl.config.site import Site
+from hpcrl.config.site import Site, SitePartition
 from hpcrl.doctor.login_checks import run_login_checks
 from hpcrl.doctor.node_checks import NodeRequest
+from hpcrl.doctor.node_meeting import MeetingFiles, collect_links, introduce_nodes, judge_term
 from hpcrl.doctor.result import MARKS, CheckResult, DoctorReport, fail_check, print_results, write_facts
 from hpcrl.errors import ConfigError, HpcrlError, SlurmError
 from hpcrl.plan.components import PerNode, find_account, make_slurm_flags
@@ -30,10 +31,15 @@ from hpcrl.system.files import make_private_dir, publish_file, read_last_line, r
 from hpcrl.system.processes import do_nothing
 from hpcrl.system.terminal import print_json, print_line, print_to_stderr, show_wait
 
-WALLTIME_MIN = 10
+WALLTIME_MIN = 20
 EXIT_FOUND_FAULTS = 1
 NUM_CPUS = 2
 MEM_GIB = 2
+MAX_ENGINE_MEM_GIB = 32
+"""The most memory that a node with a vLLM server is asked for, of a GPU's share of it."""
+LINKS_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 90.0
+"""The time that cancelled jobs may take to end: nodes note for 20 s whether they are still alive."""
 RESULT_POLL_INTERVAL_S = 1.0
 SIGNAL_DELAY_S = 3.0
 """The time between a node's first look for a file and the making of it: file systems remember that it was absent."""
@@ -47,24 +53,52 @@ def run_node_jobs(
     make_private_dir(folder)
     results, ids = [], {}
     for label in site.partitions:
+        files = MeetingFiles(folder, label)
         try:
-            ids[label] = queue_script(_write_request(site, label, folder=folder), env=env)
-            show(f"partition {label}: job {ids[label]}")
+            _write_request(site, files)
+            ids[files] = queue_script(files.script, env=env)
+            show(f"partition {label}: job {ids[files]}")
         except HpcrlError as error:
             change = f"correct partitions.{label}, so that Slurm accepts a job there"
             results.append(_place(fail_check("node-job", str(error), change), label))
-    deadline = time.monotonic() + timeout_s
     try:
-        while waiting := [label for label in ids if not _find_results(folder, label).exists()]:
-            _make_signals(folder, waiting)
-            if time.monotonic() > deadline or not _are_alive(ids.values(), env=env):
-                break
-            time.sleep(RESULT_POLL_INTERVAL_S)
+        _await_results(ids, env=env, timeout_s=timeout_s)
+        met = [files for files in ids if files.results.exists() and _are_alive([ids[files]], env=env)]
+        if met:
+            show("the nodes try to reach each other, and are sent SIGTERM: half a minute")
+            _await_links(introduce_nodes(met))
     finally:
         cancel_jobs(ids.values(), env=env)
-    for label in ids:
-        results += _read_results(folder, label, timeout_s=timeout_s)
+    _await_end(ids.values(), env=env)
+    for files in ids:
+        found = _read_results(files, timeout_s=timeout_s) + collect_links(files)
+        found += [judge_term(files)] if files in met else []
+        results += [_place(result, files.label) for result in found]
     return results
+
+
+def _await_results(ids: dict[MeetingFiles, str], *, env: dict[str, str], timeout_s: float) -> None:
+    """Wait until every node has stored its results, or cannot any more."""
+    deadline = time.monotonic() + timeout_s
+    while waiting := [files for files in ids if not files.results.exists()]:
+        _make_signals(waiting)
+        if time.monotonic() > deadline or not _are_alive([ids[files] for files in waiting], env=env):
+            return
+        time.sleep(RESULT_POLL_INTERVAL_S)
+
+
+def _await_links(met: list[MeetingFiles]) -> None:
+    """Wait until the nodes have tried to reach each other."""
+    deadline = time.monotonic() + LINKS_TIMEOUT_S
+    while not all(files.links.exists() for files in met) and time.monotonic() < deadline:
+        time.sleep(RESULT_POLL_INTERVAL_S)
+
+
+def _await_end(ids: Iterable[str], *, env: dict[str, str]) -> None:
+    """Wait until cancelled jobs have ended."""
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while _are_alive(ids, env=env) and time.monotonic() < deadline:
+        time.sleep(RESULT_POLL_INTERVAL_S)
 
 
 def make_node_script(site: Site, label: str, *, request: Path, log: Path) -> str:
@@ -74,7 +108,8 @@ def make_node_script(site: Site, label: str, *, request: Path, log: Path) -> str
     cpus = max(NUM_CPUS, gpus * (part.cores_per_gpu or 0))
     if part.exclusive:
         cpus = part.cores_per_node
-    per_node = PerNode(cpus, MEM_GIB, gpus)
+    mem_gib = _find_memory(part)
+    per_node = PerNode(cpus, mem_gib, gpus)
     flags = make_slurm_flags(1, per_node, part, account=find_account(site, part), site=site)
     flags += [f"--job-name=hpcrl-doctor-{label}", f"--time={WALLTIME_MIN}", "--no-requeue", f"--output={log}"]
     flags += [f"--licenses={','.join(site.licenses)}"] if site.licenses else []
@@ -85,7 +120,7 @@ def make_node_script(site: Site, label: str, *, request: Path, log: Path) -> str
         publish_file(script, step, mode=0o700)
     setup = make_step_setup(site, label, script=script, binds=binds)
     size = [f"--cpus-per-task={NUM_CPUS * part.threads_per_core}"]
-    size += [f"--mem={MEM_GIB}G"] if part.mem_flag and not part.exclusive else []
+    size += [f"--mem={mem_gib}G"] if part.mem_flag and not part.exclusive else []
     size += ["--gres=gpu:1"] if part.gpus_per_node else []
     python = setup.python or site.choose_python(label)
     command = ["srun", "--nodes=1", "--ntasks=1", *size, "--mpi=none", *setup.srun_flags, *setup.words]
@@ -99,27 +134,45 @@ def make_node_script(site: Site, label: str, *, request: Path, log: Path) -> str
     )
 
 
-def _write_request(site: Site, label: str, *, folder: Path) -> Path:
-    path, script = folder / f"{label}.json", folder / f"{label}.sh"
+def _find_memory(part: SitePartition) -> int:
+    """Return the memory of a node's step, which a vLLM server needs more of."""
+    if not part.gpus_per_node:
+        return MEM_GIB
+    share = int(part.mem_gib_per_gpu or part.mem_gib_per_node / part.gpus_per_node)
+    return max(min(share, MAX_ENGINE_MEM_GIB), MEM_GIB)
+
+
+def _write_request(site: Site, files: MeetingFiles) -> None:
+    label = files.label
     part = site.partitions[label]
-    publish_file(script, make_node_script(site, label, request=path, log=folder / f"{label}.log"), mode=0o700)
+    publish_file(files.script, make_node_script(site, label, request=files.request, log=files.log), mode=0o700)
     request = NodeRequest(
         site=site,
         partition=label,
         cpus=NUM_CPUS * part.threads_per_core,
-        signal_file=str(folder / f"{label}.signal"),
-        script=str(script),
+        mem_gib=_find_memory(part) if part.mem_flag and not part.exclusive else None,
+        has_engine=label in list_engine_partitions(site),
+        signal_file=str(files.signal),
+        script=str(files.script),
     )
-    publish_file(path, msgspec.json.encode(request))
-    return script
+    publish_file(files.request, msgspec.json.encode(request))
 
 
-def _make_signals(folder: Path, labels: list[str]) -> None:
+def list_engine_partitions(site: Site) -> list[str]:
+    """List the partitions whose node starts a vLLM server: the first with each kind of GPU, and way to start Python."""
+    found: dict[tuple[str | None, str, str | None], str] = {}
+    for label, part in site.partitions.items():
+        if part.gpus_per_node:
+            found.setdefault((part.gpu, site.choose_python(label), site.choose_image(label)), label)
+    return list(found.values())
+
+
+def _make_signals(waiting: list[MeetingFiles]) -> None:
     """Make the files of the nodes that have looked for theirs long enough."""
-    for label in labels:
-        looked, signal_file = folder / f"{label}.looked", folder / f"{label}.signal"
-        if looked.exists() and not signal_file.exists() and time.time() - looked.stat().st_mtime > SIGNAL_DELAY_S:
-            publish_file(signal_file, str(time.time()))
+    for files in waiting:
+        looked = files.looked
+        if looked.exists() and not files.signal.exists() and time.time() - looked.stat().st_mtime > SIGNAL_DELAY_S:
+            publish_file(files.signal, str(time.time()))
 
 
 def _are_alive(ids: Iterable[str], *, env: dict[str, str]) -> bool:
@@ -131,22 +184,17 @@ def _are_alive(ids: Iterable[str], *, env: dict[str, str]) -> bool:
     return any(id in states for id in ids)
 
 
-def _read_results(folder: Path, label: str, *, timeout_s: float) -> list[CheckResult]:
-    path = _find_results(folder, label)
-    if path.exists():
-        return msgspec.json.decode(path.read_bytes(), type=list[CheckResult])
-    log = folder / f"{label}.log"
+def _read_results(files: MeetingFiles, *, timeout_s: float) -> list[CheckResult]:
+    if files.results.exists():
+        return msgspec.json.decode(files.results.read_bytes(), type=list[CheckResult])
+    log = files.log
     if log.exists():
         found = f"the job ended without results: {read_last_line(log)}"
         change = f"see {log}: a prologue, an interpreter or an image that fails on the node"
     else:
         found = f"no job ran within {timeout_s:.0f} s"
         change = "try again when the queue is shorter (--timeout)"
-    return [_place(fail_check("node-job", found, change), label)]
-
-
-def _find_results(folder: Path, label: str) -> Path:
-    return folder / f"{label}.results"
+    return [fail_check("node-job", found, change)]
 
 
 def _place(result: CheckResult, label: str) -> CheckResult:
@@ -168,7 +216,7 @@ def run_doctor(site: Site, *, has_job: bool, as_json: bool, timeout_s: float) ->
         folder = Path(tempfile.mkdtemp(prefix="doctor-", dir=make_private_dir(campaigns)))
         with show_wait("Slurm starts a job on each partition, which checks its node"):
             found = run_node_jobs(site, folder=folder, timeout_s=timeout_s, show=print_to_stderr)
-        if all(result.name != "node-job" for result in found):
+        if all(result.state != "failed" for result in found):  # the logs there have more
             remove_path(folder)
         if not as_json:
             print_results(found)

@@ -431,6 +431,7 @@ NAMED_ABOVE = {
     "config/program.py": (SHIPPED, {"hpcrl.envs.agent", "hpcrl.envs.verifiers"}),
     "config/recipe.py": (SHIPPED, {"hpcrl.envs.base"}),
     "config/user_code.py": (SHIPPED, {"hpcrl.envs.repair"}),
+    "doctor/node_checks.py": (PROGRAM, {"hpcrl.trial.engine_probe"}),
     "envs/check.py": (PROGRAM, {"hpcrl.engines.vllm.parsers"}),
     "envs/task_set.py": (PROGRAM, {"hpcrl.traj.imitation"}),
     "job/metric_sinks.py": ("no module, but a tag of MLflow", {"hpcrl.campaign"}),

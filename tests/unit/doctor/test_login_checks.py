@@ -107,6 +107,17 @@ def test_a_directory_of_campaigns_that_cannot_be_made_is_a_fault(tmp_path: Path)
     assert not (tmp_path / "new").exists()
 
 
+def test_a_full_quota_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lfs = tmp_path / "lfs"
+    lfs.write_text(f"#!/bin/sh\necho '{tmp_path} 900000 0 1000000 - 99000 0 100000 -'\n")
+    lfs.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    found = find_faults(checks.check_campaigns_dir(tmp_path / "campaigns"))
+    assert "warning free-space: 0.0954 GiB in " in found
+    assert "(by `lfs quota" in found
+    assert "ask for a higher quota" in found
+
+
 def test_an_interpreter_without_hpcrl_or_that_does_not_run_is_a_fault(tmp_path: Path) -> None:
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'hpcrl'\" >&2; exit 1\n")

@@ -1,5 +1,7 @@
 """Faults that `hpcrl doctor --job` finds on a node."""
 
+import json
+import math
 import os
 from pathlib import Path
 
@@ -101,19 +103,6 @@ def test_a_node_without_sbatch_may_not_submit(tmp_path: Path, monkeypatch: pytes
     assert (result.state, result.change) == ("failed", "set nodes_may_submit = false")
 
 
-def test_a_file_that_is_never_seen_is_on_no_shared_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "LAG_TIMEOUT_S", 0.0)
-    assert "that all nodes share" in checks.check_lag(tmp_path / "x.signal").change
-    (tmp_path / "late.signal").write_text("0")
-    assert checks.check_lag(tmp_path / "late.signal").state == "warning"
-
-
-def test_hdf5_is_tried_where_campaigns_are(tmp_path: Path) -> None:
-    assert [result.state for result in checks.check_hdf5(tmp_path)] == ["ok"]
-    assert "HDF5_USE_FILE_LOCKING" in next(iter(checks.check_hdf5(tmp_path / "absent"))).change
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("printed", "state", "found"),
     [
@@ -138,3 +127,49 @@ def test_mpi_that_is_not_used_is_not_run(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", str(tmp_path))
     assert checks.check_mpi(make_site("lab", 'mpi.flavour="none"')).state == "ok"
     assert checks.check_mpi(make_site("lab")).state == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("limit_gib", "asked_gib", "state"),
+    [(None, 2, "ok"), (2.0, 2, "ok"), (1.0, 2, "failed"), (1.0, None, "ok")],
+)
+def test_a_step_that_may_use_less_memory_than_it_asked_for_is_found(
+    limit_gib: float | None, asked_gib: int | None, state: str
+) -> None:
+    limit = None if limit_gib is None else int(limit_gib * 2**30)
+    result = checks.check_memory(limit, asked_gib, counts_kills=True)
+    assert result.state == state
+    assert "does not show what it ends" not in result.found
+
+
+AGREES = {"version": "9.9", "start_s": 12.0, "num_tokens": 640, "mean_difference": 0.001, "max_difference": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("program", "state", "found"),
+    [
+        (f"print({json.dumps(AGREES)!r})", "ok", "vLLM 9.9 started in 12 s; its log-probs differ"),
+        (f"print({json.dumps(AGREES | {'mean_difference': 0.2})!r})", "failed", "log-probs differ from the trainer's"),
+        (f"print({json.dumps(AGREES | {'mean_difference': math.nan})!r})", "failed", "log-probs differ"),
+        ("raise SystemExit('hpcrl: no kernel image is available')", "failed", "no kernel image is available"),
+        ("import time; time.sleep(60)", "failed", "no vLLM server answered within 2 s"),
+    ],
+    ids=["agrees", "differs", "nan", "fails", "hangs"],
+)
+def test_a_server_whose_log_probs_differ_from_the_trainers_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, state: str, found: str
+) -> None:
+    (tmp_path / "a_probe.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(checks, "ENGINE_PROBE", "a_probe")
+    monkeypatch.setattr(checks, "ENGINE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(checks, "find_installed", lambda requirement: "9.9")
+    result = checks.check_engine(tmp_path / "engine")
+    assert (result.state, found in result.found) == (state, True), result
+
+
+def test_a_node_without_vllm_has_the_embedded_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checks, "find_installed", lambda requirement: None)
+    result = checks.check_engine(tmp_path)
+    assert result.state == "warning"
+    assert 'engine.backend = "embedded"' in result.change

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.system.exit_codes import EXIT_OUT_OF_MEMORY
-from hpcrl.system.memory import KillWatch, count_oom_kills
+from hpcrl.system.memory import KillWatch, count_oom_kills, read_memory_limit
 
 V1 = "4:memory:/job/step\n1:cpu:/\n0::/\n"
 V2 = "0::/system.slice/job/step\n"
@@ -34,6 +34,25 @@ def test_the_kernel_counts_the_processes_of_a_control_group_that_it_ended(tmp_pa
     counter.parent.mkdir(parents=True)
     counter.write_text(content)
     assert count_oom_kills(tmp_path / "cgroup", tmp_path / "fs") == 3
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "limit"),
+    [
+        (V2, {"system.slice/job/step/memory.max": "max", "system.slice/job/memory.max": "4096"}, 4096),
+        (V2, {"system.slice/job/step/memory.max": "2048", "system.slice/job/memory.max": "4096"}, 2048),
+        (V2, {"system.slice/job/step/memory.max": "max"}, None),
+        (V1, {"memory/job/memory.limit_in_bytes": "8192", "memory/memory.limit_in_bytes": str(2**63 - 4096)}, 8192),
+        (V1, {"memory/memory.limit_in_bytes": str(2**63 - 4096)}, None),
+    ],
+)
+def test_the_least_limit_of_the_groups_around_a_process_counts(tmp_path, membership, files, limit):
+    (tmp_path / "cgroup").write_text(membership)
+    for name, text in files.items():
+        path = tmp_path / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert read_memory_limit(tmp_path / "cgroup", tmp_path / "fs") == limit
 
 
 @pytest.mark.parametrize("content", ["", "oom_kill\n", "oom_kill many\n", "oom 1\n"])
