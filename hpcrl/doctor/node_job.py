@@ -110,7 +110,7 @@ def make_node_script(site: Site, label: str, *, request: Path, log: Path) -> str
         cpus = part.cores_per_node
     mem_gib = _find_memory(part)
     per_node = PerNode(cpus, mem_gib, gpus)
-    flags = make_slurm_flags(1, per_node, part, account=find_account(site, part), site=site)
+    flags = make_slurm_flags(1, per_node, label, account=find_account(site, part), site=site)
     flags += [f"--job-name=hpcrl-doctor-{label}", f"--time={WALLTIME_MIN}", "--no-requeue", f"--output={log}"]
     flags += [f"--licenses={','.join(site.licenses)}"] if site.licenses else []
     prologue, binds = site.choose_prologue(label), [str(request.parent), *site.image_binds]

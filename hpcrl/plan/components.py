@@ -9,8 +9,10 @@ make_slurm_flags          the sbatch flags of one of them
 find_account              the account that a partition is charged to
 JobComponent, PerNode, RewardJobPlan    the results
 EXCLUDE_FLAG              the flag that names nodes to avoid
+FLAG_KEYS                 the keys that flags are made of, which no site may give as further flags
 """
 
+import re
 from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
@@ -19,9 +21,36 @@ import msgspec
 
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site, SitePartition
+from hpcrl.errors import PlanError
 from hpcrl.plan.demand import PartitionChoice, compute_node_needs, count_dealt_gpus, sum_node_needs
 
 EXCLUDE_FLAG = "--exclude="
+_KEYS_WITH_FLAGS = {
+    "resources.ROLE.num_workers": "--nodes -N --ntasks -n --ntasks-per-node",
+    "resources.ROLE.cpus_per_worker": "--cpus-per-task -c",
+    "resources.ROLE.mem_gib_per_worker": "--mem --mem-per-cpu --mem-per-gpu",
+    "gpus_per_node": "--gpus -G --gpus-per-node --gpus-per-task",
+    "gres_type": "--gres",
+    "slurm_partition": "--partition -p",
+    "constraint": "--constraint -C",
+    "qos": "--qos -q",
+    "account": "--account -A",
+    "reservation": "--reservation",
+    "exclusive": "--exclusive",
+    "exclude": "--exclude -x",
+    "network.srun_network": "--network",
+    "licenses": "--licenses -L",
+    "job.walltime_min": "--time -t",
+    "job.drain_s": "--signal",
+    "job.num_jobs": "--dependency -d --requeue --no-requeue",
+    "exports": "--export",
+    "campaigns_dir": "--output -o --open-mode",
+    "the name of the campaign": "--job-name -J --comment",
+}
+FLAG_KEYS = {flag: key for key, flags in _KEYS_WITH_FLAGS.items() for flag in flags.split()}
+"""The key of a recipe or site, or what else hpcrl makes a flag of, by the long or short form of the flag."""
+_SCRIPT_FLAGS = ("--time", "--signal", "--no-requeue", "--export", "--output", "--job-name", EXCLUDE_FLAG)
+"""Flags that batch scripts have besides those of components, or may have."""
 
 
 class PerNode(NamedTuple):
@@ -135,7 +164,9 @@ def _build_component(
 ) -> JobComponent:
     """Build a component; `nodes` is the number requested from Slurm, of which this role may have only a share."""
     partition = site.partitions[choice.partition]
-    flags = make_slurm_flags(nodes, per_node, partition, account=account, site=site)
+    flags = make_slurm_flags(nodes, per_node, choice.partition, account=account, site=site)
+    if not index or is_job:
+        flags += _list_job_flags(site, flags)
     return JobComponent(
         index=index,
         partition=choice.partition,
@@ -145,12 +176,31 @@ def _build_component(
         mem_gib_per_node=per_node.mem_gib,
         gpus_per_node=per_node.gpus,
         gpu=partition.gpu if per_node.gpus else None,
-        slurm_flags=flags if index and not is_job else [*flags, *_list_job_flags(site)],
+        slurm_flags=flags,
     )
 
 
-def _list_job_flags(site: Site) -> list[str]:
-    return [*_list_license_flags(site), *site.job_flags]
+def _list_job_flags(site: Site, flags: Sequence[str]) -> list[str]:
+    """Return the flags of a job besides those of its first component."""
+    licenses = _list_license_flags(site)
+    _refuse_own_flags(site.job_flags, own=[*flags, *licenses], place=f"site {site.name!r} has job_flags")
+    return [*licenses, *site.job_flags]
+
+
+def _refuse_own_flags(further: Sequence[str], *, own: Sequence[str], place: str) -> None:
+    """Refuse further flags that say what hpcrl's own say: Slurm would take the last of them."""
+    keys = {FLAG_KEYS.get(name) for flag in (*own, *_SCRIPT_FLAGS) for name in _find_flag_names(flag)}
+    if "gres_type" in keys:
+        keys.add("gpus_per_node")
+    for flag in further:
+        for name in _find_flag_names(flag):
+            if (key := FLAG_KEYS.get(name)) in keys and key is not None:
+                raise PlanError(f"{place} with {flag!r}, which hpcrl sets from {key}: set that, and remove the flag")
+
+
+def _find_flag_names(text: str) -> list[str]:
+    """Return the names of the flags of a text, such as `--nodes` and `-p` of `--nodes=4 -p x`."""
+    return re.findall(r"(?<!\S)(?:--[\w-]+|-[A-Za-z])", text)
 
 
 def _list_license_flags(site: Site) -> list[str]:
@@ -215,21 +265,20 @@ def plan_reward_jobs(recipe: Recipe, site: Site) -> tuple[RewardJobPlan | None, 
             max_jobs=recipe.reward.max_jobs,
             workers_per_job=workers,
             walltime_min=min(recipe.job.walltime_min, partition.max_walltime_min),
-            slurm_flags=[] if local else _make_reward_flags(per_node, partition, account=account, site=site),
+            slurm_flags=[] if local else _make_reward_flags(per_node, label, account=account, site=site),
         )
         return jobs, []
     why = f"site {site.name} has no preemptible CPU partition that holds one of their workers"
     return None, [f"rewards wanted separate jobs, got spare cores: {why}"]
 
 
-def _make_reward_flags(per_node: PerNode, partition: SitePartition, *, account: str | None, site: Site) -> list[str]:
-    return [*make_slurm_flags(1, per_node, partition, account=account, site=site), *_list_license_flags(site)]
+def _make_reward_flags(per_node: PerNode, label: str, *, account: str | None, site: Site) -> list[str]:
+    return [*make_slurm_flags(1, per_node, label, account=account, site=site), *_list_license_flags(site)]
 
 
-def make_slurm_flags(
-    nodes: int, per_node: PerNode, partition: SitePartition, *, account: str | None, site: Site
-) -> list[str]:
-    """Return the sbatch flags of a component; Slurm copies none of them to the next, so each needs all."""
+def make_slurm_flags(nodes: int, per_node: PerNode, label: str, *, account: str | None, site: Site) -> list[str]:
+    """Return the sbatch flags of a component on a partition; Slurm copies none to the next, so each needs all."""
+    partition = site.partitions[label]
     cpus, mem_gib, gpus = per_node
     flags = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus * partition.threads_per_core}"]
     chosen = {
@@ -251,4 +300,5 @@ def make_slurm_flags(
         flags.append(f"{EXCLUDE_FLAG}{','.join(partition.exclude)}")
     if site.network.srun_network:
         flags.append(f"--network={site.network.srun_network}")
+    _refuse_own_flags(partition.extra_flags, own=flags, place=f"partitions.{label} of site {site.name!r} has extra_flags")
     return [*flags, *partition.extra_flags]

@@ -583,6 +583,42 @@ def test_separate_jobs_all_have_the_licences_and_flags_of_every_job() -> None:
     assert [wanted <= set(part.slurm_flags) for part in together.components] == [True, False, False, False]
 
 
+@pytest.mark.parametrize(
+    ("flag", "key"),
+    [
+        ("--partition=x", "slurm_partition"),
+        ("-p x", "slurm_partition"),
+        ("--nodes=9", "resources.ROLE.num_workers"),
+        ("-N9", "resources.ROLE.num_workers"),
+        ("--wckey=x --ntasks 9", "resources.ROLE.num_workers"),
+        ("--mem-per-cpu=1G", "resources.ROLE.mem_gib_per_worker"),
+        ("--time=1", "job.walltime_min"),
+        ("--export=NONE", "exports"),
+        ("--output=x", "campaigns_dir"),
+        ("-x n1", "exclude"),
+    ],
+)
+@pytest.mark.parametrize("further", ["partitions.env.extra_flags", "job_flags"])
+def test_a_further_flag_that_is_made_of_another_key_is_refused_with_that_key(
+    flag: str, key: str, further: str
+) -> None:
+    message = refuse_plan(f"site.{further}=['{flag}']")
+    assert f"{further.rpartition('.')[2]} with {flag!r}, which hpcrl sets from {key}:" in message
+
+
+def test_requests_for_gpus_besides_those_of_a_component_are_refused() -> None:
+    for flag, key in (("--gres=gpu:9", "gres_type"), ("-G 9", "gpus_per_node")):
+        assert f"partitions.train of site 'lab' has extra_flags with {flag!r}, which hpcrl sets from {key}" in (
+            refuse_plan(f"site.partitions.train.extra_flags=['{flag}']")
+        )
+
+
+def test_further_flags_that_hpcrl_does_not_set_there_are_kept() -> None:
+    further = ["--gpu-bind=none", "--wckey=x", "--nice -5", "--gres=lscratch:9", "--reservation=course", "--exclusive"]
+    made = plan_recipe(f"site.partitions.env.extra_flags={further}", "site.job_flags=['-L scratch']")
+    assert made.components[0].slurm_flags[-7:] == [*further, "-L scratch"]
+
+
 def test_engines_on_a_gpu_without_bfloat16_are_warned_of() -> None:
     settings = ("engine.backend=vllm", "train.publish_dtype=bfloat16")
     old, new = (
