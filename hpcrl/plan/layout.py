@@ -72,6 +72,7 @@ RoleChooser = Callable[[str, Recipe, Site], dict[RoleName, PartitionChoice] | st
 
 def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
     """Choose the layout that the site and the recipe allow, and a partition for every role."""
+    _check_lasting_partitions(site)
     _check_longest_walltime(recipe, site)
     layout, reason = _choose_layout(recipe, site)
     placement = _place_in_layout(recipe, site, layout=layout, reason=reason)
@@ -101,10 +102,21 @@ def _place_apart(recipe: Recipe, site: Site) -> JobPlacement:
     return replace(placement, sizes=[*pools, *placement.sizes])
 
 
+def _check_lasting_partitions(site: Site) -> None:
+    """Refuse a site on which Slurm may end every job in favour of others."""
+    if all(partition.preemptible for partition in site.partitions.values()):
+        labels = ", ".join(site.partitions)
+        raise PlanError(
+            f"all partitions of site {site.name!r} are preemptible ({labels}), where only reward jobs run: describe "
+            "another one, or set preemptible = false in one whose jobs may take the loss of some work; the next job of "
+            "job.num_jobs continues from the last checkpoint"
+        )
+
+
 def _check_longest_walltime(recipe: Recipe, site: Site) -> None:
     """Refuse a walltime that no partition allows, before the nodes are looked at."""
-    longest = max((p.max_walltime_min for p in site.partitions.values() if not p.preemptible), default=None)
-    if longest is not None and recipe.job.walltime_min > longest:
+    longest = max(p.max_walltime_min for p in site.partitions.values() if not p.preemptible)
+    if recipe.job.walltime_min > longest:
         raise PlanError(
             f"job.walltime_min = {recipe.job.walltime_min}, and site {site.name!r} allows {longest} at the most: lower "
             "it (`hpcrl resume` continues the campaign)"

@@ -75,13 +75,17 @@ def evaluate_partition(label: str, demand: RoleDemand, site: Site, *, taken: dic
 def _match_affinity(demand: RoleDemand, site: Site) -> tuple[Affinity, int, str | None]:
     """Return the affinity to rank by, the GPUs per worker, and the fallback if that is not what was wanted."""
     role, wanted, gpus = demand.role, demand.resources.affinity, demand.resources.gpus_per_worker
-    kinds = {p.gpu for p in site.partitions.values() if p.gpu and not p.preemptible}
+    lasting = [p for p in site.partitions.values() if not p.preemptible]
+    kinds = {p.gpu for p in lasting if p.gpu}
+    left_out = "" if len(lasting) == len(site.partitions) else " outside preemptible partitions"
     if wanted == "cpu" or gpus == 0:
-        if site.scheduler != "local" and all(p.gpu for p in site.partitions.values()):
-            return "cpu", 0, f"{role} wanted CPU nodes, got cores of GPU nodes: site {site.name} has no CPU nodes"
+        if site.scheduler != "local" and all(p.gpu for p in lasting):
+            why = f"site {site.name} has no CPU nodes{left_out}"
+            return "cpu", 0, f"{role} wanted CPU nodes, got cores of GPU nodes: {why}"
         return "cpu", 0, None
     if not kinds:
-        return "cpu", 0, f"{role} wanted {gpus} GPU a worker ({wanted}), got CPU cores: site {site.name} has no GPUs"
+        why = f"site {site.name} has no GPUs{left_out}"
+        return "cpu", 0, f"{role} wanted {gpus} GPU a worker ({wanted}), got CPU cores: {why}"
     if wanted == "bandwidth" and len(kinds) == 1:
         return wanted, gpus, f"{role} wanted {wanted}, got {kinds.pop()}: site {site.name} has no other GPU type"
     return wanted, gpus, None

@@ -619,6 +619,26 @@ def test_further_flags_that_hpcrl_does_not_set_there_are_kept() -> None:
     assert made.components[0].slurm_flags[-7:] == [*further, "-L scratch"]
 
 
+def make_preemptible(*labels: str) -> list[str]:
+    return [f"site.partitions.{label}.preemptible=true" for label in labels]
+
+
+@pytest.mark.parametrize("layout", ["auto", "hetstep", "colocated", "multi-job"])
+def test_a_site_with_only_preemptible_partitions_is_refused_with_the_reason(layout: str) -> None:
+    message = refuse_plan(*make_preemptible("booster", "dcgp"), f"job.layout={layout}", site="leonardo")
+    assert "all partitions of site 'leonardo' are preemptible (booster, dcgp)" in message
+    assert "set preemptible = false in one" in message
+
+
+def test_nodes_that_are_all_preemptible_are_named_as_the_reason_of_a_fallback() -> None:
+    cpu, gpu = (
+        plan_recipe(*make_preemptible(label), "job.layout=hetjob", site="leonardo").fallbacks
+        for label in ("dcgp", "booster")
+    )
+    assert any(line.endswith("site leonardo has no CPU nodes outside preemptible partitions") for line in cpu)
+    assert any(line.endswith("site leonardo has no GPUs outside preemptible partitions") for line in gpu)
+
+
 def test_engines_on_a_gpu_without_bfloat16_are_warned_of() -> None:
     settings = ("engine.backend=vllm", "train.publish_dtype=bfloat16")
     old, new = (
