@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from hpcrl.config.recipe import ConfigTable, Count, CountOrZero, Name
-from hpcrl.config.toml import load_table, suggest_name, to_struct
+from hpcrl.config.toml import VARIABLE_PATTERN, load_table, suggest_name, to_struct
 from hpcrl.errors import ConfigError
 from hpcrl.hardware.gpus import DEFAULT_FIT, GPU_CATALOGUE, GpuModel, RooflineFit
 
@@ -23,7 +23,7 @@ ContainerTool = Literal[
     "apptainer", "singularity", "podman-hpc", "enroot", "pyxis", "shifter", "container-engine", "bubblewrap"
 ]
 """Programs that run a command in an image; pyxis and the container engine of Alps are flags of srun."""
-EnvironmentName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+EnvironmentName = Annotated[str, Meta(pattern=VARIABLE_PATTERN)]
 InterfaceNames = str | list[str] | None
 
 

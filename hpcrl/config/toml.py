@@ -12,7 +12,8 @@ name_setting      a message about a key, with the setting that has set it
 suggest_name      "did you mean ...? "
 shipped_folder, user_folder, list_known_names    the places and names of recipes and sites
 ConfigKind, ShippedFolder, TomlTable             types
-USER_CODE_PATTERN, NAME_PATTERN, JUDGE_NAME_PATTERN, PATTERN_MEANINGS, TYPE_WORDS    what is accepted
+USER_CODE_PATTERN, NAME_PATTERN, JUDGE_NAME_PATTERN, VARIABLE_PATTERN    what is accepted
+PATTERN_MEANINGS, TYPE_WORDS                     the same in words
 RENAMED_KEYS, REMOVED_KEYS, RENAMED_VALUES       what was accepted
 MAX_DEPTH, MAX_BYTES, MAX_EXTENDS, MIN_INTEGER, MAX_INTEGER        limits
 """
@@ -43,10 +44,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 USER_CODE_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
 JUDGE_NAME_PATTERN = r"^[a-z][a-z0-9_]{0,31}$"
+VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 PATTERN_MEANINGS = {
     USER_CODE_PATTERN: "`package.module:name`",
     NAME_PATTERN: "a name of at most 64 letters, digits, '_' and '-'",
     JUDGE_NAME_PATTERN: "a name of at most 32 lower-case letters, digits and '_', as it is part of a variable's name",
+    VARIABLE_PATTERN: "the name of a variable, of letters, digits and '_'",
 }
 """The meaning of each pattern, for error messages."""
 MAX_DEPTH = 64

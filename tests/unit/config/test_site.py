@@ -56,6 +56,16 @@ def test_odd_figures_are_refused(site: Path, figures: str) -> None:
         load_site(str(site))
 
 
+@pytest.mark.parametrize("name", ["MY-VAR", "A.B", "9TO5"])
+@pytest.mark.parametrize("table", ["environment", "partitions.cpu.environment"])
+def test_a_wrong_name_of_a_variable_is_refused_with_its_table_and_that_name(site: Path, table: str, name: str) -> None:
+    site.write_text(SITE.replace("GPU", "h100"))
+    with pytest.raises(ConfigError) as caught:
+        load_site(str(site), settings=(f"{table}={{GOOD = '1', '{name}' = '1'}}",))
+    what = "expected the name of a variable, of letters, digits and '_'"
+    assert str(caught.value).endswith(f": {table}: {what} (seen: {name!r})")
+
+
 @pytest.mark.parametrize("gpu", sorted(GPU_CATALOGUE))
 def test_a_site_with_any_gpu_of_the_catalogue_is_planned(site: Path, gpu: str) -> None:
     site.write_text(SITE.replace("GPU", gpu))
