@@ -576,17 +576,28 @@ def _build_detail(
         engine_versions=[min(versions), max(versions)] if versions else [],
         num_tokens=progress.totals.num_tokens,
         remote_prefill_share=progress.totals.remote_prefills / turns if turns else None,
-        roles={
-            role: RoleDetail(
-                partitions=sorted({worker.partition for worker in group if worker.partition}),
-                nodes=sorted({worker.node for worker in group if worker.node}),
-            )
-            for role, group in _group_by_role(workers).items()
-        },
+        roles=_build_role_details(inputs.plan, workers),
         notes=list(progress.notes),
         num_notes=progress.notes.num_due,
         problems=inputs.problems,
     )
+
+
+def _build_role_details(plan: PlanSummary, workers: Sequence[WorkerProgress]) -> dict[str, RoleDetail]:
+    """Return where the workers of each role are; a role without any has the partitions that are planned for it."""
+    seen = _group_by_role(workers)
+    planned: dict[str, set[str]] = {}
+    for component in plan.components:
+        for role in component.roles:
+            planned.setdefault(role, set()).add(component.partition)
+    return {
+        role: RoleDetail(
+            partitions=sorted({worker.partition for worker in seen.get(role, ()) if worker.partition})
+            or sorted(planned.get(role, ())),
+            nodes=sorted({worker.node for worker in seen.get(role, ()) if worker.node}),
+        )
+        for role in dict.fromkeys([*seen, *planned])
+    }
 
 
 def _estimate_training(inputs: SnapshotInputs) -> float | None:

@@ -243,6 +243,16 @@ def test_the_nodes_of_one_allocation_are_shown_by_component(campaign: SyntheticC
     assert {(component.partition, component.state) for component in components} == {("gpu", "running")}
 
 
+def test_a_role_without_workers_has_the_partition_of_the_plan_and_not_the_name_of_slurm(
+    campaign: SyntheticCampaign,
+) -> None:
+    campaign.submit()
+    slurm = RecordedQueries("123|123|RUNNING|slurms-own|2026-11-20T10:00:00|N/A|n1|None\n")
+    snapshot = collector(campaign, slurm).poll()
+    assert snapshot.jobs[0].components[0].partition == "slurms-own"
+    assert snapshot.detail.roles["reward"].partitions == ["env"]
+
+
 def test_a_pending_allocation_is_queued_with_all_its_components(campaign: SyntheticCampaign) -> None:
     publish_json(campaign.directory.plan, read_json(campaign.directory.plan) | {"layout": "hetstep"})
     campaign.submit()
