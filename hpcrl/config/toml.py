@@ -18,6 +18,7 @@ RENAMED_KEYS, REMOVED_KEYS, RENAMED_VALUES       what was accepted
 MAX_DEPTH, MAX_BYTES, MAX_EXTENDS, MIN_INTEGER, MAX_INTEGER        limits
 """
 
+import contextlib
 import copy
 import difflib
 import json
@@ -66,6 +67,8 @@ _SHORT_STRING = r"""\"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+'"""
 _COMMENT_OR_STRING = re.compile(f"{_COMMENT}|{_LONG_STRING}|{_SHORT_STRING}", re.DOTALL)
 _DEEP_KEY = re.compile(rf"(?<![\w.-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}")
 """A dotted key that is nested too deep, its quoted parts replaced: tomllib takes minutes for thousands of parts."""
+_KEY_PART = re.compile(r"""\s*(?:"(?:[^"\\]|\\.)*"|'[^']*')\s*(?=[.=]|\Z)|[^.=]*""", re.DOTALL)
+"""A part of the key of a setting, which may be quoted."""
 TYPE_WORDS = {
     "int": "integer",
     "float": "number",
@@ -169,7 +172,7 @@ def _replaces_table(source: str, trail: Sequence[str]) -> bool:
     """Return whether this is a setting of a whole table that the key is in, as `-s model={}` is of `model.path`."""
     if not source.startswith("-s "):
         return False
-    parts = _split_key(source.removeprefix("-s ").removeprefix("site."))
+    parts = _split_setting(source.removeprefix("-s ").removeprefix("site."))[0]
     return len(parts) < len(trail) and parts == tuple(trail[: len(parts)])
 
 
@@ -445,8 +448,7 @@ def _merge_tables(base: TomlTable, over: TomlTable, *, trail: tuple[str, ...] = 
 
 def _parse_setting(setting: str, *, label: str) -> tuple[tuple[str, ...], Any]:
     """Return the key and the value of one `dotted.key=value`; a value that is not TOML is plain text."""
-    _, equals, text = setting.partition("=")
-    parts = _split_key(setting)
+    parts, equals, text = _split_setting(setting)
     if not equals or not all(parts):
         raise ConfigError(f"{label}: expected key=value, such as -s rollout.group_size=16")
     if len(parts) > MAX_DEPTH:
@@ -479,8 +481,19 @@ def _nest_value(key: tuple[str, ...], value: Any) -> TomlTable:
     return table
 
 
-def _split_key(setting: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in setting.partition("=")[0].split("."))
+def _split_setting(setting: str) -> tuple[tuple[str, ...], str, str]:
+    """Return the parts of the key, the equals sign or nothing, and the text of the value; quoted parts are whole."""
+    parts, at, sign = [], 0, "."
+    while sign == ".":
+        found = _KEY_PART.match(setting, at)
+        assert found is not None
+        part = found[0].strip()
+        if part.startswith(("'", '"')):
+            with contextlib.suppress(tomllib.TOMLDecodeError):
+                part = next(iter(tomllib.loads(f"{part} = 0")))
+        parts.append(part)
+        at, sign = found.end() + 1, setting[found.end() : found.end() + 1]
+    return tuple(parts), sign, setting[at:]
 
 
 def _label_setting(setting: str) -> str:
@@ -494,7 +507,7 @@ def name_setting(message: str, settings: Sequence[str]) -> str:
     if message.startswith("-s ") or re.match(r"[^:]*\.toml: ", message):
         return message
     for find_mention in (_find_key, _find_table):
-        found = {setting: find_mention(_split_key(setting.removeprefix("site.")), message) for setting in settings}
+        found = {setting: find_mention(_split_setting(setting.removeprefix("site."))[0], message) for setting in settings}
         mentions = [(at, setting) for setting, at in found.items() if at is not None]
         if mentions:
             return f"{_label_setting(min(mentions)[1])}: {message}"

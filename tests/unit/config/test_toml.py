@@ -209,6 +209,15 @@ def test_a_setting_without_a_value_is_refused(recipe: Path) -> None:
     assert "expected key=value" in refused(recipe, "rollout.group_size")
 
 
+@pytest.mark.parametrize(
+    ("key", "part"),
+    [('"A.B"', "A.B"), ("'A=B'", "A=B"), (r'"A\"B"', 'A"B'), ('"A', '"A'), ("A B", "A B")],
+)
+def test_a_quoted_part_of_the_key_of_a_setting_is_one_part(recipe: Path, key: str, part: str) -> None:
+    layered = load_table("recipes", str(recipe), settings=(f"domains.a.options. {key} .x=1=2",))
+    assert layered.table["domains"]["a"]["options"] == {part: {"x": "1=2"}}
+
+
 def test_a_setting_below_a_plain_value_is_refused(recipe: Path) -> None:
     assert "not a table" in refused(recipe, "name.first=x")
 
