@@ -59,7 +59,7 @@ class CampaignRequest:
 
     @property
     def shown_recipe(self) -> str:
-        """The recipe in messages: the word of the user, as a file that extends another may have that one's name."""
+        """The recipe in messages: the word of the user, as a file may give its recipe another name."""
         return self.recipe.name if self.source is None else self.source.recipe
 
 

@@ -785,7 +785,8 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
     """A whole recipe."""
 
     name: Name
-    """The name of the recipe, which campaigns have unless they are given another."""
+    """The name of the recipe, which campaigns have unless they are given another; of a file with `extends` it may be
+    left out, and is then that of the file."""
     seed: CountOrZero = 0
     """The seed of tasks, of the order of rows, and of what is drawn at random."""
     description: str = ""

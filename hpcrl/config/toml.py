@@ -187,8 +187,16 @@ def _has_key(table: Any, trail: Sequence[str]) -> bool:
 
 
 def load_table(kind: ConfigKind, name: str, *, settings: Sequence[str] = ()) -> LayeredTable:
-    """Return the table of a recipe or site with `extends` and settings applied."""
-    return apply_settings(kind, _load_files(kind, find_toml(kind, name)), settings=settings)
+    """Return the table of a recipe or site with `extends` and settings applied.
+
+    A recipe that extends another and has no name of its own has that of its file, and a site that of its parent, as
+    it is the same machine.
+    """
+    (file, table), *parents = _load_files(kind, find_toml(kind, name))
+    stem = Path(file).stem
+    if kind == "recipes" and parents and re.match(NAME_PATTERN, stem):
+        table = {"name": stem, **table}
+    return apply_settings(kind, [(file, table), *parents], settings=settings)
 
 
 def apply_settings(

@@ -67,6 +67,23 @@ def test_a_recipe_extends_another_beside_it(recipe: Path) -> None:
     assert (loaded.name, loaded.rollout.group_size, loaded.rollout.max_lag) == ("child", 4, 3)
 
 
+@pytest.mark.parametrize(
+    ("file", "line", "settings", "name"),
+    [
+        ("my-run", "", (), "my-run"),
+        ("my-run", 'name = "own"', (), "own"),
+        ("my-run", "", ("name=set",), "set"),
+        ("my run", "", (), "small"),  # no recipe can have this name
+    ],
+)
+def test_a_recipe_without_a_name_of_its_own_has_that_of_its_file_and_not_of_its_parent(
+    recipe: Path, file: str, line: str, settings: tuple[str, ...], name: str
+) -> None:
+    child = recipe.with_name(f"{file}.toml")
+    child.write_text(f'extends = "small.toml"\n{line}\n')
+    assert load_recipe(str(child), settings=settings).name == name
+
+
 def test_extends_in_a_cycle_is_refused(recipe: Path) -> None:
     other = recipe.with_name("other.toml")
     other.write_text('extends = "small.toml"')
