@@ -29,11 +29,12 @@ from hpcrl.config.recipe import (
 from hpcrl.config.site import Site, load_site
 from hpcrl.config.toml import LayeredTable, load_table
 from hpcrl.envs.task_set import DATA_SUFFIXES, ImitationModel, check_conversations
-from hpcrl.errors import CampaignError, ConfigError
+from hpcrl.errors import CampaignError, ConfigError, PlanError
 from hpcrl.hardware.architecture import read_architecture, select_fields
 from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
 from hpcrl.models.model_config import read_model_config
 from hpcrl.plan.plan import Plan, make_plan
+from hpcrl.plan.suggestions import advise_fewer_ranks
 from hpcrl.system.files import expand_path, is_directory, is_file
 
 M = TypeVar("M", bound=ModelConfig)
@@ -79,9 +80,11 @@ def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> C
             loaded_recipe, warmup, num_conversations=_count_conversations(loaded_recipe, warmup, site=loaded_site)
         )
     source = RequestSource(recipe=_fix_name(recipe), site=_fix_name(site), settings=settings)
-    return CampaignRequest(
-        recipe=loaded_recipe, site=loaded_site, plan=make_plan(loaded_recipe, loaded_site), source=source
-    )
+    try:
+        plan = make_plan(loaded_recipe, loaded_site)
+    except PlanError as error:
+        raise PlanError(f"{error}{advise_fewer_ranks(loaded_recipe, loaded_site)}") from None
+    return CampaignRequest(recipe=loaded_recipe, site=loaded_site, plan=plan, source=source)
 
 
 def _fix_name(name: str) -> str:

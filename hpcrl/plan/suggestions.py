@@ -4,9 +4,11 @@ suggest_plans     up to MAX_SUGGESTIONS of them by their size, the cheapest firs
 choose_frontier   up to MAX_SUGGESTIONS of them by time and cost of the whole campaign, where these are known
 list_plans        all of them, with the plan that was made
 show_suggestions  the lines of text for them
+advise_fewer_ranks   the setting that helps where no plan can be made
 PlanSuggestion    one of them: the settings that lead to it, and its size
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -19,6 +21,8 @@ from hpcrl.plan.layout import JobLayout
 from hpcrl.plan.plan import Plan, make_plan
 
 MAX_SUGGESTIONS = 3
+MAX_ADVISED_RANKS = 128
+"""Fewer ranks of the trainer are tried one by one."""
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -169,3 +173,15 @@ def _measure_plan(plan: Plan, settings: list[str]) -> PlanSuggestion:
         num_engines=sum(role.num_workers for role in plan.roles if role.role in ("prefill", "decode")),
         num_ranks=plan.role("train").num_workers,
     )
+
+
+def advise_fewer_ranks(recipe: Recipe, site: Site) -> str:
+    """Return the largest number of the trainer's ranks with which a refused recipe fits a site, as a setting; or ""."""
+    resources = recipe.resources
+    for num_workers in range(min(resources.train.num_workers - 1, MAX_ADVISED_RANKS), 0, -1):
+        train = msgspec.structs.replace(resources.train, num_workers=num_workers)
+        fewer = msgspec.structs.replace(recipe, resources=msgspec.structs.replace(resources, train=train))
+        with contextlib.suppress(PlanError):
+            make_plan(fewer, site)
+            return f". It fits with -s resources.train.num_workers={num_workers}"
+    return ""

@@ -1,9 +1,14 @@
 """Other plans for the same recipe and site, with what they cost."""
 
+from pathlib import Path
+
 import pytest
 
+from hpcrl.campaign.request import load_request
+from hpcrl.errors import PlanError
 from hpcrl.plan.plan import make_plan
 from hpcrl.plan.suggestions import MAX_SUGGESTIONS, PlanSuggestion, choose_frontier, show_suggestions, suggest_plans
+from tests.support.described_sites import find_described
 from tests.support.plans import make_recipe, make_site, plan_recipe
 
 LARGE = ("model.num_params=8000000000", "resources.train.num_workers=4", "rollout.max_running=512")
@@ -94,3 +99,19 @@ def test_the_time_and_cost_of_a_campaign_are_shown_where_they_are_known() -> Non
         "GPU-hours in all",
         "no other size that was tried, and that the site can hold, is faster or cheaper",
     ]
+
+
+@pytest.mark.parametrize("site", ["workstation", find_described("one-node")])
+def test_a_refusal_names_the_largest_number_of_ranks_that_fits(home: Path, site: str) -> None:
+    of_site = ("gpu=h100", "gpus_per_node=8", "cores_per_node=64", "mem_gib_per_node=1000")
+    settings = tuple(f"site.partitions.host.{one}" for one in of_site if site == "workstation")
+    with pytest.raises(PlanError) as caught:
+        load_request("qwen3-8b-math", site=site, settings=settings)
+    assert str(caught.value).endswith(". It fits with -s resources.train.num_workers=8")
+    assert load_request("qwen3-8b-math", site=site, settings=(*settings, "resources.train.num_workers=8"))
+
+
+def test_a_refusal_that_fewer_ranks_do_not_cure_names_no_number(home: Path) -> None:
+    with pytest.raises(PlanError) as caught:
+        load_request("qwen3-8b-math", site="workstation")
+    assert "resources.train.num_workers" not in str(caught.value)
