@@ -2,6 +2,7 @@
 
 check_request     everything, for a submission
 check_free_space, find_room  the space that is left where campaigns are stored
+check_site_files  the images and interpreters that the site names by path
 check_plan        the same for a plan, where this machine may be no login node of the site
 find_unstaged     what the recipe names of the hub, and the site of registries, that the site does not have
 run_model_check   the model, by the interpreter of the jobs
@@ -51,14 +52,16 @@ def check_plan(request: CampaignRequest) -> list[str]:
     """Check what submission checks, but for Slurm; return notes on what is not certain here."""
     is_here = request.site.scheduler == "local" or slurm.has_slurm()
     idle = [*_list_unset_variables(request.site), *_list_idle_parts(request.recipe)]
-    try:
-        space = check_free_space(request) if is_here else []
-    except ConfigError as error:  # submission refuses it; the plan may be for another machine
-        space = [str(error)]
+    site_notes: list[str] = []
+    for check in (check_free_space, check_site_files) if is_here else ():
+        try:
+            site_notes += check(request)
+        except ConfigError as error:  # submission refuses it; the plan may be for another machine
+            site_notes.append(str(error))
     if unstaged := find_unstaged(request):
         later = "the recipe's files and code are checked once all is staged"
-        return [*idle, *space, *unstaged, *_list_unknown_sizes(request.recipe), later]
-    notes = [*idle, *space, *([unchecked] if (unchecked := run_model_check(request)) else [])]
+        return [*idle, *site_notes, *unstaged, *_list_unknown_sizes(request.recipe), later]
+    notes = [*idle, *site_notes, *([unchecked] if (unchecked := run_model_check(request)) else [])]
     if not is_here:
         why = f"this machine has no Slurm, so it is not a login node of {request.site.name}"
         return [*notes, f"the files and the code that the recipe names are not checked: {why}"]
@@ -82,10 +85,41 @@ def check_request(request: CampaignRequest) -> list[str]:
     if request.site.scheduler == "slurm":
         slurm.require_slurm(request.site)
         slurm.make_site_environment(request.site)
+    files = check_site_files(request)
     if unchecked := run_model_check(request):
         raise ConfigError(unchecked)
     space = check_free_space(request)
-    return [*_list_idle_parts(request.recipe), *space, *run_length_check(request), *_check_user_code(request)]
+    return [*_list_idle_parts(request.recipe), *files, *space, *run_length_check(request), *_check_user_code(request)]
+
+
+def check_site_files(request: CampaignRequest) -> list[str]:
+    """Check that the images and interpreters with an absolute path exist, where their directories do.
+
+    Return notes on those of directories that only nodes may have.
+    """
+    notes = []
+    for key, path in _list_site_files(request).items():
+        if not path.startswith("/") or "$" in path or os.path.lexists(path):  # a link may lead to what nodes have
+            continue
+        if is_directory(Path(path).parent):
+            advice = "correct the path" if key.endswith("python") else "correct the path, or build it (`hpcrl image`)"
+            raise ConfigError(f"site.{key} = {path!r} does not exist: {advice}")
+        notes.append(f"site.{key} = {path!r} is not checked: {Path(path).parent} is not on this machine")
+    return notes
+
+
+def _list_site_files(request: CampaignRequest) -> dict[str, str]:
+    """Return the images and interpreters that the site names for the partitions of the plan, by their keys."""
+    plan, site = request.plan, request.site
+    labels = dict.fromkeys(component.partition for component in plan.components)
+    labels |= {} if plan.reward_jobs is None else {plan.reward_jobs.partition: None}
+    found: dict[str, str | None] = {}
+    for label in labels:
+        own, image = site.partitions[label], site.choose_image(label)
+        found["image" if own.image is None else f"partitions.{label}.image"] = image
+        if image is None or label == plan.components[0].partition:  # the driver runs outside images
+            found["python" if own.python is None else f"partitions.{label}.python"] = own.python or site.python
+    return {key: path for key, path in found.items() if path is not None}
 
 
 def _list_unset_variables(site: Site) -> list[str]:
