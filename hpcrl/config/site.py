@@ -125,7 +125,8 @@ class SitePartition(ConfigTable, frozen=True, kw_only=True):
     max_nodes: Count
     """The most nodes that a job may have here."""
     max_jobs: Count | None = None
-    """The jobs that the QOS lets a user have at once; each component of a heterogeneous job is one of them."""
+    """The jobs that the QOS lets a user have at once, in the queue or running; each component of a heterogeneous
+    job is one of them."""
     reservation: str | None = None
     """The value of `--reservation`."""
     exclude: list[str] = []

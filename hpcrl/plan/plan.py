@@ -5,6 +5,7 @@
     RolePlan, JobCost    parts of it
     LOOKS_PER_S, MAX_LOOKS_PER_S    how often workers look at shared files, and what a file system bears
     MAX_NODE_STEPS    how many steps the driver's node bears
+    NUM_AHEAD    the jobs that a driver queues ahead
 
 The consistency of a recipe alone is checked in `hpcrl.plan.checks`.
 """
@@ -55,6 +56,9 @@ MAX_LOOKS_PER_S = 2000.0
 
 MAX_NODE_STEPS = 256
 """Steps of one node each: the two processes of srun take 3.9 MiB together where the driver runs, which has 2 GiB."""
+
+NUM_AHEAD = 2
+"""The jobs that a driver queues ahead: one more than the next, which may end before its driver can queue another."""
 
 
 class RolePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -405,13 +409,18 @@ def _find_walltime_limit(partition: SitePartition, nodes: int) -> tuple[int, str
 
 
 def _check_job_limits(recipe: Recipe, site: Site, components: list[JobComponent], layout: JobLayout) -> list[str]:
-    """Refuse more components than a QOS lets a user have as jobs; warn if none is left for a job that follows."""
-    if layout not in SPREAD_LAYOUTS:
+    """Refuse more components than a QOS lets a user have as jobs; warn if too few are left for the jobs that follow.
+
+    Each has the same components: a driver queues NUM_AHEAD of them, the login node all.
+    """
+    if layout == "local":
         return []
+    num_ahead = min(recipe.job.num_jobs - 1, NUM_AHEAD if site.nodes_may_submit else recipe.job.num_jobs)
     found = []
     for label in dict.fromkeys(component.partition for component in components):
-        most, num = site.partitions[label].max_jobs, sum(component.partition == label for component in components)
-        if most is None or num * (1 + (recipe.job.num_jobs > 1)) <= most:
+        num = sum(component.partition == label for component in components) if layout in SPREAD_LAYOUTS else 1
+        most, with_next = site.partitions[label].max_jobs, num * (1 + num_ahead)
+        if most is None or with_next <= most:
             continue
         if num > most:
             raise PlanError(
@@ -419,8 +428,8 @@ def _check_job_limits(recipe: Recipe, site: Site, components: list[JobComponent]
                 f'counts as a job, and {most} are allowed: set job.layout = "hetstep", or choose another partition'
             )
         found.append(
-            f"partition {label} allows {most} jobs of a user, and this one counts as {num}: the job that follows it "
-            "may be refused while it runs"
+            f"partition {label} allows {most} jobs of a user, and this one with the next {num_ahead}, which wait in "
+            f"the queue while it runs, counts as {with_next}: some of those may be refused"
         )
     return found
 

@@ -16,7 +16,6 @@ the next job; where nodes may not submit jobs, the login node queues all of a ch
     campaign_outcome         the outcome of a campaign, if no job is to follow this one
     has_more_steps, find_last_step, has_checkpoint   what a campaign still has to do, by its newest checkpoint
     query_end_state          ask Slurm how a job ended
-    NUM_AHEAD                the jobs that a driver queues ahead
     SUBMISSION_TIMEOUT_S     the time limit of a submission
     UNCERTAIN_CAUSES         causes that Slurm may correct
 """
@@ -37,7 +36,7 @@ from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import Site
 from hpcrl.errors import HpcrlError, LostAnswerError, SlurmError
 from hpcrl.plan.layout import JobLayout
-from hpcrl.plan.plan import Plan
+from hpcrl.plan.plan import NUM_AHEAD, Plan
 from hpcrl.plan.records import read_plan, read_recipe
 from hpcrl.slurm import commands
 from hpcrl.slurm.component_jobs import (
@@ -56,8 +55,6 @@ from hpcrl.system.files import make_private_dir, publish_file, read_json, remove
 UNCERTAIN_CAUSES: frozenset[EndCause] = frozenset({"unknown", "cancellation", "infrastructure"})
 """The causes that a job records that Slurm may correct afterwards."""
 
-NUM_AHEAD = 2
-"""The jobs that a driver queues ahead: one more than the next, which may end before its driver can queue another."""
 SUBMISSION_TIMEOUT_S = 600.0
 """The time after which no process submits a job any more; sbatch and the search for its job take half of it at most."""
 

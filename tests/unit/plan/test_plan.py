@@ -326,6 +326,27 @@ def test_a_qos_counts_each_component_that_is_a_job() -> None:
     assert any("decode allows 1 jobs of a user" in line for line in plan_recipe(*settings, "job.num_jobs=2").warnings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_ahead", "num"),
+    [
+        (("job.num_jobs=2",), 1, 4),
+        (("job.num_jobs=6",), 2, 6),
+        (("job.num_jobs=6", "site.nodes_may_submit=false"), 5, 12),
+        (("job.num_jobs=6", "job.layout=colocated", "resources.prefill.num_workers=0"), 2, 3),
+    ],
+)
+def test_a_qos_counts_the_jobs_of_a_chain_that_wait_in_the_queue(
+    settings: tuple[str, ...], num_ahead: int, num: int
+) -> None:
+    few, enough = (
+        plan_recipe("job.layout=hetjob", *settings, f"site.partitions.booster.max_jobs={most}", site="leonardo")
+        for most in (num - 1, num)
+    )
+    words = f"booster allows {num - 1} jobs of a user, and this one with the next {num_ahead}, which wait in the queue"
+    assert any(words in line and f"counts as {num}:" in line for line in few.warnings)
+    assert not any("jobs of a user" in line for line in enough.warnings)
+
+
 def test_a_model_too_large_for_the_only_partition_is_refused_with_both() -> None:
     message = refuse_plan("model.num_params=70000000000", site="lab-hetstep")
     assert "70.0 billion" in message
@@ -599,9 +620,7 @@ def test_separate_jobs_all_have_the_licences_and_flags_of_every_job() -> None:
     ],
 )
 @pytest.mark.parametrize("further", ["partitions.env.extra_flags", "job_flags"])
-def test_a_further_flag_that_is_made_of_another_key_is_refused_with_that_key(
-    flag: str, key: str, further: str
-) -> None:
+def test_a_further_flag_that_is_made_of_another_key_is_refused_with_that_key(flag: str, key: str, further: str) -> None:
     message = refuse_plan(f"site.{further}=['{flag}']")
     assert f"{further.rpartition('.')[2]} with {flag!r}, which hpcrl sets from {key}:" in message
 
