@@ -189,7 +189,7 @@ def _has_key(table: Any, trail: Sequence[str]) -> bool:
 def load_table(kind: ConfigKind, name: str, *, settings: Sequence[str] = ()) -> LayeredTable:
     """Return the table of a recipe or site with `extends` and settings applied.
 
-    A recipe that extends another and has no name of its own has that of its file, and a site that of its parent, as
+    A recipe that extends another and sets no name has that of its file, and a site that of its parent, as
     it is the same machine.
     """
     (file, table), *parents = _load_files(kind, find_toml(kind, name))
@@ -515,7 +515,9 @@ def name_setting(message: str, settings: Sequence[str]) -> str:
     if message.startswith("-s ") or re.match(r"[^:]*\.toml: ", message):
         return message
     for find_mention in (_find_key, _find_table):
-        found = {setting: find_mention(_split_setting(setting.removeprefix("site."))[0], message) for setting in settings}
+        found = {
+            setting: find_mention(_split_setting(setting.removeprefix("site."))[0], message) for setting in settings
+        }
         mentions = [(at, setting) for setting, at in found.items() if at is not None]
         if mentions:
             return f"{_label_setting(min(mentions)[1])}: {message}"

@@ -188,7 +188,7 @@ def _list_job_flags(site: Site, flags: Sequence[str]) -> list[str]:
 
 
 def _refuse_own_flags(further: Sequence[str], *, own: Sequence[str], place: str) -> None:
-    """Refuse further flags that say what hpcrl's own say: Slurm would take the last of them."""
+    """Refuse further flags that contradict those of hpcrl: Slurm would take the last of them."""
     keys = {FLAG_KEYS.get(name) for flag in (*own, *_SCRIPT_FLAGS) for name in _find_flag_names(flag)}
     if "gres_type" in keys:
         keys.add("gpus_per_node")
@@ -300,5 +300,7 @@ def make_slurm_flags(nodes: int, per_node: PerNode, label: str, *, account: str 
         flags.append(f"{EXCLUDE_FLAG}{','.join(partition.exclude)}")
     if site.network.srun_network:
         flags.append(f"--network={site.network.srun_network}")
-    _refuse_own_flags(partition.extra_flags, own=flags, place=f"partitions.{label} of site {site.name!r} has extra_flags")
+    _refuse_own_flags(
+        partition.extra_flags, own=flags, place=f"partitions.{label} of site {site.name!r} has extra_flags"
+    )
     return [*flags, *partition.extra_flags]

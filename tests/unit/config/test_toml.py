@@ -76,7 +76,7 @@ def test_a_recipe_extends_another_beside_it(recipe: Path) -> None:
         ("my run", "", (), "small"),  # no recipe can have this name
     ],
 )
-def test_a_recipe_without_a_name_of_its_own_has_that_of_its_file_and_not_of_its_parent(
+def test_a_recipe_that_sets_no_name_has_that_of_its_file_and_not_of_its_parent(
     recipe: Path, file: str, line: str, settings: tuple[str, ...], name: str
 ) -> None:
     child = recipe.with_name(f"{file}.toml")

@@ -111,7 +111,7 @@ def test_a_refusal_names_the_largest_number_of_ranks_that_fits(home: Path, site:
     assert load_request("qwen3-8b-math", site=site, settings=(*settings, "resources.train.num_workers=8"))
 
 
-def test_a_refusal_that_fewer_ranks_do_not_cure_names_no_number(home: Path) -> None:
+def test_a_refusal_that_fewer_ranks_do_not_help_names_no_number(home: Path) -> None:
     with pytest.raises(PlanError) as caught:
         load_request("qwen3-8b-math", site="workstation")
     assert "resources.train.num_workers" not in str(caught.value)
