@@ -193,6 +193,7 @@ def _make_own_launch(context: WorkerContext) -> "VllmLaunch":
     from hpcrl.engines.vllm.engine_group import EngineGroup
 
     node_rank = context.index % context.role_plan.nodes_per_engine
+    interface, host = network.find_interface(context.site.list_interfaces(context.partition))
     first = make_worker_name(context.job.number, context.role, context.index - node_rank)
     launch = make_vllm_launch(
         context.recipe.engine,
@@ -201,7 +202,7 @@ def _make_own_launch(context: WorkerContext) -> "VllmLaunch":
         site=context.site,
         place=context.place,
         log=context.job.log(f"{context.role}-{context.index}-vllm"),
-        host=context.find_address(),
+        host=host,
         has_handover=context.plan.has_role("prefill"),
         lora_rank=_find_lora_rank(context),
     )
@@ -213,6 +214,7 @@ def _make_own_launch(context: WorkerContext) -> "VllmLaunch":
         launch,
         seed=stable_hash(context.recipe.seed, first, bits=31),  # engines with one seed would draw the same answers
         group=group,
+        interface=interface,
         node_rank=node_rank,
     )
 

@@ -56,7 +56,7 @@ from hpcrl.spool.ids import make_episode_id
 from hpcrl.spool.rows import TRAINED, count_by_fate
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_OUT_OF_MEMORY
 from hpcrl.system.garbage import pause_collection
-from hpcrl.system.network import find_interface
+from hpcrl.system.network import LOOPBACK_INTERFACE, find_interface
 from hpcrl.system.pulse import expect_work, note_work
 from hpcrl.system.variables import TRAINER_START_VARIABLE
 from hpcrl.system.wakeups import WakeListener
@@ -205,10 +205,10 @@ def _find_meeting_path(context: WorkerContext) -> Path:
 
 
 def _make_rank_environment(context: WorkerContext) -> Mapping[str, str]:
-    """Return the environment for joining ranks; on several nodes with the address of the site's interface."""
-    if context.plan.layout == "local":
-        return os.environ
-    interface, address = find_interface(context.site.list_interfaces(context.partition))
+    """Return the environment for joining ranks: at the site's interface, or on one machine at its loopback."""
+    is_local = context.plan.layout == "local"
+    names = [LOOPBACK_INTERFACE] if is_local else context.site.list_interfaces(context.partition)
+    interface, address = find_interface(names)
     if interface is not None:
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)

@@ -12,6 +12,7 @@ from hpcrl.errors import ConfigError
 
 SIOCGIFADDR = 0x8915
 LOOPBACK = "127."
+LOOPBACK_INTERFACE = "lo"
 
 
 def current_node() -> str:

@@ -84,19 +84,25 @@ def outcome(campaign: CampaignDir, job: int = 0) -> dict[str, Any]:
     return value
 
 
-def processes_of(home: Path) -> list[str]:
-    """Return every process that inherited this home: all that its campaigns started, in any session."""
+def pids_of(home: Path) -> dict[int, str]:
+    """Return every process that inherited this home, with its command line: all that its campaigns started."""
     mark = f"HPCRL_HOME={home}".encode()
-    found = []
+    found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) in (os.getpid(), os.getppid()):
             continue
         try:
             if mark in (entry / "environ").read_bytes().split(b"\0"):
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found[int(entry.name)] = words
         except OSError:
             continue
     return found
+
+
+def processes_of(home: Path) -> list[str]:
+    """Return the command line of every process that inherited this home, in any session."""
+    return list(pids_of(home).values())
 
 
 def driver_of(campaign: CampaignDir, job: int = 0) -> int:

@@ -22,12 +22,18 @@ from hpcrl.errors import EngineError
 from hpcrl.weights.model_update import collect_parameters
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.versions import WeightVersion
+from tests.support.listening_sockets import choose_exposed, list_listening
 from tests.support.served import greedy
 
 if TYPE_CHECKING:
     from tests.support.served import Place
 
 pytestmark = pytest.mark.long
+HOSTS = ("127.0.0.2", "127.0.0.3")
+"""The addresses of the nodes."""
+SEEN: dict[str, set[str]] = {}
+"""The addresses at which processes have listened, by their command lines."""
+WATCH_INTERVAL_S = 0.3
 PROMPTS = [[2, *range(10, 10 + number), 3] for number in (4, 20, 50, 7)]
 
 
@@ -39,8 +45,10 @@ def divided(request: pytest.FixtureRequest, vllm_place: "Place") -> Iterator[Vll
         launches = [dataclasses.replace(plain, data_parallel=2)]
     else:
         group = EngineGroup(directory=vllm_place.root / "groups", name=request.param, num_nodes=2)
-        first = dataclasses.replace(plain, tensor_parallel=2, group=group)
-        launches = [first, dataclasses.replace(first, node_rank=1, node="there", log=vllm_place.job.log("part"))]
+        place = {"host": HOSTS[0], "interface": "lo"}
+        first = dataclasses.replace(plain, tensor_parallel=2, group=group, **place)
+        other = {"host": HOSTS[1], "node": "there", "log": vllm_place.job.log("part")}
+        launches = [first, dataclasses.replace(first, node_rank=1, **other)]
     stack = contextlib.AsyncExitStack()
     try:
         yield vllm_place.do(stack.enter_async_context(start_engine(vllm_place, launches)), timeout_s=900)
@@ -53,12 +61,22 @@ async def start_engine(place: "Place", launches: list[VllmLaunch]) -> AsyncItera
     first, *further = launches
     ending = asyncio.Event()
     parts = [asyncio.create_task(run_part(launch, is_ending=ending.is_set)) for launch in further]
+    parts.append(asyncio.create_task(watch_sockets(ending)))
     try:
         async with VllmEngine(first, place=WorkerPlace(place.job, "here")) as engine:
             yield engine
     finally:
         ending.set()
         await asyncio.gather(*parts)
+
+
+async def watch_sockets(ending: asyncio.Event) -> None:
+    """Note where processes of engines listen, also while they start: some of vLLM's stores are closed then."""
+    while not ending.is_set():
+        children = [child.pid for child in psutil.Process().children(recursive=True)]
+        for words, addresses in (await asyncio.to_thread(list_listening, children)).items():
+            SEEN.setdefault(words, set()).update(addresses)
+        await asyncio.sleep(WATCH_INTERVAL_S)
 
 
 def ask_all(place: "Place", engine: VllmEngine) -> list[Completion]:
@@ -87,6 +105,14 @@ def test_a_divided_engine_has_the_tokens_of_transformers_also_after_an_update(
     FileStore(vllm_place.campaign.weights).publish(collect_parameters(newer), WeightVersion(version=1, step=1))
     vllm_place.do(divided.load_version(1))
     assert_like(newer, ask_all(vllm_place, divided), version=1)
+
+
+def test_no_process_of_a_divided_engine_listens_on_all_interfaces(divided: VllmEngine) -> None:
+    everywhere = set().union(*SEEN.values())
+    assert everywhere
+    if divided.server.launch.group is not None:
+        assert HOSTS[0] in everywhere, "the parts meet there"
+    assert choose_exposed(SEEN) == {}
 
 
 def test_the_end_of_a_part_ends_the_engine_with_its_reason(divided: VllmEngine, vllm_place: "Place") -> None:

@@ -11,6 +11,7 @@ kv_connectors       configuration of KV connectors
 kv_files            names and limits of KV files
 kv_files_connector  the KV connector that uses those files
 answer_prefix       structured answers of which another engine has generated the first tokens
+store_address       torch's stores in vLLM's processes, each at one address
 parsers             vLLM's own parsers of tool calls and thoughts
 weight_plugin       new weights inside the server
 adapter_model       versions that are adapters, in the form of vLLM

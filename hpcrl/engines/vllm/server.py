@@ -43,6 +43,7 @@ from hpcrl.hardware.memory_model import BYTES_FP32
 from hpcrl.models.model_config import read_model_config
 from hpcrl.plan.plan import RolePlan
 from hpcrl.system.files import make_private_dir, measure_file, read_last_line
+from hpcrl.system.network import LOOPBACK_INTERFACE
 from hpcrl.system.package_range import VLLM, find_range_problem
 from hpcrl.system.processes import end_group
 from hpcrl.system.variables import NODE_VARIABLE
@@ -104,6 +105,8 @@ class VllmLaunch:
     node_rank: int = 0
     host: str = "127.0.0.1"
     """The address of this node for other parts."""
+    interface: str | None = None
+    """The network interface with this address; None: torch chooses one."""
     node: str = ""
     """The name of this node, whose window has the weights."""
     num_cpus: int = 1
@@ -263,7 +266,7 @@ def build_environment(launch: VllmLaunch, *, scratch: Path, inherited: Mapping[s
         **({"VLLM_SERVER_DEV_MODE": "0"} if launch.judge is not None else policy),
         "VLLM_RPC_BASE_PATH": str(scratch),
         **kv_connectors.build_connector_env(launch.kv_address),
-        **({} if launch.group is None else {"VLLM_HOST_IP": launch.host}),
+        **_choose_addresses(launch, inherited=inherited),
         NODE_VARIABLE: launch.node,
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(round(launch.start_timeout_s)),
@@ -273,6 +276,15 @@ def build_environment(launch: VllmLaunch, *, scratch: Path, inherited: Mapping[s
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(launch.num_cpus),
     }
+
+
+def _choose_addresses(launch: VllmLaunch, *, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which the processes of an engine listen only where its other processes are."""
+    if launch.group is None:  # NCCL may connect it to other engines
+        return {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
+    names = () if launch.interface is None else ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    interfaces = {name: inherited.get(name, str(launch.interface)) for name in names}
+    return {"VLLM_HOST_IP": launch.host, **interfaces}
 
 
 def check_version(launch: VllmLaunch) -> None:

@@ -39,6 +39,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.engines.vllm.adapter_model import AdapterOutline, make_lora_model, make_outline
 from hpcrl.engines.vllm.answer_prefix import continue_answers
+from hpcrl.engines.vllm.store_address import bind_stores
 from hpcrl.engines.vllm.weight_twin import ModelTwin
 from hpcrl.errors import WeightsError
 from hpcrl.models.weight_files import read_stored_tensors
@@ -76,8 +77,9 @@ class VersionUpdateInfo(WeightTransferUpdateInfo):
 
 
 def register() -> None:
-    """Register the engine, and continue the answers of others; vLLM calls this more than once in some processes."""
+    """Register the engine, continue the answers of others and bind stores; some processes call this more than once."""
     continue_answers()
+    bind_stores()
     if PLUGIN_NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(PLUGIN_NAME, VersionEngine)
 

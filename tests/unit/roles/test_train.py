@@ -12,7 +12,7 @@ from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.errors import LostCheckpointsError, NodeResultError
 from hpcrl.learn.pipeline import check_trajectories
 from hpcrl.roles import train
-from hpcrl.roles.train import TIME_FACTOR, DrainTimes, _make_trainer
+from hpcrl.roles.train import TIME_FACTOR, DrainTimes, _make_rank_environment, _make_trainer
 from hpcrl.system.files import make_private_dir
 from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.megatron import skip_without_megatron
@@ -45,6 +45,15 @@ def test_a_rank_holds_a_reference_unless_a_judge_is_the_teacher(tmp_path, tiny_m
     made = _make_trainer(context, SINGLE_RANK)
     assert set(made._fixed_models) == models
     assert made.has_scored_reference == (not models)
+
+
+def test_the_ranks_of_a_campaign_on_one_machine_meet_on_its_loopback_interface(tmp_path, tiny_model_dir, monkeypatch):
+    """The host's name may have an address that other machines reach."""
+    for library in ("GLOO", "NCCL"):
+        monkeypatch.setenv(f"{library}_SOCKET_IFNAME", "")
+        monkeypatch.delenv(f"{library}_SOCKET_IFNAME")  # what the ranks set is removed again
+    environment = _make_rank_environment(make_context(tmp_path, tiny_model_dir))
+    assert (environment["MASTER_ADDR"], environment["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
 
 
 @pytest.mark.parametrize(("num_tokens", "is_needed"), [(2048, False), (32768, True)])

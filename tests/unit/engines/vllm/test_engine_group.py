@@ -67,5 +67,15 @@ def test_the_parts_of_an_engine_have_the_same_addresses_and_one_of_them_serves(g
     assert (environment["VLLM_HOST_IP"], environment["HPCRL_NODE"]) == ("10.0.0.2", "b")
 
 
+def test_the_parts_of_an_engine_communicate_by_the_interface_of_their_addresses(group: EngineGroup) -> None:
+    """By themselves gloo and NCCL choose one, by the name of the host or the kind of the interface."""
+    launch = VllmLaunch(model=HERE, log=HERE, group=group, host="10.0.0.1", interface="hsn0")
+    environment = build_environment(launch, scratch=HERE, inherited={"NCCL_SOCKET_IFNAME": "hsn"})
+    assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("hsn0", "hsn")
+    alone = build_environment(dataclasses.replace(launch, group=None), scratch=HERE, inherited={})
+    assert alone["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "NCCL_SOCKET_IFNAME" not in alone
+
+
 def test_an_engine_on_one_node_does_not_meet(tmp_path: Path) -> None:
     assert "--nnodes" not in build_command(VllmLaunch(model=HERE, log=HERE, data_parallel=2), scratch=HERE)
