@@ -6,6 +6,7 @@ check_answer            raise SlurmError, with a fix, for a command that was ref
 expand_nodes            `cpu[1-3]` as a list
 try_slurm               run one that may not even start
 queue_script            submit a script with sbatch, once
+queue_new_script        the same where no earlier try can have left a job
 find_marked_job, await_marked_job, is_unanswered   find a job by its comment, if sbatch did not answer
 queue_recorded_script   submit a script and record the id of its job
 query_live_jobs         ask squeue which jobs wait or run
@@ -187,13 +188,22 @@ def _expand_name(name: str) -> list[str]:
 
 
 def queue_script(script: Path, *options: str, mark: str | None = None, env: Mapping[str, str] | None = None) -> str:
+    """Submit a script to Slurm unless a job of an earlier try is queued, and return the id of its job.
+
+    Such a job is found by `mark`, the comment of this job and no other.
+    """
+    known = None if mark is None else find_marked_job(mark, env=env)
+    return queue_new_script(script, *options, mark=mark, env=env) if known is None else known
+
+
+def queue_new_script(
+    script: Path, *options: str, mark: str | None = None, env: Mapping[str, str] | None = None
+) -> str:
     """Submit a script to Slurm and return the id of its job.
 
-    sbatch may fail though the job is queued. With a `mark`, the comment of this job and no other, such a job is found:
-    one that an earlier try has left, or this one. Raise LostAnswerError if it may be queued and is not found.
+    sbatch may fail though the job is queued: it is found by its `mark`. Raise LostAnswerError if it may be queued and
+    is not found.
     """
-    if mark is not None and (known := find_marked_job(mark, env=env)) is not None:
-        return known
     done = run_slurm(["sbatch", "--parsable", *options, str(script)], env=env)
     if mark is not None and is_unanswered(done.returncode, done.stderr):
         return await_marked_job(mark, code=done.returncode, answer=done.stderr, env=env)

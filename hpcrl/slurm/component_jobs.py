@@ -60,7 +60,7 @@ def queue_component_jobs(
             publish_file(script, text, mode=0o700)
             mark = make_mark(job, component=component.index)
             _cancel_marked(mark, env=env)
-            ids.append(commands.queue_script(script, *dependency, mark=mark, env=env))
+            ids.append(commands.queue_new_script(script, *dependency, mark=mark, env=env))
             publish_file(job.component_jobs, "".join(f"{id}\n" for id in ids))
     except BaseException:
         with contextlib.suppress(SlurmError):

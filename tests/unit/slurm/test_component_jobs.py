@@ -72,6 +72,7 @@ def test_each_component_but_the_first_has_a_script_and_is_queued_as_a_job(
         assert not [flag for flag in flags if flag.startswith("--signal")], "the driver watches the time"
         assert script.endswith(f"hpcrl.job.component_holder {campaign.root} 0 {component.index}\n")
     assert find_script_problems(scripts, make_private_dir(tmp_path / "checked")) == ""
+    assert len(list_calls(slurm, "squeue")) == 3, "a job of an earlier try is looked for once for each"
 
 
 def test_where_one_is_refused_those_before_it_are_cancelled(
