@@ -8,6 +8,7 @@ import pytest
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.lab import outages
 from tests.support.campaigns import CALM, SIMULATED, events_of, hpcrl, outcome, steps, until
+from tests.support.lab_campaigns import list_faults, lose
 from tests.support.lab_tools import Lab, running_lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -80,10 +81,6 @@ def test_a_campaign_with_one_step_for_a_role_continues_without_lost_nodes(lab: L
     assert outcome(campaign)["outcome"] == "stopped"
 
 
-def list_faults(campaign: CampaignDir) -> list[str]:
-    return [event["detail"] for event in events_of(campaign, "fault")]
-
-
 def list_starts(campaign: CampaignDir, node: str) -> list[tuple[str, int]]:
     """Return the workers that have started on a node, with their process ids."""
     starts = events_of(campaign, "worker-started")
@@ -92,12 +89,6 @@ def list_starts(campaign: CampaignDir, node: str) -> list[tuple[str, int]]:
 
 def list_pool_logs(campaign: CampaignDir, role: str) -> list[str]:
     return sorted(path.name for path in campaign.job(0).logs.glob(f"parsl.{role}.block-*"))
-
-
-def lose(lab: Lab, node: str) -> None:
-    """Kill the node's daemon and everything it has started, and inform Slurm, which notices only after a minute."""
-    outages.break_part(lab.state_dir, node)
-    lab.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
 
 def test_a_job_that_slurm_ends_for_a_lost_node_names_it_and_the_next_one_avoids_it(lab: Lab, campaigns: Path) -> None:

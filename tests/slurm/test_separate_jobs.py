@@ -103,3 +103,33 @@ def test_a_checkpoint_is_saved_when_the_job_of_the_driver_is_cancelled(lab: Lab,
     assert (end["outcome"], end["cause"]) == ("drained", "cancellation")
     assert list_saved_steps(campaign)[-1] >= made
     until(lambda: list_queue(lab) == {}, what="all jobs have ended", timeout_s=60)
+
+
+def test_jobs_queued_ahead_continue_after_a_preemption_of_one_and_the_stopped_campaign_is_resumed(
+    lab: Lab, campaigns: Path
+) -> None:
+    ahead = ("-s", "site.nodes_may_submit=false", "-s", "job.num_jobs=2", "-s", "resources.prefill.num_workers=0")
+    campaign, _ = start(campaigns, "p", *SEPARATE, *ahead, "-s", "site.partitions.prefill.slurm_partition=spare")
+    assert campaign.job_numbers() == [0, 1], "the login node has queued them all"
+    ids, made = list_component_ids(campaign), len(steps(campaign))
+    node = lab.run("squeue", "-h", "-j", ids[-1], "-o", "%N")
+    lab.run("sbatch", "-p", node.rstrip("012"), "-w", node, "--exclusive", "--mem=0", "-o/dev/null", "--wrap=true")
+    end = outcome(campaign)
+    assert (end["outcome"], end["cause"]) == ("drained", "preemption")
+    assert list_saved_steps(campaign)[-1] >= made
+    await_steps(campaign, job=1)
+    numbers = [step["step"] for step in steps(campaign)]
+    assert numbers == sorted(set(numbers)), "no step was lost or made twice"
+    assert not set(ids) & set(list_queue(lab)), "the one that Slurm has queued again was cancelled"
+    hpcrl("stop", "p")
+    assert outcome(campaign, 1)["outcome"] == "stopped"
+    until(lambda: list_queue(lab) == {}, what="all jobs have ended", timeout_s=60)
+    hpcrl("resume", "p")
+    assert campaign.job_numbers() == [0, 1, 2, 3], "with those that may follow it"
+    await_steps(campaign, job=2)
+    hpcrl("stop", "p", "--now")
+    until(lambda: list_queue(lab) == {}, what="all jobs have ended", timeout_s=60)
+
+
+def await_steps(campaign: CampaignDir, *, job: int) -> None:
+    until(lambda: any(step["job"] == job for step in steps(campaign)), what=f"job {job} makes steps")

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.lab import outages
 from tests.support.campaigns import CALM, SIMULATED, events_of, hpcrl, snapshot, steps, until
 from tests.support.lab_tools import Lab
 
@@ -79,3 +80,13 @@ def await_clean_nodes(lab: Lab, campaign: CampaignDir) -> None:
         clean = (sys.executable, "-m", "hpcrl.job.step", str(campaign.job(0).root))
         lab.run("srun", "-p", node.rstrip("0123456789"), "-w", node, *clean)
     assert lab.list_shared_memory() == {}
+
+
+def list_faults(campaign: CampaignDir) -> list[str]:
+    return [event["detail"] for event in events_of(campaign, "fault")]
+
+
+def lose(lab: Lab, node: str) -> None:
+    """Kill the node's daemon and everything it has started, and inform Slurm, which notices only after a minute."""
+    outages.break_part(lab.state_dir, node)
+    lab.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
