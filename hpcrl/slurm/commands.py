@@ -196,9 +196,7 @@ def queue_script(script: Path, *options: str, mark: str | None = None, env: Mapp
     return queue_new_script(script, *options, mark=mark, env=env) if known is None else known
 
 
-def queue_new_script(
-    script: Path, *options: str, mark: str | None = None, env: Mapping[str, str] | None = None
-) -> str:
+def queue_new_script(script: Path, *options: str, mark: str | None = None, env: Mapping[str, str] | None = None) -> str:
     """Submit a script to Slurm and return the id of its job.
 
     sbatch may fail though the job is queued: it is found by its `mark`. Raise LostAnswerError if it may be queued and
