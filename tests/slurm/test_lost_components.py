@@ -44,7 +44,7 @@ def test_a_component_continues_without_the_node_that_holds_its_job(lab: Lab, cam
     two = ("-s", "resources.decode.num_workers=2", "-s", "resources.decode.gpus_per_worker=4")
     campaign, _ = start(campaigns, "n", *SEPARATE, *two, "-s", "job.survive_node_loss=true")
     lose(lab, "decode1")
-    until(lambda: "decode continues without decode1" in list_faults(campaign), what="the driver continues without the node")
+    until(lambda: "decode continues without decode1" in list_faults(campaign), what="the node is left out")
     made = len(steps(campaign))
     until(lambda: len(steps(campaign)) > made + 1, what="steps are made without it")
     hpcrl("stop", "n")
