@@ -8,7 +8,6 @@ what has changed by other hands: the files that were submitted, the records them
 """
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -33,7 +32,7 @@ from hpcrl.campaign.fixed_settings import list_fixed_settings
 from hpcrl.campaign.request import CampaignRequest, RequestSource, load_request, resolve_recipe
 from hpcrl.campaign.running_jobs import find_job_states, read_submission
 from hpcrl.campaign.staged_files import find_staging_dir
-from hpcrl.campaign.submission import claim_job, queue_next_jobs, start_job, write_records
+from hpcrl.campaign.submission import claim_job, make_environment, queue_next_jobs, start_job, write_records
 from hpcrl.campaign.submission_checks import check_request, find_room
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved
@@ -45,7 +44,6 @@ from hpcrl.errors import CampaignError, ConfigError, HpcrlError, SlurmError
 from hpcrl.plan.plan import Plan, make_plan
 from hpcrl.plan.records import digest_records, list_edited_records, read_plan, read_record
 from hpcrl.slurm import next_job
-from hpcrl.slurm.submit import make_site_environment
 from hpcrl.system.files import is_file, publish_file, publish_json, read_json, remove_path
 from hpcrl.system.json_records import decode_record
 from hpcrl.system.processes import do_nothing
@@ -173,10 +171,9 @@ def _queue_more(last: JobDir, request: CampaignRequest) -> list[str]:
     submitted = read_submission(last)
     if submitted.scheduler == "local":
         return []
-    plan, site = request.plan, request.site
+    plan, site, env = request.plan, request.site, make_environment(request)
     if not site.nodes_may_submit:
-        return next_job.queue_all_next_jobs(last, plan=plan, site=site, slurm_id=submitted.id)
-    env = os.environ | make_site_environment(site)
+        return next_job.queue_all_next_jobs(last, plan=plan, site=site, slurm_id=submitted.id, env=env)
     id = next_job.queue_next_job(last, plan=plan, site=site, waits_for=submitted.id, env=env)
     return [] if id is None else [id]
 

@@ -210,7 +210,7 @@ def _end_job(job: JobDir, site: Site) -> str:
             resumable = describe_next_start(campaign, f"`hpcrl resume {campaign.name}`")
             return f"campaign {campaign.name}: job {read_submission(job).id} has ended; {resumable}"
     slurm.cancel_job(read_submission(job), site=site)
-    cancel_component_jobs(job, env=slurm.make_job_environment(site))
+    cancel_component_jobs(job, env=os.environ | slurm.make_site_environment(site))
     resumable = describe_next_start(campaign, f"`hpcrl resume {campaign.name}`")
     with contextlib.suppress(OSError):
         publish_json(job.outcome, {"outcome": "stopped", "reason": "cancelled (hpcrl stop --now)", "time": time.time()})

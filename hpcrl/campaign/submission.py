@@ -107,14 +107,19 @@ def preview_scripts(request: CampaignRequest, *, name: str) -> list[str]:
 def start_job(job: JobDir, request: CampaignRequest) -> slurm.SubmittedJob:
     """Submit a job whose directory was made."""
     plan, site = request.plan, request.site
-    script, env = make_job_script(plan, job=job, site=site), slurm.make_job_environment(site)
+    script, env = make_job_script(plan, job=job, site=site), make_environment(request)
     queue_component_jobs(job, plan=plan, site=site, env=env)
     try:
-        return slurm.submit_job(script, job=job, site=site)
+        return slurm.submit_job(script, job=job, site=site, env=env)
     except BaseException:  # also if it may be queued: its directory is removed
         with contextlib.suppress(SlurmError):
             cancel_component_jobs(job, env=env)
         raise
+
+
+def make_environment(request: CampaignRequest) -> dict[str, str]:
+    """Return the environment of the jobs that are submitted from here."""
+    return slurm.make_job_environment(request.site, variables=request.recipe.variables)
 
 
 def queue_next_jobs(
@@ -127,7 +132,8 @@ def queue_next_jobs(
     """Queue the jobs that may follow a job which was submitted, where its nodes may not submit them."""
     if submitted.scheduler == "slurm" and not request.site.nodes_may_submit:
         try:
-            next_job.queue_all_next_jobs(job, plan=request.plan, site=request.site, slurm_id=submitted.id)
+            env = make_environment(request)
+            next_job.queue_all_next_jobs(job, plan=request.plan, site=request.site, slurm_id=submitted.id, env=env)
         except (SlurmError, OSError) as error:
             num = len(next_job.list_next_jobs(job))
             show_note(f"{num} of {request.plan.num_jobs - 1} jobs that may follow are queued: {error}")

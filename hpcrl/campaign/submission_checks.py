@@ -12,8 +12,10 @@ CHECK_TIMEOUT_S, MODEL_CHECK_TIMEOUT_S, MIN_FREE_FILES, MIN_FREE_BYTES  limits o
 """
 
 import os
+import re
 import signal
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
@@ -51,7 +53,7 @@ class PythonMissing(ConfigError):
 def check_plan(request: CampaignRequest) -> list[str]:
     """Check what submission checks, but for Slurm; return notes on what is not certain here."""
     is_here = request.site.scheduler == "local" or slurm.has_slurm()
-    idle = [*_list_unset_variables(request.site), *_list_idle_parts(request.recipe)]
+    idle = [*_list_unset_variables(request.site), *_list_missing_keys(request), *_list_idle_parts(request.recipe)]
     site_notes: list[str] = []
     for check in (check_free_space, check_site_files) if is_here else ():
         try:
@@ -89,7 +91,8 @@ def check_request(request: CampaignRequest) -> list[str]:
     if unchecked := run_model_check(request):
         raise ConfigError(unchecked)
     space = check_free_space(request)
-    return [*_list_idle_parts(request.recipe), *files, *space, *run_length_check(request), *_check_user_code(request)]
+    notes = [*_list_missing_keys(request), *_list_idle_parts(request.recipe), *files, *space]
+    return [*notes, *run_length_check(request), *_check_user_code(request)]
 
 
 def check_site_files(request: CampaignRequest) -> list[str]:
@@ -129,6 +132,16 @@ def _list_unset_variables(site: Site) -> list[str]:
     except SlurmError as error:
         return [f"site.campaigns_dir: {error}; the batch script below has its name"]
     return []
+
+
+def _list_missing_keys(request: CampaignRequest) -> list[str]:
+    """Return a note on each variable of a key that the recipe names and that is not set here."""
+    site, hint = request.site, "jobs will not have it unless a prologue sets it" if request.plan.prologue else ""
+    return [
+        f"{setting}: the variable {name} is not set here, so {hint or 'jobs will not have it'}: export it"
+        for setting, name in request.recipe.key_variables.items()
+        if name not in os.environ and name not in site.environment
+    ]
 
 
 def _list_idle_parts(recipe: Recipe) -> list[str]:
@@ -280,7 +293,8 @@ def _check_user_code(request: CampaignRequest) -> list[str]:
     try:
         with show_wait("the environments and rewards are imported"), NamedTemporaryFile() as file:
             command = [python, "-m", "hpcrl.envs.check", file.name, msgspec.json.encode(judge).decode()]
-            completed = _run_check(command, request, timeout_s=CHECK_TIMEOUT_S)
+            env = _choose_environment(request)
+            completed = _run_check(command, request, timeout_s=CHECK_TIMEOUT_S, env=env)
             *subjects, answer = file.read().decode(errors="replace").split(SUBJECT_END)
     except OSError as error:
         raise PythonMissing(f"the site's python {python!r} cannot be run here: {error.strerror}") from error
@@ -299,12 +313,26 @@ def _check_user_code(request: CampaignRequest) -> list[str]:
             f"{describe_end(completed.returncode)}" + f", its last output: {last[-300:]}" * bool(last)
         )
     if completed.returncode:
-        raise ConfigError(f"recipe {request.shown_recipe!r}: {'; '.join(answer.splitlines())}")
+        hidden = [
+            name
+            for name in os.environ.keys() - env.keys()
+            if len(name) > 2 and re.search(rf"\b{re.escape(name)}\b", answer)
+        ]
+        hint = f" (jobs do not get {', '.join(sorted(hidden))} of this shell: add it to site.exports)" if hidden else ""
+        raise ConfigError(f"recipe {request.shown_recipe!r}: {'; '.join(answer.splitlines())}{hint}")
     return answer.splitlines()
 
 
+def _choose_environment(request: CampaignRequest) -> dict[str, str]:
+    """Return the variables that user code has in the jobs; all of this shell where a prologue may set more."""
+    if request.plan.prologue is not None:
+        return dict(os.environ)
+    own = {name: os.path.expandvars(value) for name, value in request.site.environment.items()}
+    return slurm.choose_exports(request.site, variables=request.recipe.variables) | own
+
+
 def _run_check(
-    command: list[str], request: CampaignRequest, *, timeout_s: float
+    command: list[str], request: CampaignRequest, *, timeout_s: float, env: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[bytes]":
     """Run a check of the recipe, which it reads from its standard input, and end what it leaves behind.
 
@@ -313,7 +341,7 @@ def _run_check(
     with TemporaryFile() as recipe, TemporaryFile() as out, TemporaryFile() as err:
         recipe.write(msgspec.json.encode(request.recipe))
         recipe.seek(0)
-        process = subprocess.Popen(command, stdin=recipe, stdout=out, stderr=err, start_new_session=True)
+        process = subprocess.Popen(command, stdin=recipe, stdout=out, stderr=err, start_new_session=True, env=env)
         try:
             process.wait(timeout_s)
         finally:

@@ -3,6 +3,7 @@
 Each table is one struct, with the meaning under each field; a field without a default is required.
 """
 
+import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -10,9 +11,17 @@ import msgspec
 from msgspec import Meta
 
 from hpcrl.campaign_dir.events import JobOutcome
-from hpcrl.config.toml import JUDGE_NAME_PATTERN, NAME_PATTERN, USER_CODE_PATTERN, LayeredTable, to_struct
+from hpcrl.config.toml import (
+    JUDGE_NAME_PATTERN,
+    NAME_PATTERN,
+    USER_CODE_PATTERN,
+    LayeredTable,
+    flatten_table,
+    to_struct,
+)
 from hpcrl.errors import ConfigError
 from hpcrl.hardware.architecture import ModelArchitecture, guess_architecture, read_architecture
+from hpcrl.system.files import find_variables
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
@@ -39,6 +48,17 @@ ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "reward", "train")
 PLACED_ROLES: tuple[RoleName, ...] = ("env", "prefill", "decode", "train")
 """Roles with their own component, in the order of the components; rewards use spare cores of env's."""
 JUDGE_ROLE_PREFIX = "judge-"
+KEY_OPTIONS = re.compile(r"(^|[._])key_var(iable)?$")
+"""The options that name the variable of a key: `key_variable`, or what ends so."""
+JUDGE_FUNCTION, JUDGE_KEY = "hpcrl.envs.judge:judge", "OPENAI_API_KEY"
+"""The reward function that asks a model elsewhere, and the variable of its key where `key_variable` names none."""
+WANDB_VARIABLES = {
+    "off": (),
+    "offline": ("WANDB_*",),
+    "online": ("WANDB_*", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"),
+}
+MLFLOW_VARIABLES = ("MLFLOW_*", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+"""The variables that trackers read; a pattern passes no name that looks like a secret."""
 UNUSED_GROUP_SETTINGS = {"rollout": {"group_size": 2}, "train": {"num_steps": 0, "groups_per_step": 1}}
 """The settings that groups of episodes need, as a recipe without domains has them."""
 
@@ -838,6 +858,28 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
         return (
             found if judge is None or judge.path is None else {f"judge.{self.teacher_name}.path": judge.path, **found}
         )
+
+    @property
+    def key_variables(self) -> dict[str, str]:
+        """The variables that hold a key, or the address of the notices, by the settings that name them."""
+        found = {
+            setting: value
+            for setting, value in flatten_table(msgspec.to_builtins(self))
+            if KEY_OPTIONS.search(setting) and isinstance(value, str) and value.isidentifier()
+        }
+        webhook = self.notices.webhook
+        return found | ({"notices.webhook": webhook[1:]} if webhook.startswith("$") else {})
+
+    @property
+    def variables(self) -> list[str]:
+        """The variables of the shell that its roles and trackers read: what it names, and some patterns."""
+        named = [*find_variables(msgspec.json.encode(self).decode()), *self.key_variables.values()]
+        if any(
+            domain.reward == JUDGE_FUNCTION and "judge" not in domain.reward_options for domain in self.domains.values()
+        ):
+            named.append(JUDGE_KEY)
+        named += WANDB_VARIABLES[self.metrics.wandb]
+        return [*named, *MLFLOW_VARIABLES] if self.metrics.mlflow else named
 
     @property
     def teacher_name(self) -> str:

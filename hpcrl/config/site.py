@@ -15,6 +15,7 @@ from hpcrl.config.recipe import ConfigTable, Count, CountOrZero, Name
 from hpcrl.config.toml import VARIABLE_PATTERN, load_table, suggest_name, to_struct
 from hpcrl.errors import ConfigError
 from hpcrl.hardware.gpus import DEFAULT_FIT, GPU_CATALOGUE, GpuModel, RooflineFit
+from hpcrl.system.files import find_variables
 
 KnownState = Literal["yes", "no", "unknown"]
 CodecSetting = Literal["auto", "full", "delta"]
@@ -229,8 +230,8 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     environment: dict[EnvironmentName, str] = {}
     """Variables of every process of the jobs; $NAME in a value is expanded on the node."""
     exports: list[str] | None = None
-    """The variables of the shell that jobs get besides those of the system, modules and libraries; a name may end with
-    `*`. None: all of them, also keys and tokens."""
+    """The variables of the shell that jobs get besides the usual ones of the system, modules and libraries, and those
+    that the recipe and the site name; a name may have `*`. ["*"]: all of them, also keys and tokens."""
     temporary_dir: str | None = None
     """The directory of temporary files of each step (TMPDIR), made if it is missing; $NAME is expanded on the node."""
     cache_dir: str | None = None
@@ -257,6 +258,11 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     """The date on which these facts were checked, such as 2026-11-20."""
     sources: list[str] = []
     """The origins of these facts, such as pages of the site's documentation."""
+
+    @property
+    def variables(self) -> list[str]:
+        """The variables that its settings have as $NAME."""
+        return find_variables(msgspec.json.encode(self).decode())
 
     def list_interfaces(self, partition: str) -> list[str]:
         """Return the names or patterns of the interfaces that roles bind to there, the preferred one first."""

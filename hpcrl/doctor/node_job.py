@@ -26,7 +26,7 @@ from hpcrl.plan.components import PerNode, find_account, make_slurm_flags
 from hpcrl.slurm.commands import ask_slurm, cancel_jobs, queue_script
 from hpcrl.slurm.script import read_prologue
 from hpcrl.slurm.step_script import make_step_script, make_step_setup
-from hpcrl.slurm.submit import make_site_environment
+from hpcrl.slurm.submit import make_job_environment
 from hpcrl.system.files import make_private_dir, publish_file, read_last_line, remove_path
 from hpcrl.system.processes import do_nothing
 from hpcrl.system.terminal import print_json, print_line, print_to_stderr, show_wait
@@ -49,7 +49,7 @@ def run_node_jobs(
     site: Site, *, folder: Path, timeout_s: float, show: Callable[[str], object] = do_nothing
 ) -> list[CheckResult]:
     """Submit the jobs, make the file that each waits for, and return what the nodes found."""
-    env = {**os.environ, **make_site_environment(site)}
+    env = make_job_environment(site, variables=())
     make_private_dir(folder)
     results, ids = [], {}
     for label in site.partitions:

@@ -48,7 +48,7 @@ from hpcrl.slurm.component_jobs import (
 from hpcrl.slurm.end_policy import UNCOUNTED_CAUSES, SavedProgress, decide_campaign_end, name_slurm_cause
 from hpcrl.slurm.script import list_excluded_nodes, list_requests, make_job_script, make_mark
 from hpcrl.slurm.status import UNKNOWN, query_job_states
-from hpcrl.slurm.submit import SubmittedJob, make_job_environment, record_submission
+from hpcrl.slurm.submit import SubmittedJob, record_submission
 from hpcrl.system.file_watch import retry_passing
 from hpcrl.system.files import make_private_dir, publish_file, read_json, remove_path
 
@@ -125,12 +125,12 @@ def claim_job_dir(job: JobDir) -> bool:
     return True
 
 
-def queue_all_next_jobs(job: JobDir, *, plan: Plan, site: Site, slurm_id: str) -> list[str]:
+def queue_all_next_jobs(job: JobDir, *, plan: Plan, site: Site, slurm_id: str, env: Mapping[str, str]) -> list[str]:
     """Queue all jobs that may follow `job`, and return their ids.
 
     Each waits for all before it: if some of them are cancelled, the first of the others does not start beside `job`.
     """
-    env, ids = make_job_environment(site), [slurm_id]
+    ids = [slurm_id]
     while (id := queue_next_job(job, plan=plan, site=site, waits_for=":".join(reversed(ids)), env=env)) is not None:
         ids.append(id)
         job = job.next_job

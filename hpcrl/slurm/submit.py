@@ -9,7 +9,7 @@ cancel_job             end a job
 has_slurm, require_slurm  check that Slurm's commands are installed
 make_site_environment  variables that Slurm's commands need to reach a site
 make_job_environment   the environment of a submission
-select_exports, USUAL_EXPORTS  the variables of the shell that jobs get
+choose_exports, select_exports, USUAL_EXPORTS  the variables of the shell that jobs get
 expand_path            expand `~` and variables in a path of a site file
 REQUIRED_COMMANDS      commands that a Slurm site must have
 """
@@ -17,11 +17,12 @@ REQUIRED_COMMANDS      commands that a Slurm site must have
 import contextlib
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -41,21 +42,36 @@ from hpcrl.slurm.commands import (
     run_slurm,
 )
 from hpcrl.slurm.component_jobs import list_start_dependencies
-from hpcrl.slurm.script import make_mark
-from hpcrl.system.files import publish_file
+from hpcrl.slurm.script import make_mark, read_prologue
+from hpcrl.system.files import find_variables, publish_file
 from hpcrl.system.processes import is_alive, read_start_ticks
 
 REQUIRED_COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 USUAL_EXPORTS = (
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LC_*", "TMPDIR", "SLURM_CONF", "HPCRL_*"),
-    *("SCRATCH", "PSCRATCH", "WORK", "PROJECT", "MEMBERWORK", "CFS", "XDG_*", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_*"),
-    *("LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "BASH_ENV", "BASH_FUNC_*", "MODULE*", "LOADEDMODULES", "_LMFILES_*"),
-    *("LMOD_*", "__LMOD_*", "_ModuleTable*", "CRAY*", "PE_*", "ROCM_*", "HIP_*", "HSA_*", "CUDA_*", "NCCL_*", "RCCL_*"),
-    *("UCX_*", "FI_*", "OMPI_*", "MPICH_*", "PMI*", "I_MPI_*", "OMP_*", "MKL_*", "TORCH_*", "PYTORCH_*", "TRITON_*"),
-    *("VLLM_*", "HDF5_*", "HF_HOME", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_DATASETS_*", "TRANSFORMERS_*"),
-    *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_*"),
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "ENV", "BASH_ENV", "BASH_FUNC_*", "TERM", "TZ", "LANG", "LANGUAGE"),
+    *("LC_*", "TMPDIR", "XDG_*", "SLURM_CONF", "HPCRL_*"),
+    # directories, and names of the machine that modules read
+    *("SCRATCH*", "PSCRATCH", "CINECA_SCRATCH", "WORK", "WORKDIR", "WORK2", "STORE", "STOREDIR", "FAST", "DATA", "CFS"),
+    *("PROJECT", "PROJECT_*", "MEMBERWORK", "PROJWORK", "WORLDWORK", "STOCKYARD", "NERSC_*", "LUMI_*", "SYSTEMNAME"),
+    *("CLUSTER_NAME", "BSC_*", "OLCF_*", "TACC_*"),
+    # modules and what they set
+    *("MODULE*", "__MODULES_*", "LOADEDMODULES", "_LMFILES_*", "LMOD_*", "__LMOD_*", "_ModuleTable*", "EBROOT*"),
+    *("EBVERSION*", "EBU_*", "SPACK_*", "UENV_*", "CRAY*", "PE_*", "NVHPC_*", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+    *("LIBRARY_PATH", "CPATH", "*_INCLUDE_PATH", "PKG_CONFIG_PATH", "CMAKE_PREFIX_PATH", "CC", "CXX"),
+    *("PYTHON*", "VIRTUAL_ENV", "CONDA_*", "MAMBA_*", "APPTAINER_*", "SINGULARITY_*", "ENROOT_*", "PODMANHPC_*"),
+    # devices and networks
+    *("CUDA_*", "NVIDIA_*", "ROCM_*", "ROCR_*", "HIP_*", "HSA_*", "AMD_*", "MIOPEN_*", "ZE_*", "ONEAPI_*", "SYCL_*"),
+    *("GPU_DEVICE_ORDINAL", "NCCL_*", "NCCL_IB_PKEY", "RCCL_*", "GLOO_*", "NVSHMEM_*", "UCX_*", "UCX_IB_PKEY", "FI_*"),
+    *("PSM2_*", "PSM3_*", "OMPI_*", "OPAL_PREFIX", "PRTE_*", "MPICH_*", "MV2_*", "PMI*", "I_MPI_*"),
+    # libraries
+    *("OMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "GOMP_*", "MALLOC_*", "TORCH*", "PYTORCH_*", "TRITON_*", "NVTE_*"),
+    *("VLLM_*", "FLASHINFER_*", "HDF5_*", "HF_HOME", "HF_ENDPOINT", "HF_HUB_*", "HF_XET_*", "HF_DATASETS_*"),
+    *("HF_MODULES_CACHE", "TRANSFORMERS_*", "TOKENIZERS_PARALLELISM"),
+    *("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
+    *("SSL_CERT_*", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE"),
 )
-"""The variables that jobs get from the shell where the site names `exports`: none of them is meant for a secret."""
+"""The variables of the shell that all jobs get. None is a secret: a pattern passes no name that looks like one."""
+_SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
 
 
 class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,11 +123,10 @@ def require_slurm(site: Site) -> None:
         )
 
 
-def submit_job(script: str, *, job: JobDir, site: Site) -> SubmittedJob:
-    """Start a job of a campaign and record its id at once."""
-    submitted = (
-        _submit_local(script, job=job, site=site) if site.scheduler == "local" else _submit_slurm(script, job, site)
-    )
+def submit_job(script: str, *, job: JobDir, site: Site, env: Mapping[str, str]) -> SubmittedJob:
+    """Start a job of a campaign, with this environment, and record its id at once."""
+    start = _submit_local if site.scheduler == "local" else _submit_slurm
+    submitted = start(script, job, env)
     record_submission(submitted, job=job)
     return submitted
 
@@ -123,7 +138,7 @@ def record_submission(submitted: SubmittedJob, *, job: JobDir) -> None:
 
 def check_script(script: Path, *, site: Site) -> str:
     """Return Slurm's judgement of the script, without queueing it."""
-    done = run_slurm(["sbatch", "--test-only", str(script)], env=make_job_environment(site))
+    done = run_slurm(["sbatch", "--test-only", str(script)], env=os.environ | make_site_environment(site))
     check_answer("sbatch", done.returncode, done.stderr or done.stdout)
     return (done.stdout + done.stderr).strip()
 
@@ -131,7 +146,7 @@ def check_script(script: Path, *, site: Site) -> str:
 def interrupt_job(submitted: SubmittedJob, *, site: Site) -> None:
     """Ask a running job to end now and clean up; a job that scancel kills cannot clean up."""
     if submitted.scheduler == "slurm":
-        ask_slurm(["scancel", "--batch", "--signal=INT", submitted.id], env=make_job_environment(site))
+        ask_slurm(["scancel", "--batch", "--signal=INT", submitted.id], env=os.environ | make_site_environment(site))
     else:
         _send_signal(submitted, signal.SIGINT)
 
@@ -139,7 +154,7 @@ def interrupt_job(submitted: SubmittedJob, *, site: Site) -> None:
 def cancel_job(submitted: SubmittedJob, *, site: Site) -> None:
     """End a job; it is not an error if the job has already ended."""
     if submitted.scheduler == "slurm":
-        cancel_jobs([submitted.id], env=make_job_environment(site))
+        cancel_jobs([submitted.id], env=os.environ | make_site_environment(site))
     else:
         _send_signal(submitted, signal.SIGTERM)
 
@@ -150,7 +165,7 @@ def _send_signal(submitted: SubmittedJob, sig: signal.Signals) -> None:
         os.kill(submitted.pid, sig)
 
 
-def _submit_local(script: str, *, job: JobDir, site: Site) -> SubmittedJob:
+def _submit_local(script: str, job: JobDir, env: Mapping[str, str]) -> SubmittedJob:
     """Run the script with bash in a separate session; `exec` makes its pid the driver's."""
     publish_file(job.script, script, mode=0o700)
     with job.log("batch").open("ab") as log:
@@ -160,7 +175,7 @@ def _submit_local(script: str, *, job: JobDir, site: Site) -> SubmittedJob:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env=select_exports(os.environ, site.exports),
+            env=env,
         )
     pid = process.pid
     ticks = read_start_ticks(pid)
@@ -168,7 +183,7 @@ def _submit_local(script: str, *, job: JobDir, site: Site) -> SubmittedJob:
     return SubmittedJob(id=f"local-{pid}", scheduler="local", time=time.time(), pid=pid, start_ticks=ticks)
 
 
-def _submit_slurm(script: str, job: JobDir, site: Site) -> SubmittedJob:
+def _submit_slurm(script: str, job: JobDir, env: Mapping[str, str]) -> SubmittedJob:
     import submitit  # noqa: TID251
 
     class HetExecutor(submitit.SlurmExecutor):
@@ -180,10 +195,10 @@ def _submit_slurm(script: str, job: JobDir, site: Site) -> SubmittedJob:
 
         def _make_submission_command(self, submission_file_path: Path) -> list[str]:
             waits = [f"--dependency={start}" for start in list_start_dependencies(job)]
-            return limited_command(["sbatch", *waits, str(submission_file_path)], env=make_job_environment(site))
+            return limited_command(["sbatch", *waits, str(submission_file_path)], env=env)
 
     executor = HetExecutor(folder=job.root)
-    mark, env = make_mark(job), make_job_environment(site)
+    mark = make_mark(job)
     if job.number and (known := find_marked_job(mark, env=env)) is not None:
         cancel_jobs([known], env=env)  # of an earlier try, whose plan may have changed since
     try:
@@ -201,14 +216,28 @@ def _submit_slurm(script: str, job: JobDir, site: Site) -> SubmittedJob:
     return SubmittedJob(id=submitted.job_id, scheduler="slurm", time=time.time())
 
 
-def make_job_environment(site: Site) -> dict[str, str]:
-    """Return the environment of a submission, which is that of its jobs."""
-    return {**select_exports(os.environ, site.exports), **make_site_environment(site)}
+def make_job_environment(site: Site, *, variables: Iterable[str]) -> dict[str, str]:
+    """Return the environment of a submission, which is that of its jobs; `variables` are those of the recipe."""
+    return {**choose_exports(site, variables=variables), **make_site_environment(site)}
 
 
-def select_exports(environ: Mapping[str, str], allowed: Sequence[str] | None) -> dict[str, str]:
-    """Return the variables that jobs may have: all, or those of the system, modules and libraries, and `allowed`."""
-    if allowed is None:
-        return dict(environ)
-    patterns = (*USUAL_EXPORTS, *allowed)
-    return {name: value for name, value in environ.items() if any(fnmatchcase(name, one) for one in patterns)}
+def choose_exports(site: Site, *, variables: Iterable[str]) -> dict[str, str]:
+    """Return the variables of this shell that the jobs get."""
+    prologues = dict.fromkeys(map(site.choose_prologue, site.partitions))
+    of_prologues = [name for prologue in prologues if prologue for name in find_variables(read_prologue(prologue))]
+    named = [*variables, *site.variables, *of_prologues]
+    return select_exports(os.environ, named=named, allowed=site.exports or ())
+
+
+def select_exports(environ: Mapping[str, str], *, named: Iterable[str], allowed: Iterable[str]) -> dict[str, str]:
+    """Return the variables that jobs may have: USUAL_EXPORTS, what recipe and site name, and what the site allows.
+
+    All of them may be patterns; only one that is allowed passes a name that looks like a secret.
+    """
+    known, allowed = frozenset([*USUAL_EXPORTS, *named]), frozenset(allowed)
+
+    def may_pass(name: str) -> bool:
+        patterns = allowed if _SECRET_NAME.search(name) else allowed | known
+        return name in known or any(fnmatchcase(name, one) for one in patterns)
+
+    return {name: value for name, value in environ.items() if may_pass(name)}

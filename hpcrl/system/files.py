@@ -134,6 +134,11 @@ def expand_path(path: str) -> Path:
     return Path(os.path.expandvars(os.path.expanduser(path)))  # noqa: PTH111 - Path.expanduser raises for unknown users
 
 
+def find_variables(text: str) -> list[str]:
+    """Return the names of the variables that a text has as $NAME or ${NAME}."""
+    return re.findall(r"\$\{?([A-Za-z_]\w*)", text)
+
+
 def is_file(path: Path) -> bool:
     """Return whether a path names a file; a name that is too long for the file system does not."""
     return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for a name that is too long

@@ -22,7 +22,8 @@ def test_a_clock_that_jumps_by_hours_ends_and_restarts_nothing(
     for name, value in clock.environ.items():
         monkeypatch.setenv(name, value)
     settings = (*SIMULATED, *CALM, "-s", "train.num_steps=100000", "-s", "job.walltime_min=60")
-    hpcrl("submit", "quickstart", "--site", "local", "--name", "jumps", *settings)
+    exports = ("-s", f"site.exports={[*clock.environ]}")
+    hpcrl("submit", "quickstart", "--site", "local", "--name", "jumps", *settings, *exports)
     campaign = CampaignDir(campaigns / "jumps")
     until(lambda: len(steps(campaign)) > 2, what="steps are made")
     for hours in (5, -7):

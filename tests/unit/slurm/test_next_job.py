@@ -249,7 +249,9 @@ def test_a_job_that_made_every_step_is_followed_if_the_campaign_was_extended_mea
 def test_all_jobs_of_a_chain_are_cancelled_the_last_first(
     campaign: CampaignDir, slurm: Path, asked: CampaignRequest
 ) -> None:
-    ids = next_job.queue_all_next_jobs(campaign.job(0), plan=asked.plan, site=asked.site, slurm_id="4711")
+    ids = next_job.queue_all_next_jobs(
+        campaign.job(0), plan=asked.plan, site=asked.site, slurm_id="4711", env=os.environ
+    )
     assert (ids, campaign.job_numbers()) == (["4712", "4712"], [0, 1, 2])
     next_job.cancel_next_jobs(campaign.job(0))
     assert (slurm / "calls").read_text().endswith("scancel 4712 4712\n")
