@@ -49,9 +49,12 @@ def run_node_jobs(
     site: Site, *, folder: Path, timeout_s: float, show: Callable[[str], object] = do_nothing
 ) -> list[CheckResult]:
     """Submit the jobs, make the file that each waits for, and return what the nodes found."""
-    env = make_job_environment(site, variables=())
     make_private_dir(folder)
     results, ids = [], {}
+    try:
+        env = make_job_environment(site, variables=())
+    except HpcrlError as error:  # of a prologue
+        return [fail_check("node-job", str(error), "correct prologue")]
     for label in site.partitions:
         files = MeetingFiles(folder, label)
         try:

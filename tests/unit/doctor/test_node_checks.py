@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.doctor import node_checks as checks
+from hpcrl.doctor.node_job import run_node_jobs
 from tests.support.plans import make_site
 
 
@@ -173,3 +174,10 @@ def test_a_node_without_vllm_has_the_embedded_engine(monkeypatch: pytest.MonkeyP
     result = checks.check_engine(tmp_path)
     assert result.state == "warning"
     assert 'engine.backend = "embedded"' in result.change
+
+
+def test_a_prologue_that_cannot_be_read_is_a_failed_check_of_the_node_jobs(tmp_path: Path) -> None:
+    site = make_site("local", "prologue=/nowhere/prologue.sh")
+    (result,) = run_node_jobs(site, folder=tmp_path / "jobs", timeout_s=1)
+    assert (result.name, result.state) == ("node-job", "failed")
+    assert "/nowhere/prologue.sh" in result.found
