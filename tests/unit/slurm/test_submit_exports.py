@@ -61,7 +61,7 @@ def test_jobs_get_what_modules_and_libraries_need_and_no_secret() -> None:
     assert choose() == USUAL
 
 
-def test_jobs_get_what_the_site_allows_and_everything_only_where_it_says_so() -> None:
+def test_jobs_get_what_the_site_allows_and_everything_only_if_it_allows_that() -> None:
     assert choose(allowed=["MY_A"]) == USUAL | {"MY_A": "1"}
     assert choose(allowed=["MY_*"]) == USUAL | {"MY_A": "1", "MY_TOKEN": "secret"}
     assert choose(allowed=["*"]) == SHELL
