@@ -26,6 +26,7 @@ from hpcrl.system.processes import read_start_ticks
 from tests.support.campaigns import until
 
 FAKE = Path(__file__).parents[2] / "support" / "fakes" / "squeue"
+ON_FAKES = ("site.account=m1", 'site.exports=["FAKE_SLURM"]')
 PROGRAM = """
 import os, signal, sys, threading, time
 from pathlib import Path
@@ -282,7 +283,7 @@ def killed_guardian(directory: Path, *settings: str, site: str) -> Iterator[tupl
 def test_a_job_whose_driver_drains_without_its_guardian_is_not_followed_by_a_second_one(
     tmp_path: Path, slurm: Path
 ) -> None:
-    with killed_guardian(tmp_path, "site.account=m1", site="perlmutter") as (campaign, driver):
+    with killed_guardian(tmp_path, *ON_FAKES, site="perlmutter") as (campaign, driver):
         with pytest.raises(CampaignError, match="of job 7 was killed, and others of it still run"):
             continuation.resume(str(campaign.root))
         assert not (slurm / "sbatch.calls").exists()
@@ -325,7 +326,7 @@ def test_a_job_that_was_killed_as_a_whole_is_resumed_after_a_silence(
     tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running_jobs, "ALIVE_WITHIN_S", 1.0)
-    with killed_guardian(tmp_path, "site.account=m1", site="perlmutter") as (campaign, driver):
+    with killed_guardian(tmp_path, *ON_FAKES, site="perlmutter") as (campaign, driver):
         os.kill(driver, signal.SIGKILL)
         continuation.resume(str(campaign.root))
         assert len((slurm / "sbatch.calls").read_text().splitlines()) == 1
