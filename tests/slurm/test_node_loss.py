@@ -73,7 +73,10 @@ def test_a_campaign_with_one_step_for_a_role_continues_without_lost_nodes(lab: L
     assert "train continues without train1" in list_faults(campaign)
     (kept,) = list_starts(campaign, KEPT)  # Parsl chooses which of the two workers runs there
     lose(lab, LOST)
-    until(lambda: f"decode continues without {LOST}" in list_faults(campaign), what="the driver continues without the node")
+    until(
+        lambda: f"decode continues without {LOST}" in list_faults(campaign),
+        what="the driver continues without the node",
+    )
     made = len(steps(campaign))
     until(lambda: len(steps(campaign)) > made + 1, what="steps are made without it")
     assert list_starts(campaign, KEPT) == [kept], "the worker on the other node went on"  # the lost one waits for it
