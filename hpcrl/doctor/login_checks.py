@@ -7,6 +7,7 @@ VERSION_GATES       defects of Slurm up to a version, by the MPI plugin of srun
 """
 
 import errno
+import getpass
 import os
 import re
 import shutil
@@ -98,7 +99,7 @@ def ask_for_answers(site: Site) -> SlurmAnswers:
     for line in ask("sinfo", "-h", "-o", "%R|%c|%m|%G").splitlines():
         name, cpus, memory, gres = line.split("|")
         nodes.setdefault(name, []).append((int(cpus.rstrip("+")), int(memory.rstrip("+")), *parse_gres(gres)))
-    user = os.environ.get("USER") or str(os.getuid())
+    user = getpass.getuser()
     return SlurmAnswers(
         config=parse_config(ask("scontrol", "show", "config")),
         partitions=parse_partitions(ask("scontrol", "show", "partition", "-o")),

@@ -75,7 +75,7 @@ def test_a_campaign_with_one_step_for_a_role_continues_without_lost_nodes(lab: L
     lose(lab, LOST)
     until(
         lambda: f"decode continues without {LOST}" in list_faults(campaign),
-        what="the driver continues without the node",
+        what="the job continues without it",
     )
     made = len(steps(campaign))
     until(lambda: len(steps(campaign)) > made + 1, what="steps are made without it")
