@@ -9,8 +9,9 @@ import pytest
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.testing.nodes import courier_pids, processes
 from hpcrl.weights.versions import list_versions, read_transport
-from tests.support.campaigns import CALM, SIMULATED, events_of, hpcrl, outcome, snapshot, steps, until
+from tests.support.campaigns import CALM, SIMULATED, events_of, hpcrl, outcome, pids_of, snapshot, steps, until
 from tests.support.lab_tools import Lab
+from tests.support.listening_sockets import choose_exposed, list_listening
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -34,7 +35,7 @@ def test_a_campaign_whose_mpi_does_not_work_uses_tcp(lab: Lab, campaigns: Path) 
 
 
 def test_a_trainer_on_two_nodes_sends_from_both_after_couriers_or_a_rank_were_killed_and_in_the_next_job(
-    lab: Lab, campaigns: Path
+    lab: Lab, campaigns: Path, home: Path
 ) -> None:
     ranks = ("-s", "resources.train.num_workers=2", "-s", "resources.train.mem_gib_per_worker=9")
     sharded = ("-s", 'train.sharding="full"', "-s", "train.checkpoint_every_steps=2", "-s", "train.num_steps=100000")
@@ -46,6 +47,10 @@ def test_a_trainer_on_two_nodes_sends_from_both_after_couriers_or_a_rank_were_ki
     until(lambda: "train-0" in restarted(campaign), what="the trainer is started again")
     before = len(events_of(campaign, "courier"))
     until(lambda: len(events_of(campaign, "courier")) > before + 2, what="versions are carried again")
+    listening = list_listening(pids_of(home))
+    parts = ("hpcrl.roles train", "interchange", "hpcrl.job.worker_pool decode", "hpcrl.weights.couriers")
+    assert [part for part in parts if not any(part in words for words in listening)] == []
+    assert choose_exposed(listening) == {}
     assert events_of(campaign, "follower"), "a second job waits"
     hpcrl("stop", "s")
     assert outcome(campaign)["outcome"] == "stopped"
