@@ -258,7 +258,7 @@ class JobRuntime:
         """Return the commands of the couriers, one process on every node that publishes or loads weights."""
         indices = sorted({self._plan.role(role).component for role in WEIGHT_ROLES if self._plan.has_role(role)})
         components = [self._plan.components[index] for index in indices]
-        nodes = [node for index in indices for node in self._allocation.nodes[index]]
+        nodes = [node for names in self._allocation.list_distinct_nodes(components).values() for node in names]
         words = ["-m", "hpcrl.weights.couriers", str(self._campaign.root), str(self._job.number)]
         words += [",".join(nodes), ",".join(self._trainer_nodes()), f"--codec={self._site.mpi.codec}"]
         commands = []

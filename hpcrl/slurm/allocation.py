@@ -105,6 +105,14 @@ class JobAllocation:
         """Return the allocation that is left when a node is lost."""
         return replace(self, nodes=[[name for name in names if name != node] for names in self.nodes])
 
+    def list_distinct_nodes(self, components: Sequence[JobComponent]) -> dict[int, list[str]]:
+        """Return the nodes of components, each in the first that has it: Slurm may place several on one node."""
+        found: dict[int, list[str]] = {}
+        for component in components:
+            taken = {name for names in found.values() for name in names}
+            found[component.index] = [name for name in self.nodes[component.index] if name not in taken]
+        return found
+
     def _choose_group(self, index: int) -> list[str]:
         """Return the words that name the part of the allocation with a component."""
         if self.component_ids:
@@ -140,7 +148,7 @@ class JobAllocation:
 
         They are one group for all components where srun can express that, else one for each.
         """
-        nodes = {component.index: self.nodes[component.index] for component in components}
+        nodes = self.list_distinct_nodes(components)
         if not self.het and not self.component_ids:
             return [(components[0].index, _format_node_flags([name for names in nodes.values() for name in names]))]
         if self.het and is_alike and all(len(nodes[component.index]) == component.nodes for component in components):

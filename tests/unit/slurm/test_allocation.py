@@ -53,6 +53,17 @@ def in_one(answers: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str
     return read
 
 
+def test_a_node_that_several_components_have_gets_one_process() -> None:
+    components = planned("lab").components
+    nodes = [["env1"], ["gpu1"], ["gpu1", "gpu2"], ["gpu1"]]
+    allocation = JobAllocation(job_id="123", end_time=0.0, nodes=nodes, het=True)
+    assert allocation.list_distinct_nodes(components[1:]) == {1: ["gpu1"], 2: ["gpu2"], 3: []}
+    [joined] = allocation.node_step_commands(components[1:], lambda _: COMMAND, mpi="pmi2")
+    groups = " ".join(joined).split(" : ")
+    assert [option(group.split(), "nodelist") for group in groups] == ["gpu1", "gpu2"]
+    assert [option(group.split(), "het-group") for group in groups] == ["1", "2"]
+
+
 def test_nodes_of_one_allocation_are_distributed_in_order(in_one: Callable[[str, str], JobAllocation]) -> None:
     assert in_one("gpu[1-4]", "gpu1").nodes == [["gpu1"], ["gpu2"], ["gpu3"], ["gpu4"]]
 
