@@ -40,6 +40,7 @@ def test_the_job_of_a_component_that_lost_its_node_is_not_started_again_and_the_
     hpcrl("stop", "d", "--now")
 
 
+@pytest.mark.long
 def test_a_component_continues_without_the_node_that_holds_its_job(lab: Lab, campaigns: Path) -> None:
     two = ("-s", "resources.decode.num_workers=2", "-s", "resources.decode.gpus_per_worker=4")
     campaign, _ = start(campaigns, "n", *SEPARATE, *two, "-s", "job.survive_node_loss=true")
