@@ -224,7 +224,7 @@ class JobDrain:
             limit = self._use.find_drain(now=self.read_time(), job_start=self._started_at, drain_s=drain_s)
             if limit is not None:
                 return limit
-        if allocation.component_ids and self._component_looks.is_due():
+        if allocation.separate_jobs and self._component_looks.is_due():
             ended = allocation.find_ended_component(timeout_s=END_QUERY_TIMEOUT_S)
             if ended is not None:
                 return self._plan_component_loss(*ended, drain_s=drain_s, allocation=allocation)
@@ -248,7 +248,7 @@ class JobDrain:
         lost = query_lost_nodes(allocation.nodes[index], env=os.environ, timeout_s=END_QUERY_TIMEOUT_S)
         cause = "node-failure" if lost else name_slurm_cause("preempted" if state in WAITING else state)
         return DrainRequest(
-            reason=f"the job of {allocation.component_roles[index]} has ended ({state})",
+            reason=f"the job of {allocation.separate_jobs[index].roles} has ended ({state})",
             grace_s=drain_s,
             cause="cancellation" if cause == "unknown" else cause,
             kill_time=self.read_time() + drain_s + allocation.kill_wait_s,

@@ -39,6 +39,16 @@ RUNNING_STATES = ACTIVE - {"completing"}
 _SCHEDULE_FORMAT = "State:30,EndTime:30,PreemptTime:30"
 
 
+class SeparateJob(NamedTuple):
+    """The job of one component."""
+
+    id: str
+    roles: str
+    """The roles, for messages."""
+    started_at: float | None = None
+    """None for the driver's, whose end Slurm names."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobAllocation:
     """The nodes and the time that Slurm allocated; without a scheduler, this machine."""
@@ -50,12 +60,8 @@ class JobAllocation:
     """Node names of each component."""
     het: bool = False
     """True if components are het groups; otherwise they share the nodes of one plain job."""
-    component_ids: list[str] = field(default_factory=list)
-    """Slurm's id of each component's job, where each has one."""
-    component_roles: list[str] = field(default_factory=list)
-    """The roles of each, for messages."""
-    component_starts: list[float] = field(default_factory=list)
-    """The times when those but the first have started."""
+    separate_jobs: list["SeparateJob"] = field(default_factory=list)
+    """The job of each component, where each has one; the driver's is the first."""
     kill_wait_s: float = DEFAULT_KILL_WAIT_S
     """Time between SIGTERM and SIGKILL at the end of a job."""
 
@@ -80,22 +86,23 @@ class JobAllocation:
     def query_schedule(self, *, timeout_s: float = COMMAND_TIMEOUT_S) -> "JobSchedule | None":
         """Ask Slurm when the job ends: where each component has a job, with the first of them that does."""
         assert self.job_id is not None
-        if not self.component_ids:
+        if not self.separate_jobs:
             return query_schedule(self.job_id, timeout_s=timeout_s)
-        found = query_component_schedules(self.component_ids, timeout_s=timeout_s)
-        return join_schedules([found.get(id) for id in self.component_ids]) if found else None
+        ids = [one.id for one in self.separate_jobs]
+        found = query_component_schedules(ids, timeout_s=timeout_s)
+        return join_schedules([found.get(id) for id in ids]) if found else None
 
     def name_separate_job(self, node: str) -> str | None:
         """Return the roles of the separate job that has a node; None for the driver's, and where there is only one."""
-        parts = zip(self.component_roles[1:], self.nodes[1:], strict=False)
-        return next((roles for roles, nodes in parts if node in nodes), None)
+        parts = zip(self.separate_jobs[1:], self.nodes[1:], strict=False)
+        return next((one.roles for one, nodes in parts if node in nodes), None)
 
     def find_ended_component(self, *, timeout_s: float = COMMAND_TIMEOUT_S) -> tuple[int, str] | None:
         """Ask Slurm whether the job of a component has ended; return the first one, and its state."""
-        found = query_component_schedules(self.component_ids, timeout_s=timeout_s)
+        found = query_component_schedules([one.id for one in self.separate_jobs], timeout_s=timeout_s)
         if self.job_id not in found:  # no answer
             return None
-        for index, id in enumerate(self.component_ids[1:], 1):
+        for index, (id, *_) in enumerate(self.separate_jobs[1:], 1):
             state = found[id].state.lower() if id in found else ""
             if state not in RUNNING_STATES:
                 return index, "preempted" if id in found and found[id].is_preempted else state or "no longer listed"
@@ -115,8 +122,8 @@ class JobAllocation:
 
     def _choose_group(self, index: int) -> list[str]:
         """Return the words that name the part of the allocation with a component."""
-        if self.component_ids:
-            return [f"--jobid={self.component_ids[index]}"]
+        if self.separate_jobs:
+            return [f"--jobid={self.separate_jobs[index].id}"]
         return [f"--het-group={index}"] if self.het else []
 
     def node_step_commands(
@@ -139,7 +146,7 @@ class JobAllocation:
             [*node_flags, *shape, *commands[index]]
             for index, node_flags in self._make_node_flags(components, is_alike=is_alike)
         ]
-        if self.component_ids:
+        if self.separate_jobs:
             return [["srun", *group] for group in groups]
         return [["srun", *groups[0], *(word for group in groups[1:] for word in (":", *group))]]
 
@@ -149,7 +156,7 @@ class JobAllocation:
         They are one group for all components where srun can express that, else one for each.
         """
         nodes = self.list_distinct_nodes(components)
-        if not self.het and not self.component_ids:
+        if not self.het and not self.separate_jobs:
             return [(components[0].index, _format_node_flags([name for names in nodes.values() for name in names]))]
         if self.het and is_alike and all(len(nodes[component.index]) == component.nodes for component in components):
             return [(components[0].index, [f"--het-group={','.join(map(str, nodes))}"])]
@@ -197,15 +204,14 @@ def read_own_nodes(plan: Plan, job: JobDir) -> JobAllocation:
     for component, names in zip(plan.components, nodes, strict=True):
         if len(names) != component.nodes:
             raise SlurmError(f"component {component.index} has {len(names)} nodes, and the plan has {component.nodes}")
-    ordered = [lease for _, lease in sorted(leases.items())]
+    roles = ["+".join(part.roles) for part in plan.components]
+    others = [SeparateJob(leases[index].slurm_id, roles[index], leases[index].time) for index in sorted(leases)]
     return JobAllocation(
         job_id=job_id,
         end_time=math.inf,
         nodes=nodes,
         het=het,
-        component_ids=[job_id, *(lease.slurm_id for lease in ordered)] if ordered else [],
-        component_roles=["+".join(part.roles) for part in plan.components] if ordered else [],
-        component_starts=[lease.time for lease in ordered],
+        separate_jobs=[SeparateJob(job_id, roles[0]), *others] if others else [],
     )
 
 
@@ -314,4 +320,5 @@ def _find_end_time(allocation: JobAllocation, plan: Plan) -> float:
         return schedule.end_time
     named = os.environ.get("SLURM_JOB_END_TIME", "")  # not set everywhere
     own_end = float(named) if named.isdecimal() else time.time() + walltime_s
-    return min([own_end, *(start + walltime_s for start in allocation.component_starts)])
+    starts = [one.started_at for one in allocation.separate_jobs if one.started_at is not None]
+    return min([own_end, *(start + walltime_s for start in starts)])

@@ -14,7 +14,7 @@ from hpcrl.config.recipe import LimitsConfig
 from hpcrl.job import job_drain
 from hpcrl.job.job_drain import DrainLimits, JobDrain
 from hpcrl.job.supervision import CampaignUse, DrainMargin, DrainRequest, LookInterval, UsedHours
-from hpcrl.slurm.allocation import JobAllocation
+from hpcrl.slurm.allocation import JobAllocation, SeparateJob
 from hpcrl.system.files import make_private_dir
 from tests.support.campaigns import until
 
@@ -287,8 +287,7 @@ SEPARATE = JobAllocation(
     job_id="7",
     end_time=1e12,
     nodes=[["n"], ["g1"], ["t1"]],
-    component_ids=["7", "8", "9"],
-    component_roles=["env+reward", "decode", "train"],
+    separate_jobs=[SeparateJob("7", "env+reward"), SeparateJob("8", "decode", 0.0), SeparateJob("9", "train", 0.0)],
 )
 
 
