@@ -22,7 +22,7 @@ from hpcrl.doctor.node_checks import NodeRequest
 from hpcrl.doctor.node_meeting import MeetingFiles, collect_links, introduce_nodes, judge_term
 from hpcrl.doctor.result import MARKS, CheckResult, DoctorReport, fail_check, print_results, write_facts
 from hpcrl.errors import ConfigError, HpcrlError, SlurmError
-from hpcrl.plan.components import PerNode, find_account, make_slurm_flags
+from hpcrl.plan.components import WHOLE_MEMORY, PerNode, find_account, make_slurm_flags
 from hpcrl.slurm.commands import ask_slurm, cancel_jobs, queue_script
 from hpcrl.slurm.script import read_prologue
 from hpcrl.slurm.step_script import make_step_script, make_step_setup
@@ -123,7 +123,8 @@ def make_node_script(site: Site, label: str, *, request: Path, log: Path) -> str
         publish_file(script, step, mode=0o700)
     setup = make_step_setup(site, label, script=script, binds=binds)
     size = [f"--cpus-per-task={NUM_CPUS * part.threads_per_core}"]
-    size += [f"--mem={mem_gib}G"] if part.mem_flag and not part.exclusive else []
+    if part.mem_flag:
+        size.append(WHOLE_MEMORY if part.exclusive else f"--mem={mem_gib}G")
     size += ["--gres=gpu:1"] if part.gpus_per_node else []
     python = setup.python or site.choose_python(label)
     command = ["srun", "--nodes=1", "--ntasks=1", *size, "--mpi=none", *setup.srun_flags, *setup.words]
@@ -138,7 +139,9 @@ def make_node_script(site: Site, label: str, *, request: Path, log: Path) -> str
 
 
 def _find_memory(part: SitePartition) -> int:
-    """Return the memory of a node's step, which a vLLM server needs more of."""
+    """Return the memory of a node's step: all, or what is enough, and a vLLM server needs more."""
+    if part.exclusive:
+        return int(part.mem_gib_per_node)
     if not part.gpus_per_node:
         return MEM_GIB
     share = int(part.mem_gib_per_gpu or part.mem_gib_per_node / part.gpus_per_node)
@@ -153,7 +156,7 @@ def _write_request(site: Site, files: MeetingFiles) -> None:
         site=site,
         partition=label,
         cpus=NUM_CPUS * part.threads_per_core,
-        mem_gib=_find_memory(part) if part.mem_flag and not part.exclusive else None,
+        mem_gib=_find_memory(part) if part.mem_flag else None,
         has_engine=label in list_engine_partitions(site),
         signal_file=str(files.signal),
         script=str(files.script),

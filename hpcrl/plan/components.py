@@ -8,7 +8,7 @@ plan_reward_jobs          separate jobs for rewards
 make_slurm_flags          the sbatch flags of one of them
 find_account              the account that a partition is charged to
 JobComponent, PerNode, RewardJobPlan    the results
-EXCLUDE_FLAG              the flag that names nodes to avoid
+EXCLUDE_FLAG, WHOLE_MEMORY  flags
 FLAG_KEYS                 the keys that flags are made of, which no site may give as further flags
 """
 
@@ -25,6 +25,8 @@ from hpcrl.errors import PlanError
 from hpcrl.plan.demand import PartitionChoice, compute_node_needs, count_dealt_gpus, sum_node_needs
 
 EXCLUDE_FLAG = "--exclude="
+WHOLE_MEMORY = "--mem=0"
+"""The flag that asks for all memory of a node, or in a step for all that the job has there."""
 _KEYS_WITH_FLAGS = {
     "resources.ROLE.num_workers": "--nodes -N --ntasks -n --ntasks-per-node",
     "resources.ROLE.cpus_per_worker": "--cpus-per-task -c",
@@ -192,7 +194,7 @@ def _refuse_own_flags(further: Sequence[str], *, own: Sequence[str], place: str)
     keys = {FLAG_KEYS.get(name) for flag in (*own, *_SCRIPT_FLAGS) for name in _find_flag_names(flag)}
     if "gres_type" in keys:
         keys.add("gpus_per_node")
-    for flag in further:
+    for flag in (one for one in further if one not in own):
         for name in _find_flag_names(flag):
             if (key := FLAG_KEYS.get(name)) in keys and key is not None:
                 raise PlanError(f"{place} with {flag!r}, which hpcrl sets from {key}: set that, and remove the flag")
@@ -289,8 +291,8 @@ def make_slurm_flags(nodes: int, per_node: PerNode, label: str, *, account: str 
         "reservation": partition.reservation,
     }
     flags += [f"--{name}={value}" for name, value in chosen.items() if value]
-    if partition.mem_flag and not partition.exclusive:
-        flags.append(f"--mem={mem_gib}G")
+    if partition.mem_flag:  # without it a whole node has Slurm's default, often a few GiB a core
+        flags.append(WHOLE_MEMORY if partition.exclusive else f"--mem={mem_gib}G")
     if partition.exclusive:
         flags.append("--exclusive")
     if gpus:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.config.site import STEP_DEVICE_VARIABLES
 from hpcrl.errors import SlurmError
-from hpcrl.plan.components import JobComponent
+from hpcrl.plan.components import WHOLE_MEMORY, JobComponent
 from hpcrl.plan.plan import Plan
 from hpcrl.slurm.commands import COMMAND_TIMEOUT_S, expand_nodes, run_slurm, try_slurm
 from hpcrl.slurm.component_jobs import ComponentLease, read_leases
@@ -75,7 +75,9 @@ class JobAllocation:
         if self.job_id is None:
             return []
         size = [f"--cpus-per-task={cpus}"]
-        if any(flag.startswith("--mem") for flag in component.slurm_flags):
+        if WHOLE_MEMORY in component.slurm_flags:
+            size.append(WHOLE_MEMORY)
+        elif any(flag.startswith("--mem") for flag in component.slurm_flags):
             size.append(f"--mem={int(mem_gib * 1024)}M")
         size.append(f"--gres=gpu:{gpus}" if gpus else "--gres=none")
         place = _format_node_flags(nodes)
@@ -138,7 +140,7 @@ class JobAllocation:
         """
         shape = ["--ntasks-per-node=1", "--cpu-bind=none", "--gres=none"]
         if all(any(flag.startswith("--mem") for flag in component.slurm_flags) for component in components):
-            shape.append("--mem=0")
+            shape.append(WHOLE_MEMORY)
         shape += ["--overlap", "--kill-on-bad-exit=1", f"--mpi={mpi}", "--unbuffered"]
         commands = {component.index: list(make_command(component)) for component in components}
         is_alike = len({tuple(command) for command in commands.values()}) == 1

@@ -13,6 +13,7 @@
 #SBATCH --constraint=cpu
 #SBATCH --qos=regular
 #SBATCH --account=m1234
+#SBATCH --mem=0
 #SBATCH --exclusive
 #SBATCH --network=job_vni,single_node_vni
 #SBATCH hetjob
@@ -28,6 +29,7 @@
 #SBATCH --constraint=gpu
 #SBATCH --qos=regular
 #SBATCH --account=m1234_g
+#SBATCH --mem=0
 #SBATCH --exclusive
 #SBATCH --gpus-per-node=4
 #SBATCH --network=job_vni,single_node_vni
@@ -45,6 +47,7 @@
 #SBATCH --constraint=gpu&hbm80g
 #SBATCH --qos=regular
 #SBATCH --account=m1234_g
+#SBATCH --mem=0
 #SBATCH --exclusive
 #SBATCH --gpus-per-node=4
 #SBATCH --network=job_vni,single_node_vni
@@ -62,6 +65,7 @@
 #SBATCH --constraint=gpu
 #SBATCH --qos=regular
 #SBATCH --account=m1234_g
+#SBATCH --mem=0
 #SBATCH --exclusive
 #SBATCH --gpus-per-node=4
 #SBATCH --network=job_vni,single_node_vni

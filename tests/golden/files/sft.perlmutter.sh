@@ -13,6 +13,7 @@
 #SBATCH --constraint=gpu
 #SBATCH --qos=regular
 #SBATCH --account=m1234_g
+#SBATCH --mem=0
 #SBATCH --exclusive
 #SBATCH --gpus-per-node=4
 #SBATCH --network=job_vni,single_node_vni

@@ -10,6 +10,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.site import Site, load_site
 from hpcrl.errors import PlanError
 from hpcrl.plan.plan import Plan, make_plan
+from hpcrl.slurm.allocation import JobAllocation
 from hpcrl.slurm.script import make_batch_script
 from tests.support.plans import make_recipe, plan_recipe, refuse_plan
 
@@ -395,6 +396,15 @@ def test_to_survive_node_loss_every_component_has_two_nodes() -> None:
     assert all(component.nodes == 2 for component in made.components)
     script = make_batch_script(made, job=CampaignDir(Path("/c/x")).job(0), python="python")
     assert script.count("--no-kill") == len(made.components)
+
+
+def test_whole_nodes_are_asked_for_with_all_their_memory() -> None:
+    plan = plan_recipe()
+    assert all("--mem=0" not in component.slurm_flags for component in plan.components)
+    whole = plan_recipe("site.partitions.train.exclusive=true", site="lab").components[-1]
+    assert {"--mem=0", "--exclusive"} <= set(whole.slurm_flags)
+    allocation = JobAllocation(job_id="1", end_time=0.0, nodes=[["t1"]])
+    assert "--mem=0" in allocation.step_prefix(whole, ["t1"], cpus=1, mem_gib=1, gpus=1)
 
 
 def test_cost_counts_whole_nodes_where_they_are_exclusive() -> None:
