@@ -199,7 +199,7 @@ def _add_doctor(commands: "CommandParsers") -> None:
     doctor = commands.add_parser("doctor", help="check a site file against the machine it describes")
     doctor.add_argument("--site", required=True, help="a site's name or file")
     _add_settings(doctor, help="override a key of the site (account=m1234)")
-    doctor.add_argument("--job", action="store_true", help="also check a node of each partition, by short jobs")
+    doctor.add_argument("--job", action="store_true", help="also check nodes of each partition, by short jobs")
     doctor.add_argument("--timeout", type=float, default=900.0, metavar="S", help="the time to wait for them (900 s)")
     doctor.add_argument("--json", action="store_true")
     doctor.set_defaults(run="sites:run_doctor")

@@ -59,4 +59,6 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
     settings = tuple(setting.removeprefix("site.") for setting in arguments.settings)
     site = load_site(arguments.site, settings=settings)
-    return check_site(site, has_job=arguments.job, as_json=arguments.json, timeout_s=arguments.timeout)
+    return check_site(
+        site, has_job=arguments.job, as_json=arguments.json, timeout_s=arguments.timeout, is_changed=bool(settings)
+    )

@@ -3,6 +3,7 @@
 check_rates   how many small files are written durably, and opened, in a second
 check_hdf5    whether segments can be written
 check_lag     how late a file of another node is seen
+make_signal   make that file, on the other node
 """
 
 import os
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcrl.doctor.result import CheckResult, fail_check, pass_check, warn_check
+from hpcrl.system.files import publish_file
 
 MIN_FSYNCS_PER_S = 20.0
 MIN_OPENS_PER_S = 100.0
@@ -22,6 +24,10 @@ NUM_BYTES = 4096
 LAG_TIMEOUT_S = 90.0
 MAX_LAG_S = 5.0
 SIGNAL_POLL_INTERVAL_S = 0.1
+SIGNAL_DELAY_S = 3.0
+"""The time between a node's first look for a file and the making of it: file systems remember that it was absent."""
+MAX_CHECKS_S = 600.0
+"""The time that the other node may take before it looks."""
 HDF5_TIMEOUT_S = 60.0
 HDF5_PROBE = """
 import h5py, sys
@@ -72,6 +78,16 @@ def check_hdf5(folder: Path) -> CheckResult:
     if done.returncode:
         return fail_check("hdf5", done.stderr.strip().rpartition("\n")[2], change)
     return pass_check("hdf5", "a file was written and read")
+
+
+def make_signal(signal_file: Path) -> None:
+    """Make the file that another node waits for, some time after that has looked for it."""
+    looked, deadline = signal_file.with_suffix(".looked"), time.monotonic() + MAX_CHECKS_S
+    while not looked.exists() and time.monotonic() < deadline:
+        time.sleep(SIGNAL_POLL_INTERVAL_S)
+    time.sleep(SIGNAL_DELAY_S)
+    if not signal_file.exists():
+        publish_file(signal_file, str(time.time()))
 
 
 def check_lag(signal_file: Path) -> CheckResult:

@@ -22,6 +22,7 @@ from hpcrl.doctor.file_checks import check_rates
 from hpcrl.doctor.node_meeting import MIN_TERM_S
 from hpcrl.doctor.result import CheckResult, fail_check, leave_unknown, pass_check, warn_check
 from hpcrl.errors import HpcrlError, PlanError
+from hpcrl.plan.components import PerNode, find_account, list_job_flags, make_slurm_flags
 from hpcrl.slurm.commands import run_slurm
 from hpcrl.slurm.script import read_prologue
 from hpcrl.slurm.site_detection import parse_config, parse_gres, parse_partitions
@@ -57,15 +58,18 @@ class SlurmAnswers:
     licenses: list[str] = field(default_factory=list)
 
 
-def run_login_checks(site: Site, *, campaigns: Path) -> Iterator[CheckResult]:
-    """Yield the results, the cheap ones first."""
+def run_login_checks(site: Site, *, campaigns: Path | None) -> Iterator[CheckResult]:
+    """Yield the results, the cheap ones first; without a directory of campaigns it is not looked at."""
     if site.scheduler == "slurm":
         yield (commands := check_commands())
         if commands.state == "ok":
             yield from _check_slurm(site)
-    yield from check_campaigns_dir(campaigns)
-    for label in [None, *(name for name, part in site.partitions.items() if part.python)]:
-        yield check_python(site.choose_python(label))
+    yield from check_flags(site)
+    if campaigns is not None:
+        yield from check_campaigns_dir(campaigns)
+    keys = {"python": site.choose_python(None)}
+    keys |= {f"partitions.{label}.python": part.python for label, part in site.partitions.items() if part.python}
+    yield from (check_python(python, key=key) for key, python in keys.items())
     prologues = {site.choose_prologue(label) for label in site.partitions}
     yield from (check_prologue(name) for name in sorted(filter(None, prologues)))
     yield from check_image(site)
@@ -105,7 +109,8 @@ def ask_for_answers(site: Site) -> SlurmAnswers:
         partitions=parse_partitions(ask("scontrol", "show", "partition", "-o")),
         nodes=nodes,
         accounts=ask("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account").splitlines(),
-        qos=ask("sacctmgr", "-nP", "show", "qos", "format=name").splitlines(),
+        qos=re.findall(r"[^,\s]+", ask("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=qos"))
+        or ask("sacctmgr", "-nP", "show", "qos", "format=name").splitlines(),
         reservations=re.findall(r"ReservationName=(\S+)", ask("scontrol", "show", "reservation")),
         licenses=re.findall(r"LicenseName=(\S+)", ask("scontrol", "show", "licenses")),
     )
@@ -155,6 +160,7 @@ def check_partitions(answers: SlurmAnswers, site: Site) -> Iterator[CheckResult]
             continue
         if fields.get("State") != "UP":
             yield warn_check(name, f"it is {fields.get('State', 'in no state')}", "wait, or choose another partition")
+            continue
         allowed = _read_minutes(fields.get("MaxTime", ""))
         if allowed is not None and allowed < part.max_walltime_min:
             change = f"set {where}.max_walltime_min = {allowed}"
@@ -188,9 +194,9 @@ def _compare_nodes(label: str, answers: SlurmAnswers, site: Site) -> CheckResult
         (num_gpus >= part.gpus_per_node, f"{num_gpus} GPUs a node", f"set {where}.gpus_per_node = {num_gpus}"),
         (part.gres_type in (None, gpu), f"GPUs of type {gpu!r}", f"set {where}.gres_type = {gpu!r}"),
     )
-    for is_right, found, change in checks:
-        if not is_right:
-            return fail_check(name, found, change)
+    wrong = [(found, change) for is_right, found, change in checks if not is_right]
+    if wrong:
+        return fail_check(name, ", ".join(found for found, _ in wrong), "; ".join(change for _, change in wrong))
     return pass_check(name, f"{cpus} CPUs, {memory_mib // 1024} GiB, {num_gpus} GPUs {gpu}".rstrip())
 
 
@@ -231,8 +237,11 @@ def check_names(answers: SlurmAnswers, site: Site) -> Iterator[CheckResult]:
     for key, name, known in wanted:
         if name in known:
             yield pass_check(key, name)
+        elif not known and key.endswith(".qos"):
+            yield leave_unknown(key, f"sacctmgr reports no QOS: whether {name!r} is yours is not known")
         else:
-            yield fail_check(key, f"Slurm has no {name!r}", f"correct {key}: it has {', '.join(known) or 'none'}")
+            found = ", ".join(dict.fromkeys(known)) or "none"
+            yield fail_check(key, f"Slurm has no {name!r} for you", f"correct {key}: there is {found}")
 
 
 def check_kill_wait(answers: SlurmAnswers) -> CheckResult:
@@ -285,9 +294,21 @@ def _check_free_space(existing: Path) -> CheckResult:
     return pass_check("free-space", f"{free_gib:.0f} GiB")
 
 
-def check_python(python: str) -> CheckResult:
-    """Check that an interpreter of the jobs has hpcrl and what a driver needs."""
-    change = f"install hpcrl there (`{python} -m pip install 'hpcrl[local]'`), or correct `python`"
+def check_flags(site: Site) -> Iterator[CheckResult]:
+    """Check that no further flag contradicts what hpcrl asks Slurm for."""
+    for label, part in site.partitions.items() if site.scheduler == "slurm" else ():
+        size = PerNode(cpus=1, mem_gib=1, gpus=min(part.gpus_per_node, 1))
+        try:
+            list_job_flags(site, make_slurm_flags(1, size, label, account=find_account(site, part), site=site))
+        except PlanError as error:
+            yield fail_check(f"partition {label}", str(error), "remove the flag")
+
+
+def check_python(python: str, *, key: str = "python") -> CheckResult:
+    """Check that an interpreter of the jobs has hpcrl and what a driver needs; `key` names it in the site file."""
+    if python.startswith("/") and not Path(python).exists():
+        return fail_check("python", f"{key}: {python} does not exist here", f"correct {key}")
+    change = f"install hpcrl there (`{python} -m pip install 'hpcrl[local]'`), or correct {key}"
     try:
         done = subprocess.run(
             [python, "-c", PYTHON_PROBE], capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S, check=False

@@ -15,13 +15,21 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.campaign.directory import show_campaigns_root
+from hpcrl.campaign.directory import find_campaigns_root
 from hpcrl.config.site import Site, SitePartition
 from hpcrl.doctor.login_checks import run_login_checks
-from hpcrl.doctor.node_checks import NodeRequest
+from hpcrl.doctor.node_checks import NodeRequest, run_machine_checks
 from hpcrl.doctor.node_meeting import MeetingFiles, collect_links, introduce_nodes, judge_term
-from hpcrl.doctor.result import MARKS, CheckResult, DoctorReport, fail_check, print_results, write_facts
-from hpcrl.errors import ConfigError, HpcrlError, SlurmError
+from hpcrl.doctor.result import (
+    MARKS,
+    CheckResult,
+    DoctorReport,
+    fail_check,
+    leave_unknown,
+    print_results,
+    write_facts,
+)
+from hpcrl.errors import HpcrlError, SlurmError
 from hpcrl.plan.components import WHOLE_MEMORY, PerNode, find_account, make_slurm_flags
 from hpcrl.slurm.commands import ask_slurm, cancel_jobs, queue_script
 from hpcrl.slurm.script import read_prologue
@@ -32,6 +40,7 @@ from hpcrl.system.processes import do_nothing
 from hpcrl.system.terminal import print_json, print_line, print_to_stderr, show_wait
 
 WALLTIME_MIN = 20
+FOLDER_PREFIX = "doctor-"
 EXIT_FOUND_FAULTS = 1
 NUM_CPUS = 2
 MEM_GIB = 2
@@ -41,8 +50,16 @@ LINKS_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 90.0
 """The time that cancelled jobs may take to end: nodes note for 20 s whether they are still alive."""
 RESULT_POLL_INTERVAL_S = 1.0
-SIGNAL_DELAY_S = 3.0
-"""The time between a node's first look for a file and the making of it: file systems remember that it was absent."""
+NUM_NODES = 2
+"""The nodes of a partition's job: MPI, files and connections are tried between them."""
+ENDLESS_REASONS = ("PartitionDown", "PartitionInactive", "BadConstraints", "AccountNotAllowed", "QOSNotAllowed")
+"""Slurm's reasons with which a job does not start, however long the queue is."""
+OLD_S = 86400.0
+"""The age at which folders of earlier runs are removed."""
+SIGNAL_PATIENCE_S = 20.0
+"""The time after which the login node makes the file that a node waits for, if no second one has."""
+MEETING_CHECKS = ("routes", "signals")
+"""The checks that are unknown where the jobs of partitions have not run at the same time."""
 
 
 def run_node_jobs(
@@ -65,28 +82,39 @@ def run_node_jobs(
             change = f"correct partitions.{label}, so that Slurm accepts a job there"
             results.append(_place(fail_check("node-job", str(error), change), label))
     try:
-        _await_results(ids, env=env, timeout_s=timeout_s)
-        met = [files for files in ids if files.results.exists() and _are_alive([ids[files]], env=env)]
+        states = _await_results(ids, env=env, timeout_s=timeout_s)
+        met = [files for files in ids if files.results.exists() and ids[files] in states]
         if met:
             show("the nodes try to reach each other, and are sent SIGTERM: half a minute")
             _await_links(introduce_nodes(met))
     finally:
         cancel_jobs(ids.values(), env=env)
     _await_end(ids.values(), env=env)
-    for files in ids:
-        found = _read_results(files, timeout_s=timeout_s) + collect_links(files)
-        found += [judge_term(files)] if files in met else []
-        results += [_place(result, files.label) for result in found]
+    for files, id in ids.items():
+        state = states.get(id)
+        results += [_place(result, files.label) for result in _read_results(files, state=state, timeout_s=timeout_s)]
+        for node in (files, files.second):
+            results += [_place(result, node.label) for result in collect_links(node)]
+        if files in met:
+            results.append(_place(judge_term(files), files.label))
+            if not files.links.exists():
+                results.append(_place(leave_unknown("routes", "the node has not tried to reach others"), files.label))
+        elif files.results.exists():
+            why = "its job ended before those of the other partitions ran: try again when queues are shorter"
+            results += [_place(leave_unknown(name, why), files.label) for name in MEETING_CHECKS]
     return results
 
 
-def _await_results(ids: dict[MeetingFiles, str], *, env: dict[str, str], timeout_s: float) -> None:
-    """Wait until every node has stored its results, or cannot any more."""
+def _await_results(ids: dict[MeetingFiles, str], *, env: dict[str, str], timeout_s: float) -> dict[str, str]:
+    """Wait until every node has stored its results, or cannot any more; return the states of the jobs that are left."""
     deadline = time.monotonic() + timeout_s
-    while waiting := [files for files in ids if not files.results.exists()]:
+    while True:
+        waiting = [files for files in ids if not files.results.exists()]
+        states = _query_states(ids.values(), env=env)
+        left = [states[ids[files]] for files in waiting if ids[files] in states]
+        if all(any(word in state for word in ENDLESS_REASONS) for state in left) or time.monotonic() > deadline:
+            return states
         _make_signals(waiting)
-        if time.monotonic() > deadline or not _are_alive([ids[files] for files in waiting], env=env):
-            return
         time.sleep(RESULT_POLL_INTERVAL_S)
 
 
@@ -100,7 +128,7 @@ def _await_links(met: list[MeetingFiles]) -> None:
 def _await_end(ids: Iterable[str], *, env: dict[str, str]) -> None:
     """Wait until cancelled jobs have ended."""
     deadline = time.monotonic() + END_TIMEOUT_S
-    while _are_alive(ids, env=env) and time.monotonic() < deadline:
+    while _query_states(ids, env=env) and time.monotonic() < deadline:
         time.sleep(RESULT_POLL_INTERVAL_S)
 
 
@@ -113,7 +141,8 @@ def make_node_script(site: Site, label: str, *, request: Path, log: Path) -> str
         cpus = part.cores_per_node
     mem_gib = _find_memory(part)
     per_node = PerNode(cpus, mem_gib, gpus)
-    flags = make_slurm_flags(1, per_node, label, account=find_account(site, part), site=site)
+    num_nodes = min(part.max_nodes, NUM_NODES)
+    flags = make_slurm_flags(num_nodes, per_node, label, account=find_account(site, part), site=site)
     flags += [f"--job-name=hpcrl-doctor-{label}", f"--time={WALLTIME_MIN}", "--no-requeue", f"--output={log}"]
     flags += [f"--licenses={','.join(site.licenses)}"] if site.licenses else []
     prologue, binds = site.choose_prologue(label), [str(request.parent), *site.image_binds]
@@ -127,14 +156,16 @@ def make_node_script(site: Site, label: str, *, request: Path, log: Path) -> str
         size.append(WHOLE_MEMORY if part.exclusive else f"--mem={mem_gib}G")
     size += ["--gres=gpu:1"] if part.gpus_per_node else []
     python = setup.python or site.choose_python(label)
-    command = ["srun", "--nodes=1", "--ntasks=1", *size, "--mpi=none", *setup.srun_flags, *setup.words]
-    command += [python, "-m", "hpcrl.doctor.node_checks", str(request)]
+    start = ["srun", "--nodes=1", "--ntasks=1", *size, "--mpi=none"]
+    words = [*setup.srun_flags, *setup.words, python, "-m", "hpcrl.doctor.node_checks", str(request)]
+    steps = [shlex.join([*start, "--relative=1", *words, "second"]) + " &"] if num_nodes > 1 else []
+    steps.append(shlex.join([*start, "--relative=0", *words]))
     lines = ["#!/bin/bash", *(f"#SBATCH {flag}" for flag in flags), "set -u"]
     if path := os.environ.get("PYTHONPATH"):
         lines.append(f"export PYTHONPATH={shlex.quote(path)}")
     lines += ["set +u", read_prologue(prologue)] if prologue else []
     return "\n".join(
-        [*lines, "unset SLURM_CPUS_PER_TASK SLURM_MEM_PER_NODE SLURM_MEM_PER_CPU", shlex.join(command), ""]
+        [*lines, "unset SLURM_CPUS_PER_TASK SLURM_MEM_PER_NODE SLURM_MEM_PER_CPU SLURM_NTASKS SLURM_NPROCS", *steps, ""]
     )
 
 
@@ -174,32 +205,38 @@ def list_engine_partitions(site: Site) -> list[str]:
 
 
 def _make_signals(waiting: list[MeetingFiles]) -> None:
-    """Make the files of the nodes that have looked for theirs long enough."""
+    """Make the files of nodes for which no second node has."""
     for files in waiting:
         looked = files.looked
-        if looked.exists() and not files.signal.exists() and time.time() - looked.stat().st_mtime > SIGNAL_DELAY_S:
+        if looked.exists() and not files.signal.exists() and time.time() - looked.stat().st_mtime > SIGNAL_PATIENCE_S:
             publish_file(files.signal, str(time.time()))
 
 
-def _are_alive(ids: Iterable[str], *, env: dict[str, str]) -> bool:
-    """Return whether one of the jobs waits or runs; True if Slurm does not answer."""
+def _query_states(ids: Iterable[str], *, env: dict[str, str]) -> dict[str, str]:
+    """Return the state and the reason of each job that waits or runs; if Slurm does not answer, all do."""
     try:
-        states = ask_slurm(["squeue", "-h", "--me", "-o", "%A"], env=env).split()
+        rows = ask_slurm(["squeue", "-h", "--me", "-o", "%A %T %r"], env=env).splitlines()
     except SlurmError:
-        return True
-    return any(id in states for id in ids)
+        return dict.fromkeys(ids, "")
+    states = {id: state for id, _, state in (row.partition(" ") for row in rows)}
+    return {id: states[id] for id in ids if id in states}
 
 
-def _read_results(files: MeetingFiles, *, timeout_s: float) -> list[CheckResult]:
+def _read_results(files: MeetingFiles, *, state: str | None, timeout_s: float) -> list[CheckResult]:
+    """Return what a node has stored, or why it has not; `state` is that of its job when the wait ended."""
     if files.results.exists():
         return msgspec.json.decode(files.results.read_bytes(), type=list[CheckResult])
     log = files.log
-    if log.exists():
+    if state is not None and state.startswith("RUNNING"):
+        found, change = f"its checks were not finished within {timeout_s:.0f} s", "raise --timeout"
+    elif log.exists():
         found = f"the job ended without results: {read_last_line(log)}"
         change = f"see {log}: a prologue, an interpreter or an image that fails on the node"
     else:
-        found = f"no job ran within {timeout_s:.0f} s"
+        found = f"no job ran within {timeout_s:.0f} s" + (f": it is {state}" if state else "")
         change = "try again when the queue is shorter (--timeout)"
+        if any(word in (state or "") for word in ENDLESS_REASONS):
+            found, change = f"its job would not start: it is {state}", "wait, or choose another partition"
     return [fail_check("node-job", found, change)]
 
 
@@ -207,23 +244,47 @@ def _place(result: CheckResult, label: str) -> CheckResult:
     return msgspec.structs.replace(result, place=label)
 
 
-def run_doctor(site: Site, *, has_job: bool, as_json: bool, timeout_s: float) -> int:
-    """Check a site; the exit code is 1 if a check failed."""
-    campaigns = show_campaigns_root(site)
+def _run_in_folder(site: Site, campaigns: Path, *, has_job: bool, timeout_s: float) -> list[CheckResult]:
+    """Run the checks of nodes, or of this machine; their files are kept if one has failed, and named."""
+    for old in campaigns.glob(f"{FOLDER_PREFIX}*"):
+        if time.time() - old.stat().st_mtime > OLD_S:
+            remove_path(old)
+    folder, is_kept = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=make_private_dir(campaigns))), False
+    try:
+        if site.scheduler == "local":
+            with show_wait("the parts of this machine are tried"):
+                found = list(run_machine_checks(site, folder=folder, has_engine=has_job))
+        else:
+            with show_wait("Slurm starts a job on each partition, which checks its nodes"):
+                found = run_node_jobs(site, folder=folder, timeout_s=timeout_s, show=print_to_stderr)
+        is_kept = any(result.state == "failed" for result in found) and any(folder.iterdir())
+    except KeyboardInterrupt:
+        print_to_stderr("interrupted: what it had submitted is cancelled")
+        raise
+    finally:
+        if not is_kept:
+            remove_path(folder)
+    if is_kept:
+        print_to_stderr(f"what they have logged is in {folder}")
+    return found
+
+
+def run_doctor(site: Site, *, has_job: bool, as_json: bool, timeout_s: float, is_changed: bool) -> int:
+    """Check a site; the exit code is 1 if a check failed. Nothing is recorded of one that settings have changed."""
+    campaigns: Path | None = None
+    results: list[CheckResult] = []
+    try:
+        campaigns = find_campaigns_root(site)
+    except HpcrlError as error:
+        results.append(fail_check("campaigns-dir", str(error), ""))
     with show_wait(f"this machine and its Slurm are compared with site {site.name}"):
-        results = list(run_login_checks(site, campaigns=campaigns))
+        results += run_login_checks(site, campaigns=campaigns)
     if not as_json:
         print_line(f"{site.name}: {site.description}")
         print_line(f"facts: {', '.join(site.sources) or 'no sources'}, {site.checked_on or 'no date'}")
         print_results(results)
-    if has_job:
-        if site.scheduler != "slurm":
-            raise ConfigError(f"site {site.name!r} has no Slurm, so that no job can check its nodes: leave out --job")
-        folder = Path(tempfile.mkdtemp(prefix="doctor-", dir=make_private_dir(campaigns)))
-        with show_wait("Slurm starts a job on each partition, which checks its node"):
-            found = run_node_jobs(site, folder=folder, timeout_s=timeout_s, show=print_to_stderr)
-        if all(result.state != "failed" for result in found):  # the logs there have more
-            remove_path(folder)
+    if campaigns is not None and (has_job or site.scheduler == "local"):
+        found = _run_in_folder(site, campaigns, has_job=has_job, timeout_s=timeout_s)
         if not as_json:
             print_results(found)
         results += found
@@ -233,7 +294,11 @@ def run_doctor(site: Site, *, has_job: bool, as_json: bool, timeout_s: float) ->
     else:
         counts = {state: sum(result.state == state for result in results) for state in MARKS}
         print_line(", ".join(f"{num} {state}" for state, num in counts.items() if num))
-    if has_job and not has_failed:
-        path = write_facts(site.name, results, today=date.today())
-        print_to_stderr(f"{path}: the site is verified now")
+    skipped = [one.place for one in results if one.state == "unknown" and one.name in MEETING_CHECKS]
+    if has_job and not has_failed and is_changed:
+        print_to_stderr("nothing is recorded: the site was changed by -s")
+    elif has_job and not has_failed and skipped:
+        print_to_stderr(f"the site is not verified: connections and signals of {', '.join(dict.fromkeys(skipped))}")
+    elif has_job and not is_changed and (path := write_facts(site.name, results, today=date.today())):
+        print_to_stderr(f"{path}: the site is {'not ' * has_failed}verified now")
     return EXIT_FOUND_FAULTS if has_failed else 0

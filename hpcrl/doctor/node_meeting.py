@@ -31,10 +31,16 @@ BACKLOG = 1024
 
 @dataclass(frozen=True)
 class MeetingFiles:
-    """The files of a partition's node; all are published in one folder, which all nodes see."""
+    """The files of a node of a partition; all are published in one folder, which all nodes see."""
 
     folder: Path
     label: str
+    """The partition; its second node has a longer one."""
+
+    @property
+    def second(self) -> "MeetingFiles":
+        """The files of the partition's second node."""
+        return MeetingFiles(self.folder, f"{self.label}, second node")
 
     @property
     def request(self) -> Path:
@@ -128,16 +134,17 @@ class NodeMeeting:
 
 
 def _fail_route(label: str, host: str) -> CheckResult:
+    partition = label.partition(",")[0]
     change = (
-        f"name an interface that both networks have (network.interface, partitions.{label}.interface), or ask the site "
+        f"name an interface that both have (network.interface, partitions.{partition}.interface), or ask the site "
         "whether ports between these nodes are open"
     )
     return fail_check(f"route to {label}", f"no connection to {host} within {REACH_TIMEOUT_S:g} s", change)
 
 
 def introduce_nodes(files: Iterable[MeetingFiles]) -> list[MeetingFiles]:
-    """Give the nodes that listen each other's addresses; return them."""
-    present = [one for one in files if one.address.exists()]
+    """Give the nodes that listen each other's addresses, also the second ones; return them."""
+    present = [one for first in files for one in (first, first.second) if one.address.exists()]
     addresses = {one.label: json.loads(one.address.read_text()) for one in present}
     if present:
         publish_file(present[0].addresses, json.dumps(addresses))

@@ -78,13 +78,19 @@ def _name(result: CheckResult) -> str:
     return f"{result.name} ({result.place})" if result.place else result.name
 
 
-def write_facts(name: str, results: Sequence[CheckResult], *, today: date) -> Path:
-    """Set `verified`, `checked_on` and `nodes_may_submit` in the user's file of a site, and leave the rest of it."""
-    facts: dict[str, Any] = {"verified": True, "checked_on": today.isoformat()}
-    submissions = [result for result in results if result.name == "submission"]
-    if submissions:
-        facts["nodes_may_submit"] = all("accepted" in result.found for result in submissions)
+def write_facts(name: str, results: Sequence[CheckResult], *, today: date) -> Path | None:
+    """Set `verified`, `checked_on` and `nodes_may_submit` in the user's file of a site, and leave the rest of it.
+
+    With a failure, only a `verified` that is there is taken back.
+    """
     path = user_folder("sites") / f"{name}.toml"
+    has_failed = any(result.state == "failed" for result in results)
+    if has_failed and not (path.exists() and re.search(r"^verified\s*=\s*true", path.read_text(), re.MULTILINE)):
+        return None
+    facts: dict[str, Any] = {"verified": not has_failed, "checked_on": today.isoformat()}
+    submissions = [result for result in results if result.name == "submission" and result.state != "unknown"]
+    if submissions and not has_failed:
+        facts["nodes_may_submit"] = all("accepted" in result.found for result in submissions)
     make_private_dir(path.parent)
     text = path.read_text() if path.exists() else f'extends = "{name}"\n'
     publish_file(path, _set_keys(text, facts))

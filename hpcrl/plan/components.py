@@ -6,6 +6,7 @@ make_colocated_component  nodes that each have all roles
 make_local_component      all roles on one machine
 plan_reward_jobs          separate jobs for rewards
 make_slurm_flags          the sbatch flags of one of them
+list_job_flags            those of a whole job
 find_account              the account that a partition is charged to
 JobComponent, PerNode, RewardJobPlan    the results
 EXCLUDE_FLAG, WHOLE_MEMORY  flags
@@ -48,10 +49,13 @@ _KEYS_WITH_FLAGS = {
     "exports": "--export",
     "campaigns_dir": "--output -o --open-mode",
     "the name of the campaign": "--job-name -J --comment",
+    "its batch script": "--array -a --wrap --chdir -D --uid --gid --input -i --error -e --test-only --wait -W",
 }
 FLAG_KEYS = {flag: key for key, flags in _KEYS_WITH_FLAGS.items() for flag in flags.split()}
 """The key of a recipe or site, or what else hpcrl makes a flag of, by the long or short form of the flag."""
-_SCRIPT_FLAGS = ("--time", "--signal", "--no-requeue", "--export", "--output", "--job-name", EXCLUDE_FLAG)
+MIN_ABBREVIATION = 5
+"""The least length of an abbreviation, with its dashes."""
+_SCRIPT_FLAGS = ("--time", "--signal", "--no-requeue", "--export", "--output", "--job-name", EXCLUDE_FLAG, "--wrap")
 """Flags that batch scripts have besides those of components, or may have."""
 
 
@@ -168,7 +172,7 @@ def _build_component(
     partition = site.partitions[choice.partition]
     flags = make_slurm_flags(nodes, per_node, choice.partition, account=account, site=site)
     if not index or is_job:
-        flags += _list_job_flags(site, flags)
+        flags += list_job_flags(site, flags)
     return JobComponent(
         index=index,
         partition=choice.partition,
@@ -182,7 +186,7 @@ def _build_component(
     )
 
 
-def _list_job_flags(site: Site, flags: Sequence[str]) -> list[str]:
+def list_job_flags(site: Site, flags: Sequence[str]) -> list[str]:
     """Return the flags of a job besides those of its first component."""
     licenses = _list_license_flags(site)
     _refuse_own_flags(site.job_flags, own=[*flags, *licenses], place=f"site {site.name!r} has job_flags")
@@ -195,9 +199,16 @@ def _refuse_own_flags(further: Sequence[str], *, own: Sequence[str], place: str)
     if "gres_type" in keys:
         keys.add("gpus_per_node")
     for flag in (one for one in further if one not in own):
-        for name in _find_flag_names(flag):
+        for name in map(_complete_flag, _find_flag_names(flag)):
             if (key := FLAG_KEYS.get(name)) in keys and key is not None:
                 raise PlanError(f"{place} with {flag!r}, which hpcrl sets from {key}: set that, and remove the flag")
+
+
+def _complete_flag(name: str) -> str:
+    """Return the flag that Slurm takes an abbreviation for, such as `--time` for `--tim`."""
+    if name in FLAG_KEYS or not name.startswith("--") or len(name) < MIN_ABBREVIATION:
+        return name
+    return next((flag for flag in FLAG_KEYS if flag.startswith(name)), name)
 
 
 def _find_flag_names(text: str) -> list[str]:

@@ -2,17 +2,21 @@
 
 import contextlib
 import fcntl
+import math
 import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from hpcrl.errors import ConfigError
 
 SIOCGIFADDR = 0x8915
 LOOPBACK = "127."
 LOOPBACK_INTERFACE = "lo"
+INFINIBAND_TYPE = "32"
+"""The kernel's number of that kind of interface."""
 
 
 def current_node() -> str:
@@ -58,6 +62,23 @@ def find_interface(wanted: Sequence[str]) -> tuple[str | None, str]:
         f"network.interface = {shown!r} has no address on {socket.gethostname()} "
         f"({_describe_addresses(present)}): correct it in the site file"
     )
+
+
+def find_faster_interface(name: str | None, *, devices: Path = Path("/sys/class/net")) -> str | None:
+    """Return the fastest interface of this node with an address, if it is faster than the one with this name."""
+    speeds = {one: _read_speed(devices / one) for one, own in _list_addresses().items() if not own.startswith(LOOPBACK)}
+    fastest = max(speeds, key=lambda one: speeds[one], default=None)
+    return None if fastest is None or name not in speeds or speeds[fastest] <= speeds[name] else fastest
+
+
+def _read_speed(device: Path) -> float:
+    """Return the Mb/s of an interface; 0 if it does not name them, and more than any for InfiniBand."""
+    with contextlib.suppress(OSError):
+        if (device / "type").read_text().strip() == INFINIBAND_TYPE:
+            return math.inf
+    with contextlib.suppress(OSError, ValueError):  # a virtual one names none, or -1
+        return max(float((device / "speed").read_text()), 0.0)
+    return 0.0
 
 
 def is_reachable(host: str, port: int, *, timeout_s: float = 3.0) -> bool:

@@ -5,6 +5,8 @@ line of JSON is printed; the files in DIR are left to the caller.
 
 EngineAgreement   what is printed
 probe_engine      start, sample, compare
+make_sharp_model  the model: each part of it matters for its log-probs, which a random one's does not
+compare_logprobs  score sampled tokens with a trainer
 """
 
 import asyncio
@@ -17,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
@@ -41,6 +44,9 @@ NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 24, 40
 NUM_CHARACTERS = 90
 """Token ids below this are characters."""
 TOKENS_PER_MICRO_BATCH = 512
+FACTORS = {"lm_head": 8.0, "q_proj": 12.0, "k_proj": 12.0, "embed_tokens": 10.0}
+OTHER_FACTOR = 6.0
+"""The factors of a random model's weights, by a part of their names."""
 
 
 class EngineAgreement(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +66,7 @@ async def probe_engine(folder: Path) -> EngineAgreement:
     campaign = CampaignDir(folder)
     job = campaign.job(0)
     make_private_dir(job.logs)
-    await asyncio.to_thread(make_tiny_model, campaign.model, TinyModel(), seed=0)
+    await asyncio.to_thread(make_sharp_model, campaign.model)
     has_gpus = torch.cuda.is_available()
     launch = VllmLaunch(
         model=campaign.model,
@@ -83,7 +89,7 @@ async def probe_engine(folder: Path) -> EngineAgreement:
             answers = await asyncio.gather(*map(engine.generate, requests))
     except EngineError as error:
         raise EngineError(f"{error} ({find_cause(launch.log, start=0)}: {launch.log})") from error
-    differences_N = await asyncio.to_thread(_compare_logprobs, campaign.model, prompts, answers)
+    differences_N = await asyncio.to_thread(compare_logprobs, campaign.model, prompts, answers)
     return EngineAgreement(
         version=find_installed(VLLM) or "unknown",
         start_s=start_s,
@@ -93,7 +99,18 @@ async def probe_engine(folder: Path) -> EngineAgreement:
     )
 
 
-def _compare_logprobs(model: Path, prompts: Sequence[list[int]], answers: Sequence[Completion]) -> NDArray[np.float32]:
+def make_sharp_model(folder: Path) -> None:
+    """Make a tiny model whose weights are larger: wrong positions or layers change its log-probs by more than 1."""
+    make_tiny_model(folder, TinyModel(), seed=0)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1:  # no norm
+            tensor.mul_(next((factor for part, factor in FACTORS.items() if part in name), OTHER_FACTOR))
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def compare_logprobs(model: Path, prompts: Sequence[list[int]], answers: Sequence[Completion]) -> NDArray[np.float32]:
     """Score the tokens with a trainer; return the absolute differences from the server's log-probs."""
     trainer = TorchTrainer(
         model, TRAIN, world=World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))

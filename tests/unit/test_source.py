@@ -429,7 +429,7 @@ NAMED_ABOVE = {
         },
     ),
     "config/program.py": (SHIPPED, {"hpcrl.envs.agent", "hpcrl.envs.verifiers"}),
-    "config/recipe.py": (SHIPPED, {"hpcrl.envs.base"}),
+    "config/recipe.py": (SHIPPED, {"hpcrl.envs.base", "hpcrl.envs.judge"}),
     "config/user_code.py": (SHIPPED, {"hpcrl.envs.repair"}),
     "doctor/node_checks.py": (PROGRAM, {"hpcrl.trial.engine_probe"}),
     "envs/check.py": (PROGRAM, {"hpcrl.engines.vllm.parsers"}),

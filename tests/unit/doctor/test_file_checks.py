@@ -14,6 +14,15 @@ def test_a_file_that_is_never_seen_is_on_no_shared_file_system(tmp_path: Path, m
     assert checks.check_lag(tmp_path / "late.signal").state == "warning"
 
 
+def test_a_second_node_makes_the_file_that_the_first_has_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "SIGNAL_DELAY_S", 0.0)
+    (tmp_path / "x.looked").touch()
+    checks.make_signal(tmp_path / "x.signal")
+    assert checks.check_lag(tmp_path / "x.signal").state == "ok"
+
+
 def test_hdf5_is_tried_where_campaigns_are(tmp_path: Path) -> None:
     assert checks.check_hdf5(tmp_path).state == "ok"
     assert "HDF5_USE_FILE_LOCKING" in checks.check_hdf5(tmp_path / "absent").change

@@ -98,6 +98,11 @@ def test_what_slurm_reports_otherwise_is_named_with_the_key_to_change(
     assert fault in compare(seen, *settings)
 
 
+def test_qos_that_slurm_does_not_list_are_unknown() -> None:
+    site = make_site("lab", "partitions.train.qos=fast")
+    assert [result.state for result in checks.check_names(answers(qos=[]), site)] == ["unknown"]
+
+
 def test_a_directory_of_campaigns_that_cannot_be_made_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "set campaigns_dir to a directory of yours" in find_faults(

@@ -18,6 +18,18 @@ def test_an_interface_that_a_partition_lacks_is_a_fault() -> None:
     assert checks.check_interface(["lo"]).state == "ok"
 
 
+def test_a_machine_without_the_gpus_of_its_site_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "list_own_gpus", lambda: (None, []))
+    found = {
+        one.name: one for one in checks.run_machine_checks(make_site("workstation"), folder=tmp_path, has_engine=False)
+    }
+    assert (found["gpus"].state, found["shared-memory"].state) == ("failed", "ok")
+    assert "0 GPUs, and the site file has 4" in found["gpus"].found
+    local = {one.name: one for one in checks.run_machine_checks(make_site("local"), folder=tmp_path, has_engine=False)}
+    assert local["gpus"].state == "ok"
+    assert "engine" not in local
+
+
 def test_fewer_cpus_than_asked_for_are_hardware_threads() -> None:
     assert "threads_per_core = 2" in checks.check_cores(2, 4).change
     assert checks.check_cores(4, 2).state == "ok"
@@ -98,6 +110,20 @@ def test_a_job_is_tried_without_the_variables_of_the_job_that_tries(
     assert checks.check_submission(make_site("lab"), tmp_path / "x").state == "ok"
 
 
+def test_an_image_without_sbatch_shows_nothing_of_the_driver_outside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert checks.check_submission(make_site("lab"), tmp_path / "x", in_image=True).state == "unknown"
+
+
+def test_a_faster_interface_than_the_one_of_the_host_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_interface", lambda wanted: ("eth0", "10.0.0.1"))
+    monkeypatch.setattr(checks, "find_faster_interface", lambda name: "ib0")
+    assert checks.check_interface([]).change.endswith("set network.interface = 'ib0'")
+    assert checks.check_interface(["eth0"]).state == "ok", "the site file names it"
+
+
 def test_a_node_without_sbatch_may_not_submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     result = checks.check_submission(make_site("lab"), tmp_path / "x")
@@ -107,7 +133,7 @@ def test_a_node_without_sbatch_may_not_submit(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("printed", "state", "found"),
     [
-        ("echo world 2; echo world 2", "ok", "srun --mpi=pmi2: a world of 2"),
+        ("echo world 2; echo world 2", "ok", "srun --mpi=pmi2: a world of 2 on 1 node"),
         ("echo world 1; echo world 1", "failed", "srun --mpi=pmi2 makes worlds of 1 and 1"),
         ("echo 'srun: error: no plugin' >&2; exit 1", "failed", "srun --mpi=pmi2: srun: error: no plugin"),
         ("exit 1", "failed", "srun --mpi=pmi2: it printed nothing"),

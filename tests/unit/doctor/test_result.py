@@ -7,7 +7,7 @@ import pytest
 
 from hpcrl.config.site import load_site
 from hpcrl.config.toml import user_folder
-from hpcrl.doctor.result import pass_check, write_facts
+from hpcrl.doctor.result import fail_check, pass_check, write_facts
 
 TODAY = date(2027, 1, 2)
 REFUSED = pass_check("submission", "sbatch from the node: refused, as the site file has it")
@@ -37,3 +37,13 @@ def test_what_the_user_wrote_stays_and_facts_are_replaced(own: Path) -> None:
     assert '# mine\nextends = "lab"\naccount = "m1"  # of the project\n' in text
     assert text.count("verified = true") == text.count("checked_on") == text.count("hpcrl doctor") == 1
     assert load_site("lab").partitions["train"].max_nodes == 1
+
+
+def test_a_failure_takes_back_that_a_site_is_verified(own: Path) -> None:
+    failure = fail_check("cores", "1 of 2 CPUs", "x")
+    assert write_facts("lab", [failure], today=TODAY) is None
+    assert not own.exists()
+    write_facts("lab", [REFUSED], today=TODAY)
+    assert write_facts("lab", [failure], today=TODAY) == own
+    site = load_site("lab")
+    assert (site.verified, site.nodes_may_submit) == (False, False), "what else is known stays"
