@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hpcrl import __version__
 from hpcrl.campaign.request import CampaignRequest, load_request
 from hpcrl.campaign.running_jobs import read_submission
 from hpcrl.campaign.submission import dry_run, preview_scripts, submit
@@ -86,6 +87,11 @@ def run_image(arguments: argparse.Namespace) -> int:
     directory = arguments.output.absolute()
     path = write_definition(choice, directory)
     print_line(f"{path} starts from {choice.base}")
+    if choice.wheel is None:
+        print_note(
+            f"it installs hpcrl {__version__} of the package index; for another, `pip wheel --no-deps .` in a checkout "
+            "makes a wheel, which --wheel takes"
+        )
     if arguments.build:
         image = build_image(choice, directory)
         print_line(f"next, in your own {site.name}.toml:")

@@ -108,7 +108,7 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
         state = f"weights, gradients and optimizer {self.node_state_gib:.0f}, " * (self.node_state_gib > 0)
         again = "layers are recomputed" if self.recompute else "all activations are kept"
         return [
-            f"each GPU of the trainer ({self.gpu}) holds {self.gpu_gib:.1f} of {self.usable_gib:.0f} usable GiB: "
+            f"each GPU of the trainer ({self.gpu}) holds {self.gpu_gib:.1f} of {self.usable_gib:.1f} usable GiB: "
             f"{shown}",
             f"that is with {self.num_tokens} tokens in a micro-batch, and {again}; {self.free_gib:.1f} GiB are left, "
             f"and {self.most_tokens} tokens would fit",

@@ -90,8 +90,7 @@ def test_each_of_two_dozen_faults_is_found(in_lab: Lab, campaigns: Path, tmp_pat
         ("train", "gpu-variable"),
         ("train", "gpu-driver"),
         ("preempt", "node-job"),
-        *((label, "mpi") for label in ("env", "decode", "train")),
-        *((label, "signals") for label in ("env", "decode", "train")),
+        *((label, name) for label in ("env", "decode", "train") for name in ("mpi", "proxy", "signals")),
     }
     assert all(one["change"] for one in results if one["state"] in ("warning", "failed"))
     assert not list(user_folder("sites").glob("*")), "nothing is verified"
