@@ -7,7 +7,8 @@ JobLayout      one of:
 
 "hetjob"      a heterogeneous job: a component for each role, on the kind of node that fits it; the first choice
 "hetstep"     one allocation on one partition, its nodes split among the roles: for sites without heterogeneous
-              jobs, and for an MPI that cannot span components
+              jobs, or where these are not confirmed and all roles are on one partition anyway; and for an MPI that
+              cannot span components
 "colocated"   nodes that each have workers of all roles, its GPUs and cores split among them: for small jobs. One node
               where that is enough; if it has too few GPUs, trainer and engines use the same ones in turns
 "multi-job"   a separate job for each component, the nodes as in a heterogeneous one: for sites without these where one
@@ -76,6 +77,8 @@ def place_roles(recipe: Recipe, site: Site) -> JobPlacement:
     _check_longest_walltime(recipe, site)
     layout, reason = _choose_layout(recipe, site)
     placement = _place_in_layout(recipe, site, layout=layout, reason=reason)
+    if site.het_jobs == "unknown" and recipe.job.layout == "auto":
+        placement = _avoid_unconfirmed_job(placement, site)
     warnings = _find_warnings(recipe, site) if placement.layout == "hetjob" else []
     warnings += warn_busy_loops(placement.recipe, gpus=_find_engine_gpus(placement.choices, site))
     return replace(placement, warnings=warnings)
@@ -229,6 +232,18 @@ def _choose_layout(recipe: Recipe, site: Site) -> tuple[JobLayout, str]:
             return "hetjob", f"site {site.name} runs heterogeneous jobs: one component per kind of node"
 
 
+def _avoid_unconfirmed_job(placement: JobPlacement, site: Site) -> JobPlacement:
+    """Request the nodes of a heterogeneous job in one allocation, if all are on one partition."""
+    labels = {choice.partition for choice in placement.choices.values()}
+    if placement.layout != "hetjob" or len(labels) > 1:
+        return placement
+    reason = (
+        f"all roles are on one partition ({labels.pop()}), and it is not confirmed that {site.name} runs heterogeneous "
+        "jobs: one allocation for all"
+    )
+    return replace(placement, layout="hetstep", reason=reason)
+
+
 def _find_warnings(recipe: Recipe, site: Site) -> list[str]:
     """Return what may fail in a heterogeneous job, or would work better in one allocation."""
     found = []
@@ -260,16 +275,21 @@ def _fits_one_partition(recipe: Recipe, site: Site) -> bool:
 
 
 def _best_partition_each(recipe: Recipe, site: Site, *, layout: JobLayout, reason: str) -> JobPlacement:
-    """Place every role on the partition that suits it best; roles choose in the order of `recipe.placed_roles`."""
+    """Place every role on the partition that suits it best; roles choose in the order of `recipe.placed_roles`.
+
+    Engines are sized for the GPUs that each role would get beside one worker of the others. More of them than leave
+    these to the trainer would wait for slower training.
+    """
     on_one_machine = layout == "local"
     singles = _choose_partitions(with_single_workers(recipe), site, one_machine=on_one_machine)
-    gpus = _find_engine_gpus(singles, site)
+    sized_for = _find_sizing_basis(singles, site)
 
     def keeps_gpus(smaller: Recipe) -> bool:
         try:
-            return _find_engine_gpus(_choose_partitions(smaller, site, one_machine=on_one_machine), site) == gpus
+            chosen = _choose_partitions(smaller, site, one_machine=on_one_machine)
         except PlanError:
             return False
+        return _find_sizing_basis(chosen, site) == sized_for
 
     recipe, sizes = _find_most_workers(find_worker_numbers(recipe, gpus=_find_gpus(singles, site)), keeps_gpus)
     choices = _choose_partitions(recipe, site, one_machine=on_one_machine)
@@ -531,6 +551,12 @@ def _choose_nodes_in(label: str, recipe: Recipe, site: Site) -> dict[RoleName, P
 def _find_engine_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> dict[RoleName, GpuModel | None]:
     """Return the GPU type that workers of prefill and decode get."""
     return {role: gpu for role, gpu in _find_gpus(choices, site).items() if role in ENGINE_ROLES}
+
+
+def _find_sizing_basis(choices: dict[RoleName, PartitionChoice], site: Site) -> tuple[object, ...]:
+    """Return what the numbers of engines follow from: the GPU types of engines, the speed of the trainer's."""
+    trainer = _find_gpus(choices, site).get("train")
+    return _find_engine_gpus(choices, site), trainer and (trainer.bf16_tflops, trainer.fit)
 
 
 def _find_gpus(choices: dict[RoleName, PartitionChoice], site: Site) -> dict[RoleName, GpuModel | None]:

@@ -8,6 +8,8 @@ After an intended change: HPCRL_UPDATE_GOLDEN=1 python -m pytest tests/golden, t
 
 import contextlib
 import os
+import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,11 @@ import pytest
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.toml import shipped_folder
 from hpcrl.errors import PlanError
+from hpcrl.hardware.cost_model import TRAINING_PASSES, make_model_shape
+from hpcrl.plan.plan import Plan
 from hpcrl.slurm.script import list_separate_components, make_batch_script, make_component_script
 from hpcrl.slurm.step_script import make_step_script
-from tests.support.plans import make_site, plan_recipe
+from tests.support.plans import make_recipe, make_site, plan_recipe
 from tests.support.shell_scripts import find_script_problems
 
 GOLDEN = Path(__file__).parent / "files"
@@ -72,6 +76,30 @@ def test_recipes_of_real_size_fit_where_their_memory_is() -> None:
                 planned[recipe].append(site)
     everywhere = {"alps", "delta", "deltaai", "frontier", "jupiter", "leonardo", "lumi", "marenostrum5", "perlmutter"}
     assert all(everywhere <= set(sites) for sites in planned.values()), planned
+
+
+def test_training_consumes_no_more_than_the_peak_of_the_gpus_that_it_gets() -> None:
+    """The figure that engines are balanced against is that of the placement, and not of better GPUs."""
+    found: dict[tuple[str, str], tuple[float, float]] = {}
+    own = [str(Path(__file__).parent / "recipes" / f"{name}.toml") for name in REAL_MODELS]
+    for recipe, site in [*product(OF_REAL_SIZE, (*SITES, *MORE_SITES)), *product(own, CLUSTERS.values())]:
+        with contextlib.suppress(PlanError):
+            plan = plan_recipe(recipe=recipe, site=site)
+            for tokens_per_s in re.findall(r"training consumes about (\d+)", "\n".join(plan.sizes)):
+                found[recipe, site] = compare_with_peak(plan, recipe, site, tokens_per_s=float(tokens_per_s))
+    assert found
+    assert not {where: both for where, both in found.items() if both[0] >= both[1]}
+
+
+def compare_with_peak(plan: Plan, recipe: str, site: str, *, tokens_per_s: float) -> tuple[float, float]:
+    """Return the TFLOPS that each GPU of the trainer needs for so many tokens, and its peak."""
+    train, shape = plan.role("train"), make_recipe(name=recipe).model.architecture
+    gpu = make_site(site).find_gpu(plan.components[train.component].gpu)
+    assert shape is not None
+    assert gpu is not None
+    assert gpu.bf16_tflops is not None
+    token_flops = 2 * TRAINING_PASSES * make_model_shape(shape).num_active
+    return tokens_per_s * token_flops / (train.num_workers * train.gpus_per_worker) / 1e12, gpu.bf16_tflops
 
 
 def test_the_scripts_of_separate_jobs_are_as_recorded(tmp_path: Path) -> None:

@@ -255,6 +255,33 @@ def test_a_site_without_het_jobs_gets_one_allocation_with_the_reason() -> None:
     assert {role.role: role.component for role in made.roles}["reward"] == 0
 
 
+UNKNOWN = "site.het_jobs=unknown"
+"""Alps has one partition."""
+
+
+def test_roles_on_one_partition_get_a_plain_allocation_where_het_jobs_are_not_confirmed() -> None:
+    made = plan_recipe(UNKNOWN, recipe="qwen3-8b-math", site="alps")
+    assert made.layout == "hetstep"
+    assert made.layout_reason == (
+        "all roles are on one partition (normal), and it is not confirmed that alps runs heterogeneous jobs: one "
+        "allocation for all"
+    )
+    assert not any("heterogeneous" in line for line in made.warnings)
+    asked = plan_recipe(UNKNOWN, "job.layout=hetjob", recipe="qwen3-8b-math", site="alps")
+    assert asked.layout == "hetjob"
+    assert (asked.num_nodes, asked.cost, asked.roles) == (made.num_nodes, made.cost, made.roles)
+
+
+def test_roles_on_one_partition_stay_a_heterogeneous_job_where_the_site_runs_these() -> None:
+    assert plan_recipe("site.het_jobs=yes", recipe="qwen3-8b-math", site="alps").layout == "hetjob"
+
+
+def test_roles_on_two_partitions_stay_a_heterogeneous_job_with_a_warning_where_it_is_not_confirmed() -> None:
+    made = plan_recipe(UNKNOWN, recipe="qwen3-8b-math", site="leonardo")
+    assert (made.layout, partitions(made)) == ("hetjob", {"booster", "dcgp"})
+    assert any("not confirmed that leonardo runs heterogeneous jobs" in line for line in made.warnings)
+
+
 def test_one_allocation_has_prefill_nodes_where_they_are_asked_for() -> None:
     made = plan_recipe(SPLIT, site="lab-hetstep")
     assert [component.roles[0] for component in made.components] == ["env", "prefill", "decode", "train"]

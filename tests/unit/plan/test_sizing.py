@@ -67,6 +67,21 @@ def test_training_decides_the_number_of_engines_with_the_reason() -> None:
     assert any("tokens/s, and training consumes about" in line for line in made.sizes)
 
 
+def test_engines_leave_the_trainer_the_gpus_that_they_were_sized_for() -> None:
+    made = plan_recipe(recipe="qwen3-32b", site="delta")
+    assert made.components[made.role("train").component].gpu == "h200"
+    assert made.components[made.role("decode").component].gpu == "h200"
+    assert made.role("decode").num_workers == 6, "with a 7th the trainer would have A40s"
+    assert any("6 workers of the 7 that it could use, because more do not fit" in line for line in made.sizes)
+
+
+def test_engines_may_move_the_trainer_to_gpus_of_the_same_speed() -> None:
+    made = planned("resources.decode.num_workers=4", "domains.lake.usual_prompt_tokens=4000")
+    assert made.components[made.role("prefill").component].nodes == 2
+    assert made.components[made.role("train").component].partition == "gpu-hbm80g", "the one of which less is used"
+    assert not any("because more do not fit" in line for line in made.sizes)
+
+
 def test_more_ranks_consume_more_and_get_more_engines() -> None:
     assert count_decode("resources.train.num_workers=8") > count_decode()
 
