@@ -15,8 +15,8 @@ import msgspec
 
 from hpcrl.campaign import directory
 from hpcrl.campaign.own_gpus import add_own_gpus
-from hpcrl.campaign.staged_files import StagingDir, advise_staging, find_staging_dir, is_registry_image
-from hpcrl.config.program import AGENT_PROGRAM, resolve_options
+from hpcrl.campaign.staged_files import StagingDir, advise_staging, find_staging_dir
+from hpcrl.config.program import AGENT_PROGRAM, is_registry_image, resolve_options
 from hpcrl.config.recipe import (
     MIN_PARAMS,
     DomainConfig,

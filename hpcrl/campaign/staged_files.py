@@ -5,7 +5,6 @@ parse_model_name, parse_data_name    read the name of a model or of a data file;
 StagingDir, find_staging_dir         the directory of a site in which they are
 StagedFile, StagedRepository         the record of a repository, written when all its files are there
 advise_staging                       the command that stages what is missing
-is_registry_image                    whether an image is pulled from a registry
 PULLED_IMAGES                        the programs whose images are staged as files, and the ends of their names
 
 A revision is a symbolic link to the directory of its commit, which never changes: a campaign keeps the files that it
@@ -24,6 +23,7 @@ from typing import Literal
 import msgspec
 
 from hpcrl.campaign.directory import show_campaigns_root
+from hpcrl.config.program import is_registry_image
 from hpcrl.config.site import ContainerTool, Site
 from hpcrl.errors import HpcrlError
 from hpcrl.slurm.submit import expand_path
@@ -93,11 +93,6 @@ def parse_data_name(path: str) -> HubName | None:
         return None
     name, revision = found["repository"], found["revision"] or "main"
     return HubName(kind="dataset", repository=name, revision=revision, file=found["file"])
-
-
-def is_registry_image(image: str | None) -> bool:
-    """Return whether an image is pulled from a registry, as docker://NAME is."""
-    return image is not None and re.match(r"[a-z][a-z0-9+-]*://", image) is not None
 
 
 @dataclass(frozen=True)

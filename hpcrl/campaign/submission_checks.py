@@ -25,7 +25,8 @@ import msgspec
 from hpcrl.campaign import directory
 from hpcrl.campaign.model_check import MISSING_PACKAGE, explain_missing_config
 from hpcrl.campaign.request import CampaignRequest
-from hpcrl.campaign.staged_files import PULLED_IMAGES, advise_staging, find_staging_dir, is_registry_image
+from hpcrl.campaign.staged_files import PULLED_IMAGES, advise_staging, find_staging_dir
+from hpcrl.config.program import is_registry_image
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site
 from hpcrl.envs.program_files import SUBJECT_END, ProblemJudge

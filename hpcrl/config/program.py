@@ -2,6 +2,7 @@
 
 ProgramLimits, read_program_limits  the memory and disk of one program, for the planner
 reserves_place                      whether memory is reserved for each episode of a domain
+is_registry_image                   whether an image is pulled from a registry
 resolve_options                     the options of an environment with absolute paths
 AGENT_PROGRAM                       its name in a recipe
 PATH_OPTIONS, COMMAND_OPTIONS       options that name files, by environment; those of AgentProgram that are commands
@@ -78,6 +79,11 @@ def reserves_place(domain: DomainConfig) -> bool:
     return domain.isolation != "none" or domain.env == AGENT_PROGRAM
 
 
+def is_registry_image(image: str | None) -> bool:
+    """Return whether an image is pulled from a registry, as docker://NAME is."""
+    return image is not None and re.match(r"[a-z][a-z0-9+-]*://", image) is not None
+
+
 def _read_number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -132,4 +138,4 @@ def _resolve_path(path: str, *, beside: Path) -> str:
 
 def _is_fixed(path: str) -> bool:
     """Return whether a path is absolute, or something else that is not relative to a directory."""
-    return not path or path.startswith(("/", "~", "$", "{")) or re.match(r"[a-z][a-z0-9+-]*://", path) is not None
+    return not path or path.startswith(("/", "~", "$", "{")) or is_registry_image(path)

@@ -14,7 +14,16 @@ from msgspec import Meta
 from hpcrl.config.recipe import ConfigTable, Count, CountOrZero, Name
 from hpcrl.config.toml import VARIABLE_PATTERN, load_table, suggest_name, to_struct
 from hpcrl.errors import ConfigError
-from hpcrl.hardware.gpus import DEFAULT_FIT, GPU_CATALOGUE, GpuModel, RooflineFit
+from hpcrl.hardware.gpus import (
+    DEFAULT_FIT,
+    GPU_CATALOGUE,
+    Architecture,
+    GpuMaker,
+    GpuModel,
+    RooflineFit,
+    guess_architecture,
+    guess_maker,
+)
 from hpcrl.system.files import find_variables
 
 KnownState = Literal["yes", "no", "unknown"]
@@ -42,8 +51,13 @@ class GpuFigures(ConfigTable, frozen=True, kw_only=True):
     """The bandwidth of its memory. None: not known, and speeds are not estimated."""
     link_gb_per_s: Figure | None = None
     """The bandwidth to the other GPUs of its node, both directions together. None: not known, and not counted."""
+    maker: GpuMaker | None = None
+    """The maker, for which images are chosen and run. None: amd where a partition's `gpu_variable` is ROCr's or HIP's,
+    or the name has a word such as MI300 or AMD, else nvidia."""
 
 
+AMD_VARIABLES = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""The variables that choose among AMD's GPUs alone; CUDA's does so too."""
 DeviceVariable = Literal["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"]
 DEVICE_VARIABLES: tuple[DeviceVariable, ...] = get_args(DeviceVariable)
 STEP_DEVICE_VARIABLES = (*DEVICE_VARIABLES, "GPU_DEVICE_ORDINAL")
@@ -101,6 +115,8 @@ class SitePartition(ConfigTable, frozen=True, kw_only=True):
     """The flag that requests GPUs: `--gres=gpu:N` or `--gpus-per-node=N`."""
     gres_type: str | None = None
     """The type in `--gres=gpu:TYPE:N`, where the site requires one."""
+    architecture: Architecture | None = None
+    """The architecture of the CPUs; None: aarch64 beside GPUs such as gh200 and gb200, else x86_64."""
     cores_per_node: Count
     """Cores that jobs may use."""
     threads_per_core: Count = 1
@@ -288,6 +304,21 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     def choose_inference(self, partition: str) -> InferenceConfig:
         """Return the way KV is transferred between engines there."""
         return self.partitions[partition].inference or self.inference
+
+    def find_gpu_maker(self, partition: str) -> GpuMaker | None:
+        """Return the maker of the GPUs there, as described, else by their variable or name; None without GPUs."""
+        part = self.partitions[partition]
+        if part.gpu is None:
+            return None
+        own = self.gpus.get(part.gpu)
+        if own is not None and own.maker is not None:
+            return own.maker
+        return "amd" if part.gpu_variable in AMD_VARIABLES else guess_maker(part.gpu)
+
+    def find_architecture(self, partition: str) -> Architecture:
+        """Return the architecture of the CPUs there, as described, else by the GPUs beside them."""
+        part = self.partitions[partition]
+        return part.architecture or guess_architecture(part.gpu or "")
 
     def find_gpu(self, name: str | None) -> GpuModel | None:
         """Return the figures of a GPU type, the site's own first; None if they are not known."""

@@ -1,15 +1,22 @@
 """The GPU catalogue (`GPU_CATALOGUE` of `GpuModel`): peak figures of common GPU types, for the planner.
 
 Sites describe others themselves. `RooflineFit` has the coefficients between peak figures and real servers.
-`DEFAULT_SIMULATED_GPU` is the type that simulated engines imitate on CPUs.
+`DEFAULT_SIMULATED_GPU` is the type that simulated engines imitate on CPUs. `guess_maker` and `guess_architecture` know
+the names by which sites call GPUs.
 """
 
-from typing import Annotated
+import re
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 Coefficient = Annotated[float, Meta(ge=0)]
+GpuMaker = Literal["nvidia", "amd"]
+Architecture = Literal["x86_64", "aarch64"]
+_AMD_NAME = re.compile(r"(?<![a-z])(amd|instinct|radeon|mi\d)", re.IGNORECASE)
+_GRACE_NAME = re.compile(r"(?<![a-z])g[bh]\d", re.IGNORECASE)
+"""The names of NVIDIA's GPUs that are on nodes with its ARM CPUs, such as gh200 and gb200."""
 
 
 class RooflineFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,6 +59,8 @@ class GpuModel(msgspec.Struct, frozen=True, kw_only=True):
     memory_tb_per_s: float | None
     link_gb_per_s: float | None = None
     """The bandwidth to the other GPUs of its node, both directions together. None: not known, and not counted."""
+    maker: GpuMaker | None = None
+    """None: the one that its name tells."""
     fit: RooflineFit = DEFAULT_FIT
 
     @property
@@ -97,3 +106,13 @@ GPU_CATALOGUE: dict[str, GpuModel] = {
 }
 
 DEFAULT_SIMULATED_GPU = "h100"
+
+
+def guess_maker(name: str) -> GpuMaker:
+    """Return the maker of a GPU by its name, such as "AMD-MI300A"."""
+    return "amd" if _AMD_NAME.search(name) else "nvidia"
+
+
+def guess_architecture(name: str) -> Architecture:
+    """Return the architecture of the CPUs beside a GPU by its name."""
+    return "aarch64" if _GRACE_NAME.search(name) else "x86_64"

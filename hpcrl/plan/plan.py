@@ -39,7 +39,7 @@ from hpcrl.plan.engine_gpus import choose_engine_gpus
 from hpcrl.plan.engine_nodes import ENGINE_ROLES, check_spanning_engines
 from hpcrl.plan.job_time import check_job_time
 from hpcrl.plan.layout import SPREAD_LAYOUTS, JobLayout, JobPlacement, place_roles
-from hpcrl.plan.programs import check_programs
+from hpcrl.plan.programs import check_programs, warn_foreign_images
 from hpcrl.plan.storage import describe_storage, forecast_storage, warn_late_retirement
 from hpcrl.plan.trainer_memory import (
     TrainerMemory,
@@ -471,7 +471,10 @@ def _check_env_programs(
 ) -> list[str]:
     if choice is None:  # nothing is played
         return []
-    return check_programs(recipe, site, component, workers_per_node=choice.workers_per_node)
+    return [
+        *check_programs(recipe, site, component, workers_per_node=choice.workers_per_node),
+        *warn_foreign_images(recipe, site, [choice.partition]),
+    ]
 
 
 def _warn_idle_judges(recipe: Recipe) -> list[str]:

@@ -1,14 +1,22 @@
 """The check that the programs of agents, at their limits, fit into the nodes of the env role. Pure.
 
 check_programs   refuse a program that fits no node; return warnings where those that run at once do not
+warn_foreign_images   return warnings of images that may be made for other CPUs
 
 Limits are not reserved: `env_memory_gib` is, which decides how many programs run at once. Where all of them may exceed
 the node together, the kernel would end some process, which may be any.
 """
 
+from collections.abc import Collection, Iterator
 from math import ceil
 
-from hpcrl.config.program import ProgramLimits, read_program_limits, reserves_place
+from hpcrl.config.program import (
+    AGENT_PROGRAM,
+    ProgramLimits,
+    is_registry_image,
+    read_program_limits,
+    reserves_place,
+)
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site, SitePartition
 from hpcrl.errors import PlanError
@@ -41,6 +49,29 @@ def check_programs(recipe: Recipe, site: Site, component: JobComponent, *, worke
     name = max(limits, key=lambda name: limits[name].scratch_gib)
     at_once = workers_per_node * _count_at_once(recipe)
     return [*found, *_warn_scratch(name, limits[name], partition, at_once=at_once)]
+
+
+def warn_foreign_images(recipe: Recipe, site: Site, partitions: Collection[str]) -> list[str]:
+    """Warn of images of registries on nodes of these partitions, if all are aarch64: most images are for x86-64."""
+    if any(site.find_architecture(label) != "aarch64" for label in partitions):
+        return []
+    return [
+        f"{setting} = {image!r} runs on nodes of partition {' or '.join(partitions)}, which are aarch64: one that was "
+        'made for x86-64 alone, as most are, fails there with "exec format error"; choose a site with x86-64 nodes for '
+        "environments, or tasks whose images are for aarch64 too"
+        for setting, image in _list_registry_images(recipe)
+    ]
+
+
+def _list_registry_images(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the images of registries that programs run in, with the settings that name them."""
+    for name, domain in recipe.domains.items():
+        changed = recipe.evaluation.options.get(name, {})
+        tables = {f"domains.{name}.options": domain.options, f"evaluation.options.{name}": changed}
+        for table, options in tables.items() if domain.env == AGENT_PROGRAM else ():
+            image = options.get("image")
+            if isinstance(image, str) and is_registry_image(image):
+                yield f"{table}.image", image
 
 
 def _warn_memory(

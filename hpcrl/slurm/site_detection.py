@@ -26,7 +26,7 @@ from typing import Any, get_args
 from hpcrl.config.site import ContainerTool, load_site
 from hpcrl.config.toml import NAME_PATTERN, PATTERN_MEANINGS, find_toml, format_toml, list_known_names, user_folder
 from hpcrl.errors import ConfigError, SlurmError
-from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.hardware.gpus import GPU_CATALOGUE, guess_maker
 from hpcrl.slurm.commands import ask_slurm, expand_nodes, run_slurm
 from hpcrl.system.files import make_private_dir, publish_file
 from hpcrl.system.network import LOOPBACK
@@ -39,6 +39,7 @@ MPI_PROBE = "from mpi4py import MPI; print(MPI.Get_library_version())"
 MPI_FLAVOURS = (("MPICH", "mpich", "pmi2"), ("Open MPI", "openmpi", "pmix"), ("CRAY", "cray-mpich", "cray_shasta"))
 """The name that a library prints, its flavour in a site, and the plugin of srun that starts it."""
 SCRATCH_VARIABLES = ("SCRATCH", "PSCRATCH", "WORK")
+AMD_PROGRAMS = ("rocm-smi", "amd-smi")
 UNKNOWN_GPU_GIB = 16
 """The memory that a GPU of an unknown type is assumed to have, so that a plan is possible."""
 
@@ -182,7 +183,7 @@ def _describe_partitions(
             name, guessed = choose_gpu_name(kind.gpu), True
             if name is None:
                 name = re.sub(r"[^A-Za-z0-9_-]", "-", kind.gpu) or "gpu"
-                gpus[f"gpus.{name}"] = {"memory_gib": UNKNOWN_GPU_GIB}
+                gpus[f"gpus.{name}"] = {"memory_gib": UNKNOWN_GPU_GIB, **_find_maker(name, notes)}
                 notes.append(
                     f"gpus.{name}: its memory is not known and was set to {UNKNOWN_GPU_GIB} GiB: correct memory_gib, "
                     "and give bf16_tflops and memory_tb_per_s for estimates of its speed"
@@ -206,6 +207,15 @@ def _describe_partitions(
         }
         tables[f"partitions.{label}"] = table
     return tables | gpus
+
+
+def _find_maker(name: str, notes: list[str]) -> dict[str, str]:
+    """Return the maker of GPUs whose name tells none, if this node has programs of AMD alone."""
+    found = next(filter(shutil.which, AMD_PROGRAMS), None)
+    if found is None or shutil.which("nvidia-smi") is not None or guess_maker(name) == "amd":
+        return {}
+    notes.append(f'gpus.{name}: this node has {found}, so maker was set to "amd": correct it if that is wrong')
+    return {"maker": "amd"}
 
 
 def _select_kinds(

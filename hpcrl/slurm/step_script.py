@@ -20,6 +20,7 @@ import msgspec
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.site import ContainerTool, Site, SitePartition
+from hpcrl.hardware.gpus import GpuMaker
 from hpcrl.plan.plan import Plan
 from hpcrl.slurm.script import quote_expanding, read_prologue
 from hpcrl.system.files import make_private_dir, publish_file, remove_path
@@ -31,7 +32,6 @@ CACHE_FOLDERS = {
     "CUDA_CACHE_PATH": "cuda",
 }
 """The variables by which compilers are given a directory for what they have compiled, and its name."""
-AMD_GPU_PREFIX = "mi"
 
 
 class StepSetup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -44,21 +44,21 @@ class StepSetup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """None: the driver's own."""
 
 
-ImageWords = Callable[[str, Sequence[str], str], list[str]]
+ImageWords = Callable[[str, Sequence[str], GpuMaker | None], list[str]]
 """A function that makes words, quoted for bash, from an image, the directories bound in it, and the GPUs' maker."""
 
 
-def _run_apptainer(program: str, image: str, binds: Sequence[str], maker: str) -> list[str]:
-    gpu = {"nvidia": ["--nv"], "amd": ["--rocm"]}.get(maker, [])
+def _run_apptainer(program: str, image: str, binds: Sequence[str], maker: GpuMaker | None) -> list[str]:
+    gpu = {None: [], "nvidia": ["--nv"], "amd": ["--rocm"]}[maker]
     return [program, "exec", *gpu, *(f"--bind={path}" for path in binds), image]
 
 
-def _run_podman(image: str, binds: Sequence[str], maker: str) -> list[str]:
+def _run_podman(image: str, binds: Sequence[str], maker: GpuMaker | None) -> list[str]:
     own = ["--rm", "--env-host", "--network=host", "--ipc=host", "--pid=host", *(["--gpu"] if maker else [])]
     return ["podman-hpc", "run", *own, *(f"--volume={path}:{path}" for path in binds), image]
 
 
-def _run_bubblewrap(image: str, binds: Sequence[str], maker: str) -> list[str]:
+def _run_bubblewrap(image: str, binds: Sequence[str], maker: GpuMaker | None) -> list[str]:
     del maker
     devices = ["--dev-bind", "/dev", "/dev", "--proc", "/proc", "--bind", "/tmp", "/tmp"]
     own = [word for path in binds for word in ("--bind", path, path)]
@@ -147,25 +147,34 @@ def choose_step_python(setup: StepSetup) -> str:
 
 def _make_directory_lines(site: Site, part: SitePartition) -> list[str]:
     """Return the lines that make and name the directories of temporary files and of compiled code."""
-    temporary = part.temporary_dir or site.temporary_dir
-    cache = part.cache_dir or site.cache_dir or (f"{temporary}/cache" if temporary else None)
+    temporary, own_cache = part.temporary_dir or site.temporary_dir, part.cache_dir or site.cache_dir
+    cache = own_cache or (f"{temporary}/cache" if temporary else None)
     lines = []
     if temporary is not None:
         lines += [f"export TMPDIR={_quote_path(temporary)}", 'mkdir -p "$TMPDIR"']
+    if own_cache is not None:
+        lines += [f"mkdir -p {_quote_path(own_cache)}"]
     if cache is not None:
         lines += [f"export {name}={_quote_path(f'{cache}/{folder}')}" for name, folder in CACHE_FOLDERS.items()]
     return lines
 
 
 def _make_image_words(site: Site, partition: str, *, binds: Sequence[str]) -> list[str]:
-    image, part = site.choose_image(partition), site.partitions[partition]
+    image = site.choose_image(partition)
     if image is None or site.container is None or site.container not in EXECUTION_WORDS:
         return []
-    maker = ("amd" if (part.gpu or "").startswith(AMD_GPU_PREFIX) else "nvidia") if part.gpu else ""
-    quoted = [_quote_path(path) for path in binds]
-    words = EXECUTION_WORDS[site.container](_quote_path(image), quoted, maker)
+    quoted = [*_list_node_binds(site, partition, binds=binds), *map(_quote_path, binds)]
+    words = EXECUTION_WORDS[site.container](_quote_path(image), quoted, site.find_gpu_maker(partition))
     at = 1 if site.container in ("bubblewrap", "shifter") else 2  # the others have a verb first
     return [*words[:at], *map(quote_expanding, site.image_flags), *words[at:]]
+
+
+def _list_node_binds(site: Site, partition: str, *, binds: Sequence[str]) -> list[str]:
+    """Return the directories of temporary files and of compiled code that are not in `binds`, quoted for bash."""
+    part = site.partitions[partition]
+    temporary, cache = part.temporary_dir or site.temporary_dir, part.cache_dir or site.cache_dir
+    found = [quote_expanding("$TMPDIR")] if temporary is not None and temporary not in binds else []
+    return found + ([_quote_path(cache)] if cache is not None and cache not in (*binds, temporary) else [])
 
 
 def _quote_path(path: str) -> str:

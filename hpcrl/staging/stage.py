@@ -32,24 +32,25 @@ from hpcrl.campaign.staged_files import (
     StagedRepository,
     StagingDir,
     find_staging_dir,
-    is_registry_image,
     parse_data_name,
     parse_model_name,
     read_manifest,
 )
-from hpcrl.config.program import AGENT_PROGRAM
+from hpcrl.config.program import AGENT_PROGRAM, is_registry_image
 from hpcrl.config.recipe import DomainConfig, Recipe, make_recipe
 from hpcrl.config.site import ContainerTool, Site, load_site
 from hpcrl.config.toml import LayeredTable, load_table
 from hpcrl.envs.isolation.images import pull_image
 from hpcrl.envs.program_files import fill_template
 from hpcrl.envs.task_set import check_task_set
-from hpcrl.errors import EnvFault, StageError
+from hpcrl.errors import EnvFault, HpcrlError, StageError
+from hpcrl.plan.plan import make_plan
+from hpcrl.plan.programs import warn_foreign_images
 from hpcrl.slurm.submit import expand_path
 from hpcrl.staging.hub_files import RepositoryListing, StageTransfer, choose_files, is_whole, list_repository, sum_sizes
 from hpcrl.system.files import is_directory, make_private_dir, publish_file, staged_path, sync_directory
 from hpcrl.system.free_space import find_free_space
-from hpcrl.system.terminal import PipeConsole, format_bytes, print_line, print_to_stderr, show_wait
+from hpcrl.system.terminal import PipeConsole, format_bytes, print_line, print_note, print_to_stderr, show_wait
 
 FREE_SHARE = 1.02
 """File systems need some room besides the files."""
@@ -79,6 +80,8 @@ def stage_recipe(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> i
         for setting, name in list_hub_names(make_recipe(layered)).items()
         if name.kind != "model" or not is_directory(layered.find_folder(*setting.split(".")) / name.repository)
     }
+    for warning in _warn_foreign_images(layered, loaded_site, staging):
+        print_note(warning)
     _stage_repositories(list(named.values()), staging)
     images = list_images(layered, loaded_site, staging)
     for image, tool in images.items():
@@ -86,6 +89,16 @@ def stage_recipe(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> i
     if not named and not images:
         print_line(f"recipe {recipe} names no model or data file of the hub, and no image of a registry")
     return 0
+
+
+def _warn_foreign_images(layered: LayeredTable, site: Site, staging: StagingDir) -> list[str]:
+    """Warn of images that may not run where a plan has env workers; on any partition, if there is no plan yet."""
+    recipe = resolve_recipe(layered, staging=staging)
+    labels = list(site.partitions)
+    with contextlib.suppress(HpcrlError):
+        plan = make_plan(recipe, msgspec.structs.replace(site, account_required=False))
+        labels = [plan.components[plan.role("env").component].partition] if plan.has_role("env") else []
+    return warn_foreign_images(recipe, site, labels) if labels else []
 
 
 def list_hub_names(recipe: Recipe) -> dict[str, HubName]:

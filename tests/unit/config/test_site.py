@@ -110,3 +110,35 @@ def test_a_prologue_that_is_missing_is_refused_with_the_folder_for_it(site: Path
     request = load_request("quickstart", site=str(site))
     with pytest.raises(PlanError, match=rf"'mine.sh' cannot be read.*put it into {tmp_path}/config/hpcrl/jobs"):
         preview_scripts(request, name="c")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "settings", "maker"),
+    [
+        ("h100", (), "nvidia"),
+        ("mi300a", (), "amd"),
+        ("AMD-MI300A", (), "amd"),
+        ("instinct_250", (), "amd"),
+        ("mini", (), "nvidia"),
+        ("x1", ("partitions.gpu.gpu_variable=HIP_VISIBLE_DEVICES",), "amd"),
+        ("x1", ("partitions.gpu.gpu_variable=ROCR_VISIBLE_DEVICES",), "amd"),
+        ("x1", ("partitions.gpu.gpu_variable=CUDA_VISIBLE_DEVICES",), "nvidia"),
+        ("mi300x", ("partitions.gpu.gpu_variable=CUDA_VISIBLE_DEVICES",), "amd"),
+        ("x1", ("gpus.x1.maker=amd", "partitions.gpu.gpu_variable=CUDA_VISIBLE_DEVICES"), "amd"),
+        ("mi300x", ("gpus.mi300x.maker=nvidia",), "nvidia"),
+    ],
+)
+def test_the_maker_of_gpus_is_described_or_known_by_their_variable_or_name(
+    site: Path, gpu: str, settings: tuple[str, ...], maker: str
+) -> None:
+    site.write_text(f"{SITE.replace('GPU', gpu)}gpus.{gpu} = {{memory_gib = 64}}\n")
+    loaded = load_site(str(site), settings=settings)
+    assert (loaded.find_gpu_maker("gpu"), loaded.find_gpu_maker("cpu")) == (maker, None)
+
+
+def test_nodes_are_x86_64_but_beside_gpus_that_have_arm_cpus(site: Path) -> None:
+    site.write_text(f"{SITE.replace('GPU', 'GB200')}gpus.GB200 = {{memory_gib = 186}}\n")
+    loaded = load_site(str(site))
+    assert (loaded.find_architecture("gpu"), loaded.find_architecture("cpu")) == ("aarch64", "x86_64")
+    arm = load_site(str(site), settings=("partitions.cpu.architecture=aarch64",))
+    assert arm.find_architecture("cpu") == "aarch64"

@@ -72,3 +72,39 @@ def test_places_for_fewer_programs_than_running_episodes_are_a_warning() -> None
 
 def test_limits_of_a_wrong_type_are_left_to_the_environment() -> None:
     assert warnings('domains.sums.options.max_memory_mb="much"') == []
+
+
+IMAGE = 'domains.sums.options.image="docker://acme/{repo}"'
+
+
+def image_warnings(*settings: str, site: str = "lab") -> list[str]:
+    return [line for line in plan_recipe(*settings, recipe="agent", site=site).warnings if "aarch64" in line]
+
+
+def test_images_of_tasks_on_arm_nodes_are_a_warning() -> None:
+    (line,) = image_warnings(IMAGE, "site.partitions.env.architecture=aarch64")
+    assert line == (
+        "domains.sums.options.image = 'docker://acme/{repo}' runs on nodes of partition env, which are aarch64: one "
+        'that was made for x86-64 alone, as most are, fails there with "exec format error"; choose a site with x86-64 '
+        "nodes for environments, or tasks whose images are for aarch64 too"
+    )
+
+
+def test_nodes_with_grace_hopper_are_arm_unless_the_site_says_otherwise() -> None:
+    (line,) = image_warnings(IMAGE, "model.path=acme/m", site="alps")
+    assert "partition normal, which are aarch64" in line
+    assert not image_warnings(IMAGE, "site.partitions.normal.architecture=x86_64", site="alps")
+    assert not image_warnings(IMAGE)
+
+
+def test_programs_without_an_image_of_a_registry_run_on_arm_nodes() -> None:
+    arm = "site.partitions.env.architecture=aarch64"
+    assert not image_warnings(arm)
+    assert not image_warnings(arm, 'domains.sums.options.image="/images/own.sif"')
+
+
+def test_an_image_that_only_evaluations_have_is_warned_of_too() -> None:
+    (line,) = image_warnings(
+        "site.partitions.env.architecture=aarch64", 'evaluation.options.sums.image="docker://acme/test"'
+    )
+    assert line.startswith("evaluation.options.sums.image = 'docker://acme/test'")

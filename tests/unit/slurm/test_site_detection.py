@@ -109,6 +109,20 @@ def test_a_gpu_of_unknown_memory_is_described_for_a_person_to_correct(cluster: P
     assert site["partitions"]["gpu"]["unverified"] == ["gpu"]
 
 
+def test_gpus_without_a_name_are_of_amd_where_only_its_programs_are(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cluster / "nodes").write_text("gpu|4|64|515000|gpu:2|(null)|g[01-04]\n")
+    monkeypatch.setenv("PATH", f"{cluster}:/usr/bin:/bin")
+    assert "maker" not in describe("plain")[0]["gpus"]["gpu"]
+    for name in ("rocm-smi", "nvidia-smi"):
+        (cluster / name).write_text("#!/bin/sh\n")
+        (cluster / name).chmod(0o700)
+        site, notes = describe(f"with-{name}")
+        assert site["gpus"]["gpu"].get("maker") == {"rocm-smi": "amd"}.get(name)
+        assert any("maker" in note for note in notes) == (name == "rocm-smi")
+
+
 def test_where_slurm_names_no_type_none_is_requested(cluster: Path) -> None:
     (cluster / "nodes").write_text("gpu|4|64|515000|gpu:2|(null)|g[01-04]\n")
     site, _ = describe()

@@ -3,6 +3,8 @@
 import os
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from hpcrl.errors import ConfigError, PlanError
 from hpcrl.plan.plan import Plan
 from hpcrl.slurm.step_script import StepSetup, make_step_script, read_step_setup, write_step_setups
 from tests.support.plans import make_site, plan_recipe
+from tests.support.programs import needs_bubblewrap
 from tests.support.shell_scripts import find_script_problems
 
 BASH = shutil.which("bash") or "bash"
@@ -76,6 +79,7 @@ def test_an_own_prologue_may_fail_and_use_unset_variables_and_arguments(tmp_path
     [
         ("apptainer", "h100", "apptainer exec --flag --nv --bind=/c --bind=/data /images/x.sif"),
         ("singularity", "mi300a", "singularity exec --flag --rocm --bind=/c --bind=/data /images/x.sif"),
+        ("apptainer", "AMD-MI300A", "apptainer exec --flag --rocm --bind=/c --bind=/data /images/x.sif"),
         ("apptainer", None, "apptainer exec --flag --bind=/c --bind=/data /images/x.sif"),
         ("enroot", "h100", "enroot start --flag --mount=/c:/c --mount=/data:/data /images/x.sif"),
         ("shifter", "h100", "shifter --flag --image=/images/x.sif --volume=/c:/c --volume=/data:/data"),
@@ -87,6 +91,52 @@ def test_one_word_runs_steps_in_an_image(tool: ContainerTool, gpu: str | None, e
     text = make_script(site, binds=("/c", "/data"))
     assert text is not None
     assert text.splitlines()[-1] == f'exec {expected} "${{hpcrl_step[@]}}"'
+
+
+@pytest.fixture
+def node_dir() -> Iterator[Path]:
+    """A directory of the node outside of /tmp, which images have anyway."""
+    with tempfile.TemporaryDirectory(prefix="hpcrl-test-", dir="/var/tmp") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """A root file system of links into /usr."""
+    root = tmp_path / "image"
+    root.mkdir()
+    for name in ("bin", "lib", "lib64"):
+        (root / name).symlink_to(f"usr/{name}")
+    return root
+
+
+@needs_bubblewrap
+def test_a_step_in_an_image_writes_to_the_directories_of_the_node(node_dir: Path, image: Path, tmp_path: Path) -> None:
+    directories = {"temporary_dir": "$NODE_DIR/t m p", "cache_dir": "$NODE_DIR/cache"}
+    site = change(**directories, of_site={"container": "bubblewrap", "image": str(image)})
+    command = 'mkdir "$VLLM_CACHE_ROOT"; touch "$TMPDIR/a" "$VLLM_CACHE_ROOT/b"'
+    run_script(make_script(site, binds=("/usr",)), tmp_path, "bash", "-c", command, NODE_DIR=str(node_dir))
+    assert (node_dir / "t m p" / "a").exists()
+    assert (node_dir / "cache" / "vllm" / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("tool", "expected"),
+    [
+        ("apptainer", 'apptainer exec --nv --bind="$TMPDIR" --bind="$WORK/c" --bind=/data /x.sif'),
+        ("podman-hpc", '--volume="$TMPDIR":"$TMPDIR" --volume="$WORK/c":"$WORK/c" --volume=/data:/data /x.sif'),
+        ("enroot", 'enroot start --mount="$TMPDIR":"$TMPDIR" --mount="$WORK/c":"$WORK/c" --mount=/data:/data /x.sif'),
+    ],
+)
+def test_the_directories_of_the_node_are_bound_into_images(tool: ContainerTool, expected: str) -> None:
+    site = change(temporary_dir="/nvme/$USER", cache_dir="$WORK/c", of_site={"container": tool, "image": "/x.sif"})
+    assert f'{expected} "${{hpcrl_step[@]}}"' in (make_script(site, binds=("/data",)) or "")
+
+
+def test_a_directory_of_the_node_that_the_site_binds_too_is_bound_once() -> None:
+    site = change(temporary_dir="/nvme", cache_dir="/nvme", of_site={"container": "apptainer", "image": "/x.sif"})
+    assert (make_script(site, binds=("/nvme",)) or "").count("--bind") == 1
+    assert (make_script(site) or "").count("--bind") == 1
 
 
 @pytest.mark.parametrize(

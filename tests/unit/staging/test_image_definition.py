@@ -10,7 +10,13 @@ import pytest
 from hpcrl import __version__
 from hpcrl.cli import main
 from hpcrl.errors import StageError
-from hpcrl.staging.image_definition import choose_image, list_build_commands, make_definition
+from hpcrl.staging.image_definition import (
+    IMAGE_BASES,
+    build_image,
+    choose_image,
+    list_build_commands,
+    make_definition,
+)
 from tests.support.plans import make_site
 
 BUILDER = """#!/bin/bash
@@ -57,6 +63,27 @@ def test_makers_and_programs_are_those_of_the_site() -> None:
     cpu = choose_image(make_site("lab", 'container="apptainer"'), maker="cpu")
     assert "hpcrl[vllm-cpu,mpi]" in make_definition(cpu)
     assert make_definition(lumi).startswith("Bootstrap: docker\nFrom: ")
+
+
+def test_the_maker_is_that_of_a_gpu_that_the_site_describes(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(
+        'name = "own"\nextends = "lumi"\npartitions.gpu.gpu = "AMD-X"\ngpus.AMD-X = {memory_gib = 64}\n'
+    )
+    assert choose_image(make_site(str(tmp_path / "own.toml"))).maker == "amd"
+
+
+@pytest.mark.parametrize("site", ["alps", "deltaai", "jupiter", "isambard-ai"])
+def test_an_image_for_arm_nodes_names_no_other_platform(site: str) -> None:
+    text = make_definition(choose_image(make_site(site)))
+    assert IMAGE_BASES["nvidia"] in text
+    assert not re.search("platform|amd64|x86", text, re.IGNORECASE)
+
+
+def test_where_an_image_for_arm_nodes_has_to_be_built_is_said(tmp_path: Path) -> None:
+    with pytest.raises(StageError, match="where docker or podman is, on an aarch64 machine, push it"):
+        build_image(choose_image(make_site("alps")), tmp_path)
+    with pytest.raises(StageError, match="where docker or podman is, push it"):
+        build_image(choose_image(make_site("perlmutter", "container=enroot")), tmp_path)
 
 
 def test_packages_of_the_base_are_kept(tmp_path: Path) -> None:

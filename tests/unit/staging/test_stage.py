@@ -351,6 +351,19 @@ def test_the_images_of_all_tasks_are_pulled_once_and_found_by_episodes(
     assert len(log.read_text().splitlines()) == 3
 
 
+def test_images_for_arm_nodes_are_warned_of_before_they_are_pulled(
+    image_recipe: Path, environment: dict[str, str], home: Path, tmp_path: Path
+) -> None:
+    environment |= {"PATH": f"{FAKES}:{os.environ['PATH']}", "FAKE_APPTAINER_LOG": str(tmp_path / "pulls")}
+    words = ["stage", str(image_recipe), "--site", "alps", "-s", f"site.campaigns_dir={home}"]
+    staged = run_hpcrl(*words, environment=environment)
+    assert "hpcrl: note: domains.sums.options.image = 'docker://acme/{repo}' runs on nodes of partition normal" in (
+        staged.stderr
+    )
+    elsewhere = [*words, "-s", "site.partitions.normal.architecture=x86_64"]
+    assert "aarch64" not in run_hpcrl(*elsewhere, environment=environment).stderr
+
+
 def test_a_terminal_shows_which_image_is_pulled_and_the_output_has_no_more_than_without(
     image_recipe: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
