@@ -60,7 +60,7 @@ class GpuModel(msgspec.Struct, frozen=True, kw_only=True):
     link_gb_per_s: float | None = None
     """The bandwidth to the other GPUs of its node, both directions together. None: not known, and not counted."""
     maker: GpuMaker | None = None
-    """None: the one that its name tells."""
+    """None: the one that its name shows."""
     fit: RooflineFit = DEFAULT_FIT
 
     @property

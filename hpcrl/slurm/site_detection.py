@@ -210,7 +210,7 @@ def _describe_partitions(
 
 
 def _find_maker(name: str, notes: list[str]) -> dict[str, str]:
-    """Return the maker of GPUs whose name tells none, if this node has programs of AMD alone."""
+    """Return the maker of GPUs whose name shows none, if this node has programs of AMD alone."""
     found = next(filter(shutil.which, AMD_PROGRAMS), None)
     if found is None or shutil.which("nvidia-smi") is not None or guess_maker(name) == "amd":
         return {}

@@ -92,7 +92,7 @@ def stage_recipe(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> i
 
 
 def _warn_foreign_images(layered: LayeredTable, site: Site, staging: StagingDir) -> list[str]:
-    """Warn of images that may not run where a plan has env workers; on any partition, if there is no plan yet."""
+    """Warn of images that may not run where a plan has env workers; on any partition, if none can be made yet."""
     recipe = resolve_recipe(layered, staging=staging)
     labels = list(site.partitions)
     with contextlib.suppress(HpcrlError):

@@ -90,7 +90,7 @@ def test_images_of_tasks_on_arm_nodes_are_a_warning() -> None:
     )
 
 
-def test_nodes_with_grace_hopper_are_arm_unless_the_site_says_otherwise() -> None:
+def test_nodes_with_grace_hopper_are_arm_unless_the_site_names_others() -> None:
     (line,) = image_warnings(IMAGE, "model.path=acme/m", site="alps")
     assert "partition normal, which are aarch64" in line
     assert not image_warnings(IMAGE, "site.partitions.normal.architecture=x86_64", site="alps")

@@ -79,7 +79,7 @@ def test_an_image_for_arm_nodes_names_no_other_platform(site: str) -> None:
     assert not re.search("platform|amd64|x86", text, re.IGNORECASE)
 
 
-def test_where_an_image_for_arm_nodes_has_to_be_built_is_said(tmp_path: Path) -> None:
+def test_an_image_for_arm_nodes_is_to_be_built_on_such_a_machine(tmp_path: Path) -> None:
     with pytest.raises(StageError, match="where docker or podman is, on an aarch64 machine, push it"):
         build_image(choose_image(make_site("alps")), tmp_path)
     with pytest.raises(StageError, match="where docker or podman is, push it"):
