@@ -281,10 +281,25 @@ def run_length_check(request: CampaignRequest) -> list[str]:
 
 
 def _check_user_code(request: CampaignRequest) -> list[str]:
-    """Import environments and rewards with the interpreter of the jobs, before anything is queued.
+    """Import environments and rewards with the variables of the jobs, before anything is queued.
 
+    Where the site has a prologue, which may set more, code that needs other variables of this shell is only noted.
     Return the problems that are found here and that nodes may not have.
     """
+    site = request.site
+    own = {name: os.path.expandvars(value) for name, value in site.environment.items()}
+    try:
+        return _import_user_code(request, env=slurm.choose_exports(site, variables=request.recipe.variables) | own)
+    except ConfigError as error:
+        if request.plan.prologue is None:
+            raise
+        notes = _import_user_code(request, env=os.environ | own)
+        advice = "unless the prologue sets what is missing, name it in site.exports"
+        return [*notes, f"{error}; with all variables of this shell it is imported: {advice}"]
+
+
+def _import_user_code(request: CampaignRequest, *, env: Mapping[str, str]) -> list[str]:
+    """Import environments and rewards with the interpreter of the jobs and these variables; return notes."""
     judge = ProblemJudge(
         is_local=request.site.scheduler == "local",
         has_prologue=request.plan.prologue is not None,
@@ -294,7 +309,6 @@ def _check_user_code(request: CampaignRequest) -> list[str]:
     try:
         with show_wait("the environments and rewards are imported"), NamedTemporaryFile() as file:
             command = [python, "-m", "hpcrl.envs.check", file.name, msgspec.json.encode(judge).decode()]
-            env = _choose_environment(request)
             completed = _run_check(command, request, timeout_s=CHECK_TIMEOUT_S, env=env)
             *subjects, answer = file.read().decode(errors="replace").split(SUBJECT_END)
     except OSError as error:
@@ -322,14 +336,6 @@ def _check_user_code(request: CampaignRequest) -> list[str]:
         hint = f" (jobs do not get {', '.join(sorted(hidden))} of this shell: add it to site.exports)" if hidden else ""
         raise ConfigError(f"recipe {request.shown_recipe!r}: {'; '.join(answer.splitlines())}{hint}")
     return answer.splitlines()
-
-
-def _choose_environment(request: CampaignRequest) -> dict[str, str]:
-    """Return the variables that user code has in the jobs; all of this shell where a prologue may set more."""
-    if request.plan.prologue is not None:
-        return dict(os.environ)
-    own = {name: os.path.expandvars(value) for name, value in request.site.environment.items()}
-    return slurm.choose_exports(request.site, variables=request.recipe.variables) | own
 
 
 def _run_check(

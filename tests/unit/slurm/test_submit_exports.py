@@ -196,3 +196,55 @@ def test_code_that_reads_a_variable_which_jobs_do_not_get_is_refused_at_submissi
     with pytest.raises(ConfigError, match=r"SEARCH_KEY.* \(jobs do not get SEARCH_KEY of this shell: add it to site"):
         check_request(load_request("quickstart", site="local", settings=(reward,)))
     check_request(load_request("quickstart", site="local", settings=(reward, 'site.exports=["SEARCH_KEY"]')))
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("os.environ['MY_CORPUS']", "MY_CORPUS of this shell: add it to site.exports"),
+        ("open(os.getenv('MY_CORPUS'))", ""),
+    ],
+)
+def test_code_that_reads_a_variable_which_only_the_prologue_may_set_is_noted(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, named: str
+) -> None:
+    (tmp_path / "corpus.py").write_text(f"import os\nfrom hpcrl.envs.base import env_reward\n\nTEXTS = {line}\n")
+    (tmp_path / "modules.sh").write_text("module load corpora\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[3]}")
+    monkeypatch.setenv("MY_CORPUS", "/dev/null")
+    settings = ("domains.lake.reward=corpus:env_reward", f"site.prologue={tmp_path}/modules.sh")
+    (note,) = (
+        note for note in check_request(load_request("quickstart", site="local", settings=settings)) if "lake" in note
+    )
+    assert named in note
+    assert "unless the prologue sets what is missing, name it in site.exports" in note
+    settings = (*settings, 'site.exports=["MY_CORPUS"]')
+    assert not [
+        note for note in check_request(load_request("quickstart", site="local", settings=settings)) if "lake" in note
+    ]
+
+
+def test_code_that_fails_with_all_variables_is_refused_also_where_a_prologue_may_set_more(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "corpus.py").write_text("raise ValueError('no corpus')\n")
+    (tmp_path / "modules.sh").write_text("module load corpora\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[3]}")
+    settings = ("domains.lake.reward=corpus:env_reward", f"site.prologue={tmp_path}/modules.sh")
+    with pytest.raises(ConfigError, match=r"\(ValueError: no corpus\): correct corpus$"):
+        check_request(load_request("quickstart", site="local", settings=settings))
+
+
+def test_code_may_read_what_the_site_sets_also_where_it_has_a_prologue(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "corpus.py").write_text(
+        "import os\nfrom hpcrl.envs.base import env_reward\n\nos.environ['MY_CORPUS']\n"
+    )
+    (tmp_path / "modules.sh").write_text("module load corpora\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[3]}")
+    settings = ("domains.lake.reward=corpus:env_reward", f"site.prologue={tmp_path}/modules.sh")
+    settings += ("site.environment.MY_CORPUS=/x",)
+    assert not [
+        note for note in check_request(load_request("quickstart", site="local", settings=settings)) if "lake" in note
+    ]
