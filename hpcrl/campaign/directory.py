@@ -7,6 +7,7 @@
     reserve_campaign, release_campaign         a directory is reserved before submission, released if that fails
     find_campaigns_root, show_campaigns_root   the directory that holds them on a site
     FORBIDDEN_IN_PATHS                         characters that a batch script cannot contain
+    ACCOUNT_FIELD                              stands for the account in that directory
     REMOVAL_TIMEOUT_S                          the time for which a removal is tried again
 
 Campaigns are found by name under ~/.hpcrl/campaigns ($HPCRL_HOME moves it). Where a site stores them on another file
@@ -37,6 +38,8 @@ from hpcrl.system.processes import do_nothing
 from hpcrl.system.terminal import print_note
 
 FORBIDDEN_IN_PATHS = "\n\r"
+ACCOUNT_FIELD = "{account}"
+"""Stands for the account in site.campaigns_dir."""
 REMOVAL_TIMEOUT_S = 10.0
 """The time for which a campaign is removed again while workers still write into its directory."""
 
@@ -243,7 +246,13 @@ def _find_campaigns_home() -> Path:
 
 def find_campaigns_root(site: Site) -> Path:
     """Return the directory that holds this user's campaigns on a site."""
-    root = Path(expand_path(site.campaigns_dir)) if site.campaigns_dir else _find_campaigns_home()
+    wanted = _fill_account(site)
+    if ACCOUNT_FIELD in wanted:
+        raise SlurmError(
+            f"{wanted!r} contains the account, and site {site.name!r} has no account: set account in your own file of "
+            "the site, or -s site.account=NAME"
+        )
+    root = Path(expand_path(wanted)) if wanted else _find_campaigns_home()
     absolute = root.absolute()
     if any(character in str(absolute) for character in FORBIDDEN_IN_PATHS):
         raise HpcrlError(
@@ -257,4 +266,8 @@ def show_campaigns_root(site: Site) -> Path:
     try:
         return find_campaigns_root(site)
     except SlurmError:
-        return Path(site.campaigns_dir or "")
+        return Path(_fill_account(site))
+
+
+def _fill_account(site: Site) -> str:
+    return (site.campaigns_dir or "").replace(ACCOUNT_FIELD, (site.account or "").strip() or ACCOUNT_FIELD)

@@ -230,7 +230,8 @@ class Site(ConfigTable, frozen=True, kw_only=True):
     slurm_conf: str | None = None
     """Path of the slurm.conf to use, if not the machine's own; `~` and $NAME are expanded."""
     campaigns_dir: str | None = None
-    """The directory of all campaigns, on a file system that all nodes share; `~` and $NAME are expanded."""
+    """The directory of all campaigns, on a file system that all nodes share; `~` and $NAME are expanded, and
+    `{account}` is the account of the site."""
     staging_dir: str | None = None
     """The directory of models, data and images that `hpcrl stage` fetches, on a file system that all nodes share; `~`
     and $NAME are expanded. None: a hidden one in that of the campaigns."""
