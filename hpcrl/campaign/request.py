@@ -2,6 +2,7 @@
 
 CampaignRequest, RequestSource  a request, and the words that load it again
 load_request          loads it
+load_files            loads its recipe and its site
 resolve_recipe        the recipe of a table, with absolute paths
 make_imitation_model  the model whose conversations the warm-up imitates
 """
@@ -66,6 +67,17 @@ class CampaignRequest:
 
 def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> CampaignRequest:
     """Load recipe and site, and make the plan; settings are `key=value` of the recipe, `site.key=value` of the site."""
+    loaded_recipe, loaded_site = load_files(recipe, site=site, settings=settings)
+    source = RequestSource(recipe=_fix_name(recipe), site=_fix_name(site), settings=settings)
+    try:
+        plan = make_plan(loaded_recipe, loaded_site)
+    except PlanError as error:
+        raise PlanError(f"{error}{advise_fewer_ranks(loaded_recipe, loaded_site)}") from None
+    return CampaignRequest(recipe=loaded_recipe, site=loaded_site, plan=plan, source=source)
+
+
+def load_files(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> tuple[Recipe, Site]:
+    """Load recipe and site, with what is staged and the GPUs of this machine; nothing is planned yet."""
     site_settings = tuple(s.removeprefix("site.") for s in settings if s.startswith("site."))
     recipe_settings = tuple(s for s in settings if not s.startswith("site."))
     loaded_site = add_own_gpus(load_site(site, settings=site_settings))
@@ -79,12 +91,7 @@ def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> C
         loaded_recipe = fill_warmup_steps(
             loaded_recipe, warmup, num_conversations=_count_conversations(loaded_recipe, warmup, site=loaded_site)
         )
-    source = RequestSource(recipe=_fix_name(recipe), site=_fix_name(site), settings=settings)
-    try:
-        plan = make_plan(loaded_recipe, loaded_site)
-    except PlanError as error:
-        raise PlanError(f"{error}{advise_fewer_ranks(loaded_recipe, loaded_site)}") from None
-    return CampaignRequest(recipe=loaded_recipe, site=loaded_site, plan=plan, source=source)
+    return loaded_recipe, loaded_site
 
 
 def _fix_name(name: str) -> str:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hpcrl import __version__
-from hpcrl.campaign.request import CampaignRequest, load_request
+from hpcrl.campaign.request import CampaignRequest, load_files, load_request
 from hpcrl.campaign.running_jobs import read_submission
 from hpcrl.campaign.submission import dry_run, preview_scripts, submit
 from hpcrl.campaign.submission_checks import check_plan
@@ -21,9 +21,9 @@ from hpcrl.commands.interpreters import run_suggestions
 from hpcrl.config.pipeline import RENDERERS, make_running_pipeline
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.toml import list_known_names
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import HpcrlError, PlanError
 from hpcrl.plan.plan import Plan
-from hpcrl.plan.suggestions import show_suggestions, suggest_plans
+from hpcrl.plan.suggestions import show_suggestions, suggest_fitting, suggest_plans
 from hpcrl.system.terminal import (
     PIPE_WIDTH,
     PipeConsole,
@@ -36,7 +36,12 @@ from hpcrl.system.terminal import (
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    request = _load_request(arguments)
+    try:
+        request = _load_request(arguments)
+    except PlanError as error:
+        if not arguments.suggest:
+            raise
+        return _print_fitting(arguments, refusal=str(error))
     for note in check_plan(request):
         print_note(note)
     if arguments.suggest:
@@ -122,6 +127,20 @@ def _print_suggestions(arguments: argparse.Namespace, request: CampaignRequest) 
         return 0
     for line in show_suggestions(suggestions, made, site=request.site.name):
         print_line(line)
+    return 0
+
+
+def _print_fitting(arguments: argparse.Namespace, *, refusal: str) -> int:
+    """Print plans for a recipe that is refused as it stands."""
+    recipe, site = load_files(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+    with show_wait("other plans are made"):
+        suggestions = suggest_fitting(recipe, site, refusal=refusal)
+    print_note(refusal)
+    if arguments.json:
+        print_json(suggestions)
+        return 0
+    for suggestion in suggestions:
+        print_line(f"fits      {suggestion.describe()}")
     return 0
 
 

@@ -4,6 +4,7 @@ suggest_plans     up to MAX_SUGGESTIONS of them by their size, the cheapest firs
 choose_frontier   up to MAX_SUGGESTIONS of them by time and cost of the whole campaign, where these are known
 list_plans        all of them, with the plan that was made
 show_suggestions  the lines of text for them
+suggest_fitting      those for a recipe that is refused as it stands
 advise_fewer_ranks   the setting that helps where no plan can be made
 PlanSuggestion    one of them: the settings that lead to it, and its size
 """
@@ -21,8 +22,9 @@ from hpcrl.plan.layout import JobLayout
 from hpcrl.plan.plan import Plan, make_plan
 
 MAX_SUGGESTIONS = 3
-MAX_ADVISED_RANKS = 128
-"""Fewer ranks of the trainer are tried one by one."""
+MAX_TRIED_RANKS = 6
+"""The most smaller numbers of the trainer's ranks that are tried for a refused recipe."""
+NUM_RANKS = "resources.train.num_workers"
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -119,7 +121,7 @@ def list_plans(recipe: Recipe, site: Site, plan: Plan) -> list[PlannedRecipe]:
             continue
         if (other.layout == "colocated" and not other.is_on_one_node) or other.has_gpu_shifts != plan.has_gpu_shifts:
             continue  # the simulation times neither weights that go by files nor turns on shared GPUs
-        suggestion = _measure_plan(other, [f"{key}={value}" for key, value in changes.items()])
+        suggestion = _measure_plan(other, _show_changes(changes))
         found.setdefault(suggestion.size, PlannedRecipe(suggestion, changed, other))
     return list(found.values())
 
@@ -162,6 +164,10 @@ def _change_struct(struct: S, changes: Mapping[str, Any]) -> S:
     return struct
 
 
+def _show_changes(changes: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in changes.items()]
+
+
 def _measure_plan(plan: Plan, settings: list[str]) -> PlanSuggestion:
     return PlanSuggestion(
         settings=settings,
@@ -175,13 +181,78 @@ def _measure_plan(plan: Plan, settings: list[str]) -> PlanSuggestion:
     )
 
 
+def suggest_fitting(recipe: Recipe, site: Site, *, refusal: str) -> list[PlanSuggestion]:
+    """Return plans for a recipe that is refused as it stands, the most like it first.
+
+    Raise PlanError with the refusal, and a further reason if there is one, if nothing that is tried fits.
+    """
+    refusals: dict[int, str] = {}
+    found: list[PlannedRecipe] = []
+    for changes in _list_repairs(recipe, site):
+        try:
+            found.append(_plan_changed(recipe, site, changes))
+        except PlanError as error:
+            if num_ranks := changes.get(NUM_RANKS):
+                refusals[num_ranks] = str(error)
+        if len(found) == MAX_SUGGESTIONS:
+            break
+    if not found:
+        raise PlanError(f"{refusal}. Nothing else that was tried fits{_describe_reason(refusals, site, refusal)}")
+    first = found[0]
+    more = [*found[1:], *(_add_settings(first, one) for one in list_plans(first.recipe, site, first.plan)[1:])]
+    sizes = {one.suggestion.size: one.suggestion for one in reversed(more)}
+    sizes.pop(first.suggestion.size, None)
+    cheapest = sorted(sizes.values(), key=lambda one: one.node_hours)
+    return [first.suggestion, *cheapest[: MAX_SUGGESTIONS - 1]]
+
+
+def _list_repairs(recipe: Recipe, site: Site) -> list[dict[str, Any]]:
+    """Return settings with which a refused recipe may fit: other numbers of ranks, one pool of engines, any layout."""
+    resources, num_ranks = recipe.resources, recipe.resources.train.num_workers
+    fewer: list[dict[str, Any]] = [{NUM_RANKS: number} for number in _list_fewer_ranks(recipe, site)]
+    others: dict[str, tuple[Any, Any]] = {
+        "job.layout": (recipe.job.layout, "auto"),
+        "resources.decode.num_workers": (resources.decode.num_workers, "auto"),
+        "resources.prefill.num_workers": (resources.prefill.num_workers, 0),
+    }
+    more = [{NUM_RANKS: num_ranks * factor} for factor in (2, 4)]
+    return [*fewer, *({key: value} for key, (asked, value) in others.items() if asked != value), *more]
+
+
+def _list_fewer_ranks(recipe: Recipe, site: Site) -> list[int]:
+    """Return numbers of the trainer's ranks to try, the largest first: powers of two, and those that fill nodes."""
+    asked = recipe.resources.train.num_workers
+    powers = {2**exponent for exponent in range(asked.bit_length())}
+    of_nodes = {partition.gpus_per_node for partition in site.partitions.values() if partition.gpus_per_node}
+    full = {(asked - 1) // num_gpus * num_gpus for num_gpus in of_nodes}
+    return sorted((number for number in powers | of_nodes | full if 0 < number < asked), reverse=True)[:MAX_TRIED_RANKS]
+
+
+def _plan_changed(recipe: Recipe, site: Site, changes: Mapping[str, Any]) -> PlannedRecipe:
+    changed = _change_struct(recipe, changes)
+    plan = make_plan(changed, site)
+    return PlannedRecipe(_measure_plan(plan, _show_changes(changes)), changed, plan)
+
+
+def _add_settings(first: PlannedRecipe, other: PlannedRecipe) -> PlannedRecipe:
+    """Return a plan that was made from another changed recipe, with the settings of both."""
+    both = [*first.suggestion.settings, *other.suggestion.settings]
+    settings = list({setting.partition("=")[0]: setting for setting in both}.values())
+    return other._replace(suggestion=msgspec.structs.replace(other.suggestion, settings=settings))
+
+
+def _describe_reason(refusals: Mapping[int, str], site: Site, refusal: str) -> str:
+    """Return what a trainer on the GPUs of a node lacks: more ranks need more nodes, and fewer more memory each."""
+    most_gpus = max(partition.gpus_per_node for partition in site.partitions.values())
+    num_ranks = max((number for number in refusals if number <= most_gpus), default=min(refusals, default=0))
+    reason = refusals.get(num_ranks, "").partition(". ")[0]
+    return "" if not reason or refusal.startswith(reason) else f": with -s {NUM_RANKS}={num_ranks}, {reason}"
+
+
 def advise_fewer_ranks(recipe: Recipe, site: Site) -> str:
-    """Return the largest number of the trainer's ranks with which a refused recipe fits a site, as a setting; or ""."""
-    resources = recipe.resources
-    for num_workers in range(min(resources.train.num_workers - 1, MAX_ADVISED_RANKS), 0, -1):
-        train = msgspec.structs.replace(resources.train, num_workers=num_workers)
-        fewer = msgspec.structs.replace(recipe, resources=msgspec.structs.replace(resources, train=train))
+    """Return the largest tried number of the trainer's ranks with which a refused recipe fits, as a setting; or ""."""
+    for number in _list_fewer_ranks(recipe, site):
         with contextlib.suppress(PlanError):
-            make_plan(fewer, site)
-            return f". It fits with -s resources.train.num_workers={num_workers}"
+            (setting,) = _plan_changed(recipe, site, {NUM_RANKS: number}).suggestion.settings
+            return f". It fits with -s {setting}"
     return ""

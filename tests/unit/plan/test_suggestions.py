@@ -1,16 +1,29 @@
 """Other plans for the same recipe and site, with what they cost."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from hpcrl.campaign.request import load_request
+from hpcrl.cli import main
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
+from hpcrl.plan import suggestions
 from hpcrl.plan.plan import make_plan
-from hpcrl.plan.suggestions import MAX_SUGGESTIONS, PlanSuggestion, choose_frontier, show_suggestions, suggest_plans
+from hpcrl.plan.suggestions import (
+    MAX_SUGGESTIONS,
+    PlanSuggestion,
+    choose_frontier,
+    show_suggestions,
+    suggest_fitting,
+    suggest_plans,
+)
 from tests.support.described_sites import find_described
 from tests.support.plans import make_recipe, make_site, plan_recipe
 
+OF_EIGHT_GPUS = ("gpu=h100", "gpus_per_node=8", "cores_per_node=64", "mem_gib_per_node=1000")
 LARGE = ("model.num_params=8000000000", "resources.train.num_workers=4", "rollout.max_running=512")
 
 
@@ -103,8 +116,7 @@ def test_the_time_and_cost_of_a_campaign_are_shown_where_they_are_known() -> Non
 
 @pytest.mark.parametrize("site", ["workstation", find_described("one-node")])
 def test_a_refusal_names_the_largest_number_of_ranks_that_fits(home: Path, site: str) -> None:
-    of_site = ("gpu=h100", "gpus_per_node=8", "cores_per_node=64", "mem_gib_per_node=1000")
-    settings = tuple(f"site.partitions.host.{one}" for one in of_site if site == "workstation")
+    settings = tuple(f"site.partitions.host.{one}" for one in OF_EIGHT_GPUS if site == "workstation")
     with pytest.raises(PlanError) as caught:
         load_request("qwen3-8b-math", site=site, settings=settings)
     assert str(caught.value).endswith(". It fits with -s resources.train.num_workers=8")
@@ -115,3 +127,95 @@ def test_a_refusal_that_fewer_ranks_do_not_help_names_no_number(home: Path) -> N
     with pytest.raises(PlanError) as caught:
         load_request("qwen3-8b-math", site="workstation")
     assert "resources.train.num_workers" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("site", "settings", "first"),
+    [
+        ("workstation", OF_EIGHT_GPUS, ["resources.train.num_workers=8"]),
+        ("expanse", (), ["resources.train.num_workers=12"]),
+    ],
+)
+def test_a_refused_recipe_has_suggestions_that_fit(site: str, settings: tuple[str, ...], first: list[str]) -> None:
+    of_site = tuple(f"partitions.host.{one}" for one in settings)
+    found = suggest_fitting(make_recipe(name="qwen3-8b-math"), make_site(site, *of_site), refusal="")
+    assert found[0].settings == first
+    assert len({one.size for one in found}) == len(found) == MAX_SUGGESTIONS
+    for one in found:
+        made = make_plan(make_recipe(*one.settings, name="qwen3-8b-math"), make_site(site, *of_site))
+        assert (made.layout, made.cost.node_hours) == (one.layout, one.node_hours)
+
+
+@pytest.mark.parametrize("asked", ["job.layout=hetstep", "resources.decode.num_workers=64"])
+def test_a_setting_that_makes_a_recipe_too_large_is_suggested_otherwise(asked: str) -> None:
+    recipe, site = make_recipe(asked, name="quickstart"), make_site("lab")
+    with pytest.raises(PlanError) as caught:
+        make_plan(recipe, site)
+    found = suggest_fitting(recipe, site, refusal=str(caught.value))
+    key = asked.partition("=")[0]
+    assert found[0].settings == [f"{key}=auto"]
+
+
+def test_too_few_ranks_of_the_trainer_are_suggested_as_more() -> None:
+    recipe = make_recipe("resources.train.num_workers=1", name="qwen3-8b-math")
+    found = suggest_fitting(recipe, make_site("perlmutter"), refusal="")
+    assert found[0].settings == ["resources.train.num_workers=2"]
+
+
+@pytest.mark.parametrize(
+    ("site", "reason"),
+    [
+        ("workstation", "with -s resources.train.num_workers=4, a train worker needs 36 GiB .* has 22 GiB"),
+        ("generic-slurm", "with -s resources.train.num_workers=4, a train worker needs 36 GiB .* has 14 GiB"),
+    ],
+)
+def test_a_recipe_for_which_nothing_fits_is_refused_with_what_a_smaller_trainer_lacks(site: str, reason: str) -> None:
+    recipe, place = make_recipe(name="qwen3-8b-math"), make_site(site)
+    with pytest.raises(PlanError, match=rf"^as it stands\. Nothing else that was tried fits: {reason}"):
+        suggest_fitting(recipe, place, refusal="as it stands")
+
+
+def test_a_reason_that_is_the_refusal_is_not_repeated() -> None:
+    recipe, place = make_recipe(name="qwen3-8b-math"), make_site("local")
+    with pytest.raises(PlanError) as caught:
+        make_plan(recipe, place)
+    refusal = str(caught.value)
+    with pytest.raises(PlanError) as caught:
+        suggest_fitting(recipe, place, refusal=refusal)
+    assert str(caught.value) == f"{refusal}. Nothing else that was tried fits"
+
+
+@pytest.mark.parametrize("num_ranks", [16, 128, 4096])
+def test_a_refusal_costs_few_tries(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def refuse(recipe: Recipe, site: Site) -> None:
+        tried.append(recipe.resources.train.num_workers)
+        raise PlanError("too large")
+
+    monkeypatch.setattr(suggestions, "make_plan", refuse)
+    recipe, site = make_recipe(f"resources.train.num_workers={num_ranks}", name="qwen3-8b-math"), make_site("snellius")
+    assert suggestions.advise_fewer_ranks(recipe, site) == ""
+    assert len(set(tried)) == len(tried) <= 6
+    tried.clear()
+    with pytest.raises(PlanError):
+        suggest_fitting(recipe, site, refusal="too large")
+    assert len(tried) <= 10
+
+
+def test_plan_suggest_shows_what_fits_below_the_refusal(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "qwen3-8b-math", "--site", "expanse", "-s", "site.account=a1", "--suggest"]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert "note: site 'expanse' cannot hold resources.train" in shown.err
+    assert shown.out.startswith("fits      -s resources.train.num_workers=12: hetjob, 5 nodes, ")
+    assert main([*words, "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed[0]["settings"] == ["resources.train.num_workers=12"]
+
+
+def test_plan_suggest_refuses_a_recipe_for_which_nothing_fits(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "qwen3-8b-math", "--site", "generic-slurm", "--suggest"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "Nothing else that was tried fits: with -s resources.train.num_workers=4, a train worker" in shown.err
