@@ -27,7 +27,7 @@ from hpcrl.config.site import DEVICE_VARIABLES, DeviceVariable, Site
 from hpcrl.doctor.file_checks import check_hdf5, check_lag, check_rates, make_signal
 from hpcrl.doctor.login_checks import check_proxy
 from hpcrl.doctor.node_meeting import MeetingFiles, NodeMeeting
-from hpcrl.doctor.result import CheckResult, fail_check, leave_unknown, pass_check, warn_check
+from hpcrl.doctor.result import INTERNET_REACHED, CheckResult, fail_check, leave_unknown, pass_check, warn_check
 from hpcrl.errors import ConfigError, SlurmError
 from hpcrl.slurm.commands import run_slurm
 from hpcrl.system.files import publish_file, remove_path
@@ -237,7 +237,7 @@ def check_internet(site: Site, is_open: bool) -> CheckResult:
         return fail_check("internet", f"{INTERNET_HOST[0]} is not reached", change)
     if stated == "no" and is_open:
         return warn_check("internet", "there is a way out", 'set network.internet_on_compute = "yes"')
-    return pass_check("internet", "reached" if is_open else "not reached")
+    return pass_check("internet", INTERNET_REACHED if is_open else "not reached")
 
 
 def check_submission(site: Site, script: Path, *, in_image: bool = False) -> CheckResult:

@@ -299,6 +299,9 @@ def run_doctor(site: Site, *, has_job: bool, as_json: bool, timeout_s: float, is
         print_to_stderr("nothing is recorded: the site was changed by -s")
     elif has_job and not has_failed and skipped:
         print_to_stderr(f"the site is not verified: connections and signals of {', '.join(dict.fromkeys(skipped))}")
-    elif has_job and not is_changed and (path := write_facts(site.name, results, today=date.today())):
-        print_to_stderr(f"{path}: the site is {'not ' * has_failed}verified now")
+    elif has_job and not is_changed:
+        knows = site.network.internet_on_compute != "unknown"
+        path = write_facts(site.name, results, today=date.today(), knows_internet=knows)
+        if path is not None:
+            print_to_stderr(f"{path}: the site is {'not ' * has_failed}verified now")
     return EXIT_FOUND_FAULTS if has_failed else 0

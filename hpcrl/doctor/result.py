@@ -21,6 +21,8 @@ from hpcrl.system.files import make_private_dir, publish_file
 from hpcrl.system.terminal import print_line
 
 MARKS = {"ok": "ok      ", "warning": "warning ", "failed": "FAILED  ", "unknown": "unknown "}
+INTERNET_REACHED = "reached"
+"""The value of the check `internet` where there is a way."""
 CheckState = Literal["ok", "warning", "failed", "unknown"]
 
 
@@ -78,10 +80,11 @@ def _name(result: CheckResult) -> str:
     return f"{result.name} ({result.place})" if result.place else result.name
 
 
-def write_facts(name: str, results: Sequence[CheckResult], *, today: date) -> Path | None:
-    """Set `verified`, `checked_on` and `nodes_may_submit` in the user's file of a site, and leave the rest of it.
+def write_facts(name: str, results: Sequence[CheckResult], *, today: date, knows_internet: bool = True) -> Path | None:
+    """Set `verified`, `checked_on` and what nodes showed in the user's file of a site, and leave the rest of it.
 
-    With a failure, only a `verified` that is there is taken back.
+    That is `nodes_may_submit`, and the way to the internet unless the site file has it. With a failure, only a
+    `verified` that is there is taken back.
     """
     path = user_folder("sites") / f"{name}.toml"
     has_failed = any(result.state == "failed" for result in results)
@@ -93,6 +96,9 @@ def write_facts(name: str, results: Sequence[CheckResult], *, today: date) -> Pa
         facts["nodes_may_submit"] = all("accepted" in result.found for result in submissions)
     make_private_dir(path.parent)
     text = path.read_text() if path.exists() else f'extends = "{name}"\n'
+    reached = {result.found for result in results if result.name == "internet"}
+    if not knows_internet and len(reached) == 1 and "network" not in tomllib.loads(text):
+        facts["network.internet_on_compute"] = "yes" if reached == {INTERNET_REACHED} else "no"
     publish_file(path, _set_keys(text, facts))
     return path
 
@@ -102,7 +108,7 @@ def _set_keys(text: str, facts: dict[str, Any]) -> str:
     found = re.search(r"^\s*\[", text, re.MULTILINE)
     top, tables = (text[: found.start()], text[found.start() :]) if found else (text, "")
     for key in facts:
-        top = re.sub(rf"^{key}\s*=.*\n", "", top, flags=re.MULTILINE)
+        top = re.sub(rf"^{re.escape(key)}\s*=.*\n", "", top, flags=re.MULTILINE)
     written = format_toml("Written by `hpcrl doctor --job`.", facts, {})
     top = top.replace("# Written by `hpcrl doctor --job`.\n", "")
     merged = f"{top.rstrip()}\n{written}\n{tables}".lstrip() if tables else f"{top.rstrip()}\n{written}".lstrip()

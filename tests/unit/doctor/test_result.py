@@ -47,3 +47,13 @@ def test_a_failure_takes_back_that_a_site_is_verified(own: Path) -> None:
     assert write_facts("lab", [failure], today=TODAY) == own
     site = load_site("lab")
     assert (site.verified, site.nodes_may_submit) == (False, False), "what else is known stays"
+
+
+def test_the_way_to_the_internet_is_recorded_unless_the_site_file_has_it(own: Path) -> None:
+    reached = pass_check("internet", "reached")
+    for _ in range(2):
+        write_facts("lab", [reached, reached], today=TODAY, knows_internet=False)
+    assert load_site("lab").network.internet_on_compute == "yes"
+    own.write_text('extends = "lab"\n[network]\ninterface = "lo"\n')
+    write_facts("lab", [reached], today=TODAY, knows_internet=False)
+    assert "internet_on_compute" not in own.read_text(), "a table of the user's is left as it is"
