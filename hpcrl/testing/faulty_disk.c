@@ -1,9 +1,10 @@
 /* Make calls fail for paths under a folder, as a network file system does: preloaded into the processes of tests.
  *
- * FAULTY_FOLDER is the folder, FAULTY_SWITCH a file outside it. Its content is `ERRNO KINDS MILLISECONDS`: the number of
+ * HPCRL_TEST_FAULTY_FOLDER is the folder, HPCRL_TEST_FAULTY_SWITCH a file outside it. Its content is
+ * `ERRNO KINDS MILLISECONDS`: the number of
  * the error (0: none), the kinds of calls that fail (r: those that read, w: those that change), and a lag for each of
- * them (-1: the call hangs until the switch changes). Without the file all is well. FAULTY_SWITCH.NODE and
- * FAULTY_SWITCH.PID are switches of one node of a lab and of one process.
+ * them (-1: the call hangs until the switch changes). Without the file all is well. HPCRL_TEST_FAULTY_SWITCH.NODE and
+ * HPCRL_TEST_FAULTY_SWITCH.PID are switches of one node of a lab and of one process.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -35,7 +36,7 @@ static int read_file(const char *path, char *kinds, int *lag_ms) {
 
 /* Read the first switch that is there: that of the process, of its node, or of all. */
 static int read_switch(char *kinds, int *lag_ms) {
-    const char *path = getenv("FAULTY_SWITCH"), *node = getenv("SLURMD_NODENAME");
+    const char *path = getenv("HPCRL_TEST_FAULTY_SWITCH"), *node = getenv("SLURMD_NODENAME");
     char own[PATH_MAX];
     int number;
     *lag_ms = 0;
@@ -51,7 +52,7 @@ static int read_switch(char *kinds, int *lag_ms) {
 
 /* Return the error of a call on a path, or 0, after its lag. */
 static int find_fault(const char *path, char kind) {
-    const char *folder = getenv("FAULTY_FOLDER");
+    const char *folder = getenv("HPCRL_TEST_FAULTY_FOLDER");
     char kinds[8];
     int lag_ms, number;
     if (!folder || !path || strncmp(path, folder, strlen(folder))) return 0;

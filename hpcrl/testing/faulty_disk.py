@@ -18,7 +18,11 @@ class FaultyDisk:
 
     def __init__(self, folder: Path, *, library: Path, switch: Path) -> None:
         self._switch = switch
-        self.environ = {"LD_PRELOAD": str(library), "FAULTY_FOLDER": str(folder), "FAULTY_SWITCH": str(switch)}
+        self.environ = {
+            "LD_PRELOAD": str(library),
+            "HPCRL_TEST_FAULTY_FOLDER": str(folder),
+            "HPCRL_TEST_FAULTY_SWITCH": str(switch),
+        }
         """The variables of processes that are to meet its faults."""
 
     @classmethod

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-LIMIT_VARIABLE = "HPCRL_TEST_TOKENS"
+LIMIT_VARIABLE = "HPCRL_TEST_LIMIT"
 """The variable with the trained tokens of the largest micro-batch."""
 RANK_VARIABLE = "HPCRL_TEST_RANK"
 """The variable with the only rank that has this limit; every rank without it."""
