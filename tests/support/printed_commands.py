@@ -24,7 +24,6 @@ LAB_SESSIONS: dict[str, tuple[str, ...]] = {
         'eval "$(hpcrl lab env)"',
         "sinfo",
         "hpcrl lab status",
-        "hpcrl doctor --site lab --job",
         "hpcrl submit quickstart --site lab",
         "hpcrl extend quickstart-1 --jobs 2",
         "hpcrl stop quickstart-1 --now",
@@ -51,7 +50,6 @@ LAB_SESSIONS: dict[str, tuple[str, ...]] = {
         "hpcrl stage RECIPE --site NAME",
         "hpcrl doctor --site NAME",
         "hpcrl submit quickstart --site NAME --dry-run",
-        "hpcrl doctor --site NAME --job",
         "HPCRL_LAB=/tmp/second",
         "hpcrl lab up --like mycluster",
     ),
@@ -143,6 +141,10 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
     "needs agents in another environment: tests/agents": (
         "hpcrl submit code-repair --site local -s \"domains.repair.options.readable=['$PWD/agent']\" "
         '-s "domains.repair.options.environment.PATH=$PWD/agent/bin:/usr/bin:/bin"',
+    ),
+    "takes minutes: tests/slurm/test_doctor.py runs the one, and a session above another of the same words": (
+        "hpcrl doctor --site lab --job",
+        "hpcrl doctor --site NAME --job",
     ),
     "needs GPUs": (
         "hpcrl submit my-first.toml --site mycluster --watch",
