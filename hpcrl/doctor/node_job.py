@@ -54,6 +54,8 @@ NUM_NODES = 2
 """The nodes of a partition's job: MPI, files and connections are tried between them."""
 ENDLESS_REASONS = ("PartitionDown", "PartitionInactive", "BadConstraints", "AccountNotAllowed", "QOSNotAllowed")
 """Slurm's reasons with which a job does not start, however long the queue is."""
+PATIENCE_S = 60.0
+"""The time for which nodes that are done wait for jobs in the queue, which may wait for these nodes."""
 OLD_S = 86400.0
 """The age at which folders of earlier runs are removed."""
 SIGNAL_PATIENCE_S = 20.0
@@ -108,14 +110,29 @@ def run_node_jobs(
 def _await_results(ids: dict[MeetingFiles, str], *, env: dict[str, str], timeout_s: float) -> dict[str, str]:
     """Wait until every node has stored its results, or cannot any more; return the states of the jobs that are left."""
     deadline = time.monotonic() + timeout_s
+    blocked_since: float | None = None
     while True:
         waiting = [files for files in ids if not files.results.exists()]
         states = _query_states(ids.values(), env=env)
+        done = [ids[files] for files in ids if files not in waiting and ids[files] in states]
+        if done and list_blocked([states.get(ids[files], "") for files in waiting]):
+            blocked_since = blocked_since or time.monotonic()
+            if time.monotonic() - blocked_since > PATIENCE_S:
+                cancel_jobs(done, env=env)
+        else:
+            blocked_since = None
         left = [states[ids[files]] for files in waiting if ids[files] in states]
         if all(any(word in state for word in ENDLESS_REASONS) for state in left) or time.monotonic() > deadline:
             return states
         _make_signals(waiting)
         time.sleep(RESULT_POLL_INTERVAL_S)
+
+
+def list_blocked(states: list[str]) -> list[str]:
+    """Return the states of jobs that may wait for the nodes of those that are done, if no other one runs."""
+    if any(state.startswith("RUNNING") for state in states):
+        return []
+    return [state for state in states if state.startswith("PENDING")]
 
 
 def _await_links(met: list[MeetingFiles]) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hpcrl.doctor.node_job import list_engine_partitions, make_node_script
+from hpcrl.doctor.node_job import list_blocked, list_engine_partitions, make_node_script
 from tests.support.plans import make_site
 
 
@@ -19,6 +19,12 @@ def test_a_second_node_is_asked_for_where_a_partition_has_one(tmp_path: Path) ->
     alone = make_script("partitions.train.max_nodes=1")
     assert "#SBATCH --nodes=1" in alone
     assert "--relative=1" not in alone
+
+
+def test_jobs_in_the_queue_are_blocked_unless_another_one_still_runs() -> None:
+    assert list_blocked(["PENDING Resources", ""]) == ["PENDING Resources"]
+    assert list_blocked(["PENDING Resources", "RUNNING None"]) == []
+    assert list_blocked([]) == []
 
 
 def test_whole_nodes_are_compared_with_all_their_memory(tmp_path: Path) -> None:
