@@ -1,4 +1,4 @@
-"""Short jobs of one node, one for each partition of a site, that run the checks of nodes.
+"""Short jobs of one or two nodes, one for each partition of a site, that run the checks of nodes.
 
 run_doctor        check a site, also by such jobs, print the results, and return the exit code
 run_node_jobs     submit them, wait for them, and return the results
@@ -30,7 +30,7 @@ from hpcrl.doctor.result import (
     write_facts,
 )
 from hpcrl.errors import HpcrlError, SlurmError
-from hpcrl.plan.components import WHOLE_MEMORY, PerNode, find_account, make_slurm_flags
+from hpcrl.plan.components import PerNode, find_account, list_job_flags, make_memory_flags, make_slurm_flags
 from hpcrl.slurm.commands import ask_slurm, cancel_jobs, queue_script
 from hpcrl.slurm.script import read_prologue
 from hpcrl.slurm.step_script import make_step_script, make_step_setup
@@ -150,7 +150,7 @@ def _await_end(ids: Iterable[str], *, env: dict[str, str]) -> None:
 
 
 def make_node_script(site: Site, label: str, *, request: Path, log: Path) -> str:
-    """Return the batch script that runs the checks on a node of a partition."""
+    """Return the batch script that runs the checks on the nodes of a partition."""
     part = site.partitions[label]
     gpus = part.gpus_per_node if part.exclusive else min(part.gpus_per_node, 1)
     cpus = max(NUM_CPUS, gpus * (part.cores_per_gpu or 0))
@@ -161,16 +161,14 @@ def make_node_script(site: Site, label: str, *, request: Path, log: Path) -> str
     num_nodes = min(part.max_nodes, NUM_NODES)
     flags = make_slurm_flags(num_nodes, per_node, label, account=find_account(site, part), site=site)
     flags += [f"--job-name=hpcrl-doctor-{label}", f"--time={WALLTIME_MIN}", "--no-requeue", f"--output={log}"]
-    flags += [f"--licenses={','.join(site.licenses)}"] if site.licenses else []
+    flags += list_job_flags(site, flags)
     prologue, binds = site.choose_prologue(label), [str(request.parent), *site.image_binds]
     step = make_step_script(site, label, driver_prologue=prologue, binds=binds)
     script = request.with_suffix(".step.sh") if step is not None else None
     if script is not None and step is not None:
         publish_file(script, step, mode=0o700)
     setup = make_step_setup(site, label, script=script, binds=binds)
-    size = [f"--cpus-per-task={NUM_CPUS * part.threads_per_core}"]
-    if part.mem_flag:
-        size.append(WHOLE_MEMORY if part.exclusive else f"--mem={mem_gib}G")
+    size = [f"--cpus-per-task={NUM_CPUS * part.threads_per_core}", *make_memory_flags(part, mem_gib)]
     size += ["--gres=gpu:1"] if part.gpus_per_node else []
     python = setup.python or site.choose_python(label)
     start = ["srun", "--nodes=1", "--ntasks=1", *size, "--mpi=none"]

@@ -6,6 +6,7 @@ make_colocated_component  nodes that each have all roles
 make_local_component      all roles on one machine
 plan_reward_jobs          separate jobs for rewards
 make_slurm_flags          the sbatch flags of one of them
+make_memory_flags         the one for memory
 list_job_flags            those of a whole job
 find_account              the account that a partition is charged to
 JobComponent, PerNode, RewardJobPlan    the results
@@ -289,6 +290,13 @@ def _make_reward_flags(per_node: PerNode, label: str, *, account: str | None, si
     return [*make_slurm_flags(1, per_node, label, account=account, site=site), *_list_license_flags(site)]
 
 
+def make_memory_flags(partition: SitePartition, mem_gib: int) -> list[str]:
+    """Return the flag for the memory of a node: without one a whole node has Slurm's default, a few GiB a core."""
+    if not partition.mem_flag:
+        return []
+    return [WHOLE_MEMORY if partition.exclusive else f"--mem={mem_gib}G"]
+
+
 def make_slurm_flags(nodes: int, per_node: PerNode, label: str, *, account: str | None, site: Site) -> list[str]:
     """Return the sbatch flags of a component on a partition; Slurm copies none to the next, so each needs all."""
     partition = site.partitions[label]
@@ -302,8 +310,7 @@ def make_slurm_flags(nodes: int, per_node: PerNode, label: str, *, account: str 
         "reservation": partition.reservation,
     }
     flags += [f"--{name}={value}" for name, value in chosen.items() if value]
-    if partition.mem_flag:  # without it a whole node has Slurm's default, often a few GiB a core
-        flags.append(WHOLE_MEMORY if partition.exclusive else f"--mem={mem_gib}G")
+    flags += make_memory_flags(partition, mem_gib)
     if partition.exclusive:
         flags.append("--exclusive")
     if gpus:

@@ -38,3 +38,9 @@ def test_one_partition_of_each_kind_of_gpu_and_python_starts_a_server() -> None:
     assert list_engine_partitions(make_site("lab", "partitions.decode.gpu=h100")) == ["prefill"]
     other = make_site("lab", "partitions.train.python=/opt/python")
     assert list_engine_partitions(other) == ["prefill", "decode", "train"]
+
+
+def test_jobs_of_the_doctor_have_the_flags_of_every_job(tmp_path: Path) -> None:
+    site = make_site("lab", 'licenses=["scratch:1"]', 'job_flags=["--wckey=x"]')
+    script = make_node_script(site, "train", request=tmp_path / "train.json", log=tmp_path / "log")
+    assert {"#SBATCH --licenses=scratch:1", "#SBATCH --wckey=x"} <= set(script.splitlines())
