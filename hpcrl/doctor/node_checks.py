@@ -62,14 +62,10 @@ class NodeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The memory that it was asked for; None if the site's jobs ask for none."""
     has_engine: bool
     """True if this node starts a vLLM server."""
-    signal_file: str
-    """The file that appears while nodes wait for it: how late they see it is the lag of the file system."""
-    script: str
-    """A batch script that Slurm is to judge, from the node."""
 
 
-def run_node_checks(request: NodeRequest) -> Iterator[CheckResult]:
-    """Yield the results."""
+def run_node_checks(request: NodeRequest, files: MeetingFiles) -> Iterator[CheckResult]:
+    """Yield the results; the batch script of `files` is judged by Slurm, and its signal appears meanwhile."""
     site, label = request.site, request.partition
     part = site.partitions[label]
     yield check_interface(site.list_interfaces(label))
@@ -84,14 +80,13 @@ def run_node_checks(request: NodeRequest) -> Iterator[CheckResult]:
         yield check_devices(os.environ, part.gpu_variable, 1)
         yield check_gpu_driver()
     yield check_internet(site, is_reachable(*INTERNET_HOST))
-    yield check_submission(site, Path(request.script), in_image=site.choose_image(label) is not None)
+    yield check_submission(site, files.script, in_image=site.choose_image(label) is not None)
     yield check_mpi(site)
-    folder = Path(request.signal_file).parent
-    yield check_hdf5(folder)
-    yield from check_rates(folder)
-    yield check_lag(Path(request.signal_file))
+    yield check_hdf5(files.folder)
+    yield from check_rates(files.folder)
+    yield check_lag(files.signal)
     if request.has_engine:
-        yield check_engine(folder / f"{label}-engine")
+        yield check_engine(files.folder / f"{label}-engine")
 
 
 def run_machine_checks(site: Site, *, folder: Path, has_engine: bool) -> Iterator[CheckResult]:
@@ -332,7 +327,7 @@ def main(path: Path, *, is_second: bool) -> None:
     if is_second:
         make_signal(files.signal)
     else:
-        publish_file(files.results, msgspec.json.encode(list(run_node_checks(request))))
+        publish_file(files.results, msgspec.json.encode(list(run_node_checks(request, files))))
     meeting.attend()
 
 

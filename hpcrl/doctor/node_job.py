@@ -204,8 +204,6 @@ def _write_request(site: Site, files: MeetingFiles) -> None:
         cpus=NUM_CPUS * part.threads_per_core,
         mem_gib=_find_memory(part) if part.mem_flag else None,
         has_engine=label in list_engine_partitions(site),
-        signal_file=str(files.signal),
-        script=str(files.script),
     )
     publish_file(files.request, msgspec.json.encode(request))
 
