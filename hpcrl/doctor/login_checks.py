@@ -25,7 +25,7 @@ from hpcrl.errors import HpcrlError, PlanError
 from hpcrl.plan.components import PerNode, find_account, list_job_flags, make_slurm_flags
 from hpcrl.slurm.commands import run_slurm
 from hpcrl.slurm.script import read_prologue
-from hpcrl.slurm.site_detection import parse_config, parse_gres, parse_partitions
+from hpcrl.slurm.site_detection import enforces_names, parse_config, parse_gres, parse_partitions
 from hpcrl.slurm.submit import REQUIRED_COMMANDS, expand_path, make_site_environment
 from hpcrl.system.free_space import find_free_space
 from hpcrl.system.network import is_reachable
@@ -219,7 +219,9 @@ def check_accounts(answers: SlurmAnswers, site: Site) -> Iterator[CheckResult]:
             yield pass_check("account", account)
         elif answers.accounts:
             yours = ", ".join(dict.fromkeys(answers.accounts))
-            yield fail_check("account", f"{account!r} is not yours, or has expired", f"set account to one of: {yours}")
+            problem = f"{account!r} is not yours, or has expired"
+            is_enforced = enforces_names(answers.config, "associations")
+            yield _refuse_name("account", problem, f"set account to one of: {yours}", is_enforced=is_enforced)
         else:
             yield leave_unknown("account", "sacctmgr reports no account of yours")
     if None in wanted and site.account_required:
@@ -241,7 +243,16 @@ def check_names(answers: SlurmAnswers, site: Site) -> Iterator[CheckResult]:
             yield leave_unknown(key, f"sacctmgr reports no QOS: whether {name!r} is yours is not known")
         else:
             found = ", ".join(dict.fromkeys(known)) or "none"
-            yield fail_check(key, f"Slurm has no {name!r} for you", f"correct {key}: there is {found}")
+            is_enforced = not key.endswith(".qos") or enforces_names(answers.config, "qos")
+            problem = f"Slurm has no {name!r} for you"
+            yield _refuse_name(key, problem, f"correct {key}: there is {found}", is_enforced=is_enforced)
+
+
+def _refuse_name(key: str, problem: str, change: str, *, is_enforced: bool) -> CheckResult:
+    """Fail, or warn of a name that Slurm does not look at when it takes a job."""
+    if is_enforced:
+        return fail_check(key, problem, change)
+    return warn_check(key, f"{problem}; this Slurm takes jobs with any", change)
 
 
 def check_kill_wait(answers: SlurmAnswers) -> CheckResult:

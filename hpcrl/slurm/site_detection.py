@@ -4,6 +4,7 @@ write_site        describe this cluster in a site file of the user's own
 detect_site       the text of a site file, and notes on what a person has to check
 DetectedSite      both
 parse_config, parse_partitions    what scontrol prints of Slurm's settings and partitions
+enforces_names                    return whether it refuses accounts or QOS that are not the user's
 parse_gres        the type and number of GPUs in a gres of Slurm
 choose_gpu_name   the catalogue's name of a GPU type of Slurm: pure
 
@@ -21,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from hpcrl.config.site import ContainerTool, load_site
 from hpcrl.config.toml import NAME_PATTERN, PATTERN_MEANINGS, find_toml, format_toml, list_known_names, user_folder
@@ -114,6 +115,12 @@ def parse_config(text: str) -> dict[str, str]:
     """Return the settings that `scontrol show config` prints."""
     rows = (re.split(r"\s*=\s*", line.strip(), maxsplit=1) for line in text.splitlines())
     return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def enforces_names(config: Mapping[str, str], what: Literal["associations", "qos"]) -> bool:
+    """Return whether Slurm refuses jobs with accounts, or QOS, that are not the user's."""
+    enforced = set(re.findall(r"\w+", config.get("AccountingStorageEnforce", "").lower()))
+    return bool(enforced & {"all", "qos", *(("associations", "limits", "safe", "wckeys") if what != "qos" else ())})
 
 
 def parse_partitions(text: str) -> dict[str, dict[str, str]]:
@@ -276,7 +283,7 @@ def _find_account(config: Mapping[str, str], notes: list[str]) -> dict[str, Any]
     user = os.environ.get("USER") or str(os.getuid())
     done = run_slurm(["sacctmgr", "-nP", "show", "user", user, "format=defaultaccount"])
     account = done.stdout.split("\n")[0].strip() if done.returncode == 0 else ""
-    required = "associations" in config.get("AccountingStorageEnforce", "").lower()
+    required = enforces_names(config, "associations")
     if required and not account:
         notes.append("account: the cluster requires one, and none is known: set it")
     return {**({"account": account} if account else {}), "account_required": required}

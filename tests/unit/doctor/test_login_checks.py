@@ -12,7 +12,7 @@ from hpcrl.doctor.login_checks import SlurmAnswers
 from hpcrl.doctor.result import CheckResult
 from tests.support.plans import make_site
 
-CONFIG = {"SLURM_VERSION": "24.05.1", "KillWait": "30"}
+CONFIG = {"SLURM_VERSION": "24.05.1", "KillWait": "30", "AccountingStorageEnforce": "associations,limits,qos"}
 FIELDS = {"State": "UP", "MaxTime": "1-00:00:00", "GraceTime": "60"}
 NODES = {
     name: [(16, 16_384, gpu, num)]
@@ -96,6 +96,17 @@ def test_what_slurm_reports_otherwise_is_named_with_the_key_to_change(
     seen: SlurmAnswers, settings: tuple[str, ...], fault: str
 ) -> None:
     assert fault in compare(seen, *settings)
+
+
+def test_names_that_slurm_does_not_look_at_are_only_warnings() -> None:
+    """As in a lab, or on a cluster that only records accounts."""
+    settings = ("account=chemistry", "partitions.train.qos=fast")
+    free = answers(config={**CONFIG, "AccountingStorageEnforce": "none"})
+    faults = compare(free, *settings).splitlines()
+    assert [fault.partition(":")[0] for fault in faults] == ["warning account", "warning partitions.train.qos"]
+    without_qos = answers(config={**CONFIG, "AccountingStorageEnforce": "limits"})
+    faults = compare(without_qos, *settings).splitlines()
+    assert [fault.partition(":")[0] for fault in faults] == ["failed account", "warning partitions.train.qos"]
 
 
 def test_qos_that_slurm_does_not_list_are_unknown() -> None:
